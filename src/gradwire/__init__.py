@@ -1,0 +1,46 @@
+"""Data-parallel PyTorch training over slow links: gradients packed to a few bits per element, for real."""
+
+from gradwire.adapters import Link, SimulatedLink, Simulation, attach, load, save, simulate, warm_up
+from gradwire.catalogue import MethodInfo, method, methods
+from gradwire.compressors import BF16, FP16, FP32, TernGrad
+from gradwire.errors import (
+    BackendError,
+    ExchangeError,
+    GradwireError,
+    HyperparameterError,
+    IncompatibleError,
+    PayloadError,
+    RankMismatchError,
+)
+from gradwire.groups import Traffic
+from gradwire.methods import Method, Properties
+from gradwire.version import __version__
+
+__all__ = [
+    "BF16",
+    "FP16",
+    "FP32",
+    "BackendError",
+    "ExchangeError",
+    "GradwireError",
+    "HyperparameterError",
+    "IncompatibleError",
+    "Link",
+    "Method",
+    "MethodInfo",
+    "PayloadError",
+    "Properties",
+    "RankMismatchError",
+    "SimulatedLink",
+    "Simulation",
+    "TernGrad",
+    "Traffic",
+    "__version__",
+    "attach",
+    "load",
+    "method",
+    "methods",
+    "save",
+    "simulate",
+    "warm_up",
+]

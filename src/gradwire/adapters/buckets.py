@@ -1,0 +1,106 @@
+"""Plans of buckets, made once for each layout that is met."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from gradwire import catalogue
+from gradwire.adapters.options import Options, dense_names
+from gradwire.algorithms import Plan, make_plan
+from gradwire.compressors import Cast
+from gradwire.groups import dry_run
+from gradwire.kernels import Kernels, get_kernels
+from gradwire.methods import Method
+from gradwire.segments import Parameter, Segment, lay_out
+
+__all__ = ["Planner", "warm_up"]
+
+
+class Planner:
+    """Makes the plan of any bucket of known parameters, and remembers it.
+
+    Args:
+        method: How they are exchanged.
+        parameters: All of them, by name.
+        world_size: Ranks that take part.
+        options: Checked here against the method and the names.
+    """
+
+    def __init__(
+        self, method: Method, parameters: Mapping[str, torch.Tensor], world_size: int, options: Options
+    ) -> None:
+        self.method, self.options, self.world_size = method, options, world_size
+        self.parameters = {name: Parameter.of(name, tensor) for name, tensor in parameters.items()}
+        self.dense = dense_names({n: p.numel for n, p in self.parameters.items()}, options)
+        self._kernels: Kernels | None = None
+        self.chosen: dict[str, int] = {}
+        self._collectives = options.collectives(method)
+        self._plans: dict[tuple[tuple[str, ...], bool], Plan] = {}
+
+    @property
+    def kernels(self) -> Kernels:
+        """The backend, compiled when first asked for."""
+        if self._kernels is None:
+            self._kernels = get_kernels(self.options.backend)
+        return self._kernels
+
+    @property
+    def backend(self) -> str:
+        """The backend that runs; "none" where the method needs no kernels."""
+        return "none" if isinstance(self.method, Cast) else self.kernels.name
+
+    def is_warm_up(self, round: int) -> bool:
+        """Tell whether that round travels in float32."""
+        return round < self.options.warmup_steps
+
+    def plan(self, names: Sequence[str], round: int) -> Plan:
+        """Give the plan of a bucket that holds these whole parameters, in this order."""
+        key = (tuple(names), self.is_warm_up(round))
+        if key not in self._plans:
+            self._plans[key] = self._make(*key)
+        return self._plans[key]
+
+    def segments(self, names: Sequence[str]) -> list[Segment]:
+        """Lay whole parameters one after the other."""
+        laid = lay_out(self.parameters[name] for name in names)
+        return [replace(s, dense=s.parameter.name in self.dense) for s in laid]
+
+    def _make(self, names: tuple[str, ...], warm_up: bool) -> Plan:
+        segments = self.segments(names)
+        numel = sum(s.numel for s in segments)
+
+        def build(collective: str, kernels: Kernels) -> Plan:
+            return make_plan(
+                self.method,
+                segments,
+                kernels=kernels,
+                world_size=self.world_size,
+                collective=collective,
+                seed=self.options.seed,
+                chunk_numel=self.options.chunk_numel,
+                warm_up=warm_up,
+            )
+
+        best = self._collectives[0]
+        if len(self._collectives) > 1:
+            meta = get_kernels("meta")
+            costs = {c: dry_run(build(c, meta), numel, self.world_size).sent_bytes for c in self._collectives}
+            best = min(costs, key=lambda c: costs[c])
+        self.chosen[best] = self.chosen.get(best, 0) + 1
+        return build(best, get_kernels("meta") if isinstance(self.method, Cast) else self.kernels)
+
+
+def warm_up(method: str | Method = "terngrad", backend: str = "auto") -> float:
+    """Compile what a method will call, once a machine; the result is kept on disk.
+
+    Call it before starting several workers on one machine, so that they do not compile the same code side by side.
+
+    Returns:
+        Seconds it took: several when nothing was kept, near zero otherwise.
+    """
+    if isinstance(catalogue.method(method), Cast):
+        return 0.0
+    return get_kernels(backend).warm_up()

@@ -1,0 +1,50 @@
+"""How well the exchange serves each parameter, measured now and then."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import torch
+
+from gradwire.segments import Segment
+
+__all__ = ["Diagnostics"]
+
+
+class Diagnostics:
+    """Relative error and cosine of what this rank sent against its gradient, by parameter.
+
+    Measured in every ``interval``-th round (0: never), since it reads each gradient twice more.
+    """
+
+    def __init__(self, interval: int) -> None:
+        self.interval = interval
+        self._lock = threading.Lock()
+        self._rows: dict[str, dict[str, float]] = {}
+
+    def wanted(self, round: int) -> bool:
+        """Tell whether that round is to be measured."""
+        return self.interval > 0 and round % self.interval == 0
+
+    def measure(self, gradient: torch.Tensor, sent: torch.Tensor, segments: Sequence[Segment], round: int) -> None:
+        """Compare two flat vectors, segment by segment."""
+        rows = {}
+        for s in segments:
+            g = gradient[s.offset : s.offset + s.numel].double()
+            e = sent[s.offset : s.offset + s.numel].double()
+            norm, other = float(g.norm()), float(e.norm())
+            both = norm * other
+            rows[s.parameter.name] = {
+                "round": round,
+                "relative_error": float((e - g).norm()) / norm if norm else other,
+                "cosine": float(g @ e) / both if both else float(norm == other),
+                "gradient_norm": norm,
+            }
+        with self._lock:
+            self._rows.update(rows)
+
+    def rows(self) -> dict[str, dict[str, float]]:
+        """Give the latest measurement of each parameter."""
+        with self._lock:
+            return {name: dict(row) for name, row in self._rows.items()}

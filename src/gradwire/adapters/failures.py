@@ -1,0 +1,49 @@
+"""What a link does when an exchange breaks: name the rank and the bucket, tell the others, never hang."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+from gradwire.errors import ExchangeError, GradwireError
+from gradwire.groups import Failure, RollCall, WireError
+
+__all__ = ["Breakage", "place"]
+
+
+def place(bucket: int, chunk: int | None, round: int, names: Sequence[str]) -> str:
+    """Say where an exchange was, for people."""
+    part = "" if chunk is None else f", chunk {chunk}"
+    first = names[0] if names else "nothing"
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return f"bucket {bucket}{part} ({first}{more}), round {round}"
+
+
+class Breakage:
+    """The first failure of a link; every later exchange is refused with it."""
+
+    def __init__(self, rank: int, roll_call: RollCall) -> None:
+        self.error: GradwireError | None = None
+        self._rank, self._roll_call = rank, roll_call
+        self._lock = threading.Lock()
+
+    def record(self, error: Exception, where: str) -> GradwireError:
+        """Turn an exception into the link's error, and report it to the other ranks if it began here."""
+        with self._lock:
+            if self.error is None:
+                self.error = self._explain(error, where)
+                self.error.__cause__ = error
+            return self.error
+
+    def refuse(self) -> None:
+        """Raise the link's error, if it has one."""
+        if self.error is not None:
+            raise self.error
+
+    def _explain(self, error: Exception, where: str) -> GradwireError:
+        if isinstance(error, WireError):
+            return ExchangeError(f"rank {self._rank} could not go on at {where}: {self._roll_call.explain()} [{error}]")
+        self._roll_call.report(Failure(self._rank, where, f"{type(error).__name__}: {error}"))
+        if isinstance(error, GradwireError):
+            return type(error)(f"rank {self._rank}, {where}: {error}")
+        return ExchangeError(f"rank {self._rank} failed at {where}: {type(error).__name__}: {error}")

@@ -1,0 +1,89 @@
+"""What a user may set about an exchange, checked before anything is built."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+from gradwire.errors import HyperparameterError, IncompatibleError
+from gradwire.methods import Method, require
+
+__all__ = ["CHUNK_NUMEL", "Options", "dense_names"]
+
+CHUNK_NUMEL = 1 << 21
+"""Elements of a chunk; the bits do not depend on it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Settings of one link, the same on every rank.
+
+    Attributes:
+        collective: A protocol by name, or "auto": the one that sends the fewest bytes, bucket by bucket.
+        exclude: Patterns (``fnmatch``) of parameter names that travel in float32.
+        min_numel: Smaller parameters travel in float32.
+        warmup_steps: Rounds at the start in which everything travels in float32.
+        seed: Of all random streams.
+        backend: Of the kernels: "auto", "cpu", "cpu-plain" or "reference".
+        chunk_numel: Elements of a chunk at most.
+        check: Verify after every bucket that all ranks hold the same bits.
+    """
+
+    collective: str = "auto"
+    exclude: Sequence[str] = field(default=())
+    min_numel: int = 1024
+    warmup_steps: int = 0
+    seed: int = 0
+    backend: str = "auto"
+    chunk_numel: int = CHUNK_NUMEL
+    check: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.exclude, str):
+            object.__setattr__(self, "exclude", (self.exclude,))
+        object.__setattr__(self, "exclude", tuple(self.exclude))
+        for name, least in (("min_numel", 0), ("warmup_steps", 0), ("chunk_numel", 1)):
+            value = getattr(self, name)
+            whole = isinstance(value, int) and not isinstance(value, bool)
+            require(whole and value >= least, name, f"a whole number of at least {least} is needed, not {value!r}")
+        require(isinstance(self.seed, int), "seed", f"a whole number is needed, not {self.seed!r}")
+
+    def collectives(self, method: Method) -> tuple[str, ...]:
+        """Give the protocols to choose from.
+
+        Raises:
+            IncompatibleError: the method cannot travel by the collective that was asked for.
+            HyperparameterError: there is no such collective.
+        """
+        if self.collective == "auto":
+            return tuple(method.collectives)
+        known = ("auto", "all_reduce", "all_gather", "two_shot")
+        if self.collective not in known:
+            near = difflib.get_close_matches(self.collective, known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise HyperparameterError(f"unknown collective {self.collective!r}{hint} (known: {', '.join(known)})")
+        if self.collective not in method.collectives:
+            raise IncompatibleError(
+                f"{method!r} cannot travel by {self.collective}; use collective='auto'"
+                + "".join(f" or {c!r}" for c in method.collectives)
+            )
+        return (self.collective,)
+
+
+def dense_names(sizes: dict[str, int], options: Options) -> frozenset[str]:
+    """Name the parameters that travel in float32 whatever the method.
+
+    Raises:
+        HyperparameterError: a pattern matches no parameter.
+    """
+    dense = {name for name, numel in sizes.items() if numel < options.min_numel}
+    for pattern in options.exclude:
+        found = {name for name in sizes if fnmatchcase(name, pattern)}
+        if not found:
+            near = difflib.get_close_matches(pattern, sizes, n=1, cutoff=0.4)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise HyperparameterError(f"exclude pattern {pattern!r} matches no parameter{hint}")
+        dense |= found
+    return frozenset(dense)

@@ -1,0 +1,192 @@
+"""The same exchange with all ranks in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from gradwire import catalogue
+from gradwire.adapters.buckets import Planner
+from gradwire.adapters.options import Options
+from gradwire.errors import HyperparameterError, IncompatibleError
+from gradwire.groups import Meter, Traffic, dense_bytes, simulate_ranks
+from gradwire.methods import Method
+from gradwire.protocols import Context, Workspace
+from gradwire.segments import flat_view
+from gradwire.version import __version__
+
+__all__ = ["SimulatedLink", "Simulation", "simulate"]
+
+
+class SimulatedLink:
+    """Exchanges the gradients of N simulated workers: the same code as on a group, without processes or network.
+
+    The bits are those of a real group for every method that declares itself bit-stable.
+
+    Args:
+        parameters: (name, tensor) pairs.
+        method: A method or its spec.
+        world_size: Number of workers N.
+        options: See :class:`Options`; ``check`` has no meaning here.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[tuple[str, torch.Tensor]],
+        method: str | Method,
+        world_size: int,
+        **options: Any,
+    ) -> None:
+        if not isinstance(world_size, int) or world_size < 1:
+            raise HyperparameterError(f"world_size: at least one worker is needed, not {world_size!r}")
+        self.method = catalogue.method(method)
+        self.options = Options(**options)
+        self.world_size = world_size
+        self._parameters = {n: p for n, p in parameters if p.requires_grad or not p.is_leaf}
+        if not self._parameters:
+            raise IncompatibleError("no parameter requires a gradient: there is nothing to exchange")
+        self._names = list(self._parameters)
+        self._planner = Planner(self.method, self._parameters, world_size, self.options)
+        self._spaces = [[Workspace()] for _ in range(world_size)]
+        self._meters = [Meter() for _ in range(world_size)]
+        self.numel = sum(p.numel() for p in self._parameters.values())
+        self.round = 0
+
+    def reduce_(self, gradients: torch.Tensor) -> torch.Tensor:
+        """Exchange one round.
+
+        Args:
+            gradients: Float32 ``[world_size, numel]``, overwritten: row r holds worker r's gradients, parameter after
+                parameter, each in memory order.
+
+        Returns:
+            The mean over workers, float32 ``[numel]``: row 0 of ``gradients``.
+        """
+        if gradients.shape != (self.world_size, self.numel) or gradients.dtype != torch.float32:
+            raise IncompatibleError(
+                f"gradients are float32 [{self.world_size}, {self.numel}], not {gradients.dtype} "
+                f"{list(gradients.shape)}"
+            )
+        plan = self._planner.plan(self._names, self.round)
+        contexts = [Context(r, self.world_size, self.round) for r in range(self.world_size)]
+        prepared = simulate_ranks([plan.prepare(c, g) for c, g in zip(contexts, gradients)], self._meters)
+        for chunk in range(plan.chunks):
+            contexts = [
+                Context(r, self.world_size, self.round, 0, chunk, self._space(r, chunk)) for r in range(self.world_size)
+            ]
+            runs = [plan.run(c, g, p) for c, g, p in zip(contexts, gradients, prepared)]
+            simulate_ranks(runs, self._meters)
+        self.round += 1
+        return gradients[0]
+
+    def scatter_(self, mean: torch.Tensor) -> None:
+        """Write a mean vector into the ``grad`` of the parameters."""
+        parts = mean.split([p.numel() for p in self._parameters.values()])
+        for p, part in zip(self._parameters.values(), parts):
+            if p.grad is None:
+                p.grad = torch.empty_like(p)
+            flat_view(p.grad).copy_(part)
+
+    def traffic(self) -> Traffic:
+        """Bytes that worker 0 would have sent and received."""
+        meter, elements = self._meters[0], self.numel * self.round
+        return Traffic(
+            meter.sent_bytes,
+            meter.received_bytes,
+            dense_bytes(elements, self.world_size),
+            elements,
+            self.round,
+        )
+
+    def record(self) -> dict[str, Any]:
+        """What runs, in plain values, as :meth:`Link.record`."""
+        return {
+            "gradwire": __version__,
+            "torch": torch.__version__,
+            "method": repr(self.method),
+            "world_size": self.world_size,
+            "backend": self._planner.backend,
+            "simulated": True,
+            "collectives": dict(self._planner.chosen),
+            "dense_parameters": sorted(self._planner.dense),
+            **{k: getattr(self.options, k) for k in ("min_numel", "warmup_steps", "seed", "chunk_numel")},
+        }
+
+    def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Give the state, in the form of :meth:`Link.state_dict`."""
+        return {"global": {"round": torch.tensor(self.round)}, "replicated": {}, "rank": {}}
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+        """Continue where :meth:`state_dict` was taken, here or on a real link."""
+        self.round = int(state["global"]["round"])
+
+    def _space(self, rank: int, chunk: int) -> Workspace:
+        spaces = self._spaces[rank]
+        while len(spaces) <= chunk:
+            spaces.append(Workspace())
+        return spaces[chunk]
+
+
+@dataclass(frozen=True, eq=False)
+class Simulation:
+    """What :func:`simulate` found.
+
+    Attributes:
+        mean: The mean over workers: a vector, or a dict by name, as the gradients were given.
+        state: To be given to the next call.
+        traffic: Of worker 0, this round.
+    """
+
+    mean: Any
+    state: dict[str, dict[str, torch.Tensor]]
+    traffic: Traffic
+
+
+def simulate(
+    gradients: torch.Tensor | Sequence[Mapping[str, torch.Tensor]],
+    method: str | Method,
+    *,
+    state: Mapping[str, Mapping[str, torch.Tensor]] | None = None,
+    seed: int = 0,
+    round: int = 0,
+) -> Simulation:
+    """Exchange given gradients once, with all workers in this process.
+
+    Args:
+        gradients: A float tensor ``[world_size, numel]`` (one parameter, named "0"), or a list of name-to-tensor
+            dicts, one a worker. Every parameter is compressed, however small.
+        state: From an earlier call; its round takes the place of ``round``.
+        seed: Of the random streams.
+        round: Which round's random numbers to draw.
+
+    Example:
+        >>> import torch, gradwire as gw
+        >>> gw.simulate(torch.ones(2, 3), "fp32").mean
+        tensor([1., 1., 1.])
+    """
+    workers = gradients if not isinstance(gradients, torch.Tensor) else [{"0": row} for row in gradients]
+    if not len(workers) or any(w.keys() != workers[0].keys() for w in workers):
+        raise IncompatibleError("every worker needs a gradient for the same names, and there is at least one worker")
+    like = {n: torch.empty_like(g, requires_grad=True) for n, g in workers[0].items()}
+    link = SimulatedLink(like.items(), method, len(workers), seed=seed, min_numel=0)
+    link.round = round
+    if state is not None:
+        link.load_state_dict(state)
+    rows = torch.stack([torch.cat([flat_view(w[n]).float() for n in like]) for w in workers])
+    mean = link.reduce_(rows)
+    parts = {}
+    for (name, p), part in zip(like.items(), mean.split([p.numel() for p in like.values()])):
+        whole = torch.empty_like(p, requires_grad=False)
+        flat_view(whole).copy_(part)
+        parts[name] = whole
+    single = isinstance(gradients, torch.Tensor)
+    before = link.traffic()
+    return Simulation(parts["0"] if single else parts, link.state_dict(), _one_round(before, link))
+
+
+def _one_round(traffic: Traffic, link: SimulatedLink) -> Traffic:
+    dense = dense_bytes(link.numel, link.world_size)
+    return Traffic(traffic.sent_bytes, traffic.received_bytes, dense, link.numel, 1)

@@ -1,0 +1,191 @@
+"""How one bucket of gradients is exchanged: what happens once for the bucket, and what for each of its chunks.
+
+A plan is made once for a bucket's layout and used every round. A driver runs :meth:`Plan.prepare` first, then
+:meth:`Plan.run` for each chunk, in any number of lanes; a rank that runs them in one thread gets the same bits.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from gradwire.compressors import Cast, Compressor, DenseCodec, NoSummary
+from gradwire.errors import IncompatibleError
+from gradwire.methods import Method
+from gradwire.ops import Exchange, Reduce
+from gradwire.protocols import PROTOCOLS, Context, Outcome, Section, all_reduce
+from gradwire.segments import Segment
+
+if TYPE_CHECKING:
+    from gradwire.kernels import Kernels
+
+__all__ = ["DENSE_TAG", "Plan", "cut", "make_plan"]
+
+DENSE_TAG = 127
+"""Wire tag of payloads that hold nothing but float32, as in warm-up rounds."""
+
+CUT = 80
+"""Parameters are cut at multiples of this many elements: a ternary group, and whole units of every other codec."""
+
+
+class Plan(ABC):
+    """The exchange of one bucket."""
+
+    chunks: int
+    collective: str
+
+    @abstractmethod
+    def prepare(self, context: Context, flat: torch.Tensor) -> Exchange[Any]:
+        """Measure whole parameters and agree on what all ranks must share; the result goes to every chunk."""
+
+    @abstractmethod
+    def run(self, context: Context, flat: torch.Tensor, prepared: Any) -> Exchange[Outcome]:
+        """Exchange chunk ``context.chunk``, writing the mean into its part of ``flat``."""
+
+    def whole(self, context: Context, flat: torch.Tensor) -> Exchange[Outcome]:
+        """Run everything in order, as one generator."""
+        prepared = yield from self.prepare(context, flat)
+        finite: bool | None = True
+        for chunk in range(self.chunks):
+            outcome = yield from self.run(replace(context, chunk=chunk), flat, prepared)
+            finite = None if finite is None or outcome.finite is None else finite and outcome.finite
+        return Outcome(finite)
+
+
+def make_plan(
+    method: Method,
+    segments: Sequence[Segment],
+    *,
+    kernels: Kernels,
+    world_size: int,
+    collective: str,
+    seed: int,
+    chunk_numel: int,
+    warm_up: bool = False,
+) -> Plan:
+    """Plan the exchange of one bucket.
+
+    Args:
+        collective: One of the method's protocols, by name.
+        chunk_numel: Elements of a chunk at most (rounded up to a multiple of 80); the bits do not depend on it.
+        warm_up: Send everything in float32, by a protocol whose bits do not depend on the layout.
+
+    Raises:
+        IncompatibleError: the method cannot travel by that collective.
+    """
+    if isinstance(method, Cast):
+        _check_collective(method, collective)
+        return CastPlan(torch.float32 if warm_up else method.dtype, segments)
+    if isinstance(method, Compressor):
+        _check_collective(method, collective)
+        if warm_up:
+            segments = [replace(s, dense=True) for s in segments]
+        return SectionPlan(method, segments, kernels, world_size, collective, seed, chunk_numel)
+    raise IncompatibleError(f"{method!r} is not a method that this version can run")
+
+
+def _check_collective(method: Method, collective: str) -> None:
+    if collective not in method.collectives:
+        raise IncompatibleError(
+            f"{method!r} cannot travel by {collective}; use collective={method.collectives[0]!r} or 'auto'"
+        )
+
+
+class CastPlan(Plan):
+    """One all-reduce of the whole bucket: cutting it would change the order of the backend's sum."""
+
+    chunks = 1
+    collective = "all_reduce"
+
+    def __init__(self, dtype: torch.dtype, segments: Sequence[Segment]) -> None:
+        self.dtype, self.segments = dtype, segments
+
+    def prepare(self, context: Context, flat: torch.Tensor) -> Exchange[None]:
+        return
+        yield
+
+    def run(self, context: Context, flat: torch.Tensor, prepared: None) -> Exchange[Outcome]:
+        return (yield from all_reduce(context, flat, self.dtype, self.segments))
+
+
+@dataclass(frozen=True, eq=False)
+class _Chunk:
+    """Codecs of one chunk; ``index`` tells which of the bucket's compressed segments its own belong to."""
+
+    compressed: Any | None
+    index: torch.Tensor
+    dense: DenseCodec | None
+
+
+class SectionPlan(Plan):
+    """A compressor's section and a dense one, by two-shot or all-gather."""
+
+    def __init__(
+        self,
+        method: Compressor,
+        segments: Sequence[Segment],
+        kernels: Kernels,
+        world_size: int,
+        collective: str,
+        seed: int,
+        chunk_numel: int,
+    ) -> None:
+        self.method, self.kernels, self.collective = method, kernels, collective
+        self.segments = [s for s in segments if not s.dense and s.numel]
+        self.tag = method.tag if self.segments else DENSE_TAG
+        position = {s: i for i, s in enumerate(self.segments)}
+        self._chunks = []
+        # Unshared scalers travel in the payload of their segments, so those may not be cut.
+        limit = chunk_numel if collective == "two_shot" else 1 << 62
+        for pieces in cut([s for s in segments if s.numel], limit):
+            ours = [(piece, position[whole]) for piece, whole in pieces if not piece.dense]
+            rest = [piece for piece, _ in pieces if piece.dense]
+            codec = method.codec(kernels, [p for p, _ in ours], world_size, seed) if ours else None
+            index = torch.tensor([i for _, i in ours], dtype=torch.int64)
+            self._chunks.append(_Chunk(codec, index, DenseCodec(rest, world_size) if rest else None))
+        self.chunks = len(self._chunks)
+
+    def prepare(self, context: Context, flat: torch.Tensor) -> Exchange[Any]:
+        if not self.segments:
+            return None
+        summary = self.method.summarise(self.kernels, flat, self.segments)
+        shared = None if summary.shared is None else (yield Reduce(summary.shared.clone(), "max"))
+        return summary, shared
+
+    def run(self, context: Context, flat: torch.Tensor, prepared: Any) -> Exchange[Outcome]:
+        chunk = self._chunks[context.chunk]
+        sections = []
+        if chunk.compressed is not None:
+            summary, shared = prepared
+            sections.append(Section(chunk.compressed, self.method.select(summary, chunk.index, shared)))
+        if chunk.dense is not None:
+            sections.append(Section(chunk.dense, NoSummary()))
+        return (yield from PROTOCOLS[self.collective](context, self.tag, sections, flat))
+
+
+def cut(segments: Sequence[Segment], chunk_numel: int) -> list[list[tuple[Segment, Segment]]]:
+    """Cut segments into chunks of at most ``chunk_numel`` elements, at multiples of :data:`CUT` in the parameter.
+
+    Returns:
+        For each chunk, its pieces, each with the segment that it is a piece of.
+    """
+    size = max(CUT, -(-chunk_numel // CUT) * CUT)
+    chunks: list[list[tuple[Segment, Segment]]] = []
+    room = 0
+    for whole in segments:
+        done = 0
+        while done < whole.numel:
+            if room < min(CUT, whole.numel - done):
+                chunks.append([])
+                room = size
+            left = whole.numel - done
+            take = left if left <= room else room // CUT * CUT
+            piece = replace(whole, offset=whole.offset + done, start=whole.start + done, numel=take)
+            chunks[-1].append((piece, whole))
+            done += take
+            room -= take
+    return chunks

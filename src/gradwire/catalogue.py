@@ -1,0 +1,130 @@
+"""All methods, by name, and the reading of specs."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+from dataclasses import dataclass, fields
+
+from gradwire.compressors import BF16, FP16, FP32, TernGrad
+from gradwire.errors import HyperparameterError
+from gradwire.methods import Method
+
+__all__ = ["METHODS", "MethodInfo", "method", "methods"]
+
+METHODS: tuple[type[Method], ...] = (FP32, FP16, BF16, TernGrad)
+"""Every method of the package; adding one adds a line here."""
+
+_BY_NAME: dict[str, type[Method]] = {kind.name: kind for kind in METHODS} | {k.__name__: k for k in METHODS}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MethodInfo:
+    """A method's declared properties, as ``gradwire methods`` prints them."""
+
+    name: str
+    spec: str
+    summary: str
+    unbiased: bool
+    omega: str | None
+    delta: str | None
+    bit_stable: bool
+    state: str
+    stream: str
+    collectives: tuple[str, ...]
+    paper: str
+
+
+def methods() -> dict[str, MethodInfo]:
+    """Map each method's lower-case name to its declared properties."""
+    table = {}
+    for kind in METHODS:
+        default, p = kind(), kind.properties
+        table[kind.name] = MethodInfo(
+            name=kind.name,
+            spec=repr(default),
+            summary=p.summary,
+            unbiased=p.unbiased,
+            omega=p.omega,
+            delta=p.delta,
+            bit_stable=p.bit_stable,
+            state=p.state,
+            stream=p.stream,
+            collectives=tuple(default.collectives),
+            paper=p.paper,
+        )
+    return table
+
+
+def method(spec: str | Method) -> Method:
+    """Read a method's spec.
+
+    A spec is a method object, a name (``"terngrad"``: the paper's defaults) or a call expression over known names
+    with literal arguments (``"TernGrad(clip=2.5)"``), nested where methods nest. It is parsed, never evaluated.
+
+    Raises:
+        HyperparameterError: an unknown name or field (the nearest known one is named), a value that the method
+            refuses, or text that is not a spec.
+
+    Example:
+        >>> method("terngrad")
+        TernGrad(clip=2.5, share_scaler=True)
+        >>> method(repr(method("TernGrad(clip=None)"))) == method("TernGrad(clip=None)")
+        True
+    """
+    if isinstance(spec, Method):
+        return spec
+    if not isinstance(spec, str):
+        raise HyperparameterError(f"a method is a spec such as 'terngrad' or a method object, not {spec!r}")
+    try:
+        tree = ast.parse(spec.strip(), mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        raise _malformed(spec) from None
+    built = _build(tree, spec)
+    if not isinstance(built, Method):
+        raise _malformed(spec)
+    return built
+
+
+def _malformed(spec: str) -> HyperparameterError:
+    return HyperparameterError(
+        f"{spec!r} is not a method spec; write a name, such as 'terngrad', or a call with named literal values, "
+        "such as 'TernGrad(clip=2.5)'"
+    )
+
+
+def _build(node: ast.expr, spec: str) -> object:
+    if isinstance(node, ast.Name):
+        return _kind(node.id)()
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+        kind = _kind(node.func.id)
+        known = [f.name for f in fields(kind)]
+        values = {}
+        if node.args:
+            raise HyperparameterError(f"{kind.__name__} takes named values only: {_signature(kind)}")
+        for word in node.keywords:
+            if word.arg not in known:
+                raise HyperparameterError(_unknown("field", str(word.arg), known, f" of {kind.__name__}"))
+            values[word.arg] = _build(word.value, spec)
+        return kind(**values)
+    try:
+        return ast.literal_eval(node)
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+        raise _malformed(spec) from None
+
+
+def _kind(name: str) -> type[Method]:
+    if name in _BY_NAME:
+        return _BY_NAME[name]
+    raise HyperparameterError(_unknown("method", name, [kind.name for kind in METHODS]))
+
+
+def _signature(kind: type[Method]) -> str:
+    return f"{kind.__name__}({', '.join(f.name + '=...' for f in fields(kind))})"
+
+
+def _unknown(what: str, name: str, known: list[str], where: str = "") -> str:
+    near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.5)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    listed = ", ".join(known) if known else "none"
+    return f"unknown {what} {name!r}{where}{hint} (known: {listed})"

@@ -1,0 +1,20 @@
+"""Operators on a flat vector: codec mathematics, no communication, no memory."""
+
+from gradwire.compressors.base import Codec, Compressor, Draw, Summary
+from gradwire.compressors.cast import BF16, FP16, FP32, Cast
+from gradwire.compressors.dense import DenseCodec, NoSummary
+from gradwire.compressors.terngrad import TernGrad
+
+__all__ = [
+    "BF16",
+    "FP16",
+    "FP32",
+    "Cast",
+    "Codec",
+    "Compressor",
+    "DenseCodec",
+    "Draw",
+    "NoSummary",
+    "Summary",
+    "TernGrad",
+]

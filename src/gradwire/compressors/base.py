@@ -1,0 +1,100 @@
+"""The interface between codec mathematics and whoever moves its bytes."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Protocol
+
+import torch
+
+from gradwire.methods import Method
+from gradwire.segments import Segment
+
+if TYPE_CHECKING:
+    from gradwire.kernels import Kernels
+
+__all__ = ["Codec", "Compressor", "Draw", "Summary"]
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Which random numbers an encoder uses: the round and the stream (see :mod:`gradwire.seeds`)."""
+
+    round: int
+    stream: int
+
+
+class Summary(Protocol):
+    """What an encoder must know of whole parameters before it may encode a part of one.
+
+    It is made once a bucket, over whole parameters, so that neither buckets nor chunks decide a code.
+    """
+
+    @property
+    def shared(self) -> torch.Tensor | None:
+        """Float32 values to be replaced by their maximum over all ranks; None where nothing is shared."""
+
+
+class Codec(ABC):
+    """A compressor bound to the segments it serves: one section of a payload.
+
+    The section's *units* are the smallest runs that can be owned by different ranks. ``grain`` units and multiples
+    of it can be reduced by one owner and decoded beside other owners' without gaps.
+    """
+
+    units: int
+    grain: int
+
+    @abstractmethod
+    def payload_bytes(self, units: int) -> int:
+        """Exact bytes of a rank's codes for that many units."""
+
+    @abstractmethod
+    def mean_bytes(self, units: int) -> int:
+        """Exact bytes of the reduced codes for that many units (a multiple of ``grain``)."""
+
+    @abstractmethod
+    def encode(self, flat: torch.Tensor, summary: Summary, draw: Draw, out: torch.Tensor) -> None:
+        """Write the codes of all units of ``flat``; ``out`` may be longer and is left alone beyond them."""
+
+    @abstractmethod
+    def reduce(self, rows: torch.Tensor, out: torch.Tensor) -> None:
+        """Reduce the codes of the same units from all ranks, ``[world_size, payload_bytes]``, to ``mean_bytes``."""
+
+    @abstractmethod
+    def decode_mean(self, data: torch.Tensor, summary: Summary, flat: torch.Tensor) -> None:
+        """Write the mean over ranks into ``flat`` from the reduced codes of all units."""
+
+    @abstractmethod
+    def decode_rows(self, rows: torch.Tensor, summary: Summary, flat: torch.Tensor) -> None:
+        """Write the mean over ranks into ``flat`` from every rank's codes of all units."""
+
+    @abstractmethod
+    def decode_own(self, data: torch.Tensor, summary: Summary, flat: torch.Tensor) -> None:
+        """Write what this rank itself contributed into ``flat``, from its own codes."""
+
+    @abstractmethod
+    def is_finite(self, summary: Summary, flat: torch.Tensor) -> bool:
+        """Tell whether the mean, just decoded into ``flat``, is finite in this section."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compressor(Method):
+    """A method that is an operator on one vector: no communication, no memory."""
+
+    tag: ClassVar[int]
+    """Unique number of the wire format, 1 to 127."""
+
+    @abstractmethod
+    def summarise(self, kernels: Kernels, flat: torch.Tensor, segments: Sequence[Segment]) -> Summary:
+        """Measure whole parameters."""
+
+    @abstractmethod
+    def select(self, summary: Summary, index: torch.Tensor, shared: torch.Tensor | None) -> Summary:
+        """Give the summary of a chunk whose segment i belongs to segment ``index[i]`` of the bucket."""
+
+    @abstractmethod
+    def codec(self, kernels: Kernels, segments: Sequence[Segment], world_size: int, seed: int) -> Codec:
+        """Bind the compressor to segments."""

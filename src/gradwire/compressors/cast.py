@@ -1,0 +1,77 @@
+"""No compression, or a cast to sixteen bits: what DDP and its own hooks do, with the backend's sum."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from gradwire.methods import Method, Properties
+
+__all__ = ["BF16", "FP16", "FP32", "Cast"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cast(Method):
+    """A method whose payload is the gradient itself, in ``dtype``, divided by the world size before the sum."""
+
+    dtype: ClassVar[torch.dtype]
+    collectives: ClassVar[tuple[str, ...]] = ("all_reduce",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FP32(Cast):
+    """Float32: plain DDP, bit for bit.
+
+    mean = all_reduce_sum(g_i * float32(1/N)), multiplied before the sum, as DDP does. With
+    ``gradient_as_bucket_view`` and gradients kept between steps DDP divides instead, so there the bits agree for
+    power-of-two world sizes only.
+    """
+
+    name: ClassVar[str] = "fp32"
+    dtype: ClassVar[torch.dtype] = torch.float32
+    properties: ClassVar[Properties] = Properties(
+        summary="Float32 all-reduce: plain DDP, bit for bit",
+        paper="the baseline",
+        unbiased=True,
+        bit_stable=False,
+        omega="0",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FP16(Cast):
+    """IEEE half precision: mean = all_reduce_sum(half(g_i) / N).
+
+    Values above 65504 become inf, on every rank; below 6e-8 they become 0. Use it under a GradScaler.
+    Same arithmetic as PyTorch's ``fp16_compress_hook``.
+    """
+
+    name: ClassVar[str] = "fp16"
+    dtype: ClassVar[torch.dtype] = torch.float16
+    properties: ClassVar[Properties] = Properties(
+        summary="Half-precision all-reduce, as PyTorch's fp16 hook",
+        paper="Micikevicius et al., Mixed Precision Training, ICLR 2018",
+        unbiased=False,
+        bit_stable=False,
+        delta="relative error 2^-11 a rank, in range",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class BF16(Cast):
+    """Brain float: mean = all_reduce_sum(bfloat16(g_i) / N); float32's range with eight bits of precision.
+
+    Same arithmetic as PyTorch's ``bf16_compress_hook``, which a CPU build refuses to register.
+    """
+
+    name: ClassVar[str] = "bf16"
+    dtype: ClassVar[torch.dtype] = torch.bfloat16
+    properties: ClassVar[Properties] = Properties(
+        summary="Brain-float all-reduce, as PyTorch's bf16 hook",
+        paper="Kalamkar et al., A Study of BFLOAT16 for Deep Learning Training, 2019",
+        unbiased=False,
+        bit_stable=False,
+        delta="relative error 2^-8 a rank",
+    )

@@ -1,0 +1,211 @@
+"""TernGrad: three levels, one scaler a parameter."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+from gradwire.compressors.base import Codec, Compressor, Draw, Summary
+from gradwire.kernels import SegmentTable, digit_layout, inverse_scale
+from gradwire.methods import Properties, require
+from gradwire.seeds import parameter_key
+from gradwire.segments import Segment
+from gradwire.wire import ALIGNMENT, padded
+
+if TYPE_CHECKING:
+    from gradwire.kernels import Kernels
+
+__all__ = ["TernGrad", "TernaryCodec", "TernarySummary"]
+
+SMALLEST_SCALE = 2.0**-100
+"""A non-zero scaler is at least this, so that its reciprocal times 2^24 is finite. A larger scaler stays unbiased."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TernGrad(Compressor):
+    r"""Ternary gradients with layer-wise scalers, clipping and scaler sharing.
+
+    For a worker's gradient g of one parameter (weight and bias are two), with sigma its standard deviation
+    (population, mean removed)::
+
+        f(g)_k = g_k if |g_k| <= clip * sigma else sign(g_k) * clip * sigma
+        s_i    = max_k |f(g)_k|                 s = max_i s_i where the scaler is shared, else s_i
+        b_k    ~ Bernoulli(|f(g)_k| / s)        g~_k = s * sign(g_k) * b_k
+        mean   = (s / N) * sum_i trits_i        (shared: an exact integer sum, 2N+1 levels on the way back)
+
+    Sharing makes the sum exact and both directions narrow, so traffic does not grow with N; a worker whose own scaler
+    is smaller pays (s - s_i) |g_i|_1 of variance for it. Without sharing each worker's scaler travels with its trits
+    and all workers gather all payloads, so that traffic grows with N while the variance is the worker's own.
+
+    Args:
+        clip: Number of standard deviations c, above 0; None turns clipping off.
+        share_scaler: Whether all workers use the largest scaler.
+
+    Raises:
+        HyperparameterError: ``clip`` is not a positive number or None.
+
+    Guarantees: unbiased for f(g), variance exactly s |f(g)|_1 - |f(g)|_2^2 for each worker; a vector with entries in
+    {-s, 0, s} comes back exactly; the same bits for every layout, world order, backend and driver. Draws from the
+    rank's stream.
+
+    Wire: five trits a byte, sixteen bytes for 80 elements; the sum in base 2N+1, packed (``docs/wire-format.md``).
+
+    Reference: W. Wen et al., "TernGrad: Ternary Gradients to Reduce Communication in Distributed Deep Learning",
+    NeurIPS 2017, algorithm 1, equations 3, 4 and 8. Where paper and code differ, see ``docs/methods.md``: the clip is
+    explicit, at each worker's own threshold, and the scaler is the maximum of the clipped vector, both as in the
+    paper. Keeping the last layer in float is ``attach(..., exclude=...)``, small tensors ``min_numel``.
+
+    Example:
+        >>> import torch, gradwire as gw
+        >>> g = torch.tensor([[0.0, 3.0, -3.0, 3.0], [3.0, 3.0, -3.0, 0.0]])
+        >>> gw.simulate(g, gw.TernGrad(clip=None)).mean
+        tensor([ 1.5000,  3.0000, -3.0000,  1.5000])
+    """
+
+    clip: float | None = 2.5
+    share_scaler: bool = True
+
+    name: ClassVar[str] = "terngrad"
+    tag: ClassVar[int] = 1
+    properties: ClassVar[Properties] = Properties(
+        summary="Ternary gradients, one scaler a parameter, exact integer sums",
+        paper="Wen et al., TernGrad, NeurIPS 2017",
+        unbiased=True,
+        bit_stable=True,
+        omega="(sqrt(d) - 1) / 2 with its own scaler and clip=None",
+        stream="rank",
+    )
+
+    def __post_init__(self) -> None:
+        if self.clip is not None:
+            number = isinstance(self.clip, int | float) and not isinstance(self.clip, bool)
+            require(
+                number and math.isfinite(self.clip) and self.clip > 0,
+                "TernGrad",
+                f"clip is a positive number of standard deviations, or None for no clipping, not {self.clip!r}",
+            )
+        require(
+            isinstance(self.share_scaler, bool),
+            "TernGrad",
+            f"share_scaler is True or False, not {self.share_scaler!r}",
+        )
+
+    @property
+    def collectives(self) -> tuple[str, ...]:  # type: ignore[override]
+        """Trits with different scalers do not add up to integers, so only a gather can carry them."""
+        return ("two_shot", "all_gather") if self.share_scaler else ("all_gather",)
+
+    def summarise(self, kernels: Kernels, flat: torch.Tensor, segments: Sequence[Segment]) -> TernarySummary:
+        moments = kernels.moments(flat, _table(segments, 0))
+        scale = moments.max_abs
+        limit = torch.full_like(scale, math.inf)
+        if self.clip is not None:
+            limit = (moments.std * self.clip).to(torch.float32)
+            # A constant parameter has no deviation, yet a gradient: clipping it to zero would lose it for good.
+            limit = torch.where(limit > 0, limit, math.inf)
+            finite = torch.isfinite(scale)
+            scale = torch.where(finite, torch.minimum(scale, limit), scale)
+        scale = torch.where(scale > 0, scale.clamp(min=SMALLEST_SCALE), scale)
+        return TernarySummary(scale if self.share_scaler else None, scale, limit)
+
+    def select(self, summary: Summary, index: torch.Tensor, shared: torch.Tensor | None) -> TernarySummary:
+        if not isinstance(summary, TernarySummary):
+            raise TypeError(f"TernGrad cannot use a {type(summary).__name__}")
+        scale = summary.scale if shared is None else shared
+        return TernarySummary(summary.shared, scale[index], summary.limit[index])
+
+    def codec(self, kernels: Kernels, segments: Sequence[Segment], world_size: int, seed: int) -> TernaryCodec:
+        return TernaryCodec(kernels, _table(segments, seed), world_size, self.share_scaler)
+
+
+@dataclass(frozen=True)
+class TernarySummary:
+    """Scalers s and clipping thresholds of the segments, float32 ``[segments]`` each."""
+
+    shared: torch.Tensor | None
+    scale: torch.Tensor
+    limit: torch.Tensor
+
+
+def _table(segments: Sequence[Segment], seed: int) -> SegmentTable:
+    return SegmentTable(
+        offset=[s.offset for s in segments],
+        numel=[s.numel for s in segments],
+        start=[s.start for s in segments],
+        key=[parameter_key(seed, s.parameter.name, "ternary") for s in segments],
+    )
+
+
+class TernaryCodec(Codec):
+    """Trits of many segments; a unit is a group of 80 elements, sixteen bytes.
+
+    Without shared scalers a payload is float32 scalers (padded to sixteen bytes) and then all trits, and only
+    :meth:`decode_rows` applies.
+    """
+
+    def __init__(self, kernels: Kernels, table: SegmentTable, world_size: int, shared: bool) -> None:
+        self.kernels, self.table, self.world_size, self.shared = kernels, table, world_size, shared
+        self.units = table.groups
+        digits = digit_layout(2 * world_size + 1).digits
+        self.grain = digits // math.gcd(5, digits)
+        self.side_bytes = 0 if shared else padded(4 * len(table.numel))
+
+    def payload_bytes(self, units: int) -> int:
+        return self.side_bytes + ALIGNMENT * units
+
+    def mean_bytes(self, units: int) -> int:
+        return digit_layout(2 * self.world_size + 1).packed_bytes(80 * units)
+
+    def encode(self, flat: torch.Tensor, summary: Summary, draw: Draw, out: torch.Tensor) -> None:
+        if flat.is_meta:
+            return
+        ours = _ternary(summary)
+        if self.side_bytes:
+            out[: 4 * len(ours.scale)].view(torch.float32).copy_(ours.scale)
+        inverse = inverse_scale(ours.scale)
+        body = out[self.side_bytes : self.side_bytes + ALIGNMENT * self.units]
+        self.kernels.ternary_encode(flat, self.table, ours.limit, inverse, draw.round, draw.stream, 0, self.units, body)
+
+    def reduce(self, rows: torch.Tensor, out: torch.Tensor) -> None:
+        self.kernels.ternary_sum(rows, out)
+
+    def decode_mean(self, data: torch.Tensor, summary: Summary, flat: torch.Tensor) -> None:
+        if flat.is_meta:
+            return
+        scale = _ternary(summary).scale * torch.tensor(1.0 / self.world_size, dtype=torch.float32)
+        words = data[: self.mean_bytes(self.units)]
+        self.kernels.decode(words, self.world_size, self.table, scale, 0, self.units, flat)
+
+    def decode_rows(self, rows: torch.Tensor, summary: Summary, flat: torch.Tensor) -> None:
+        if self.shared:
+            total = torch.empty(self.mean_bytes(self.units), dtype=torch.uint8, device=rows.device)
+            self.kernels.ternary_sum(rows, total)
+            self.decode_mean(total, summary, flat)
+            return
+        weight = torch.tensor(1.0 / self.world_size, dtype=torch.float32)
+        for sender, row in enumerate(rows):
+            scale = row[: 4 * len(self.table.numel)].view(torch.float32) * weight
+            self._decode_one(row[self.side_bytes :], scale, flat, accumulate=sender > 0)
+
+    def decode_own(self, data: torch.Tensor, summary: Summary, flat: torch.Tensor) -> None:
+        self._decode_one(data[self.side_bytes :], _ternary(summary).scale, flat, accumulate=False)
+
+    def is_finite(self, summary: Summary, flat: torch.Tensor) -> bool:
+        if self.shared:
+            return bool(torch.isfinite(_ternary(summary).scale).all())
+        first = torch.from_numpy(self.table.offset[self.table.numel > 0])
+        return bool(torch.isfinite(flat[first]).all())
+
+    def _decode_one(self, trits: torch.Tensor, scale: torch.Tensor, flat: torch.Tensor, accumulate: bool) -> None:
+        body = trits[: ALIGNMENT * self.units]
+        self.kernels.decode(body, 1, self.table, scale, 0, self.units, flat, accumulate)
+
+
+def _ternary(summary: Summary) -> TernarySummary:
+    if not isinstance(summary, TernarySummary):
+        raise TypeError(f"a ternary codec cannot use a {type(summary).__name__}")
+    return summary

@@ -1,0 +1,20 @@
+"""Who executes a protocol: a torch.distributed group, a simulation, or a dry run on sizes."""
+
+from gradwire.groups.dry_run import dry_run
+from gradwire.groups.lanes import Job, Lane, WireError
+from gradwire.groups.roll_call import Failure, RollCall
+from gradwire.groups.simulation import simulate_ranks
+from gradwire.groups.traffic import Meter, Traffic, dense_bytes
+
+__all__ = [
+    "Failure",
+    "Job",
+    "Lane",
+    "Meter",
+    "RollCall",
+    "Traffic",
+    "WireError",
+    "dense_bytes",
+    "dry_run",
+    "simulate_ranks",
+]

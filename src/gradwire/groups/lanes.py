@@ -1,0 +1,131 @@
+"""Jobs on a torch.distributed group: lanes, each one process group and one thread.
+
+Order is safe by construction. Jobs are handed to lanes in an order that is the same on every rank (the order of
+DDP's hook calls), each lane runs its jobs one after the other, and a job waits only for jobs submitted before it. So
+the earliest unfinished job can always proceed on every rank, and no two collectives of a group can change places.
+A collective is never started from a future's callback: on Gloo those run in completion order, which differs by rank.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from gradwire.groups.traffic import Meter, gathers
+from gradwire.ops import AllGather, AllToAll, Exchange, Op, Reduce
+
+__all__ = ["Job", "Lane", "WireError"]
+
+T = TypeVar("T")
+
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+class WireError(Exception):
+    """A collective broke: the cause is most likely on another rank."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """Something for a lane to do: ``run`` does it, ``fail`` is told why it could not."""
+
+    run: Callable[[Lane], None]
+    fail: Callable[[Exception], None]
+
+
+class Lane:
+    """A thread with a process group of its own.
+
+    Args:
+        group: Used by this lane alone.
+        name: For the thread, as debuggers and profilers show it.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, name: str) -> None:
+        self.group = group
+        self.world_size = group.size()
+        self.meter = Meter()
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, job: Job) -> None:
+        """Queue a job behind those submitted before."""
+        self._jobs.put(job)
+
+    def close(self) -> None:
+        """End the thread once its queue is empty."""
+        self._jobs.put(None)
+        if self._thread is not threading.current_thread():
+            self._thread.join(timeout=5)
+
+    def drive(self, generator: Exchange[T]) -> T:
+        """Run a generator to its end on this lane's group; to be called by the lane's own thread."""
+        meter, clock = self.meter, time.perf_counter
+        before_wire = True
+        started = clock()
+        try:
+            op = next(generator)
+            while True:
+                asked = clock()
+                if before_wire:
+                    meter.encode_s += asked - started
+                else:
+                    meter.decode_s += asked - started
+                reply = self._wire(op)
+                meter.count(op, self.world_size)
+                # A reduction of scalers precedes the encoder; what follows any other reply decodes.
+                before_wire = before_wire and isinstance(op, Reduce) and op.op != "sum"
+                started = clock()
+                meter.wire_s += started - asked
+                op = generator.send(reply)
+        except StopIteration as stop:
+            if before_wire:
+                meter.encode_s += clock() - started
+            else:
+                meter.decode_s += clock() - started
+            result: T = stop.value
+            return result
+
+    def _loop(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                job.run(self)
+            except Exception as error:
+                job.fail(error)
+            # Let go of tensors now, not when the next job arrives.
+            del job
+
+    def _wire(self, op: Op) -> torch.Tensor:
+        try:
+            return self._execute(op)
+        except RuntimeError as error:
+            raise WireError(f"{type(op).__name__}: {error}") from error
+
+    def _execute(self, op: Op) -> torch.Tensor:
+        if isinstance(op, AllToAll):
+            dist.all_to_all_single(op.recv, op.send, group=self.group)
+            return op.recv
+        if isinstance(op, AllGather):
+            return self._gather(op.send, op.recv)
+        if gathers(op):
+            rows = op.value.new_empty((self.world_size, op.value.numel()))
+            self._gather(op.value.reshape(-1), rows)
+            best = rows.amax(0) if op.op == "max" else rows.amin(0)
+            return best.view(op.value.shape)
+        dist.all_reduce(op.value, _OPS[op.op], group=self.group)
+        return op.value
+
+    def _gather(self, send: torch.Tensor, recv: torch.Tensor) -> torch.Tensor:
+        # As an all-to-all of equal rows: the same bytes as a ring, in one step instead of N - 1. On Gloo with four
+        # ranks on two cores, 1 MB a rank: all_gather_into_tensor 6.9 ms, this 2.0 ms.
+        rows = send.expand(self.world_size, -1).contiguous()
+        dist.all_to_all_single(recv, rows, group=self.group)
+        return recv

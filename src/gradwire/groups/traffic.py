@@ -1,0 +1,90 @@
+"""Bytes, counted where they leave a rank: in the driver, so that no method can misreport them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gradwire.ops import AllGather, AllToAll, Op, Reduce
+
+__all__ = ["GATHERED_REDUCE_BYTES", "Meter", "Traffic", "dense_bytes", "gathers", "op_bytes"]
+
+GATHERED_REDUCE_BYTES = 1 << 16
+"""Order-free reductions up to this size go by one gather instead of a ring.
+
+A ring takes 2 (N - 1) dependent messages; on Gloo with four ranks on two cores a 400-byte ring took 4.2 ms, one
+all-to-all 0.5 ms.
+"""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that left and reached one rank: payloads and headers, not the transport's own (TCP, Ethernet).
+
+    Attributes:
+        sent_bytes: Left this rank, by the known algorithm of each collective.
+        received_bytes: Reached this rank.
+        dense_bytes: What a float32 ring all-reduce of the same gradients would have sent.
+        elements: Gradient elements exchanged, summed over rounds.
+        rounds: Synchronised backwards.
+        buffer_bytes: DDP's own broadcasts of module buffers (batch norm's running statistics), sent by this rank.
+    """
+
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    dense_bytes: int = 0
+    elements: int = 0
+    rounds: int = 0
+    buffer_bytes: int = 0
+
+    @property
+    def compression_factor(self) -> float:
+        """Bytes before over bytes after; 1.0 where nothing was sent."""
+        return self.dense_bytes / self.sent_bytes if self.sent_bytes else 1.0
+
+    @property
+    def bits_per_element(self) -> float:
+        """Bits sent for each gradient element and direction, on the scale where a float32 all-reduce has 32."""
+        return 32.0 / self.compression_factor
+
+
+def gathers(op: Reduce) -> bool:
+    """Tell whether a driver carries this reduction by a gather."""
+    return op.op != "sum" and op.value.numel() * op.value.element_size() <= GATHERED_REDUCE_BYTES
+
+
+def op_bytes(op: Op, world_size: int) -> tuple[int, int]:
+    """Bytes that one rank sends and receives for an operation.
+
+    All-to-all and all-gather: (N - 1) rows each way. Ring all-reduce of M bytes: 2 M (N - 1) / N each way.
+    """
+    others = world_size - 1
+    if isinstance(op, Reduce):
+        size = op.value.numel() * op.value.element_size()
+        count = size * others if gathers(op) else round(2 * size * others / world_size)
+    elif isinstance(op, AllToAll):
+        count = op.send.shape[1] * others
+    elif isinstance(op, AllGather):
+        count = op.send.numel() * others
+    return count, count
+
+
+def dense_bytes(elements: int, world_size: int) -> int:
+    """Bytes that one rank sends in a float32 ring all-reduce of that many elements."""
+    return round(8 * elements * (world_size - 1) / world_size)
+
+
+class Meter:
+    """Running counts of one rank. Each lane has its own, so none needs a lock."""
+
+    def __init__(self) -> None:
+        self.sent_bytes = 0
+        self.received_bytes = 0
+        self.encode_s = 0.0
+        self.wire_s = 0.0
+        self.decode_s = 0.0
+
+    def count(self, op: Op, world_size: int) -> None:
+        """Add one operation's bytes."""
+        sent, received = op_bytes(op, world_size)
+        self.sent_bytes += sent
+        self.received_bytes += received

@@ -1,0 +1,58 @@
+"""What every method is: a frozen set of hyper-parameters with declared properties."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from gradwire.errors import HyperparameterError
+
+__all__ = ["Method", "Properties", "require"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Properties:
+    """What a method promises; the shared tests hold it to each line.
+
+    Attributes:
+        summary: One sentence.
+        paper: Authors, title, venue, year.
+        unbiased: The mean over draws equals the mean of the gradients (of the clipped ones where the method clips).
+        omega: Variance constant, E|Q(g) - g|^2 <= omega |g|^2, as a formula; None where none is known.
+        delta: Contraction constant of a biased operator, likewise.
+        state: What is remembered between steps.
+        bit_stable: The result is the same bits for any bucket layout, number of lanes and chunk size, and from the
+            simulation, since all arithmetic is the method's own; False where the backend's float sum takes part.
+        stream: The random stream drawn from: "rank", "shared", "owner" or "none".
+    """
+
+    summary: str
+    paper: str
+    unbiased: bool
+    bit_stable: bool
+    omega: str | None = None
+    delta: str | None = None
+    state: str = "none"
+    stream: str = "none"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """Base of every method. Subclasses are final, and their fields are their hyper-parameters.
+
+    ``repr(method)`` is its spec: :func:`gradwire.method` reads it back.
+    """
+
+    name: ClassVar[str]
+    """The lower-case name that stands for the paper's defaults."""
+
+    properties: ClassVar[Properties]
+
+    collectives: ClassVar[tuple[str, ...]]
+    """The protocols that can carry the method, the default first."""
+
+
+def require(condition: bool, owner: str, sentence: str) -> None:
+    """Raise :class:`HyperparameterError` naming the owner unless the condition holds."""
+    if not condition:
+        raise HyperparameterError(f"{owner}: {sentence}")

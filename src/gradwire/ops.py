@@ -1,0 +1,57 @@
+"""The collectives that a protocol may ask for.
+
+A protocol is a generator: it yields one of these and receives a tensor. It does no input or output itself, so the
+same code runs on a real group, in a simulation and in a dry run (see :mod:`gradwire.groups`). Every rank yields the
+same kinds, in the same order, with matching sizes; what is yielded never depends on the values in a tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import TypeAlias, TypeVar
+
+import torch
+
+__all__ = ["AllGather", "AllToAll", "Exchange", "Op", "Reduce"]
+
+
+@dataclass(frozen=True, eq=False)
+class Reduce:
+    """Combine a tensor element by element over all ranks; the reply is the result (``value`` may be overwritten).
+
+    ``op`` is "sum", "max" or "min". "max" and "min" do not depend on the order of ranks; "sum" is the backend's own
+    and may round differently at another offset.
+    """
+
+    value: torch.Tensor
+    op: str
+
+
+@dataclass(frozen=True, eq=False)
+class AllToAll:
+    """Send row r of ``send`` (uint8 ``[world_size, bytes]``) to rank r; the reply's row r came from rank r.
+
+    ``recv``, of the same shape, is room that the driver may receive into.
+    """
+
+    send: torch.Tensor
+    recv: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class AllGather:
+    """Send ``send`` (uint8 ``[bytes]``) to every rank; the reply's row r (``[world_size, bytes]``) came from rank r.
+
+    ``recv``, of the reply's shape, is room that the driver may receive into. The reply is read-only.
+    """
+
+    send: torch.Tensor
+    recv: torch.Tensor
+
+
+Op: TypeAlias = Reduce | AllToAll | AllGather
+
+T = TypeVar("T")
+Exchange: TypeAlias = Generator[Op, torch.Tensor, T]
+"""A running protocol that will return a ``T``."""

@@ -1,0 +1,65 @@
+"""What a running protocol may know, and what it leaves behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+__all__ = ["Context", "Outcome", "Workspace"]
+
+
+class Workspace:
+    """Byte buffers that live from round to round, so that no step pays for fresh pages.
+
+    One workspace serves one job at a time.
+    """
+
+    def __init__(self, device: str = "cpu") -> None:
+        self.device = device
+        self._buffers: dict[str, torch.Tensor] = {}
+
+    def get(self, name: str, *shape: int) -> torch.Tensor:
+        """Give the uint8 buffer of that name and shape; zeros the first time, whatever was left there later."""
+        have = self._buffers.get(name)
+        if have is None or have.shape != shape:
+            have = self._buffers[name] = torch.zeros(shape, dtype=torch.uint8, device=self.device)
+        return have
+
+
+@dataclass(frozen=True)
+class Context:
+    """One rank's place in one job of one round.
+
+    Attributes:
+        rank: This rank within the group.
+        world_size: Ranks in the group.
+        round: Synchronised backwards so far.
+        bucket: Index of the bucket in its step.
+        chunk: Index of the chunk in its bucket.
+        workspace: Buffers of this job.
+        wants_sent: Whether :attr:`Outcome.sent` is to be filled.
+    """
+
+    rank: int
+    world_size: int
+    round: int
+    bucket: int = 0
+    chunk: int = 0
+    workspace: Workspace = field(default_factory=Workspace)
+    wants_sent: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Outcome:
+    """What one job did; the mean itself was written into the flat vector.
+
+    Attributes:
+        sent: A function that writes what this rank really contributed, decoded, into a vector of the flat vector's
+            shape; None unless the context asked for it.
+        finite: Whether every value of the mean is finite; the same on every rank. None where nobody looked.
+    """
+
+    finite: bool | None = None
+    sent: Callable[[torch.Tensor], None] | None = None

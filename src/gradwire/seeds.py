@@ -1,0 +1,39 @@
+"""Where randomness comes from: a pure function of (seed, round, parameter, element, stream).
+
+Every random word of the package is one output of Philox4x32-7 (Salmon et al., "Parallel Random Numbers: As Easy as
+1, 2, 3", SC 2011) whose 64-bit key is :func:`parameter_key` and whose 128-bit counter is
+
+    (block, round mod 2^32, round div 2^32, stream)
+
+``block`` counts within the parameter. ``stream`` is the rank, or one of the two constants below. No global generator
+is ever drawn from or seeded, so a rank, a backend or another machine can repeat any draw.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+__all__ = ["OWNER", "SHARED", "parameter_key"]
+
+SHARED = 0xFFFFFFFF
+"""Stream of draws that all ranks make alike."""
+
+OWNER = 0xFFFFFFFE
+"""Stream of draws that whichever rank owns a shard makes; independent of which rank that is."""
+
+
+def parameter_key(seed: int, name: str, purpose: str = "") -> tuple[int, int]:
+    """Give the 64-bit Philox key of one parameter as two 32-bit words.
+
+    The key is the BLAKE2b hash (8 bytes, little endian) of the seed, the purpose and the parameter's name, so that
+    neither the order of parameters nor the layout of buckets can change a stream.
+
+    Example:
+        >>> parameter_key(0, "fc.weight") == parameter_key(0, "fc.weight")
+        True
+        >>> parameter_key(0, "fc.weight") == parameter_key(1, "fc.weight")
+        False
+    """
+    text = f"{seed}\x00{purpose}\x00{name}".encode()
+    digest = hashlib.blake2b(text, digest_size=8).digest()
+    return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")

@@ -1,0 +1,87 @@
+"""The sixteen bytes before every payload, and the check of them.
+
+Layout, little endian::
+
+    offset  bytes  meaning
+    0       2      magic, 0x47 0x57 ("GW")
+    2       1      wire version, WIRE_VERSION
+    3       1      tag of the method that wrote the body
+    4       4      round mod 2^32
+    8       2      bucket
+    10      2      chunk
+    12      4      bytes of the body that follows
+
+A receiver knows every field beforehand, so a header that differs in any bit is an error, named by field: bytes of
+another bucket, round, method or version are never decoded.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+import torch
+
+from gradwire.errors import PayloadError
+
+__all__ = ["HEADER_BYTES", "WIRE_VERSION", "Header", "check_rows"]
+
+WIRE_VERSION = 1
+HEADER_BYTES = 16
+MAGIC = b"GW"
+_STRUCT = struct.Struct("<2sBBIHHI")
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a header says beside magic and version."""
+
+    tag: int
+    round: int
+    bucket: int
+    chunk: int
+    body_bytes: int
+
+    def to_bytes(self) -> bytes:
+        """Write the sixteen bytes."""
+        return _STRUCT.pack(
+            MAGIC, WIRE_VERSION, self.tag, self.round & 0xFFFFFFFF, self.bucket, self.chunk, self.body_bytes
+        )
+
+    def to_tensor(self) -> torch.Tensor:
+        """Give the sixteen bytes as a uint8 tensor."""
+        return torch.frombuffer(bytearray(self.to_bytes()), dtype=torch.uint8)
+
+
+def check_rows(rows: torch.Tensor, expected: Header) -> None:
+    """Check the header of each row (uint8 ``[ranks, bytes]``).
+
+    Raises:
+        PayloadError: naming the sender and the first field that differs.
+    """
+    size = HEADER_BYTES + expected.body_bytes
+    if rows.dim() != 2 or rows.shape[1] != size:
+        raise PayloadError(f"payloads of {size} bytes were expected, {tuple(rows.shape)} arrived")
+    if rows.is_meta or bool((rows[:, :HEADER_BYTES] == expected.to_tensor()).all()):
+        return
+    for sender, row in enumerate(rows):
+        _explain(sender, bytes(row[:HEADER_BYTES].tolist()), expected)
+
+
+def _explain(sender: int, head: bytes, expected: Header) -> None:
+    magic, version, tag, round_, bucket, chunk, body_bytes = _STRUCT.unpack(head)
+    if magic != MAGIC:
+        raise PayloadError(f"payload from rank {sender}: not a gradwire payload (it starts with {magic!r})")
+    found = (version, tag, round_, bucket, chunk, body_bytes)
+    wanted = (
+        WIRE_VERSION,
+        expected.tag,
+        expected.round & 0xFFFFFFFF,
+        expected.bucket,
+        expected.chunk,
+        expected.body_bytes,
+    )
+    names = ("wire version", "method tag", "round", "bucket", "chunk", "body length in bytes")
+    for name, have, want in zip(names, found, wanted):
+        if have != want:
+            raise PayloadError(f"payload from rank {sender}: {name} is {have}, expected {want}")

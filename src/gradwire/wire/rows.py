@@ -1,0 +1,57 @@
+"""Payloads side by side: row r of a matrix of bytes goes to, or came from, rank r."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from gradwire.wire.header import HEADER_BYTES, Header, check_rows
+
+__all__ = ["ALIGNMENT", "Rows", "padded"]
+
+ALIGNMENT = 16
+"""Every section starts and ends at a multiple of this many bytes, counted from the start of the payload."""
+
+
+def padded(count: int) -> int:
+    """Round a number of bytes up to a whole number of alignment units."""
+    return -(-count // ALIGNMENT) * ALIGNMENT
+
+
+class Rows:
+    """Layout of payloads that share one header and one list of section sizes.
+
+    Args:
+        sizes: Bytes of each section, multiples of :data:`ALIGNMENT`.
+    """
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self.sizes = tuple(sizes)
+        self.body_bytes = sum(self.sizes)
+        self.row_bytes = HEADER_BYTES + self.body_bytes
+
+    def header(self, *, tag: int, round: int, bucket: int, chunk: int) -> Header:
+        """Make the header of these payloads."""
+        return Header(tag, round, bucket, chunk, self.body_bytes)
+
+    def sections(self, rows: torch.Tensor) -> list[torch.Tensor]:
+        """View each section of a matrix of payloads, ``[ranks, row_bytes]`` -> list of ``[ranks, size]``."""
+        return list(rows[:, HEADER_BYTES:].split(self.sizes, dim=1))
+
+    def write(self, rows: torch.Tensor, header: Header, bodies: Sequence[torch.Tensor]) -> None:
+        """Fill payloads: the header in each row, then row r of each body (``[ranks, size]``)."""
+        if rows.is_meta:
+            return
+        rows[:, :HEADER_BYTES] = header.to_tensor()
+        for section, body in zip(self.sections(rows), bodies):
+            section.copy_(body)
+
+    def read(self, rows: torch.Tensor, header: Header) -> list[torch.Tensor]:
+        """Check the headers and view the sections.
+
+        Raises:
+            PayloadError: a row is not the payload that the header describes.
+        """
+        check_rows(rows, header)
+        return self.sections(rows)
