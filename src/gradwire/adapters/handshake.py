@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import uuid
+
 import torch.distributed as dist
 
 from gradwire.errors import RankMismatchError
@@ -9,23 +11,27 @@ from gradwire.errors import RankMismatchError
 __all__ = ["agree"]
 
 
-def agree(mine: dict[str, object], group: dist.ProcessGroup) -> None:
+def agree(mine: dict[str, object], group: dist.ProcessGroup) -> str:
     """Compare fields over the ranks of a group (collective).
 
     Args:
         mine: This rank's fields; lists are compared item by item.
 
+    Returns:
+        A token that no other agreement has, the same on all ranks.
+
     Raises:
         RankMismatchError: on every rank alike, naming the first rank and field that differ from rank 0.
     """
-    everyone: list[dict[str, object]] = [{} for _ in range(group.size())]
-    dist.all_gather_object(everyone, mine, group=group)
-    first = everyone[0]
-    for rank, theirs in enumerate(everyone[1:], start=1):
+    everyone: list[tuple[str, dict[str, object]]] = [("", {}) for _ in range(group.size())]
+    dist.all_gather_object(everyone, (uuid.uuid4().hex, mine), group=group)
+    token, first = everyone[0]
+    for rank, (_, theirs) in enumerate(everyone[1:], start=1):
         for field, wanted in first.items():
             found = theirs.get(field)
             if found != wanted:
                 raise RankMismatchError(_sentence(rank, field, found, wanted))
+    return token
 
 
 def _sentence(rank: int, field: str, found: object, wanted: object) -> str:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import difflib
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -84,10 +86,15 @@ class Link:
         count = LANES if lanes is None else lanes
         if not isinstance(count, int) or count < 1:
             raise HyperparameterError(f"lanes: a whole number of at least 1 is needed, not {lanes!r}")
-        agree(self._fields(count), self.group)
+        token = agree(self._fields(count), self.group)
         self._planner = Planner(self.method, self._parameters, self.world_size, self.options)
-        self._lanes = _make_lanes(self.group, count)
-        self._roll_call = RollCall(_store(self._lanes[0]), self.rank, self.world_size)
+        store = dist.PrefixStore(f"gradwire/{token}", dist.distributed_c10d._get_default_store())
+        timeout = self.group._get_backend(torch.device("cpu")).options._timeout
+        self._lanes = [
+            Lane(dist.PrefixStore(f"lane/{i}", store), self.rank, self.world_size, timeout, f"gradwire lane {i}")
+            for i in range(count)
+        ]
+        self._roll_call = RollCall(store, self.rank, self.world_size)
         self._breakage = Breakage(self.rank, self._roll_call)
         self._diagnostics = Diagnostics(DIAGNOSTICS_INTERVAL)
         self._lock = threading.Lock()
@@ -98,6 +105,7 @@ class Link:
         self._finite: dict[int, list[bool | None]] = {}
         self._spaces: dict[tuple[int, int | None], Workspace] = {}
         self.buffer_bytes: Callable[[], int] = lambda: 0
+        _open_links.add(self)
 
     # ------------------------------------------------------------------ exchanging
 
@@ -285,6 +293,16 @@ class Link:
         }
 
 
+_open_links: weakref.WeakSet[Link] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    # Threads that are still in a collective when the interpreter is torn down may abort the process.
+    for link in list(_open_links):
+        link.close()
+
+
 class LostLink:
     """What remains of a link in a pickled and reloaded module: nothing exchanges by it."""
 
@@ -354,21 +372,3 @@ def _default_group() -> dist.ProcessGroup:
     if group is None:
         raise IncompatibleError("this process is in no group")
     return group
-
-
-def _make_lanes(group: dist.ProcessGroup, count: int) -> list[Lane]:
-    ranks = dist.get_process_group_ranks(group)
-    timeout = group._get_backend(torch.device("cpu")).options._timeout
-    lanes = []
-    for i in range(count):
-        own = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=True)
-        if own is None or own is dist.GroupMember.NON_GROUP_MEMBER:
-            raise IncompatibleError("this process is not in the group that it was given")
-        lanes.append(Lane(own, f"gradwire lane {i}"))
-    return lanes
-
-
-def _store(lane: Lane) -> Any:
-    # The name of a lane's group is the same on all its ranks, and no other group's.
-    store = dist.distributed_c10d._get_default_store()
-    return dist.PrefixStore(f"gradwire/{lane.group.group_name}", store)

@@ -13,7 +13,8 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,7 +26,10 @@ __all__ = ["Job", "Lane", "WireError"]
 
 T = TypeVar("T")
 
-_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+CLOSE_S = 2.0
+"""How long closing waits for a lane that is in the middle of a job."""
+
+_OPS: dict[str, Any] = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
 class WireError(Exception):
@@ -41,16 +45,22 @@ class Job:
 
 
 class Lane:
-    """A thread with a process group of its own.
+    """A thread with connections of its own.
+
+    They are made from a backend object rather than by ``torch.distributed.new_group``, whose names for groups depend
+    on how many groups a rank has made before: two ranks with different histories would wait for each other for ever.
 
     Args:
-        group: Used by this lane alone.
+        store: Of the lane alone; all its ranks give the same.
+        rank: This rank.
+        world_size: Ranks in the lane.
+        timeout: Of each collective.
         name: For the thread, as debuggers and profilers show it.
     """
 
-    def __init__(self, group: dist.ProcessGroup, name: str) -> None:
-        self.group = group
-        self.world_size = group.size()
+    def __init__(self, store: Any, rank: int, world_size: int, timeout: timedelta, name: str) -> None:
+        self._backend: Any = dist.ProcessGroupGloo(store, rank, world_size, timeout)
+        self.world_size = world_size
         self.meter = Meter()
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
@@ -64,7 +74,7 @@ class Lane:
         """End the thread once its queue is empty."""
         self._jobs.put(None)
         if self._thread is not threading.current_thread():
-            self._thread.join(timeout=5)
+            self._thread.join(timeout=CLOSE_S)
 
     def drive(self, generator: Exchange[T]) -> T:
         """Run a generator to its end on this lane's group; to be called by the lane's own thread."""
@@ -100,8 +110,14 @@ class Lane:
                 job.run(self)
             except Exception as error:
                 job.fail(error)
+                self._hang_up()
             # Let go of tensors now, not when the next job arrives.
             del job
+
+    def _hang_up(self) -> None:
+        # Closes this lane's connections, so that the other ranks learn of the failure now rather than after the
+        # group's timeout, also where the user catches the error and the process lives on.
+        self._backend = None
 
     def _wire(self, op: Op) -> torch.Tensor:
         try:
@@ -111,8 +127,7 @@ class Lane:
 
     def _execute(self, op: Op) -> torch.Tensor:
         if isinstance(op, AllToAll):
-            dist.all_to_all_single(op.recv, op.send, group=self.group)
-            return op.recv
+            return self._all_to_all(op.send, op.recv)
         if isinstance(op, AllGather):
             return self._gather(op.send, op.recv)
         if gathers(op):
@@ -120,12 +135,21 @@ class Lane:
             self._gather(op.value.reshape(-1), rows)
             best = rows.amax(0) if op.op == "max" else rows.amin(0)
             return best.view(op.value.shape)
-        dist.all_reduce(op.value, _OPS[op.op], group=self.group)
+        options = dist.AllreduceOptions()
+        options.reduceOp = _OPS[op.op]
+        self._live().allreduce([op.value], options).wait()
         return op.value
 
     def _gather(self, send: torch.Tensor, recv: torch.Tensor) -> torch.Tensor:
         # As an all-to-all of equal rows: the same bytes as a ring, in one step instead of N - 1. On Gloo with four
         # ranks on two cores, 1 MB a rank: all_gather_into_tensor 6.9 ms, this 2.0 ms.
-        rows = send.expand(self.world_size, -1).contiguous()
-        dist.all_to_all_single(recv, rows, group=self.group)
+        return self._all_to_all(send.expand(self.world_size, -1).contiguous(), recv)
+
+    def _all_to_all(self, send: torch.Tensor, recv: torch.Tensor) -> torch.Tensor:
+        self._live().alltoall_base(recv, send, [], []).wait()
         return recv
+
+    def _live(self) -> Any:
+        if self._backend is None:
+            raise RuntimeError("this lane was closed after a failure")
+        return self._backend

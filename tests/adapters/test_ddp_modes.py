@@ -1,0 +1,326 @@
+"""Every mode of DDP against a run that knows nothing of DDP: the same bits on all ranks."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+from oracle import batch, digest, layers, simulated_run, square_loss
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import gradwire as gw
+
+pytestmark = pytest.mark.ranks
+
+SMALL_BUCKETS_MB = 0.0163  # just above one 64x64 layer
+STEPS = 6
+
+
+def train(
+    module: nn.Module, ddp: nn.Module, loss: Any, rank: int, steps: int, micro_steps: int = 1, start: int = 0
+) -> list[int]:
+    """The loop of :func:`oracle.simulated_run`, on a real rank."""
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
+    for step in range(start, start + steps):
+        optimizer.zero_grad()
+        for micro in range(micro_steps):
+            last = micro == micro_steps - 1
+            with contextlib.nullcontext() if last else ddp.no_sync():  # type: ignore[operator]
+                loss(ddp, rank, step * micro_steps + micro).backward()
+        optimizer.step()
+    return []
+
+
+def run_mode(method: str, ddp_options: dict[str, Any], options: dict[str, Any], micro_steps: int) -> tuple[str, Any]:
+    """Train on this rank in one mode; give the digest and the link's record."""
+    import torch.distributed as dist
+
+    module = layers()
+    ddp = DistributedDataParallel(module, **ddp_options)
+    link = gw.attach(ddp, method, **options)
+    train(module, ddp, square_loss, dist.get_rank(), STEPS, micro_steps)
+    record = link.record()
+    link.close()
+    return digest(module), record
+
+
+MODES = {
+    "one bucket": ({}, {}, 1),
+    "buckets rebuilt": ({"bucket_cap_mb": SMALL_BUCKETS_MB}, {}, 1),
+    "middling buckets": ({"bucket_cap_mb": 0.05}, {}, 1),
+    "gradient_as_bucket_view": ({"bucket_cap_mb": SMALL_BUCKETS_MB, "gradient_as_bucket_view": True}, {}, 1),
+    "static_graph": ({"bucket_cap_mb": SMALL_BUCKETS_MB, "static_graph": True}, {}, 1),
+    "find_unused_parameters": ({"bucket_cap_mb": SMALL_BUCKETS_MB, "find_unused_parameters": True}, {}, 1),
+    "no_sync": ({"bucket_cap_mb": SMALL_BUCKETS_MB}, {}, 3),
+    "four lanes, small chunks": ({"bucket_cap_mb": 0.05}, {"lanes": 4, "chunk_numel": 1000}, 1),
+    "one lane": ({"bucket_cap_mb": 0.05}, {"lanes": 1}, 1),
+    "checked": ({"bucket_cap_mb": 0.05}, {"check": True}, 1),
+    "all_gather": ({}, {"collective": "all_gather"}, 1),
+    "two_shot": ({"bucket_cap_mb": 0.05}, {"collective": "two_shot", "chunk_numel": 1000}, 1),
+    "reference kernels": ({}, {"backend": "reference"}, 1),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_mode_gives_the_bits_of_the_simulation(three_ranks: Any, mode: str) -> None:
+    ddp_options, options, micro_steps = MODES[mode]
+    found = three_ranks(run_mode, "terngrad", ddp_options, options, micro_steps)
+    expected = digest(simulated_run(layers(), square_loss, "terngrad", 3, STEPS, micro_steps=micro_steps))
+    assert {d for d, _ in found} == {expected}
+
+
+@pytest.mark.parametrize("method", ["TernGrad(clip=None)", "TernGrad(share_scaler=False)"])
+@pytest.mark.parametrize("exclude", [(), ("5.*",)])
+def test_variants_give_the_bits_of_the_simulation(three_ranks: Any, method: str, exclude: tuple[str, ...]) -> None:
+    options = {"exclude": exclude, "warmup_steps": 2}
+    found = three_ranks(run_mode, method, {"bucket_cap_mb": 0.05}, options, 1)
+    expected = digest(simulated_run(layers(), square_loss, method, 3, STEPS, **options))
+    assert {d for d, _ in found} == {expected}
+    assert ("5.weight" in found[0][1]["dense_parameters"]) is bool(exclude)
+
+
+# ---------------------------------------------------------------------- parameters that are not used
+
+
+class Branches(nn.Module):
+    """Two branches and a dead parameter; which branch runs depends on rank and step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right, self.dead = layers(2, 48, 1), layers(2, 48, 2), layers(1, 48, 3)
+
+    def forward(self, x: torch.Tensor, left: bool) -> torch.Tensor:
+        return (self.left if left else self.right)(x)
+
+
+def branch_loss(module: nn.Module, rank: int, step: int) -> torch.Tensor:
+    left = rank == 0 or step % 2 == 0  # step 0: `right` unused on all ranks; step 1: on rank 0 alone
+    return module(batch(rank, step, (8, 48)), left).square().mean()
+
+
+def run_branches() -> tuple[str, bool]:
+    import torch.distributed as dist
+
+    module = Branches()
+    ddp = DistributedDataParallel(module, find_unused_parameters=True, bucket_cap_mb=0.01)
+    link = gw.attach(ddp, "terngrad")
+    train(module, ddp, branch_loss, dist.get_rank(), STEPS)
+    link.close()
+    return digest(module), all(p.grad is None for p in module.dead.parameters())
+
+
+def test_parameters_unused_on_one_rank_and_on_all(three_ranks: Any) -> None:
+    found = three_ranks(run_branches)
+    expected = digest(simulated_run(Branches(), branch_loss, "terngrad", 3, STEPS))
+    assert found == [(expected, True)] * 3
+
+
+# ---------------------------------------------------------------------- memory formats and dtypes
+
+
+class Pictures(nn.Module):
+    """A convolution whose weight lies in channels_last order, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(5)
+        self.conv, self.head = nn.Conv2d(4, 32, 3), layers(1, 32, 4)
+        with torch.no_grad():
+            for p in self.conv.parameters():
+                p.copy_(torch.randn(p.shape, generator=generator) * 0.1)
+        self.conv.to(memory_format=torch.channels_last)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.conv(x).mean((2, 3)))  # type: ignore[no-any-return]
+
+
+def picture_loss(module: nn.Module, rank: int, step: int) -> torch.Tensor:
+    return module(batch(rank, step, (4, 4, 8, 8))).square().mean()
+
+
+def run_pictures(bucket_cap_mb: float) -> tuple[str, bool]:
+    import torch.distributed as dist
+
+    module = Pictures()
+    ddp = DistributedDataParallel(module, bucket_cap_mb=bucket_cap_mb)
+    link = gw.attach(ddp, "terngrad")
+    train(module, ddp, picture_loss, dist.get_rank(), STEPS)
+    link.close()
+    return digest(module), module.conv.weight.is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("bucket_cap_mb", [0.003, 25])
+def test_channels_last(three_ranks: Any, bucket_cap_mb: float) -> None:
+    found = three_ranks(run_pictures, bucket_cap_mb)
+    expected = digest(simulated_run(Pictures(), picture_loss, "terngrad", 3, STEPS))
+    assert found == [(expected, True)] * 3
+
+
+class Mixed(nn.Module):
+    """A bfloat16 layer among float32 ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.low, self.last = layers(1, 64, 6), layers(1, 64, 7).bfloat16(), layers(1, 64, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.low(self.first(x).bfloat16()).float())  # type: ignore[no-any-return]
+
+
+def run_mixed(method: str) -> tuple[str, str]:
+    import torch.distributed as dist
+
+    module = Mixed()
+    ddp = DistributedDataParallel(module)
+    link = gw.attach(ddp, method)
+    train(module, ddp, square_loss, dist.get_rank(), STEPS)
+    link.close()
+    return digest(module), str(module.low[0].weight.grad.dtype)
+
+
+def test_bfloat16_layers(three_ranks: Any) -> None:
+    found = three_ranks(run_mixed, "terngrad")
+    expected = digest(simulated_run(Mixed(), square_loss, "terngrad", 3, STEPS))
+    assert found == [(expected, "torch.bfloat16")] * 3
+
+
+# ---------------------------------------------------------------------- uneven inputs, two modules, a sub-group
+
+
+def run_join() -> tuple[str, int]:
+    import torch.distributed as dist
+
+    module = layers()
+    ddp = DistributedDataParallel(module, bucket_cap_mb=SMALL_BUCKETS_MB)
+    link = gw.attach(ddp, "terngrad")
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
+    rank = dist.get_rank()
+    with ddp.join():
+        for step in range(3 + 2 * rank):
+            optimizer.zero_grad()
+            square_loss(ddp, rank, step).backward()
+            optimizer.step()
+    rounds = link.traffic().rounds
+    link.close()
+    return digest(module), rounds
+
+
+def test_join_with_uneven_inputs(three_ranks: Any) -> None:
+    found = three_ranks(run_join)
+    # DDP broadcasts the last rank's parameters at the end of join; all ranks took part in all rounds.
+    assert len({d for d, _ in found}) == 1
+    assert [rounds for _, rounds in found] == [7, 7, 7]
+
+
+def run_two_modules() -> list[str]:
+    import torch.distributed as dist
+
+    modules = [layers(3, 64, 1), layers(3, 64, 2)]
+    ddps = [DistributedDataParallel(m, bucket_cap_mb=SMALL_BUCKETS_MB) for m in modules]
+    links = [gw.attach(d, "terngrad") for d in ddps]
+    optimizer = torch.optim.SGD([p for m in modules for p in m.parameters()], lr=0.05, momentum=0.9)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        # One backward through both: their hooks interleave.
+        sum(square_loss(d, dist.get_rank(), step) for d in ddps).backward()  # type: ignore[union-attr]
+        optimizer.step()
+    for link in links:
+        link.close()
+    return [digest(m) for m in modules]
+
+
+def test_two_modules_in_one_process(three_ranks: Any) -> None:
+    found = three_ranks(run_two_modules)
+    expected = [digest(simulated_run(layers(3, 64, s), square_loss, "terngrad", 3, STEPS)) for s in (1, 2)]
+    assert found == [expected] * 3
+
+
+def run_sub_group() -> str | None:
+    import torch.distributed as dist
+
+    group = dist.new_group([0, 2])
+    if dist.get_rank() == 1:
+        return None
+    module = layers(3)
+    ddp = DistributedDataParallel(module, process_group=group)
+    link = gw.attach(ddp, "terngrad")
+    train(module, ddp, square_loss, dist.get_rank(group), STEPS)
+    link.close()
+    return digest(module)
+
+
+def test_sub_group(three_ranks: Any) -> None:
+    expected = digest(simulated_run(layers(3), square_loss, "terngrad", 2, STEPS))
+    assert three_ranks(run_sub_group) == [expected, None, expected]
+
+
+# ---------------------------------------------------------------------- identity is DDP
+
+
+def run_against_ddp(method: str | None, ddp_options: dict[str, Any]) -> str:
+    import torch.distributed as dist
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+    module = layers()
+    ddp = DistributedDataParallel(module, **ddp_options)
+    link = None
+    if method == "torch's fp16 hook":
+        ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    elif method is not None:
+        link = gw.attach(ddp, method, min_numel=0)
+    train(module, ddp, square_loss, dist.get_rank(), STEPS)
+    if link is not None:
+        link.close()
+    return digest(module)
+
+
+@pytest.mark.parametrize(
+    "ddp_options",
+    [
+        {},
+        {"bucket_cap_mb": SMALL_BUCKETS_MB},
+        {"static_graph": True, "bucket_cap_mb": 0.05},
+        {"find_unused_parameters": True, "bucket_cap_mb": 0.05},
+        {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.05},
+    ],
+)
+def test_fp32_is_ddp_bit_for_bit(three_ranks: Any, ddp_options: dict[str, Any]) -> None:
+    plain = three_ranks(run_against_ddp, None, ddp_options)
+    ours = three_ranks(run_against_ddp, "fp32", ddp_options)
+    assert ours == plain
+    assert len(set(ours)) == 1
+
+
+def test_fp16_is_torch_s_hook_bit_for_bit(three_ranks: Any) -> None:
+    options = {"bucket_cap_mb": 0.05}
+    assert three_ranks(run_against_ddp, "fp16", options) == three_ranks(run_against_ddp, "torch's fp16 hook", options)
+
+
+# ---------------------------------------------------------------------- order
+
+
+def run_many_buckets() -> tuple[str, dict[str, int]]:
+    import torch.distributed as dist
+
+    module = layers(20, 32)
+    ddp = DistributedDataParallel(module, bucket_cap_mb=0.004)
+    link = gw.attach(ddp, "terngrad", lanes=3, collective="two_shot", min_numel=0)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
+    for step in range(200):
+        optimizer.zero_grad()
+        ddp(batch(dist.get_rank(), step, (4, 32))).square().mean().backward()
+        optimizer.step()
+    record = link.record()["collectives"]
+    link.close()
+    return digest(module), record
+
+
+@pytest.mark.timeout(180)
+def test_twenty_small_buckets_two_phases_two_hundred_steps(three_ranks: Any) -> None:
+    found = three_ranks(run_many_buckets)
+    assert len({d for d, _ in found}) == 1
+    # One bucket before the rebuild, at least twenty after it.
+    assert found[0][1]["two_shot"] >= 21

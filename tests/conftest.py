@@ -1,0 +1,37 @@
+"""Fixtures shared by all tests."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+# Helpers beside this file (ranks, cases, oracle) are imported by name, in pytest's own process and in the ranks'.
+sys.path.insert(0, str(Path(__file__).parent))
+
+if "NUMBA_CACHE_DIR" not in os.environ:
+    # Numba does not notice an edit in a module that a kernel imports, so the folder's name says what was compiled.
+    import importlib.util
+
+    _package = importlib.util.find_spec("gradwire")
+    _origin = Path(str(_package.origin)).parent if _package else Path()
+    _sources = b"".join(p.read_bytes() for p in sorted((_origin / "kernels").glob("*.py")))
+    _digest = hashlib.sha256(_sources).hexdigest()[:12]
+    os.environ["NUMBA_CACHE_DIR"] = str(Path(tempfile.gettempdir()) / f"gradwire-numba-{os.getuid()}-{_digest}")
+
+import pytest
+import torch
+from ranks import Ranks
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def three_ranks() -> Iterator[Ranks]:
+    """Three ranks that live as long as the test session."""
+    ranks = Ranks(3)
+    yield ranks
+    ranks.close()

@@ -1,0 +1,143 @@
+"""Real ranks for tests: processes that talk over Gloo, kept alive between tests.
+
+A test hands a function of its own module to all ranks and gets what each returned. Functions that end or break their
+processes are run by :func:`fresh_ranks` instead, in processes of their own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import multiprocessing
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+TIMEOUT_S = 90
+
+
+class RankError(Exception):
+    """A rank raised; the message holds its traceback."""
+
+
+def _load(path: str, name: str) -> Callable[..., Any]:
+    module_name = "ranks_of_" + Path(path).stem
+    if module_name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(module_name, path)
+        if spec is None or spec.loader is None:
+            raise ImportError(path)
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[module_name] = module
+        spec.loader.exec_module(module)
+    return getattr(sys.modules[module_name], name)
+
+
+def _rank_main(rank: int, world_size: int, port: int, group_timeout_s: float, pipe: Connection) -> None:
+    import torch
+
+    sys.path.insert(0, str(Path(__file__).parent))
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=30))
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=group_timeout_s)
+    )
+    while True:
+        try:
+            task = pipe.recv()
+        except EOFError:
+            break
+        if task is None:
+            break
+        path, name, args = task
+        try:
+            pipe.send(("ok", _load(path, name)(*args)))
+        except BaseException:
+            pipe.send(("error", traceback.format_exc()))
+    with contextlib.suppress(Exception):
+        dist.destroy_process_group()
+    os._exit(0)
+
+
+class Ranks:
+    """A pool of ranks."""
+
+    def __init__(self, world_size: int, group_timeout_s: float = 60) -> None:
+        self.world_size = world_size
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        context = multiprocessing.get_context("spawn")
+        self.processes: list[BaseProcess] = []
+        self.pipes: list[Connection] = []
+        for rank in range(world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_rank_main, args=(rank, world_size, self.store.port, group_timeout_s, theirs), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self.processes.append(process)
+            self.pipes.append(ours)
+
+    def start(self, function: Callable[..., Any], *args: Any) -> None:
+        """Run a module-level function on every rank, without waiting."""
+        path = function.__code__.co_filename
+        for pipe in self.pipes:
+            pipe.send((path, function.__name__, args))
+
+    def collect(self, timeout_s: float = TIMEOUT_S) -> list[tuple[str, Any]]:
+        """Wait for all ranks: ("ok", value), ("error", traceback) or ("gone", exit code) each."""
+        found: dict[int, tuple[str, Any]] = {}
+        while len(found) < self.world_size:
+            open_pipes = [p for r, p in enumerate(self.pipes) if r not in found]
+            ready = wait(open_pipes, timeout=timeout_s)
+            if not ready:
+                self.close()
+                missing = sorted(set(range(self.world_size)) - set(found))
+                raise TimeoutError(f"ranks {missing} did not answer within {timeout_s} s; the others: {found}")
+            for pipe in ready:
+                rank = self.pipes.index(pipe)  # type: ignore[arg-type]
+                try:
+                    found[rank] = pipe.recv()  # type: ignore[union-attr]
+                except (EOFError, ConnectionResetError):
+                    self.processes[rank].join(10)
+                    found[rank] = ("gone", self.processes[rank].exitcode)
+        return [found[rank] for rank in range(self.world_size)]
+
+    def __call__(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """Run a module-level function on every rank and give what each returned."""
+        self.start(function, *args)
+        answers = self.collect()
+        for rank, (kind, value) in enumerate(answers):
+            if kind != "ok":
+                raise RankError(f"rank {rank}: {kind}\n{value}")
+        return [value for _, value in answers]
+
+    def close(self) -> None:
+        """End all processes."""
+        for pipe in self.pipes:
+            with contextlib.suppress(OSError):
+                pipe.send(None)
+        for process in self.processes:
+            process.join(5)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
+@contextlib.contextmanager
+def fresh_ranks(world_size: int, group_timeout_s: float = 10) -> Iterator[Ranks]:
+    """Ranks of a test's own, to be broken."""
+    ranks = Ranks(world_size, group_timeout_s)
+    try:
+        yield ranks
+    finally:
+        for process in ranks.processes:
+            process.kill()
+            process.join()
