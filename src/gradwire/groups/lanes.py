@@ -62,6 +62,7 @@ class Lane:
         self._backend: Any = dist.ProcessGroupGloo(store, rank, world_size, timeout)
         self.world_size = world_size
         self.meter = Meter()
+        self._outbox = torch.empty(0, dtype=torch.uint8)
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
         self._thread.start()
@@ -143,7 +144,12 @@ class Lane:
     def _gather(self, send: torch.Tensor, recv: torch.Tensor) -> torch.Tensor:
         # As an all-to-all of equal rows: the same bytes as a ring, in one step instead of N - 1. On Gloo with four
         # ranks on two cores, 1 MB a rank: all_gather_into_tensor 6.9 ms, this 2.0 ms.
-        return self._all_to_all(send.expand(self.world_size, -1).contiguous(), recv)
+        # The copies go to a buffer that is kept: fresh pages for them took four times as long as all the rest.
+        size = send.numel() * send.element_size() * self.world_size
+        if self._outbox.numel() < size:
+            self._outbox = torch.empty(size, dtype=torch.uint8)
+        rows = self._outbox[:size].view(send.dtype).view(self.world_size, -1)
+        return self._all_to_all(rows.copy_(send.expand_as(rows)), recv)
 
     def _all_to_all(self, send: torch.Tensor, recv: torch.Tensor) -> torch.Tensor:
         self._live().alltoall_base(recv, send, [], []).wait()

@@ -1,0 +1,245 @@
+"""Time the kernels against memcpy, interleaved in one run, on one thread.
+
+    python benchmarks/bench_kernels.py [--elements N] [--repetitions R] [--backend NAME] [--json FILE]
+
+Every row is the time per element of a kernel as a share of the time per element of a float32 memcpy of N elements,
+which runs right before and after it: machines, clocks and neighbours change both alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import numba
+import numpy as np
+import torch
+
+from gradwire.kernels import Kernels, SegmentTable, get_kernels, inverse_scale, packed_bytes
+
+GOALS = {"moments": 0.50, "encode": 0.60, "sum of 4": 0.17, "decode base 9": 0.35}
+TINY = (64, 64, 128, 256, 512, 100, 37)
+
+
+def resnet50_sizes(total: int) -> list[int]:
+    """Sizes like ResNet-50's parameters, last layer first as DDP has them, cut to ``total`` elements."""
+    sizes, width_in = [64 * 3 * 49, 64, 64], 64
+    for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
+        for block in range(blocks):
+            sizes += [width_in * width, width, width, width * width * 9, width, width, width * width * 4]
+            sizes += [width * 4, width * 4] + ([width_in * width * 4, width * 4, width * 4] if block == 0 else [])
+            width_in = width * 4
+    sizes = [*sizes, 2048 * 1000, 1000][::-1]
+    while sum(sizes) > total and max(sizes) > 1:
+        largest = sizes.index(max(sizes))
+        if sum(sizes) - sizes[largest] >= total:
+            del sizes[largest]
+        else:
+            sizes[largest] -= sum(sizes) - total
+    return sizes
+
+
+def table_of(sizes: list[int]) -> SegmentTable:
+    """Lay whole parameters side by side."""
+    offset = np.concatenate([[0], np.cumsum(sizes)[:-1]])
+    key = np.arange(2 * len(sizes)).reshape(-1, 2) * 2654435761 % 2**32
+    return SegmentTable(offset, np.array(sizes), np.zeros(len(sizes)), key)
+
+
+def gradients(table: SegmentTable) -> torch.Tensor:
+    """Heavy-tailed values with another spread in every segment."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(table.extent, generator=generator)
+    x *= torch.exp(0.5 * torch.randn(table.extent, generator=generator))
+    return x * torch.repeat_interleave(
+        torch.exp(1.5 * torch.randn(len(table), generator=generator) - 5),
+        torch.from_numpy(table.numel.copy()),
+    )
+
+
+class Bench:
+    """Runs functions between two memcpys each and collects rows."""
+
+    def __init__(self, elements: int, repetitions: int) -> None:
+        self.elements, self.repetitions = elements, repetitions
+        self.source, self.target = torch.randn(elements), torch.zeros(elements)
+        self.rows: list[dict[str, Any]] = []
+
+    def _memcpy(self) -> float:
+        began = time.perf_counter()
+        self.target.copy_(self.source)
+        return time.perf_counter() - began
+
+    def run(self, kernel: str, layout: str, elements: int, work: Callable[[], object], inner: int = 1) -> None:
+        """Time ``work``, which handles ``elements``, ``inner`` times at a go."""
+        work()
+        seconds, ratios = [], []
+        for _ in range(self.repetitions):
+            before = self._memcpy()
+            began = time.perf_counter()
+            for _ in range(inner):
+                work()
+            spent = (time.perf_counter() - began) / inner
+            seconds.append(spent)
+            ratios.append(spent / elements / ((before + self._memcpy()) / 2 / self.elements))
+        low, _, _, high = statistics.quantiles(ratios, n=5)
+        row = {
+            "kernel": kernel,
+            "layout": layout,
+            "elements": elements,
+            "median_s": statistics.median(seconds),
+            "ratio_to_memcpy": statistics.median(ratios),
+            "ratio_p20": low,
+            "ratio_p80": high,
+            "goal_ratio": GOALS.get(kernel),
+        }
+        self.rows.append(row)
+        goal = f"{row['goal_ratio']:6.2f}" if row["goal_ratio"] else "      "
+        print(
+            f"{kernel:28}{layout:14}{elements:>10}{row['median_s'] * 1e3:>10.3f}{row['ratio_to_memcpy']:>8.3f}"
+            f"{goal}   [{low:.3f}, {high:.3f}]",
+            flush=True,
+        )
+
+
+def bench_layout(bench: Bench, kernels: Kernels, layout: str, table: SegmentTable) -> None:
+    """Time moments, encoder, sum and decoder on one table."""
+    x, out, n, groups = gradients(table), torch.zeros(table.extent), table.extent, table.groups
+    inner = max(1, 2_000_000 // n)
+    moments = kernels.moments(x, table)
+    limit = torch.minimum(moments.max_abs, (2.5 * moments.std).float())
+    inverse = inverse_scale(limit)
+    rows = torch.zeros(4, 16 * groups, dtype=torch.uint8)
+    words = torch.zeros(packed_bytes(80 * groups, 4), dtype=torch.uint8)
+
+    def encode(rank: int = 0) -> None:
+        kernels.ternary_encode(x, table, limit, inverse, 1, rank, 0, groups, rows[rank])
+
+    for rank in range(4):
+        encode(rank)
+    bench.run("moments", layout, n, lambda: kernels.moments(x, table), inner)
+    bench.run("encode", layout, n, encode, inner)
+    bench.run("sum of 4", layout, n, lambda: kernels.ternary_sum(rows, words), inner)
+    bench.run("decode base 9", layout, n, lambda: kernels.decode(words, 4, table, limit, 0, groups, out), inner)
+    bench.run(
+        "decode base 9, added",
+        layout,
+        n,
+        lambda: kernels.decode(words, 4, table, limit, 0, groups, out, True),
+        inner,
+    )
+    for world_size in (2, 8):
+        both = torch.zeros(world_size, 16 * groups, dtype=torch.uint8)
+        both[:] = rows[:1]
+        packed = torch.zeros(packed_bytes(80 * groups, world_size), dtype=torch.uint8)
+        base = 2 * world_size + 1
+        bench.run(f"sum of {world_size}", layout, n, lambda b=both, p=packed: kernels.ternary_sum(b, p), inner)
+        bench.run(
+            f"decode base {base}", layout, n,
+            lambda w=world_size, p=packed: kernels.decode(p, w, table, limit, 0, groups, out), inner,
+        )  # fmt: skip
+    if layout == "resnet50":
+        many = torch.zeros(64, 16 * (groups // 8), dtype=torch.uint8)
+        many[:] = rows[:1, : many.shape[1]]
+        packed = torch.zeros(packed_bytes(5 * many.shape[1], 64), dtype=torch.uint8)
+        bench.run("sum of 64", layout, 5 * many.shape[1], lambda: kernels.ternary_sum(many, packed))
+
+
+def bench_reference(bench: Bench, elements: int) -> None:
+    """Time the eager PyTorch encoder."""
+    table, kernels = table_of([elements]), get_kernels("reference")
+    x, out = gradients(table), torch.zeros(16 * table.groups, dtype=torch.uint8)
+    one = torch.ones(1)
+    bench.run(
+        "encode, eager PyTorch", "one", elements,
+        lambda: kernels.ternary_encode(x, table, one, one * 2.0**24, 1, 0, 0, table.groups, out),
+    )  # fmt: skip
+
+
+def bench_step(bench: Bench, kernels: Kernels, elements: int) -> None:
+    """Time what one rank of four computes for a step: moments and encode, sum of a quarter, decode."""
+    table = table_of([784 * 2048, 2048, 2048 * 2048, 2048, 2048 * 2048, 2048, 20480, 10])
+    x, n, groups = gradients(table), table.extent, table.groups
+    quarter = (groups // 4) * 16
+    rows, own = torch.zeros(4, quarter, dtype=torch.uint8), torch.zeros(16 * groups, dtype=torch.uint8)
+    shard = torch.zeros(packed_bytes(5 * quarter, 4), dtype=torch.uint8)
+    words = torch.zeros(packed_bytes(80 * groups, 4), dtype=torch.uint8)
+    out = torch.zeros(n)
+
+    def step() -> None:
+        moments = kernels.moments(x, table)
+        limit = torch.minimum(moments.max_abs, (2.5 * moments.std).float())
+        kernels.ternary_encode(x, table, limit, inverse_scale(limit), 1, 0, 0, groups, own)
+        kernels.ternary_sum(rows, shard)
+        kernels.decode(words, 4, table, limit, 0, groups, out)
+
+    bench.run("codec of a 10 M step", "mlp", n, step)
+
+
+def environment(warm_up_s: float, backend: str) -> dict[str, Any]:
+    """Describe machine, versions and time."""
+    info = Path("/proc/cpuinfo")
+    names = [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
+    return {
+        "backend": backend,
+        "warm_up_s": warm_up_s,
+        "cpu": names[0] if names else platform.processor(),
+        "llvm_cpu": _llvm_cpu(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numba": numba.__version__,
+        "numpy": np.__version__,
+        "date_utc": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
+def _llvm_cpu() -> str:
+    from llvmlite import binding
+
+    return str(binding.get_host_cpu_name())
+
+
+def main() -> int:
+    """Run all rows."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--elements", type=int, default=20_000_000, help="size of the large vectors")
+    parser.add_argument("--repetitions", type=int, default=15)
+    parser.add_argument("--backend", default="auto")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    began = time.perf_counter()  # "auto" compiles when it is asked for
+    kernels = get_kernels(options.backend)
+    kernels.warm_up()
+    facts = environment(time.perf_counter() - began, kernels.name)
+    print(", ".join(f"{name} {value}" for name, value in facts.items()))
+    print(f"{'kernel':28}{'layout':14}{'elements':>10}{'ms':>10}{'ratio':>8}{'goal':>6}   [20 %, 80 %]")
+    bench = Bench(options.elements, options.repetitions)
+    n = options.elements
+    bench.run("floor: memcpy", "flat", n, lambda: bench.target.copy_(bench.source))
+    bench.run("floor: read (sum)", "flat", n, lambda: bench.source.sum())
+    bench.run("floor: write (fill)", "flat", n, lambda: bench.target.fill_(1.0))
+    bench_layout(bench, kernels, "resnet50", table_of(resnet50_sizes(n)))
+    tiny = np.random.default_rng(1).choice(TINY, 2000).tolist()
+    bench_layout(bench, kernels, "2000 tiny", table_of(tiny))
+    bench_reference(bench, min(n, 1_000_000))
+    bench_step(bench, kernels, n)
+    if options.json:
+        options.json.write_text(json.dumps([{**row, **facts} for row in bench.rows], indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

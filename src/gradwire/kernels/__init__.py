@@ -1,0 +1,21 @@
+"""Arithmetic on blocks and bits: one backend a file, the same bits from all of them."""
+
+from gradwire.kernels.base import Kernels, Moments, inverse_scale
+from gradwire.kernels.digits import DigitLayout, digit_layout, packed_bytes, sum_layout
+from gradwire.kernels.dispatch import BACKENDS, get_kernels
+from gradwire.kernels.table import GROUP_BYTES, GROUP_SIZE, SegmentTable
+
+__all__ = [
+    "BACKENDS",
+    "GROUP_BYTES",
+    "GROUP_SIZE",
+    "DigitLayout",
+    "Kernels",
+    "Moments",
+    "SegmentTable",
+    "digit_layout",
+    "get_kernels",
+    "inverse_scale",
+    "packed_bytes",
+    "sum_layout",
+]

@@ -1,0 +1,228 @@
+"""The Numba backend, in two variants: explicit vectors (``cpu``) and plain loops (``cpu-plain``)."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+
+import numpy as np
+import torch
+
+from gradwire.errors import BackendError
+from gradwire.kernels.base import Moments, check_decode, check_encode, check_moments, check_pack, check_sum
+from gradwire.kernels.digits import DigitLayout, packed_bytes
+from gradwire.kernels.table import SegmentTable
+
+try:
+    from gradwire.kernels import cpu_drivers
+except ImportError as error:
+    raise BackendError(f"kernel backend 'cpu' needs numba ({error}): pip install 'numba>=0.61'") from error
+
+__all__ = ["CpuKernels", "reciprocal16", "reciprocal32"]
+
+_MIN_PART = 1 << 16  # elements below which a second thread costs more than it saves
+
+
+@cache
+def reciprocal32(divisor: int) -> tuple[int, int, int]:
+    """Give ``(multiplier, addend, shift)`` with ``v // divisor == (v * multiplier + addend) >> shift`` for 32-bit v.
+
+    For an odd divisor either the multiplier rounded up or the one rounded down (with itself as addend) is exact and
+    fits 32 bits (Robison, "N-bit unsigned division via N-bit multiply-add", ARITH 2005).
+
+    Example:
+        >>> multiplier, addend, shift = reciprocal32(7)
+        >>> all((v * multiplier + addend) >> shift == v // 7 for v in (0, 6, 7, 2**32 - 2, 2**32 - 1))
+        True
+    """
+    bits = divisor.bit_length() - 1
+    shift = 32 + bits
+    up = -(-(1 << shift) // divisor)
+    if up * divisor - (1 << shift) <= 1 << bits:
+        return up, 0, shift
+    down = (1 << shift) // divisor
+    return down, down, shift
+
+
+def reciprocal16(divisor: int, largest: int) -> tuple[int, int]:
+    """Give ``(multiplier, shift)``: ``v // divisor == (v * multiplier >> 16) >> shift`` for ``0 <= v <= largest``."""
+    for shift in range(16):
+        multiplier = -(-(1 << (16 + shift)) // divisor)
+        excess = multiplier * divisor - (1 << (16 + shift))
+        if multiplier < 1 << 16 and excess * largest < 1 << (16 + shift):
+            return multiplier, shift
+    raise BackendError(
+        f"no 16-bit reciprocal of {divisor} up to {largest}: this is a defect of gradwire, please report it"
+    )
+
+
+@cache
+def _divisions(layout: DigitLayout) -> tuple[tuple[int, int, int], tuple[int, ...]]:
+    """Give the reciprocals of a layout's base for 32 bits; of base, base^2, base^4 for five digits in 16 bits."""
+    base = layout.base
+    narrow: tuple[int, ...] = (0,) * 6
+    if layout.digits == 5 and layout.word_bytes <= 2:
+        largest = max(base**5 - 1, 255 if layout.word_bytes == 1 else 0)
+        narrow = tuple(part for power in (1, 2, 4) for part in reciprocal16(base**power, largest))
+    return reciprocal32(base), narrow
+
+
+class CpuKernels:
+    """See :class:`gradwire.kernels.base.Kernels` for what each method computes.
+
+    Args:
+        vectors: explicit vectors rather than plain loops.
+        threads: how many threads share a call; the result has the same bits for any number.
+    """
+
+    def __init__(self, vectors: bool = True, threads: int = 1) -> None:
+        self.name = "cpu" if vectors else "cpu-plain"
+        self._variant = True if vectors else None
+        self._threads = threads
+        self._pool = ThreadPoolExecutor(threads, "gradwire-kernels") if threads > 1 else None
+
+    def _split(self, size: int, unit: int, unit_elements: int, work: Callable[[int, int], None]) -> None:
+        """Run ``work(begin, end)`` over ``0 .. size``, cut at multiples of ``unit``, on the threads."""
+        parts = 1 if self._pool is None else max(1, min(self._threads, size * unit_elements // _MIN_PART))
+        if parts == 1 or self._pool is None:
+            work(0, size)
+            return
+        cuts = [size * part // parts // unit * unit for part in range(parts)] + [size]
+        for future in [self._pool.submit(work, a, b) for a, b in itertools.pairwise(cuts)]:
+            future.result()
+
+    def moments(self, x: torch.Tensor, table: SegmentTable) -> Moments:
+        check_moments(x, table)
+        size = len(table)
+        max_abs, mean, std = np.empty(size, np.float32), np.empty(size), np.empty(size)
+        values = x.detach().numpy()
+
+        def work(begin: int, end: int) -> None:
+            # A segment is one thread's, since its blocks are added up in order; cut by elements, not by segments.
+            first, last = (int(np.searchsorted(table.first_group, group)) for group in (begin, end))
+            last = size if end == table.groups else last
+            cpu_drivers.moments_range(
+                self._variant, values, table.offset, table.numel, first, last, max_abs, mean, std, np.empty(3)
+            )
+
+        self._split(table.groups, 1, 80, work)
+        return Moments(torch.from_numpy(max_abs), torch.from_numpy(mean), torch.from_numpy(std))
+
+    def ternary_encode(
+        self,
+        x: torch.Tensor,
+        table: SegmentTable,
+        limit: torch.Tensor,
+        inverse: torch.Tensor,
+        round: int,
+        stream: int,
+        begin: int,
+        end: int,
+        out: torch.Tensor,
+    ) -> None:
+        check_encode(x, table, limit, inverse, round, stream, begin, end, out)
+        values, bytes_, bounds = (
+            x.detach().numpy(),
+            out.numpy(),
+            (limit.detach().numpy(), inverse.detach().numpy()),
+        )
+
+        def work(first: int, last: int) -> None:
+            cpu_drivers.encode_range(
+                self._variant, values, table.offset, table.numel, table.start, table.key, table.first_group, *bounds,
+                np.uint64(round), np.uint32(stream), begin + first, begin + last, _segment_of(table, begin + first),
+                bytes_[16 * first : 16 * last],
+            )  # fmt: skip
+
+        self._split(end - begin, 1, 80, work)
+
+    def ternary_sum(self, rows: torch.Tensor, out: torch.Tensor) -> None:
+        layout = check_sum(rows, out)
+        number, length = rows.shape
+        if length == 0:
+            return
+        stride = rows.stride(0) if number > 1 else length
+        flat = rows.as_strided(((number - 1) * stride + length,), (1,)).numpy()
+        target = out.numpy()
+
+        def work(begin: int, end: int) -> None:
+            cpu_drivers.sum_range(
+                self._variant,
+                flat,
+                stride,
+                number,
+                begin,
+                end,
+                layout.base,
+                layout.digits,
+                layout.word_bytes,
+                target,
+            )
+
+        self._split(length, 16 * layout.digits, 5 * number, work)
+
+    def pack(self, values: torch.Tensor, world_size: int, out: torch.Tensor) -> None:
+        layout = check_pack(values, world_size, out)
+        cpu_drivers.pack_run(self._variant, values.numpy(), layout.base, layout.digits, layout.word_bytes, out.numpy())
+
+    def unpack(self, words: torch.Tensor, world_size: int, out: torch.Tensor) -> None:
+        layout = check_pack(out, world_size, words)
+        reciprocal, _ = _divisions(layout)
+        cpu_drivers.unpack_run(
+            self._variant,
+            words.numpy(),
+            layout.base,
+            layout.digits,
+            layout.word_bytes,
+            reciprocal,
+            out.numpy(),
+        )
+
+    def decode(
+        self,
+        words: torch.Tensor,
+        world_size: int,
+        table: SegmentTable,
+        scale: torch.Tensor,
+        begin: int,
+        end: int,
+        x: torch.Tensor,
+        accumulate: bool = False,
+    ) -> None:
+        layout = check_decode(words, world_size, table, scale, begin, end, x)
+        wide, narrow = _divisions(layout)
+        packed, factors, target = words.numpy(), scale.detach().numpy(), x.detach().numpy()
+
+        def work(first: int, last: int) -> None:
+            cpu_drivers.decode_range(
+                self._variant, packed, layout.base, layout.digits, layout.word_bytes, wide, narrow, table.offset,
+                table.numel, table.first_group, factors, begin + first, begin + last, first,
+                _segment_of(table, begin + first), target, accumulate,
+            )  # fmt: skip
+
+        self._split(end - begin, layout.digits, 80, work)
+
+    def warm_up(self) -> float:
+        """Compile every driver, or load it from Numba's cache; return the seconds that took."""
+        began = time.perf_counter()
+        table = SegmentTable([0], [96], [0], [(1, 2)])
+        x, one = torch.linspace(-1, 1, 96), torch.ones(1)
+        payload = torch.empty(2, 32, dtype=torch.uint8)
+        words = torch.empty(packed_bytes(160, 2), dtype=torch.uint8)
+        integers = torch.empty(160, dtype=torch.int32)
+        self.moments(x, table)
+        for row in payload:
+            self.ternary_encode(x, table, one, one * 2.0**24, 0, 0, 0, 2, row)
+        self.ternary_sum(payload, words)
+        self.decode(words, 2, table, one, 0, 2, x)
+        self.unpack(words, 2, integers)
+        self.pack(integers, 2, words)
+        return time.perf_counter() - began
+
+
+def _segment_of(table: SegmentTable, group: int) -> int:
+    """Find the segment of a group, or any valid start for the search of a group past the last."""
+    return max(0, int(np.searchsorted(table.first_group, group, side="right")) - 1) if group < table.groups else 0

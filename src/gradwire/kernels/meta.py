@@ -1,0 +1,64 @@
+"""A backend that computes nothing: for dry runs on sizes."""
+
+from __future__ import annotations
+
+import torch
+
+from gradwire.kernels.base import Moments
+from gradwire.kernels.digits import sum_layout
+from gradwire.kernels.table import SegmentTable
+
+__all__ = ["MetaKernels"]
+
+
+class MetaKernels:
+    """Accepts tensors on the ``meta`` device (or any other) and leaves every output as it is."""
+
+    name = "meta"
+
+    def moments(self, x: torch.Tensor, table: SegmentTable) -> Moments:
+        size = len(table)
+        return Moments(
+            torch.empty(size, dtype=torch.float32, device="meta"),
+            torch.empty(size, dtype=torch.float64, device="meta"),
+            torch.empty(size, dtype=torch.float64, device="meta"),
+        )
+
+    def ternary_encode(
+        self,
+        x: torch.Tensor,
+        table: SegmentTable,
+        limit: torch.Tensor,
+        inverse: torch.Tensor,
+        round: int,
+        stream: int,
+        begin: int,
+        end: int,
+        out: torch.Tensor,
+    ) -> None:
+        pass
+
+    def ternary_sum(self, rows: torch.Tensor, out: torch.Tensor) -> None:
+        sum_layout(rows.shape[0])
+
+    def pack(self, values: torch.Tensor, world_size: int, out: torch.Tensor) -> None:
+        sum_layout(world_size)
+
+    def unpack(self, words: torch.Tensor, world_size: int, out: torch.Tensor) -> None:
+        sum_layout(world_size)
+
+    def decode(
+        self,
+        words: torch.Tensor,
+        world_size: int,
+        table: SegmentTable,
+        scale: torch.Tensor,
+        begin: int,
+        end: int,
+        x: torch.Tensor,
+        accumulate: bool = False,
+    ) -> None:
+        sum_layout(world_size)
+
+    def warm_up(self) -> float:
+        return 0.0

@@ -1,0 +1,116 @@
+"""Where the segments of a flat vector lie, and how they are cut into groups."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from gradwire.errors import HyperparameterError
+
+__all__ = ["BLOCK_SIZE", "GROUP_BYTES", "GROUP_SIZE", "LANES", "PLANES", "SegmentTable"]
+
+LANES = 16
+"""Values side by side in a group: one vector register of float32 with AVX-512."""
+
+PLANES = 5
+"""Trits in a byte: 3^5 = 243 <= 256."""
+
+GROUP_SIZE = LANES * PLANES
+"""Elements of a group."""
+
+GROUP_BYTES = LANES
+"""Bytes of an encoded group: byte j holds the trits of elements j, 16 + j, 32 + j, 48 + j and 64 + j."""
+
+BLOCK_SIZE = 4096
+"""Elements of a block of exact moments: 16 KiB of float32, so that its second pass reads the L1 cache."""
+
+_MAX_GROUPS = 2**28  # 16 Philox blocks a group: one more and the 32-bit block counter of a parameter would wrap
+
+
+class SegmentTable:
+    """The segments of a flat float32 vector ``x``: one row each, in numpy arrays that cannot be written.
+
+    Segments ascend and do not overlap, but need not be adjacent: ``x`` may hold elements of no segment, which no kernel
+    reads or writes. A segment is cut into *groups* of 80 elements from its start, the last of which may be partial; the
+    groups of all segments are numbered through, in order.
+
+    Args:
+        offset: index in ``x`` of each segment's first element, int64 ``[S]``.
+        numel: number of elements of each segment, int64 ``[S]``; may be zero.
+        start: index within its parameter of each segment's first element, int64 ``[S]``; a multiple of 80, so that the
+            groups of a parameter are the same however it is cut.
+        key: the two words of each segment's Philox key, uint32 ``[S, 2]``.
+
+    Attributes:
+        first_group: number of groups before each segment, int64 ``[S + 1]``.
+
+    Example:
+        >>> table = SegmentTable(offset=[0, 100], numel=[100, 80], start=[0, 160], key=[(1, 2), (3, 4)])
+        >>> table.first_group.tolist(), table.groups, table.extent
+        ([0, 2, 3], 3, 180)
+    """
+
+    __slots__ = ("extent", "first_group", "groups", "key", "numel", "offset", "segments", "start")
+
+    offset: npt.NDArray[np.int64]
+    numel: npt.NDArray[np.int64]
+    start: npt.NDArray[np.int64]
+    key: npt.NDArray[np.uint32]
+    first_group: npt.NDArray[np.int64]
+    segments: int
+    groups: int
+    extent: int
+
+    def __init__(
+        self,
+        offset: Sequence[int] | npt.NDArray[Any],
+        numel: Sequence[int] | npt.NDArray[Any],
+        start: Sequence[int] | npt.NDArray[Any],
+        key: Sequence[tuple[int, int]] | npt.NDArray[Any],
+    ) -> None:
+        self.offset, self.numel, self.start = (np.array(column, np.int64) for column in (offset, numel, start))
+        self.segments = len(self.offset)
+        self.key = np.array(key, np.uint32).reshape(-1, 2)
+        self._check()
+        self.first_group = np.zeros(self.segments + 1, np.int64)
+        np.cumsum(-(-self.numel // GROUP_SIZE), out=self.first_group[1:])
+        self.groups = int(self.first_group[-1])
+        # Elements that x must have at least.
+        self.extent = int((self.offset + self.numel)[-1]) if self.segments else 0
+        for column in (self.offset, self.numel, self.start, self.key, self.first_group):
+            column.flags.writeable = False
+
+    def _check(self) -> None:
+        columns = {"offset": self.offset, "numel": self.numel, "start": self.start}
+        for name, column in columns.items():
+            if column.ndim != 1 or len(column) != self.segments:
+                raise HyperparameterError(
+                    f"segment table: {name} has shape {column.shape}, offset has {self.offset.shape}: "
+                    "pass one number per segment"
+                )
+            if self.segments and int(column.min()) < 0:
+                raise HyperparameterError(f"segment table: {name} holds {int(column.min())}: it must not be negative")
+        if len(self.key) != self.segments:
+            raise HyperparameterError(
+                f"segment table: {len(self.key)} keys for {self.segments} segments: pass two 32-bit words per segment"
+            )
+        if np.any(self.offset[1:] < (self.offset + self.numel)[:-1]):
+            raise HyperparameterError("segment table: segments overlap or descend: sort them by offset")
+        if np.any(self.start % GROUP_SIZE):
+            raise HyperparameterError(
+                f"segment table: a segment starts off its parameter's grid: start must be a multiple of {GROUP_SIZE}"
+            )
+        if self.segments and int((self.start + self.numel).max()) > _MAX_GROUPS * GROUP_SIZE:
+            raise HyperparameterError(
+                f"segment table: a parameter has more than {_MAX_GROUPS * GROUP_SIZE} elements, the reach of its "
+                "32-bit block counter: split the parameter"
+            )
+
+    def __len__(self) -> int:
+        return self.segments
+
+    def __repr__(self) -> str:
+        return f"SegmentTable({self.segments} segments, {int(self.numel.sum())} elements, {self.groups} groups)"

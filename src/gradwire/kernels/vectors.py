@@ -1,0 +1,166 @@
+# mypy: disable-error-code="no-untyped-call, no-any-return"
+"""Explicit vectors for Numba: a thin layer over llvmlite, used inside the bodies of ``@intrinsic`` functions.
+
+LLVM's own vectoriser needs straight loops over slices; what the kernels need (64-bit products of every other lane,
+masked loads, several planes at once) it does not find. Only generic vector IR is emitted, so any CPU that LLVM knows
+runs it; on one with narrower registers LLVM splits the operations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from llvmlite import ir
+from numba.core import cgutils
+
+__all__ = ["F32", "I1", "I8", "I16", "I32", "I64", "Emitter", "data_pointer", "loop", "vector"]
+
+I1, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
+F32 = ir.FloatType()
+
+_NAMES = {str(I8): "i8", str(I16): "i16", str(I32): "i32", str(I64): "i64", str(F32): "f32"}
+
+
+def vector(element: Any, lanes: int) -> Any:
+    """Give the type of a vector."""
+    return ir.VectorType(element, lanes)
+
+
+def data_pointer(context: Any, builder: Any, array_type: Any, array: Any, index: Any, element: Any) -> Any:
+    """Point to element ``index`` (counted in ``element``) of a Numba array's data."""
+    data = context.make_array(array_type)(context, builder, array).data
+    return builder.gep(builder.bitcast(data, element.as_pointer()), [index])
+
+
+class Emitter:
+    """Emits operations on vectors of ``lanes`` elements into a builder's current block."""
+
+    def __init__(self, builder: Any, lanes: int = 16) -> None:
+        self.b = builder
+        self.lanes = lanes
+        # The default of some CPUs is 256, to spare their clock; these loops gain more than it costs.
+        set.add(builder.function.attributes, '"prefer-vector-width"="512"')
+
+    def constant(self, value: Any, element: Any = I32, lanes: int | None = None) -> Any:
+        """Give a vector with one value in all lanes."""
+        lanes = lanes or self.lanes
+        return ir.Constant(vector(element, lanes), [value] * lanes)
+
+    def constants(self, values: Sequence[Any], element: Any = I32) -> Any:
+        """Give a vector of the given values."""
+        return ir.Constant(vector(element, len(values)), list(values))
+
+    def splat(self, scalar: Any, lanes: int | None = None) -> Any:
+        """Copy a scalar to all lanes."""
+        lanes = lanes or self.lanes
+        undefined = ir.Constant(vector(scalar.type, lanes), ir.Undefined)
+        one = self.b.insert_element(undefined, scalar, ir.Constant(I32, 0))
+        return self.b.shuffle_vector(one, undefined, ir.Constant(vector(I32, lanes), [0] * lanes))
+
+    def shuffle(self, first: Any, second: Any, lanes: Sequence[int]) -> Any:
+        """Pick lanes out of two vectors joined."""
+        return self.b.shuffle_vector(first, second, ir.Constant(vector(I32, len(lanes)), list(lanes)))
+
+    def at(self, pointer: Any, index: Any, element: Any) -> Any:
+        """Point ``index`` elements further."""
+        index = ir.Constant(I64, index) if isinstance(index, int) else index
+        return self.b.gep(self.b.bitcast(pointer, element.as_pointer()), [index])
+
+    def load(self, pointer: Any, element: Any, lanes: int | None = None, align: int = 1) -> Any:
+        """Load a vector."""
+        kind = vector(element, lanes or self.lanes)
+        return self.b.load(self.b.bitcast(pointer, kind.as_pointer()), align=align)
+
+    def store(self, value: Any, pointer: Any, align: int = 1) -> None:
+        """Store a vector."""
+        self.b.store(value, self.b.bitcast(pointer, value.type.as_pointer()), align=align)
+
+    def call(self, name: str, result: Any, arguments: Sequence[Any]) -> Any:
+        """Call an LLVM intrinsic function by its full name."""
+        kind = ir.FunctionType(result, [argument.type for argument in arguments])
+        return self.b.call(cgutils.get_or_insert_function(self.b.module, kind, name), list(arguments))
+
+    def lanewise(self, name: str, *operands: Any) -> Any:
+        """Call an LLVM intrinsic whose operands and result have one vector type: fabs, smax, copysign, ..."""
+        kind = operands[0].type
+        return self.call(f"llvm.{name}.v{kind.count}{_NAMES[str(kind.element)]}", kind, operands)
+
+    def reduce(self, name: str, operand: Any) -> Any:
+        """Reduce the lanes of an integer vector by ``add``, ``smax``, ... to a scalar."""
+        kind = operand.type
+        return self.call(f"llvm.vector.reduce.{name}.v{kind.count}{_NAMES[str(kind.element)]}", kind.element, [operand])
+
+    def first_lanes(self, count: Any) -> Any:
+        """Mask the first ``count`` (an i64 of any sign) lanes."""
+        # Clamped into 32 bits, so that the comparison fits one register.
+        low, high = ir.Constant(I64, 0), ir.Constant(I64, self.lanes)
+        count = self.b.select(self.b.icmp_signed("<", count, low), low, count)
+        count = self.b.select(self.b.icmp_signed("<", high, count), high, count)
+        iota = self.constants(list(range(self.lanes)), I32)
+        return self.b.icmp_signed("<", iota, self.splat(self.b.trunc(count, I32)))
+
+    def masked_load(self, pointer: Any, element: Any, mask: Any) -> Any:
+        """Load the masked lanes, zero elsewhere; memory of the other lanes is not touched."""
+        kind = vector(element, self.lanes)
+        zero = self.constant(0.0 if element is F32 else 0, element)
+        # Pointers have no element type in the names of LLVM 15 and later.
+        name = f"llvm.masked.load.v{self.lanes}{_NAMES[str(element)]}.p0"
+        pointer = self.b.bitcast(pointer, kind.as_pointer())
+        return self.call(name, kind, [pointer, ir.Constant(I32, 1), mask, zero])
+
+    def masked_store(self, value: Any, pointer: Any, mask: Any) -> None:
+        """Store the masked lanes; memory of the other lanes is not touched."""
+        kind = value.type
+        name = f"llvm.masked.store.v{kind.count}{_NAMES[str(kind.element)]}.p0"
+        pointer = self.b.bitcast(pointer, kind.as_pointer())
+        self.call(name, ir.VoidType(), [value, pointer, ir.Constant(I32, 1), mask])
+
+    def prefetch(self, pointer: Any) -> None:
+        """Fetch the cache line of an address, which may be anything, into all caches."""
+        pointer = self.b.bitcast(pointer, I8.as_pointer())
+        self.call("llvm.prefetch.p0", ir.VoidType(), [pointer, *(ir.Constant(I32, v) for v in (0, 3, 1))])
+
+    def shift_left(self, value: Any, bits: int) -> Any:
+        """Shift every lane by a constant."""
+        return self.b.shl(value, self.constant(bits, value.type.element, value.type.count))
+
+    def shift_right(self, value: Any, bits: int) -> Any:
+        """Shift every lane by a constant, zeros in."""
+        return self.b.lshr(value, self.constant(bits, value.type.element, value.type.count))
+
+    def high_product(self, value: Any, factor: Any) -> Any:
+        """Multiply 16-bit lanes and keep the upper 16 bits; one instruction on x86."""
+        wide = vector(I32, value.type.count)
+        product = self.b.mul(self.b.zext(value, wide), self.b.zext(factor, wide))
+        return self.b.trunc(self.b.lshr(product, self.constant(16, I32, value.type.count)), value.type)
+
+
+def loop(
+    builder: Any,
+    stop: Any,
+    step: int,
+    carried: Sequence[Any],
+    body: Callable[[Any, list[Any]], Sequence[Any]],
+) -> list[Any]:
+    """Emit ``for i in range(0, stop, step)`` (i64) with values carried from turn to turn; return the last ones."""
+    before = builder.block
+    head, inner, after = (builder.append_basic_block(name) for name in ("head", "body", "after"))
+    builder.branch(head)
+    builder.position_at_end(head)
+    index = builder.phi(I64)
+    index.add_incoming(ir.Constant(I64, 0), before)
+    values = []
+    for value in carried:
+        phi = builder.phi(value.type)
+        phi.add_incoming(value, before)
+        values.append(phi)
+    builder.cbranch(builder.icmp_signed("<", index, stop), inner, after)
+    builder.position_at_end(inner)
+    new = body(index, values)
+    index.add_incoming(builder.add(index, ir.Constant(I64, step)), builder.block)
+    for phi, value in zip(values, new):
+        phi.add_incoming(value, builder.block)
+    builder.branch(head)
+    builder.position_at_end(after)
+    return values

@@ -1,0 +1,115 @@
+"""Sums and packed words against arithmetic done the long way."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+
+import pytest
+import torch
+from kernel_cases import BACKENDS, COMPILED, unaligned_bytes
+
+from gradwire.errors import HyperparameterError
+from gradwire.kernels import digit_layout, get_kernels, packed_bytes, sum_layout
+from gradwire.kernels.cpu import reciprocal16, reciprocal32
+from gradwire.kernels.reference import digits_of
+
+
+@pytest.mark.parametrize("module", ["table", "digits", "philox", "cpu", "dispatch"])
+def test_docstring_examples_hold(module: str) -> None:
+    result = doctest.testmod(importlib.import_module(f"gradwire.kernels.{module}"))
+    assert result.attempted > 0
+    assert result.failed == 0
+
+
+def test_no_layout_of_the_same_words_wastes_fewer_bits() -> None:
+    for base in range(3, 700, 2):
+        layout = digit_layout(base)
+        assert base**layout.digits <= 256**layout.word_bytes
+        for width in (1, 2, 4):
+            digits = max((d for d in range(41) if base**d <= 256**width), default=0)
+            assert not digits or 8 * width / digits >= layout.bits_per_value
+
+
+def test_a_run_of_values_is_packed_by_planes_of_sixteen() -> None:
+    values = torch.zeros(80, dtype=torch.int32)
+    values[0], values[17], values[79] = 1, -1, 4  # lane 0 plane 0; lane 1 plane 1; lane 15 plane 4
+    words = torch.empty(32, dtype=torch.uint8)
+    get_kernels("reference").pack(values, 4, words)
+    zero = sum(4 * 9**p for p in range(5))
+    expected = [zero] * 16
+    expected[0], expected[1], expected[15] = zero + 1, zero - 9, zero + 4 * 9**4
+    assert words.tolist() == [octet for word in expected for octet in (word & 255, word >> 8)]
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_pack_round_trips_at_all_world_sizes(name: str) -> None:
+    kernels, reference = get_kernels(name), get_kernels("reference")
+    for world_size in [*range(1, 301), 1000, 32767]:
+        n = 16 * sum_layout(world_size).digits * 2 + world_size % 23
+        generator = torch.Generator().manual_seed(world_size)
+        values = torch.randint(-world_size, world_size + 1, (n,), generator=generator, dtype=torch.int32)
+        values[: n // 3], values[-3:] = world_size, -world_size
+        words, back = unaligned_bytes(packed_bytes(n, world_size), world_size % 3), torch.empty_like(values)
+        kernels.pack(values, world_size, words)
+        kernels.unpack(words, world_size, back)
+        assert torch.equal(values, back), world_size
+        expected = torch.empty_like(words)
+        reference.pack(values, world_size, expected)
+        assert torch.equal(words, expected), world_size
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5, 8, 16, 64, 127, 128, 300])
+@pytest.mark.parametrize("groups", [1, 7, 75])
+def test_sums_are_those_of_the_digits(name: str, world_size: int, groups: int) -> None:
+    generator = torch.Generator().manual_seed(world_size)
+    wide = torch.randint(0, 243, (world_size, 16 * groups + 5), generator=generator, dtype=torch.uint8)
+    wide[:, 3:19] = 242  # the first group reaches the largest sum
+    rows = wide[:, 3 : 16 * groups + 3]
+    out = unaligned_bytes(packed_bytes(80 * groups, world_size), groups % 3)
+    kernels = get_kernels(name)
+    kernels.ternary_sum(rows, out)
+    sums = torch.empty(80 * groups, dtype=torch.int32)
+    kernels.unpack(out, world_size, sums)
+    naive = sum(digits_of(row.clone()) for row in rows) - world_size
+    assert torch.equal(sums.long(), naive)
+
+
+def test_digits_of_a_byte_are_its_trits() -> None:
+    digits = digits_of(torch.arange(240, 256, dtype=torch.uint8)).reshape(5, 16)
+    for lane, byte in enumerate(range(240, 243)):
+        assert sum(int(digits[k, lane]) * 3**k for k in range(5)) == byte
+        assert int(digits.max()) == 3  # bytes past 242 show
+
+
+def test_reciprocals_are_exact_where_they_are_used() -> None:
+    for power, multiplier in zip((3, 9, 27, 81), (21846, 7282, 2428, 810)):
+        assert all(v * multiplier >> 16 == v // power for v in range(256))
+    for base in (3, 7, 9):
+        for divisor in (base, base**2, base**4):
+            multiplier, shift = reciprocal16(divisor, max(base**5 - 1, 255))
+            assert all((v * multiplier >> 16) >> shift == v // divisor for v in range(base**5))
+    for base in range(3, 2002, 2):
+        multiplier, addend, shift = reciprocal32(base)
+        assert multiplier < 2**32
+        top = 2**32 // base
+        for v in [
+            0,
+            base - 1,
+            base,
+            2**32 - 1,
+            *(k * base - d for k in (top, top - 1, top // 2) for d in (0, 1)),
+        ]:
+            assert (v * multiplier + addend) >> shift == v // base
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_misfitting_buffers_are_refused_before_memory_is_touched(name: str) -> None:
+    kernels = get_kernels(name)
+    with pytest.raises(HyperparameterError, match="out has 31 elements, 32"):
+        kernels.ternary_sum(torch.zeros(4, 16, dtype=torch.uint8), torch.zeros(31, dtype=torch.uint8))
+    with pytest.raises(HyperparameterError, match="whole groups"):
+        kernels.ternary_sum(torch.zeros(4, 17, dtype=torch.uint8), torch.zeros(32, dtype=torch.uint8))
+    with pytest.raises(HyperparameterError, match="world_size 0"):
+        packed_bytes(10, 0)

@@ -1,0 +1,104 @@
+"""Choosing a backend, and the tables that all backends share."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+
+from gradwire.errors import HyperparameterError
+from gradwire.kernels import SegmentTable, dispatch, get_kernels, packed_bytes
+
+
+def test_backends_are_cached_and_named() -> None:
+    for name in ("reference", "cpu", "cpu-plain", "meta"):
+        assert get_kernels(name).name == name
+        assert get_kernels(name) is get_kernels(name)
+
+
+def test_automatic_choice_agrees_with_the_reference_without_a_warning() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        kernels = dispatch._automatic(1)
+    assert kernels.name == "cpu"
+
+
+def test_automatic_choice_falls_back_aloud(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "_agree", lambda first, second: False)
+    with pytest.warns(UserWarning, match="cpu-plain"):
+        assert dispatch._automatic(1).name == "cpu-plain"
+
+
+def test_unknown_names_are_refused_with_the_nearest() -> None:
+    with pytest.raises(HyperparameterError, match="did you mean 'cpu-plain'"):
+        get_kernels("cpu_plain")
+    with pytest.raises(HyperparameterError, match="at least one"):
+        get_kernels("cpu", threads=0)
+
+
+def test_importing_the_package_neither_imports_numba_nor_compiles() -> None:
+    code = "import sys, gradwire, gradwire.kernels; print('numba' in sys.modules or 'llvmlite' in sys.modules)"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "False"
+
+
+def test_warm_up_compiles_every_signature_that_calls_use() -> None:
+    from gradwire.kernels import cpu_drivers
+
+    kernels, table = get_kernels("cpu"), SegmentTable([2, 100], [90, 100], [0, 80], [(1, 2), (3, 4)])
+    kernels.warm_up()
+    drivers = [getattr(cpu_drivers, name) for name in cpu_drivers.__all__]
+    before = [len(driver.signatures) for driver in drivers]
+    x, two = torch.ones(300)[7:], torch.ones(2)
+    rows = torch.empty(3, 16 * table.groups + 1, dtype=torch.uint8)[:, 1:]
+    kernels.moments(x, table)
+    for row in rows:
+        kernels.ternary_encode(x, table, two, two, 2**63, 2**32 - 1, 0, table.groups, row)
+    for world_size in (1, 2, 3):
+        words = torch.empty(packed_bytes(80 * table.groups, world_size), dtype=torch.uint8)
+        kernels.ternary_sum(rows[:world_size], words)
+        kernels.decode(words, world_size, table, two, 0, table.groups, x, accumulate=True)
+        kernels.unpack(words, world_size, torch.empty(80 * table.groups, dtype=torch.int32))
+    assert [len(driver.signatures) for driver in drivers] == before
+    assert all(before)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([0, 5], [10, 3], [0, 0], [(0, 0)] * 2), "overlap"),
+        (([0], [10], [79], [(0, 0)]), "multiple of 80"),
+        (([0], [-1], [0], [(0, 0)]), "negative"),
+        (([0, 1], [1], [0, 0], [(0, 0)] * 2), "numel has shape"),
+        (([0], [1], [0], []), "0 keys"),
+        (([0], [80 * 2**28 + 1], [0], [(0, 0)]), "split the parameter"),
+    ],
+)
+def test_impossible_tables_are_refused(arguments: tuple, message: str) -> None:
+    with pytest.raises(HyperparameterError, match=message):
+        SegmentTable(*arguments)
+
+
+def test_a_table_cannot_be_changed() -> None:
+    table = SegmentTable([0], [10], [0], [(0, 0)])
+    with pytest.raises(ValueError, match="read-only"):
+        table.offset[0] = 1
+
+
+@pytest.mark.parametrize("name", ["reference", "cpu", "cpu-plain"])
+def test_a_vector_shorter_than_the_table_is_refused(name: str) -> None:
+    table = SegmentTable([0], [100], [0], [(0, 0)])
+    with pytest.raises(HyperparameterError, match="at least 100"):
+        get_kernels(name).moments(torch.zeros(99), table)
+    with pytest.raises(HyperparameterError, match="float32"):
+        get_kernels(name).moments(torch.zeros(200)[::2], table)
+
+
+def test_meta_accepts_meta_tensors() -> None:
+    kernels, table = get_kernels("meta"), SegmentTable([0], [100], [0], [(0, 0)])
+    x = torch.empty(100, device="meta")
+    assert kernels.moments(x, table).std.shape == (1,)
+    kernels.ternary_sum(torch.empty(4, 32, dtype=torch.uint8, device="meta"), torch.empty(64, device="meta"))
