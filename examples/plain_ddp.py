@@ -1,0 +1,45 @@
+"""Plain data-parallel training on scikit-learn's digits; this script has never heard of gradwire.
+
+torchrun --standalone --nproc-per-node 2 plain_ddp.py
+gradwire run --nproc-per-node 2 --method terngrad plain_ddp.py
+"""
+
+import argparse
+
+import torch
+import torch.distributed as dist
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=150)
+    steps = parser.parse_args().steps
+    dist.init_process_group("gloo")
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+
+    digits = load_digits()
+    inputs = torch.from_numpy(digits.images).float().flatten(1) / 16
+    labels = torch.from_numpy(digits.target).long()
+
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    order = torch.Generator().manual_seed(rank)
+    for _ in range(steps):
+        mine = torch.randint(0, len(labels), (64 // world_size,), generator=order)
+        loss = nn.functional.cross_entropy(model(inputs[mine]), labels[mine])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    accuracy = (model(inputs).argmax(1) == labels).float().mean()
+    if rank == 0:
+        print(f"training accuracy {accuracy:.3f}")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

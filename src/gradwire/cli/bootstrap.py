@@ -1,0 +1,117 @@
+"""``python -m gradwire.cli.bootstrap SCRIPT [ARGS]``: runs an unchanged DDP script with a method on every DDP
+module.
+
+``gradwire run`` has torchrun start this in every process. Each ``DistributedDataParallel`` that the script
+builds, also through a subclass, gets a link when its ``__init__`` returns. At the end rank 0 prints what was
+saved. An exception of the script keeps its traceback; if it came out of a link, the link's own error is
+printed after it, since DDP shows only a mangled part.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import json
+import os
+import runpy
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+__all__ = ["ENVIRONMENT", "LinkSettings", "attach_everywhere", "main"]
+
+ENVIRONMENT = "GRADWIRE_RUN"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkSettings:
+    """What ``gradwire run`` was asked to attach; travels as JSON in the environment variable ``GRADWIRE_RUN``."""
+
+    method: str
+    exclude: tuple[str, ...] = ()
+    min_numel: int = 1024
+    warmup_steps: int = 0
+    collective: str = "auto"
+    seed: int = 0
+
+    def to_json(self) -> str:
+        """Give the text for the environment."""
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> LinkSettings:
+        """Read the text back."""
+        fields = json.loads(text)
+        return cls(**{**fields, "exclude": tuple(fields["exclude"])})
+
+
+def attach_everywhere(settings: LinkSettings) -> list[Any]:
+    """Let every DDP module that is built from now on get a link; the returned list grows with each."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    import gradwire as gw
+
+    links: list[Any] = []
+    original: Callable[..., None] = DistributedDataParallel.__init__
+
+    @functools.wraps(original)
+    def initialize(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        options = dataclasses.asdict(settings)
+        links.append(gw.attach(self, options.pop("method"), **options))
+
+    DistributedDataParallel.__init__ = initialize  # type: ignore[method-assign]
+    return links
+
+
+def summary(links: Sequence[Any]) -> str:
+    """Say in one line what the links sent."""
+    if not links:
+        return "gradwire: the script built no DistributedDataParallel module; nothing was compressed"
+    sent = sum(link.traffic().sent_bytes for link in links)
+    dense = sum(link.traffic().dense_bytes for link in links)
+    spec = repr(links[0].method)
+    if not sent:
+        return f"gradwire: {spec}: no gradient was exchanged"
+    return (
+        f"gradwire: {spec}: each worker sent {sent / 1e6:.2f} MB instead of {dense / 1e6:.2f} MB, "
+        f"{dense / sent:.1f} times less ({32 * sent / dense:.2f} bits per element)"
+    )
+
+
+def run_script(script: str, arguments: Sequence[str], links: Sequence[Any]) -> None:
+    """Run the script as ``__main__``, as ``python SCRIPT ARGS`` would."""
+    sys.argv = [script, *arguments]
+    sys.path[0] = str(Path(script).resolve().parent)
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except Exception:
+        traceback.print_exc()
+        for link in links:
+            if link.error is not None:
+                print(f"gradwire: {type(link.error).__name__}: {link.error}", file=sys.stderr)
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def main() -> None:
+    """Attach, run, and have rank 0 say what was saved."""
+    settings = LinkSettings.from_json(os.environ[ENVIRONMENT])
+    script, *arguments = sys.argv[1:]
+    links = attach_everywhere(settings)
+    try:
+        run_script(script, arguments, links)
+    finally:
+        if os.environ.get("RANK", "0") == "0":
+            print(summary(links), file=sys.stderr, flush=True)
+        for link in links:
+            with contextlib.suppress(Exception):
+                link.close()
+
+
+if __name__ == "__main__":
+    main()

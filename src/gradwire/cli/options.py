@@ -1,0 +1,74 @@
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+__all__ = [
+    "AsJson",
+    "Batch",
+    "Collective",
+    "Data",
+    "Debug",
+    "Ema",
+    "EvalEvery",
+    "Exclude",
+    "LearningRate",
+    "LogEvery",
+    "MinNumel",
+    "Optimizer",
+    "Out",
+    "Overwrite",
+    "Seed",
+    "Simulate",
+    "Steps",
+    "TaskName",
+    "Threads",
+    "WarmupSteps",
+    "Workers",
+]
+
+METHOD_HELP = 'Method and its settings, such as terngrad or "TernGrad(clip=None)"; see: gradwire methods'
+TRAINING, LINK, OUTPUT = "Training", "Gradient exchange", "Output"
+
+TaskName = Annotated[str, typer.Argument(metavar="TASK", help="digits, text, mnist or cifar10")]
+Workers = Annotated[int, typer.Option("--workers", "-n", help="Number of workers")]
+Simulate = Annotated[bool, typer.Option("--simulate", help="Play all workers in one process; same results")]
+Data = Annotated[
+    str | None,
+    typer.Option(metavar="PATH", help="The data, in its original file format", rich_help_panel=TRAINING),
+]
+Steps = Annotated[int | None, typer.Option(help="Optimizer steps", rich_help_panel=TRAINING)]
+Batch = Annotated[int | None, typer.Option(help="Samples a step, over all workers", rich_help_panel=TRAINING)]
+LearningRate = Annotated[float | None, typer.Option("--lr", help="Learning rate", rich_help_panel=TRAINING)]
+Optimizer = Annotated[str | None, typer.Option(help="sgd or adam", rich_help_panel=TRAINING)]
+Seed = Annotated[int, typer.Option(help="Of weights, data order and the method's draws", rich_help_panel=TRAINING)]
+EvalEvery = Annotated[int | None, typer.Option(help="Steps between evaluations", rich_help_panel=TRAINING)]
+Ema = Annotated[
+    float | None,
+    typer.Option(
+        help="Evaluate a moving average of the weights with this decay, such as 0.9999",
+        rich_help_panel=TRAINING,
+    ),
+]
+Threads = Annotated[int, typer.Option(help="Torch threads of each worker", rich_help_panel=TRAINING)]
+Exclude = Annotated[
+    list[str] | None,
+    typer.Option(metavar="PATTERN", help="Parameters that travel in float32; repeatable", rich_help_panel=LINK),
+]
+MinNumel = Annotated[int, typer.Option(help="Smaller parameters travel in float32", rich_help_panel=LINK)]
+WarmupSteps = Annotated[int, typer.Option(help="Steps at the start in float32", rich_help_panel=LINK)]
+Collective = Annotated[str, typer.Option(help="auto, all_reduce, all_gather or two_shot", rich_help_panel=LINK)]
+Out = Annotated[
+    Path | None,
+    typer.Option(
+        "--out", "-o", metavar="FOLDER", help="Run folder; by default one under runs/", rich_help_panel=OUTPUT
+    ),
+]
+Overwrite = Annotated[bool, typer.Option(help="Replace a run folder that is there", rich_help_panel=OUTPUT)]
+LogEvery = Annotated[int, typer.Option(help="Steps between rows of metrics", rich_help_panel=OUTPUT)]
+AsJson = Annotated[bool, typer.Option("--json", help="Print a list of flat JSON objects", rich_help_panel=OUTPUT)]
+Debug = Annotated[bool, typer.Option(help="Show tracebacks and the workers' output", rich_help_panel=OUTPUT)]

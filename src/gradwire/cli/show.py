@@ -1,0 +1,180 @@
+"""What the commands print: live progress, tables, JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Column, Table
+
+from gradwire.experiments.plan import Plan
+from gradwire.report.verdict import bytes_text, percent, seconds_text
+
+__all__ = ["Progressing", "method_rows", "print_json", "print_methods", "print_runs", "print_verdicts"]
+
+PLAIN_LINE_EVERY_S = 5.0
+
+
+class Progressing:
+    """Draws a run's progress on standard error: a live line on a terminal, now and then a plain one elsewhere."""
+
+    def __init__(self, debug: bool = False) -> None:
+        self.console = Console(stderr=True, highlight=False)
+        self.debug = debug
+        self.progress: Progress | None = None
+        self.task: TaskID | None = None
+        self.accuracy: float | None = None
+        self.last: Mapping[str, Any] = {}
+        self.title, self.steps, self.printed_s = "", 0, 0.0
+
+    def __enter__(self) -> Progressing:
+        """Begin."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Leave the terminal as it was."""
+        self._finish()
+
+    def say(self, sentence: str) -> None:
+        """Print a sentence."""
+        (self.progress.console if self.progress else self.console).print(sentence, markup=False)
+
+    def start(self, plan: Plan) -> None:
+        """Begin a run's line."""
+        self._finish()
+        kind = "simulated workers" if plan.simulate else "workers"
+        self.title, self.steps, self.accuracy = plan.method, plan.task.steps, None
+        self.say(f"{plan.task.name}: {plan.method}, {plan.workers} {kind}, {plan.task.steps} steps")
+        if self.console.is_terminal:
+            columns = (
+                TextColumn("{task.description}"),
+                BarColumn(bar_width=12),
+                MofNCompleteColumn(table_column=Column(no_wrap=True, min_width=9)),
+            )
+            self.progress = Progress(
+                *columns,
+                TimeElapsedColumn(table_column=Column(no_wrap=True, min_width=7)),
+                TextColumn("{task.fields[now]}"),
+                console=self.console,
+            )
+            self.task = self.progress.add_task(plan.method[:14], total=self.steps, now="starting workers")
+            self.progress.start()
+
+    def row(self, row: Mapping[str, Any]) -> None:
+        """Show a row of metrics."""
+        self.last = row
+        if row["event"] == "eval":
+            self.accuracy = row["accuracy"]
+        if self.progress and self.task is not None:
+            self.progress.update(self.task, completed=row["step"], now=self._now(row))
+            return
+        due = row["step"] == self.steps or time.monotonic() - self.printed_s > PLAIN_LINE_EVERY_S
+        if due and row["event"] == "eval":
+            self.printed_s = time.monotonic()
+            self.say(f"  step {row['step']}/{self.steps}  {self._now(row)}")
+
+    def logs(self, logs: Mapping[int, str]) -> None:
+        """Show what the workers of a failed run wrote."""
+        if self.debug:
+            for rank, text in logs.items():
+                self.say(f"--- worker {rank}\n{text.rstrip()}")
+
+    def _now(self, row: Mapping[str, Any]) -> str:
+        parts = [f"loss {row['loss']:.3f}"]
+        if self.accuracy is not None:
+            parts.append(f"acc. {percent(self.accuracy)}")
+        if row["step_time_s"]:
+            parts.append(f"{seconds_text(row['step_time_s'])}/step")
+        if row["bits_per_element"]:
+            factor = 32.0 / row["bits_per_element"]
+            parts.append(f"{row['bits_per_element']:.2f} bits (x{factor:.1f} less)")
+        return ", ".join(parts)
+
+    def _finish(self) -> None:
+        if self.progress:
+            self.progress.stop()
+            if self.last:
+                self.progress.console.print(f"  {self._now(self.last)}", markup=False)
+        self.progress, self.last = None, {}
+
+
+def print_json(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print a list of flat objects on standard output."""
+    print(json.dumps([dict(row) for row in rows], indent=2))
+
+
+def _print(table: Table) -> None:
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=160)
+    console.print(table)
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="right" if number else "left", no_wrap=not number)
+    return table
+
+
+def print_runs(rows: Sequence[Mapping[str, Any]], report: Path | None) -> None:
+    """Print one line a run, and where the report is."""
+    table = _table("method", "accuracy", "loss", "time/step", "training", "sent", "factor", "bits/element")
+    for row in rows:
+        table.add_row(
+            row["label"],
+            "-" if row["final_accuracy"] is None else percent(row["final_accuracy"]),
+            "-" if row["final_loss"] is None else f"{row['final_loss']:.4f}",
+            "-" if row["step_time_s"] is None else seconds_text(row["step_time_s"]),
+            seconds_text(row["elapsed_s"]),
+            bytes_text(row["sent_bytes"]),
+            "-" if row["compression_factor"] is None else f"{row['compression_factor']:.2f}",
+            "-" if row["bits_per_element"] is None else f"{row['bits_per_element']:.2f}",
+        )
+    _print(table)
+    if report:
+        print(f"report: {report}")
+
+
+def print_verdicts(verdicts: Sequence[tuple[str, str]]) -> None:
+    """Print for each method whether it paid."""
+    for label, text in verdicts:
+        print(f"\n{label}: {text}")
+    sys.stdout.flush()
+
+
+def method_rows(names: Sequence[str]) -> list[dict[str, Any]]:
+    """Give the declared properties of the named methods, or of all."""
+    import gradwire as gw
+
+    table = gw.methods()
+    chosen = names or list(table)
+    rows = []
+    for name in chosen:
+        known = type(gw.method(name)).name
+        row = dataclasses.asdict(table[known])
+        rows.append({key: list(value) if isinstance(value, tuple) else value for key, value in row.items()})
+    return rows
+
+
+def print_methods(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print one line a method, or all that is known of a single one."""
+    if len(rows) == 1:
+        for key, value in rows[0].items():
+            text = ", ".join(value) if isinstance(value, list) else "-" if value is None else str(value)
+            print(f"{key.replace('_', ' ') + ':':<13} {text}")
+        return
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("name", "unbiased", "bit-stable", "state", "summary"):
+        table.add_column(column)
+    for row in rows:
+        yes = ["yes" if row[field] else "no" for field in ("unbiased", "bit_stable")]
+        table.add_row(row["name"], *yes, row["state"], row["summary"])
+    _print(table)

@@ -1,0 +1,49 @@
+"""``gradwire run``: hands a script to torchrun, wrapped by :mod:`gradwire.cli.bootstrap`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from gradwire.cli.bootstrap import ENVIRONMENT, LinkSettings
+from gradwire.experiments.errors import UsageError
+
+__all__ = ["command", "replace_process"]
+
+
+def command(flags: Mapping[str, str | None], standalone: bool, script: Path, arguments: Sequence[str]) -> list[str]:
+    """Give the command that starts the workers; flags that are None keep torchrun's default.
+
+    Raises:
+        UsageError: there is no such script, or only one process would run.
+    """
+    if not script.is_file():
+        raise UsageError(f"script {script} does not exist")
+    given = {flag: value for flag, value in flags.items() if value is not None}
+    if given.get("nproc-per-node", "1") == "1" and given.get("nnodes", "1") == "1":
+        raise UsageError("one process exchanges nothing: give --nproc-per-node 2 or more, or --nnodes")
+    rendezvous = {"nnodes", "master-addr", "master-port", "rdzv-endpoint", "rdzv-backend"}
+    alone = standalone or not rendezvous & given.keys()
+    return [
+        *(sys.executable, "-m", "torch.distributed.run"),
+        *(["--standalone"] if alone else []),
+        *(f"--{flag}={value}" for flag, value in given.items()),
+        *("-m", "gradwire.cli.bootstrap", str(script), *arguments),
+    ]
+
+
+def replace_process(settings: LinkSettings, words: Sequence[str]) -> NoReturn:
+    """Compile the method's kernels, then become torchrun, so that signals and exit codes are its own."""
+    import gradwire as gw
+    from gradwire.experiments.launch import loopback
+
+    seconds = gw.warm_up(settings.method)
+    if seconds > 0.5:
+        print(f"compiling kernels, once per machine: {seconds:.1f} s", file=sys.stderr, flush=True)
+    local = loopback() if "--standalone" in words else {}
+    defaults = {"OMP_NUM_THREADS": "1", **local}
+    environment = {**defaults, **os.environ, ENVIRONMENT: settings.to_json()}
+    os.execve(words[0], list(words), environment)

@@ -1,0 +1,245 @@
+"""Local workers: start them, pass their rows on, and see that they end together.
+
+The parent hosts the rendezvous store on 127.0.0.1 and holds one pipe a worker. When a worker dies or reports
+a failure, the others get ``GRACE_S`` seconds to say what they saw; then all are killed and one error tells
+the most informative account. Killing is safe at any time: a checkpoint gets its name only once it is whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import IO, Any
+
+import torch.distributed as dist
+
+from gradwire.experiments.errors import WorkerError
+from gradwire.experiments.plan import Plan
+from gradwire.experiments.train import Row
+from gradwire.experiments.worker import ENVIRONMENT, Part
+
+__all__ = ["GRACE_S", "Crew", "run_workers"]
+
+GRACE_S = 10.0
+TICK_S = 0.2
+
+
+@dataclass
+class Worker:
+    """One child process and what it has told so far."""
+
+    rank: int
+    process: subprocess.Popen[bytes]
+    pipe: int
+    log: IO[bytes]
+    pending: bytes = b""
+    done: bool = False
+    failure: dict[str, Any] | None = None
+    messages: list[dict[str, Any]] = field(default_factory=list)
+
+    def read(self) -> bool:
+        """Take what is in the pipe; False at its end."""
+        data = os.read(self.pipe, 1 << 16)
+        *lines, self.pending = (self.pending + data).split(b"\n")
+        self.messages.extend(json.loads(line) for line in lines)
+        return bool(data)
+
+    def last_words(self) -> str:
+        """Give the last line that the worker wrote to its standard error."""
+        self.log.seek(0)
+        lines = self.log.read().decode(errors="replace").strip().splitlines()
+        return lines[-1] if lines else "it wrote nothing"
+
+    def account(self) -> tuple[int, str]:
+        """Say how the worker failed, with a rank of how much that tells (lower tells more)."""
+        code = self.process.poll()
+        if self.failure is None:
+            if code is not None and code < 0:
+                name = signal.Signals(-code).name
+                hint = " (out of memory?)" if name == "SIGKILL" else ""
+                return 0, f"worker {self.rank} was killed by {name}{hint}"
+            return 1, f"worker {self.rank} ended with code {code}: {self.last_words()}"
+        told, kind = self.failure["message"], self.failure["type"]
+        if self.failure["expected"]:
+            return (3 if kind == "ExchangeError" else 1), told
+        closed = kind in ("RuntimeError", "DistBackendError", "DistNetworkError", "BrokenPipeError")
+        return (4 if closed else 2), f"worker {self.rank}: {kind}: {told.strip().splitlines()[0] if told else ''}"
+
+
+class Crew:
+    """The workers of one run; a context manager that leaves none behind."""
+
+    def __init__(self, plan: Plan, folder: Path, *, resume: bool, stop_after: int | None) -> None:
+        self.plan, self.folder, self.resume, self.stop_after = plan, folder, resume, stop_after
+        self.workers: list[Worker] = []
+
+    def __enter__(self) -> Crew:
+        """Start the store and the workers."""
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        try:
+            for rank in range(self.plan.workers):
+                self.workers.append(self._start(rank))
+        except BaseException:
+            self.end()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End all workers."""
+        self.end()
+
+    def _start(self, rank: int) -> Worker:
+        reader, writer = os.pipe()
+        part = Part(
+            rank=rank,
+            world_size=self.plan.workers,
+            port=self.store.port,
+            pipe=writer,
+            parent=os.getpid(),
+            folder=str(self.folder),
+            resume=self.resume,
+            stop_after=self.stop_after,
+        )
+        log = tempfile.TemporaryFile()  # noqa: SIM115
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "gradwire.experiments.worker"],
+                env={**loopback(), **os.environ, ENVIRONMENT: part.to_json()},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=(writer,),
+                start_new_session=True,
+            )
+        except OSError as error:
+            os.close(reader)
+            raise WorkerError(f"worker {rank} cannot be started: {error}; use fewer --workers") from error
+        finally:
+            os.close(writer)
+        return Worker(rank, process, reader, log)
+
+    def watch(self, on_row: Callable[[Row], None]) -> None:
+        """Pass rows on until all workers are done; raises WorkerError once one has failed."""
+        deadline_s: float | None = None
+        with selectors.DefaultSelector() as selector:
+            for worker in self.workers:
+                selector.register(worker.pipe, selectors.EVENT_READ, worker)
+            while selector.get_map():
+                for key, _ in selector.select(TICK_S):
+                    worker = key.data
+                    if not worker.read():
+                        selector.unregister(worker.pipe)
+                        worker.process.wait()
+                    self._take(worker, on_row)
+                if deadline_s is None and any(map(failed, self.workers)):
+                    deadline_s = time.monotonic() + GRACE_S
+                if deadline_s is not None and time.monotonic() > deadline_s:
+                    break
+        if any(map(failed, self.workers)):
+            raise self._error()
+
+    def _take(self, worker: Worker, on_row: Callable[[Row], None]) -> None:
+        for message in worker.messages:
+            if message["kind"] == "row":
+                on_row(message["row"])
+            elif message["kind"] == "done":
+                worker.done = True
+            else:
+                worker.failure = message
+        worker.messages.clear()
+
+    def _error(self) -> WorkerError:
+        accounts = sorted(worker.account() for worker in self.workers if failed(worker))
+        rank, text = accounts[0]
+        others = [told for other, told in accounts[1:] if other == 3]
+        if rank == 0 and others:
+            text += f"; {others[0]}"
+        return WorkerError(" ".join(text.split()))
+
+    def logs(self) -> dict[int, str]:
+        """Give what each worker wrote to its standard output and error."""
+        written = {}
+        for worker in self.workers:
+            worker.log.seek(0)
+            written[worker.rank] = worker.log.read().decode(errors="replace")
+        return written
+
+    def end(self) -> None:
+        """Kill what still runs, reap it, and remove an unfinished checkpoint."""
+        for worker in self.workers:
+            if worker.process.poll() is None:
+                worker.process.kill()
+        for worker in self.workers:
+            worker.process.wait()
+            with contextlib.suppress(OSError):
+                os.close(worker.pipe)
+        for pending in (self.folder / "checkpoint").glob("*.tmp"):
+            shutil.rmtree(pending, ignore_errors=True)
+
+
+def failed(worker: Worker) -> bool:
+    """Tell whether a worker has ended, or says so, without being done."""
+    return worker.failure is not None or (worker.process.poll() is not None and not worker.done)
+
+
+def loopback() -> dict[str, str]:
+    """Name the loopback interface for Gloo, which otherwise asks for the host's name and may get no answer."""
+    names = [name for _, name in socket.if_nameindex()]
+    found = next((name for name in ("lo", "lo0") if name in names), None)
+    return {"GLOO_SOCKET_IFNAME": found} if found else {}
+
+
+@contextlib.contextmanager
+def _terminate_as_interrupt() -> Iterator[None]:
+    """Let SIGTERM unwind the stack like Ctrl-C does, so that workers are ended."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def run_workers(
+    plan: Plan,
+    folder: Path,
+    on_row: Callable[[Row], None],
+    *,
+    resume: bool = False,
+    stop_after: int | None = None,
+    on_logs: Callable[[dict[int, str]], None] | None = None,
+) -> None:
+    """Train ``plan`` on local workers; the run folder must hold its ``config.json``.
+
+    Raises:
+        WorkerError: a worker failed; all others have been ended.
+    """
+    with _terminate_as_interrupt(), Crew(plan, folder, resume=resume, stop_after=stop_after) as crew:
+        try:
+            crew.watch(on_row)
+        except WorkerError:
+            if on_logs:
+                on_logs(crew.logs())
+            raise

@@ -1,0 +1,89 @@
+"""What a run is to do, as one record that travels to the workers and into the run folder."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from gradwire.experiments.errors import UsageError
+from gradwire.experiments.tasks import Task, build
+
+__all__ = ["DEFAULT_WORKERS", "Plan"]
+
+DEFAULT_WORKERS = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A training run.
+
+    Attributes:
+        task: the task and its settings.
+        method: spec of the method.
+        workers: world size; ``task.batch`` is divided by it.
+        simulate: one process plays all workers.
+        seed: of the initial weights, the data order, augmentation and the method's draws.
+        exclude, min_numel, warmup_steps, collective: as in ``gradwire.attach``.
+        threads: torch threads of each process.
+        checkpoint_every: steps between checkpoints; 0 writes one at the end only.
+        log_every: steps between training rows; a row holds the mean loss and the median step time since the
+        last.
+    """
+
+    task: Task
+    method: str = "fp32"
+    workers: int = DEFAULT_WORKERS
+    simulate: bool = False
+    seed: int = 0
+    exclude: tuple[str, ...] = ()
+    min_numel: int = 1024
+    warmup_steps: int = 0
+    collective: str = "auto"
+    threads: int = 1
+    checkpoint_every: int = 0
+    log_every: int = 10
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be trained; raises UsageError."""
+        for field in ("workers", "threads", "log_every"):
+            if getattr(self, field) < 1:
+                raise UsageError(f"{field} = {getattr(self, field)}: must be at least 1")
+        for field in ("seed", "checkpoint_every", "min_numel", "warmup_steps"):
+            if getattr(self, field) < 0:
+                raise UsageError(f"{field} = {getattr(self, field)}: must not be negative")
+        if self.workers == 1 and not self.simulate:
+            raise UsageError("1 worker exchanges nothing: use at least 2 workers, or add --simulate")
+        if self.task.batch % self.workers:
+            raise UsageError(
+                f"total batch {self.task.batch} cannot be shared evenly by {self.workers} workers: "
+                f"use --batch {self.task.batch // self.workers * self.workers + self.workers} "
+                "or another number of workers"
+            )
+
+    def link_options(self) -> dict[str, Any]:
+        """Give the options that ``gradwire.attach`` and ``gradwire.SimulatedLink`` share."""
+        return {
+            "exclude": self.exclude,
+            "min_numel": self.min_numel,
+            "collective": self.collective,
+            "warmup_steps": self.warmup_steps,
+            "seed": self.seed,
+        }
+
+    def to_json(self) -> dict[str, Any]:
+        """Give the plan as JSON values."""
+        record = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {
+            **record,
+            "task": self.task.name,
+            "settings": self.task.settings(),
+            "exclude": list(self.exclude),
+        }
+
+    @classmethod
+    def from_json(cls, record: dict[str, Any]) -> Plan:
+        """Read a plan back; raises UsageError or TypeError for a record that is none."""
+        fields = dict(record)
+        task = build(fields.pop("task"), **fields.pop("settings"))
+        return cls(task=task, **{**fields, "exclude": tuple(fields["exclude"])})

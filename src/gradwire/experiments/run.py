@@ -1,0 +1,214 @@
+"""Train, resume, compare: what the command line calls."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+import gradwire as gw
+from gradwire.experiments.engine import build_model
+from gradwire.experiments.errors import RunError, UsageError
+from gradwire.experiments.folder import RunFolder, checkpoint_steps, write_durably
+from gradwire.experiments.launch import run_workers
+from gradwire.experiments.machine import check_workers, hardware, versions
+from gradwire.experiments.plan import Plan
+from gradwire.experiments.simulate import SimulatedEngine
+from gradwire.experiments.train import Row, Trainer
+
+__all__ = ["Audience", "compare", "resume", "speaks", "train", "under_torchrun"]
+
+
+class Audience(Protocol):
+    """Who is told about progress; the command line draws it, tests collect it."""
+
+    def say(self, sentence: str) -> None:
+        """Take a sentence."""
+
+    def start(self, plan: Plan) -> None:
+        """Take the plan of a run that begins now."""
+
+    def row(self, row: Row) -> None:
+        """Take a row of metrics."""
+
+    def logs(self, logs: Mapping[int, str]) -> None:
+        """Take what the workers of a failed run wrote, by rank."""
+
+
+def under_torchrun() -> bool:
+    """Tell whether torchrun (or another launcher with its variables) started this process."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def default_folder(plan: Plan) -> Path:
+    """Name a new run folder after task, method and time."""
+    stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+    return Path("runs") / f"{plan.task.name}-{slug(plan.method)}-{stamp}"
+
+
+def slug(spec: str) -> str:
+    """Give a spec as a file name.
+
+    Example:
+        >>> slug("TernGrad(clip=2.5)")
+        'terngrad-clip-2.5'
+    """
+    return re.sub(r"[^a-z0-9.]+", "-", spec.lower()).strip("-")
+
+
+def check_link(plan: Plan) -> None:
+    """Raise in this process what a link would raise in every worker: a wrong method, pattern or collective."""
+    gw.SimulatedLink(build_model(plan).named_parameters(), plan.method, plan.workers, **plan.link_options())
+
+
+def config_of(plan: Plan) -> dict[str, Any]:
+    """Give the run record as far as it is known before the link is built."""
+    return {
+        "gradwire_run": 1,
+        "method": repr(gw.method(plan.method)),
+        "name": plan.method,
+        "task": plan.task.name,
+        "seed": plan.seed,
+        "world_size": plan.workers,
+        "simulated": plan.simulate,
+        "evaluated_on": plan.task.evaluated_on,
+        "versions": versions(),
+        "hardware": hardware(),
+        "started": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "plan": plan.to_json(),
+        "link": None,
+    }
+
+
+def train(
+    plan: Plan,
+    audience: Audience,
+    *,
+    folder: Path | None = None,
+    overwrite: bool = False,
+    stop_after: int | None = None,
+) -> Path:
+    """Train as planned and return the run folder.
+
+    Raises:
+        GradwireError: what cannot be done, or a run that failed; the message says what to do.
+    """
+    check_link(plan)
+    plan.task.check_data()
+    if under_torchrun() and not plan.simulate:
+        from gradwire.experiments.torchrun import train_under_torchrun
+
+        return train_under_torchrun(plan, audience, folder=folder, overwrite=overwrite, stop_after=stop_after)
+    if not plan.simulate:
+        check_workers(plan.workers)
+    run = RunFolder.create(folder or default_folder(plan), overwrite=overwrite)
+    run.write_config(config_of(plan))
+    execute(plan, run, audience, resume=False, stop_after=stop_after)
+    return run.path
+
+
+def resume(folder: Path, audience: Audience, *, stop_after: int | None = None) -> Path:
+    """Continue a run from its newest checkpoint, bit-identical to not having stopped.
+
+    Raises:
+        RunError: the folder holds no run or no checkpoint.
+    """
+    run = RunFolder(folder)
+    try:
+        plan = Plan.from_json(run.read_config()["plan"])
+    except (KeyError, TypeError, AttributeError) as error:
+        raise RunError(f"{folder / 'config.json'} holds no plan of this version: {error}") from error
+    steps = checkpoint_steps(folder)
+    if not steps:
+        raise RunError(f"{folder} holds no checkpoint to resume from: train again with --overwrite")
+    if steps[-1] >= plan.task.steps:
+        audience.say(f"{folder} is finished: {steps[-1]} of {plan.task.steps} steps")
+        return folder
+    plan.task.check_data()
+    if not plan.simulate:
+        check_workers(plan.workers)
+    audience.say(f"resuming after step {steps[-1]} of {plan.task.steps}")
+    execute(plan, run, audience, resume=True, stop_after=stop_after)
+    return folder
+
+
+def execute(plan: Plan, run: RunFolder, audience: Audience, *, resume: bool, stop_after: int | None) -> None:
+    """Compile, then train in this process or on local workers, then write the report."""
+    seconds = gw.warm_up(plan.method)
+    if seconds > 0.5:
+        audience.say(f"compiling kernels, once per machine: {seconds:.1f} s")
+    audience.start(plan)
+    if plan.simulate:
+        simulate(plan, run, audience.row, resume=resume, stop_after=stop_after)
+    else:
+        run_workers(plan, run.path, audience.row, resume=resume, stop_after=stop_after, on_logs=audience.logs)
+    report([run.path], run.path)
+
+
+def simulate(
+    plan: Plan, run: RunFolder, on_row: Callable[[Row], None], *, resume: bool, stop_after: int | None
+) -> None:
+    """Train with all workers in this process."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(plan.threads)
+    try:
+        engine = SimulatedEngine(plan)
+        trainer = Trainer(plan, engine, run, on_row)
+        if resume:
+            trainer.load()
+        trainer.run(stop_after)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def report(runs: Sequence[Path], folder: Path) -> Path:
+    """Write ``report.html`` into ``folder``."""
+    from gradwire.report import write_report
+
+    return write_report(runs, folder / "report.html")
+
+
+def compare(
+    plan: Plan,
+    methods: Sequence[str],
+    audience: Audience,
+    *,
+    folder: Path | None = None,
+    overwrite: bool = False,
+) -> tuple[Path, list[Path]]:
+    """Train the same plan once a method, one after the other; return the folder and the run folders in it.
+
+    Raises:
+        UsageError: the same method twice.
+    """
+    specs = [repr(gw.method(spec)) for spec in methods]
+    if len(set(specs)) < len(specs):
+        raise UsageError(f"a method is named twice: {', '.join(methods)}")
+    if under_torchrun() and not plan.simulate:
+        raise UsageError("compare starts its own workers: under torchrun, use train once a method, then report")
+    for spec in methods:
+        check_link(dataclasses.replace(plan, method=spec))
+    plan.task.check_data()
+    if not plan.simulate:
+        check_workers(plan.workers)
+    stamped = default_folder(dataclasses.replace(plan, method="compare"))
+    top = RunFolder.create(folder or stamped, overwrite=overwrite).path
+    write_durably(top / "compare.json", (json.dumps({"methods": specs}, indent=2) + "\n").encode())
+    runs = []
+    for spec in methods:
+        part = dataclasses.replace(plan, method=spec)
+        runs.append(train(part, audience, folder=top / slug(spec)))
+    report(runs, top)
+    return top, runs
+
+
+def speaks() -> bool:
+    """Tell whether this process reports to the user: all but the higher ranks under torchrun."""
+    return os.environ.get("RANK", "0") == "0"

@@ -1,0 +1,119 @@
+"""All workers in one process: one model, one row of a gradient matrix per worker.
+
+Every floating-point operation is the one that a real worker makes, on the same shapes: forward and backward
+on the worker's share, ``g + weight_decay * w`` per weight tensor, then the link's own arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import gradwire as gw
+from gradwire.experiments.engine import build_model, decayed, score_share
+from gradwire.experiments.order import DataOrder, share
+from gradwire.experiments.plan import Plan
+
+__all__ = ["SimulatedEngine"]
+
+
+class SimulatedEngine:
+    """An :class:`~gradwire.experiments.engine.Engine` that plays all workers.
+
+    Batch-normalisation buffers follow DDP: every worker starts a step from worker 0's, and worker 0's are
+    kept.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan, self.rank, self.world_size = plan, 0, plan.workers
+        self.model = build_model(plan)
+        self.source = plan.task.load()
+        self.order = DataOrder(plan.seed, self.source.samples, plan.task.batch)
+        self.link = gw.SimulatedLink(self.model.named_parameters(), plan.method, plan.workers, **plan.link_options())
+        self.parameters = list(self.model.parameters())
+        self.buffers = list(self.model.buffers())
+        self.matrix = torch.empty(plan.workers, self.link.numel)
+        self.places = [self._places(row) for row in self.matrix]
+
+    def _places(self, row: Tensor) -> list[Tensor]:
+        """View a row of the matrix as the parameters' gradients, each in memory order."""
+        views, offset = [], 0
+        for parameter in self.parameters:
+            views.append(row[offset:].as_strided(parameter.shape, parameter.stride()))
+            offset += parameter.numel()
+        return views
+
+    def _decay(self) -> list[Tensor | None]:
+        if not self.plan.task.weight_decay:
+            return [None] * len(self.parameters)
+        weights = {id(parameter) for parameter in decayed(self.model)}
+        with torch.no_grad():
+            return [p * self.plan.task.weight_decay if id(p) in weights else None for p in self.parameters]
+
+    def backward(self, step: int) -> float:
+        """Fill every worker's row, reduce, and leave the mean in ``.grad``; return the mean loss."""
+        indices, decay = self.order.indices(step), self._decay()
+        whole = slice(0, self.plan.task.batch)
+        inputs, targets = self.source.batch(indices, whole, seed=self.plan.seed, step=step)
+        before = [buffer.clone() for buffer in self.buffers]
+        kept: list[Tensor] = []
+        losses = []
+        for worker in range(self.world_size):
+            part = share(self.plan.task.batch, worker, self.world_size)
+            if worker:
+                self._set_buffers(before)
+            losses.append(self._worker(worker, inputs[part], targets[part], decay))
+            if not worker:
+                kept = [buffer.clone() for buffer in self.buffers]
+        self._set_buffers(kept)
+        self.link.scatter_(self.link.reduce_(self.matrix))
+        return float(torch.stack(losses).mean())
+
+    def _worker(self, worker: int, inputs: Tensor, targets: Tensor, decay: list[Tensor | None]) -> Tensor:
+        loss = self.plan.task.loss(self.model(inputs), targets)
+        gradients = torch.autograd.grad(loss, self.parameters)
+        for place, gradient, term in zip(self.places[worker], gradients, decay):
+            if term is None:
+                place.copy_(gradient)
+            else:
+                torch.add(gradient, term, out=place)
+        return loss.detach()
+
+    @torch.no_grad()
+    def _set_buffers(self, values: Sequence[Tensor]) -> None:
+        for buffer, value in zip(self.buffers, values):
+            buffer.copy_(value)
+
+    def mean(self, values: Sequence[float]) -> list[float]:
+        """Give the values: they are means over all workers already."""
+        return list(values)
+
+    def score(self) -> tuple[float, float]:
+        """Evaluate on all evaluation data."""
+        loss, right, count = score_share(self.plan, self.model, self.source.evaluation(0, 1))
+        return loss / count, right / count
+
+    def barrier(self) -> None:
+        """Nothing to wait for."""
+
+    def traffic(self) -> gw.Traffic:
+        """Give the bytes that one real worker would have sent and received."""
+        return self.link.traffic()
+
+    def record(self) -> dict[str, Any]:
+        """Say what the link chose."""
+        return dict(self.link.record())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Give the link's state."""
+        return dict(self.link.state_dict())
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take the link's state back."""
+        self.link.load_state_dict(state)
+
+    def close(self) -> None:
+        """Nothing to close."""

@@ -1,0 +1,34 @@
+"""The built-in tasks: data sets with a model and settings."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from gradwire.experiments.errors import UsageError, nearest
+from gradwire.experiments.tasks.base import Source, Task
+from gradwire.experiments.tasks.cifar10 import Cifar10
+from gradwire.experiments.tasks.digits import Digits
+from gradwire.experiments.tasks.mnist import Mnist
+from gradwire.experiments.tasks.text import Text
+
+__all__ = ["ALL", "Source", "Task", "build"]
+
+ALL: tuple[type[Task], ...] = (Digits, Text, Mnist, Cifar10)
+
+
+def build(name: str, **settings: Any) -> Task:
+    """Make a task from its name; settings that are None keep the task's default.
+
+    Raises:
+        UsageError: the name or a setting is unknown; the message holds the nearest one.
+    """
+    known = {task.name: task for task in ALL}
+    if name not in known:
+        raise UsageError(f"unknown task {name!r}: {nearest(name, known)}")
+    chosen = known[name]
+    fields = [field.name for field in dataclasses.fields(chosen)]
+    for key in settings:
+        if key not in fields:
+            raise UsageError(f"task {name} has no setting {key!r}: {nearest(key, fields)}")
+    return chosen(**{key: value for key, value in settings.items() if value is not None})

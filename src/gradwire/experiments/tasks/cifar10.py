@@ -1,0 +1,96 @@
+"""``cifar10``: a residual network of eight layers on CIFAR-10's binary version."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from gradwire.experiments.tasks.base import Source, Task
+from gradwire.experiments.tasks.images import Images
+from gradwire.experiments.tasks.readers import existing_folder, find_file, read_cifar10
+
+__all__ = ["Cifar10"]
+
+TRAINING, EVALUATION = range(1, 5), 5
+ENDINGS = (".bin", ".bin.xz")
+MEAN = torch.tensor([0.4914, 0.4822, 0.4465])
+DEVIATION = torch.tensor([0.2470, 0.2435, 0.2616])
+
+
+class Residual(nn.Module):
+    """Two 3 x 3 convolutions with batch normalisation, beside a shortcut."""
+
+    def __init__(self, inner: int, outer: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(inner, outer, 3, stride, padding=1, bias=False)
+        self.norm1 = nn.BatchNorm2d(outer)
+        self.conv2 = nn.Conv2d(outer, outer, 3, padding=1, bias=False)
+        self.norm2 = nn.BatchNorm2d(outer)
+        self.shortcut = (
+            nn.Identity()
+            if inner == outer and stride == 1
+            else nn.Sequential(nn.Conv2d(inner, outer, 1, stride, bias=False), nn.BatchNorm2d(outer))
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Give ``relu(shortcut(x) + two convolutions of x)``."""
+        y = F.relu(self.norm1(self.conv1(x)))
+        y = self.norm2(self.conv2(y))
+        out: Tensor = F.relu(y + self.shortcut(x))
+        return out
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cifar10(Task):
+    """Settings of the ``cifar10`` task."""
+
+    name: ClassVar[str] = "cifar10"
+    summary: ClassVar[str] = "ResNet-8 on CIFAR-10; --data names the folder of data_batch_1..5.bin, plain or .xz"
+    evaluated_on: ClassVar[str] = "data_batch_5 (10 000 images; trained on batches 1 to 4, not the official test set)"
+
+    steps: int = 2000
+    batch: int = 128
+    lr: float = 0.1
+    schedule: str = "cosine"
+    weight_decay: float = 5e-4
+    eval_every: int = 250
+
+    def build_model(self) -> nn.Module:
+        """Build the network: one convolution, three residual blocks of 16, 32 and 64 channels, one linear layer."""
+        return nn.Sequential(
+            nn.Conv2d(3, 16, 3, padding=1, bias=False),
+            nn.BatchNorm2d(16),
+            nn.ReLU(),
+            Residual(16, 16, 1),
+            Residual(16, 32, 2),
+            Residual(32, 64, 2),
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
+            nn.Linear(64, 10),
+        )
+
+    def check_data(self) -> None:
+        """Look for the five files."""
+        folder = existing_folder(self.data_path(), "data_batch_1.bin to data_batch_5.bin (plain or .xz)")
+        for number in (*TRAINING, EVALUATION):
+            find_file(folder, f"data_batch_{number}", ENDINGS)
+
+    def load(self) -> Source:
+        """Read the five files."""
+        self.check_data()
+        folder = self.data_path()
+        parts = [read_cifar10(find_file(folder, f"data_batch_{n}", ENDINGS)) for n in (*TRAINING, EVALUATION)]
+        images, labels = zip(*parts)
+        return Images(
+            inputs=torch.cat(images[:-1]),
+            labels=torch.cat(labels[:-1]),
+            eval_inputs=images[-1],
+            eval_labels=labels[-1],
+            scale=1.0 / (255.0 * DEVIATION),
+            shift=MEAN / DEVIATION,
+            pad=4,
+        )

@@ -1,0 +1,62 @@
+"""``gradwire train`` under torchrun: the process group, and with it any number of machines, is torchrun's."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+
+import torch.distributed as dist
+
+import gradwire as gw
+from gradwire.errors import GradwireError
+from gradwire.experiments.errors import RunError, UsageError
+from gradwire.experiments.folder import RunFolder
+from gradwire.experiments.plan import Plan
+from gradwire.experiments.run import Audience, config_of, default_folder, report
+from gradwire.experiments.worker import train_in_group
+
+__all__ = ["train_under_torchrun"]
+
+
+def train_under_torchrun(
+    plan: Plan, audience: Audience, *, folder: Path | None, overwrite: bool, stop_after: int | None
+) -> Path:
+    """Train on the group that torchrun gives; rank 0 alone writes the run folder and speaks.
+
+    Raises:
+        GradwireError: on every rank where rank 0 could not make the folder, or as training does.
+    """
+    world_size = int(os.environ["WORLD_SIZE"])
+    if world_size == 1:
+        raise UsageError("1 worker exchanges nothing: give torchrun --nproc-per-node 2 or more, or --simulate")
+    plan = dataclasses.replace(plan, workers=world_size)
+    gw.warm_up(plan.method)
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    run = RunFolder(_agree_on_folder(plan, folder, overwrite))
+    if rank == 0:
+        audience.start(plan)
+    train_in_group(plan, run, audience.row, resume=False, stop_after=stop_after)
+    if rank == 0:
+        report([run.path], run.path)
+    dist.barrier()
+    dist.destroy_process_group()
+    return run.path
+
+
+def _agree_on_folder(plan: Plan, folder: Path | None, overwrite: bool) -> Path:
+    """Let rank 0 make the run folder and tell all ranks its path, or why there is none."""
+    answer: list[str | None] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            run = RunFolder.create(folder or default_folder(plan), overwrite=overwrite)
+            run.write_config(config_of(plan))
+            answer[0] = str(run.path.absolute())
+        except GradwireError as error:
+            answer[1] = str(error)
+    dist.broadcast_object_list(answer, 0)
+    path, problem = answer
+    if path is None:
+        raise RunError(problem or "rank 0 made no run folder")
+    return Path(path)

@@ -1,0 +1,191 @@
+"""A worker: one process of a real group, under our launcher or under torchrun.
+
+Started by :mod:`gradwire.experiments.launch` as ``python -m gradwire.experiments.worker``, it reads its part
+from the environment (:class:`Part`) and tells its parent about rows and its end over a pipe, one JSON object
+a line.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import json
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import gradwire as gw
+from gradwire.errors import GradwireError
+from gradwire.experiments.engine import build_model, decayed, score_share
+from gradwire.experiments.folder import RunFolder
+from gradwire.experiments.order import DataOrder, share
+from gradwire.experiments.plan import Plan
+from gradwire.experiments.train import Row, Trainer
+
+__all__ = ["ENVIRONMENT", "DistributedEngine", "Part", "main", "train_in_group"]
+
+ENVIRONMENT = "GRADWIRE_WORKER"
+PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """What the launcher tells a worker, as JSON in the environment variable ``GRADWIRE_WORKER``."""
+
+    rank: int
+    world_size: int
+    port: int
+    pipe: int
+    parent: int
+    folder: str
+    resume: bool
+    stop_after: int | None
+
+    def to_json(self) -> str:
+        """Give the text for the environment."""
+        return json.dumps(dataclasses.asdict(self))
+
+
+class DistributedEngine:
+    """An :class:`~gradwire.experiments.engine.Engine` on the default process group: DDP with a link attached."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan, self.rank, self.world_size = plan, dist.get_rank(), dist.get_world_size()
+        self.model: nn.Module = build_model(plan)
+        self.source = plan.task.load()
+        self.order = DataOrder(plan.seed, self.source.samples, plan.task.batch)
+        self.part = share(plan.task.batch, self.rank, self.world_size)
+        if plan.task.weight_decay:
+            for parameter in decayed(self.model):
+                parameter.register_hook(self._decay(parameter))
+        self.ddp = DistributedDataParallel(self.model)
+        self.link = gw.attach(self.ddp, plan.method, **plan.link_options())
+
+    def _decay(self, parameter: Tensor) -> Callable[[Tensor], Tensor]:
+        """Add the decay term to the gradient before DDP sees it, as part of the differentiated loss."""
+        factor = self.plan.task.weight_decay
+        return lambda gradient: gradient + parameter.detach() * factor
+
+    def backward(self, step: int) -> float:
+        """Run this worker's share; DDP and the link leave the mean gradient in ``.grad``.
+
+        Raises:
+            GradwireError: the link's own error, where DDP would show a mangled one.
+        """
+        inputs, targets = self.source.batch(self.order.indices(step), self.part, seed=self.plan.seed, step=step)
+        loss = self.plan.task.loss(self.ddp(inputs), targets)
+        try:
+            loss.backward()
+        except RuntimeError as error:
+            if self.link.error is not None:
+                raise self.link.error from error
+            raise
+        return float(loss.detach())
+
+    def mean(self, values: Sequence[float]) -> list[float]:
+        """Give the mean over all workers."""
+        total = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(total)
+        return [float(value) / self.world_size for value in total]
+
+    def score(self) -> tuple[float, float]:
+        """Evaluate a share on every rank, all with rank 0's buffers, and add up."""
+        for buffer in self.model.buffers():
+            dist.broadcast(buffer, 0)
+        own = score_share(self.plan, self.model, self.source.evaluation(self.rank, self.world_size))
+        totals = torch.tensor(own, dtype=torch.float64)
+        dist.all_reduce(totals)
+        loss, right, count = totals.tolist()
+        return loss / count, right / count
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        dist.barrier()
+
+    def traffic(self) -> gw.Traffic:
+        """Give this rank's bytes."""
+        return self.link.traffic()
+
+    def record(self) -> dict[str, Any]:
+        """Say what the link chose."""
+        return dict(self.link.record())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Give this rank's link state."""
+        return dict(self.link.state_dict())
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take this rank's link state back."""
+        self.link.load_state_dict(state)
+
+    def close(self) -> None:
+        """End the link; no further backward may follow."""
+        self.link.close()
+
+
+def train_in_group(
+    plan: Plan, folder: RunFolder, on_row: Callable[[Row], None], *, resume: bool, stop_after: int | None
+) -> None:
+    """Train on the default process group; every rank calls this with the same plan.
+
+    Kernels are loaded first, so that no step's time holds it.
+    """
+    torch.set_num_threads(plan.threads)
+    gw.warm_up(plan.method)
+    engine = DistributedEngine(plan)
+    trainer = Trainer(plan, engine, folder, on_row)
+    if resume:
+        trainer.load()
+    trainer.run(stop_after)
+    engine.close()
+
+
+def main() -> None:
+    """Run one worker to its end; every end is told to the parent before the process leaves."""
+    part = Part(**json.loads(os.environ.pop(ENVIRONMENT)))
+    die_with_parent(part.parent)
+    pipe = os.fdopen(part.pipe, "wb", buffering=0)
+
+    def tell(kind: str, **content: Any) -> None:
+        pipe.write((json.dumps({"kind": kind, **content}) + "\n").encode())
+
+    try:
+        _work(part, lambda row: tell("row", row=dict(row)))
+        tell("done")
+    except BaseException as error:
+        traceback.print_exc()
+        expected = isinstance(error, GradwireError)
+        tell("failure", type=type(error).__name__, message=str(error), expected=expected)
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def _work(part: Part, on_row: Callable[[Row], None]) -> None:
+    folder = RunFolder(Path(part.folder))
+    plan = Plan.from_json(folder.read_config()["plan"])
+    store = dist.TCPStore("127.0.0.1", part.port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=part.rank, world_size=part.world_size)
+    train_in_group(plan, folder, on_row, resume=part.resume, stop_after=part.stop_after)
+    dist.destroy_process_group()
+
+
+def die_with_parent(parent: int) -> None:
+    """Ask Linux to kill this process when its parent dies; elsewhere the broken pipe ends it at its next row."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

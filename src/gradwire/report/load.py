@@ -1,0 +1,163 @@
+"""Reading run folders: strict about what is there, tolerant only of a last row that was cut off."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gradwire.errors import GradwireError
+
+__all__ = ["ReportError", "Run", "load_runs"]
+
+CONFIG_FIELDS = (
+    "method",
+    "task",
+    "seed",
+    "world_size",
+    "simulated",
+    "versions",
+    "hardware",
+    "started",
+    "plan",
+)
+ROW_FIELDS: dict[str, tuple[type, ...]] = {
+    "step": (int,),
+    "event": (str,),
+    "loss": (float, int),
+    "accuracy": (float, int, type(None)),
+    "step_time_s": (float, int, type(None)),
+    "elapsed_s": (float, int),
+    "sent_bytes": (int,),
+    "received_bytes": (int,),
+    "dense_bytes": (int,),
+    "bits_per_element": (float, int, type(None)),
+}
+
+
+class ReportError(GradwireError):
+    """A run folder is missing, incomplete or corrupt; the message names the file and the line."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run folder's record.
+
+    ``label`` names the run in tables and plots: its method as it was asked for, and what else tells it from
+    the other runs shown. ``notes`` holds what a reader should know, such as a last row that was cut off.
+    """
+
+    path: Path
+    config: dict[str, Any]
+    rows: tuple[dict[str, Any], ...]
+    label: str
+    notes: tuple[str, ...] = ()
+
+    def of(self, event: str) -> list[dict[str, Any]]:
+        """Give the rows of one event, "train" or "eval"."""
+        return [row for row in self.rows if row["event"] == event]
+
+    @property
+    def setting(self) -> tuple[Any, ...]:
+        """What two runs must share to be compared."""
+        config = self.config
+        return config["task"], config["seed"], config["world_size"], config["simulated"]
+
+
+def load_runs(folders: Iterable[Path]) -> list[Run]:
+    """Load run folders; a comparison's folder stands for the runs in it. Labels are made distinct.
+
+    Raises:
+        ReportError: a folder is not a run, or a file in it is corrupt.
+    """
+    runs: list[Run] = []
+    for folder in folders:
+        for path in _members(Path(folder)):
+            if path.resolve() not in [run.path.resolve() for run in runs]:
+                runs.append(_load(path))
+    if not runs:
+        raise ReportError("no run folder was given")
+    return _distinct(runs)
+
+
+def _members(folder: Path) -> list[Path]:
+    if not folder.is_dir():
+        raise ReportError(f"{folder} is not a folder; give run folders, such as runs/digits-terngrad-...")
+    if (folder / "config.json").exists() or not (folder / "compare.json").exists():
+        return [folder]
+    members = [path.parent for path in folder.glob("*/config.json")]
+    if not members:
+        raise ReportError(f"{folder} is a comparison in which no run has begun")
+    return sorted(members, key=lambda path: str(_read_config(path)["started"]))
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise ReportError(f"{folder} is not a run folder: it holds no config.json") from None
+    except (OSError, ValueError) as error:
+        raise ReportError(f"{path} is corrupt: {error}") from error
+    missing = [field for field in CONFIG_FIELDS if not isinstance(config, dict) or field not in config]
+    if missing:
+        raise ReportError(f"{path} is not a run's record: it lacks {', '.join(missing)}")
+    found: dict[str, Any] = config
+    return found
+
+
+def _load(folder: Path) -> Run:
+    config = _read_config(folder)
+    path = folder / "metrics.jsonl"
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise ReportError(f"{path} cannot be read: {error.strerror}; has the run begun?") from error
+    rows, notes = [], []
+    *whole, rest = lines
+    for number, line in enumerate(whole, 1):
+        rows.append(_row(path, number, line))
+    if rest:
+        notes.append(f"the last row of {path.name} was cut off and is left out: the run was ended while writing")
+    if not rows:
+        raise ReportError(f"{path} holds no whole row")
+    asked = config["plan"].get("settings", {}).get("steps")
+    if asked and rows[-1]["step"] < asked:
+        notes.append(f"the run ended after {rows[-1]['step']} of {asked} steps")
+    return Run(folder, config, tuple(rows), str(config.get("name") or config["method"]), tuple(notes))
+
+
+def _row(path: Path, number: int, line: bytes) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise ReportError(f"{path}, line {number} is corrupt: {error}") from error
+    for field, kinds in ROW_FIELDS.items():
+        if not isinstance(row, dict) or not isinstance(row.get(field, ...), kinds):
+            raise ReportError(f"{path}, line {number} is not a row of metrics: {field} is missing or wrong")
+    found: dict[str, Any] = row
+    return found
+
+
+def _distinct(runs: list[Run]) -> list[Run]:
+    """Add to labels what differs between the runs, then a number where nothing does."""
+    parts = []
+    for name in ("task", "seed", "world_size", "simulated"):
+        if len({run.config[name] for run in runs}) > 1:
+            parts.append(name)
+    labelled: list[Run] = []
+    for run in runs:
+        extra = [_extra(name, run.config[name]) for name in parts]
+        label = ", ".join([run.label, *extra])
+        same = sum(other.label == label or other.label.startswith(f"{label} #") for other in labelled)
+        label = f"{label} #{same + 1}" if same else label
+        labelled.append(Run(run.path, run.config, run.rows, label, run.notes))
+    return labelled
+
+
+def _extra(name: str, value: Any) -> str:
+    if name == "simulated":
+        return "simulated" if value else "real workers"
+    return str(value) if name == "task" else f"{value} workers" if name == "world_size" else f"{name} {value}"

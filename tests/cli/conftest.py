@@ -1,0 +1,8 @@
+"""The tests of the command line use the helpers of the tests of experiments."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "experiments"))

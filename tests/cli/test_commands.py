@@ -1,0 +1,180 @@
+"""The command line in this process: exit codes, one-line errors, JSON that fits its schemas."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import pytest
+from run_help import gradwire
+from typer.testing import CliRunner, Result
+
+from gradwire.cli.app import app
+
+SIMULATED = ["--simulate", "--steps", "6", "--eval-every", "3"]
+
+
+def call(*words: object) -> Result:
+    return CliRunner().invoke(app, [str(word) for word in words])
+
+
+def fits(value: object, schema: dict[str, Any], where: str = "$") -> None:
+    """Check a value against the part of JSON Schema that ours use."""
+    kinds = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
+    known = {"array": list, "object": dict, "string": str, "boolean": bool, "integer": int, "null": type(None)}
+    known["number"] = (int, float)  # type: ignore[assignment]
+    assert any(isinstance(value, known[k]) and (k == "boolean" or not isinstance(value, bool)) for k in kinds), where
+    if isinstance(value, list):
+        for i, item in enumerate(value):
+            fits(item, schema["items"], f"{where}[{i}]")
+    if isinstance(value, dict):
+        assert set(value) == set(schema["properties"]) == set(schema["required"]), where
+        for key, item in value.items():
+            fits(item, schema["properties"][key], f"{where}.{key}")
+
+
+def schema(name: str) -> dict[str, Any]:
+    text = resources.files("gradwire.cli").joinpath("schemas", f"{name}.json").read_text()
+    found: dict[str, Any] = json.loads(text)
+    return found
+
+
+def test_the_checker_of_schemas_can_fail() -> None:
+    rows = schema("methods")
+    with pytest.raises(AssertionError):
+        fits([{"name": 3}], rows)
+    with pytest.raises(AssertionError):
+        fits({}, rows)
+
+
+@pytest.mark.parametrize("command", ["train", "compare", "run", "methods", "report"])
+def test_every_command_has_help_with_an_example(command: str) -> None:
+    result = call(command, "--help")
+    assert result.exit_code == 0
+    assert f"Example: gradwire {command}" in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["train", "digts"], "did you mean digits"),
+        (["train", "digits", "--method", "terngrd"], "did you mean 'terngrad'"),
+        (["train", "digits", "--method", "TernGrad(clop=2)"], "did you mean 'clip'"),
+        (["train", "digits", "--method", "TernGrad(clip="], "is not a method spec"),
+        (["train", "digits", "--method", "__import__('os')"], "unknown method"),
+        (["train", "digits", "--workers", "1"], "use at least 2 workers"),
+        (["train", "digits", "--workers", "5"], "--batch 65"),
+        (["train", "digits", "--workers", "640", "--batch", "640"], "more than this machine can start"),
+        (["train", "digits", "--optimizer", "sdg"], "did you mean sgd"),
+        (["train", "digits", "--lr", "-1"], "must be a positive number"),
+        (["train", "digits", "--exclude", "nothing.*"], "matches no parameter"),
+        (["train", "digits", "--collective", "ring"], "unknown collective"),
+        (["train", "mnist"], "needs --data"),
+        (["compare", "digits", "--method", "fp32", "--method", "FP32()"], "named twice"),
+        (["methods", "terngrd"], "did you mean 'terngrad'"),
+        (["run", "no_such_script.py", "--nproc-per-node", "2"], "does not exist"),
+        (["run", __file__], "one process exchanges nothing"),
+        (["run", "--nproc-per-node", "2", "--method", "x", __file__], "unknown method"),
+    ],
+)
+def test_bad_usage_is_one_line_and_exit_code_2(
+    words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = call(*words)
+    assert result.exit_code == 2
+    (line,) = [line for line in result.stderr.splitlines() if line.startswith("gradwire:")]
+    assert message in line
+
+
+def test_unknown_commands_and_options_are_bad_usage() -> None:
+    for words in (["tran"], ["train", "--colour"], ["train", "digits", "--steps", "many"], ["report"]):
+        assert call(*words).exit_code == 2
+
+
+def test_failures_are_one_line_and_exit_code_1(tmp_path: Path) -> None:
+    for words, message in (
+        (["train", "mnist", "--data", tmp_path / "no"], "does not exist"),
+        (["train", "--resume", tmp_path], "holds no config.json"),
+        (["report", tmp_path], "is not a run folder"),
+        (["train", "digits", *SIMULATED, "--lr", "1e30", "--method", "fp32", "-o", tmp_path / "r"], "is not finite"),
+    ):
+        result = call(*words)
+        assert result.exit_code == 1
+        assert message in result.stderr.splitlines()[-1]
+        assert "Traceback" not in result.stderr
+    with pytest.raises(Exception, match="is not a run folder"):
+        raise call("report", tmp_path, "--debug").exception or AssertionError("no traceback with --debug")
+
+
+def test_train_report_and_resume_print_rows_that_fit_the_schema(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    trained = call("train", "digits", *SIMULATED, "--out", out, "--stop-after", 3, "--json")
+    assert trained.exit_code == 0, trained.stderr
+    resumed = call("train", "--resume", out, "--json")
+    assert resumed.exit_code == 0, resumed.stderr
+    reported = call("report", out, "--out", tmp_path / "page.html", "--json")
+    for result, steps in ((trained, 3), (resumed, 6), (reported, 6)):
+        rows = json.loads(result.stdout)
+        fits(rows, schema("runs"))
+        assert rows[0]["steps"] == steps
+        assert rows[0]["label"] == "terngrad"
+    assert (tmp_path / "page.html").exists()
+    assert call("train", "digits", *SIMULATED, "--out", out).exit_code == 2
+    assert call("train", "digits", *SIMULATED, "--out", out, "--overwrite").exit_code == 0
+
+
+def test_compare_trains_each_method_and_says_whether_it_paid(tmp_path: Path) -> None:
+    words = ["compare", "digits", *SIMULATED, "--method", "fp32", "--method", "TernGrad(clip=None)"]
+    result = call(*words, "--out", tmp_path / "c")
+    assert result.exit_code == 0, result.stderr
+    assert "say nothing about a network" in result.stdout
+    assert f"report: {tmp_path / 'c' / 'report.html'}" in result.stdout
+    assert (tmp_path / "c" / "report.html").exists()
+    assert {path.parent.name for path in (tmp_path / "c").glob("*/metrics.jsonl")} == {"fp32", "terngrad-clip-none"}
+    as_json = call("report", tmp_path / "c", "--out", tmp_path / "page.html", "--json")
+    rows = json.loads(as_json.stdout)
+    fits(rows, schema("runs"))
+    assert [row["label"] for row in rows] == ["fp32", "TernGrad(clip=None)"]
+    assert rows[0]["bits_per_element"] == pytest.approx(32, rel=1e-3)
+
+
+def test_methods_lists_properties() -> None:
+    rows = json.loads(call("methods", "--json").stdout)
+    fits(rows, schema("methods"))
+    assert {"fp32", "terngrad"} <= {row["name"] for row in rows}
+    table = call("methods").stdout
+    assert all(row["name"] in table for row in rows)
+    one = call("methods", "terngrad").stdout
+    assert "Wen" in one
+
+
+def test_help_is_quick_to_import_and_missing_libraries_are_one_line() -> None:
+    code = "import sys; sys.modules['typer'] = None; from gradwire.cli.main import main; main()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.strip() == 'gradwire: the command line needs typer: pip install "gradwire[cli]"'
+
+
+def test_importing_gradwire_imports_nothing_of_the_command_line() -> None:
+    code = (
+        "import sys, gradwire; bad = {'typer', 'rich', 'jinja2', 'matplotlib', 'sklearn', 'gradwire.experiments',"
+        " 'gradwire.report', 'gradwire.cli'} & set(sys.modules); sys.exit(bool(bad))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.ranks
+def test_compare_with_real_workers_ends_in_one_table(tmp_path: Path) -> None:
+    words = ["--method", "terngrad", "--workers", 2, "--steps", 12, "--eval-every", 6, "--out", tmp_path / "c"]
+    done = gradwire("compare", "digits", "--method", "fp32", *words, "--json")
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)
+    fits(rows, schema("runs"))
+    assert [row["workers"] for row in rows] == [2, 2]
+    assert rows[0]["sent_bytes"] > 5 * rows[1]["sent_bytes"]

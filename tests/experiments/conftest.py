@@ -1,0 +1,21 @@
+"""Fixtures of the tests of experiments."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import pytest
+from run_help import Listener, write_small_mnist
+
+
+@pytest.fixture
+def listener() -> Listener:
+    return Listener()
+
+
+@pytest.fixture
+def small_mnist(tmp_path: Path) -> Path:
+    return write_small_mnist(tmp_path / "mnist")

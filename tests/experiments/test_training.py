@@ -1,0 +1,192 @@
+"""The training loop with simulated workers: the right steps, resumed exactly, stopped when numbers leave."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from run_help import Listener, model_of, same
+
+from gradwire.experiments import run
+from gradwire.experiments.engine import build_model, decayed
+from gradwire.experiments.errors import RunError, TrainingError, UsageError
+from gradwire.experiments.folder import ROW_FIELDS, checkpoint_steps
+from gradwire.experiments.order import DataOrder
+from gradwire.experiments.plan import Plan
+from gradwire.experiments.simulate import SimulatedEngine
+from gradwire.experiments.tasks import build
+from gradwire.experiments.train import Average
+
+PLAN = Plan(
+    task=build("digits", steps=12, eval_every=5, weight_decay=1e-3),
+    method="terngrad",
+    workers=4,
+    simulate=True,
+    log_every=4,
+    checkpoint_every=5,
+)
+
+
+def test_four_workers_at_fp32_follow_one_process(tmp_path: Path, listener: Listener) -> None:
+    plan = replace(PLAN, method="fp32")
+    folder = run.train(plan, listener, folder=tmp_path / "a")
+    model, source, order = build_model(plan), plan.task.load(), DataOrder(0, 1437, 64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=plan.task.lr, momentum=0.9)
+    for step in range(12):
+        inputs, targets = source.batch(order.indices(step), slice(0, 64), seed=0, step=step)
+        decay = 0.5e-3 * sum(p.square().sum() for p in decayed(model))
+        optimizer.zero_grad()
+        (plan.task.loss(model(inputs), targets) + decay).backward()
+        optimizer.step()
+    for name, value in model_of(folder).items():
+        torch.testing.assert_close(value, model.state_dict()[name], rtol=1e-4, atol=1e-6)
+
+
+def test_rows_have_all_fields_and_bytes_grow(tmp_path: Path, listener: Listener) -> None:
+    folder = run.train(PLAN, listener, folder=tmp_path / "a")
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert all(tuple(row) == ROW_FIELDS for row in rows)
+    assert [(row["step"], row["event"]) for row in rows] == [
+        (0, "eval"),
+        (4, "train"),
+        (5, "eval"),
+        (8, "train"),
+        (10, "eval"),
+        (12, "train"),
+        (12, "eval"),
+    ]
+    assert rows == [dict(row) for row in listener.rows]
+    assert rows[-1]["sent_bytes"] == 2 * next(r for r in rows if r["step"] == 8)["sent_bytes"] * 12 // 16
+    assert rows[-1]["dense_bytes"] == round(8 * 12 * 85_002 * 3 / 4)
+    assert 2 < rows[-1]["bits_per_element"] < 4
+    config = json.loads((folder / "config.json").read_text())
+    assert config["method"].startswith("TernGrad(")
+    assert config["link"]["backend"]
+    assert config["world_size"] == 4
+    assert (folder / "report.html").stat().st_size > 1000
+
+
+def test_two_halves_make_the_whole(tmp_path: Path, listener: Listener) -> None:
+    whole = run.train(PLAN, listener, folder=tmp_path / "whole")
+    half = run.train(PLAN, listener, folder=tmp_path / "half", stop_after=7)
+    assert checkpoint_steps(half) == [7]
+    assert not same(whole, half)
+    run.resume(half, listener)
+    assert same(whole, half)
+    last = [json.loads((f / "metrics.jsonl").read_text().splitlines()[-1]) for f in (whole, half)]
+    for field in ("step", "loss", "accuracy", "sent_bytes", "dense_bytes"):
+        assert last[0][field] == last[1][field]
+
+
+def test_rows_after_the_checkpoint_are_written_once(tmp_path: Path, listener: Listener) -> None:
+    folder = run.train(PLAN, listener, folder=tmp_path / "a", stop_after=5)
+    metrics = folder / "metrics.jsonl"
+    with metrics.open("a") as file:
+        file.write(json.dumps({**listener.rows[-1], "step": 11}) + '\n{"step": 1')
+    run.resume(folder, listener)
+    steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
+    assert steps == sorted(steps)
+    assert steps.count(12) == 2
+
+
+def test_resuming_what_cannot_be_resumed(tmp_path: Path, listener: Listener) -> None:
+    with pytest.raises(RunError, match=r"no config\.json"):
+        run.resume(tmp_path, listener)
+    folder = run.train(PLAN, listener, folder=tmp_path / "a")
+    run.resume(folder, listener)
+    assert "is finished: 12 of 12 steps" in listener.sentences[-1]
+    (newest,) = (folder / "checkpoint").glob("step-*/shared.pt")
+    newest.write_bytes(newest.read_bytes()[:100])
+    config = json.loads((folder / "config.json").read_text())
+    config["plan"]["settings"]["steps"] = 20
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(RunError, match=r"shared\.pt cannot be read"):
+        run.resume(folder, listener)
+    config["plan"]["colour"] = "blue"
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(RunError, match="no plan of this version"):
+        run.resume(folder, listener)
+
+
+def test_numbers_that_leave_stop_the_run_and_name_the_parameter(tmp_path: Path, listener: Listener) -> None:
+    plan = replace(PLAN, task=build("digits", steps=50, lr=1e30), method="fp32")
+    with pytest.raises(TrainingError, match=r"parameter \d\.(weight|bias) is not finite after step \d"):
+        run.train(plan, listener, folder=tmp_path / "a")
+
+
+def test_a_parameter_that_turns_nan_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = SimulatedEngine.backward
+
+    def broken(self: SimulatedEngine, step: int) -> float:
+        loss = real(self, step)
+        if step == 6:
+            gradient = self.parameters[3].grad
+            assert gradient is not None
+            gradient[0] = float("nan")
+        return loss
+
+    monkeypatch.setattr(SimulatedEngine, "backward", broken)
+    with pytest.raises(TrainingError, match=r"parameter 3\.bias is not finite after step 7"):
+        run.train(PLAN, Listener(), folder=tmp_path / "a")
+    assert checkpoint_steps(tmp_path / "a") == [5]
+
+
+def test_the_average_of_constant_weights_is_the_weights() -> None:
+    weight = torch.ones(3)
+    average = Average(0.9, [weight])
+    for step in range(1, 5):
+        average.update(step)
+    assert torch.equal(average.shadow[0], torch.ones(3))
+    weight += 1
+    average.update(100)
+    torch.testing.assert_close(average.shadow[0], torch.full((3,), 1.1))
+    average.swap()
+    torch.testing.assert_close(weight, torch.full((3,), 1.1))
+    average.swap()
+    assert torch.equal(weight, torch.full((3,), 2.0))
+
+
+def test_lenet_trains_on_idx_files_with_an_average(small_mnist: Path, tmp_path: Path, listener: Listener) -> None:
+    task = build("mnist", data=str(small_mnist), steps=4, batch=8, eval_every=2, ema=0.9999)
+    plan = Plan(task=task, method="terngrad", workers=8, simulate=True, log_every=1)
+    whole = run.train(plan, listener, folder=tmp_path / "whole")
+    half = run.train(plan, listener, folder=tmp_path / "half", stop_after=2)
+    run.resume(half, listener)
+    assert same(whole, half)
+    ends = [[r for r in map(json.loads, (f / "metrics.jsonl").open()) if r["event"] == "eval"] for f in (whole, half)]
+    assert [r["loss"] for r in ends[0]] == [r["loss"] for r in ends[1]]
+
+
+def test_a_disk_that_fills_up_leaves_rows_and_checkpoint(tmp_path: Path) -> None:
+    words = ["train", "digits", "--simulate", "--steps", "400", "--checkpoint-every", "5", "--log-every", "1"]
+    code = (
+        "import resource, signal; resource.setrlimit(resource.RLIMIT_FSIZE, (1_200_000, 1_200_000));"
+        "from gradwire.cli.main import main; main()"
+    )
+    assert resource.RLIMIT_FSIZE
+    limited = code.replace("1_200_000", "30_000")
+    first = [sys.executable, "-c", code, *words, "--stop-after", "10", "--out", str(tmp_path / "a")]
+    done = subprocess.run(first, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    again = [sys.executable, "-c", limited, "train", "--resume", str(tmp_path / "a")]
+    failed = subprocess.run(again, capture_output=True, text=True, timeout=60, check=False)
+    assert failed.returncode == 1
+    assert "File too large" in failed.stderr
+    assert "Traceback" not in failed.stderr
+    assert len([line for line in failed.stderr.splitlines() if line.startswith("gradwire:")]) == 1
+    assert checkpoint_steps(tmp_path / "a") == [10]
+    assert not list((tmp_path / "a").glob("**/*.tmp"))
+    assert all(json.loads(line) for line in (tmp_path / "a" / "metrics.jsonl").read_text().splitlines())
+
+
+def test_compare_refuses_the_same_method_twice(tmp_path: Path, listener: Listener) -> None:
+    with pytest.raises(UsageError, match="named twice"):
+        run.compare(PLAN, ["terngrad", "TernGrad()"], listener, folder=tmp_path / "a")
+    assert not os.path.exists(tmp_path / "a")

@@ -1,0 +1,134 @@
+"""Real worker processes: the same bits as the simulation, and no process left behind, however a run ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import norm_worker
+import pytest
+import torch
+from run_help import Listener, alive, children, model_of, same, start_gradwire, wait_for
+
+from gradwire.experiments import run
+from gradwire.experiments.errors import UsageError, WorkerError
+from gradwire.experiments.folder import RunFolder, checkpoint_steps
+from gradwire.experiments.machine import check_workers
+from gradwire.experiments.plan import Plan
+from gradwire.experiments.simulate import SimulatedEngine
+from gradwire.experiments.tasks import build
+
+pytestmark = pytest.mark.ranks
+PLAN = Plan(
+    task=build("digits", steps=12, eval_every=6, weight_decay=1e-3), method="terngrad", workers=4, checkpoint_every=6
+)
+
+
+def test_real_and_simulated_workers_end_in_the_same_bits(tmp_path: Path) -> None:
+    listener = Listener()
+    simulated = run.train(replace(PLAN, simulate=True), listener, folder=tmp_path / "simulated")
+    whole = run.train(PLAN, listener, folder=tmp_path / "whole")
+    assert same(simulated, whole)
+    check_ends(simulated, whole)
+
+
+def test_a_resumed_run_ends_in_the_bits_of_one_that_never_stopped(tmp_path: Path) -> None:
+    plan, listener = replace(PLAN, workers=2), Listener()
+    simulated = run.train(replace(plan, simulate=True), listener, folder=tmp_path / "simulated")
+    half = run.train(plan, listener, folder=tmp_path / "half", stop_after=6)
+    assert not same(simulated, half)
+    run.resume(half, listener)
+    assert same(simulated, half)
+    check_ends(simulated, half)
+
+
+def check_ends(*folders: Path) -> None:
+    """Check that runs end with the same numbers."""
+    ends = [json.loads((f / "metrics.jsonl").read_text().splitlines()[-1]) for f in folders]
+    for field in ("sent_bytes", "received_bytes", "dense_bytes", "accuracy"):
+        assert len({end[field] for end in ends}) == 1
+
+
+def test_batch_normalisation_follows_ddp(tmp_path: Path) -> None:
+    words = ["--standalone", "--nproc-per-node", "2", norm_worker.__file__, str(tmp_path / "real.pt")]
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *words],
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    real = torch.load(tmp_path / "real.pt", weights_only=True)
+    simulated = norm_worker.train(SimulatedEngine(norm_worker.plan(simulate=True)))
+    for name, value in simulated["model"].items():  # type: ignore[attr-defined]
+        assert torch.equal(value, real["model"][name]), name
+    assert simulated["accuracy"] == real["accuracy"]
+    assert simulated["loss"] == pytest.approx(real["loss"])
+
+
+@pytest.fixture
+def endless(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], list[int], Path]]:
+    """A run of two workers that would take long, past its first checkpoint; with its worker processes."""
+    words = ["--steps", 100_000, "--checkpoint-every", 5, "--eval-every", 100_000, "--workers", 2, "--batch", 8]
+    process = start_gradwire("train", "digits", *words, "--out", tmp_path / "run")
+    try:
+        wait_for(lambda: process.poll() is not None or bool(checkpoint_steps(tmp_path / "run")), 60, "a checkpoint")
+        workers = children(process.pid)
+        assert len(workers) == 2
+        yield process, workers, tmp_path / "run"
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_killed_worker_ends_the_run_with_one_line(
+    endless: tuple[subprocess.Popen[str], list[int], Path],
+) -> None:
+    process, workers, folder = endless
+    os.kill(workers[1], signal.SIGKILL)
+    _, told = process.communicate(timeout=25)
+    assert process.returncode == 1
+    (line,) = [line for line in told.splitlines() if line.startswith("gradwire:")]
+    assert "worker 1 was killed by SIGKILL" in line
+    assert "Traceback" not in told
+    assert not any(map(alive, workers))
+    (step,) = checkpoint_steps(folder)
+    assert RunFolder(folder).load_part("shared")["step"] == step
+    assert not list(folder.glob("**/*.tmp"))
+    assert model_of(folder)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_no_worker_outlives_its_parent(
+    endless: tuple[subprocess.Popen[str], list[int], Path], number: signal.Signals
+) -> None:
+    process, workers, folder = endless
+    process.send_signal(number)
+    _, told = process.communicate(timeout=10)
+    wait_for(lambda: not any(map(alive, workers)), 5, "all workers to end")
+    assert process.returncode == {signal.SIGINT: 130, signal.SIGKILL: -9}[number]
+    assert "Traceback" not in told
+    assert checkpoint_steps(folder)
+
+
+def test_the_worker_that_failed_by_itself_is_the_one_that_is_named(tmp_path: Path) -> None:
+    plan = replace(PLAN, task=build("digits", steps=30, lr=1e30), method="fp32", workers=2)
+    with pytest.raises(WorkerError, match=r"parameter \d\.(weight|bias) is not finite after step \d"):
+        run.train(plan, Listener(), folder=tmp_path / "a")
+
+
+def test_more_workers_than_the_machine_can_start_are_refused_before_any_starts(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"more than this machine can start.*--simulate"):
+        run.train(
+            replace(PLAN, task=build("digits", batch=100_000), workers=100_000), Listener(), folder=tmp_path / "a"
+        )
+    assert not (tmp_path / "a").exists()
+    check_workers(2)

@@ -1,0 +1,205 @@
+"""The report: right numbers, honest words, one page that needs nothing, and clear refusals."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from fake_runs import write_run
+
+from gradwire.report import ReportError, load_runs, summarize, write_report
+from gradwire.report.verdict import bytes_text, seconds_text, verdict, verdicts
+
+TERNGRAD = "TernGrad(clip=2.5)"
+
+
+def paragraph(tmp_path: Path, **changes: object) -> str:
+    base = write_run(tmp_path / "fp32")
+    options: dict[str, object] = {"name": "terngrad", "sent_bytes": 250, **changes}
+    other = write_run(tmp_path / "terngrad", TERNGRAD, **options)  # type: ignore[arg-type]
+    ((label, text),) = verdicts(load_runs([base, other]))
+    assert label.startswith("terngrad")
+    return text
+
+
+def test_numbers_of_a_run(tmp_path: Path) -> None:
+    (run,) = load_runs([write_run(tmp_path / "a", accuracies=(0.1, 0.95, 0.9, 0.92), sent_bytes=1500)])
+    numbers = summarize(run)
+    assert (numbers.steps, numbers.final_accuracy, numbers.best_accuracy, numbers.best_accuracy_step) == (
+        30,
+        0.92,
+        0.95,
+        10,
+    )
+    assert numbers.sent_bytes == 4500
+    assert numbers.compression_factor == 2.0
+    assert numbers.bits_per_element == 16.0
+    assert numbers.step_time_s == pytest.approx(0.012)
+    assert numbers.step_time_p20_s == pytest.approx(0.0114)
+    assert numbers.step_time_p80_s == pytest.approx(0.0126)
+
+
+def test_it_paid_when_the_accuracy_came_sooner(tmp_path: Path) -> None:
+    text = paragraph(tmp_path, step_time_s=0.005)
+    assert "12.0 times less, 2.67 bits per element" in text
+    assert "It paid: the same accuracy in 0.50 of the time." in text
+
+
+def test_it_did_not_pay_when_steps_took_longer(tmp_path: Path) -> None:
+    text = paragraph(tmp_path, step_time_s=0.015)
+    assert "1.50 times as long" in text
+    assert "It did not pay in time here" in text
+
+
+def test_it_did_not_pay_when_the_accuracy_was_not_reached(tmp_path: Path) -> None:
+    text = paragraph(tmp_path, step_time_s=0.005, accuracies=(0.1, 0.85, 0.7))
+    assert "did not reach fp32's final accuracy of 90.00 %: its best was 85.00 %, at step 10" in text
+    assert "it did not pay here" in text
+    assert "It paid" not in text
+
+
+def test_equal_times_claim_nothing(tmp_path: Path) -> None:
+    assert "It saved bytes but no time here." in paragraph(tmp_path, step_time_s=0.0101)
+
+
+def test_more_bytes_than_float32_are_called_more(tmp_path: Path) -> None:
+    assert "sends 6 kB: more, " in paragraph(tmp_path, sent_bytes=4000)
+
+
+def test_simulated_times_are_not_compared(tmp_path: Path) -> None:
+    base = write_run(tmp_path / "a", simulated=True)
+    other = write_run(tmp_path / "b", TERNGRAD, name="terngrad", simulated=True)
+    runs = load_runs([base, other])
+    text = verdict(runs[1], runs[0])
+    assert "say nothing about a network" in text
+    assert "times as long" not in text
+    write_report([base, other], tmp_path / "page.html")
+    assert "seconds of training" not in (tmp_path / "page.html").read_text()
+
+
+@pytest.mark.parametrize("change", [{"seed": 1}, {"world_size": 2}, {"task": "text"}, {"simulated": True}])
+def test_runs_that_differ_are_not_compared(tmp_path: Path, change: dict[str, object]) -> None:
+    text = paragraph(tmp_path, **change)
+    assert "No fp32 run of the same task, seed and workers" in text
+
+
+def test_labels_are_distinct_and_say_what_differs(tmp_path: Path) -> None:
+    folders = [write_run(tmp_path / str(seed), seed=seed) for seed in (0, 1)]
+    assert [run.label for run in load_runs(folders)] == ["fp32, seed 0", "fp32, seed 1"]
+    again = write_run(tmp_path / "again", seed=1)
+    assert [run.label for run in load_runs([*folders, again])][-1] == "fp32, seed 1 #2"
+    assert len(load_runs([folders[0], folders[0]])) == 1
+
+
+class Parser(HTMLParser):
+    """Collects tags and what they refer to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.references: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.references += [value or "" for name, value in attrs if name in ("src", "href", "xlink:href")]
+
+
+def test_the_page_is_whole_escaped_and_self_contained(tmp_path: Path) -> None:
+    folders = [write_run(tmp_path / "a"), write_run(tmp_path / "b", "<script>alert(1)</script>", name="<b>x</b>")]
+    page = write_report(folders, tmp_path / "page.html").read_text()
+    parser = Parser()
+    parser.feed(page)
+    assert parser.tags.count("svg") == 1
+    assert not {"script", "link", "img", "iframe"} & set(parser.tags)
+    assert all(reference.startswith("#") for reference in parser.references)
+    assert not re.search(r"url\((?!#)|@import|<!DOCTYPE svg", page)
+    assert "&lt;b&gt;x&lt;/b&gt;" in page
+    assert "a &lt;fast&gt; one" in page
+    for word in ("90.00 %", "torch 2.13.0", "begun", "seed", "20th to 80th percentile"):
+        assert word in page
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+@pytest.mark.parametrize("accuracies", [(0.1, 0.5), (0.1,)])
+def test_a_run_that_sent_nothing_has_no_plot_of_bytes(tmp_path: Path, accuracies: tuple[float, ...]) -> None:
+    page = write_report([write_run(tmp_path / "a", accuracies=accuracies, sent_bytes=0)], tmp_path / "page.html")
+    assert "<svg" in page.read_text()
+
+
+def test_a_cut_off_last_row_is_tolerated_and_said(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a")
+    metrics = folder / "metrics.jsonl"
+    metrics.write_bytes(metrics.read_bytes()[:-20])
+    (run,) = load_runs([folder])
+    assert len(run.rows) == 4
+    assert "cut off" in run.notes[0]
+    assert "cut off" in write_report([folder], tmp_path / "page.html").read_text()
+
+
+def test_a_run_that_ended_early_is_said(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a", plan={"settings": {"steps": 500}})
+    assert load_runs([folder])[0].notes == ("the run ended after 20 of 500 steps",)
+
+
+def test_corrupt_folders_are_refused_with_file_and_line(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a")
+    config, metrics = folder / "config.json", folder / "metrics.jsonl"
+    whole = metrics.read_text()
+    cases = {
+        "line 2 is corrupt": whole.replace('{"step": 10', "{step: 10", 1),
+        "line 2 is not a row of metrics: loss": whole.replace('"train", "loss"', '"train", "lost"', 1),
+        "holds no whole row": "",
+    }
+    for message, text in cases.items():
+        metrics.write_text(text)
+        with pytest.raises(ReportError, match=message):
+            load_runs([folder])
+    metrics.unlink()
+    with pytest.raises(ReportError, match="has the run begun"):
+        load_runs([folder])
+    config.write_text('{"method": "x"}')
+    with pytest.raises(ReportError, match="lacks task"):
+        load_runs([folder])
+    config.write_text('{"method"')
+    with pytest.raises(ReportError, match="is corrupt"):
+        load_runs([folder])
+    config.unlink()
+    with pytest.raises(ReportError, match=r"holds no config\.json"):
+        load_runs([folder])
+    with pytest.raises(ReportError, match="is not a folder"):
+        load_runs([tmp_path / "nowhere"])
+    (folder / "compare.json").write_text("{}")
+    with pytest.raises(ReportError, match="no run has begun"):
+        load_runs([folder])
+
+
+def test_a_comparison_stands_for_its_runs_in_the_order_they_began(tmp_path: Path) -> None:
+    write_run(tmp_path / "b", started="2026-01-01T00:00:00+00:00")
+    write_run(tmp_path / "a", TERNGRAD, name="terngrad")
+    (tmp_path / "compare.json").write_text("{}")
+    assert [run.label for run in load_runs([tmp_path])] == ["fp32", "terngrad"]
+
+
+def test_units() -> None:
+    assert [bytes_text(count) for count in (12, 1234, 12_438_000, 2.5e9)] == ["12 B", "1.23 kB", "12.4 MB", "2.5 GB"]
+    assert [seconds_text(s) for s in (0.00123, 0.5, 1.5, 600)] == ["1.23 ms", "500 ms", "1.5 s", "10 min"]
+
+
+def test_a_page_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ReportError, match="cannot write"):
+        write_report([write_run(tmp_path / "a")], tmp_path / "no" / "page.html")
+
+
+def test_reading_runs_needs_no_matplotlib() -> None:
+    code = "import sys, gradwire.report; sys.exit('matplotlib' in sys.modules or 'jinja2' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_one_json_row_a_line_is_what_the_fixture_writes(tmp_path: Path) -> None:
+    lines = (write_run(tmp_path / "a") / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["event"] for line in lines] == ["eval", "train", "eval", "train", "eval"]
