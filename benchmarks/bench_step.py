@@ -149,7 +149,9 @@ def record(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
     import gradwire
 
-    cpu = next((x.split(":")[1].strip() for x in Path("/proc/cpuinfo").read_text().split("\n") if "model name" in x), "")
+    cpu = next(
+        (x.split(":")[1].strip() for x in Path("/proc/cpuinfo").read_text().split("\n") if "model name" in x), ""
+    )
     return {
         "date_utc": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "cpu": cpu,
@@ -181,7 +183,9 @@ def main() -> int:
     for row in rows:
         ratio = f"{row['ratio_to_compute']:5.2f} x compute" if row["ratio_to_compute"] else ""
         parts = "".join(
-            f"  {k[:-11]} {row[k] * 1e3:.1f}" for k in ("encode_s_per_step", "wire_s_per_step", "decode_s_per_step") if k in row
+            f"  {k[:-11]} {row[k] * 1e3:.1f}"
+            for k in ("encode_s_per_step", "wire_s_per_step", "decode_s_per_step")
+            if k in row
         )
         print(
             f"{row['variant']:18s} {row['median_s'] * 1e3:7.1f} ms "

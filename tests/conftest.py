@@ -24,6 +24,7 @@ if "NUMBA_CACHE_DIR" not in os.environ:
 
 import pytest
 import torch
+
 from ranks import Ranks
 
 torch.set_num_threads(1)

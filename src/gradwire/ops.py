@@ -18,7 +18,9 @@ __all__ = ["AllGather", "AllToAll", "Exchange", "Op", "Reduce"]
 
 @dataclass(frozen=True, eq=False)
 class Reduce:
-    """Combine a tensor element by element over all ranks; the reply is the result (``value`` may be overwritten).
+    """Combine a tensor element by element over all ranks; the reply, read-only, is the result.
+
+    ``value`` may be overwritten.
 
     ``op`` is "sum", "max" or "min". "max" and "min" do not depend on the order of ranks; "sum" is the backend's own
     and may round differently at another offset.

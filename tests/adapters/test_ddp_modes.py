@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import batch, digest, layers, simulated_run, square_loss
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire as gw
+from oracle import batch, digest, layers, simulated_run, square_loss
 
 pytestmark = pytest.mark.ranks
 

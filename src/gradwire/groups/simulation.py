@@ -19,7 +19,7 @@ T = TypeVar("T")
 def simulate_ranks(generators: Sequence[Exchange[T]], meters: Sequence[Meter]) -> list[T]:
     """Run one generator a rank to its end and return what each returned.
 
-    Sums are added in the order of ranks.
+    Sums are added in the order of ranks. One reply serves all ranks where all receive the same: replies are read-only.
 
     Raises:
         ExchangeError: ranks asked for different operations, which on a real group would hang or corrupt.
@@ -62,13 +62,12 @@ def _execute(ops: Sequence[Op]) -> list[torch.Tensor]:
         total = first.value.clone()
         for op in ops[1:]:
             _combine(first.op, total, cast(Reduce, op).value)
-        return [total.clone() for _ in ops]
+        return [total] * len(ops)
     if isinstance(first, AllToAll):
         exchanges = [cast(AllToAll, op) for op in ops]
         for receiver, op in enumerate(exchanges):
             torch.stack([other.send[receiver] for other in exchanges], out=op.recv)
         return [op.recv for op in exchanges]
-    # One copy serves all ranks: the reply of a gather is read-only.
     shared = torch.stack([cast(AllGather, op).send for op in ops], out=first.recv)
     return [shared] * len(ops)
 

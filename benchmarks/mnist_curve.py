@@ -1,0 +1,167 @@
+"""The paper's MNIST experiment (TernGrad, NeurIPS 2017, fig. 3): LeNet, total batch 64, 10 000 steps, 2 to 64 workers.
+
+    python benchmarks/mnist_curve.py --data FOLDER --work runs/mnist --json benchmarks/results/mnist.json
+
+Each run is ``gradwire train mnist --simulate``, which gives the bits of as many real workers. Runs that are whole are
+not repeated, so the script may be stopped and started again; two copies of it share the work. The last copy to finish,
+or ``--collect``, writes the results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from datetime import datetime, timezone
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+METHODS = ("terngrad", "fp32")
+# Workers and seeds, in the order of running: something of everything first.
+GRID = [(4, 0), (64, 0), (2, 0), (16, 0), (4, 1), (64, 1), (8, 0), (32, 0), (4, 2), (64, 2)]
+
+
+def runs() -> Iterator[tuple[str, int, int]]:
+    """Name every run: method, workers, seed."""
+    for workers, seed in GRID:
+        for method in METHODS:
+            yield method, workers, seed
+
+
+def final(folder: Path, steps: int) -> dict[str, Any] | None:
+    """Give the last evaluation of a run, if the run is whole."""
+    try:
+        lines = (folder / "metrics.jsonl").read_text().splitlines()
+    except FileNotFoundError:
+        return None
+    rows = [json.loads(line) for line in lines if line.endswith("}")]
+    found = [row for row in rows if row["event"] == "eval" and row["step"] == steps]
+    return found[-1] if found and (folder / "checkpoint").is_dir() else None
+
+
+def claim(folder: Path) -> bool:
+    """Take a run for this process; a claim of a process that is gone does not count."""
+    lock = folder.with_suffix(".lock")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        handle = os.open(lock, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
+    except FileExistsError:
+        owner = lock.read_text().strip()
+        if not owner or Path(f"/proc/{owner}").exists():
+            return False
+        lock.unlink()
+        return claim(folder)
+    os.write(handle, str(os.getpid()).encode())
+    os.close(handle)
+    return True
+
+
+def run_all(arguments: argparse.Namespace) -> None:
+    """Run whatever is neither whole nor taken."""
+    for method, workers, seed in runs():
+        folder = arguments.work / f"{method}-{workers}-{seed}"
+        if final(folder, arguments.steps) or not claim(folder):
+            continue
+        start = time.monotonic()
+        command = [sys.executable, "-m", "gradwire.cli.main", "train", "mnist", "--simulate", "--overwrite"]
+        command += ["--data", str(arguments.data), "--method", method, "--workers", str(workers)]
+        command += ["--seed", str(seed), "--steps", str(arguments.steps), "--out", str(folder), "--json"]
+        command += ["--eval-every", str(max(1, arguments.steps // 10)), "--log-every", "100"]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        folder.with_suffix(".lock").unlink()
+        row = final(folder, arguments.steps)
+        print(f"{method:9s} {workers:3d} workers, seed {seed}: {row and row['accuracy']} "
+              f"({time.monotonic() - start:.0f} s)", flush=True)  # fmt: skip
+
+
+def collect(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Gather every whole run, and compare the methods at each number of workers."""
+    rows, table = [], []
+    for method, workers, seed in runs():
+        row = final(arguments.work / f"{method}-{workers}-{seed}", arguments.steps)
+        if row:
+            config = json.loads((arguments.work / f"{method}-{workers}-{seed}" / "config.json").read_text())
+            rows.append(
+                {
+                    "method": config["method"],
+                    "workers": workers,
+                    "seed": seed,
+                    "steps": row["step"],
+                    "test_accuracy": row["accuracy"],
+                    "test_loss": row["loss"],
+                    "sent_bytes": row["sent_bytes"],
+                    "bits_per_element": row["bits_per_element"],
+                }
+            )
+    for workers in sorted({w for w, _ in GRID}):
+        accuracy = {
+            m: [r["test_accuracy"] for r in rows if r["workers"] == workers and r["method"].lower().startswith(m)]
+            for m in METHODS
+        }
+        if not all(accuracy.values()):
+            continue
+        line: dict[str, Any] = {"workers": workers}
+        for m, values in accuracy.items():
+            line[f"{m}_seeds"] = len(values)
+            line[f"{m}_accuracy_mean"] = mean(values)
+            line[f"{m}_accuracy_std"] = stdev(values) if len(values) > 1 else None
+        line["difference_points"] = 100 * (line["terngrad_accuracy_mean"] - line["fp32_accuracy_mean"])
+        line["allowed_points"] = 0.25 if line["terngrad_seeds"] >= 3 and line["fp32_seeds"] >= 3 else 0.4
+        line["within"] = abs(line["difference_points"]) <= line["allowed_points"]
+        table.append(line)
+    return {"table": table, "runs": rows}
+
+
+def record(found: dict[str, Any]) -> dict[str, Any]:
+    """Put what ran beside what was measured."""
+    import numba
+    import torch
+
+    import gradwire
+
+    cpu = next(
+        (x.split(":")[1].strip() for x in Path("/proc/cpuinfo").read_text().split("\n") if "model name" in x), ""
+    )
+    return {
+        "date_utc": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "what": "LeNet on MNIST, total batch 64, momentum SGD 0.9, learning rate 0.01 (polynomial, power 0.5), simulated",
+        "cpu": cpu,
+        "cores": os.cpu_count(),
+        "versions": {
+            "gradwire": gradwire.__version__,
+            "torch": torch.__version__,
+            "numba": numba.__version__,
+            "python": platform.python_version(),
+        },
+        **found,
+    }
+
+
+def main() -> int:
+    """Run, collect, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True, help="folder with MNIST's four files")
+    parser.add_argument("--work", type=Path, default=Path("runs/mnist"))
+    parser.add_argument("--steps", type=int, default=10_000)
+    parser.add_argument("--collect", action="store_true", help="run nothing")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    if not arguments.collect:
+        run_all(arguments)
+    found = collect(arguments)
+    for line in found["table"]:
+        spread = ", ".join(f"{m} {100 * line[f'{m}_accuracy_mean']:.2f} %" for m in METHODS)
+        print(f"{line['workers']:3d} workers: {spread}; {line['difference_points']:+.2f} points")
+    if arguments.json:
+        arguments.json.write_text(json.dumps(record(found), indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
