@@ -9,6 +9,7 @@ is the same step with a hook that exchanges nothing; "fp32 DDP" has no hook at a
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import multiprocessing
 import os
@@ -36,7 +37,7 @@ def build(variant: str, arguments: argparse.Namespace) -> Any:
 
     torch.manual_seed(0)
     parts: list[nn.Module] = []
-    for a, b in zip(SIZES, SIZES[1:]):
+    for a, b in itertools.pairwise(SIZES):
         parts += [nn.Linear(a, b), nn.ReLU()]
     ddp = DistributedDataParallel(nn.Sequential(*parts[:-1]))
     link = None

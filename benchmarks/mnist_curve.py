@@ -130,7 +130,7 @@ def record(found: dict[str, Any]) -> dict[str, Any]:
     )
     return {
         "date_utc": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "what": "LeNet on MNIST, total batch 64, momentum SGD 0.9, learning rate 0.01 (polynomial, power 0.5), simulated",
+        "what": "LeNet on MNIST, total batch 64, SGD with momentum 0.9, rate 0.01 (polynomial, power 0.5), simulated",
         "cpu": cpu,
         "cores": os.cpu_count(),
         "versions": {

@@ -26,6 +26,7 @@ class MethodInfo:
     spec: str
     summary: str
     unbiased: bool
+    bits_per_element: float
     omega: str | None
     delta: str | None
     bit_stable: bool
@@ -45,6 +46,7 @@ def methods() -> dict[str, MethodInfo]:
             spec=repr(default),
             summary=p.summary,
             unbiased=p.unbiased,
+            bits_per_element=p.bits_per_element,
             omega=p.omega,
             delta=p.delta,
             bit_stable=p.bit_stable,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Sequence
 
@@ -42,8 +43,15 @@ class Breakage:
 
     def _explain(self, error: Exception, where: str) -> GradwireError:
         if isinstance(error, WireError):
-            return ExchangeError(f"rank {self._rank} could not go on at {where}: {self._roll_call.explain()} [{error}]")
+            why = f"{self._roll_call.explain()} [{_brief(error)}]"
+            return ExchangeError(f"rank {self._rank} could not go on at {where}: {why}")
         self._roll_call.report(Failure(self._rank, where, f"{type(error).__name__}: {error}"))
         if isinstance(error, GradwireError):
             return type(error)(f"rank {self._rank}, {where}: {error}")
         return ExchangeError(f"rank {self._rank} failed at {where}: {type(error).__name__}: {error}")
+
+
+def _brief(error: Exception) -> str:
+    """Keep the first sentence of what the backend said, without the place in its source."""
+    text = re.sub(r"\[/\S+\]\s*", "", str(error))
+    return text.split(". ")[0].strip()

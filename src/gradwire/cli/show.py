@@ -172,9 +172,9 @@ def print_methods(rows: Sequence[Mapping[str, Any]]) -> None:
             print(f"{key.replace('_', ' ') + ':':<13} {text}")
         return
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("name", "unbiased", "bit-stable", "state", "summary"):
+    for column in ("name", "bits/element", "unbiased", "bit-stable", "state", "summary"):
         table.add_column(column)
     for row in rows:
         yes = ["yes" if row[field] else "no" for field in ("unbiased", "bit_stable")]
-        table.add_row(row["name"], *yes, row["state"], row["summary"])
+        table.add_row(row["name"], f"{row['bits_per_element']:g}", *yes, row["state"], row["summary"])
     _print(table)

@@ -36,6 +36,7 @@ class FP32(Cast):
         paper="the baseline",
         unbiased=True,
         bit_stable=False,
+        bits_per_element=32.0,
         omega="0",
     )
 
@@ -55,6 +56,7 @@ class FP16(Cast):
         paper="Micikevicius et al., Mixed Precision Training, ICLR 2018",
         unbiased=False,
         bit_stable=False,
+        bits_per_element=16.0,
         delta="relative error 2^-11 a rank, in range",
     )
 
@@ -73,5 +75,6 @@ class BF16(Cast):
         paper="Kalamkar et al., A Study of BFLOAT16 for Deep Learning Training, 2019",
         unbiased=False,
         bit_stable=False,
+        bits_per_element=16.0,
         delta="relative error 2^-8 a rank",
     )

@@ -76,6 +76,7 @@ class TernGrad(Compressor):
         paper="Wen et al., TernGrad, NeurIPS 2017",
         unbiased=True,
         bit_stable=True,
+        bits_per_element=2.4,
         omega="(sqrt(d) - 1) / 2 with its own scaler and clip=None",
         stream="rank",
     )

@@ -119,7 +119,10 @@ def resume(folder: Path, audience: Audience, *, stop_after: int | None = None) -
 
     Raises:
         RunError: the folder holds no run or no checkpoint.
+        UsageError: torchrun started this process: a run resumes on the workers that it had.
     """
+    if under_torchrun():
+        raise UsageError("--resume starts the run's own workers: call gradwire train --resume without torchrun")
     run = RunFolder(folder)
     try:
         plan = Plan.from_json(run.read_config()["plan"])

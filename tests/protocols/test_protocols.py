@@ -1,0 +1,176 @@
+"""Protocols without a group: exact bytes, exact order, hostile payloads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import gradwire as gw
+from cases import ALL, COMPRESSORS
+from gradwire.algorithms import make_plan
+from gradwire.algorithms.plan import cut
+from gradwire.groups import Meter, dry_run, simulate_ranks
+from gradwire.kernels import get_kernels
+from gradwire.ops import AllGather, AllToAll, Reduce
+from gradwire.protocols import Context
+from gradwire.segments import Parameter, Segment, flat_view, lay_out
+
+SIZES = (3000, 5, 81, 7000, 160)
+
+
+def plan_for(method: gw.Method, world_size: int, collective: str, backend: str = "cpu", **options: Any) -> Any:
+    parameters = [Parameter(f"p{i}", (n,), (1,)) for i, n in enumerate(SIZES)]
+    segments = [Segment(s.parameter, s.offset, s.start, s.numel, s.numel < 100) for s in lay_out(parameters)]
+    defaults: dict[str, Any] = {"seed": 0, "chunk_numel": 1 << 20}
+    kernels = get_kernels(backend)
+    return make_plan(
+        method, segments, kernels=kernels, world_size=world_size, collective=collective, **(defaults | options)
+    )
+
+
+def combinations() -> list[tuple[gw.Method, str, int]]:
+    return [(m, c, w) for m in ALL for c in m.collectives for w in (2, 3, 4, 5, 8)]
+
+
+@pytest.mark.parametrize("warm_up", [False, True])
+@pytest.mark.parametrize("chunk_numel", [1 << 20, 1000])
+@pytest.mark.parametrize(("method", "collective", "world_size"), combinations(), ids=repr)
+def test_the_dry_run_is_exact(
+    method: gw.Method, collective: str, world_size: int, chunk_numel: int, warm_up: bool
+) -> None:
+    options = {"chunk_numel": chunk_numel, "warm_up": warm_up}
+    predicted = dry_run(plan_for(method, world_size, collective, "meta", **options), sum(SIZES), world_size)
+    plan = plan_for(method, world_size, collective, **options)
+    meters = [Meter() for _ in range(world_size)]
+    rows = torch.randn(world_size, sum(SIZES), generator=torch.Generator().manual_seed(0))
+    simulate_ranks([plan.whole(Context(r, world_size, 0), g) for r, g in enumerate(rows)], meters)
+    assert {m.sent_bytes for m in meters} == {predicted.sent_bytes}
+    assert {m.received_bytes for m in meters} == {predicted.received_bytes}
+    assert all(torch.equal(rows[0], row) for row in rows)
+
+
+@pytest.mark.parametrize("collective", ["two_shot", "all_gather"])
+def test_dense_segments_are_the_mean_in_the_order_of_ranks(collective: str) -> None:
+    g = torch.randn(3, sum(SIZES), generator=torch.Generator().manual_seed(1))
+    rows = g.clone()
+    plan = plan_for(gw.TernGrad(), 3, collective)
+    simulate_ranks([plan.whole(Context(r, 3, 0), row) for r, row in enumerate(rows)], [Meter()] * 3)
+    third = torch.tensor(1 / 3)
+    expected = (g[0] * third + g[1] * third) + g[2] * third
+    assert torch.equal(rows[0][3000:3086], expected[3000:3086])
+    assert not torch.equal(rows[0][:3000], expected[:3000])
+
+
+@pytest.mark.parametrize("method", COMPRESSORS, ids=repr)
+def test_another_protocol_gives_the_same_bits(method: gw.Method) -> None:
+    found = []
+    for collective in method.collectives:
+        rows = torch.randn(4, sum(SIZES), generator=torch.Generator().manual_seed(2))
+        plan = plan_for(method, 4, collective, chunk_numel=1000)
+        simulate_ranks([plan.whole(Context(r, 4, 3), row) for r, row in enumerate(rows)], [Meter()] * 4)
+        found.append(rows[0].clone())
+    assert all(torch.equal(found[0], f) for f in found)
+
+
+def test_auto_takes_the_fewest_bytes() -> None:
+    for world_size in (2, 3, 4, 8):
+        like = [("w", torch.empty(50_000, requires_grad=True))]
+        sent = {}
+        for collective in ("auto", "two_shot", "all_gather"):
+            link = gw.SimulatedLink(like, "terngrad", world_size, collective=collective)
+            link.reduce_(torch.ones(world_size, 50_000))
+            sent[collective] = link.traffic().sent_bytes
+        assert sent["auto"] == min(sent["two_shot"], sent["all_gather"])
+        assert (sent["two_shot"] < sent["all_gather"]) == (world_size > 2)
+
+
+# ---------------------------------------------------------------------- hostile payloads
+
+
+@pytest.mark.parametrize("collective", ["two_shot", "all_gather"])
+@pytest.mark.parametrize("damage", ["header", "round", "version", "short", "long", "zeros"])
+def test_a_damaged_payload_is_an_error_and_decodes_nothing(collective: str, damage: str) -> None:
+    plan = plan_for(gw.TernGrad(), 3, collective)
+    flat = torch.randn(sum(SIZES))
+    before = flat.clone()
+    generator = plan.whole(Context(0, 3, 0), flat)
+    op = next(generator)
+    assert isinstance(op, Reduce)
+    op = generator.send(op.value)
+    rows = op.send.clone() if isinstance(op, AllToAll) else op.send.expand(3, -1).clone()
+    if damage == "header":
+        rows[1, 0] ^= 0xFF
+    elif damage == "round":
+        rows[2, 4] += 1
+    elif damage == "version":
+        rows[1, 2] = 99
+    elif damage == "short":
+        rows = rows[:, :-16]
+    elif damage == "long":
+        rows = torch.cat([rows, rows], dim=1)
+    else:
+        rows.zero_()
+    with pytest.raises(gw.PayloadError):
+        generator.send(rows)
+    assert torch.equal(flat, before)
+
+
+def test_bytes_that_no_encoder_writes_stay_in_bounds() -> None:
+    """A body of 0xFF has valid headers around it; values are unspecified, memory is safe, other parameters intact."""
+    plan = plan_for(gw.TernGrad(), 3, "two_shot")
+    flat = torch.randn(sum(SIZES))
+    generator = plan.whole(Context(0, 3, 0), flat)
+    op = generator.send(next(generator).value)
+    rows = op.send.clone()
+    rows[:, 16 : 16 + 64] = 0xFF
+    op = generator.send(rows)
+    assert isinstance(op, AllGather)
+    gathered = op.send.expand(3, -1).clone()
+    gathered[:, 16 : 16 + 64] = 0xFF
+    with pytest.raises(StopIteration):
+        generator.send(gathered)
+    assert bool(torch.isfinite(flat).all())
+
+
+def test_ranks_that_disagree_are_an_error_in_simulation() -> None:
+    def one() -> Any:
+        yield Reduce(torch.ones(3), "sum")
+
+    def other() -> Any:
+        yield Reduce(torch.ones(4), "sum")
+
+    def none() -> Any:
+        return
+        yield
+
+    for pair in ((one, other), (one, none)):
+        with pytest.raises(gw.ExchangeError, match="different operations"):
+            simulate_ranks([f() for f in pair], [Meter(), Meter()])
+
+
+# ---------------------------------------------------------------------- cutting
+
+
+@pytest.mark.parametrize("chunk_numel", [1, 80, 81, 1000, 5000, 1 << 20])
+def test_cut_covers_every_element_once(chunk_numel: int) -> None:
+    segments = lay_out(Parameter(f"p{i}", (n,), (1,)) for i, n in enumerate(SIZES))
+    chunks = cut(segments, chunk_numel)
+    seen = []
+    for chunk in chunks:
+        assert chunk
+        assert sum(p.numel for p, _ in chunk) <= max(80, -(-chunk_numel // 80) * 80)
+        for piece, whole in chunk:
+            assert piece.start % 80 == 0
+            assert piece.offset - piece.start == whole.offset
+            seen += range(piece.offset, piece.offset + piece.numel)
+    assert seen == list(range(sum(SIZES)))
+
+
+def test_flat_view_is_memory_order() -> None:
+    t = torch.randn(4, 3, 5, 5).to(memory_format=torch.channels_last)
+    assert torch.equal(flat_view(t), t.permute(0, 2, 3, 1).reshape(-1))
+    assert flat_view(t).data_ptr() == t.data_ptr()
+    assert flat_view(t[:, :2]).numel() == 200
+    assert flat_view(torch.tensor(3.0)).shape == (1,)

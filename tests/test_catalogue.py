@@ -1,0 +1,86 @@
+"""Names and specs."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import gradwire as gw
+from cases import ALL, CASES
+from gradwire.catalogue import METHODS
+
+
+@pytest.mark.parametrize("method", ALL, ids=repr)
+def test_repr_is_the_spec(method: gw.Method) -> None:
+    assert gw.method(repr(method)) == method
+    assert gw.method(method) is method
+
+
+@pytest.mark.parametrize("kind", METHODS)
+def test_a_name_alone_is_the_default(kind: type[gw.Method]) -> None:
+    assert gw.method(kind.name) == gw.method(kind.__name__) == kind()
+    assert kind.name == kind.__name__.lower()
+
+
+@pytest.mark.parametrize("method", ALL, ids=repr)
+def test_methods_are_frozen_and_keyword_only(method: gw.Method) -> None:
+    for field in dataclasses.fields(method):
+        assert field.kw_only
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(method, field.name, None)
+
+
+def test_declared_properties() -> None:
+    info = gw.methods()
+    assert set(info) == set(CASES)
+    assert info["terngrad"].unbiased
+    assert info["terngrad"].bit_stable
+    assert info["terngrad"].bits_per_element == 2.4
+    assert not info["fp32"].bit_stable
+
+
+@pytest.mark.parametrize(
+    ("spec", "part"),
+    [
+        ("terngard", "did you mean 'terngrad'"),
+        ("TernGrad(clp=2)", "unknown field 'clp' of TernGrad; did you mean 'clip'"),
+        ("TernGrad(2.5)", "named values only: TernGrad(clip=..., share_scaler=...)"),
+        ("TernGrad(clip=", "not a method spec"),
+        ("TernGrad(clip=1+1)", "not a method spec"),
+        ("__import__('os')", "unknown method '__import__'"),
+        ("TernGrad(clip=open('x'))", "unknown method 'open'"),
+        ("2.5", "not a method spec"),
+        ("", "not a method spec"),
+        ("(" * 500, "not a method spec"),
+        ("TernGrad(**{'clip': 2})", "unknown field"),
+        ("TernGrad(clip=0)", "positive number"),
+        ("TernGrad(clip=-1.0)", "positive number"),
+        ("TernGrad(clip='2')", "positive number"),
+        ("TernGrad(clip=True)", "positive number"),
+        ("TernGrad(clip=1e999)", "positive number"),
+        ("TernGrad(share_scaler=1)", "True or False"),
+        ("fp32(bits=8)", "unknown field 'bits' of FP32"),
+    ],
+)
+def test_bad_specs_are_one_clear_error(spec: str, part: str) -> None:
+    with pytest.raises(gw.HyperparameterError) as caught:
+        gw.method(spec)
+    assert part in str(caught.value)
+    assert isinstance(caught.value, ValueError)
+
+
+def test_not_a_spec_at_all() -> None:
+    with pytest.raises(gw.HyperparameterError, match="not 3"):
+        gw.method(3)  # type: ignore[arg-type]
+
+
+@given(st.text(max_size=60))
+def test_any_text_is_a_method_or_one_error(text: str) -> None:
+    try:
+        found = gw.method(text)
+    except gw.HyperparameterError:
+        return
+    assert isinstance(found, gw.Method)
