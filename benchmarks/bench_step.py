@@ -78,7 +78,7 @@ def rank_main(rank: int, port: int, arguments: argparse.Namespace, pipe: Any) ->
     x = torch.randn(BATCH, SIZES[0], generator=generator)
     y = torch.randint(0, SIZES[-1], (BATCH,), generator=generator)
     times: dict[str, list[float]] = {name: [] for name in names}
-    cpu = dict.fromkeys(names, 0.0)
+    cpu: dict[str, list[float]] = {name: [] for name in names}
     for repetition in range(arguments.repetitions + 1):
         for name, (ddp, optimizer, _) in variants.items():
             for _ in range(arguments.steps):
@@ -89,7 +89,7 @@ def rank_main(rank: int, port: int, arguments: argparse.Namespace, pipe: Any) ->
                 optimizer.step()
                 if repetition:
                     times[name].append(time.perf_counter() - start)
-                    cpu[name] += time.process_time() - busy
+                    cpu[name].append(time.process_time() - busy)
     extra = {}
     for name, (_, _, link) in variants.items():
         if link is not None:
@@ -135,7 +135,7 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
                 "percentile_20_s": low,
                 "percentile_80_s": high,
                 "ratio_to_compute": median(times) / compute if compute else None,
-                "cpu_s_of_all_ranks": sum(cpu[name] for _, _, cpu in found) / len(times),
+                "median_cpu_s_of_all_ranks": sum(median(cpu[name]) for _, _, cpu in found),
                 "samples": len(times),
                 **found[0][1].get(name, {}),
             }
@@ -191,7 +191,7 @@ def main() -> int:
         print(
             f"{row['variant']:18s} {row['median_s'] * 1e3:7.1f} ms "
             f"[{row['percentile_20_s'] * 1e3:.1f} - {row['percentile_80_s'] * 1e3:.1f}] {ratio}"
-            f"  cpu {row['cpu_s_of_all_ranks'] * 1e3:.0f}{parts}"
+            f"  cpu {row['median_cpu_s_of_all_ranks'] * 1e3:.0f}{parts}"
         )
     if arguments.json:
         arguments.json.write_text(json.dumps(record(rows), indent=1) + "\n")

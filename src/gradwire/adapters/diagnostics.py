@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Sequence
 
@@ -31,14 +32,15 @@ class Diagnostics:
         """Compare two flat vectors, segment by segment."""
         rows = {}
         for s in segments:
-            g = gradient[s.offset : s.offset + s.numel].double()
-            e = sent[s.offset : s.offset + s.numel].double()
-            norm, other = float(g.norm()), float(e.norm())
+            g, e = gradient[s.offset : s.offset + s.numel], sent[s.offset : s.offset + s.numel]
+            # Without a temporary: |e - g|^2 = |e|^2 + |g|^2 - 2 e.g.
+            norm, other, product = float(g.norm()), float(e.norm()), float(g @ e)
             both = norm * other
+            error = math.sqrt(max(other**2 + norm**2 - 2 * product, 0.0))
             rows[s.parameter.name] = {
                 "round": round,
-                "relative_error": float((e - g).norm()) / norm if norm else other,
-                "cosine": float(g @ e) / both if both else float(norm == other),
+                "relative_error": error / norm if norm else other,
+                "cosine": product / both if both else float(norm == other),
                 "gradient_norm": norm,
             }
         with self._lock:

@@ -59,7 +59,7 @@ class SimulatedLink:
         """Exchange one round.
 
         Args:
-            gradients: Float32 ``[world_size, numel]``, overwritten: row r holds worker r's gradients, parameter after
+            gradients: Float32 ``[world_size, numel]``, overwritten in parts: row r holds worker r's gradients, parameter after
                 parameter, each in memory order.
 
         Returns:
@@ -78,7 +78,7 @@ class SimulatedLink:
                 Context(r, self.world_size, self.round, 0, chunk, self._space(r, chunk)) for r in range(self.world_size)
             ]
             runs = [plan.run(c, g, p) for c, g, p in zip(contexts, gradients, prepared)]
-            simulate_ranks(runs, self._meters)
+            simulate_ranks(runs, self._meters, leader_only=True)
         self.round += 1
         return gradients[0]
 

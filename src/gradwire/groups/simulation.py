@@ -16,8 +16,13 @@ __all__ = ["simulate_ranks"]
 T = TypeVar("T")
 
 
-def simulate_ranks(generators: Sequence[Exchange[T]], meters: Sequence[Meter]) -> list[T]:
+def simulate_ranks(
+    generators: Sequence[Exchange[T]], meters: Sequence[Meter], *, leader_only: bool = False
+) -> list[T]:
     """Run one generator a rank to its end and return what each returned.
+
+    With ``leader_only``, stop when rank 0 has ended, and return its result alone: after the last exchange the others
+    would repeat its decoding, N - 1 times.
 
     Sums are added in the order of ranks. One reply serves all ranks where all receive the same: replies are read-only.
 
@@ -37,6 +42,8 @@ def simulate_ranks(generators: Sequence[Exchange[T]], meters: Sequence[Meter]) -
             except StopIteration as stop:
                 results[rank] = stop.value
                 ended += 1
+                if leader_only and rank == 0:
+                    return [stop.value]
         if ended == world_size:
             return results  # type: ignore[return-value]
         if ended or len({(type(op), _shape(op)) for op in ops}) > 1:

@@ -15,12 +15,20 @@ from numba import njit
 from numba.core import types
 from numba.extending import overload
 
+from gradwire.kernels.vectors import prefer_wide
+
 __all__ = ["decode_range", "encode_range", "moments_range", "pack_run", "sum_range", "unpack_run"]
 
 TILE_GROUPS = 40
 """Groups decoded before they are scaled and stored: 12.5 KiB of int32, well within the L1 cache."""
 
-_VECTOR_HOMES = {"block_maximum", "block_sums", "encode_full", "encode_partial"}
+STREAMED_GROUPS = 1 << 12
+"""Groups from which on a call decodes past the caches: 1.25 MiB of floats, which would push out other data."""
+
+MIN_STREAMED = 1280
+"""Elements of a segment from which on that pays."""
+
+_VECTOR_HOMES = {"block_maximum", "block_sums", "encode_groups"}
 
 
 def _either(name: str) -> Any:
@@ -29,7 +37,8 @@ def _either(name: str) -> Any:
     def body(variant, *arguments):
         raise NotImplementedError("called from compiled code only")
 
-    @overload(body)
+    # Inlined, since passing arrays to a call costs as much as a short segment's work.
+    @overload(body, jit_options={"forceinline": True})
     def choose(variant, *arguments):
         # Imported here, so that a machine on which the vector modules fail can still run the plain ones.
         if isinstance(variant, types.NoneType):
@@ -48,19 +57,19 @@ def _either(name: str) -> Any:
 
 block_maximum = _either("block_maximum")
 block_sums = _either("block_sums")
-encode_full = _either("encode_full")
-encode_partial = _either("encode_partial")
+encode_groups = _either("encode_groups")
 sum_to_digits = _either("sum_to_digits")
 sum_to_words = _either("sum_to_words")
 pack_blocks = _either("pack_blocks")
 unpack_blocks = _either("unpack_blocks")
 decode_groups = _either("decode_groups")
-decode_partial = _either("decode_partial")
+decode_streamed = _either("decode_streamed")
 
 
 @njit(nogil=True, cache=True)
 def moments_range(variant, x, offset, numel, begin, end, max_abs, mean, std, scratch):
     """Compute the moments of segments ``begin .. end``. ``scratch`` (float64 ``[3]``) turns bits into numbers."""
+    prefer_wide()
     double_bits = scratch.view(np.int64)
     single = scratch[2:].view(np.float32)
     single_bits = scratch[2:].view(np.int32)
@@ -97,54 +106,22 @@ def moments_range(variant, x, offset, numel, begin, end, max_abs, mean, std, scr
 
 @njit(nogil=True, cache=True)
 def encode_range(
-    variant,
-    x,
-    offset,
-    numel,
-    start,
-    key,
-    first_group,
-    limit,
-    inverse,
-    round,
-    stream,
-    begin,
-    end,
-    segment,
-    out,
-):
+    variant, x, offset, numel, start, key, first_group, limit, inverse, round, stream, begin, end, segment, out
+):  # fmt: skip
     """Encode groups ``begin .. end``, the first of which lies in ``segment``, into ``out``."""
+    prefer_wide()
     group = begin
     while group < end:
         while first_group[segment + 1] <= group:
             segment += 1
         within = group - first_group[segment]
         stop = min(end, first_group[segment + 1]) - first_group[segment]
-        whole = max(min(stop, numel[segment] // 80) - within, 0)
-        at = offset[segment] + 80 * within
-        block = (start[segment] // 80 + within) * 16
-        to = 16 * (group - begin)
-        low, high, k0, k1 = limit[segment], inverse[segment], key[segment, 0], key[segment, 1]
-        if whole > 0:
-            encode_full(variant, x, at, low, high, k0, k1, round, stream, block, out, to, whole, 2560)
-        if within + whole < stop:
-            at += 80 * whole
-            count = numel[segment] - 80 * (within + whole)
-            encode_partial(
-                variant,
-                x,
-                at,
-                low,
-                high,
-                k0,
-                k1,
-                round,
-                stream,
-                block + 16 * whole,
-                out,
-                to + 16 * whole,
-                count,
-            )
+        count = min(80 * stop, numel[segment]) - 80 * within
+        encode_groups(
+            variant, x, offset[segment] + 80 * within, limit[segment], inverse[segment], key[segment, 0],
+            key[segment, 1], round, stream, (start[segment] // 80 + within) * 16, out, 16 * (group - begin), count,
+            2560,
+        )  # fmt: skip
         group += stop - within
 
 
@@ -171,6 +148,7 @@ def _unpack(variant, words, first, blocks, per_word, base, word_bytes, reciproca
 @njit(nogil=True, cache=True)
 def sum_range(variant, rows, stride, number, begin, end, base, per_word, word_bytes, out):
     """Sum bytes ``begin .. end`` of the rows, a whole number of ``16 * per_word``, unless they are the last."""
+    prefer_wide()
     if per_word == 5 and word_bytes == 2:
         for first in range(begin, end, 1024):
             sum_to_words(variant, rows, first, stride, number, min(1024, end - first), base, out, 2 * first)
@@ -189,6 +167,7 @@ def sum_range(variant, rows, stride, number, begin, end, base, per_word, word_by
 @njit(nogil=True, cache=True)
 def pack_run(variant, values, base, per_word, word_bytes, out):
     """Pack a run of int32 values in ``[-(base // 2), base // 2]``."""
+    prefer_wide()
     block = 16 * per_word
     tile = block * max(1, 4096 // block)
     digits = np.empty(tile, np.uint16)
@@ -204,41 +183,52 @@ def pack_run(variant, values, base, per_word, word_bytes, out):
 @njit(nogil=True, cache=True)
 def unpack_run(variant, words, base, per_word, word_bytes, reciprocal, out):
     """Undo ``pack_run``."""
+    prefer_wide()
     block = 16 * per_word
     tile = block * max(1, 4096 // block)
     values = np.empty(tile, np.int32)
     for first in range(0, out.size, tile):
         part = out[first : first + tile]
         blocks = -(-part.size // block)
-        _unpack(
-            variant,
-            words,
-            first // per_word * word_bytes,
-            blocks,
-            per_word,
-            base,
-            word_bytes,
-            reciprocal,
-            values,
-        )
+        position = first // per_word * word_bytes
+        _unpack(variant, words, position, blocks, per_word, base, word_bytes, reciprocal, values)
         part[:] = values[: part.size]
 
 
 @njit(nogil=True)
-def _decode_direct(variant, words, first, groups, count, base, word_bytes, reciprocals, scale, x, at):
-    """Decode ``groups`` groups of five-digit words, the last of which may lack elements, to ``x[at : at + count]``."""
-    whole = count // 80
-    left = count - 80 * whole
-    if word_bytes == 1:
-        decode_groups(variant, words, first, np.uint8(0), whole, base, reciprocals, scale, x, at)
-        if left:
-            first, at = first + 16 * whole, at + 80 * whole
-            decode_partial(variant, words, first, np.uint8(0), left, base, reciprocals, scale, x, at)
+def _decode_some(variant, words, first, word, count, base, reciprocals, scale, x, at):
+    """Do as ``decode_groups``, once in the machine code for all that need no inlining."""
+    decode_groups(variant, words, first, word, count, base, reciprocals, scale, x, at)
+
+
+@njit(nogil=True)
+def _decode_long(variant, words, first, word, size, count, base, reciprocals, scale, x, at):
+    """Decode a long segment past the caches, but for its first group and its last one to three."""
+    inner = (count // 80 - 2) & -2
+    done = 1 + inner
+    decode_streamed(variant, words, first + size, word, inner, base, reciprocals, scale, x, at + 80)
+    _decode_some(variant, words, first, word, 80, base, reciprocals, scale, x, at)
+    first, at, count = first + done * size, at + 80 * done, count - 80 * done
+    _decode_some(variant, words, first, word, count, base, reciprocals, scale, x, at)
+
+
+@njit(nogil=True)
+def _scale(integers, count, factor, x, at, accumulate):
+    """Write integers times the factor to ``x[at : at + count]``, or add them."""
+    target, source = x[at : at + count], integers[:count]
+    if accumulate:
+        for i in range(target.size):
+            target[i] += np.float32(source[i]) * factor
     else:
-        decode_groups(variant, words, first, np.uint16(0), whole, base, reciprocals, scale, x, at)
-        if left:
-            first, at = first + 32 * whole, at + 80 * whole
-            decode_partial(variant, words, first, np.uint16(0), left, base, reciprocals, scale, x, at)
+        for i in range(target.size):
+            target[i] = np.float32(source[i]) * factor
+
+
+@njit(nogil=True)
+def _decode_special(factor, x, begin, end, accumulate):
+    """Write what any digit times an infinity or NaN is defined to be: that factor."""
+    for i in range(begin, end):
+        x[i] = x[i] + factor if accumulate else factor
 
 
 @njit(nogil=True)
@@ -249,6 +239,39 @@ def _add(floats, count, x, at):
         target[i] += source[i]
 
 
+@njit(nogil=True)
+def _decode_five(
+    variant, words, word, size, base, reciprocals, offset, numel, first_group, scale, begin, end, skip, segment, x,
+    accumulate,
+):  # fmt: skip
+    """Do ``decode_range`` for words of five digits, ``size`` bytes a group."""
+    prefer_wide()
+    floats = np.empty(80 * TILE_GROUPS, np.float32)
+    streamed = end - begin >= STREAMED_GROUPS
+    group = begin
+    while group < end:
+        while first_group[segment + 1] <= group:
+            segment += 1
+        within = group - first_group[segment]
+        stop = min(end, first_group[segment + 1])
+        if accumulate:
+            stop = min(stop, group + TILE_GROUPS)
+        at = offset[segment] + 80 * within
+        count = min(80 * (stop - group), numel[segment] - 80 * within)
+        first = (skip + group - begin) * size
+        factor = scale[segment]
+        if not np.isfinite(factor):
+            _decode_special(factor, x, at, at + count, accumulate)
+        elif accumulate:
+            _decode_some(variant, words, first, word, count, base, reciprocals, factor, floats, 0)
+            _add(floats, count, x, at)
+        elif streamed and count >= MIN_STREAMED:
+            _decode_long(variant, words, first, word, size, count, base, reciprocals, factor, x, at)
+        else:
+            decode_groups(variant, words, first, word, count, base, reciprocals, factor, x, at)
+        group = stop
+
+
 @njit(nogil=True, cache=True)
 def decode_range(
     variant, words, base, per_word, word_bytes, reciprocal, reciprocals, offset, numel, first_group, scale, begin, end,
@@ -257,50 +280,40 @@ def decode_range(
     """Decode groups ``begin .. end``; the words of ``begin`` are at group ``skip`` of ``words``.
 
     Words of five digits go straight to ``x``, or through a small buffer if they are to be added; others are unpacked to
-    integers a tile at a time. (Stores past the caches, from such a buffer, were measured slower: 1.04 against 0.78 of a
-    memcpy, since computing and writing then take turns.)
+    integers a tile at a time.
     """
-    five = per_word == 5 and word_bytes <= 2
+    prefer_wide()
+    if per_word == 5 and word_bytes == 1:
+        _decode_five(
+            variant, words, np.uint8(0), 16, base, reciprocals, offset, numel, first_group, scale, begin, end, skip,
+            segment, x, accumulate,
+        )  # fmt: skip
+        return
+    if per_word == 5 and word_bytes == 2:
+        _decode_five(
+            variant, words, np.uint16(0), 32, base, reciprocals, offset, numel, first_group, scale, begin, end, skip,
+            segment, x, accumulate,
+        )  # fmt: skip
+        return
     # A multiple of per_word groups makes whole blocks of words, so tiles may start at any such group.
-    tile = TILE_GROUPS if five else per_word * max(1, TILE_GROUPS // per_word)
-    integers = np.empty(16 * per_word if five else 80 * tile + 16 * per_word, np.int32)
-    floats = np.empty(80 * tile, np.float32)
-    group, tile_end = begin, begin
-    tile_begin = begin
+    tile = per_word * max(1, TILE_GROUPS // per_word)
+    integers = np.empty(80 * tile + 16 * per_word, np.int32)
+    group, tile_begin, tile_end = begin, begin, begin
     while group < end:
         while first_group[segment + 1] <= group:
             segment += 1
         if group == tile_end:
             tile_begin, tile_end = group, min(end, group + tile)
-            if not five:
-                position = (skip + group - begin) * 5 // per_word * 16 * word_bytes
-                blocks = -(-5 * (tile_end - group) // per_word)
-                _unpack(variant, words, position, blocks, per_word, base, word_bytes, reciprocal, integers)
+            position = (skip + group - begin) * 5 // per_word * 16 * word_bytes
+            blocks = -(-5 * (tile_end - group) // per_word)
+            _unpack(variant, words, position, blocks, per_word, base, word_bytes, reciprocal, integers)
         stop = min(tile_end, first_group[segment + 1])
-        if five and not accumulate:
-            # Straight to x: no buffer, hence no tiles.
-            stop = min(end, first_group[segment + 1])
-            tile_end = stop
         within = group - first_group[segment]
         at = offset[segment] + 80 * within
         count = min(80 * (stop - group), numel[segment] - 80 * within)
         factor = scale[segment]
         if not np.isfinite(factor):
-            for i in range(at, at + count):
-                x[i] = x[i] + factor if accumulate else factor
-        elif five:
-            first = (skip + group - begin) * 16 * word_bytes
-            groups = stop - group
-            if accumulate:
-                _decode_direct(variant, words, first, groups, count, base, word_bytes, reciprocals, factor, floats, 0)
-                _add(floats, count, x, at)
-            else:
-                _decode_direct(variant, words, first, groups, count, base, word_bytes, reciprocals, factor, x, at)
+            _decode_special(factor, x, at, at + count, accumulate)
         else:
-            source = integers[80 * (group - tile_begin) : 80 * (group - tile_begin) + count]
-            target = floats[:count] if accumulate else x[at : at + count]
-            for i in range(target.size):
-                target[i] = np.float32(source[i]) * factor
-            if accumulate:
-                _add(floats, count, x, at)
+            _scale(integers[80 * (group - tile_begin) :], count, factor, x, at, accumulate)
         group = stop

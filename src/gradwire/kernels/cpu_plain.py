@@ -11,9 +11,8 @@ __all__ = [
     "block_maximum",
     "block_sums",
     "decode_groups",
-    "decode_partial",
-    "encode_full",
-    "encode_partial",
+    "decode_streamed",
+    "encode_groups",
     "pack_blocks",
     "sum_to_digits",
     "sum_to_words",
@@ -83,7 +82,7 @@ def _digit(value, uniform, limit, inverse):
 
 
 @njit(nogil=True)
-def encode_partial(x, first, limit, inverse, key0, key1, round, stream, block, out, out_first, count):
+def _encode_group(x, first, limit, inverse, key0, key1, round, stream, block, out, out_first, count):
     values = x[first : first + count]
     for lane in range(16):
         w0, w1, w2, w3 = _philox(_i64(block) + lane, key0, key1, round, stream)
@@ -98,11 +97,11 @@ def encode_partial(x, first, limit, inverse, key0, key1, round, stream, block, o
 
 
 @njit(nogil=True)
-def encode_full(x, first, limit, inverse, key0, key1, round, stream, block, out, out_first, groups, ahead):
-    for group in range(groups):
-        encode_partial(
+def encode_groups(x, first, limit, inverse, key0, key1, round, stream, block, out, out_first, count, ahead):
+    for group in range((count + 79) // 80):
+        _encode_group(
             x, first + 80 * group, limit, inverse, key0, key1, round, stream, block + 16 * group, out,
-            out_first + 16 * group, 80,
+            out_first + 16 * group, min(80, count - 80 * group),
         )  # fmt: skip
 
 
@@ -166,7 +165,7 @@ def unpack_blocks(words, first, word, blocks, per_word, base, reciprocal, values
 
 
 @njit(nogil=True)
-def decode_partial(words, first, word, count, base, reciprocals, scale, x, x_first):
+def _decode_group(words, first, word, count, base, reciprocals, scale, x, x_first):
     width = _width(word)
     for lane in range(16):
         value = _word(words, first + lane * width, width)
@@ -179,7 +178,12 @@ def decode_partial(words, first, word, count, base, reciprocals, scale, x, x_fir
 
 
 @njit(nogil=True)
-def decode_groups(words, first, word, groups, base, reciprocals, scale, x, x_first):
-    for group in range(groups):
-        at = first + 16 * _width(word) * group
-        decode_partial(words, at, word, 80, base, reciprocals, scale, x, x_first + 80 * group)
+def decode_groups(words, first, word, count, base, reciprocals, scale, x, x_first):
+    for group in range((count + 79) // 80):
+        at, left = first + 16 * _width(word) * group, min(80, count - 80 * group)
+        _decode_group(words, at, word, left, base, reciprocals, scale, x, x_first + 80 * group)
+
+
+@njit(nogil=True)
+def decode_streamed(words, first, word, groups, base, reciprocals, scale, x, x_first):
+    decode_groups(words, first, word, 80 * groups, base, reciprocals, scale, x, x_first)

@@ -13,7 +13,7 @@ from numba.extending import intrinsic
 from gradwire.kernels.table import GROUP_SIZE, LANES, PLANES
 from gradwire.kernels.vectors import F32, I8, I16, I32, I64, Emitter, data_pointer, loop, vector
 
-__all__ = ["decode_groups", "decode_partial", "pack_blocks", "sum_to_digits", "sum_to_words", "unpack_blocks"]
+__all__ = ["decode_groups", "decode_streamed", "pack_blocks", "sum_to_digits", "sum_to_words", "unpack_blocks"]
 
 # high_product(v, c) = floor(v / 3^k) for all bytes v: c = ceil(2^16 / 3^k).
 _THIRDS = (21846, 7282, 2428, 810)
@@ -90,7 +90,7 @@ def sum_to_digits(typing_context, rows, first, stride, number, length, digits):
                         part = e.shuffle(total, total, range(LANES * group, LANES * (group + 1)))
                         e.store(part, e.at(at, GROUP_SIZE * group + LANES * plane, I16))
 
-        _over_rows(e, arguments[3], (2, 5, 6, 7, 8), arguments[4], use)
+        _over_rows(e, arguments[3], (2, 3, 5, 6, 7, 8), arguments[4], use)
         return context.get_dummy_value()
 
     return types.void(rows, first, stride, number, length, digits), codegen
@@ -119,7 +119,7 @@ def sum_to_words(typing_context, rows, first, stride, number, length, base, out,
                 word = b.add(sums[0], b.mul(word, less))
                 e.store(word, e.at(e.at(target, b.mul(index, ir.Constant(I64, 2)), I8), 2 * lanes * unit, I8))
 
-        _over_rows(e, arguments[3], (3, 4), arguments[4], use)
+        _over_rows(e, arguments[3], (4,), arguments[4], use)
         return context.get_dummy_value()
 
     return types.void(rows, first, stride, number, length, base, out, out_first), codegen
@@ -226,51 +226,80 @@ def _load_words(e: Emitter, pointer: Any, element: Any, lanes: int) -> Any:
 
 
 @intrinsic
-def decode_groups(typing_context, words, first, word, groups, base, reciprocals, scale, x, x_first):
-    """Decode ``groups`` whole groups of five-digit words of 8 or 16 bits into ``x`` (float32) from ``x_first`` on."""
+def decode_groups(typing_context, words, first, word, count, base, reciprocals, scale, x, x_first):
+    """Decode five-digit words of 8 or 16 bits into ``count`` elements of ``x`` (float32) from ``x_first`` on."""
     element = _ELEMENTS[word]
 
     def codegen(context, builder, signature, arguments):
         b, e = builder, Emitter(builder)
         source = data_pointer(context, builder, signature.args[0], arguments[0], arguments[1], I8)
         target = data_pointer(context, builder, signature.args[7], arguments[7], arguments[8], F32)
-        scale = e.splat(arguments[6])
+        count, scale = arguments[3], e.splat(arguments[6])
+        pairs = b.sdiv(count, ir.Constant(I64, 2 * GROUP_SIZE))
+        done = b.mul(pairs, ir.Constant(I64, 2 * GROUP_SIZE))
 
-        def turn(count, offset):
-            def body(index, _):
-                index = b.add(index, offset)
-                at = e.at(source, b.mul(index, ir.Constant(I64, LANES * element.width // 8)), I8)
-                loaded = _load_words(e, at, element, LANES * count)
-                to = e.at(target, b.mul(index, ir.Constant(I64, GROUP_SIZE)), F32)
-                for group, planes in enumerate(_floats(e, loaded, arguments[4], arguments[5], scale)):
-                    for plane, value in enumerate(planes):
-                        e.store(value, e.at(to, GROUP_SIZE * group + LANES * plane, F32), align=4)
-                return []
+        def decoded(source, groups):
+            words = _load_words(e, source, element, LANES * groups)
+            return [v for group in _floats(e, words, arguments[4], arguments[5], scale) for v in group]
 
-            return body
+        def pair(index, _):
+            to = e.at(target, b.mul(index, ir.Constant(I64, 2 * GROUP_SIZE)), F32)
+            for k, value in enumerate(decoded(e.at(source, b.mul(index, ir.Constant(I64, 2 * LANES)), element), 2)):
+                e.store(value, e.at(to, LANES * k, F32), align=4)
+            return []
 
-        paired = b.and_(arguments[3], ir.Constant(I64, -2))
-        loop(b, paired, 2, [], turn(2, ir.Constant(I64, 0)))
-        loop(b, b.sub(arguments[3], paired), 1, [], turn(1, paired))
-        return context.get_dummy_value()
+        def masked(index, carried):
+            (source,) = carried
+            to = e.at(target, b.add(done, index), F32)
+            masks = e.lanes_below(b.sub(b.sub(count, done), index), PLANES)
+            for k, (value, mask) in enumerate(zip(decoded(source, 1), masks)):
+                e.masked_store(value, e.at(to, LANES * k, F32), mask)
+            return [e.at(source, LANES, element)]
 
-    return types.void(words, first, word, groups, base, reciprocals, scale, x, x_first), codegen
-
-
-@intrinsic
-def decode_partial(typing_context, words, first, word, count, base, reciprocals, scale, x, x_first):
-    """Decode one group of which only ``count`` elements exist in ``x``; nothing else is written."""
-    element = _ELEMENTS[word]
-
-    def codegen(context, builder, signature, arguments):
-        b, e = builder, Emitter(builder)
-        source = data_pointer(context, builder, signature.args[0], arguments[0], arguments[1], I8)
-        target = data_pointer(context, builder, signature.args[7], arguments[7], arguments[8], F32)
-        loaded = _load_words(e, source, element, LANES)
-        (planes,) = _floats(e, loaded, arguments[4], arguments[5], e.splat(arguments[6]))
-        for plane, value in enumerate(planes):
-            mask = e.first_lanes(b.sub(arguments[3], ir.Constant(I64, LANES * plane)))
-            e.masked_store(value, e.at(target, LANES * plane, F32), mask)
+        loop(b, pairs, 1, [], pair)
+        source_left = e.at(source, b.mul(pairs, ir.Constant(I64, 2 * LANES)), element)
+        loop(b, b.sub(count, done), GROUP_SIZE, [source_left], masked)
         return context.get_dummy_value()
 
     return types.void(words, first, word, count, base, reciprocals, scale, x, x_first), codegen
+
+
+@intrinsic
+def decode_streamed(typing_context, words, first, word, groups, base, reciprocals, scale, x, x_first):
+    """Decode an even number of groups, as ``decode_groups`` does, with aligned stores past the caches.
+
+    Words of a group before and of one after must exist; **their floats are spoilt**, for the caller to decode later.
+
+    For an x that is not aligned to its vectors, word vectors are composed with lanes rotated: a vector of x then takes
+    its first lanes from one plane and its last ones from the next.
+    """
+    element = _ELEMENTS[word]
+
+    def codegen(context, builder, signature, arguments):
+        b, e = builder, Emitter(builder)
+        source = data_pointer(context, builder, signature.args[0], arguments[0], arguments[1], I8)
+        target = data_pointer(context, builder, signature.args[7], arguments[7], arguments[8], F32)
+        address = b.ptrtoint(target, I64)
+        head = b.lshr(b.and_(b.neg(address), ir.Constant(I64, 63)), ir.Constant(I64, 2))
+        shift = b.sub(head, ir.Constant(I64, LANES))
+        target, source = e.at(target, shift, F32), e.at(source, shift, element)
+        first_plane = e.first_lanes(b.neg(shift))
+        both = e.shuffle(first_plane, first_plane, range(2 * LANES))
+        scale = e.splat(arguments[6])
+
+        def turn(index, carried):
+            at = e.at(source, b.mul(index, ir.Constant(I64, LANES)), element)
+            later, earlier = (_load_words(e, e.at(at, by, element), element, 2 * LANES) for by in (LANES, 0))
+            to = e.at(target, b.mul(index, ir.Constant(I64, GROUP_SIZE)), F32)
+            groups = _floats(e, b.select(both, later, earlier), arguments[4], arguments[5], scale)
+            values = [*carried, *groups[0], *groups[1]]
+            for k in range(2 * PLANES):
+                e.stream(b.select(first_plane, values[k], values[k + 1]), e.at(to, LANES * k, F32))
+            return values[-1:]
+
+        (last,) = loop(b, arguments[3], 2, [e.constant(0.0, F32)], turn)
+        e.stream(last, e.at(target, b.mul(arguments[3], ir.Constant(I64, GROUP_SIZE)), F32))
+        b.fence("seq_cst")  # such stores are not ordered with others
+        return context.get_dummy_value()
+
+    return types.void(words, first, word, groups, base, reciprocals, scale, x, x_first), codegen

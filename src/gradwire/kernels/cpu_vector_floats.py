@@ -13,7 +13,7 @@ from gradwire.kernels.philox import KEY_STEPS, MULTIPLIERS, ROUNDS
 from gradwire.kernels.table import GROUP_BYTES, GROUP_SIZE, LANES, PLANES
 from gradwire.kernels.vectors import F32, I8, I32, I64, Emitter, data_pointer, loop, vector
 
-__all__ = ["block_maximum", "block_sums", "encode_full", "encode_partial"]
+__all__ = ["block_maximum", "block_sums", "encode_groups"]
 
 _UNROLL = 4
 _LOW = 0xFFFFFFFF
@@ -223,7 +223,7 @@ def _ternary_bytes(e: Emitter, words: list[Any], values: list[Any], limit: Any, 
 
 
 def _prepare(context, builder, signature, arguments):
-    """Unpack the arguments that both encoders begin with."""
+    """Unpack the arguments of the encoder but the last two."""
     x, first, limit, inverse, key0, key1, round, stream, block, out, out_first = range(11)
     e = Emitter(builder)
     values = data_pointer(context, builder, signature.args[x], arguments[x], arguments[first], F32)
@@ -234,64 +234,53 @@ def _prepare(context, builder, signature, arguments):
 
 
 @intrinsic
-def encode_full(
-    typing_context, x, first, limit, inverse, key0, key1, round, stream, block, out, out_first, groups, ahead
+def encode_groups(
+    typing_context, x, first, limit, inverse, key0, key1, round, stream, block, out, out_first, count, ahead
 ):
-    """Encode ``groups`` whole groups from ``x[first]`` into ``out[out_first]``; ``block`` is that of the first lane.
+    """Encode ``count`` elements from ``x[first]`` into ``out[out_first]``; ``block`` is that of the first lane.
 
-    Elements ``ahead`` further on are fetched from memory meanwhile.
+    What the last group lacks is neither read nor fires. Elements ``ahead`` further on are fetched from memory
+    meanwhile.
     """
 
     def codegen(context, builder, signature, arguments):
         e, values, target, source, start, bounds = _prepare(context, builder, signature, arguments)
-        groups, ahead = arguments[11], arguments[12]
+        b, count, ahead = builder, arguments[11], arguments[12]
 
-        def turn(unroll):
+        def turn(unroll, offset, masked):
             def body(index, products):
-                at = e.at(values, builder.mul(index, ir.Constant(I64, GROUP_SIZE)), F32)
+                index = b.add(index, offset)
+                at = e.at(values, b.mul(index, ir.Constant(I64, GROUP_SIZE)), F32)
                 inputs = list(products)
                 for group in range(1, unroll):
                     inputs += source.advance(list(products), 16 * group)
                 words = source.words(inputs)
-                for line in range(GROUP_SIZE * unroll // 16):
-                    e.prefetch(e.at(e.at(at, 16 * line, F32), ahead, F32))
+                if masked:
+                    left = b.sub(count, b.mul(index, ir.Constant(I64, GROUP_SIZE)))
+                    masks = e.lanes_below(left, PLANES * unroll)
+                    inputs = [e.masked_load(e.at(at, LANES * k, F32), F32, mask) for k, mask in enumerate(masks)]
+                else:
+                    for k in range(PLANES * unroll):
+                        e.prefetch(e.at(e.at(at, LANES * k, F32), ahead, F32))
+                    inputs = [e.load(e.at(at, LANES * k, F32), F32, align=4) for k in range(PLANES * unroll)]
                 for group in range(unroll):
-                    planes = [
-                        e.load(e.at(at, GROUP_SIZE * group + LANES * k, F32), F32, align=4) for k in range(PLANES)
-                    ]
-                    octets = _ternary_bytes(e, words[group], planes, *bounds)
-                    to = builder.mul(builder.add(index, ir.Constant(I64, group)), ir.Constant(I64, GROUP_BYTES))
+                    octets = _ternary_bytes(e, words[group], inputs[PLANES * group :], *bounds)
+                    to = b.mul(b.add(index, ir.Constant(I64, group)), ir.Constant(I64, GROUP_BYTES))
                     e.store(octets, e.at(target, to, I8))
                 return source.advance(list(products), 16 * unroll)
 
             return body
 
-        paired = builder.and_(groups, ir.Constant(I64, -2))
-        products = loop(builder, paired, 2, start, turn(2))
-        values, target = (
-            e.at(values, builder.mul(paired, ir.Constant(I64, GROUP_SIZE)), F32),
-            e.at(target, builder.mul(paired, ir.Constant(I64, GROUP_BYTES)), I8),
-        )
-        loop(builder, builder.sub(groups, paired), 1, products, turn(1))
+        # Pairs of whole groups, then one or two groups, the last of which may lack elements.
+        paired = b.mul(b.sdiv(count, ir.Constant(I64, 2 * GROUP_SIZE)), ir.Constant(I64, 2))
+        groups = b.sdiv(b.add(count, ir.Constant(I64, GROUP_SIZE - 1)), ir.Constant(I64, GROUP_SIZE))
+        products = loop(b, paired, 2, start, turn(2, ir.Constant(I64, 0), False))
+        both = b.and_(b.sub(groups, paired), ir.Constant(I64, 2))
+        loop(b, both, 2, products, turn(2, paired, True))
+        loop(b, b.sub(b.sub(groups, paired), both), 1, products, turn(1, paired, True))
         return context.get_dummy_value()
 
     return (
-        types.void(x, first, limit, inverse, key0, key1, round, stream, block, out, out_first, groups, ahead),
+        types.void(x, first, limit, inverse, key0, key1, round, stream, block, out, out_first, count, ahead),
         codegen,
     )
-
-
-@intrinsic
-def encode_partial(typing_context, x, first, limit, inverse, key0, key1, round, stream, block, out, out_first, count):
-    """Encode one group of which only ``count`` elements exist; the others are neither read nor fire."""
-
-    def codegen(context, builder, signature, arguments):
-        e, values, target, source, start, bounds = _prepare(context, builder, signature, arguments)
-        planes = []
-        for plane in range(PLANES):
-            left = builder.sub(arguments[11], ir.Constant(I64, LANES * plane))
-            planes.append(e.masked_load(e.at(values, LANES * plane, F32), F32, e.first_lanes(left)))
-        e.store(_ternary_bytes(e, source.words(start)[0], planes, *bounds), target)
-        return context.get_dummy_value()
-
-    return types.void(x, first, limit, inverse, key0, key1, round, stream, block, out, out_first, count), codegen

@@ -1,4 +1,4 @@
-# mypy: disable-error-code="no-untyped-call, no-any-return"
+# mypy: disable-error-code="no-untyped-call, no-untyped-def, no-any-return, misc, untyped-decorator"
 """Explicit vectors for Numba: a thin layer over llvmlite, used inside the bodies of ``@intrinsic`` functions.
 
 LLVM's own vectoriser needs straight loops over slices; what the kernels need (64-bit products of every other lane,
@@ -12,9 +12,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from llvmlite import ir
-from numba.core import cgutils
+from numba.core import cgutils, types
+from numba.extending import intrinsic
 
-__all__ = ["F32", "I1", "I8", "I16", "I32", "I64", "Emitter", "data_pointer", "loop", "vector"]
+__all__ = ["F32", "I1", "I8", "I16", "I32", "I64", "Emitter", "data_pointer", "loop", "prefer_wide", "vector"]
 
 I1, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
 F32 = ir.FloatType()
@@ -33,14 +34,29 @@ def data_pointer(context: Any, builder: Any, array_type: Any, array: Any, index:
     return builder.gep(builder.bitcast(data, element.as_pointer()), [index])
 
 
+@intrinsic
+def _prefer_wide(typing_context):
+    """Let the function that calls this use 512-bit registers, also in what is inlined into it.
+
+    The default of some CPUs is 256, to spare their clock; these loops gain more than it costs.
+    """
+
+    def codegen(context, builder, signature, arguments):
+        set.add(builder.function.attributes, '"prefer-vector-width"="512"')
+        return context.get_dummy_value()
+
+    return types.void(), codegen
+
+
+prefer_wide: Any = _prefer_wide  # to type checkers the decorator does not hide the first parameter
+
+
 class Emitter:
     """Emits operations on vectors of ``lanes`` elements into a builder's current block."""
 
     def __init__(self, builder: Any, lanes: int = 16) -> None:
         self.b = builder
         self.lanes = lanes
-        # The default of some CPUs is 256, to spare their clock; these loops gain more than it costs.
-        set.add(builder.function.attributes, '"prefer-vector-width"="512"')
 
     def constant(self, value: Any, element: Any = I32, lanes: int | None = None) -> Any:
         """Give a vector with one value in all lanes."""
@@ -76,6 +92,11 @@ class Emitter:
         """Store a vector."""
         self.b.store(value, self.b.bitcast(pointer, value.type.as_pointer()), align=align)
 
+    def stream(self, value: Any, pointer: Any) -> None:
+        """Store a vector, past the caches, to an address aligned to 64 bytes."""
+        stored = self.b.store(value, self.b.bitcast(pointer, value.type.as_pointer()), align=64)
+        stored.set_metadata("nontemporal", self.b.module.add_metadata([ir.Constant(I32, 1)]))
+
     def call(self, name: str, result: Any, arguments: Sequence[Any]) -> Any:
         """Call an LLVM intrinsic function by its full name."""
         kind = ir.FunctionType(result, [argument.type for argument in arguments])
@@ -99,6 +120,16 @@ class Emitter:
         count = self.b.select(self.b.icmp_signed("<", high, count), high, count)
         iota = self.constants(list(range(self.lanes)), I32)
         return self.b.icmp_signed("<", iota, self.splat(self.b.trunc(count, I32)))
+
+    def lanes_below(self, count: Any, vectors: int) -> list[Any]:
+        """Mask the first ``count`` (a positive i64) lanes of several vectors side by side."""
+        most = ir.Constant(I64, vectors * self.lanes)
+        count = self.b.select(self.b.icmp_signed("<", most, count), most, count)
+        limit = self.splat(self.b.trunc(count, I32))
+        starts = range(0, vectors * self.lanes, self.lanes)
+        return [
+            self.b.icmp_signed("<", self.constants(list(range(start, start + self.lanes))), limit) for start in starts
+        ]
 
     def masked_load(self, pointer: Any, element: Any, mask: Any) -> Any:
         """Load the masked lanes, zero elsewhere; memory of the other lanes is not touched."""
