@@ -12,7 +12,7 @@ from gradwire.methods import Method, require
 
 __all__ = ["CHUNK_NUMEL", "Options", "dense_names"]
 
-CHUNK_NUMEL = 1 << 21
+CHUNK_NUMEL = 1 << 23
 """Elements of a chunk; the bits do not depend on it."""
 
 

@@ -64,8 +64,11 @@ class Codec(ABC):
         """Reduce the codes of the same units from all ranks, ``[world_size, payload_bytes]``, to ``mean_bytes``."""
 
     @abstractmethod
-    def decode_mean(self, data: torch.Tensor, summary: Summary, flat: torch.Tensor) -> None:
-        """Write the mean over ranks into ``flat`` from the reduced codes of all units."""
+    def decode_mean(self, data: torch.Tensor, summary: Summary, begin: int, end: int, flat: torch.Tensor) -> None:
+        """Write the mean over ranks into ``flat`` from the reduced codes of units ``begin .. end``.
+
+        ``begin`` is a multiple of ``grain``; ``data`` may be longer.
+        """
 
     @abstractmethod
     def decode_rows(self, rows: torch.Tensor, summary: Summary, flat: torch.Tensor) -> None:

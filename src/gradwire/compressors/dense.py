@@ -68,22 +68,26 @@ class DenseCodec(Codec):
         for row in rows[1:]:
             total.add_(row.view(torch.float32))
 
-    def decode_mean(self, data: torch.Tensor, summary: Summary, flat: torch.Tensor) -> None:
+    def decode_mean(self, data: torch.Tensor, summary: Summary, begin: int, end: int, flat: torch.Tensor) -> None:
         if flat.is_meta:
             return
-        values, at = data.view(torch.float32), 0
+        values = data.view(torch.float32)
+        first, last = begin * _LANE, min(end * _LANE, self.numel)
+        at = 0
         for start, count in self.runs:
-            flat[start : start + count].copy_(values[at : at + count])
+            low, high = max(first - at, 0), min(last - at, count)
+            if low < high:
+                flat[start + low : start + high].copy_(values[at + low - first : at + high - first])
             at += count
 
     def decode_rows(self, rows: torch.Tensor, summary: Summary, flat: torch.Tensor) -> None:
         total = torch.empty(rows.shape[1], dtype=torch.uint8, device=rows.device)
         self.reduce(rows, total)
-        self.decode_mean(total, summary, flat)
+        self.decode_mean(total, summary, 0, self.units, flat)
 
     def decode_own(self, data: torch.Tensor, summary: Summary, flat: torch.Tensor) -> None:
         values = data.view(torch.float32) * torch.tensor(1.0 / self.weight, dtype=torch.float32)
-        self.decode_mean(values.view(torch.uint8), summary, flat)
+        self.decode_mean(values.view(torch.uint8), summary, 0, self.units, flat)
 
     def is_finite(self, summary: Summary, flat: torch.Tensor) -> bool:
         return all(bool(torch.isfinite(flat[a : a + n]).all()) for a, n in self.runs)

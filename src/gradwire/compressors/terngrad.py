@@ -174,18 +174,18 @@ class TernaryCodec(Codec):
     def reduce(self, rows: torch.Tensor, out: torch.Tensor) -> None:
         self.kernels.ternary_sum(rows, out)
 
-    def decode_mean(self, data: torch.Tensor, summary: Summary, flat: torch.Tensor) -> None:
+    def decode_mean(self, data: torch.Tensor, summary: Summary, begin: int, end: int, flat: torch.Tensor) -> None:
         if flat.is_meta:
             return
         scale = _ternary(summary).scale * torch.tensor(1.0 / self.world_size, dtype=torch.float32)
-        words = data[: self.mean_bytes(self.units)]
-        self.kernels.decode(words, self.world_size, self.table, scale, 0, self.units, flat)
+        words = data[: self.mean_bytes(end - begin)]
+        self.kernels.decode(words, self.world_size, self.table, scale, begin, end, flat)
 
     def decode_rows(self, rows: torch.Tensor, summary: Summary, flat: torch.Tensor) -> None:
         if self.shared:
             total = torch.empty(self.mean_bytes(self.units), dtype=torch.uint8, device=rows.device)
             self.kernels.ternary_sum(rows, total)
-            self.decode_mean(total, summary, flat)
+            self.decode_mean(total, summary, 0, self.units, flat)
             return
         weight = torch.tensor(1.0 / self.world_size, dtype=torch.float32)
         for sender, row in enumerate(rows):

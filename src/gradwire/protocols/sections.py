@@ -54,10 +54,10 @@ def two_shot(context: Context, tag: int, sections: Sequence[Section], flat: torc
     down.write(mine, head, [out.view(1, -1) for out in reduced])
     gathered = yield AllGather(mine[0], space.get("down, received", world, down.row_bytes))
 
-    for i, (section, part) in enumerate(zip(sections, down.read(gathered, head))):
-        whole = space.get(f"whole {i}", part.numel())
-        whole.view(part.shape).copy_(part)
-        section.codec.decode_mean(whole, section.summary, flat)
+    for section, part, share in zip(sections, down.read(gathered, head), shares):
+        for owner, data in enumerate(part):
+            begin, end = min(owner * share, section.codec.units), min((owner + 1) * share, section.codec.units)
+            section.codec.decode_mean(data, section.summary, begin, end, flat)
     return _outcome(context, sections, bodies, flat)
 
 

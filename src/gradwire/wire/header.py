@@ -20,6 +20,7 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from gradwire.errors import PayloadError
@@ -48,9 +49,10 @@ class Header:
             MAGIC, WIRE_VERSION, self.tag, self.round & 0xFFFFFFFF, self.bucket, self.chunk, self.body_bytes
         )
 
-    def to_tensor(self) -> torch.Tensor:
-        """Give the sixteen bytes as a uint8 tensor."""
-        return torch.frombuffer(bytearray(self.to_bytes()), dtype=torch.uint8)
+    def write(self, rows: torch.Tensor) -> None:
+        """Write the sixteen bytes at the start of each row."""
+        # By numpy: this happens several times a bucket, and costs a tenth of the same in tensor operations.
+        rows.numpy()[:, :HEADER_BYTES] = np.frombuffer(self.to_bytes(), np.uint8)
 
 
 def check_rows(rows: torch.Tensor, expected: Header) -> None:
@@ -62,7 +64,7 @@ def check_rows(rows: torch.Tensor, expected: Header) -> None:
     size = HEADER_BYTES + expected.body_bytes
     if rows.dim() != 2 or rows.shape[1] != size:
         raise PayloadError(f"payloads of {size} bytes were expected, {tuple(rows.shape)} arrived")
-    if rows.is_meta or bool((rows[:, :HEADER_BYTES] == expected.to_tensor()).all()):
+    if rows.is_meta or rows.numpy()[:, :HEADER_BYTES].tobytes() == expected.to_bytes() * len(rows):
         return
     for sender, row in enumerate(rows):
         _explain(sender, bytes(row[:HEADER_BYTES].tolist()), expected)

@@ -43,7 +43,7 @@ class Rows:
         """Fill payloads: the header in each row, then row r of each body (``[ranks, size]``)."""
         if rows.is_meta:
             return
-        rows[:, :HEADER_BYTES] = header.to_tensor()
+        header.write(rows)
         for section, body in zip(self.sections(rows), bodies):
             section.copy_(body)
 
