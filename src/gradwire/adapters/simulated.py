@@ -59,7 +59,7 @@ class SimulatedLink:
         """Exchange one round.
 
         Args:
-            gradients: Float32 ``[world_size, numel]``, overwritten in parts: row r holds worker r's gradients, parameter after
+            gradients: Float32 ``[world_size, numel]``, overwritten: row r holds worker r's gradients, parameter after
                 parameter, each in memory order.
 
         Returns:

@@ -16,9 +16,7 @@ __all__ = ["simulate_ranks"]
 T = TypeVar("T")
 
 
-def simulate_ranks(
-    generators: Sequence[Exchange[T]], meters: Sequence[Meter], *, leader_only: bool = False
-) -> list[T]:
+def simulate_ranks(generators: Sequence[Exchange[T]], meters: Sequence[Meter], *, leader_only: bool = False) -> list[T]:
     """Run one generator a rank to its end and return what each returned.
 
     With ``leader_only``, stop when rank 0 has ended, and return its result alone: after the last exchange the others

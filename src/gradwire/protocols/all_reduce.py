@@ -51,6 +51,7 @@ def _reduce_part(context: Context, part: torch.Tensor, dtype: torch.dtype) -> Ex
         part.mul_(torch.tensor(1.0 / context.world_size, dtype=dtype))
         reply = yield Reduce(part, "sum")
     else:
-        reply = yield Reduce(part.to(dtype).div_(context.world_size), "sum")
+        room = context.workspace.get(f"cast to {dtype}", part.numel() * dtype.itemsize).view(dtype)
+        reply = yield Reduce(room.copy_(part).div_(context.world_size), "sum")
     if reply is not part:
         part.copy_(reply)
