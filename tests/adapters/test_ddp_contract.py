@@ -118,6 +118,22 @@ def test_refusals_say_what_to_do(three_ranks: Any) -> None:
         assert part in sentence
 
 
+def refuse_one_rank() -> str:
+    import torch.distributed as dist
+
+    module = layers(2)
+    if dist.get_rank() == 1:
+        with torch.no_grad():
+            module[0].bias[0] = float("inf")
+    return refusal(lambda: gw.Link(module.named_parameters(), "terngrad"))
+
+
+def test_a_refusal_on_one_rank_reaches_the_others(three_ranks: Any) -> None:
+    found = three_ranks(refuse_one_rank)
+    assert found[1].startswith("IncompatibleError: parameter '0.bias' holds a NaN or inf")
+    assert found[0] == found[2] == found[1].replace("Error: ", "Error: rank 1: ")
+
+
 def refuse_tuple() -> str:
     from gradwire.adapters.ddp import _exchange
 
@@ -253,7 +269,7 @@ def run_resumed(folder: str, stop: int | None) -> tuple[str, int]:
         optimizer.zero_grad()
         square_loss(ddp, dist.get_rank(), step).backward()
         optimizer.step()
-    rounds = link.traffic().rounds
+    rounds = link.diagnostics()["rounds"]
     link.close()
     return digest(module), rounds
 
@@ -321,8 +337,8 @@ def run_checked_corruption() -> str:
     real = TernaryCodec.decode_mean
     if dist.get_rank() == 1:
 
-        def wrong(self: Any, data: Any, summary: Any, flat: torch.Tensor) -> None:
-            real(self, data, summary, flat)
+        def wrong(self: Any, data: Any, summary: Any, begin: int, end: int, flat: torch.Tensor) -> None:
+            real(self, data, summary, begin, end, flat)
             flat[7] += 1e-3
 
         TernaryCodec.decode_mean = wrong  # type: ignore[method-assign]

@@ -277,6 +277,22 @@ def run_against_ddp(method: str | None, ddp_options: dict[str, Any]) -> str:
     return digest(module)
 
 
+def run_mixed_fp32(attach: bool) -> str:
+    import torch.distributed as dist
+
+    module = Mixed()
+    ddp = DistributedDataParallel(module)
+    link = gw.attach(ddp, "fp32") if attach else None
+    train(module, ddp, square_loss, dist.get_rank(), STEPS)
+    if link is not None:
+        link.close()
+    return digest(module)
+
+
+def test_fp32_leaves_a_bfloat16_layer_as_ddp_does(three_ranks: Any) -> None:
+    assert three_ranks(run_mixed_fp32, True) == three_ranks(run_mixed_fp32, False)
+
+
 @pytest.mark.parametrize(
     "ddp_options",
     [

@@ -17,14 +17,14 @@ from gradwire import catalogue
 from gradwire.adapters.buckets import Planner
 from gradwire.adapters.diagnostics import Diagnostics
 from gradwire.adapters.failures import Breakage
-from gradwire.adapters.handshake import agree
+from gradwire.adapters.handshake import agreement
 from gradwire.adapters.options import Options
 from gradwire.adapters.task import Task
 from gradwire.algorithms import Plan
 from gradwire.compressors import Cast
 from gradwire.errors import HyperparameterError, IncompatibleError
 from gradwire.groups import Lane, RollCall, Traffic, dense_bytes
-from gradwire.methods import Method
+from gradwire.methods import Method, require
 from gradwire.protocols import Context, Workspace
 from gradwire.segments import flat_view
 from gradwire.version import __version__
@@ -35,6 +35,7 @@ LANES = 2
 """Lanes on CPU, where a lane's thread computes and sends by turns."""
 
 DIAGNOSTICS_INTERVAL = 100
+"""Rounds from one measurement of :meth:`Link.diagnostics` to the next."""
 
 
 class Link:
@@ -76,18 +77,19 @@ class Link:
         optimizer: Any = None,
         **options: Any,
     ) -> None:
-        self.method = catalogue.method(method)
-        self.options = _options(options)
-        self.grad_scaler, self.optimizer = grad_scaler, optimizer
-        self._parameters = _named(parameters)
         self.group = group if group is not None else _default_group()
         self.rank, self.world_size = self.group.rank(), self.group.size()
-        _check(self._parameters, self.world_size)
+        self.grad_scaler, self.optimizer = grad_scaler, optimizer
         count = LANES if lanes is None else lanes
-        if not isinstance(count, int) or count < 1:
-            raise HyperparameterError(f"lanes: a whole number of at least 1 is needed, not {lanes!r}")
-        token = agree(self._fields(count), self.group)
-        self._planner = Planner(self.method, self._parameters, self.world_size, self.options)
+        with agreement(self.group) as mine:
+            self.method = catalogue.method(method)
+            self.options = _options(options)
+            self._parameters = _named(parameters)
+            _check(self._parameters, self.world_size)
+            require(isinstance(count, int) and count >= 1, "lanes", f"at least 1 is needed, not {lanes!r}")
+            self._planner = Planner(self.method, self._parameters, self.world_size, self.options)
+            mine.fields = self._fields(count)
+        token = mine.token
         store = dist.PrefixStore(f"gradwire/{token}", dist.distributed_c10d._get_default_store())
         timeout = self.group._get_backend(torch.device("cpu")).options._timeout
         self._lanes = [
@@ -99,6 +101,7 @@ class Link:
         self._diagnostics = Diagnostics(DIAGNOSTICS_INTERVAL)
         self._lock = threading.Lock()
         self.round = 0
+        self._rounds_here = 0
         self.skipped_rounds = 0
         self._elements = 0
         self._open_buckets = 0
@@ -146,6 +149,7 @@ class Link:
         task.submit(self._lanes)
         if last:
             self.round += 1
+            self._rounds_here += 1
         return task.future
 
     def reduce_(self) -> None:
@@ -215,7 +219,7 @@ class Link:
             received_bytes=sum(m.received_bytes for m in meters),
             dense_bytes=dense_bytes(self._elements, self.world_size),
             elements=self._elements,
-            rounds=self.round,
+            rounds=self._rounds_here,
             buffer_bytes=self.buffer_bytes(),
         )
 

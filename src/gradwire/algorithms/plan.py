@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gradwire.compressors import Cast, Compressor, DenseCodec, NoSummary
+from gradwire.compressors import FP32, Cast, Compressor, DenseCodec, NoSummary
 from gradwire.errors import IncompatibleError
 from gradwire.methods import Method
 from gradwire.ops import Exchange, Reduce
@@ -79,7 +79,7 @@ def make_plan(
     """
     if isinstance(method, Cast):
         _check_collective(method, collective)
-        return CastPlan(torch.float32 if warm_up else method.dtype, segments)
+        return CastPlan(None if warm_up or isinstance(method, FP32) else method.dtype, segments)
     if isinstance(method, Compressor):
         _check_collective(method, collective)
         if warm_up:
@@ -96,12 +96,15 @@ def _check_collective(method: Method, collective: str) -> None:
 
 
 class CastPlan(Plan):
-    """One all-reduce of the whole bucket: cutting it would change the order of the backend's sum."""
+    """One all-reduce of the whole bucket: cutting it would change the order of the backend's sum.
+
+    Without a ``dtype`` the bucket travels in its own, as in DDP.
+    """
 
     chunks = 1
     collective = "all_reduce"
 
-    def __init__(self, dtype: torch.dtype, segments: Sequence[Segment]) -> None:
+    def __init__(self, dtype: torch.dtype | None, segments: Sequence[Segment]) -> None:
         self.dtype, self.segments = dtype, segments
 
     def prepare(self, context: Context, flat: torch.Tensor) -> Exchange[None]:
@@ -109,7 +112,7 @@ class CastPlan(Plan):
         yield
 
     def run(self, context: Context, flat: torch.Tensor, prepared: None) -> Exchange[Outcome]:
-        return (yield from all_reduce(context, flat, self.dtype, self.segments))
+        return (yield from all_reduce(context, flat, self.dtype or flat.dtype, self.segments))
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,10 +137,11 @@ class SectionPlan(Plan):
         seed: int,
         chunk_numel: int,
     ) -> None:
-        self.method, self.kernels, self.collective = method, kernels, collective
-        self.segments = [s for s in segments if not s.dense and s.numel]
-        self.tag = method.tag if self.segments else DENSE_TAG
-        position = {s: i for i, s in enumerate(self.segments)}
+        self.collective = collective
+        compressed = [s for s in segments if not s.dense and s.numel]
+        self.tag = method.tag if compressed else DENSE_TAG
+        self._whole = method.codec(kernels, compressed, world_size, seed) if compressed else None
+        position = {s: i for i, s in enumerate(compressed)}
         self._chunks = []
         # Unshared scalers travel in the payload of their segments, so those may not be cut.
         limit = chunk_numel if collective == "two_shot" else 1 << 62
@@ -150,9 +154,9 @@ class SectionPlan(Plan):
         self.chunks = len(self._chunks)
 
     def prepare(self, context: Context, flat: torch.Tensor) -> Exchange[Any]:
-        if not self.segments:
+        if self._whole is None:
             return None
-        summary = self.method.summarise(self.kernels, flat, self.segments)
+        summary = self._whole.summarise(flat)
         shared = None if summary.shared is None else (yield Reduce(summary.shared.clone(), "max"))
         return summary, shared
 
@@ -161,7 +165,7 @@ class SectionPlan(Plan):
         sections = []
         if chunk.compressed is not None:
             summary, shared = prepared
-            sections.append(Section(chunk.compressed, self.method.select(summary, chunk.index, shared)))
+            sections.append(Section(chunk.compressed, summary.select(chunk.index, shared)))
         if chunk.dense is not None:
             sections.append(Section(chunk.dense, NoSummary()))
         return (yield from PROTOCOLS[self.collective](context, self.tag, sections, flat))

@@ -36,6 +36,12 @@ class Summary(Protocol):
     def shared(self) -> torch.Tensor | None:
         """Float32 values to be replaced by their maximum over all ranks; None where nothing is shared."""
 
+    def select(self, index: torch.Tensor, shared: torch.Tensor | None) -> Summary:
+        """Give the summary of a chunk whose segment i is a piece of segment ``index[i]`` of the bucket.
+
+        ``shared`` is what came back of :attr:`shared`.
+        """
+
 
 class Codec(ABC):
     """A compressor bound to the segments it serves: one section of a payload.
@@ -46,6 +52,10 @@ class Codec(ABC):
 
     units: int
     grain: int
+
+    @abstractmethod
+    def summarise(self, flat: torch.Tensor) -> Summary:
+        """Measure the segments, which must be whole parameters."""
 
     @abstractmethod
     def payload_bytes(self, units: int) -> int:
@@ -89,14 +99,6 @@ class Compressor(Method):
 
     tag: ClassVar[int]
     """Unique number of the wire format, 1 to 127."""
-
-    @abstractmethod
-    def summarise(self, kernels: Kernels, flat: torch.Tensor, segments: Sequence[Segment]) -> Summary:
-        """Measure whole parameters."""
-
-    @abstractmethod
-    def select(self, summary: Summary, index: torch.Tensor, shared: torch.Tensor | None) -> Summary:
-        """Give the summary of a chunk whose segment i belongs to segment ``index[i]`` of the bucket."""
 
     @abstractmethod
     def codec(self, kernels: Kernels, segments: Sequence[Segment], world_size: int, seed: int) -> Codec:

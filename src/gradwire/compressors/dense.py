@@ -20,6 +20,9 @@ class NoSummary:
 
     shared: torch.Tensor | None = None
 
+    def select(self, index: torch.Tensor, shared: torch.Tensor | None) -> NoSummary:
+        return self
+
 
 class DenseCodec(Codec):
     """The mean as sum over ranks of x_r * float32(1 / world_size), added in the order of ranks.
@@ -46,6 +49,9 @@ class DenseCodec(Codec):
         self.numel = sum(count for _, count in self.runs)
         self.units = -(-self.numel // _LANE)
         self.weight = 1.0 / world_size
+
+    def summarise(self, flat: torch.Tensor) -> NoSummary:
+        return NoSummary()
 
     def payload_bytes(self, units: int) -> int:
         return ALIGNMENT * units

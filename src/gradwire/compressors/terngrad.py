@@ -100,27 +100,14 @@ class TernGrad(Compressor):
         """Trits with different scalers do not add up to integers, so only a gather can carry them."""
         return ("two_shot", "all_gather") if self.share_scaler else ("all_gather",)
 
-    def summarise(self, kernels: Kernels, flat: torch.Tensor, segments: Sequence[Segment]) -> TernarySummary:
-        moments = kernels.moments(flat, _table(segments, 0))
-        scale = moments.max_abs
-        limit = torch.full_like(scale, math.inf)
-        if self.clip is not None:
-            limit = (moments.std * self.clip).to(torch.float32)
-            # A constant parameter has no deviation, yet a gradient: clipping it to zero would lose it for good.
-            limit = torch.where(limit > 0, limit, math.inf)
-            finite = torch.isfinite(scale)
-            scale = torch.where(finite, torch.minimum(scale, limit), scale)
-        scale = torch.where(scale > 0, scale.clamp(min=SMALLEST_SCALE), scale)
-        return TernarySummary(scale if self.share_scaler else None, scale, limit)
-
-    def select(self, summary: Summary, index: torch.Tensor, shared: torch.Tensor | None) -> TernarySummary:
-        if not isinstance(summary, TernarySummary):
-            raise TypeError(f"TernGrad cannot use a {type(summary).__name__}")
-        scale = summary.scale if shared is None else shared
-        return TernarySummary(summary.shared, scale[index], summary.limit[index])
-
     def codec(self, kernels: Kernels, segments: Sequence[Segment], world_size: int, seed: int) -> TernaryCodec:
-        return TernaryCodec(kernels, _table(segments, seed), world_size, self.share_scaler)
+        table = SegmentTable(
+            offset=[s.offset for s in segments],
+            numel=[s.numel for s in segments],
+            start=[s.start for s in segments],
+            key=[parameter_key(seed, s.parameter.name, "ternary") for s in segments],
+        )
+        return TernaryCodec(kernels, table, world_size, self)
 
 
 @dataclass(frozen=True)
@@ -131,14 +118,9 @@ class TernarySummary:
     scale: torch.Tensor
     limit: torch.Tensor
 
-
-def _table(segments: Sequence[Segment], seed: int) -> SegmentTable:
-    return SegmentTable(
-        offset=[s.offset for s in segments],
-        numel=[s.numel for s in segments],
-        start=[s.start for s in segments],
-        key=[parameter_key(seed, s.parameter.name, "ternary") for s in segments],
-    )
+    def select(self, index: torch.Tensor, shared: torch.Tensor | None) -> TernarySummary:
+        scale = self.scale if shared is None else shared
+        return TernarySummary(self.shared, scale[index], self.limit[index])
 
 
 class TernaryCodec(Codec):
@@ -148,12 +130,25 @@ class TernaryCodec(Codec):
     :meth:`decode_rows` applies.
     """
 
-    def __init__(self, kernels: Kernels, table: SegmentTable, world_size: int, shared: bool) -> None:
-        self.kernels, self.table, self.world_size, self.shared = kernels, table, world_size, shared
+    def __init__(self, kernels: Kernels, table: SegmentTable, world_size: int, method: TernGrad) -> None:
+        self.kernels, self.table, self.world_size = kernels, table, world_size
+        self.clip, self.shared = method.clip, method.share_scaler
         self.units = table.groups
         digits = digit_layout(2 * world_size + 1).digits
         self.grain = digits // math.gcd(5, digits)
-        self.side_bytes = 0 if shared else padded(4 * len(table.numel))
+        self.side_bytes = 0 if self.shared else padded(4 * len(table.numel))
+
+    def summarise(self, flat: torch.Tensor) -> TernarySummary:
+        moments = self.kernels.moments(flat, self.table)
+        scale = moments.max_abs
+        limit = torch.full_like(scale, math.inf)
+        if self.clip is not None:
+            limit = (moments.std * self.clip).to(torch.float32)
+            # A constant parameter has no deviation, yet a gradient: clipping it to zero would lose it for good.
+            limit = torch.where(limit > 0, limit, math.inf)
+            scale = torch.where(torch.isfinite(scale), torch.minimum(scale, limit), scale)
+        scale = torch.where(scale > 0, scale.clamp(min=SMALLEST_SCALE), scale)
+        return TernarySummary(scale if self.shared else None, scale, limit)
 
     def payload_bytes(self, units: int) -> int:
         return self.side_bytes + ALIGNMENT * units

@@ -48,7 +48,7 @@ def all_reduce(
 
 def _reduce_part(context: Context, part: torch.Tensor, dtype: torch.dtype) -> Exchange[None]:
     if part.dtype == dtype:
-        part.mul_(torch.tensor(1.0 / context.world_size, dtype=dtype))
+        part.mul_(1.0 / context.world_size)
         reply = yield Reduce(part, "sum")
     else:
         room = context.workspace.get(f"cast to {dtype}", part.numel() * dtype.itemsize).view(dtype)
