@@ -17,6 +17,7 @@ from gradwire.experiments.errors import UsageError
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
+@pytest.mark.repository
 def test_flags_reach_torchrun_and_words_reach_the_script() -> None:
     script = EXAMPLES / "plain_ddp.py"
     words = command({"nproc-per-node": "4", "nnodes": None}, False, script, ["--steps", "3"])
