@@ -27,6 +27,10 @@ def test_golden_header() -> None:
     assert len(HEADER.to_bytes()) == HEADER_BYTES == ALIGNMENT == 16
 
 
+def test_large_counters_wrap() -> None:
+    assert Header(1, 2**32 + 258, 2**16 + 3, 2**16 + 4, 32).to_bytes() == HEADER.to_bytes()
+
+
 def test_rows_round_trip() -> None:
     layout = Rows([16, 16])
     made = rows()

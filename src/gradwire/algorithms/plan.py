@@ -143,9 +143,7 @@ class SectionPlan(Plan):
         self._whole = method.codec(kernels, compressed, world_size, seed) if compressed else None
         position = {s: i for i, s in enumerate(compressed)}
         self._chunks = []
-        # Unshared scalers travel in the payload of their segments, so those may not be cut.
-        limit = chunk_numel if collective == "two_shot" else 1 << 62
-        for pieces in cut([s for s in segments if s.numel], limit):
+        for pieces in cut([s for s in segments if s.numel], chunk_numel):
             ours = [(piece, position[whole]) for piece, whole in pieces if not piece.dense]
             rest = [piece for piece, _ in pieces if piece.dense]
             codec = method.codec(kernels, [p for p, _ in ours], world_size, seed) if ours else None

@@ -7,8 +7,8 @@ Layout, little endian::
     2       1      wire version, WIRE_VERSION
     3       1      tag of the method that wrote the body
     4       4      round mod 2^32
-    8       2      bucket
-    10      2      chunk
+    8       2      bucket mod 2^16
+    10      2      chunk mod 2^16
     12      4      bytes of the body that follows
 
 A receiver knows every field beforehand, so a header that differs in any bit is an error, named by field: bytes of
@@ -45,9 +45,11 @@ class Header:
 
     def to_bytes(self) -> bytes:
         """Write the sixteen bytes."""
-        return _STRUCT.pack(
-            MAGIC, WIRE_VERSION, self.tag, self.round & 0xFFFFFFFF, self.bucket, self.chunk, self.body_bytes
-        )
+        return _STRUCT.pack(MAGIC, WIRE_VERSION, *self.fields())
+
+    def fields(self) -> tuple[int, ...]:
+        """Give tag, round, bucket, chunk and length as they are written."""
+        return self.tag, self.round & 0xFFFFFFFF, self.bucket & 0xFFFF, self.chunk & 0xFFFF, self.body_bytes
 
     def write(self, rows: torch.Tensor) -> None:
         """Write the sixteen bytes at the start of each row."""
@@ -75,14 +77,7 @@ def _explain(sender: int, head: bytes, expected: Header) -> None:
     if magic != MAGIC:
         raise PayloadError(f"payload from rank {sender}: not a gradwire payload (it starts with {magic!r})")
     found = (version, tag, round_, bucket, chunk, body_bytes)
-    wanted = (
-        WIRE_VERSION,
-        expected.tag,
-        expected.round & 0xFFFFFFFF,
-        expected.bucket,
-        expected.chunk,
-        expected.body_bytes,
-    )
+    wanted = (WIRE_VERSION, *expected.fields())
     names = ("wire version", "method tag", "round", "bucket", "chunk", "body length in bytes")
     for name, have, want in zip(names, found, wanted):
         if have != want:
