@@ -25,3 +25,5 @@ esac
 cp -r "$repo/tests" "$work/empty/tests"
 cp "$repo/pyproject.toml" "$work/empty/"
 "$python" -m pytest -n 2 --dist loadfile -q -m "not ranks and not repository" tests
+# And real ranks, in every mode of DDP.
+"$python" -m pytest -q tests/adapters/test_ddp_modes.py

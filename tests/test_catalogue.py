@@ -72,6 +72,13 @@ def test_bad_specs_are_one_clear_error(spec: str, part: str) -> None:
     assert isinstance(caught.value, ValueError)
 
 
+def test_a_spec_of_another_number_type_is_the_same_spec() -> None:
+    import numpy as np
+
+    for clip in (2, 2.0, np.float64(2)):
+        assert repr(gw.TernGrad(clip=clip)) == "TernGrad(clip=2.0, share_scaler=True)"
+
+
 def test_not_a_spec_at_all() -> None:
     with pytest.raises(gw.HyperparameterError, match="not 3"):
         gw.method(3)  # type: ignore[arg-type]

@@ -215,6 +215,8 @@ def reload_module() -> tuple[list[str], list[str], str]:
     import torch.distributed as dist
 
     module = layers(3)
+    # A buffer too, which is counted by a hook of the module's.
+    module[0].register_buffer("count", torch.zeros(3))
     ddp = DistributedDataParallel(module)
     link = gw.attach(ddp, "terngrad")
     buffer = io.BytesIO()
@@ -324,6 +326,67 @@ def test_a_loop_without_ddp(three_ranks: Any) -> None:
 
 def test_a_loop_without_ddp_channels_last(three_ranks: Any) -> None:
     assert len({d for d, _ in three_ranks(run_without_ddp, True)}) == 1
+
+
+def run_closed() -> list[str]:
+    import torch.distributed as dist
+
+    ddp = DistributedDataParallel(layers(2))
+    link = gw.attach(ddp, "terngrad")
+    square_loss(ddp, dist.get_rank(), 0).backward()
+    link.close()
+    found = [refusal(lambda: square_loss(ddp, dist.get_rank(), 1).backward(), error=Exception)]
+    named = list(layers(2).named_parameters())
+    for options in ({"backend": "cpuu"}, {"backend": "meta"}, {"exclude": None}, {"exclude": [1]}):
+        found.append(refusal(lambda options=options: gw.Link(named, "terngrad", **options), error=Exception))
+    return found
+
+
+def test_what_is_refused_before_anything_hangs(three_ranks: Any) -> None:
+    for found in three_ranks(run_closed):
+        assert "this link was closed" in found[0]
+        assert found[1].startswith("HyperparameterError")
+        assert "did you mean 'cpu'" in found[1]
+        assert found[2].startswith("HyperparameterError: backend")
+        assert found[3].startswith("HyperparameterError: exclude")
+        assert found[4].startswith("HyperparameterError: exclude")
+
+
+def run_all_bad() -> tuple[int, int, float]:
+    import torch.distributed as dist
+
+    ddp = DistributedDataParallel(layers(6), bucket_cap_mb=CAP)
+    link = gw.attach(ddp, "terngrad")
+    for step in range(4):
+        loss = square_loss(ddp, dist.get_rank(), step)
+        (loss * float("inf") if step >= 2 else loss).backward()
+        ddp.zero_grad()
+    found = link.diagnostics()
+    link.close()
+    return found["skipped_rounds"], found["rounds"], found["parameters"]["3.weight"]["cosine"]
+
+
+def test_skipped_rounds_are_rounds_not_buckets(three_ranks: Any) -> None:
+    for skipped, rounds, _ in three_ranks(run_all_bad):
+        assert (skipped, rounds) == (2, 4)
+
+
+def run_buffers() -> list[int]:
+    import torch.distributed as dist
+
+    module = nn.Sequential(nn.Linear(32, 64), nn.BatchNorm1d(64), nn.Linear(64, 64))
+    ddp = DistributedDataParallel(module)
+    link = gw.attach(ddp, "terngrad")
+    for step in range(3):
+        ddp(batch(dist.get_rank(), step, (8, 32))).square().mean().backward()
+    found = link.traffic().buffer_bytes
+    link.close()
+    return [found]
+
+
+def test_buffer_broadcasts_have_their_own_row(three_ranks: Any) -> None:
+    # Running mean and variance, 64 floats each, and a counter of 8 bytes: three times, to two other ranks.
+    assert sum(n for found in three_ranks(run_buffers) for n in found) == 3 * 2 * (2 * 64 * 4 + 8)
 
 
 def run_checked_corruption() -> str:

@@ -110,6 +110,18 @@ def test_edges(method: gw.Method, world_size: int) -> None:
     assert torch.equal(mean["a"], torch.ones(3, 5))
 
 
+def test_simulate_takes_any_memory_order_and_refuses_other_shapes() -> None:
+    x = torch.randn(2, 3, 4, 5, generator=torch.Generator().manual_seed(0))
+    workers = [{"w": x.to(memory_format=torch.channels_last)}, {"w": x}]
+    assert torch.equal(gw.simulate(workers, "fp32").mean["w"], x)
+    gaps = torch.arange(60.0).view(6, 10).t()[:5]
+    assert torch.equal(gw.simulate([{"w": gaps}, {"w": gaps}], "fp32").mean["w"], gaps)
+    with pytest.raises(gw.IncompatibleError, match="different shapes"):
+        gw.simulate([{"w": torch.ones(2, 3)}, {"w": torch.ones(3, 2)}], "fp32")
+    with pytest.raises(gw.HyperparameterError, match="unknown option 'lane'"):
+        gw.SimulatedLink([("w", x)], "fp32", 2, lane=3)
+
+
 @pytest.mark.parametrize("method", ALL, ids=repr)
 def test_half_precision_input(method: gw.Method) -> None:
     g = gradients(3, 500, tail=0).bfloat16()

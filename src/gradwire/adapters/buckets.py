@@ -13,7 +13,7 @@ from gradwire.algorithms import Plan, make_plan
 from gradwire.compressors import Cast
 from gradwire.groups import dry_run
 from gradwire.kernels import Kernels, get_kernels
-from gradwire.methods import Method
+from gradwire.methods import Method, require
 from gradwire.segments import Parameter, Segment, lay_out
 
 __all__ = ["Planner", "warm_up"]
@@ -39,13 +39,24 @@ class Planner:
         self.chosen: dict[str, int] = {}
         self._collectives = options.collectives(method)
         self._plans: dict[tuple[tuple[str, ...], bool], Plan] = {}
+        self._last_used: dict[tuple[tuple[str, ...], bool], int] = {}
 
     @property
     def kernels(self) -> Kernels:
         """The backend, compiled when first asked for."""
         if self._kernels is None:
+            require(self.options.backend != "meta", "backend", "'meta' computes nothing: it is for dry runs")
             self._kernels = get_kernels(self.options.backend)
         return self._kernels
+
+    def compile(self) -> float:
+        """Compile what the method will call; return the seconds it took.
+
+        Raises:
+            HyperparameterError: there is no such backend.
+            BackendError: the backend is not installed.
+        """
+        return 0.0 if isinstance(self.method, Cast) else self.kernels.warm_up()
 
     @property
     def backend(self) -> str:
@@ -60,7 +71,11 @@ class Planner:
         """Give the plan of a bucket that holds these whole parameters, in this order."""
         key = (tuple(names), self.is_warm_up(round))
         if key not in self._plans:
+            # DDP lays its buckets out anew after the first step, and warm-up ends: what no round uses any more goes.
+            for old in [k for k, last in self._last_used.items() if last < round]:
+                del self._plans[old], self._last_used[old]
             self._plans[key] = self._make(*key)
+        self._last_used[key] = round
         return self._plans[key]
 
     def segments(self, names: Sequence[str]) -> list[Segment]:

@@ -36,7 +36,7 @@ def save(link: Link, folder: str | os.PathLike[str]) -> None:
     """Save a link's state (collective): ``common.pt`` by rank 0, ``rank-R.pt`` by every rank.
 
     Raises:
-        GradwireError: a file could not be written, on this rank or on another.
+        IncompatibleError: a file could not be written, on this rank or on another.
     """
     target = Path(folder)
     problem: str | None = None
@@ -50,11 +50,7 @@ def save(link: Link, folder: str | os.PathLike[str]) -> None:
             write_atomically({"world_size": world_size, **state}, target / "common.pt")
     except (GradwireError, OSError) as error:
         problem = str(error)
-    problems: list[str | None] = [None] * link.world_size
-    dist.all_gather_object(problems, problem, group=link.group)
-    for rank, found in enumerate(problems):
-        if found is not None:
-            raise GradwireError(f"rank {rank}: {found}")
+    _share(link, problem)
 
 
 def load(link: Link, folder: str | os.PathLike[str]) -> None:
@@ -64,15 +60,36 @@ def load(link: Link, folder: str | os.PathLike[str]) -> None:
     rank alone stays with the ranks that still exist, and the others start without.
 
     Raises:
-        IncompatibleError: there is no such state, or it cannot be read.
+        IncompatibleError: there is no such state, or it cannot be read, on this rank or on another.
     """
     source = Path(folder)
-    state = _read(source / "common.pt")
-    if link.rank < int(state.pop("world_size")["value"]):
-        state["rank"] = _read(source / f"rank-{link.rank}.pt")["rank"]
-    else:
-        state["rank"] = {}
+    problem: str | None = None
+    state: dict[str, dict[str, torch.Tensor]] = {}
+    try:
+        state = _read(source / "common.pt")
+        if link.rank < int(state.pop("world_size")["value"]):
+            state["rank"] = _read(source / f"rank-{link.rank}.pt")["rank"]
+        else:
+            state["rank"] = {}
+    except GradwireError as error:
+        problem = str(error)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        problem = f"{source} does not hold the state of a link: {error!r}"
+    _share(link, problem)
     link.load_state_dict(state)
+
+
+def _share(link: Link, problem: str | None) -> None:
+    """Tell all ranks of one another's problems (collective).
+
+    Raises:
+        IncompatibleError: on every rank alike, naming the first rank that has one.
+    """
+    problems: list[str | None] = [None] * link.world_size
+    dist.all_gather_object(problems, problem, group=link.group)
+    for rank, found in enumerate(problems):
+        if found is not None:
+            raise IncompatibleError(f"rank {rank}: {found}")
 
 
 def _read(path: Path) -> dict[str, dict[str, torch.Tensor]]:

@@ -80,7 +80,7 @@ def attach(
     )
     module._comm_hooks.clear()
     module.register_comm_hook(_Hooked(module, link), _exchange)
-    link.buffer_bytes = _buffer_counter(module, link)
+    _count_buffers(module, link)
     return link
 
 
@@ -142,19 +142,28 @@ def _check(module: DistributedDataParallel, group: dist.ProcessGroup | None) -> 
     return own
 
 
-def _buffer_counter(module: DistributedDataParallel, link: Link) -> Any:
-    """Count DDP's broadcasts of buffers: one before each forward in training, from rank 0 to all."""
+class _BufferCounter:
+    """Counts DDP's broadcasts of buffers: one from rank 0 to all before each synchronised forward.
+
+    A forward pre-hook of the module, and pickled with it.
+    """
+
+    def __init__(self, bytes_of_one: int) -> None:
+        self.bytes_of_one, self.calls = bytes_of_one, 0
+
+    def __call__(self, module: DistributedDataParallel, _inputs: object) -> None:
+        self.calls += bool(module.broadcast_buffers and module.require_forward_param_sync)
+
+    def total(self) -> int:
+        return self.calls * self.bytes_of_one
+
+
+def _count_buffers(module: DistributedDataParallel, link: Link) -> None:
     size = sum(b.numel() * b.element_size() for b in module.module.buffers())
-    calls = 0
-
-    def before_forward(_module: object, _inputs: object) -> None:
-        nonlocal calls
-        calls += bool(module.training and module.broadcast_buffers and module.require_forward_param_sync)
-
     if size and module.broadcast_buffers:
-        module.register_forward_pre_hook(before_forward)
-    sent = size * _broadcast_copies(link.rank, link.world_size)
-    return lambda: calls * sent
+        counter = _BufferCounter(size * _broadcast_copies(link.rank, link.world_size))
+        module.register_forward_pre_hook(counter)
+        link.buffer_bytes = counter.total
 
 
 def _broadcast_copies(rank: int, world_size: int) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Sequence
 
@@ -33,14 +32,12 @@ class Diagnostics:
         rows = {}
         for s in segments:
             g, e = gradient[s.offset : s.offset + s.numel], sent[s.offset : s.offset + s.numel]
-            # Without a temporary: |e - g|^2 = |e|^2 + |g|^2 - 2 e.g.
             norm, other, product = float(g.norm()), float(e.norm()), float(g @ e)
             both = norm * other
-            error = math.sqrt(max(other**2 + norm**2 - 2 * product, 0.0))
             rows[s.parameter.name] = {
                 "round": round,
-                "relative_error": error / norm if norm else other,
-                "cosine": product / both if both else float(norm == other),
+                "relative_error": float((e - g).norm()) / norm if norm else other,
+                "cosine": min(1.0, max(-1.0, product / both)) if both else float(norm == other),
                 "gradient_norm": norm,
             }
         with self._lock:

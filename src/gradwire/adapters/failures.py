@@ -7,7 +7,7 @@ import threading
 from collections.abc import Sequence
 
 from gradwire.errors import ExchangeError, GradwireError
-from gradwire.groups import Failure, RollCall, WireError
+from gradwire.groups import Failure, Lane, RollCall, WireError
 
 __all__ = ["Breakage", "place"]
 
@@ -23,9 +23,9 @@ def place(bucket: int, chunk: int | None, round: int, names: Sequence[str]) -> s
 class Breakage:
     """The first failure of a link; every later exchange is refused with it."""
 
-    def __init__(self, rank: int, roll_call: RollCall) -> None:
+    def __init__(self, rank: int, roll_call: RollCall, lanes: Sequence[Lane]) -> None:
         self.error: GradwireError | None = None
-        self._rank, self._roll_call = rank, roll_call
+        self._rank, self._roll_call, self._lanes = rank, roll_call, lanes
         self._lock = threading.Lock()
 
     def record(self, error: Exception, where: str) -> GradwireError:
@@ -34,6 +34,9 @@ class Breakage:
             if self.error is None:
                 self.error = self._explain(error, where)
                 self.error.__cause__ = error
+                # Other ranks may be waiting in lanes that are idle here.
+                for lane in self._lanes:
+                    lane.hang_up()
             return self.error
 
     def refuse(self) -> None:

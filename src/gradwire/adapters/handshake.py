@@ -34,22 +34,22 @@ def agreement(group: dist.ProcessGroup) -> Iterator[Terms]:
     A rank whose preparations fail still takes part, so that the others learn of it instead of waiting for it.
 
     Raises:
-        GradwireError: what this rank's body raised.
+        Exception: what this rank's body raised.
         IncompatibleError: another rank's body failed; the message names the rank and holds its reason.
         RankMismatchError: on every rank alike, naming the first rank and field that differ from rank 0.
     """
     terms = Terms()
-    own: GradwireError | None = None
+    own: Exception | None = None
     try:
         yield terms
-    except GradwireError as error:
+    except Exception as error:
         own = error
     if group.size() == 1:
         if own is not None:
             raise own
         return
     everyone: list[tuple[str, dict[str, object], str]] = [("", {}, "") for _ in range(group.size())]
-    dist.all_gather_object(everyone, (uuid.uuid4().hex, terms.fields, str(own or "")), group=group)
+    dist.all_gather_object(everyone, (uuid.uuid4().hex, terms.fields, _text(own)), group=group)
     if own is not None:
         raise own
     for rank, (_, _, problem) in enumerate(everyone):
@@ -60,6 +60,12 @@ def agreement(group: dist.ProcessGroup) -> Iterator[Terms]:
         for name, wanted in first.items():
             if theirs.get(name) != wanted:
                 raise RankMismatchError(_sentence(rank, name, theirs.get(name), wanted))
+
+
+def _text(error: Exception | None) -> str:
+    if error is None:
+        return ""
+    return str(error) if isinstance(error, GradwireError) else f"{type(error).__name__}: {error}"
 
 
 def _sentence(rank: int, name: str, found: object, wanted: object) -> str:

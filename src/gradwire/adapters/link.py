@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
-import difflib
+import logging
 import threading
 import warnings
 import weakref
@@ -16,13 +15,13 @@ import torch.distributed as dist
 from gradwire import catalogue
 from gradwire.adapters.buckets import Planner
 from gradwire.adapters.diagnostics import Diagnostics
-from gradwire.adapters.failures import Breakage
+from gradwire.adapters.failures import Breakage, place
 from gradwire.adapters.handshake import agreement
 from gradwire.adapters.options import Options
 from gradwire.adapters.task import Task
 from gradwire.algorithms import Plan
 from gradwire.compressors import Cast
-from gradwire.errors import HyperparameterError, IncompatibleError
+from gradwire.errors import ExchangeError, HyperparameterError, IncompatibleError
 from gradwire.groups import Lane, RollCall, Traffic, dense_bytes
 from gradwire.methods import Method, require
 from gradwire.protocols import Context, Workspace
@@ -60,9 +59,13 @@ class Link:
         optimizer: For methods that need the learning rate or own the momentum.
         options: See :class:`Options`.
 
+    Attributes:
+        close: Call it to end the link's threads and connections; done also when the link is dropped.
+
     Raises:
         HyperparameterError: a spec, an option or an exclude pattern is wrong.
         IncompatibleError: the group has one rank, or a parameter cannot be exchanged.
+        BackendError: a kernel backend is not installed.
         RankMismatchError: ranks differ in version, method, options or parameters.
     """
 
@@ -83,32 +86,33 @@ class Link:
         count = LANES if lanes is None else lanes
         with agreement(self.group) as mine:
             self.method = catalogue.method(method)
-            self.options = _options(options)
+            self.options = Options.of(options)
             self._parameters = _named(parameters)
             _check(self._parameters, self.world_size)
             require(isinstance(count, int) and count >= 1, "lanes", f"at least 1 is needed, not {lanes!r}")
             self._planner = Planner(self.method, self._parameters, self.world_size, self.options)
+            _say_compiled(self._planner.compile())
+            timeout = self.group._get_backend(torch.device("cpu")).options._timeout
             mine.fields = self._fields(count)
         token = mine.token
         store = dist.PrefixStore(f"gradwire/{token}", dist.distributed_c10d._get_default_store())
-        timeout = self.group._get_backend(torch.device("cpu")).options._timeout
         self._lanes = [
             Lane(dist.PrefixStore(f"lane/{i}", store), self.rank, self.world_size, timeout, f"gradwire lane {i}")
             for i in range(count)
         ]
         self._roll_call = RollCall(store, self.rank, self.world_size)
-        self._breakage = Breakage(self.rank, self._roll_call)
+        self._breakage = Breakage(self.rank, self._roll_call, self._lanes)
+        # Threads and connections end with the link, also where it is dropped or the interpreter ends without close().
+        self.close = weakref.finalize(self, _close, self._lanes, self._roll_call)
         self._diagnostics = Diagnostics(DIAGNOSTICS_INTERVAL)
         self._lock = threading.Lock()
         self.round = 0
         self._rounds_here = 0
         self.skipped_rounds = 0
+        self._last_skipped = -1
         self._elements = 0
-        self._open_buckets = 0
-        self._finite: dict[int, list[bool | None]] = {}
-        self._spaces: dict[tuple[int, int | None], Workspace] = {}
+        self._spaces: weakref.WeakKeyDictionary[Plan, dict[int | None, Workspace]] = weakref.WeakKeyDictionary()
         self.buffer_bytes: Callable[[], int] = lambda: 0
-        _open_links.add(self)
 
     # ------------------------------------------------------------------ exchanging
 
@@ -125,12 +129,29 @@ class Link:
 
         Returns:
             A future of ``flat``.
+
+        Raises:
+            ExchangeError: the link is broken or closed, or the exchange cannot be started.
         """
+        if not self.close.alive:
+            raise ExchangeError("this link was closed: wrap the module anew and attach again")
         self._breakage.refuse()
+        try:
+            task = self._task(index, names, flat)
+        except Exception as error:
+            raise self._breakage.record(error, place(index, None, self.round, names)) from error
+        self._elements += flat.numel()
+        task.submit(self._lanes)
+        if last:
+            self.round += 1
+            self._rounds_here += 1
+        return task.future
+
+    def _task(self, index: int, names: Sequence[str], flat: torch.Tensor) -> Task:
         round = self.round
         work = flat if flat.dtype == torch.float32 or isinstance(self.method, Cast) else flat.float()
         plan = self._planner.plan(names, round)
-        task = Task(
+        return Task(
             plan=plan,
             segments=self._planner.segments(names),
             flat=flat,
@@ -143,14 +164,6 @@ class Link:
             check=self.options.check,
             ended=self._ended,
         )
-        self._elements += flat.numel()
-        with self._lock:
-            self._open_buckets += 1
-        task.submit(self._lanes)
-        if last:
-            self.round += 1
-            self._rounds_here += 1
-        return task.future
 
     def reduce_(self) -> None:
         """Replace the gradient of every parameter by its mean over ranks; for loops without DDP (collective).
@@ -182,9 +195,8 @@ class Link:
         return list(buckets.values())
 
     def _context(self, plan: Plan, bucket: int, chunk: int | None, round: int) -> Context:
-        key = (id(plan), chunk)
         with self._lock:
-            space = self._spaces.setdefault(key, Workspace())
+            space = self._spaces.setdefault(plan, {}).setdefault(chunk, Workspace())
         return Context(
             rank=self.rank,
             world_size=self.world_size,
@@ -196,13 +208,11 @@ class Link:
         )
 
     def _ended(self, task: Task) -> None:
-        """Take note that a bucket has been exchanged; the round ends with its last one."""
+        """Take note that a bucket has been exchanged. Rounds do not overlap: backward waits for all its buckets."""
         with self._lock:
-            self._finite.setdefault(task.round, []).append(task.finite)
-            self._open_buckets -= 1
-            if self._open_buckets == 0:
-                self.skipped_rounds += sum(False in found for found in self._finite.values())
-                self._finite.clear()
+            if task.finite is False and task.round != self._last_skipped:
+                self._last_skipped = task.round
+                self.skipped_rounds += 1
 
     # ------------------------------------------------------------------ what users ask
 
@@ -274,12 +284,6 @@ class Link:
         except (KeyError, TypeError, ValueError):
             raise IncompatibleError("this is not the state of a link: it has no global round") from None
 
-    def close(self) -> None:
-        """End the lanes; the link cannot be used afterwards."""
-        self._roll_call.close()
-        for lane in self._lanes:
-            lane.close()
-
     # ------------------------------------------------------------------ pickling
 
     def __reduce__(self) -> Any:
@@ -297,14 +301,15 @@ class Link:
         }
 
 
-_open_links: weakref.WeakSet[Link] = weakref.WeakSet()
+def _close(lanes: Sequence[Lane], roll_call: RollCall) -> None:
+    roll_call.close()
+    for lane in lanes:
+        lane.close()
 
 
-@atexit.register
-def _close_all() -> None:
-    # Threads that are still in a collective when the interpreter is torn down may abort the process.
-    for link in list(_open_links):
-        link.close()
+def _say_compiled(seconds: float) -> None:
+    if seconds > 1:
+        logging.getLogger("gradwire").warning("compiled kernels in %.1f s; they are kept on disk", seconds)
 
 
 class LostLink:
@@ -321,16 +326,6 @@ def _lost(spec: str) -> LostLink:
         stacklevel=2,
     )
     return LostLink(spec)
-
-
-def _options(given: dict[str, Any]) -> Options:
-    known = list(Options.__dataclass_fields__)
-    for name in given:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise HyperparameterError(f"unknown option {name!r}{hint} (known: {', '.join(known)})")
-    return Options(**given)
 
 
 def _named(parameters: Iterable[Any]) -> dict[str, torch.Tensor]:
@@ -363,6 +358,8 @@ def _check(parameters: dict[str, torch.Tensor], world_size: int) -> None:
 def _gradient(p: torch.Tensor) -> torch.Tensor:
     if p.grad is None:
         p.grad = torch.zeros_like(p)
+    if p.grad.is_sparse:
+        raise IncompatibleError("a sparse gradient cannot be exchanged; build the embedding with sparse=False")
     if p.grad.stride() != p.stride():
         # The same elements must lie at the same place on all ranks, whatever backward made of them here.
         p.grad = torch.empty_like(p).copy_(p.grad)

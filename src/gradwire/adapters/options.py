@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from typing import Any
 
 from gradwire.errors import HyperparameterError, IncompatibleError
 from gradwire.methods import Method, require
@@ -43,12 +44,29 @@ class Options:
     def __post_init__(self) -> None:
         if isinstance(self.exclude, str):
             object.__setattr__(self, "exclude", (self.exclude,))
+        listed = isinstance(self.exclude, Iterable) and all(isinstance(p, str) for p in self.exclude)
+        require(listed, "exclude", f"patterns of parameter names are needed, not {self.exclude!r}")
         object.__setattr__(self, "exclude", tuple(self.exclude))
         for name, least in (("min_numel", 0), ("warmup_steps", 0), ("chunk_numel", 1)):
             value = getattr(self, name)
             whole = isinstance(value, int) and not isinstance(value, bool)
             require(whole and value >= least, name, f"a whole number of at least {least} is needed, not {value!r}")
         require(isinstance(self.seed, int), "seed", f"a whole number is needed, not {self.seed!r}")
+
+    @classmethod
+    def of(cls, given: dict[str, Any]) -> Options:
+        """Build options from names and values.
+
+        Raises:
+            HyperparameterError: an unknown name (the nearest known one is named), or a wrong value.
+        """
+        known = list(cls.__dataclass_fields__)
+        for name in given:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                raise HyperparameterError(f"unknown option {name!r}{hint} (known: {', '.join(known)})")
+        return cls(**given)
 
     def collectives(self, method: Method) -> tuple[str, ...]:
         """Give the protocols to choose from.

@@ -27,7 +27,7 @@ class SimulatedLink:
     The bits are those of a real group for every method that declares itself bit-stable.
 
     Args:
-        parameters: (name, tensor) pairs.
+        parameters: (name, tensor) pairs; leave those out that have no gradient.
         method: A method or its spec.
         world_size: Number of workers N.
         options: See :class:`Options`; ``check`` has no meaning here.
@@ -43,11 +43,11 @@ class SimulatedLink:
         if not isinstance(world_size, int) or world_size < 1:
             raise HyperparameterError(f"world_size: at least one worker is needed, not {world_size!r}")
         self.method = catalogue.method(method)
-        self.options = Options(**options)
+        self.options = Options.of(options)
         self.world_size = world_size
-        self._parameters = {n: p for n, p in parameters if p.requires_grad or not p.is_leaf}
+        self._parameters = dict(parameters)
         if not self._parameters:
-            raise IncompatibleError("no parameter requires a gradient: there is nothing to exchange")
+            raise IncompatibleError("there is no parameter to exchange")
         self._names = list(self._parameters)
         self._planner = Planner(self.method, self._parameters, world_size, self.options)
         self._spaces = [[Workspace()] for _ in range(world_size)]
@@ -170,12 +170,17 @@ def simulate(
     workers = gradients if not isinstance(gradients, torch.Tensor) else [{"0": row} for row in gradients]
     if not len(workers) or any(w.keys() != workers[0].keys() for w in workers):
         raise IncompatibleError("every worker needs a gradient for the same names, and there is at least one worker")
-    like = {n: torch.empty_like(g, requires_grad=True) for n, g in workers[0].items()}
+    like = {n: torch.empty_like(g, requires_grad=False) for n, g in workers[0].items()}
     link = SimulatedLink(like.items(), method, len(workers), seed=seed, min_numel=0)
     link.round = round
     if state is not None:
         link.load_state_dict(state)
-    rows = torch.stack([torch.cat([flat_view(w[n]).float() for n in like]) for w in workers])
+    if any(w[n].shape != p.shape for w in workers for n, p in like.items()):
+        raise IncompatibleError("the gradients of one name have different shapes")
+    # In the memory order of the first worker's, whatever the order or the gaps of the others'.
+    rows = torch.stack(
+        [torch.cat([flat_view(torch.empty_like(p).copy_(w[n])).float() for n, p in like.items()]) for w in workers]
+    )
     mean = link.reduce_(rows)
     parts = {}
     for (name, p), part in zip(like.items(), mean.split([p.numel() for p in like.values()])):

@@ -94,6 +94,7 @@ def run_script(script: str, arguments: Sequence[str], links: Sequence[Any]) -> N
         for link in links:
             if link.error is not None:
                 print(f"gradwire: {type(link.error).__name__}: {link.error}", file=sys.stderr)
+        sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
 

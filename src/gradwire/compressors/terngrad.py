@@ -89,6 +89,8 @@ class TernGrad(Compressor):
                 "TernGrad",
                 f"clip is a positive number of standard deviations, or None for no clipping, not {self.clip!r}",
             )
+            # A plain float, so that the repr is a spec and 2 is 2.0 on every rank.
+            object.__setattr__(self, "clip", float(self.clip))
         require(
             isinstance(self.share_scaler, bool),
             "TernGrad",

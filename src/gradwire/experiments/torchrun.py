@@ -59,4 +59,9 @@ def _agree_on_folder(plan: Plan, folder: Path | None, overwrite: bool) -> Path:
     path, problem = answer
     if path is None:
         raise RunError(problem or "rank 0 made no run folder")
+    # Every rank writes its part of a checkpoint there: better to refuse now than at the last step.
+    seen: list[bool] = [False] * dist.get_world_size()
+    dist.all_gather_object(seen, Path(path).is_dir())
+    if not all(seen):
+        raise UsageError(f"rank {seen.index(False)} does not see the run folder {path}: give --out a shared folder")
     return Path(path)

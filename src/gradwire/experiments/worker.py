@@ -166,6 +166,7 @@ def main() -> None:
         traceback.print_exc()
         expected = isinstance(error, GradwireError)
         tell("failure", type=type(error).__name__, message=str(error), expected=expected)
+        sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
 

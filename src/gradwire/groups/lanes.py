@@ -71,8 +71,12 @@ class Lane:
         """Queue a job behind those submitted before."""
         self._jobs.put(job)
 
+    def hang_up(self) -> None:
+        """Close the connections once the lane is idle."""
+        self.submit(Job(Lane._hang_up, lambda error: None))
+
     def close(self) -> None:
-        """End the thread once its queue is empty."""
+        """End the thread, and with it the connections, once its queue is empty."""
         self._jobs.put(None)
         if self._thread is not threading.current_thread():
             self._thread.join(timeout=CLOSE_S)
@@ -114,6 +118,7 @@ class Lane:
                 self._hang_up()
             # Let go of tensors now, not when the next job arrives.
             del job
+        self._hang_up()
 
     def _hang_up(self) -> None:
         # Closes this lane's connections, so that the other ranks learn of the failure now rather than after the
