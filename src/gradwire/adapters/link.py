@@ -13,17 +13,17 @@ import torch
 import torch.distributed as dist
 
 from gradwire import catalogue
-from gradwire.adapters.buckets import Planner
 from gradwire.adapters.diagnostics import Diagnostics
 from gradwire.adapters.failures import Breakage, place
 from gradwire.adapters.handshake import agreement
-from gradwire.adapters.options import Options
 from gradwire.adapters.task import Task
 from gradwire.algorithms import Plan
 from gradwire.compressors import Cast
 from gradwire.errors import ExchangeError, HyperparameterError, IncompatibleError
 from gradwire.groups import Lane, RollCall, Traffic, dense_bytes
 from gradwire.methods import Method, require
+from gradwire.planning.buckets import Planner
+from gradwire.planning.options import Options
 from gradwire.protocols import Context, Workspace
 from gradwire.segments import flat_view
 from gradwire.version import __version__

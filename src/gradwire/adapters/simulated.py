@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from gradwire import catalogue
-from gradwire.adapters.buckets import Planner
-from gradwire.adapters.options import Options
 from gradwire.errors import HyperparameterError, IncompatibleError
 from gradwire.groups import Meter, Traffic, dense_bytes, simulate_ranks
 from gradwire.methods import Method
+from gradwire.planning.buckets import Planner
+from gradwire.planning.options import Options
 from gradwire.protocols import Context, Workspace
 from gradwire.segments import flat_view
 from gradwire.version import __version__

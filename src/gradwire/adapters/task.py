@@ -15,7 +15,7 @@ from gradwire.adapters.diagnostics import Diagnostics
 from gradwire.adapters.failures import Breakage, place
 from gradwire.algorithms import Plan
 from gradwire.errors import ExchangeError
-from gradwire.groups import Job, Lane
+from gradwire.groups import Job, Lane, WireError
 from gradwire.ops import AllGather, Exchange
 from gradwire.protocols import Context, Outcome, Workspace
 from gradwire.segments import Segment
@@ -61,6 +61,9 @@ class Task:
     def submit(self, lanes: Sequence[Lane]) -> None:
         """Hand the jobs to the lanes; the order and the choice of lanes are the same on every rank."""
         first = lanes[self.bucket % len(lanes)]
+        if self.plan.asynchronous and not self.check:
+            self._begin(lanes)
+            return
         if self.plan.chunks == 1:
             first.submit(self._job(self._run_whole, 0))
         else:
@@ -71,21 +74,30 @@ class Task:
         if self.check or not self.plan.chunks:
             first.submit(self._job(self._verify, None))
 
+    def _begin(self, lanes: Sequence[Lane]) -> None:
+        for chunk in range(self.plan.chunks):
+            lane = lanes[(self.bucket + chunk) % len(lanes)]
+            fail = partial(self._fail, chunk)
+            try:
+                lane.begin(self.plan.run(self.context(chunk), self.work, None), self._finish_chunk, fail)
+            except Exception as error:
+                fail(WireError(str(error)) if isinstance(error, RuntimeError) else error)
+
     def _job(self, run: Callable[[Lane], None], chunk: int | None) -> Job:
         def guarded(lane: Lane) -> None:
             self.breakage.refuse()
             run(lane)
 
-        def fail(error: Exception) -> None:
-            where = place(self.bucket, chunk, self.round, [s.parameter.name for s in self.segments])
-            told = error if error is self.breakage.error else self.breakage.record(error, where)
-            self._is_prepared.set()
-            self._all_run.set()
-            with self._lock:
-                if not self.future.done():
-                    self.future.set_exception(told)  # type: ignore[arg-type]
+        return Job(guarded, partial(self._fail, chunk))
 
-        return Job(guarded, fail)
+    def _fail(self, chunk: int | None, error: Exception) -> None:
+        where = place(self.bucket, chunk, self.round, [s.parameter.name for s in self.segments])
+        told = error if error is self.breakage.error else self.breakage.record(error, where)
+        self._is_prepared.set()
+        self._all_run.set()
+        with self._lock:
+            if not self.future.done():
+                self.future.set_exception(told)  # type: ignore[arg-type]
 
     def _run_whole(self, lane: Lane) -> None:
         self._prepared = lane.drive(self.plan.prepare(self.context(None), self.work))

@@ -33,10 +33,18 @@ CUT = 80
 
 
 class Plan(ABC):
-    """The exchange of one bucket."""
+    """The exchange of one bucket.
+
+    Attributes:
+        chunks: Parts that :meth:`run` exchanges one by one, in any order and side by side.
+        collective: The protocol's name.
+        asynchronous: Nothing is to prepare, and each chunk is one collective with local arithmetic before and after.
+            So it may start on the thread that brings the bucket and end on the one that brings the reply.
+    """
 
     chunks: int
     collective: str
+    asynchronous: bool = False
 
     @abstractmethod
     def prepare(self, context: Context, flat: torch.Tensor) -> Exchange[Any]:
@@ -98,21 +106,30 @@ def _check_collective(method: Method, collective: str) -> None:
 class CastPlan(Plan):
     """One all-reduce of the whole bucket: cutting it would change the order of the backend's sum.
 
-    Without a ``dtype`` the bucket travels in its own, as in DDP.
+    Without a ``dtype`` the bucket travels in its own, as in DDP. Otherwise dense segments are a chunk of their own, in
+    the bucket's own dtype.
     """
 
-    chunks = 1
     collective = "all_reduce"
+    asynchronous = True
 
     def __init__(self, dtype: torch.dtype | None, segments: Sequence[Segment]) -> None:
-        self.dtype, self.segments = dtype, segments
+        light = [s for s in segments if not s.dense and s.numel]
+        dense = [s for s in segments if s.dense and s.numel]
+        self._parts: list[tuple[torch.dtype | None, Sequence[Segment] | None]] = [(dtype, light), (None, dense)]
+        if dtype is None or not light:
+            self._parts = [(None, None)]
+        elif not dense:
+            self._parts = [(dtype, None)]
+        self.chunks = len(self._parts)
 
     def prepare(self, context: Context, flat: torch.Tensor) -> Exchange[None]:
         return
         yield
 
     def run(self, context: Context, flat: torch.Tensor, prepared: None) -> Exchange[Outcome]:
-        return (yield from all_reduce(context, flat, self.dtype or flat.dtype, self.segments))
+        dtype, segments = self._parts[context.chunk]
+        return (yield from all_reduce(context, flat, dtype or flat.dtype, segments))
 
 
 @dataclass(frozen=True, eq=False)

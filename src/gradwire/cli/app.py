@@ -8,6 +8,8 @@ from typing import Annotated, Any
 import typer
 
 from gradwire.cli import options as o
+from gradwire.cli.app_bench import bench
+from gradwire.cli.app_lab import lab
 from gradwire.cli.errors import handled
 
 __all__ = ["app"]
@@ -20,6 +22,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
+
+app.command()(lab)
+app.add_typer(bench, name="bench")
 
 Method = Annotated[str, typer.Option("--method", "-m", metavar="SPEC", help=o.METHOD_HELP)]
 Methods = Annotated[

@@ -17,7 +17,7 @@ from rich.table import Column, Table
 from gradwire.experiments.plan import Plan
 from gradwire.report.verdict import bytes_text, percent, seconds_text
 
-__all__ = ["Progressing", "method_rows", "print_json", "print_methods", "print_runs", "print_verdicts"]
+__all__ = ["Progressing", "method_rows", "print_json", "print_methods", "print_runs", "print_steps", "print_verdicts"]
 
 PLAIN_LINE_EVERY_S = 5.0
 
@@ -177,4 +177,23 @@ def print_methods(rows: Sequence[Mapping[str, Any]]) -> None:
     for row in rows:
         yes = ["yes" if row[field] else "no" for field in ("unbiased", "bit_stable")]
         table.add_row(row["name"], f"{row['bits_per_element']:g}", *yes, row["state"], row["summary"])
+    _print(table)
+
+
+def print_steps(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print one line a measured step."""
+    table = _table("model", "hosts", "link", "exchange", "step", "20-80 %", "of floor", "sent", "over DDP fp32")
+    for row in rows:
+        sent, speedup = row["sent_bytes_per_step"], row["speedup_over_ddp_fp32"]
+        table.add_row(
+            row["model"],
+            str(row["hosts"]),
+            row["lab"].partition(",")[2].replace("bandwidth=", ""),
+            row["variant"],
+            seconds_text(row["step_time_s"]),
+            f"{seconds_text(row['percentile_20_s'])}-{seconds_text(row['percentile_80_s'])}",
+            f"{row['ratio_to_floor']:.2f}",
+            "-" if sent is None else bytes_text(sent),
+            "-" if speedup is None else f"{speedup:.2f} x",
+        )
     _print(table)

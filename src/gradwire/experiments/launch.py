@@ -17,12 +17,11 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import IO, Any
 
 import torch.distributed as dist
@@ -31,6 +30,7 @@ from gradwire.experiments.errors import WorkerError
 from gradwire.experiments.plan import Plan
 from gradwire.experiments.train import Row
 from gradwire.experiments.worker import ENVIRONMENT, Part
+from gradwire.processes import termination_unwinds
 
 __all__ = ["GRACE_S", "Crew", "run_workers"]
 
@@ -205,23 +205,6 @@ def loopback() -> dict[str, str]:
     return {"GLOO_SOCKET_IFNAME": found} if found else {}
 
 
-@contextlib.contextmanager
-def _terminate_as_interrupt() -> Iterator[None]:
-    """Let SIGTERM unwind the stack like Ctrl-C does, so that workers are ended."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def leave(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
 def run_workers(
     plan: Plan,
     folder: Path,
@@ -236,7 +219,7 @@ def run_workers(
     Raises:
         WorkerError: a worker failed; all others have been ended.
     """
-    with _terminate_as_interrupt(), Crew(plan, folder, resume=resume, stop_after=stop_after) as crew:
+    with termination_unwinds(), Crew(plan, folder, resume=resume, stop_after=stop_after) as crew:
         try:
             crew.watch(on_row)
         except WorkerError:

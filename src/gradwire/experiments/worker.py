@@ -7,11 +7,9 @@ a line.
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import json
 import os
-import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -31,11 +29,11 @@ from gradwire.experiments.folder import RunFolder
 from gradwire.experiments.order import DataOrder, share
 from gradwire.experiments.plan import Plan
 from gradwire.experiments.train import Row, Trainer
+from gradwire.processes import die_with_parent
 
 __all__ = ["ENVIRONMENT", "DistributedEngine", "Part", "main", "train_in_group"]
 
 ENVIRONMENT = "GRADWIRE_WORKER"
-PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,14 +176,6 @@ def _work(part: Part, on_row: Callable[[Row], None]) -> None:
     dist.init_process_group("gloo", store=store, rank=part.rank, world_size=part.world_size)
     train_in_group(plan, folder, on_row, resume=part.resume, stop_after=part.stop_after)
     dist.destroy_process_group()
-
-
-def die_with_parent(parent: int) -> None:
-    """Ask Linux to kill this process when its parent dies; elsewhere the broken pipe ends it at its next row."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 if __name__ == "__main__":

@@ -14,39 +14,17 @@ __all__ = ["all_reduce"]
 
 
 def all_reduce(
-    context: Context, flat: torch.Tensor, dtype: torch.dtype, segments: Sequence[Segment]
+    context: Context, flat: torch.Tensor, dtype: torch.dtype, segments: Sequence[Segment] | None
 ) -> Exchange[Outcome]:
-    """Replace ``flat`` by the mean over ranks, summed by the backend.
+    """Replace ``flat``, or some segments of it, by the mean over ranks, summed by the backend in one collective.
 
-    Where ``dtype`` is the vector's own, the whole vector goes at once and in place, as in DDP. Otherwise dense segments
-    go in float32 in a reduction of their own.
+    A whole vector whose dtype is ``dtype`` goes in place, as in DDP.
 
     Bytes sent by a rank: 2 (N - 1) / N times the payload (ring).
     """
-    original = flat.clone() if context.wants_sent else None
-    if flat.dtype == dtype or not any(s.dense for s in segments):
-        yield from _reduce_part(context, flat, dtype)
-    else:
-        for dense, kind in ((False, dtype), (True, torch.float32)):
-            runs = [flat[s.offset : s.offset + s.numel] for s in segments if s.dense is dense]
-            if runs:
-                part = torch.cat(runs)
-                yield from _reduce_part(context, part, kind)
-                torch._foreach_copy_(runs, list(part.split([r.numel() for r in runs])))
-    if original is None:
-        return Outcome()
-
-    def sent(out: torch.Tensor) -> None:
-        out.copy_(original)
-        for segment in segments:
-            if not segment.dense:
-                run = out[segment.offset : segment.offset + segment.numel]
-                run.copy_(run.to(dtype))
-
-    return Outcome(sent=sent)
-
-
-def _reduce_part(context: Context, part: torch.Tensor, dtype: torch.dtype) -> Exchange[None]:
+    runs = [flat] if segments is None else [flat[s.offset : s.offset + s.numel] for s in segments]
+    part = flat if segments is None else torch.cat(runs)
+    original = part.to(dtype, copy=True) if context.wants_sent else None
     if part.dtype == dtype:
         part.mul_(1.0 / context.world_size)
         reply = yield Reduce(part, "sum")
@@ -55,3 +33,13 @@ def _reduce_part(context: Context, part: torch.Tensor, dtype: torch.dtype) -> Ex
         reply = yield Reduce(room.copy_(part).div_(context.world_size), "sum")
     if reply is not part:
         part.copy_(reply)
+    if part is not flat:
+        torch._foreach_copy_(runs, list(part.split([r.numel() for r in runs])))
+    if original is None:
+        return Outcome()
+
+    def sent(out: torch.Tensor) -> None:
+        targets = [out] if segments is None else [out[s.offset : s.offset + s.numel] for s in segments]
+        torch._foreach_copy_(targets, list(original.split([t.numel() for t in targets])))
+
+    return Outcome(sent=sent)

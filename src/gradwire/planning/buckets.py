@@ -8,12 +8,12 @@ from dataclasses import replace
 import torch
 
 from gradwire import catalogue
-from gradwire.adapters.options import Options, dense_names
 from gradwire.algorithms import Plan, make_plan
 from gradwire.compressors import Cast
 from gradwire.groups import dry_run
 from gradwire.kernels import Kernels, get_kernels
 from gradwire.methods import Method, require
+from gradwire.planning.options import Options, dense_names
 from gradwire.segments import Parameter, Segment, lay_out
 
 __all__ = ["Planner", "warm_up"]

@@ -1,0 +1,92 @@
+"""One rank of the step benchmark: builds variants, and takes steps when its parent says so.
+
+Started as ``python -m gradwire.bench.rank`` with torchrun's variables and ``GRADWIRE_BENCH``; it reads one JSON
+command a line and answers each with one JSON line.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gradwire.bench.models import bench_model
+from gradwire.bench.variants import Variant
+
+__all__ = ["ENVIRONMENT", "main"]
+
+ENVIRONMENT = "GRADWIRE_BENCH"
+
+
+class Rank:
+    """The variants of this rank, and what the parent may ask of them."""
+
+    def __init__(self, model: str) -> None:
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo")
+        self.model = bench_model(model)
+        self.batch = self.model.batch(torch.Generator().manual_seed(dist.get_rank()))
+        self.variants: dict[str, Variant] = {}
+
+    def build(self, variant: str) -> dict[str, Any]:
+        """Build a variant, anew where it exists."""
+        if variant in self.variants:
+            self.variants.pop(variant).close()
+        built = self.variants[variant] = Variant.build(variant, self.model)
+        return {"numel": sum(p.numel() for p in built.ddp.parameters())}
+
+    def steps(self, variant: str, count: int) -> dict[str, Any]:
+        """Take steps; give their seconds, this process's CPU time, and what the link counted in them."""
+        chosen = self.variants[variant]
+        before, busy = chosen.counts(), time.process_time()
+        times = chosen.steps(self.model, self.batch, count)
+        cpu_s = time.process_time() - busy
+        counted = {key: value - before[key] for key, value in chosen.counts().items()}
+        return {"times_s": times, "cpu_s": cpu_s, "counted": counted}
+
+    def forget_timeline(self, variant: str) -> dict[str, Any]:
+        """Begin a new timeline."""
+        recorder = self.variants[variant].recorder
+        if recorder:
+            recorder.reset()
+        return {}
+
+    def timeline(self, variant: str) -> dict[str, Any]:
+        """Give the variant's timeline, where it records one."""
+        recorder = self.variants[variant].recorder
+        found = recorder.timeline() if recorder else None
+        return {"timeline": found.to_json() if found else None}
+
+    def record(self, variant: str) -> dict[str, Any]:
+        """Give what the variant's link says of itself."""
+        link = self.variants[variant].link
+        return {"record": link.record() if link else None}
+
+    def close(self) -> None:
+        """End all links."""
+        for variant in self.variants.values():
+            variant.close()
+
+
+def main() -> None:
+    """Serve the parent until its pipe closes."""
+    # Whatever a library prints must not get between the answers.
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    rank = Rank(**json.loads(os.environ[ENVIRONMENT]))
+    for line in sys.stdin:
+        command = json.loads(line)
+        answer = getattr(rank, command.pop("do"))(**command)
+        answers.write(json.dumps(answer) + "\n")
+    rank.close()
+    answers.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

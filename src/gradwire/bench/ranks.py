@@ -1,0 +1,114 @@
+"""The ranks of the step benchmark, seen from their parent: one on each host of an emulated cluster, or on loopback."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from functools import partial
+from types import TracebackType
+from typing import IO, Any
+
+from gradwire.bench.rank import ENVIRONMENT
+from gradwire.experiments.errors import WorkerError
+from gradwire.experiments.launch import loopback
+from gradwire.lab import Network, environment, start
+from gradwire.processes import die_with_parent, termination_unwinds
+
+__all__ = ["Ranks", "open_ranks"]
+
+
+class Ranks:
+    """Processes that all get the same command, and whose answers are gathered.
+
+    Args:
+        model: What they take steps with.
+        hosts: How many.
+        network: Where they run; loopback if None.
+    """
+
+    def __init__(self, model: str, hosts: int, network: Network | None) -> None:
+        self.hosts, self.network = hosts, network
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._logs: list[IO[bytes]] = []
+        port = _free_port()
+        try:
+            for host in range(hosts):
+                self._logs.append(tempfile.TemporaryFile())  # noqa: SIM115
+                self._processes.append(self._start(host, {ENVIRONMENT: json.dumps({"model": model})}, port))
+        except BaseException:
+            self._end()
+            raise
+
+    def _start(self, host: int, variables: dict[str, str], port: int) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "gradwire.bench.rank"]
+        options: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._logs[host]}
+        if self.network is not None:
+            return start(self.network, host, command, variables | environment(self.network, host), **options)
+        variables |= {"RANK": str(host), "WORLD_SIZE": str(self.hosts), **loopback()}
+        variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+        return subprocess.Popen(
+            command,
+            env={**os.environ, **variables},
+            start_new_session=True,
+            preexec_fn=partial(die_with_parent, os.getpid()),
+            **options,
+        )
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end()
+
+    def _end(self) -> None:
+        for process in self._processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+    def ask(self, do: str, **arguments: Any) -> list[dict[str, Any]]:
+        """Send a command to all ranks; give their answers by rank.
+
+        Raises:
+            WorkerError: a rank ended instead of answering.
+        """
+        line = (json.dumps({"do": do, **arguments}) + "\n").encode()
+        with contextlib.suppress(BrokenPipeError):
+            for process in self._processes:
+                if process.stdin:
+                    process.stdin.write(line)
+                    process.stdin.flush()
+        answers = []
+        for rank, process in enumerate(self._processes):
+            answer = process.stdout.readline() if process.stdout else b""
+            if not answer:
+                raise WorkerError(f"rank {rank} of the benchmark ended: {self._last_words(rank)}")
+            answers.append(json.loads(answer))
+        return answers
+
+    def _last_words(self, rank: int) -> str:
+        self._logs[rank].seek(0)
+        lines = self._logs[rank].read().decode(errors="replace").strip().splitlines()
+        return lines[-1] if lines else "it wrote nothing"
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+@contextlib.contextmanager
+def open_ranks(model: str, hosts: int, network: Network | None) -> Iterator[Ranks]:
+    """Start ranks for the body, and end them after it, also when this process is told to end."""
+    with termination_unwinds(), Ranks(model, hosts, network) as ranks:
+        yield ranks

@@ -1,0 +1,258 @@
+"""The step benchmark: models, hosts, bandwidths and exchanges, measured side by side and written row by row.
+
+Within a cell, exchanges take turns, so that a noisy machine disturbs all alike. Rows are appended to a file of JSON
+lines as they come; what is there is not measured again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean, median, quantiles
+from typing import Any
+
+from gradwire.bench.models import bench_model
+from gradwire.bench.ranks import Ranks, open_ranks
+from gradwire.bench.variants import COMPUTE, VARIANTS, check_variant, dense_wire_bytes
+from gradwire.experiments.errors import UsageError
+from gradwire.experiments.machine import hardware, versions
+from gradwire.lab import Network, Rate, Topology, format_rate, open_network
+
+__all__ = ["BANDWIDTHS", "BYTES_TOLERANCE", "HOSTS", "Grid", "measure_grid"]
+
+HOSTS = (2, 4, 8)
+BANDWIDTHS = ("50mbit", "100mbit", "1gbit", "5gbit", "unlimited")
+TURNS, SLOW_TURNS = 5, 3
+SLOW_S = 2.0
+"""A step this long is taken in fewer turns: it hardly varies."""
+BYTES_TOLERANCE = 0.05
+"""Between what the library and what the interfaces counted; beyond it the benchmark is wrong."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grid:
+    """What to measure.
+
+    Attributes:
+        models: By name.
+        topologies: Clusters; those that differ in bandwidth alone share their processes.
+        variants: Exchanges.
+        budget_s: Of each variant in each cell, about.
+        loopback: Without an emulated cluster: all ranks in this namespace, no limits.
+    """
+
+    models: Sequence[str]
+    topologies: Sequence[Topology]
+    variants: Sequence[str] = field(default=VARIANTS)
+    budget_s: float = 3.0
+    loopback: bool = False
+
+    def __post_init__(self) -> None:
+        for model in self.models:
+            bench_model(model)
+        for variant in self.variants:
+            check_variant(variant)
+        for topology in self.topologies:
+            if topology.hosts < 2:
+                raise UsageError("1 host exchanges nothing: use at least 2")
+            if self.loopback and topology.bandwidth is not None:
+                raise UsageError("--loopback has no links to limit: leave the bandwidth out")
+
+    def families(self) -> Iterator[tuple[str, list[Topology]]]:
+        """Yield models with the clusters that differ in bandwidth alone, slowest last."""
+        shapes: dict[str, list[Topology]] = {}
+        for topology in self.topologies:
+            shapes.setdefault(topology.with_bandwidth(None).spec(), []).append(topology)
+        for model in self.models:
+            for family in shapes.values():
+                yield model, sorted(family, key=lambda t: -(t.bandwidth or float("inf")))
+
+
+Row = dict[str, Any]
+
+
+def measure_grid(grid: Grid, path: Path, say: Callable[[str], None]) -> list[Row]:
+    """Measure what is not in ``path`` yet; give all rows of the grid.
+
+    Raises:
+        BackendError: no emulated cluster can be built here.
+        WorkerError: a rank died; the rows so far are in the file.
+    """
+    found = {_key(row): row for row in read_rows(path)}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows: list[Row] = []
+    for model, family in grid.families():
+        wanted = {t.spec(): [v for v in grid.variants if (model, _place(grid, t), v) not in found] for t in family}
+        missing = list(dict.fromkeys(v for variants in wanted.values() for v in variants))
+        if not missing:
+            continue
+        # The timeline and the floor belong to the cell: computing alone is measured beside whatever is.
+        names = list(dict.fromkeys([COMPUTE, *missing]))
+        with _family(grid, model, family[0]) as (ranks, network):
+            numel = [ranks.ask("build", variant=name)[0]["numel"] for name in names][-1]
+            for topology in family:
+                chosen = [n for n in names if n in wanted[topology.spec()]]
+                if not chosen:
+                    continue
+                if network is not None:
+                    network.set_bandwidth(topology.bandwidth)
+                cell = Cell(grid, model, topology, ranks, network, numel)
+                for row in cell.measure(list(dict.fromkeys([COMPUTE, *chosen]))):
+                    if row["variant"] in chosen:
+                        _append(path, row)
+                        found[_key(row)] = row
+                        say(describe(row))
+    for model, family in grid.families():
+        rows += [found[(model, _place(grid, t), v)] for t in family for v in grid.variants]
+    return rows
+
+
+@contextlib.contextmanager
+def _family(grid: Grid, model: str, topology: Topology) -> Iterator[tuple[Ranks, Network | None]]:
+    with contextlib.ExitStack() as stack:
+        network = None if grid.loopback else stack.enter_context(open_network(topology.with_bandwidth(None)))
+        yield stack.enter_context(open_ranks(model, topology.hosts, network)), network
+
+
+class Cell:
+    """One model on one cluster: all its variants, in turns."""
+
+    def __init__(
+        self, grid: Grid, model: str, topology: Topology, ranks: Ranks, network: Network | None, numel: int
+    ) -> None:
+        self.grid, self.model, self.topology = grid, model, topology
+        self.ranks, self.network, self.numel = ranks, network, numel
+
+    def measure(self, variants: Sequence[str]) -> list[Row]:
+        """Measure the variants of this cell; give a row for each."""
+        counts = {name: self._warm_up(name) for name in variants}
+        self.ranks.ask("forget_timeline", variant=COMPUTE)
+        samples: dict[str, list[Row]] = {name: [] for name in variants}
+        for turn in range(TURNS):
+            for name in variants:
+                turns, steps = counts[name]
+                if turn < turns:
+                    samples[name].append(self._turn(name, steps))
+        timeline = self.ranks.ask("timeline", variant=COMPUTE)[0]["timeline"]
+        compute_s = median(t for turn in samples[COMPUTE] for t in turn["times_s"])
+        rows = [self._row(name, samples[name], compute_s) for name in variants]
+        rows[0]["timeline"] = timeline
+        reference = next((r["step_time_s"] for r in rows if r["variant"] == "ddp fp32"), None)
+        for row in rows:
+            row["speedup_over_ddp_fp32"] = reference / row["step_time_s"] if reference else None
+            if row["variant"].startswith("gradwire"):
+                row["record"] = self.ranks.ask("record", variant=row["variant"])[0]["record"]
+        return rows
+
+    def _warm_up(self, name: str) -> tuple[int, int]:
+        """Let connections find their speed; give turns, and steps in each."""
+        step_s = max(answer["times_s"][-1] for answer in self.ranks.ask("steps", variant=name, count=2))
+        if step_s < self.grid.budget_s / 10:
+            step_s = median(self._turn(name, 3)["times_s"])
+        turns = SLOW_TURNS if step_s > SLOW_S else TURNS
+        return turns, max(1, min(40, int(self.grid.budget_s / turns / step_s)))
+
+    def _turn(self, name: str, steps: int) -> Row:
+        before = self.network.counters() if self.network else []
+        answers = self.ranks.ask("steps", variant=name, count=steps)
+        after = self.network.counters() if self.network else []
+        moved = [b.since(a).sent_payload_bytes for a, b in zip(before, after)]
+        counted = [a["counted"]["sent_bytes"] for a in answers if a["counted"]]
+        return {
+            # An exchange keeps ranks together, so their mean is the step; alone, a step lasts as long as its slowest.
+            "times_s": [
+                (max if name == COMPUTE else fmean)(column) for column in zip(*[a["times_s"] for a in answers])
+            ],
+            "cpu_s": sum(a["cpu_s"] for a in answers),
+            "interface_bytes": sum(moved) if moved else None,
+            "interface_bytes_most": max(moved) if moved else None,
+            "library_bytes": sum(counted) if counted else None,
+            "steps": steps,
+            **{k: fmean(a["counted"].get(k, 0.0) for a in answers) for k in ("encode_s", "wire_s", "decode_s")},
+        }
+
+    def _row(self, name: str, turns: Sequence[Row], compute_s: float) -> Row:
+        times = [t for turn in turns for t in turn["times_s"]]
+        steps, hosts = sum(turn["steps"] for turn in turns), self.topology.hosts
+        dense = dense_wire_bytes(name, self.numel, hosts)
+        library = turns[0]["library_bytes"]
+        sent = dense if library is None else sum(t["library_bytes"] for t in turns) / steps / hosts
+        moved = sum(t["interface_bytes"] for t in turns) / steps / hosts if self.network else None
+        most = max(sent or 0.0, moved or 0.0)
+        slowest = _slowest(self.topology)
+        floor_s = max(compute_s, 8 * (most if sent is None else sent) / slowest if slowest else 0.0)
+        gap = moved / sent - 1 if moved is not None and sent else None
+        low, *_, high = quantiles(times, n=5) if len(times) > 1 else (times[0], times[0])
+        return {
+            "model": self.model,
+            "parameters": self.numel,
+            "hosts": hosts,
+            "lab": _place(self.grid, self.topology),
+            "bandwidth_bits_per_s": self.topology.bandwidth,
+            "variant": name,
+            "step_time_s": median(times),
+            "percentile_20_s": low,
+            "percentile_80_s": high,
+            "samples": len(times),
+            "compute_s": compute_s,
+            "floor_s": floor_s,
+            "ratio_to_floor": median(times) / floor_s,
+            "sent_bytes_per_step": sent,
+            "interface_bytes_per_step": moved,
+            "interface_over_library": gap,
+            "bytes_agree": None if gap is None else abs(gap) <= BYTES_TOLERANCE,
+            "cpu_s_per_step": sum(t["cpu_s"] for t in turns) / steps,
+            **{f"{k[:-2]}_s_per_step": sum(t[k] for t in turns) / steps for k in ("encode_s", "wire_s", "decode_s")},
+            "date_utc": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            **{k: v for k, v in hardware().items() if k in ("processor", "cores")},
+            **{f"{name}_version": version for name, version in versions().items()},
+        }
+
+
+def _slowest(topology: Topology) -> Rate:
+    rates = [r for h in range(topology.hosts) for r in (topology.send_rate(h), topology.receive_rate(h)) if r]
+    return min(rates, default=None)
+
+
+def _place(grid: Grid, topology: Topology) -> str:
+    return f"loopback,hosts={topology.hosts}" if grid.loopback else topology.spec()
+
+
+def _key(row: Row) -> tuple[str, str, str]:
+    return row["model"], row["lab"], row["variant"]
+
+
+def _append(path: Path, row: Row) -> None:
+    with path.open("a") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+def read_rows(path: Path) -> list[Row]:
+    """Read the rows of a file; a last line that was cut off does not count."""
+    if not path.exists():
+        return []
+    rows = []
+    for line in path.read_text().splitlines():
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            print(f"gradwire: {path}: a line that is no JSON is left out: {line[:40]}", file=sys.stderr)
+    return rows
+
+
+def describe(row: Row) -> str:
+    """Give a row as a line for people."""
+    speed = format_rate(row["bandwidth_bits_per_s"])
+    sent = row["sent_bytes_per_step"]
+    gap = row["interface_over_library"]
+    return (
+        f"{row['model']:11s} {row['hosts']} hosts {speed:>9s} {row['variant']:20s} {row['step_time_s'] * 1e3:8.1f} ms"
+        f"  {row['ratio_to_floor']:5.2f} x floor"
+        + ("" if sent is None else f"  {sent / 1e6:7.3f} MB")
+        + ("" if gap is None else f"  interface {100 * gap:+.1f} %")
+    )

@@ -1,0 +1,130 @@
+"""What a step exchanges its gradients by: DDP alone, DDP's own hooks, gradwire, or nothing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+import gradwire as gw
+from gradwire.bench.models import Batch, BenchModel
+from gradwire.experiments.errors import UsageError
+from gradwire.perf.timeline import Recorder
+
+__all__ = ["COMPUTE", "DDP_VARIANTS", "VARIANTS", "Variant", "check_variant", "dense_wire_bytes"]
+
+COMPUTE = "compute"
+# DDP's bf16 hook refuses every backend but NCCL.
+DDP_VARIANTS = ("ddp fp32", "ddp fp16", "ddp powersgd")
+VARIANTS = (COMPUTE, *DDP_VARIANTS, "gradwire fp32", "gradwire bf16", "gradwire terngrad")
+
+POWERSGD_RANK = 2
+ONE_BUCKET_MB = 4096
+
+
+def check_variant(name: str) -> str:
+    """Give the name back if a variant can be built from it: a known one, or ``gradwire SPEC``.
+
+    Raises:
+        UsageError: no such variant; the message lists what there is.
+        HyperparameterError: ``SPEC`` is no method.
+    """
+    if name == COMPUTE or name in DDP_VARIANTS:
+        return name
+    kind, _, spec = name.partition(" ")
+    if kind != "gradwire" or not spec:
+        known = ", ".join((COMPUTE, *DDP_VARIANTS))
+        raise UsageError(f"variant {name!r}: known are {known}, and 'gradwire SPEC' with any method")
+    if spec != "auto":
+        gw.method(spec)
+    return name
+
+
+def dense_wire_bytes(name: str, numel: int, world_size: int) -> int | None:
+    """Bytes that a rank sends in a step of a cast hook: a ring all-reduce; None where that is not what runs."""
+    widths = {"ddp fp32": 4, "ddp fp16": 2}
+    if name == COMPUTE:
+        return 0
+    return round(2 * widths[name] * numel * (world_size - 1) / world_size) if name in widths else None
+
+
+@dataclass
+class Variant:
+    """One variant on one rank: its own module, optimizer and exchange."""
+
+    ddp: DistributedDataParallel
+    optimizer: torch.optim.Optimizer
+    link: gw.Link | None
+    recorder: Recorder | None
+
+    @classmethod
+    def build(cls, name: str, model: BenchModel) -> Variant:
+        """Build a variant (collective); all of them start from the same weights on every rank."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            module = model.make()
+        powersgd = name == "ddp powersgd"
+        ddp = DistributedDataParallel(module, bucket_cap_mb=ONE_BUCKET_MB if powersgd else None, init_sync=False)
+        link, recorder = None, None
+        if name == COMPUTE:
+            recorder = Recorder(ddp)
+        elif powersgd:
+            state = powerSGD_hook.PowerSGDState(None, POWERSGD_RANK, start_powerSGD_iter=2)
+            ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        elif name == "ddp fp16":
+            ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
+        elif name != "ddp fp32":
+            link = gw.attach(ddp, name.partition(" ")[2])
+        return cls(ddp, torch.optim.SGD(ddp.parameters(), lr=0.01), link, recorder)
+
+    def steps(self, model: BenchModel, batch: Batch, count: int) -> list[float]:
+        """Take steps; give the seconds of each.
+
+        All ranks begin together. The exchange keeps them together; without one, a barrier does, and its time does not
+        count.
+        """
+        dist.barrier()
+        times, last = [], time.perf_counter()
+        for _ in range(count):
+            if self.recorder:
+                dist.barrier()
+                last = time.perf_counter()
+                self.recorder.begin()
+            self.optimizer.zero_grad()
+            loss = model.loss(self.ddp, batch)
+            if self.recorder:
+                self.recorder.forward_ended()
+            loss.backward()
+            if self.recorder:
+                self.recorder.backward_ended()
+            self.optimizer.step()
+            if self.recorder:
+                self.recorder.end()
+            now = time.perf_counter()
+            times.append(now - last)
+            last = now
+        return times
+
+    def counts(self) -> dict[str, Any]:
+        """Give what the link counted so far."""
+        if self.link is None:
+            return {}
+        t, d = self.link.traffic(), self.link.diagnostics()
+        return {"sent_bytes": t.sent_bytes + t.buffer_bytes, **{k: d[k] for k in ("encode_s", "wire_s", "decode_s")}}
+
+    def close(self) -> None:
+        """End the exchange."""
+        if self.link is not None:
+            self.link.close()
+
+
+def parameters_of(module: nn.Module) -> Sequence[int]:
+    """Give the sizes of the parameters that take part in the exchange."""
+    return [p.numel() for p in module.parameters() if p.requires_grad]

@@ -1,0 +1,60 @@
+"""``gradwire bench``: measured tables."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gradwire.cli import options as o
+from gradwire.cli.errors import handled
+
+__all__ = ["bench"]
+
+bench = typer.Typer(no_args_is_help=True, help="Measured tables: training steps, and kernels against memcpy.")
+
+
+@bench.command()
+def step(
+    model: Annotated[list[str] | None, typer.Option(help="mlp, resnet, transformer, lenet; repeatable")] = None,
+    hosts: Annotated[list[int] | None, typer.Option(help="Emulated hosts; repeatable (2, 4, 8)")] = None,
+    bandwidth: Annotated[
+        list[str] | None, typer.Option(help="Repeatable (50mbit, 100mbit, 1gbit, 5gbit, unlimited)")
+    ] = None,
+    variant: Annotated[
+        list[str] | None,
+        typer.Option(help="compute, 'ddp fp32', 'ddp fp16', 'ddp powersgd', 'gradwire SPEC'; repeatable"),
+    ] = None,
+    lab: Annotated[
+        str | None,
+        typer.Option(metavar="SPEC", help="One cluster instead of the grid, such as hosts=4,bandwidth=100mbit"),
+    ] = None,
+    loopback: Annotated[bool, typer.Option("--loopback", help="No emulated cluster, no limits, no root")] = False,
+    budget: Annotated[float, typer.Option(metavar="SECONDS", help="For each exchange in each cell, about")] = 3.0,
+    out: Annotated[
+        Path, typer.Option("--out", "-o", metavar="FILE", help="JSON lines; what it holds is not measured again")
+    ] = Path("step.jsonl"),
+    as_json: o.AsJson = False,
+    debug: o.Debug = False,
+) -> None:
+    """Measure training steps: models by hosts by bandwidths by exchanges, taking turns within a cell.
+
+    Resumes where it was stopped. Fails if the interfaces' bytes differ by more than 5 % from the library's.
+
+    Example: [cyan]sudo gradwire bench step --model mlp --hosts 4 --bandwidth 100mbit[/cyan]
+    """
+    with handled(debug):
+        from gradwire.cli import bench_commands
+
+        bench_commands.step(
+            models=model,
+            hosts=hosts,
+            bandwidths=bandwidth,
+            variants=variant,
+            lab=lab,
+            loopback=loopback,
+            budget_s=budget,
+            out=out,
+            as_json=as_json,
+        )
