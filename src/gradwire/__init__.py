@@ -1,7 +1,7 @@
 """Data-parallel PyTorch training over slow links: gradients packed to a few bits per element, for real."""
 
-from gradwire.adapters import Link, SimulatedLink, Simulation, attach, load, save, simulate, warm_up
-from gradwire.catalogue import MethodInfo, method, methods
+from gradwire.adapters import Link, SimulatedLink, Simulation, attach, load, probe, save, simulate, warm_up
+from gradwire.catalogue import Auto, MethodInfo, method, methods
 from gradwire.compressors import BF16, FP16, FP32, TernGrad
 from gradwire.errors import (
     BackendError,
@@ -20,6 +20,7 @@ __all__ = [
     "BF16",
     "FP16",
     "FP32",
+    "Auto",
     "BackendError",
     "ExchangeError",
     "GradwireError",
@@ -40,6 +41,7 @@ __all__ = [
     "load",
     "method",
     "methods",
+    "probe",
     "save",
     "simulate",
     "warm_up",

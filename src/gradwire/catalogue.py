@@ -5,17 +5,65 @@ from __future__ import annotations
 import ast
 import difflib
 from dataclasses import dataclass, fields
+from typing import ClassVar
 
 from gradwire.compressors import BF16, FP16, FP32, TernGrad
 from gradwire.errors import HyperparameterError
-from gradwire.methods import Method
+from gradwire.methods import Method, Properties, require
 
-__all__ = ["METHODS", "MethodInfo", "method", "methods"]
+__all__ = ["METHODS", "Auto", "MethodInfo", "method", "methods"]
 
 METHODS: tuple[type[Method], ...] = (FP32, FP16, BF16, TernGrad)
 """Every method of the package; adding one adds a line here."""
 
-_BY_NAME: dict[str, type[Method]] = {kind.name: kind for kind in METHODS} | {k.__name__: k for k in METHODS}
+
+@dataclass(frozen=True, kw_only=True)
+class Auto(Method):
+    """Tries methods in the first steps of a real training, and keeps the fastest.
+
+    Every step of the trial is an ordinary step of training under one of the candidates. Candidates that the link
+    alone would make slower than another's whole step are not tried.
+
+    Attributes:
+        candidates: Specs, the ones to prefer at equal speed first.
+        turns: In which the candidates alternate.
+        steps: Of each candidate in a turn.
+
+    Raises:
+        HyperparameterError: fewer than two candidates, one named twice, one that keeps state, or no turns or steps.
+    """
+
+    name: ClassVar[str] = "auto"
+    properties: ClassVar[Properties] = Properties(
+        summary="The fastest of a list, by trial in the first steps",
+        paper="none",
+        unbiased=False,
+        bit_stable=False,
+        bits_per_element=32.0,
+    )
+    collectives: ClassVar[tuple[str, ...]] = ()
+
+    candidates: tuple[str, ...] = ("fp32", "bf16", "terngrad")
+    turns: int = 4
+    steps: int = 3
+
+    def __post_init__(self) -> None:
+        listed = isinstance(self.candidates, (tuple, list)) and all(isinstance(c, str) for c in self.candidates)
+        require(listed, "Auto(candidates=...)", f"a tuple of specs is needed, not {self.candidates!r}")
+        chosen = [method(c) for c in self.candidates]
+        require(len(chosen) > 1, "Auto(candidates=...)", "at least two are needed to choose from")
+        require(len(set(chosen)) == len(chosen), "Auto(candidates=...)", "a method is named twice")
+        for one in chosen:
+            fixed = not isinstance(one, Auto) and one.properties.state == "none"
+            require(fixed, "Auto(candidates=...)", f"{one!r} remembers something between steps: it cannot be tried")
+        object.__setattr__(self, "candidates", tuple(self.candidates))
+        for field in ("turns", "steps"):
+            value = getattr(self, field)
+            require(isinstance(value, int) and value >= 1, f"Auto({field}=...)", f"at least 1 is needed, not {value!r}")
+
+
+_KINDS: tuple[type[Method], ...] = (*METHODS, Auto)
+_BY_NAME: dict[str, type[Method]] = {name: kind for kind in _KINDS for name in (kind.name, kind.__name__)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +166,7 @@ def _build(node: ast.expr, spec: str) -> object:
 def _kind(name: str) -> type[Method]:
     if name in _BY_NAME:
         return _BY_NAME[name]
-    raise HyperparameterError(_unknown("method", name, [kind.name for kind in METHODS]))
+    raise HyperparameterError(_unknown("method", name, [kind.name for kind in _KINDS]))
 
 
 def _signature(kind: type[Method]) -> str:

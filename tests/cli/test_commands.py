@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from importlib import resources
 from pathlib import Path
-from typing import Any
 
 import pytest
 from run_help import gradwire
+from schema_help import fits, schema
 from typer.testing import CliRunner, Result
 
 from gradwire.cli.app import app
@@ -20,27 +19,6 @@ SIMULATED = ["--simulate", "--steps", "6", "--eval-every", "3"]
 
 def call(*words: object) -> Result:
     return CliRunner().invoke(app, [str(word) for word in words])
-
-
-def fits(value: object, schema: dict[str, Any], where: str = "$") -> None:
-    """Check a value against the part of JSON Schema that ours use."""
-    kinds = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
-    known = {"array": list, "object": dict, "string": str, "boolean": bool, "integer": int, "null": type(None)}
-    known["number"] = (int, float)  # type: ignore[assignment]
-    assert any(isinstance(value, known[k]) and (k == "boolean" or not isinstance(value, bool)) for k in kinds), where
-    if isinstance(value, list):
-        for i, item in enumerate(value):
-            fits(item, schema["items"], f"{where}[{i}]")
-    if isinstance(value, dict):
-        assert set(value) == set(schema["properties"]) == set(schema["required"]), where
-        for key, item in value.items():
-            fits(item, schema["properties"][key], f"{where}.{key}")
-
-
-def schema(name: str) -> dict[str, Any]:
-    text = resources.files("gradwire.cli").joinpath("schemas", f"{name}.json").read_text()
-    found: dict[str, Any] = json.loads(text)
-    return found
 
 
 def test_the_checker_of_schemas_can_fail() -> None:

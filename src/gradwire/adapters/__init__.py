@@ -3,8 +3,9 @@
 from gradwire.adapters.checkpoint import load, save
 from gradwire.adapters.ddp import attach
 from gradwire.adapters.link import Link
+from gradwire.adapters.probe import probe
 from gradwire.adapters.simulated import SimulatedLink, Simulation, simulate
 from gradwire.planning.buckets import warm_up
 from gradwire.planning.options import Options
 
-__all__ = ["Link", "Options", "SimulatedLink", "Simulation", "attach", "load", "save", "simulate", "warm_up"]
+__all__ = ["Link", "Options", "SimulatedLink", "Simulation", "attach", "load", "probe", "save", "simulate", "warm_up"]

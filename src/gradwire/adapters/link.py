@@ -13,13 +13,17 @@ import torch
 import torch.distributed as dist
 
 from gradwire import catalogue
+from gradwire.adapters.conference import Conference
 from gradwire.adapters.diagnostics import Diagnostics
 from gradwire.adapters.failures import Breakage, place
 from gradwire.adapters.handshake import agreement
+from gradwire.adapters.parameters import check_parameters, gradient, named_parameters
+from gradwire.adapters.pilot import Chooser, Fixed, Pilot
 from gradwire.adapters.task import Task
 from gradwire.algorithms import Plan
+from gradwire.catalogue import Auto
 from gradwire.compressors import Cast
-from gradwire.errors import ExchangeError, HyperparameterError, IncompatibleError
+from gradwire.errors import ExchangeError, IncompatibleError
 from gradwire.groups import Lane, RollCall, Traffic, dense_bytes
 from gradwire.methods import Method, require
 from gradwire.planning.buckets import Planner
@@ -87,11 +91,10 @@ class Link:
         with agreement(self.group) as mine:
             self.method = catalogue.method(method)
             self.options = Options.of(options)
-            self._parameters = _named(parameters)
-            _check(self._parameters, self.world_size)
+            self._parameters = named_parameters(parameters)
+            check_parameters(self._parameters, self.world_size)
             require(isinstance(count, int) and count >= 1, "lanes", f"at least 1 is needed, not {lanes!r}")
-            self._planner = Planner(self.method, self._parameters, self.world_size, self.options)
-            _say_compiled(self._planner.compile())
+            self._pilot = self._make_pilot(self.method)
             timeout = self.group._get_backend(torch.device("cpu")).options._timeout
             mine.fields = self._fields(count)
         token = mine.token
@@ -104,6 +107,9 @@ class Link:
         self._breakage = Breakage(self.rank, self._roll_call, self._lanes)
         # Threads and connections end with the link, also where it is dropped or the interpreter ends without close().
         self.close = weakref.finalize(self, _close, self._lanes, self._roll_call)
+        self._conference = Conference(
+            self._lanes[0], lambda error: self._breakage.record(error, f"the choice of a method, round {self.round}")
+        )
         self._diagnostics = Diagnostics(DIAGNOSTICS_INTERVAL)
         self._lock = threading.Lock()
         self.round = 0
@@ -136,6 +142,8 @@ class Link:
         if not self.close.alive:
             raise ExchangeError("this link was closed: wrap the module anew and attach again")
         self._breakage.refuse()
+        if index == 0:
+            self._pilot.begin(self.round, self._conference)
         try:
             task = self._task(index, names, flat)
         except Exception as error:
@@ -147,13 +155,23 @@ class Link:
             self._rounds_here += 1
         return task.future
 
+    def _make_pilot(self, method: Method) -> Pilot:
+        def planner(one: Method) -> Planner:
+            made = Planner(one, self._parameters, self.world_size, self.options)
+            _say_compiled(made.compile())
+            return made
+
+        if not isinstance(method, Auto):
+            return Fixed(planner(method))
+        return Chooser(method, {spec: planner(catalogue.method(spec)) for spec in method.candidates})
+
     def _task(self, index: int, names: Sequence[str], flat: torch.Tensor) -> Task:
-        round = self.round
-        work = flat if flat.dtype == torch.float32 or isinstance(self.method, Cast) else flat.float()
-        plan = self._planner.plan(names, round)
+        round, planner = self.round, self._pilot.planner
+        work = flat if flat.dtype == torch.float32 or isinstance(planner.method, Cast) else flat.float()
+        plan = planner.plan(names, round)
         return Task(
             plan=plan,
-            segments=self._planner.segments(names),
+            segments=planner.segments(names),
             flat=flat,
             work=work,
             bucket=index,
@@ -173,7 +191,7 @@ class Link:
         buckets = self._own_buckets()
         started = []
         for i, names in enumerate(buckets):
-            grads = [flat_view(_gradient(self._parameters[n])) for n in names]
+            grads = [flat_view(gradient(self._parameters[n])) for n in names]
             started.append((grads, self.exchange(i, names, torch.cat(grads), i == len(buckets) - 1)))
         for grads, future in started:
             try:
@@ -253,17 +271,29 @@ class Link:
 
     def record(self) -> dict[str, Any]:
         """What runs, in plain values, for a run's record: also what "auto" chose."""
+        planner = self._pilot.planner
         return {
             "gradwire": __version__,
             "torch": torch.__version__,
             "method": repr(self.method),
             "world_size": self.world_size,
-            "backend": self._planner.backend,
+            "backend": planner.backend,
             "lanes": len(self._lanes),
-            "collectives": dict(self._planner.chosen),
-            "dense_parameters": sorted(self._planner.dense),
+            "collectives": dict(planner.chosen),
+            "dense_parameters": sorted(planner.dense),
+            "choice": self._pilot.record(),
             **{k: getattr(self.options, k) for k in ("min_numel", "warmup_steps", "seed", "chunk_numel", "check")},
         }
+
+    def choose_again(self) -> None:
+        """Begin a new trial with the next round, where the method is "auto"; to be called on all ranks.
+
+        Raises:
+            IncompatibleError: the link has one method.
+        """
+        if not isinstance(self._pilot, Chooser):
+            raise IncompatibleError(f"this link has one method, {self.method!r}: attach with 'auto' to choose")
+        self._pilot.again()
 
     def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
         """Give this rank's state: local, tensors only, loads with ``weights_only=True``.
@@ -271,7 +301,10 @@ class Link:
         ``global`` holds the round; ``replicated`` and ``rank`` hold a method's memory by parameter name, the same on
         all ranks or this rank's own (empty for the methods of this version).
         """
-        return {"global": {"round": torch.tensor(self.round)}, "replicated": {}, "rank": {}}
+        shared = {"round": torch.tensor(self.round)}
+        if isinstance(self._pilot, Chooser):
+            shared["choice"] = torch.tensor(self._pilot.chosen_index)
+        return {"global": shared, "replicated": {}, "rank": {}}
 
     def load_state_dict(self, state: dict[str, dict[str, torch.Tensor]]) -> None:
         """Continue where :meth:`state_dict` was taken.
@@ -281,6 +314,8 @@ class Link:
         """
         try:
             self.round = int(state["global"]["round"])
+            if isinstance(self._pilot, Chooser):
+                self._pilot.load(int(state["global"].get("choice", -1)))
         except (KeyError, TypeError, ValueError):
             raise IncompatibleError("this is not the state of a link: it has no global round") from None
 
@@ -326,44 +361,6 @@ def _lost(spec: str) -> LostLink:
         stacklevel=2,
     )
     return LostLink(spec)
-
-
-def _named(parameters: Iterable[Any]) -> dict[str, torch.Tensor]:
-    pairs = [p if isinstance(p, tuple) else (str(i), p) for i, p in enumerate(parameters)]
-    named = {name: p for name, p in pairs if p.requires_grad}
-    if len({name for name, _ in pairs}) != len(pairs):
-        raise HyperparameterError("two parameters have the same name")
-    return named
-
-
-def _check(parameters: dict[str, torch.Tensor], world_size: int) -> None:
-    if world_size < 2:
-        raise IncompatibleError(
-            "a group of one rank has nothing to exchange: train without gradwire, or start at least two ranks"
-        )
-    if not parameters:
-        raise IncompatibleError("no parameter requires a gradient: there is nothing to exchange")
-    for name, p in parameters.items():
-        if p.device.type != "cpu":
-            raise IncompatibleError(
-                f"parameter {name!r} is on {p.device}: this version exchanges CPU gradients; use the CPU, or DDP's own"
-                " hooks"
-            )
-        if not p.is_floating_point():
-            raise IncompatibleError(f"parameter {name!r} is {p.dtype}: only floating-point gradients can be exchanged")
-        if not bool(torch.isfinite(p.detach()).all()):
-            raise IncompatibleError(f"parameter {name!r} holds a NaN or inf before the first step: mend it first")
-
-
-def _gradient(p: torch.Tensor) -> torch.Tensor:
-    if p.grad is None:
-        p.grad = torch.zeros_like(p)
-    if p.grad.is_sparse:
-        raise IncompatibleError("a sparse gradient cannot be exchanged; build the embedding with sparse=False")
-    if p.grad.stride() != p.stride():
-        # The same elements must lie at the same place on all ranks, whatever backward made of them here.
-        p.grad = torch.empty_like(p).copy_(p.grad)
-    return p.grad
 
 
 def _default_group() -> dist.ProcessGroup:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from gradwire import catalogue
+from gradwire.catalogue import Auto
 from gradwire.errors import HyperparameterError, IncompatibleError
 from gradwire.groups import Meter, Traffic, dense_bytes, simulate_ranks
 from gradwire.methods import Method
@@ -43,6 +44,11 @@ class SimulatedLink:
         if not isinstance(world_size, int) or world_size < 1:
             raise HyperparameterError(f"world_size: at least one worker is needed, not {world_size!r}")
         self.method = catalogue.method(method)
+        if isinstance(self.method, Auto):
+            raise IncompatibleError(
+                f"{self.method!r} chooses by the time that a real link takes: name a method to simulate, or use real"
+                " workers"
+            )
         self.options = Options.of(options)
         self.world_size = world_size
         self._parameters = dict(parameters)

@@ -17,7 +17,7 @@ from gradwire.compressors import FP32, Cast, Compressor, DenseCodec, NoSummary
 from gradwire.errors import IncompatibleError
 from gradwire.methods import Method
 from gradwire.ops import Exchange, Reduce
-from gradwire.protocols import PROTOCOLS, Context, Outcome, Section, all_reduce
+from gradwire.protocols import PROTOCOLS, Context, Outcome, Section, all_reduce, gathered_mean
 from gradwire.segments import Segment
 
 if TYPE_CHECKING:
@@ -27,6 +27,9 @@ __all__ = ["DENSE_TAG", "Plan", "cut", "make_plan"]
 
 DENSE_TAG = 127
 """Wire tag of payloads that hold nothing but float32, as in warm-up rounds."""
+
+FEW_NUMEL = 1 << 14
+"""Values that a cast leaves alone travel by one message to each rank up to this many; by a ring beyond."""
 
 CUT = 80
 """Parameters are cut at multiples of this many elements: a ternary group, and whole units of every other codec."""
@@ -107,7 +110,7 @@ class CastPlan(Plan):
     """One all-reduce of the whole bucket: cutting it would change the order of the backend's sum.
 
     Without a ``dtype`` the bucket travels in its own, as in DDP. Otherwise dense segments are a chunk of their own, in
-    the bucket's own dtype.
+    the bucket's own dtype: by a ring where they are many, else by one message to each rank.
     """
 
     collective = "all_reduce"
@@ -129,6 +132,8 @@ class CastPlan(Plan):
 
     def run(self, context: Context, flat: torch.Tensor, prepared: None) -> Exchange[Outcome]:
         dtype, segments = self._parts[context.chunk]
+        if dtype is None and segments is not None and sum(s.numel for s in segments) <= FEW_NUMEL:
+            return (yield from gathered_mean(context, flat, segments))
         return (yield from all_reduce(context, flat, dtype or flat.dtype, segments))
 
 

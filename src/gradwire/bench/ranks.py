@@ -74,6 +74,12 @@ class Ranks:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+            for pipe in (process.stdin, process.stdout):
+                if pipe:
+                    with contextlib.suppress(BrokenPipeError):
+                        pipe.close()
+        for log in self._logs:
+            log.close()
 
     def ask(self, do: str, **arguments: Any) -> list[dict[str, Any]]:
         """Send a command to all ranks; give their answers by rank.
@@ -82,23 +88,35 @@ class Ranks:
             WorkerError: a rank ended instead of answering.
         """
         line = (json.dumps({"do": do, **arguments}) + "\n").encode()
-        with contextlib.suppress(BrokenPipeError):
-            for process in self._processes:
-                if process.stdin:
+        for process in self._processes:
+            if process.stdin:
+                with contextlib.suppress(BrokenPipeError):
                     process.stdin.write(line)
                     process.stdin.flush()
         answers = []
         for rank, process in enumerate(self._processes):
             answer = process.stdout.readline() if process.stdout else b""
             if not answer:
-                raise WorkerError(f"rank {rank} of the benchmark ended: {self._last_words(rank)}")
+                raise WorkerError(self._account(rank))
             answers.append(json.loads(answer))
         return answers
+
+    def _account(self, rank: int) -> str:
+        """Say how the benchmark ended: a rank that was killed tells more than those that miss it."""
+        self._processes[rank].wait()
+        for other, process in enumerate(self._processes):
+            code = process.poll()
+            if code is not None and code < 0:
+                name = signal.Signals(-code).name
+                hint = " (out of memory?)" if name == "SIGKILL" else ""
+                return f"rank {other} of the benchmark was killed by {name}{hint}"
+        return f"rank {rank} of the benchmark ended: {self._last_words(rank)}"
 
     def _last_words(self, rank: int) -> str:
         self._logs[rank].seek(0)
         lines = self._logs[rank].read().decode(errors="replace").strip().splitlines()
-        return lines[-1] if lines else "it wrote nothing"
+        # torch puts the rank before each line of a traceback.
+        return lines[-1].removeprefix(f"[rank{rank}]: ") if lines else "it wrote nothing"
 
 
 def _free_port() -> int:

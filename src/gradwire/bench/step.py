@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ __all__ = ["BANDWIDTHS", "BYTES_TOLERANCE", "HOSTS", "Grid", "measure_grid"]
 
 HOSTS = (2, 4, 8)
 BANDWIDTHS = ("50mbit", "100mbit", "1gbit", "5gbit", "unlimited")
+CHOOSING = ("gradwire auto", "gradwire Auto(")
 TURNS, SLOW_TURNS = 5, 3
 SLOW_S = 2.0
 """A step this long is taken in fewer turns: it hardly varies."""
@@ -150,7 +152,12 @@ class Cell:
         return rows
 
     def _warm_up(self, name: str) -> tuple[int, int]:
-        """Let connections find their speed; give turns, and steps in each."""
+        """Let connections find their speed, and a link its method; give turns, and steps in each."""
+        if name.startswith(CHOOSING):
+            # Its choice belongs to this cell alone.
+            self.ranks.ask("build", variant=name)
+            while not self.ranks.ask("record", variant=name)[0]["record"]["choice"]["chosen"]:
+                self.ranks.ask("steps", variant=name, count=5)
         step_s = max(answer["times_s"][-1] for answer in self.ranks.ask("steps", variant=name, count=2))
         if step_s < self.grid.budget_s / 10:
             step_s = median(self._turn(name, 3)["times_s"])
@@ -199,6 +206,7 @@ class Cell:
             "percentile_20_s": low,
             "percentile_80_s": high,
             "samples": len(times),
+            "turn_medians_s": [median(turn["times_s"]) for turn in turns],
             "compute_s": compute_s,
             "floor_s": floor_s,
             "ratio_to_floor": median(times) / floor_s,
@@ -228,8 +236,11 @@ def _key(row: Row) -> tuple[str, str, str]:
 
 
 def _append(path: Path, row: Row) -> None:
-    with path.open("a") as file:
-        file.write(json.dumps(row) + "\n")
+    # A line that was cut off must not take this one with it.
+    with path.open("ab+") as file:
+        if file.tell() and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n":
+            file.write(b"\n")
+        file.write((json.dumps(row) + "\n").encode())
 
 
 def read_rows(path: Path) -> list[Row]:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -42,8 +40,7 @@ def check_variant(name: str) -> str:
     if kind != "gradwire" or not spec:
         known = ", ".join((COMPUTE, *DDP_VARIANTS))
         raise UsageError(f"variant {name!r}: known are {known}, and 'gradwire SPEC' with any method")
-    if spec != "auto":
-        gw.method(spec)
+    gw.method(spec)
     return name
 
 
@@ -123,8 +120,3 @@ class Variant:
         """End the exchange."""
         if self.link is not None:
             self.link.close()
-
-
-def parameters_of(module: nn.Module) -> Sequence[int]:
-    """Give the sizes of the parameters that take part in the exchange."""
-    return [p.numel() for p in module.parameters() if p.requires_grad]

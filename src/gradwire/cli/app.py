@@ -10,6 +10,7 @@ import typer
 from gradwire.cli import options as o
 from gradwire.cli.app_bench import bench
 from gradwire.cli.app_lab import lab
+from gradwire.cli.app_plan import plan
 from gradwire.cli.errors import handled
 
 __all__ = ["app"]
@@ -23,6 +24,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 
+app.command()(plan)
 app.command()(lab)
 app.add_typer(bench, name="bench")
 
@@ -63,6 +65,7 @@ def train(
     method: Method = "terngrad",
     workers: o.Workers = 4,
     simulate: o.Simulate = False,
+    lab: o.Lab = None,
     data: o.Data = None,
     steps: o.Steps = None,
     batch: o.Batch = None,
@@ -91,12 +94,17 @@ def train(
 ) -> None:
     """Train a built-in task data-parallel, on local workers, simulated ones, or those that torchrun started.
 
+    With --lab the workers run on the hosts of an emulated cluster.
+
     Example: [cyan]gradwire train digits --method terngrad --workers 4[/cyan]
     """
     with handled(debug):
         from gradwire.cli import commands
+        from gradwire.experiments.errors import UsageError
 
         if resume is not None:
+            if lab is not None:
+                raise UsageError("--resume continues on the emulated cluster of the run: leave --lab out")
             commands.resume(resume, stop_after=stop_after, as_json=as_json, debug=debug)
             return
         settings = {"data": data, "steps": steps, "batch": batch, "lr": lr, "optimizer": optimizer}
@@ -107,6 +115,7 @@ def train(
             settings,
             workers=workers,
             simulate=simulate,
+            lab=lab,
             seed=seed,
             exclude=exclude,
             min_numel=min_numel,
@@ -125,6 +134,7 @@ def compare(
     method: Methods = None,
     workers: o.Workers = 4,
     simulate: o.Simulate = False,
+    lab: o.Lab = None,
     data: o.Data = None,
     steps: o.Steps = None,
     batch: o.Batch = None,
@@ -161,6 +171,7 @@ def compare(
             settings,
             workers=workers,
             simulate=simulate,
+            lab=lab,
             seed=seed,
             exclude=exclude,
             min_numel=min_numel,
@@ -186,6 +197,7 @@ def run(
     warmup_steps: o.WarmupSteps = 0,
     collective: o.Collective = "auto",
     seed: o.Seed = 0,
+    lab: o.Lab = None,
     nproc_per_node: Annotated[
         str | None,
         typer.Option("--nproc-per-node", "--nproc_per_node", help="Workers", rich_help_panel=RENDEZVOUS),
@@ -227,11 +239,14 @@ def run(
 ) -> None:
     """Run your own, unchanged DDP script under torchrun, with the method on every DDP module it builds.
 
+    With --lab, on every host of an emulated cluster.
+
     Example: [cyan]gradwire run --nproc-per-node 4 --method terngrad train.py --epochs 3[/cyan]
     """
     with handled(debug):
         import gradwire as gw
         from gradwire.cli.bootstrap import LinkSettings
+        from gradwire.cli.lab_commands import run_on_lab
         from gradwire.cli.torchrun import command, replace_process
 
         flags = {"nproc-per-node": nproc_per_node, "nnodes": nnodes, "node-rank": node_rank}
@@ -250,6 +265,9 @@ def run(
             collective=collective,
             seed=seed,
         )
+        if lab is not None:
+            run_on_lab(lab, settings, flags, standalone, script, arguments or [])
+            return
         replace_process(settings, command(flags, standalone, script, arguments or []))
 
 

@@ -58,3 +58,21 @@ def step(
             out=out,
             as_json=as_json,
         )
+
+
+@bench.command()
+def kernels(
+    elements: Annotated[int, typer.Option(help="Of the large vectors")] = 20_000_000,
+    repetitions: Annotated[int, typer.Option(help="Of each kernel")] = 15,
+    backend: Annotated[str, typer.Option(help="auto, cpu, cpu-plain, reference")] = "auto",
+    as_json: o.AsJson = False,
+    debug: o.Debug = False,
+) -> None:
+    """Measure the kernels on one thread, each between two memcpys of the same run.
+
+    Example: [cyan]gradwire bench kernels --json > kernels.json[/cyan]
+    """
+    with handled(debug):
+        from gradwire.cli import bench_commands
+
+        bench_commands.kernels(elements, repetitions, backend, as_json=as_json)

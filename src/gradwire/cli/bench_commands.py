@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from gradwire.bench.kernels import measure_kernels
 from gradwire.bench.models import MODELS
 from gradwire.bench.step import BANDWIDTHS, BYTES_TOLERANCE, HOSTS, Grid, measure_grid
 from gradwire.bench.variants import VARIANTS
@@ -14,7 +15,7 @@ from gradwire.cli.show import print_json, print_steps
 from gradwire.experiments.errors import RunError, UsageError
 from gradwire.lab import Topology, parse_rate
 
-__all__ = ["step"]
+__all__ = ["kernels", "step"]
 
 
 def step(
@@ -58,12 +59,38 @@ def step(
     if wrong:
         first = wrong[0]
         raise RunError(
-            f"{len(wrong)} of {len(rows)} rows: interfaces and library differ by more than {100 * BYTES_TOLERANCE:g} % in"
-            f" bytes; first: {first['model']}, {first['lab']}, {first['variant']}"
+            f"{len(wrong)} of {len(rows)} rows: interfaces and library differ in bytes by over"
+            f" {100 * BYTES_TOLERANCE:g} %; first: {first['model']}, {first['lab']}, {first['variant']}"
             f" ({100 * first['interface_over_library']:+.1f} %)"
         )
 
 
 def flat(row: Mapping[str, Any]) -> dict[str, Any]:
     """Leave out what is not a plain value."""
-    return {key: value for key, value in row.items() if not isinstance(value, (dict, list))}
+    nested = ("timeline", "record", "turn_medians_s")
+    return {key: value for key, value in row.items() if key not in nested}
+
+
+def kernels(elements: int, repetitions: int, backend: str, *, as_json: bool) -> None:
+    """Measure, printing each row as it comes.
+
+    Raises:
+        UsageError: too few elements or repetitions to measure anything.
+    """
+    if elements < 100_000 or repetitions < 2:
+        raise UsageError("at least 100000 elements and 2 repetitions are needed for a time that means something")
+    head = f"{'kernel':28}{'layout':12}{'elements':>10}{'ms':>10}{'of memcpy':>11}   [20 %, 80 %]{'goal':>8}"
+    print(head, file=sys.stderr)
+
+    def line(row: Mapping[str, Any]) -> None:
+        goal = f"{row['goal_ratio']:8.2f}" if row["goal_ratio"] else ""
+        print(
+            f"{row['kernel']:28}{row['layout']:12}{row['elements']:>10}{row['median_s'] * 1e3:>10.3f}"
+            f"{row['ratio_to_memcpy']:>11.3f}   [{row['ratio_p20']:.3f}, {row['ratio_p80']:.3f}]{goal}",
+            file=sys.stderr if as_json else sys.stdout,
+            flush=True,
+        )
+
+    rows = measure_kernels(elements, repetitions, backend, line)
+    if as_json:
+        print_json(rows)

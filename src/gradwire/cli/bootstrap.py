@@ -74,7 +74,9 @@ def summary(links: Sequence[Any]) -> str:
         return "gradwire: the script built no DistributedDataParallel module; nothing was compressed"
     sent = sum(link.traffic().sent_bytes for link in links)
     dense = sum(link.traffic().dense_bytes for link in links)
-    spec = repr(links[0].method)
+    spec, choice = repr(links[0].method), links[0].record()["choice"]
+    if choice is not None:
+        spec = f"auto took {choice['chosen']} ({choice['reason']})" if choice["chosen"] else "auto had not chosen yet"
     if not sent:
         return f"gradwire: {spec}: no gradient was exchanged"
     return (

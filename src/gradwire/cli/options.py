@@ -16,6 +16,7 @@ __all__ = [
     "Ema",
     "EvalEvery",
     "Exclude",
+    "Lab",
     "LearningRate",
     "LogEvery",
     "MinNumel",
@@ -37,6 +38,10 @@ TRAINING, LINK, OUTPUT = "Training", "Gradient exchange", "Output"
 TaskName = Annotated[str, typer.Argument(metavar="TASK", help="digits, text, mnist or cifar10")]
 Workers = Annotated[int, typer.Option("--workers", "-n", help="Number of workers")]
 Simulate = Annotated[bool, typer.Option("--simulate", help="Play all workers in one process; same results")]
+Lab = Annotated[
+    str | None,
+    typer.Option(metavar="SPEC", help="Emulated cluster (Linux, root), such as hosts=4,bandwidth=100mbit"),
+]
 Data = Annotated[
     str | None,
     typer.Option(metavar="PATH", help="The data, in its original file format", rich_help_panel=TRAINING),

@@ -17,7 +17,16 @@ from rich.table import Column, Table
 from gradwire.experiments.plan import Plan
 from gradwire.report.verdict import bytes_text, percent, seconds_text
 
-__all__ = ["Progressing", "method_rows", "print_json", "print_methods", "print_runs", "print_steps", "print_verdicts"]
+__all__ = [
+    "Progressing",
+    "method_rows",
+    "print_json",
+    "print_methods",
+    "print_plan",
+    "print_runs",
+    "print_steps",
+    "print_verdicts",
+]
 
 PLAIN_LINE_EVERY_S = 5.0
 
@@ -51,7 +60,8 @@ class Progressing:
         self._finish()
         kind = "simulated workers" if plan.simulate else "workers"
         self.title, self.steps, self.accuracy = plan.method, plan.task.steps, None
-        self.say(f"{plan.task.name}: {plan.method}, {plan.workers} {kind}, {plan.task.steps} steps")
+        place = f" on {plan.lab}" if plan.lab else ""
+        self.say(f"{plan.task.name}: {plan.method}, {plan.workers} {kind}{place}, {plan.task.steps} steps")
         if self.console.is_terminal:
             columns = (
                 TextColumn("{task.description}"),
@@ -159,6 +169,8 @@ def method_rows(names: Sequence[str]) -> list[dict[str, Any]]:
     rows = []
     for name in chosen:
         known = type(gw.method(name)).name
+        if known not in table:
+            raise gw.HyperparameterError(f"{known} is not a method but chooses among methods: see gradwire methods")
         row = dataclasses.asdict(table[known])
         rows.append({key: list(value) if isinstance(value, tuple) else value for key, value in row.items()})
     return rows
@@ -195,5 +207,25 @@ def print_steps(rows: Sequence[Mapping[str, Any]]) -> None:
             f"{row['ratio_to_floor']:.2f}",
             "-" if sent is None else bytes_text(sent),
             "-" if speedup is None else f"{speedup:.2f} x",
+        )
+    _print(table)
+
+
+def print_plan(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print one line a predicted step."""
+    table = _table("workers", "link", "method", "step", "80 %", "floor", "speed-up", "sent", "bounded by", "")
+    for row in rows:
+        rate = row["bandwidth_bits_per_s"]
+        table.add_row(
+            f"{row['hosts']} x {row['ranks_per_host']}",
+            "unlimited" if rate is None else f"{rate / 1e6:g} Mbit/s",
+            row["method"],
+            seconds_text(row["step_s"]),
+            f"{seconds_text(row['low_s'])}-{seconds_text(row['high_s'])}",
+            seconds_text(row["floor_s"]),
+            f"{row['speedup']:.2f} x",
+            bytes_text(row["sent_bytes"]),
+            row["bottleneck"],
+            "<- recommended" if row["recommended"] else "",
         )
     _print(table)

@@ -11,7 +11,7 @@ from typing import NoReturn
 from gradwire.cli.bootstrap import ENVIRONMENT, LinkSettings
 from gradwire.experiments.errors import UsageError
 
-__all__ = ["command", "replace_process"]
+__all__ = ["command", "compile_kernels", "replace_process"]
 
 
 def command(flags: Mapping[str, str | None], standalone: bool, script: Path, arguments: Sequence[str]) -> list[str]:
@@ -35,14 +35,20 @@ def command(flags: Mapping[str, str | None], standalone: bool, script: Path, arg
     ]
 
 
-def replace_process(settings: LinkSettings, words: Sequence[str]) -> NoReturn:
-    """Compile the method's kernels, then become torchrun, so that signals and exit codes are its own."""
+def compile_kernels(method: str) -> None:
+    """Compile a method's kernels before workers start, and say so where it takes long."""
     import gradwire as gw
-    from gradwire.experiments.launch import loopback
 
-    seconds = gw.warm_up(settings.method)
+    seconds = gw.warm_up(method)
     if seconds > 0.5:
         print(f"compiling kernels, once per machine: {seconds:.1f} s", file=sys.stderr, flush=True)
+
+
+def replace_process(settings: LinkSettings, words: Sequence[str]) -> NoReturn:
+    """Compile the method's kernels, then become torchrun, so that signals and exit codes are its own."""
+    from gradwire.experiments.launch import loopback
+
+    compile_kernels(settings.method)
     local = loopback() if "--standalone" in words else {}
     defaults = {"OMP_NUM_THREADS": "1", **local}
     environment = {**defaults, **os.environ, ENVIRONMENT: settings.to_json()}

@@ -1,8 +1,9 @@
 """Local workers: start them, pass their rows on, and see that they end together.
 
-The parent hosts the rendezvous store on 127.0.0.1 and holds one pipe a worker. When a worker dies or reports
-a failure, the others get ``GRACE_S`` seconds to say what they saw; then all are killed and one error tells
-the most informative account. Killing is safe at any time: a checkpoint gets its name only once it is whole.
+The parent hosts the rendezvous store on 127.0.0.1 and holds one pipe a worker; on an emulated cluster, whose hosts do
+not reach the parent, worker 0 hosts the store. When a worker dies or reports a failure, the others get ``GRACE_S``
+seconds to say what they saw; then all are killed and one error tells the most informative account. Killing is safe at
+any time: a checkpoint gets its name only once it is whole.
 """
 
 from __future__ import annotations
@@ -27,9 +28,11 @@ from typing import IO, Any
 import torch.distributed as dist
 
 from gradwire.experiments.errors import WorkerError
+from gradwire.experiments.folder import RunFolder
 from gradwire.experiments.plan import Plan
 from gradwire.experiments.train import Row
 from gradwire.experiments.worker import ENVIRONMENT, Part
+from gradwire.lab import INTERFACE, PORT, LabError, Network, open_network, start
 from gradwire.processes import termination_unwinds
 
 __all__ = ["GRACE_S", "Crew", "run_workers"]
@@ -86,30 +89,67 @@ class Crew:
     def __init__(self, plan: Plan, folder: Path, *, resume: bool, stop_after: int | None) -> None:
         self.plan, self.folder, self.resume, self.stop_after = plan, folder, resume, stop_after
         self.workers: list[Worker] = []
+        self.network: Network | None = None
+        self._open = contextlib.ExitStack()
 
     def __enter__(self) -> Crew:
-        """Start the store and the workers."""
-        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        try:
+        """Build the emulated cluster if there is to be one, and start the store and the workers.
+
+        Raises:
+            BackendError: no emulated cluster can be built here.
+            LabError: the kernel refused it.
+            WorkerError: a worker cannot be started.
+        """
+        topology = self.plan.topology()
+        with contextlib.ExitStack() as stack:
+            if topology is None:
+                self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            else:
+                self.network = stack.enter_context(open_network(topology))
+            stack.callback(self.end)
             for rank in range(self.plan.workers):
                 self.workers.append(self._start(rank))
-        except BaseException:
-            self.end()
-            raise
+            self._open = stack.pop_all()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End all workers."""
-        self.end()
+        """End all workers, then remove the emulated cluster."""
+        self._open.close()
+
+    def host(self, rank: int) -> int:
+        """Give the host of a worker: the same number of workers on each, in blocks of ranks."""
+        topology = self.plan.topology()
+        return 0 if topology is None else rank * topology.hosts // self.plan.workers
+
+    def interfaces(self) -> list[dict[str, int]]:
+        """Give what the interface of each emulated host has counted, start-up and evaluations included.
+
+        Workers of one host reach each other without passing its interface.
+        """
+        counted = self.network.counters() if self.network else []
+        return [
+            {
+                "host": host,
+                "sent_bytes": c.sent_bytes,
+                "sent_payload_bytes": c.sent_payload_bytes,
+                "sent_packets": c.sent_packets,
+                "received_bytes": c.received_bytes,
+                "received_payload_bytes": c.received_payload_bytes,
+                "received_packets": c.received_packets,
+            }
+            for host, c in enumerate(counted)
+        ]
 
     def _start(self, rank: int) -> Worker:
         reader, writer = os.pipe()
         part = Part(
             rank=rank,
             world_size=self.plan.workers,
-            port=self.store.port,
+            address=self.network.address(self.host(0)) if self.network else "127.0.0.1",
+            port=PORT if self.network else self.store.port,
+            serves=self.network is not None and rank == 0,
             pipe=writer,
             parent=os.getpid(),
             folder=str(self.folder),
@@ -118,21 +158,30 @@ class Crew:
         )
         log = tempfile.TemporaryFile()  # noqa: SIM115
         try:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "gradwire.experiments.worker"],
-                env={**loopback(), **os.environ, ENVIRONMENT: part.to_json()},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                pass_fds=(writer,),
-                start_new_session=True,
-            )
+            process = self._spawn(part, stdout=log, stderr=log, pass_fds=(writer,))
+        except LabError:
+            os.close(reader)
+            raise
         except OSError as error:
             os.close(reader)
             raise WorkerError(f"worker {rank} cannot be started: {error}; use fewer --workers") from error
         finally:
             os.close(writer)
         return Worker(rank, process, reader, log)
+
+    def _spawn(self, part: Part, **options: Any) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "gradwire.experiments.worker"]
+        variables = {ENVIRONMENT: part.to_json()}
+        if self.network is not None:
+            variables["GLOO_SOCKET_IFNAME"] = INTERFACE
+            return start(self.network, self.host(part.rank), command, variables, **options)
+        return subprocess.Popen(
+            command,
+            env={**loopback(), **os.environ, **variables},
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            **options,
+        )
 
     def watch(self, on_row: Callable[[Row], None]) -> None:
         """Pass rows on until all workers are done; raises WorkerError once one has failed."""
@@ -216,7 +265,11 @@ def run_workers(
 ) -> None:
     """Train ``plan`` on local workers; the run folder must hold its ``config.json``.
 
+    On an emulated cluster, what the hosts' interfaces counted is added to the ``interfaces`` of ``config.json``.
+
     Raises:
+        BackendError: no emulated cluster can be built here.
+        LabError: the kernel refused it.
         WorkerError: a worker failed; all others have been ended.
     """
     with termination_unwinds(), Crew(plan, folder, resume=resume, stop_after=stop_after) as crew:
@@ -226,3 +279,13 @@ def run_workers(
             if on_logs:
                 on_logs(crew.logs())
             raise
+        if crew.network is not None:
+            _record_interfaces(RunFolder(folder), crew.interfaces())
+
+
+def _record_interfaces(folder: RunFolder, counted: list[dict[str, int]]) -> None:
+    """Put the interfaces' counts into the run record; those of a run's earlier parts are in it already."""
+    config = folder.read_config()
+    for row, before in zip(counted, config.get("interfaces") or []):
+        row |= {key: row[key] + before[key] for key in row if key != "host"}
+    folder.write_config({**config, "interfaces": counted})

@@ -8,6 +8,7 @@ from typing import Any
 
 from gradwire.experiments.errors import UsageError
 from gradwire.experiments.tasks import Task, build
+from gradwire.lab import Topology
 
 __all__ = ["DEFAULT_WORKERS", "Plan"]
 
@@ -29,6 +30,8 @@ class Plan:
         checkpoint_every: steps between checkpoints; 0 writes one at the end only.
         log_every: steps between training rows; a row holds the mean loss and the median step time since the
         last.
+        lab: emulated cluster that the workers are spread over, in blocks of ranks, as ``Topology.parse`` reads it; kept
+        as ``Topology.spec`` writes it. None: this machine as it is.
     """
 
     task: Task
@@ -43,6 +46,7 @@ class Plan:
     threads: int = 1
     checkpoint_every: int = 0
     log_every: int = 10
+    lab: str | None = None
 
     def __post_init__(self) -> None:
         """Refuse what cannot be trained; raises UsageError."""
@@ -60,6 +64,25 @@ class Plan:
                 f"use --batch {self.task.batch // self.workers * self.workers + self.workers} "
                 "or another number of workers"
             )
+        if self.lab is not None:
+            object.__setattr__(self, "lab", self._checked_lab(Topology.parse(self.lab)))
+
+    def _checked_lab(self, lab: Topology) -> str:
+        if self.simulate:
+            raise UsageError("simulated workers send nothing over a network: leave --simulate or --lab out")
+        if lab.hosts == 1:
+            raise UsageError("on a lab of 1 host nothing passes a link: use at least hosts=2")
+        if self.workers % lab.hosts:
+            more = -(-self.workers // lab.hosts) * lab.hosts
+            raise UsageError(
+                f"{self.workers} workers cannot be spread evenly over {lab.hosts} hosts: use --workers {more}, or a lab"
+                f" with another number of hosts"
+            )
+        return lab.spec()
+
+    def topology(self) -> Topology | None:
+        """Give the emulated cluster, if there is one."""
+        return None if self.lab is None else Topology.parse(self.lab)
 
     def link_options(self) -> dict[str, Any]:
         """Give the options that ``gradwire.attach`` and ``gradwire.SimulatedLink`` share."""

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 
 import gradwire as gw
+from gradwire.errors import BackendError
 from gradwire.experiments.engine import build_model
 from gradwire.experiments.errors import RunError, UsageError
 from gradwire.experiments.folder import RunFolder, checkpoint_steps, write_durably
@@ -22,6 +23,7 @@ from gradwire.experiments.machine import check_workers, hardware, versions
 from gradwire.experiments.plan import Plan
 from gradwire.experiments.simulate import SimulatedEngine
 from gradwire.experiments.train import Row, Trainer
+from gradwire.lab import missing
 
 __all__ = ["Audience", "compare", "resume", "speaks", "train", "under_torchrun"]
 
@@ -65,7 +67,10 @@ def slug(spec: str) -> str:
 
 def check_link(plan: Plan) -> None:
     """Raise in this process what a link would raise in every worker: a wrong method, pattern or collective."""
-    gw.SimulatedLink(build_model(plan).named_parameters(), plan.method, plan.workers, **plan.link_options())
+    method = gw.method(plan.method)
+    tried = method.candidates if isinstance(method, gw.Auto) and not plan.simulate else (method,)
+    for one in tried:
+        gw.SimulatedLink(build_model(plan).named_parameters(), one, plan.workers, **plan.link_options())
 
 
 def config_of(plan: Plan) -> dict[str, Any]:
@@ -83,8 +88,24 @@ def config_of(plan: Plan) -> dict[str, Any]:
         "hardware": hardware(),
         "started": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "plan": plan.to_json(),
+        "lab": plan.lab,
+        "interfaces": None,
         "link": None,
     }
+
+
+def check_machine(plan: Plan) -> None:
+    """Refuse what this machine cannot run, before a folder is made.
+
+    Raises:
+        UsageError: more workers than it can start.
+        BackendError: an emulated cluster, and the platform, root or iproute2 is missing.
+    """
+    if not plan.simulate:
+        check_workers(plan.workers)
+    problem = missing() if plan.lab is not None else None
+    if problem:
+        raise BackendError(problem)
 
 
 def train(
@@ -103,11 +124,12 @@ def train(
     check_link(plan)
     plan.task.check_data()
     if under_torchrun() and not plan.simulate:
+        if plan.lab is not None:
+            raise UsageError("--lab starts its own workers: call gradwire train --lab without torchrun")
         from gradwire.experiments.torchrun import train_under_torchrun
 
         return train_under_torchrun(plan, audience, folder=folder, overwrite=overwrite, stop_after=stop_after)
-    if not plan.simulate:
-        check_workers(plan.workers)
+    check_machine(plan)
     run = RunFolder.create(folder or default_folder(plan), overwrite=overwrite)
     run.write_config(config_of(plan))
     execute(plan, run, audience, resume=False, stop_after=stop_after)
@@ -135,8 +157,7 @@ def resume(folder: Path, audience: Audience, *, stop_after: int | None = None) -
         audience.say(f"{folder} is finished: {steps[-1]} of {plan.task.steps} steps")
         return folder
     plan.task.check_data()
-    if not plan.simulate:
-        check_workers(plan.workers)
+    check_machine(plan)
     audience.say(f"resuming after step {steps[-1]} of {plan.task.steps}")
     execute(plan, run, audience, resume=True, stop_after=stop_after)
     return folder
@@ -199,8 +220,7 @@ def compare(
     for spec in methods:
         check_link(dataclasses.replace(plan, method=spec))
     plan.task.check_data()
-    if not plan.simulate:
-        check_workers(plan.workers)
+    check_machine(plan)
     stamped = default_folder(dataclasses.replace(plan, method="compare"))
     top = RunFolder.create(folder or stamped, overwrite=overwrite).path
     write_durably(top / "compare.json", (json.dumps({"methods": specs}, indent=2) + "\n").encode())

@@ -38,11 +38,17 @@ ENVIRONMENT = "GRADWIRE_WORKER"
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """What the launcher tells a worker, as JSON in the environment variable ``GRADWIRE_WORKER``."""
+    """What the launcher tells a worker, as JSON in the environment variable ``GRADWIRE_WORKER``.
+
+    ``address`` and ``port`` are the store's; ``serves`` tells the one worker that is to serve it, where the launcher
+    does not.
+    """
 
     rank: int
     world_size: int
+    address: str
     port: int
+    serves: bool
     pipe: int
     parent: int
     folder: str
@@ -172,9 +178,11 @@ def main() -> None:
 def _work(part: Part, on_row: Callable[[Row], None]) -> None:
     folder = RunFolder(Path(part.folder))
     plan = Plan.from_json(folder.read_config()["plan"])
-    store = dist.TCPStore("127.0.0.1", part.port, is_master=False)
+    store = dist.TCPStore(part.address, part.port, is_master=part.serves, wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=part.rank, world_size=part.world_size)
     train_in_group(plan, folder, on_row, resume=part.resume, stop_after=part.stop_after)
+    # The worker that serves the store must not be the first to leave.
+    dist.barrier()
     dist.destroy_process_group()
 
 

@@ -2,6 +2,7 @@
 
 from gradwire.groups.dry_run import dry_run
 from gradwire.groups.lanes import Job, Lane, WireError
+from gradwire.groups.rehearsal import Stage, rehearse
 from gradwire.groups.roll_call import Failure, RollCall
 from gradwire.groups.simulation import simulate_ranks
 from gradwire.groups.traffic import Meter, Traffic, dense_bytes
@@ -12,9 +13,11 @@ __all__ = [
     "Lane",
     "Meter",
     "RollCall",
+    "Stage",
     "Traffic",
     "WireError",
     "dense_bytes",
     "dry_run",
+    "rehearse",
     "simulate_ranks",
 ]

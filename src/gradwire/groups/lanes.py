@@ -120,16 +120,17 @@ class Lane:
         started = clock()
         op = next(generator)
         asked = clock()
-        if not isinstance(op, Reduce):
-            raise TypeError(f"a {type(op).__name__} cannot run without the lane's thread")
-        total = op.value
-        future = self._start_reduce(op)
+        future, reply = self._start(op)
 
         def finish(ended: torch.futures.Future[Any]) -> None:
             arrived = clock()
             try:
                 ended.value()
-                generator.send(total)
+            except RuntimeError as error:
+                fail(WireError(f"{type(op).__name__}: {error}"))
+                return
+            try:
+                generator.send(reply)
             except StopIteration as stop:
                 with self._begun:
                     meter.count(op, self.world_size)
@@ -137,12 +138,17 @@ class Lane:
                     meter.wire_s += arrived - asked
                     meter.decode_s += clock() - arrived
                 done(stop.value)
-            except RuntimeError as error:
-                fail(WireError(f"{type(op).__name__}: {error}"))
             except Exception as error:
                 fail(error)
 
         future.add_done_callback(finish)
+
+    def _start(self, op: Op) -> tuple[torch.futures.Future[Any], torch.Tensor]:
+        if isinstance(op, AllToAll):
+            return self._live().alltoall_base(op.recv, op.send, [], []).get_future(), op.recv
+        if isinstance(op, Reduce) and not gathers(op):
+            return self._start_reduce(op), op.value
+        raise TypeError(f"{type(op).__name__}: this operation needs buffers of the lane, and so its thread")
 
     def _start_reduce(self, op: Reduce) -> torch.futures.Future[Any]:
         options = dist.AllreduceOptions()

@@ -1,11 +1,13 @@
 """An emulated cluster on one Linux machine: hosts are network namespaces, links are rate-limited."""
 
-from gradwire.lab.command import environment, run_command, start
-from gradwire.lab.network import Counters, LabError, Network, missing, open_network
+from gradwire.lab.command import PORT, environment, run_command, start
+from gradwire.lab.network import INTERFACE, Counters, LabError, Network, missing, open_network
 from gradwire.lab.rates import Rate, format_rate, parse_rate
-from gradwire.lab.topology import Topology
+from gradwire.lab.topology import Topology, parse_delay
 
 __all__ = [
+    "INTERFACE",
+    "PORT",
     "Counters",
     "LabError",
     "Network",
@@ -15,6 +17,7 @@ __all__ = [
     "format_rate",
     "missing",
     "open_network",
+    "parse_delay",
     "parse_rate",
     "run_command",
     "start",

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import IO
 
@@ -61,10 +61,19 @@ def start(
         raise LabError(f"host {host}: {command[0]} cannot be started: {error}") from error
 
 
-def run_command(network: Network, command: Sequence[str]) -> None:
+def run_command(
+    network: Network,
+    command: Sequence[str] | Callable[[int], Sequence[str]],
+    variables: Mapping[str, str] | None = None,
+) -> None:
     """Run a command once a host; what each writes is passed on line by line, behind the host's number.
 
     Where one fails, the others get ten seconds to say what they saw; then all are ended.
+
+    Args:
+        network: Where.
+        command: Its words, or what gives them for a host.
+        variables: Put into the environment beside those of :func:`environment`.
 
     Raises:
         LabError: naming the first host that failed, and how.
@@ -77,8 +86,8 @@ def run_command(network: Network, command: Sequence[str]) -> None:
                 process = start(
                     network,
                     host,
-                    command,
-                    environment(network, host),
+                    command(host) if callable(command) else command,
+                    {**environment(network, host), **(variables or {})},
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
                 )
@@ -114,5 +123,6 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 
 def _pass_on(host: int, source: IO[bytes] | None, target: IO[bytes]) -> None:
     for line in source or ():
-        target.write(f"h{host}: ".encode() + line)
+        # A last line without an end would run into the next host's.
+        target.write(f"h{host}: ".encode() + line.removesuffix(b"\n") + b"\n")
         target.flush()

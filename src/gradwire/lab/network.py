@@ -22,10 +22,16 @@ from gradwire.errors import BackendError, GradwireError
 from gradwire.lab.rates import Rate
 from gradwire.lab.registry import Claim, dead_labs
 from gradwire.lab.topology import Topology
+from gradwire.processes import termination_unwinds
 
-__all__ = ["Counters", "LabError", "Network", "missing", "open_network"]
+__all__ = ["INTERFACE", "Counters", "LabError", "Network", "missing", "open_network"]
 
 INTERFACE = "eth0"
+"""Of every host, in its own namespace."""
+
+UPLINK = "uplink"
+"""Of every group's switch. Not "up": iproute2 would take that for its own word."""
+
 HEADER_BYTES = 66
 """Of a packet: Ethernet 14, IPv4 20, TCP with time stamps 32."""
 
@@ -122,7 +128,7 @@ class Network:
         _ip([f"netns add {space}" for space in spaces])
         pairs = [(self.namespace(h), INTERFACE, self._switch(t.group(h)), f"h{h}") for h in range(t.hosts)]
         if t.groups > 1:
-            pairs += [(self._switch(g), "up", core, f"s{g}") for g in range(t.groups)]
+            pairs += [(self._switch(g), UPLINK, core, f"s{g}") for g in range(t.groups)]
         _ip([f"link add {a} netns {na} type veth peer name {b} netns {nb}" for na, a, nb, b in pairs])
         for host in range(t.hosts):
             lines = [f"addr add {self.address(host)}/16 dev {INTERFACE}", f"link set {INTERFACE} up", "link set lo up"]
@@ -132,7 +138,7 @@ class Network:
             ports = [a for na, a, _, _ in pairs if na == switch] + [b for _, _, nb, b in pairs if nb == switch]
             lines = ["link add br0 type bridge", "link set br0 up"]
             for port in ports:
-                lines += [f"link set {port} master br0", f"link set {port} up"]
+                lines += [f"link set dev {port} master br0", f"link set dev {port} up"]
             _ip(lines, switch)
         self._limit_all()
 
@@ -143,7 +149,7 @@ class Network:
             _limit(self._switch(t.group(host)), f"h{host}", t.receive_rate(host), 0.0)
         if t.groups > 1:
             for group in range(t.groups):
-                _limit(self._switch(group), "up", t.between, 0.0)
+                _limit(self._switch(group), UPLINK, t.between, 0.0)
                 _limit(f"{self.name}-c", f"s{group}", t.between, 0.0)
 
     def set_bandwidth(self, rate: Rate) -> None:
@@ -176,16 +182,18 @@ def open_network(topology: Topology) -> Iterator[Network]:
     problem = missing()
     if problem:
         raise BackendError(problem)
-    for name in dead_labs():
-        remove(name)
-    claim = Claim()
-    network = Network(claim.name, topology)
-    try:
-        network.build()
-        yield network
-    finally:
-        remove(claim.name)
-        claim.release()
+    # Also told to end while it builds or removes, a lab leaves nothing behind.
+    with termination_unwinds():
+        for name in dead_labs():
+            remove(name)
+        claim = Claim()
+        network = Network(claim.name, topology)
+        try:
+            network.build()
+            yield network
+        finally:
+            remove(claim.name)
+            claim.release()
 
 
 def remove(name: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from decimal import Decimal
 
 from gradwire.errors import HyperparameterError
 
@@ -11,7 +12,8 @@ __all__ = ["Rate", "format_rate", "parse_rate"]
 Rate = float | None
 """Bits per second; None is not limited."""
 
-_UNITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+_UNITS = {"bit": Decimal(1), "kbit": Decimal(10**3), "mbit": Decimal(10**6), "gbit": Decimal(10**9)}
+# Decimal shifts the point exactly, so that what is written reads back as the same float.
 _PATTERN = re.compile(r"(\d+(?:\.\d+)?)(bit|kbit|mbit|gbit)")
 
 
@@ -28,7 +30,7 @@ def parse_rate(text: str) -> Rate:
     if text == "unlimited":
         return None
     found = _PATTERN.fullmatch(text.strip().lower())
-    rate = float(found[1]) * _UNITS[found[2]] if found else 0.0
+    rate = float(Decimal(found[1]) * _UNITS[found[2]]) if found else 0.0
     if rate < 8000:
         raise HyperparameterError(
             f"bandwidth {text!r}: a number with bit, kbit, mbit or gbit is needed, such as 100mbit (per second, at"
@@ -46,7 +48,12 @@ def format_rate(rate: Rate) -> str:
     """
     if rate is None:
         return "unlimited"
-    for unit in ("gbit", "mbit", "kbit"):
-        if rate >= _UNITS[unit]:
-            return f"{rate / _UNITS[unit]:g}{unit}"
-    return f"{rate:g}bit"
+    exact = Decimal(repr(float(rate)))
+    unit = next((u for u in ("gbit", "mbit", "kbit") if exact >= _UNITS[u]), "bit")
+    return f"{plain(exact / _UNITS[unit])}{unit}"
+
+
+def plain(number: Decimal) -> str:
+    """Write a number without exponent or trailing zeros."""
+    text = f"{number:f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field, replace
+from decimal import Decimal
 from typing import Any
 
 from gradwire.errors import HyperparameterError
-from gradwire.lab.rates import Rate, format_rate, parse_rate
+from gradwire.lab.rates import Rate, format_rate, parse_rate, plain
 
-__all__ = ["MOST_HOSTS", "Topology"]
+__all__ = ["MOST_HOSTS", "Topology", "parse_delay"]
 
 MOST_HOSTS = 200
 KEYS = ("hosts", "bandwidth", "asymmetric", "groups", "between", "delay")
@@ -100,6 +101,11 @@ class Topology:
                 fields["delay_s"] = parse_delay(value)
             else:
                 fields[key] = parse_rate(value)
+        if "asymmetric" in fields and fields["asymmetric"] is None:
+            raise HyperparameterError(
+                "asymmetric=unlimited: a rate is needed; give hosts that may send without limit a link of their own,"
+                " such as host0=unlimited:100mbit"
+            )
         return cls(**fields, overrides=overrides)
 
     def spec(self) -> str:
@@ -112,7 +118,7 @@ class Topology:
         if self.groups > 1:
             parts += [f"groups={self.groups}", f"between={format_rate(self.between)}"]
         if self.delay_s:
-            parts.append(f"delay={self.delay_s * 1e3:g}ms")
+            parts.append(f"delay={plain(Decimal(repr(self.delay_s)) * 1000)}ms")
         return ",".join(parts)
 
 
@@ -125,7 +131,7 @@ def parse_delay(text: str) -> float:
     found = re.fullmatch(r"(\d+(?:\.\d+)?)ms", text.strip())
     if not found:
         raise HyperparameterError(f"delay {text!r}: milliseconds are needed, such as 5ms")
-    return float(found[1]) / 1e3
+    return float(Decimal(found[1]) / 1000)
 
 
 def _whole(key: str, value: str) -> int:

@@ -76,21 +76,42 @@ class Recorder:
 
     Args:
         module: A DistributedDataParallel module without a hook.
+        automatic: Take the marks from the module's own forward calls and buckets, for a training loop that knows
+            nothing of this: a step ends where the next forward begins.
     """
 
-    def __init__(self, module: Any) -> None:
+    def __init__(self, module: Any, automatic: bool = False) -> None:
         inner: nn.Module = module.module
         self._names = {id(p): name for name, p in inner.named_parameters()}
         self._marks: list[float] = []
         self._buckets: list[tuple[float, tuple[str, ...], int]] = []
         self._steps: list[tuple[list[float], list[tuple[float, tuple[str, ...], int]]]] = []
         module.register_comm_hook(None, self._hook)
+        self._automatic = automatic
+        if automatic:
+            module.register_forward_pre_hook(self._before_forward)
+            module.register_forward_hook(self._after_forward)
+
+    @property
+    def steps(self) -> int:
+        """Steps measured so far."""
+        return len(self._steps)
+
+    def _before_forward(self, module: nn.Module, inputs: object) -> None:
+        if len(self._marks) == 3:
+            self.end()
+        self.begin()
+
+    def _after_forward(self, module: nn.Module, inputs: object, output: object) -> None:
+        self.forward_ended()
 
     def _hook(self, state, bucket):  # type: ignore[no-untyped-def] # DDP compares annotations with types
         names = tuple(self._names[id(p)] for p in bucket.parameters())
         self._buckets.append((time.perf_counter(), names, bucket.buffer().numel()))
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         future.set_result(bucket.buffer())
+        if self._automatic and bucket.is_last():
+            self.backward_ended()
         return future
 
     def begin(self) -> None:

@@ -83,29 +83,34 @@ class Planner:
         laid = lay_out(self.parameters[name] for name in names)
         return [replace(s, dense=s.parameter.name in self.dense) for s in laid]
 
+    def sent_bytes(self, names: Sequence[str]) -> int:
+        """Count the bytes that one rank sends for a bucket, without data or kernels."""
+        return min(self._costs(tuple(names), warm_up=False).values())
+
     def _make(self, names: tuple[str, ...], warm_up: bool) -> Plan:
-        segments = self.segments(names)
-        numel = sum(s.numel for s in segments)
-
-        def build(collective: str, kernels: Kernels) -> Plan:
-            return make_plan(
-                self.method,
-                segments,
-                kernels=kernels,
-                world_size=self.world_size,
-                collective=collective,
-                seed=self.options.seed,
-                chunk_numel=self.options.chunk_numel,
-                warm_up=warm_up,
-            )
-
         best = self._collectives[0]
         if len(self._collectives) > 1:
-            meta = get_kernels("meta")
-            costs = {c: dry_run(build(c, meta), numel, self.world_size).sent_bytes for c in self._collectives}
+            costs = self._costs(names, warm_up)
             best = min(costs, key=lambda c: costs[c])
         self.chosen[best] = self.chosen.get(best, 0) + 1
-        return build(best, get_kernels("meta") if isinstance(self.method, Cast) else self.kernels)
+        return self._build(names, warm_up, best, get_kernels("meta") if isinstance(self.method, Cast) else self.kernels)
+
+    def _costs(self, names: tuple[str, ...], warm_up: bool) -> dict[str, int]:
+        numel, meta = sum(self.parameters[name].numel for name in names), get_kernels("meta")
+        plans = {c: self._build(names, warm_up, c, meta) for c in self._collectives}
+        return {c: dry_run(plan, numel, self.world_size).sent_bytes for c, plan in plans.items()}
+
+    def _build(self, names: tuple[str, ...], warm_up: bool, collective: str, kernels: Kernels) -> Plan:
+        return make_plan(
+            self.method,
+            self.segments(names),
+            kernels=kernels,
+            world_size=self.world_size,
+            collective=collective,
+            seed=self.options.seed,
+            chunk_numel=self.options.chunk_numel,
+            warm_up=warm_up,
+        )
 
 
 def warm_up(method: str | Method = "terngrad", backend: str = "auto") -> float:

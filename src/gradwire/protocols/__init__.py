@@ -1,7 +1,17 @@
 """How payloads become the mean. Protocols are generators and do no input or output."""
 
-from gradwire.protocols.all_reduce import all_reduce
+from gradwire.protocols.all_reduce import all_reduce, gathered_mean
 from gradwire.protocols.context import Context, Outcome, Workspace
 from gradwire.protocols.sections import PROTOCOLS, Section, all_gather, two_shot
 
-__all__ = ["PROTOCOLS", "Context", "Outcome", "Section", "Workspace", "all_gather", "all_reduce", "two_shot"]
+__all__ = [
+    "PROTOCOLS",
+    "Context",
+    "Outcome",
+    "Section",
+    "Workspace",
+    "all_gather",
+    "all_reduce",
+    "gathered_mean",
+    "two_shot",
+]

@@ -1,4 +1,4 @@
-"""The backend's own float sum: identity and casts."""
+"""The backend's own float sum: identity and casts; and ours, for the few values that a cast leaves alone."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import torch
 
-from gradwire.ops import Exchange, Reduce
+from gradwire.ops import AllToAll, Exchange, Reduce
 from gradwire.protocols.context import Context, Outcome
 from gradwire.segments import Segment
 
-__all__ = ["all_reduce"]
+__all__ = ["all_reduce", "gathered_mean"]
 
 
 def all_reduce(
@@ -40,6 +40,35 @@ def all_reduce(
 
     def sent(out: torch.Tensor) -> None:
         targets = [out] if segments is None else [out[s.offset : s.offset + s.numel] for s in segments]
+        torch._foreach_copy_(targets, list(original.split([t.numel() for t in targets])))
+
+    return Outcome(sent=sent)
+
+
+def gathered_mean(context: Context, flat: torch.Tensor, segments: Sequence[Segment]) -> Exchange[Outcome]:
+    """Replace some segments by the mean over ranks, every rank adding all ranks' values in the order of ranks.
+
+    One message where a ring needs 2 (N - 1) that wait for each other: for values too few to fill a link.
+
+    Bytes sent by a rank: (N - 1) times the payload.
+    """
+    runs = [flat[s.offset : s.offset + s.numel] for s in segments]
+    part = torch.cat(runs)
+    original = part.clone() if context.wants_sent else None
+    shape = (context.world_size, part.numel() * part.element_size())
+    send = context.workspace.get("values", *shape)
+    send.view(part.dtype).copy_(part.expand(context.world_size, -1))
+    rows = (yield AllToAll(send, context.workspace.get("values, received", *shape))).view(part.dtype)
+    total = rows[0].clone()
+    for row in rows[1:]:
+        total.add_(row)
+    total.mul_(1.0 / context.world_size)
+    torch._foreach_copy_(runs, list(total.split([r.numel() for r in runs])))
+    if original is None:
+        return Outcome()
+
+    def sent(out: torch.Tensor) -> None:
+        targets = [out[s.offset : s.offset + s.numel] for s in segments]
         torch._foreach_copy_(targets, list(original.split([t.numel() for t in targets])))
 
     return Outcome(sent=sent)

@@ -63,7 +63,7 @@ class Run:
     def setting(self) -> tuple[Any, ...]:
         """What two runs must share to be compared."""
         config = self.config
-        return config["task"], config["seed"], config["world_size"], config["simulated"]
+        return config["task"], config["seed"], config["world_size"], config["simulated"], config.get("lab")
 
 
 def load_runs(folders: Iterable[Path]) -> list[Run]:
@@ -144,12 +144,12 @@ def _row(path: Path, number: int, line: bytes) -> dict[str, Any]:
 def _distinct(runs: list[Run]) -> list[Run]:
     """Add to labels what differs between the runs, then a number where nothing does."""
     parts = []
-    for name in ("task", "seed", "world_size", "simulated"):
-        if len({run.config[name] for run in runs}) > 1:
+    for name in ("task", "seed", "world_size", "simulated", "lab"):
+        if len({run.config.get(name) for run in runs}) > 1:
             parts.append(name)
     labelled: list[Run] = []
     for run in runs:
-        extra = [_extra(name, run.config[name]) for name in parts]
+        extra = [_extra(name, run.config.get(name)) for name in parts]
         label = ", ".join([run.label, *extra])
         same = sum(other.label == label or other.label.startswith(f"{label} #") for other in labelled)
         label = f"{label} #{same + 1}" if same else label
@@ -160,4 +160,6 @@ def _distinct(runs: list[Run]) -> list[Run]:
 def _extra(name: str, value: Any) -> str:
     if name == "simulated":
         return "simulated" if value else "real workers"
+    if name == "lab":
+        return str(value or "no lab")
     return str(value) if name == "task" else f"{value} workers" if name == "world_size" else f"{name} {value}"

@@ -115,10 +115,23 @@ def _facts(runs: Sequence[Run]) -> list[tuple[str, str]]:
     add("workers", [run.config["world_size"] for run in runs])
     add("begun", [run.config["started"] for run in runs])
     add("settings", [_pairs(run.config["plan"].get("settings", {})) for run in runs])
+    if any(run.config.get("lab") for run in runs):
+        add("emulated cluster", [str(run.config.get("lab") or NONE) for run in runs])
+        add("interfaces counted", [_interfaces(run.config.get("interfaces")) for run in runs])
     add("link", [_pairs(run.config.get("link") or {}) for run in runs])
     add("method", [str(run.config["method"]) for run in runs])
     add("run folder", [str(run.path) for run in runs])
     return facts
+
+
+def _interfaces(counted: Sequence[dict[str, int]] | None) -> str:
+    """Say in one line what the hosts' interfaces moved, whatever they are told by the library."""
+    if not counted:
+        return NONE
+    sent = [row["sent_payload_bytes"] for row in counted]
+    low, high = bytes_text(min(sent)), bytes_text(max(sent))
+    each = low if low == high else f"{low} to {high}"
+    return f"{each} sent by each host, start-up and evaluations included, packets' headers not"
 
 
 def _pairs(values: dict[str, Any]) -> str:

@@ -125,7 +125,10 @@ def _conclusion(run: Run, base: Run, ratio: float | None) -> str:
         return f"It paid: the same accuracy in {ratio:.2f} of the time."
     if ratio <= 1 + SAME:
         return "It saved bytes but no time here."
-    return (
+    told = (
         f"It did not pay in time here: {ratio:.2f} times as long to the same accuracy. Fewer bytes help once the link, "
-        "not the processor, sets the pace; local workers talk over memory, the fastest link there is."
+        "not the processor, sets the pace"
     )
+    if run.config.get("lab"):
+        return f"{told}."
+    return f"{told}; local workers talk over memory, the fastest link there is."

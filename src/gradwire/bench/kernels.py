@@ -1,32 +1,25 @@
-"""Time the kernels against memcpy, interleaved in one run, on one thread.
+"""Kernels against memcpy, interleaved in one run, on one thread.
 
-    python benchmarks/bench_kernels.py [--elements N] [--repetitions R] [--backend NAME] [--json FILE]
-
-Every row is the time per element of a kernel as a share of the time per element of a float32 memcpy of N elements,
-which runs right before and after it: machines, clocks and neighbours change both alike.
+Every row is the time per element of a kernel as a share of the time per element of a float32 memcpy, which runs right
+before and after it: machines, clocks and neighbours change both alike.
 """
 
 from __future__ import annotations
 
-import argparse
 import datetime
-import json
-import os
-import platform
 import statistics
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 from typing import Any
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-
-import numba
 import numpy as np
 import torch
 
+from gradwire.experiments.machine import hardware, versions
 from gradwire.kernels import Kernels, SegmentTable, get_kernels, inverse_scale, packed_bytes
+
+__all__ = ["measure_kernels"]
 
 GOALS = {"moments": 0.50, "encode": 0.60, "sum of 4": 0.17, "decode base 9": 0.35}
 TINY = (64, 64, 128, 256, 512, 100, 37)
@@ -71,9 +64,10 @@ def gradients(table: SegmentTable) -> torch.Tensor:
 class Bench:
     """Runs functions between two memcpys each and collects rows."""
 
-    def __init__(self, elements: int, repetitions: int) -> None:
-        self.elements, self.repetitions = elements, repetitions
-        self.source, self.target = torch.randn(elements), torch.zeros(elements)
+    def __init__(self, elements: int, repetitions: int, say: Callable[[dict[str, Any]], None]) -> None:
+        self.elements, self.repetitions, self.say = elements, repetitions, say
+        generator = torch.Generator().manual_seed(0)
+        self.source, self.target = torch.randn(elements, generator=generator), torch.zeros(elements)
         self.rows: list[dict[str, Any]] = []
 
     def _memcpy(self) -> float:
@@ -105,12 +99,7 @@ class Bench:
             "goal_ratio": GOALS.get(kernel),
         }
         self.rows.append(row)
-        goal = f"{row['goal_ratio']:6.2f}" if row["goal_ratio"] else "      "
-        print(
-            f"{kernel:28}{layout:14}{elements:>10}{row['median_s'] * 1e3:>10.3f}{row['ratio_to_memcpy']:>8.3f}"
-            f"{goal}   [{low:.3f}, {high:.3f}]",
-            flush=True,
-        )
+        self.say(row)
 
 
 def bench_layout(bench: Bench, kernels: Kernels, layout: str, table: SegmentTable) -> None:
@@ -144,11 +133,9 @@ def bench_layout(bench: Bench, kernels: Kernels, layout: str, table: SegmentTabl
         both[:] = rows[:1]
         packed = torch.zeros(packed_bytes(80 * groups, world_size), dtype=torch.uint8)
         base = 2 * world_size + 1
-        bench.run(f"sum of {world_size}", layout, n, lambda b=both, p=packed: kernels.ternary_sum(b, p), inner)
-        bench.run(
-            f"decode base {base}", layout, n,
-            lambda w=world_size, p=packed: kernels.decode(p, w, table, limit, 0, groups, out), inner,
-        )  # fmt: skip
+        bench.run(f"sum of {world_size}", layout, n, partial(kernels.ternary_sum, both, packed), inner)
+        decode = partial(kernels.decode, packed, world_size, table, limit, 0, groups, out)
+        bench.run(f"decode base {base}", layout, n, decode, inner)
     if layout == "resnet50":
         many = torch.zeros(64, 16 * (groups // 8), dtype=torch.uint8)
         many[:] = rows[:1, : many.shape[1]]
@@ -167,7 +154,7 @@ def bench_reference(bench: Bench, elements: int) -> None:
     )  # fmt: skip
 
 
-def bench_step(bench: Bench, kernels: Kernels, elements: int) -> None:
+def bench_step(bench: Bench, kernels: Kernels) -> None:
     """Time what one rank of four computes for a step: moments and encode, sum of a quarter, decode."""
     table = table_of([784 * 2048, 2048, 2048 * 2048, 2048, 2048 * 2048, 2048, 20480, 10])
     x, n, groups = gradients(table), table.extent, table.groups
@@ -187,59 +174,39 @@ def bench_step(bench: Bench, kernels: Kernels, elements: int) -> None:
     bench.run("codec of a 10 M step", "mlp", n, step)
 
 
-def environment(warm_up_s: float, backend: str) -> dict[str, Any]:
-    """Describe machine, versions and time."""
-    info = Path("/proc/cpuinfo")
-    names = [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
-    return {
-        "backend": backend,
-        "warm_up_s": warm_up_s,
-        "cpu": names[0] if names else platform.processor(),
-        "llvm_cpu": _llvm_cpu(),
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "numba": numba.__version__,
-        "numpy": np.__version__,
-        "date_utc": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-    }
+def measure_kernels(
+    elements: int, repetitions: int, backend: str, say: Callable[[dict[str, Any]], None]
+) -> list[dict[str, Any]]:
+    """Measure all kernels; give a row for each, which ``say`` gets as it comes.
 
+    Args:
+        elements: Of the large vectors; 20 M do not fit a cache.
+        repetitions: Of each kernel.
+        backend: Of the kernels.
 
-def _llvm_cpu() -> str:
-    from llvmlite import binding
-
-    return str(binding.get_host_cpu_name())
-
-
-def main() -> int:
-    """Run all rows."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--elements", type=int, default=20_000_000, help="size of the large vectors")
-    parser.add_argument("--repetitions", type=int, default=15)
-    parser.add_argument("--backend", default="auto")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE")
-    options = parser.parse_args()
+    Raises:
+        HyperparameterError: there is no such backend.
+        BackendError: it is not installed.
+    """
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    began = time.perf_counter()  # "auto" compiles when it is asked for
-    kernels = get_kernels(options.backend)
-    kernels.warm_up()
-    facts = environment(time.perf_counter() - began, kernels.name)
-    print(", ".join(f"{name} {value}" for name, value in facts.items()))
-    print(f"{'kernel':28}{'layout':14}{'elements':>10}{'ms':>10}{'ratio':>8}{'goal':>6}   [20 %, 80 %]")
-    bench = Bench(options.elements, options.repetitions)
-    n = options.elements
-    bench.run("floor: memcpy", "flat", n, lambda: bench.target.copy_(bench.source))
-    bench.run("floor: read (sum)", "flat", n, lambda: bench.source.sum())
-    bench.run("floor: write (fill)", "flat", n, lambda: bench.target.fill_(1.0))
-    bench_layout(bench, kernels, "resnet50", table_of(resnet50_sizes(n)))
-    tiny = np.random.default_rng(1).choice(TINY, 2000).tolist()
-    bench_layout(bench, kernels, "2000 tiny", table_of(tiny))
-    bench_reference(bench, min(n, 1_000_000))
-    bench_step(bench, kernels, n)
-    if options.json:
-        options.json.write_text(json.dumps([{**row, **facts} for row in bench.rows], indent=1) + "\n")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        began = time.perf_counter()  # "auto" compiles when it is asked for
+        kernels = get_kernels(backend)
+        kernels.warm_up()
+        warm_up_s = time.perf_counter() - began
+        bench = Bench(elements, repetitions, say)
+        bench.run("floor: memcpy", "flat", elements, lambda: bench.target.copy_(bench.source))
+        bench.run("floor: read (sum)", "flat", elements, lambda: bench.source.sum())
+        bench.run("floor: write (fill)", "flat", elements, lambda: bench.target.fill_(1.0))
+        bench_layout(bench, kernels, "resnet50", table_of(resnet50_sizes(elements)))
+        tiny = np.random.default_rng(1).choice(TINY, 2000).tolist()
+        bench_layout(bench, kernels, "2000 tiny", table_of(tiny))
+        bench_reference(bench, min(elements, 1_000_000))
+        bench_step(bench, kernels)
+    finally:
+        torch.set_num_threads(threads)
+    found = {"backend": kernels.name, "warm_up_s": warm_up_s, "cpu": hardware()["processor"]}
+    found |= {"cores": hardware()["cores"], **versions()}
+    found["date_utc"] = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    return [{**row, **found} for row in bench.rows]

@@ -1,0 +1,339 @@
+"""``docs/benchmarks.md`` and its figure, from the committed rows of ``gradwire bench step`` and what was made of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+FIGURE = ROOT / "docs" / "figures" / "steps.png"
+
+Row = dict[str, Any]
+Cell = dict[str, Row]
+Key = tuple[str, int, float]
+
+UNLIMITED = float("inf")
+ORDER = ("mlp", "resnet", "transformer", "lenet")
+COLUMNS = (
+    "compute",
+    "ddp fp32",
+    "ddp fp16",
+    "ddp powersgd",
+    "gradwire fp32",
+    "gradwire bf16",
+    "gradwire terngrad",
+)
+CASTS = ("ddp fp32", "ddp fp16", "gradwire fp32", "gradwire bf16")
+NOISE = 0.02
+"""Less than this is no loss: repeated cells differ by as much."""
+
+
+def rows_of(name: str) -> list[Row]:
+    """Read a file of JSON lines, if it is there."""
+    path = RESULTS / f"{name}.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def result(name: str) -> dict[str, Any] | None:
+    """Read a result, if it is there."""
+    path = RESULTS / f"{name}.json"
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def cells_of(rows: Sequence[Row]) -> dict[Key, Cell]:
+    """Group rows by model, hosts and bandwidth, slowest link first."""
+    found: dict[Key, Cell] = {}
+    for row in rows:
+        key = (row["model"], row["hosts"], row["bandwidth_bits_per_s"] or UNLIMITED)
+        found.setdefault(key, {})[row["variant"]] = row
+    return dict(sorted(found.items(), key=lambda item: (ORDER.index(item[0][0]), item[0][1], item[0][2])))
+
+
+def speed(rate: float) -> str:
+    """Write a bandwidth."""
+    if rate == UNLIMITED:
+        return "unlimited"
+    return f"{rate / 1e9:g} Gbit/s" if rate >= 1e9 else f"{rate / 1e6:g} Mbit/s"
+
+
+def ms(seconds: float) -> str:
+    """Write milliseconds with three figures."""
+    value = 1e3 * seconds
+    return f"{value:.0f}" if value >= 100 else f"{value:.1f}"
+
+
+def provenance(row: Row) -> str:
+    """Say on what, with what and when."""
+    versions = ", ".join(f"{n} {row[f'{n}_version']}" for n in ("gradwire", "torch", "numba", "python"))
+    return f"{row['processor']}, {row['cores']} cores; {versions}; {row['date_utc'][:10]}"
+
+
+def tables(cells: dict[Key, Cell]) -> list[str]:
+    """Give one table a model: milliseconds, the fastest exchange in bold."""
+    lines = []
+    for model in ORDER:
+        own = {key: cell for key, cell in cells.items() if key[0] == model}
+        if not own:
+            continue
+        parameters = next(iter(own.values()))["compute"]["parameters"]
+        lines += [f"### {model}: {parameters / 1e6:.2f} M parameters", ""]
+        lines.append("| hosts | link | " + " | ".join(COLUMNS) + " | best: of floor | best: over DDP fp32 |")
+        lines.append("|---:|---|" + "---:|" * (len(COLUMNS) + 2))
+        for (_, hosts, rate), cell in own.items():
+            exchanges = {v: r for v, r in cell.items() if v != "compute" and v in COLUMNS}
+            best = min(exchanges, key=lambda v: exchanges[v]["step_time_s"])
+            shown = []
+            for column in COLUMNS:
+                row = cell.get(column)
+                text = "-" if row is None else ms(row["step_time_s"])
+                shown.append(f"**{text}**" if column == best else text)
+            gain = cell["ddp fp32"]["step_time_s"] / cell[best]["step_time_s"]
+            lines.append(
+                f"| {hosts} | {speed(rate)} | "
+                + " | ".join(shown)
+                + f" | {cell[best]['ratio_to_floor']:.2f} | {gain:.2f} |"
+            )
+        lines.append("")
+    return lines
+
+
+def losses(cells: dict[Key, Cell]) -> list[str]:
+    """Name every cell where an exchange of ours is slower than DDP without a hook, or TernGrad than the best cast."""
+    lines = ["## Where compression loses", ""]
+    for variant, against, names in (
+        ("gradwire terngrad", "DDP without a hook", ("ddp fp32",)),
+        ("gradwire bf16", "DDP without a hook", ("ddp fp32",)),
+        ("gradwire fp32", "DDP without a hook", ("ddp fp32",)),
+        ("gradwire terngrad", "the best of DDP fp32, DDP fp16, gradwire fp32 and bf16", CASTS),
+    ):
+        lost = []
+        total = 0
+        for (model, hosts, rate), cell in cells.items():
+            if variant not in cell or not all(n in cell for n in names):
+                continue
+            total += 1
+            base = min(cell[n]["step_time_s"] for n in names)
+            ratio = cell[variant]["step_time_s"] / base
+            if ratio > 1 + NOISE:
+                lost.append(f"{model}, {hosts} hosts, {speed(rate)} ({ratio:.2f} times the step)")
+        lines.append(f"- `{variant}` against {against}: slower by more than {100 * NOISE:g} % in {len(lost)} of {total}"
+                     f" cells{': ' + '; '.join(lost) if lost else ''}.")  # fmt: skip
+    return [*lines, ""]
+
+
+def bytes_(rows: Sequence[Row]) -> list[str]:
+    """Say how the interfaces' counts agree with the library's."""
+    gaps = sorted(abs(r["interface_over_library"]) for r in rows if r["interface_over_library"] is not None)
+    wrong = [r for r in rows if r["bytes_agree"] is False]
+    if not gaps:
+        return []
+    text = (
+        f"Bytes: in {len(gaps)} rows the hosts' interfaces counted what the library says that it sent, less the packets'"
+        f" headers, to within {100 * gaps[len(gaps) // 2]:.2f} % in the middle and {100 * gaps[-1]:.1f} % at worst"
+    )
+    named = "; ".join(
+        f"{r['model']}, {r['lab']}, {r['variant']}: {100 * r['interface_over_library']:+.1f} %" for r in wrong
+    )
+    return [
+        text + (f". **Beyond 5 %, an error of the benchmark**: {named}." if wrong else ", the limit being 5 %."),
+        "",
+    ]
+
+
+def goals(cells: dict[Key, Cell]) -> list[str]:
+    """Hold the steps of the 10 M-parameter MLP on 4 hosts to their goals."""
+    wanted = {UNLIMITED: 1.8, 1e9: 5.2, 1e8: 13.0}
+    lines = ["## The goals for the MLP on 4 hosts", "", "| link | DDP fp32, ms | TernGrad, ms | ratio | goal | of floor |",
+             "|---|---:|---:|---:|---:|---:|"]  # fmt: skip
+    for rate, goal in wanted.items():
+        cell = cells.get(("mlp", 4, rate))
+        if cell:
+            base, ours = cell["ddp fp32"]["step_time_s"], cell["gradwire terngrad"]["step_time_s"]
+            reached = base / ours
+            lines.append(f"| {speed(rate)} | {ms(base)} | {ms(ours)} | {reached:.1f} | {goal:g}{'' if reached >= goal else ', missed'}"
+                         f" | {cell['gradwire terngrad']['ratio_to_floor']:.2f} |")  # fmt: skip
+    return [*lines, ""]
+
+
+def readme_lines(cells: dict[Key, Cell]) -> list[str]:
+    """Give the README's table: the MLP on 4 hosts."""
+    shown = [(rate, cells[("mlp", 4, rate)]) for rate in (1e8, 1e9, UNLIMITED) if ("mlp", 4, rate) in cells]
+    if not shown:
+        return []
+    first = shown[0][1]["compute"]
+    lines = [
+        "A training step of a 10 M-parameter MLP, milliseconds, 4 workers on 4 emulated hosts of one machine"
+        f" ({first['processor']}, {first['cores']} cores):",
+        "",
+        "| exchange | " + " | ".join(speed(rate) for rate, _ in shown) + " | sent a step, MB |",
+        "|---|" + "---:|" * (len(shown) + 1),
+    ]
+    for variant in COLUMNS:
+        sent = shown[0][1][variant]["sent_bytes_per_step"]
+        times = " | ".join(ms(cell[variant]["step_time_s"]) for _, cell in shown)
+        lines.append(f"| {variant} | {times} | {'-' if not sent else f'{sent / 1e6:.1f}'} |")
+    lost = [
+        key
+        for key, cell in cells.items()
+        if cell["gradwire terngrad"]["step_time_s"] > (1 + NOISE) * min(cell[n]["step_time_s"] for n in CASTS)
+    ]
+    lines += [
+        "",
+        f"In {len(lost)} of {len(cells)} measured set-ups TernGrad is slower than the best plain cast:"
+        " [all of them](docs/benchmarks.md#where-compression-loses).",
+    ]
+    return lines
+
+
+def model_section() -> list[str]:
+    """Describe predicted against measured."""
+    found = result("predictions")
+    if not found:
+        return []
+    s, m = found["summary"], found["machine"]
+    lines = [
+        "## Predicted against measured",
+        "",
+        "`python benchmarks/predictions.py`: the model of `gradwire plan`, with codecs rehearsed on this machine and bytes and"
+        f" rounds of the methods' own protocols. Its {len(m) - 2} costs were calibrated on {m['source']} (every third cell"
+        f" in the order of model, hosts, bandwidth); the other {s['judged_steps']} steps judge it."
+        " Backward timelines come from the unlimited cell of the same model and hosts.",
+        "",
+        "| | measured | goal |",
+        "|---|---:|---:|",
+        f"| median absolute error | {100 * s['median_absolute_error']:.1f} % | 10 % |",
+        f"| 90th percentile | {100 * s['percentile_90_absolute_error']:.1f} % | 25 % |",
+        f"| worst | {100 * s['worst_absolute_error']:.0f} % | |",
+    ]
+    for against in ("DDP fp32", "the best cast"):
+        right, clear = s[f"right_against_{against}"], s[f"clear_cells_against_{against}"]
+        lines.append(f"| TernGrad or {against}: right where they differ by over 5 % | {right} of {clear}"
+                     f" ({100 * right / max(clear, 1):.0f} %) | 95 % |")  # fmt: skip
+    wrong = [a for a in found["advice"] if a["clear"] and not a["right"]]
+    lines += ["", "![Predicted against measured](figures/predicted.png)", ""]
+    if wrong:
+        lines += ["Wrong advice: " + "; ".join(
+            f"{a['model']}, {a['hosts']} hosts, {speed(a['bandwidth_bits_per_s'] or UNLIMITED)}, against {a['against']}"
+            f" (measured {a['measured_speedup']:.2f}, predicted {a['predicted_speedup']:.2f})" for a in wrong) + ".", ""]  # fmt: skip
+    worst = sorted((r for r in found["rows"] if r["role"] == "judged"), key=lambda r: -abs(r["relative_error"]))[:8]
+    lines += ["Largest errors: " + "; ".join(
+        f"{r['variant']}, {r['model']}, {r['hosts']} hosts, {speed(r['bandwidth_bits_per_s'] or UNLIMITED)}"
+        f" ({ms(r['measured_s'])} ms, predicted {ms(r['predicted_s'])})" for r in worst) + ".", ""]  # fmt: skip
+    return lines
+
+
+def auto_section() -> list[str]:
+    """Describe what "auto" chose in each cell, and how that compares."""
+    found = result("auto")
+    if not found:
+        return []
+    lines = [
+        '## `method="auto"`',
+        "",
+        "`python benchmarks/auto_cells.py`: in every cell a fresh link tries its list in the first steps and chooses; then it"
+        " takes turns with the casts and TernGrad. Allowed: slower than the best cast by 3 % or two standard errors of the"
+        " pairs, whichever is larger. To be faster: where bytes / bandwidth exceeds a third of the fp32 step.",
+        "",
+        "| model | hosts | link | chosen | best cast, ms | auto, ms | auto over best cast | allowed | must win | verdict |",
+        "|---|---:|---|---|---:|---:|---:|---:|---|---|",
+    ]
+    for c in found["cells"]:
+        lines.append(
+            f"| {c['model']} | {c['hosts']} | {speed(c['bandwidth_bits_per_s'] or UNLIMITED)} | `{c['chosen']}` |"
+            f" {ms(c['best_cast_s'])} ({c['best_cast']}) | {ms(c['auto_s'])} | {100 * c['relative']:+.1f} % |"
+            f" {100 * c['allowed']:.1f} % | {'yes' if c['must_win'] else ''} | {'kept' if c['kept'] else '**broken**'} |"
+        )
+    kept = sum(c["kept"] for c in found["cells"])
+    lines += ["", f"Kept in {kept} of {len(found['cells'])} cells. {found['cpu']}, {found['cores']} cores;"
+                  f" {found['date_utc'][:10]}.", ""]  # fmt: skip
+    return lines
+
+
+def accuracy_section() -> list[str]:
+    """Describe the time to accuracy."""
+    found = result("time_to_accuracy")
+    if not found:
+        return []
+    lines = [
+        "## Time to accuracy",
+        "",
+        f"{found['what']} `python benchmarks/time_to_accuracy.py`. {found['cpu']}, {found['cores']} cores;"
+        f" {found['date_utc'][:10]}.",
+        "",
+        "| task | link | method | seeds | reached | time, s | sent by a worker, MB | steps |",
+        "|---|---|---|---:|---:|---:|---:|---:|",
+    ]
+    for t in found["table"]:
+        time_s = "-" if t["time_s_mean"] is None else f"{t['time_s_mean']:.1f}" + (
+            f" ± {t['time_s_std']:.1f}" if t["time_s_std"] is not None else "")  # fmt: skip
+        sent = "-" if t["sent_bytes_mean"] is None else f"{t['sent_bytes_mean'] / 1e6:.1f}"
+        steps = "-" if t["steps_mean"] is None else f"{t['steps_mean']:.0f}"
+        lines.append(
+            f"| {t['task']} | {t['bandwidth']} | `{t['method']}` | {t['seeds']} | {t['reached']} | {time_s} | {sent} | {steps} |"
+        )
+    return [*lines, ""]
+
+
+def page() -> str:
+    """Give the page's text."""
+    rows = rows_of("step_grid")
+    lines = ["# Benchmarks", "", "Generated by `python benchmarks/summarise.py` from `benchmarks/results/`.", ""]
+    if rows:
+        cells = cells_of(rows)
+        lines += [
+            "## Training steps",
+            "",
+            "`gradwire bench step` on an emulated cluster: each host is a network namespace with a link limited both ways,"
+            " one worker a host, one thread a worker; all hosts share the cores of one machine, so computing takes longer the"
+            " more hosts there are. Milliseconds a step, medians of interleaved turns; rows with percentiles, bytes and versions:"
+            " `benchmarks/results/step_grid.jsonl`. `compute` exchanges nothing. The floor is max(compute, bytes /"
+            f" bandwidth). PowerSGD is PyTorch's hook, rank 2, in one bucket; DDP's bf16 hook refuses Gloo. {provenance(rows[0])}.",
+            "",
+            "![Steps relative to DDP fp32 on 4 hosts](figures/steps.png)",
+            "",
+            *tables(cells),
+            *losses(cells),
+            *goals(cells),
+            *bytes_(rows),
+        ]
+    for part in (model_section, auto_section, accuracy_section):
+        lines += part()
+    projection = RESULTS / "projection.md"
+    if projection.exists():
+        lines += projection.read_text().splitlines()
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def draw() -> None:
+    """Draw the speed-up over DDP fp32 against bandwidth, 4 hosts, one panel a model."""
+    from matplotlib.figure import Figure
+
+    cells = cells_of(rows_of("step_grid"))
+    variants = [c for c in COLUMNS if c not in ("compute", "ddp fp32")]
+    colours = dict(zip(variants, ("#0072b2", "#999999", "#444444", "#009e73", "#d55e00")))
+    drawing = Figure(figsize=(11, 3.4), layout="constrained")
+    for panel, model in zip(drawing.subplots(1, len(ORDER)), ORDER):
+        own = [(key[2], cell) for key, cell in cells.items() if key[0] == model and key[1] == 4]
+        places = range(len(own))
+        for variant in variants:
+            gains = [cell["ddp fp32"]["step_time_s"] / cell[variant]["step_time_s"] for _, cell in own]
+            panel.plot(places, gains, marker="o", markersize=4, color=colours[variant], label=variant)
+        panel.axhline(1, color="#444444", linewidth=0.8, linestyle=":")
+        panel.set_yscale("log")
+        ticks = [t for t in (0.25, 0.5, 1, 2, 5, 10, 20) if panel.get_ylim()[0] <= t <= panel.get_ylim()[1]]
+        panel.set_yticks(ticks, [f"{t:g}" for t in ticks])
+        panel.minorticks_off()
+        panel.set_xticks(places, [speed(rate).replace("bit/s", "") for rate, _ in own], fontsize=8, rotation=30)
+        panel.set_title(f"{model}, 4 hosts", fontsize=10)
+        panel.grid(alpha=0.25)
+    drawing.axes[0].set_ylabel("times as fast as DDP fp32")
+    drawing.axes[-1].legend(fontsize=7)
+    FIGURE.parent.mkdir(parents=True, exist_ok=True)
+    drawing.savefig(FIGURE, dpi=120)
+
+
+if __name__ == "__main__":
+    draw()

@@ -1,0 +1,181 @@
+"""Which method a round travels by: one for ever, or the fastest of several by trial."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, Protocol
+
+from gradwire.catalogue import Auto
+from gradwire.planning import Planner
+
+__all__ = ["Chooser", "Fixed", "Network", "Pilot"]
+
+TIE = 0.01
+"""Relative difference of step times below which the candidate listed first is taken."""
+
+HOPELESS = 1.5
+"""A candidate is not tried whose bytes alone take this many times the step of the one with the fewest bytes."""
+
+
+class Network(Protocol):
+    """What a chooser asks of the group; every call is collective."""
+
+    def gather(self, values: Sequence[float]) -> list[list[float]]:
+        """Give every rank's values, by rank."""
+
+    def bandwidth(self) -> float:
+        """Measure the bytes a second that this rank can send while all do."""
+
+
+class Pilot(Protocol):
+    """Says which planner serves a round."""
+
+    def begin(self, round: int, network: Network) -> None:
+        """A round's first bucket is ready on this rank."""
+
+    @property
+    def planner(self) -> Planner:
+        """The one that serves the current round."""
+
+    def record(self) -> dict[str, Any] | None:
+        """What was chosen and why, in plain values."""
+
+
+class Fixed:
+    """One planner for ever."""
+
+    def __init__(self, planner: Planner) -> None:
+        self.planner = planner
+
+    def begin(self, round: int, network: Network) -> None:
+        """Nothing is to be chosen."""
+
+    def record(self) -> None:
+        """Nothing was chosen."""
+        return
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One round of the trial."""
+
+    spec: str
+    timed: bool
+
+
+class Chooser:
+    """Tries candidates in the first rounds, in turns, and keeps the fastest.
+
+    A round's time runs from its first bucket to the next round's: it holds the whole exchange, and what a user waits
+    for. The candidate with the fewest bytes goes first; with its step and a measurement of the link, those that the
+    link alone makes hopeless are left out. All decisions are functions of numbers that every rank gathered.
+
+    Args:
+        method: The list, and how long to try.
+        planners: By spec, in the list's order.
+    """
+
+    def __init__(self, method: Auto, planners: Mapping[str, Planner], clock: Callable[[], float] = time.perf_counter):
+        self.method, self._planners, self._clock = method, dict(planners), clock
+        everything = list(next(iter(self._planners.values())).parameters)
+        self._bytes = {spec: planner.sent_bytes(everything) for spec, planner in self._planners.items()}
+        self.again()
+
+    def again(self) -> None:
+        """Begin a new trial with the next round; to be called on all ranks."""
+        self.choice: str | None = None
+        self._smallest = min(self._bytes, key=lambda spec: self._bytes[spec])
+        # DDP lays its buckets out anew after the first round, and buffers grow in the second.
+        self._schedule = [Trial(self._smallest, timed) for timed in (False, False, True, True)]
+        self._left_out: dict[str, str] = {}
+        self._tried = False
+        self._samples: dict[str, list[float]] = {}
+        self._running: Trial | None = None
+        self._begun_s = 0.0
+        self._means: dict[str, float] = {}
+        self._link_bytes_per_s: float | None = None
+
+    @property
+    def planner(self) -> Planner:
+        """That of the current round's method."""
+        if self.choice is not None:
+            return self._planners[self.choice]
+        return self._planners[self._running.spec if self._running else self._smallest]
+
+    def begin(self, round: int, network: Network) -> None:
+        """Note the time of the round before, and decide which method this one travels by."""
+        if self.choice is not None:
+            return
+        now_s = self._clock()
+        if self._running is not None and self._running.timed:
+            self._samples.setdefault(self._running.spec, []).append(now_s - self._begun_s)
+        if not self._schedule:
+            self._decide(network) if self._tried else self._shorten(network)
+            now_s = self._clock()
+        self._begun_s = now_s
+        self._running = self._schedule.pop(0) if self._schedule else None
+
+    def fix(self, spec: str, reason: str) -> None:
+        """Take a candidate without a trial, or end one.
+
+        Raises:
+            KeyError: it is none of the candidates.
+        """
+        self._planners[spec]
+        self.choice, self._reason = spec, reason
+        self._schedule, self._running = [], None
+
+    @property
+    def chosen_index(self) -> int:
+        """Place of the choice in the list; -1 before there is one."""
+        return -1 if self.choice is None else list(self._planners).index(self.choice)
+
+    def load(self, index: int) -> None:
+        """Take the choice of a checkpoint; with -1 the trial goes on."""
+        if index >= 0:
+            self.fix(list(self._planners)[index], "taken from a checkpoint")
+
+    def _shorten(self, network: Network) -> None:
+        """Leave out what the link makes hopeless, and plan turns for the others."""
+        rows = network.gather([median(self._samples[self._smallest]), network.bandwidth()])
+        step_s = sum(row[0] for row in rows) / len(rows)
+        self._link_bytes_per_s = min(row[1] for row in rows)
+        for spec, size in self._bytes.items():
+            wire_s = size / self._link_bytes_per_s
+            if spec != self._smallest and wire_s > HOPELESS * step_s:
+                self._left_out[spec] = (
+                    f"not tried: {size / 1e6:.2f} MB at {self._link_bytes_per_s / 1e6:.1f} MB/s take {wire_s:.3g} s,"
+                    f" a whole step of {self._smallest} {step_s:.3g} s"
+                )
+        chosen = [spec for spec in self._planners if spec not in self._left_out]
+        self._tried = True
+        if len(chosen) == 1:
+            self._means = {chosen[0]: step_s}
+            self.fix(chosen[0], "the link makes every other candidate slower")
+            return
+        self._samples = {}
+        self._schedule = [Trial(spec, False) for spec in chosen]
+        for _ in range(self.method.turns):
+            self._schedule += [Trial(spec, True) for spec in chosen for _ in range(self.method.steps)]
+
+    def _decide(self, network: Network) -> None:
+        specs = [spec for spec in self._planners if spec in self._samples]
+        rows = network.gather([median(self._samples[spec]) for spec in specs])
+        self._means = {spec: sum(row[i] for row in rows) / len(rows) for i, spec in enumerate(specs)}
+        best_s = min(self._means.values())
+        choice = next(spec for spec in specs if self._means[spec] <= best_s * (1 + TIE))
+        self.fix(choice, f"the fastest of {len(specs)} in {self.method.turns} turns of {self.method.steps} steps")
+
+    def record(self) -> dict[str, Any]:
+        """Give the choice, its reason, and what each candidate took or why it was not tried."""
+        return {
+            "chosen": self.choice,
+            "reason": self._reason if self.choice else "the trial still runs",
+            "step_s": dict(self._means),
+            "left_out": dict(self._left_out),
+            "sent_bytes_per_step": dict(self._bytes),
+            "link_bytes_per_s": self._link_bytes_per_s,
+        }

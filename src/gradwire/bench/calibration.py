@@ -1,0 +1,53 @@
+"""This machine's calibration: short measured steps on loopback, and the costs that explain them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from gradwire.bench.predict import cases_of
+from gradwire.bench.step import Grid, measure_grid, read_rows
+from gradwire.lab import Topology
+from gradwire.perf.calibrate import calibrate
+from gradwire.perf.machine import Machine
+
+__all__ = ["default_path", "machine_of_rows", "measure_machine"]
+
+MODELS = ("lenet", "mlp", "transformer")
+HOSTS = (2, 4)
+VARIANTS = ("compute", "ddp fp32", "gradwire bf16", "gradwire terngrad")
+BUDGET_S = 0.8
+
+
+def default_path() -> Path:
+    """Where a machine's calibration is kept."""
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(base) / "gradwire" / "calibration.json"
+
+
+def measure_machine(path: Path, say: Callable[[str], None]) -> Machine:
+    """Take steps with two and four local workers, fit the costs to them, and keep the costs in ``path``.
+
+    Loopback has no slow link, so the efficiencies of links stay at their defaults' values where it cannot tell.
+    """
+    grid = Grid(
+        models=MODELS,
+        topologies=[Topology(hosts=n) for n in HOSTS],
+        variants=VARIANTS,
+        budget_s=BUDGET_S,
+        loopback=True,
+    )
+    rows_path = path.with_suffix(".jsonl")
+    rows_path.unlink(missing_ok=True)
+    rows = measure_grid(grid, rows_path, say)
+    observations = [case.observation for case in cases_of(rows)]
+    machine = calibrate(observations, f"{len(observations)} steps on loopback", fit_links=False)
+    machine.save(path)
+    return machine
+
+
+def machine_of_rows(path: Path) -> Machine:
+    """Fit the costs to the rows of ``gradwire bench step``: all of them."""
+    observations = [case.observation for case in cases_of(read_rows(path))]
+    return calibrate(observations, f"{len(observations)} steps of {path.name}")

@@ -1,0 +1,131 @@
+"""Measured steps beside predicted ones: calibrate on a third of the cells, judge on the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from gradwire.bench.models import bench_model
+from gradwire.bench.variants import COMPUTE
+from gradwire.experiments.errors import RunError
+from gradwire.lab import Topology
+from gradwire.perf.calibrate import Observation, calibrate
+from gradwire.perf.exchange import Exchange, exchange_of, nothing_but_the_sum
+from gradwire.perf.machine import Link, Machine
+from gradwire.perf.schedule import Load
+from gradwire.perf.timeline import Timeline
+from gradwire.planning import Options
+
+__all__ = ["Case", "cases_of", "judge", "split"]
+
+Row = dict[str, Any]
+
+OWN = {"ddp fp32": "fp32", "ddp fp16": "fp16"}
+"""DDP's exchanges that a method of ours equals, bit for bit."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A measured row and its prediction's inputs."""
+
+    row: Row
+    observation: Observation
+
+    @property
+    def cell(self) -> tuple[str, str]:
+        """Give model and cluster."""
+        return self.row["model"], self.row["lab"]
+
+
+def cases_of(rows: Sequence[Row], say: Callable[[str], None] = lambda text: None) -> list[Case]:
+    """Give every row that the model predicts: all but computing alone and PyTorch's PowerSGD hook.
+
+    The timeline is that of the unlimited (or fastest) cell of the same model and hosts: a user profiles once, not once
+    a bandwidth.
+
+    Raises:
+        RunError: no timeline was measured for some model and number of hosts.
+    """
+    timelines: dict[tuple[str, int], Timeline] = {}
+    for row in sorted(rows, key=lambda r: r["bandwidth_bits_per_s"] or float("inf")):
+        if row["variant"] == COMPUTE and row.get("timeline"):
+            timelines[row["model"], row["hosts"]] = Timeline.from_json(row["timeline"])
+    exchanges: dict[tuple[str, int, str], Exchange] = {}
+    cases = []
+    for row in rows:
+        variant = row["variant"]
+        spec = OWN.get(variant) or variant.partition(" ")[2]
+        if variant == COMPUTE or spec in ("powersgd", "auto"):
+            continue
+        key = row["model"], row["hosts"], variant
+        timeline = timelines.get(key[:2])
+        if timeline is None:
+            raise RunError(f"no step without an exchange was measured for {row['model']} on {row['hosts']} hosts")
+        if key not in exchanges:
+            say(f"rehearsing {row['model']}, {row['hosts']} hosts, {variant}")
+            exchanges[key] = _exchange(row["model"], row["hosts"], spec, variant, timeline)
+        topology = Topology.parse(row["lab"]) if "bandwidth" in row["lab"] else Topology(hosts=row["hosts"])
+        rate = topology.bandwidth
+        cases.append(
+            Case(
+                row,
+                Observation(
+                    timeline,
+                    exchanges[key],
+                    Link(bandwidth_bytes_per_s=rate / 8 if rate else None, latency_s=topology.delay_s),
+                    Load(ranks=row["hosts"], cores=row["cores"]),
+                    row["step_time_s"],
+                ),
+            )
+        )
+    return cases
+
+
+def _exchange(model: str, hosts: int, spec: str, variant: str, timeline: Timeline) -> Exchange:
+    with torch.device("meta"):
+        module = bench_model(model).make()
+    ddp = variant.startswith("ddp")
+    options = Options(min_numel=0) if ddp else Options()
+    found = exchange_of(spec, dict(module.named_parameters()), timeline.buckets, hosts, options)
+    return nothing_but_the_sum(found) if variant == "ddp fp32" else found
+
+
+def split(cases: Iterable[Case]) -> tuple[list[Case], list[Case]]:
+    """Give the cases of every third cell (model, hosts, bandwidth, in that order), and all others."""
+    listed = list(cases)
+    cells = sorted({c.cell for c in listed}, key=lambda cell: _order(cell, listed))
+    chosen = set(cells[::3])
+    return [c for c in listed if c.cell in chosen], [c for c in listed if c.cell not in chosen]
+
+
+def _order(cell: tuple[str, str], cases: Sequence[Case]) -> tuple[str, int, float]:
+    row = next(c.row for c in cases if c.cell == cell)
+    return row["model"], row["hosts"], row["bandwidth_bits_per_s"] or float("inf")
+
+
+def judge(rows: Sequence[Row], say: Callable[[str], None] = lambda text: None) -> tuple[Machine, list[Row]]:
+    """Calibrate on a third of the cells; give the machine, and a row of measured and predicted for each case."""
+    cases = cases_of(rows, say)
+    chosen, _ = split(cases)
+    cells = {c.cell for c in chosen}
+    machine = calibrate([c.observation for c in chosen], f"{len(chosen)} measured steps of {len(cells)} cells")
+    found = []
+    for case in cases:
+        predicted = case.observation.predict(machine)
+        row = case.row
+        found.append(
+            {
+                "model": row["model"],
+                "hosts": row["hosts"],
+                "bandwidth_bits_per_s": row["bandwidth_bits_per_s"],
+                "variant": row["variant"],
+                "measured_s": row["step_time_s"],
+                "predicted_s": predicted,
+                "relative_error": predicted / row["step_time_s"] - 1,
+                "role": "calibration" if case.cell in cells else "judged",
+            }
+        )
+    return machine, found

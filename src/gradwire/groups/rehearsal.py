@@ -1,0 +1,105 @@
+"""One rank alone, with itself as every peer: what a plan's own arithmetic costs here, stage by stage."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import TypeVar
+
+import torch
+
+from gradwire.algorithms import Plan
+from gradwire.groups.traffic import gathers, op_bytes
+from gradwire.ops import AllGather, AllToAll, Exchange, Op, Reduce
+from gradwire.protocols import Context, Workspace
+
+__all__ = ["Stage", "rehearse"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Local work, then an operation of the group; the last stage of a job has none (``kind`` is "").
+
+    Attributes:
+        work_s: Of this process alone on its core.
+        kind: "all_to_all", "all_gather", "gather" (a small reduction that goes by one) or "ring".
+        sent_bytes: By one rank.
+        rounds: Messages that depend on one another.
+        messages: That one rank sends.
+    """
+
+    work_s: float
+    kind: str = ""
+    sent_bytes: int = 0
+    rounds: int = 0
+    messages: int = 0
+
+
+def rehearse(
+    plan: Plan, flat: torch.Tensor, world_size: int, repeats: int = 5
+) -> tuple[list[Stage], list[list[Stage]]]:
+    """Run a plan without a group, its replies made of its own payloads, and time what lies between operations.
+
+    Control flow never depends on values, so the operations are those of a real group, byte for byte.
+
+    Args:
+        plan: Made with kernels that compute.
+        flat: A bucket of gradients, or anything like them; left as it is.
+        repeats: The first does not count: it touches the buffers.
+
+    Returns:
+        Stages of the whole bucket's preparation, and those of each chunk; medians over repetitions.
+    """
+    spaces = [Workspace() for _ in range(plan.chunks + 1)]
+    work = flat.clone()
+    runs = []
+    for repeat in range(repeats + 1):
+        work.copy_(flat)
+        context = Context(0, world_size, repeat, workspace=spaces[-1])
+        prepared, first = _timed(plan.prepare(context, work), world_size)
+        parts = []
+        for chunk in range(plan.chunks):
+            own = replace(context, chunk=chunk, workspace=spaces[chunk])
+            parts.append(_timed(plan.run(own, work, prepared), world_size)[1])
+        runs.append([first, *parts])
+    first, *parts = [[_middle(stages) for stages in zip(*same)] for same in zip(*runs[1:])]
+    return first, parts
+
+
+def _middle(stages: Sequence[Stage]) -> Stage:
+    return replace(stages[0], work_s=median(stage.work_s for stage in stages))
+
+
+def _timed(generator: Exchange[T], world_size: int) -> tuple[T, list[Stage]]:
+    stages: list[Stage] = []
+    started = time.perf_counter()
+    try:
+        op = next(generator)
+        while True:
+            work_s = time.perf_counter() - started
+            stages.append(Stage(work_s, *_shape(op, world_size)))
+            reply = _echo(op)
+            started = time.perf_counter()
+            op = generator.send(reply)
+    except StopIteration as stop:
+        stages.append(Stage(time.perf_counter() - started))
+        return stop.value, stages
+
+
+def _shape(op: Op, world_size: int) -> tuple[str, int, int, int]:
+    (sent, _), others = op_bytes(op, world_size), world_size - 1
+    if isinstance(op, Reduce) and not gathers(op):
+        return "ring", sent, 2 * others, 2 * others
+    kind = "gather" if isinstance(op, Reduce) else "all_to_all" if isinstance(op, AllToAll) else "all_gather"
+    return kind, sent, 1, others
+
+
+def _echo(op: Op) -> torch.Tensor:
+    if isinstance(op, Reduce):
+        return op.value
+    own = op.send if isinstance(op, AllGather) else op.send[0]
+    return op.recv.copy_(own.expand_as(op.recv))

@@ -1,0 +1,96 @@
+"""What a machine's collectives and cores cost: a few numbers, calibrated on measured steps."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from gradwire.errors import HyperparameterError
+
+__all__ = ["DEFAULT", "Link", "Machine"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """A rank's connection to the others.
+
+    Attributes:
+        bandwidth_bytes_per_s: What it may send, and receive, at once; None where memory is the limit.
+        latency_s: Added to each message that waits for another.
+        ranks_per_host: That share the connection; what they tell each other does not take it.
+    """
+
+    bandwidth_bytes_per_s: float | None = None
+    latency_s: float = 0.0
+    ranks_per_host: int = 1
+
+    def leaving(self, sent_bytes: float, ring: bool, world_size: int) -> float:
+        """Bytes of a rank's that leave its host: of a ring only one rank's do, else those for other hosts' ranks."""
+        here = self.ranks_per_host
+        if world_size <= here:
+            return 0.0
+        return sent_bytes / here if ring else sent_bytes * (world_size - here) / (world_size - 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """Calibrated costs.
+
+    Seconds of CPU are those of a rank whose core is its own; ``contention`` and the number of ranks per core stretch
+    them.
+
+    Attributes:
+        ring_efficiency: Share of the bandwidth that payloads get in a ring.
+        crowd_efficiency: The same where all send to all: receivers' links are crowded at times and idle at others.
+        round_s: Latency of one dependent message, scheduling included.
+        call_s: CPU of one collective.
+        message_s: CPU of one message to one rank.
+        byte_s: CPU of one byte that is sent and received.
+        sum_byte_s: CPU of one byte in a ring that adds.
+        bucket_s: CPU of handing over a bucket, on the thread that computes.
+        contention: Factor on all work beside the timeline, which was measured with all ranks running.
+        residual: Standard deviation of log(measured / predicted) in the calibration.
+        source: Where the numbers come from.
+    """
+
+    ring_efficiency: float = 0.9
+    crowd_efficiency: float = 0.75
+    round_s: float = 5e-4
+    call_s: float = 4e-4
+    message_s: float = 5e-5
+    byte_s: float = 3e-10
+    sum_byte_s: float = 1e-9
+    bucket_s: float = 1e-4
+    contention: float = 1.5
+    residual: float = 0.25
+    source: str = "not calibrated"
+
+    def to_json(self) -> dict[str, Any]:
+        """Give the numbers as JSON values."""
+        return asdict(self)
+
+    def save(self, path: Path) -> None:
+        """Write the numbers to a file."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(self.to_json(), indent=1) + "\n")
+
+    @classmethod
+    def read(cls, path: Path) -> Machine:
+        """Read :meth:`save`'s file.
+
+        Raises:
+            HyperparameterError: it holds no calibration.
+        """
+        known = {f.name for f in fields(cls)}
+        try:
+            found = json.loads(path.read_text())
+            return cls(**{k: v for k, v in found.items() if k in known})
+        except (OSError, ValueError, TypeError, AttributeError) as error:
+            raise HyperparameterError(
+                f"{path} holds no calibration ({error}): make one with gradwire plan --calibrate"
+            ) from None
+
+
+DEFAULT = Machine()

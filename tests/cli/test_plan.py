@@ -1,0 +1,80 @@
+"""``gradwire plan`` and ``gradwire bench kernels``: rows that fit their schemas, sentences, refusals."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+from schema_help import fits, schema
+from typer.testing import CliRunner, Result
+
+from gradwire.cli.app import app
+from gradwire.perf.machine import DEFAULT
+
+
+def call(*words: object) -> Result:
+    return CliRunner().invoke(app, [str(word) for word in words])
+
+
+@pytest.fixture
+def calibration(tmp_path: Path) -> Path:
+    """A machine's costs, so that no test measures one."""
+    path = tmp_path / "calibration.json"
+    dataclasses.replace(DEFAULT, residual=0.1, source="a test").save(path)
+    return path
+
+
+def test_plan_prints_rows_that_fit_the_schema_and_recommends_one_method_a_setting(calibration: Path) -> None:
+    words = ["plan", "--profile", "lenet", "--hosts", 2, "--hosts", 4, "--bandwidth", "1mbit", "--bandwidth", "100gbit"]
+    result = call(*words, "--calibration", calibration, "--json")
+    assert result.exit_code == 0, result.output
+    rows = json.loads(result.stdout)
+    fits(rows, schema("plan"))
+    assert len(rows) == 2 * 2 * 4
+    for hosts in (2, 4):
+        for rate, expected in ((1e6, "terngrad"), (1e11, "ddp fp32")):
+            cell = [r for r in rows if r["hosts"] == hosts and r["bandwidth_bits_per_s"] == rate]
+            assert [r["method"] for r in cell if r["recommended"]] == [expected]
+
+
+def test_plan_says_what_to_do_and_draws_a_curve(calibration: Path, tmp_path: Path) -> None:
+    figure = tmp_path / "curve.png"
+    words = ["plan", "--profile", "lenet", "--hosts", 2, "--hosts", 64, "--gpus-per-host", 4, "--bandwidth", "10mbit"]
+    result = call(*words, "--calibration", calibration, "--figure", figure)
+    assert result.exit_code == 0, result.output
+    assert "64 x 4 workers, 10mbit: use " in result.output
+    assert "bounded by" in result.output
+    assert figure.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--profile", "lenett"], "did you mean lenet"),
+        (["--profile", "nothing.py"], "does not exist"),
+        (["--profile", "mnist"], "needs --data"),
+        (["--hosts", "1"], "one worker exchanges nothing"),
+        (["--bandwidth", "100"], "a number with bit, kbit, mbit or gbit"),
+        (["--latency", "5"], "milliseconds are needed"),
+        (["--probe"], "start it with torchrun"),
+        (["--probe", "--hosts", "2"], "leave --hosts and --bandwidth out"),
+        (["--method", "terngrat"], "did you mean 'terngrad'"),
+        (["--calibration", "no_such.json"], "holds no calibration"),
+    ],
+)
+def test_wrong_questions_are_one_line_and_exit_code_2(calibration: Path, words: list[str], sentence: str) -> None:
+    result = call("plan", "--calibration", calibration, *words)
+    assert result.exit_code == 2, result.output
+    assert sentence in " ".join(result.output.split())
+    assert "Traceback" not in result.output
+
+
+def test_bench_kernels_prints_rows_that_fit_the_schema() -> None:
+    result = call("bench", "kernels", "--elements", 200_000, "--repetitions", 2, "--json")
+    assert result.exit_code == 0, result.output
+    rows = json.loads(result.stdout)
+    fits(rows, schema("bench_kernels"))
+    assert {"moments", "encode", "sum of 4", "decode base 9"} <= {row["kernel"] for row in rows}
+    assert call("bench", "kernels", "--repetitions", 1).exit_code == 2

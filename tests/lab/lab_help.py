@@ -1,0 +1,54 @@
+"""What the tests of emulated clusters share."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gradwire.lab import Network, missing
+
+PROBLEM = missing()
+NEEDS_LAB = [pytest.mark.lab, pytest.mark.skipif(PROBLEM is not None, reason=str(PROBLEM))]
+HERE = Path(__file__).parent
+
+
+def program(name: str, *words: object) -> list[str]:
+    """Give the command for a program beside this file."""
+    return [sys.executable, str(HERE / f"{name}.py"), *map(str, words)]
+
+
+def on_host(network: Network, host: int, command: Sequence[str], **options: Any) -> subprocess.Popen[str]:
+    """Start a command on a host."""
+    words = [*network.enter(host), *command]
+    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options)
+
+
+def limit(namespace: str, device: str) -> float | None:
+    """Give the rate in bits per second to which an interface is limited, None where it is not."""
+    words = ["tc", "-n", namespace, "-j", "qdisc", "show", "dev", device]
+    listed = json.loads(subprocess.run(words, capture_output=True, text=True, check=True).stdout)
+    return next((8 * float(q["options"]["rate"]) for q in listed if q["kind"] == "tbf"), None)
+
+
+def spaces(name: str) -> list[str]:
+    """Give the namespaces of a lab."""
+    listed = subprocess.run(["ip", "-j", "netns", "list"], capture_output=True, text=True, check=True).stdout
+    return [entry["name"] for entry in json.loads(listed or "[]") if entry["name"].startswith(f"{name}-")]
+
+
+def lab_of(process: int) -> str:
+    """Give the name of the lab that a process runs in."""
+    words = ["ip", "netns", "identify", str(process)]
+    return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip().rpartition("-")[0]
+
+
+def start_lab(*words: object, **options: Any) -> subprocess.Popen[str]:
+    """Start ``gradwire lab``."""
+    command = [sys.executable, "-m", "gradwire.cli.main", "lab", *map(str, words)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)

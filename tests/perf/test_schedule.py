@@ -1,0 +1,133 @@
+"""The fluid model of a step: cases that can be worked out by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gradwire.groups import Stage
+from gradwire.perf.exchange import BucketJobs, Exchange
+from gradwire.perf.machine import Link, Machine
+from gradwire.perf.schedule import Load, step_time
+from gradwire.perf.timeline import ReadyBucket, Timeline
+
+FREE = Machine(
+    ring_efficiency=1.0,
+    crowd_efficiency=1.0,
+    round_s=0.0,
+    call_s=0.0,
+    message_s=0.0,
+    byte_s=0.0,
+    sum_byte_s=0.0,
+    bucket_s=0.0,
+    contention=1.0,
+)
+ALONE = Load(ranks=1, cores=2)
+
+
+def timeline(*ready_s: float, forward_s: float = 1.0, backward_s: float = 2.0, after_s: float = 0.5) -> Timeline:
+    buckets = tuple(ReadyBucket(names=(str(i),), numel=10, ready_s=at) for i, at in enumerate(ready_s))
+    return Timeline(forward_s=forward_s, buckets=buckets, backward_s=backward_s, after_s=after_s)
+
+
+def ring(sent: int) -> BucketJobs:
+    return BucketJobs((), ((Stage(0.0, "ring", sent, 2, 2), Stage(0.0)),), asynchronous=True)
+
+
+def coded(work_s: float, sent: int, rest_s: float = 0.0) -> BucketJobs:
+    return BucketJobs((), ((Stage(work_s, "all_to_all", sent, 1, 1), Stage(rest_s)),), asynchronous=False)
+
+
+def steps(
+    buckets: list[BucketJobs], at: Timeline, machine: Machine = FREE, link: Link | None = None, load: Load = ALONE
+):
+    return step_time(at, Exchange("x", 2, tuple(buckets)), machine=machine, link=link or Link(), load=load)
+
+
+def test_without_costs_a_step_is_its_computing() -> None:
+    found = steps([ring(1000)], timeline(1.0))
+    assert found.step_s == pytest.approx(3.5)
+    assert found.floor_s == pytest.approx(3.5)
+    assert found.bottleneck == "compute"
+
+
+def test_the_last_bucket_is_waited_for_and_earlier_ones_hide_behind_backward() -> None:
+    link = Link(bandwidth_bytes_per_s=100.0)
+    # 50 bytes from 1.0 + 0.5 on: done before backward ends at 3.0.
+    assert steps([ring(50)], timeline(0.5), link=link).step_s == pytest.approx(3.5)
+    # 50 bytes from the end of backward on: half a second more.
+    assert steps([ring(50)], timeline(2.0), link=link).step_s == pytest.approx(4.0)
+
+
+def test_two_buckets_share_the_link_and_lose_nothing() -> None:
+    link = Link(bandwidth_bytes_per_s=100.0)
+    found = steps([ring(100), ring(100)], timeline(2.0, 2.0), link=link)
+    assert found.step_s == pytest.approx(3.0 + 2.0 + 0.5)
+    assert found.wire_s == pytest.approx(2.0)
+    assert found.bottleneck == "link"
+
+
+def test_efficiency_latency_and_calls_add_up() -> None:
+    machine = dataclasses.replace(FREE, ring_efficiency=0.5, round_s=0.1, call_s=0.01, message_s=0.001)
+    link = Link(bandwidth_bytes_per_s=100.0, latency_s=0.05)
+    # Two rounds of 0.15 s, then 50 bytes at 50 a second; the CPU of the call goes on beside them.
+    assert steps([ring(50)], timeline(2.0), machine, link).step_s == pytest.approx(3.5 + 0.3 + 1.0)
+    assert steps([ring(50)], timeline(2.0), machine).step_s == pytest.approx(3.5 + 0.2)
+
+
+def test_codec_runs_beside_backward_only_where_a_core_is_free() -> None:
+    work = [coded(1.0, 10)]
+    assert steps(work, timeline(0.0), load=Load(ranks=1, cores=2)).step_s == pytest.approx(3.5)
+    # One core: both threads at half speed for two seconds, then backward's second half.
+    assert steps(work, timeline(0.0), load=Load(ranks=1, cores=1)).step_s == pytest.approx(4.5)
+    # Two ranks on one core: the timeline was measured so, the codec takes twice its time.
+    assert steps(work, timeline(0.0), load=Load(ranks=2, cores=1)).step_s == pytest.approx(5.5)
+
+
+def test_an_asynchronous_plans_first_work_delays_backward() -> None:
+    cast = BucketJobs((), ((Stage(0.25, "ring", 0, 2, 2), Stage(0.5)),), asynchronous=True)
+    assert steps([cast], timeline(1.0)).step_s == pytest.approx(3.75)
+    # What follows the reply is done elsewhere, and waited for.
+    assert steps([cast], timeline(2.0)).step_s == pytest.approx(3.5 + 0.25 + 0.5)
+
+
+def test_chunks_wait_for_the_preparation_and_take_both_lanes() -> None:
+    prepare = (Stage(0.5),)
+    chunks = ((Stage(1.0),), (Stage(1.0),))
+    bucket = BucketJobs(prepare, chunks, asynchronous=False)
+    many = Load(ranks=1, cores=8)
+    assert steps([bucket], timeline(2.0), load=many).step_s == pytest.approx(3.5 + 0.5 + 1.0)
+    assert steps([bucket], timeline(2.0), load=Load(ranks=1, cores=1)).step_s == pytest.approx(3.5 + 0.5 + 2.0)
+
+
+def test_ranks_of_one_host_share_its_link_and_tell_each_other_nothing_over_it() -> None:
+    link = Link(bandwidth_bytes_per_s=100.0, ranks_per_host=2)
+    # Four ranks on two hosts: two of three messages leave; a ring crosses once for two ranks.
+    assert link.leaving(90, ring=False, world_size=4) == pytest.approx(60)
+    assert link.leaving(90, ring=True, world_size=4) == pytest.approx(45)
+    assert link.leaving(90, ring=False, world_size=2) == 0.0
+    exchange = Exchange("x", 4, (coded(0.0, 90),))
+    found = step_time(timeline(2.0), exchange, machine=FREE, link=link, load=Load(ranks=2, cores=4))
+    assert found.step_s == pytest.approx(3.5 + 60 / 50)
+
+
+@given(
+    sent=st.lists(st.integers(0, 10_000), min_size=1, max_size=5),
+    work_s=st.floats(0, 0.5),
+    bandwidth=st.floats(10, 1e6),
+    cores=st.integers(1, 4),
+)
+def test_a_step_is_never_below_its_floor_and_never_faster_on_a_slower_link(
+    sent: list[int], work_s: float, bandwidth: float, cores: int
+) -> None:
+    at = timeline(*[2.0 * (i + 1) / len(sent) for i in range(len(sent))])
+    buckets = [coded(work_s, n, work_s / 2) for n in sent]
+    load = Load(ranks=2, cores=cores)
+    fast = steps(buckets, at, link=Link(bandwidth_bytes_per_s=2 * bandwidth), load=load)
+    slow = steps(buckets, at, link=Link(bandwidth_bytes_per_s=bandwidth), load=load)
+    for found in (fast, slow):
+        assert found.step_s >= found.floor_s - 1e-9
+    assert slow.step_s >= fast.step_s - 1e-6
