@@ -308,31 +308,11 @@ def page() -> str:
 
 
 def draw() -> None:
-    """Draw the speed-up over DDP fp32 against bandwidth, 4 hosts, one panel a model."""
-    from matplotlib.figure import Figure
+    """Draw the speed-up over DDP fp32 against bandwidth, 4 hosts."""
+    from gradwire.report.steps import draw_steps
 
-    cells = cells_of(rows_of("step_grid"))
-    variants = [c for c in COLUMNS if c not in ("compute", "ddp fp32")]
-    colours = dict(zip(variants, ("#0072b2", "#999999", "#444444", "#009e73", "#d55e00")))
-    drawing = Figure(figsize=(11, 3.4), layout="constrained")
-    for panel, model in zip(drawing.subplots(1, len(ORDER)), ORDER):
-        own = [(key[2], cell) for key, cell in cells.items() if key[0] == model and key[1] == 4]
-        places = range(len(own))
-        for variant in variants:
-            gains = [cell["ddp fp32"]["step_time_s"] / cell[variant]["step_time_s"] for _, cell in own]
-            panel.plot(places, gains, marker="o", markersize=4, color=colours[variant], label=variant)
-        panel.axhline(1, color="#444444", linewidth=0.8, linestyle=":")
-        panel.set_yscale("log")
-        ticks = [t for t in (0.25, 0.5, 1, 2, 5, 10, 20) if panel.get_ylim()[0] <= t <= panel.get_ylim()[1]]
-        panel.set_yticks(ticks, [f"{t:g}" for t in ticks])
-        panel.minorticks_off()
-        panel.set_xticks(places, [speed(rate).replace("bit/s", "") for rate, _ in own], fontsize=8, rotation=30)
-        panel.set_title(f"{model}, 4 hosts", fontsize=10)
-        panel.grid(alpha=0.25)
-    drawing.axes[0].set_ylabel("times as fast as DDP fp32")
-    drawing.axes[-1].legend(fontsize=7)
     FIGURE.parent.mkdir(parents=True, exist_ok=True)
-    drawing.savefig(FIGURE, dpi=120)
+    draw_steps(FIGURE, [row for row in rows_of("step_grid") if row["hosts"] == 4])
 
 
 if __name__ == "__main__":

@@ -54,8 +54,8 @@ class Goal:
 
 
 GOALS = (
-    Goal("mnist", "accuracy", 0.97, steps=400, eval_every=20, options=("--lr", "0.02")),
-    Goal("text", "loss", 2.0, steps=400, eval_every=20),
+    Goal("mnist", "accuracy", 0.97, steps=300, eval_every=20, options=("--lr", "0.04")),
+    Goal("text", "loss", 2.0, steps=300, eval_every=20),
 )
 """Steps are those of the learning rate's schedule, and where a run ends that never gets there."""
 

@@ -35,6 +35,7 @@ def step(
     out: Annotated[
         Path, typer.Option("--out", "-o", metavar="FILE", help="JSON lines; what it holds is not measured again")
     ] = Path("step.jsonl"),
+    figure: Annotated[Path | None, typer.Option(metavar="FILE", help="Speed-ups against bandwidth, PNG or SVG")] = None,
     as_json: o.AsJson = False,
     debug: o.Debug = False,
 ) -> None:
@@ -56,6 +57,7 @@ def step(
             loopback=loopback,
             budget_s=budget,
             out=out,
+            figure=figure,
             as_json=as_json,
         )
 

@@ -14,6 +14,7 @@ from gradwire.bench.variants import VARIANTS
 from gradwire.cli.show import print_json, print_steps
 from gradwire.experiments.errors import RunError, UsageError
 from gradwire.lab import Topology, parse_rate
+from gradwire.report.steps import draw_steps
 
 __all__ = ["kernels", "step"]
 
@@ -28,6 +29,7 @@ def step(
     loopback: bool,
     budget_s: float,
     out: Path,
+    figure: Path | None,
     as_json: bool,
 ) -> None:
     """Measure, print the table, and fail where bytes disagree.
@@ -55,6 +57,9 @@ def step(
     else:
         print_steps(rows)
         print(f"rows: {out}")
+    if figure is not None:
+        draw_steps(figure, rows)
+        print(f"figure: {figure}", file=sys.stderr)
     wrong = [row for row in rows if row["bytes_agree"] is False]
     if wrong:
         first = wrong[0]
