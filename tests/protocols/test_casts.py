@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import gradwire as gw
-from gradwire.algorithms.plan import FEW_NUMEL
+from gradwire.algorithms.plan import FEW_BYTES
 
 
 def workers(count: int, sizes: dict[str, int]) -> list[dict[str, torch.Tensor]]:
@@ -43,8 +43,8 @@ def test_small_parameters_are_the_float32_mean_in_the_order_of_ranks(method: str
 
 
 def test_many_values_in_float32_travel_by_a_ring() -> None:
-    gradients = workers(3, {"large": 4000, "kept": FEW_NUMEL + 5})
+    gradients = workers(3, {"large": 4000, "kept": FEW_BYTES // 8 + 5})
     mean, traffic = exchanged("bf16", gradients, exclude=["kept"])
     expected = torch.stack([g["kept"] for g in gradients]).mean(0)
     torch.testing.assert_close(mean["kept"], expected, rtol=1e-6, atol=1e-6)
-    assert traffic.sent_bytes == round(4 * 2 * 4000 / 3) + round(4 * 4 * (FEW_NUMEL + 5) / 3)
+    assert traffic.sent_bytes == round(4 * 2 * 4000 / 3) + round(4 * 4 * (FEW_BYTES // 8 + 5) / 3)

@@ -24,7 +24,7 @@ from gradwire.algorithms import Plan
 from gradwire.catalogue import Auto
 from gradwire.compressors import Cast
 from gradwire.errors import ExchangeError, IncompatibleError
-from gradwire.groups import Lane, RollCall, Traffic, dense_bytes
+from gradwire.groups import Lane, RollCall, Traffic, Turns, dense_bytes
 from gradwire.methods import Method, require
 from gradwire.planning.buckets import Planner
 from gradwire.planning.options import Options
@@ -99,8 +99,9 @@ class Link:
             mine.fields = self._fields(count)
         token = mine.token
         store = dist.PrefixStore(f"gradwire/{token}", dist.distributed_c10d._get_default_store())
+        turns = Turns()
         self._lanes = [
-            Lane(dist.PrefixStore(f"lane/{i}", store), self.rank, self.world_size, timeout, f"gradwire lane {i}")
+            Lane(dist.PrefixStore(f"lane/{i}", store), self.rank, self.world_size, timeout, f"gradwire lane {i}", turns)
             for i in range(count)
         ]
         self._roll_call = RollCall(store, self.rank, self.world_size)

@@ -28,8 +28,8 @@ __all__ = ["DENSE_TAG", "Plan", "cut", "make_plan"]
 DENSE_TAG = 127
 """Wire tag of payloads that hold nothing but float32, as in warm-up rounds."""
 
-FEW_NUMEL = 1 << 14
-"""Values that a cast leaves alone travel by one message to each rank up to this many; by a ring beyond."""
+FEW_BYTES = 1 << 19
+"""Values that a cast leaves alone go to each rank in a message of their own up to this many bytes; beyond by a ring."""
 
 CUT = 80
 """Parameters are cut at multiples of this many elements: a ternary group, and whole units of every other codec."""
@@ -132,8 +132,10 @@ class CastPlan(Plan):
 
     def run(self, context: Context, flat: torch.Tensor, prepared: None) -> Exchange[Outcome]:
         dtype, segments = self._parts[context.chunk]
-        if dtype is None and segments is not None and sum(s.numel for s in segments) <= FEW_NUMEL:
-            return (yield from gathered_mean(context, flat, segments))
+        if dtype is None and segments is not None:
+            size = sum(s.numel for s in segments) * flat.element_size() * (context.world_size - 1)
+            if size <= FEW_BYTES:
+                return (yield from gathered_mean(context, flat, segments))
         return (yield from all_reduce(context, flat, dtype or flat.dtype, segments))
 
 

@@ -6,6 +6,7 @@ from gradwire.groups.rehearsal import Stage, rehearse
 from gradwire.groups.roll_call import Failure, RollCall
 from gradwire.groups.simulation import simulate_ranks
 from gradwire.groups.traffic import Meter, Traffic, dense_bytes
+from gradwire.groups.turns import Turns
 
 __all__ = [
     "Failure",
@@ -15,6 +16,7 @@ __all__ = [
     "RollCall",
     "Stage",
     "Traffic",
+    "Turns",
     "WireError",
     "dense_bytes",
     "dry_run",

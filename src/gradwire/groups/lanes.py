@@ -11,7 +11,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from gradwire.groups.traffic import Meter, gathers
+from gradwire.groups.turns import Turns
 from gradwire.ops import AllGather, AllToAll, Exchange, Op, Reduce
 
 __all__ = ["Job", "Lane", "WireError"]
@@ -28,6 +29,11 @@ T = TypeVar("T")
 
 CLOSE_S = 2.0
 """How long closing waits for a lane that is in the middle of a job."""
+
+LARGE_BYTES = 1 << 16
+"""Rows from this size on are sent peer by peer, and in turn with the other lanes'."""
+
+MOST_TAGS = 1 << 20
 
 _OPS: dict[str, Any] = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
@@ -56,21 +62,26 @@ class Lane:
         world_size: Ranks in the lane.
         timeout: Of each collective.
         name: For the thread, as debuggers and profilers show it.
+        turns: Shared by the lanes of one link; submit to them from one thread.
     """
 
-    def __init__(self, store: Any, rank: int, world_size: int, timeout: timedelta, name: str) -> None:
+    def __init__(
+        self, store: Any, rank: int, world_size: int, timeout: timedelta, name: str, turns: Turns | None = None
+    ) -> None:
         self._backend: Any = dist.ProcessGroupGloo(store, rank, world_size, timeout)
-        self.world_size = world_size
+        self.rank, self.world_size = rank, world_size
+        self._turns, self._ticket = turns or Turns(), 0
+        self._exchanges = 0
         self.meter = Meter()
         self._outbox = torch.empty(0, dtype=torch.uint8)
         self._begun = threading.Lock()
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[int, Job] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
         self._thread.start()
 
     def submit(self, job: Job) -> None:
         """Queue a job behind those submitted before."""
-        self._jobs.put(job)
+        self._jobs.put((self._turns.take(), job))
 
     def hang_up(self) -> None:
         """Close the connections once the lane is idle."""
@@ -156,14 +167,17 @@ class Lane:
         return self._live().allreduce([op.value], options).get_future()  # type: ignore[no-any-return]
 
     def _loop(self) -> None:
-        while (job := self._jobs.get()) is not None:
+        while (item := self._jobs.get()) is not None:
+            self._ticket, job = item
             try:
                 job.run(self)
             except Exception as error:
                 job.fail(error)
                 self._hang_up()
+            finally:
+                self._turns.give_back(self._ticket)
             # Let go of tensors now, not when the next job arrives.
-            del job
+            del item, job
         self._hang_up()
 
     def _hang_up(self) -> None:
@@ -194,14 +208,40 @@ class Lane:
         # As an all-to-all of equal rows: the same bytes as a ring, in one step instead of N - 1. On Gloo with four
         # ranks on two cores, 1 MB a rank: all_gather_into_tensor 6.9 ms, this 2.0 ms.
         # The copies go to a buffer that is kept: fresh pages for them took four times as long as all the rest.
-        size = send.numel() * send.element_size() * self.world_size
-        if self._outbox.numel() < size:
-            self._outbox = torch.empty(size, dtype=torch.uint8)
-        rows = self._outbox[:size].view(send.dtype).view(self.world_size, -1)
+        size = send.numel() * send.element_size()
+        if size >= LARGE_BYTES:
+            return self._in_turn([send] * self.world_size, recv)
+        if self._outbox.numel() < size * self.world_size:
+            self._outbox = torch.empty(size * self.world_size, dtype=torch.uint8)
+        rows = self._outbox[: size * self.world_size].view(send.dtype).view(self.world_size, -1)
         return self._all_to_all(rows.copy_(send.expand_as(rows)), recv)
 
     def _all_to_all(self, send: torch.Tensor, recv: torch.Tensor) -> torch.Tensor:
+        rows = send.view(self.world_size, -1)
+        if rows.shape[1] * rows.element_size() >= LARGE_BYTES:
+            return self._in_turn(list(rows), recv)
         self._live().alltoall_base(recv, send, [], []).wait()
+        return recv
+
+    def _in_turn(self, rows: Sequence[torch.Tensor], recv: torch.Tensor) -> torch.Tensor:
+        """Send row i to rank i, in N - 1 rounds: to the rank ``round`` places on, from the one as many places back.
+
+        A rank asks for a row when the one before has come, and Gloo sends no row before it is asked for. So each link
+        carries one row at a time, where an all-to-all has N - 1 senders crowd every receiver. Four hosts at
+        100 Mbit/s, 750 kB a row: 1.16 times the bytes over the bandwidth, an all-to-all 1.36 to 1.41.
+        """
+        self._turns.wait(self._ticket)
+        backend, n, rank = self._live(), self.world_size, self.rank
+        self._exchanges = (self._exchanges + 1) % MOST_TAGS
+        slots = recv.view(n, -1)
+        for places in range(1, n):
+            to, source = (rank + places) % n, (rank - places) % n
+            arriving = backend.recv([slots[source]], source, self._exchanges)
+            leaving = backend.send([rows[to]], to, self._exchanges)
+            if places == 1:
+                slots[rank].copy_(rows[rank])
+            arriving.wait()
+            leaving.wait()
         return recv
 
     def _live(self) -> Any:
