@@ -41,6 +41,10 @@ def coded(work_s: float, sent: int, rest_s: float = 0.0) -> BucketJobs:
     return BucketJobs((), ((Stage(work_s, "all_to_all", sent, 1, 1), Stage(rest_s)),), asynchronous=False)
 
 
+def paired(sent: int, rest_s: float = 0.0) -> BucketJobs:
+    return BucketJobs((), ((Stage(0.0, "pairs", sent, 1, 1), Stage(rest_s)),), asynchronous=False)
+
+
 def steps(
     buckets: list[BucketJobs], at: Timeline, machine: Machine = FREE, link: Link | None = None, load: Load = ALONE
 ):
@@ -131,3 +135,19 @@ def test_a_step_is_never_below_its_floor_and_never_faster_on_a_slower_link(
     for found in (fast, slow):
         assert found.step_s >= found.floor_s - 1e-9
     assert slow.step_s >= fast.step_s - 1e-6
+
+
+def test_large_rows_wait_for_the_jobs_before_and_small_ones_share_the_link() -> None:
+    link, at = Link(bandwidth_bytes_per_s=100.0), timeline(0.0, 0.0, backward_s=0.0)
+    crowd = steps([coded(0.0, 100, 1.0), coded(0.0, 100, 1.0)], at, link=link)
+    # Both arrive after two seconds, then each lane decodes for one.
+    assert crowd.step_s == pytest.approx(1.5 + 3.0)
+    turns = steps([paired(100, 1.0), paired(100, 1.0)], at, link=link)
+    # One second of link and one of decoding, twice.
+    assert turns.step_s == pytest.approx(1.5 + 4.0)
+
+
+def test_a_small_operation_does_not_wait_for_a_large_one_before_it() -> None:
+    link, at = Link(bandwidth_bytes_per_s=100.0), timeline(0.0, 0.0, backward_s=0.0)
+    found = steps([paired(100), coded(3.0, 0)], at, link=link)
+    assert found.step_s == pytest.approx(1.5 + 3.0)

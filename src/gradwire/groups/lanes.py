@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from gradwire.groups.traffic import Meter, gathers
+from gradwire.groups.traffic import Meter, gathers, large
 from gradwire.groups.turns import Turns
 from gradwire.ops import AllGather, AllToAll, Exchange, Op, Reduce
 
@@ -29,9 +29,6 @@ T = TypeVar("T")
 
 CLOSE_S = 2.0
 """How long closing waits for a lane that is in the middle of a job."""
-
-LARGE_BYTES = 1 << 16
-"""Rows from this size on are sent peer by peer, and in turn with the other lanes'."""
 
 MOST_TAGS = 1 << 20
 
@@ -192,6 +189,8 @@ class Lane:
             raise WireError(f"{type(op).__name__}: {error}") from error
 
     def _execute(self, op: Op) -> torch.Tensor:
+        if large(op):
+            return self._in_turn(op.send if isinstance(op, AllToAll) else [op.send] * self.world_size, op.recv)
         if isinstance(op, AllToAll):
             return self._all_to_all(op.send, op.recv)
         if isinstance(op, AllGather):
@@ -208,22 +207,17 @@ class Lane:
         # As an all-to-all of equal rows: the same bytes as a ring, in one step instead of N - 1. On Gloo with four
         # ranks on two cores, 1 MB a rank: all_gather_into_tensor 6.9 ms, this 2.0 ms.
         # The copies go to a buffer that is kept: fresh pages for them took four times as long as all the rest.
-        size = send.numel() * send.element_size()
-        if size >= LARGE_BYTES:
-            return self._in_turn([send] * self.world_size, recv)
-        if self._outbox.numel() < size * self.world_size:
-            self._outbox = torch.empty(size * self.world_size, dtype=torch.uint8)
-        rows = self._outbox[: size * self.world_size].view(send.dtype).view(self.world_size, -1)
+        size = send.numel() * send.element_size() * self.world_size
+        if self._outbox.numel() < size:
+            self._outbox = torch.empty(size, dtype=torch.uint8)
+        rows = self._outbox[:size].view(send.dtype).view(self.world_size, -1)
         return self._all_to_all(rows.copy_(send.expand_as(rows)), recv)
 
     def _all_to_all(self, send: torch.Tensor, recv: torch.Tensor) -> torch.Tensor:
-        rows = send.view(self.world_size, -1)
-        if rows.shape[1] * rows.element_size() >= LARGE_BYTES:
-            return self._in_turn(list(rows), recv)
         self._live().alltoall_base(recv, send, [], []).wait()
         return recv
 
-    def _in_turn(self, rows: Sequence[torch.Tensor], recv: torch.Tensor) -> torch.Tensor:
+    def _in_turn(self, rows: Sequence[torch.Tensor] | torch.Tensor, recv: torch.Tensor) -> torch.Tensor:
         """Send row i to rank i, in N - 1 rounds: to the rank ``round`` places on, from the one as many places back.
 
         A rank asks for a row when the one before has come, and Gloo sends no row before it is asked for. So each link

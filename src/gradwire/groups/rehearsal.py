@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 
 from gradwire.algorithms import Plan
-from gradwire.groups.traffic import gathers, op_bytes
+from gradwire.groups.traffic import gathers, large, op_bytes
 from gradwire.ops import AllGather, AllToAll, Exchange, Op, Reduce
 from gradwire.protocols import Context, Workspace
 
@@ -26,7 +26,8 @@ class Stage:
 
     Attributes:
         work_s: Of this process alone on its core.
-        kind: "all_to_all", "all_gather", "gather" (a small reduction that goes by one) or "ring".
+        kind: "all_to_all", "all_gather", "gather" (a small reduction that goes by one), "ring", or "pairs" (large rows,
+            one at a time, in turn between lanes).
         sent_bytes: By one rank.
         rounds: Messages that depend on one another.
         messages: That one rank sends.
@@ -94,6 +95,8 @@ def _shape(op: Op, world_size: int) -> tuple[str, int, int, int]:
     (sent, _), others = op_bytes(op, world_size), world_size - 1
     if isinstance(op, Reduce) and not gathers(op):
         return "ring", sent, 2 * others, 2 * others
+    if large(op):
+        return "pairs", sent, others, others
     kind = "gather" if isinstance(op, Reduce) else "all_to_all" if isinstance(op, AllToAll) else "all_gather"
     return kind, sent, 1, others
 

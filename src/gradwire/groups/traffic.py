@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeGuard
 
 from gradwire.ops import AllGather, AllToAll, Op, Reduce
 
-__all__ = ["GATHERED_REDUCE_BYTES", "Meter", "Traffic", "dense_bytes", "gathers", "op_bytes"]
+__all__ = ["GATHERED_REDUCE_BYTES", "LARGE_BYTES", "Meter", "Traffic", "dense_bytes", "gathers", "large", "op_bytes"]
 
 GATHERED_REDUCE_BYTES = 1 << 16
 """Order-free reductions up to this size go by one gather instead of a ring.
@@ -14,6 +15,9 @@ GATHERED_REDUCE_BYTES = 1 << 16
 A ring takes 2 (N - 1) dependent messages; on Gloo with four ranks on two cores a 400-byte ring took 4.2 ms, one
 all-to-all 0.5 ms.
 """
+
+LARGE_BYTES = 1 << 16
+"""Rows from this size on are sent one at a time, and in turn with other lanes'."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,14 @@ class Traffic:
 def gathers(op: Reduce) -> bool:
     """Tell whether a driver carries this reduction by a gather."""
     return op.op != "sum" and op.value.numel() * op.value.element_size() <= GATHERED_REDUCE_BYTES
+
+
+def large(op: Op) -> TypeGuard[AllToAll | AllGather]:
+    """Tell whether a driver sends this operation's rows one at a time."""
+    if isinstance(op, Reduce):
+        return False
+    row = op.send if isinstance(op, AllGather) else op.send[0]
+    return row.numel() * row.element_size() >= LARGE_BYTES
 
 
 def op_bytes(op: Op, world_size: int) -> tuple[int, int]:

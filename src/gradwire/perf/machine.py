@@ -42,7 +42,7 @@ class Machine:
     them.
 
     Attributes:
-        ring_efficiency: Share of the bandwidth that payloads get in a ring.
+        ring_efficiency: Share of the bandwidth that payloads get where each rank hears one sender: a ring, or pairs.
         crowd_efficiency: The same where all send to all: receivers' links are crowded at times and idle at others.
         round_s: Latency of one dependent message, scheduling included.
         call_s: CPU of one collective.

@@ -2,7 +2,8 @@
 
 The model is a fluid one. At any moment each runner does one thing: CPU work, whose speed is the rank's share of cores
 divided by its busy runners, or an operation, whose latency passes, whose bytes flow at the link's speed divided by the
-operations that use it, and whose CPU work goes on beside them. The moment changes when the first of them ends.
+operations that use it, and whose CPU work goes on beside them. An operation of large rows waits for the jobs submitted
+before its own. The moment changes when the first of them ends.
 """
 
 from __future__ import annotations
@@ -82,6 +83,7 @@ class _Item:
     cpu_s: float = 0.0
     latency_s: float = 0.0
     sent_bytes: float = 0.0
+    in_turn: bool = False
 
     @property
     def over(self) -> bool:
@@ -90,11 +92,18 @@ class _Item:
 
 @dataclass
 class _Job:
-    """Items in order; it may start once ``after`` is done."""
+    """Items in order; it may start once ``after`` is done, and take its turn once ``before`` and all before it are."""
 
     items: deque[_Item]
     after: _Job | None = None
+    before: _Job | None = None
     done: bool = False
+
+    def has_turn(self) -> bool:
+        """Tell whether all jobs submitted before are done, and forget them then."""
+        while self.before is not None and self.before.done:
+            self.before = self.before.before
+        return self.before is None
 
 
 @dataclass
@@ -111,7 +120,7 @@ class _Runner:
             while job.items and job.items[0].over:
                 job.items.popleft()
             if job.items:
-                return job.items[0]
+                return job.items[0] if not job.items[0].in_turn or job.has_turn() else None
             job.done = True
             self.jobs.popleft()
         return None
@@ -139,14 +148,15 @@ def step_time(
         if stage.work_s:
             yield _Item(cpu_s=stage.work_s * factor)
         if stage.kind:
-            ring = stage.kind == "ring"
+            ring, pairs = stage.kind == "ring", stage.kind == "pairs"
             byte_s = machine.sum_byte_s if ring else machine.byte_s
-            efficiency = machine.ring_efficiency if ring else machine.crowd_efficiency
+            efficiency = machine.ring_efficiency if ring or pairs else machine.crowd_efficiency
             yield _Item(
                 cpu_s=(machine.call_s + machine.message_s * stage.messages + byte_s * stage.sent_bytes) * factor,
                 latency_s=stage.rounds * (machine.round_s * load.stretch + link.latency_s),
                 # Bytes that the link carries in the time that these take.
                 sent_bytes=link.leaving(stage.sent_bytes, ring, n) / efficiency if speed else 0.0,
+                in_turn=pairs,
             )
 
     runners = [_Runner() for _ in range(lanes)]
@@ -154,26 +164,25 @@ def step_time(
     busy_s = 0.0
     everything: list[_Job] = []
 
+    def queue(items: Iterator[_Item], lane: int, after: _Job | None = None) -> _Job:
+        job = _Job(deque(items), after, everything[-1] if everything else None)
+        runners[lane % lanes].jobs.append(job)
+        everything.append(job)
+        return job
+
     def submit(number: int, bucket: BucketJobs) -> None:
         chunks = [list(chunk) for chunk in bucket.chunks]
-        first: _Job | None = None
-        jobs: list[tuple[list[Stage], _Job | None, int]]
         if bucket.asynchronous:
-            jobs = [(chunk, None, number + i) for i, chunk in enumerate(chunks)]
+            for i, chunk in enumerate(chunks):
+                # Its first work was done by the thread that brought the bucket.
+                stages = [replace(s, work_s=s.work_s if k else 0.0) for k, s in enumerate(chunk)]
+                queue((x for s in stages for x in item(s)), number + i)
         elif len(chunks) == 1:
-            jobs = [([*bucket.prepare, *chunks[0]], None, number)]
+            queue((x for s in (*bucket.prepare, *chunks[0]) for x in item(s)), number)
         else:
-            first = _Job(deque(i for s in bucket.prepare for i in item(s)))
-            runners[number % lanes].jobs.append(first)
-            everything.append(first)
-            jobs = [(chunk, first, number + i) for i, chunk in enumerate(chunks)]
-        for stages, after, lane in jobs:
-            # An asynchronous chunk's first work was done by the thread that brought the bucket.
-            rest = [replace(s, work_s=0.0) if bucket.asynchronous and not k else s
-                    for k, s in enumerate(stages)]  # fmt: skip
-            job = _Job(deque(i for s in rest for i in item(s)), after)
-            runners[lane % lanes].jobs.append(job)
-            everything.append(job)
+            first = queue((x for s in bucket.prepare for x in item(s)), number)
+            for i, chunk in enumerate(chunks):
+                queue((x for s in chunk for x in item(s)), number + i, first)
 
     now_s = _advance([main, *runners], _compute(timeline.forward_s), flow, load)
     last_s = 0.0
@@ -215,18 +224,23 @@ def _drain(runners: Sequence[_Runner], everything: Sequence[_Job], flow: float, 
     """Let the lanes run until all jobs are done."""
     passed_s = 0.0
     while True:
-        # Looking at a runner ends its finished jobs, which may let another's begin.
-        for _ in range(2):
-            active = [r for r in runners if r.current() is not None]
-        if not active:
+        if not _current(runners):
             return passed_s
         passed_s += _moment(runners, flow, load)
 
 
+def _current(runners: Sequence[_Runner]) -> list[_Item]:
+    """Give what runners do. Looking at one ends its finished jobs, which may let another's begin."""
+    while True:
+        left = sum(len(r.jobs) for r in runners)
+        items = [item for item in (r.current() for r in runners) if item is not None]
+        if left == sum(len(r.jobs) for r in runners):
+            return items
+
+
 def _moment(runners: Sequence[_Runner], flow: float, load: Load) -> float:
     """Run until the first part of any current item ends; give the seconds."""
-    for _ in range(2):
-        items = [item for item in (r.current() for r in runners) if item is not None]
+    items = _current(runners)
     working = [i for i in items if i.cpu_s > _DONE]
     waiting = [i for i in items if i.latency_s > _DONE]
     sending = [i for i in items if i.latency_s <= _DONE and i.sent_bytes > 1e-6]

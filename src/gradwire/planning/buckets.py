@@ -40,6 +40,7 @@ class Planner:
         self._collectives = options.collectives(method)
         self._plans: dict[tuple[tuple[str, ...], bool], Plan] = {}
         self._last_used: dict[tuple[tuple[str, ...], bool], int] = {}
+        self._laid_out: dict[tuple[str, ...], list[Segment]] = {}
 
     @property
     def kernels(self) -> Kernels:
@@ -74,14 +75,18 @@ class Planner:
             # DDP lays its buckets out anew after the first step, and warm-up ends: what no round uses any more goes.
             for old in [k for k, last in self._last_used.items() if last < round]:
                 del self._plans[old], self._last_used[old]
+                self._laid_out.pop(old[0], None)
             self._plans[key] = self._make(*key)
         self._last_used[key] = round
         return self._plans[key]
 
     def segments(self, names: Sequence[str]) -> list[Segment]:
         """Lay whole parameters one after the other."""
-        laid = lay_out(self.parameters[name] for name in names)
-        return [replace(s, dense=s.parameter.name in self.dense) for s in laid]
+        key = tuple(names)
+        if key not in self._laid_out:
+            laid = lay_out(self.parameters[name] for name in names)
+            self._laid_out[key] = [replace(s, dense=s.parameter.name in self.dense) for s in laid]
+        return self._laid_out[key]
 
     def sent_bytes(self, names: Sequence[str]) -> int:
         """Count the bytes that one rank sends for a bucket, without data or kernels."""
