@@ -54,6 +54,9 @@ class Method:
     collectives: ClassVar[tuple[str, ...]]
     """The protocols that can carry the method, the default first."""
 
+    min_numel: ClassVar[int] = 1024
+    """Parameters with fewer elements travel in float32, unless the user says otherwise."""
+
 
 def require(condition: bool, owner: str, sentence: str) -> None:
     """Raise :class:`HyperparameterError` naming the owner unless the condition holds."""

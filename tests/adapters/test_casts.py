@@ -65,24 +65,24 @@ def run_told(method: str, options: dict[str, Any], cap_mb: float) -> str:
     [
         ({}, SMALL_BUCKETS_MB),
         ({"lanes": 1}, 25),
-        ({"lanes": 4, "min_numel": 0}, SMALL_BUCKETS_MB),
+        ({"lanes": 4, "min_numel": 1024}, SMALL_BUCKETS_MB),
         # Many values that are left alone go by a ring, few by one message.
         ({"exclude": ("wide", "large.1")}, 25),
         ({"exclude": ("*",)}, SMALL_BUCKETS_MB),
         ({"check": True}, SMALL_BUCKETS_MB),
         ({"warmup_steps": 2}, SMALL_BUCKETS_MB),
     ],
-    ids=["small buckets", "one lane", "nothing dense", "a dense matrix", "all dense", "checked", "warm-up"],
+    ids=["small buckets", "one lane", "small ones dense", "a dense matrix", "all dense", "checked", "warm-up"],
 )
 def test_the_mean_is_exact(three_ranks: Any, method: str, options: dict[str, Any], cap_mb: float) -> None:
     assert three_ranks(run_told, method, options, cap_mb) == [""] * 3
 
 
-def run_fine(method: str) -> tuple[list[float], list[float]]:
+def run_fine(method: str, min_numel: int | None) -> tuple[list[float], list[float]]:
     """Exchange one value that sixteen bits cannot hold, from a large and from a small parameter."""
     module = Told()
     ddp = DistributedDataParallel(module)
-    link = gw.attach(ddp, method)
+    link = gw.attach(ddp, method, min_numel=min_numel)
     ddp([torch.full_like(p, FINE) for p in module.parameters()]).backward()
     found = [p.grad.unique().tolist() for p in (module.large[0], module.small[0]) if p.grad is not None]
     link.close()
@@ -90,8 +90,9 @@ def run_fine(method: str) -> tuple[list[float], list[float]]:
 
 
 @pytest.mark.parametrize("method", list(ROUNDED))
-def test_small_parameters_keep_float32(three_ranks: Any, method: str) -> None:
-    assert three_ranks(run_fine, method) == [([ROUNDED[method]], [FINE])] * 3
+def test_small_parameters_are_cast_unless_they_are_to_be_kept(three_ranks: Any, method: str) -> None:
+    assert three_ranks(run_fine, method, None) == [([ROUNDED[method]], [ROUNDED[method]])] * 3
+    assert three_ranks(run_fine, method, 1024) == [([ROUNDED[method]], [FINE])] * 3
 
 
 def run_until(method: str, what: str) -> tuple[str, str]:

@@ -270,7 +270,7 @@ def run_against_ddp(method: str | None, ddp_options: dict[str, Any]) -> str:
     if method == "torch's fp16 hook":
         ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
     elif method is not None:
-        link = gw.attach(ddp, method, min_numel=0)
+        link = gw.attach(ddp, method)
     train(module, ddp, square_loss, dist.get_rank(), STEPS)
     if link is not None:
         link.close()

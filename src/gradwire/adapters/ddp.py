@@ -24,7 +24,7 @@ def attach(
     grad_scaler: Any = None,
     collective: str = "auto",
     exclude: Any = (),
-    min_numel: int = 1024,
+    min_numel: int | None = None,
     lanes: int | None = None,
     warmup_steps: int = 0,
     seed: int = 0,
@@ -44,7 +44,7 @@ def attach(
         collective: ``"all_reduce"``, ``"all_gather"``, ``"two_shot"``, or ``"auto"``: the one that sends the fewest
             bytes, by exact count, bucket by bucket.
         exclude: Patterns of parameter names that travel in float32, such as ``"fc.*"`` for the last layer.
-        min_numel: Parameters with fewer elements travel in float32.
+        min_numel: Parameters with fewer elements travel in float32; by default 1024, and 0 for casts.
         lanes: Process groups and threads that exchange side by side.
         warmup_steps: Rounds at the start that travel in float32.
         seed: Of all random streams; the same on all ranks.

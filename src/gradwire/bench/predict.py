@@ -17,7 +17,6 @@ from gradwire.perf.exchange import Exchange, exchange_of, nothing_but_the_sum
 from gradwire.perf.machine import Link, Machine
 from gradwire.perf.schedule import Load
 from gradwire.perf.timeline import Timeline
-from gradwire.planning import Options
 
 __all__ = ["Case", "cases_of", "judge", "split"]
 
@@ -87,9 +86,7 @@ def cases_of(rows: Sequence[Row], say: Callable[[str], None] = lambda text: None
 def _exchange(model: str, hosts: int, spec: str, variant: str, timeline: Timeline) -> Exchange:
     with torch.device("meta"):
         module = bench_model(model).make()
-    ddp = variant.startswith("ddp")
-    options = Options(min_numel=0) if ddp else Options()
-    found = exchange_of(spec, dict(module.named_parameters()), timeline.buckets, hosts, options)
+    found = exchange_of(spec, dict(module.named_parameters()), timeline.buckets, hosts)
     return nothing_but_the_sum(found) if variant == "ddp fp32" else found
 
 

@@ -33,7 +33,7 @@ class LinkSettings:
 
     method: str
     exclude: tuple[str, ...] = ()
-    min_numel: int = 1024
+    min_numel: int | None = None
     warmup_steps: int = 0
     collective: str = "auto"
     seed: int = 0

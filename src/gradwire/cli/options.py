@@ -64,7 +64,10 @@ Exclude = Annotated[
     list[str] | None,
     typer.Option(metavar="PATTERN", help="Parameters that travel in float32; repeatable", rich_help_panel=LINK),
 ]
-MinNumel = Annotated[int, typer.Option(help="Smaller parameters travel in float32", rich_help_panel=LINK)]
+MinNumel = Annotated[
+    int | None,
+    typer.Option(help="Smaller parameters travel in float32; by default 1024, 0 for casts", rich_help_panel=LINK),
+]
 WarmupSteps = Annotated[int, typer.Option(help="Steps at the start in float32", rich_help_panel=LINK)]
 Collective = Annotated[str, typer.Option(help="auto, all_reduce, all_gather or two_shot", rich_help_panel=LINK)]
 Out = Annotated[

@@ -40,7 +40,7 @@ class Plan:
     simulate: bool = False
     seed: int = 0
     exclude: tuple[str, ...] = ()
-    min_numel: int = 1024
+    min_numel: int | None = None
     warmup_steps: int = 0
     collective: str = "auto"
     threads: int = 1
@@ -54,7 +54,7 @@ class Plan:
             if getattr(self, field) < 1:
                 raise UsageError(f"{field} = {getattr(self, field)}: must be at least 1")
         for field in ("seed", "checkpoint_every", "min_numel", "warmup_steps"):
-            if getattr(self, field) < 0:
+            if (getattr(self, field) or 0) < 0:
                 raise UsageError(f"{field} = {getattr(self, field)}: must not be negative")
         if self.workers == 1 and not self.simulate:
             raise UsageError("1 worker exchanges nothing: use at least 2 workers, or add --simulate")

@@ -34,7 +34,7 @@ class Planner:
     ) -> None:
         self.method, self.options, self.world_size = method, options, world_size
         self.parameters = {name: Parameter.of(name, tensor) for name, tensor in parameters.items()}
-        self.dense = dense_names({n: p.numel for n, p in self.parameters.items()}, options)
+        self.dense = dense_names({n: p.numel for n, p in self.parameters.items()}, options, method)
         self._kernels: Kernels | None = None
         self.chosen: dict[str, int] = {}
         self._collectives = options.collectives(method)

@@ -24,7 +24,7 @@ class Options:
     Attributes:
         collective: A protocol by name, or "auto": the one that sends the fewest bytes, bucket by bucket.
         exclude: Patterns (``fnmatch``) of parameter names that travel in float32.
-        min_numel: Smaller parameters travel in float32.
+        min_numel: Smaller parameters travel in float32; None: as the method has it, 1024, or 0 for casts.
         warmup_steps: Rounds at the start in which everything travels in float32.
         seed: Of all random streams.
         backend: Of the kernels: "auto", "cpu", "cpu-plain" or "reference".
@@ -34,7 +34,7 @@ class Options:
 
     collective: str = "auto"
     exclude: Sequence[str] = field(default=())
-    min_numel: int = 1024
+    min_numel: int | None = None
     warmup_steps: int = 0
     seed: int = 0
     backend: str = "auto"
@@ -49,6 +49,8 @@ class Options:
         object.__setattr__(self, "exclude", tuple(self.exclude))
         for name, least in (("min_numel", 0), ("warmup_steps", 0), ("chunk_numel", 1)):
             value = getattr(self, name)
+            if value is None and name == "min_numel":
+                continue
             whole = isinstance(value, int) and not isinstance(value, bool)
             require(whole and value >= least, name, f"a whole number of at least {least} is needed, not {value!r}")
         require(isinstance(self.seed, int), "seed", f"a whole number is needed, not {self.seed!r}")
@@ -90,13 +92,14 @@ class Options:
         return (self.collective,)
 
 
-def dense_names(sizes: dict[str, int], options: Options) -> frozenset[str]:
-    """Name the parameters that travel in float32 whatever the method.
+def dense_names(sizes: dict[str, int], options: Options, method: Method) -> frozenset[str]:
+    """Name the parameters that travel in float32.
 
     Raises:
         HyperparameterError: a pattern matches no parameter.
     """
-    dense = {name for name, numel in sizes.items() if numel < options.min_numel}
+    least = method.min_numel if options.min_numel is None else options.min_numel
+    dense = {name for name, numel in sizes.items() if numel < least}
     for pattern in options.exclude:
         found = {name for name in sizes if fnmatchcase(name, pattern)}
         if not found:
