@@ -278,21 +278,28 @@ def accuracy_section() -> list[str]:
     lines = [
         "## Time to accuracy",
         "",
-        f"{found['what']} `python benchmarks/time_to_accuracy.py`. {found['cpu']}, {found['cores']} cores;"
-        f" {found['date_utc'][:10]}.",
+        f"`sudo python benchmarks/time_to_accuracy.py`: {found['what']}. Mean and standard deviation over seeds. {found['cpu']},"
+        f" {found['cores']} cores; {found['date_utc'][:10]}.",
         "",
-        "| task | link | method | seeds | reached | time, s | sent by a worker, MB | steps |",
-        "|---|---|---|---:|---:|---:|---:|---:|",
+        "| task | goal | link | method | seeds, reached | time, s | of fp32's | sent by a worker, MB | steps |",
+        "|---|---|---|---|---:|---:|---:|---:|---:|",
     ]
     for t in found["table"]:
-        time_s = "-" if t["time_s_mean"] is None else f"{t['time_s_mean']:.1f}" + (
-            f" ± {t['time_s_std']:.1f}" if t["time_s_std"] is not None else "")  # fmt: skip
-        sent = "-" if t["sent_bytes_mean"] is None else f"{t['sent_bytes_mean'] / 1e6:.1f}"
-        steps = "-" if t["steps_mean"] is None else f"{t['steps_mean']:.0f}"
+        share = "-" if t["time_over_fp32"] is None else f"{t['time_over_fp32']:.2f}"
         lines.append(
-            f"| {t['task']} | {t['bandwidth']} | `{t['method']}` | {t['seeds']} | {t['reached']} | {time_s} | {sent} | {steps} |"
+            f"| {t['task']} | {t['goal']} | {t['bandwidth']} | `{t['name']}` | {t['seeds']}, {t['seeds_reached']}"
+            f" | {spread(t, 'elapsed_s', 1, 1)} | {share} | {spread(t, 'sent_bytes', 1e6, 1)} | {spread(t, 'step', 1, 0)} |"
         )
     return [*lines, ""]
+
+
+def spread(line: Row, field: str, unit: float, digits: int) -> str:
+    """Write a mean with its standard deviation."""
+    centre, deviation = line[f"{field}_mean"], line[f"{field}_std"]
+    if centre is None:
+        return "-"
+    text = f"{centre / unit:.{digits}f}"
+    return text if deviation is None else f"{text} ± {deviation / unit:.{digits}f}"
 
 
 def page() -> str:
