@@ -55,7 +55,9 @@ def draw_steps(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
         panel.set_title(f"{model}, {hosts} hosts", fontsize=10)
         panel.grid(alpha=0.25)
     panels[0].set_ylabel(f"times as fast as {BASE}")
-    panels[-1].legend(fontsize=7)
+    lines = {str(line.get_label()): line for panel in panels for line in panel.get_lines()}
+    named = {label: line for label, line in lines.items() if not label.startswith("_")}
+    drawing.legend(list(named.values()), list(named), loc="outside lower center", ncols=len(named), fontsize=7)
     drawing.savefig(path, dpi=120)
 
 
