@@ -11,15 +11,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
-import subprocess
 import sys
-import time
-from datetime import datetime, timezone
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
+
+from runs import claim, final, machine, train
 
 METHODS = ("terngrad", "fp32")
 # Workers and seeds. All numbers of workers see the same batches of a seed, so that fp32 runs with the same seed differ
@@ -31,50 +28,15 @@ ORDER += [("terngrad", 64, s) for s in (0, 1, 2)] + [("terngrad", n, 0) for n in
 ORDER += [("fp32", n, 0) for n in (2, 16, 8, 32, 64)] + [("fp32", 64, 1), ("fp32", 64, 2)]
 
 
-def final(folder: Path, steps: int) -> dict[str, Any] | None:
-    """Give the last evaluation of a run, if the run is whole."""
-    try:
-        lines = (folder / "metrics.jsonl").read_text().splitlines()
-    except FileNotFoundError:
-        return None
-    rows = [json.loads(line) for line in lines if line.endswith("}")]
-    found = [row for row in rows if row["event"] == "eval" and row["step"] == steps]
-    return found[-1] if found and (folder / "checkpoint").is_dir() else None
-
-
-def claim(folder: Path) -> bool:
-    """Take a run for this process; a claim of a process that is gone does not count."""
-    lock = folder.with_suffix(".lock")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        handle = os.open(lock, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
-    except FileExistsError:
-        owner = lock.read_text().strip()
-        if not owner or Path(f"/proc/{owner}").exists():
-            return False
-        lock.unlink()
-        return claim(folder)
-    os.write(handle, str(os.getpid()).encode())
-    os.close(handle)
-    return True
-
-
 def run_all(arguments: argparse.Namespace) -> None:
     """Run whatever is neither whole nor taken."""
     for method, workers, seed in ORDER:
         folder = arguments.work / f"{method}-{workers}-{seed}"
         if final(folder, arguments.steps) or not claim(folder):
             continue
-        start = time.monotonic()
-        command = [sys.executable, "-m", "gradwire.cli.main", "train", "mnist", "--simulate", "--overwrite"]
-        command += ["--data", str(arguments.data), "--method", method, "--workers", str(workers)]
-        command += ["--seed", str(seed), "--steps", str(arguments.steps), "--out", str(folder), "--json"]
-        command += ["--eval-every", str(max(1, arguments.steps // 10)), "--log-every", "100"]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-        folder.with_suffix(".lock").unlink()
-        row = final(folder, arguments.steps)
-        print(f"{method:9s} {workers:3d} workers, seed {seed}: {row and row['accuracy']} "
-              f"({time.monotonic() - start:.0f} s)", flush=True)  # fmt: skip
+        options = {"data": arguments.data, "method": method, "workers": workers, "seed": seed}
+        options |= {"steps": arguments.steps, "eval-every": max(1, arguments.steps // 10), "log-every": 100}
+        train("mnist", folder, options)
 
 
 def collect(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -122,25 +84,9 @@ def _pair(rows: list[dict[str, Any]], workers: int, seed: int) -> tuple[dict[str
 
 def record(found: dict[str, Any]) -> dict[str, Any]:
     """Put what ran beside what was measured."""
-    import numba
-    import torch
-
-    import gradwire
-
-    cpu = next(
-        (x.split(":")[1].strip() for x in Path("/proc/cpuinfo").read_text().split("\n") if "model name" in x), ""
-    )
     return {
-        "date_utc": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "what": "LeNet on MNIST, total batch 64, SGD with momentum 0.9, rate 0.01 (polynomial, power 0.5), simulated",
-        "cpu": cpu,
-        "cores": os.cpu_count(),
-        "versions": {
-            "gradwire": gradwire.__version__,
-            "torch": torch.__version__,
-            "numba": numba.__version__,
-            "python": platform.python_version(),
-        },
+        **machine(),
         **found,
     }
 

@@ -2,19 +2,107 @@
 
 from __future__ import annotations
 
-import gradwire as gw
+from collections.abc import Callable
+from dataclasses import dataclass
 
-CASES: dict[str, list[gw.Method]] = {
-    "fp32": [gw.FP32()],
-    "fp16": [gw.FP16()],
-    "bf16": [gw.BF16()],
+import torch
+
+import gradwire as gw
+from laws import exactly, fitted, levels, ternary
+
+Law = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A method with what the shared tests hold it to.
+
+    Attributes:
+        method: The method.
+        bits: Bits that a rank sends for an element among N ranks (two-shot or gather, whichever is less; no headers).
+        target: What the mean over draws is for gradients ``[N, n]``: the gradients, or the clipped ones.
+        variance: Of each element of each worker's contribution, float64 ``[N, n]``; None: ``error`` bounds the error.
+        error: Largest relative error of the mean, where there is no law of a variance.
+        constants: Whether vectors of one value come back exactly.
+        symmetric: Whether -g gives exactly the negative.
+        direction: Whether the outcome is a direction, not a mean.
+    """
+
+    method: gw.Method
+    bits: Callable[[int], float]
+    target: Law = exactly
+    variance: Law | None = None
+    error: float = 0.0
+    constants: bool = True
+    symmetric: bool = True
+    direction: bool = False
+
+    def __repr__(self) -> str:
+        return repr(self.method)
+
+
+def ring(bits: float) -> Callable[[int], float]:
+    return lambda n: 2 * bits * (n - 1) / n
+
+
+def gather(bits: float) -> Callable[[int], float]:
+    return lambda n: bits * (n - 1)
+
+
+def ternary_bits(n: int) -> float:
+    sums = {2: 32 / 13, 3: 32 / 11, 4: 16 / 5, 8: 32 / 7, 64: 8}[n]
+    return min(1.6 * (n - 1), (1.6 + sums) * (n - 1) / n)
+
+
+TABLE: dict[str, list[Case]] = {
+    "fp32": [Case(gw.FP32(), ring(32), error=2e-7)],
+    "fp16": [Case(gw.FP16(), ring(16), error=2e-3)],
+    "bf16": [Case(gw.BF16(), ring(16), error=2e-2)],
     "terngrad": [
-        gw.TernGrad(),
-        gw.TernGrad(clip=None),
-        gw.TernGrad(clip=1.0),
-        gw.TernGrad(share_scaler=False),
+        Case(gw.TernGrad(), ternary_bits, *ternary(2.5)),
+        Case(gw.TernGrad(clip=None), ternary_bits, *ternary(None)),
+        Case(gw.TernGrad(clip=1.0), ternary_bits, *ternary(1.0)),
+        Case(gw.TernGrad(share_scaler=False), gather(1.6), *ternary(2.5, shared=False)),
+    ],
+    "qsgd": [
+        Case(gw.QSGD(), gather(16 / 3 + 32 / 512), variance=levels(range(17), 512, "l2"), constants=False),
+        Case(
+            gw.QSGD(levels=3, block_size=64, blocks="model"),
+            gather(32 / 11 + 32 / 64),
+            variance=levels(range(4), 64, "l2"),
+            constants=False,
+        ),
+    ],
+    "qsgdinf": [
+        Case(gw.QSGDinf(), gather(4 + 32 / 512), variance=levels(range(8), 512, "max")),
+        Case(gw.QSGDinf(levels=1, block_size=None), gather(1.6), variance=levels(range(2), None, "max")),
+    ],
+    "nuqsgd": [
+        Case(
+            gw.NUQSGD(),
+            gather(4 + 32 / 512),
+            variance=levels([0, *(2.0**j for j in range(7))], 512, "l2"),
+            constants=False,
+        ),
+        Case(
+            gw.NUQSGD(levels=4, zero=False, norm="max", block_size=80),
+            gather(3.2 + 32 / 80),
+            variance=levels([-1, 1, 2, 4, 8], 80, "max"),
+            constants=False,
+        ),
+    ],
+    "errorfeedback": [
+        Case(gw.ErrorFeedback(), gather(4 + 32 / 256), variance=levels(range(8), 256, "max")),
     ],
 }
 
-ALL = [pytest_case for row in CASES.values() for pytest_case in row]
+for adaptive in (gw.ALQ, gw.ALQN, gw.AMQ, gw.AMQN):
+    method = adaptive(updates=(0,))
+    TABLE[method.name] = [
+        Case(method, gather(3.2), variance=fitted(method), constants=False, symmetric=False),
+    ]
+
+CASES: dict[str, list[gw.Method]] = {name: [case.method for case in row] for name, row in TABLE.items()}
+ALL_CASES = [case for row in TABLE.values() for case in row]
+ALL = [case.method for case in ALL_CASES]
 COMPRESSORS = [m for m in ALL if m.properties.bit_stable]

@@ -29,7 +29,7 @@ ALLOWED = {
     "kernels": {"errors"},
     "wire": {"errors"},
     "compressors": LEAVES | {"kernels", "wire"},
-    "catalogue": {"errors", "methods", "compressors"},
+    "catalogue": {"errors", "methods", "compressors", "algorithms"},
     "protocols": LEAVES | {"wire", "compressors"},
     "algorithms": LEAVES | {"kernels", "compressors", "protocols"},
     "groups": LEAVES | {"protocols", "algorithms"},

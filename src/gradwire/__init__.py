@@ -1,8 +1,8 @@
 """Data-parallel PyTorch training over slow links: gradients packed to a few bits per element, for real."""
 
 from gradwire.adapters import Link, SimulatedLink, Simulation, attach, load, probe, save, simulate, warm_up
-from gradwire.catalogue import Auto, MethodInfo, method, methods
-from gradwire.compressors import BF16, FP16, FP32, TernGrad
+from gradwire.catalogue import *  # noqa: F403
+from gradwire.catalogue import __all__ as _catalogue
 from gradwire.errors import (
     BackendError,
     ExchangeError,
@@ -17,10 +17,6 @@ from gradwire.methods import Method, Properties
 from gradwire.version import __version__
 
 __all__ = [
-    "BF16",
-    "FP16",
-    "FP32",
-    "Auto",
     "BackendError",
     "ExchangeError",
     "GradwireError",
@@ -28,21 +24,18 @@ __all__ = [
     "IncompatibleError",
     "Link",
     "Method",
-    "MethodInfo",
     "PayloadError",
     "Properties",
     "RankMismatchError",
     "SimulatedLink",
     "Simulation",
-    "TernGrad",
     "Traffic",
     "__version__",
     "attach",
     "load",
-    "method",
-    "methods",
     "probe",
     "save",
     "simulate",
     "warm_up",
 ]
+__all__ += _catalogue

@@ -7,13 +7,48 @@ import difflib
 from dataclasses import dataclass, fields
 from typing import ClassVar
 
-from gradwire.compressors import BF16, FP16, FP32, TernGrad
+from gradwire.algorithms.adaptive_levels import ALQ, ALQN, AMQ, AMQN
+from gradwire.algorithms.error_feedback import ErrorFeedback
+from gradwire.compressors.cast import BF16, FP16, FP32
+from gradwire.compressors.nuqsgd import NUQSGD
+from gradwire.compressors.qsgd import QSGD, QSGDinf
+from gradwire.compressors.terngrad import TernGrad
 from gradwire.errors import HyperparameterError
 from gradwire.methods import Method, Properties, require
 
-__all__ = ["METHODS", "Auto", "MethodInfo", "method", "methods"]
+__all__ = [
+    "ALQ",
+    "ALQN",
+    "AMQ",
+    "AMQN",
+    "BF16",
+    "FP16",
+    "FP32",
+    "NUQSGD",
+    "QSGD",
+    "Auto",
+    "ErrorFeedback",
+    "MethodInfo",
+    "QSGDinf",
+    "TernGrad",
+    "method",
+    "methods",
+]
 
-METHODS: tuple[type[Method], ...] = (FP32, FP16, BF16, TernGrad)
+METHODS: tuple[type[Method], ...] = (
+    FP32,
+    FP16,
+    BF16,
+    TernGrad,
+    QSGD,
+    QSGDinf,
+    NUQSGD,
+    ALQ,
+    ALQN,
+    AMQ,
+    AMQN,
+    ErrorFeedback,
+)
 """Every method of the package; adding one adds a line here."""
 
 

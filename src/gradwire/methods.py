@@ -54,6 +54,15 @@ class Method:
     collectives: ClassVar[tuple[str, ...]]
     """The protocols that can carry the method, the default first."""
 
+    worst_error: ClassVar[float | None] = None
+    """Smallest known q with E|C(x) - x|^2 <= q |x|^2 for every vector x; None where none is known."""
+
+    whole_step: ClassVar[bool] = False
+    """Whether the exchange begins only when all gradients of a step are there."""
+
+    joined: ClassVar[bool] = False
+    """Whether all compressed parameters are one vector, in the order of ``named_parameters``; needs the whole step."""
+
     min_numel: ClassVar[int] = 1024
     """Parameters with fewer elements travel in float32, unless the user says otherwise."""
 

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.adapters.link import Link, LostLink
+from gradwire.adapters.link import Link
+from gradwire.adapters.lost import LostLink
 from gradwire.errors import IncompatibleError
 from gradwire.methods import Method
 

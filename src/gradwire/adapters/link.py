@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -17,8 +16,10 @@ from gradwire.adapters.conference import Conference
 from gradwire.adapters.diagnostics import Diagnostics
 from gradwire.adapters.failures import Breakage, place
 from gradwire.adapters.handshake import agreement
+from gradwire.adapters.lost import lost
 from gradwire.adapters.parameters import check_parameters, gradient, named_parameters
 from gradwire.adapters.pilot import Chooser, Fixed, Pilot
+from gradwire.adapters.step import StepBuckets
 from gradwire.adapters.task import Task
 from gradwire.algorithms import Plan
 from gradwire.catalogue import Auto
@@ -28,7 +29,7 @@ from gradwire.groups import Lane, RollCall, Traffic, Turns, dense_bytes
 from gradwire.methods import Method, require
 from gradwire.planning.buckets import Planner
 from gradwire.planning.options import Options
-from gradwire.protocols import Context, Workspace
+from gradwire.protocols import Context, Memory, Workspace
 from gradwire.segments import flat_view
 from gradwire.version import __version__
 
@@ -118,6 +119,9 @@ class Link:
         self.skipped_rounds = 0
         self._last_skipped = -1
         self._elements = 0
+        self.memory = Memory()
+        self._in_flight, self._is_last = 0, False
+        self._step: StepBuckets | None = None
         self._spaces: weakref.WeakKeyDictionary[Plan, dict[int | None, Workspace]] = weakref.WeakKeyDictionary()
         self.buffer_bytes: Callable[[], int] = lambda: 0
 
@@ -145,15 +149,39 @@ class Link:
         self._breakage.refuse()
         if index == 0:
             self._pilot.begin(self.round, self._conference)
+        self._elements += flat.numel()
         try:
-            task = self._task(index, names, flat)
+            future = self._whole_step(names, flat, last) or self._start(index, names, flat, last)
         except Exception as error:
             raise self._breakage.record(error, place(index, None, self.round, names)) from error
-        self._elements += flat.numel()
-        task.submit(self._lanes)
         if last:
             self.round += 1
             self._rounds_here += 1
+        return future
+
+    def _whole_step(
+        self, names: Sequence[str], flat: torch.Tensor, last: bool
+    ) -> torch.futures.Future[torch.Tensor] | None:
+        """Hold a bucket back until the step's last one is there, where the method needs that."""
+        planner = self._pilot.planner
+        if not planner.method.whole_step:
+            return None
+        if self._step is None:
+            self._step = StepBuckets(planner.step_order(), planner.parameters)
+        future = self._step.add(names, flat)
+        if last:
+            whole = self._start(0, self._step.order, self._step.vector(), last=True)
+            whole.add_done_callback(self._step.give_back)
+        return future
+
+    def _start(
+        self, index: int, names: Sequence[str], flat: torch.Tensor, last: bool
+    ) -> torch.futures.Future[torch.Tensor]:
+        task = self._task(index, names, flat)
+        with self._lock:
+            self._in_flight += 1
+            self._is_last = last
+        task.submit(self._lanes)
         return task.future
 
     def _make_pilot(self, method: Method) -> Pilot:
@@ -224,6 +252,8 @@ class Link:
             chunk=chunk or 0,
             workspace=space,
             wants_sent=self._diagnostics.wanted(round),
+            memory=self.memory,
+            loss_scale=1.0 if self.grad_scaler is None else float(self.grad_scaler.get_scale()),
         )
 
     def _ended(self, task: Task) -> None:
@@ -232,6 +262,10 @@ class Link:
             if task.finite is False and task.round != self._last_skipped:
                 self._last_skipped = task.round
                 self.skipped_rounds += 1
+            self._in_flight -= 1
+            if self._is_last and not self._in_flight:
+                # What a round would remember holds only where all of the round was finite.
+                self.memory.discard() if self._last_skipped == task.round else self.memory.commit()
 
     # ------------------------------------------------------------------ what users ask
 
@@ -299,13 +333,14 @@ class Link:
     def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
         """Give this rank's state: local, tensors only, loads with ``weights_only=True``.
 
-        ``global`` holds the round; ``replicated`` and ``rank`` hold a method's memory by parameter name, the same on
-        all ranks or this rank's own (empty for the methods of this version).
+        ``global`` holds the round and a method's values; ``replicated`` and ``rank`` hold its vectors by
+        "kind/parameter", the same on all ranks or this rank's own.
         """
-        shared = {"round": torch.tensor(self.round)}
+        state = self.memory.state()
+        state["global"]["round"] = torch.tensor(self.round)
         if isinstance(self._pilot, Chooser):
-            shared["choice"] = torch.tensor(self._pilot.chosen_index)
-        return {"global": shared, "replicated": {}, "rank": {}}
+            state["global"]["choice"] = torch.tensor(self._pilot.chosen_index)
+        return state
 
     def load_state_dict(self, state: dict[str, dict[str, torch.Tensor]]) -> None:
         """Continue where :meth:`state_dict` was taken.
@@ -317,13 +352,15 @@ class Link:
             self.round = int(state["global"]["round"])
             if isinstance(self._pilot, Chooser):
                 self._pilot.load(int(state["global"].get("choice", -1)))
+            values = {k: v for k, v in state["global"].items() if k not in ("round", "choice")}
+            self.memory.load({**state, "global": values})
         except (KeyError, TypeError, ValueError):
             raise IncompatibleError("this is not the state of a link: it has no global round") from None
 
     # ------------------------------------------------------------------ pickling
 
     def __reduce__(self) -> Any:
-        return _lost, (repr(self.method),)
+        return lost, (repr(self.method),)
 
     def _fields(self, lanes: int) -> dict[str, object]:
         shapes = [f"{n} {tuple(p.shape)} {p.dtype} {p.stride()}" for n, p in self._parameters.items()]
@@ -346,22 +383,6 @@ def _close(lanes: Sequence[Lane], roll_call: RollCall) -> None:
 def _say_compiled(seconds: float) -> None:
     if seconds > 1:
         logging.getLogger("gradwire").warning("compiled kernels in %.1f s; they are kept on disk", seconds)
-
-
-class LostLink:
-    """What remains of a link in a pickled and reloaded module: nothing exchanges by it."""
-
-    def __init__(self, spec: str) -> None:
-        self.spec = spec
-
-
-def _lost(spec: str) -> LostLink:
-    warnings.warn(
-        f"a module that exchanged gradients by {spec} was reloaded or copied without its link: DDP now sends float32; "
-        "call gradwire.attach on it again",
-        stacklevel=2,
-    )
-    return LostLink(spec)
 
 
 def _default_group() -> dist.ProcessGroup:

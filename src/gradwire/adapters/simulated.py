@@ -15,7 +15,7 @@ from gradwire.groups import Meter, Traffic, dense_bytes, simulate_ranks
 from gradwire.methods import Method
 from gradwire.planning.buckets import Planner
 from gradwire.planning.options import Options
-from gradwire.protocols import Context, Workspace
+from gradwire.protocols import Context, Memory, Workspace
 from gradwire.segments import flat_view
 from gradwire.version import __version__
 
@@ -58,6 +58,8 @@ class SimulatedLink:
         self._planner = Planner(self.method, self._parameters, world_size, self.options)
         self._spaces = [[Workspace()] for _ in range(world_size)]
         self._meters = [Meter() for _ in range(world_size)]
+        self._memories = [Memory() for _ in range(world_size)]
+        self._order = self._planner.step_order()
         self.numel = sum(p.numel() for p in self._parameters.values())
         self.round = 0
 
@@ -76,17 +78,35 @@ class SimulatedLink:
                 f"gradients are float32 [{self.world_size}, {self.numel}], not {gradients.dtype} "
                 f"{list(gradients.shape)}"
             )
-        plan = self._planner.plan(self._names, self.round)
-        contexts = [Context(r, self.world_size, self.round) for r in range(self.world_size)]
-        prepared = simulate_ranks([plan.prepare(c, g) for c, g in zip(contexts, gradients)], self._meters)
-        for chunk in range(plan.chunks):
-            contexts = [
-                Context(r, self.world_size, self.round, 0, chunk, self._space(r, chunk)) for r in range(self.world_size)
-            ]
-            runs = [plan.run(c, g, p) for c, g, p in zip(contexts, gradients, prepared)]
-            simulate_ranks(runs, self._meters, leader_only=True)
+        if self.method.whole_step:
+            rows = torch.stack([self._reordered(g, self._names, self._order) for g in gradients])
+            self._exchange(self._order, rows)
+            gradients[0] = self._reordered(rows[0], self._order, self._names)
+        else:
+            self._exchange(self._names, gradients)
         self.round += 1
         return gradients[0]
+
+    def _exchange(self, names: list[str], rows: torch.Tensor) -> None:
+        plan = self._planner.plan(names, self.round)
+        finite = True
+        prepared: Any = simulate_ranks([plan.prepare(self._context(r, 0), g) for r, g in enumerate(rows)], self._meters)
+        for chunk in range(plan.chunks):
+            runs = [plan.run(self._context(r, chunk), g, p) for r, (g, p) in enumerate(zip(rows, prepared))]
+            # Only a rank that remembers something has to do what follows its last exchange.
+            outcome = simulate_ranks(runs, self._meters, leader_only=self.method.properties.state == "none")[0]
+            finite = finite and outcome.finite is not False
+        for memory in self._memories:
+            memory.commit() if finite else memory.discard()
+
+    def _context(self, rank: int, chunk: int) -> Context:
+        return Context(
+            rank, self.world_size, self.round, 0, chunk, self._space(rank, chunk), memory=self._memories[rank]
+        )
+
+    def _reordered(self, row: torch.Tensor, names: list[str], wanted: list[str]) -> torch.Tensor:
+        parts = dict(zip(names, row.split([self._parameters[n].numel() for n in names])))
+        return torch.cat([parts[n] for n in wanted])
 
     def scatter_(self, mean: torch.Tensor) -> None:
         """Write a mean vector into the ``grad`` of the parameters."""
@@ -122,12 +142,19 @@ class SimulatedLink:
         }
 
     def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Give the state, in the form of :meth:`Link.state_dict`."""
-        return {"global": {"round": torch.tensor(self.round)}, "replicated": {}, "rank": {}}
+        """Give the state, in the form of :meth:`Link.state_dict`, with a "rank R" for every worker."""
+        states = [memory.state() for memory in self._memories]
+        shared = {**states[0]["global"], "round": torch.tensor(self.round)}
+        own = {f"rank {r}": state["rank"] for r, state in enumerate(states)}
+        return {"global": shared, "replicated": states[0]["replicated"], **own}
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-        """Continue where :meth:`state_dict` was taken, here or on a real link."""
+        """Continue where :meth:`state_dict` was taken."""
         self.round = int(state["global"]["round"])
+        values = {k: v for k, v in state["global"].items() if k != "round"}
+        for r, memory in enumerate(self._memories):
+            own = state.get(f"rank {r}", {})
+            memory.load({"global": values, "replicated": state.get("replicated", {}), "rank": own})
 
     def _space(self, rank: int, chunk: int) -> Workspace:
         spaces = self._spaces[rank]

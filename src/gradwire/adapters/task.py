@@ -115,7 +115,7 @@ class Task:
 
     def _finish_chunk(self, outcome: Outcome) -> None:
         if outcome.sent is not None and self._sent is not None:
-            outcome.sent(self._sent)
+            outcome.sent(self._sent, 1.0)
         with self._lock:
             self.finite = None if None in (self.finite, outcome.finite) else self.finite and outcome.finite
             self._left -= 1

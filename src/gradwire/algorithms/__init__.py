@@ -1,5 +1,5 @@
-"""Which protocol carries which method, and (later) what remembers something between steps."""
+"""How buckets are exchanged; what remembers something between steps."""
 
-from gradwire.algorithms.plan import Plan, make_plan
+from gradwire.algorithms.plan import Algorithm, Plan, make_plan
 
-__all__ = ["Plan", "make_plan"]
+__all__ = ["Algorithm", "Plan", "make_plan"]

@@ -7,13 +7,13 @@ A plan is made once for a bucket's layout and used every round. A driver runs :m
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 
-from gradwire.compressors import FP32, Cast, Compressor, DenseCodec, NoSummary
+from gradwire.compressors import FP32, Cast, Codec, Compressor, DenseCodec, NoSummary
 from gradwire.errors import IncompatibleError
 from gradwire.methods import Method
 from gradwire.ops import Exchange, Reduce
@@ -23,7 +23,7 @@ from gradwire.segments import Segment
 if TYPE_CHECKING:
     from gradwire.kernels import Kernels
 
-__all__ = ["DENSE_TAG", "Plan", "cut", "make_plan"]
+__all__ = ["DENSE_TAG", "Algorithm", "Plan", "SectionPlan", "Setting", "cut", "join", "make_plan"]
 
 DENSE_TAG = 127
 """Wire tag of payloads that hold nothing but float32, as in warm-up rounds."""
@@ -41,6 +41,8 @@ class Plan(ABC):
     Attributes:
         chunks: Parts that :meth:`run` exchanges one by one, in any order and side by side.
         collective: The protocol's name.
+        runs: For each chunk, where what it compresses lies in the flat vector: (begin, end), ascending. What travels in
+            float32 beside it is left out: a method that remembers something has nothing to remember of that.
         asynchronous: Nothing is to prepare, and each chunk is one collective with local arithmetic before and after.
             So it may start on the thread that brings the bucket and end on the one that brings the reply.
     """
@@ -48,6 +50,7 @@ class Plan(ABC):
     chunks: int
     collective: str
     asynchronous: bool = False
+    runs: Sequence[Sequence[tuple[int, int]]] = ()
 
     @abstractmethod
     def prepare(self, context: Context, flat: torch.Tensor) -> Exchange[Any]:
@@ -91,11 +94,15 @@ def make_plan(
     if isinstance(method, Cast):
         _check_collective(method, collective)
         return CastPlan(None if warm_up or isinstance(method, FP32) else method.dtype, segments)
+    setting = Setting(segments, kernels, world_size, collective, seed, chunk_numel)
+    if isinstance(method, Algorithm):
+        # Rounds of warm-up leave the memory as it is: what travels whole leaves nothing to remember.
+        return setting.plan(method.innermost, warm_up=True) if warm_up else method.plan(setting)
     if isinstance(method, Compressor):
         _check_collective(method, collective)
         if warm_up:
             segments = [replace(s, dense=True) for s in segments]
-        return SectionPlan(method, segments, kernels, world_size, collective, seed, chunk_numel)
+        return SectionPlan(method, replace(setting, segments=segments))
     raise IncompatibleError(f"{method!r} is not a method that this version can run")
 
 
@@ -104,6 +111,55 @@ def _check_collective(method: Method, collective: str) -> None:
         raise IncompatibleError(
             f"{method!r} cannot travel by {collective}; use collective={method.collectives[0]!r} or 'auto'"
         )
+
+
+@dataclass(frozen=True, eq=False)
+class Setting:
+    """What a plan is made for; see :func:`make_plan`."""
+
+    segments: Sequence[Segment]
+    kernels: Kernels
+    world_size: int
+    collective: str
+    seed: int
+    chunk_numel: int
+
+    def plan(self, method: Method, *, warm_up: bool = False) -> Plan:
+        """Plan the exchange of the same bucket by another method."""
+        return make_plan(
+            method,
+            self.segments,
+            kernels=self.kernels,
+            world_size=self.world_size,
+            collective=self.collective,
+            seed=self.seed,
+            chunk_numel=self.chunk_numel,
+            warm_up=warm_up,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Algorithm(Method):
+    """A method that remembers something between rounds, around another or by itself."""
+
+    @abstractmethod
+    def plan(self, setting: Setting) -> Plan:
+        """Plan the exchange of one bucket."""
+
+    @property
+    @abstractmethod
+    def innermost(self) -> Cast | Compressor:
+        """The operator at the heart, for rounds that travel in float32."""
+
+
+class Operator(Protocol):
+    """What a plan of sections needs of a compressor."""
+
+    tag: ClassVar[int]
+
+    def codec(self, kernels: Kernels, segments: Sequence[Segment], world_size: int, seed: int) -> Codec:
+        """Bind the operator to segments."""
+        ...
 
 
 class CastPlan(Plan):
@@ -125,6 +181,8 @@ class CastPlan(Plan):
         elif not dense:
             self._parts = [(dtype, None)]
         self.chunks = len(self._parts)
+        runs = join((s.offset, s.offset + s.numel) for s in light)
+        self.runs = [runs, []][: self.chunks]
 
     def prepare(self, context: Context, flat: torch.Tensor) -> Exchange[None]:
         return
@@ -151,34 +209,29 @@ class _Chunk:
 class SectionPlan(Plan):
     """A compressor's section and a dense one, by two-shot or all-gather."""
 
-    def __init__(
-        self,
-        method: Compressor,
-        segments: Sequence[Segment],
-        kernels: Kernels,
-        world_size: int,
-        collective: str,
-        seed: int,
-        chunk_numel: int,
-    ) -> None:
+    def __init__(self, method: Operator, setting: Setting) -> None:
+        segments, kernels, collective = setting.segments, setting.kernels, setting.collective
+        world_size, seed, chunk_numel = setting.world_size, setting.seed, setting.chunk_numel
         self.collective = collective
         compressed = [s for s in segments if not s.dense and s.numel]
         self.tag = method.tag if compressed else DENSE_TAG
-        self._whole = method.codec(kernels, compressed, world_size, seed) if compressed else None
+        self.codec = method.codec(kernels, compressed, world_size, seed) if compressed else None
         position = {s: i for i, s in enumerate(compressed)}
         self._chunks = []
+        self.runs = []
         for pieces in cut([s for s in segments if s.numel], chunk_numel):
             ours = [(piece, position[whole]) for piece, whole in pieces if not piece.dense]
             rest = [piece for piece, _ in pieces if piece.dense]
             codec = method.codec(kernels, [p for p, _ in ours], world_size, seed) if ours else None
             index = torch.tensor([i for _, i in ours], dtype=torch.int64)
             self._chunks.append(_Chunk(codec, index, DenseCodec(rest, world_size) if rest else None))
+            self.runs.append(join((p.offset, p.offset + p.numel) for p, _ in ours))
         self.chunks = len(self._chunks)
 
     def prepare(self, context: Context, flat: torch.Tensor) -> Exchange[Any]:
-        if self._whole is None:
+        if self.codec is None:
             return None
-        summary = self._whole.summarise(flat)
+        summary = self.codec.summarise(flat)
         shared = None if summary.shared is None else (yield Reduce(summary.shared.clone(), "max"))
         return summary, shared
 
@@ -191,6 +244,17 @@ class SectionPlan(Plan):
         if chunk.dense is not None:
             sections.append(Section(chunk.dense, NoSummary()))
         return (yield from PROTOCOLS[self.collective](context, self.tag, sections, flat))
+
+
+def join(runs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Join neighbours among ascending runs."""
+    joined: list[tuple[int, int]] = []
+    for begin, end in runs:
+        if joined and joined[-1][1] == begin:
+            joined[-1] = (joined[-1][0], end)
+        else:
+            joined.append((begin, end))
+    return joined
 
 
 def cut(segments: Sequence[Segment], chunk_numel: int) -> list[list[tuple[Segment, Segment]]]:

@@ -3,18 +3,27 @@
 from gradwire.compressors.base import Codec, Compressor, Draw, Summary
 from gradwire.compressors.cast import BF16, FP16, FP32, Cast
 from gradwire.compressors.dense import DenseCodec, NoSummary
+from gradwire.compressors.levels import LevelCodec, LevelSummary, check_blocks
+from gradwire.compressors.nuqsgd import NUQSGD
+from gradwire.compressors.qsgd import QSGD, QSGDinf
 from gradwire.compressors.terngrad import TernGrad
 
 __all__ = [
     "BF16",
     "FP16",
     "FP32",
+    "NUQSGD",
+    "QSGD",
     "Cast",
     "Codec",
     "Compressor",
     "DenseCodec",
     "Draw",
+    "LevelCodec",
+    "LevelSummary",
     "NoSummary",
+    "QSGDinf",
     "Summary",
     "TernGrad",
+    "check_blocks",
 ]

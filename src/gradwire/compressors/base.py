@@ -85,8 +85,8 @@ class Codec(ABC):
         """Write the mean over ranks into ``flat`` from every rank's codes of all units."""
 
     @abstractmethod
-    def decode_own(self, data: torch.Tensor, summary: Summary, flat: torch.Tensor) -> None:
-        """Write what this rank itself contributed into ``flat``, from its own codes."""
+    def add_own(self, data: torch.Tensor, summary: Summary, weight: float, flat: torch.Tensor) -> None:
+        """Add ``weight`` times what this rank itself contributed, from its own codes, to ``flat``."""
 
     @abstractmethod
     def is_finite(self, summary: Summary, flat: torch.Tensor) -> bool:

@@ -91,9 +91,10 @@ class DenseCodec(Codec):
         self.reduce(rows, total)
         self.decode_mean(total, summary, 0, self.units, flat)
 
-    def decode_own(self, data: torch.Tensor, summary: Summary, flat: torch.Tensor) -> None:
-        values = data.view(torch.float32) * torch.tensor(1.0 / self.weight, dtype=torch.float32)
-        self.decode_mean(values.view(torch.uint8), summary, 0, self.units, flat)
+    def add_own(self, data: torch.Tensor, summary: Summary, weight: float, flat: torch.Tensor) -> None:
+        values = data.view(torch.float32)
+        for (start, count), part in zip(self.runs, values[: self.numel].split([n for _, n in self.runs])):
+            flat[start : start + count].add_(part, alpha=weight / self.weight)
 
     def is_finite(self, summary: Summary, flat: torch.Tensor) -> bool:
         return all(bool(torch.isfinite(flat[a : a + n]).all()) for a, n in self.runs)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from gradwire.compressors.base import Codec, Compressor, Draw, Summary
+from gradwire.compressors.scales import usable
 from gradwire.kernels import SegmentTable, digit_layout, inverse_scale
 from gradwire.methods import Properties, require
 from gradwire.seeds import parameter_key
@@ -20,9 +21,6 @@ if TYPE_CHECKING:
     from gradwire.kernels import Kernels
 
 __all__ = ["TernGrad", "TernaryCodec", "TernarySummary"]
-
-SMALLEST_SCALE = 2.0**-100
-"""A non-zero scaler is at least this, so that its reciprocal times 2^24 is finite. A larger scaler stays unbiased."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,7 +147,7 @@ class TernaryCodec(Codec):
             # A constant parameter has no deviation, yet a gradient: clipping it to zero would lose it for good.
             limit = torch.where(limit > 0, limit, math.inf)
             scale = torch.where(torch.isfinite(scale), torch.minimum(scale, limit), scale)
-        scale = torch.where(scale > 0, scale.clamp(min=SMALLEST_SCALE), scale)
+        scale = usable(scale)
         return TernarySummary(scale if self.shared else None, scale, limit)
 
     def payload_bytes(self, units: int) -> int:
@@ -189,8 +187,9 @@ class TernaryCodec(Codec):
             scale = row[: 4 * len(self.table.numel)].view(torch.float32) * weight
             self._decode_one(row[self.side_bytes :], scale, flat, accumulate=sender > 0)
 
-    def decode_own(self, data: torch.Tensor, summary: Summary, flat: torch.Tensor) -> None:
-        self._decode_one(data[self.side_bytes :], _ternary(summary).scale, flat, accumulate=False)
+    def add_own(self, data: torch.Tensor, summary: Summary, weight: float, flat: torch.Tensor) -> None:
+        scale = _ternary(summary).scale * torch.tensor(weight, dtype=torch.float32)
+        self._decode_one(data[self.side_bytes :], scale, flat, accumulate=True)
 
     def is_finite(self, summary: Summary, flat: torch.Tensor) -> bool:
         if self.shared:

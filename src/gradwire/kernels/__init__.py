@@ -3,13 +3,17 @@
 from gradwire.kernels.base import Kernels, Moments, inverse_scale
 from gradwire.kernels.digits import DigitLayout, digit_layout, packed_bytes, sum_layout
 from gradwire.kernels.dispatch import BACKENDS, get_kernels
+from gradwire.kernels.levels import WHOLE, BlockTable, Grid, packed_groups
 from gradwire.kernels.table import GROUP_BYTES, GROUP_SIZE, SegmentTable
 
 __all__ = [
     "BACKENDS",
     "GROUP_BYTES",
     "GROUP_SIZE",
+    "WHOLE",
+    "BlockTable",
     "DigitLayout",
+    "Grid",
     "Kernels",
     "Moments",
     "SegmentTable",
@@ -17,5 +21,6 @@ __all__ = [
     "get_kernels",
     "inverse_scale",
     "packed_bytes",
+    "packed_groups",
     "sum_layout",
 ]

@@ -9,6 +9,7 @@ import torch
 
 from gradwire.errors import HyperparameterError
 from gradwire.kernels.digits import DigitLayout, sum_layout
+from gradwire.kernels.levels.base import LevelKernels
 from gradwire.kernels.table import GROUP_BYTES, GROUP_SIZE, SegmentTable
 
 __all__ = [
@@ -25,17 +26,19 @@ __all__ = [
 
 @dataclass(frozen=True, eq=False)
 class Moments:
-    """Statistics of each segment: ``max_abs`` float32 ``[S]``, ``mean`` and ``std`` float64 ``[S]`` (population).
+    """Statistics of each segment: ``max_abs`` float32, ``mean``, ``std`` (population), ``norm`` float64; ``[S]`` each.
 
-    A segment that holds an infinity or a NaN has ``max_abs = +inf`` and ``mean = std = 0``; an empty one has zeros.
+    ``norm`` is the Euclidean one. A segment that holds an infinity or a NaN has ``max_abs = +inf`` and zeros for the
+    rest; an empty one has zeros.
     """
 
     max_abs: torch.Tensor
     mean: torch.Tensor
     std: torch.Tensor
+    norm: torch.Tensor
 
 
-class Kernels(Protocol):
+class Kernels(LevelKernels, Protocol):
     """Arithmetic on blocks and bits. Every backend gives the same bits; ``reference`` defines them.
 
     Tensors lie in CPU memory and are contiguous unless said otherwise; outputs are the caller's. Vectors and byte
@@ -45,7 +48,7 @@ class Kernels(Protocol):
     name: str
 
     def moments(self, x: torch.Tensor, table: SegmentTable) -> Moments:
-        """Compute max-abs, mean and standard deviation of every segment of ``x`` (float32), exactly as defined.
+        """Compute max-abs, mean, standard deviation and norm of every segment of ``x`` (float32), exactly as defined.
 
         A segment is cut in blocks of 4096 elements. With ``e`` the exponent of a block's largest magnitude (at least
         -104), every element becomes the integer ``q = trunc(x * 2^(23-e))``; ``sum q`` and ``sum q^2`` are exact, hence

@@ -6,71 +6,29 @@ import itertools
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 
 import numpy as np
 import torch
 
 from gradwire.errors import BackendError
 from gradwire.kernels.base import Moments, check_decode, check_encode, check_moments, check_pack, check_sum
-from gradwire.kernels.digits import DigitLayout, packed_bytes
+from gradwire.kernels.digits import digit_layout, packed_bytes
+from gradwire.kernels.divisions import divisions
+from gradwire.kernels.levels import BlockTable, Grid
 from gradwire.kernels.table import SegmentTable
 
 try:
     from gradwire.kernels import cpu_drivers
+    from gradwire.kernels.levels.cpu import CpuLevels
 except ImportError as error:
     raise BackendError(f"kernel backend 'cpu' needs numba ({error}): pip install 'numba>=0.61'") from error
 
-__all__ = ["CpuKernels", "reciprocal16", "reciprocal32"]
+__all__ = ["CpuKernels"]
 
 _MIN_PART = 1 << 16  # elements below which a second thread costs more than it saves
 
 
-@cache
-def reciprocal32(divisor: int) -> tuple[int, int, int]:
-    """Give ``(multiplier, addend, shift)`` with ``v // divisor == (v * multiplier + addend) >> shift`` for 32-bit v.
-
-    For an odd divisor either the multiplier rounded up or the one rounded down (with itself as addend) is exact and
-    fits 32 bits (Robison, "N-bit unsigned division via N-bit multiply-add", ARITH 2005).
-
-    Example:
-        >>> multiplier, addend, shift = reciprocal32(7)
-        >>> all((v * multiplier + addend) >> shift == v // 7 for v in (0, 6, 7, 2**32 - 2, 2**32 - 1))
-        True
-    """
-    bits = divisor.bit_length() - 1
-    shift = 32 + bits
-    up = -(-(1 << shift) // divisor)
-    if up * divisor - (1 << shift) <= 1 << bits:
-        return up, 0, shift
-    down = (1 << shift) // divisor
-    return down, down, shift
-
-
-def reciprocal16(divisor: int, largest: int) -> tuple[int, int]:
-    """Give ``(multiplier, shift)``: ``v // divisor == (v * multiplier >> 16) >> shift`` for ``0 <= v <= largest``."""
-    for shift in range(16):
-        multiplier = -(-(1 << (16 + shift)) // divisor)
-        excess = multiplier * divisor - (1 << (16 + shift))
-        if multiplier < 1 << 16 and excess * largest < 1 << (16 + shift):
-            return multiplier, shift
-    raise BackendError(
-        f"no 16-bit reciprocal of {divisor} up to {largest}: this is a defect of gradwire, please report it"
-    )
-
-
-@cache
-def _divisions(layout: DigitLayout) -> tuple[tuple[int, int, int], tuple[int, ...]]:
-    """Give the reciprocals of a layout's base for 32 bits; of base, base^2, base^4 for five digits in 16 bits."""
-    base = layout.base
-    narrow: tuple[int, ...] = (0,) * 6
-    if layout.digits == 5 and layout.word_bytes <= 2:
-        largest = max(base**5 - 1, 255 if layout.word_bytes == 1 else 0)
-        narrow = tuple(part for power in (1, 2, 4) for part in reciprocal16(base**power, largest))
-    return reciprocal32(base), narrow
-
-
-class CpuKernels:
+class CpuKernels(CpuLevels):
     """See :class:`gradwire.kernels.base.Kernels` for what each method computes.
 
     Args:
@@ -97,7 +55,8 @@ class CpuKernels:
     def moments(self, x: torch.Tensor, table: SegmentTable) -> Moments:
         check_moments(x, table)
         size = len(table)
-        max_abs, mean, std = np.empty(size, np.float32), np.empty(size), np.empty(size)
+        max_abs = np.empty(size, np.float32)
+        mean, std, norm = (np.empty(size) for _ in range(3))
         values = x.detach().numpy()
 
         def work(begin: int, end: int) -> None:
@@ -105,11 +64,11 @@ class CpuKernels:
             first, last = (int(np.searchsorted(table.first_group, group)) for group in (begin, end))
             last = size if end == table.groups else last
             cpu_drivers.moments_range(
-                self._variant, values, table.offset, table.numel, first, last, max_abs, mean, std, np.empty(3)
+                self._variant, values, table.offset, table.numel, first, last, max_abs, mean, std, norm, np.empty(3)
             )
 
         self._split(table.groups, 1, 80, work)
-        return Moments(torch.from_numpy(max_abs), torch.from_numpy(mean), torch.from_numpy(std))
+        return Moments(*(torch.from_numpy(column) for column in (max_abs, mean, std, norm)))
 
     def ternary_encode(
         self,
@@ -170,7 +129,7 @@ class CpuKernels:
 
     def unpack(self, words: torch.Tensor, world_size: int, out: torch.Tensor) -> None:
         layout = check_pack(out, world_size, words)
-        reciprocal, _ = _divisions(layout)
+        reciprocal, _ = divisions(layout)
         cpu_drivers.unpack_run(
             self._variant,
             words.numpy(),
@@ -193,7 +152,7 @@ class CpuKernels:
         accumulate: bool = False,
     ) -> None:
         layout = check_decode(words, world_size, table, scale, begin, end, x)
-        wide, narrow = _divisions(layout)
+        wide, narrow = divisions(layout)
         packed, factors, target = words.numpy(), scale.detach().numpy(), x.detach().numpy()
 
         def work(first: int, last: int) -> None:
@@ -220,6 +179,13 @@ class CpuKernels:
         self.decode(words, 2, table, one, 0, 2, x)
         self.unpack(words, 2, integers)
         self.pack(integers, 2, words)
+        blocks = BlockTable(table, 16)
+        scales = torch.ones(blocks.blocks)
+        for grid in (Grid.even(3), Grid.ordered((-1, 0.1, 1))):
+            layout = digit_layout(grid.base)
+            codes = torch.empty(layout.packed_bytes(160), dtype=torch.uint8)
+            self.quantise(x, blocks, scales * 2.0**24, grid, layout, 0, 0, codes)
+            self.dequantise(codes, blocks, scales, grid, layout, x)
         return time.perf_counter() - began
 
 

@@ -1,23 +1,25 @@
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, misc, untyped-decorator"
 """Compiled loops over segments and groups. They decide what lies where; *bodies* do the arithmetic.
 
-Every driver's first argument says which bodies serve it: ``True`` the explicit-vector ones, ``None`` the plain ones.
-The *type* decides, when the driver is compiled, so that one source gives both variants and either is cached on disk.
+Every driver's first argument says which bodies serve it: see :mod:`gradwire.kernels.variants`.
 """
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import Any
-
 import numpy as np
 from numba import njit
-from numba.core import types
-from numba.extending import overload
 
+from gradwire.kernels.variants import either
 from gradwire.kernels.vectors import prefer_wide
 
-__all__ = ["decode_range", "encode_range", "moments_range", "pack_run", "sum_range", "unpack_run"]
+__all__ = [
+    "decode_range",
+    "encode_range",
+    "moments_range",
+    "pack_run",
+    "sum_range",
+    "unpack_run",
+]
 
 TILE_GROUPS = 40
 """Groups decoded before they are scaled and stored: 12.5 KiB of int32, well within the L1 cache."""
@@ -28,46 +30,19 @@ STREAMED_GROUPS = 1 << 12
 MIN_STREAMED = 1280
 """Elements of a segment from which on that pays."""
 
-_VECTOR_HOMES = {"block_maximum", "block_sums", "encode_groups"}
-
-
-def _either(name: str) -> Any:
-    """Make a function whose body is the explicit-vector or the plain one of that name."""
-
-    def body(variant, *arguments):
-        raise NotImplementedError("called from compiled code only")
-
-    # Inlined, since passing arrays to a call costs as much as a short segment's work.
-    @overload(body, jit_options={"forceinline": True})
-    def choose(variant, *arguments):
-        # Imported here, so that a machine on which the vector modules fail can still run the plain ones.
-        if isinstance(variant, types.NoneType):
-            home = "cpu_plain"
-        else:
-            home = "cpu_vector_floats" if name in _VECTOR_HOMES else "cpu_vector_digits"
-        chosen = getattr(import_module(f"gradwire.kernels.{home}"), name)
-
-        def call(variant, *arguments):
-            return chosen(*arguments)
-
-        return call
-
-    return body
-
-
-block_maximum = _either("block_maximum")
-block_sums = _either("block_sums")
-encode_groups = _either("encode_groups")
-sum_to_digits = _either("sum_to_digits")
-sum_to_words = _either("sum_to_words")
-pack_blocks = _either("pack_blocks")
-unpack_blocks = _either("unpack_blocks")
-decode_groups = _either("decode_groups")
-decode_streamed = _either("decode_streamed")
+block_maximum = either("block_maximum", "cpu_plain", "cpu_vector_floats")
+block_sums = either("block_sums", "cpu_plain", "cpu_vector_floats")
+encode_groups = either("encode_groups", "cpu_plain", "cpu_vector_floats")
+sum_to_digits = either("sum_to_digits", "cpu_plain", "cpu_vector_digits")
+sum_to_words = either("sum_to_words", "cpu_plain", "cpu_vector_digits")
+pack_blocks = either("pack_blocks", "cpu_plain", "cpu_vector_digits")
+unpack_blocks = either("unpack_blocks", "cpu_plain", "cpu_vector_digits")
+decode_groups = either("decode_groups", "cpu_plain", "cpu_vector_digits")
+decode_streamed = either("decode_streamed", "cpu_plain", "cpu_vector_digits")
 
 
 @njit(nogil=True, cache=True)
-def moments_range(variant, x, offset, numel, begin, end, max_abs, mean, std, scratch):
+def moments_range(variant, x, offset, numel, begin, end, max_abs, mean, std, norm, scratch):
     """Compute the moments of segments ``begin .. end``. ``scratch`` (float64 ``[3]``) turns bits into numbers."""
     prefer_wide()
     double_bits = scratch.view(np.int64)
@@ -102,6 +77,7 @@ def moments_range(variant, x, offset, numel, begin, end, max_abs, mean, std, scr
         max_abs[segment] = single[0]
         mean[segment] = average
         std[segment] = np.sqrt(max(variance, 0.0))
+        norm[segment] = np.sqrt(second)
 
 
 @njit(nogil=True, cache=True)
@@ -126,7 +102,8 @@ def encode_range(
 
 
 @njit(nogil=True)
-def _pack(variant, digits, blocks, per_word, base, word_bytes, out, first):
+def pack_any(variant, digits, blocks, per_word, base, word_bytes, out, first):
+    """Do as ``pack_blocks``, for words of any width."""
     if word_bytes == 1:
         pack_blocks(variant, digits, blocks, per_word, base, np.uint8(0), out, first)
     elif word_bytes == 2:
@@ -136,7 +113,8 @@ def _pack(variant, digits, blocks, per_word, base, word_bytes, out, first):
 
 
 @njit(nogil=True)
-def _unpack(variant, words, first, blocks, per_word, base, word_bytes, reciprocal, values):
+def unpack_any(variant, words, first, blocks, per_word, base, word_bytes, reciprocal, values):
+    """Do as ``unpack_blocks``, for words of any width."""
     if word_bytes == 1:
         unpack_blocks(variant, words, first, np.uint8(0), blocks, per_word, base, reciprocal, values)
     elif word_bytes == 2:
@@ -161,7 +139,7 @@ def sum_range(variant, rows, stride, number, begin, end, base, per_word, word_by
         sum_to_digits(variant, rows, first, stride, number, length, digits)
         blocks = -(-5 * length // (16 * per_word))
         digits[5 * length : blocks * 16 * per_word] = np.uint16(base // 2)
-        _pack(variant, digits, blocks, per_word, base, word_bytes, out, first // per_word * 5 * word_bytes)
+        pack_any(variant, digits, blocks, per_word, base, word_bytes, out, first // per_word * 5 * word_bytes)
 
 
 @njit(nogil=True, cache=True)
@@ -177,7 +155,7 @@ def pack_run(variant, values, base, per_word, word_bytes, out):
         for i in range(part.size):
             digits[i] = np.uint16(part[i] + base // 2)
         digits[part.size : blocks * block] = np.uint16(base // 2)
-        _pack(variant, digits, blocks, per_word, base, word_bytes, out, first // per_word * word_bytes)
+        pack_any(variant, digits, blocks, per_word, base, word_bytes, out, first // per_word * word_bytes)
 
 
 @njit(nogil=True, cache=True)
@@ -191,7 +169,7 @@ def unpack_run(variant, words, base, per_word, word_bytes, reciprocal, out):
         part = out[first : first + tile]
         blocks = -(-part.size // block)
         position = first // per_word * word_bytes
-        _unpack(variant, words, position, blocks, per_word, base, word_bytes, reciprocal, values)
+        unpack_any(variant, words, position, blocks, per_word, base, word_bytes, reciprocal, values)
         part[:] = values[: part.size]
 
 
@@ -306,7 +284,7 @@ def decode_range(
             tile_begin, tile_end = group, min(end, group + tile)
             position = (skip + group - begin) * 5 // per_word * 16 * word_bytes
             blocks = -(-5 * (tile_end - group) // per_word)
-            _unpack(variant, words, position, blocks, per_word, base, word_bytes, reciprocal, integers)
+            unpack_any(variant, words, position, blocks, per_word, base, word_bytes, reciprocal, integers)
         stop = min(tile_end, first_group[segment + 1])
         within = group - first_group[segment]
         at = offset[segment] + 80 * within

@@ -13,6 +13,7 @@ __all__ = [
     "decode_groups",
     "decode_streamed",
     "encode_groups",
+    "five_words",
     "pack_blocks",
     "sum_to_digits",
     "sum_to_words",
@@ -72,6 +73,14 @@ def _philox(block, key0, key1, round, stream):
 
 
 @njit(nogil=True)
+def five_words(block, key0, key1, round, stream):
+    """Give the words of five planes: Philox's four, and one made of their spare low bytes."""
+    w0, w1, w2, w3 = _philox(block, key0, key1, round, stream)
+    spare = (w0 & _u64(255)) << _u64(24) | (w1 & _u64(255)) << _u64(16) | (w2 & _u64(255)) << _u64(8)
+    return w0, w1, w2, w3, spare
+
+
+@njit(nogil=True)
 def _digit(value, uniform, limit, inverse):
     magnitude = abs(value)
     if limit < magnitude:
@@ -85,11 +94,10 @@ def _digit(value, uniform, limit, inverse):
 def _encode_group(x, first, limit, inverse, key0, key1, round, stream, block, out, out_first, count):
     values = x[first : first + count]
     for lane in range(16):
-        w0, w1, w2, w3 = _philox(_i64(block) + lane, key0, key1, round, stream)
-        w4 = (w0 & _u64(255)) << _u64(24) | (w1 & _u64(255)) << _u64(16) | (w2 & _u64(255)) << _u64(8)
+        words = five_words(_i64(block) + lane, key0, key1, round, stream)
         total = _i32(121)
         power = _i32(1)
-        for plane, word in enumerate((w0, w1, w2, w3, w4)):
+        for plane, word in enumerate(words):
             if 16 * plane + lane < count:
                 total += power * (_digit(values[16 * plane + lane], word >> _u64(8), limit, inverse) - _i32(1))
             power *= _i32(3)

@@ -9,16 +9,13 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from gradwire.kernels.philox import KEY_STEPS, MULTIPLIERS, ROUNDS
+from gradwire.kernels.cpu_vector_philox import PhiloxVectors, five_words
 from gradwire.kernels.table import GROUP_BYTES, GROUP_SIZE, LANES, PLANES
 from gradwire.kernels.vectors import F32, I8, I32, I64, Emitter, data_pointer, loop, vector
 
 __all__ = ["block_maximum", "block_sums", "encode_groups"]
 
 _UNROLL = 4
-_LOW = 0xFFFFFFFF
-_EVEN = [lane for pair in range(8) for lane in (2 * pair, 16 + 2 * pair)]
-_ODD = [lane + 1 for lane in _EVEN]
 
 
 def _vectors(e: Emitter, pointer: Any, count: Any, carried: list[Any], use: Any) -> list[Any]:
@@ -111,107 +108,12 @@ def block_sums(typing_context, x, first, count, factor, ahead):
     return types.UniTuple(types.int64, 2)(x, first, count, factor, ahead), codegen
 
 
-class _Philox:
-    """Philox4x32-7 on 16 blocks at once, for blocks of one parameter, round and stream.
-
-    A state word lies in the lower half of 64-bit lanes, where the CPU's 32 x 32 -> 64 bit product wants it; what is in
-    the upper half is noise. The even blocks form one register of 8 lanes, the odd ones a second: after the last round
-    one shuffle of both puts the blocks in order. Rounds 0 and 1 have uniform halves, computed as scalars.
-    """
-
-    def __init__(self, e: Emitter, key: tuple[Any, Any], round: Any, stream: Any) -> None:
-        b, self.e = e.b, e
-        word = lambda value: ir.Constant(I64, value)  # noqa: E731
-        low = lambda value: b.and_(value, word(_LOW))  # noqa: E731
-        keys = [
-            [b.add(key[side], ir.Constant(I32, (KEY_STEPS[side] * turn) & _LOW)) for side in (0, 1)]
-            for turn in range(ROUNDS)
-        ]
-        self.keys = [[b.bitcast(e.splat(k), vector(I64, 8)) for k in pair] for pair in keys]
-        wide = [[b.zext(k, I64) for k in pair] for pair in keys]
-        splat = lambda value: e.splat(value, 8)  # noqa: E731
-        stream = b.zext(stream, I64)
-        # Round 0: counter = (block, low, high, stream); all but the block is uniform.
-        p1 = b.mul(b.lshr(round, word(32)), word(MULTIPLIERS[1]))
-        c0, c1 = b.xor(b.xor(b.lshr(p1, word(32)), low(round)), wide[0][0]), low(p1)
-        self.first = splat(b.xor(stream, wide[0][1]))  # c2 of round 1 = high(p0) ^ this
-        # Round 1: c0 and c1 are uniform, c2 and c3 = low(p0) are not.
-        p0 = b.mul(c0, word(MULTIPLIERS[0]))
-        self.second = splat(b.xor(c1, wide[1][0]))  # c0 of round 2 = high(p1) ^ this
-        self.third = splat(b.xor(b.lshr(p0, word(32)), wide[1][1]))  # c2 of round 2 = c3 ^ this
-        # Round 2: c3 = low(p0) of round 1 is still uniform.
-        self.fourth = splat(b.xor(low(p0), wide[2][1]))
-        self.factors = [e.constant(m, I64, 8) for m in MULTIPLIERS]
-
-    def products(self, block: Any) -> list[Any]:
-        """Give the first product of 16 blocks from ``block`` (i64) on: even ones, odd ones."""
-        b, e = self.e.b, self.e
-        lanes = [e.constants(range(half, 16, 2), I64) for half in (0, 1)]
-        return [self._product(b.add(e.splat(block, 8), lane), 0) for lane in lanes]
-
-    def advance(self, products: list[Any], blocks: int) -> list[Any]:
-        """Move on by a number of blocks: no wrap, since a parameter has at most 2^32 of them."""
-        return [self.e.b.add(p, self.e.constant(MULTIPLIERS[0] * blocks, I64, 8)) for p in products]
-
-    def _product(self, state: Any, side: int) -> Any:
-        b = self.e.b
-        return b.mul(b.and_(state, self.e.constant(_LOW, I64, 8)), self.factors[side])
-
-    def _high(self, product: Any) -> Any:
-        return self.e.shift_right(product, 32)
-
-    def words(self, products: list[Any]) -> list[list[Any]]:
-        """Give the four output words of ``len(products) / 2`` groups, each a vector of 16 blocks in order.
-
-        All groups go through a round together, so that their instructions interleave.
-        """
-        b = self.e.b
-        c2 = [b.xor(self._high(p), self.first) for p in products]
-        p1 = [self._product(c, 1) for c in c2]
-        state = [(b.xor(self._high(q), self.second), q, b.xor(p, self.third), None) for p, q in zip(products, p1)]
-        for turn in range(2, ROUNDS - 1):
-            pairs = [(self._product(c[0], 0), self._product(c[2], 1)) for c in state]
-            k0, k1 = self.keys[turn]
-            state = [
-                (
-                    b.xor(b.xor(self._high(q), c[1]), k0),
-                    q,
-                    b.xor(self._high(p), self.fourth) if turn == 2 else b.xor(b.xor(self._high(p), c[3]), k1),
-                    p,
-                )
-                for c, (p, q) in zip(state, pairs)
-            ]
-        return [self._last(state[i], state[i + 1]) for i in range(0, len(state), 2)]
-
-    def _last(self, even: Any, odd: Any) -> list[Any]:
-        b, e = self.e.b, self.e
-        flat = vector(I32, 16)
-        join = lambda first, second, lanes: e.shuffle(b.bitcast(first, flat), b.bitcast(second, flat), lanes)  # noqa: E731
-        k0, k1 = (b.bitcast(key, flat) for key in self.keys[ROUNDS - 1])
-        p0, q0 = (self._product(c[0], 0) for c in (even, odd))
-        p1, q1 = (self._product(c[2], 1) for c in (even, odd))
-        return [
-            b.xor(b.xor(join(p1, q1, _ODD), join(even[1], odd[1], _EVEN)), k0),
-            join(p1, q1, _EVEN),
-            b.xor(b.xor(join(p0, q0, _ODD), join(even[3], odd[3], _EVEN)), k1),
-            join(p0, q0, _EVEN),
-        ]
-
-
 def _ternary_bytes(e: Emitter, words: list[Any], values: list[Any], limit: Any, inverse: Any) -> Any:
     """Turn five random words and five vectors of x into a vector of 16 bytes."""
     b = e.b
-    keep = lambda mask, first, second: b.or_(  # noqa: E731
-        b.and_(first, e.constant(mask)), b.and_(second, e.constant(mask ^ _LOW))
-    )
-    spare = keep(
-        0xFFFF0000,
-        keep(0xFF000000, e.shift_left(words[0], 24), e.shift_left(words[1], 16)),
-        e.shift_left(words[2], 8),
-    )
     # The byte is summed in float32, exact for such integers: copysign and a masked addition make a signed digit.
     total = e.constant(121.0, F32)
-    for plane, (word, value) in enumerate(zip([*words, spare], values)):
+    for plane, (word, value) in enumerate(zip(five_words(e, words), values)):
         uniform = b.sitofp(e.shift_right(word, 8), vector(F32, LANES))
         magnitude = e.lanewise("fabs", value)
         # This order of operands makes a NaN in x stay one, as in the reference.
@@ -228,7 +130,7 @@ def _prepare(context, builder, signature, arguments):
     e = Emitter(builder)
     values = data_pointer(context, builder, signature.args[x], arguments[x], arguments[first], F32)
     target = data_pointer(context, builder, signature.args[out], arguments[out], arguments[out_first], I8)
-    source = _Philox(e, (arguments[key0], arguments[key1]), arguments[round], arguments[stream])
+    source = PhiloxVectors(e, (arguments[key0], arguments[key1]), arguments[round], arguments[stream])
     bounds = e.splat(arguments[limit]), e.splat(arguments[inverse])
     return e, values, target, source, source.products(arguments[block]), bounds
 

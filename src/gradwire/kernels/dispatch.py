@@ -84,5 +84,5 @@ def _agree(first: Kernels, second: Kernels) -> bool:
             words = torch.empty(packed_bytes(80 * table.groups, world_size), dtype=torch.uint8)
             kernels.ternary_sum(rows[:world_size], words)
             kernels.decode(words, world_size, table, limit, 0, table.groups, target)
-        results.append([moments.max_abs, moments.mean, moments.std, rows, decoded])
+        results.append([moments.max_abs, moments.mean, moments.std, moments.norm, rows, decoded])
     return all(torch.equal(a, b) for a, b in zip(*results))

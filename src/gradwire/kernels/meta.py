@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from gradwire.kernels.base import Moments
-from gradwire.kernels.digits import sum_layout
+from gradwire.kernels.digits import DigitLayout, sum_layout
+from gradwire.kernels.levels import BlockTable, Grid
 from gradwire.kernels.table import SegmentTable
 
 __all__ = ["MetaKernels"]
@@ -20,8 +21,7 @@ class MetaKernels:
         size = len(table)
         return Moments(
             torch.empty(size, dtype=torch.float32, device="meta"),
-            torch.empty(size, dtype=torch.float64, device="meta"),
-            torch.empty(size, dtype=torch.float64, device="meta"),
+            *(torch.empty(size, dtype=torch.float64, device="meta") for _ in range(3)),
         )
 
     def ternary_encode(
@@ -59,6 +59,31 @@ class MetaKernels:
         accumulate: bool = False,
     ) -> None:
         sum_layout(world_size)
+
+    def quantise(
+        self,
+        x: torch.Tensor,
+        blocks: BlockTable,
+        inverse: torch.Tensor,
+        grid: Grid,
+        layout: DigitLayout,
+        round: int,
+        stream: int,
+        out: torch.Tensor,
+    ) -> None:
+        pass
+
+    def dequantise(
+        self,
+        words: torch.Tensor,
+        blocks: BlockTable,
+        scale: torch.Tensor,
+        grid: Grid,
+        layout: DigitLayout,
+        x: torch.Tensor,
+        accumulate: bool = False,
+    ) -> None:
+        pass
 
     def warm_up(self) -> float:
         return 0.0

@@ -7,9 +7,10 @@ import math
 import torch
 
 from gradwire.kernels.base import Moments, check_decode, check_encode, check_moments, check_pack, check_sum
-from gradwire.kernels.digits import DigitLayout
+from gradwire.kernels.levels.reference import ReferenceLevels
 from gradwire.kernels.philox import uniform_integers
 from gradwire.kernels.table import BLOCK_SIZE, GROUP_SIZE, LANES, PLANES, SegmentTable
+from gradwire.kernels.words import pack_words, unpack_words
 
 __all__ = ["ReferenceKernels", "digits_of"]
 
@@ -18,7 +19,7 @@ _INFINITY_BITS = 0x7F800000
 _MIN_EXPONENT = -104  # 2^(23 + 104) is the largest power of two in float32
 
 
-class ReferenceKernels:
+class ReferenceKernels(ReferenceLevels):
     """See :class:`gradwire.kernels.base.Kernels` for what each method computes."""
 
     name = "reference"
@@ -28,8 +29,8 @@ class ReferenceKernels:
         rows = []
         for offset, numel in zip(table.offset.tolist(), table.numel.tolist()):
             rows.append(_segment_moments(x.detach()[offset : offset + numel]))
-        columns = torch.tensor(rows, dtype=torch.float64).reshape(-1, 3)
-        return Moments(columns[:, 0].to(torch.float32), columns[:, 1].clone(), columns[:, 2].clone())
+        columns = torch.tensor(rows, dtype=torch.float64).reshape(-1, 4)
+        return Moments(columns[:, 0].to(torch.float32), *(columns[:, i].clone() for i in (1, 2, 3)))
 
     def ternary_encode(
         self,
@@ -63,15 +64,15 @@ class ReferenceKernels:
     def ternary_sum(self, rows: torch.Tensor, out: torch.Tensor) -> None:
         layout = check_sum(rows, out)
         total = digits_of(rows.reshape(-1)).reshape(rows.shape[0], -1).sum(0)
-        _pack(total, layout, out)
+        pack_words(total, layout, out)
 
     def pack(self, values: torch.Tensor, world_size: int, out: torch.Tensor) -> None:
         layout = check_pack(values, world_size, out)
-        _pack(values.to(torch.int64) + world_size, layout, out)
+        pack_words(values.to(torch.int64) + world_size, layout, out)
 
     def unpack(self, words: torch.Tensor, world_size: int, out: torch.Tensor) -> None:
         layout = check_pack(out, world_size, words)
-        out.copy_(_unpack(words, layout)[: out.numel()] - world_size)
+        out.copy_(unpack_words(words, layout)[: out.numel()] - world_size)
 
     def decode(
         self,
@@ -89,7 +90,7 @@ class ReferenceKernels:
             return
         segment, index, inside = _locate(table, begin, end)
         factor = scale.detach()[segment, None]
-        sums = _unpack(words, layout)[: inside.numel()].reshape(-1, GROUP_SIZE) - world_size
+        sums = unpack_words(words, layout)[: inside.numel()].reshape(-1, GROUP_SIZE) - world_size
         values = torch.where(torch.isfinite(factor), sums.to(torch.float32) * factor, factor)
         target = x.detach()
         target[index[inside]] = target[index[inside]] + values[inside] if accumulate else values[inside]
@@ -98,16 +99,16 @@ class ReferenceKernels:
         return 0.0
 
 
-def _segment_moments(x: torch.Tensor) -> tuple[float, float, float]:
-    """Give (max_abs, mean, std) of one segment, as :meth:`Kernels.moments` defines them."""
+def _segment_moments(x: torch.Tensor) -> tuple[float, float, float, float]:
+    """Give (max_abs, mean, std, norm) of one segment, as :meth:`Kernels.moments` defines them."""
     if x.numel() == 0:
-        return 0.0, 0.0, 0.0
+        return 0.0, 0.0, 0.0, 0.0
     blocks = torch.zeros(-(-x.numel() // BLOCK_SIZE) * BLOCK_SIZE)
     blocks[: x.numel()] = x
     blocks = blocks.reshape(-1, BLOCK_SIZE)
     bits = (blocks.view(torch.int32) & 0x7FFFFFFF).amax(1)
     if int(bits.max()) >= _INFINITY_BITS:
-        return math.inf, 0.0, 0.0
+        return math.inf, 0.0, 0.0, 0.0
     exponent = ((bits >> 23) - 127).clamp(min=_MIN_EXPONENT)
     # Exact in float64: powers of two and 24-bit significands.
     integers = torch.ldexp(blocks.to(torch.float64), 23 - exponent[:, None]).trunc().to(torch.int64)
@@ -118,7 +119,7 @@ def _segment_moments(x: torch.Tensor) -> tuple[float, float, float]:
         second += math.ldexp(float(s2), 2 * (e - 23))
     mean = first / x.numel()
     variance = second / x.numel() - mean * mean
-    return float(x.abs().max()), mean, math.sqrt(max(variance, 0.0))
+    return float(x.abs().max()), mean, math.sqrt(max(variance, 0.0)), math.sqrt(second)
 
 
 def _first(table: SegmentTable) -> torch.Tensor:
@@ -147,22 +148,3 @@ def digits_of(payload: torch.Tensor) -> torch.Tensor:
     """
     quotient = payload.to(torch.int64).reshape(-1, 1, LANES) // _POWERS[:, None]
     return torch.cat([quotient[:, :-1] % 3, quotient[:, -1:]], dim=1).reshape(-1)
-
-
-def _pack(values: torch.Tensor, layout: DigitLayout, out: torch.Tensor) -> None:
-    """Pack int64 values in ``[0, base)`` into bytes; see :class:`DigitLayout`."""
-    padded = torch.full((layout.blocks(values.numel()) * layout.values_per_block,), layout.base // 2)
-    padded[: values.numel()] = values
-    powers = torch.tensor([layout.base**p for p in range(layout.digits)])
-    words = (padded.reshape(-1, layout.digits, LANES) * powers[:, None]).sum(1)
-    octets = words.reshape(-1, 1) >> (8 * torch.arange(layout.word_bytes)) & 255
-    out.copy_(octets.reshape(-1))
-
-
-def _unpack(words: torch.Tensor, layout: DigitLayout) -> torch.Tensor:
-    """Undo :func:`_pack`, padding included."""
-    octets = words.to(torch.int64).reshape(-1, layout.word_bytes)
-    integers = (octets << (8 * torch.arange(layout.word_bytes))).sum(1)
-    powers = torch.tensor([layout.base**p for p in range(layout.digits)])
-    quotient = integers.reshape(-1, 1, LANES) // powers[:, None]
-    return torch.cat([quotient[:, :-1] % layout.base, quotient[:, -1:]], dim=1).reshape(-1)

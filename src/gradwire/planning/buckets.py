@@ -88,9 +88,14 @@ class Planner:
             self._laid_out[key] = [replace(s, dense=s.parameter.name in self.dense) for s in laid]
         return self._laid_out[key]
 
+    def step_order(self) -> list[str]:
+        """Name all parameters in the order in which a whole step lies: compressed ones first, then the others."""
+        return sorted(self.parameters, key=lambda name: name in self.dense)
+
     def sent_bytes(self, names: Sequence[str]) -> int:
         """Count the bytes that one rank sends for a bucket, without data or kernels."""
-        return min(self._costs(tuple(names), warm_up=False).values())
+        order = tuple(self.step_order()) if self.method.whole_step else tuple(names)
+        return min(self._costs(order, warm_up=False).values())
 
     def _make(self, names: tuple[str, ...], warm_up: bool) -> Plan:
         best = self._collectives[0]
@@ -106,9 +111,10 @@ class Planner:
         return {c: dry_run(plan, numel, self.world_size).sent_bytes for c, plan in plans.items()}
 
     def _build(self, names: tuple[str, ...], warm_up: bool, collective: str, kernels: Kernels) -> Plan:
+        segments = self.segments(names)
         return make_plan(
             self.method,
-            self.segments(names),
+            join_compressed(segments) if self.method.joined else segments,
             kernels=kernels,
             world_size=self.world_size,
             collective=collective,
@@ -116,6 +122,13 @@ class Planner:
             chunk_numel=self.options.chunk_numel,
             warm_up=warm_up,
         )
+
+
+def join_compressed(segments: Sequence[Segment]) -> list[Segment]:
+    """Make one segment, of a parameter named "(model)", of all that is compressed; it lies at the start."""
+    light, dense = [s for s in segments if not s.dense], [s for s in segments if s.dense]
+    numel = sum(s.numel for s in light)
+    return [Segment(Parameter("(model)", (numel,), (1,)), 0, 0, numel), *dense] if light else dense
 
 
 def warm_up(method: str | Method = "terngrad", backend: str = "auto") -> float:

@@ -2,11 +2,13 @@
 
 from gradwire.protocols.all_reduce import all_reduce, gathered_mean
 from gradwire.protocols.context import Context, Outcome, Workspace
+from gradwire.protocols.memory import Memory
 from gradwire.protocols.sections import PROTOCOLS, Section, all_gather, two_shot
 
 __all__ = [
     "PROTOCOLS",
     "Context",
+    "Memory",
     "Outcome",
     "Section",
     "Workspace",

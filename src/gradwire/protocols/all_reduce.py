@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -38,11 +38,7 @@ def all_reduce(
     if original is None:
         return Outcome()
 
-    def sent(out: torch.Tensor) -> None:
-        targets = [out] if segments is None else [out[s.offset : s.offset + s.numel] for s in segments]
-        torch._foreach_copy_(targets, list(original.split([t.numel() for t in targets])))
-
-    return Outcome(sent=sent)
+    return Outcome(sent=_add(original, segments))
 
 
 def gathered_mean(context: Context, flat: torch.Tensor, segments: Sequence[Segment]) -> Exchange[Outcome]:
@@ -67,8 +63,13 @@ def gathered_mean(context: Context, flat: torch.Tensor, segments: Sequence[Segme
     if original is None:
         return Outcome()
 
-    def sent(out: torch.Tensor) -> None:
-        targets = [out[s.offset : s.offset + s.numel] for s in segments]
-        torch._foreach_copy_(targets, list(original.split([t.numel() for t in targets])))
+    return Outcome(sent=_add(original, segments))
 
-    return Outcome(sent=sent)
+
+def _add(original: torch.Tensor, segments: Sequence[Segment] | None) -> Callable[[torch.Tensor, float], None]:
+    def sent(out: torch.Tensor, weight: float) -> None:
+        targets = [out] if segments is None else [out[s.offset : s.offset + s.numel] for s in segments]
+        for target, part in zip(targets, original.split([t.numel() for t in targets])):
+            target.add_(part.to(target.dtype), alpha=weight)
+
+    return sent

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from gradwire.protocols.memory import Memory
+
 __all__ = ["Context", "Outcome", "Workspace"]
 
 
@@ -40,6 +42,8 @@ class Context:
         chunk: Index of the chunk in its bucket.
         workspace: Buffers of this job.
         wants_sent: Whether :attr:`Outcome.sent` is to be filled.
+        memory: What this rank remembers; a memory of its own, empty, where nobody keeps one.
+        loss_scale: By which automatic mixed precision has multiplied the gradients. What is remembered is unscaled.
     """
 
     rank: int
@@ -49,6 +53,8 @@ class Context:
     chunk: int = 0
     workspace: Workspace = field(default_factory=Workspace)
     wants_sent: bool = False
+    memory: Memory = field(default_factory=Memory)
+    loss_scale: float = 1.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,10 +62,10 @@ class Outcome:
     """What one job did; the mean itself was written into the flat vector.
 
     Attributes:
-        sent: A function that writes what this rank really contributed, decoded, into a vector of the flat vector's
-            shape; None unless the context asked for it.
+        sent: ``sent(out, weight)`` adds ``weight`` times what this rank really contributed, decoded, to ``out``, a
+            vector of the flat vector's shape; None unless the context asked for it.
         finite: Whether every value of the mean is finite; the same on every rank. None where nobody looked.
     """
 
     finite: bool | None = None
-    sent: Callable[[torch.Tensor], None] | None = None
+    sent: Callable[[torch.Tensor, float], None] | None = None

@@ -103,9 +103,9 @@ def _outcome(context: Context, sections: Sequence[Section], bodies: list[torch.T
     if flat.is_meta:
         return Outcome()
 
-    def sent(out: torch.Tensor) -> None:
+    def sent(out: torch.Tensor, weight: float) -> None:
         for section, body in zip(sections, bodies):
-            section.codec.decode_own(body, section.summary, out)
+            section.codec.add_own(body, section.summary, weight, out)
 
     finite = all(s.codec.is_finite(s.summary, flat) for s in sections)
     return Outcome(finite, sent if context.wants_sent else None)

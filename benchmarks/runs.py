@@ -1,0 +1,76 @@
+"""Grids of training runs that may be stopped, started again, and shared by several copies of a script."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+__all__ = ["claim", "final", "machine", "train"]
+
+
+def final(folder: Path, steps: int) -> dict[str, Any] | None:
+    """Give the last evaluation of a run, if the run is whole."""
+    try:
+        lines = (folder / "metrics.jsonl").read_text().splitlines()
+    except FileNotFoundError:
+        return None
+    rows = [json.loads(line) for line in lines if line.endswith("}")]
+    found = [row for row in rows if row["event"] == "eval" and row["step"] == steps]
+    return found[-1] if found and (folder / "checkpoint").is_dir() else None
+
+
+def claim(folder: Path) -> bool:
+    """Take a run for this process; a claim of a process that is gone does not count."""
+    lock = folder.with_suffix(".lock")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        handle = os.open(lock, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
+    except FileExistsError:
+        owner = lock.read_text().strip()
+        if not owner or Path(f"/proc/{owner}").exists():
+            return False
+        lock.unlink()
+        return claim(folder)
+    os.write(handle, str(os.getpid()).encode())
+    os.close(handle)
+    return True
+
+
+def train(task: str, folder: Path, options: dict[str, Any]) -> None:
+    """Run ``gradwire train --simulate`` on a claimed folder, let go of the claim, and print how it ended."""
+    start = time.monotonic()
+    command = [sys.executable, "-m", "gradwire.cli.main", "train", task, "--simulate", "--overwrite", "--json"]
+    for name, value in options.items():
+        command += [f"--{name}", str(value)]
+    subprocess.run([*command, "--out", str(folder)], check=True, stdout=subprocess.DEVNULL)
+    folder.with_suffix(".lock").unlink()
+    row = final(folder, options["steps"])
+    print(f"{folder.name}: {row and row['accuracy']} ({time.monotonic() - start:.0f} s)", flush=True)
+
+
+def machine() -> dict[str, Any]:
+    """Say what ran, and when."""
+    import numba
+    import torch
+
+    import gradwire
+
+    lines = Path("/proc/cpuinfo").read_text().split("\n")
+    return {
+        "date_utc": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "cpu": next((line.split(":")[1].strip() for line in lines if "model name" in line), ""),
+        "cores": os.cpu_count(),
+        "versions": {
+            "gradwire": gradwire.__version__,
+            "torch": torch.__version__,
+            "numba": numba.__version__,
+            "python": platform.python_version(),
+        },
+    }

@@ -1,0 +1,255 @@
+"""ALQ and AMQ: levels that follow the distribution of the gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from gradwire.algorithms.normals import Mixture, best_levels, best_ratio, powers
+from gradwire.algorithms.plan import Algorithm, Plan, SectionPlan, Setting
+from gradwire.compressors import Cast, Compressor, LevelCodec, LevelSummary, QSGDinf, check_blocks
+from gradwire.kernels import Grid
+from gradwire.methods import Properties, require
+from gradwire.ops import AllGather, Exchange
+from gradwire.protocols import Context
+from gradwire.segments import Segment
+
+if TYPE_CHECKING:
+    from gradwire.kernels import Kernels
+
+__all__ = ["ALQ", "ALQN", "AMQ", "AMQN"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Adaptive(Algorithm):
+    """Fields and schedule of all four."""
+
+    bits: int = 3
+    norm: str = "l2"
+    block_size: int | None = 8192
+    blocks: str = "model"
+    updates: tuple[int, ...] = (0, 100, 2000)
+    every: int = 10_000
+    kept: int = 350
+
+    collectives: ClassVar[tuple[str, ...]] = ("all_gather",)
+    whole_step: ClassVar[bool] = True
+    tag: ClassVar[int]
+    weighted: ClassVar[bool]
+
+    def __post_init__(self) -> None:
+        owner = type(self).__name__
+
+        def whole(value: object, least: int) -> bool:
+            return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+        require(whole(self.bits, 2) and self.bits <= 8, owner, f"bits is 2 to 8, not {self.bits!r}")
+        require(self.norm in ("l2", "max"), owner, f"norm is 'l2' or 'max', not {self.norm!r}")
+        check_blocks(owner, self.block_size, self.blocks)
+        listed = isinstance(self.updates, (tuple, list)) and all(whole(u, 0) for u in self.updates)
+        require(listed, owner, f"updates is a tuple of rounds, not {self.updates!r}")
+        object.__setattr__(self, "updates", tuple(self.updates))
+        require(whole(self.every, 1), owner, f"every is a number of rounds, not {self.every!r}")
+        require(whole(self.kept, 1), owner, f"kept is a number of blocks, not {self.kept!r}")
+
+    @property
+    def joined(self) -> bool:  # type: ignore[override]
+        """Whether blocks cross parameters."""
+        return self.blocks == "model"
+
+    @property
+    def innermost(self) -> Cast | Compressor:
+        """Any operator: nothing of it is used where everything travels in float32."""
+        return QSGDinf()
+
+    def is_update(self, round: int) -> bool:
+        """Whether the levels are fitted anew in that round."""
+        last = max(self.updates, default=0)
+        return round in self.updates or (round > last and round % self.every == 0)
+
+    def fit(self, mixture: Mixture, before: Sequence[float] | None) -> list[float]:
+        """Find the best levels, ascending from -1 to 1."""
+        raise NotImplementedError
+
+    def codec(self, kernels: Kernels, segments: Sequence[Segment], world_size: int, seed: int) -> LevelCodec:
+        grid = Grid.ordered(powers(0.5, 2**self.bits))
+        return LevelCodec(
+            kernels, segments, world_size, seed, grid=grid, norm=self.norm, block_size=self.block_size, purpose="fitted"
+        )
+
+    def plan(self, setting: Setting) -> Plan:
+        return _Fitted(self, setting)
+
+
+class _Fitted(SectionPlan):
+    """Sections whose levels are fitted, in some rounds, before they are used."""
+
+    def __init__(self, method: _Adaptive, setting: Setting) -> None:
+        super().__init__(method, setting)
+        self._method = method
+
+    def prepare(self, context: Context, flat: torch.Tensor) -> Exchange[Any]:
+        if not isinstance(self.codec, LevelCodec):
+            return None
+        summary = self.codec.summarise(flat)
+        levels = context.memory.value("levels")
+        if not flat.is_meta and (levels is None or self._method.is_update(context.round)):
+            levels = yield from self._update(context, summary, levels)
+            context.memory.stage_value("levels", levels)
+        if levels is not None:
+            summary = replace(summary, grid=Grid.ordered(levels.tolist()))
+        return summary, None
+
+    def _update(self, context: Context, summary: LevelSummary, before: torch.Tensor | None) -> Exchange[torch.Tensor]:
+        """Gather three numbers of each worker\'s largest blocks, and take rank 0\'s solution.
+
+        All could solve it, but error functions may differ in the last bit from machine to machine.
+        """
+        mine = _statistics(summary, self._method.kept)
+        everyone = yield from _gather(context, mine)
+        levels = torch.zeros(2**self._method.bits, dtype=torch.float64)
+        if context.rank == 0:
+            mean, std, norm = everyone.double().reshape(-1, 3).unbind(1)
+            if self._method.weighted:
+                mixture = Mixture(mean, std, norm * norm)
+            else:
+                pooled = (std * std + mean * mean).mean() - mean.mean() ** 2
+                mixture = Mixture(mean.mean()[None], pooled.clamp(min=0).sqrt()[None], torch.ones(1))
+            fitted = self._method.fit(mixture, None if before is None else before.tolist())
+            levels = torch.tensor(_apart(fitted), dtype=torch.float64)
+        return (yield from _gather(context, levels))[0].clone()
+
+
+def _statistics(summary: LevelSummary, kept: int) -> torch.Tensor:
+    """Give mean, deviation (both over the scale) and norm of the blocks with the largest norms, float32 ``[k, 3]``.
+
+    A block of zeros, or of non-finite values, counts as one at zero without weight.
+    """
+    m, scale = summary.moments, summary.scale.double()
+    good = torch.isfinite(scale) & (scale > 0)
+    divisor = torch.where(good, scale, 1.0)
+    table = torch.stack([m.mean / divisor, m.std / divisor, m.norm], 1)
+    table = torch.where(good[:, None], table, 0.0)
+    largest = torch.argsort(table[:, 2], descending=True, stable=True)[:kept]
+    return table[largest].float()
+
+
+def _gather(context: Context, values: torch.Tensor) -> Exchange[torch.Tensor]:
+    """Give every rank\'s values, ``[world_size, ...]``."""
+    mine = values.contiguous().view(torch.uint8).reshape(-1)
+    room = torch.empty((context.world_size, mine.numel()), dtype=torch.uint8)
+    rows = yield AllGather(mine, room)
+    return rows.contiguous().view(values.dtype).reshape(context.world_size, *values.shape)
+
+
+def _apart(levels: Sequence[float]) -> list[float]:
+    """Round to float32 and keep neighbours distinct, ends at -1 and 1."""
+    rounded = torch.tensor(levels, dtype=torch.float32)
+    rounded[0], rounded[-1] = -1.0, 1.0
+    for i in range(1, len(rounded)):
+        if not rounded[i] > rounded[i - 1]:
+            rounded[i] = torch.nextafter(rounded[i - 1], torch.tensor(2.0))
+    if float(rounded[-1]) != 1.0:
+        even = [-1 + 2 * j / (len(levels) - 1) for j in range(len(levels))]
+        return even
+    return [float(x) for x in rounded]
+
+
+_FIELDS = """
+
+    Args:
+        bits: Code width b: 2^b signed levels from -1 to 1.
+        norm: "l2", as in the authors' program, or "max": what a block is divided by.
+        block_size: Values that share a norm, a multiple of 16; None: all of a parameter.
+        blocks: "model", as in the authors' program: cut from all compressed parameters joined in the order of
+            ``named_parameters``; or "parameter".
+        updates: Rounds in which the levels are fitted.
+        every: Rounds from one update to the next after those.
+        kept: Blocks of a worker, those with the largest norms, whose statistics are exchanged: three float32 each.
+
+    Raises:
+        HyperparameterError: a field is out of range.
+
+    The exchange begins when the whole gradient is there, since all of it shares the levels; they are kept in the
+    checkpoint. The statistics are those of the update round's own gradients on all workers, where the authors draw ten
+    further minibatches. Draws from the rank's stream.
+
+    Reference: F. Faghri et al., "Adaptive Gradient Quantization for Data-Parallel SGD", NeurIPS 2020.
+    """
+
+
+def _properties(summary: str) -> Properties:
+    return Properties(
+        summary=summary,
+        paper="Faghri et al., AQSGD, NeurIPS 2020",
+        unbiased=True,
+        bit_stable=True,
+        bits_per_element=2 * (3.2 + 32 / 8192),
+        state="levels, the same on all ranks",
+        stream="rank",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ALQ(_Adaptive):
+    __doc__ = (
+        r"""ALQ: every level moves to where the expected variance of rounding is least.
+
+    A block v with scale R is rounded without bias to its neighbours among 2^b levels l_j, as :class:`QSGD`. The levels
+    minimise sum_j of the integral of (l_(j+1) - r) (r - l_j) dF(r), F a mixture of the blocks' normals truncated to
+    [-1, 1], weighted by squared norms, by closed-form coordinate descent (paper, section 3.2)."""
+        + _FIELDS
+    )
+
+    name: ClassVar[str] = "alq"
+    tag: ClassVar[int] = 5
+    weighted: ClassVar[bool] = True
+    properties: ClassVar[Properties] = _properties("Levels fitted to the gradient, each by itself")
+
+    def fit(self, mixture: Mixture, before: Sequence[float] | None) -> list[float]:
+        return best_levels(mixture, 2**self.bits, [before] if before else [])
+
+
+@dataclass(frozen=True, kw_only=True)
+class ALQN(ALQ):
+    __doc__ = (
+        """ALQ-N: as :class:`ALQ`, fitted to one truncated normal pooled over blocks, whatever their norms.""" + _FIELDS
+    )
+
+    name: ClassVar[str] = "alq_n"
+    tag: ClassVar[int] = 6
+    weighted: ClassVar[bool] = False
+    properties: ClassVar[Properties] = _properties("Levels fitted to the gradient, norms of blocks left out")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AMQ(_Adaptive):
+    __doc__ = (
+        """AMQ: levels +-p^j, j = 0 .. 2^(b-1) - 1, with the ratio p of least expected variance; no zero.
+
+    The objective is that of :class:`ALQ`, over one number. At p = 1/2 this is NUQSGD without a zero."""
+        + _FIELDS
+    )
+
+    name: ClassVar[str] = "amq"
+    tag: ClassVar[int] = 7
+    weighted: ClassVar[bool] = True
+    properties: ClassVar[Properties] = _properties("An exponential grid whose ratio is fitted to the gradient")
+
+    def fit(self, mixture: Mixture, before: Sequence[float] | None) -> list[float]:
+        return powers(best_ratio(mixture, 2**self.bits), 2**self.bits)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AMQN(AMQ):
+    __doc__ = (
+        """AMQ-N: as :class:`AMQ`, fitted to one truncated normal pooled over blocks, whatever their norms.""" + _FIELDS
+    )
+
+    name: ClassVar[str] = "amq_n"
+    tag: ClassVar[int] = 8
+    weighted: ClassVar[bool] = False
+    properties: ClassVar[Properties] = _properties("A fitted exponential grid, norms of blocks left out")

@@ -1,0 +1,46 @@
+"""What methods around another have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from gradwire.algorithms.plan import Plan
+from gradwire.ops import Exchange
+from gradwire.protocols import Context, Outcome
+from gradwire.segments import Segment
+
+__all__ = ["Around"]
+
+
+class Around(Plan):
+    """A plan that changes a bucket before an inner plan exchanges it, or its outcome afterwards.
+
+    ``segments`` are the bucket's, for the layout of memories; ``all_runs`` says where its compressed part lies.
+    """
+
+    def __init__(self, inner: Plan, segments: Sequence[Segment]) -> None:
+        self.inner, self.segments = inner, segments
+        self.chunks, self.collective, self.runs = inner.chunks, inner.collective, inner.runs
+        self.all_runs = sorted(run for chunk in inner.runs for run in chunk)
+
+    def before(self, context: Context, flat: torch.Tensor) -> None:
+        """Change the bucket."""
+
+    def after(self, context: Context, flat: torch.Tensor, outcome: Outcome) -> None:
+        """Take note of what was sent, and change the mean, on ``runs[context.chunk]``."""
+
+    def prepare(self, context: Context, flat: torch.Tensor) -> Exchange[Any]:
+        if not flat.is_meta:
+            self.before(context, flat)
+        return (yield from self.inner.prepare(context, flat))
+
+    def run(self, context: Context, flat: torch.Tensor, prepared: Any) -> Exchange[Outcome]:
+        outcome = yield from self.inner.run(replace(context, wants_sent=True), flat, prepared)
+        if flat.is_meta:
+            return outcome
+        self.after(context, flat, outcome)
+        return outcome

@@ -1,0 +1,126 @@
+"""Error feedback: what a compressor left out is added to the next gradient."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+
+from gradwire.algorithms.around import Around
+from gradwire.algorithms.plan import Algorithm, Plan, Setting
+from gradwire.compressors import Cast, Compressor, QSGDinf
+from gradwire.methods import Method, Properties, require
+from gradwire.protocols import Context, Outcome
+
+__all__ = ["ErrorFeedback"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ErrorFeedback(Algorithm):
+    r"""Error feedback around any compressor C that is a contraction.
+
+    With g_i worker i's gradient and e_i its residual, zero at first::
+
+        p_i = g_i + e_i        mean = (1 / N) sum_i C(p_i)        e_i <- p_i - C(p_i)
+
+    Nothing is lost, it comes later: sum over rounds of what a worker contributed = sum of its gradients - e_i.
+    Residuals are kept in units of the gradient, so that a change of the learning rate needs no rescaling, and unscaled
+    under automatic mixed precision. They are this rank's own state; a round with a non-finite value changes none.
+
+    If |C(p) - p|^2 <= q |p|^2 with q < 1, residuals of bounded gradients |g| <= B stay below
+    B sqrt(q) / (1 - sqrt(q)). An unbiased compressor with a variance above |p|^2 is no contraction: its residual grows
+    without bound, so it is refused.
+
+    Args:
+        compressor: The method C.
+
+    Raises:
+        HyperparameterError: ``compressor`` is no operator on one vector, or no contraction.
+
+    Reference: F. Seide et al., Interspeech 2014; S. P. Karimireddy et al., "Error Feedback Fixes SignSGD and other
+    Gradient Compression Schemes", ICML 2019, algorithm 2.
+
+    Example:
+        >>> import torch, gradwire as gw
+        >>> g = torch.randn(2, 1000, generator=torch.Generator().manual_seed(0))
+        >>> first = gw.simulate(g, gw.ErrorFeedback(compressor=gw.QSGDinf(block_size=256)))
+        >>> residuals = torch.stack([first.state[f"rank {r}"]["residual/0"] for r in (0, 1)])
+        >>> torch.allclose(first.mean + residuals.mean(0), g.mean(0), atol=1e-6)
+        True
+    """
+
+    compressor: Method = field(default_factory=lambda: QSGDinf(block_size=256))
+
+    name: ClassVar[str] = "errorfeedback"
+    properties: ClassVar[Properties] = Properties(
+        summary="Adds what the compressor left out to the next gradient",
+        paper="Karimireddy et al., ICML 2019",
+        unbiased=False,
+        bit_stable=True,
+        bits_per_element=2 * (4 + 32 / 256),
+        delta="the compressor's",
+        state="a residual per parameter and rank",
+        stream="the compressor's",
+    )
+
+    def __post_init__(self) -> None:
+        owner, inner = type(self).__name__, self.compressor
+        require(
+            isinstance(inner, Compressor),
+            owner,
+            f"compressor is an operator on one vector, such as QSGDinf(block_size=256), not {inner!r}"
+            + (": the backend sums in sixteen bits, and no residual sees what that loses" * isinstance(inner, Cast)),
+        )
+        q = inner.worst_error
+        reason = "no bound on its error is known" if q is None else f"its squared error may be {q:.3g} times the signal"
+        require(
+            q is not None and q < 1,
+            owner,
+            f"{inner!r} is no contraction ({reason}), so its residual may grow without bound; use smaller blocks, more "
+            "levels, or the method without error feedback",
+        )
+
+    @property
+    def collectives(self) -> tuple[str, ...]:  # type: ignore[override]
+        """The compressor's."""
+        return self.compressor.collectives
+
+    @property
+    def whole_step(self) -> bool:  # type: ignore[override]
+        """As the compressor."""
+        return self.compressor.whole_step
+
+    @property
+    def joined(self) -> bool:  # type: ignore[override]
+        """As the compressor."""
+        return self.compressor.joined
+
+    @property
+    def innermost(self) -> Compressor:
+        """The compressor."""
+        inner = self.compressor
+        if not isinstance(inner, Compressor):
+            raise TypeError(f"{inner!r} is no operator on one vector")
+        return inner
+
+    def plan(self, setting: Setting) -> Plan:
+        return _Feedback(setting.plan(self.compressor), setting.segments)
+
+
+class _Feedback(Around):
+    def before(self, context: Context, flat: torch.Tensor) -> None:
+        held = context.memory.read("residual", self.segments)
+        staged = context.memory.stage("residual", self.segments)
+        for a, b in self.all_runs:
+            flat[a:b].add_(held[a:b].to(flat.dtype), alpha=context.loss_scale)
+            staged[a:b].copy_(flat[a:b])
+
+    def after(self, context: Context, flat: torch.Tensor, outcome: Outcome) -> None:
+        staged = context.memory.stage("residual", self.segments)
+        if outcome.sent is None:
+            raise TypeError("an inner plan did not say what it sent")
+        outcome.sent(staged, -1.0)
+        if context.loss_scale != 1.0:
+            for a, b in self.runs[context.chunk]:
+                staged[a:b].div_(context.loss_scale)

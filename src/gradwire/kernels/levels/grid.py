@@ -1,0 +1,109 @@
+"""Quantisation levels: which values a digit may stand for, and how a value is rounded to one of two neighbours."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from gradwire.errors import HyperparameterError
+from gradwire.kernels.digits import MAX_WORLD_SIZE
+
+__all__ = ["UNIT", "Grid"]
+
+UNIT = float(1 << 24)
+"""Levels are compared on this scale, so that a 24-bit uniform integer needs no scaling."""
+
+
+class Grid:
+    """Levels in [-1, 1] and the rule that rounds a normalised value r = x / scale to one of its two neighbours.
+
+    With u an element's 24-bit uniform integer, a the magnitude |r| (r itself where ``signed``) and U = 2^24::
+
+        c = number of steps k with a * U > edge_k * U + u * (edge_(k+1) - edge_k)
+        digit = positive + c if r >= 0 or signed else negative - c
+
+    An interval is passed with probability (a - edge_k) / (edge_(k+1) - edge_k), so that rounding is unbiased; a value
+    on a level is passed for sure, since a threshold is always rounded to below the interval's end. Where the levels are
+    j / s, the count is computed as floor(a s) + [u < U frac(a s)] instead: the same law, fewer operations.
+
+    Attributes:
+        values: The level of each digit, float32 ``[base]``, read-only.
+        base: Number of digits.
+        edge, gap: float32 ``[steps]``: lower end of each step on the scale U, and its length.
+        steps: Largest count c.
+        uniform: Whether the levels are j / steps.
+        signed: Whether r is compared with its sign.
+        positive, negative: Digits of the count 0.
+    """
+
+    __slots__ = ("base", "edge", "gap", "negative", "positive", "signed", "steps", "uniform", "values")
+
+    values: npt.NDArray[np.float32]
+    edge: npt.NDArray[np.float32]
+    gap: npt.NDArray[np.float32]
+
+    def __init__(self, values: npt.NDArray[np.float64], lower: npt.NDArray[np.float64], upper: npt.NDArray[np.float64],
+                 *, positive: int, negative: int, signed: bool, uniform: bool = False) -> None:  # fmt: skip
+        self.values = values.astype(np.float32)
+        self.base, self.steps = len(values), len(lower)
+        self.positive, self.negative, self.signed, self.uniform = positive, negative, signed, uniform
+        if not 2 <= self.base <= 2 * MAX_WORLD_SIZE + 1:
+            raise HyperparameterError(f"{self.base} levels: 2 to {2 * MAX_WORLD_SIZE + 1} can be packed")
+        self.edge = lower.astype(np.float32) * np.float32(UNIT)
+        self.gap = _below(self.edge, upper.astype(np.float32) * np.float32(UNIT))
+        for column in (self.values, self.edge, self.gap):
+            column.flags.writeable = False
+
+    @classmethod
+    def even(cls, levels: int) -> Grid:
+        """Give 0, +-1/s, ..., +-1 for s = ``levels``: base 2s + 1."""
+        s = levels
+        ends = np.arange(s + 1) / s
+        # Divided in float32, as decoders do.
+        values = np.arange(-s, s + 1, dtype=np.float32) / np.float32(s)
+        return cls(values.astype(np.float64), ends[:-1], ends[1:], positive=s, negative=s, signed=False, uniform=True)
+
+    @classmethod
+    def symmetric(cls, magnitudes: Sequence[float], *, zero: bool = True) -> Grid:
+        """Give +-m for ascending magnitudes in (0, 1], the last 1; and 0 in between if ``zero``.
+
+        Without a zero, what lies between the two smallest levels may change its sign.
+        """
+        m = np.asarray(magnitudes, np.float64)
+        _check(np.concatenate([[0.0], m]), m[-1:] == 1, magnitudes)
+        lower = np.concatenate([[0.0 if zero else -m[0]], m[:-1]])
+        values = np.concatenate([-m[::-1], [0.0] if zero else [], m])
+        count = len(m)
+        return cls(values, lower, m, positive=count if zero else count - 1, negative=count, signed=False)
+
+    @classmethod
+    def ordered(cls, levels: Sequence[float]) -> Grid:
+        """Give ascending levels from -1 to 1, symmetric or not."""
+        v = np.asarray(levels, np.float64)
+        _check(v, (v[:1] == -1) & (v[-1:] == 1), levels)
+        return cls(v, v[:-1], v[1:], positive=0, negative=0, signed=True)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Grid) and self.signed == other.signed and np.array_equal(self.values, other.values)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"Grid({', '.join(f'{v:.4g}' for v in self.values)})"
+
+
+def _check(ascending: npt.NDArray[np.float64], ends: npt.NDArray[np.bool_], given: object) -> None:
+    single = ascending.astype(np.float32)
+    if len(ascending) < 2 or not np.all(np.diff(single) > 0) or not bool(ends.all()):
+        raise HyperparameterError(f"levels ascend strictly, in float32 too, and end at 1, not {given!r}")
+
+
+def _below(edge: npt.NDArray[np.float32], end: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """Give gaps, shortened until no threshold ``edge + u * gap`` rounds up to the end of its interval."""
+    most = np.float32(UNIT - 1)
+    gap = ((end.astype(np.float64) - edge) / UNIT).astype(np.float32)
+    while bool((over := edge + most * gap >= end).any()):
+        gap = np.where(over, np.nextafter(gap, np.float32(0)), gap)
+    return gap

@@ -1,0 +1,127 @@
+"""What one rank remembers between rounds."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from gradwire.segments import Segment
+
+__all__ = ["Memory"]
+
+
+class _Bank:
+    """One kind of memory of one bucket: what was committed, and what this round would make of it."""
+
+    def __init__(self, numel: int, device: str) -> None:
+        self.held = torch.zeros(numel, device=device)
+        self.staged = torch.zeros(numel, device=device)
+        self.changed = False
+
+
+class Memory:
+    """Vectors beside gradients, and a few values beside them all; a round changes either all of it or nothing.
+
+    A vector is kept by parameter: where buckets are laid out anew, it follows. It lies in a *bank*, which has the
+    layout of a bucket's flat vector, so that arithmetic with the gradient needs no copying about. What a round writes
+    is *staged*, and holds from :meth:`commit` on; :meth:`discard` forgets it, as after a non-finite gradient.
+    """
+
+    def __init__(self, device: str = "cpu") -> None:
+        self._device = device
+        self._lock = threading.Lock()
+        self._banks: dict[tuple[str, tuple[str, ...]], _Bank] = {}
+        self._home: dict[tuple[str, str], tuple[_Bank, int, int]] = {}
+        self._loaded: dict[tuple[str, str], torch.Tensor] = {}
+        self._replicated: set[str] = set()
+        self._values: dict[str, torch.Tensor] = {}
+        self._staged_values: dict[str, torch.Tensor] = {}
+
+    def read(self, kind: str, segments: Sequence[Segment], *, replicated: bool = False) -> torch.Tensor:
+        """Give what is held for whole parameters, laid out as ``segments`` are; zeros at first; not to be written.
+
+        There is room for dense segments, but what lies there is not kept.
+        """
+        return self._bank(kind, segments, replicated).held
+
+    def stage(self, kind: str, segments: Sequence[Segment], *, replicated: bool = False) -> torch.Tensor:
+        """Give the vector, of the same layout, that takes the place of what is held; fill it all."""
+        bank = self._bank(kind, segments, replicated)
+        bank.changed = True
+        return bank.staged
+
+    def value(self, name: str) -> torch.Tensor | None:
+        """Give a value that was committed, the same on all ranks; None where there is none."""
+        return self._values.get(name)
+
+    def stage_value(self, name: str, value: torch.Tensor) -> None:
+        """Replace a value from :meth:`commit` on."""
+        self._staged_values[name] = value
+
+    def commit(self) -> None:
+        """Make what was staged what is held."""
+        for bank in self._banks.values():
+            if bank.changed:
+                bank.held, bank.staged, bank.changed = bank.staged, bank.held, False
+        self._values.update(self._staged_values)
+        self._staged_values = {}
+
+    def discard(self) -> None:
+        """Forget what was staged."""
+        for bank in self._banks.values():
+            bank.changed = False
+        self._staged_values = {}
+
+    def state(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Give copies of all that is held: ``global``, ``replicated`` and ``rank``, keys "kind/parameter"."""
+        found: dict[str, dict[str, torch.Tensor]] = {"global": {}, "replicated": {}, "rank": {}}
+        found["global"] = {name: value.clone() for name, value in self._values.items()}
+        for (kind, name), tensor in self._loaded.items():
+            found[self._scope(kind)][f"{kind}/{name}"] = tensor.clone()
+        for (kind, name), (bank, offset, numel) in self._home.items():
+            found[self._scope(kind)][f"{kind}/{name}"] = bank.held[offset : offset + numel].clone()
+        return found
+
+    def load(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+        """Take the place of all that is held by what :meth:`state` gave."""
+        self._banks, self._home, self._loaded = {}, {}, {}
+        self._values = {name: value.clone() for name, value in state.get("global", {}).items()}
+        self._staged_values = {}
+        for scope in ("replicated", "rank"):
+            for key, tensor in state.get(scope, {}).items():
+                kind, _, name = key.partition("/")
+                self._loaded[kind, name] = tensor.clone()
+                if scope == "replicated":
+                    self._replicated.add(kind)
+
+    def _scope(self, kind: str) -> str:
+        return "replicated" if kind in self._replicated else "rank"
+
+    def _bank(self, kind: str, segments: Sequence[Segment], replicated: bool) -> _Bank:
+        key = (kind, tuple(s.parameter.name for s in segments))
+        with self._lock:
+            have = self._banks.get(key)
+            if have is None:
+                have = self._banks[key] = self._move_in(kind, segments)
+                if replicated:
+                    self._replicated.add(kind)
+            return have
+
+    def _move_in(self, kind: str, segments: Sequence[Segment]) -> _Bank:
+        """Make a bank, and bring what is held of its parameters from wherever it lay before."""
+        bank = _Bank(max((s.offset + s.numel for s in segments), default=0), self._device)
+        for s in (s for s in segments if not s.dense):
+            place = bank.held[s.offset : s.offset + s.numel]
+            before = self._home.get((kind, s.parameter.name))
+            if before is not None:
+                place.copy_(before[0].held[before[1] : before[1] + before[2]])
+            else:
+                loaded = self._loaded.pop((kind, s.parameter.name), None)
+                if loaded is not None and loaded.numel() == s.numel:
+                    place.copy_(loaded.reshape(-1))
+            self._home[kind, s.parameter.name] = (bank, s.offset, s.numel)
+        alive = {id(home[0]) for home in self._home.values()}
+        self._banks = {k: b for k, b in self._banks.items() if id(b) in alive}
+        return bank

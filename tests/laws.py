@@ -1,0 +1,66 @@
+"""Laws of stochastic rounding, in float64, from the papers' formulas: what the package is held against."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+
+import gradwire as gw
+
+__all__ = ["exactly", "fitted", "levels", "ternary"]
+
+Law = Callable[[torch.Tensor], torch.Tensor]
+
+
+def exactly(g: torch.Tensor) -> torch.Tensor:
+    return g
+
+
+def ternary(clip: float | None, shared: bool = True) -> tuple[Law, Law]:
+    """What TernGrad is unbiased for, and the variance s |f| - f^2 of each worker's element."""
+
+    def target(g: torch.Tensor) -> torch.Tensor:
+        if clip is None:
+            return g
+        limit = (g.double().std(dim=1, correction=0, keepdim=True) * clip).float()
+        return g.clamp(-limit, limit)
+
+    def variance(g: torch.Tensor) -> torch.Tensor:
+        f = target(g).double()
+        scale = f.abs().amax(1, keepdim=True)
+        scale = scale.max().expand_as(scale) if shared else scale
+        return (scale * f.abs() - f.square()).clamp(min=0)
+
+    return target, variance
+
+
+def levels(magnitudes: Iterable[float], block_size: int | None, norm: str) -> Law:
+    """The variance (h - r) (r - l) R^2 of rounding |g| / R between neighbours l < h of the magnitudes."""
+    ends = torch.tensor([float(m) for m in magnitudes], dtype=torch.float64)
+    ends = ends / ends[-1]
+
+    def variance(g: torch.Tensor) -> torch.Tensor:
+        out = torch.empty(g.shape, dtype=torch.float64)
+        size = block_size or g.shape[1]
+        for begin in range(0, g.shape[1], size):
+            v = g[:, begin : begin + size].double()
+            scale = v.abs().amax(1, keepdim=True) if norm == "max" else v.norm(dim=1, keepdim=True)
+            r = v.abs() / scale.clamp(min=1e-300)
+            upper = torch.searchsorted(ends, r, right=True).clamp(1, len(ends) - 1)
+            out[:, begin : begin + size] = (ends[upper] - r) * (r - ends[upper - 1]) * scale.square()
+        return out.clamp(min=0)
+
+    return variance
+
+
+def fitted(method: gw.Method) -> Law:
+    """The variance of rounding to the levels, with their signs, that a first round fits to the gradients."""
+
+    def variance(g: torch.Tensor) -> torch.Tensor:
+        ends = gw.simulate(g, method).state["global"]["levels"]
+        r = g.double() / g.double().norm(dim=1, keepdim=True)
+        upper = torch.searchsorted(ends, r, right=True).clamp(1, len(ends) - 1)
+        return ((ends[upper] - r) * (r - ends[upper - 1])).clamp(min=0) * g.double().square().sum(1, keepdim=True)
+
+    return variance
