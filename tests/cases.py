@@ -26,6 +26,7 @@ class Case:
         constants: Whether vectors of one value come back exactly.
         symmetric: Whether -g gives exactly the negative.
         direction: Whether the outcome is a direction, not a mean.
+        memory: Whether a round's law depends on the rounds before; ``variance`` is then that of the first.
     """
 
     method: gw.Method
@@ -36,6 +37,7 @@ class Case:
     constants: bool = True
     symmetric: bool = True
     direction: bool = False
+    memory: bool = False
 
     def __repr__(self) -> str:
         return repr(self.method)
@@ -92,8 +94,10 @@ TABLE: dict[str, list[Case]] = {
         ),
     ],
     "errorfeedback": [
-        Case(gw.ErrorFeedback(), gather(4 + 32 / 256), variance=levels(range(8), 256, "max")),
+        Case(gw.ErrorFeedback(), gather(4 + 32 / 256), memory=True, variance=levels(range(8), 256, "max")),
     ],
+    "dqgd": [Case(gw.DQGD(), gather(1.6 + 32 / 64), variance=levels([0, 1], 64, "max"))],
+    "diana": [Case(gw.DIANA(), gather(1.6 + 32 / 64), memory=True, variance=levels([0, 1], 64, "max"))],
 }
 
 for adaptive in (gw.ALQ, gw.ALQN, gw.AMQ, gw.AMQN):

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from typing import ClassVar
 
 from gradwire.algorithms.adaptive_levels import ALQ, ALQN, AMQ, AMQN
+from gradwire.algorithms.diana import DIANA, DQGD
 from gradwire.algorithms.error_feedback import ErrorFeedback
 from gradwire.compressors.cast import BF16, FP16, FP32
 from gradwire.compressors.nuqsgd import NUQSGD
@@ -22,6 +23,8 @@ __all__ = [
     "AMQ",
     "AMQN",
     "BF16",
+    "DIANA",
+    "DQGD",
     "FP16",
     "FP32",
     "NUQSGD",
@@ -48,6 +51,8 @@ METHODS: tuple[type[Method], ...] = (
     AMQ,
     AMQN,
     ErrorFeedback,
+    DQGD,
+    DIANA,
 )
 """Every method of the package; adding one adds a line here."""
 

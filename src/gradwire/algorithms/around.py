@@ -3,17 +3,49 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from gradwire.algorithms.plan import Plan
+from gradwire.algorithms.plan import Algorithm, Plan
+from gradwire.compressors import Cast, Compressor
+from gradwire.methods import Method
 from gradwire.ops import Exchange
 from gradwire.protocols import Context, Outcome
 from gradwire.segments import Segment
 
-__all__ = ["Around"]
+__all__ = ["Around", "Wrapper"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wrapper(Algorithm):
+    """A method around a compressor, which travels as the compressor does."""
+
+    compressor: Method
+
+    @property
+    def collectives(self) -> tuple[str, ...]:  # type: ignore[override]
+        """The compressor's."""
+        return self.compressor.collectives
+
+    @property
+    def whole_step(self) -> bool:  # type: ignore[override]
+        """As the compressor."""
+        return self.compressor.whole_step
+
+    @property
+    def joined(self) -> bool:  # type: ignore[override]
+        """As the compressor."""
+        return self.compressor.joined
+
+    @property
+    def innermost(self) -> Cast | Compressor:
+        """The compressor."""
+        inner = self.compressor
+        if not isinstance(inner, Cast | Compressor):
+            raise TypeError(f"{inner!r} is no operator on one vector")
+        return inner
 
 
 class Around(Plan):
@@ -42,5 +74,9 @@ class Around(Plan):
         outcome = yield from self.inner.run(replace(context, wants_sent=True), flat, prepared)
         if flat.is_meta:
             return outcome
+        if outcome.finite is None:
+            # A plain sum is not looked at; what is remembered must not take up an infinity.
+            parts = (flat[a:b] for a, b in self.runs[context.chunk])
+            outcome = replace(outcome, finite=all(bool(torch.isfinite(part).all()) for part in parts))
         self.after(context, flat, outcome)
         return outcome

@@ -7,8 +7,8 @@ from typing import ClassVar
 
 import torch
 
-from gradwire.algorithms.around import Around
-from gradwire.algorithms.plan import Algorithm, Plan, Setting
+from gradwire.algorithms.around import Around, Wrapper
+from gradwire.algorithms.plan import Plan, Setting
 from gradwire.compressors import Cast, Compressor, QSGDinf
 from gradwire.methods import Method, Properties, require
 from gradwire.protocols import Context, Outcome
@@ -17,7 +17,7 @@ __all__ = ["ErrorFeedback"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ErrorFeedback(Algorithm):
+class ErrorFeedback(Wrapper):
     r"""Error feedback around any compressor C that is a contraction.
 
     With g_i worker i's gradient and e_i its residual, zero at first::
@@ -80,29 +80,6 @@ class ErrorFeedback(Algorithm):
             f"{inner!r} is no contraction ({reason}), so its residual may grow without bound; use smaller blocks, more "
             "levels, or the method without error feedback",
         )
-
-    @property
-    def collectives(self) -> tuple[str, ...]:  # type: ignore[override]
-        """The compressor's."""
-        return self.compressor.collectives
-
-    @property
-    def whole_step(self) -> bool:  # type: ignore[override]
-        """As the compressor."""
-        return self.compressor.whole_step
-
-    @property
-    def joined(self) -> bool:  # type: ignore[override]
-        """As the compressor."""
-        return self.compressor.joined
-
-    @property
-    def innermost(self) -> Compressor:
-        """The compressor."""
-        inner = self.compressor
-        if not isinstance(inner, Compressor):
-            raise TypeError(f"{inner!r} is no operator on one vector")
-        return inner
 
     def plan(self, setting: Setting) -> Plan:
         return _Feedback(setting.plan(self.compressor), setting.segments)

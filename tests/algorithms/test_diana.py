@@ -1,0 +1,202 @@
+"""DIANA and DQGD on the quadratic of their papers' summary: eight unlike workers, exact gradients."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import gradwire as gw
+from gradwire.errors import HyperparameterError
+from laws import levels
+
+N, D = 8, 40
+
+
+class Quadratic:
+    """f_i(x) = x' A_i x / 2 + b_i' x, each A_i with eigenvalues 1 to 20 in a basis of its own."""
+
+    def __init__(self, seed: int = 0, *, alike: bool = False) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        spectrum = torch.linspace(1, 20, D, dtype=torch.float64)
+        bases = [torch.linalg.qr(torch.randn(D, D, generator=generator, dtype=torch.float64))[0] for _ in range(N)]
+        self.a = torch.stack([q @ torch.diag(spectrum) @ q.T for q in bases])
+        self.b = torch.randn(N, D, generator=generator, dtype=torch.float64)
+        if alike:
+            # Every worker's gradient vanishes at one point.
+            self.b = -torch.einsum("nij,j->ni", self.a, torch.randn(D, generator=generator, dtype=torch.float64))
+        mean = self.a.mean(0)
+        values = torch.linalg.eigvalsh(mean)
+        self.mu, self.smooth, self.worst = float(values[0]), float(values[-1]), 20.0
+        self.best = torch.linalg.solve(mean, -self.b.mean(0))
+        self.at_best = self.gradients(self.best)
+
+    def gradients(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.einsum("nij,j->ni", self.a, x) + self.b
+
+
+def descend(problem: Quadratic, method: gw.Method, gamma: float, steps: int, seed: int = 0) -> list[float]:
+    """Squared distances to the optimum; gradients travel in float32, the point is kept in float64."""
+    link = gw.SimulatedLink([("x", torch.empty(D))], method, N, min_numel=0, seed=seed)
+    x, found = torch.zeros(D, dtype=torch.float64), []
+    for _ in range(steps):
+        found.append(float((x - problem.best).square().sum()))
+        x = x - gamma * link.reduce_(problem.gradients(x).float()).double()
+    return found
+
+
+INNER = {"2": gw.QSGD(levels=1, block_size=48), "inf": gw.QSGDinf(levels=1, block_size=48)}
+
+
+@pytest.mark.parametrize("p", ["2", "inf"])
+def test_the_variance_is_the_papers(p: str) -> None:
+    """Property 1: sum over blocks of |D|_1 |D|_p - |D|_2^2, and never above omega."""
+    g = torch.randn(1, 48 * 20, generator=torch.Generator().manual_seed(0))
+    law = levels([0, 1], 48, "l2" if p == "2" else "max")(g)
+    blocks = g.view(-1, 48).double()
+    norm = blocks.norm(dim=1) if p == "2" else blocks.abs().amax(1)
+    assert float(law.sum()) == pytest.approx(float((blocks.abs().sum(1) * norm - blocks.square().sum(1)).sum()))
+    omega = math.sqrt(48) - 1 if p == "2" else (math.sqrt(48) - 1) / 2
+    assert INNER[p].worst_error == pytest.approx(omega)
+    assert bool((law.view(-1, 48).sum(1) <= omega * blocks.square().sum(1) * (1 + 1e-9)).all())
+
+
+def test_the_shift_of_all_is_the_mean_of_shifts() -> None:
+    """Property 2, to float32 rounding, in every round."""
+    problem = Quadratic()
+    link = gw.SimulatedLink([("x", torch.empty(D))], gw.DIANA(compressor=INNER["inf"]), N, min_numel=0)
+    x = torch.zeros(D, dtype=torch.float64)
+    for _ in range(50):
+        x = x - 0.02 * link.reduce_(problem.gradients(x).float()).double()
+        state = link.state_dict()
+        own = torch.stack([state[f"rank {r}"]["shift/x"] for r in range(N)])
+        assert torch.allclose(own.mean(0), state["replicated"]["mean_shift/x"], atol=2e-5)
+    assert float(own.norm()) > 1
+
+
+@pytest.mark.parametrize("p", ["2", "inf"])
+def test_contraction_is_no_slower_than_the_theorem(p: str) -> None:
+    """Property 4: the Lyapunov function, on average over runs, with the corollary's alpha, c and gamma."""
+    problem = Quadratic()
+    a = 1 / (1 + INNER[p].worst_error)
+    alpha, c = a / 2, 4 * (1 - a) / (N * a * a)
+    gamma = min(alpha / problem.mu, 2 / ((problem.mu + problem.worst) * (1 + c * alpha)))
+    method = gw.DIANA(compressor=INNER[p], alpha=alpha)
+    runs = []
+    for seed in range(6):
+        link = gw.SimulatedLink([("x", torch.empty(D))], method, N, min_numel=0, seed=seed)
+        x, values = torch.zeros(D, dtype=torch.float64), []
+        shifts = torch.zeros(N, D)
+        for _ in range(100):
+            distance = (x - problem.best).square().sum()
+            values.append(float(distance + c * gamma**2 / N * (shifts - problem.at_best).square().sum()))
+            x = x - gamma * link.reduce_(problem.gradients(x).float()).double()
+            state = link.state_dict()
+            shifts = torch.stack([state[f"rank {r}"]["shift/x"] for r in range(N)]).double()
+        runs.append(values)
+    mean = torch.tensor(runs, dtype=torch.float64).mean(0)
+    bound = mean[0] * (1 - gamma * problem.mu) ** torch.arange(100)
+    assert bool((mean <= bound * (1 + 1e-9)).all())
+    assert float(mean[-1] / mean[0]) < 0.5 * float(bound[-1] / bound[0])
+
+
+@pytest.mark.parametrize("p", ["2", "inf"])
+def test_diana_goes_on_where_dqgd_stops(p: str) -> None:
+    """Property 5: DQGD's plateau lies under its bound; DIANA ends ten orders below it."""
+    problem, omega = Quadratic(), INNER[p].worst_error
+    plateau_gamma = 1 / (problem.worst * (1 + 2 * omega / N))
+    plain = descend(problem, gw.DQGD(compressor=INNER[p]), plateau_gamma, 500)
+    plateau = sum(plain[-300:]) / 300
+    spread = float(problem.at_best.square().sum(1).mean())
+    assert plateau <= 2 * plateau_gamma * omega * spread / (problem.mu * N)
+    assert plateau > 1e-3
+    gamma = 1 / (problem.worst * (1 + 6 * omega / N))
+    ours = descend(problem, gw.DIANA(compressor=INNER[p]), gamma, 350)
+    assert ours[-1] < 1e-10 * plateau
+    # Linearly, until the rounding of float32 gradients ends it.
+    assert ours[100] < 1e-2 * ours[50] < 1e-4 * ours[0]
+
+
+def test_both_converge_where_all_gradients_vanish_together() -> None:
+    problem = Quadratic(alike=True)
+    gamma = 1 / (problem.worst * (1 + 2 * INNER["inf"].worst_error / N))
+    found = descend(problem, gw.DQGD(compressor=INNER["inf"]), gamma, 400)
+    assert found[-1] < 1e-10 * found[0]
+
+
+def test_without_a_memory_it_is_the_compressor() -> None:
+    """Property 6: the same bits as the operator alone, first round or DQGD."""
+    g = torch.randn(4, 3000, generator=torch.Generator().manual_seed(1))
+    for inner in (gw.QSGDinf(levels=1), gw.QSGD(levels=1)):
+        plain = gw.simulate(g, inner, round=5).mean
+        assert torch.equal(gw.simulate(g, gw.DQGD(compressor=inner), round=5).mean, plain)
+        assert torch.equal(gw.simulate(g, gw.DIANA(compressor=inner), round=5).mean, plain)
+
+
+def test_with_the_identity_it_is_the_mean() -> None:
+    """Property 7."""
+    link = gw.SimulatedLink([("w", torch.empty(500))], gw.DIANA(compressor=gw.FP32(), alpha=1.0), 3, min_numel=0)
+    for seed in range(5):
+        g = torch.randn(3, 500, generator=torch.Generator().manual_seed(seed))
+        assert torch.allclose(link.reduce_(g.clone()), g.mean(0), atol=1e-6)
+        state = link.state_dict()
+        assert all(torch.allclose(state[f"rank {r}"]["shift/w"], g[r], atol=1e-6) for r in range(3))
+
+
+@pytest.mark.parametrize("share", [0.25, 0.5, 1.0, 1.5])
+def test_how_fast_a_shift_learns(share: float) -> None:
+    """Property 5, end: E|h - g|^2 shrinks at least by 1 - 2 alpha + alpha^2 (1 + omega) a round."""
+    inner = gw.QSGD(levels=1, block_size=64)
+    alpha = share / (1 + inner.worst_error)
+    g = torch.randn(1, 64 * 50, generator=torch.Generator().manual_seed(2))
+    link = gw.SimulatedLink([("w", torch.empty(g.numel()))], gw.DIANA(compressor=inner, alpha=alpha), 1, min_numel=0)
+    sizes = [float(g.square().sum())]
+    for _ in range(30):
+        link.reduce_(g.clone())
+        shift = link.state_dict()["rank 0"]["shift/w"]
+        sizes.append(float((shift - g[0]).square().sum()))
+    rate = 1 - 2 * alpha + alpha**2 * (1 + inner.worst_error)
+    assert sizes[-1] / sizes[0] < rate**30 * 1.1
+    assert sizes[-1] < sizes[10] < sizes[0]
+
+
+def test_momentum_is_heavy_ball() -> None:
+    g = torch.randn(2, 300, generator=torch.Generator().manual_seed(3))
+    link = gw.SimulatedLink(
+        [("w", torch.empty(300))], gw.DIANA(compressor=gw.FP32(), alpha=1.0, momentum=0.5), 2, min_numel=0
+    )
+    for round in range(5):
+        expected = g.mean(0) * sum(0.5**k for k in range(round + 1))
+        assert torch.allclose(link.reduce_(g.clone()), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("spec", "part"),
+    [
+        ("DIANA(compressor=ErrorFeedback())", "unbiased operator"),
+        ("DIANA(compressor=fp16)", "unbiased operator"),
+        ("DIANA(compressor=terngrad)", "unbiased operator"),
+        ("DQGD(compressor=TernGrad())", "unbiased operator"),
+        ("DIANA(compressor=QSGDinf(block_size=None))", "alpha must be given"),
+        ("DIANA(alpha=0.9)", "shifts diverge"),
+        ("DIANA(alpha=0)", "alpha is out of range"),
+        ("DIANA(momentum=1.0)", "momentum is out of range"),
+    ],
+)
+def test_what_would_not_converge_is_refused(spec: str, part: str) -> None:
+    with pytest.raises(HyperparameterError, match=part):
+        gw.method(spec)
+
+
+def test_a_round_with_an_infinity_changes_no_shift() -> None:
+    link = gw.SimulatedLink([("w", torch.empty(2000))], gw.DIANA(momentum=0.9), 2)
+    link.reduce_(torch.randn(2, 2000))
+    before = link.state_dict()
+    g = torch.randn(2, 2000)
+    g[1, 7] = torch.nan
+    assert not bool(torch.isfinite(link.reduce_(g)).all())
+    after = link.state_dict()
+    for scope in ("replicated", "rank 0", "rank 1"):
+        assert set(after[scope]) == set(before[scope])
+        assert all(torch.equal(after[scope][k], before[scope][k]) for k in before[scope])
