@@ -14,14 +14,17 @@ from gradwire.errors import (
 )
 from gradwire.groups import Traffic
 from gradwire.methods import Method, Properties
+from gradwire.optim import L1, Box, ProximalSGD
 from gradwire.version import __version__
 
 __all__ = [
     "BF16",
     "FP16",
     "FP32",
+    "L1",
     "Auto",
     "BackendError",
+    "Box",
     "ExchangeError",
     "GradwireError",
     "HyperparameterError",
@@ -31,6 +34,7 @@ __all__ = [
     "MethodInfo",
     "PayloadError",
     "Properties",
+    "ProximalSGD",
     "RankMismatchError",
     "SimulatedLink",
     "Simulation",
