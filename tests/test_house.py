@@ -26,6 +26,7 @@ ALLOWED = {
     "segments": set(),
     "ops": set(),
     "methods": {"errors"},
+    "optim": {"errors"},
     "kernels": {"errors"},
     "wire": {"errors"},
     "compressors": LEAVES | {"kernels", "wire"},
@@ -39,7 +40,7 @@ ALLOWED = {
     | {"kernels", "compressors", "protocols", "algorithms", "groups", "catalogue", "planning", "perf"},
     "processes": set(),
     "lab": {"errors", "processes"},
-    "__init__": {"adapters", "catalogue", "compressors", "errors", "groups", "methods", "planning", "version"},
+    "__init__": {"adapters", "catalogue", "compressors", "errors", "groups", "methods", "optim", "planning", "version"},
     # Above the public interface: these build on `import gradwire` and leaves alone.
     "report": {"errors", "version"},
     "experiments": LEAVES | {"__init__", "report", "processes", "lab"},

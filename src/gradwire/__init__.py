@@ -14,10 +14,13 @@ from gradwire.errors import (
 )
 from gradwire.groups import Traffic
 from gradwire.methods import Method, Properties
+from gradwire.optim import L1, Box, ProximalSGD
 from gradwire.version import __version__
 
 __all__ = [
+    "L1",
     "BackendError",
+    "Box",
     "ExchangeError",
     "GradwireError",
     "HyperparameterError",
@@ -26,6 +29,7 @@ __all__ = [
     "Method",
     "PayloadError",
     "Properties",
+    "ProximalSGD",
     "RankMismatchError",
     "SimulatedLink",
     "Simulation",

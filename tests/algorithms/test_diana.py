@@ -71,7 +71,7 @@ def test_the_shift_of_all_is_the_mean_of_shifts() -> None:
         x = x - 0.02 * link.reduce_(problem.gradients(x).float()).double()
         state = link.state_dict()
         own = torch.stack([state[f"rank {r}"]["shift/x"] for r in range(N)])
-        assert torch.allclose(own.mean(0), state["replicated"]["mean_shift/x"], atol=2e-5)
+        assert torch.allclose(own.mean(0), state["replicated"]["mean_shift/x"], atol=1e-6)
     assert float(own.norm()) > 1
 
 
@@ -87,7 +87,7 @@ def test_contraction_is_no_slower_than_the_theorem(p: str) -> None:
     for seed in range(6):
         link = gw.SimulatedLink([("x", torch.empty(D))], method, N, min_numel=0, seed=seed)
         x, values = torch.zeros(D, dtype=torch.float64), []
-        shifts = torch.zeros(N, D)
+        shifts = torch.zeros(N, D, dtype=torch.float64)
         for _ in range(100):
             distance = (x - problem.best).square().sum()
             values.append(float(distance + c * gamma**2 / N * (shifts - problem.at_best).square().sum()))
@@ -141,7 +141,7 @@ def test_with_the_identity_it_is_the_mean() -> None:
         g = torch.randn(3, 500, generator=torch.Generator().manual_seed(seed))
         assert torch.allclose(link.reduce_(g.clone()), g.mean(0), atol=1e-6)
         state = link.state_dict()
-        assert all(torch.allclose(state[f"rank {r}"]["shift/w"], g[r], atol=1e-6) for r in range(3))
+        assert all(torch.allclose(state[f"rank {r}"]["shift/w"].float(), g[r], atol=1e-6) for r in range(3))
 
 
 @pytest.mark.parametrize("share", [0.25, 0.5, 1.0, 1.5])
@@ -180,6 +180,7 @@ def test_momentum_is_heavy_ball() -> None:
         ("DQGD(compressor=TernGrad())", "unbiased operator"),
         ("DIANA(compressor=QSGDinf(block_size=None))", "alpha must be given"),
         ("DIANA(alpha=0.9)", "shifts diverge"),
+        ("DIANA(shifts='half')", "'float64' or 'float32'"),
         ("DIANA(alpha=0)", "alpha is out of range"),
         ("DIANA(momentum=1.0)", "momentum is out of range"),
     ],

@@ -8,7 +8,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 
 import pytest
-from run_help import Listener, write_small_mnist
+from run_help import Listener, write_small_libsvm, write_small_mnist
 
 
 @pytest.fixture
@@ -19,3 +19,8 @@ def listener() -> Listener:
 @pytest.fixture
 def small_mnist(tmp_path: Path) -> Path:
     return write_small_mnist(tmp_path / "mnist")
+
+
+@pytest.fixture
+def small_libsvm(tmp_path: Path) -> Path:
+    return write_small_libsvm(tmp_path / "small.txt")

@@ -53,6 +53,23 @@ def write_small_mnist(folder: Path) -> Path:
     return folder
 
 
+def write_small_libsvm(path: Path, rows: int = 90, features: int = 12) -> Path:
+    """Write rows of 0/1 features, labels 1 and 2, that no plane separates; one row is a label alone."""
+    draw = torch.Generator().manual_seed(2)
+    inputs = torch.rand(rows, features, generator=draw) < 0.4
+    inputs[:, -1] = inputs[:, 0]  # Without regularisation the solution would not be unique.
+    inputs[0, -1] = inputs[0, 0] = True
+    inputs[5] = False
+    truth = torch.randn(features, generator=draw)
+    chance = torch.sigmoid(inputs.to(torch.float32) @ truth)
+    labels = 1 + (torch.rand(rows, generator=draw) < chance).to(torch.int64)
+    lines = [
+        " ".join([str(int(label)), *(f"{int(k) + 1}:1" for k in row.nonzero())]) for label, row in zip(labels, inputs)
+    ]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
 def model_of(run: Path) -> dict[str, torch.Tensor]:
     """Give the weights of a run's newest checkpoint."""
     (path,) = (run / "checkpoint").glob("step-*/shared.pt")

@@ -12,7 +12,7 @@ from run_help import write_idx
 
 from gradwire.experiments.errors import DataError, UsageError
 from gradwire.experiments.tasks import build
-from gradwire.experiments.tasks.readers import read_cifar10, read_idx_images, read_idx_labels
+from gradwire.experiments.tasks.readers import read_cifar10, read_idx_images, read_idx_labels, read_libsvm
 
 
 def test_idx_files_are_read_exactly(tmp_path: Path) -> None:
@@ -99,3 +99,63 @@ def test_a_file_that_is_not_read_exactly_would_show(small_mnist: Path) -> None:
     inputs, _ = source.batch(torch.arange(256), slice(0, 256), seed=0, step=0)
     again = gzip.decompress((small_mnist / "train-images-idx3-ubyte.gz").read_bytes())[16:]
     assert torch.equal(inputs.flatten() * 256, torch.tensor(list(again), dtype=torch.float32))
+
+
+def test_libsvm_rows_are_read_exactly(tmp_path: Path) -> None:
+    text = "2 1:0.5 4:-3e-1\n1\n+1.0 2:1\n2 3:7 \n"
+    for name, data in (("plain", text.encode()), ("windows", text.replace("\n", "\r\n").encode())):
+        (tmp_path / name).write_bytes(data)
+        rows = read_libsvm(tmp_path / name)
+        assert rows.labels.tolist() == [1.0, -1.0, -1.0, 1.0]
+        assert rows.features == 4
+        assert rows.starts.tolist() == [0, 2, 2, 3, 4]
+        expected = [[0.5, 0, 0, -0.3], [0, 0, 0, 0], [0, 1, 0, 0], [0, 0, 7, 0]]
+        assert rows.dense(torch.float64).tolist() == expected
+    (tmp_path / "a.gz").write_bytes(gzip.compress(text.encode()))
+    assert read_libsvm(tmp_path / "a.gz").values.tolist() == [0.5, -0.3, 1.0, 7.0]
+
+
+@pytest.mark.parametrize("pair", [("-1", "+1"), ("0", "1"), ("1", "2"), ("-2.5", "7")])
+def test_the_smaller_label_is_the_negative_one(tmp_path: Path, pair: tuple[str, str]) -> None:
+    path = tmp_path / "rows"
+    path.write_text(f"{pair[1]} 1:1\n{pair[0]} 1:1\n")
+    assert read_libsvm(path).labels.tolist() == [1.0, -1.0]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "empty file"),
+        ("1\n2\n", "found 2 rows with a label alone"),
+        ("1 1:1\n1 2:1\n", "expected two labels, found 1 in all 2 rows"),
+        ("1 1:1\n2 1:1\n1\n3 1:1\n", "line 4: expected two labels.*found a third, 3"),
+        ("1 1:1\nspam 1:1\n", "line 2: expected a label, found 'spam'"),
+        ("1 1:1\n\n2 1:1\n", "line 2: expected a label, found ''"),
+        ("1 1:1\n2 0:1\n", "line 2: expected indices from 1, found '0:1'"),
+        ("1 1:1\n2 3:1 3:2\n", "line 2: expected an index above 3, found '3:2'"),
+        ("1 1:1\n2 3:1 2:2\n", "line 2: expected an index above 3, found '2:2'"),
+        ("1 -1:1\n2 1:1\n", "line 1: expected index:value, found '-1:1'"),
+        ("1 1:1\n2 7\n", "line 2: expected index:value, found '7'"),
+        ("1 1:one\n2 1:1\n", "line 1: expected a finite value, found '1:one'"),
+        ("1 1:1\n2 1:\n", "line 2: expected a finite value, found '1:'"),
+        ("1 1:nan\n2 1:1\n", "line 1: expected a finite value, found '1:nan'"),
+        ("1 1:1_0\n2 1:1\n", "line 1: expected a finite value"),
+        ("inf 1:1\n2 1:1\n", "line 1: expected a label, found 'inf'"),
+        ("1 1:\xff\n2 1:1\n", "line 1: expected a finite value"),
+    ],
+)
+def test_malformed_rows_are_refused_by_line(tmp_path: Path, text: str, words: str) -> None:
+    path = tmp_path / "rows.txt"
+    path.write_bytes(text.encode("latin-1"))
+    with pytest.raises(DataError, match=words) as found:
+        read_libsvm(path)
+    assert str(path) in str(found.value)
+
+
+def test_a_missing_libsvm_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="needs --data"):
+        build("logreg").check_data()
+    with pytest.raises(DataError, match=r"no\.txt does not exist; expected a LIBSVM text file"):
+        build("logreg", data=str(tmp_path / "no.txt")).check_data()
+    with pytest.raises(DataError, match="is no file"):
+        build("logreg", data=str(tmp_path)).build_model()

@@ -13,6 +13,7 @@ from gradwire.experiments.plan import Plan
 from gradwire.experiments.tasks import ALL, build
 from gradwire.experiments.tasks.cifar10 import Cifar10
 from gradwire.experiments.tasks.images import Images, crop_and_flip
+from gradwire.experiments.tasks.logreg import Logreg
 from gradwire.experiments.tasks.text import LENGTH, standard_library
 
 
@@ -23,6 +24,12 @@ def test_unknown_names_get_the_nearest_one() -> None:
         build("digits", bach=3)
     with pytest.raises(UsageError, match="did you mean adam"):
         build("digits", optimizer="adams")
+
+
+def test_a_setting_of_another_task_is_refused_only_where_it_is_set() -> None:
+    assert build("digits", l1=None) == build("digits")
+    with pytest.raises(UsageError, match="digits has no setting 'l1'"):
+        build("digits", l1=0.0)
 
 
 @pytest.mark.parametrize(
@@ -54,15 +61,16 @@ def test_schedules() -> None:
     assert cosine.learning_rate(50) == pytest.approx(0.1)
 
 
-def test_every_model_matches_its_loss_and_weights_are_as_published() -> None:
+def test_every_model_matches_its_loss_and_weights_are_as_published(small_libsvm: Path) -> None:
     samples = {
         "digits": torch.zeros(2, 1, 8, 8),
         "text": torch.zeros(2, 5, dtype=torch.int64),
         "mnist": torch.zeros(2, 1, 28, 28),
         "cifar10": torch.zeros(2, 3, 32, 32),
+        "logreg": torch.zeros(2, 12),
     }
     for kind in ALL:
-        task = kind()
+        task = kind(data=str(small_libsvm) if kind is Logreg else None)
         output = task.build_model()(samples[task.name])
         target = torch.zeros(output.shape[:-1], dtype=torch.int64)
         assert math.isfinite(task.loss(output, target).item())

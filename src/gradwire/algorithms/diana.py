@@ -18,6 +18,9 @@ from gradwire.protocols import Context, Outcome
 __all__ = ["DIANA", "DQGD"]
 
 
+_DTYPES = {"float64": torch.float64, "float32": torch.float32}
+
+
 def _check_unbiased(owner: str, inner: Method) -> None:
     require(
         isinstance(inner, Cast | Compressor) and inner.properties.unbiased and getattr(inner, "clip", None) is None,
@@ -88,13 +91,16 @@ class DIANA(Wrapper):
     minibatch noise it gains little: g_i - h_i stays large.
 
     Shifts are kept by parameter, unscaled under automatic mixed precision, h_i for this rank alone, h and v the same on
-    all; a round with a non-finite value changes none.
+    all; a round with a non-finite value changes none. By default they are float64: every worker rounds its own h_i and
+    all round h, and in float32 the difference of h to the mean of h_i, 1e-6 after some thousand rounds, stays in every
+    outcome (logistic regression on mushrooms then ends at 3e-9 in squared distance, instead of 3e-14).
 
     Args:
         compressor: An unbiased operator Q.
         alpha: How fast shifts learn; None: 1 / (1 + omega), the fastest for a constant gradient, with omega the
             compressor's variance constant. Above 2 / (1 + omega) shifts may diverge.
         momentum: Of v, 0 to below 1. Leave it at 0 where the optimizer has one.
+        shifts: "float64" or "float32": half the memory, enough where minibatches are noisy.
 
     Raises:
         HyperparameterError: ``compressor`` is biased, ``alpha`` is not in (0, 1] or None where omega is not known, or
@@ -115,6 +121,7 @@ class DIANA(Wrapper):
     compressor: Method = field(default_factory=_block_quantisation)
     alpha: float | None = None
     momentum: float = 0.0
+    shifts: str = "float64"
 
     name: ClassVar[str] = "diana"
     properties: ClassVar[Properties] = Properties(
@@ -131,6 +138,7 @@ class DIANA(Wrapper):
     def __post_init__(self) -> None:
         _check_unbiased("DIANA", self.compressor)
         omega = self.omega
+        require(self.shifts in _DTYPES, "DIANA", f"shifts is 'float64' or 'float32', not {self.shifts!r}")
         require(
             self.alpha is not None or omega is not None,
             "DIANA",
@@ -164,36 +172,49 @@ class DIANA(Wrapper):
         return 1 / (1 + self.omega)
 
     def plan(self, setting: Setting) -> Plan:
-        return _Differences(setting.plan(self.compressor), setting, self.rate, self.momentum)
+        return _Differences(setting.plan(self.compressor), setting, self.rate, self.momentum, _DTYPES[self.shifts])
 
 
 class _Differences(Around):
-    def __init__(self, inner: Plan, setting: Setting, rate: float, momentum: float) -> None:
+    def __init__(self, inner: Plan, setting: Setting, rate: float, momentum: float, dtype: torch.dtype) -> None:
         super().__init__(inner, setting.segments)
-        self._rate, self._momentum = rate, momentum
+        self._rate, self._momentum, self._dtype = rate, momentum, dtype
 
     def before(self, context: Context, flat: torch.Tensor) -> None:
-        held = context.memory.read("shift", self.segments)
-        staged = context.memory.stage("shift", self.segments)
+        held, staged = self._pair(context, "shift", replicated=False)
         for a, b in self.all_runs:
-            flat[a:b].sub_(held[a:b], alpha=context.loss_scale)
+            # Rounded once, after the subtraction.
+            flat[a:b] = flat[a:b].to(self._dtype).sub_(held[a:b], alpha=context.loss_scale)
             staged[a:b].copy_(held[a:b])
 
     def after(self, context: Context, flat: torch.Tensor, outcome: Outcome) -> None:
-        memory, scale = context.memory, context.loss_scale
+        rate, scale = self._rate / context.loss_scale, context.loss_scale
         if outcome.sent is None:
             raise TypeError("an inner plan did not say what it sent")
-        outcome.sent(memory.stage("shift", self.segments), self._rate / scale)
-        held = memory.read("mean_shift", self.segments, replicated=True)
-        staged = memory.stage("mean_shift", self.segments, replicated=True)
-        for a, b in self.runs[context.chunk]:
+        sent = context.workspace.get("sent", 4 * flat.numel()).view(torch.float32)
+        runs = self.runs[context.chunk]
+        for a, b in runs:
+            sent[a:b].zero_()
+        outcome.sent(sent, 1.0)
+        _, shift = self._pair(context, "shift", replicated=False)
+        held, staged = self._pair(context, "mean_shift", replicated=True)
+        for a, b in runs:
+            shift[a:b].add_(sent[a:b].to(self._dtype), alpha=rate)
+            mean = flat[a:b].to(self._dtype)
             # The old mean of the shifts serves the outcome.
-            torch.add(held[a:b], flat[a:b], alpha=self._rate / scale, out=staged[a:b])
-            flat[a:b].add_(held[a:b], alpha=scale)
+            torch.add(held[a:b], mean, alpha=rate, out=staged[a:b])
+            flat[a:b] = mean.add_(held[a:b], alpha=scale)
         if self._momentum:
-            before = memory.read("velocity", self.segments, replicated=True)
-            velocity = memory.stage("velocity", self.segments, replicated=True)
-            for a, b in self.runs[context.chunk]:
+            before, velocity = self._pair(context, "velocity", replicated=True)
+            for a, b in runs:
                 torch.mul(before[a:b], self._momentum, out=velocity[a:b])
-                velocity[a:b].add_(flat[a:b], alpha=1 / scale)
-                torch.mul(velocity[a:b], scale, out=flat[a:b])
+                velocity[a:b].add_(flat[a:b].to(self._dtype), alpha=1 / scale)
+                flat[a:b] = velocity[a:b] * scale
+
+    def _pair(self, context: Context, kind: str, *, replicated: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Give what is held of a kind, and what takes its place."""
+        memory, dtype = context.memory, self._dtype
+        return (
+            memory.read(kind, self.segments, replicated=replicated, dtype=dtype),
+            memory.stage(kind, self.segments, replicated=replicated, dtype=dtype),
+        )

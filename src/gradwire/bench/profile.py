@@ -20,7 +20,7 @@ from gradwire.bench.models import MODELS
 from gradwire.experiments.engine import build_model
 from gradwire.experiments.errors import UsageError, WorkerError, nearest
 from gradwire.experiments.launch import loopback
-from gradwire.experiments.order import DataOrder, share
+from gradwire.experiments.order import share
 from gradwire.experiments.plan import Plan
 from gradwire.experiments.tasks import ALL, build
 from gradwire.perf.profile import Profile
@@ -51,8 +51,8 @@ def profile_name(name: str, data: str | None = None) -> Profile:
     plan = Plan(task=build(name, data=data))
     plan.task.check_data()
     source = plan.task.load()
-    order = DataOrder(plan.seed, source.samples, plan.task.batch)
-    part = share(plan.task.batch, 0, plan.workers)
+    order = plan.task.order(plan.seed, source.samples, plan.workers)
+    part = share(order.batch, 0, plan.workers)
 
     def loss(module: nn.Module, step: int) -> torch.Tensor:
         inputs, targets = source.batch(order.indices(step), part, seed=plan.seed, step=step)

@@ -74,6 +74,9 @@ def train(
     seed: o.Seed = 0,
     eval_every: o.EvalEvery = None,
     ema: o.Ema = None,
+    l2: o.L2 = None,
+    l1: o.L1 = None,
+    split: o.Split = None,
     threads: o.Threads = 1,
     exclude: o.Exclude = None,
     min_numel: o.MinNumel = None,
@@ -108,7 +111,7 @@ def train(
             commands.resume(resume, stop_after=stop_after, as_json=as_json, debug=debug)
             return
         settings = {"data": data, "steps": steps, "batch": batch, "lr": lr, "optimizer": optimizer}
-        settings |= {"eval_every": eval_every, "ema": ema}
+        settings |= {"eval_every": eval_every, "ema": ema, "l2": l2, "l1": l1, "split": split}
         plan = _plan(
             task,
             method,
@@ -143,6 +146,9 @@ def compare(
     seed: o.Seed = 0,
     eval_every: o.EvalEvery = None,
     ema: o.Ema = None,
+    l2: o.L2 = None,
+    l1: o.L1 = None,
+    split: o.Split = None,
     threads: o.Threads = 1,
     exclude: o.Exclude = None,
     min_numel: o.MinNumel = None,
@@ -164,7 +170,7 @@ def compare(
         from gradwire.cli import commands
 
         settings = {"data": data, "steps": steps, "batch": batch, "lr": lr, "optimizer": optimizer}
-        settings |= {"eval_every": eval_every, "ema": ema}
+        settings |= {"eval_every": eval_every, "ema": ema, "l2": l2, "l1": l1, "split": split}
         plan = _plan(
             task,
             "fp32",

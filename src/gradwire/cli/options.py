@@ -8,6 +8,8 @@ from typing import Annotated
 import typer
 
 __all__ = [
+    "L1",
+    "L2",
     "AsJson",
     "Batch",
     "Collective",
@@ -25,6 +27,7 @@ __all__ = [
     "Overwrite",
     "Seed",
     "Simulate",
+    "Split",
     "Steps",
     "TaskName",
     "Threads",
@@ -35,7 +38,7 @@ __all__ = [
 METHOD_HELP = 'Method and its settings, such as terngrad or "TernGrad(clip=None)"; see: gradwire methods'
 TRAINING, LINK, OUTPUT = "Training", "Gradient exchange", "Output"
 
-TaskName = Annotated[str, typer.Argument(metavar="TASK", help="digits, text, mnist or cifar10")]
+TaskName = Annotated[str, typer.Argument(metavar="TASK", help="digits, text, mnist, cifar10 or logreg")]
 Workers = Annotated[int, typer.Option("--workers", "-n", help="Number of workers")]
 Simulate = Annotated[bool, typer.Option("--simulate", help="Play all workers in one process; same results")]
 Lab = Annotated[
@@ -47,7 +50,9 @@ Data = Annotated[
     typer.Option(metavar="PATH", help="The data, in its original file format", rich_help_panel=TRAINING),
 ]
 Steps = Annotated[int | None, typer.Option(help="Optimizer steps", rich_help_panel=TRAINING)]
-Batch = Annotated[int | None, typer.Option(help="Samples a step, over all workers", rich_help_panel=TRAINING)]
+Batch = Annotated[
+    int | None, typer.Option(help="Samples a step, over all workers; logreg: 0 for all", rich_help_panel=TRAINING)
+]
 LearningRate = Annotated[float | None, typer.Option("--lr", help="Learning rate", rich_help_panel=TRAINING)]
 Optimizer = Annotated[str | None, typer.Option(help="sgd or adam", rich_help_panel=TRAINING)]
 Seed = Annotated[int, typer.Option(help="Of weights, data order and the method's draws", rich_help_panel=TRAINING)]
@@ -58,6 +63,14 @@ Ema = Annotated[
         help="Evaluate a moving average of the weights with this decay, such as 0.9999",
         rich_help_panel=TRAINING,
     ),
+]
+L2 = Annotated[float | None, typer.Option("--l2", help="logreg: strength of (l2/2) |x|^2", rich_help_panel=TRAINING)]
+L1 = Annotated[
+    float | None, typer.Option("--l1", help="logreg: strength of l1 |x|_1; 0: off", rich_help_panel=TRAINING)
+]
+Split = Annotated[
+    str | None,
+    typer.Option(help="logreg: label (workers differ as much as they can) or random", rich_help_panel=TRAINING),
 ]
 Threads = Annotated[int, typer.Option(help="Torch threads of each worker", rich_help_panel=TRAINING)]
 Exclude = Annotated[

@@ -25,7 +25,8 @@ class Plan:
         workers: world size; ``task.batch`` is divided by it.
         simulate: one process plays all workers.
         seed: of the initial weights, the data order, augmentation and the method's draws.
-        exclude, min_numel, warmup_steps, collective: as in ``gradwire.attach``.
+        exclude, min_numel, warmup_steps, collective: as in ``gradwire.attach``; without a ``min_numel``, the task's own
+            counts.
         threads: torch threads of each process.
         checkpoint_every: steps between checkpoints; 0 writes one at the end only.
         log_every: steps between training rows; a row holds the mean loss and the median step time since the
@@ -88,7 +89,7 @@ class Plan:
         """Give the options that ``gradwire.attach`` and ``gradwire.SimulatedLink`` share."""
         return {
             "exclude": self.exclude,
-            "min_numel": self.min_numel,
+            "min_numel": self.task.min_numel if self.min_numel is None else self.min_numel,
             "collective": self.collective,
             "warmup_steps": self.warmup_steps,
             "seed": self.seed,

@@ -1,7 +1,7 @@
 """All workers in one process: one model, one row of a gradient matrix per worker.
 
 Every floating-point operation is the one that a real worker makes, on the same shapes: forward and backward
-on the worker's share, ``g + weight_decay * w`` per weight tensor, then the link's own arithmetic.
+on the worker's share, ``g + decay * w`` per weight tensor, then the link's own arithmetic.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 import gradwire as gw
 from gradwire.experiments.engine import build_model, decayed, score_share
-from gradwire.experiments.order import DataOrder, share
+from gradwire.experiments.order import share
 from gradwire.experiments.plan import Plan
 
 __all__ = ["SimulatedEngine"]
@@ -31,7 +31,7 @@ class SimulatedEngine:
         self.plan, self.rank, self.world_size = plan, 0, plan.workers
         self.model = build_model(plan)
         self.source = plan.task.load()
-        self.order = DataOrder(plan.seed, self.source.samples, plan.task.batch)
+        self.order = plan.task.order(plan.seed, self.source.samples, plan.workers)
         self.link = gw.SimulatedLink(self.model.named_parameters(), plan.method, plan.workers, **plan.link_options())
         self.parameters = list(self.model.parameters())
         self.buffers = list(self.model.buffers())
@@ -47,22 +47,22 @@ class SimulatedEngine:
         return views
 
     def _decay(self) -> list[Tensor | None]:
-        if not self.plan.task.weight_decay:
+        if not self.plan.task.decay:
             return [None] * len(self.parameters)
         weights = {id(parameter) for parameter in decayed(self.model)}
         with torch.no_grad():
-            return [p * self.plan.task.weight_decay if id(p) in weights else None for p in self.parameters]
+            return [p * self.plan.task.decay if id(p) in weights else None for p in self.parameters]
 
     def backward(self, step: int) -> float:
         """Fill every worker's row, reduce, and leave the mean in ``.grad``; return the mean loss."""
         indices, decay = self.order.indices(step), self._decay()
-        whole = slice(0, self.plan.task.batch)
+        whole = slice(0, self.order.batch)
         inputs, targets = self.source.batch(indices, whole, seed=self.plan.seed, step=step)
         before = [buffer.clone() for buffer in self.buffers]
         kept: list[Tensor] = []
         losses = []
         for worker in range(self.world_size):
-            part = share(self.plan.task.batch, worker, self.world_size)
+            part = share(self.order.batch, worker, self.world_size)
             if worker:
                 self._set_buffers(before)
             losses.append(self._worker(worker, inputs[part], targets[part], decay))

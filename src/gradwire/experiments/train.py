@@ -96,7 +96,7 @@ class Trainer:
         began_s = now_s()
         for group in self.optimizer.param_groups:
             group["lr"] = self.plan.task.learning_rate(self.step)
-        loss = self.engine.backward(self.step)
+        loss = self.engine.backward(self.step) + self.plan.task.penalty(self.engine.model)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.step += 1
@@ -152,6 +152,7 @@ class Trainer:
         if self.average:
             self.average.swap()
         loss, accuracy = self.engine.score()
+        loss += self.plan.task.penalty(self.engine.model)
         if self.average:
             self.average.swap()
         self._row("eval", loss, accuracy, None)

@@ -26,7 +26,7 @@ import gradwire as gw
 from gradwire.errors import GradwireError
 from gradwire.experiments.engine import build_model, decayed, score_share
 from gradwire.experiments.folder import RunFolder
-from gradwire.experiments.order import DataOrder, share
+from gradwire.experiments.order import share
 from gradwire.experiments.plan import Plan
 from gradwire.experiments.train import Row, Trainer
 from gradwire.processes import die_with_parent
@@ -67,9 +67,9 @@ class DistributedEngine:
         self.plan, self.rank, self.world_size = plan, dist.get_rank(), dist.get_world_size()
         self.model: nn.Module = build_model(plan)
         self.source = plan.task.load()
-        self.order = DataOrder(plan.seed, self.source.samples, plan.task.batch)
-        self.part = share(plan.task.batch, self.rank, self.world_size)
-        if plan.task.weight_decay:
+        self.order = plan.task.order(plan.seed, self.source.samples, self.world_size)
+        self.part = share(self.order.batch, self.rank, self.world_size)
+        if plan.task.decay:
             for parameter in decayed(self.model):
                 parameter.register_hook(self._decay(parameter))
         self.ddp = DistributedDataParallel(self.model)
@@ -77,7 +77,7 @@ class DistributedEngine:
 
     def _decay(self, parameter: Tensor) -> Callable[[Tensor], Tensor]:
         """Add the decay term to the gradient before DDP sees it, as part of the differentiated loss."""
-        factor = self.plan.task.weight_decay
+        factor = self.plan.task.decay
         return lambda gradient: gradient + parameter.detach() * factor
 
     def backward(self, step: int) -> float:

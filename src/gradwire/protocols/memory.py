@@ -15,9 +15,9 @@ __all__ = ["Memory"]
 class _Bank:
     """One kind of memory of one bucket: what was committed, and what this round would make of it."""
 
-    def __init__(self, numel: int, device: str) -> None:
-        self.held = torch.zeros(numel, device=device)
-        self.staged = torch.zeros(numel, device=device)
+    def __init__(self, numel: int, dtype: torch.dtype, device: str) -> None:
+        self.held = torch.zeros(numel, dtype=dtype, device=device)
+        self.staged = torch.zeros(numel, dtype=dtype, device=device)
         self.changed = False
 
 
@@ -39,16 +39,20 @@ class Memory:
         self._values: dict[str, torch.Tensor] = {}
         self._staged_values: dict[str, torch.Tensor] = {}
 
-    def read(self, kind: str, segments: Sequence[Segment], *, replicated: bool = False) -> torch.Tensor:
+    def read(
+        self, kind: str, segments: Sequence[Segment], *, replicated: bool = False, dtype: torch.dtype = torch.float32
+    ) -> torch.Tensor:
         """Give what is held for whole parameters, laid out as ``segments`` are; zeros at first; not to be written.
 
         There is room for dense segments, but what lies there is not kept.
         """
-        return self._bank(kind, segments, replicated).held
+        return self._bank(kind, segments, replicated, dtype).held
 
-    def stage(self, kind: str, segments: Sequence[Segment], *, replicated: bool = False) -> torch.Tensor:
+    def stage(
+        self, kind: str, segments: Sequence[Segment], *, replicated: bool = False, dtype: torch.dtype = torch.float32
+    ) -> torch.Tensor:
         """Give the vector, of the same layout, that takes the place of what is held; fill it all."""
-        bank = self._bank(kind, segments, replicated)
+        bank = self._bank(kind, segments, replicated, dtype)
         bank.changed = True
         return bank.staged
 
@@ -99,19 +103,19 @@ class Memory:
     def _scope(self, kind: str) -> str:
         return "replicated" if kind in self._replicated else "rank"
 
-    def _bank(self, kind: str, segments: Sequence[Segment], replicated: bool) -> _Bank:
+    def _bank(self, kind: str, segments: Sequence[Segment], replicated: bool, dtype: torch.dtype) -> _Bank:
         key = (kind, tuple(s.parameter.name for s in segments))
         with self._lock:
             have = self._banks.get(key)
             if have is None:
-                have = self._banks[key] = self._move_in(kind, segments)
+                have = self._banks[key] = self._move_in(kind, segments, dtype)
                 if replicated:
                     self._replicated.add(kind)
             return have
 
-    def _move_in(self, kind: str, segments: Sequence[Segment]) -> _Bank:
+    def _move_in(self, kind: str, segments: Sequence[Segment], dtype: torch.dtype) -> _Bank:
         """Make a bank, and bring what is held of its parameters from wherever it lay before."""
-        bank = _Bank(max((s.offset + s.numel for s in segments), default=0), self._device)
+        bank = _Bank(max((s.offset + s.numel for s in segments), default=0), dtype, self._device)
         for s in (s for s in segments if not s.dense):
             place = bank.held[s.offset : s.offset + s.numel]
             before = self._home.get((kind, s.parameter.name))

@@ -9,12 +9,13 @@ from gradwire.experiments.errors import UsageError, nearest
 from gradwire.experiments.tasks.base import Source, Task
 from gradwire.experiments.tasks.cifar10 import Cifar10
 from gradwire.experiments.tasks.digits import Digits
+from gradwire.experiments.tasks.logreg import Logreg
 from gradwire.experiments.tasks.mnist import Mnist
 from gradwire.experiments.tasks.text import Text
 
 __all__ = ["ALL", "Source", "Task", "build"]
 
-ALL: tuple[type[Task], ...] = (Digits, Text, Mnist, Cifar10)
+ALL: tuple[type[Task], ...] = (Digits, Text, Mnist, Cifar10, Logreg)
 
 
 def build(name: str, **settings: Any) -> Task:
@@ -28,7 +29,8 @@ def build(name: str, **settings: Any) -> Task:
         raise UsageError(f"unknown task {name!r}: {nearest(name, known)}")
     chosen = known[name]
     fields = [field.name for field in dataclasses.fields(chosen)]
-    for key in settings:
+    asked = {key: value for key, value in settings.items() if value is not None}
+    for key in asked:
         if key not in fields:
             raise UsageError(f"task {name} has no setting {key!r}: {nearest(key, fields)}")
-    return chosen(**{key: value for key, value in settings.items() if value is not None})
+    return chosen(**asked)

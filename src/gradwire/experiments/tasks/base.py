@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gradwire.experiments.errors import UsageError, nearest
+from gradwire.experiments.order import DataOrder, Order
 
 __all__ = ["OPTIMIZERS", "SCHEDULES", "Source", "Task"]
 
@@ -52,6 +53,10 @@ class Task(ABC):
     name: ClassVar[str]
     summary: ClassVar[str]
     evaluated_on: ClassVar[str]
+    least_batch: ClassVar[int] = 1
+    """0 in tasks that read ``batch=0`` as: all samples, in every step."""
+    min_numel: ClassVar[int | None] = None
+    """Below how many elements a parameter travels in float32, where the plan does not say; None: as ``attach``."""
 
     steps: int
     batch: int
@@ -70,9 +75,9 @@ class Task(ABC):
             raise UsageError(f"unknown optimizer {self.optimizer!r}: {nearest(self.optimizer, OPTIMIZERS)}")
         if self.schedule not in SCHEDULES:
             raise UsageError(f"unknown schedule {self.schedule!r}: {nearest(self.schedule, SCHEDULES)}")
-        for field in ("steps", "batch", "eval_every"):
-            if getattr(self, field) < 1:
-                raise UsageError(f"{field} = {getattr(self, field)}: must be at least 1")
+        for field, least in (("steps", 1), ("batch", self.least_batch), ("eval_every", 1)):
+            if getattr(self, field) < least:
+                raise UsageError(f"{field} = {getattr(self, field)}: must be at least {least}")
         if not (math.isfinite(self.lr) and self.lr > 0):
             raise UsageError(f"lr = {self.lr}: must be a positive number")
         if not 0 <= self.ema < 1:
@@ -88,6 +93,19 @@ class Task(ABC):
 
     def check_data(self) -> None:  # noqa: B027
         """Look whether the data is there, without reading all of it; raises DataError or UsageError."""
+
+    def order(self, seed: int, samples: int, workers: int) -> Order:
+        """Say which samples each step and worker takes; without a word from the task, anyone any sample."""
+        return DataOrder(seed, samples, self.batch)
+
+    @property
+    def decay(self) -> float:
+        """Factor of the weights in the gradient of the differentiated loss."""
+        return self.weight_decay
+
+    def penalty(self, model: nn.Module) -> float:
+        """Give what belongs to the objective that is reported, beside the mean loss over samples; by default 0."""
+        return 0.0
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         """Give the mean cross entropy over samples (and positions)."""

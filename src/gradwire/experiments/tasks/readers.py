@@ -1,15 +1,17 @@
-"""Readers of the original file formats: MNIST's idx files, CIFAR-10's binary records.
+"""Readers of the original file formats: MNIST's idx files, CIFAR-10's binary records, LIBSVM's text.
 
-Every reader checks magic number and size first and raises DataError with the file, what was expected and what
-was found; a truncated download must not become a smaller data set.
+Every reader of binary files checks magic number and size first and raises DataError with the file, what was expected
+and what was found; a truncated download must not become a smaller data set. The reader of text names the line.
 """
 
 from __future__ import annotations
 
 import gzip
 import lzma
+import math
 import struct
 import zlib
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -17,7 +19,16 @@ from torch import Tensor
 
 from gradwire.experiments.errors import DataError
 
-__all__ = ["existing_folder", "find_file", "read_bytes", "read_cifar10", "read_idx_images", "read_idx_labels"]
+__all__ = [
+    "Rows",
+    "existing_folder",
+    "find_file",
+    "read_bytes",
+    "read_cifar10",
+    "read_idx_images",
+    "read_idx_labels",
+    "read_libsvm",
+]
 
 IMAGES_MAGIC, LABELS_MAGIC = 2051, 2049
 CLASSES = 10
@@ -102,3 +113,90 @@ def _labels(path: Path, labels: Tensor) -> Tensor:
     if (highest := int(labels.max())) >= CLASSES:
         raise DataError(f"{path}: labels: expected 0 to {CLASSES - 1}, found {highest}")
     return labels.to(torch.int64)
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Labelled sparse rows.
+
+    Attributes:
+        labels: -1 or +1, float64 ``[rows]``.
+        starts: Row i holds entries ``starts[i] .. starts[i + 1]``; int64 ``[rows + 1]``.
+        columns: Of each entry, counted from 0; int64 ``[entries]``.
+        values: float64 ``[entries]``.
+        features: Number of columns.
+    """
+
+    labels: Tensor
+    starts: Tensor
+    columns: Tensor
+    values: Tensor
+    features: int
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        """Give the rows as ``[rows, features]``."""
+        rows = torch.arange(self.labels.numel()).repeat_interleave(self.starts.diff())
+        matrix = torch.zeros(self.labels.numel(), self.features, dtype=dtype)
+        matrix[rows, self.columns] = self.values.to(dtype)
+        return matrix
+
+
+def read_libsvm(path: Path) -> Rows:
+    """Read rows ``label index:value ...`` of two classes, indices from 1 and ascending, plain or .gz or .xz.
+
+    The smaller label becomes -1, the larger +1; a row may be a label alone; there are as many features as the largest
+    index says.
+
+    Raises:
+        DataError: the file cannot be read, or a row is malformed; the message names file and line.
+    """
+    labels: list[float] = []
+    starts, columns, values = [0], list[int](), list[float]()
+    for number, line in enumerate(read_bytes(path).decode("ascii", "replace").splitlines(), 1):
+        label, *entries = line.split() or [""]
+        labels.append(_finite(path, number, "a label", label))
+        last = 0
+        for entry in entries:
+            index, colon, value = entry.partition(":")
+            if not colon or not (index.isascii() and index.isdecimal()):
+                raise DataError(f"{path}, line {number}: expected index:value, found {entry!r}")
+            if int(index) <= last:
+                after = f"an index above {last}" if last else "indices from 1"
+                raise DataError(f"{path}, line {number}: expected {after}, found {entry!r}")
+            last = int(index)
+            columns.append(last - 1)
+            values.append(_finite(path, number, "a finite value", value, entry))
+        starts.append(len(columns))
+    if not labels:
+        raise DataError(f"{path}: expected rows of label index:value ..., found an empty file")
+    if not columns:
+        raise DataError(f"{path}: expected features, found {len(labels)} rows with a label alone")
+    return Rows(
+        _signs(path, labels),
+        torch.tensor(starts),
+        torch.tensor(columns),
+        torch.tensor(values, dtype=torch.float64),
+        max(columns) + 1,
+    )
+
+
+def _finite(path: Path, line: int, what: str, word: str, found: str | None = None) -> float:
+    try:
+        number = float(word)
+    except ValueError:
+        number = math.nan
+    # Python reads 1_0 as ten; no other program does.
+    if not math.isfinite(number) or "_" in word:
+        raise DataError(f"{path}, line {line}: expected {what}, found {found or word!r}")
+    return number
+
+
+def _signs(path: Path, labels: list[float]) -> Tensor:
+    known = sorted(set(labels))
+    if len(known) > 2:
+        one, other = list(dict.fromkeys(labels))[:2]
+        line, third = next((i, label) for i, label in enumerate(labels, 1) if label not in (one, other))
+        raise DataError(f"{path}, line {line}: expected two labels ({one:g} and {other:g}), found a third, {third:g}")
+    if len(known) < 2:
+        raise DataError(f"{path}: expected two labels, found {known[0]:g} in all {len(labels)} rows")
+    return torch.where(torch.tensor(labels, dtype=torch.float64) == known[1], 1.0, -1.0).to(torch.float64)
