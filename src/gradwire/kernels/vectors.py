@@ -8,6 +8,7 @@ runs it; on one with narrower registers LLVM splits the operations.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ __all__ = ["F32", "I1", "I8", "I16", "I32", "I64", "Emitter", "data_pointer", "l
 I1, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
 F32 = ir.FloatType()
 
+_LITTLE = sys.byteorder == "little"
 _COMPRESSING_LLVM = 19  # from this version on LLVM compresses vectors in registers
 
 _NAMES = {str(I8): "i8", str(I16): "i16", str(I32): "i32", str(I64): "i64", str(F32): "f32"}
@@ -52,15 +54,6 @@ def _prefer_wide(typing_context):
 
 
 prefer_wide: Any = _prefer_wide  # to type checkers the decorator does not hide the first parameter
-
-
-class _VectorGep(ir.instructions.GEPInstr):
-    """Pointers to the elements at a vector of indices, which llvmlite's own builder does not make."""
-
-    def __init__(self, parent: Any, pointer: Any, index: Any, element: Any) -> None:
-        kind = vector(ir.PointerType(), index.type.count)
-        ir.instructions.Instruction.__init__(self, parent, kind, "getelementptr", [pointer, index])
-        self.pointer, self.indices, self.inbounds, self.source_etype = pointer, [index], False, element
 
 
 class Emitter:
@@ -159,14 +152,22 @@ class Emitter:
         pointer = self.b.bitcast(pointer, kind.as_pointer())
         self.call(name, ir.VoidType(), [value, pointer, ir.Constant(I32, 1), mask])
 
-    def gather(self, pointer: Any, index: Any, element: Any) -> Any:
-        """Load the elements at a vector of 32-bit indices, all of them within what ``pointer`` points to."""
-        kind, count = vector(element, index.type.count), index.type.count
-        places = _VectorGep(self.b.block, self.b.bitcast(pointer, element.as_pointer()), index, element)
-        self.b._insert(places)
-        name = f"llvm.masked.gather.v{count}{_NAMES[str(element)]}.v{count}p0"
-        arguments = [places, ir.Constant(I32, 1), self.constant(1, I1, count), self.constant(0, element, count)]
-        return self.call(name, kind, arguments)
+    def pick(self, pointer: Any, index: Any, element: Any) -> Any:
+        """Load the elements at a vector of 32-bit indices, all of them within what ``pointer`` points to.
+
+        One scalar load a lane: no slower than the gathers of the CPUs that have them, on some twice as fast.
+        """
+        b, lanes, one = self.b, index.type.count, ir.Constant(I64, 0xFFFFFFFF)
+        pointer = b.bitcast(pointer, element.as_pointer())
+        # Taken out in pairs, which halves the moves between vector and scalar registers.
+        pairs = b.bitcast(index, vector(I64, lanes // 2))
+        picked = self.constant(0, element, lanes)
+        for pair in range(lanes // 2):
+            both = b.extract_element(pairs, ir.Constant(I32, pair))
+            halves = b.and_(both, one), b.lshr(both, ir.Constant(I64, 32))
+            for lane, place in enumerate(halves if _LITTLE else halves[::-1], 2 * pair):
+                picked = b.insert_element(picked, b.load(b.gep(pointer, [place])), ir.Constant(I32, lane))
+        return picked
 
     def expand_load(self, pointer: Any, element: Any, mask: Any) -> Any:
         """Load neighbouring elements into the masked lanes, zero elsewhere; no other memory is touched."""

@@ -2,7 +2,7 @@
 """Compiled rANS coding and the check. The drivers keep within bounds; *bodies* do the arithmetic on whole rows.
 
 As in ``cpu_drivers.py``, the type of the first argument chooses the bodies: ``True`` explicit vectors, ``None`` plain.
-A body may read or write 64 words a row: a driver hands it as many rows as surely fit, and again what is left.
+A body may read or write 128 words a row: a driver hands it as many rows as surely fit, and again what is left.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from gradwire.kernels.vectors import prefer_wide
 __all__ = ["check", "histogram", "rans_decode", "rans_encode"]
 
 _u8, _u32, _u64 = np.uint8, np.uint32, np.uint64
-_LANES, _ROW_WORDS, _SLACK, _STATE_BYTES = 64, 128, 32, 256
-_TABLE_AT, _FIXED = 8, 8 + 32 + 256
-_TILE = 128  # rows decoded before escapes are put in: 8 KiB, still in the L1 cache
+_LANES, _ROW_BYTES, _SLACK, _STATE_BYTES = 128, 256, 32, 512
+_TABLE_AT, _FIXED = 8, 8 + 32 + 512
+_TILE = 64  # rows decoded before escapes are put in: 8 KiB, still in the L1 cache
 
 _START, _SEED, _FINAL = _u64(checksum.START), _u64(checksum.SEED), _u64(checksum.FINAL)
 
@@ -84,7 +84,7 @@ def check(variant, head, body):
 
 @njit(nogil=True)
 def histogram(symbols, step, counts):
-    """Count every ``step``-th block of 64 symbols, up to the last whole one, in ``counts`` (int64 ``[256]``)."""
+    """Count every ``step``-th row of 128 symbols, up to the last whole one, in ``counts`` (int64 ``[256]``)."""
     parts = np.zeros((4, 256), np.uint32)  # four, since adding to one counter twice running waits for memory
     for row in range(0, symbols.size // _LANES, step):
         block = symbols[_LANES * row : _LANES * (row + 1)]
@@ -121,14 +121,14 @@ def rans_encode(variant, symbols, room):
             table[symbol] = _u32(frequencies[symbol] | start << 12)
             start += frequencies[symbol]
 
-    states, masks = np.full(_LANES, 1 << 16, np.uint32), np.empty(rows, np.uint64)
+    states, masks = np.full(_LANES, 1 << 16, np.uint32), np.empty(2 * rows, np.uint64)
     left = rows
     while left > 0:
-        part = min(left, (room.size - at - _SLACK) // _ROW_WORDS)
+        part = min(left, (room.size - at - _SLACK) // _ROW_BYTES)
         if part < 1:
             return -1
         left -= part
-        at = _encode_rows(variant, symbols, _LANES * left, part, table, states, room, at, masks[left:])
+        at = _encode_rows(variant, symbols, _LANES * left, part, table, states, room, at, masks[2 * left :])
 
     rest = symbols.size - _LANES * rows
     if at + _STATE_BYTES + rest >= room.size:
@@ -137,12 +137,12 @@ def rans_encode(variant, symbols, room):
         _put_word(room, at + 4 * lane, states[lane])
     at += _STATE_BYTES
     begin, stop = at, room.size - rest
-    for row in range(rows):
-        mask = masks[row]
+    for half in range(2 * rows):
+        mask = masks[half]
         while mask != _u64(0):
             if at >= stop:
                 return -1
-            room[at] = symbols[_LANES * row + _lowest(variant, mask)]
+            room[at] = symbols[64 * half + _lowest(variant, mask)]
             at += 1
             mask &= mask - _u64(1)
     _put_word(room, 0, at - begin)
@@ -185,7 +185,7 @@ def rans_decode(variant, body, out):
         states[lane] = _u32(_get_word(body, stop + 4 * lane))
     done = 0
     while done < rows:
-        part = min(rows - done, _TILE, (stop - begin) // _ROW_WORDS)
+        part = min(rows - done, _TILE, (stop - begin) // _ROW_BYTES)
         if part > 0:
             # All words of a row lie before `stop`, and the states behind it bear the vectors' wide loads.
             stop = _decode_rows(variant, body, stop, part, table, states, out, _LANES * done)
@@ -195,12 +195,12 @@ def rans_decode(variant, body, out):
             if stop < 0:
                 return 4
         if escape >= 0:
-            for row in range(done, done + part):
-                mask = _match_row(variant, out, _LANES * row, escape)
+            for half in range(2 * done, 2 * (done + part)):
+                mask = _match_row(variant, out, 64 * half, escape)
                 while mask != _u64(0):
                     if side >= side_stop:
                         return 4
-                    out[_LANES * row + _lowest(variant, mask)] = body[side]
+                    out[64 * half + _lowest(variant, mask)] = body[side]
                     side += 1
                     mask &= mask - _u64(1)
         done += part

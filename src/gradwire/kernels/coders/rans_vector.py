@@ -15,7 +15,7 @@ from gradwire.kernels.vectors import F32, I8, I16, I32, I64, Emitter, data_point
 
 __all__ = ["check_rows", "decode_rows", "encode_rows", "lowest", "match_row"]
 
-_GROUPS = 4  # vectors of 16 lanes in a row
+_GROUPS = 8  # vectors of 16 lanes in a row
 
 
 def _states(e: Emitter, pointer: Any) -> list[Any]:
@@ -31,8 +31,8 @@ def _keep_states(e: Emitter, pointer: Any, states: list[Any]) -> None:
 def decode_rows(typing_context, data, stop, rows, table, states, out, first):
     """Decode ``rows`` rows to ``out[first:]``; return where the words not yet read end (``stop``: all of them).
 
-    ``table`` (uint32 ``[4096]``) holds ``f * 2^20 + (slot - start) * 2^8 + symbol``. At least 64 words a row lie before
-    ``stop``, and 32 bytes of anything behind.
+    ``table`` (uint32 ``[4096]``) holds ``f * 2^20 + (slot - start) * 2^8 + symbol``. At least 128 words a row lie
+    before ``stop``, and 32 bytes of anything behind.
     """
 
     def codegen(context, builder, signature, arguments):
@@ -47,7 +47,7 @@ def decode_rows(typing_context, data, stop, rows, table, states, out, first):
             place, old, found, short = carried[0], carried[1:], [], []
             row = e.at(target, b.mul(index, ir.Constant(I64, e.lanes * _GROUPS)), I8)
             for group, state in enumerate(old):
-                entry = e.gather(slots, b.and_(state, e.constant(4095)), I32)
+                entry = e.pick(slots, b.and_(state, e.constant(4095)), I32)
                 bias = b.and_(e.shift_right(entry, 8), e.constant(4095))
                 found.append(b.add(b.mul(e.shift_right(entry, 20), e.shift_right(state, 12)), bias))
                 short.append(b.icmp_unsigned("<", found[-1], e.constant(1 << 16)))
@@ -70,8 +70,8 @@ def decode_rows(typing_context, data, stop, rows, table, states, out, first):
 def encode_rows(typing_context, symbols, first, rows, table, states, out, at, masks):
     """Encode ``rows`` rows from ``symbols[first]`` on, the last one first, to ``out[at:]``; return where it ends.
 
-    ``table`` (uint32 ``[256]``) holds ``rare * 2^31 + start * 2^12 + f``; ``masks`` (uint64) gets the lanes of each row
-    that are rare. ``out`` has room for 64 words a row and 32 bytes more.
+    ``table`` (uint32 ``[256]``) holds ``rare * 2^31 + start * 2^12 + f``; ``masks`` (uint64, two a row) gets the
+    lanes that are rare. ``out`` has room for 128 words a row and 32 bytes more.
     """
 
     def codegen(context, builder, signature, arguments):
@@ -87,14 +87,15 @@ def encode_rows(typing_context, symbols, first, rows, table, states, out, at, ma
             place, new = carried[0], []
             number = b.sub(b.sub(rows, ir.Constant(I64, 1)), index)
             row = e.at(source, b.mul(number, ir.Constant(I64, e.lanes * _GROUPS)), I8)
-            flags, spilled = zero, []
+            flags, spilled = [zero, zero], []
             for group, state in enumerate(carried[1:]):
                 symbol = b.zext(e.load(e.at(row, e.lanes * group, I8), I8), vector(I32, e.lanes))
-                entry = e.gather(entries, symbol, I32)
+                entry = e.pick(entries, symbol, I32)
                 f = b.and_(entry, e.constant(4095))
                 start = b.and_(e.shift_right(entry, 12), e.constant(4095))
                 flag = e.mask_bits(b.icmp_signed("<", entry, e.constant(0)))
-                flags = b.or_(flags, b.shl(flag, ir.Constant(I64, e.lanes * group)))
+                half = group * e.lanes // 64
+                flags[half] = b.or_(flags[half], b.shl(flag, ir.Constant(I64, e.lanes * group % 64)))
                 full = b.icmp_unsigned(">=", state, e.shift_left(f, 20))
                 spilled.append((state, full))
                 state = b.select(full, e.shift_right(state, 16), state)
@@ -108,7 +109,8 @@ def encode_rows(typing_context, symbols, first, rows, table, states, out, at, ma
             for state, full in spilled:
                 e.compress_store(state, e.at(target, place, I8), full)
                 place = b.add(place, b.shl(e.count(full), ir.Constant(I64, 1)))
-            b.store(flags, e.at(rare, number, I64))
+            for half, flag in enumerate(flags):
+                b.store(flag, e.at(rare, b.add(b.add(number, number), ir.Constant(I64, half)), I64))
             return [place, *new]
 
         place, *last = loop(b, rows, 1, [arguments[6], *_states(e, kept)], body)

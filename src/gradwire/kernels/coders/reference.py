@@ -15,14 +15,14 @@ __all__ = ["ReferenceHuffman", "ReferenceRans"]
 
 Integers = npt.NDArray[np.int64]
 
-LANES = 64
+LANES = 128
 LOW = 1 << 16
 STATE_BYTES = 4 * LANES
 FIXED_BYTES = 8 + tables.BITMAP_BYTES + STATE_BYTES
 
 
 class ReferenceRans:
-    """Interleaved rANS (Duda, "Asymmetric numeral systems", arXiv:1311.2540), 64 lanes a row."""
+    """Interleaved rANS (Duda, "Asymmetric numeral systems", arXiv:1311.2540), 128 lanes a row."""
 
     coder = "rans"
     backend = "reference"
@@ -45,7 +45,7 @@ class ReferenceRans:
         states, size = np.full(LANES, LOW, np.int64), end
         pieces: list[npt.NDArray[np.uint16]] = []
         for row in rows[::-1]:
-            if size + 160 > len(room):
+            if size + 2 * LANES + 32 > len(room):
                 return -1
             f = frequencies[owner[row]]
             full = states >= f << (32 - SCALE_BITS)
