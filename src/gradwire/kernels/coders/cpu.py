@@ -8,11 +8,11 @@ from gradwire.errors import BackendError
 from gradwire.kernels.coders.base import Bytes
 
 try:
-    from gradwire.kernels.coders import drivers
+    from gradwire.kernels.coders import drivers, huffman_drivers
 except ImportError as error:
     raise BackendError(f"coder backend 'cpu' needs numba ({error}): pip install 'numba>=0.61'") from error
 
-__all__ = ["CpuRans"]
+__all__ = ["CpuHuffman", "CpuRans"]
 
 
 class _Compiled:
@@ -35,3 +35,15 @@ class CpuRans(_Compiled):
 
     def decode(self, body: Bytes, out: Bytes) -> int:
         return int(drivers.rans_decode(self._variant, body, out))
+
+
+class CpuHuffman(_Compiled):
+    """Huffman; see :class:`gradwire.kernels.coders.reference.ReferenceHuffman` for what is computed."""
+
+    coder = "huffman"
+
+    def encode(self, symbols: Bytes, room: Bytes) -> int:
+        return int(huffman_drivers.huffman_encode(symbols, room))
+
+    def decode(self, body: Bytes, out: Bytes) -> int:
+        return int(huffman_drivers.huffman_decode(body, out))
