@@ -25,7 +25,7 @@ _LANES, _ROW_BYTES, _SLACK, _STATE_BYTES = 128, 256, 32, 512
 _TABLE_AT, _FIXED = 8, 8 + 32 + 512
 _TILE = 64  # rows decoded before escapes are put in: 8 KiB, still in the L1 cache
 
-_START, _SEED, _FINAL = _u64(checksum.START), _u64(checksum.SEED), _u64(checksum.FINAL)
+_START, _SEED, _FACTOR = _u64(checksum.START), _u64(checksum.SEED), _u64(checksum.MULTIPLIER)
 
 
 def _either(name: str) -> Any:
@@ -74,10 +74,10 @@ def check(variant, head, body):
         _check_rows(variant, last, 1, sums)
     total = _SEED
     for value in head:
-        total = (total ^ value) * _FINAL
+        total = (total ^ value) * _FACTOR
         total ^= total >> _u64(32)
     for value in sums:
-        total = (total ^ value) * _FINAL
+        total = (total ^ value) * _FACTOR
         total ^= total >> _u64(32)
     return total
 
@@ -187,7 +187,6 @@ def rans_decode(variant, body, out):
     while done < rows:
         part = min(rows - done, _TILE, (stop - begin) // _ROW_BYTES)
         if part > 0:
-            # All words of a row lie before `stop`, and the states behind it bear the vectors' wide loads.
             stop = _decode_rows(variant, body, stop, part, table, states, out, _LANES * done)
         else:
             part = 1

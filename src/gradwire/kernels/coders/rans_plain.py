@@ -12,7 +12,7 @@ __all__ = ["check_rows", "decode_rows", "encode_rows", "lowest", "match_row"]
 
 _u8, _u32, _u64, _i64 = np.uint8, np.uint32, np.uint64, np.int64
 _LANES = 128
-_FACTOR, _LOW, _HALF = _u64(MULTIPLIER), _u64(0xFFFFFFFF), _u64(32)
+_FACTOR, _HALF = _u64(MULTIPLIER), _u64(32)
 
 
 @njit(nogil=True)
@@ -62,8 +62,8 @@ def check_rows(data, rows, sums):
             word = _u64(0)
             for octet in range(8):
                 word |= _u64(words[at + octet]) << _u64(8 * octet)
-            mixed = sums[lane] ^ word
-            sums[lane] = _u64((mixed & _LOW) * _FACTOR + (mixed >> _HALF))
+            mixed = _u64((sums[lane] ^ word) * _FACTOR)
+            sums[lane] = mixed ^ (mixed >> _HALF)
 
 
 @njit(nogil=True)

@@ -32,7 +32,7 @@ def decode_rows(typing_context, data, stop, rows, table, states, out, first):
     """Decode ``rows`` rows to ``out[first:]``; return where the words not yet read end (``stop``: all of them).
 
     ``table`` (uint32 ``[4096]``) holds ``f * 2^20 + (slot - start) * 2^8 + symbol``. At least 128 words a row lie
-    before ``stop``, and 32 bytes of anything behind.
+    before ``stop``.
     """
 
     def codegen(context, builder, signature, arguments):
@@ -135,8 +135,8 @@ def check_rows(typing_context, data, rows, sums):
             row, new = e.at(source, b.mul(index, ir.Constant(I64, ROW_BYTES)), I8), []
             for part, total in zip(parts, carried):
                 mixed = b.xor(total, e.load(e.at(row, part, I64), I64))
-                low = b.and_(mixed, e.constant(0xFFFFFFFF, I64))
-                new.append(b.add(b.mul(low, e.constant(MULTIPLIER, I64)), e.shift_right(mixed, 32)))
+                mixed = b.mul(mixed, e.constant(MULTIPLIER, I64))
+                new.append(b.xor(mixed, e.shift_right(mixed, 32)))
             return new
 
         last = loop(b, arguments[1], 1, [e.load(e.at(kept, part, I64), I64) for part in parts], body)

@@ -10,7 +10,15 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["ESCAPE", "SCALE", "SCALE_BITS", "choose_frequencies", "read_frequencies", "sample_step", "write_frequencies"]
+__all__ = [
+    "ESCAPE",
+    "SCALE",
+    "SCALE_BITS",
+    "choose_frequencies",
+    "read_frequencies",
+    "sample_step",
+    "write_frequencies",
+]
 
 SCALE_BITS = 12
 SCALE = 1 << SCALE_BITS
@@ -103,12 +111,12 @@ def read_frequencies(data: Any, at: int, stop: int, frequencies: Any) -> bool:
         frequencies[symbol] = (np.int64(data[at + (symbol >> 3)]) >> (symbol & 7)) & 1
         listed += frequencies[symbol]
     frequencies[ESCAPE] = 1 if listed < 256 else 0
-    half, end, total = 2 * (at + BITMAP_BYTES), 2 * stop, 0
+    half, end, total = 2 * (at + BITMAP_BYTES), 2 * stop, np.int64(0)
     for turn in range(257):
         index = ESCAPE if turn == 0 else turn - 1
         if frequencies[index] == 0:
             continue
-        value, shift = 0, 0
+        value, shift = np.int64(0), 0
         while True:
             if half >= end or shift > 9:
                 return False
