@@ -1,0 +1,20 @@
+"""Static order-0 entropy coders of bytes: rANS and Huffman in checked sections, and the papers' Elias codes.
+
+``docs/wire-format.md``, "Entropy-coded sections", states the formats. What is coded is the bytes' own statistics, so a
+caller gains by joining small symbols in a byte first: five trits (243 values) or two digits of up to 16 levels.
+"""
+
+from gradwire.kernels.coders.base import CODERS, Coder, entropy_bits
+from gradwire.kernels.coders.dispatch import CODER_BACKENDS, get_coder
+from gradwire.kernels.coders.elias import elias_bits, elias_decode, elias_encode
+
+__all__ = [
+    "CODERS",
+    "CODER_BACKENDS",
+    "Coder",
+    "elias_bits",
+    "elias_decode",
+    "elias_encode",
+    "entropy_bits",
+    "get_coder",
+]

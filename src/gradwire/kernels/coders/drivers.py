@@ -1,0 +1,243 @@
+# mypy: disable-error-code="no-untyped-call, no-untyped-def, misc, untyped-decorator"
+"""Compiled rANS coding and the check. The drivers keep within bounds; *bodies* do the arithmetic on whole rows.
+
+As in ``cpu_drivers.py``, the type of the first argument chooses the bodies: ``True`` explicit vectors, ``None`` plain.
+A body may read or write 128 words a row: a driver hands it as many rows as surely fit, and again what is left.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+from numba import njit
+from numba.core import types
+from numba.extending import overload
+
+from gradwire.kernels.coders import checksum, tables
+from gradwire.kernels.vectors import prefer_wide
+
+__all__ = ["check", "histogram", "rans_decode", "rans_encode"]
+
+_u8, _u32, _u64 = np.uint8, np.uint32, np.uint64
+_LANES, _ROW_BYTES, _SLACK, _STATE_BYTES = 128, 256, 32, 512
+_TABLE_AT, _FIXED = 8, 8 + 32 + 512
+_TILE = 64  # rows decoded before escapes are put in: 8 KiB, still in the L1 cache
+
+_START, _SEED, _FACTOR = _u64(checksum.START), _u64(checksum.SEED), _u64(checksum.MULTIPLIER)
+
+
+def _either(name: str) -> Any:
+    """Make a function whose body is the explicit-vector or the plain one of that name."""
+
+    def body(variant, *arguments):
+        raise NotImplementedError("called from compiled code only")
+
+    @overload(body, jit_options={"forceinline": True})
+    def choose(variant, *arguments):
+        home = "rans_plain" if isinstance(variant, types.NoneType) else "rans_vector"
+        chosen = getattr(import_module(f"gradwire.kernels.coders.{home}"), name)
+
+        def call(variant, *arguments):
+            return chosen(*arguments)
+
+        return call
+
+    return body
+
+
+_check_rows = _either("check_rows")
+_decode_rows = _either("decode_rows")
+_encode_rows = _either("encode_rows")
+_lowest = _either("lowest")
+_match_row = _either("match_row")
+
+_choose_frequencies = njit(nogil=True)(tables.choose_frequencies)
+_read_frequencies = njit(nogil=True)(tables.read_frequencies)
+_sample_step = njit(nogil=True)(tables.sample_step)
+_write_frequencies = njit(nogil=True)(tables.write_frequencies)
+
+
+@njit(nogil=True, cache=True)
+def check(variant, head, body):
+    """Compute the check of 16 bytes of header (uint64 ``[2]``) and a body."""
+    prefer_wide()
+    sums = np.empty(16, np.uint64)
+    for lane in range(16):
+        sums[lane] = _START * _u64(lane + 1)
+    rows = body.size // 128
+    _check_rows(variant, body, rows, sums)
+    if body.size > 128 * rows:
+        last = np.zeros(128, np.uint8)
+        last[: body.size - 128 * rows] = body[128 * rows :]
+        _check_rows(variant, last, 1, sums)
+    total = _SEED
+    for value in head:
+        total = (total ^ value) * _FACTOR
+        total ^= total >> _u64(32)
+    for value in sums:
+        total = (total ^ value) * _FACTOR
+        total ^= total >> _u64(32)
+    return total
+
+
+@njit(nogil=True)
+def histogram(symbols, step, counts):
+    """Count every ``step``-th row of 128 symbols, up to the last whole one, in ``counts`` (int64 ``[256]``)."""
+    parts = np.zeros((4, 256), np.uint32)  # four, since adding to one counter twice running waits for memory
+    for row in range(0, symbols.size // _LANES, step):
+        block = symbols[_LANES * row : _LANES * (row + 1)]
+        for lane in range(0, _LANES, 4):
+            parts[0, block[lane]] += _u32(1)
+            parts[1, block[lane + 1]] += _u32(1)
+            parts[2, block[lane + 2]] += _u32(1)
+            parts[3, block[lane + 3]] += _u32(1)
+    for symbol in range(256):
+        for part in range(4):
+            counts[symbol] += parts[part, symbol]
+
+
+@njit(nogil=True, cache=True)
+def rans_encode(variant, symbols, room):
+    """Write the body of ``symbols`` into ``room``; return its bytes, or -1 where it would not be shorter."""
+    prefer_wide()
+    rows = symbols.size // _LANES
+    if room.size < _FIXED or rows == 0:
+        return -1
+    counts, frequencies = np.zeros(256, np.int64), np.zeros(257, np.int64)
+    histogram(symbols, _sample_step(symbols.size), counts)
+    _choose_frequencies(counts, frequencies)
+    at = _write_frequencies(frequencies, room, _TABLE_AT)
+    if at < 0:
+        return -1
+    _put_word(room, 4, at - _TABLE_AT - 32)
+
+    table = np.empty(256, np.uint32)
+    start = frequencies[256]
+    for symbol in range(256):
+        table[symbol] = _u32(frequencies[256] | 1 << 31)
+        if frequencies[symbol] > 0:
+            table[symbol] = _u32(frequencies[symbol] | start << 12)
+            start += frequencies[symbol]
+
+    states, masks = np.full(_LANES, 1 << 16, np.uint32), np.empty(2 * rows, np.uint64)
+    left = rows
+    while left > 0:
+        part = min(left, (room.size - at - _SLACK) // _ROW_BYTES)
+        if part < 1:
+            return -1
+        left -= part
+        at = _encode_rows(variant, symbols, _LANES * left, part, table, states, room, at, masks[2 * left :])
+
+    rest = symbols.size - _LANES * rows
+    if at + _STATE_BYTES + rest >= room.size:
+        return -1
+    for lane in range(_LANES):
+        _put_word(room, at + 4 * lane, states[lane])
+    at += _STATE_BYTES
+    begin, stop = at, room.size - rest
+    for half in range(2 * rows):
+        mask = masks[half]
+        while mask != _u64(0):
+            if at >= stop:
+                return -1
+            room[at] = symbols[64 * half + _lowest(variant, mask)]
+            at += 1
+            mask &= mask - _u64(1)
+    _put_word(room, 0, at - begin)
+    room[at : at + rest] = symbols[_LANES * rows :]
+    at += rest
+    return at if at < room.size else -1
+
+
+@njit(nogil=True, cache=True)
+def rans_decode(variant, body, out):
+    """Undo :func:`rans_encode`; return 0, or the key in ``REFUSALS`` of what is wrong."""
+    prefer_wide()
+    rows = out.size // _LANES
+    if body.size < _FIXED or rows == 0:
+        return 1
+    escapes, table_bytes, rest = _get_word(body, 0), _get_word(body, 4), out.size - _LANES * rows
+    begin, side_stop = _TABLE_AT + 32 + table_bytes, body.size - rest
+    side = side_stop - escapes
+    stop = side - _STATE_BYTES
+    if begin > stop or (stop - begin) % 2 != 0:
+        return 3
+    frequencies = np.zeros(257, np.int64)
+    if not _read_frequencies(body, _TABLE_AT, begin, frequencies):
+        return 2
+
+    table = np.empty(4096, np.uint32)
+    escape, slot = -1, 0
+    for turn in range(257):
+        symbol = 256 if turn == 0 else turn - 1
+        if symbol < 256 and escape < 0 and frequencies[symbol] == 0:
+            escape = symbol
+        for bias in range(frequencies[symbol]):
+            table[slot] = _u32(frequencies[symbol] << 20 | bias << 8 | (symbol & 255))
+            slot += 1
+    for slot in range(frequencies[256]):
+        table[slot] |= _u32(escape)
+
+    states = np.empty(_LANES, np.uint32)
+    for lane in range(_LANES):
+        states[lane] = _u32(_get_word(body, stop + 4 * lane))
+    done = 0
+    while done < rows:
+        part = min(rows - done, _TILE, (stop - begin) // _ROW_BYTES)
+        if part > 0:
+            stop = _decode_rows(variant, body, stop, part, table, states, out, _LANES * done)
+        else:
+            part = 1
+            stop = _decode_last_row(body, begin, stop, table, states, out, _LANES * done)
+            if stop < 0:
+                return 4
+        if escape >= 0:
+            for half in range(2 * done, 2 * (done + part)):
+                mask = _match_row(variant, out, 64 * half, escape)
+                while mask != _u64(0):
+                    if side >= side_stop:
+                        return 4
+                    out[64 * half + _lowest(variant, mask)] = body[side]
+                    side += 1
+                    mask &= mask - _u64(1)
+        done += part
+    out[_LANES * rows :] = body[side_stop:]
+    for lane in range(_LANES):
+        if states[lane] != _u32(1 << 16):
+            return 4
+    return 0 if stop == begin and side == side_stop else 4
+
+
+@njit(nogil=True)
+def _decode_last_row(body, begin, stop, table, states, out, first):
+    """Decode one row, looking at every word whether it is there; return where the words end, or -1."""
+    for turn in range(_LANES):
+        lane = _LANES - 1 - turn
+        entry, state = np.int64(table[states[lane] & _u32(4095)]), np.int64(states[lane])
+        state = (entry >> 20) * (state >> 12) + ((entry >> 8) & 4095)
+        if state < 1 << 16:
+            if stop - 2 < begin:
+                return -1
+            stop -= 2
+            state = state << 16 | np.int64(body[stop]) | np.int64(body[stop + 1]) << 8
+        states[lane] = _u32(state)
+        out[first + lane] = _u8(entry & 255)
+    return stop
+
+
+@njit(nogil=True)
+def _get_word(data, at):
+    """Read 32 bits."""
+    value = np.int64(0)
+    for octet in range(4):
+        value |= np.int64(data[at + octet]) << (8 * octet)
+    return value
+
+
+@njit(nogil=True)
+def _put_word(out, at, value):
+    """Write 32 bits."""
+    for octet in range(4):
+        out[at + octet] = _u8(np.int64(value) >> (8 * octet) & 255)

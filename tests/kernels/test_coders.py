@@ -1,0 +1,243 @@
+"""Entropy coders: what goes in comes out, all backends write the same bytes, and few of them."""
+
+from __future__ import annotations
+
+import doctest
+import heapq
+import importlib
+import itertools
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+from coder_cases import CODER_BACKENDS, CODER_NAMES, all_backends, decoded, section_of, symbols, trits
+from hypothesis import given, settings
+
+from gradwire.errors import HyperparameterError
+from gradwire.kernels.coders import dispatch, entropy_bits, get_coder, lengths, tables
+
+
+@pytest.mark.parametrize("module", ["base", "checksum", "dispatch", "elias", "lengths"])
+def test_docstring_examples_hold(module: str) -> None:
+    result = doctest.testmod(importlib.import_module(f"gradwire.kernels.coders.{module}"))
+    assert result.attempted > 0
+    assert result.failed == 0
+
+
+@pytest.mark.parametrize("name", CODER_NAMES)
+@settings(max_examples=60, deadline=None)
+@given(source=symbols())
+def test_backends_write_the_same_bytes_and_read_them(name: str, source: torch.Tensor) -> None:
+    sections = [section_of(coder, source) for coder in all_backends(name)]
+    assert all(torch.equal(section, sections[0]) for section in sections)
+    for coder in all_backends(name):
+        assert torch.equal(decoded(coder, sections[0], source.numel()), source)
+
+
+@pytest.mark.parametrize("name", CODER_NAMES)
+@pytest.mark.parametrize("shift", [1, 7])
+def test_buffers_may_start_anywhere(name: str, shift: int) -> None:
+    source = trits(5000, 0.2)
+    moved = torch.cat([torch.zeros(shift, dtype=torch.uint8), source])[shift:]
+    sections = [section_of(coder, moved) for coder in all_backends(name)]
+    assert all(torch.equal(section, section_of(get_coder(name, "cpu"), source)) for section in sections)
+    section = torch.cat([torch.zeros(shift, dtype=torch.uint8), sections[0]])[shift:]
+    assert torch.equal(decoded(get_coder(name, "cpu"), section, 5000), source)
+
+
+# Shares of trits that fire: entropies of 0.76 and 1.22 bits a trit.
+@pytest.mark.parametrize("fired", [0.1506, 0.3221])
+@pytest.mark.parametrize("number", [200_000, 1_000_000])
+def test_rans_is_within_a_percent_of_the_entropy(fired: float, number: int) -> None:
+    source = trits(number, fired)
+    bits = entropy_bits(source)
+    assert bits / (5 * number) == pytest.approx(0.76 if fired < 0.2 else 1.22, abs=0.01)
+    assert 8 * len(section_of(get_coder("rans", "cpu"), source)) <= 1.01 * bits
+
+
+@pytest.mark.parametrize("fired", [0.01, 0.05])
+def test_rare_symbols_are_escaped_rather_than_paid_for_by_all(fired: float) -> None:
+    # 1 % for the quantised frequencies, and 1100 bytes: header, states (512) and table (32 + at most 257 / 2 * 4).
+    source = trits(200_000, fired)
+    assert len(section_of(get_coder("rans", "cpu"), source)) <= 1.01 * entropy_bits(source) / 8 + 1100
+
+
+def test_huffman_is_within_a_bit_of_the_entropy_each_symbol() -> None:
+    # Huffman's own law (the length limit cuts codes rarer than 2^-11 only), plus header, table and whole bytes.
+    for fired in (0.15, 0.32, 0.6):
+        source = trits(50_000, fired)
+        assert 8 * (len(section_of(get_coder("huffman", "cpu"), source)) - 200) <= entropy_bits(source) + 50_000
+
+
+@pytest.mark.parametrize("backend", CODER_BACKENDS)
+@pytest.mark.parametrize("name", CODER_NAMES)
+def test_degenerate_symbols(name: str, backend: str) -> None:
+    coder = get_coder(name, backend)
+    every = torch.arange(256, dtype=torch.uint8)
+    uniform = torch.cat([every[torch.randperm(256, generator=torch.Generator().manual_seed(k))] for k in range(20)])
+    for source, most in [
+        (every[:0], 24),
+        (every[7:8], 25),
+        (every[3:4].repeat(100_000), 25),
+        (every, 24 + 256),
+        (uniform, 24 + len(uniform)),
+        # A bit a symbol, and of Huffman's fixed parts 128 + 16 + 8 bytes and at most one a stream for whole bytes.
+        (torch.cat([every[:1].repeat(99_999), every[9:10]]), 24 + 156 + 100_000 // 8),
+    ]:
+        section = section_of(coder, source)
+        assert len(section) <= most
+        assert torch.equal(decoded(coder, section, source.numel()), source)
+
+
+def test_sections_without_a_code_are_as_documented() -> None:
+    stored = section_of(get_coder("rans", "reference"), torch.tensor([1, 2, 3], dtype=torch.uint8))
+    assert stored.numpy().tobytes().hex() == "0100000003000000030000000000000006e01a664128bfb7010203"
+    run = section_of(get_coder("huffman", "reference"), torch.full((258,), 9, dtype=torch.uint8))
+    assert run.numpy().tobytes().hex() == "020100000201000001000000000000003b27f5584dc5b03009"
+
+
+@pytest.mark.parametrize("backend", ["cpu", "cpu-plain"])
+def test_symbols_that_the_sample_misses_are_escaped(backend: str) -> None:
+    number = 1 << 19
+    assert tables.sample_step(number) == 4
+    source = torch.zeros(number, dtype=torch.uint8)
+    source[::2] = 1
+    rows = source.view(-1, 128)
+    rows[1::4, 5] = torch.arange(number // 512).to(torch.uint8)
+    rows[-1] = 255
+    coder = get_coder("rans", backend)
+    section = section_of(coder, source)
+    assert len(section) < number // 4
+    assert torch.equal(decoded(coder, section, number), source)
+    constant = torch.zeros(number, dtype=torch.uint8)
+    constant.view(-1, 128)[2, 3] = 9  # what was counted is all one symbol
+    assert torch.equal(decoded(coder, section_of(coder, constant), number), constant)
+
+
+def test_frequencies_sum_to_the_scale_and_survive_writing() -> None:
+    generator = np.random.default_rng(0)
+    cases = [np.ones(256), np.eye(256)[3], np.r_[1, np.zeros(254), 1], np.arange(256), 1.2 ** np.arange(256)]
+    cases += [generator.random(256) ** power * 1e6 * (generator.random(256) < 0.5) for power in (1, 3, 9, 30, 90)]
+    for counts in cases:
+        counts = np.minimum(counts, 2**40).astype(np.int64)
+        frequencies, back, room = np.zeros(257, np.int64), np.zeros(257, np.int64), np.zeros(600, np.uint8)
+        tables.choose_frequencies(counts, frequencies)
+        assert frequencies.sum() == 4096
+        assert frequencies.max() < 4096
+        assert (counts[frequencies[:256] > 0] > 0).all()
+        end = tables.write_frequencies(frequencies, room, 8)
+        assert tables.read_frequencies(room, 8, end, back)
+        assert np.array_equal(frequencies, back)
+        assert not tables.read_frequencies(room, 8, end + 1, back)
+        assert not tables.read_frequencies(room, 8, end - 1, back)
+
+
+def huffman_cost(counts: list[int]) -> int:
+    """Bits that the best code of unlimited lengths takes: the sum of the weights of all inner nodes."""
+    heap, cost = list(counts), 0
+    heapq.heapify(heap)
+    while len(heap) > 1:
+        both = heapq.heappop(heap) + heapq.heappop(heap)
+        cost += both
+        heapq.heappush(heap, both)
+    return cost
+
+
+def chosen_lengths(counts: np.ndarray) -> np.ndarray:
+    size = np.zeros(256, np.int64)
+    scratch = np.zeros(256, np.int64), np.zeros((2, 512), np.int64), np.zeros((lengths.MAX_LENGTH, 512), np.uint8)
+    lengths.choose_lengths(counts, size, *scratch)
+    return size
+
+
+def test_code_lengths_are_the_best_and_limited() -> None:
+    generator = np.random.default_rng(1)
+    for used in (2, 3, 10, 100, 256):
+        counts = np.zeros(256, np.int64)
+        counts[generator.permutation(256)[:used]] = generator.integers(20, 50, used)  # none rarer than 2^-10
+        size = chosen_lengths(counts)
+        assert (size[counts == 0] == 0).all()
+        assert (counts * size).sum() == huffman_cost(counts[counts > 0].tolist())
+    fibonacci = np.zeros(256, np.int64)
+    fibonacci[:2] = 1
+    for index in range(2, 30):
+        fibonacci[index] = fibonacci[index - 1] + fibonacci[index - 2]
+    size = chosen_lengths(fibonacci)
+    assert size.max() == lengths.MAX_LENGTH  # unlimited it would be 29
+    assert sum(2.0 ** -float(length) for length in size[:30]) == 1
+
+
+def test_limited_lengths_are_the_best_of_all() -> None:
+    counts = np.zeros(256, np.int64)
+    counts[:5] = (1, 2, 4, 8, 100)
+    best = min(
+        sum(c * l for c, l in zip(counts[:5].tolist(), choice))
+        for choice in itertools.product(range(1, 12), repeat=5)
+        if sum(2**-l for l in choice) <= 1
+    )
+    assert (chosen_lengths(counts) * counts).sum() == best
+
+
+@pytest.mark.parametrize("name", CODER_NAMES)
+def test_two_threads_do_not_disturb_each_other(name: str) -> None:
+    coder = get_coder(name, "cpu")
+    sources = [trits(50_000 + 100 * seed, 0.1 + 0.02 * seed, seed) for seed in range(8)]
+
+    def there_and_back(source: torch.Tensor) -> bool:
+        return torch.equal(decoded(coder, section_of(coder, source), source.numel()), source)
+
+    with ThreadPoolExecutor(2) as pool:
+        assert all(pool.map(there_and_back, sources))
+
+
+@pytest.mark.parametrize("name", CODER_NAMES)
+def test_wrong_tensors_are_refused_before_memory_is_touched(name: str) -> None:
+    coder = get_coder(name, "cpu")
+    source, out = trits(1000, 0.2), torch.zeros(2000, dtype=torch.uint8)
+    for wrong in (source.float(), source.view(2, 500), out[::2]):
+        with pytest.raises(HyperparameterError, match="a contiguous vector"):
+            coder.encode(wrong, out)
+        with pytest.raises(HyperparameterError, match="a contiguous vector"):
+            coder.decode(out, wrong)
+    with pytest.raises(HyperparameterError, match="out has 1023 bytes, at least 1024"):
+        coder.encode(source, out[:1023])
+
+
+def test_choice_of_coder_and_backend() -> None:
+    assert get_coder("rans") is get_coder("rans")
+    assert (get_coder("huffman").name, get_coder("huffman").backend) == ("huffman", "cpu")
+    with pytest.raises(HyperparameterError, match="did you mean 'rans'"):
+        get_coder("ans")
+    with pytest.raises(HyperparameterError, match="did you mean 'cpu-plain'"):
+        get_coder("rans", "cpu_plain")
+
+
+def test_automatic_choice_falls_back_aloud(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "_agree", lambda first, second: False)
+    with pytest.warns(UserWarning, match="cpu-plain"):
+        assert dispatch._automatic("rans").backend == "cpu-plain"
+
+
+def test_warm_up_compiles_every_signature_that_calls_use() -> None:
+    from gradwire.kernels.coders import drivers, huffman_drivers
+
+    compiled = [drivers.check, drivers.rans_encode, drivers.rans_decode]
+    compiled += [huffman_drivers.huffman_encode, huffman_drivers.huffman_decode]
+    coders = [get_coder(name, backend) for name in CODER_NAMES for backend in ("cpu", "cpu-plain")]
+    for coder in coders:
+        coder.warm_up()
+    before = [len(driver.signatures) for driver in compiled]
+    for coder, fired in itertools.product(coders, (0.001, 0.3, 1.0)):
+        source = trits(3001, fired)[1:]
+        decoded(coder, section_of(coder, source)[:], 3000)
+    assert [len(driver.signatures) for driver in compiled] == before
+    assert all(before)
+
+
+def test_importing_the_coders_neither_imports_numba_nor_compiles() -> None:
+    code = "import sys, gradwire.kernels.coders; print('numba' in sys.modules or 'llvmlite' in sys.modules)"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "False"
