@@ -26,6 +26,7 @@ class Case:
         constants: Whether vectors of one value come back exactly.
         symmetric: Whether -g gives exactly the negative.
         direction: Whether the outcome is a direction, not a mean.
+        coded: Whether bytes depend on what is sent; ``bits`` are then of Gaussian gradients.
         memory: Whether a round's law depends on the rounds before; ``variance`` is then that of the first.
     """
 
@@ -38,6 +39,7 @@ class Case:
     symmetric: bool = True
     direction: bool = False
     memory: bool = False
+    coded: bool = False
 
     def __repr__(self) -> str:
         return repr(self.method)
@@ -98,6 +100,16 @@ TABLE: dict[str, list[Case]] = {
     ],
     "dqgd": [Case(gw.DQGD(), gather(1.6 + 32 / 64), variance=levels([0, 1], 64, "max"))],
     "diana": [Case(gw.DIANA(), gather(1.6 + 32 / 64), memory=True, variance=levels([0, 1], 64, "max"))],
+    "coded": [
+        Case(gw.Coded(), lambda n: 1.74 * 0.75 * n, *ternary(2.5), coded=True),
+        Case(
+            gw.Coded(compressor=gw.QSGD(), coder="huffman"),
+            gather(1.9),
+            variance=levels(range(17), 512, "l2"),
+            constants=False,
+            coded=True,
+        ),
+    ],
 }
 
 for adaptive in (gw.ALQ, gw.ALQN, gw.AMQ, gw.AMQN):

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from typing import ClassVar
 
 from gradwire.algorithms.adaptive_levels import ALQ, ALQN, AMQ, AMQN
+from gradwire.algorithms.coded import Coded
 from gradwire.algorithms.diana import DIANA, DQGD
 from gradwire.algorithms.error_feedback import ErrorFeedback
 from gradwire.compressors.cast import BF16, FP16, FP32
@@ -30,6 +31,7 @@ __all__ = [
     "NUQSGD",
     "QSGD",
     "Auto",
+    "Coded",
     "ErrorFeedback",
     "MethodInfo",
     "QSGDinf",
@@ -53,6 +55,7 @@ METHODS: tuple[type[Method], ...] = (
     ErrorFeedback,
     DQGD,
     DIANA,
+    Coded,
 )
 """Every method of the package; adding one adds a line here."""
 

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from gradwire.errors import HyperparameterError
 
-__all__ = ["Method", "Properties", "require"]
+__all__ = ["Inherited", "Method", "Properties", "require"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +37,19 @@ class Properties:
     delta: str | None = None
     state: str = "none"
     stream: str = "none"
+
+
+class Inherited:
+    """Properties that a wrapper takes from the method in one of its fields; the class itself has those given here."""
+
+    def __init__(self, default: Properties, field: str) -> None:
+        self._default, self._field = default, field
+
+    def __get__(self, instance: Method | None, owner: type[Method]) -> Properties:
+        if instance is None:
+            return self._default
+        inner: Method = getattr(instance, self._field)
+        return inner.properties
 
 
 @dataclass(frozen=True, kw_only=True)

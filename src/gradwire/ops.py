@@ -2,7 +2,8 @@
 
 A protocol is a generator: it yields one of these and receives a tensor. It does no input or output itself, so the
 same code runs on a real group, in a simulation and in a dry run (see :mod:`gradwire.groups`). Every rank yields the
-same kinds, in the same order, with matching sizes; what is yielded never depends on the values in a tensor.
+same kinds, in the same order, with matching sizes; what is yielded never depends on the values in a tensor, but for
+the lengths of rows that say so.
 """
 
 from __future__ import annotations
@@ -35,10 +36,17 @@ class AllToAll:
     """Send row r of ``send`` (uint8 ``[world_size, bytes]``) to rank r; the reply's row r came from rank r.
 
     ``recv``, of the same shape, is room that the driver may receive into.
+
+    Rows may be shorter than their room: ``lengths`` (int64 ``[world_size]``) then says how many bytes of row r go to
+    rank r, 0 for this rank itself, whose row goes whole. The driver tells the lengths first, counts that, and writes
+    into ``arrived`` (int64 ``[world_size]``) how many bytes of each row of the reply came, 0 for this rank. What lies
+    behind them is unspecified.
     """
 
     send: torch.Tensor
     recv: torch.Tensor
+    lengths: torch.Tensor | None = None
+    arrived: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,10 +54,14 @@ class AllGather:
     """Send ``send`` (uint8 ``[bytes]``) to every rank; the reply's row r (``[world_size, bytes]``) came from rank r.
 
     ``recv``, of the reply's shape, is room that the driver may receive into. The reply is read-only.
+
+    ``lengths`` and ``arrived`` are as for :class:`AllToAll`: the same length for every other rank.
     """
 
     send: torch.Tensor
     recv: torch.Tensor
+    lengths: torch.Tensor | None = None
+    arrived: torch.Tensor | None = None
 
 
 Op: TypeAlias = Reduce | AllToAll | AllGather

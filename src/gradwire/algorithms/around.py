@@ -43,6 +43,8 @@ class Wrapper(Algorithm):
     def innermost(self) -> Cast | Compressor:
         """The compressor."""
         inner = self.compressor
+        if isinstance(inner, Algorithm):
+            return inner.innermost
         if not isinstance(inner, Cast | Compressor):
             raise TypeError(f"{inner!r} is no operator on one vector")
         return inner

@@ -80,6 +80,7 @@ def make_plan(
     seed: int,
     chunk_numel: int,
     warm_up: bool = False,
+    coder: str | None = None,
 ) -> Plan:
     """Plan the exchange of one bucket.
 
@@ -87,6 +88,7 @@ def make_plan(
         collective: One of the method's protocols, by name.
         chunk_numel: Elements of a chunk at most (rounded up to a multiple of 80); the bits do not depend on it.
         warm_up: Send everything in float32, by a protocol whose bits do not depend on the layout.
+        coder: Name of an entropy coder for the digits of compressed sections; the outcome does not depend on it.
 
     Raises:
         IncompatibleError: the method cannot travel by that collective.
@@ -94,7 +96,7 @@ def make_plan(
     if isinstance(method, Cast):
         _check_collective(method, collective)
         return CastPlan(None if warm_up or isinstance(method, FP32) else method.dtype, segments)
-    setting = Setting(segments, kernels, world_size, collective, seed, chunk_numel)
+    setting = Setting(segments, kernels, world_size, collective, seed, chunk_numel, coder)
     if isinstance(method, Algorithm):
         # Rounds of warm-up leave the memory as it is: what travels whole leaves nothing to remember.
         return setting.plan(method.innermost, warm_up=True) if warm_up else method.plan(setting)
@@ -123,6 +125,7 @@ class Setting:
     collective: str
     seed: int
     chunk_numel: int
+    coder: str | None = None
 
     def plan(self, method: Method, *, warm_up: bool = False) -> Plan:
         """Plan the exchange of the same bucket by another method."""
@@ -135,6 +138,7 @@ class Setting:
             seed=self.seed,
             chunk_numel=self.chunk_numel,
             warm_up=warm_up,
+            coder=self.coder,
         )
 
 
@@ -223,6 +227,8 @@ class SectionPlan(Plan):
             ours = [(piece, position[whole]) for piece, whole in pieces if not piece.dense]
             rest = [piece for piece, _ in pieces if piece.dense]
             codec = method.codec(kernels, [p for p, _ in ours], world_size, seed) if ours else None
+            if codec is not None and setting.coder is not None:
+                codec.use_coder(kernels.coder(setting.coder))
             index = torch.tensor([i for _, i in ours], dtype=torch.int64)
             self._chunks.append(_Chunk(codec, index, DenseCodec(rest, world_size) if rest else None))
             self.runs.append(join((p.offset, p.offset + p.numel) for p, _ in ours))

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
 
+from gradwire.errors import IncompatibleError
 from gradwire.methods import Method
 from gradwire.segments import Segment
+from gradwire.wire import Coder
 
 if TYPE_CHECKING:
     from gradwire.kernels import Kernels
@@ -52,6 +54,25 @@ class Codec(ABC):
 
     units: int
     grain: int
+    coder: Coder | None = None
+
+    def use_coder(self, coder: Coder) -> None:
+        """Lay digits out so that every byte is a symbol for an entropy coder, and say which coder it is.
+
+        To be called once, before anything else.
+
+        Raises:
+            IncompatibleError: the codes are not made of digits that fit a byte.
+        """
+        raise IncompatibleError(f"{type(self).__name__} has no digits that an entropy coder could shorten")
+
+    def plain_payload_bytes(self, units: int) -> int:
+        """Bytes at the start of a rank's codes that no coder touches: all, unless said otherwise."""
+        return self.payload_bytes(units)
+
+    def plain_mean_bytes(self, units: int) -> int:
+        """Bytes at the start of reduced codes that no coder touches."""
+        return self.mean_bytes(units)
 
     @abstractmethod
     def summarise(self, flat: torch.Tensor) -> Summary:

@@ -8,7 +8,7 @@ import torch
 
 from gradwire.compressors.base import Codec, Draw, Summary
 from gradwire.segments import Segment
-from gradwire.wire import ALIGNMENT
+from gradwire.wire import ALIGNMENT, Coder
 
 __all__ = ["DenseCodec", "NoSummary"]
 
@@ -49,6 +49,9 @@ class DenseCodec(Codec):
         self.numel = sum(count for _, count in self.runs)
         self.units = -(-self.numel // _LANE)
         self.weight = 1.0 / world_size
+
+    def use_coder(self, coder: Coder) -> None:
+        """Float32 stays as it is."""
 
     def summarise(self, flat: torch.Tensor) -> NoSummary:
         return NoSummary()

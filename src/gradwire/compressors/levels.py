@@ -11,11 +11,21 @@ import torch
 
 from gradwire.compressors.base import Codec, Draw, Summary
 from gradwire.compressors.scales import usable
-from gradwire.kernels import WHOLE, BlockTable, Grid, Moments, SegmentTable, digit_layout, inverse_scale, packed_groups
+from gradwire.kernels import (
+    WHOLE,
+    BlockTable,
+    Grid,
+    Moments,
+    SegmentTable,
+    byte_layout,
+    digit_layout,
+    inverse_scale,
+    packed_groups,
+)
 from gradwire.methods import require
 from gradwire.seeds import parameter_key
 from gradwire.segments import Segment
-from gradwire.wire import ALIGNMENT, padded
+from gradwire.wire import ALIGNMENT, Coder, padded
 
 if TYPE_CHECKING:
     from gradwire.kernels import Kernels
@@ -105,6 +115,12 @@ class LevelCodec(Codec):
         self._owner = torch.from_numpy(np.repeat(np.arange(len(table)), counts))
         within = np.arange(self.blocks.blocks) - np.repeat(self.blocks.first[:-1], counts)
         self._within = torch.from_numpy(within + np.repeat(table.start // self.blocks.block_size, counts))
+
+    def use_coder(self, coder: Coder) -> None:
+        self.coder, self.layout = coder, byte_layout(self.grid.base)
+
+    def plain_payload_bytes(self, units: int) -> int:
+        return self.side_bytes
 
     @property
     def runs(self) -> SegmentTable:

@@ -11,11 +11,11 @@ import torch
 
 from gradwire.compressors.base import Codec, Compressor, Draw, Summary
 from gradwire.compressors.scales import usable
-from gradwire.kernels import SegmentTable, digit_layout, inverse_scale
+from gradwire.kernels import DigitLayout, SegmentTable, byte_layout, digit_layout, inverse_scale
 from gradwire.methods import Properties, require
 from gradwire.seeds import parameter_key
 from gradwire.segments import Segment
-from gradwire.wire import ALIGNMENT, padded
+from gradwire.wire import ALIGNMENT, Coder, padded
 
 if TYPE_CHECKING:
     from gradwire.kernels import Kernels
@@ -134,9 +134,23 @@ class TernaryCodec(Codec):
         self.kernels, self.table, self.world_size = kernels, table, world_size
         self.clip, self.shared = method.clip, method.share_scaler
         self.units = table.groups
-        digits = digit_layout(2 * world_size + 1).digits
-        self.grain = digits // math.gcd(5, digits)
+        self._lay_out(digit_layout(2 * world_size + 1))
         self.side_bytes = 0 if self.shared else padded(4 * len(table.numel))
+
+    def _lay_out(self, sums: DigitLayout) -> None:
+        self.sums = sums
+        self.grain = sums.digits // math.gcd(5, sums.digits)
+
+    def use_coder(self, coder: Coder) -> None:
+        self.coder = coder
+        if self.shared:
+            self._lay_out(byte_layout(2 * self.world_size + 1))
+
+    def plain_payload_bytes(self, units: int) -> int:
+        return self.side_bytes
+
+    def plain_mean_bytes(self, units: int) -> int:
+        return 0
 
     def summarise(self, flat: torch.Tensor) -> TernarySummary:
         moments = self.kernels.moments(flat, self.table)
@@ -154,7 +168,7 @@ class TernaryCodec(Codec):
         return self.side_bytes + ALIGNMENT * units
 
     def mean_bytes(self, units: int) -> int:
-        return digit_layout(2 * self.world_size + 1).packed_bytes(80 * units)
+        return self.sums.packed_bytes(80 * units)
 
     def encode(self, flat: torch.Tensor, summary: Summary, draw: Draw, out: torch.Tensor) -> None:
         if flat.is_meta:
@@ -167,19 +181,19 @@ class TernaryCodec(Codec):
         self.kernels.ternary_encode(flat, self.table, ours.limit, inverse, draw.round, draw.stream, 0, self.units, body)
 
     def reduce(self, rows: torch.Tensor, out: torch.Tensor) -> None:
-        self.kernels.ternary_sum(rows, out)
+        self.kernels.ternary_sum(rows, out, self.sums)
 
     def decode_mean(self, data: torch.Tensor, summary: Summary, begin: int, end: int, flat: torch.Tensor) -> None:
         if flat.is_meta:
             return
         scale = _ternary(summary).scale * torch.tensor(1.0 / self.world_size, dtype=torch.float32)
         words = data[: self.mean_bytes(end - begin)]
-        self.kernels.decode(words, self.world_size, self.table, scale, begin, end, flat)
+        self.kernels.decode(words, self.world_size, self.table, scale, begin, end, flat, layout=self.sums)
 
     def decode_rows(self, rows: torch.Tensor, summary: Summary, flat: torch.Tensor) -> None:
         if self.shared:
             total = torch.empty(self.mean_bytes(self.units), dtype=torch.uint8, device=rows.device)
-            self.kernels.ternary_sum(rows, total)
+            self.kernels.ternary_sum(rows, total, self.sums)
             self.decode_mean(total, summary, 0, self.units, flat)
             return
         weight = torch.tensor(1.0 / self.world_size, dtype=torch.float32)

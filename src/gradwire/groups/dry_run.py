@@ -13,7 +13,10 @@ __all__ = ["dry_run"]
 
 
 def dry_run(plan: Plan, numel: int, world_size: int) -> Meter:
-    """Walk a plan made with the ``meta`` kernels and count its bytes for one rank and one round."""
+    """Walk a plan made with the ``meta`` kernels and count its bytes for one rank and one round.
+
+    Exact, but for rows whose length depends on what they hold: those count with the most that they may take.
+    """
     meter = Meter()
     flat = torch.empty(numel, dtype=torch.float32, device="meta")
     context = Context(0, world_size, 0, workspace=Workspace("meta"))
@@ -25,6 +28,8 @@ def _drive(generator: Exchange[Outcome], world_size: int, meter: Meter) -> None:
     try:
         op = next(generator)
         while True:
+            if not isinstance(op, Reduce) and op.arrived is not None and op.lengths is not None:
+                op.arrived.copy_(op.lengths)
             meter.count(op, world_size)
             op = generator.send(op.value if isinstance(op, Reduce) else op.recv)
     except StopIteration:

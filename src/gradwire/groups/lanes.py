@@ -189,6 +189,8 @@ class Lane:
             raise WireError(f"{type(op).__name__}: {error}") from error
 
     def _execute(self, op: Op) -> torch.Tensor:
+        if not isinstance(op, Reduce) and op.lengths is not None:
+            return self._of_lengths(op, op.lengths)
         if large(op):
             return self._in_turn(op.send if isinstance(op, AllToAll) else [op.send] * self.world_size, op.recv)
         if isinstance(op, AllToAll):
@@ -216,6 +218,36 @@ class Lane:
     def _all_to_all(self, send: torch.Tensor, recv: torch.Tensor) -> torch.Tensor:
         self._live().alltoall_base(recv, send, [], []).wait()
         return recv
+
+    def _of_lengths(self, op: AllToAll | AllGather, lengths: torch.Tensor) -> torch.Tensor:
+        """Tell lengths, then send rows of these lengths: one at a time where the room is large, else all at once."""
+        n, rank = self.world_size, self.rank
+        told = torch.empty(n, dtype=torch.int64)
+        if large(op):
+            self._turns.wait(self._ticket)
+        self._all_to_all(lengths.view(n, 1), told.view(n, 1))
+        slots = op.recv.view(n, -1)
+        told[rank] = 0
+        if bool((told < 0).any()) or int(told.max()) > slots.shape[1]:
+            raise RuntimeError(f"a rank announced a row of {int(told.max())} bytes where {slots.shape[1]} fit")
+        if op.arrived is not None:
+            op.arrived.copy_(told)
+        rows = op.send if isinstance(op, AllToAll) else [op.send] * n
+        backend = self._live()
+        self._exchanges = (self._exchanges + 1) % MOST_TAGS
+        waiting: list[Any] = []
+        for places in range(1, n):
+            to, source = (rank + places) % n, (rank - places) % n
+            waiting.append(backend.recv([slots[source, : int(told[source])]], source, self._exchanges))
+            waiting.append(backend.send([rows[to][: int(lengths[to])]], to, self._exchanges))
+            if places == 1:
+                slots[rank].copy_(rows[rank])
+            if large(op):
+                while waiting:
+                    waiting.pop(0).wait()
+        for work in waiting:
+            work.wait()
+        return op.recv
 
     def _in_turn(self, rows: Sequence[torch.Tensor] | torch.Tensor, recv: torch.Tensor) -> torch.Tensor:
         """Send row i to rank i, in N - 1 rounds: to the rank ``round`` places on, from the one as many places back.

@@ -95,10 +95,12 @@ def _shape(op: Op, world_size: int) -> tuple[str, int, int, int]:
     (sent, _), others = op_bytes(op, world_size), world_size - 1
     if isinstance(op, Reduce) and not gathers(op):
         return "ring", sent, 2 * others, 2 * others
+    # Rows of different lengths are preceded by a message that tells them.
+    told = int(not isinstance(op, Reduce) and op.lengths is not None)
     if large(op):
-        return "pairs", sent, others, others
+        return "pairs", sent, others + told, others * (1 + told)
     kind = "gather" if isinstance(op, Reduce) else "all_to_all" if isinstance(op, AllToAll) else "all_gather"
-    return kind, sent, 1, others
+    return kind, sent, 1 + told, others * (1 + told)
 
 
 def _echo(op: Op) -> torch.Tensor:

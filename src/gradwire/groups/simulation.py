@@ -46,9 +46,9 @@ def simulate_ranks(generators: Sequence[Exchange[T]], meters: Sequence[Meter], *
             return results  # type: ignore[return-value]
         if ended or len({(type(op), _shape(op)) for op in ops}) > 1:
             raise ExchangeError(f"simulated ranks asked for different operations: {[_name(op) for op in ops]}")
+        replies = list(_execute(ops))
         for op, meter in zip(ops, meters):
             meter.count(op, world_size)
-        replies = list(_execute(ops))
 
 
 def _shape(op: Op) -> tuple[object, ...]:
@@ -72,9 +72,19 @@ def _execute(ops: Sequence[Op]) -> list[torch.Tensor]:
         exchanges = [cast(AllToAll, op) for op in ops]
         for receiver, op in enumerate(exchanges):
             torch.stack([other.send[receiver] for other in exchanges], out=op.recv)
+            _tell(op, receiver, exchanges)
         return [op.recv for op in exchanges]
-    shared = torch.stack([cast(AllGather, op).send for op in ops], out=first.recv)
+    gathers = [cast(AllGather, op) for op in ops]
+    for receiver, gather in enumerate(gathers):
+        _tell(gather, receiver, gathers)
+    shared = torch.stack([op.send for op in gathers], out=first.recv)
     return [shared] * len(ops)
+
+
+def _tell(op: AllToAll | AllGather, receiver: int, others: Sequence[AllToAll | AllGather]) -> None:
+    if op.arrived is not None:
+        told = [0 if other.lengths is None else int(other.lengths[receiver]) for other in others]
+        op.arrived.copy_(torch.tensor(told))
 
 
 def _combine(op: str, total: torch.Tensor, value: torch.Tensor) -> None:

@@ -16,6 +16,9 @@ A ring takes 2 (N - 1) dependent messages; on Gloo with four ranks on two cores 
 all-to-all 0.5 ms.
 """
 
+LENGTH_BYTES = 8
+"""Bytes by which a rank tells another how long the row is that follows."""
+
 LARGE_BYTES = 1 << 16
 """Rows from this size on are sent one at a time, and in turn with other lanes'."""
 
@@ -67,9 +70,13 @@ def large(op: Op) -> TypeGuard[AllToAll | AllGather]:
 def op_bytes(op: Op, world_size: int) -> tuple[int, int]:
     """Bytes that one rank sends and receives for an operation.
 
-    All-to-all and all-gather: (N - 1) rows each way. Ring all-reduce of M bytes: 2 M (N - 1) / N each way.
+    All-to-all and all-gather: (N - 1) rows each way; rows of different lengths count as they are, and eight bytes for
+    telling each length. Ring all-reduce of M bytes: 2 M (N - 1) / N each way.
     """
     others = world_size - 1
+    if not isinstance(op, Reduce) and op.lengths is not None and op.arrived is not None:
+        told = LENGTH_BYTES * others
+        return int(op.lengths.sum()) + told, int(op.arrived.sum()) + told
     if isinstance(op, Reduce):
         size = op.value.numel() * op.value.element_size()
         count = size * others if gathers(op) else round(2 * size * others / world_size)

@@ -1,22 +1,26 @@
 """Arithmetic on blocks and bits: one backend a file, the same bits from all of them."""
 
 from gradwire.kernels.base import Kernels, Moments, inverse_scale
-from gradwire.kernels.digits import DigitLayout, digit_layout, packed_bytes, sum_layout
+from gradwire.kernels.coders.base import CODERS, Coder
+from gradwire.kernels.digits import DigitLayout, byte_layout, digit_layout, packed_bytes, sum_layout
 from gradwire.kernels.dispatch import BACKENDS, get_kernels
 from gradwire.kernels.levels import WHOLE, BlockTable, Grid, packed_groups
 from gradwire.kernels.table import GROUP_BYTES, GROUP_SIZE, SegmentTable
 
 __all__ = [
     "BACKENDS",
+    "CODERS",
     "GROUP_BYTES",
     "GROUP_SIZE",
     "WHOLE",
     "BlockTable",
+    "Coder",
     "DigitLayout",
     "Grid",
     "Kernels",
     "Moments",
     "SegmentTable",
+    "byte_layout",
     "digit_layout",
     "get_kernels",
     "inverse_scale",

@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 
 from gradwire.errors import HyperparameterError
+from gradwire.kernels.coders.base import Coder
 from gradwire.kernels.digits import DigitLayout, sum_layout
 from gradwire.kernels.levels.base import LevelKernels
 from gradwire.kernels.table import GROUP_BYTES, GROUP_SIZE, SegmentTable
@@ -77,10 +78,11 @@ class Kernels(LevelKernels, Protocol):
         """
         ...
 
-    def ternary_sum(self, rows: torch.Tensor, out: torch.Tensor) -> None:
+    def ternary_sum(self, rows: torch.Tensor, out: torch.Tensor, layout: DigitLayout | None = None) -> None:
         """Add ``N`` ternary payloads, ``rows`` uint8 ``[N, m]``, into the packed sums of their ``5 * m`` digits.
 
-        ``m`` is a multiple of 16; rows may be any distance apart. ``out`` is uint8 ``[packed_bytes(5 * m, N)]``.
+        ``m`` is a multiple of 16; rows may be any distance apart. ``out`` is uint8 ``[packed_bytes(5 * m, N)]``, or as
+        many bytes as another ``layout`` of base 2N + 1 needs.
         """
         ...
 
@@ -105,6 +107,7 @@ class Kernels(LevelKernels, Protocol):
         end: int,
         x: torch.Tensor,
         accumulate: bool = False,
+        layout: DigitLayout | None = None,
     ) -> None:
         """Write ``float32(v - N) * scale`` for the elements of groups ``begin .. end`` into ``x`` (float32).
 
@@ -112,6 +115,10 @@ class Kernels(LevelKernels, Protocol):
         ``[S]``. A scale that is not finite is written itself. ``accumulate`` adds instead of writing. Elements of
         ``x`` that belong to no segment or to other groups are left alone.
         """
+        ...
+
+    def coder(self, name: str) -> Coder:
+        """Give the entropy coder of that name that goes with this backend."""
         ...
 
     def warm_up(self) -> float:
@@ -178,7 +185,13 @@ def check_encode(
         raise HyperparameterError(f"round {round} or stream {stream} is outside its 64 or 32 bits")
 
 
-def check_sum(rows: torch.Tensor, out: torch.Tensor) -> DigitLayout:
+def _of_sums(world_size: int, layout: DigitLayout | None) -> DigitLayout:
+    if layout is not None and layout.base != 2 * world_size + 1:
+        raise HyperparameterError(f"digits of base {layout.base} are no sums of {world_size} trits")
+    return layout or sum_layout(world_size)
+
+
+def check_sum(rows: torch.Tensor, out: torch.Tensor, layout: DigitLayout | None = None) -> DigitLayout:
     """Check the arguments of :meth:`Kernels.ternary_sum`; return the layout of the sums."""
     if rows.dtype != torch.uint8 or rows.ndim != 2 or (rows.shape[1] > 1 and rows.stride(1) != 1):
         raise HyperparameterError(
@@ -187,7 +200,7 @@ def check_sum(rows: torch.Tensor, out: torch.Tensor) -> DigitLayout:
         )
     if rows.shape[1] % GROUP_BYTES or (rows.shape[0] > 1 and rows.stride(0) < 0):
         raise HyperparameterError(f"rows have {rows.shape[1]} bytes: whole groups of {GROUP_BYTES} are needed")
-    layout = sum_layout(rows.shape[0])
+    layout = _of_sums(rows.shape[0], layout)
     _check("out", out, torch.uint8, layout.packed_bytes(rows.shape[1] // GROUP_BYTES * GROUP_SIZE))
     return layout
 
@@ -208,9 +221,10 @@ def check_decode(
     begin: int,
     end: int,
     x: torch.Tensor,
+    layout: DigitLayout | None = None,
 ) -> DigitLayout:
     """Check the arguments of :meth:`Kernels.decode`; return the layout."""
-    layout = sum_layout(world_size)
+    layout = _of_sums(world_size, layout)
     _check_groups(table, begin, end)
     _check("words", words, torch.uint8, layout.packed_bytes(GROUP_SIZE * (end - begin)))
     _check("scale", scale, torch.float32, len(table))

@@ -12,7 +12,9 @@ import torch
 
 from gradwire.errors import BackendError
 from gradwire.kernels.base import Moments, check_decode, check_encode, check_moments, check_pack, check_sum
-from gradwire.kernels.digits import digit_layout, packed_bytes
+from gradwire.kernels.coders.base import Coder
+from gradwire.kernels.coders.dispatch import get_coder
+from gradwire.kernels.digits import DigitLayout, digit_layout, packed_bytes
 from gradwire.kernels.divisions import divisions
 from gradwire.kernels.levels import BlockTable, Grid
 from gradwire.kernels.table import SegmentTable
@@ -98,8 +100,8 @@ class CpuKernels(CpuLevels):
 
         self._split(end - begin, 1, 80, work)
 
-    def ternary_sum(self, rows: torch.Tensor, out: torch.Tensor) -> None:
-        layout = check_sum(rows, out)
+    def ternary_sum(self, rows: torch.Tensor, out: torch.Tensor, layout: DigitLayout | None = None) -> None:
+        layout = check_sum(rows, out, layout)
         number, length = rows.shape
         if length == 0:
             return
@@ -150,8 +152,9 @@ class CpuKernels(CpuLevels):
         end: int,
         x: torch.Tensor,
         accumulate: bool = False,
+        layout: DigitLayout | None = None,
     ) -> None:
-        layout = check_decode(words, world_size, table, scale, begin, end, x)
+        layout = check_decode(words, world_size, table, scale, begin, end, x, layout)
         wide, narrow = divisions(layout)
         packed, factors, target = words.numpy(), scale.detach().numpy(), x.detach().numpy()
 
@@ -163,6 +166,9 @@ class CpuKernels(CpuLevels):
             )  # fmt: skip
 
         self._split(end - begin, layout.digits, 80, work)
+
+    def coder(self, name: str) -> Coder:
+        return get_coder(name, "auto" if self._variant else "cpu-plain")
 
     def warm_up(self) -> float:
         """Compile every driver, or load it from Numba's cache; return the seconds that took."""

@@ -8,7 +8,7 @@ from functools import cache
 from gradwire.errors import HyperparameterError
 from gradwire.kernels.table import LANES
 
-__all__ = ["MAX_WORLD_SIZE", "DigitLayout", "digit_layout", "packed_bytes", "sum_layout"]
+__all__ = ["MAX_WORLD_SIZE", "DigitLayout", "byte_layout", "digit_layout", "packed_bytes", "sum_layout"]
 
 MAX_WORLD_SIZE = 32767
 """Largest number of trits in a sum: sums of N trits, shifted by N, are kept in 16 bits."""
@@ -88,6 +88,18 @@ def digit_layout(base: int) -> DigitLayout:
         raise HyperparameterError(f"base {base} is outside 2..{2 * MAX_WORLD_SIZE + 1}: sums are kept in 16 bits")
     fitting = [DigitLayout(base, width, _digits(base, width)) for width in _WORD_BYTES if _digits(base, width)]
     return min(fitting, key=lambda layout: (layout.bits_per_value, layout.word_bytes))
+
+
+def byte_layout(base: int) -> DigitLayout:
+    """Give the layout of as many digits as a byte holds: what an entropy coder of bytes can see.
+
+    Example:
+        >>> [byte_layout(base).digits for base in (3, 9, 15, 17, 255)]
+        [5, 2, 2, 1, 1]
+    """
+    if not 2 <= base <= 256:
+        raise HyperparameterError(f"base {base}: a coder of bytes needs digits that a byte holds, 2 to 256 values")
+    return DigitLayout(base, 1, _digits(base, 1))
 
 
 def sum_layout(world_size: int) -> DigitLayout:

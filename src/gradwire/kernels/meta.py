@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 
 from gradwire.kernels.base import Moments
+from gradwire.kernels.coders.base import Coder
+from gradwire.kernels.coders.dispatch import get_coder
 from gradwire.kernels.digits import DigitLayout, sum_layout
 from gradwire.kernels.levels import BlockTable, Grid
 from gradwire.kernels.table import SegmentTable
@@ -38,7 +40,7 @@ class MetaKernels:
     ) -> None:
         pass
 
-    def ternary_sum(self, rows: torch.Tensor, out: torch.Tensor) -> None:
+    def ternary_sum(self, rows: torch.Tensor, out: torch.Tensor, layout: DigitLayout | None = None) -> None:
         sum_layout(rows.shape[0])
 
     def pack(self, values: torch.Tensor, world_size: int, out: torch.Tensor) -> None:
@@ -57,6 +59,7 @@ class MetaKernels:
         end: int,
         x: torch.Tensor,
         accumulate: bool = False,
+        layout: DigitLayout | None = None,
     ) -> None:
         sum_layout(world_size)
 
@@ -84,6 +87,9 @@ class MetaKernels:
         accumulate: bool = False,
     ) -> None:
         pass
+
+    def coder(self, name: str) -> Coder:
+        return get_coder(name, "reference")
 
     def warm_up(self) -> float:
         return 0.0

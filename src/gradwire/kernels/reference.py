@@ -7,6 +7,9 @@ import math
 import torch
 
 from gradwire.kernels.base import Moments, check_decode, check_encode, check_moments, check_pack, check_sum
+from gradwire.kernels.coders.base import Coder
+from gradwire.kernels.coders.dispatch import get_coder
+from gradwire.kernels.digits import DigitLayout
 from gradwire.kernels.levels.reference import ReferenceLevels
 from gradwire.kernels.philox import uniform_integers
 from gradwire.kernels.table import BLOCK_SIZE, GROUP_SIZE, LANES, PLANES, SegmentTable
@@ -61,8 +64,8 @@ class ReferenceKernels(ReferenceLevels):
         digits = 1 + torch.where(torch.signbit(values), -1, 1) * fires
         out.copy_((digits.reshape(-1, PLANES, LANES) * _POWERS[:, None]).sum(1).reshape(-1))
 
-    def ternary_sum(self, rows: torch.Tensor, out: torch.Tensor) -> None:
-        layout = check_sum(rows, out)
+    def ternary_sum(self, rows: torch.Tensor, out: torch.Tensor, layout: DigitLayout | None = None) -> None:
+        layout = check_sum(rows, out, layout)
         total = digits_of(rows.reshape(-1)).reshape(rows.shape[0], -1).sum(0)
         pack_words(total, layout, out)
 
@@ -84,8 +87,9 @@ class ReferenceKernels(ReferenceLevels):
         end: int,
         x: torch.Tensor,
         accumulate: bool = False,
+        layout: DigitLayout | None = None,
     ) -> None:
-        layout = check_decode(words, world_size, table, scale, begin, end, x)
+        layout = check_decode(words, world_size, table, scale, begin, end, x, layout)
         if begin == end:
             return
         segment, index, inside = _locate(table, begin, end)
@@ -94,6 +98,9 @@ class ReferenceKernels(ReferenceLevels):
         values = torch.where(torch.isfinite(factor), sums.to(torch.float32) * factor, factor)
         target = x.detach()
         target[index[inside]] = target[index[inside]] + values[inside] if accumulate else values[inside]
+
+    def coder(self, name: str) -> Coder:
+        return get_coder(name, "reference")
 
     def warm_up(self) -> float:
         return 0.0

@@ -10,7 +10,7 @@ import torch
 from gradwire.compressors import Codec, Draw, Summary
 from gradwire.ops import AllGather, AllToAll, Exchange
 from gradwire.protocols.context import Context, Outcome
-from gradwire.wire import Rows
+from gradwire.wire import CodedRows, Rows
 
 __all__ = ["PROTOCOLS", "Section", "all_gather", "two_shot"]
 
@@ -36,23 +36,24 @@ def two_shot(context: Context, tag: int, sections: Sequence[Section], flat: torc
     """
     world = context.world_size
     shares = [_share(s.codec, world) for s in sections]
-    up = Rows([s.codec.payload_bytes(n) for s, n in zip(sections, shares)])
-    down = Rows([s.codec.mean_bytes(n) for s, n in zip(sections, shares)])
+    pairs = list(zip(sections, shares))
+    up = _rows(context, [(s.codec, s.codec.payload_bytes(n), s.codec.plain_payload_bytes(n)) for s, n in pairs])
+    down = _rows(context, [(s.codec, s.codec.mean_bytes(n), s.codec.plain_mean_bytes(n)) for s, n in pairs])
     space = context.workspace
 
     bodies = _encode(context, sections, flat, [world * n for n in shares])
     send = space.get("up", world, up.row_bytes)
     head = up.header(tag=tag, round=context.round, bucket=context.bucket, chunk=context.chunk)
-    up.write(send, head, [body.view(world, size) for body, size in zip(bodies, up.sizes)])
-    rows = yield AllToAll(send, space.get("up, received", world, up.row_bytes))
+    lengths = up.write(send, head, [body.view(world, size) for body, size in zip(bodies, up.sizes)])
+    rows = yield AllToAll(send, space.get("up, received", world, up.row_bytes), *_told(context, lengths))
 
     mine = space.get("down", 1, down.row_bytes)
     reduced = [space.get(f"reduced {i}", size) for i, size in enumerate(down.sizes)]
     for section, part, out in zip(sections, up.read(rows, head), reduced):
         section.codec.reduce(part, out)
     head = down.header(tag=tag, round=context.round, bucket=context.bucket, chunk=context.chunk)
-    down.write(mine, head, [out.view(1, -1) for out in reduced])
-    gathered = yield AllGather(mine[0], space.get("down, received", world, down.row_bytes))
+    lengths = down.write(mine, head, [out.view(1, -1) for out in reduced])
+    gathered = yield AllGather(mine[0], space.get("down, received", world, down.row_bytes), *_told(context, lengths))
 
     for section, part, share in zip(sections, down.read(gathered, head), shares):
         for owner, data in enumerate(part):
@@ -66,19 +67,37 @@ def all_gather(context: Context, tag: int, sections: Sequence[Section], flat: to
 
     Bytes sent by a rank: (N - 1) (header + codes): one round, but traffic that grows with N.
     """
-    layout = Rows([s.codec.payload_bytes(s.codec.units) for s in sections])
+    codecs = [s.codec for s in sections]
+    layout = _rows(context, [(c, c.payload_bytes(c.units), c.plain_payload_bytes(c.units)) for c in codecs])
     space = context.workspace
     bodies = _encode(context, sections, flat, [s.codec.units for s in sections])
     send = space.get("up", 1, layout.row_bytes)
     head = layout.header(tag=tag, round=context.round, bucket=context.bucket, chunk=context.chunk)
-    layout.write(send, head, [body.view(1, -1) for body in bodies])
-    rows = yield AllGather(send[0], space.get("up, received", context.world_size, layout.row_bytes))
+    lengths = layout.write(send, head, [body.view(1, -1) for body in bodies])
+    room = space.get("up, received", context.world_size, layout.row_bytes)
+    rows = yield AllGather(send[0], room, *_told(context, lengths))
     for section, part in zip(sections, layout.read(rows, head)):
         section.codec.decode_rows(part, section.summary, flat)
     return _outcome(context, sections, bodies, flat)
 
 
 PROTOCOLS = {"two_shot": two_shot, "all_gather": all_gather}
+
+
+def _rows(context: Context, sections: Sequence[tuple[Codec, int, int]]) -> Rows | CodedRows:
+    """Lay out sections given by codec, bytes and plain bytes: entropy-coded where a codec asks for it."""
+    sizes, plain = [size for _, size, _ in sections], [count for _, _, count in sections]
+    coder = next((codec.coder for codec, _, _ in sections if codec.coder is not None), None)
+    return Rows(sizes) if coder is None else CodedRows(sizes, plain, coder, context.workspace.get)
+
+
+def _told(context: Context, lengths: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Give what an operation needs to tell lengths: those to send, none to this rank itself, and room for theirs."""
+    if lengths is None:
+        return None, None
+    lengths = lengths.expand(context.world_size).clone()
+    lengths[context.rank] = 0
+    return lengths, torch.zeros_like(lengths)
 
 
 def _share(codec: Codec, world_size: int) -> int:

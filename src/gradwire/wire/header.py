@@ -25,7 +25,7 @@ import torch
 
 from gradwire.errors import PayloadError
 
-__all__ = ["HEADER_BYTES", "WIRE_VERSION", "Header", "check_rows"]
+__all__ = ["HEADER_BYTES", "WIRE_VERSION", "Header", "check_rows", "read_length"]
 
 WIRE_VERSION = 1
 HEADER_BYTES = 16
@@ -57,8 +57,13 @@ class Header:
         rows.numpy()[:, :HEADER_BYTES] = np.frombuffer(self.to_bytes(), np.uint8)
 
 
-def check_rows(rows: torch.Tensor, expected: Header) -> None:
-    """Check the header of each row (uint8 ``[ranks, bytes]``).
+def read_length(row: torch.Tensor) -> int:
+    """Give the length that a payload's header states, unchecked."""
+    return int.from_bytes(bytes(row[HEADER_BYTES - 4 : HEADER_BYTES].tolist()), "little")
+
+
+def check_rows(rows: torch.Tensor, expected: Header, first: int = 0) -> None:
+    """Check the header of each row (uint8 ``[ranks, bytes]``), row r from rank ``first + r``.
 
     Raises:
         PayloadError: naming the sender and the first field that differs.
@@ -68,7 +73,7 @@ def check_rows(rows: torch.Tensor, expected: Header) -> None:
         raise PayloadError(f"payloads of {size} bytes were expected, {tuple(rows.shape)} arrived")
     if rows.is_meta or rows.numpy()[:, :HEADER_BYTES].tobytes() == expected.to_bytes() * len(rows):
         return
-    for sender, row in enumerate(rows):
+    for sender, row in enumerate(rows, first):
         _explain(sender, bytes(row[:HEADER_BYTES].tolist()), expected)
 
 

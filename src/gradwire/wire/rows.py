@@ -40,7 +40,7 @@ class Rows:
         return list(rows[:, HEADER_BYTES:].split(self.sizes, dim=1))
 
     def write(self, rows: torch.Tensor, header: Header, bodies: Sequence[torch.Tensor]) -> None:
-        """Fill payloads: the header in each row, then row r of each body (``[ranks, size]``)."""
+        """Fill payloads: the header in each row, then row r of each body (``[ranks, size]``); all of one length."""
         if rows.is_meta:
             return
         header.write(rows)

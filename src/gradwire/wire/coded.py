@@ -1,0 +1,121 @@
+"""Payloads whose sections are entropy-coded, and so differ in length by sender and receiver.
+
+Layout, little endian, after the header (whose length field holds what really follows)::
+
+    bytes           meaning
+    4 a section     length of each section as it is sent; zeros up to a multiple of 16
+    per section     its plain bytes, then its coded bytes; zeros up to a multiple of 16
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+
+from gradwire.errors import PayloadError
+from gradwire.wire.header import HEADER_BYTES, Header, check_rows, read_length
+from gradwire.wire.rows import padded
+
+__all__ = ["CodedRows", "Coder"]
+
+
+class Coder(Protocol):
+    """What codes bytes: see :mod:`gradwire.kernels.coders`."""
+
+    def bound(self, symbols: int) -> int:
+        """Most bytes that ``encode`` writes."""
+
+    def encode(self, symbols: torch.Tensor, out: torch.Tensor) -> int:
+        """Write the coded symbols; return how many bytes."""
+
+    def decode(self, data: torch.Tensor, out: torch.Tensor) -> None:
+        """Fill ``out``; raise PayloadError where the bytes are not what an encoder wrote."""
+
+
+class CodedRows:
+    """Layout of payloads that share one list of section sizes, before coding.
+
+    Args:
+        sizes: Bytes of each section before coding.
+        plain: Bytes at the start of each section that are sent as they are.
+        coder: Of the rest.
+        room: Gives a buffer, kept from round to round, by name and shape.
+    """
+
+    def __init__(
+        self, sizes: Sequence[int], plain: Sequence[int], coder: Coder, room: Callable[..., torch.Tensor]
+    ) -> None:
+        self.sizes, self.plain, self.coder, self._room = tuple(sizes), tuple(plain), coder, room
+        self._table = padded(4 * len(self.sizes))
+        most = [p + padded(coder.bound(size - p)) if size > p else padded(p) for size, p in zip(self.sizes, self.plain)]
+        self.body_bytes = self._table + sum(most)
+        self.row_bytes = HEADER_BYTES + self.body_bytes
+
+    def header(self, *, tag: int, round: int, bucket: int, chunk: int) -> Header:
+        """Make the header of these payloads, with the most that may follow as length."""
+        return Header(tag, round, bucket, chunk, self.body_bytes)
+
+    def write(self, rows: torch.Tensor, header: Header, bodies: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Fill payloads, row r from row r of each body; give the bytes of each row, int64.
+
+        Without data, these are the most that there may be.
+        """
+        if rows.is_meta:
+            return torch.full((len(rows),), self.row_bytes)
+        used = []
+        for r, row in enumerate(rows):
+            lengths, at = [], HEADER_BYTES + self._table
+            for body, size, plain in zip(bodies, self.sizes, self.plain):
+                row[at : at + plain].copy_(body[r, :plain])
+                count = self.coder.encode(body[r, plain:size].contiguous(), row[at + plain :]) if size > plain else 0
+                lengths.append(plain + count)
+                row[at + plain + count : at + padded(plain + count)] = 0
+                at += padded(plain + count)
+            table = row[HEADER_BYTES : HEADER_BYTES + self._table]
+            table.zero_()
+            table[: 4 * len(lengths)] = torch.tensor(lengths, dtype=torch.int32).view(torch.uint8)
+            replace(header, body_bytes=at - HEADER_BYTES).write(row[None])
+            used.append(at)
+        return torch.tensor(used, dtype=torch.int64)
+
+    def read(self, rows: torch.Tensor, header: Header) -> list[torch.Tensor]:
+        """Check and decode payloads; give each section, ``[ranks, size]``.
+
+        Raises:
+            PayloadError: a row is not a payload that these sizes can make.
+        """
+        out = [self._room(f"decoded {i} of {size}", len(rows), size) for i, size in enumerate(self.sizes)]
+        if rows.is_meta:
+            return out
+        for sender, row in enumerate(rows):
+            length = read_length(row)
+            if not self._table <= length <= self.body_bytes:
+                raise PayloadError(f"payload from rank {sender}: {length} bytes where at most {self.body_bytes} fit")
+            check_rows(row[None, : HEADER_BYTES + length], replace(header, body_bytes=length), sender)
+            self._read_row(sender, row[: HEADER_BYTES + length], [section[sender] for section in out])
+        return out
+
+    def _read_row(self, sender: int, row: torch.Tensor, out: Sequence[torch.Tensor]) -> None:
+        at = HEADER_BYTES + self._table
+        table = row[HEADER_BYTES:at].clone().view(torch.int32).tolist()
+        lengths = table[: len(self.sizes)]
+        if any(table[len(self.sizes) :]):
+            raise PayloadError(f"payload from rank {sender}: its table of lengths is damaged")
+        for length, size, plain, section in zip(lengths, self.sizes, self.plain, out):
+            if length < plain or at + padded(length) > row.numel():
+                raise PayloadError(f"payload from rank {sender}: a section of {length} bytes does not fit")
+            section[:plain].copy_(row[at : at + plain])
+            if size > plain:
+                self.coder.decode(row[at + plain : at + length], section[plain:])
+            elif length != plain:
+                raise PayloadError(
+                    f"payload from rank {sender}: a section of {length} bytes where {plain} are expected"
+                )
+            if bool(row[at + length : at + padded(length)].any()):
+                raise PayloadError(f"payload from rank {sender}: a section is not followed by zeros")
+            at += padded(length)
+        if at != row.numel():
+            raise PayloadError(f"payload from rank {sender}: {row.numel() - at} bytes too many")
