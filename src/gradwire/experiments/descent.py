@@ -36,10 +36,14 @@ def descend(
     steps: int,
     exchange: Exchange = exact_mean,
     start: Tensor | None = None,
+    watch: Callable[[Tensor], None] = lambda x: None,
 ) -> list[float]:
     """Step ``x <- prox_{lr l1 |.|_1}(x - lr * exchange(gradients))`` in float64, from zero unless ``start`` says else.
 
     With the exact mean and ``lr = 1 / L`` the squared distance shrinks by ``(1 - mu / L)^2`` a step.
+
+    Args:
+        watch: Called with the iterate after each step; it must not change it.
 
     Returns:
         Squared distances to the optimum: at the start and after each step.
@@ -53,6 +57,7 @@ def descend(
     for step in range(steps):
         x.sub_(exchange(problem.gradients(x)), alpha=lr)
         prox.apply_(x, lr)
+        watch(x)
         distances.append(float((x - optimum.x).square().sum()))
         if not distances[-1] < float("inf"):
             raise TrainingError(f"the iterate is not finite after step {step + 1}: use a lower learning rate")
