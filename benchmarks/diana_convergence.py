@@ -2,9 +2,10 @@
 
     python benchmarks/diana_convergence.py --data a9a.txt --data mushrooms.txt --json benchmarks/results/diana.json
 
-Rows are sorted by label and cut in eight equal shares, so that most workers see one label only. Gradients are exact and
-travel in float32; the iterate is float64. Every method takes the step size of its theory. DIANA starts from zero, the
-others from the optimum, which they leave for their plateau: the mean squared distance over the last half of the steps. With l1, the support is compared with scikit-learn's (saga, elastic net).
+Rows are sorted by label and cut in eight equal shares, so that most workers see one label only. Gradients are exact
+and travel in float32; the iterate is float64. Every method takes the step size of its theory. DIANA starts from zero,
+the others from the optimum, which they leave for their plateau: the mean squared distance over the last half of the
+steps. With l1, the support is compared with scikit-learn's (saga, elastic net).
 """
 
 from __future__ import annotations
