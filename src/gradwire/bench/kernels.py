@@ -16,12 +16,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from gradwire.bench.coders import CODER_GOALS, bench_coders
 from gradwire.experiments.machine import hardware, versions
 from gradwire.kernels import Kernels, SegmentTable, get_kernels, inverse_scale, packed_bytes
 
 __all__ = ["measure_kernels"]
 
-GOALS = {"moments": 0.50, "encode": 0.60, "sum of 4": 0.17, "decode base 9": 0.35}
+GOALS = {"moments": 0.50, "encode": 0.60, "sum of 4": 0.17, "decode base 9": 0.35, **CODER_GOALS}
 TINY = (64, 64, 128, 256, 512, 100, 37)
 
 
@@ -204,6 +205,7 @@ def measure_kernels(
         bench_layout(bench, kernels, "2000 tiny", table_of(tiny))
         bench_reference(bench, min(elements, 1_000_000))
         bench_step(bench, kernels)
+        bench_coders(bench, kernels, elements)
     finally:
         torch.set_num_threads(threads)
     found = {"backend": kernels.name, "warm_up_s": warm_up_s, "cpu": hardware()["processor"]}

@@ -28,12 +28,12 @@ BITMAP_BYTES = 32
 
 
 def sample_step(symbols: int) -> int:
-    """Of how many rows of 128 symbols one is counted: 1 below 2^18 symbols, 16 from 2^21 on.
+    """Of how many rows of 128 symbols one is counted: 1 below 2^17 symbols, 16 from 2^20 on.
 
-    From 2^17 samples the 256 frequencies are off by so little that coding by them costs some 256 / (2 ln 2 * 2^17)
-    = 0.0014 bits a symbol; what the sample lacks is escaped.
+    From 2^16 samples the 256 frequencies are off by so little that coding by them costs some 256 / (2 ln 2 * 2^16)
+    = 0.003 bits a symbol; what the sample lacks is escaped.
     """
-    return min(16, max(1, symbols >> 17))
+    return min(16, max(1, symbols >> 16))
 
 
 def choose_frequencies(counts: Any, frequencies: Any) -> None:
