@@ -1,0 +1,125 @@
+"""Relative variance E|Q(v) - v|^2 / |v|^2 of the quantisers, on Gaussian blocks and on a real gradient.
+
+    python benchmarks/variance.py --json benchmarks/results/variance.json
+
+Gaussian: measured against the tables derived from the papers' formulas (to the two or three digits that these have).
+Real: the gradient of the ``text`` task's model after some steps of training on its default data; measured against the
+exact variance of the same blocks, sum_k (h_k - r_k) (r_k - l_k) R^2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from runs import machine
+
+import gradwire as gw
+from gradwire.experiments import tasks
+
+BLOCKS = (128, 512, 1024, 8192)
+# Block sizes in columns: the sheets of QSGD (section 5.5), NUQSGD (5.9), AQSGD (5.8).
+GAUSSIAN: dict[str, tuple[float | None, ...]] = {
+    "QSGDinf(levels=1, block_size={})": (1.25, 1.61, 1.74, 2.16),
+    "QSGDinf(levels=3, block_size={})": (0.149, 0.200, 0.220, 0.291),
+    "QSGDinf(levels=7, block_size={})": (0.027, 0.037, 0.040, 0.054),
+    "QSGD(levels=1, block_size={})": (8.05, 17.1, 24.5, 71),
+    "QSGD(levels=3, block_size={})": (2.02, 5.03, 7.5, 23),
+    "QSGD(levels=7, block_size={})": (0.43, 1.58, 2.65, 9.3),
+    "NUQSGD(levels=3, block_size={})": (1.27, 3.5, 5.4, 17),
+    "NUQSGD(levels=4, zero=False, block_size={})": (1.30, 7.0, 15.0, 127),
+    "ALQ(block_size={}, updates=(0,), every=1000000)": (0.172, None, 0.202, 0.223),
+    "AMQ(block_size={}, updates=(0,), every=1000000)": (0.256, None, 0.366, 0.527),
+}
+MAGNITUDES = {"QSGD": lambda s: range(s + 1), "NUQSGD": lambda s: [0, *(2.0**j for j in range(s))]}
+
+
+def digits_of(expected: float) -> float:
+    """Give the relative half unit of a table entry's last digit."""
+    text = f"{expected}"
+    places = len(text.split(".")[1]) if "." in text and not text.endswith(".0") else 0
+    return 0.5 * 10**-places / expected
+
+
+def measure(spec: str, g: torch.Tensor, rounds: int) -> float:
+    """Give the mean over rounds, one worker."""
+    link = gw.SimulatedLink([("g", torch.empty(g.numel()))], spec, 1, min_numel=0)
+    size = float(g.double().square().sum())
+    noise = [float((link.reduce_(g[None].clone()).double() - g).square().sum()) for _ in range(rounds)]
+    return sum(noise) / rounds / size
+
+
+def exact(spec: str, g: torch.Tensor) -> float:
+    """Give the same by the formula, in float64."""
+    method: Any = gw.method(spec)
+    kind = "NUQSGD" if isinstance(method, gw.NUQSGD) else "QSGD"
+    ends = torch.tensor([float(m) for m in MAGNITUDES[kind](method.levels)], dtype=torch.float64)
+    ends /= ends[-1].clone()
+    total = 0.0
+    for v in g.double().split(method.block_size):
+        scale = v.abs().max() if method.norm == "max" else v.norm()
+        r = v.abs() / scale.clamp(min=1e-300)
+        upper = torch.searchsorted(ends, r, right=True).clamp(1, len(ends) - 1)
+        total += float(((ends[upper] - r) * (r - ends[upper - 1])).clamp(min=0).sum() * scale**2)
+    return total / float(g.double().square().sum())
+
+
+def real_gradient(steps: int) -> torch.Tensor:
+    """Train the text task's model for some steps by plain SGD; give the next gradient."""
+    torch.manual_seed(0)
+    task = tasks.build("text")
+    model, source = task.build_model(), task.load()
+    optimizer = task.build_optimizer(model)
+    for step in range(steps + 1):
+        indices = torch.randint(source.samples, (task.batch,), generator=torch.Generator().manual_seed(step))
+        inputs, targets = source.batch(indices, slice(0, task.batch), seed=0, step=step)
+        optimizer.zero_grad()
+        task.loss(model(inputs), targets).backward()
+        if step < steps:
+            optimizer.step()
+    return torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None])
+
+
+def main() -> int:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=100, help="of training before the real gradient is taken")
+    parser.add_argument("--json", type=Path)
+    chosen = parser.parse_args()
+    torch.set_num_threads(1)
+    rows = []
+    for pattern, table in GAUSSIAN.items():
+        for block, expected in zip(BLOCKS, table):
+            if expected is None:
+                continue
+            spec = pattern.format(block)
+            g = torch.randn(8192 * 256, generator=torch.Generator().manual_seed(block))
+            # Blocks of one norm, so that the mean of ratios, which the tables give, is the ratio of sums.
+            g = torch.nn.functional.normalize(g.view(-1, block)).reshape(-1)
+            found = measure(spec, g, 3 if expected < 2 else 12)
+            rows.append({"vector": "Gaussian", "spec": spec, "measured": found, "expected": expected,
+                         "rounding_of_expected": digits_of(expected)})  # fmt: skip
+    g = real_gradient(chosen.steps)
+    for pattern in list(GAUSSIAN)[:7]:
+        for block in BLOCKS:
+            spec = pattern.format(block)
+            rows.append({"vector": "text gradient", "spec": spec, "measured": measure(spec, g, 20),
+                         "expected": exact(spec, g), "rounding_of_expected": 0.0})  # fmt: skip
+    for row in rows:
+        row["deviation"] = row["measured"] / row["expected"] - 1
+        row["within_3_percent"] = abs(row["deviation"]) <= 0.03 + row["rounding_of_expected"]
+        verdict = "" if row["within_3_percent"] else "OUTSIDE"
+        numbers = f"{row['measured']:9.4g} {row['expected']:9.4g} {100 * row['deviation']:+6.2f} %"
+        print(f"{row['vector']:14s} {row['spec']:50s} {numbers} {verdict}", flush=True)
+    if chosen.json:
+        what = {"numel_gaussian": 8192 * 256, "numel_text": g.numel(), "text_steps": chosen.steps}
+        chosen.json.write_text(json.dumps({**what, **machine(), "rows": rows}, indent=1) + "\n")
+    return 0 if all(row["within_3_percent"] for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
