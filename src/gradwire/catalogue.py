@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import difflib
 from dataclasses import dataclass, fields
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from gradwire.algorithms.adaptive_levels import ALQ, ALQN, AMQ, AMQN
 from gradwire.algorithms.coded import Coded
@@ -17,6 +17,7 @@ from gradwire.compressors.qsgd import QSGD, QSGDinf
 from gradwire.compressors.terngrad import TernGrad
 from gradwire.errors import HyperparameterError
 from gradwire.methods import Method, Properties, require
+from gradwire.optim import KINDS
 
 __all__ = [
     "ALQ",
@@ -190,7 +191,7 @@ def _build(node: ast.expr, spec: str) -> object:
     if isinstance(node, ast.Name):
         return _kind(node.id)()
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-        kind = _kind(node.func.id)
+        kind: type[Any] = KINDS.get(node.func.id) or _kind(node.func.id)
         known = [f.name for f in fields(kind)]
         values = {}
         if node.args:
@@ -212,7 +213,7 @@ def _kind(name: str) -> type[Method]:
     raise HyperparameterError(_unknown("method", name, [kind.name for kind in _KINDS]))
 
 
-def _signature(kind: type[Method]) -> str:
+def _signature(kind: type[Any]) -> str:
     return f"{kind.__name__}({', '.join(f.name + '=...' for f in fields(kind))})"
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
+
+import torch
 
 from gradwire.errors import HyperparameterError
 
@@ -78,6 +81,13 @@ class Method:
 
     min_numel: ClassVar[int] = 1024
     """Parameters with fewer elements travel in float32, unless the user says otherwise."""
+
+    def bind(self, optimizer: Any, parameters: Sequence[torch.Tensor]) -> None:
+        """Hook whatever the method does beside the exchange into the optimizer's step; most do nothing there.
+
+        Raises:
+            IncompatibleError: the method needs an optimizer and has none, or cannot work with this one.
+        """
 
 
 def require(condition: bool, owner: str, sentence: str) -> None:

@@ -201,3 +201,60 @@ def test_a_round_with_an_infinity_changes_no_shift() -> None:
     for scope in ("replicated", "rank 0", "rank 1"):
         assert set(after[scope]) == set(before[scope])
         assert all(torch.equal(after[scope][k], before[scope][k]) for k in before[scope])
+
+
+def lasso(rank: int) -> tuple[list[float], str]:
+    """Minimise |Ax - b|^2 / 2n + l1 on unlike rows; give the point, and what is said where the optimizer is missing."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    generator = torch.Generator().manual_seed(rank)
+    rows = torch.randn(30, 20, generator=generator)
+    target = rows[:, :3].sum(1) + rank
+    module = torch.nn.Linear(20, 1, bias=False)
+    torch.nn.init.zeros_(module.weight)
+    ddp = DistributedDataParallel(module)
+    sentence = ""
+    method = gw.DIANA(compressor=gw.QSGDinf(levels=1, block_size=32), prox=gw.L1(strength=0.1))
+    try:
+        gw.attach(ddp, method, min_numel=0)
+    except gw.IncompatibleError as error:
+        sentence = str(error)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    link = gw.attach(ddp, method, min_numel=0, optimizer=optimizer)
+    for _ in range(1500):
+        optimizer.zero_grad()
+        (0.5 * (ddp(rows)[:, 0] - target).square().mean()).backward()
+        optimizer.step()
+    link.close()
+    return module.weight[0].tolist(), sentence
+
+
+def run_lasso() -> tuple[list[float], str]:
+    import torch.distributed as dist
+
+    return lasso(dist.get_rank())
+
+
+@pytest.mark.ranks
+def test_a_proximal_step_after_the_optimizers(three_ranks: object) -> None:
+    """Property 9: the solution of the lasso over all workers' rows, zeros and all."""
+    from sklearn.linear_model import Lasso
+
+    found = three_ranks(run_lasso)  # type: ignore[operator]
+    rows, targets = [], []
+    for rank in range(3):
+        part = torch.randn(30, 20, generator=torch.Generator().manual_seed(rank))
+        rows.append(part)
+        targets.append(part[:, :3].sum(1) + rank)
+    best = Lasso(alpha=0.1, fit_intercept=False, tol=1e-10).fit(torch.cat(rows).numpy(), torch.cat(targets).numpy())
+    for weights, sentence in found:
+        assert "pass optimizer=" in sentence
+        assert weights == pytest.approx(best.coef_.tolist(), abs=1e-4)
+        assert [w == 0 for w in weights] == [w == 0 for w in best.coef_.tolist()]
+
+
+def test_an_operator_is_part_of_the_spec() -> None:
+    method = gw.method("DIANA(prox=Box(low=-1.0, high=1.0))")
+    assert gw.method(repr(method)) == method
+    with pytest.raises(HyperparameterError, match="prox is None"):
+        gw.DIANA(prox=0.1)  # type: ignore[arg-type]

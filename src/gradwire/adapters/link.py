@@ -96,6 +96,7 @@ class Link:
             check_parameters(self._parameters, self.world_size)
             require(isinstance(count, int) and count >= 1, "lanes", f"at least 1 is needed, not {lanes!r}")
             self._pilot = self._make_pilot(self.method)
+            self.method.bind(optimizer, list(self._parameters.values()))
             timeout = self.group._get_backend(torch.device("cpu")).options._timeout
             mine.fields = self._fields(count)
         token = mine.token

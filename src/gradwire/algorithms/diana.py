@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
 from gradwire.algorithms.around import Around, Wrapper
 from gradwire.algorithms.plan import Plan, Setting
 from gradwire.compressors import Cast, Compressor, QSGDinf
-from gradwire.errors import HyperparameterError
+from gradwire.errors import HyperparameterError, IncompatibleError
 from gradwire.methods import Method, Properties, require
+from gradwire.optim import L1, Box, Prox
 from gradwire.protocols import Context, Outcome
 
 __all__ = ["DIANA", "DQGD"]
@@ -101,6 +103,9 @@ class DIANA(Wrapper):
             compressor's variance constant. Above 2 / (1 + omega) shifts may diverge.
         momentum: Of v, 0 to below 1. Leave it at 0 where the optimizer has one.
         shifts: "float64" or "float32": half the memory, enough where minibatches are noisy.
+        prox: A proximal operator, ``L1(strength=...)`` or ``Box(low=..., high=...)``, applied with the learning rate
+            after each step of the optimizer, which ``attach(..., optimizer=...)`` must then be given:
+            x <- prox(x - gamma v). It works with ``torch.optim.SGD`` alone; :class:`gradwire.ProximalSGD` has its own.
 
     Raises:
         HyperparameterError: ``compressor`` is biased, ``alpha`` is not in (0, 1] or None where omega is not known, or
@@ -122,6 +127,7 @@ class DIANA(Wrapper):
     alpha: float | None = None
     momentum: float = 0.0
     shifts: str = "float64"
+    prox: Prox | None = None
 
     name: ClassVar[str] = "diana"
     properties: ClassVar[Properties] = Properties(
@@ -138,6 +144,8 @@ class DIANA(Wrapper):
     def __post_init__(self) -> None:
         _check_unbiased("DIANA", self.compressor)
         omega = self.omega
+        given = self.prox is None or isinstance(self.prox, L1 | Box)
+        require(given, "DIANA", f"prox is None, L1(strength=...) or Box(low=..., high=...), not {self.prox!r}")
         require(self.shifts in _DTYPES, "DIANA", f"shifts is 'float64' or 'float32', not {self.shifts!r}")
         require(
             self.alpha is not None or omega is not None,
@@ -154,7 +162,7 @@ class DIANA(Wrapper):
         require(
             self.alpha is None or omega is None or self.alpha <= 2 / (1 + omega),
             "DIANA",
-            f"alpha={self.alpha} is above 2 / (1 + omega) = {2 / (1 + (omega or 0)):.4g}: shifts diverge; use None",
+            f"alpha={self.alpha} is above 2 / (1 + omega) = {2 / (1 + (omega or 0)):.4g}: shifts diverge, use None",
         )
 
     @property
@@ -170,6 +178,25 @@ class DIANA(Wrapper):
         if self.omega is None:
             raise HyperparameterError("DIANA: alpha is needed")
         return 1 / (1 + self.omega)
+
+    def bind(self, optimizer: Any, parameters: Sequence[torch.Tensor]) -> None:
+        if self.prox is None:
+            return
+        if type(optimizer) is not torch.optim.SGD:
+            given = "no optimizer" if optimizer is None else type(optimizer).__name__
+            raise IncompatibleError(
+                f"DIANA(prox=...) steps after each step of torch.optim.SGD, and was given {given}: pass "
+                "optimizer=... to attach, or leave prox to gradwire.ProximalSGD"
+            )
+        ours, operator = {id(p) for p in parameters}, self.prox
+
+        def apply(stepped: torch.optim.Optimizer, *_: object) -> None:
+            with torch.no_grad():
+                for group in stepped.param_groups:
+                    for p in (p for p in group["params"] if id(p) in ours):
+                        operator.apply_(p, float(group["lr"]))
+
+        optimizer.register_step_post_hook(apply)
 
     def plan(self, setting: Setting) -> Plan:
         return _Differences(setting.plan(self.compressor), setting, self.rate, self.momentum, _DTYPES[self.shifts])
