@@ -3,7 +3,7 @@
 from gradwire.kernels.base import Kernels, Moments, inverse_scale
 from gradwire.kernels.digits import DigitLayout, digit_layout, packed_bytes, sum_layout
 from gradwire.kernels.dispatch import BACKENDS, get_kernels
-from gradwire.kernels.levels import WHOLE, BlockTable, Grid, packed_groups
+from gradwire.kernels.levels import WHOLE, BlockTable, Grid, packed_groups, summed
 from gradwire.kernels.table import GROUP_BYTES, GROUP_SIZE, SegmentTable
 
 __all__ = [
@@ -23,4 +23,5 @@ __all__ = [
     "packed_bytes",
     "packed_groups",
     "sum_layout",
+    "summed",
 ]

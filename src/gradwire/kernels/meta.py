@@ -6,7 +6,7 @@ import torch
 
 from gradwire.kernels.base import Moments
 from gradwire.kernels.digits import DigitLayout, sum_layout
-from gradwire.kernels.levels import BlockTable, Grid
+from gradwire.kernels.levels import BlockTable, Grid, summed
 from gradwire.kernels.table import SegmentTable
 
 __all__ = ["MetaKernels"]
@@ -82,8 +82,13 @@ class MetaKernels:
         layout: DigitLayout,
         x: torch.Tensor,
         accumulate: bool = False,
+        begin: int = 0,
+        end: int | None = None,
     ) -> None:
         pass
+
+    def sum_digits(self, rows: torch.Tensor, groups: int, layout: DigitLayout, out: torch.Tensor) -> None:
+        summed(layout, rows.shape[0])
 
     def warm_up(self) -> float:
         return 0.0
