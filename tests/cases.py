@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 import gradwire as gw
+from gradwire.kernels import digit_layout
 from laws import exactly, fitted, levels, ternary
 
 Law = Callable[[torch.Tensor], torch.Tensor]
@@ -54,6 +55,21 @@ def ternary_bits(n: int) -> float:
     return min(1.6 * (n - 1), (1.6 + sums) * (n - 1) / n)
 
 
+def shared_bits(s: int) -> Callable[[int], float]:
+    """Digits of base 2s + 1 up and of base 2sN + 1 down, or up to all."""
+
+    def bits(n: int) -> float:
+        up, down = (digit_layout(2 * s * k + 1).bits_per_value for k in (1, n))
+        return min(up * (n - 1), (up + down) * (n - 1) / n)
+
+    return bits
+
+
+def max_bits(block_size: int) -> Callable[[int], float]:
+    """A float32 a block through a maximum over the workers."""
+    return ring(32 / block_size)
+
+
 TABLE: dict[str, list[Case]] = {
     "fp32": [Case(gw.FP32(), ring(32), error=2e-7)],
     "fp16": [Case(gw.FP16(), ring(16), error=2e-3)],
@@ -89,6 +105,19 @@ TABLE: dict[str, list[Case]] = {
             gather(3.2 + 32 / 80),
             variance=levels([-1, 1, 2, 4, 8], 80, "max"),
             constants=False,
+        ),
+    ],
+    "qsgdmaxnorm": [
+        Case(gw.QSGDMaxNorm(), shared_bits(15), variance=levels(range(16), None, "max", shared=True)),
+        Case(
+            gw.QSGDMaxNorm(levels=7, block_size=48),
+            lambda n: shared_bits(7)(n) + max_bits(48)(n),
+            variance=levels(range(8), 48, "max", shared=True),
+        ),
+        Case(
+            gw.QSGDMaxNorm(levels=1, blocks="model"),
+            shared_bits(1),
+            variance=levels(range(2), None, "max", shared=True),
         ),
     ],
     "errorfeedback": [

@@ -35,8 +35,11 @@ def ternary(clip: float | None, shared: bool = True) -> tuple[Law, Law]:
     return target, variance
 
 
-def levels(magnitudes: Iterable[float], block_size: int | None, norm: str) -> Law:
-    """The variance (h - r) (r - l) R^2 of rounding |g| / R between neighbours l < h of the magnitudes."""
+def levels(magnitudes: Iterable[float], block_size: int | None, norm: str, shared: bool = False) -> Law:
+    """The variance (h - r) (r - l) R^2 of rounding |g| / R between neighbours l < h of the magnitudes.
+
+    R is each worker's own, or the largest of all workers' if ``shared``.
+    """
     ends = torch.tensor([float(m) for m in magnitudes], dtype=torch.float64)
     ends = ends / ends[-1]
 
@@ -46,6 +49,7 @@ def levels(magnitudes: Iterable[float], block_size: int | None, norm: str) -> La
         for begin in range(0, g.shape[1], size):
             v = g[:, begin : begin + size].double()
             scale = v.abs().amax(1, keepdim=True) if norm == "max" else v.norm(dim=1, keepdim=True)
+            scale = scale.max().expand_as(scale) if shared else scale
             r = v.abs() / scale.clamp(min=1e-300)
             upper = torch.searchsorted(ends, r, right=True).clamp(1, len(ends) - 1)
             out[:, begin : begin + size] = (ends[upper] - r) * (r - ends[upper - 1]) * scale.square()

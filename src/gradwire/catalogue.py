@@ -12,6 +12,7 @@ from gradwire.algorithms.error_feedback import ErrorFeedback
 from gradwire.compressors.cast import BF16, FP16, FP32
 from gradwire.compressors.nuqsgd import NUQSGD
 from gradwire.compressors.qsgd import QSGD, QSGDinf
+from gradwire.compressors.qsgd_max_norm import QSGDMaxNorm
 from gradwire.compressors.terngrad import TernGrad
 from gradwire.errors import HyperparameterError
 from gradwire.methods import Method, Properties, require
@@ -29,6 +30,7 @@ __all__ = [
     "Auto",
     "ErrorFeedback",
     "MethodInfo",
+    "QSGDMaxNorm",
     "QSGDinf",
     "TernGrad",
     "method",
@@ -48,6 +50,7 @@ METHODS: tuple[type[Method], ...] = (
     AMQ,
     AMQN,
     ErrorFeedback,
+    QSGDMaxNorm,
 )
 """Every method of the package; adding one adds a line here."""
 

@@ -6,6 +6,8 @@ from gradwire.compressors.dense import DenseCodec, NoSummary
 from gradwire.compressors.levels import LevelCodec, LevelSummary, check_blocks
 from gradwire.compressors.nuqsgd import NUQSGD
 from gradwire.compressors.qsgd import QSGD, QSGDinf
+from gradwire.compressors.qsgd_max_norm import QSGDMaxNorm
+from gradwire.compressors.shared_levels import SharedLevelCodec
 from gradwire.compressors.terngrad import TernGrad
 
 __all__ = [
@@ -22,7 +24,9 @@ __all__ = [
     "LevelCodec",
     "LevelSummary",
     "NoSummary",
+    "QSGDMaxNorm",
     "QSGDinf",
+    "SharedLevelCodec",
     "Summary",
     "TernGrad",
     "check_blocks",

@@ -4,6 +4,7 @@ from gradwire.kernels.base import Kernels, Moments, inverse_scale
 from gradwire.kernels.digits import DigitLayout, digit_layout, packed_bytes, sum_layout
 from gradwire.kernels.dispatch import BACKENDS, get_kernels
 from gradwire.kernels.levels import WHOLE, BlockTable, Grid, packed_groups, summed
+from gradwire.kernels.natural import natural_bytes
 from gradwire.kernels.table import GROUP_BYTES, GROUP_SIZE, SegmentTable
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "digit_layout",
     "get_kernels",
     "inverse_scale",
+    "natural_bytes",
     "packed_bytes",
     "packed_groups",
     "sum_layout",

@@ -15,11 +15,13 @@ from gradwire.kernels.base import Moments, check_decode, check_encode, check_mom
 from gradwire.kernels.digits import digit_layout, packed_bytes
 from gradwire.kernels.divisions import divisions
 from gradwire.kernels.levels import BlockTable, Grid
+from gradwire.kernels.natural import natural_bytes
 from gradwire.kernels.table import SegmentTable
 
 try:
     from gradwire.kernels import cpu_drivers
     from gradwire.kernels.levels.cpu import CpuLevels
+    from gradwire.kernels.natural.cpu import CpuNatural
 except ImportError as error:
     raise BackendError(f"kernel backend 'cpu' needs numba ({error}): pip install 'numba>=0.61'") from error
 
@@ -28,7 +30,7 @@ __all__ = ["CpuKernels"]
 _MIN_PART = 1 << 16  # elements below which a second thread costs more than it saves
 
 
-class CpuKernels(CpuLevels):
+class CpuKernels(CpuLevels, CpuNatural):
     """See :class:`gradwire.kernels.base.Kernels` for what each method computes.
 
     Args:
@@ -187,6 +189,9 @@ class CpuKernels(CpuLevels):
             self.quantise(x, blocks, scales * 2.0**24, grid, layout, 0, 0, codes)
             self.dequantise(codes, blocks, scales, grid, layout, x)
             self.sum_digits(codes[None], 2, layout, codes)
+        codes = torch.empty(natural_bytes(table.groups), dtype=torch.uint8)
+        self.natural_encode(x, table, 0, 0, codes)
+        self.natural_mean(codes[None], table, 1.0, x)
         return time.perf_counter() - began
 
 

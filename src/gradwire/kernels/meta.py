@@ -90,5 +90,13 @@ class MetaKernels:
     def sum_digits(self, rows: torch.Tensor, groups: int, layout: DigitLayout, out: torch.Tensor) -> None:
         summed(layout, rows.shape[0])
 
+    def natural_encode(self, x: torch.Tensor, table: SegmentTable, round: int, stream: int, out: torch.Tensor) -> None:
+        pass
+
+    def natural_mean(
+        self, rows: torch.Tensor, table: SegmentTable, weight: float, x: torch.Tensor, accumulate: bool = False
+    ) -> None:
+        pass
+
     def warm_up(self) -> float:
         return 0.0

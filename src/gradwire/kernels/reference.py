@@ -8,6 +8,7 @@ import torch
 
 from gradwire.kernels.base import Moments, check_decode, check_encode, check_moments, check_pack, check_sum
 from gradwire.kernels.levels.reference import ReferenceLevels
+from gradwire.kernels.natural.reference import ReferenceNatural
 from gradwire.kernels.philox import uniform_integers
 from gradwire.kernels.table import BLOCK_SIZE, GROUP_SIZE, LANES, PLANES, SegmentTable
 from gradwire.kernels.words import pack_words, unpack_words
@@ -19,7 +20,7 @@ _INFINITY_BITS = 0x7F800000
 _MIN_EXPONENT = -104  # 2^(23 + 104) is the largest power of two in float32
 
 
-class ReferenceKernels(ReferenceLevels):
+class ReferenceKernels(ReferenceLevels, ReferenceNatural):
     """See :class:`gradwire.kernels.base.Kernels` for what each method computes."""
 
     name = "reference"

@@ -9,6 +9,7 @@ from gradwire.kernels.digits import DigitLayout
 from gradwire.kernels.levels.base import BlockTable, check_dequantise, check_quantise, check_sum_digits
 from gradwire.kernels.levels.grid import UNIT, Grid
 from gradwire.kernels.philox import uniform_integers
+from gradwire.kernels.places import Places
 from gradwire.kernels.table import GROUP_SIZE
 from gradwire.kernels.words import pack_words, unpack_words
 
@@ -86,20 +87,13 @@ def _count(scaled: torch.Tensor, uniform: torch.Tensor, grid: Grid) -> torch.Ten
     return count
 
 
-class _Places:
-    """Where the elements of groups ``begin .. end`` lie: ``[G]`` and ``[G, 80]``."""
+class _Places(Places):
+    """Adds the block of each element, ``[G, 80]``."""
 
     def __init__(self, blocks: BlockTable, begin: int, end: int) -> None:
-        table = blocks.table
-        number = np.arange(begin, end)
-        segment = np.searchsorted(table.first_group, number, side="right") - 1
-        own = number - table.first_group[segment]
-        within = own[:, None] * GROUP_SIZE + np.arange(GROUP_SIZE)
-        last = table.numel[segment, None] - 1
-        self.inside = torch.from_numpy(within <= last)
-        self.index = torch.from_numpy(table.offset[segment, None] + np.minimum(within, last))
+        super().__init__(blocks.table, begin, end)
+        own, segment = np.arange(begin, end), self.segment.numpy()
+        within = (own - blocks.table.first_group[segment])[:, None] * GROUP_SIZE + np.arange(GROUP_SIZE)
         block = blocks.first[segment, None] + (blocks.phase[segment, None] + within) // blocks.block_size
-        self.block = torch.from_numpy(np.minimum(block, blocks.first[segment + 1][:, None] - 1))
         # A group starts at a multiple of 80, so sixteen neighbours are one plane and share a block.
-        self.group = torch.from_numpy(table.start[segment] // GROUP_SIZE + own)
-        self.key = torch.from_numpy(table.key.astype(np.int64)[segment])
+        self.block = torch.from_numpy(np.minimum(block, blocks.first[segment + 1][:, None] - 1))
