@@ -9,7 +9,7 @@ import torch
 
 import gradwire as gw
 from gradwire.kernels import digit_layout
-from laws import exactly, fitted, levels, ternary
+from laws import exactly, fitted, lattice, levels, natural, ternary
 
 Law = Callable[[torch.Tensor], torch.Tensor]
 
@@ -118,6 +118,30 @@ TABLE: dict[str, list[Case]] = {
             gw.QSGDMaxNorm(levels=1, blocks="model"),
             shared_bits(1),
             variance=levels(range(2), None, "max", shared=True),
+        ),
+    ],
+    "natural": [Case(gw.Natural(), gather(9), variance=natural)],
+    "naturaldithering": [
+        Case(
+            gw.NaturalDithering(),
+            gather(32 / 7),
+            variance=levels([0, *(2.0**j for j in range(8))], None, "l2"),
+            constants=False,
+        ),
+        Case(
+            gw.NaturalDithering(levels=3, norm="max", block_size=64),
+            gather(32 / 11 + 32 / 64),
+            variance=levels([0, 1, 2, 4], 64, "max"),
+        ),
+    ],
+    "lattice": [
+        Case(gw.Lattice(), gather(4), variance=lattice(16, None), constants=False, symmetric=False),
+        Case(
+            gw.Lattice(colours=256, distance=60.0),
+            gather(8),
+            variance=lattice(256, 60.0),
+            constants=False,
+            symmetric=False,
         ),
     ],
     "errorfeedback": [

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 
 import torch
 
 import gradwire as gw
 
-__all__ = ["exactly", "fitted", "levels", "ternary"]
+__all__ = ["exactly", "fitted", "lattice", "levels", "natural", "ternary"]
 
 Law = Callable[[torch.Tensor], torch.Tensor]
 
@@ -56,6 +57,35 @@ def levels(magnitudes: Iterable[float], block_size: int | None, norm: str, share
         return out.clamp(min=0)
 
     return variance
+
+
+def lattice(colours: int, distance: float | None) -> Law:
+    """The variance of the mean of points s (k + theta) next to each worker's g, theta a shared draw plus r / N.
+
+    Workers draw alike, so their errors do not add up as if independent; what is returned adds up to the right sum.
+    """
+
+    def variance(g: torch.Tensor) -> torch.Tensor:
+        world_size, draws = len(g), 233
+        largest = float(g.abs().max())
+        side = 2 * min(2 * largest, distance or math.inf) / (colours - 1)
+        z = g.double() / side
+        total = torch.zeros(g.shape[1], dtype=torch.float64)
+        for draw in range(draws):
+            # Evenly spread, with no period in common with the shifts.
+            theta = (draw * 0.6180339887498949 + torch.arange(world_size, dtype=torch.float64) / world_size) % 1
+            shifted = z - theta[:, None]
+            total += (shifted.round() - shifted).mean(0).square()
+        return (total / draws * side * side * world_size).expand(g.shape)
+
+    return variance
+
+
+def natural(g: torch.Tensor) -> torch.Tensor:
+    """The variance (2^(a+1) - |t|) (|t| - 2^a) of rounding to a neighbouring power of two."""
+    t = g.double().abs()
+    low = torch.ldexp(torch.ones_like(t), torch.frexp(t).exponent - 1)
+    return torch.where(t > 0, (2 * low - t) * (t - low), 0.0)
 
 
 def fitted(method: gw.Method) -> Law:

@@ -10,6 +10,9 @@ from typing import ClassVar
 from gradwire.algorithms.adaptive_levels import ALQ, ALQN, AMQ, AMQN
 from gradwire.algorithms.error_feedback import ErrorFeedback
 from gradwire.compressors.cast import BF16, FP16, FP32
+from gradwire.compressors.lattice import Lattice
+from gradwire.compressors.natural import Natural
+from gradwire.compressors.natural_dithering import NaturalDithering
 from gradwire.compressors.nuqsgd import NUQSGD
 from gradwire.compressors.qsgd import QSGD, QSGDinf
 from gradwire.compressors.qsgd_max_norm import QSGDMaxNorm
@@ -29,7 +32,10 @@ __all__ = [
     "QSGD",
     "Auto",
     "ErrorFeedback",
+    "Lattice",
     "MethodInfo",
+    "Natural",
+    "NaturalDithering",
     "QSGDMaxNorm",
     "QSGDinf",
     "TernGrad",
@@ -51,6 +57,9 @@ METHODS: tuple[type[Method], ...] = (
     AMQN,
     ErrorFeedback,
     QSGDMaxNorm,
+    Natural,
+    NaturalDithering,
+    Lattice,
 )
 """Every method of the package; adding one adds a line here."""
 

@@ -3,7 +3,10 @@
 from gradwire.compressors.base import Codec, Compressor, Draw, Summary
 from gradwire.compressors.cast import BF16, FP16, FP32, Cast
 from gradwire.compressors.dense import DenseCodec, NoSummary
+from gradwire.compressors.lattice import Lattice
 from gradwire.compressors.levels import LevelCodec, LevelSummary, check_blocks
+from gradwire.compressors.natural import Natural
+from gradwire.compressors.natural_dithering import NaturalDithering
 from gradwire.compressors.nuqsgd import NUQSGD
 from gradwire.compressors.qsgd import QSGD, QSGDinf
 from gradwire.compressors.qsgd_max_norm import QSGDMaxNorm
@@ -21,8 +24,11 @@ __all__ = [
     "Compressor",
     "DenseCodec",
     "Draw",
+    "Lattice",
     "LevelCodec",
     "LevelSummary",
+    "Natural",
+    "NaturalDithering",
     "NoSummary",
     "QSGDMaxNorm",
     "QSGDinf",

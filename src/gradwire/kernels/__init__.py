@@ -3,6 +3,7 @@
 from gradwire.kernels.base import Kernels, Moments, inverse_scale
 from gradwire.kernels.digits import DigitLayout, digit_layout, packed_bytes, sum_layout
 from gradwire.kernels.dispatch import BACKENDS, get_kernels
+from gradwire.kernels.lattice import dither_shifts
 from gradwire.kernels.levels import WHOLE, BlockTable, Grid, packed_groups, summed
 from gradwire.kernels.natural import natural_bytes
 from gradwire.kernels.table import GROUP_BYTES, GROUP_SIZE, SegmentTable
@@ -19,6 +20,7 @@ __all__ = [
     "Moments",
     "SegmentTable",
     "digit_layout",
+    "dither_shifts",
     "get_kernels",
     "inverse_scale",
     "natural_bytes",

@@ -20,6 +20,7 @@ from gradwire.kernels.table import SegmentTable
 
 try:
     from gradwire.kernels import cpu_drivers
+    from gradwire.kernels.lattice.cpu import CpuLattice
     from gradwire.kernels.levels.cpu import CpuLevels
     from gradwire.kernels.natural.cpu import CpuNatural
 except ImportError as error:
@@ -30,7 +31,7 @@ __all__ = ["CpuKernels"]
 _MIN_PART = 1 << 16  # elements below which a second thread costs more than it saves
 
 
-class CpuKernels(CpuLevels, CpuNatural):
+class CpuKernels(CpuLevels, CpuNatural, CpuLattice):
     """See :class:`gradwire.kernels.base.Kernels` for what each method computes.
 
     Args:
@@ -192,6 +193,9 @@ class CpuKernels(CpuLevels, CpuNatural):
         codes = torch.empty(natural_bytes(table.groups), dtype=torch.uint8)
         self.natural_encode(x, table, 0, 0, codes)
         self.natural_mean(codes[None], table, 1.0, x)
+        codes = torch.empty(80, dtype=torch.uint8)
+        self.lattice_encode(x, table, one, 16, 0, 0, 0, codes)
+        self.lattice_mean(codes[None], table, one, one, 16, 0, 0, [0], x, x)
         return time.perf_counter() - began
 
 

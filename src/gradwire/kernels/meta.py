@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from gradwire.kernels.base import Moments
@@ -97,6 +99,35 @@ class MetaKernels:
         self, rows: torch.Tensor, table: SegmentTable, weight: float, x: torch.Tensor, accumulate: bool = False
     ) -> None:
         pass
+
+    def lattice_encode(
+        self,
+        x: torch.Tensor,
+        table: SegmentTable,
+        inverse: torch.Tensor,
+        colours: int,
+        round: int,
+        stream: int,
+        shift: int,
+        out: torch.Tensor,
+    ) -> int:
+        return 0
+
+    def lattice_mean(
+        self,
+        rows: torch.Tensor,
+        table: SegmentTable,
+        inverse: torch.Tensor,
+        scale: torch.Tensor,
+        colours: int,
+        round: int,
+        stream: int,
+        shifts: Sequence[int],
+        own: torch.Tensor,
+        x: torch.Tensor,
+        accumulate: bool = False,
+    ) -> list[int]:
+        return [0] * len(shifts)
 
     def warm_up(self) -> float:
         return 0.0

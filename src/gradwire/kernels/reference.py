@@ -7,6 +7,7 @@ import math
 import torch
 
 from gradwire.kernels.base import Moments, check_decode, check_encode, check_moments, check_pack, check_sum
+from gradwire.kernels.lattice.reference import ReferenceLattice
 from gradwire.kernels.levels.reference import ReferenceLevels
 from gradwire.kernels.natural.reference import ReferenceNatural
 from gradwire.kernels.philox import uniform_integers
@@ -20,7 +21,7 @@ _INFINITY_BITS = 0x7F800000
 _MIN_EXPONENT = -104  # 2^(23 + 104) is the largest power of two in float32
 
 
-class ReferenceKernels(ReferenceLevels, ReferenceNatural):
+class ReferenceKernels(ReferenceLevels, ReferenceNatural, ReferenceLattice):
     """See :class:`gradwire.kernels.base.Kernels` for what each method computes."""
 
     name = "reference"

@@ -18,9 +18,7 @@ SIGN_BYTES = GROUP_SIZE // 8
 class NaturalKernels(Protocol):
     """Random rounding to the powers of two next to a value, and the mean of such values."""
 
-    def natural_encode(
-        self, x: torch.Tensor, table: SegmentTable, round: int, stream: int, out: torch.Tensor
-    ) -> None:
+    def natural_encode(self, x: torch.Tensor, table: SegmentTable, round: int, stream: int, out: torch.Tensor) -> None:
         """Round all groups of ``x`` (float32) to powers of two and write them to ``out`` (uint8).
 
         With ``bits`` the 31 bits of |x| and ``u`` the upper 23 bits of the element's 24-bit uniform integer::

@@ -17,9 +17,7 @@ class CpuNatural:
 
     _variant: bool | None
 
-    def natural_encode(
-        self, x: torch.Tensor, table: SegmentTable, round: int, stream: int, out: torch.Tensor
-    ) -> None:
+    def natural_encode(self, x: torch.Tensor, table: SegmentTable, round: int, stream: int, out: torch.Tensor) -> None:
         check_natural(x, table, out, round, stream)
         drivers.natural_encode_all(
             self._variant, x.detach().numpy(), table.offset, table.numel, table.start, table.key, table.first_group,

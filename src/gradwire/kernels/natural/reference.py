@@ -17,9 +17,7 @@ _INFINITY = 0x7F800000
 class ReferenceNatural:
     """See :class:`gradwire.kernels.natural.base.NaturalKernels` for what each method computes."""
 
-    def natural_encode(
-        self, x: torch.Tensor, table: SegmentTable, round: int, stream: int, out: torch.Tensor
-    ) -> None:
+    def natural_encode(self, x: torch.Tensor, table: SegmentTable, round: int, stream: int, out: torch.Tensor) -> None:
         check_natural(x, table, out, round, stream)
         out.zero_()
         if not table.groups:
