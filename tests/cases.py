@@ -9,7 +9,7 @@ import torch
 
 import gradwire as gw
 from gradwire.kernels import digit_layout
-from laws import exactly, fitted, lattice, levels, natural, ternary
+from laws import exactly, fitted, lattice, levels, multi_scale, natural, ternary
 
 Law = Callable[[torch.Tensor], torch.Tensor]
 
@@ -55,12 +55,12 @@ def ternary_bits(n: int) -> float:
     return min(1.6 * (n - 1), (1.6 + sums) * (n - 1) / n)
 
 
-def shared_bits(s: int) -> Callable[[int], float]:
-    """Digits of base 2s + 1 up and of base 2sN + 1 down, or up to all."""
+def shared_bits(s: int, mask: int = 0) -> Callable[[int], float]:
+    """Digits of base 2s + 1 up and of base 2sN + 1 down, or up to all; and so for the bits of a mask."""
 
     def bits(n: int) -> float:
         up, down = (digit_layout(2 * s * k + 1).bits_per_value for k in (1, n))
-        return min(up * (n - 1), (up + down) * (n - 1) / n)
+        return min((up + mask) * (n - 1), (up + down + 2 * mask) * (n - 1) / n)
 
     return bits
 
@@ -118,6 +118,14 @@ TABLE: dict[str, list[Case]] = {
             gw.QSGDMaxNorm(levels=1, blocks="model"),
             shared_bits(1),
             variance=levels(range(2), None, "max", shared=True),
+        ),
+    ],
+    "multiscale": [
+        Case(gw.MultiScale(), shared_bits(15, mask=1), variance=multi_scale((15, 255), None)),
+        Case(
+            gw.MultiScale(levels=(3, 9, 40), block_size=80),
+            lambda n: shared_bits(3, mask=2)(n) + max_bits(80)(n),
+            variance=multi_scale((3, 9, 40), 80),
         ),
     ],
     "natural": [Case(gw.Natural(), gather(9), variance=natural)],

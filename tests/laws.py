@@ -9,7 +9,7 @@ import torch
 
 import gradwire as gw
 
-__all__ = ["exactly", "fitted", "lattice", "levels", "natural", "ternary"]
+__all__ = ["exactly", "fitted", "lattice", "levels", "multi_scale", "natural", "ternary"]
 
 Law = Callable[[torch.Tensor], torch.Tensor]
 
@@ -55,6 +55,25 @@ def levels(magnitudes: Iterable[float], block_size: int | None, norm: str, share
             upper = torch.searchsorted(ends, r, right=True).clamp(1, len(ends) - 1)
             out[:, begin : begin + size] = (ends[upper] - r) * (r - ends[upper - 1]) * scale.square()
         return out.clamp(min=0)
+
+    return variance
+
+
+def multi_scale(counts: tuple[int, ...], block_size: int | None) -> Law:
+    """The variance (R / s)^2 p (1 - p), p = frac(|g| s / R), with the largest s whose level fits on every worker."""
+
+    def variance(g: torch.Tensor) -> torch.Tensor:
+        out = torch.empty(g.shape, dtype=torch.float64)
+        for begin in range(0, g.shape[1], block_size or g.shape[1]):
+            v = g[:, begin : begin + (block_size or g.shape[1])].abs()
+            scale = v.max()
+            s = torch.full((v.shape[1],), counts[0])
+            for count in counts[1:]:
+                s = torch.where((v * torch.tensor(count / counts[0]) <= scale).all(0), count, s)
+            a = v.double() * s / scale.double()
+            p = a - a.floor()
+            out[:, begin : begin + v.shape[1]] = (scale.double() / s).square() * p * (1 - p)
+        return out
 
     return variance
 

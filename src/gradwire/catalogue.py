@@ -9,6 +9,7 @@ from typing import ClassVar
 
 from gradwire.algorithms.adaptive_levels import ALQ, ALQN, AMQ, AMQN
 from gradwire.algorithms.error_feedback import ErrorFeedback
+from gradwire.algorithms.multi_scale import MultiScale
 from gradwire.compressors.cast import BF16, FP16, FP32
 from gradwire.compressors.lattice import Lattice
 from gradwire.compressors.natural import Natural
@@ -34,6 +35,7 @@ __all__ = [
     "ErrorFeedback",
     "Lattice",
     "MethodInfo",
+    "MultiScale",
     "Natural",
     "NaturalDithering",
     "QSGDMaxNorm",
@@ -57,6 +59,7 @@ METHODS: tuple[type[Method], ...] = (
     AMQN,
     ErrorFeedback,
     QSGDMaxNorm,
+    MultiScale,
     Natural,
     NaturalDithering,
     Lattice,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -62,7 +64,7 @@ def test_groups_decode_in_parts(name: str, table: SegmentTable, parts: int, leve
     REFERENCE.dequantise(whole, blocks, scale, grid, layout, expected)
     # Multiples of as many groups as a word has digits are whole blocks of words.
     cuts = [table.groups * part // parts // layout.digits * layout.digits for part in range(parts)] + [table.groups]
-    for begin, end in zip(cuts, cuts[1:]):
+    for begin, end in itertools.pairwise(cuts):
         first = layout.packed_bytes(80 * begin)
         words = whole[first : first + packed_groups(end - begin, layout)]
         get_kernels(name).dequantise(words, blocks, scale, grid, layout, got, begin=begin, end=end)

@@ -5,6 +5,7 @@ from gradwire.compressors.cast import BF16, FP16, FP32, Cast
 from gradwire.compressors.dense import DenseCodec, NoSummary
 from gradwire.compressors.lattice import Lattice
 from gradwire.compressors.levels import LevelCodec, LevelSummary, check_blocks
+from gradwire.compressors.mask import MaskCodec
 from gradwire.compressors.natural import Natural
 from gradwire.compressors.natural_dithering import NaturalDithering
 from gradwire.compressors.nuqsgd import NUQSGD
@@ -27,6 +28,7 @@ __all__ = [
     "Lattice",
     "LevelCodec",
     "LevelSummary",
+    "MaskCodec",
     "Natural",
     "NaturalDithering",
     "NoSummary",

@@ -29,8 +29,8 @@ MOST_COLOURS = 1 << 15
 class Lattice(Compressor):
     r"""Cubic-lattice mean estimation: the colour of a lattice point, decoded next to the receiver's own vector.
 
-    With q = ``colours``, y = ``distance`` >= |x_u - x_v|_inf for all workers u, v, side s = 2 y / (q - 1), and an offset
-    theta uniform in [-1/2, 1/2) for each element::
+    With q = ``colours``, y = ``distance`` >= |x_u - x_v|_inf for all workers u, v, side s = 2 y / (q - 1), and an
+    offset theta uniform in [-1/2, 1/2) for each element::
 
         u sends c = k mod q of k = round(x_u / s - theta_u)
         v reads k = c + q round((x_v / s - theta_u - c) / q), and takes s (k + theta_u) for x_u
@@ -39,7 +39,8 @@ class Lattice(Compressor):
     E|Q(x) - x|^2 = d s^2 / 12 = d y^2 / (3 (q - 1)^2), whatever |x|: adding one vector to all inputs changes nothing.
 
     The offset is one shared draw, plus r / N for rank r: where workers nearly agree, their errors cancel (the mean of
-    equal vectors has s^2 / (12 N^2)); where they are many sides apart, the mean has s^2 / (12 N); never more than s^2 / 12.
+    equal vectors has s^2 / (12 N^2)); where they are many sides apart, the mean has s^2 / (12 N); never more than
+    s^2 / 12.
 
     Workers further apart than y would read points that are off by q s, in silence. So every payload carries 32 bits of
     check over what the colours leave out; a last, small reduction tells all ranks whether any of them read something
@@ -55,8 +56,8 @@ class Lattice(Compressor):
     Raises:
         HyperparameterError: a field is out of range.
 
-    Wire: check and packed colours (``docs/wire-format.md``); every worker receives every worker's; the largest magnitude
-    of each parameter by a maximum over the workers before. Draws from the shared stream.
+    Wire: check and packed colours (``docs/wire-format.md``); every worker receives every worker's; the largest
+    magnitude of each parameter by a maximum over the workers before. Draws from the shared stream.
 
     Reference: P. Davies et al., "New Bounds for Distributed Mean Estimation and Variance Reduction", ICLR 2021, the
     cubic lattice; the dither is what makes it unbiased.

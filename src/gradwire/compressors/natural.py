@@ -34,9 +34,9 @@ class Natural(Compressor):
     |t| / 2 and 2 |t|; powers of two are exact. No scale, no blocks, nothing to agree on before. Only sign and exponent
     travel: nine bits. With 23 random bits u this is ``(bits(|t|) + u) >> 23``, the law to the last bit.
 
-    At the ends of float32's range: subnormal numbers go to 2^-126 or 0, without bias, though with more relative variance
-    (the error stays below 2^-126); magnitudes above 2^127 come back as 2^127, which is biased there; an infinity or NaN
-    on any worker makes that element's mean +inf for all.
+    At the ends of float32's range: subnormal numbers go to 2^-126 or 0, without bias, though with more relative
+    variance (the error stays below 2^-126); magnitudes above 2^127 come back as 2^127, which is biased there;
+    an infinity or NaN on any worker makes that element's mean +inf for all.
 
     Wire: a plane of exponents, a plane of signs (``docs/wire-format.md``); every worker receives every worker's. Draws
     from the rank's stream.

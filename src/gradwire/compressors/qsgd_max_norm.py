@@ -65,7 +65,7 @@ class QSGDMaxNorm(EvenLevels):
         paper="Vineeth, Quantization for Distributed Optimization, 2021",
         unbiased=True,
         bit_stable=True,
-        bits_per_element=16 / 3 + 8,
+        bits_per_element=(16 / 3 + 8) / 2,
         omega="min(d r^2 / (4 s^2), sqrt(d) r / s), r = shared scale over the worker's norm",
         stream="rank",
     )

@@ -70,6 +70,10 @@ class SharedLevelCodec(LevelCodec):
         summary = super().summarise(flat)
         return replace(summary, shared=summary.scale)
 
+    def spread(self, summary: LevelSummary) -> torch.Tensor:
+        """Give the scale of every element of the segments, joined."""
+        return torch.repeat_interleave(self._scales(summary), torch.from_numpy(self.runs.numel.copy()))
+
     def mean_bytes(self, units: int) -> int:
         return packed_groups(units, self.sum_layout)
 

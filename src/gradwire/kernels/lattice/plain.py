@@ -33,7 +33,7 @@ def lattice_colours(x, first, count, inverse, bits, shift, key0, key1, round, st
                 e = 80 * group + 16 * plane + lane
                 value = x[first + e] if e < count else _f32(0)
                 uniform = _i32(word >> np.uint64(8))
-                t, theta = _scaled(value, inverse, uniform, shift)
+                t, _ = _scaled(value, inverse, uniform, shift)
                 k = _i32(np.rint(t))
                 digits[at + e] = _u16(k & mask)
                 turn = _i32(k >> bits)
