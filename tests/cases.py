@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 
 import gradwire as gw
-from laws import exactly, fitted, levels, ternary
+from gradwire.kernels import digit_layout
+from laws import exactly, fitted, lattice, levels, multi_scale, natural, ternary
 
 Law = Callable[[torch.Tensor], torch.Tensor]
 
@@ -58,6 +59,21 @@ def ternary_bits(n: int) -> float:
     return min(1.6 * (n - 1), (1.6 + sums) * (n - 1) / n)
 
 
+def shared_bits(s: int, mask: int = 0) -> Callable[[int], float]:
+    """Digits of base 2s + 1 up and of base 2sN + 1 down, or up to all; and so for the bits of a mask."""
+
+    def bits(n: int) -> float:
+        up, down = (digit_layout(2 * s * k + 1).bits_per_value for k in (1, n))
+        return min((up + mask) * (n - 1), (up + down + 2 * mask) * (n - 1) / n)
+
+    return bits
+
+
+def max_bits(block_size: int) -> Callable[[int], float]:
+    """A float32 a block through a maximum over the workers."""
+    return ring(32 / block_size)
+
+
 TABLE: dict[str, list[Case]] = {
     "fp32": [Case(gw.FP32(), ring(32), error=2e-7)],
     "fp16": [Case(gw.FP16(), ring(16), error=2e-3)],
@@ -93,6 +109,51 @@ TABLE: dict[str, list[Case]] = {
             gather(3.2 + 32 / 80),
             variance=levels([-1, 1, 2, 4, 8], 80, "max"),
             constants=False,
+        ),
+    ],
+    "qsgdmaxnorm": [
+        Case(gw.QSGDMaxNorm(), shared_bits(15), variance=levels(range(16), None, "max", shared=True)),
+        Case(
+            gw.QSGDMaxNorm(levels=7, block_size=48),
+            lambda n: shared_bits(7)(n) + max_bits(48)(n),
+            variance=levels(range(8), 48, "max", shared=True),
+        ),
+        Case(
+            gw.QSGDMaxNorm(levels=1, blocks="model"),
+            shared_bits(1),
+            variance=levels(range(2), None, "max", shared=True),
+        ),
+    ],
+    "multiscale": [
+        Case(gw.MultiScale(), shared_bits(15, mask=1), variance=multi_scale((15, 255), None)),
+        Case(
+            gw.MultiScale(levels=(3, 9, 40), block_size=80),
+            lambda n: shared_bits(3, mask=2)(n) + max_bits(80)(n),
+            variance=multi_scale((3, 9, 40), 80),
+        ),
+    ],
+    "natural": [Case(gw.Natural(), gather(9), variance=natural)],
+    "naturaldithering": [
+        Case(
+            gw.NaturalDithering(),
+            gather(32 / 7),
+            variance=levels([0, *(2.0**j for j in range(8))], None, "l2"),
+            constants=False,
+        ),
+        Case(
+            gw.NaturalDithering(levels=3, norm="max", block_size=64),
+            gather(32 / 11 + 32 / 64),
+            variance=levels([0, 1, 2, 4], 64, "max"),
+        ),
+    ],
+    "lattice": [
+        Case(gw.Lattice(), gather(4), variance=lattice(16, None), constants=False, symmetric=False),
+        Case(
+            gw.Lattice(colours=256, distance=60.0),
+            gather(8),
+            variance=lattice(256, 60.0),
+            constants=False,
+            symmetric=False,
         ),
     ],
     "errorfeedback": [

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 
 import torch
 
 import gradwire as gw
 
-__all__ = ["exactly", "fitted", "levels", "ternary"]
+__all__ = ["exactly", "fitted", "lattice", "levels", "multi_scale", "natural", "ternary"]
 
 Law = Callable[[torch.Tensor], torch.Tensor]
 
@@ -35,8 +36,11 @@ def ternary(clip: float | None, shared: bool = True) -> tuple[Law, Law]:
     return target, variance
 
 
-def levels(magnitudes: Iterable[float], block_size: int | None, norm: str) -> Law:
-    """The variance (h - r) (r - l) R^2 of rounding |g| / R between neighbours l < h of the magnitudes."""
+def levels(magnitudes: Iterable[float], block_size: int | None, norm: str, shared: bool = False) -> Law:
+    """The variance (h - r) (r - l) R^2 of rounding |g| / R between neighbours l < h of the magnitudes.
+
+    R is each worker's own, or the largest of all workers' if ``shared``.
+    """
     ends = torch.tensor([float(m) for m in magnitudes], dtype=torch.float64)
     ends = ends / ends[-1]
 
@@ -46,12 +50,61 @@ def levels(magnitudes: Iterable[float], block_size: int | None, norm: str) -> La
         for begin in range(0, g.shape[1], size):
             v = g[:, begin : begin + size].double()
             scale = v.abs().amax(1, keepdim=True) if norm == "max" else v.norm(dim=1, keepdim=True)
+            scale = scale.max().expand_as(scale) if shared else scale
             r = v.abs() / scale.clamp(min=1e-300)
             upper = torch.searchsorted(ends, r, right=True).clamp(1, len(ends) - 1)
             out[:, begin : begin + size] = (ends[upper] - r) * (r - ends[upper - 1]) * scale.square()
         return out.clamp(min=0)
 
     return variance
+
+
+def multi_scale(counts: tuple[int, ...], block_size: int | None) -> Law:
+    """The variance (R / s)^2 p (1 - p), p = frac(|g| s / R), with the largest s whose level fits on every worker."""
+
+    def variance(g: torch.Tensor) -> torch.Tensor:
+        out = torch.empty(g.shape, dtype=torch.float64)
+        for begin in range(0, g.shape[1], block_size or g.shape[1]):
+            v = g[:, begin : begin + (block_size or g.shape[1])].abs()
+            scale = v.max()
+            s = torch.full((v.shape[1],), counts[0])
+            for count in counts[1:]:
+                s = torch.where((v * torch.tensor(count / counts[0]) <= scale).all(0), count, s)
+            a = v.double() * s / scale.double()
+            p = a - a.floor()
+            out[:, begin : begin + v.shape[1]] = (scale.double() / s).square() * p * (1 - p)
+        return out
+
+    return variance
+
+
+def lattice(colours: int, distance: float | None) -> Law:
+    """The variance of the mean of points s (k + theta) next to each worker's g, theta a shared draw plus r / N.
+
+    Workers draw alike, so their errors do not add up as if independent; what is returned adds up to the right sum.
+    """
+
+    def variance(g: torch.Tensor) -> torch.Tensor:
+        world_size, draws = len(g), 233
+        largest = float(g.abs().max())
+        side = 2 * min(2 * largest, distance or math.inf) / (colours - 1)
+        z = g.double() / side
+        total = torch.zeros(g.shape[1], dtype=torch.float64)
+        for draw in range(draws):
+            # Evenly spread, with no period in common with the shifts.
+            theta = (draw * 0.6180339887498949 + torch.arange(world_size, dtype=torch.float64) / world_size) % 1
+            shifted = z - theta[:, None]
+            total += (shifted.round() - shifted).mean(0).square()
+        return (total / draws * side * side * world_size).expand(g.shape)
+
+    return variance
+
+
+def natural(g: torch.Tensor) -> torch.Tensor:
+    """The variance (2^(a+1) - |t|) (|t| - 2^a) of rounding to a neighbouring power of two."""
+    t = g.double().abs()
+    low = torch.ldexp(torch.ones_like(t), torch.frexp(t).exponent - 1)
+    return torch.where(t > 0, (2 * low - t) * (t - low), 0.0)
 
 
 def fitted(method: gw.Method) -> Law:

@@ -11,9 +11,14 @@ from gradwire.algorithms.adaptive_levels import ALQ, ALQN, AMQ, AMQN
 from gradwire.algorithms.coded import Coded
 from gradwire.algorithms.diana import DIANA, DQGD
 from gradwire.algorithms.error_feedback import ErrorFeedback
+from gradwire.algorithms.multi_scale import MultiScale
 from gradwire.compressors.cast import BF16, FP16, FP32
+from gradwire.compressors.lattice import Lattice
+from gradwire.compressors.natural import Natural
+from gradwire.compressors.natural_dithering import NaturalDithering
 from gradwire.compressors.nuqsgd import NUQSGD
 from gradwire.compressors.qsgd import QSGD, QSGDinf
+from gradwire.compressors.qsgd_max_norm import QSGDMaxNorm
 from gradwire.compressors.terngrad import TernGrad
 from gradwire.errors import HyperparameterError
 from gradwire.methods import Method, Properties, require
@@ -34,7 +39,12 @@ __all__ = [
     "Auto",
     "Coded",
     "ErrorFeedback",
+    "Lattice",
     "MethodInfo",
+    "MultiScale",
+    "Natural",
+    "NaturalDithering",
+    "QSGDMaxNorm",
     "QSGDinf",
     "TernGrad",
     "method",
@@ -57,6 +67,11 @@ METHODS: tuple[type[Method], ...] = (
     DQGD,
     DIANA,
     Coded,
+    QSGDMaxNorm,
+    MultiScale,
+    Natural,
+    NaturalDithering,
+    Lattice,
 )
 """Every method of the package; adding one adds a line here."""
 

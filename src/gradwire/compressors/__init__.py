@@ -3,9 +3,15 @@
 from gradwire.compressors.base import Codec, Compressor, Draw, Summary
 from gradwire.compressors.cast import BF16, FP16, FP32, Cast
 from gradwire.compressors.dense import DenseCodec, NoSummary
+from gradwire.compressors.lattice import Lattice
 from gradwire.compressors.levels import LevelCodec, LevelSummary, check_blocks
+from gradwire.compressors.mask import MaskCodec
+from gradwire.compressors.natural import Natural
+from gradwire.compressors.natural_dithering import NaturalDithering
 from gradwire.compressors.nuqsgd import NUQSGD
 from gradwire.compressors.qsgd import QSGD, QSGDinf
+from gradwire.compressors.qsgd_max_norm import QSGDMaxNorm
+from gradwire.compressors.shared_levels import SharedLevelCodec
 from gradwire.compressors.terngrad import TernGrad
 
 __all__ = [
@@ -19,10 +25,16 @@ __all__ = [
     "Compressor",
     "DenseCodec",
     "Draw",
+    "Lattice",
     "LevelCodec",
     "LevelSummary",
+    "MaskCodec",
+    "Natural",
+    "NaturalDithering",
     "NoSummary",
+    "QSGDMaxNorm",
     "QSGDinf",
+    "SharedLevelCodec",
     "Summary",
     "TernGrad",
     "check_blocks",

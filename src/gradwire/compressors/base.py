@@ -74,6 +74,9 @@ class Codec(ABC):
         """Bytes at the start of reduced codes that no coder touches."""
         return self.mean_bytes(units)
 
+    checked: ClassVar[bool] = False
+    """Whether a rank may find that it cannot read a payload that others can: all then agree, and spoil the section."""
+
     @abstractmethod
     def summarise(self, flat: torch.Tensor) -> Summary:
         """Measure the segments, which must be whole parameters."""
@@ -102,8 +105,25 @@ class Codec(ABC):
         """
 
     @abstractmethod
-    def decode_rows(self, rows: torch.Tensor, summary: Summary, flat: torch.Tensor) -> None:
-        """Write the mean over ranks into ``flat`` from every rank's codes of all units."""
+    def decode_rows(self, rows: torch.Tensor, summary: Summary, flat: torch.Tensor) -> bool | None:
+        """Write the mean over ranks into ``flat`` from every rank's codes of all units.
+
+        Until then ``flat`` holds this rank's own vector, as it was encoded: a decoder may compare with it.
+
+        Returns:
+            Where the codec is :attr:`checked`, whether this rank could read all rows.
+        """
+
+    def remember(self, summary: Summary, flat: torch.Tensor, draw: Draw, wants_sent: bool) -> Summary:
+        """Give the summary that this rank's decoders need, before they overwrite ``flat``.
+
+        It may hold the draw, and where ``wants_sent`` says that :meth:`add_own` will be called, what that needs.
+        """
+        return summary
+
+    def spoil(self, flat: torch.Tensor) -> None:
+        """Make this section of the mean +inf: some rank could not read it."""
+        raise NotImplementedError("a codec that is not checked cannot fail")
 
     @abstractmethod
     def add_own(self, data: torch.Tensor, summary: Summary, weight: float, flat: torch.Tensor) -> None:

@@ -30,7 +30,7 @@ from gradwire.wire import ALIGNMENT, Coder, padded
 if TYPE_CHECKING:
     from gradwire.kernels import Kernels
 
-__all__ = ["LevelCodec", "LevelSummary", "check_blocks"]
+__all__ = ["LevelCodec", "LevelSummary", "as_levels", "check_blocks"]
 
 _LARGEST = torch.finfo(torch.float32).max
 
@@ -59,6 +59,7 @@ class LevelSummary:
     """Scales of all blocks of a bucket, what they were taken from, and where each segment's begin.
 
     ``first`` is the number of blocks before each segment of the codec that it is handed to, as ``select`` left it.
+    ``shared`` is the scales where all ranks use the largest.
     """
 
     scale: torch.Tensor
@@ -68,7 +69,7 @@ class LevelSummary:
     shared: torch.Tensor | None = None
 
     def select(self, index: torch.Tensor, shared: torch.Tensor | None) -> LevelSummary:
-        return replace(self, first=self.first[index])
+        return replace(self, first=self.first[index], scale=self.scale if shared is None else shared)
 
 
 class LevelCodec(Codec):
@@ -153,7 +154,7 @@ class LevelCodec(Codec):
     def encode(self, flat: torch.Tensor, summary: Summary, draw: Draw, out: torch.Tensor) -> None:
         if flat.is_meta:
             return
-        ours = _levels(summary)
+        ours = as_levels(summary)
         scale = self._scales(ours)
         out[: 4 * len(scale)].view(torch.float32).copy_(scale)
         self.kernels.quantise(
@@ -169,13 +170,13 @@ class LevelCodec(Codec):
     def decode_rows(self, rows: torch.Tensor, summary: Summary, flat: torch.Tensor) -> None:
         if flat.is_meta:
             return
-        grid, weight = _levels(summary).grid, torch.tensor(1.0 / self.world_size, dtype=torch.float32)
+        grid, weight = as_levels(summary).grid, torch.tensor(1.0 / self.world_size, dtype=torch.float32)
         for sender, row in enumerate(rows):
             scale = row[: 4 * self.blocks.blocks].view(torch.float32) * weight
             self._decode(row, scale, grid, flat, accumulate=sender > 0)
 
     def add_own(self, data: torch.Tensor, summary: Summary, weight: float, flat: torch.Tensor) -> None:
-        ours = _levels(summary)
+        ours = as_levels(summary)
         scale = self._scales(ours) * torch.tensor(weight, dtype=torch.float32)
         self._decode(data, scale, ours.grid, flat, accumulate=True)
 
@@ -194,7 +195,8 @@ class LevelCodec(Codec):
         self.kernels.dequantise(self._digits(row), self.blocks, scale, grid, self.layout, flat, accumulate)
 
 
-def _levels(summary: Summary) -> LevelSummary:
+def as_levels(summary: Summary) -> LevelSummary:
+    """Narrow a summary's type."""
     if not isinstance(summary, LevelSummary):
         raise TypeError(f"a codec of levels cannot use a {type(summary).__name__}")
     return summary

@@ -16,14 +16,14 @@ from gradwire.segments import Segment
 if TYPE_CHECKING:
     from gradwire.kernels import Kernels
 
-__all__ = ["QSGD", "QSGDinf"]
+__all__ = ["QSGD", "EvenLevels", "QSGDinf"]
 
 MOST_LEVELS = 32767
 """Digits of base 2s + 1 are kept in 16 bits."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Even(Compressor):
+class EvenLevels(Compressor):
     """Levels j / s of a block's scale."""
 
     levels: int
@@ -76,7 +76,7 @@ class _Even(Compressor):
 
 
 @dataclass(frozen=True, kw_only=True)
-class QSGD(_Even):
+class QSGD(EvenLevels):
     r"""QSGD: each block over its Euclidean norm, rounded at random to s evenly spaced magnitudes.
 
     For a block v of d values with R = |v|_2, s = ``levels`` and independent uniform u_k::
@@ -127,7 +127,7 @@ class QSGD(_Even):
 
 
 @dataclass(frozen=True, kw_only=True)
-class QSGDinf(_Even):
+class QSGDinf(EvenLevels):
     r"""QSGD scaled by the maximum: each block over its largest magnitude, rounded at random to s even magnitudes.
 
     As :class:`QSGD` with R = max_k |v_k|: the largest value of a block comes back exactly. For Gaussian blocks of 512

@@ -4,7 +4,9 @@ from gradwire.kernels.base import Kernels, Moments, inverse_scale
 from gradwire.kernels.coders.base import CODERS, Coder
 from gradwire.kernels.digits import DigitLayout, byte_layout, digit_layout, packed_bytes, sum_layout
 from gradwire.kernels.dispatch import BACKENDS, get_kernels
-from gradwire.kernels.levels import WHOLE, BlockTable, Grid, packed_groups
+from gradwire.kernels.lattice import dither_shifts
+from gradwire.kernels.levels import WHOLE, BlockTable, Grid, packed_groups, summed
+from gradwire.kernels.natural import natural_bytes
 from gradwire.kernels.table import GROUP_BYTES, GROUP_SIZE, SegmentTable
 
 __all__ = [
@@ -22,9 +24,12 @@ __all__ = [
     "SegmentTable",
     "byte_layout",
     "digit_layout",
+    "dither_shifts",
     "get_kernels",
     "inverse_scale",
+    "natural_bytes",
     "packed_bytes",
     "packed_groups",
     "sum_layout",
+    "summed",
 ]

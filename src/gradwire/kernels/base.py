@@ -10,7 +10,9 @@ import torch
 from gradwire.errors import HyperparameterError
 from gradwire.kernels.coders.base import Coder
 from gradwire.kernels.digits import DigitLayout, sum_layout
+from gradwire.kernels.lattice.base import LatticeKernels
 from gradwire.kernels.levels.base import LevelKernels
+from gradwire.kernels.natural.base import NaturalKernels
 from gradwire.kernels.table import GROUP_BYTES, GROUP_SIZE, SegmentTable
 
 __all__ = [
@@ -39,7 +41,7 @@ class Moments:
     norm: torch.Tensor
 
 
-class Kernels(LevelKernels, Protocol):
+class Kernels(LevelKernels, NaturalKernels, LatticeKernels, Protocol):
     """Arithmetic on blocks and bits. Every backend gives the same bits; ``reference`` defines them.
 
     Tensors lie in CPU memory and are contiguous unless said otherwise; outputs are the caller's. Vectors and byte

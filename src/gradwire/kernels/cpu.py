@@ -17,11 +17,14 @@ from gradwire.kernels.coders.dispatch import get_coder
 from gradwire.kernels.digits import DigitLayout, digit_layout, packed_bytes
 from gradwire.kernels.divisions import divisions
 from gradwire.kernels.levels import BlockTable, Grid
+from gradwire.kernels.natural import natural_bytes
 from gradwire.kernels.table import SegmentTable
 
 try:
     from gradwire.kernels import cpu_drivers
+    from gradwire.kernels.lattice.cpu import CpuLattice
     from gradwire.kernels.levels.cpu import CpuLevels
+    from gradwire.kernels.natural.cpu import CpuNatural
 except ImportError as error:
     raise BackendError(f"kernel backend 'cpu' needs numba ({error}): pip install 'numba>=0.61'") from error
 
@@ -30,7 +33,7 @@ __all__ = ["CpuKernels"]
 _MIN_PART = 1 << 16  # elements below which a second thread costs more than it saves
 
 
-class CpuKernels(CpuLevels):
+class CpuKernels(CpuLevels, CpuNatural, CpuLattice):
     """See :class:`gradwire.kernels.base.Kernels` for what each method computes.
 
     Args:
@@ -192,6 +195,13 @@ class CpuKernels(CpuLevels):
             codes = torch.empty(layout.packed_bytes(160), dtype=torch.uint8)
             self.quantise(x, blocks, scales * 2.0**24, grid, layout, 0, 0, codes)
             self.dequantise(codes, blocks, scales, grid, layout, x)
+            self.sum_digits(codes[None], 2, layout, codes)
+        codes = torch.empty(natural_bytes(table.groups), dtype=torch.uint8)
+        self.natural_encode(x, table, 0, 0, codes)
+        self.natural_mean(codes[None], table, 1.0, x)
+        codes = torch.empty(80, dtype=torch.uint8)
+        self.lattice_encode(x, table, one, 16, 0, 0, 0, codes)
+        self.lattice_mean(codes[None], table, one, one, 16, 0, 0, [0], x, x)
         return time.perf_counter() - began
 
 

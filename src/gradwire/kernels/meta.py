@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from gradwire.kernels.base import Moments
 from gradwire.kernels.coders.base import Coder
 from gradwire.kernels.coders.dispatch import get_coder
 from gradwire.kernels.digits import DigitLayout, sum_layout
-from gradwire.kernels.levels import BlockTable, Grid
+from gradwire.kernels.levels import BlockTable, Grid, summed
 from gradwire.kernels.table import SegmentTable
 
 __all__ = ["MetaKernels"]
@@ -85,11 +87,53 @@ class MetaKernels:
         layout: DigitLayout,
         x: torch.Tensor,
         accumulate: bool = False,
+        begin: int = 0,
+        end: int | None = None,
     ) -> None:
         pass
 
     def coder(self, name: str) -> Coder:
         return get_coder(name, "reference")
+
+    def sum_digits(self, rows: torch.Tensor, groups: int, layout: DigitLayout, out: torch.Tensor) -> None:
+        summed(layout, rows.shape[0])
+
+    def natural_encode(self, x: torch.Tensor, table: SegmentTable, round: int, stream: int, out: torch.Tensor) -> None:
+        pass
+
+    def natural_mean(
+        self, rows: torch.Tensor, table: SegmentTable, weight: float, x: torch.Tensor, accumulate: bool = False
+    ) -> None:
+        pass
+
+    def lattice_encode(
+        self,
+        x: torch.Tensor,
+        table: SegmentTable,
+        inverse: torch.Tensor,
+        colours: int,
+        round: int,
+        stream: int,
+        shift: int,
+        out: torch.Tensor,
+    ) -> int:
+        return 0
+
+    def lattice_mean(
+        self,
+        rows: torch.Tensor,
+        table: SegmentTable,
+        inverse: torch.Tensor,
+        scale: torch.Tensor,
+        colours: int,
+        round: int,
+        stream: int,
+        shifts: Sequence[int],
+        own: torch.Tensor,
+        x: torch.Tensor,
+        accumulate: bool = False,
+    ) -> list[int]:
+        return [0] * len(shifts)
 
     def warm_up(self) -> float:
         return 0.0

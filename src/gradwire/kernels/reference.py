@@ -10,7 +10,9 @@ from gradwire.kernels.base import Moments, check_decode, check_encode, check_mom
 from gradwire.kernels.coders.base import Coder
 from gradwire.kernels.coders.dispatch import get_coder
 from gradwire.kernels.digits import DigitLayout
+from gradwire.kernels.lattice.reference import ReferenceLattice
 from gradwire.kernels.levels.reference import ReferenceLevels
+from gradwire.kernels.natural.reference import ReferenceNatural
 from gradwire.kernels.philox import uniform_integers
 from gradwire.kernels.table import BLOCK_SIZE, GROUP_SIZE, LANES, PLANES, SegmentTable
 from gradwire.kernels.words import pack_words, unpack_words
@@ -22,7 +24,7 @@ _INFINITY_BITS = 0x7F800000
 _MIN_EXPONENT = -104  # 2^(23 + 104) is the largest power of two in float32
 
 
-class ReferenceKernels(ReferenceLevels):
+class ReferenceKernels(ReferenceLevels, ReferenceNatural, ReferenceLattice):
     """See :class:`gradwire.kernels.base.Kernels` for what each method computes."""
 
     name = "reference"

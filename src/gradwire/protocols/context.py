@@ -21,6 +21,7 @@ class Workspace:
     def __init__(self, device: str = "cpu") -> None:
         self.device = device
         self._buffers: dict[str, torch.Tensor] = {}
+        self._parts: dict[str, Workspace] = {}
 
     def get(self, name: str, *shape: int) -> torch.Tensor:
         """Give the uint8 buffer of that name and shape; zeros the first time, whatever was left there later."""
@@ -28,6 +29,12 @@ class Workspace:
         if have is None or have.shape != shape:
             have = self._buffers[name] = torch.zeros(shape, dtype=torch.uint8, device=self.device)
         return have
+
+    def part(self, name: str) -> Workspace:
+        """Give the workspace of that name for an exchange beside the job's main one; the same every round."""
+        if name not in self._parts:
+            self._parts[name] = Workspace(self.device)
+        return self._parts[name]
 
 
 @dataclass(frozen=True)

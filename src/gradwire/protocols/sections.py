@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from gradwire.compressors import Codec, Draw, Summary
-from gradwire.ops import AllGather, AllToAll, Exchange
+from gradwire.ops import AllGather, AllToAll, Exchange, Reduce
 from gradwire.protocols.context import Context, Outcome
 from gradwire.wire import CodedRows, Rows
 
@@ -42,6 +42,7 @@ def two_shot(context: Context, tag: int, sections: Sequence[Section], flat: torc
     space = context.workspace
 
     bodies = _encode(context, sections, flat, [world * n for n in shares])
+    sections = _remember(context, sections, flat)
     send = space.get("up", world, up.row_bytes)
     head = up.header(tag=tag, round=context.round, bucket=context.bucket, chunk=context.chunk)
     lengths = up.write(send, head, [body.view(world, size) for body, size in zip(bodies, up.sizes)])
@@ -65,19 +66,29 @@ def two_shot(context: Context, tag: int, sections: Sequence[Section], flat: torc
 def all_gather(context: Context, tag: int, sections: Sequence[Section], flat: torch.Tensor) -> Exchange[Outcome]:
     """Replace ``flat`` by the mean over ranks, every rank receiving every rank's whole payload.
 
+    Where a codec is checked, a last, small reduction tells all ranks whether any could not read a section, whose mean
+    is then +inf on all of them.
+
     Bytes sent by a rank: (N - 1) (header + codes): one round, but traffic that grows with N.
     """
     codecs = [s.codec for s in sections]
     layout = _rows(context, [(c, c.payload_bytes(c.units), c.plain_payload_bytes(c.units)) for c in codecs])
     space = context.workspace
     bodies = _encode(context, sections, flat, [s.codec.units for s in sections])
+    sections = _remember(context, sections, flat)
     send = space.get("up", 1, layout.row_bytes)
     head = layout.header(tag=tag, round=context.round, bucket=context.bucket, chunk=context.chunk)
     lengths = layout.write(send, head, [body.view(1, -1) for body in bodies])
     room = space.get("up, received", context.world_size, layout.row_bytes)
     rows = yield AllGather(send[0], room, *_told(context, lengths))
-    for section, part in zip(sections, layout.read(rows, head)):
-        section.codec.decode_rows(part, section.summary, flat)
+    parts = zip(sections, layout.read(rows, head))
+    could_read = [section.codec.decode_rows(part, section.summary, flat) for section, part in parts]
+    if any(section.codec.checked for section in sections):
+        failed = torch.tensor([float(answer is False) for answer in could_read], device=flat.device)
+        failed = yield Reduce(failed, "max")
+        for section, bad in zip(sections, [] if flat.is_meta else failed.tolist()):
+            if bad:
+                section.codec.spoil(flat)
     return _outcome(context, sections, bodies, flat)
 
 
@@ -116,6 +127,13 @@ def _encode(
         section.codec.encode(flat, section.summary, draw, body)
         bodies.append(body)
     return bodies
+
+
+def _remember(context: Context, sections: Sequence[Section], flat: torch.Tensor) -> Sequence[Section]:
+    if flat.is_meta:
+        return sections
+    draw = Draw(context.round, context.rank)
+    return [replace(s, summary=s.codec.remember(s.summary, flat, draw, context.wants_sent)) for s in sections]
 
 
 def _outcome(context: Context, sections: Sequence[Section], bodies: list[torch.Tensor], flat: torch.Tensor) -> Outcome:

@@ -9,11 +9,20 @@ import numpy as np
 import torch
 
 from gradwire.errors import HyperparameterError
-from gradwire.kernels.digits import DigitLayout
+from gradwire.kernels.digits import DigitLayout, digit_layout
 from gradwire.kernels.levels.grid import Grid
 from gradwire.kernels.table import GROUP_SIZE, LANES, SegmentTable
 
-__all__ = ["WHOLE", "BlockTable", "LevelKernels", "check_dequantise", "check_quantise", "packed_groups"]
+__all__ = [
+    "WHOLE",
+    "BlockTable",
+    "LevelKernels",
+    "check_dequantise",
+    "check_quantise",
+    "check_sum_digits",
+    "packed_groups",
+    "summed",
+]
 
 WHOLE = 1 << 40
 """The block size that makes one block of every parameter."""
@@ -84,10 +93,21 @@ class LevelKernels(Protocol):
         layout: DigitLayout,
         x: torch.Tensor,
         accumulate: bool = False,
+        begin: int = 0,
+        end: int | None = None,
     ) -> None:
-        """Write ``grid.values[digit] * scale`` (float32 ``[blocks]``) of all groups into ``x``, or add it.
+        """Write ``grid.values[digit] * scale`` (float32 ``[blocks]``) into ``x``, or add it.
 
-        A scale that is not finite is written itself. A digit that no encoder writes counts as the largest.
+        ``words`` hold the groups ``begin .. end``, all by default. A scale that is not finite is written itself. A
+        digit that no encoder writes counts as the largest.
+        """
+        ...
+
+    def sum_digits(self, rows: torch.Tensor, groups: int, layout: DigitLayout, out: torch.Tensor) -> None:
+        """Add ``N`` rows of packed digits, uint8 ``[N, packed_groups(groups, layout)]``, digit by digit.
+
+        The sums are packed into ``out`` (uint8) in the layout of :func:`summed`. Rows may be any distance apart. A
+        digit that no encoder writes counts as the largest.
         """
         ...
 
@@ -95,6 +115,30 @@ class LevelKernels(Protocol):
 def packed_groups(groups: int, layout: DigitLayout) -> int:
     """Bytes of the digits of whole groups."""
     return layout.packed_bytes(GROUP_SIZE * groups)
+
+
+def summed(layout: DigitLayout, rows: int) -> DigitLayout:
+    """Give the layout of sums of that many digits of ``layout``: base ``rows * (base - 1) + 1``."""
+    return digit_layout(rows * (layout.base - 1) + 1)
+
+
+def check_sum_digits(rows: torch.Tensor, groups: int, layout: DigitLayout, out: torch.Tensor) -> DigitLayout:
+    """Check the arguments of :meth:`LevelKernels.sum_digits`; return the layout of the sums."""
+    size = packed_groups(groups, layout)
+    fits = rows.dtype == torch.uint8 and rows.ndim == 2 and rows.shape[1] == size and rows.stride(0) >= 0
+    if not fits or (size > 1 and rows.stride(1) != 1):
+        raise HyperparameterError(
+            f"rows is {rows.dtype} of shape {tuple(rows.shape)} and stride {rows.stride()}: uint8 rows of {size} "
+            "neighbouring bytes are needed"
+        )
+    down = summed(layout, rows.shape[0])
+    wanted = packed_groups(groups, down)
+    if out.dtype != torch.uint8 or out.shape != (wanted,) or not out.is_contiguous():
+        raise HyperparameterError(
+            f"out is {out.dtype} of shape {tuple(out.shape)}: a contiguous vector of uint8 with {wanted} elements is "
+            "needed"
+        )
+    return down
 
 
 def check_quantise(
@@ -105,12 +149,16 @@ def check_quantise(
     layout: DigitLayout,
     words: torch.Tensor,
     numbers: Sequence[int] = (0, 0),
-) -> None:
-    """Check the arguments of either method."""
+    groups: tuple[int, int | None] = (0, None),
+) -> int:
+    """Check the arguments of either method; return the end of the groups."""
+    begin, end = groups[0], blocks.table.groups if groups[1] is None else groups[1]
+    if not 0 <= begin <= end <= blocks.table.groups:
+        raise HyperparameterError(f"groups {begin}..{end} are outside 0..{blocks.table.groups}")
     wanted = (
         ("x", x, torch.float32, blocks.table.extent, True),
         ("scale", inverse, torch.float32, blocks.blocks, False),
-        ("words", words, torch.uint8, packed_groups(blocks.table.groups, layout), False),
+        ("words", words, torch.uint8, packed_groups(end - begin, layout), False),
     )
     for name, tensor, dtype, numel, more in wanted:
         fits = tensor.numel() >= numel if more else tensor.numel() == numel
@@ -123,6 +171,7 @@ def check_quantise(
         raise HyperparameterError(f"digits of base {layout.base} cannot hold the {grid.base} levels of {grid!r}")
     if not (0 <= numbers[0] < 2**64 and 0 <= numbers[1] < 2**32):
         raise HyperparameterError(f"round {numbers[0]} or stream {numbers[1]} is outside its 64 or 32 bits")
+    return end
 
 
 check_dequantise = check_quantise

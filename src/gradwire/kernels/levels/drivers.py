@@ -10,7 +10,7 @@ from gradwire.kernels.cpu_drivers import pack_any, unpack_any
 from gradwire.kernels.variants import either
 from gradwire.kernels.vectors import prefer_wide
 
-__all__ = ["dequantise_range", "quantise_range"]
+__all__ = ["dequantise_range", "quantise_range", "sum_digits_range"]
 
 _TILE_GROUPS = 40
 _FEW = 16
@@ -143,3 +143,40 @@ def dequantise_range(
                 within += count
                 source += count
             group = stop
+
+
+@njit(nogil=True)
+def _add_digits(integers, middle, largest, first, digits):
+    """Add digits, less the middle one, to sums, or start them; a digit past the last counts as the last."""
+    source, target = integers[: digits.size], digits
+    if first:
+        for i in range(target.size):
+            target[i] = np.uint16(min(np.int32(source[i] + middle), largest))
+    else:
+        for i in range(target.size):
+            target[i] += np.uint16(min(np.int32(source[i] + middle), largest))
+
+
+@njit(nogil=True, cache=True)
+def sum_digits_range(
+    variant, rows, stride, number, groups, base, per_word, word_bytes, reciprocal, sum_base, sum_per_word,
+    sum_word_bytes, both, out,
+):  # fmt: skip
+    """Add the digits of all rows; ``both`` is a multiple of the digits of a word of either layout."""
+    prefer_wide()
+    tile = both * max(1, _TILE_GROUPS // both)
+    integers = np.empty(80 * tile + 16 * per_word, np.int32)
+    digits = np.empty(80 * tile + 16 * sum_per_word, np.uint16)
+    for begin in range(0, groups, tile):
+        planes = 5 * min(tile, groups - begin)
+        blocks = (planes + per_word - 1) // per_word
+        for row in range(number):
+            position = row * stride + begin // per_word * 5 * 16 * word_bytes
+            unpack_any(variant, rows, position, blocks, per_word, base, word_bytes, reciprocal, integers)
+            _add_digits(integers, np.int32(base // 2), np.int32(base - 1), row == 0, digits[: 16 * planes])
+        blocks = (planes + sum_per_word - 1) // sum_per_word
+        digits[16 * planes : 16 * blocks * sum_per_word] = np.uint16(sum_base // 2)
+        pack_any(
+            variant, digits, blocks, sum_per_word, sum_base, sum_word_bytes, out,
+            begin // sum_per_word * 5 * 16 * sum_word_bytes,
+        )  # fmt: skip

@@ -6,9 +6,10 @@ import numpy as np
 import torch
 
 from gradwire.kernels.digits import DigitLayout
-from gradwire.kernels.levels.base import BlockTable, check_dequantise, check_quantise
+from gradwire.kernels.levels.base import BlockTable, check_dequantise, check_quantise, check_sum_digits
 from gradwire.kernels.levels.grid import UNIT, Grid
 from gradwire.kernels.philox import uniform_integers
+from gradwire.kernels.places import Places
 from gradwire.kernels.table import GROUP_SIZE
 from gradwire.kernels.words import pack_words, unpack_words
 
@@ -32,7 +33,7 @@ class ReferenceLevels:
         check_quantise(x, blocks, inverse, grid, layout, out, (round, stream))
         if not blocks.table.groups:
             return
-        where = _Places(blocks)
+        where = _Places(blocks, 0, blocks.table.groups)
         values = torch.where(where.inside, x.detach()[where.index], 0.0)
         uniform = uniform_integers(where.group, where.key, round, stream).reshape(-1, GROUP_SIZE).to(torch.float32)
         count = _count(values * inverse.detach()[where.block], uniform, grid)
@@ -49,11 +50,13 @@ class ReferenceLevels:
         layout: DigitLayout,
         x: torch.Tensor,
         accumulate: bool = False,
+        begin: int = 0,
+        end: int | None = None,
     ) -> None:
-        check_dequantise(x, blocks, scale, grid, layout, words)
-        if not blocks.table.groups:
+        end = check_dequantise(x, blocks, scale, grid, layout, words, groups=(begin, end))
+        if begin == end:
             return
-        where = _Places(blocks)
+        where = _Places(blocks, begin, end)
         digits = unpack_words(words, layout)[: where.inside.numel()].reshape(-1, GROUP_SIZE).clamp(max=grid.base - 1)
         factor = scale.detach()[where.block]
         levels = torch.from_numpy(grid.values.copy())[digits]
@@ -61,6 +64,11 @@ class ReferenceLevels:
         target, inside = x.detach(), where.inside
         index = where.index[inside]
         target[index] = target[index] + values[inside] if accumulate else values[inside]
+
+    def sum_digits(self, rows: torch.Tensor, groups: int, layout: DigitLayout, out: torch.Tensor) -> None:
+        down = check_sum_digits(rows, groups, layout, out)
+        digits = [unpack_words(row, layout)[: GROUP_SIZE * groups].clamp(max=layout.base - 1) for row in rows]
+        pack_words(torch.stack(digits).sum(0), down, out)
 
 
 def _count(scaled: torch.Tensor, uniform: torch.Tensor, grid: Grid) -> torch.Tensor:
@@ -79,20 +87,13 @@ def _count(scaled: torch.Tensor, uniform: torch.Tensor, grid: Grid) -> torch.Ten
     return count
 
 
-class _Places:
-    """Where the elements of all groups lie: ``[G]`` and ``[G, 80]``."""
+class _Places(Places):
+    """Adds the block of each element, ``[G, 80]``."""
 
-    def __init__(self, blocks: BlockTable) -> None:
-        table = blocks.table
-        number = np.arange(table.groups)
-        segment = np.searchsorted(table.first_group, number, side="right") - 1
-        own = number - table.first_group[segment]
-        within = own[:, None] * GROUP_SIZE + np.arange(GROUP_SIZE)
-        last = table.numel[segment, None] - 1
-        self.inside = torch.from_numpy(within <= last)
-        self.index = torch.from_numpy(table.offset[segment, None] + np.minimum(within, last))
+    def __init__(self, blocks: BlockTable, begin: int, end: int) -> None:
+        super().__init__(blocks.table, begin, end)
+        own, segment = np.arange(begin, end), self.segment.numpy()
+        within = (own - blocks.table.first_group[segment])[:, None] * GROUP_SIZE + np.arange(GROUP_SIZE)
         block = blocks.first[segment, None] + (blocks.phase[segment, None] + within) // blocks.block_size
-        self.block = torch.from_numpy(np.minimum(block, blocks.first[segment + 1][:, None] - 1))
         # A group starts at a multiple of 80, so sixteen neighbours are one plane and share a block.
-        self.group = torch.from_numpy(table.start[segment] // GROUP_SIZE + own)
-        self.key = torch.from_numpy(table.key.astype(np.int64)[segment])
+        self.block = torch.from_numpy(np.minimum(block, blocks.first[segment + 1][:, None] - 1))

@@ -1,0 +1,119 @@
+"""Natural compression: random rounding to powers of two."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+from gradwire.compressors.base import Codec, Compressor, Draw, Summary
+from gradwire.compressors.dense import NoSummary
+from gradwire.kernels import SegmentTable, natural_bytes
+from gradwire.methods import Properties
+from gradwire.seeds import parameter_key
+from gradwire.segments import Segment
+
+if TYPE_CHECKING:
+    from gradwire.kernels import Kernels
+
+__all__ = ["Natural", "NaturalCodec"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Natural(Compressor):
+    r"""Natural compression: every value goes at random, without bias, to one of the two powers of two next to it.
+
+    For t != 0 and a = floor(log2 |t|)::
+
+        C(t) = sign(t) 2^a with probability (2^(a+1) - |t|) / 2^a, else sign(t) 2^(a+1)        C(0) = 0
+
+    Unbiased; E|C(t) - t|^2 = (2^(a+1) - |t|) (|t| - 2^a) <= t^2 / 8, tight at |t| = (4/3) 2^a; |C(t)| lies between
+    |t| / 2 and 2 |t|; powers of two are exact. No scale, no blocks, nothing to agree on before. Only sign and exponent
+    travel: nine bits. With 23 random bits u this is ``(bits(|t|) + u) >> 23``, the law to the last bit.
+
+    At the ends of float32's range: subnormal numbers go to 2^-126 or 0, without bias, though with more relative
+    variance (the error stays below 2^-126); magnitudes above 2^127 come back as 2^127, which is biased there;
+    an infinity or NaN on any worker makes that element's mean +inf for all.
+
+    Wire: a plane of exponents, a plane of signs (``docs/wire-format.md``); every worker receives every worker's. Draws
+    from the rank's stream.
+
+    Reference: S. Horvath et al., "Natural Compression for Distributed Deep Learning", MSML 2022, section 2, theorem 3.
+
+    Example:
+        >>> import torch, gradwire as gw
+        >>> gw.simulate(torch.tensor([[1.0, 0.25, -4.0, 0.0]]), gw.Natural()).mean
+        tensor([ 1.0000,  0.2500, -4.0000,  0.0000])
+    """
+
+    name: ClassVar[str] = "natural"
+    tag: ClassVar[int] = 23
+    collectives: ClassVar[tuple[str, ...]] = ("all_gather",)
+    worst_error: ClassVar[float | None] = 1 / 8
+    properties: ClassVar[Properties] = Properties(
+        summary="Sign and exponent, the mantissa rounded away without bias",
+        paper="Horvath et al., Natural Compression, MSML 2022",
+        unbiased=True,
+        bit_stable=True,
+        bits_per_element=2 * 9,
+        omega="1/8",
+        stream="rank",
+    )
+
+    def codec(self, kernels: Kernels, segments: Sequence[Segment], world_size: int, seed: int) -> NaturalCodec:
+        table = SegmentTable(
+            offset=[s.offset for s in segments],
+            numel=[s.numel for s in segments],
+            start=[s.start for s in segments],
+            key=[parameter_key(seed, s.parameter.name, "natural") for s in segments],
+        )
+        return NaturalCodec(kernels, table, world_size)
+
+
+class NaturalCodec(Codec):
+    """Signs and exponents of many segments; a unit is a group of 80 elements. Powers of two add up in float32 only."""
+
+    grain = 1
+
+    def __init__(self, kernels: Kernels, table: SegmentTable, world_size: int) -> None:
+        self.kernels, self.table, self.world_size = kernels, table, world_size
+        self.units = table.groups
+        self._runs: list[tuple[int, int]] = []
+        for offset, numel in zip(table.offset.tolist(), table.numel.tolist()):
+            if self._runs and self._runs[-1][1] == offset:
+                self._runs[-1] = (self._runs[-1][0], offset + numel)
+            else:
+                self._runs.append((offset, offset + numel))
+
+    def summarise(self, flat: torch.Tensor) -> NoSummary:
+        return NoSummary()
+
+    def payload_bytes(self, units: int) -> int:
+        return natural_bytes(units)
+
+    def mean_bytes(self, units: int) -> int:
+        raise NotImplementedError("powers of two do not add up to powers of two")
+
+    def encode(self, flat: torch.Tensor, summary: Summary, draw: Draw, out: torch.Tensor) -> None:
+        if not flat.is_meta:
+            self.kernels.natural_encode(flat, self.table, draw.round, draw.stream, out)
+
+    def reduce(self, rows: torch.Tensor, out: torch.Tensor) -> None:
+        raise NotImplementedError("powers of two do not add up to powers of two")
+
+    def decode_mean(self, data: torch.Tensor, summary: Summary, begin: int, end: int, flat: torch.Tensor) -> None:
+        raise NotImplementedError("powers of two do not add up to powers of two")
+
+    def decode_rows(self, rows: torch.Tensor, summary: Summary, flat: torch.Tensor) -> None:
+        if not flat.is_meta:
+            self.kernels.natural_mean(rows, self.table, 1.0 / self.world_size, flat)
+
+    def add_own(self, data: torch.Tensor, summary: Summary, weight: float, flat: torch.Tensor) -> None:
+        self.kernels.natural_mean(data[None], self.table, weight, flat, accumulate=True)
+
+    def is_finite(self, summary: Summary, flat: torch.Tensor) -> bool:
+        # No scale tells: every element must be looked at, once; NaN and infinity pass through this norm.
+        return all(math.isfinite(float(torch.linalg.vector_norm(flat[a:b], ord=math.inf))) for a, b in self._runs)

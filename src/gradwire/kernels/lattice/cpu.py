@@ -1,0 +1,72 @@
+"""Lattices by Numba, in the two variants of :mod:`gradwire.kernels.cpu`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from gradwire.kernels.divisions import divisions
+from gradwire.kernels.lattice import drivers
+from gradwire.kernels.lattice.base import check_lattice
+from gradwire.kernels.table import SegmentTable
+
+__all__ = ["CpuLattice"]
+
+_WORD = 0xFFFFFFFF
+
+
+class CpuLattice:
+    """See :class:`gradwire.kernels.lattice.base.LatticeKernels` for what each method computes."""
+
+    _variant: bool | None
+
+    def lattice_encode(
+        self,
+        x: torch.Tensor,
+        table: SegmentTable,
+        inverse: torch.Tensor,
+        colours: int,
+        round: int,
+        stream: int,
+        shift: int,
+        out: torch.Tensor,
+    ) -> int:
+        layout = check_lattice(x, table, inverse, colours, round, stream, out[None], [shift])
+        checks = np.zeros(16, np.int32)
+        drivers.lattice_encode_all(
+            self._variant, x.detach().numpy(), table.offset, table.numel, table.start, table.key, table.first_group,
+            inverse.detach().numpy(), colours.bit_length() - 1, np.int32(shift), np.uint64(round), np.uint32(stream),
+            layout.digits, layout.word_bytes, out.numpy(), checks,
+        )  # fmt: skip
+        return int(checks.sum(dtype=np.int64)) & _WORD
+
+    def lattice_mean(
+        self,
+        rows: torch.Tensor,
+        table: SegmentTable,
+        inverse: torch.Tensor,
+        scale: torch.Tensor,
+        colours: int,
+        round: int,
+        stream: int,
+        shifts: Sequence[int],
+        own: torch.Tensor,
+        x: torch.Tensor,
+        accumulate: bool = False,
+    ) -> list[int]:
+        layout = check_lattice(own, table, inverse, colours, round, stream, rows, shifts)
+        check_lattice(x, table, scale, colours, round, stream, rows, shifts)
+        number, size = rows.shape
+        stride = rows.stride(0) if number > 1 else size
+        flat = rows.as_strided(((number - 1) * stride + size,), (1,)).numpy()
+        checks = np.zeros((number, 16), np.int32)
+        reciprocal, _ = divisions(layout)
+        drivers.lattice_mean_all(
+            self._variant, flat, stride, number, own.detach().numpy(), x.detach().numpy(), table.offset, table.numel,
+            table.start, table.key, table.first_group, inverse.detach().numpy(), scale.detach().numpy(), accumulate,
+            colours.bit_length() - 1, np.array(shifts, np.int32), np.uint64(round), np.uint32(stream), layout.digits,
+            layout.word_bytes, reciprocal, checks.reshape(-1),
+        )  # fmt: skip
+        return [int(lanes.sum(dtype=np.int64)) & _WORD for lanes in checks]

@@ -1,0 +1,102 @@
+# mypy: disable-error-code="no-untyped-call, no-untyped-def, misc, untyped-decorator"
+"""Explicit-vector bodies for powers of two. See ``drivers.py`` for who calls them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from gradwire.kernels.cpu_vector_philox import PhiloxVectors, five_words
+from gradwire.kernels.table import GROUP_SIZE, LANES, PLANES
+from gradwire.kernels.vectors import F32, I1, I8, I16, I32, I64, Emitter, data_pointer, loop, vector
+
+__all__ = ["natural_groups", "natural_sums"]
+
+_AHEAD = 2560  # elements from here to what is fetched from memory meanwhile
+
+
+@intrinsic
+def natural_groups(typing_context, x, first, count, key0, key1, round, stream, block, out, exponents, signs):
+    """Write exponents and signs of ``count`` elements from ``x[first]``, whole groups of them."""
+
+    def codegen(context, builder, signature, arguments):
+        b, e = builder, Emitter(builder)
+        values = data_pointer(context, b, signature.args[0], arguments[0], arguments[1], F32)
+        octets = data_pointer(context, b, signature.args[8], arguments[8], arguments[9], I8)
+        masks_at = data_pointer(context, b, signature.args[8], arguments[8], arguments[10], I8)
+        count = arguments[2]
+        source = PhiloxVectors(e, (arguments[3], arguments[4]), arguments[5], arguments[6])
+
+        def group(index: Any, products: list[Any]) -> list[Any]:
+            begin = b.mul(index, ir.Constant(I64, GROUP_SIZE))
+            here = e.at(values, begin, F32)
+            masks = e.lanes_below(b.sub(count, begin), PLANES)
+            words = five_words(e, source.words(list(products))[0])
+            for plane, (word, mask) in enumerate(zip(words, masks)):
+                at = e.at(here, LANES * plane, F32)
+                e.prefetch(e.at(at, _AHEAD, F32))
+                raw = b.bitcast(e.masked_load(at, F32, mask), vector(I32, LANES))
+                bits = b.and_(raw, e.constant(0x7FFFFFFF))
+                rounded = e.shift_right(b.add(bits, e.shift_right(word, 9)), 23)
+                rounded = e.lanewise("umin", rounded, e.constant(254))
+                special = b.icmp_signed(">=", bits, e.constant(0x7F800000))
+                rounded = b.select(special, e.constant(255), rounded)
+                to = b.add(begin, ir.Constant(I64, LANES * plane))
+                e.store(b.trunc(rounded, vector(I8, LANES)), e.at(octets, to, I8))
+                below = b.bitcast(b.icmp_signed("<", raw, e.constant(0)), I16)
+                to = b.add(b.mul(index, ir.Constant(I64, 2 * PLANES)), ir.Constant(I64, 2 * plane))
+                b.store(below, b.bitcast(e.at(masks_at, to, I8), I16.as_pointer()), align=1)
+            return source.advance(list(products), 16)
+
+        groups = b.sdiv(b.add(count, ir.Constant(I64, GROUP_SIZE - 1)), ir.Constant(I64, GROUP_SIZE))
+        loop(b, groups, 1, source.products(arguments[7]), group)
+        return context.get_dummy_value()
+
+    return types.void(x, first, count, key0, key1, round, stream, block, out, exponents, signs), codegen
+
+
+@intrinsic
+def natural_sums(typing_context, rows, exponents, signs, stride, number, count, weight, x, first, accumulate):
+    """Sum ``count`` elements over rows, and write them to ``x[first]`` or add them there."""
+
+    def codegen(context, builder, signature, arguments):
+        b, e = builder, Emitter(builder)
+        octets = data_pointer(context, b, signature.args[0], arguments[0], arguments[1], I8)
+        masks_at = data_pointer(context, b, signature.args[0], arguments[0], arguments[2], I8)
+        target = data_pointer(context, b, signature.args[7], arguments[7], arguments[8], F32)
+        stride, number, count, weight = arguments[3], arguments[4], arguments[5], e.splat(arguments[6])
+        infinity = e.constant(math.inf, F32)
+        adds = e.splat(arguments[9])
+
+        def values(row: Any, index: Any) -> Any:
+            start = b.mul(row, stride)
+            exponent = e.load(e.at(octets, b.add(start, index), I8), I8)
+            at = e.at(masks_at, b.add(start, b.lshr(index, ir.Constant(I64, 3))), I8)
+            minus = b.bitcast(b.load(b.bitcast(at, I16.as_pointer()), align=1), vector(I1, LANES))
+            bits = e.shift_left(b.zext(exponent, vector(I32, LANES)), 23)
+            bits = b.or_(bits, e.shift_left(b.zext(minus, vector(I32, LANES)), 31))
+            part = b.fmul(b.bitcast(bits, vector(F32, LANES)), weight)
+            special = b.icmp_signed("==", exponent, e.constant(-1, I8))
+            return b.select(special, infinity, part)
+
+        def plane(index: Any, _: Any) -> list[Any]:
+            total = values(ir.Constant(I64, 0), index)
+            others = b.sub(number, ir.Constant(I64, 1))
+            (total,) = loop(
+                b, others, 1, [total],
+                lambda row, sums: [b.fadd(sums[0], values(b.add(row, ir.Constant(I64, 1)), index))],
+            )  # fmt: skip
+            mask = e.first_lanes(b.sub(count, index))
+            to = e.at(target, index, F32)
+            before = e.masked_load(to, F32, b.and_(mask, adds))
+            e.masked_store(b.select(adds, b.fadd(before, total), total), to, mask)
+            return []
+
+        loop(b, count, LANES, [], plane)
+        return context.get_dummy_value()
+
+    return types.void(rows, exponents, signs, stride, number, count, weight, x, first, accumulate), codegen
