@@ -10,6 +10,7 @@ import torch
 from gradwire.errors import HyperparameterError
 from gradwire.kernels.digits import DigitLayout, sum_layout
 from gradwire.kernels.levels.base import LevelKernels
+from gradwire.kernels.signs.base import SignKernels
 from gradwire.kernels.table import GROUP_BYTES, GROUP_SIZE, SegmentTable
 
 __all__ = [
@@ -38,7 +39,7 @@ class Moments:
     norm: torch.Tensor
 
 
-class Kernels(LevelKernels, Protocol):
+class Kernels(LevelKernels, SignKernels, Protocol):
     """Arithmetic on blocks and bits. Every backend gives the same bits; ``reference`` defines them.
 
     Tensors lie in CPU memory and are contiguous unless said otherwise; outputs are the caller's. Vectors and byte

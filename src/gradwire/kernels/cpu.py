@@ -15,11 +15,13 @@ from gradwire.kernels.base import Moments, check_decode, check_encode, check_mom
 from gradwire.kernels.digits import digit_layout, packed_bytes
 from gradwire.kernels.divisions import divisions
 from gradwire.kernels.levels import BlockTable, Grid
+from gradwire.kernels.signs.base import SIGN_BYTES, RunTable
 from gradwire.kernels.table import SegmentTable
 
 try:
     from gradwire.kernels import cpu_drivers
     from gradwire.kernels.levels.cpu import CpuLevels
+    from gradwire.kernels.signs.cpu import CpuSigns
 except ImportError as error:
     raise BackendError(f"kernel backend 'cpu' needs numba ({error}): pip install 'numba>=0.61'") from error
 
@@ -28,7 +30,7 @@ __all__ = ["CpuKernels"]
 _MIN_PART = 1 << 16  # elements below which a second thread costs more than it saves
 
 
-class CpuKernels(CpuLevels):
+class CpuKernels(CpuLevels, CpuSigns):
     """See :class:`gradwire.kernels.base.Kernels` for what each method computes.
 
     Args:
@@ -186,6 +188,14 @@ class CpuKernels(CpuLevels):
             codes = torch.empty(layout.packed_bytes(160), dtype=torch.uint8)
             self.quantise(x, blocks, scales * 2.0**24, grid, layout, 0, 0, codes)
             self.dequantise(codes, blocks, scales, grid, layout, x)
+        runs, values = RunTable(table, 48), torch.ones(2, 2)
+        bits = torch.empty(2, SIGN_BYTES * table.groups, dtype=torch.uint8)
+        self.finite(x, table)
+        self.sign_sums(x, table)
+        for row in bits:
+            self.sign_encode(x, table, 0, table.groups, row)
+        self.sign_decode(bits, runs, values, values, 0, table.groups, x)
+        self.sign_vote(bits, bits[0])
         return time.perf_counter() - began
 
 
