@@ -94,6 +94,12 @@ TABLE: dict[str, list[Case]] = {
     "errorfeedback": [
         Case(gw.ErrorFeedback(), gather(4 + 32 / 256), variance=levels(range(8), 256, "max")),
     ],
+    # The error of a Gaussian with the tests' tails is sqrt(1 - 2/pi e^(-1/4)) = 0.71 of its norm.
+    "scaledsign": [
+        Case(gw.ScaledSign(), gather(1), error=0.75),
+        Case(gw.ScaledSign(block_size=112), gather(1 + 32 / 112), error=0.75),
+    ],
+    "ef_signsgd": [Case(gw.EFSignSGD(), gather(1), error=0.75)],
 }
 
 for adaptive in (gw.ALQ, gw.ALQN, gw.AMQ, gw.AMQN):

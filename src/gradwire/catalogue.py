@@ -8,10 +8,12 @@ from dataclasses import dataclass, fields
 from typing import ClassVar
 
 from gradwire.algorithms.adaptive_levels import ALQ, ALQN, AMQ, AMQN
+from gradwire.algorithms.ef_signsgd import EFSignSGD
 from gradwire.algorithms.error_feedback import ErrorFeedback
 from gradwire.compressors.cast import BF16, FP16, FP32
 from gradwire.compressors.nuqsgd import NUQSGD
 from gradwire.compressors.qsgd import QSGD, QSGDinf
+from gradwire.compressors.scaledsign import ScaledSign
 from gradwire.compressors.terngrad import TernGrad
 from gradwire.errors import HyperparameterError
 from gradwire.methods import Method, Properties, require
@@ -27,9 +29,11 @@ __all__ = [
     "NUQSGD",
     "QSGD",
     "Auto",
+    "EFSignSGD",
     "ErrorFeedback",
     "MethodInfo",
     "QSGDinf",
+    "ScaledSign",
     "TernGrad",
     "method",
     "methods",
@@ -48,6 +52,8 @@ METHODS: tuple[type[Method], ...] = (
     AMQ,
     AMQN,
     ErrorFeedback,
+    ScaledSign,
+    EFSignSGD,
 )
 """Every method of the package; adding one adds a line here."""
 

@@ -6,6 +6,8 @@ from gradwire.compressors.dense import DenseCodec, NoSummary
 from gradwire.compressors.levels import LevelCodec, LevelSummary, check_blocks
 from gradwire.compressors.nuqsgd import NUQSGD
 from gradwire.compressors.qsgd import QSGD, QSGDinf
+from gradwire.compressors.scaledsign import ScaledSign
+from gradwire.compressors.sides import SideCodec, SideSummary
 from gradwire.compressors.terngrad import TernGrad
 
 __all__ = [
@@ -23,6 +25,9 @@ __all__ = [
     "LevelSummary",
     "NoSummary",
     "QSGDinf",
+    "ScaledSign",
+    "SideCodec",
+    "SideSummary",
     "Summary",
     "TernGrad",
     "check_blocks",
