@@ -10,6 +10,8 @@ from typing import ClassVar
 from gradwire.algorithms.adaptive_levels import ALQ, ALQN, AMQ, AMQN
 from gradwire.algorithms.ef_signsgd import EFSignSGD
 from gradwire.algorithms.error_feedback import ErrorFeedback
+from gradwire.algorithms.majority import SignSGD, Signum
+from gradwire.algorithms.onebit import OneBit
 from gradwire.compressors.cast import BF16, FP16, FP32
 from gradwire.compressors.nuqsgd import NUQSGD
 from gradwire.compressors.qsgd import QSGD, QSGDinf
@@ -32,8 +34,11 @@ __all__ = [
     "EFSignSGD",
     "ErrorFeedback",
     "MethodInfo",
+    "OneBit",
     "QSGDinf",
     "ScaledSign",
+    "SignSGD",
+    "Signum",
     "TernGrad",
     "method",
     "methods",
@@ -54,6 +59,9 @@ METHODS: tuple[type[Method], ...] = (
     ErrorFeedback,
     ScaledSign,
     EFSignSGD,
+    SignSGD,
+    Signum,
+    OneBit,
 )
 """Every method of the package; adding one adds a line here."""
 
@@ -71,7 +79,8 @@ class Auto(Method):
         steps: Of each candidate in a turn.
 
     Raises:
-        HyperparameterError: fewer than two candidates, one named twice, one that keeps state, or no turns or steps.
+        HyperparameterError: fewer than two candidates, one named twice, one that keeps state or gives a direction, or no
+            turns or steps.
     """
 
     name: ClassVar[str] = "auto"
@@ -97,6 +106,8 @@ class Auto(Method):
         for one in chosen:
             fixed = not isinstance(one, Auto) and one.properties.state == "none"
             require(fixed, "Auto(candidates=...)", f"{one!r} remembers something between steps: it cannot be tried")
+            mean = isinstance(one, Auto) or not one.direction
+            require(mean, "Auto(candidates=...)", f"{one!r} gives a direction, which needs a learning rate of its own")
         object.__setattr__(self, "candidates", tuple(self.candidates))
         for field in ("turns", "steps"):
             value = getattr(self, field)

@@ -9,6 +9,7 @@ from gradwire.compressors.qsgd import QSGD, QSGDinf
 from gradwire.compressors.scaledsign import ScaledSign
 from gradwire.compressors.sides import SideCodec, SideSummary
 from gradwire.compressors.terngrad import TernGrad
+from gradwire.compressors.votes import VoteCodec
 
 __all__ = [
     "BF16",
@@ -30,5 +31,6 @@ __all__ = [
     "SideSummary",
     "Summary",
     "TernGrad",
+    "VoteCodec",
     "check_blocks",
 ]
