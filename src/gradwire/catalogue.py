@@ -79,8 +79,8 @@ class Auto(Method):
         steps: Of each candidate in a turn.
 
     Raises:
-        HyperparameterError: fewer than two candidates, one named twice, one that keeps state or gives a direction, or no
-            turns or steps.
+        HyperparameterError: fewer than two candidates, one named twice, one that keeps state or gives a direction, or
+            no turns or steps.
     """
 
     name: ClassVar[str] = "auto"

@@ -253,43 +253,43 @@ def descend(method: str | gw.Method, gradient: Callable[[torch.Tensor, int], tor
 
 
 def test_skewed_noise_takes_signs_uphill_and_error_feedback_down() -> None:
-    """Property 5: f(x) = 4.1 x on [-1, 1] with gradients 50 (one in ten) and -1; the minimum is at -1."""
-    steps, generator = 2000, torch.Generator().manual_seed(0)
-    g = torch.where(torch.rand(steps, generator=generator) < 0.1, 50.0, -1.0)
+    """Property 5: f(x) = 4.1 sum x on [-1, 1]^20 with gradients 50 (one in ten) and -1; the minimum is at -1."""
+    steps, generator = 600, torch.Generator().manual_seed(0)
+    g = torch.where(torch.rand(steps, 20, generator=generator) < 0.1, 50.0, -1.0)
 
     def run(method: str, lr: float) -> float:
-        link = gw.SimulatedLink([("w", torch.empty(1))], method, 1, min_numel=0)
-        x, tail = 0.0, []
+        link = gw.SimulatedLink([("w", torch.empty(20))], method, 1, min_numel=0)
+        x, tail = torch.zeros(20), []
         for step in range(steps):
-            x = max(-1.0, min(1.0, x - lr * float(link.reduce_(g[step].reshape(1, 1)))))
-            tail.append(x)
-        return sum(tail[-500:]) / 500
+            x = (x - lr * link.reduce_(g[step : step + 1].clone())).clamp(-1, 1)
+            tail.append(float(x.mean()))
+        return sum(tail[-100:]) / 100
 
     assert run("signsgd", 0.01) > 0.8
-    assert run("ef_signsgd", 0.001) < -0.8
-    assert run("onebit", 0.001) < -0.8
+    assert run("ef_signsgd", 0.002) < -0.8
+    assert run("onebit", 0.002) < -0.8
 
 
 def quadratic(workers: int, spread: float = 0.0, d: int = 40) -> tuple[torch.Tensor, torch.Tensor]:
-    """Curvatures from 1/20 to 1, and each worker's optimum, of mean zero."""
+    """Curvatures from 1/4 to 1, and each worker's optimum, of mean zero."""
     centres = spread * randn(workers, d)
-    return torch.logspace(math.log10(1 / 20), 0, d), centres - centres.mean(0)
+    return torch.logspace(math.log10(1 / 4), 0, d), centres - centres.mean(0)
 
 
 @pytest.mark.parametrize("method", ["ef_signsgd", "onebit"])
 def test_error_feedback_converges_linearly_where_signs_oscillate(method: str) -> None:
     """Property 9, 1-bit property 7: all local gradients vanish at the optimum."""
-    h, _ = quadratic(8)
+    h, _ = quadratic(4)
     start = randn(40, seed=5)
 
     def gradient(x: torch.Tensor, _: int) -> torch.Tensor:
-        return (h * x).expand(8, -1).clone()
+        return (h * x).expand(4, -1).clone()
 
-    some, more = (descend(method, gradient, start, 0.1, n, 8).norm() for n in (1000, 3000))
+    some, more = (descend(method, gradient, start, 0.1, n, 4).norm() for n in (200, 600))
     assert float(some) < 0.1 * float(start.norm())
     assert float(more) < 1e-3 * float(some)
     step = 0.01
-    stalled = descend("signsgd", gradient, start, step, 1500, 8)
+    stalled = descend("signsgd", gradient, start, step, 500, 4)
     # Every element jumps to and fro across zero, by less than a step and on the whole by about half of one.
     assert float(stalled.abs().max()) <= step * (1 + 1e-4)
     assert float(stalled.norm()) > 0.1 * step * math.sqrt(40)
@@ -298,25 +298,25 @@ def test_error_feedback_converges_linearly_where_signs_oscillate(method: str) ->
 @pytest.mark.parametrize("method", ["ef_signsgd", "onebit"])
 def test_different_workers_reach_a_plateau_that_falls_with_the_step(method: str) -> None:
     """Squared distance falls about as the square of the learning rate: fivefold smaller, at least tenfold lower."""
-    h, centres = quadratic(8, spread=1.0)
+    h, centres = quadratic(4, spread=1.0)
 
     def gradient(x: torch.Tensor, _: int) -> torch.Tensor:
         return h * (x - centres)
 
-    high, low = (descend(method, gradient, torch.zeros(40), lr, 3000, 8).square().sum() for lr in (0.1, 0.02))
+    high, low = (descend(method, gradient, torch.zeros(40), lr, 800, 4).square().sum() for lr in (0.1, 0.02))
     assert 0 < float(low) < float(high) / 10
 
 
 @pytest.mark.parametrize("memoryless", ["scaledsign", "signsgd"])
 def test_without_feedback_different_workers_end_elsewhere(memoryless: str) -> None:
     """1-bit property 6: the same problem, the same steps, the error stays."""
-    h, centres = quadratic(8, spread=1.0)
+    h, centres = quadratic(4, spread=1.0)
 
     def gradient(x: torch.Tensor, _: int) -> torch.Tensor:
         return h * (x - centres)
 
-    fed = descend("onebit", gradient, torch.zeros(40), 0.02, 3000, 8).square().sum()
-    assert float(descend(memoryless, gradient, torch.zeros(40), 0.02, 3000, 8).square().sum()) > 100 * float(fed)
+    fed = descend("onebit", gradient, torch.zeros(40), 0.02, 800, 4).square().sum()
+    assert float(descend(memoryless, gradient, torch.zeros(40), 0.02, 800, 4).square().sum()) > 100 * float(fed)
 
 
 # Layouts.

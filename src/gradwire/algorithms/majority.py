@@ -31,7 +31,7 @@ class SignSGD(Algorithm):
 
     The outcome is a *direction* with entries -1 and 1, not the mean of the gradients: every element moves by the
     learning rate. Use ``torch.optim.SGD`` without momentum, with a learning rate of the order of 1e-4 (where SGD has
-    0.1) and decoupled weight decay, p <- p - lr (outcome + decay p): its ``weight_decay``, since that is added after the
+    0.1) and decoupled weight decay, p <- p - lr (outcome + decay p): its ``weight_decay``, which is added after the
     exchange. Clipping by norm, after it too, would only scale the learning rate.
 
     Scaling a worker's gradient changes nothing. The vote is median-like: with very different workers it is not the sign
