@@ -54,6 +54,11 @@ def gather(bits: float) -> Callable[[int], float]:
     return lambda n: bits * (n - 1)
 
 
+def vote(n: int) -> float:
+    """A bit up and a bit down."""
+    return 2 * (n - 1) / n
+
+
 def ternary_bits(n: int) -> float:
     sums = {2: 32 / 13, 3: 32 / 11, 4: 16 / 5, 8: 32 / 7, 64: 8}[n]
     return min(1.6 * (n - 1), (1.6 + sums) * (n - 1) / n)
@@ -171,6 +176,19 @@ TABLE: dict[str, list[Case]] = {
             coded=True,
         ),
     ],
+    # The error of a Gaussian with the tests' tails is sqrt(1 - 2/pi e^(-1/4)) = 0.71 of its norm.
+    "scaledsign": [
+        Case(gw.ScaledSign(), gather(1), error=0.75),
+        Case(gw.ScaledSign(block_size=112), gather(1 + 32 / 112), error=0.75),
+    ],
+    "ef_signsgd": [Case(gw.EFSignSGD(), gather(1), error=0.75)],
+    # A tie is a vote for +1, whichever way it came about.
+    "signsgd": [Case(gw.SignSGD(), vote, symmetric=False, direction=True)],
+    "signum": [
+        Case(gw.Signum(), vote, symmetric=False, direction=True),
+        Case(gw.Signum(momentum=0.0), vote, symmetric=False, direction=True),
+    ],
+    "onebit": [Case(gw.OneBit(), gather(1), error=0.75)],
 }
 
 for adaptive in (gw.ALQ, gw.ALQN, gw.AMQ, gw.AMQN):

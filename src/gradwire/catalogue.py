@@ -10,8 +10,11 @@ from typing import Any, ClassVar
 from gradwire.algorithms.adaptive_levels import ALQ, ALQN, AMQ, AMQN
 from gradwire.algorithms.coded import Coded
 from gradwire.algorithms.diana import DIANA, DQGD
+from gradwire.algorithms.ef_signsgd import EFSignSGD
 from gradwire.algorithms.error_feedback import ErrorFeedback
+from gradwire.algorithms.majority import SignSGD, Signum
 from gradwire.algorithms.multi_scale import MultiScale
+from gradwire.algorithms.onebit import OneBit
 from gradwire.compressors.cast import BF16, FP16, FP32
 from gradwire.compressors.lattice import Lattice
 from gradwire.compressors.natural import Natural
@@ -19,6 +22,7 @@ from gradwire.compressors.natural_dithering import NaturalDithering
 from gradwire.compressors.nuqsgd import NUQSGD
 from gradwire.compressors.qsgd import QSGD, QSGDinf
 from gradwire.compressors.qsgd_max_norm import QSGDMaxNorm
+from gradwire.compressors.scaledsign import ScaledSign
 from gradwire.compressors.terngrad import TernGrad
 from gradwire.errors import HyperparameterError
 from gradwire.methods import Method, Properties, require
@@ -38,14 +42,19 @@ __all__ = [
     "QSGD",
     "Auto",
     "Coded",
+    "EFSignSGD",
     "ErrorFeedback",
     "Lattice",
     "MethodInfo",
     "MultiScale",
     "Natural",
     "NaturalDithering",
+    "OneBit",
     "QSGDMaxNorm",
     "QSGDinf",
+    "ScaledSign",
+    "SignSGD",
+    "Signum",
     "TernGrad",
     "method",
     "methods",
@@ -72,6 +81,11 @@ METHODS: tuple[type[Method], ...] = (
     Natural,
     NaturalDithering,
     Lattice,
+    ScaledSign,
+    EFSignSGD,
+    SignSGD,
+    Signum,
+    OneBit,
 )
 """Every method of the package; adding one adds a line here."""
 
@@ -89,7 +103,8 @@ class Auto(Method):
         steps: Of each candidate in a turn.
 
     Raises:
-        HyperparameterError: fewer than two candidates, one named twice, one that keeps state, or no turns or steps.
+        HyperparameterError: fewer than two candidates, one named twice, one that keeps state or gives a direction, or
+            no turns or steps.
     """
 
     name: ClassVar[str] = "auto"
@@ -115,6 +130,8 @@ class Auto(Method):
         for one in chosen:
             fixed = not isinstance(one, Auto) and one.properties.state == "none"
             require(fixed, "Auto(candidates=...)", f"{one!r} remembers something between steps: it cannot be tried")
+            mean = isinstance(one, Auto) or not one.direction
+            require(mean, "Auto(candidates=...)", f"{one!r} gives a direction, which needs a learning rate of its own")
         object.__setattr__(self, "candidates", tuple(self.candidates))
         for field in ("turns", "steps"):
             value = getattr(self, field)

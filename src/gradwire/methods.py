@@ -79,6 +79,9 @@ class Method:
     joined: ClassVar[bool] = False
     """Whether all compressed parameters are one vector, in the order of ``named_parameters``; needs the whole step."""
 
+    direction: ClassVar[bool] = False
+    """Whether the outcome is a direction to step in, with entries -1 and 1, rather than the mean."""
+
     min_numel: ClassVar[int] = 1024
     """Parameters with fewer elements travel in float32, unless the user says otherwise."""
 

@@ -13,7 +13,7 @@ from gradwire.compressors import Cast, Compressor, QSGDinf
 from gradwire.methods import Method, Properties, require
 from gradwire.protocols import Context, Outcome
 
-__all__ = ["ErrorFeedback"]
+__all__ = ["ErrorFeedback", "Feedback"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,10 +82,12 @@ class ErrorFeedback(Wrapper):
         )
 
     def plan(self, setting: Setting) -> Plan:
-        return _Feedback(setting.plan(self.compressor), setting.segments)
+        return Feedback(setting.plan(self.compressor), setting.segments)
 
 
-class _Feedback(Around):
+class Feedback(Around):
+    """Adds what an inner plan left out of a bucket to the next one."""
+
     def before(self, context: Context, flat: torch.Tensor) -> None:
         held = context.memory.read("residual", self.segments)
         staged = context.memory.stage("residual", self.segments)

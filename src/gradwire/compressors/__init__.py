@@ -11,8 +11,11 @@ from gradwire.compressors.natural_dithering import NaturalDithering
 from gradwire.compressors.nuqsgd import NUQSGD
 from gradwire.compressors.qsgd import QSGD, QSGDinf
 from gradwire.compressors.qsgd_max_norm import QSGDMaxNorm
+from gradwire.compressors.scaledsign import ScaledSign
 from gradwire.compressors.shared_levels import SharedLevelCodec
+from gradwire.compressors.sides import SideCodec, SideSummary
 from gradwire.compressors.terngrad import TernGrad
+from gradwire.compressors.votes import VoteCodec
 
 __all__ = [
     "BF16",
@@ -34,8 +37,12 @@ __all__ = [
     "NoSummary",
     "QSGDMaxNorm",
     "QSGDinf",
+    "ScaledSign",
     "SharedLevelCodec",
+    "SideCodec",
+    "SideSummary",
     "Summary",
     "TernGrad",
+    "VoteCodec",
     "check_blocks",
 ]

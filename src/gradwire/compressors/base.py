@@ -50,10 +50,14 @@ class Codec(ABC):
 
     The section's *units* are the smallest runs that can be owned by different ranks. ``grain`` units and multiples
     of it can be reduced by one owner and decoded beside other owners' without gaps.
+
+    A payload may begin with ``side_bytes`` that concern all units: every owner of a share of the units receives them
+    before its codes. Codes of shares, one after the other, are the codes of all.
     """
 
     units: int
     grain: int
+    side_bytes: int = 0
     coder: Coder | None = None
 
     def use_coder(self, coder: Coder) -> None:

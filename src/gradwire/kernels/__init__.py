@@ -7,6 +7,7 @@ from gradwire.kernels.dispatch import BACKENDS, get_kernels
 from gradwire.kernels.lattice import dither_shifts
 from gradwire.kernels.levels import WHOLE, BlockTable, Grid, packed_groups, summed
 from gradwire.kernels.natural import natural_bytes
+from gradwire.kernels.signs import SIGN_BYTES, RunTable, SignSums
 from gradwire.kernels.table import GROUP_BYTES, GROUP_SIZE, SegmentTable
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "CODERS",
     "GROUP_BYTES",
     "GROUP_SIZE",
+    "SIGN_BYTES",
     "WHOLE",
     "BlockTable",
     "Coder",
@@ -21,7 +23,9 @@ __all__ = [
     "Grid",
     "Kernels",
     "Moments",
+    "RunTable",
     "SegmentTable",
+    "SignSums",
     "byte_layout",
     "digit_layout",
     "dither_shifts",

@@ -13,6 +13,7 @@ from gradwire.kernels.digits import DigitLayout, sum_layout
 from gradwire.kernels.lattice.base import LatticeKernels
 from gradwire.kernels.levels.base import LevelKernels
 from gradwire.kernels.natural.base import NaturalKernels
+from gradwire.kernels.signs.base import SignKernels
 from gradwire.kernels.table import GROUP_BYTES, GROUP_SIZE, SegmentTable
 
 __all__ = [
@@ -41,7 +42,7 @@ class Moments:
     norm: torch.Tensor
 
 
-class Kernels(LevelKernels, NaturalKernels, LatticeKernels, Protocol):
+class Kernels(LevelKernels, NaturalKernels, LatticeKernels, SignKernels, Protocol):
     """Arithmetic on blocks and bits. Every backend gives the same bits; ``reference`` defines them.
 
     Tensors lie in CPU memory and are contiguous unless said otherwise; outputs are the caller's. Vectors and byte

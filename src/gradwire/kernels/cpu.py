@@ -18,6 +18,7 @@ from gradwire.kernels.digits import DigitLayout, digit_layout, packed_bytes
 from gradwire.kernels.divisions import divisions
 from gradwire.kernels.levels import BlockTable, Grid
 from gradwire.kernels.natural import natural_bytes
+from gradwire.kernels.signs.base import SIGN_BYTES, RunTable
 from gradwire.kernels.table import SegmentTable
 
 try:
@@ -25,6 +26,7 @@ try:
     from gradwire.kernels.lattice.cpu import CpuLattice
     from gradwire.kernels.levels.cpu import CpuLevels
     from gradwire.kernels.natural.cpu import CpuNatural
+    from gradwire.kernels.signs.cpu import CpuSigns
 except ImportError as error:
     raise BackendError(f"kernel backend 'cpu' needs numba ({error}): pip install 'numba>=0.61'") from error
 
@@ -33,7 +35,7 @@ __all__ = ["CpuKernels"]
 _MIN_PART = 1 << 16  # elements below which a second thread costs more than it saves
 
 
-class CpuKernels(CpuLevels, CpuNatural, CpuLattice):
+class CpuKernels(CpuLevels, CpuNatural, CpuLattice, CpuSigns):
     """See :class:`gradwire.kernels.base.Kernels` for what each method computes.
 
     Args:
@@ -202,6 +204,14 @@ class CpuKernels(CpuLevels, CpuNatural, CpuLattice):
         codes = torch.empty(80, dtype=torch.uint8)
         self.lattice_encode(x, table, one, 16, 0, 0, 0, codes)
         self.lattice_mean(codes[None], table, one, one, 16, 0, 0, [0], x, x)
+        runs, values = RunTable(table, 48), torch.ones(2, 2)
+        bits = torch.empty(2, SIGN_BYTES * table.groups, dtype=torch.uint8)
+        self.finite(x, table)
+        self.sign_sums(x, table)
+        for row in bits:
+            self.sign_encode(x, table, 0, table.groups, row)
+        self.sign_decode(bits, runs, values, values, 0, table.groups, x)
+        self.sign_vote(bits, bits[0])
         return time.perf_counter() - began
 
 

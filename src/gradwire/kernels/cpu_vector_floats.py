@@ -13,23 +13,23 @@ from gradwire.kernels.cpu_vector_philox import PhiloxVectors, five_words
 from gradwire.kernels.table import GROUP_BYTES, GROUP_SIZE, LANES, PLANES
 from gradwire.kernels.vectors import F32, I8, I32, I64, Emitter, data_pointer, loop, vector
 
-__all__ = ["block_maximum", "block_sums", "encode_groups"]
+__all__ = ["UNROLL", "block_maximum", "block_sums", "each_vector", "encode_groups"]
 
-_UNROLL = 4
+UNROLL = 4
 
 
-def _vectors(e: Emitter, pointer: Any, count: Any, carried: list[Any], use: Any) -> list[Any]:
+def each_vector(e: Emitter, pointer: Any, count: Any, carried: list[Any], use: Any) -> list[Any]:
     """Loop over ``count`` floats, 16 at a time: four unmasked vectors a turn, then single masked ones.
 
     ``use(value, unit, carried, pointer)`` takes a vector (zeros past the end) and
     updates the values of accumulator ``unit``.
     """
     b = e.b
-    step = LANES * _UNROLL
+    step = LANES * UNROLL
     whole = b.and_(count, ir.Constant(I64, -step))
 
     def turn(index: Any, values: list[Any]) -> list[Any]:
-        for unit in range(_UNROLL):
+        for unit in range(UNROLL):
             at = e.at(pointer, b.add(index, ir.Constant(I64, LANES * unit)), F32)
             use(e.load(at, F32, align=4), unit, values, at)
         return values
@@ -64,7 +64,7 @@ def block_maximum(typing_context, x, first, count, ahead):
             bits = builder.and_(builder.bitcast(value, vector(I32, LANES)), e.constant(0x7FFFFFFF))
             values[unit] = e.lanewise("smax", values[unit], bits)
 
-        largest = _vectors(e, pointer, arguments[2], [e.constant(0)] * _UNROLL, use)
+        largest = each_vector(e, pointer, arguments[2], [e.constant(0)] * UNROLL, use)
         while len(largest) > 1:
             largest = [e.lanewise("smax", *largest[i : i + 2]) for i in range(0, len(largest), 2)]
         return e.reduce("smax", largest[0])
@@ -95,13 +95,13 @@ def block_sums(typing_context, x, first, count, factor, ahead):
             odd = b.ashr(pairs, e.constant(32, I64, 8))
             even = b.ashr(b.shl(pairs, e.constant(32, I64, 8)), e.constant(32, I64, 8))
             squares = b.add(b.mul(even, even), b.mul(odd, odd))
-            values[_UNROLL + unit] = b.add(values[_UNROLL + unit], squares)
+            values[UNROLL + unit] = b.add(values[UNROLL + unit], squares)
 
-        start = [e.constant(0)] * _UNROLL + [e.constant(0, I64, 8)] * _UNROLL
-        end = _vectors(e, pointer, arguments[2], start, use)
-        sums = [b.sext(value, vector(I64, LANES)) for value in end[:_UNROLL]]
-        squares = end[_UNROLL:]
-        for unit in range(1, _UNROLL):
+        start = [e.constant(0)] * UNROLL + [e.constant(0, I64, 8)] * UNROLL
+        end = each_vector(e, pointer, arguments[2], start, use)
+        sums = [b.sext(value, vector(I64, LANES)) for value in end[:UNROLL]]
+        squares = end[UNROLL:]
+        for unit in range(1, UNROLL):
             sums[0], squares[0] = b.add(sums[0], sums[unit]), b.add(squares[0], squares[unit])
         return context.make_tuple(b, signature.return_type, [e.reduce("add", sums[0]), e.reduce("add", squares[0])])
 

@@ -13,6 +13,7 @@ from gradwire.kernels.base import Kernels
 from gradwire.kernels.digits import packed_bytes
 from gradwire.kernels.meta import MetaKernels
 from gradwire.kernels.reference import ReferenceKernels
+from gradwire.kernels.signs import SIGN_BYTES, RunTable
 from gradwire.kernels.table import SegmentTable
 
 __all__ = ["BACKENDS", "get_kernels"]
@@ -85,4 +86,18 @@ def _agree(first: Kernels, second: Kernels) -> bool:
             kernels.ternary_sum(rows[:world_size], words)
             kernels.decode(words, world_size, table, limit, 0, table.groups, target)
         results.append([moments.max_abs, moments.mean, moments.std, moments.norm, rows, decoded])
+        results[-1] += _signs(kernels, x, table)
     return all(torch.equal(a, b) for a, b in zip(*results))
+
+
+def _signs(kernels: Kernels, x: torch.Tensor, table: SegmentTable) -> list[torch.Tensor]:
+    """Give results of all methods for signs, with runs that begin anywhere."""
+    sums, runs = kernels.sign_sums(x, table), RunTable(table, 37)
+    rows = torch.empty(3, SIGN_BYTES * table.groups, dtype=torch.uint8)
+    for shift, row in enumerate(rows):
+        kernels.sign_encode(x.roll(shift), table, 0, table.groups, row)
+    values, voted = torch.arange(6.0 * runs.runs).reshape(2, 3, runs.runs), torch.empty_like(rows[0])
+    kernels.sign_vote(rows, voted)
+    decoded = x.clone()
+    kernels.sign_decode(rows, runs, values[0], values[1], 0, table.groups, decoded, accumulate=True)
+    return [kernels.finite(x, table), sums.above, sums.below, sums.count, rows, voted, decoded]

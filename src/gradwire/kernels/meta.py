@@ -11,6 +11,7 @@ from gradwire.kernels.coders.base import Coder
 from gradwire.kernels.coders.dispatch import get_coder
 from gradwire.kernels.digits import DigitLayout, sum_layout
 from gradwire.kernels.levels import BlockTable, Grid, summed
+from gradwire.kernels.signs import RunTable, SignSums
 from gradwire.kernels.table import SegmentTable
 
 __all__ = ["MetaKernels"]
@@ -134,6 +135,32 @@ class MetaKernels:
         accumulate: bool = False,
     ) -> list[int]:
         return [0] * len(shifts)
+
+    def finite(self, x: torch.Tensor, table: SegmentTable) -> torch.Tensor:
+        return torch.empty(len(table), dtype=torch.bool, device="meta")
+
+    def sign_sums(self, x: torch.Tensor, table: SegmentTable) -> SignSums:
+        above, below = (torch.empty(len(table), dtype=torch.float64, device="meta") for _ in range(2))
+        return SignSums(above, below, torch.empty(len(table), dtype=torch.int64, device="meta"))
+
+    def sign_encode(self, x: torch.Tensor, table: SegmentTable, begin: int, end: int, out: torch.Tensor) -> None:
+        pass
+
+    def sign_vote(self, rows: torch.Tensor, out: torch.Tensor) -> None:
+        pass
+
+    def sign_decode(
+        self,
+        rows: torch.Tensor,
+        runs: RunTable,
+        above: torch.Tensor,
+        below: torch.Tensor,
+        begin: int,
+        end: int,
+        x: torch.Tensor,
+        accumulate: bool = False,
+    ) -> None:
+        pass
 
     def warm_up(self) -> float:
         return 0.0

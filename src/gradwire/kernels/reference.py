@@ -10,21 +10,21 @@ from gradwire.kernels.base import Moments, check_decode, check_encode, check_mom
 from gradwire.kernels.coders.base import Coder
 from gradwire.kernels.coders.dispatch import get_coder
 from gradwire.kernels.digits import DigitLayout
+from gradwire.kernels.exact import integer_blocks
 from gradwire.kernels.lattice.reference import ReferenceLattice
 from gradwire.kernels.levels.reference import ReferenceLevels
 from gradwire.kernels.natural.reference import ReferenceNatural
 from gradwire.kernels.philox import uniform_integers
-from gradwire.kernels.table import BLOCK_SIZE, GROUP_SIZE, LANES, PLANES, SegmentTable
+from gradwire.kernels.signs.reference import ReferenceSigns
+from gradwire.kernels.table import GROUP_SIZE, LANES, PLANES, SegmentTable
 from gradwire.kernels.words import pack_words, unpack_words
 
 __all__ = ["ReferenceKernels", "digits_of"]
 
 _POWERS = torch.tensor([3**k for k in range(PLANES)])
-_INFINITY_BITS = 0x7F800000
-_MIN_EXPONENT = -104  # 2^(23 + 104) is the largest power of two in float32
 
 
-class ReferenceKernels(ReferenceLevels, ReferenceNatural, ReferenceLattice):
+class ReferenceKernels(ReferenceLevels, ReferenceNatural, ReferenceLattice, ReferenceSigns):
     """See :class:`gradwire.kernels.base.Kernels` for what each method computes."""
 
     name = "reference"
@@ -112,18 +112,13 @@ def _segment_moments(x: torch.Tensor) -> tuple[float, float, float, float]:
     """Give (max_abs, mean, std, norm) of one segment, as :meth:`Kernels.moments` defines them."""
     if x.numel() == 0:
         return 0.0, 0.0, 0.0, 0.0
-    blocks = torch.zeros(-(-x.numel() // BLOCK_SIZE) * BLOCK_SIZE)
-    blocks[: x.numel()] = x
-    blocks = blocks.reshape(-1, BLOCK_SIZE)
-    bits = (blocks.view(torch.int32) & 0x7FFFFFFF).amax(1)
-    if int(bits.max()) >= _INFINITY_BITS:
+    blocks = integer_blocks(x)
+    if blocks is None:
         return math.inf, 0.0, 0.0, 0.0
-    exponent = ((bits >> 23) - 127).clamp(min=_MIN_EXPONENT)
-    # Exact in float64: powers of two and 24-bit significands.
-    integers = torch.ldexp(blocks.to(torch.float64), 23 - exponent[:, None]).trunc().to(torch.int64)
+    exponent, integers = blocks
     sums, squares = integers.sum(1), (integers * integers).sum(1)
     first = second = 0.0
-    for e, s1, s2 in zip(exponent.tolist(), sums.tolist(), squares.tolist()):
+    for e, s1, s2 in zip(exponent, sums.tolist(), squares.tolist()):
         first += math.ldexp(float(s1), e - 23)
         second += math.ldexp(float(s2), 2 * (e - 23))
     mean = first / x.numel()

@@ -45,7 +45,7 @@ def two_shot(context: Context, tag: int, sections: Sequence[Section], flat: torc
     sections = _remember(context, sections, flat)
     send = space.get("up", world, up.row_bytes)
     head = up.header(tag=tag, round=context.round, bucket=context.bucket, chunk=context.chunk)
-    lengths = up.write(send, head, [body.view(world, size) for body, size in zip(bodies, up.sizes)])
+    lengths = up.write(send, head, [_shared_out(s.codec, body, world) for s, body in zip(sections, bodies)])
     rows = yield AllToAll(send, space.get("up, received", world, up.row_bytes), *_told(context, lengths))
 
     mine = space.get("down", 1, down.row_bytes)
@@ -115,6 +115,13 @@ def _share(codec: Codec, world_size: int) -> int:
     """Units of a shard: equal for all ranks, a multiple of the codec's grain."""
     each = world_size * codec.grain
     return -(-codec.units // each) * codec.grain
+
+
+def _shared_out(codec: Codec, body: torch.Tensor, world_size: int) -> torch.Tensor:
+    """Cut a payload into one of a share for each rank, ``[world_size, bytes]``."""
+    side = codec.side_bytes
+    shares = body[side:].view(world_size, -1)
+    return torch.cat([body[:side].expand(world_size, side), shares], 1) if side else shares
 
 
 def _encode(

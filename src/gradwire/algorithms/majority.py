@@ -1,0 +1,155 @@
+"""signSGD and Signum: a majority vote on the sign of every element."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+from gradwire.algorithms.around import Around
+from gradwire.algorithms.plan import Algorithm, Plan, SectionPlan, Setting
+from gradwire.compressors import ScaledSign, VoteCodec
+from gradwire.methods import Properties, require
+from gradwire.protocols import Context, Outcome
+from gradwire.segments import Segment
+
+if TYPE_CHECKING:
+    from gradwire.kernels import Kernels
+
+__all__ = ["SignSGD", "Signum"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SignSGD(Algorithm):
+    r"""signSGD with majority vote: one bit an element in each direction.
+
+    With g_i worker i's gradient and sign(0) = +1::
+
+        outcome = sign(sum_i sign(g_i))        a tie gives +1
+
+    The outcome is a *direction* with entries -1 and 1, not the mean of the gradients: every element moves by the
+    learning rate. Use ``torch.optim.SGD`` without momentum, with a learning rate of the order of 1e-4 (where SGD has
+    0.1) and decoupled weight decay, p <- p - lr (outcome + decay p): its ``weight_decay``, which is added after the
+    exchange. Clipping by norm, after it too, would only scale the learning rate.
+
+    Scaling a worker's gradient changes nothing. The vote is median-like: with very different workers it is not the sign
+    of the mean, and signSGD may go uphill where noise is skewed; :class:`EFSignSGD` does not. Fewer than half of the
+    workers cannot overturn a vote in which the others agree.
+
+    Since parameters that travel in float32 bring the mean, all are voted on: ``min_numel`` is 0 unless given. Those of
+    ``exclude``, and all in rounds of warm-up, need a learning rate of their own. Under mixed precision hand
+    ``grad_scaler=`` to ``attach``: the direction is then multiplied by the loss scale, which the scaler divides by.
+
+    Wire: bits, 80 elements in ten bytes, and a flag bit a parameter; the vote likewise (``docs/wire-format.md``). A
+    parameter with an infinity or a NaN on any rank comes back as +inf on all. Draws nothing.
+
+    Reference: J. Bernstein et al., "signSGD: Compressed Optimisation for Non-Convex Problems", ICML 2018; J. Bernstein
+    et al., "signSGD with Majority Vote is Communication Efficient and Fault Tolerant", ICLR 2019, algorithm 1.
+
+    Example:
+        >>> import torch, gradwire as gw
+        >>> g = torch.tensor([[5.0, -0.1, 2.0], [-1.0, -3.0, 0.5], [-1.0, 9.0, 1.0]])
+        >>> gw.simulate(g, gw.SignSGD()).mean
+        tensor([-1., -1.,  1.])
+    """
+
+    name: ClassVar[str] = "signsgd"
+    tag: ClassVar[int] = 17
+    collectives: ClassVar[tuple[str, ...]] = ("two_shot", "all_gather")
+    direction: ClassVar[bool] = True
+    min_numel: ClassVar[int] = 0
+    properties: ClassVar[Properties] = Properties(
+        summary="The sign that most workers have; a direction, not a mean",
+        paper="Bernstein et al., signSGD with majority vote, ICLR 2019",
+        unbiased=False,
+        bit_stable=True,
+        bits_per_element=1.0,
+    )
+
+    @property
+    def innermost(self) -> ScaledSign:
+        """Any operator: nothing of it is used where everything travels in float32."""
+        return ScaledSign()
+
+    def codec(self, kernels: Kernels, segments: Sequence[Segment], world_size: int, seed: int) -> VoteCodec:
+        return VoteCodec(kernels, segments, world_size)
+
+    def plan(self, setting: Setting) -> Plan:
+        return _Vote(SectionPlan(self, setting), setting.segments)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Signum(SignSGD):
+    r"""Signum with majority vote: :class:`SignSGD` on each worker's momentum.
+
+    With v_i worker i's momentum, zero at first::
+
+        v_i <- momentum v_i + (1 - momentum) g_i        outcome = sign(sum_i sign(v_i))
+
+    The momentum is this method's: the optimizer needs none. It is this rank's own state, unscaled under mixed
+    precision; a round with a non-finite value changes none.
+
+    Args:
+        momentum: beta, at least 0 and below 1; 0 is signSGD.
+
+    Raises:
+        HyperparameterError: ``momentum`` is out of range.
+
+    Reference: J. Bernstein et al., ICLR 2019, algorithm 1.
+
+    Example:
+        >>> import torch, gradwire as gw
+        >>> link = gw.SimulatedLink([("w", torch.empty(2))], gw.Signum(momentum=0.5), 1)
+        >>> for g in ([4.0, 4.0], [-1.0, -9.0]):
+        ...     print(link.reduce_(torch.tensor([g])))
+        tensor([1., 1.])
+        tensor([ 1., -1.])
+    """
+
+    momentum: float = 0.9
+
+    name: ClassVar[str] = "signum"
+    tag: ClassVar[int] = 18
+    properties: ClassVar[Properties] = Properties(
+        summary="The sign that most workers' momentum has; a direction, not a mean",
+        paper="Bernstein et al., signSGD with majority vote, ICLR 2019",
+        unbiased=False,
+        bit_stable=True,
+        bits_per_element=1.0,
+        state="a momentum per parameter and rank",
+    )
+
+    def __post_init__(self) -> None:
+        number = isinstance(self.momentum, int | float) and not isinstance(self.momentum, bool)
+        require(
+            number and 0 <= self.momentum < 1,
+            "Signum",
+            f"momentum is a number from 0 to below 1, not {self.momentum!r}",
+        )
+        object.__setattr__(self, "momentum", float(self.momentum))
+
+    def plan(self, setting: Setting) -> Plan:
+        return _MomentumVote(SectionPlan(self, setting), setting.segments, self.momentum)
+
+
+class _Vote(Around):
+    def after(self, context: Context, flat: torch.Tensor, outcome: Outcome) -> None:
+        if context.loss_scale != 1.0:
+            for a, b in self.runs[context.chunk]:
+                flat[a:b].mul_(context.loss_scale)
+
+
+class _MomentumVote(_Vote):
+    def __init__(self, inner: Plan, segments: Sequence[Segment], momentum: float) -> None:
+        super().__init__(inner, segments)
+        self._momentum = momentum
+
+    def before(self, context: Context, flat: torch.Tensor) -> None:
+        held = context.memory.read("momentum", self.segments)
+        staged = context.memory.stage("momentum", self.segments)
+        for a, b in self.all_runs:
+            torch.mul(held[a:b], self._momentum, out=staged[a:b])
+            staged[a:b].add_(flat[a:b], alpha=(1 - self._momentum) / context.loss_scale)
+            flat[a:b].copy_(staged[a:b])

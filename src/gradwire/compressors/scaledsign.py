@@ -1,0 +1,78 @@
+"""Scaled sign: signs times the mean magnitude."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from gradwire.compressors.base import Compressor
+from gradwire.compressors.levels import check_blocks
+from gradwire.compressors.sides import SideCodec
+from gradwire.kernels import WHOLE
+from gradwire.methods import Properties
+from gradwire.segments import Segment
+
+if TYPE_CHECKING:
+    from gradwire.kernels import Kernels
+
+__all__ = ["LONGEST", "ScaledSign"]
+
+LONGEST = 2.0**35
+"""Elements of a parameter, at least: the kernels take no longer one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScaledSign(Compressor):
+    r"""Scaled sign: one bit an element, and the mean magnitude of each block.
+
+    For a block v of d values, with sign(0) = +1::
+
+        C(v) = (|v|_1 / d) sign(v)                  mean = (1 / N) sum_i C(v_i)
+
+    Of all multiples of sign(v) this is the nearest to v. Biased, and a contraction: |C(v) - v|^2 = (1 - phi) |v|^2 with
+    phi = |v|_1^2 / (d |v|_2^2) from 1/d (a single value in d) to 1 (equal magnitudes: exact); 2/pi for a Gaussian.
+    Alone it generalises badly at small batches; :class:`EFSignSGD` feeds back what it leaves out.
+
+    Args:
+        block_size: Values d that share a scale, a multiple of 16; None: all of a parameter, as in the paper.
+
+    Raises:
+        HyperparameterError: ``block_size`` is out of range.
+
+    Wire: float32 scales, then bits, 80 elements in ten bytes (``docs/wire-format.md``); every worker receives every
+    worker's. Draws nothing.
+
+    Reference: S. P. Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression Schemes",
+    ICML 2019, section 4 and lemma 8.
+
+    Example:
+        >>> import torch, gradwire as gw
+        >>> gw.simulate(torch.tensor([[3.0, -1.0, -1.0, 3.0]]), gw.ScaledSign()).mean
+        tensor([ 2., -2., -2.,  2.])
+    """
+
+    block_size: int | None = None
+
+    name: ClassVar[str] = "scaledsign"
+    tag: ClassVar[int] = 16
+    collectives: ClassVar[tuple[str, ...]] = ("all_gather",)
+    properties: ClassVar[Properties] = Properties(
+        summary="Signs times the mean magnitude of each parameter",
+        paper="Karimireddy et al., ICML 2019",
+        unbiased=False,
+        bit_stable=True,
+        bits_per_element=2.0,
+        delta="|v|_1^2 / (d |v|_2^2), at least 1/d for blocks of d; 2/pi for a Gaussian",
+    )
+
+    def __post_init__(self) -> None:
+        check_blocks(type(self).__name__, self.block_size, "parameter")
+
+    @property
+    def worst_error(self) -> float:  # type: ignore[override]
+        """1 - 1/d for blocks of d; for whole parameters with the largest d that the kernels take, below 2^35."""
+        return 1 - 1 / (self.block_size or LONGEST)
+
+    def codec(self, kernels: Kernels, segments: Sequence[Segment], world_size: int, seed: int) -> SideCodec:
+        return SideCodec(kernels, segments, world_size, length=self.block_size or WHOLE, sides=1)

@@ -1,0 +1,343 @@
+"""Signs: votes, momentum, scaled signs and two means a column, with and without what they leave out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import gradwire as gw
+from gradwire.errors import HyperparameterError
+
+METHODS = [
+    gw.SignSGD(),
+    gw.Signum(),
+    gw.ScaledSign(),
+    gw.ScaledSign(block_size=48),
+    gw.EFSignSGD(),
+    gw.OneBit(),
+]
+FED_BACK = [gw.EFSignSGD(), gw.EFSignSGD(compressor=gw.ScaledSign(block_size=64)), gw.OneBit()]
+
+
+def randn(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def residual(link: gw.SimulatedLink, rank: int = 0) -> torch.Tensor:
+    return link.state_dict()[f"rank {rank}"]["residual/w"]
+
+
+def one_round(p: torch.Tensor, method: gw.Method | str) -> torch.Tensor:
+    """What the operator makes of one worker's vector: no residual precedes it."""
+    return gw.simulate([{"w": p}], method).mean["w"]
+
+
+# Majority vote.
+
+
+@pytest.mark.parametrize("collective", ["two_shot", "all_gather"])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7, 8])
+def test_the_vote_is_the_sign_of_the_sum_of_signs(world_size: int, collective: str) -> None:
+    g = randn(world_size, 3001)
+    g[:, 10], g[:, 11] = 0.0, -0.0
+    link = gw.SimulatedLink([("w", torch.empty(3001))], "signsgd", world_size, collective=collective)
+    total = torch.where(g >= 0, 1, -1).sum(0)
+    assert torch.equal(link.reduce_(g.clone()), torch.where(total >= 0, 1.0, -1.0))
+    if world_size % 2:
+        assert bool((total != 0).all())  # property 4: an odd number of workers has no ties
+
+
+def test_scale_changes_nothing_and_a_minority_cannot_overturn() -> None:
+    """Property 4."""
+    g = randn(5, 2000)
+    vote = gw.simulate(g, "signsgd").mean
+    assert torch.equal(gw.simulate(g * torch.tensor([[3.0], [1e-8], [70.0], [0.5], [2.0]]), "signsgd").mean, vote)
+    honest = randn(1, 2000, seed=1).expand(3, 2000)
+    liars = torch.cat([honest, -100 * honest[:1], randn(1, 2000, seed=2)])
+    assert torch.equal(gw.simulate(liars, "signsgd").mean, honest[0].sign())
+
+
+@pytest.mark.parametrize("ratio", [0.25, 0.5, 1.0, 1.5, 3.0])
+def test_probability_of_a_wrong_sign(ratio: float) -> None:
+    """Property 2: below the bound for unimodal symmetric noise, and below one half, alone and in a vote of five."""
+    numel = 40_000
+    bound = 2 / (9 * ratio**2) if ratio > 2 / math.sqrt(3) else 0.5 - ratio / (2 * math.sqrt(3))
+    wide = math.sqrt(3) / ratio  # a uniform of deviation 1 / ratio about 1, and a normal one
+    noises = [
+        randn(5, numel) / ratio,
+        (torch.rand(5, numel, generator=torch.Generator().manual_seed(3)) * 2 - 1) * wide,
+    ]
+    for noise in noises:
+        g = 1 + noise
+        alone = float((gw.simulate(g[:1], "signsgd").mean < 0).double().mean())
+        voted = float((gw.simulate(g, "signsgd").mean < 0).double().mean())
+        # Five deviations of a frequency among that many.
+        assert alone <= bound + 5 * math.sqrt(bound / numel)
+        assert alone < min(1 / ratio, 0.5)
+        assert voted <= alone
+        assert voted < alone or alone == 0
+
+
+def test_momentum_is_voted_on_and_kept() -> None:
+    link = gw.SimulatedLink([("w", torch.empty(500))], gw.Signum(momentum=0.75), 3)
+    v = torch.zeros(3, 500)
+    for round in range(5):
+        g = randn(3, 500, seed=round)
+        v = 0.75 * v + 0.25 * g
+        assert torch.equal(link.reduce_(g.clone()), torch.where(v >= 0, 1, -1).sum(0).sign().float())
+        held = torch.stack([link.state_dict()[f"rank {r}"]["momentum/w"] for r in range(3)])
+        assert torch.equal(held, v)
+    link.reduce_(torch.full((3, 500), torch.nan))
+    assert torch.equal(torch.stack([link.state_dict()[f"rank {r}"]["momentum/w"] for r in range(3)]), v)
+
+
+def test_momentum_that_makes_no_sense_is_refused() -> None:
+    for wrong in (-0.1, 1, 1.5, math.nan, "0.9", True, None):
+        with pytest.raises(HyperparameterError, match="momentum"):
+            gw.Signum(momentum=wrong)
+    with pytest.raises(HyperparameterError, match="direction"):
+        gw.Auto(candidates=("fp32", "signsgd"))
+    with pytest.raises(HyperparameterError, match="block_size"):
+        gw.ScaledSign(block_size=20)
+
+
+def test_small_parameters_are_voted_on_too() -> None:
+    """Their float32 mean would take steps of another size."""
+    like = [("w", torch.empty(2000)), ("bias", torch.empty(10))]
+    mean = gw.SimulatedLink(like, "signsgd", 3).reduce_(randn(3, 2010))
+    assert set(mean.tolist()) == {-1.0, 1.0}
+
+
+@pytest.mark.parametrize("collective", ["two_shot", "all_gather"])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_not_finite_on_one_rank_is_so_on_all_in_every_chunk(bad: float, collective: str) -> None:
+    """And in its own parameter only, whatever the chunks."""
+    like = [("a", torch.empty(900)), ("b", torch.empty(1500)), ("c", torch.empty(700))]
+    for at, name in ((0, slice(0, 900)), (900, slice(900, 2400)), (2399, slice(900, 2400)), (3099, slice(2400, 3100))):
+        for chunk_numel in (80, 1000, 1 << 20):
+            g = randn(3, 3100)
+            g[1, at] = bad
+            link = gw.SimulatedLink(like, "signsgd", 3, chunk_numel=chunk_numel, collective=collective)
+            lost = ~torch.isfinite(link.reduce_(g))
+            assert bool(lost[name].all())
+            assert int(lost.sum()) == name.stop - name.start
+
+
+# Scaled signs.
+
+
+def test_scaled_sign_is_the_best_multiple_and_a_contraction() -> None:
+    """Property 6."""
+    for seed, power in ((0, 1), (1, 3), (2, 7)):
+        p = randn(4000, seed=seed) ** power
+        d, q = p.double(), one_round(p, "scaledsign").double()
+        phi = float(d.abs().sum() ** 2 / (4000 * d.square().sum()))
+        # The mean magnitude is truncated and rounded by parts of 2^-23 of the largest, on 4000 elements.
+        slack = float(2.0**-20 * d.abs().max() / d.abs().mean())
+        assert float((d - q).square().sum() / d.square().sum()) == pytest.approx(1 - phi, abs=slack)
+        assert 1 / 4000 <= phi <= 1
+        for factor in (0.99, 1.01):
+            assert (d - q).norm() < (d - factor * q).norm()
+    p = randn(200_000)
+    error = float((p - one_round(p, "scaledsign")).square().sum() / p.square().sum())
+    assert error == pytest.approx(1 - 2 / math.pi, abs=5 / math.sqrt(200_000))
+
+
+@pytest.mark.parametrize("method", [gw.ScaledSign(), gw.ScaledSign(block_size=64)], ids=repr)
+def test_the_declared_contraction_holds_for_the_worst_vector(method: gw.ScaledSign) -> None:
+    """A single value in d is the worst: exactly 1 - 1/d."""
+    p = torch.zeros(64)
+    p[17] = 4.0
+    error = float((p - one_round(p, method)).square().sum() / p.square().sum())
+    assert error == pytest.approx(1 - 1 / 64)
+    assert error <= method.worst_error < 1
+    assert gw.ScaledSign(block_size=64).worst_error == 1 - 1 / 64
+
+
+def test_equal_magnitudes_come_back_exactly() -> None:
+    """Property 10, for magnitudes that are no short binary fractions."""
+    for magnitude in (0.1, 1 / 3, 1e-30, 3e38):
+        p = magnitude * torch.where(randn(5003) >= 0, 1.0, -1.0)
+        assert torch.equal(one_round(p, "ef_signsgd"), p)
+
+
+# Two means a column.
+
+
+def columns(p: torch.Tensor, q: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return [(a.double(), b.double()) for a, b in zip(p.reshape(len(p), -1), q.reshape(len(q), -1))]
+
+
+@pytest.mark.parametrize("shape", [(7, 33), (3, 400), (5, 3, 3, 3), (2, 81)])
+def test_values_are_the_means_of_the_sides(shape: tuple[int, ...]) -> None:
+    """Properties 1 and 2."""
+    p = randn(*shape) + 0.2
+    for a, b in columns(p, one_round(p, "onebit")):
+        for side in (a >= 0, a < 0):
+            if bool(side.any()):
+                # Float32 sums of up to 400 values of about 1, and one rounding of the mean.
+                assert b[side].tolist() == pytest.approx([float(a[side].mean())] * int(side.sum()), rel=1e-6)
+                assert float((a - b)[side].sum()) == pytest.approx(0, abs=1e-6 * len(a))
+        assert float(b.square().sum() + (a - b).square().sum()) == pytest.approx(float(a.square().sum()), rel=1e-6)
+        scaled = a.abs().mean() * a.sign()
+        assert (a - b).norm() <= (a - scaled).norm() * (1 + 1e-6)
+
+
+def test_a_gaussian_column_loses_one_minus_two_over_pi() -> None:
+    """Property 2."""
+    p = randn(4, 50_000)
+    error = float((p - one_round(p, "onebit")).square().sum() / p.square().sum())
+    assert error == pytest.approx(1 - 2 / math.pi, abs=5 / math.sqrt(200_000))
+
+
+def test_two_values_of_opposite_sign_and_zero_are_exact() -> None:
+    """Property 3; an empty side is zero."""
+    p = torch.where(randn(6, 50) >= 0, 0.3, -0.7)
+    p[2], p[3], p[4] = 0.0, 1.7, -0.1
+    assert torch.equal(one_round(p, "onebit"), p)
+
+
+def test_a_vector_is_one_column_and_memory_order_decides() -> None:
+    p = randn(100)
+    assert len(set(one_round(p, "onebit").tolist())) == 2
+    w = randn(4, 3, 5, 5)
+    apart = one_round(w.to(memory_format=torch.channels_last), "onebit")
+    assert torch.equal(apart, one_round(w, "onebit"))
+
+
+# Error feedback.
+
+
+@pytest.mark.parametrize("method", FED_BACK, ids=repr)
+def test_nothing_is_lost(method: gw.Method) -> None:
+    """signSGD property 7, 1-bit property 4: sums of outcomes are sums of gradients less the last residuals."""
+    link = gw.SimulatedLink([("w", torch.empty(30, 40))], method, 3)
+    total, sent = torch.zeros(1200), torch.zeros(1200)
+    for round in range(20):
+        g = randn(3, 1200, seed=round)
+        total += g.mean(0)
+        sent += link.reduce_(g)
+    left = torch.stack([residual(link, r) for r in range(3)]).mean(0)
+    # Twenty float32 additions of values of about five, on three workers.
+    assert torch.allclose(sent, total - left, atol=3e-5)
+    assert float(left.norm()) > 1
+
+
+@pytest.mark.parametrize("method", FED_BACK, ids=repr)
+def test_residuals_stay_bounded(method: gw.Method) -> None:
+    """1-bit property 5, signSGD property 8, with the contraction that each round really had."""
+    link = gw.SimulatedLink([("w", torch.empty(16, 64))], method, 1)
+    before, worst, largest, squares = torch.zeros(1024), 0.0, 0.0, 0.0
+    for round in range(150):
+        g = torch.nn.functional.normalize(randn(1, 1024, seed=round))
+        p = g[0] + before
+        link.reduce_(g)
+        before = residual(link)
+        worst = max(worst, float(before.square().sum() / p.square().sum()))
+        largest = max(largest, float(before.norm()))
+        squares = max(squares, float(before.square().sum()))
+    assert 0 < worst < 1
+    assert largest <= math.sqrt(worst) / (1 - math.sqrt(worst))
+    assert squares <= 4 * worst / (1 - worst) ** 2
+
+
+def descend(method: str | gw.Method, gradient: Callable[[torch.Tensor, int], torch.Tensor], x: torch.Tensor, lr: float,
+            steps: int, world_size: int = 1) -> torch.Tensor:  # fmt: skip
+    link = gw.SimulatedLink([("w", torch.empty_like(x))], method, world_size, min_numel=0)
+    for step in range(steps):
+        x = x - lr * link.reduce_(gradient(x, step).reshape(world_size, -1)).reshape(x.shape)
+    return x
+
+
+def test_skewed_noise_takes_signs_uphill_and_error_feedback_down() -> None:
+    """Property 5: f(x) = 4.1 sum x on [-1, 1]^20 with gradients 50 (one in ten) and -1; the minimum is at -1."""
+    steps, generator = 600, torch.Generator().manual_seed(0)
+    g = torch.where(torch.rand(steps, 20, generator=generator) < 0.1, 50.0, -1.0)
+
+    def run(method: str, lr: float) -> float:
+        link = gw.SimulatedLink([("w", torch.empty(20))], method, 1, min_numel=0)
+        x, tail = torch.zeros(20), []
+        for step in range(steps):
+            x = (x - lr * link.reduce_(g[step : step + 1].clone())).clamp(-1, 1)
+            tail.append(float(x.mean()))
+        return sum(tail[-100:]) / 100
+
+    assert run("signsgd", 0.01) > 0.8
+    assert run("ef_signsgd", 0.002) < -0.8
+    assert run("onebit", 0.002) < -0.8
+
+
+def quadratic(workers: int, spread: float = 0.0, d: int = 40) -> tuple[torch.Tensor, torch.Tensor]:
+    """Curvatures from 1/4 to 1, and each worker's optimum, of mean zero."""
+    centres = spread * randn(workers, d)
+    return torch.logspace(math.log10(1 / 4), 0, d), centres - centres.mean(0)
+
+
+@pytest.mark.parametrize("method", ["ef_signsgd", "onebit"])
+def test_error_feedback_converges_linearly_where_signs_oscillate(method: str) -> None:
+    """Property 9, 1-bit property 7: all local gradients vanish at the optimum."""
+    h, _ = quadratic(4)
+    start = randn(40, seed=5)
+
+    def gradient(x: torch.Tensor, _: int) -> torch.Tensor:
+        return (h * x).expand(4, -1).clone()
+
+    some, more = (descend(method, gradient, start, 0.1, n, 4).norm() for n in (200, 600))
+    assert float(some) < 0.1 * float(start.norm())
+    assert float(more) < 1e-3 * float(some)
+    step = 0.01
+    stalled = descend("signsgd", gradient, start, step, 500, 4)
+    # Every element jumps to and fro across zero, by less than a step and on the whole by about half of one.
+    assert float(stalled.abs().max()) <= step * (1 + 1e-4)
+    assert float(stalled.norm()) > 0.1 * step * math.sqrt(40)
+
+
+@pytest.mark.parametrize("method", ["ef_signsgd", "onebit"])
+def test_different_workers_reach_a_plateau_that_falls_with_the_step(method: str) -> None:
+    """Squared distance falls about as the square of the learning rate: fivefold smaller, at least tenfold lower."""
+    h, centres = quadratic(4, spread=1.0)
+
+    def gradient(x: torch.Tensor, _: int) -> torch.Tensor:
+        return h * (x - centres)
+
+    high, low = (descend(method, gradient, torch.zeros(40), lr, 800, 4).square().sum() for lr in (0.1, 0.02))
+    assert 0 < float(low) < float(high) / 10
+
+
+@pytest.mark.parametrize("memoryless", ["scaledsign", "signsgd"])
+def test_without_feedback_different_workers_end_elsewhere(memoryless: str) -> None:
+    """1-bit property 6: the same problem, the same steps, the error stays."""
+    h, centres = quadratic(4, spread=1.0)
+
+    def gradient(x: torch.Tensor, _: int) -> torch.Tensor:
+        return h * (x - centres)
+
+    fed = descend("onebit", gradient, torch.zeros(40), 0.02, 800, 4).square().sum()
+    assert float(descend(memoryless, gradient, torch.zeros(40), 0.02, 800, 4).square().sum()) > 100 * float(fed)
+
+
+# Layouts.
+
+
+@pytest.mark.parametrize("method", METHODS, ids=repr)
+@pytest.mark.parametrize(("order", "chunk_numel"), [((2, 0, 1, 3), 160), ((3, 2, 1, 0), 1000), ((0, 1, 2, 3), 80)])
+def test_layout_and_backend_change_no_bit(method: gw.Method, order: tuple[int, ...], chunk_numel: int) -> None:
+    """Parameters with columns that no group fits, over two rounds, so that memory counts."""
+    shapes = {"a": (7, 33), "b": (301,), "c": (5, 3, 3, 3), "d": (2, 900)}
+    names = list(shapes)
+
+    def run(names: list[str], **options: object) -> dict[str, torch.Tensor]:
+        like = [(n, torch.empty(shapes[n])) for n in names]
+        link = gw.SimulatedLink(like, method, 3, min_numel=100, **options)
+        for round in range(2):
+            parts = {n: randn(3, math.prod(shapes[n]), seed=10 * round + "abcd".index(n)) for n in names}
+            mean = link.reduce_(torch.cat([parts[n] for n in names], 1))
+        return dict(zip(names, mean.split([math.prod(shapes[n]) for n in names])))
+
+    first = run(names, backend="reference")
+    for backend in ("cpu", "cpu-plain"):
+        second = run([names[i] for i in order], chunk_numel=chunk_numel, backend=backend)
+        assert all(torch.equal(first[n], second[n]) for n in names)
