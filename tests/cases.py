@@ -75,8 +75,8 @@ def shared_bits(s: int, mask: int = 0) -> Callable[[int], float]:
 
 
 def max_bits(block_size: int) -> Callable[[int], float]:
-    """A float32 a block through a maximum over the workers."""
-    return ring(32 / block_size)
+    """A float32 a block through a maximum over the workers: above 64 KiB by a ring, as for 64 workers it is not."""
+    return lambda n: (gather if n == 64 else ring)(32 / block_size)(n)
 
 
 TABLE: dict[str, list[Case]] = {
@@ -132,9 +132,9 @@ TABLE: dict[str, list[Case]] = {
     "multiscale": [
         Case(gw.MultiScale(), shared_bits(15, mask=1), variance=multi_scale((15, 255), None)),
         Case(
-            gw.MultiScale(levels=(3, 9, 40), block_size=80),
-            lambda n: shared_bits(3, mask=2)(n) + max_bits(80)(n),
-            variance=multi_scale((3, 9, 40), 80),
+            gw.MultiScale(levels=(7, 21, 90), block_size=48),
+            lambda n: shared_bits(7, mask=2)(n) + max_bits(48)(n),
+            variance=multi_scale((7, 21, 90), 48),
         ),
     ],
     "natural": [Case(gw.Natural(), gather(9), variance=natural)],

@@ -135,7 +135,7 @@ def test_half_precision_input(method: gw.Method) -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(
-    st.sampled_from(COMPRESSORS),
+    st.sampled_from([m for m in COMPRESSORS if not hasattr(m, "fit")]),
     st.lists(st.integers(1, 700), min_size=1, max_size=5),
     st.integers(1, 6),
     st.permutations(range(5)),
@@ -168,9 +168,9 @@ def test_bit_stable_methods_do_not_depend_on_layout(
 @pytest.mark.parametrize("case", [c for c in ALL_CASES if not c.coded], ids=repr)
 def test_declared_bits(case: Case, world_size: int) -> None:
     """Measured bytes against the formula of the method, on a million elements, headers included."""
-    # Among many ranks enough elements for headers and the rounding of shares to be a twentieth.
-    few = 100_000 * max(1, 16 / case.bits(world_size))
-    numel = 1_000_000 if world_size < 64 else int(few)
+    # Among many ranks whole shares of every codec, and enough for headers to be a twentieth.
+    few = 122_880 * max(1, math.ceil(16 / case.bits(world_size)))
+    numel = 1_000_000 if world_size < 64 else few
     link = gw.SimulatedLink([("0", torch.empty(numel))], case.method, world_size, min_numel=0)
     # What is exchanged once, at the start, is no part of a step's bytes.
     first = link.reduce_(torch.ones(world_size, numel)) is None or link.traffic().sent_bytes

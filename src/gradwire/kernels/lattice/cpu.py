@@ -58,6 +58,8 @@ class CpuLattice:
     ) -> list[int]:
         layout = check_lattice(own, table, inverse, colours, round, stream, rows, shifts)
         check_lattice(x, table, scale, colours, round, stream, rows, shifts)
+        if not table.groups:
+            return [0] * len(shifts)
         number, size = rows.shape
         stride = rows.stride(0) if number > 1 else size
         flat = rows.as_strided(((number - 1) * stride + size,), (1,)).numpy()

@@ -31,11 +31,6 @@ def _scaled(e: Emitter, product: Any, uniform: Any, shift: Any) -> tuple[Any, An
     return b.select(near, t, e.constant(0.0, F32)), theta
 
 
-def _add_check(e: Emitter, pointer: Any, turn: Any, odd: Any) -> None:
-    b = e.b
-    e.store(b.add(e.load(pointer, I32), b.mul(turn, odd)), pointer, align=4)
-
-
 def _groups(b: Any, count: Any) -> Any:
     return b.sdiv(b.add(count, ir.Constant(I64, GROUP_SIZE - 1)), ir.Constant(I64, GROUP_SIZE))
 
@@ -65,6 +60,7 @@ def lattice_colours(
             here = e.at(values, begin, F32)
             masks = e.lanes_below(b.sub(count, begin), PLANES)
             words = five_words(e, source.words(list(products))[0])
+            sums = e.load(checks, I32)
             for plane, (word, inside) in enumerate(zip(words, masks)):
                 pointer = e.at(here, LANES * plane, F32)
                 e.prefetch(e.at(pointer, _AHEAD, F32))
@@ -73,7 +69,8 @@ def lattice_colours(
                 k = b.fptosi(e.lanewise("rint", t), _FLAT)
                 to = e.at(target, b.add(begin, ir.Constant(I64, LANES * plane)), I16)
                 e.store(b.trunc(b.and_(k, mask), vector(I16, LANES)), to, align=2)
-                _add_check(e, checks, b.ashr(k, bits), _odd(e, uniform))
+                sums = b.add(sums, b.mul(b.ashr(k, bits), _odd(e, uniform)))
+            e.store(sums, checks, align=4)
             return source.advance(list(products), 16)
 
         loop(b, _groups(b, count), 1, source.products(arguments[10]), group)
@@ -129,16 +126,17 @@ def lattice_sums(
                 here = e.at(colours, b.add(b.mul(index, distance), begin), I32)
                 check = e.at(checks, b.mul(index, ir.Constant(I64, LANES)), I32)
                 is_first = e.splat(b.icmp_signed("==", index, zero))
-                new = []
+                new, sums = [], e.load(check, I32)
                 for plane, (product, uniform) in enumerate(zip(scaled, uniforms)):
                     t, theta = _scaled(e, product, uniform, shift)
                     colour = b.add(e.load(e.at(here, LANES * plane, I32), I32), middle)
                     turn = b.fmul(b.fsub(t, b.sitofp(colour, vector(F32, LANES))), part)
                     turn = b.fptosi(e.lanewise("rint", turn), _FLAT)
-                    _add_check(e, check, turn, _odd(e, uniform))
+                    sums = b.add(sums, b.mul(turn, _odd(e, uniform)))
                     k = b.add(colour, b.shl(turn, bits))
                     found = b.fmul(b.fadd(b.sitofp(k, vector(F32, LANES)), theta), scale)
                     new.append(b.select(is_first, found, b.fadd(totals[plane], found)))
+                e.store(sums, check, align=4)
                 return new
 
             totals = loop(b, number, 1, [e.constant(0.0, F32)] * PLANES, row)

@@ -28,6 +28,8 @@ class CpuNatural:
         self, rows: torch.Tensor, table: SegmentTable, weight: float, x: torch.Tensor, accumulate: bool = False
     ) -> None:
         check_natural_mean(rows, table, x)
+        if not table.groups:
+            return
         number, size = rows.shape
         stride = rows.stride(0) if number > 1 else size
         flat = rows.as_strided(((number - 1) * stride + size,), (1,)).numpy()

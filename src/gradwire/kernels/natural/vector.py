@@ -70,33 +70,53 @@ def natural_sums(typing_context, rows, exponents, signs, stride, number, count, 
         target = data_pointer(context, b, signature.args[7], arguments[7], arguments[8], F32)
         stride, number, count, weight = arguments[3], arguments[4], arguments[5], e.splat(arguments[6])
         infinity = e.constant(math.inf, F32)
-        adds = e.splat(arguments[9])
+        one = ir.Constant(I64, 1)
 
-        def values(row: Any, index: Any) -> Any:
+        def values(row: Any, group: Any) -> list[Any]:
             start = b.mul(row, stride)
-            exponent = e.load(e.at(octets, b.add(start, index), I8), I8)
-            at = e.at(masks_at, b.add(start, b.lshr(index, ir.Constant(I64, 3))), I8)
-            minus = b.bitcast(b.load(b.bitcast(at, I16.as_pointer()), align=1), vector(I1, LANES))
-            bits = e.shift_left(b.zext(exponent, vector(I32, LANES)), 23)
-            bits = b.or_(bits, e.shift_left(b.zext(minus, vector(I32, LANES)), 31))
-            part = b.fmul(b.bitcast(bits, vector(F32, LANES)), weight)
-            special = b.icmp_signed("==", exponent, e.constant(-1, I8))
-            return b.select(special, infinity, part)
+            here = e.at(octets, b.add(start, b.mul(group, ir.Constant(I64, GROUP_SIZE))), I8)
+            signs = e.at(masks_at, b.add(start, b.mul(group, ir.Constant(I64, 2 * PLANES))), I8)
+            e.prefetch(e.at(here, _AHEAD, I8))
+            found = []
+            for plane in range(PLANES):
+                exponent = e.load(e.at(here, LANES * plane, I8), I8)
+                minus = b.load(b.bitcast(e.at(signs, 2 * plane, I8), I16.as_pointer()), align=1)
+                bits = e.shift_left(b.zext(exponent, vector(I32, LANES)), 23)
+                sign = b.select(b.bitcast(minus, vector(I1, LANES)), e.constant(0x80000000), e.constant(0))
+                part = b.fmul(b.bitcast(b.or_(bits, sign), vector(F32, LANES)), weight)
+                special = b.icmp_signed("==", exponent, e.constant(-1, I8))
+                found.append(b.select(special, infinity, part))
+            return found
 
-        def plane(index: Any, _: Any) -> list[Any]:
-            total = values(ir.Constant(I64, 0), index)
-            others = b.sub(number, ir.Constant(I64, 1))
-            (total,) = loop(
-                b, others, 1, [total],
-                lambda row, sums: [b.fadd(sums[0], values(b.add(row, ir.Constant(I64, 1)), index))],
-            )  # fmt: skip
-            mask = e.first_lanes(b.sub(count, index))
-            to = e.at(target, index, F32)
-            before = e.masked_load(to, F32, b.and_(mask, adds))
-            e.masked_store(b.select(adds, b.fadd(before, total), total), to, mask)
-            return []
+        def groups(begin: Any, stop: Any, masked: bool, adds: bool) -> None:
+            def group(index: Any, _: Any) -> list[Any]:
+                index = b.add(begin, index)
+                totals = loop(
+                    b, b.sub(number, one), 1, values(ir.Constant(I64, 0), index),
+                    lambda row, sums: [b.fadd(s, v) for s, v in zip(sums, values(b.add(row, one), index))],
+                )  # fmt: skip
+                first = b.mul(index, ir.Constant(I64, GROUP_SIZE))
+                masks = e.lanes_below(b.sub(count, first), PLANES) if masked else []
+                for plane, total in enumerate(totals):
+                    to = e.at(target, b.add(first, ir.Constant(I64, LANES * plane)), F32)
+                    if adds:
+                        before = e.masked_load(to, F32, masks[plane]) if masked else e.load(to, F32, align=4)
+                        total = b.fadd(before, total)
+                    if masked:
+                        e.masked_store(total, to, masks[plane])
+                    else:
+                        e.store(total, to, align=4)
+                return []
 
-        loop(b, count, LANES, [], plane)
+            loop(b, stop, 1, [], group)
+
+        whole = b.sdiv(count, ir.Constant(I64, GROUP_SIZE))
+        rest = b.zext(b.icmp_signed("<", b.mul(whole, ir.Constant(I64, GROUP_SIZE)), count), I64)
+        with b.if_else(arguments[9]) as (then, otherwise):
+            for branch, adds in ((then, True), (otherwise, False)):
+                with branch:
+                    groups(ir.Constant(I64, 0), whole, False, adds)
+                    groups(whole, rest, True, adds)
         return context.get_dummy_value()
 
     return types.void(rows, exponents, signs, stride, number, count, weight, x, first, accumulate), codegen
