@@ -40,8 +40,8 @@ def attach(
         module: Wrapped, and without a communication hook.
         method: A method object or a spec such as ``"terngrad"`` or ``"TernGrad(clip=2.5)"``.
         optimizer: For methods that need it; those of this version do not.
-        grad_scaler: The scaler of automatic mixed precision, for methods that keep a residual; those of this version
-            do not.
+        grad_scaler: The scaler of automatic mixed precision, for methods that keep a residual or a momentum, or give a
+            direction.
         collective: ``"all_reduce"``, ``"all_gather"``, ``"two_shot"``, or ``"auto"``: the one that sends the fewest
             bytes, by exact count, bucket by bucket.
         exclude: Patterns of parameter names that travel in float32, such as ``"fc.*"`` for the last layer.
