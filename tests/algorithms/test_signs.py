@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 
@@ -124,6 +125,19 @@ def test_what_is_not_finite_on_one_rank_is_so_on_all_in_every_chunk(bad: float, 
             lost = ~torch.isfinite(link.reduce_(g))
             assert bool(lost[name].all())
             assert int(lost.sum()) == name.stop - name.start
+
+
+@pytest.mark.parametrize("method", [gw.SignSGD(), gw.Signum()], ids=repr)
+def test_the_loss_scale_divides_out(method: gw.Method, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the scaler divides by afterwards; momentum is kept without it, though it changes."""
+    plain, scaled = (gw.SimulatedLink([("w", torch.empty(300))], method, 3) for _ in range(2))
+    context = scaled._context
+    for round, scale in enumerate((1024.0, 1024.0, 2.0)):
+        monkeypatch.setattr(scaled, "_context", lambda r, c, s=scale: dataclasses.replace(context(r, c), loss_scale=s))
+        g = randn(3, 300, seed=round)
+        assert torch.equal(scaled.reduce_(g * scale), plain.reduce_(g) * scale)
+    state, other = plain.state_dict(), scaled.state_dict()
+    assert all(torch.equal(value, other["rank 1"][key]) for key, value in state["rank 1"].items())
 
 
 # Scaled signs.

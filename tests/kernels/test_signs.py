@@ -163,3 +163,25 @@ def test_runs_are_anchored_to_the_parameter() -> None:
     # The second segment is elements 240 .. 340 of its parameter: the ends of runs 2 and 3.
     assert elements.offset.tolist() == [0, 100, 200, 300, 360, 400, 404, 408]
     assert elements.numel.tolist() == [100, 100, 50, 60, 40, 4, 4, 1]
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_warm_up_compiles_every_signature_that_calls_use(name: str) -> None:
+    from gradwire.kernels.signs import drivers
+
+    kernels, table = get_kernels(name), SegmentTable([2, 100], [90, 100], [0, 80], [(1, 2), (3, 4)])
+    kernels.warm_up()
+    compiled = [getattr(drivers, driver) for driver in drivers.__all__]
+    before = [len(driver.signatures) for driver in compiled]
+    x, runs = torch.ones(300)[7:], RunTable(table, [7, 1000])
+    rows = torch.empty(3, SIGN_BYTES * table.groups + 1, dtype=torch.uint8)[:, 1:]
+    kernels.finite(x, runs.elements())
+    kernels.sign_sums(x, runs.elements())
+    for row in rows:
+        kernels.sign_encode(x, table, 0, table.groups, row)
+    kernels.sign_vote(rows, rows[0].clone())
+    for number in (1, 3):
+        values = torch.ones(number, runs.runs)
+        kernels.sign_decode(rows[:number], runs, values, -values, 0, table.groups, x, accumulate=True)
+    assert [len(driver.signatures) for driver in compiled] == before
+    assert all(before)

@@ -10,7 +10,7 @@ import torch
 
 from gradwire.algorithms.around import Around
 from gradwire.algorithms.plan import Algorithm, Plan, SectionPlan, Setting
-from gradwire.compressors import ScaledSign, VoteCodec
+from gradwire.compressors import TernGrad, VoteCodec
 from gradwire.methods import Properties, require
 from gradwire.protocols import Context, Outcome
 from gradwire.segments import Segment
@@ -69,9 +69,9 @@ class SignSGD(Algorithm):
     )
 
     @property
-    def innermost(self) -> ScaledSign:
-        """Any operator: nothing of it is used where everything travels in float32."""
-        return ScaledSign()
+    def innermost(self) -> TernGrad:
+        """Any operator for the same protocols: nothing of it is used where everything travels in float32."""
+        return TernGrad()
 
     def codec(self, kernels: Kernels, segments: Sequence[Segment], world_size: int, seed: int) -> VoteCodec:
         return VoteCodec(kernels, segments, world_size)

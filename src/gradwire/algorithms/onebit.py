@@ -67,7 +67,7 @@ class OneBit(Algorithm):
 
     @property
     def innermost(self) -> ScaledSign:
-        """Any operator: nothing of it is used where everything travels in float32."""
+        """Any operator for the same protocol: nothing of it is used where everything travels in float32."""
         return ScaledSign()
 
     def codec(self, kernels: Kernels, segments: Sequence[Segment], world_size: int, seed: int) -> SideCodec:
