@@ -39,7 +39,7 @@ def attach(
     Args:
         module: Wrapped, and without a communication hook.
         method: A method object or a spec such as ``"terngrad"`` or ``"TernGrad(clip=2.5)"``.
-    optimizer: For methods that act on its steps: DIANA with a proximal operator.
+        optimizer: For methods that act on its steps: DIANA with a proximal operator.
         grad_scaler: The scaler of automatic mixed precision, for methods that keep a residual or a momentum, or give a
             direction.
         collective: ``"all_reduce"``, ``"all_gather"``, ``"two_shot"``, or ``"auto"``: the one that sends the fewest
