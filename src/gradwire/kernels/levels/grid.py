@@ -104,6 +104,10 @@ def _below(edge: npt.NDArray[np.float32], end: npt.NDArray[np.float32]) -> npt.N
     """Give gaps, shortened until no threshold ``edge + u * gap`` rounds up to the end of its interval."""
     most = np.float32(UNIT - 1)
     gap = ((end.astype(np.float64) - edge) / UNIT).astype(np.float32)
-    while bool((over := edge + most * gap >= end).any()):
-        gap = np.where(over, np.nextafter(gap, np.float32(0)), gap)
+    # Twice as many units of the last place each time: neighbouring levels end at a gap of zero after 24 turns.
+    for turn in range(25):
+        over = edge + most * gap >= end
+        if not bool(over.any()):
+            break
+        gap = np.where(over, gap * np.float32(max(0.0, 1 - 2.0 ** (turn - 23))), gap)
     return gap
