@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -57,7 +58,12 @@ class Planner:
             HyperparameterError: there is no such backend.
             BackendError: the backend is not installed.
         """
-        return 0.0 if isinstance(self.method, Cast) else self.kernels.warm_up()
+        if isinstance(self.method, Cast):
+            return 0.0
+        # Choosing a backend compiles it, too.
+        began = time.perf_counter()
+        self.kernels.warm_up()
+        return time.perf_counter() - began
 
     @property
     def backend(self) -> str:
@@ -141,4 +147,6 @@ def warm_up(method: str | Method = "terngrad", backend: str = "auto") -> float:
     """
     if isinstance(catalogue.method(method), Cast):
         return 0.0
-    return get_kernels(backend).warm_up()
+    began = time.perf_counter()
+    get_kernels(backend).warm_up()
+    return time.perf_counter() - began
