@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
 
 import gradwire as gw
-from gradwire.groups import Stage
+from gradwire.groups import Stage, rehearse
+from gradwire.ops import AllGather
+from gradwire.ops import Exchange as GradwireExchange
 from gradwire.perf.calibrate import BOUNDS, Observation, calibrate, log_error
 from gradwire.perf.exchange import BucketJobs, Exchange, exchange_of, nothing_but_the_sum
 from gradwire.perf.forecast import NOTHING, Forecast, Setting, forecast, recommend
@@ -18,6 +21,7 @@ from gradwire.perf.profile import Profile
 from gradwire.perf.schedule import Load
 from gradwire.perf.timeline import ReadyBucket, Timeline
 from gradwire.planning import Options, Planner
+from gradwire.protocols import Context
 
 SHAPES = {"weight": (300, 200), "bias": (300,), "head": (40, 300)}
 
@@ -43,6 +47,43 @@ def test_a_rehearsal_sends_the_bytes_of_the_dry_run(spec: str, world_size: int) 
     planner = Planner(gw.method(spec), known.tensors(), world_size, Options())
     assert exchange.sent_bytes == planner.sent_bytes(list(SHAPES))
     assert exchange.codec_s > 0
+
+
+class Watched:
+    """A plan that notes the threads it runs with, and may fail."""
+
+    chunks = 2
+
+    def __init__(self, fails: bool = False) -> None:
+        self.threads: list[int] = []
+        self.fails = fails
+
+    def prepare(self, context: Context, flat: torch.Tensor) -> GradwireExchange[None]:
+        self.threads.append(torch.get_num_threads())
+        yield AllGather(flat[:1], torch.empty(context.world_size, 1))
+
+    def run(self, context: Context, flat: torch.Tensor, prepared: None) -> GradwireExchange[None]:
+        self.threads.append(torch.get_num_threads())
+        yield AllGather(flat[:1], torch.empty(context.world_size, 1))
+        self.threads.append(torch.get_num_threads())
+        if self.fails:
+            raise ValueError("no")
+
+
+def test_a_rehearsal_has_one_thread_as_a_worker_has_and_gives_the_others_back() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        plan = Watched()
+        rehearse(cast(Any, plan), torch.ones(8), 2, repeats=1)
+        assert set(plan.threads) == {1}
+        assert len(plan.threads) == 2 * (1 + 2 * 2)
+        assert torch.get_num_threads() == 3
+        with pytest.raises(ValueError, match="no"):
+            rehearse(cast(Any, Watched(fails=True)), torch.ones(8), 2)
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_a_rehearsal_sends_what_a_simulated_link_counts() -> None:
