@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire as gw
 from gradwire.adapters.pilot import Chooser
+from gradwire.planning import Options, Planner
 from oracle import layers, square_loss
 from ranks import Ranks
 
@@ -118,6 +119,11 @@ def test_a_spec_reads_back() -> None:
     chosen = gw.Auto(candidates=("fp32", "TernGrad(clip=None)"), turns=1)
     assert gw.method(repr(chosen)) == chosen
     assert gw.method("auto") == gw.Auto()
+
+
+def test_a_planner_of_what_chooses_is_refused() -> None:
+    with pytest.raises(gw.HyperparameterError, match="auto: it chooses among methods"):
+        Planner(gw.Auto(), {"p": torch.ones(2000)}, 2, Options())
 
 
 def test_a_simulation_has_no_link_to_measure() -> None:

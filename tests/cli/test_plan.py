@@ -10,6 +10,7 @@ import pytest
 from schema_help import fits, schema
 from typer.testing import CliRunner, Result
 
+from gradwire.bench import calibration as calibration_of
 from gradwire.cli.app import app
 from gradwire.perf.machine import DEFAULT
 
@@ -62,6 +63,10 @@ def test_plan_says_what_to_do_and_draws_a_curve(calibration: Path, tmp_path: Pat
         (["--probe", "--hosts", "2"], "leave --hosts and --bandwidth out"),
         (["--method", "terngrat"], "did you mean 'terngrad'"),
         (["--calibration", "no_such.json"], "holds no calibration"),
+        (["--calibration", "no_such.jsonl"], "no_such.jsonl does not exist"),
+        (["--calibration", "rows.jsonl", "--calibrate"], "not named .json"),
+        (["--method", "auto"], "auto chooses among methods"),
+        (["--method", "Auto(turns=2)"], "name the methods"),
     ],
 )
 def test_wrong_questions_are_one_line_and_exit_code_2(calibration: Path, words: list[str], sentence: str) -> None:
@@ -69,6 +74,24 @@ def test_wrong_questions_are_one_line_and_exit_code_2(calibration: Path, words: 
     assert result.exit_code == 2, result.output
     assert sentence in " ".join(result.output.split())
     assert "Traceback" not in result.output
+
+
+def test_measured_rows_survive_a_calibration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = tmp_path / "grid.jsonl"
+    rows.write_text("measured for hours\n")
+    assert call("plan", "--calibration", rows, "--calibrate").exit_code == 2
+
+    class Measured(Exception):
+        """Ends the command where it would take steps."""
+
+    def measure(grid: object, path: Path, say: object) -> None:
+        assert path.parent != tmp_path
+        raise Measured
+
+    monkeypatch.setattr(calibration_of, "measure_grid", measure)
+    result = call("plan", "--calibration", rows.with_suffix(".json"), "--calibrate")
+    assert isinstance(result.exception, Measured)
+    assert rows.read_text() == "measured for hours\n"
 
 
 def test_bench_kernels_prints_rows_that_fit_the_schema() -> None:

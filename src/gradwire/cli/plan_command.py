@@ -49,7 +49,9 @@ def plan(
         UsageError: options that do not go together.
     """
     for spec in methods or ():
-        gw.method(spec)
+        if isinstance(gw.method(spec), gw.Auto):
+            raise UsageError(f"{spec} chooses among methods while it trains: name the methods to predict, one by one")
+    _check_calibration(calibration, calibrate)
     latency_s = parse_delay(latency)
     links = {text: _link(text, latency_s) for text in bandwidths or BANDWIDTHS}
     counts = list(hosts or HOSTS)
@@ -118,6 +120,19 @@ def _profile(name: str, arguments: Sequence[str], data: str | None) -> Profile:
     if name.endswith(".json"):
         return Profile.read(Path(name))
     return profile_name(name, data)
+
+
+def _check_calibration(path: Path | None, anew: bool) -> None:
+    """Refuse to write over what is no calibration of ours, and to read what is not there."""
+    if path is None:
+        return
+    if anew and path.suffix != ".json":
+        raise UsageError(
+            f"--calibrate writes a calibration to {path}, which is not named .json: leave --calibrate out to fit the"
+            " costs to measured rows, or name a .json file"
+        )
+    if not anew and not path.is_file() and path.suffix == ".jsonl":
+        raise UsageError(f"calibration {path} does not exist: measure rows with gradwire bench step --out {path}")
 
 
 def _machine(path: Path | None, anew: bool) -> Machine:

@@ -27,6 +27,10 @@ class Planner:
         parameters: All of them, by name.
         world_size: Ranks that take part.
         options: Checked here against the method and the names.
+
+    Raises:
+        HyperparameterError: the method is one that chooses among others, or a pattern matches no name.
+        IncompatibleError: the method cannot travel as the options ask.
     """
 
     def __init__(
@@ -38,6 +42,7 @@ class Planner:
         self._kernels: Kernels | None = None
         self.chosen: dict[str, int] = {}
         self._collectives = options.collectives(method)
+        require(bool(self._collectives), method.name, "it chooses among methods and has no plan of its own: name one")
         self._plans: dict[tuple[tuple[str, ...], bool], Plan] = {}
         self._last_used: dict[tuple[tuple[str, ...], bool], int] = {}
         self._laid_out: dict[tuple[str, ...], list[Segment]] = {}
