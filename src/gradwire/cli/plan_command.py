@@ -16,7 +16,7 @@ from gradwire.cli.show import print_json, print_plan
 from gradwire.experiments.errors import UsageError
 from gradwire.lab import format_rate, parse_delay, parse_rate
 from gradwire.perf.forecast import Forecast, Setting, forecast, recommend
-from gradwire.perf.machine import Link, Machine
+from gradwire.perf.machine import DEFAULT, Link, Machine
 from gradwire.perf.profile import Profile
 
 __all__ = ["plan"]
@@ -60,12 +60,15 @@ def plan(
     if probe:
         if bandwidths or hosts:
             raise UsageError("--probe measures the group that runs: leave --hosts and --bandwidth out")
-        rank, found, world_size = _probed()
-        if rank:
+        answer = _probed(calibration, calibrate, cores)
+        if answer is None:
             return
-        per_host = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        counts, ranks_per_host, links = [max(1, world_size // per_host)], per_host, {_rate(found): found}
-    machine = _machine(calibration, calibrate)
+        machine, found, world_size = answer
+        ranks_per_host = found.ranks_per_host
+        counts, links = [-(-world_size // ranks_per_host)], {_rate(found): found}
+        print(f"gradwire: {_found(found, world_size)}", file=sys.stderr)
+    else:
+        machine = _machine(calibration, calibrate)
     known = _profile(profile, arguments, data)
     rows: list[dict[str, Any]] = []
     curves: list[tuple[str, Forecast]] = []
@@ -111,7 +114,9 @@ def _link(text: str, latency_s: float) -> Link:
 
 
 def _rate(link: Link) -> str:
-    return "measured " + format_rate(round(8 * (link.bandwidth_bytes_per_s or 0), -6))
+    if link.bandwidth_bytes_per_s is None:
+        return "measured unlimited"
+    return "measured " + format_rate(float(f"{8 * link.bandwidth_bytes_per_s:.3g}"))
 
 
 def _profile(name: str, arguments: Sequence[str], data: str | None) -> Profile:
@@ -145,14 +150,28 @@ def _machine(path: Path | None, anew: bool) -> Machine:
     return measure_machine(kept, lambda line: print(f"  {line}", file=sys.stderr, flush=True))
 
 
-def _probed() -> tuple[int, Link, int]:
-    """Measure the group that torchrun started; gives rank, link and world size."""
+def _probed(calibration: Path | None, calibrate: bool, cores: int | None) -> tuple[Machine, Link, int] | None:
+    """Measure the group that torchrun started; gives machine, link and world size, on rank 0 alone."""
     import torch.distributed as dist
 
     if "RANK" not in os.environ:
         raise UsageError("--probe measures a running group: start it with torchrun, on every machine")
     dist.init_process_group("gloo")
     try:
-        return dist.get_rank(), gw.probe(), dist.get_world_size()
+        # The others wait: what rank 0 calibrates decides what it takes off the measured times.
+        machine = _machine(calibration, calibrate) if dist.get_rank() == 0 else DEFAULT
+        link, world_size = gw.probe(machine=machine, cores=cores), dist.get_world_size()
+        return None if dist.get_rank() else (machine, link, world_size)
     finally:
         dist.destroy_process_group()
+
+
+def _found(link: Link, world_size: int) -> str:
+    if world_size <= link.ranks_per_host:
+        return (
+            f"all {world_size} workers are on one host: what was measured is its memory, not a link to another host;"
+            " start the command on every host, or give --hosts and --bandwidth"
+        )
+    if link.bandwidth_bytes_per_s is None:
+        return f"no link limited the probe; latency {link.latency_s * 1e3:.2g} ms"
+    return f"probed: {_rate(link)} between hosts, latency {link.latency_s * 1e3:.2g} ms"
