@@ -54,7 +54,7 @@ class World:
     def gather(self, values: Sequence[float]) -> list[list[float]]:
         return [list(values), list(values)]
 
-    def probe(self) -> Probed:
+    def probe(self, most_bytes: int) -> Probed:
         row = 1 << 20
         return Probed(
             world_size=self.world_size,
@@ -142,7 +142,7 @@ def test_what_is_left_out_could_not_have_been_faster(hosts: int, here: int, ring
     machine = Machine(ring_efficiency=1.0, crowd_efficiency=1.0, **free)  # type: ignore[arg-type]
     step_s = step_time(timeline, exchange, machine=machine, link=link, load=Load()).step_s
     world = World({"fp32": 1.0, "terngrad": 1.0}, 1e6, {"fp32": sent, "terngrad": sent}, hosts, here)
-    _, bound_s = world.chooser._over_the_link("fp32" if ring else "terngrad", world.probe())
+    _, bound_s = world.chooser._over_the_link("fp32" if ring else "terngrad", world.probe(sent))
     assert bound_s == pytest.approx(step_s, rel=1e-6)
 
 
@@ -207,7 +207,7 @@ def train_by_choice(steps: int) -> dict[str, Any]:
         square_loss(ddp, dist.get_rank(), step).backward()
         optimizer.step()
         optimizer.zero_grad()
-    choice = link.record()["choice"]
+    choice, sent = link.record()["choice"], link.traffic().sent_bytes
     state = link.state_dict()
     link.close()
 
@@ -217,7 +217,7 @@ def train_by_choice(steps: int) -> dict[str, Any]:
     reloaded = again.record()["choice"]["chosen"]
     again.close()
     digest = [float(p.double().sum()) for p in ddp.parameters()]
-    return {"undecided": undecided, "choice": choice, "reloaded": reloaded, "digest": digest}
+    return {"undecided": undecided, "choice": choice, "reloaded": reloaded, "digest": digest, "sent_bytes": sent}
 
 
 @pytest.mark.ranks
@@ -228,6 +228,8 @@ def test_real_ranks_choose_alike_stay_identical_and_record_why(three_ranks: Rank
     assert first["choice"]["chosen"] in gw.Auto().candidates
     assert first["choice"]["reason"]
     assert set(first["choice"]["step_s"]) | set(first["choice"]["left_out"]) == set(gw.Auto().candidates)
+    # A trial on one host sends no large rows to measure a link that is not there: 19 steps of the largest candidate's.
+    assert first["sent_bytes"] < 19 * max(first["choice"]["sent_bytes_per_step"].values())
     assert (first["choice"]["ranks_per_host"], first["choice"]["link_bytes_per_s"]) == (3, None)
     assert all(rank == first for rank in found[1:])
     assert first["reloaded"] == first["choice"]["chosen"]

@@ -6,6 +6,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from statistics import median
 from typing import TypeVar
 
@@ -52,31 +53,36 @@ class Conference:
         found: list[list[float]] = rows.view(torch.float64).view(self._lane.world_size, -1).tolist()
         return found
 
-    def probe(self) -> Probed:
+    def probe(self, most_bytes: int = MOST_BYTES) -> Probed:
         """Time all-to-alls of small and of large rows; every rank gives the same.
 
-        Rows grow until their bytes take long against a token bucket's burst and the clock of a scheduler.
+        Rows grow until their bytes take long against a token bucket's burst and the clock of a scheduler. On one host,
+        where they would tell of no link, there are no large ones.
+
+        Args:
+            most_bytes: Of a rank, for one all-to-all, where rows of 256 KiB are not more already.
 
         Raises:
             ExchangeError: a rank is gone.
         """
-        n = self._lane.world_size
         hosts = [row[0] for row in self.gather([host_number()])]
         small_s = median(row[0] for row in self.gather([self._timed(SMALL_BYTES, SMALL_REPEATS)]))
-        size = LARGE_BYTES
-        while True:
-            large_s = max(row[0] for row in self.gather([self._timed(size, REPEATS)]))
-            found = Probed(
-                world_size=n,
-                ranks_per_host=max(Counter(hosts).values()),
-                small_bytes=SMALL_BYTES,
-                small_s=small_s,
-                large_bytes=size,
-                large_s=large_s,
-            )
-            if found.wire_s >= LONG_S or 4 * size * (n - 1) > MOST_BYTES:
-                return found
-            size *= 4
+        found = Probed(
+            world_size=self._lane.world_size,
+            ranks_per_host=max(Counter(hosts).values()),
+            small_bytes=SMALL_BYTES,
+            small_s=small_s,
+            large_bytes=LARGE_BYTES,
+            large_s=0.0,
+        )
+        while not found.one_host:
+            large_s = max(row[0] for row in self.gather([self._timed(found.large_bytes, REPEATS)]))
+            found = replace(found, large_s=large_s)
+            more = 4 * found.large_bytes
+            if found.wire_s >= LONG_S or more * (found.world_size - 1) > most_bytes:
+                break
+            found = replace(found, large_bytes=more)
+        return found
 
     def _timed(self, size: int, repeats: int) -> float:
         n = self._lane.world_size

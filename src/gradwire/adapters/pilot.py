@@ -28,8 +28,8 @@ class Network(Protocol):
     def gather(self, values: Sequence[float]) -> list[list[float]]:
         """Give every rank's values, by rank."""
 
-    def probe(self) -> Probed:
-        """Measure what leaves a host while all ranks send; the same on all ranks."""
+    def probe(self, most_bytes: int) -> Probed:
+        """Measure what leaves a host while all ranks send, in rows of so many bytes in all; the same on all ranks."""
 
 
 class Pilot(Protocol):
@@ -145,7 +145,8 @@ class Chooser:
         """Leave out what the link makes hopeless, and plan turns for the others."""
         rows = network.gather([median(self._samples[self._smallest])])
         step_s = sum(row[0] for row in rows) / len(rows)
-        self._probed = network.probe()
+        # No more than a step of the largest candidate's, so that a small model's trial stays small.
+        self._probed = network.probe(max(self._bytes.values()))
         for spec in self._planners:
             size, wire_s = self._over_the_link(spec, self._probed)
             if spec != self._smallest and wire_s > HOPELESS * step_s:
