@@ -106,6 +106,19 @@ def test_train_report_and_resume_print_rows_that_fit_the_schema(tmp_path: Path) 
     assert call("train", "digits", *SIMULATED, "--out", out, "--overwrite").exit_code == 0
 
 
+def test_train_and_report_say_what_auto_took(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    assert call("train", "digits", *SIMULATED, "--out", out).exit_code == 0
+    config = json.loads((out / "config.json").read_text())
+    for chosen, text in (("bf16", "terngrad: auto took bf16 (quick)"), (None, "terngrad: auto had not chosen yet")):
+        config["link"]["choice"] = {"chosen": chosen, "reason": "quick", "step_s": {}, "left_out": {}}
+        (out / "config.json").write_text(json.dumps(config))
+        assert text in call("report", out, "--out", tmp_path / "page.html").stdout
+        rows = json.loads(call("report", out, "--out", tmp_path / "page.html", "--json").stdout)
+        fits(rows, schema("runs"))
+        assert rows[0]["chosen_method"] == chosen
+
+
 def test_compare_trains_each_method_and_says_whether_it_paid(tmp_path: Path) -> None:
     words = ["compare", "digits", *SIMULATED, "--method", "fp32", "--method", "TernGrad(clip=None)"]
     result = call(*words, "--out", tmp_path / "c")

@@ -76,7 +76,9 @@ def summary(links: Sequence[Any]) -> str:
     dense = sum(link.traffic().dense_bytes for link in links)
     spec, choice = repr(links[0].method), links[0].record()["choice"]
     if choice is not None:
-        spec = f"auto took {choice['chosen']} ({choice['reason']})" if choice["chosen"] else "auto had not chosen yet"
+        from gradwire.report.choice import choice_text
+
+        spec = choice_text(choice["chosen"], choice["reason"]) or spec
     if not sent:
         return f"gradwire: {spec}: no gradient was exchanged"
     return (

@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Column, Table
 
 from gradwire.experiments.plan import Plan
+from gradwire.report.choice import choice_text
 from gradwire.report.verdict import bytes_text, percent, seconds_text
 
 __all__ = [
@@ -135,7 +136,7 @@ def _table(*columns: str) -> Table:
 
 
 def print_runs(rows: Sequence[Mapping[str, Any]], report: Path | None) -> None:
-    """Print one line a run, and where the report is."""
+    """Print one line a run, what "auto" took, and where the report is."""
     table = _table("method", "accuracy", "loss", "time/step", "training", "sent", "factor", "bits/element")
     for row in rows:
         table.add_row(
@@ -149,6 +150,10 @@ def print_runs(rows: Sequence[Mapping[str, Any]], report: Path | None) -> None:
             "-" if row["bits_per_element"] is None else f"{row['bits_per_element']:.2f}",
         )
     _print(table)
+    for row in rows:
+        choice = choice_text(row["chosen_method"], row["choice_reason"])
+        if choice:
+            print(f"{row['label']}: {choice}")
     if report:
         print(f"report: {report}")
 
