@@ -13,6 +13,7 @@ from schema_help import fits, schema
 from typer.testing import CliRunner, Result
 
 from gradwire.cli.app import app
+from gradwire.cli.show_methods import method_rows, unbiased_text
 
 SIMULATED = ["--simulate", "--steps", "6", "--eval-every", "3"]
 
@@ -140,8 +141,32 @@ def test_methods_lists_properties() -> None:
     assert {"fp32", "terngrad"} <= {row["name"] for row in rows}
     table = call("methods").stdout
     assert all(row["name"] in table for row in rows)
+    assert "for the clipped gradient" in table
+    assert "bits/element (4 workers)" in " ".join(table.split())
     one = call("methods", "terngrad").stdout
     assert "Wen" in one
+    assert "unbiased:          for the clipped gradient" in one
+    assert "omega |g|^2" in one
+    (row,) = json.loads(call("methods", "terngrad", "--json").stdout)
+    assert (row["collectives"], row["unbiased_note"]) == ("two_shot, all_gather", "for the clipped gradient")
+
+
+def test_methods_shows_what_auto_tries() -> None:
+    text = call("methods", "Auto(turns=2)").stdout
+    assert "candidates:        fp32, bf16, terngrad" in text
+    assert "turns:             2" in text
+    assert "steps:             3" in text
+    rows = json.loads(call("methods", "auto", "--json").stdout)
+    fits(rows, schema("methods"))
+    assert rows[0]["bits_per_element"] is None
+
+
+@pytest.mark.repository
+def test_the_readme_says_of_bias_what_the_table_says() -> None:
+    lines = (Path(__file__).parents[2] / "README.md").read_text().splitlines()
+    said = {row[1].strip(" `"): row[3].strip() for row in (line.split("|") for line in lines) if len(row) == 7}
+    for row in method_rows([]):
+        assert said[row["name"]] == unbiased_text(row)
 
 
 def test_help_is_quick_to_import_and_missing_libraries_are_one_line() -> None:

@@ -288,10 +288,11 @@ def methods(
     Example: [cyan]gradwire methods terngrad[/cyan]
     """
     with handled(debug):
-        from gradwire.cli import show
+        from gradwire.cli.show import print_json
+        from gradwire.cli.show_methods import method_rows, print_methods
 
-        rows = show.method_rows([name] if name else [])
-        show.print_json(rows) if as_json else show.print_methods(rows)
+        rows = method_rows([name] if name else [])
+        print_json(rows) if as_json else print_methods(rows)
 
 
 @app.command()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
 import time
@@ -20,12 +19,11 @@ from gradwire.report.verdict import bytes_text, percent, seconds_text
 
 __all__ = [
     "Progressing",
-    "method_rows",
     "print_json",
-    "print_methods",
     "print_plan",
     "print_runs",
     "print_steps",
+    "print_table",
     "print_verdicts",
 ]
 
@@ -121,7 +119,8 @@ def print_json(rows: Sequence[Mapping[str, Any]]) -> None:
     print(json.dumps([dict(row) for row in rows], indent=2))
 
 
-def _print(table: Table) -> None:
+def print_table(table: Table) -> None:
+    """Print a table, on a terminal as wide as that."""
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=160)
@@ -149,7 +148,7 @@ def print_runs(rows: Sequence[Mapping[str, Any]], report: Path | None) -> None:
             "-" if row["compression_factor"] is None else f"{row['compression_factor']:.2f}",
             "-" if row["bits_per_element"] is None else f"{row['bits_per_element']:.2f}",
         )
-    _print(table)
+    print_table(table)
     for row in rows:
         choice = choice_text(row["chosen_method"], row["choice_reason"])
         if choice:
@@ -163,38 +162,6 @@ def print_verdicts(verdicts: Sequence[tuple[str, str]]) -> None:
     for label, text in verdicts:
         print(f"\n{label}: {text}")
     sys.stdout.flush()
-
-
-def method_rows(names: Sequence[str]) -> list[dict[str, Any]]:
-    """Give the declared properties of the named methods, or of all."""
-    import gradwire as gw
-
-    table = gw.methods()
-    chosen = names or list(table)
-    rows = []
-    for name in chosen:
-        known = type(gw.method(name)).name
-        if known not in table:
-            raise gw.HyperparameterError(f"{known} is not a method but chooses among methods: see gradwire methods")
-        row = dataclasses.asdict(table[known])
-        rows.append({key: list(value) if isinstance(value, tuple) else value for key, value in row.items()})
-    return rows
-
-
-def print_methods(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print one line a method, or all that is known of a single one."""
-    if len(rows) == 1:
-        for key, value in rows[0].items():
-            text = ", ".join(value) if isinstance(value, list) else "-" if value is None else str(value)
-            print(f"{key.replace('_', ' ') + ':':<13} {text}")
-        return
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("name", "bits/element", "unbiased", "bit-stable", "state", "summary"):
-        table.add_column(column)
-    for row in rows:
-        yes = ["yes" if row[field] else "no" for field in ("unbiased", "bit_stable")]
-        table.add_row(row["name"], f"{row['bits_per_element']:g}", *yes, row["state"], row["summary"])
-    _print(table)
 
 
 def print_steps(rows: Sequence[Mapping[str, Any]]) -> None:
@@ -213,7 +180,7 @@ def print_steps(rows: Sequence[Mapping[str, Any]]) -> None:
             "-" if sent is None else bytes_text(sent),
             "-" if speedup is None else f"{speedup:.2f} x",
         )
-    _print(table)
+    print_table(table)
 
 
 def print_plan(rows: Sequence[Mapping[str, Any]]) -> None:
@@ -233,4 +200,4 @@ def print_plan(rows: Sequence[Mapping[str, Any]]) -> None:
             row["bottleneck"],
             "<- recommended" if row["recommended"] else "",
         )
-    _print(table)
+    print_table(table)
