@@ -120,6 +120,21 @@ def test_train_and_report_say_what_auto_took(tmp_path: Path) -> None:
         assert rows[0]["chosen_method"] == chosen
 
 
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--method", "bf16"], "--method"),
+        (["-m", "terngrad"], "--method"),
+        (["digits"], "digits"),
+        (["--steps", "9", "--lab", "hosts=2", "--overwrite"], "--lab, --steps, --overwrite"),
+    ],
+)
+def test_resume_refuses_what_would_change_the_run(words: list[str], named: str, tmp_path: Path) -> None:
+    result = call("train", "--resume", tmp_path, "--stop-after", 3, "--json", *words)
+    assert result.exit_code == 2
+    assert f"leave {named} out" in " ".join(result.stderr.split())
+
+
 def test_compare_trains_each_method_and_says_whether_it_paid(tmp_path: Path) -> None:
     words = ["compare", "digits", *SIMULATED, "--method", "fp32", "--method", "TernGrad(clip=None)"]
     result = call(*words, "--out", tmp_path / "c")

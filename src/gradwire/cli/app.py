@@ -61,6 +61,7 @@ def _plan(task: str, method: str, settings: dict[str, Any], **fields: Any) -> An
 
 @app.command()
 def train(
+    context: typer.Context,
     task: o.TaskName = "digits",
     method: Method = "terngrad",
     workers: o.Workers = 4,
@@ -103,11 +104,9 @@ def train(
     """
     with handled(debug):
         from gradwire.cli import commands
-        from gradwire.experiments.errors import UsageError
 
         if resume is not None:
-            if lab is not None:
-                raise UsageError("--resume continues on the emulated cluster of the run: leave --lab out")
+            o.refuse_beside(context, "--resume", {"resume", "stop_after", "as_json", "debug"})
             commands.resume(resume, stop_after=stop_after, as_json=as_json, debug=debug)
             return
         settings = {"data": data, "steps": steps, "batch": batch, "lr": lr, "optimizer": optimizer}
