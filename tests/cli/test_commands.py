@@ -56,6 +56,9 @@ def test_every_command_has_help_with_an_example(command: str) -> None:
         (["compare", "digits", "--method", "fp32", "--method", "FP32()"], "named twice"),
         (["methods", "terngrd"], "did you mean 'terngrad'"),
         (["run", "no_such_script.py", "--nproc-per-node", "2"], "does not exist"),
+        (["run", "--nproc-per-node", "abc", __file__], "--nproc-per-node abc: a number of workers"),
+        (["run", "--nproc-per-node", "0", __file__], "--nproc-per-node 0: a number of workers"),
+        (["run", "--nproc-per-node", "2", "--master-port", "x", __file__], "the number of a port"),
         (["run", __file__], "one process exchanges nothing"),
         (["run", "--nproc-per-node", "2", "--method", "x", __file__], "unknown method"),
     ],
@@ -80,6 +83,8 @@ def test_failures_are_one_line_and_exit_code_1(tmp_path: Path) -> None:
         (["train", "mnist", "--data", tmp_path / "no"], "does not exist"),
         (["train", "--resume", tmp_path], "holds no config.json"),
         (["report", tmp_path], "is not a run folder"),
+        (["report", tmp_path, "-o", "."], "is a folder: name the page"),
+        (["report", tmp_path, "-o", tmp_path], "is a folder: name the page"),
         (["train", "digits", *SIMULATED, "--lr", "1e30", "--method", "fp32", "-o", tmp_path / "r"], "is not finite"),
     ):
         result = call(*words)

@@ -11,7 +11,9 @@ from schema_help import fits, schema
 from typer.testing import CliRunner, Result
 
 from gradwire.bench import calibration as calibration_of
+from gradwire.bench.predict import cases_of
 from gradwire.cli.app import app
+from gradwire.experiments.errors import RunError
 from gradwire.perf.machine import DEFAULT
 
 
@@ -65,6 +67,9 @@ def test_plan_says_what_to_do_and_draws_a_curve(calibration: Path, tmp_path: Pat
         (["--calibration", "no_such.json"], "holds no calibration"),
         (["--calibration", "no_such.jsonl"], "no_such.jsonl does not exist"),
         (["--calibration", "rows.jsonl", "--calibrate"], "not named .json"),
+        (["--hosts", "2", "--hosts", "4", "--figure", "no_such/curve.png"], "there is no folder no_such"),
+        (["--hosts", "2", "--hosts", "4", "--figure", "curve.xyz"], "name a .png or .svg file"),
+        (["--hosts", "2", "--figure", "curve.png"], "a curve needs two numbers of workers"),
         (["--method", "auto"], "auto chooses among methods"),
         (["--method", "Auto(turns=2)"], "name the methods"),
     ],
@@ -74,6 +79,35 @@ def test_wrong_questions_are_one_line_and_exit_code_2(calibration: Path, words: 
     assert result.exit_code == 2, result.output
     assert sentence in " ".join(result.output.split())
     assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("row", "sentence"),
+    [
+        ("{}", "line 1: no row of gradwire bench step: it lacks model, hosts"),
+        ("[1, 2]", "line 1: no row of gradwire bench step, but [1, 2]"),
+        (
+            '{"model": "lenet", "hosts": 2, "lab": "x", "variant": "compute", "bandwidth_bits_per_s": null,'
+            ' "step_time_s": "long", "cores": 2}',
+            "step_time_s is 'long'",
+        ),
+    ],
+)
+def test_rows_that_are_none_are_named_with_file_and_line(row: str, sentence: str, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(row + "\n")
+    words = ["bench", "step", "--loopback", "--model", "lenet", "--hosts", 2, "--out", path]
+    for result in (call("plan", "--calibration", path), call(*words)):
+        assert result.exit_code == 2
+        (line,) = [line for line in result.stderr.splitlines() if line.startswith("gradwire:")]
+        assert sentence in line
+        assert "rows.jsonl, line 1" in line
+
+
+def test_a_damaged_timeline_is_named() -> None:
+    row = {"model": "lenet", "hosts": 2, "lab": "x", "variant": "compute", "bandwidth_bits_per_s": None}
+    with pytest.raises(RunError, match="timeline of lenet on 2 hosts cannot be read"):
+        cases_of([{**row, "step_time_s": 1.0, "cores": 2, "timeline": {"forward_s": 1.0}}])
 
 
 def test_measured_rows_survive_a_calibration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

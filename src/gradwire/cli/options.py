@@ -33,6 +33,7 @@ __all__ = [
     "Threads",
     "WarmupSteps",
     "Workers",
+    "check_figure",
     "refuse_beside",
 ]
 
@@ -118,3 +119,19 @@ def refuse_beside(context: typer.Context, option: str, allowed: set[str]) -> Non
     ]
     if given:
         raise UsageError(f"{option} continues a run as it was begun: leave {', '.join(given)} out")
+
+
+def check_figure(path: Path | None) -> None:
+    """Refuse a figure that could not be written, before anything is computed for it.
+
+    Raises:
+        UsageError: another suffix than PNG's or SVG's, or no such folder.
+    """
+    from gradwire.experiments.errors import UsageError
+
+    if path is None:
+        return
+    if path.suffix.lower() not in (".png", ".svg"):
+        raise UsageError(f"--figure {path}: name a .png or .svg file")
+    if not path.parent.is_dir():
+        raise UsageError(f"--figure {path}: there is no folder {path.parent}")

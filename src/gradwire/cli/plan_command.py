@@ -12,6 +12,7 @@ from typing import Any
 import gradwire as gw
 from gradwire.bench.calibration import default_path, machine_of_rows, measure_machine
 from gradwire.bench.profile import profile_name, profile_script
+from gradwire.cli.options import check_figure
 from gradwire.cli.show import print_json, print_plan
 from gradwire.experiments.errors import UsageError
 from gradwire.lab import format_rate, parse_delay, parse_rate
@@ -52,11 +53,14 @@ def plan(
         if isinstance(gw.method(spec), gw.Auto):
             raise UsageError(f"{spec} chooses among methods while it trains: name the methods to predict, one by one")
     _check_calibration(calibration, calibrate)
+    check_figure(figure)
     latency_s = parse_delay(latency)
     links = {text: _link(text, latency_s) for text in bandwidths or BANDWIDTHS}
     counts = list(hosts or HOSTS)
     if min(counts) < 1 or ranks_per_host < 1 or min(counts) * ranks_per_host < 2:
         raise UsageError("one worker exchanges nothing: give --hosts 2 or more, or --gpus-per-host")
+    if figure is not None and (probe or len(set(counts)) < 2):
+        raise UsageError("a curve needs two numbers of workers: give --hosts more than once, or leave --figure out")
     if probe:
         if bandwidths or hosts:
             raise UsageError("--probe measures the group that runs: leave --hosts and --bandwidth out")

@@ -27,6 +27,8 @@ def write_report(folders: Iterable[Path], output: Path) -> Path:
         ReportError: a run folder is corrupt, or the page cannot be written.
         BackendError: jinja2 or matplotlib is missing.
     """
+    if output.is_dir():
+        raise ReportError(f"{output} is a folder: name the page, such as {output / 'report.html'}")
     page = render(load_runs(folders))
     temporary = output.with_name(output.name + ".tmp")
     try:
