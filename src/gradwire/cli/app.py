@@ -273,7 +273,10 @@ def run(
         if lab is not None:
             run_on_lab(lab, settings, flags, standalone, script, arguments or [])
             return
-        replace_process(settings, command(flags, standalone, script, arguments or []))
+        words = command(flags, standalone, script, arguments or [])
+        if debug:
+            words[2] = "torch.distributed.run"
+        replace_process(settings, words)
 
 
 @app.command()

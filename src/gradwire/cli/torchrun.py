@@ -43,7 +43,7 @@ def command(flags: Mapping[str, str | None], standalone: bool, script: Path, arg
     rendezvous = {"nnodes", "master-addr", "master-port", "rdzv-endpoint", "rdzv-backend"}
     alone = standalone or not rendezvous & given.keys()
     return [
-        *(sys.executable, "-m", "torch.distributed.run"),
+        *(sys.executable, "-m", "gradwire.cli.launcher"),
         *(["--standalone"] if alone else []),
         *(f"--{flag}={value}" for flag, value in given.items()),
         *("-m", "gradwire.cli.bootstrap", str(script), *arguments),
@@ -60,7 +60,7 @@ def compile_kernels(method: str) -> None:
 
 
 def replace_process(settings: LinkSettings, words: Sequence[str]) -> NoReturn:
-    """Compile the method's kernels, then become torchrun, so that signals and exit codes are its own."""
+    """Compile the method's kernels, then become the launcher, so that signals and exit codes are its own."""
     from gradwire.experiments.launch import loopback
 
     compile_kernels(settings.method)
