@@ -42,6 +42,14 @@ def test_plan_prints_rows_that_fit_the_schema_and_recommends_one_method_a_settin
             assert [r["method"] for r in cell if r["recommended"]] == [expected]
 
 
+def test_plan_marks_what_is_extrapolated(tmp_path: Path) -> None:
+    path = tmp_path / "calibration.json"
+    dataclasses.replace(DEFAULT, most_workers=4).save(path)
+    result = call("plan", "--profile", "lenet", "--hosts", 16, "--bandwidth", "unlimited", "--calibration", path)
+    assert result.exit_code == 0, result.output
+    assert "~ extrapolated, the interval may not hold: more workers than calibrated (at most 4)" in result.output
+
+
 def test_plan_says_what_to_do_and_draws_a_curve(calibration: Path, tmp_path: Path) -> None:
     figure = tmp_path / "curve.png"
     words = ["plan", "--profile", "lenet", "--hosts", 2, "--hosts", 64, "--gpus-per-host", 4, "--bandwidth", "10mbit"]

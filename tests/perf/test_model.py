@@ -149,6 +149,7 @@ def test_calibration_finds_a_machine_that_explains_the_steps() -> None:
     assert max(errors) < 0.1
     assert fitted.residual < 0.05
     assert fitted.source == "made up"
+    assert (fitted.most_workers, fitted.slowest_bytes_per_s, fitted.fastest_bytes_per_s) == (8, 12.5e6, 12.5e6)
 
 
 def test_too_few_steps_are_refused() -> None:
@@ -224,3 +225,29 @@ def test_workers_of_one_host_share_link_and_cores() -> None:
     shared = Setting(hosts=2, ranks_per_host=4, cores=2, link=link)
     crowded, _ = forecast(profile(), ["terngrad"], shared, QUIET, repeats=1)
     assert crowded[0].step_s > together[0].step_s
+
+
+def test_what_lies_far_outside_of_the_calibration_is_said() -> None:
+    def beyond(machine: Machine, workers: int, rate: float | None, here: int = 1) -> str | None:
+        return machine.beyond(workers, Link(bandwidth_bytes_per_s=rate, ranks_per_host=here))
+
+    known = dataclasses.replace(DEFAULT, most_workers=4, slowest_bytes_per_s=1e6, fastest_bytes_per_s=1e8)
+    assert beyond(known, 8, 5e5) is None
+    assert beyond(known, 9, 1e6) == "more workers than calibrated (at most 4)"
+    assert beyond(known, 2, 4e5) == "a link far from those calibrated (8 to 800 Mbit/s)"
+    assert beyond(known, 2, 3e8) == "a link far from those calibrated (8 to 800 Mbit/s)"
+    assert beyond(known, 2, None) is None
+    loopback = dataclasses.replace(DEFAULT, most_workers=4)
+    assert beyond(loopback, 4, 1e6) == "no limited link was calibrated"
+    assert beyond(loopback, 4, 1e6, here=4) is None
+    assert beyond(DEFAULT, 1000, 1.0) is None
+    slow = Setting(hosts=4, link=Link(bandwidth_bytes_per_s=1e6))
+    found, _ = forecast(profile(), [], slow, loopback, repeats=1)
+    assert found[0].extrapolated == "no limited link was calibrated"
+
+
+@pytest.mark.parametrize("text", ['{"a": 1}', "[]", '{"ring_efficiency": "much"}', "3"])
+def test_a_file_that_holds_no_calibration_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "c.json").write_text(text)
+    with pytest.raises(gw.HyperparameterError, match=r"c\.json holds no calibration"):
+        Machine.read(tmp_path / "c.json")

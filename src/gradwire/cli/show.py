@@ -185,7 +185,7 @@ def print_steps(rows: Sequence[Mapping[str, Any]]) -> None:
 
 def print_plan(rows: Sequence[Mapping[str, Any]]) -> None:
     """Print one line a predicted step."""
-    table = _table("workers", "link", "method", "step", "80 %", "floor", "speed-up", "sent", "bounded by", "")
+    table = _table("workers", "link", "method", "step", "80 %", "floor", "speed-up", "sent", "bounded by", "", "")
     for row in rows:
         rate = row["bandwidth_bits_per_s"]
         table.add_row(
@@ -198,6 +198,9 @@ def print_plan(rows: Sequence[Mapping[str, Any]]) -> None:
             f"{row['speedup']:.2f} x",
             bytes_text(row["sent_bytes"]),
             row["bottleneck"],
+            "~" if row["extrapolated"] else "",
             "<- recommended" if row["recommended"] else "",
         )
     print_table(table)
+    for why in dict.fromkeys(row["extrapolated"] for row in rows if row["extrapolated"]):
+        print(f"~ extrapolated, the interval may not hold: {why}")
