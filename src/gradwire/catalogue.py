@@ -150,6 +150,7 @@ class MethodInfo:
     spec: str
     summary: str
     unbiased: bool
+    unbiased_note: str | None
     bits_per_element: float
     omega: str | None
     delta: str | None
@@ -170,6 +171,7 @@ def methods() -> dict[str, MethodInfo]:
             spec=repr(default),
             summary=p.summary,
             unbiased=p.unbiased,
+            unbiased_note=p.unbiased_note,
             bits_per_element=p.bits_per_element,
             omega=p.omega,
             delta=p.delta,

@@ -21,6 +21,7 @@ class Properties:
         summary: One sentence.
         paper: Authors, title, venue, year.
         unbiased: The mean over draws equals the mean of the gradients (of the clipped ones where the method clips).
+        unbiased_note: What ``unbiased`` alone would not say, such as "for the clipped gradient".
         omega: Variance constant, E|Q(g) - g|^2 <= omega |g|^2, as a formula; None where none is known.
         delta: Contraction constant of a biased operator, likewise.
         state: What is remembered between steps.
@@ -36,6 +37,7 @@ class Properties:
     unbiased: bool
     bit_stable: bool
     bits_per_element: float
+    unbiased_note: str | None = None
     omega: str | None = None
     delta: str | None = None
     state: str = "none"

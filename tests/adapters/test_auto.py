@@ -11,6 +11,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire as gw
 from gradwire.adapters.pilot import Chooser
+from gradwire.groups import Meter, Stage
+from gradwire.perf.exchange import BucketJobs, Exchange
+from gradwire.perf.machine import Link, Machine
+from gradwire.perf.probing import Probed
+from gradwire.perf.schedule import Load, step_time
+from gradwire.perf.timeline import ReadyBucket, Timeline
+from gradwire.planning import Options, Planner
 from oracle import layers, square_loss
 from ranks import Ranks
 
@@ -18,28 +25,46 @@ from ranks import Ranks
 class Planned:
     """A planner as far as a chooser asks."""
 
-    def __init__(self, size: int) -> None:
-        self.size, self.parameters = size, {"p": None}
+    def __init__(self, size: int, ring: bool) -> None:
+        self.size, self.ring, self.parameters = size, ring, {"p": None}
 
-    def sent_bytes(self, names: Sequence[str]) -> int:
-        return self.size
+    def counted(self, names: Sequence[str]) -> Meter:
+        meter = Meter()
+        meter.sent_bytes = self.size
+        meter.ring_bytes = self.size if self.ring else 0
+        return meter
 
 
 class World:
-    """A clock that a round of each method moves by a known time, and the answers of two equal ranks."""
+    """A clock that a round of each method moves by a known time, and the answers of equal ranks on equal hosts.
 
-    def __init__(self, step_s: dict[str, float], bandwidth: float, sizes: dict[str, int]) -> None:
+    ``bandwidth`` is what a host's link carries, in bytes a second. Casts go round a ring.
+    """
+
+    def __init__(
+        self, step_s: dict[str, float], bandwidth: float, sizes: dict[str, int], hosts: int = 2, here: int = 1
+    ) -> None:
         self.now_s, self.step_s, self.speed = 0.0, step_s, bandwidth
+        self.world_size, self.here = hosts * here, here
         method = gw.Auto(candidates=tuple(step_s), turns=2, steps=2)
-        planners: dict[str, Any] = {spec: Planned(sizes[spec]) for spec in step_s}
+        planners: dict[str, Any] = {spec: Planned(sizes[spec], spec != "terngrad") for spec in step_s}
         self.specs = {id(planner): spec for spec, planner in planners.items()}
         self.chooser = Chooser(method, planners, clock=lambda: self.now_s)
 
     def gather(self, values: Sequence[float]) -> list[list[float]]:
         return [list(values), list(values)]
 
-    def bandwidth(self) -> float:
-        return self.speed
+    def probe(self, most_bytes: int) -> Probed:
+        row = 1 << 20
+        return Probed(
+            world_size=self.world_size,
+            ranks_per_host=self.here,
+            small_bytes=1,
+            small_s=0.0,
+            large_bytes=row,
+            # All rows of a host's ranks for other hosts' ranks.
+            large_s=row * self.here * (self.world_size - self.here) / self.speed,
+        )
 
     def train(self, rounds: int) -> list[str]:
         used = []
@@ -77,7 +102,48 @@ def test_what_the_link_makes_hopeless_is_not_tried_and_the_reason_is_kept() -> N
     assert set(used) == {"terngrad"}
     left_out = world.chooser.record()["left_out"]
     assert set(left_out) == {"fp32", "bf16"}
-    assert "4.00 MB at 0.1 MB/s take 40 s" in left_out["fp32"]
+    assert "4.00 MB of a host at 0.1 MB/s take 40 s" in left_out["fp32"]
+
+
+def test_of_a_ring_only_one_rank_of_a_host_takes_the_link() -> None:
+    # Two hosts of two: 4 MB a rank round the ring are 4 MB of a host, 40 s at 0.1 MB/s, not the 80 s of two ranks; of
+    # an all-to-all two thirds leave, from both ranks.
+    world = World({"fp32": 50.0, "bf16": 25.0, "terngrad": 30.0}, 1e5, SIZES, hosts=2, here=2)
+    assert set(world.train(12)) == set(SIZES)
+    assert world.chooser.record()["left_out"] == {}
+    world = World({"fp32": 50.0, "bf16": 25.0, "terngrad": 26.0}, 1e5, SIZES, hosts=2, here=2)
+    world.train(12)
+    assert world.chooser.record()["left_out"].keys() == {"fp32"}
+    ring = {"fp32": 4_000_000, "terngrad": 300_000}
+    world = World({"fp32": 50.0, "terngrad": 4.0}, 1e5, {**ring, "bf16": 0}, hosts=2, here=2)
+    world.train(12)
+    assert "4.00 MB of a host" in world.chooser.record()["left_out"]["fp32"]
+
+
+def test_on_one_host_no_link_makes_anything_hopeless() -> None:
+    world = World({"fp32": 50.0, "bf16": 25.0, "terngrad": 4.0}, 1e5, SIZES, hosts=1, here=4)
+    assert set(world.train(40)) == set(SIZES)
+    found = world.chooser.record()
+    assert (found["chosen"], found["left_out"], found["link_bytes_per_s"]) == ("terngrad", {}, None)
+
+
+@pytest.mark.parametrize(("hosts", "here"), [(2, 1), (4, 1), (2, 2), (2, 8), (3, 4)])
+@pytest.mark.parametrize("ring", [True, False])
+def test_what_is_left_out_could_not_have_been_faster(hosts: int, here: int, ring: bool) -> None:
+    """The bound against the model's own step over a link without losses, latency or costs."""
+    n, sent = hosts * here, 1_000_000
+    stage = Stage(0.0, "ring" if ring else "pairs", sent, 1, 1)
+    timeline = Timeline(
+        forward_s=0.0, buckets=(ReadyBucket(names=("p",), numel=1, ready_s=0.0),), backward_s=0.0, after_s=0.0
+    )
+    exchange = Exchange("x", n, (BucketJobs((), ((stage,),), False),))
+    link = Link(bandwidth_bytes_per_s=1e6, ranks_per_host=here)
+    free = dict.fromkeys(("round_s", "call_s", "message_s", "byte_s", "sum_byte_s", "bucket_s"), 0.0)
+    machine = Machine(ring_efficiency=1.0, crowd_efficiency=1.0, **free)  # type: ignore[arg-type]
+    step_s = step_time(timeline, exchange, machine=machine, link=link, load=Load()).step_s
+    world = World({"fp32": 1.0, "terngrad": 1.0}, 1e6, {"fp32": sent, "terngrad": sent}, hosts, here)
+    _, bound_s = world.chooser._over_the_link("fp32" if ring else "terngrad", world.probe(sent))
+    assert bound_s == pytest.approx(step_s, rel=1e-6)
 
 
 def test_a_choice_is_never_changed_unless_asked_for() -> None:
@@ -120,6 +186,11 @@ def test_a_spec_reads_back() -> None:
     assert gw.method("auto") == gw.Auto()
 
 
+def test_a_planner_of_what_chooses_is_refused() -> None:
+    with pytest.raises(gw.HyperparameterError, match="auto: it chooses among methods"):
+        Planner(gw.Auto(), {"p": torch.ones(2000)}, 2, Options())
+
+
 def test_a_simulation_has_no_link_to_measure() -> None:
     with pytest.raises(gw.IncompatibleError, match="name a method to simulate"):
         gw.simulate(torch.ones(2, 5), "auto")
@@ -136,7 +207,7 @@ def train_by_choice(steps: int) -> dict[str, Any]:
         square_loss(ddp, dist.get_rank(), step).backward()
         optimizer.step()
         optimizer.zero_grad()
-    choice = link.record()["choice"]
+    choice, sent = link.record()["choice"], link.traffic().sent_bytes
     state = link.state_dict()
     link.close()
 
@@ -146,7 +217,7 @@ def train_by_choice(steps: int) -> dict[str, Any]:
     reloaded = again.record()["choice"]["chosen"]
     again.close()
     digest = [float(p.double().sum()) for p in ddp.parameters()]
-    return {"undecided": undecided, "choice": choice, "reloaded": reloaded, "digest": digest}
+    return {"undecided": undecided, "choice": choice, "reloaded": reloaded, "digest": digest, "sent_bytes": sent}
 
 
 @pytest.mark.ranks
@@ -157,21 +228,23 @@ def test_real_ranks_choose_alike_stay_identical_and_record_why(three_ranks: Rank
     assert first["choice"]["chosen"] in gw.Auto().candidates
     assert first["choice"]["reason"]
     assert set(first["choice"]["step_s"]) | set(first["choice"]["left_out"]) == set(gw.Auto().candidates)
-    assert first["choice"]["link_bytes_per_s"] > 0
+    # A trial on one host sends no large rows to measure a link that is not there: 19 steps of the largest candidate's.
+    assert first["sent_bytes"] < 19 * max(first["choice"]["sent_bytes_per_step"].values())
+    assert (first["choice"]["ranks_per_host"], first["choice"]["link_bytes_per_s"]) == (3, None)
     assert all(rank == first for rank in found[1:])
     assert first["reloaded"] == first["choice"]["chosen"]
 
 
-def measure_link() -> tuple[float | None, float]:
+def measure_link() -> tuple[float | None, float, int]:
     found = gw.probe()
-    return found.bandwidth_bytes_per_s, found.latency_s
+    return found.bandwidth_bytes_per_s, found.latency_s, found.ranks_per_host
 
 
 @pytest.mark.ranks
-def test_a_probe_gives_all_ranks_the_slowest_ranks_link(three_ranks: Ranks) -> None:
+def test_a_probe_gives_all_ranks_the_same_and_on_one_host_no_bandwidth(three_ranks: Ranks) -> None:
     found = three_ranks(measure_link)
     assert len(set(found)) == 1
-    bandwidth, latency_s = found[0]
-    assert bandwidth is not None
-    assert bandwidth > 1e6
-    assert 0 < latency_s < 1
+    bandwidth, latency_s, ranks_per_host = found[0]
+    assert bandwidth is None
+    assert ranks_per_host == 3
+    assert 0 <= latency_s < 1

@@ -39,6 +39,9 @@ def test_every_command_has_help_with_an_example(command: str) -> None:
         (["--lab", "hosts=2", "--hosts", "4"], "leave --hosts, --bandwidth and --loopback out"),
         (["--lab", "hosts=2", "--loopback"], "leave --hosts, --bandwidth and --loopback out"),
         (["--loopback", "--bandwidth", "1gbit"], "leave the bandwidth out"),
+        (["--loopback", "--budget", "-1"], "seconds above 0"),
+        (["--loopback", "--budget", "nan"], "seconds above 0"),
+        (["--loopback", "--figure", "no_such/figure.png"], "there is no folder no_such"),
     ],
 )
 def test_bad_usage_is_one_line_and_exit_code_2(words: list[str], message: str, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from schema_help import fits, schema
 from typer.testing import CliRunner, Result
 
 from gradwire.cli.app import app
+from gradwire.cli.show_methods import method_rows, unbiased_text
 
 SIMULATED = ["--simulate", "--steps", "6", "--eval-every", "3"]
 
@@ -55,6 +56,9 @@ def test_every_command_has_help_with_an_example(command: str) -> None:
         (["compare", "digits", "--method", "fp32", "--method", "FP32()"], "named twice"),
         (["methods", "terngrd"], "did you mean 'terngrad'"),
         (["run", "no_such_script.py", "--nproc-per-node", "2"], "does not exist"),
+        (["run", "--nproc-per-node", "abc", __file__], "--nproc-per-node abc: a number of workers"),
+        (["run", "--nproc-per-node", "0", __file__], "--nproc-per-node 0: a number of workers"),
+        (["run", "--nproc-per-node", "2", "--master-port", "x", __file__], "the number of a port"),
         (["run", __file__], "one process exchanges nothing"),
         (["run", "--nproc-per-node", "2", "--method", "x", __file__], "unknown method"),
     ],
@@ -79,6 +83,8 @@ def test_failures_are_one_line_and_exit_code_1(tmp_path: Path) -> None:
         (["train", "mnist", "--data", tmp_path / "no"], "does not exist"),
         (["train", "--resume", tmp_path], "holds no config.json"),
         (["report", tmp_path], "is not a run folder"),
+        (["report", tmp_path, "-o", "."], "is a folder: name the page"),
+        (["report", tmp_path, "-o", tmp_path], "is a folder: name the page"),
         (["train", "digits", *SIMULATED, "--lr", "1e30", "--method", "fp32", "-o", tmp_path / "r"], "is not finite"),
     ):
         result = call(*words)
@@ -106,6 +112,34 @@ def test_train_report_and_resume_print_rows_that_fit_the_schema(tmp_path: Path) 
     assert call("train", "digits", *SIMULATED, "--out", out, "--overwrite").exit_code == 0
 
 
+def test_train_and_report_say_what_auto_took(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    assert call("train", "digits", *SIMULATED, "--out", out).exit_code == 0
+    config = json.loads((out / "config.json").read_text())
+    for chosen, text in (("bf16", "terngrad: auto took bf16 (quick)"), (None, "terngrad: auto had not chosen yet")):
+        config["link"]["choice"] = {"chosen": chosen, "reason": "quick", "step_s": {}, "left_out": {}}
+        (out / "config.json").write_text(json.dumps(config))
+        assert text in call("report", out, "--out", tmp_path / "page.html").stdout
+        rows = json.loads(call("report", out, "--out", tmp_path / "page.html", "--json").stdout)
+        fits(rows, schema("runs"))
+        assert rows[0]["chosen_method"] == chosen
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--method", "bf16"], "--method"),
+        (["-m", "terngrad"], "--method"),
+        (["digits"], "digits"),
+        (["--steps", "9", "--lab", "hosts=2", "--overwrite"], "--lab, --steps, --overwrite"),
+    ],
+)
+def test_resume_refuses_what_would_change_the_run(words: list[str], named: str, tmp_path: Path) -> None:
+    result = call("train", "--resume", tmp_path, "--stop-after", 3, "--json", *words)
+    assert result.exit_code == 2
+    assert f"leave {named} out" in " ".join(result.stderr.split())
+
+
 def test_compare_trains_each_method_and_says_whether_it_paid(tmp_path: Path) -> None:
     words = ["compare", "digits", *SIMULATED, "--method", "fp32", "--method", "TernGrad(clip=None)"]
     result = call(*words, "--out", tmp_path / "c")
@@ -127,8 +161,32 @@ def test_methods_lists_properties() -> None:
     assert {"fp32", "terngrad"} <= {row["name"] for row in rows}
     table = call("methods").stdout
     assert all(row["name"] in table for row in rows)
+    assert "for the clipped gradient" in table
+    assert "bits/element (4 workers)" in " ".join(table.split())
     one = call("methods", "terngrad").stdout
     assert "Wen" in one
+    assert "unbiased:          for the clipped gradient" in one
+    assert "omega |g|^2" in one
+    (row,) = json.loads(call("methods", "terngrad", "--json").stdout)
+    assert (row["collectives"], row["unbiased_note"]) == ("two_shot, all_gather", "for the clipped gradient")
+
+
+def test_methods_shows_what_auto_tries() -> None:
+    text = call("methods", "Auto(turns=2)").stdout
+    assert "candidates:        fp32, bf16, terngrad" in text
+    assert "turns:             2" in text
+    assert "steps:             3" in text
+    rows = json.loads(call("methods", "auto", "--json").stdout)
+    fits(rows, schema("methods"))
+    assert rows[0]["bits_per_element"] is None
+
+
+@pytest.mark.repository
+def test_the_readme_says_of_bias_what_the_table_says() -> None:
+    lines = (Path(__file__).parents[2] / "README.md").read_text().splitlines()
+    said = {row[1].strip(" `"): row[3].strip() for row in (line.split("|") for line in lines) if len(row) == 7}
+    for row in method_rows([]):
+        assert said[row["name"]] == unbiased_text(row)
 
 
 def test_help_is_quick_to_import_and_missing_libraries_are_one_line() -> None:

@@ -10,7 +10,10 @@ import pytest
 from schema_help import fits, schema
 from typer.testing import CliRunner, Result
 
+from gradwire.bench import calibration as calibration_of
+from gradwire.bench.predict import cases_of
 from gradwire.cli.app import app
+from gradwire.experiments.errors import RunError
 from gradwire.perf.machine import DEFAULT
 
 
@@ -39,6 +42,14 @@ def test_plan_prints_rows_that_fit_the_schema_and_recommends_one_method_a_settin
             assert [r["method"] for r in cell if r["recommended"]] == [expected]
 
 
+def test_plan_marks_what_is_extrapolated(tmp_path: Path) -> None:
+    path = tmp_path / "calibration.json"
+    dataclasses.replace(DEFAULT, most_workers=4).save(path)
+    result = call("plan", "--profile", "lenet", "--hosts", 16, "--bandwidth", "unlimited", "--calibration", path)
+    assert result.exit_code == 0, result.output
+    assert "~ extrapolated, the interval may not hold: more workers than calibrated (at most 4)" in result.output
+
+
 def test_plan_says_what_to_do_and_draws_a_curve(calibration: Path, tmp_path: Path) -> None:
     figure = tmp_path / "curve.png"
     words = ["plan", "--profile", "lenet", "--hosts", 2, "--hosts", 64, "--gpus-per-host", 4, "--bandwidth", "10mbit"]
@@ -62,6 +73,13 @@ def test_plan_says_what_to_do_and_draws_a_curve(calibration: Path, tmp_path: Pat
         (["--probe", "--hosts", "2"], "leave --hosts and --bandwidth out"),
         (["--method", "terngrat"], "did you mean 'terngrad'"),
         (["--calibration", "no_such.json"], "holds no calibration"),
+        (["--calibration", "no_such.jsonl"], "no_such.jsonl does not exist"),
+        (["--calibration", "rows.jsonl", "--calibrate"], "not named .json"),
+        (["--hosts", "2", "--hosts", "4", "--figure", "no_such/curve.png"], "there is no folder no_such"),
+        (["--hosts", "2", "--hosts", "4", "--figure", "curve.xyz"], "name a .png or .svg file"),
+        (["--hosts", "2", "--figure", "curve.png"], "a curve needs two numbers of workers"),
+        (["--method", "auto"], "auto chooses among methods"),
+        (["--method", "Auto(turns=2)"], "name the methods"),
     ],
 )
 def test_wrong_questions_are_one_line_and_exit_code_2(calibration: Path, words: list[str], sentence: str) -> None:
@@ -69,6 +87,53 @@ def test_wrong_questions_are_one_line_and_exit_code_2(calibration: Path, words: 
     assert result.exit_code == 2, result.output
     assert sentence in " ".join(result.output.split())
     assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("row", "sentence"),
+    [
+        ("{}", "line 1: no row of gradwire bench step: it lacks model, hosts"),
+        ("[1, 2]", "line 1: no row of gradwire bench step, but [1, 2]"),
+        (
+            '{"model": "lenet", "hosts": 2, "lab": "x", "variant": "compute", "bandwidth_bits_per_s": null,'
+            ' "step_time_s": "long", "cores": 2}',
+            "step_time_s is 'long'",
+        ),
+    ],
+)
+def test_rows_that_are_none_are_named_with_file_and_line(row: str, sentence: str, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(row + "\n")
+    words = ["bench", "step", "--loopback", "--model", "lenet", "--hosts", 2, "--out", path]
+    for result in (call("plan", "--calibration", path), call(*words)):
+        assert result.exit_code == 2
+        (line,) = [line for line in result.stderr.splitlines() if line.startswith("gradwire:")]
+        assert sentence in line
+        assert "rows.jsonl, line 1" in line
+
+
+def test_a_damaged_timeline_is_named() -> None:
+    row = {"model": "lenet", "hosts": 2, "lab": "x", "variant": "compute", "bandwidth_bits_per_s": None}
+    with pytest.raises(RunError, match="timeline of lenet on 2 hosts cannot be read"):
+        cases_of([{**row, "step_time_s": 1.0, "cores": 2, "timeline": {"forward_s": 1.0}}])
+
+
+def test_measured_rows_survive_a_calibration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = tmp_path / "grid.jsonl"
+    rows.write_text("measured for hours\n")
+    assert call("plan", "--calibration", rows, "--calibrate").exit_code == 2
+
+    class Measured(Exception):
+        """Ends the command where it would take steps."""
+
+    def measure(grid: object, path: Path, say: object) -> None:
+        assert path.parent != tmp_path
+        raise Measured
+
+    monkeypatch.setattr(calibration_of, "measure_grid", measure)
+    result = call("plan", "--calibration", rows.with_suffix(".json"), "--calibrate")
+    assert isinstance(result.exception, Measured)
+    assert rows.read_text() == "measured for hours\n"
 
 
 def test_bench_kernels_prints_rows_that_fit_the_schema() -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from run_help import gradwire
+from run_help import gradwire, start_gradwire
 
+from gradwire.cli.launcher import Report, account
 from gradwire.cli.torchrun import command
 from gradwire.experiments.errors import UsageError
 
@@ -21,7 +23,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 def test_flags_reach_torchrun_and_words_reach_the_script() -> None:
     script = EXAMPLES / "plain_ddp.py"
     words = command({"nproc-per-node": "4", "nnodes": None}, False, script, ["--steps", "3"])
-    assert words[1:3] == ["-m", "torch.distributed.run"]
+    assert words[1:3] == ["-m", "gradwire.cli.launcher"]
     assert words[3:] == [
         "--standalone",
         "--nproc-per-node=4",
@@ -55,6 +57,62 @@ def test_the_scripts_own_error_keeps_its_traceback() -> None:
     assert done.returncode == 1
     assert "ValueError: my own mistake, called with ['a', '--b'] from __main__" in done.stderr
     assert "failing_script.py" in done.stderr
+    told = [line for line in done.stderr.splitlines() if line.startswith("gradwire: rank")]
+    assert len(told) == 1
+    assert "failed in round 3: ValueError: my own mistake" in told[0]
+    assert "torch/distributed/elastic" not in done.stderr
+
+
+@pytest.mark.ranks
+def test_a_rank_that_is_killed_is_named_with_what_the_others_saw() -> None:
+    done = gradwire("run", "--nproc-per-node", 2, Path(__file__).parent / "ending_script.py", "kill")
+    assert done.returncode == 1
+    told = [line for line in done.stderr.splitlines() if line.startswith("gradwire: rank 1 was killed by SIGKILL")]
+    assert len(told) == 1
+    assert "round 3" in told[0]
+    assert "torch/distributed/elastic" not in done.stderr
+
+
+@pytest.mark.ranks
+def test_an_interrupted_run_ends_with_one_line_and_130() -> None:
+    running = start_gradwire("run", "--nproc-per-node", 2, Path(__file__).parent / "ending_script.py", "go on")
+    if running.stdout is None:
+        raise AssertionError("no pipe")
+    assert running.stdout.readline().strip() == "training"
+    running.send_signal(signal.SIGINT)
+    _, told = running.communicate(timeout=80)
+    assert running.returncode == 130, told
+    assert [line for line in told.splitlines() if line.startswith("gradwire:")] == [
+        "gradwire: interrupted; all workers are ended"
+    ]
+    assert "Traceback" not in told
+
+
+LOST = "rank 0 could not go on at bucket 1, round 7: rank 1 ended or hangs without a report (killed?)"
+
+
+@pytest.mark.parametrize(
+    ("codes", "reports", "sentence"),
+    [
+        ({1: -9}, [], "rank 1 was killed by SIGKILL (out of memory?)"),
+        ({1: -9}, [Report(rank=0, link=LOST, remote=True)], f"rank 1 was killed by SIGKILL (out of memory?); {LOST}"),
+        ({1: -11}, [Report(rank=0, round=4)], "rank 1 was killed by SIGSEGV; the others were in round 4"),
+        ({0: 1}, [Report(rank=0, kind="ValueError", message="no")], "rank 0 failed: ValueError: no"),
+        # The rank whose exchange broke was found first, but another says why.
+        (
+            {0: 1},
+            [
+                Report(rank=0, kind="RuntimeError", message="mangled", link=LOST, remote=True),
+                Report(rank=1, round=7, kind="KeyError", message="'x'"),
+            ],
+            "rank 1 failed in round 7: KeyError: 'x'",
+        ),
+        ({2: 3}, [], "rank 2 ended with code 3"),
+        ({}, [], "a worker failed without a word"),
+    ],
+)
+def test_the_account_that_tells_most_is_given(codes: dict[int, int], reports: list[Report], sentence: str) -> None:
+    assert account(codes, {r.rank: r for r in reports}) == sentence
 
 
 @pytest.mark.ranks

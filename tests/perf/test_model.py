@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
 
 import gradwire as gw
-from gradwire.groups import Stage
+from gradwire.groups import Stage, rehearse
+from gradwire.ops import AllGather
+from gradwire.ops import Exchange as GradwireExchange
 from gradwire.perf.calibrate import BOUNDS, Observation, calibrate, log_error
 from gradwire.perf.exchange import BucketJobs, Exchange, exchange_of, nothing_but_the_sum
 from gradwire.perf.forecast import NOTHING, Forecast, Setting, forecast, recommend
@@ -18,6 +21,7 @@ from gradwire.perf.profile import Profile
 from gradwire.perf.schedule import Load
 from gradwire.perf.timeline import ReadyBucket, Timeline
 from gradwire.planning import Options, Planner
+from gradwire.protocols import Context
 
 SHAPES = {"weight": (300, 200), "bias": (300,), "head": (40, 300)}
 
@@ -43,6 +47,43 @@ def test_a_rehearsal_sends_the_bytes_of_the_dry_run(spec: str, world_size: int) 
     planner = Planner(gw.method(spec), known.tensors(), world_size, Options())
     assert exchange.sent_bytes == planner.sent_bytes(list(SHAPES))
     assert exchange.codec_s > 0
+
+
+class Watched:
+    """A plan that notes the threads it runs with, and may fail."""
+
+    chunks = 2
+
+    def __init__(self, fails: bool = False) -> None:
+        self.threads: list[int] = []
+        self.fails = fails
+
+    def prepare(self, context: Context, flat: torch.Tensor) -> GradwireExchange[None]:
+        self.threads.append(torch.get_num_threads())
+        yield AllGather(flat[:1], torch.empty(context.world_size, 1))
+
+    def run(self, context: Context, flat: torch.Tensor, prepared: None) -> GradwireExchange[None]:
+        self.threads.append(torch.get_num_threads())
+        yield AllGather(flat[:1], torch.empty(context.world_size, 1))
+        self.threads.append(torch.get_num_threads())
+        if self.fails:
+            raise ValueError("no")
+
+
+def test_a_rehearsal_has_one_thread_as_a_worker_has_and_gives_the_others_back() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        plan = Watched()
+        rehearse(cast(Any, plan), torch.ones(8), 2, repeats=1)
+        assert set(plan.threads) == {1}
+        assert len(plan.threads) == 2 * (1 + 2 * 2)
+        assert torch.get_num_threads() == 3
+        with pytest.raises(ValueError, match="no"):
+            rehearse(cast(Any, Watched(fails=True)), torch.ones(8), 2)
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_a_rehearsal_sends_what_a_simulated_link_counts() -> None:
@@ -108,6 +149,7 @@ def test_calibration_finds_a_machine_that_explains_the_steps() -> None:
     assert max(errors) < 0.1
     assert fitted.residual < 0.05
     assert fitted.source == "made up"
+    assert (fitted.most_workers, fitted.slowest_bytes_per_s, fitted.fastest_bytes_per_s) == (8, 12.5e6, 12.5e6)
 
 
 def test_too_few_steps_are_refused() -> None:
@@ -183,3 +225,29 @@ def test_workers_of_one_host_share_link_and_cores() -> None:
     shared = Setting(hosts=2, ranks_per_host=4, cores=2, link=link)
     crowded, _ = forecast(profile(), ["terngrad"], shared, QUIET, repeats=1)
     assert crowded[0].step_s > together[0].step_s
+
+
+def test_what_lies_far_outside_of_the_calibration_is_said() -> None:
+    def beyond(machine: Machine, workers: int, rate: float | None, here: int = 1) -> str | None:
+        return machine.beyond(workers, Link(bandwidth_bytes_per_s=rate, ranks_per_host=here))
+
+    known = dataclasses.replace(DEFAULT, most_workers=4, slowest_bytes_per_s=1e6, fastest_bytes_per_s=1e8)
+    assert beyond(known, 8, 5e5) is None
+    assert beyond(known, 9, 1e6) == "more workers than calibrated (at most 4)"
+    assert beyond(known, 2, 4e5) == "a link far from those calibrated (8 to 800 Mbit/s)"
+    assert beyond(known, 2, 3e8) == "a link far from those calibrated (8 to 800 Mbit/s)"
+    assert beyond(known, 2, None) is None
+    loopback = dataclasses.replace(DEFAULT, most_workers=4)
+    assert beyond(loopback, 4, 1e6) == "no limited link was calibrated"
+    assert beyond(loopback, 4, 1e6, here=4) is None
+    assert beyond(DEFAULT, 1000, 1.0) is None
+    slow = Setting(hosts=4, link=Link(bandwidth_bytes_per_s=1e6))
+    found, _ = forecast(profile(), [], slow, loopback, repeats=1)
+    assert found[0].extrapolated == "no limited link was calibrated"
+
+
+@pytest.mark.parametrize("text", ['{"a": 1}', "[]", '{"ring_efficiency": "much"}', "3"])
+def test_a_file_that_holds_no_calibration_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "c.json").write_text(text)
+    with pytest.raises(gw.HyperparameterError, match=r"c\.json holds no calibration"):
+        Machine.read(tmp_path / "c.json")

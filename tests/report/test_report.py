@@ -203,3 +203,26 @@ def test_reading_runs_needs_no_matplotlib() -> None:
 def test_one_json_row_a_line_is_what_the_fixture_writes(tmp_path: Path) -> None:
     lines = (write_run(tmp_path / "a") / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["event"] for line in lines] == ["eval", "train", "eval", "train", "eval"]
+
+
+CHOICE = {
+    "chosen": "bf16",
+    "reason": "the fastest of 2 in 4 turns of 3 steps",
+    "step_s": {"fp32": 0.02, "bf16": 0.0123},
+    "left_out": {"terngrad": "not tried: too many bytes"},
+}
+
+
+def test_what_auto_took_is_said_and_a_trial_that_did_not_end_too(tmp_path: Path) -> None:
+    ended = write_run(tmp_path / "a", "Auto()", name="auto", link={"backend": "cpu", "choice": CHOICE})
+    open_choice = {"chosen": None, "reason": "the trial still runs", "step_s": {}, "left_out": {}}
+    running = write_run(tmp_path / "b", "Auto()", name="auto", seed=1, link={"choice": open_choice})
+    plain = write_run(tmp_path / "c")
+    numbers = [summarize(run) for run in load_runs([ended, running, plain])]
+    assert [n.chosen_method for n in numbers] == ["bf16", None, None]
+    assert [n.choice_reason for n in numbers] == [CHOICE["reason"], "the trial still runs", None]
+    page = write_report([ended, running, plain], tmp_path / "page.html").read_text()
+    assert "auto took bf16 (the fastest of 2 in 4 turns of 3 steps); a step took fp32 20 ms, bf16 12.3 ms" in page
+    assert "terngrad was not tried: too many bytes" in page
+    assert "auto had not chosen yet" in page
+    assert "chosen&#39;" not in page

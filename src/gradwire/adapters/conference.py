@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from statistics import median
 from typing import TypeVar
 
 import torch
 
+from gradwire.adapters.hosts import host_number
 from gradwire.groups import Job, Lane
 from gradwire.ops import AllGather, AllToAll, Exchange
+from gradwire.perf.probing import Probed
 
 __all__ = ["Conference"]
 
 T = TypeVar("T")
 
-SMALL_BYTES, LARGE_BYTES = 1 << 12, 1 << 18
-REPEATS = 3
+SMALL_BYTES, LARGE_BYTES = 1 << 8, 1 << 18
+SMALL_REPEATS, REPEATS = 7, 3
+LONG_S = 0.03
+"""A burst of one millisecond of the rate, which a token bucket lets pass, then is three per cent."""
+MOST_BYTES = 1 << 25
+"""Of a rank, for one all-to-all."""
 
 
 class Conference:
@@ -45,28 +53,46 @@ class Conference:
         found: list[list[float]] = rows.view(torch.float64).view(self._lane.world_size, -1).tolist()
         return found
 
-    def bandwidth(self) -> float:
-        """Measure the bytes a second that this rank sends while all do; see :meth:`link`."""
-        return self.link()[0]
+    def probe(self, most_bytes: int = MOST_BYTES) -> Probed:
+        """Time all-to-alls of small and of large rows; every rank gives the same.
 
-    def link(self) -> tuple[float, float]:
-        """Measure bandwidth, in bytes a second, and latency, in seconds, from all-to-alls of two sizes.
+        Rows grow until their bytes take long against a token bucket's burst and the clock of a scheduler. On one host,
+        where they would tell of no link, there are no large ones.
+
+        Args:
+            most_bytes: Of a rank, for one all-to-all, where rows of 256 KiB are not more already.
 
         Raises:
             ExchangeError: a rank is gone.
         """
+        hosts = [row[0] for row in self.gather([host_number()])]
+        small_s = median(row[0] for row in self.gather([self._timed(SMALL_BYTES, SMALL_REPEATS)]))
+        found = Probed(
+            world_size=self._lane.world_size,
+            ranks_per_host=max(Counter(hosts).values()),
+            small_bytes=SMALL_BYTES,
+            small_s=small_s,
+            large_bytes=LARGE_BYTES,
+            large_s=0.0,
+        )
+        while not found.one_host:
+            large_s = max(row[0] for row in self.gather([self._timed(found.large_bytes, REPEATS)]))
+            found = replace(found, large_s=large_s)
+            more = 4 * found.large_bytes
+            if found.wire_s >= LONG_S or more * (found.world_size - 1) > most_bytes:
+                break
+            found = replace(found, large_bytes=more)
+        return found
+
+    def _timed(self, size: int, repeats: int) -> float:
         n = self._lane.world_size
-        times = {}
-        for size in (SMALL_BYTES, LARGE_BYTES):
-            send, recv = torch.zeros((n, size), dtype=torch.uint8), torch.empty((n, size), dtype=torch.uint8)
-            taken = []
-            for _ in range(REPEATS):
-                start = time.perf_counter()
-                self._call(_all_to_all(send, recv))
-                taken.append(time.perf_counter() - start)
-            times[size] = median(taken)
-        more_s = max(times[LARGE_BYTES] - times[SMALL_BYTES], 1e-6)
-        return (n - 1) * (LARGE_BYTES - SMALL_BYTES) / more_s, times[SMALL_BYTES]
+        send, recv = torch.zeros((n, size), dtype=torch.uint8), torch.empty((n, size), dtype=torch.uint8)
+        taken = []
+        for _ in range(repeats):
+            start = time.perf_counter()
+            self._call(_all_to_all(send, recv))
+            taken.append(time.perf_counter() - start)
+        return median(taken)
 
     def _call(self, generator: Exchange[T]) -> T:
         done = threading.Event()

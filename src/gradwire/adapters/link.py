@@ -182,6 +182,7 @@ class Link:
         with self._lock:
             self._in_flight += 1
             self._is_last = last
+        self._roll_call.began()
         task.submit(self._lanes)
         return task.future
 
@@ -259,6 +260,7 @@ class Link:
 
     def _ended(self, task: Task) -> None:
         """Take note that a bucket has been exchanged. Rounds do not overlap: backward waits for all its buckets."""
+        self._roll_call.ended()
         with self._lock:
             if task.finite is False and task.round != self._last_skipped:
                 self._last_skipped = task.round

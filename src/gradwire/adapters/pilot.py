@@ -9,6 +9,8 @@ from statistics import median
 from typing import Any, Protocol
 
 from gradwire.catalogue import Auto
+from gradwire.perf.machine import Link
+from gradwire.perf.probing import Probed
 from gradwire.planning import Planner
 
 __all__ = ["Chooser", "Fixed", "Network", "Pilot"]
@@ -17,7 +19,7 @@ TIE = 0.01
 """Relative difference of step times below which the candidate listed first is taken."""
 
 HOPELESS = 1.5
-"""A candidate is not tried whose bytes alone take this many times the step of the one with the fewest bytes."""
+"""A candidate is not tried whose bytes over the link alone take this many times the step of the one with the fewest."""
 
 
 class Network(Protocol):
@@ -26,8 +28,8 @@ class Network(Protocol):
     def gather(self, values: Sequence[float]) -> list[list[float]]:
         """Give every rank's values, by rank."""
 
-    def bandwidth(self) -> float:
-        """Measure the bytes a second that this rank can send while all do."""
+    def probe(self, most_bytes: int) -> Probed:
+        """Measure what leaves a host while all ranks send, in rows of so many bytes in all; the same on all ranks."""
 
 
 class Pilot(Protocol):
@@ -81,7 +83,8 @@ class Chooser:
     def __init__(self, method: Auto, planners: Mapping[str, Planner], clock: Callable[[], float] = time.perf_counter):
         self.method, self._planners, self._clock = method, dict(planners), clock
         everything = list(next(iter(self._planners.values())).parameters)
-        self._bytes = {spec: planner.sent_bytes(everything) for spec, planner in self._planners.items()}
+        self._counted = {spec: planner.counted(everything) for spec, planner in self._planners.items()}
+        self._bytes = {spec: meter.sent_bytes for spec, meter in self._counted.items()}
         self.again()
 
     def again(self) -> None:
@@ -96,7 +99,7 @@ class Chooser:
         self._running: Trial | None = None
         self._begun_s = 0.0
         self._means: dict[str, float] = {}
-        self._link_bytes_per_s: float | None = None
+        self._probed: Probed | None = None
 
     @property
     def planner(self) -> Planner:
@@ -140,14 +143,15 @@ class Chooser:
 
     def _shorten(self, network: Network) -> None:
         """Leave out what the link makes hopeless, and plan turns for the others."""
-        rows = network.gather([median(self._samples[self._smallest]), network.bandwidth()])
+        rows = network.gather([median(self._samples[self._smallest])])
         step_s = sum(row[0] for row in rows) / len(rows)
-        self._link_bytes_per_s = min(row[1] for row in rows)
-        for spec, size in self._bytes.items():
-            wire_s = size / self._link_bytes_per_s
+        # No more than a step of the largest candidate's, so that a small model's trial stays small.
+        self._probed = network.probe(max(self._bytes.values()))
+        for spec in self._planners:
+            size, wire_s = self._over_the_link(spec, self._probed)
             if spec != self._smallest and wire_s > HOPELESS * step_s:
                 self._left_out[spec] = (
-                    f"not tried: {size / 1e6:.2f} MB at {self._link_bytes_per_s / 1e6:.1f} MB/s take {wire_s:.3g} s,"
+                    f"not tried: {size / 1e6:.2f} MB of a host at {size / wire_s / 1e6:.1f} MB/s take {wire_s:.3g} s,"
                     f" a whole step of {self._smallest} {step_s:.3g} s"
                 )
         chosen = [spec for spec in self._planners if spec not in self._left_out]
@@ -161,6 +165,14 @@ class Chooser:
         for _ in range(self.method.turns):
             self._schedule += [Trial(spec, True) for spec in chosen for _ in range(self.method.steps)]
 
+    def _over_the_link(self, spec: str, probed: Probed) -> tuple[float, float]:
+        """Bytes of a step that leave a host, and the seconds below which they cannot: 0 where no link limits."""
+        rate, here, n = probed.host_bytes_per_s, probed.ranks_per_host, probed.world_size
+        link, meter = Link(ranks_per_host=here), self._counted[spec]
+        others = meter.sent_bytes - meter.ring_bytes
+        leaving = here * (link.leaving(meter.ring_bytes, True, n) + link.leaving(others, False, n))
+        return leaving, leaving / rate if rate else 0.0
+
     def _decide(self, network: Network) -> None:
         specs = [spec for spec in self._planners if spec in self._samples]
         rows = network.gather([median(self._samples[spec]) for spec in specs])
@@ -170,12 +182,16 @@ class Chooser:
         self.fix(choice, f"the fastest of {len(specs)} in {self.method.turns} turns of {self.method.steps} steps")
 
     def record(self) -> dict[str, Any]:
-        """Give the choice, its reason, and what each candidate took or why it was not tried."""
+        """Give the choice, its reason, and what each candidate took or why it was not tried.
+
+        ``link_bytes_per_s`` is what left a host while all ranks sent; None before it is measured, and without a link.
+        """
         return {
             "chosen": self.choice,
             "reason": self._reason if self.choice else "the trial still runs",
             "step_s": dict(self._means),
             "left_out": dict(self._left_out),
             "sent_bytes_per_step": dict(self._bytes),
-            "link_bytes_per_s": self._link_bytes_per_s,
+            "link_bytes_per_s": self._probed and self._probed.host_bytes_per_s,
+            "ranks_per_host": self._probed and self._probed.ranks_per_host,
         }

@@ -9,16 +9,30 @@ from gradwire.adapters.conference import Conference
 from gradwire.adapters.handshake import agreement
 from gradwire.errors import ExchangeError, IncompatibleError
 from gradwire.groups import Lane
-from gradwire.perf.machine import Link
+from gradwire.perf.machine import DEFAULT, Link, Machine
+from gradwire.perf.schedule import Load
 
 __all__ = ["probe"]
 
 
-def probe(process_group: dist.ProcessGroup | None = None) -> Link:
-    """Measure what the ranks of a group can send to each other at once (collective).
+def probe(
+    process_group: dist.ProcessGroup | None = None, *, machine: Machine = DEFAULT, cores: int | None = None
+) -> Link:
+    """Measure the link between the hosts of a group (collective), as the performance model means it.
 
-    All-to-alls of two sizes: the small one's time is the latency of a message, with what the machine needs for it; the
-    difference gives the bandwidth. Every rank gets the slowest rank's bandwidth and the largest latency.
+    All-to-alls of two sizes are timed while all ranks send: the small one's time is the latency of a round, the large
+    one's the bandwidth. What the model adds to a link (a round's own latency, the share of the bandwidth that payloads
+    get, the ranks of a host that share it) is taken off by the same model
+    (:class:`gradwire.perf.probing.Probed`). Every rank gets the same, where all give the same machine.
+
+    Args:
+        process_group: The default group if None.
+        machine: Costs of collectives, as the prediction will have them.
+        cores: Of a host, likewise; None: no rank waits for a core.
+
+    Returns:
+        The bandwidth of a host, latency one way and ranks on a host. The bandwidth is None where no link limited: on
+        one host, whose ranks talk over memory, for one.
 
     Raises:
         IncompatibleError: there is no process group, or it has one rank.
@@ -35,8 +49,8 @@ def probe(process_group: dist.ProcessGroup | None = None) -> Link:
     lane = Lane(store, group.rank(), group.size(), timeout, "gradwire probe")
     try:
         conference = Conference(lane, lambda error: ExchangeError(f"the link could not be measured: {error}"))
-        bandwidth, latency_s = conference.link()
-        rows = conference.gather([bandwidth, latency_s])
+        found = conference.probe()
     finally:
         lane.close()
-    return Link(bandwidth_bytes_per_s=min(row[0] for row in rows), latency_s=max(row[1] for row in rows))
+    here = found.ranks_per_host
+    return found.link(machine, Load(ranks=here, cores=cores or 2 * here))

@@ -52,6 +52,7 @@ class Coded(Wrapper):
             summary="Another method with its digits entropy-coded: the same bits out, fewer on the wire",
             paper="Duda, 2013; Huffman, 1952",
             unbiased=True,
+            unbiased_note="as the method",
             bit_stable=True,
             bits_per_element=1.74,
             omega="the method's",

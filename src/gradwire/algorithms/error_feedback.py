@@ -57,6 +57,7 @@ class ErrorFeedback(Wrapper):
         summary="Adds what the compressor left out to the next gradient",
         paper="Karimireddy et al., ICML 2019",
         unbiased=False,
+        unbiased_note="nothing is lost",
         bit_stable=True,
         bits_per_element=2 * (4 + 32 / 256),
         delta="the compressor's",

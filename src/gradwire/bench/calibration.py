@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 from gradwire.bench.predict import cases_of
 from gradwire.bench.step import Grid, measure_grid, read_rows
+from gradwire.experiments.errors import UsageError
 from gradwire.lab import Topology
 from gradwire.perf.calibrate import calibrate
 from gradwire.perf.machine import Machine
@@ -27,7 +29,7 @@ def default_path() -> Path:
 
 
 def measure_machine(path: Path, say: Callable[[str], None]) -> Machine:
-    """Take steps with two and four local workers, fit the costs to them, and keep the costs in ``path``.
+    """Take steps with two and four local workers, fit the costs to them, and keep the costs, alone, in ``path``.
 
     Loopback has no slow link, so the efficiencies of links stay at their defaults' values where it cannot tell.
     """
@@ -38,9 +40,8 @@ def measure_machine(path: Path, say: Callable[[str], None]) -> Machine:
         budget_s=BUDGET_S,
         loopback=True,
     )
-    rows_path = path.with_suffix(".jsonl")
-    rows_path.unlink(missing_ok=True)
-    rows = measure_grid(grid, rows_path, say)
+    with tempfile.TemporaryDirectory() as folder:
+        rows = measure_grid(grid, Path(folder) / "rows.jsonl", say)
     observations = [case.observation for case in cases_of(rows)]
     machine = calibrate(observations, f"{len(observations)} steps on loopback", fit_links=False)
     machine.save(path)
@@ -48,6 +49,13 @@ def measure_machine(path: Path, say: Callable[[str], None]) -> Machine:
 
 
 def machine_of_rows(path: Path) -> Machine:
-    """Fit the costs to the rows of ``gradwire bench step``: all of them."""
+    """Fit the costs to the rows of ``gradwire bench step``: all of them.
+
+    Raises:
+        UsageError: there is no such file.
+        HyperparameterError: it holds too few steps.
+    """
+    if not path.is_file():
+        raise UsageError(f"calibration {path} does not exist: measure rows with gradwire bench step --out {path}")
     observations = [case.observation for case in cases_of(read_rows(path))]
     return calibrate(observations, f"{len(observations)} steps of {path.name}")

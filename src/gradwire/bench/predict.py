@@ -46,12 +46,12 @@ def cases_of(rows: Sequence[Row], say: Callable[[str], None] = lambda text: None
     a bandwidth.
 
     Raises:
-        RunError: no timeline was measured for some model and number of hosts.
+        RunError: no timeline was measured for some model and number of hosts, or one is damaged.
     """
     timelines: dict[tuple[str, int], Timeline] = {}
     for row in sorted(rows, key=lambda r: r["bandwidth_bits_per_s"] or float("inf")):
         if row["variant"] == COMPUTE and row.get("timeline"):
-            timelines[row["model"], row["hosts"]] = Timeline.from_json(row["timeline"])
+            timelines[row["model"], row["hosts"]] = _timeline(row)
     exchanges: dict[tuple[str, int, str], Exchange] = {}
     cases = []
     for row in rows:
@@ -81,6 +81,16 @@ def cases_of(rows: Sequence[Row], say: Callable[[str], None] = lambda text: None
             )
         )
     return cases
+
+
+def _timeline(row: Row) -> Timeline:
+    try:
+        return Timeline.from_json(row["timeline"])
+    except (KeyError, TypeError, AttributeError) as error:
+        raise RunError(
+            f"the timeline of {row['model']} on {row['hosts']} hosts cannot be read ({type(error).__name__}: {error}):"
+            " measure that cell again"
+        ) from None
 
 
 def _exchange(model: str, hosts: int, spec: str, variant: str, timeline: Timeline) -> Exchange:

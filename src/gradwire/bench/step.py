@@ -77,6 +77,17 @@ class Grid:
 
 Row = dict[str, Any]
 
+NEEDED: dict[str, tuple[type, ...]] = {
+    "model": (str,),
+    "hosts": (int,),
+    "lab": (str,),
+    "variant": (str,),
+    "bandwidth_bits_per_s": (int, float, type(None)),
+    "step_time_s": (int, float),
+    "cores": (int,),
+}
+"""What a row must hold to be found again, and predicted."""
+
 
 def measure_grid(grid: Grid, path: Path, say: Callable[[str], None]) -> list[Row]:
     """Measure what is not in ``path`` yet; give all rows of the grid.
@@ -244,16 +255,37 @@ def _append(path: Path, row: Row) -> None:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Read the rows of a file; a last line that was cut off does not count."""
+    """Read the rows of a file; a line that is no JSON, such as a last one that was cut off, does not count.
+
+    Raises:
+        UsageError: a line is no row of this benchmark.
+    """
     if not path.exists():
         return []
     rows = []
-    for line in path.read_text().splitlines():
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} cannot be read: {error}") from None
+    for number, line in enumerate(lines, 1):
         try:
-            rows.append(json.loads(line))
+            row = json.loads(line)
         except json.JSONDecodeError:
             print(f"gradwire: {path}: a line that is no JSON is left out: {line[:40]}", file=sys.stderr)
+            continue
+        rows.append(_checked(row, f"{path}, line {number}"))
     return rows
+
+
+def _checked(row: Any, where: str) -> Row:
+    if not isinstance(row, dict):
+        raise UsageError(f"{where}: no row of gradwire bench step, but {str(row)[:40]}")
+    missing = [name for name in NEEDED if name not in row]
+    wrong = [n for n, kinds in NEEDED.items() if n in row and (not isinstance(row[n], kinds) or row[n] is True)]
+    if missing or wrong:
+        what = f"it lacks {', '.join(missing)}" if missing else f"{wrong[0]} is {row[wrong[0]]!r}"
+        raise UsageError(f"{where}: no row of gradwire bench step: {what}; name a file that it wrote")
+    return row
 
 
 def describe(row: Row) -> str:

@@ -61,6 +61,7 @@ def _plan(task: str, method: str, settings: dict[str, Any], **fields: Any) -> An
 
 @app.command()
 def train(
+    context: typer.Context,
     task: o.TaskName = "digits",
     method: Method = "terngrad",
     workers: o.Workers = 4,
@@ -103,11 +104,9 @@ def train(
     """
     with handled(debug):
         from gradwire.cli import commands
-        from gradwire.experiments.errors import UsageError
 
         if resume is not None:
-            if lab is not None:
-                raise UsageError("--resume continues on the emulated cluster of the run: leave --lab out")
+            o.refuse_beside(context, "--resume", {"resume", "stop_after", "as_json", "debug"})
             commands.resume(resume, stop_after=stop_after, as_json=as_json, debug=debug)
             return
         settings = {"data": data, "steps": steps, "batch": batch, "lr": lr, "optimizer": optimizer}
@@ -274,7 +273,10 @@ def run(
         if lab is not None:
             run_on_lab(lab, settings, flags, standalone, script, arguments or [])
             return
-        replace_process(settings, command(flags, standalone, script, arguments or []))
+        words = command(flags, standalone, script, arguments or [])
+        if debug:
+            words[2] = "torch.distributed.run"
+        replace_process(settings, words)
 
 
 @app.command()
@@ -288,10 +290,11 @@ def methods(
     Example: [cyan]gradwire methods terngrad[/cyan]
     """
     with handled(debug):
-        from gradwire.cli import show
+        from gradwire.cli.show import print_json
+        from gradwire.cli.show_methods import method_rows, print_methods
 
-        rows = show.method_rows([name] if name else [])
-        show.print_json(rows) if as_json else show.print_methods(rows)
+        rows = method_rows([name] if name else [])
+        print_json(rows) if as_json else print_methods(rows)
 
 
 @app.command()

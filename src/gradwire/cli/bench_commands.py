@@ -11,6 +11,7 @@ from gradwire.bench.kernels import measure_kernels
 from gradwire.bench.models import MODELS
 from gradwire.bench.step import BANDWIDTHS, BYTES_TOLERANCE, HOSTS, Grid, measure_grid
 from gradwire.bench.variants import VARIANTS
+from gradwire.cli.options import check_figure
 from gradwire.cli.show import print_json, print_steps
 from gradwire.experiments.errors import RunError, UsageError
 from gradwire.lab import Topology, parse_rate
@@ -37,6 +38,9 @@ def step(
     Raises:
         RunError: in some cell the interfaces counted other bytes than the library.
     """
+    check_figure(figure)
+    if not budget_s > 0:
+        raise UsageError(f"--budget {budget_s:g}: seconds above 0 are needed")
     if lab is not None:
         if hosts or bandwidths or loopback:
             raise UsageError("--lab names the whole cluster: leave --hosts, --bandwidth and --loopback out")

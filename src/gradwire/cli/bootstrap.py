@@ -4,7 +4,7 @@ module.
 ``gradwire run`` has torchrun start this in every process. Each ``DistributedDataParallel`` that the script
 builds, also through a subclass, gets a link when its ``__init__`` returns. At the end rank 0 prints what was
 saved. An exception of the script keeps its traceback; if it came out of a link, the link's own error is
-printed after it, since DDP shows only a mangled part.
+printed after it, since DDP shows only a mangled part. Why a rank ended is left for the launcher to say.
 """
 
 from __future__ import annotations
@@ -15,12 +15,15 @@ import functools
 import json
 import os
 import runpy
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+
+from gradwire.cli.launcher import Report
 
 __all__ = ["ENVIRONMENT", "LinkSettings", "attach_everywhere", "main"]
 
@@ -76,7 +79,9 @@ def summary(links: Sequence[Any]) -> str:
     dense = sum(link.traffic().dense_bytes for link in links)
     spec, choice = repr(links[0].method), links[0].record()["choice"]
     if choice is not None:
-        spec = f"auto took {choice['chosen']} ({choice['reason']})" if choice["chosen"] else "auto had not chosen yet"
+        from gradwire.report.choice import choice_text
+
+        spec = choice_text(choice["chosen"], choice["reason"]) or spec
     if not sent:
         return f"gradwire: {spec}: no gradient was exchanged"
     return (
@@ -91,14 +96,49 @@ def run_script(script: str, arguments: Sequence[str], links: Sequence[Any]) -> N
     sys.path[0] = str(Path(script).resolve().parent)
     try:
         runpy.run_path(script, run_name="__main__")
-    except Exception:
+    except KeyboardInterrupt:
+        # The launcher says it, once.
+        _leave(130)
+    except Exception as error:
         traceback.print_exc()
         for link in links:
             if link.error is not None:
                 print(f"gradwire: {type(link.error).__name__}: {link.error}", file=sys.stderr)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)
+        report(links, error)
+        _leave(1)
+
+
+def report(links: Sequence[Any], error: Exception | None = None) -> None:
+    """Leave word for the launcher of how this rank ended."""
+    broken = next((link.error for link in links if link.error is not None), None)
+    message = None if error is None else next(iter(str(error).strip().splitlines()), "")
+    Report(
+        rank=int(os.environ.get("RANK", "0")),
+        round=links[-1].round if links else None,
+        kind=None if error is None else type(error).__name__,
+        message=message,
+        link=None if broken is None else str(broken),
+        remote=type(broken).__name__ == "ExchangeError" and "could not go on" in str(broken),
+    ).save()
+
+
+def _leave(code: int) -> NoReturn:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def report_when_ended(links: Sequence[Any]) -> None:
+    """Leave word also where torchrun ends this rank because another failed.
+
+    A rank that waits in an exchange hears of it when that breaks: the link says then which rank it missed, and where.
+    """
+
+    def ended(number: int, frame: object) -> None:
+        report(links)
+        _leave(128 + number)
+
+    signal.signal(signal.SIGTERM, ended)
 
 
 def main() -> None:
@@ -106,6 +146,7 @@ def main() -> None:
     settings = LinkSettings.from_json(os.environ[ENVIRONMENT])
     script, *arguments = sys.argv[1:]
     links = attach_everywhere(settings)
+    report_when_ended(links)
     try:
         run_script(script, arguments, links)
     finally:

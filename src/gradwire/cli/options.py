@@ -33,6 +33,8 @@ __all__ = [
     "Threads",
     "WarmupSteps",
     "Workers",
+    "check_figure",
+    "refuse_beside",
 ]
 
 METHOD_HELP = 'Method and its settings, such as terngrad or "TernGrad(clip=None)"; see: gradwire methods'
@@ -93,3 +95,43 @@ Overwrite = Annotated[bool, typer.Option(help="Replace a run folder that is ther
 LogEvery = Annotated[int, typer.Option(help="Steps between rows of metrics", rich_help_panel=OUTPUT)]
 AsJson = Annotated[bool, typer.Option("--json", help="Print a list of flat JSON objects", rich_help_panel=OUTPUT)]
 Debug = Annotated[bool, typer.Option(help="Show tracebacks and the workers' output", rich_help_panel=OUTPUT)]
+
+
+def refuse_beside(context: typer.Context, option: str, allowed: set[str]) -> None:
+    """Refuse what the user gave beside an option that settles the rest.
+
+    Args:
+        context: Of the command.
+        option: As the user wrote it.
+        allowed: The command's parameters that may go with it, the option's own among them.
+
+    Raises:
+        UsageError: naming all that were given.
+    """
+    from gradwire.experiments.errors import UsageError
+
+    given = [
+        parameter.opts[0] if parameter.param_type_name == "option" else str(context.params[parameter.name])
+        for parameter in context.command.params
+        if parameter.name is not None
+        and parameter.name not in allowed
+        and getattr(context.get_parameter_source(parameter.name), "name", "") == "COMMANDLINE"
+    ]
+    if given:
+        raise UsageError(f"{option} continues a run as it was begun: leave {', '.join(given)} out")
+
+
+def check_figure(path: Path | None) -> None:
+    """Refuse a figure that could not be written, before anything is computed for it.
+
+    Raises:
+        UsageError: another suffix than PNG's or SVG's, or no such folder.
+    """
+    from gradwire.experiments.errors import UsageError
+
+    if path is None:
+        return
+    if path.suffix.lower() not in (".png", ".svg"):
+        raise UsageError(f"--figure {path}: name a .png or .svg file")
+    if not path.parent.is_dir():
+        raise UsageError(f"--figure {path}: there is no folder {path.parent}")

@@ -12,11 +12,12 @@ from typing import Any
 import gradwire as gw
 from gradwire.bench.calibration import default_path, machine_of_rows, measure_machine
 from gradwire.bench.profile import profile_name, profile_script
+from gradwire.cli.options import check_figure
 from gradwire.cli.show import print_json, print_plan
 from gradwire.experiments.errors import UsageError
 from gradwire.lab import format_rate, parse_delay, parse_rate
 from gradwire.perf.forecast import Forecast, Setting, forecast, recommend
-from gradwire.perf.machine import Link, Machine
+from gradwire.perf.machine import DEFAULT, Link, Machine
 from gradwire.perf.profile import Profile
 
 __all__ = ["plan"]
@@ -49,21 +50,29 @@ def plan(
         UsageError: options that do not go together.
     """
     for spec in methods or ():
-        gw.method(spec)
+        if isinstance(gw.method(spec), gw.Auto):
+            raise UsageError(f"{spec} chooses among methods while it trains: name the methods to predict, one by one")
+    _check_calibration(calibration, calibrate)
+    check_figure(figure)
     latency_s = parse_delay(latency)
     links = {text: _link(text, latency_s) for text in bandwidths or BANDWIDTHS}
     counts = list(hosts or HOSTS)
     if min(counts) < 1 or ranks_per_host < 1 or min(counts) * ranks_per_host < 2:
         raise UsageError("one worker exchanges nothing: give --hosts 2 or more, or --gpus-per-host")
+    if figure is not None and (probe or len(set(counts)) < 2):
+        raise UsageError("a curve needs two numbers of workers: give --hosts more than once, or leave --figure out")
     if probe:
         if bandwidths or hosts:
             raise UsageError("--probe measures the group that runs: leave --hosts and --bandwidth out")
-        rank, found, world_size = _probed()
-        if rank:
+        answer = _probed(calibration, calibrate, cores)
+        if answer is None:
             return
-        per_host = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        counts, ranks_per_host, links = [max(1, world_size // per_host)], per_host, {_rate(found): found}
-    machine = _machine(calibration, calibrate)
+        machine, found, world_size = answer
+        ranks_per_host = found.ranks_per_host
+        counts, links = [-(-world_size // ranks_per_host)], {_rate(found): found}
+        print(f"gradwire: {_found(found, world_size)}", file=sys.stderr)
+    else:
+        machine = _machine(calibration, calibrate)
     known = _profile(profile, arguments, data)
     rows: list[dict[str, Any]] = []
     curves: list[tuple[str, Forecast]] = []
@@ -109,7 +118,9 @@ def _link(text: str, latency_s: float) -> Link:
 
 
 def _rate(link: Link) -> str:
-    return "measured " + format_rate(round(8 * (link.bandwidth_bytes_per_s or 0), -6))
+    if link.bandwidth_bytes_per_s is None:
+        return "measured unlimited"
+    return "measured " + format_rate(float(f"{8 * link.bandwidth_bytes_per_s:.3g}"))
 
 
 def _profile(name: str, arguments: Sequence[str], data: str | None) -> Profile:
@@ -118,6 +129,19 @@ def _profile(name: str, arguments: Sequence[str], data: str | None) -> Profile:
     if name.endswith(".json"):
         return Profile.read(Path(name))
     return profile_name(name, data)
+
+
+def _check_calibration(path: Path | None, anew: bool) -> None:
+    """Refuse to write over what is no calibration of ours, and to read what is not there."""
+    if path is None:
+        return
+    if anew and path.suffix != ".json":
+        raise UsageError(
+            f"--calibrate writes a calibration to {path}, which is not named .json: leave --calibrate out to fit the"
+            " costs to measured rows, or name a .json file"
+        )
+    if not anew and not path.is_file() and path.suffix == ".jsonl":
+        raise UsageError(f"calibration {path} does not exist: measure rows with gradwire bench step --out {path}")
 
 
 def _machine(path: Path | None, anew: bool) -> Machine:
@@ -130,14 +154,28 @@ def _machine(path: Path | None, anew: bool) -> Machine:
     return measure_machine(kept, lambda line: print(f"  {line}", file=sys.stderr, flush=True))
 
 
-def _probed() -> tuple[int, Link, int]:
-    """Measure the group that torchrun started; gives rank, link and world size."""
+def _probed(calibration: Path | None, calibrate: bool, cores: int | None) -> tuple[Machine, Link, int] | None:
+    """Measure the group that torchrun started; gives machine, link and world size, on rank 0 alone."""
     import torch.distributed as dist
 
     if "RANK" not in os.environ:
         raise UsageError("--probe measures a running group: start it with torchrun, on every machine")
     dist.init_process_group("gloo")
     try:
-        return dist.get_rank(), gw.probe(), dist.get_world_size()
+        # The others wait: what rank 0 calibrates decides what it takes off the measured times.
+        machine = _machine(calibration, calibrate) if dist.get_rank() == 0 else DEFAULT
+        link, world_size = gw.probe(machine=machine, cores=cores), dist.get_world_size()
+        return None if dist.get_rank() else (machine, link, world_size)
     finally:
         dist.destroy_process_group()
+
+
+def _found(link: Link, world_size: int) -> str:
+    if world_size <= link.ranks_per_host:
+        return (
+            f"all {world_size} workers are on one host: what was measured is its memory, not a link to another host;"
+            " start the command on every host, or give --hosts and --bandwidth"
+        )
+    if link.bandwidth_bytes_per_s is None:
+        return f"no link limited the probe; latency {link.latency_s * 1e3:.2g} ms"
+    return f"probed: {_rate(link)} between hosts, latency {link.latency_s * 1e3:.2g} ms"

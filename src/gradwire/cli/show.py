@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
 import time
@@ -15,16 +14,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Column, Table
 
 from gradwire.experiments.plan import Plan
+from gradwire.report.choice import choice_text
 from gradwire.report.verdict import bytes_text, percent, seconds_text
 
 __all__ = [
     "Progressing",
-    "method_rows",
     "print_json",
-    "print_methods",
     "print_plan",
     "print_runs",
     "print_steps",
+    "print_table",
     "print_verdicts",
 ]
 
@@ -120,7 +119,8 @@ def print_json(rows: Sequence[Mapping[str, Any]]) -> None:
     print(json.dumps([dict(row) for row in rows], indent=2))
 
 
-def _print(table: Table) -> None:
+def print_table(table: Table) -> None:
+    """Print a table, on a terminal as wide as that."""
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=160)
@@ -135,7 +135,7 @@ def _table(*columns: str) -> Table:
 
 
 def print_runs(rows: Sequence[Mapping[str, Any]], report: Path | None) -> None:
-    """Print one line a run, and where the report is."""
+    """Print one line a run, what "auto" took, and where the report is."""
     table = _table("method", "accuracy", "loss", "time/step", "training", "sent", "factor", "bits/element")
     for row in rows:
         table.add_row(
@@ -148,7 +148,11 @@ def print_runs(rows: Sequence[Mapping[str, Any]], report: Path | None) -> None:
             "-" if row["compression_factor"] is None else f"{row['compression_factor']:.2f}",
             "-" if row["bits_per_element"] is None else f"{row['bits_per_element']:.2f}",
         )
-    _print(table)
+    print_table(table)
+    for row in rows:
+        choice = choice_text(row["chosen_method"], row["choice_reason"])
+        if choice:
+            print(f"{row['label']}: {choice}")
     if report:
         print(f"report: {report}")
 
@@ -158,38 +162,6 @@ def print_verdicts(verdicts: Sequence[tuple[str, str]]) -> None:
     for label, text in verdicts:
         print(f"\n{label}: {text}")
     sys.stdout.flush()
-
-
-def method_rows(names: Sequence[str]) -> list[dict[str, Any]]:
-    """Give the declared properties of the named methods, or of all."""
-    import gradwire as gw
-
-    table = gw.methods()
-    chosen = names or list(table)
-    rows = []
-    for name in chosen:
-        known = type(gw.method(name)).name
-        if known not in table:
-            raise gw.HyperparameterError(f"{known} is not a method but chooses among methods: see gradwire methods")
-        row = dataclasses.asdict(table[known])
-        rows.append({key: list(value) if isinstance(value, tuple) else value for key, value in row.items()})
-    return rows
-
-
-def print_methods(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print one line a method, or all that is known of a single one."""
-    if len(rows) == 1:
-        for key, value in rows[0].items():
-            text = ", ".join(value) if isinstance(value, list) else "-" if value is None else str(value)
-            print(f"{key.replace('_', ' ') + ':':<13} {text}")
-        return
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("name", "bits/element", "unbiased", "bit-stable", "state", "summary"):
-        table.add_column(column)
-    for row in rows:
-        yes = ["yes" if row[field] else "no" for field in ("unbiased", "bit_stable")]
-        table.add_row(row["name"], f"{row['bits_per_element']:g}", *yes, row["state"], row["summary"])
-    _print(table)
 
 
 def print_steps(rows: Sequence[Mapping[str, Any]]) -> None:
@@ -208,12 +180,12 @@ def print_steps(rows: Sequence[Mapping[str, Any]]) -> None:
             "-" if sent is None else bytes_text(sent),
             "-" if speedup is None else f"{speedup:.2f} x",
         )
-    _print(table)
+    print_table(table)
 
 
 def print_plan(rows: Sequence[Mapping[str, Any]]) -> None:
     """Print one line a predicted step."""
-    table = _table("workers", "link", "method", "step", "80 %", "floor", "speed-up", "sent", "bounded by", "")
+    table = _table("workers", "link", "method", "step", "80 %", "floor", "speed-up", "sent", "bounded by", "", "")
     for row in rows:
         rate = row["bandwidth_bits_per_s"]
         table.add_row(
@@ -226,6 +198,9 @@ def print_plan(rows: Sequence[Mapping[str, Any]]) -> None:
             f"{row['speedup']:.2f} x",
             bytes_text(row["sent_bytes"]),
             row["bottleneck"],
+            "~" if row["extrapolated"] else "",
             "<- recommended" if row["recommended"] else "",
         )
-    _print(table)
+    print_table(table)
+    for why in dict.fromkeys(row["extrapolated"] for row in rows if row["extrapolated"]):
+        print(f"~ extrapolated, the interval may not hold: {why}")

@@ -73,6 +73,7 @@ class TernGrad(Compressor):
         summary="Ternary gradients, one scaler a parameter, exact integer sums",
         paper="Wen et al., TernGrad, NeurIPS 2017",
         unbiased=True,
+        unbiased_note="for the clipped gradient",
         bit_stable=True,
         bits_per_element=2.4,
         omega="(sqrt(d) - 1) / 2 with its own scaler and clip=None",

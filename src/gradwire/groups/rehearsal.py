@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import TypeVar
@@ -45,7 +46,8 @@ def rehearse(
 ) -> tuple[list[Stage], list[list[Stage]]]:
     """Run a plan without a group, its replies made of its own payloads, and time what lies between operations.
 
-    Control flow never depends on values, so the operations are those of a real group, byte for byte.
+    It runs with one torch thread, as a worker does: with more, a cast waits for the pool. Control flow never depends on
+    values, so the operations are those of a real group, byte for byte.
 
     Args:
         plan: Made with kernels that compute.
@@ -56,19 +58,30 @@ def rehearse(
         Stages of the whole bucket's preparation, and those of each chunk; medians over repetitions.
     """
     spaces = [Workspace() for _ in range(plan.chunks + 1)]
-    work = flat.clone()
     runs = []
-    for repeat in range(repeats + 1):
-        work.copy_(flat)
-        context = Context(0, world_size, repeat, workspace=spaces[-1])
-        prepared, first = _timed(plan.prepare(context, work), world_size)
-        parts = []
-        for chunk in range(plan.chunks):
-            own = replace(context, chunk=chunk, workspace=spaces[chunk])
-            parts.append(_timed(plan.run(own, work, prepared), world_size)[1])
-        runs.append([first, *parts])
+    with _one_thread():
+        work = flat.clone()
+        for repeat in range(repeats + 1):
+            work.copy_(flat)
+            context = Context(0, world_size, repeat, workspace=spaces[-1])
+            prepared, first = _timed(plan.prepare(context, work), world_size)
+            parts = []
+            for chunk in range(plan.chunks):
+                own = replace(context, chunk=chunk, workspace=spaces[chunk])
+                parts.append(_timed(plan.run(own, work, prepared), world_size)[1])
+            runs.append([first, *parts])
     first, *parts = [[_middle(stages) for stages in zip(*same)] for same in zip(*runs[1:])]
     return first, parts
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _middle(stages: Sequence[Stage]) -> Stage:

@@ -93,11 +93,15 @@ def dense_bytes(elements: int, world_size: int) -> int:
 
 
 class Meter:
-    """Running counts of one rank. Each lane has its own, so none needs a lock."""
+    """Running counts of one rank. Each lane has its own, so none needs a lock.
+
+    Of the sent bytes, ``ring_bytes`` went to one neighbour, the others to all ranks alike.
+    """
 
     def __init__(self) -> None:
         self.sent_bytes = 0
         self.received_bytes = 0
+        self.ring_bytes = 0
         self.encode_s = 0.0
         self.wire_s = 0.0
         self.decode_s = 0.0
@@ -107,3 +111,5 @@ class Meter:
         sent, received = op_bytes(op, world_size)
         self.sent_bytes += sent
         self.received_bytes += received
+        if isinstance(op, Reduce) and not gathers(op):
+            self.ring_bytes += sent

@@ -87,4 +87,12 @@ def calibrate(
     found = least_squares(errors, first, bounds=(low, high), loss="soft_l1", f_scale=0.1, diff_step=1e-2, max_nfev=60)
     fitted = machine(found.x)
     spread = float(np.sqrt(np.mean(np.square([log_error(o, fitted) for o in observations]))))
-    return replace(fitted, residual=spread, source=source)
+    rates = [o.link.bandwidth_bytes_per_s for o in observations if o.link.bandwidth_bytes_per_s is not None]
+    return replace(
+        fitted,
+        residual=spread,
+        source=source,
+        most_workers=max(o.exchange.world_size for o in observations),
+        slowest_bytes_per_s=min(rates, default=None),
+        fastest_bytes_per_s=max(rates, default=None),
+    )

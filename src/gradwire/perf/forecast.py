@@ -55,7 +55,11 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """A predicted step; ``low_s`` to ``high_s`` holds 80 % of measured steps, by the calibration's residuals."""
+    """A predicted step.
+
+    ``low_s`` to ``high_s`` holds 80 % of measured steps, by the calibration's residuals; ``extrapolated`` says why it
+    may not, where the setting lies far outside of the calibration.
+    """
 
     method: str
     world_size: int
@@ -67,6 +71,7 @@ class Forecast:
     sent_bytes: int
     bottleneck: str
     worker_steps_per_s: float
+    extrapolated: str | None = None
 
 
 def forecast(
@@ -116,6 +121,7 @@ def forecast(
                 sent_bytes=exchange.sent_bytes,
                 bottleneck=steps.bottleneck,
                 worker_steps_per_s=n / steps.step_s,
+                extrapolated=machine.beyond(n, link),
             )
         )
     return found, refused

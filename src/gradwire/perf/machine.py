@@ -12,6 +12,10 @@ from gradwire.errors import HyperparameterError
 __all__ = ["DEFAULT", "Link", "Machine"]
 
 
+FAR = 2.0
+"""A prediction is extrapolated where it lies this many times outside of what was calibrated."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Link:
     """A rank's connection to the others.
@@ -53,6 +57,8 @@ class Machine:
         contention: Factor on all work beside the timeline, which was measured with all ranks running.
         residual: Standard deviation of log(measured / predicted) in the calibration.
         source: Where the numbers come from.
+        most_workers: Of the steps that they were fitted to; None where that is not known.
+        slowest_bytes_per_s, fastest_bytes_per_s: Of the limited links among them; None where there was none.
     """
 
     ring_efficiency: float = 0.9
@@ -66,6 +72,25 @@ class Machine:
     contention: float = 1.5
     residual: float = 0.25
     source: str = "not calibrated"
+    most_workers: int | None = None
+    slowest_bytes_per_s: float | None = None
+    fastest_bytes_per_s: float | None = None
+
+    def beyond(self, workers: int, link: Link) -> str | None:
+        """Say in which respect a prediction lies far outside of the steps that were fitted; None where it does not."""
+        if self.most_workers is None:
+            return None
+        if workers > FAR * self.most_workers:
+            return f"more workers than calibrated (at most {self.most_workers})"
+        rate = link.bandwidth_bytes_per_s
+        if rate is None or workers <= link.ranks_per_host:
+            return None
+        if self.slowest_bytes_per_s is None or self.fastest_bytes_per_s is None:
+            return "no limited link was calibrated"
+        if not self.slowest_bytes_per_s / FAR <= rate <= FAR * self.fastest_bytes_per_s:
+            low, high = 8e-6 * self.slowest_bytes_per_s, 8e-6 * self.fastest_bytes_per_s
+            return f"a link far from those calibrated ({low:g} to {high:g} Mbit/s)"
+        return None
 
     def to_json(self) -> dict[str, Any]:
         """Give the numbers as JSON values."""
@@ -86,11 +111,23 @@ class Machine:
         known = {f.name for f in fields(cls)}
         try:
             found = json.loads(path.read_text())
+            missing = [k for k in COSTS if k not in found]
+            wrong = [k for k in COSTS if k in found and not _is_cost(found[k])]
+            if missing or wrong:
+                raise ValueError(f"it lacks {', '.join(missing)}" if missing else f"{wrong[0]} is {found[wrong[0]]!r}")
             return cls(**{k: v for k, v in found.items() if k in known})
         except (OSError, ValueError, TypeError, AttributeError) as error:
             raise HyperparameterError(
                 f"{path} holds no calibration ({error}): make one with gradwire plan --calibrate"
             ) from None
+
+
+COSTS = tuple(f.name for f in fields(Machine) if f.type == "float")
+"""What a calibration must hold."""
+
+
+def _is_cost(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0
 
 
 DEFAULT = Machine()

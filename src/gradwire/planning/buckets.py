@@ -11,7 +11,7 @@ import torch
 from gradwire import catalogue
 from gradwire.algorithms import Plan, make_plan
 from gradwire.compressors import Cast
-from gradwire.groups import dry_run
+from gradwire.groups import Meter, dry_run
 from gradwire.kernels import Kernels, get_kernels
 from gradwire.methods import Method, require
 from gradwire.planning.options import Options, dense_names
@@ -28,6 +28,10 @@ class Planner:
         parameters: All of them, by name.
         world_size: Ranks that take part.
         options: Checked here against the method and the names.
+
+    Raises:
+        HyperparameterError: the method is one that chooses among others, or a pattern matches no name.
+        IncompatibleError: the method cannot travel as the options ask.
     """
 
     def __init__(
@@ -39,6 +43,7 @@ class Planner:
         self._kernels: Kernels | None = None
         self.chosen: dict[str, int] = {}
         self._collectives = options.collectives(method)
+        require(bool(self._collectives), method.name, "it chooses among methods and has no plan of its own: name one")
         self._plans: dict[tuple[tuple[str, ...], bool], Plan] = {}
         self._last_used: dict[tuple[tuple[str, ...], bool], int] = {}
         self._laid_out: dict[tuple[str, ...], list[Segment]] = {}
@@ -100,21 +105,25 @@ class Planner:
 
     def sent_bytes(self, names: Sequence[str]) -> int:
         """Count the bytes that one rank sends for a bucket, without data or kernels."""
+        return self.counted(names).sent_bytes
+
+    def counted(self, names: Sequence[str]) -> Meter:
+        """Count what one rank sends for a bucket, without data or kernels."""
         order = tuple(self.step_order()) if self.method.whole_step else tuple(names)
-        return min(self._costs(order, warm_up=False).values())
+        return min(self._costs(order, warm_up=False).values(), key=lambda meter: meter.sent_bytes)
 
     def _make(self, names: tuple[str, ...], warm_up: bool) -> Plan:
         best = self._collectives[0]
         if len(self._collectives) > 1:
             costs = self._costs(names, warm_up)
-            best = min(costs, key=lambda c: costs[c])
+            best = min(costs, key=lambda c: costs[c].sent_bytes)
         self.chosen[best] = self.chosen.get(best, 0) + 1
         return self._build(names, warm_up, best, get_kernels("meta") if isinstance(self.method, Cast) else self.kernels)
 
-    def _costs(self, names: tuple[str, ...], warm_up: bool) -> dict[str, int]:
+    def _costs(self, names: tuple[str, ...], warm_up: bool) -> dict[str, Meter]:
         numel, meta = sum(self.parameters[name].numel for name in names), get_kernels("meta")
         plans = {c: self._build(names, warm_up, c, meta) for c in self._collectives}
-        return {c: dry_run(plan, numel, self.world_size).sent_bytes for c, plan in plans.items()}
+        return {c: dry_run(plan, numel, self.world_size) for c, plan in plans.items()}
 
     def _build(self, names: tuple[str, ...], warm_up: bool, collective: str, kernels: Kernels) -> Plan:
         segments = self.segments(names)

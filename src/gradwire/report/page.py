@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from gradwire.errors import BackendError
+from gradwire.report.choice import choice_details, choice_text
 from gradwire.report.load import ReportError, Run, load_runs
 from gradwire.report.summary import Summary, summarize
 from gradwire.report.verdict import bytes_text, percent, seconds_text, verdicts
@@ -26,6 +27,8 @@ def write_report(folders: Iterable[Path], output: Path) -> Path:
         ReportError: a run folder is corrupt, or the page cannot be written.
         BackendError: jinja2 or matplotlib is missing.
     """
+    if output.is_dir():
+        raise ReportError(f"{output} is a folder: name the page, such as {output / 'report.html'}")
     page = render(load_runs(folders))
     temporary = output.with_name(output.name + ".tmp")
     try:
@@ -52,7 +55,7 @@ def render(runs: Sequence[Run]) -> str:
     return template.render(
         title=f"gradwire: {', '.join(tasks)}",
         subtitle=_subtitle(runs),
-        notes=[f"{run.label}: {note}." for run in runs for note in run.notes],
+        notes=[f"{run.label}: {note}." for run in runs for note in (*run.notes, *_chosen(run))],
         table=[_table_row(run, summarize(run)) for run in runs],
         verdicts=verdicts(runs),
         figure=markupsafe.Markup(progress_figure(runs)),
@@ -68,6 +71,12 @@ def _subtitle(runs: Sequence[Run]) -> str:
     kinds = {bool(run.config["simulated"]) for run in runs}
     kind = "simulated workers" if kinds == {True} else "workers" if kinds == {False} else "real and simulated workers"
     return f"{' and '.join(map(str, workers))} {kind}, begun {started.replace('T', ' ')}"
+
+
+def _chosen(run: Run) -> list[str]:
+    numbers = summarize(run)
+    text = choice_text(numbers.chosen_method, numbers.choice_reason)
+    return [] if text is None else [text]
 
 
 def _percentile_note(runs: Sequence[Run]) -> str:
@@ -118,7 +127,10 @@ def _facts(runs: Sequence[Run]) -> list[tuple[str, str]]:
     if any(run.config.get("lab") for run in runs):
         add("emulated cluster", [str(run.config.get("lab") or NONE) for run in runs])
         add("interfaces counted", [_interfaces(run.config.get("interfaces")) for run in runs])
-    add("link", [_pairs(run.config.get("link") or {}) for run in runs])
+    links = [run.config.get("link") or {} for run in runs]
+    add("link", [_pairs({k: v for k, v in link.items() if k != "choice"}) for link in links])
+    if any(link.get("choice") for link in links):
+        add("choice", [choice_details(link["choice"]) if link.get("choice") else NONE for link in links])
     add("method", [str(run.config["method"]) for run in runs])
     add("run folder", [str(run.path) for run in runs])
     return facts

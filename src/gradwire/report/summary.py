@@ -19,6 +19,8 @@ class Summary:
     """Numbers of one run. Bytes are rank 0's; times leave out evaluation, checkpoints and start-up.
 
     ``final_*`` is the last evaluation, ``best_*`` the best; both None for a run that ended before its first.
+    ``chosen_method`` is what ``auto`` took, ``choice_reason`` why: both None where there was nothing to choose, the
+    method alone where the trial did not end.
     """
 
     run: str
@@ -42,6 +44,8 @@ class Summary:
     dense_bytes: int
     compression_factor: float | None
     bits_per_element: float | None
+    chosen_method: str | None
+    choice_reason: str | None
 
     def flat(self) -> dict[str, Any]:
         """Give the fields as JSON values."""
@@ -63,6 +67,7 @@ def summarize(run: Run) -> Summary:
     best = max(evaluations, key=lambda row: row["accuracy"], default=None)
     times_s = [row["step_time_s"] for row in run.of("train")]
     sent, dense = last["sent_bytes"], last["dense_bytes"]
+    choice = (run.config.get("link") or {}).get("choice") or {}
     return Summary(
         run=str(run.path),
         label=run.label,
@@ -85,6 +90,8 @@ def summarize(run: Run) -> Summary:
         dense_bytes=dense,
         compression_factor=dense / sent if sent else None,
         bits_per_element=32.0 * sent / dense if dense else None,
+        chosen_method=choice.get("chosen"),
+        choice_reason=choice.get("reason"),
     )
 
 

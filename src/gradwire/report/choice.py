@@ -1,0 +1,30 @@
+"""What ``auto`` chose, for people."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+__all__ = ["choice_details", "choice_text"]
+
+
+def choice_text(chosen: str | None, reason: str | None) -> str | None:
+    """Say in one line what was chosen; None where there was nothing to choose.
+
+    Example:
+        >>> choice_text("bf16", "the fastest of 3 in 4 turns of 3 steps")
+        'auto took bf16 (the fastest of 3 in 4 turns of 3 steps)'
+    """
+    if chosen is not None:
+        return f"auto took {chosen} ({reason})"
+    return None if reason is None else "auto had not chosen yet: its trial takes more steps than these"
+
+
+def choice_details(choice: Mapping[str, Any]) -> str:
+    """Say what was chosen, what each candidate's step took, and what was not tried, in one line."""
+    parts = [choice_text(choice.get("chosen"), choice.get("reason")) or "nothing was chosen"]
+    steps = [f"{spec} {step_s * 1e3:.3g} ms" for spec, step_s in (choice.get("step_s") or {}).items()]
+    if steps:
+        parts.append(f"a step took {', '.join(steps)}")
+    parts += [f"{spec} was {why}" for spec, why in (choice.get("left_out") or {}).items()]
+    return "; ".join(parts)
