@@ -45,6 +45,7 @@ ALLOWED = {
     "report": {"errors", "version"},
     "experiments": LEAVES | {"__init__", "report", "processes", "lab"},
     "bench": LEAVES | {"__init__", "experiments", "processes", "lab", "perf", "planning", "kernels"},
+    "__main__": {"cli"},
     "cli": {"__init__", "errors", "experiments", "report", "version", "lab", "bench", "perf"},
 }
 FENCED = {

@@ -25,7 +25,7 @@ def test_every_command_has_help_with_an_example(command: str) -> None:
     result = call(*command.split(), "--help")
     assert result.exit_code == 0
     text = " ".join(result.output.replace("│", " ").split())
-    assert f"Example: gradwire {command}" in text or f"Example: sudo gradwire {command}" in text
+    assert f"Example: gradwire {command}" in text or f'Example: sudo env "PATH=$PATH" gradwire {command}' in text
 
 
 @pytest.mark.parametrize(
@@ -50,6 +50,22 @@ def test_bad_usage_is_one_line_and_exit_code_2(words: list[str], message: str, t
     (line,) = [line for line in result.stderr.splitlines() if line.startswith("gradwire:")]
     assert message in line
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--host", "1=5mbit", "--host", "1=6mbit"], "host1 is given twice"),
+        (["--bandwidth", "100mbit,groups=2"], "one value is needed"),
+        (["--host", "1=5mbit,groups=2"], "one value is needed"),
+        (["--bandwidth", "99999gbit"], "8kbit to 600gbit"),
+    ],
+)
+def test_a_lab_that_means_two_things_is_refused(words: list[str], message: str) -> None:
+    result = call("lab", *words, "--", "true")
+    assert result.exit_code == 2
+    (line,) = result.stderr.splitlines()
+    assert message in line
 
 
 def test_without_root_the_remedy_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

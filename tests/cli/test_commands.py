@@ -48,6 +48,7 @@ def test_every_command_has_help_with_an_example(command: str) -> None:
         (["train", "digits", "--workers", "1"], "use at least 2 workers"),
         (["train", "digits", "--workers", "5"], "--batch 65"),
         (["train", "digits", "--workers", "640", "--batch", "640"], "more than this machine can start"),
+        (["train", "digits", "--lab", ""], "an empty lab"),
         (["train", "digits", "--optimizer", "sdg"], "did you mean sgd"),
         (["train", "digits", "--lr", "-1"], "must be a positive number"),
         (["train", "digits", "--exclude", "nothing.*"], "matches no parameter"),
@@ -108,6 +109,11 @@ def test_train_report_and_resume_print_rows_that_fit_the_schema(tmp_path: Path) 
         assert rows[0]["steps"] == steps
         assert rows[0]["label"] == "terngrad"
     assert (tmp_path / "page.html").exists()
+    config = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps({**config, "gradwire_run": 9}))
+    newer = call("train", "--resume", out)
+    assert (newer.exit_code, "no run's record of this version" in newer.stderr) == (1, True)
+    (out / "config.json").write_text(json.dumps(config))
     assert call("train", "digits", *SIMULATED, "--out", out).exit_code == 2
     assert call("train", "digits", *SIMULATED, "--out", out, "--overwrite").exit_code == 0
 
@@ -187,6 +193,13 @@ def test_the_readme_says_of_bias_what_the_table_says() -> None:
     said = {row[1].strip(" `"): row[3].strip() for row in (line.split("|") for line in lines) if len(row) == 7}
     for row in method_rows([]):
         assert said[row["name"]] == unbiased_text(row)
+
+
+def test_the_package_itself_is_the_command_line() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "gradwire", "methods", "fp32"], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, "float32" in done.stdout.lower()) == (0, True), done.stderr
 
 
 def test_help_is_quick_to_import_and_missing_libraries_are_one_line() -> None:

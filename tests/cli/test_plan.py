@@ -55,7 +55,7 @@ def test_plan_says_what_to_do_and_draws_a_curve(calibration: Path, tmp_path: Pat
     words = ["plan", "--profile", "lenet", "--hosts", 2, "--hosts", 64, "--gpus-per-host", 4, "--bandwidth", "10mbit"]
     result = call(*words, "--calibration", calibration, "--figure", figure)
     assert result.exit_code == 0, result.output
-    assert "64 x 4 workers, 10mbit: use " in result.output
+    assert "64 x 4 workers, 10 Mbit/s: use " in result.output
     assert "bounded by" in result.output
     assert figure.read_bytes().startswith(b"\x89PNG")
 
@@ -78,6 +78,10 @@ def test_plan_says_what_to_do_and_draws_a_curve(calibration: Path, tmp_path: Pat
         (["--hosts", "2", "--hosts", "4", "--figure", "no_such/curve.png"], "there is no folder no_such"),
         (["--hosts", "2", "--hosts", "4", "--figure", "curve.xyz"], "name a .png or .svg file"),
         (["--hosts", "2", "--figure", "curve.png"], "a curve needs two numbers of workers"),
+        (["--cores", "0"], "--cores 0: at least 1"),
+        (["--cores", "-1"], "--cores -1: at least 1"),
+        (["digits"], "give --profile digits"),
+        (["--bandwidth", "99999gbit"], "8kbit to 600gbit"),
         (["--method", "auto"], "auto chooses among methods"),
         (["--method", "Auto(turns=2)"], "name the methods"),
     ],
@@ -141,5 +145,7 @@ def test_bench_kernels_prints_rows_that_fit_the_schema() -> None:
     assert result.exit_code == 0, result.output
     rows = json.loads(result.stdout)
     fits(rows, schema("bench_kernels"))
+    for row in rows:
+        assert 0 < row["ratio_p20"] <= row["ratio_to_memcpy"] <= row["ratio_p80"]
     assert {"moments", "encode", "sum of 4", "decode base 9"} <= {row["kernel"] for row in rows}
     assert call("bench", "kernels", "--repetitions", 1).exit_code == 2

@@ -213,6 +213,7 @@ def test_a_cast_is_advised_before_a_lossy_method_that_hardly_beats_it() -> None:
     assert recommend([made(NOTHING, 1.0), made("bf16", 0.6), made("terngrad", 0.58)])[0] == "bf16"
     assert recommend([made(NOTHING, 1.0), made("bf16", 0.6), made("terngrad", 0.5)])[0] == "terngrad"
     assert recommend([made(NOTHING, 1.0), made("bf16", 0.97), made("terngrad", 0.98)])[0] == NOTHING
+    assert recommend([made(NOTHING, 4.0), made("bf16", 1.954)])[1].startswith("use bf16: 1.95 s a step instead of 4 s")
     assert "overlap" in recommend([made(NOTHING, 1.0), made("bf16", 0.9)])[1]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import subprocess
@@ -11,9 +12,12 @@ from pathlib import Path
 
 import pytest
 from fake_runs import write_run
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 
 from gradwire.report import ReportError, load_runs, summarize, write_report
-from gradwire.report.verdict import bytes_text, seconds_text, verdict, verdicts
+from gradwire.report.figures import scale_bytes
+from gradwire.report.verdict import bytes_text, rate_text, seconds_text, verdict, verdicts
 
 TERNGRAD = "TernGrad(clip=2.5)"
 
@@ -162,6 +166,10 @@ def test_corrupt_folders_are_refused_with_file_and_line(tmp_path: Path) -> None:
     metrics.unlink()
     with pytest.raises(ReportError, match="has the run begun"):
         load_runs([folder])
+    metrics.write_text(whole)
+    config.write_text(json.dumps({**json.loads(config.read_text()), "gradwire_run": 9}))
+    with pytest.raises(ReportError, match="another version of gradwire"):
+        load_runs([folder])
     config.write_text('{"method": "x"}')
     with pytest.raises(ReportError, match="lacks task"):
         load_runs([folder])
@@ -188,6 +196,32 @@ def test_a_comparison_stands_for_its_runs_in_the_order_they_began(tmp_path: Path
 def test_units() -> None:
     assert [bytes_text(count) for count in (12, 1234, 12_438_000, 2.5e9)] == ["12 B", "1.23 kB", "12.4 MB", "2.5 GB"]
     assert [seconds_text(s) for s in (0.00123, 0.5, 1.5, 600)] == ["1.23 ms", "500 ms", "1.5 s", "10 min"]
+    rates = [rate_text(rate) for rate in (None, 2.5e9, 1e8, 8e3, 10.0)]
+    assert rates == ["unlimited", "2.5 Gbit/s", "100 Mbit/s", "8 kbit/s", "10 bit/s"]
+
+
+@pytest.mark.parametrize(("low", "high"), [(3.1, 3.9), (0.9, 4.2), (1, 60), (0.3, 90), (0.02, 800), (1e-3, 5e4)])
+def test_the_numbers_of_the_axis_of_bytes_stand_clear_of_each_other(low: float, high: float) -> None:
+    figure = Figure(figsize=(7.4, 2.75), layout="constrained")
+    axes = figure.subplots(1, 2)[0]
+    axes.plot([low, high], [0, 1])
+    scale_bytes(axes)
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    left, right = sorted(axes.get_xlim())
+    ticks = [
+        tick
+        for minor in (False, True)
+        for tick in zip(axes.xaxis.get_ticklocs(minor=minor), axes.xaxis.get_ticklabels(minor=minor))
+    ]
+    boxes = sorted(
+        (box.x0, box.x1)
+        for value, label in ticks
+        if left <= value <= right and label.get_text()
+        for box in [label.get_window_extent()]
+    )
+    assert len(boxes) >= 2
+    assert all(before[1] < after[0] for before, after in itertools.pairwise(boxes))
 
 
 def test_a_page_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ def step(
 
     Resumes where it was stopped. Fails if the interfaces' bytes differ by more than 5 % from the library's.
 
-    Example: [cyan]sudo gradwire bench step --model mlp --hosts 4 --bandwidth 100mbit[/cyan]
+    Example: [cyan]sudo env "PATH=$PATH" gradwire bench step --model mlp --hosts 4 --bandwidth 100mbit[/cyan]
     """
     with handled(debug):
         from gradwire.cli import bench_commands

@@ -35,14 +35,18 @@ def lab(
     Each host is a network namespace on a bridge, with its link limited both ways. The command finds RANK, WORLD_SIZE,
     MASTER_ADDR, MASTER_PORT and Gloo's interface set as torchrun would set them.
 
-    Example: [cyan]sudo gradwire lab --hosts 4 --bandwidth 100mbit -- python train.py[/cyan]
+    Example: [cyan]sudo env "PATH=$PATH" gradwire lab --hosts 4 --bandwidth 100mbit -- python train.py[/cyan]
     """
     with handled(debug):
+        from gradwire.errors import HyperparameterError
         from gradwire.lab import Topology, open_network, run_command
 
         parts = [f"hosts={hosts}", f"bandwidth={bandwidth}", f"groups={groups}"]
         given = {"asymmetric": asymmetric, "between": between, "delay": delay}
         parts += [f"{key}={value}" for key, value in given.items() if value is not None]
         parts += [f"host{item}" for item in host or []]
+        for part in parts:
+            if "," in part:
+                raise HyperparameterError(f"{part!r}: one value is needed; give each setting by an option of its own")
         with open_network(Topology.parse(",".join(parts))) as network:
             run_command(network, command)

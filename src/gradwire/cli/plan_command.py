@@ -15,10 +15,11 @@ from gradwire.bench.profile import profile_name, profile_script
 from gradwire.cli.options import check_figure
 from gradwire.cli.show import print_json, print_plan
 from gradwire.experiments.errors import UsageError
-from gradwire.lab import format_rate, parse_delay, parse_rate
+from gradwire.lab import parse_delay, parse_rate
 from gradwire.perf.forecast import Forecast, Setting, forecast, recommend
 from gradwire.perf.machine import DEFAULT, Link, Machine
 from gradwire.perf.profile import Profile
+from gradwire.report.verdict import rate_text, seconds_text
 
 __all__ = ["plan"]
 
@@ -53,9 +54,16 @@ def plan(
         if isinstance(gw.method(spec), gw.Auto):
             raise UsageError(f"{spec} chooses among methods while it trains: name the methods to predict, one by one")
     _check_calibration(calibration, calibrate)
+    if arguments and not profile.endswith(".py"):
+        raise UsageError(
+            f"{' '.join(arguments)}: words of their own are a script's arguments; to profile a task or a model, give"
+            f" --profile {arguments[0]}"
+        )
+    if cores is not None and cores < 1:
+        raise UsageError(f"--cores {cores}: at least 1 is needed; leave it out where no worker waits for a core")
     check_figure(figure)
     latency_s = parse_delay(latency)
-    links = {text: _link(text, latency_s) for text in bandwidths or BANDWIDTHS}
+    links = {_rate(link): link for link in (_link(text, latency_s) for text in bandwidths or BANDWIDTHS)}
     counts = list(hosts or HOSTS)
     if min(counts) < 1 or ranks_per_host < 1 or min(counts) * ranks_per_host < 2:
         raise UsageError("one worker exchanges nothing: give --hosts 2 or more, or --gpus-per-host")
@@ -69,7 +77,7 @@ def plan(
             return
         machine, found, world_size = answer
         ranks_per_host = found.ranks_per_host
-        counts, links = [-(-world_size // ranks_per_host)], {_rate(found): found}
+        counts, links = [-(-world_size // ranks_per_host)], {f"measured {_rate(found)}": found}
         print(f"gradwire: {_found(found, world_size)}", file=sys.stderr)
     else:
         machine = _machine(calibration, calibrate)
@@ -100,7 +108,7 @@ def plan(
     if as_json:
         print_json(rows)
     else:
-        print(f"{known.source}: {known.numel / 1e6:.2f} M parameters, {known.timeline.compute_s * 1e3:.3g} ms a step "
+        print(f"{known.source}: {known.numel / 1e6:.2f} M parameters, {seconds_text(known.timeline.compute_s)} a step "
               f"alone; collectives: {machine.source}")  # fmt: skip
         print_plan(rows)
         for place, reason in advice:
@@ -118,9 +126,8 @@ def _link(text: str, latency_s: float) -> Link:
 
 
 def _rate(link: Link) -> str:
-    if link.bandwidth_bytes_per_s is None:
-        return "measured unlimited"
-    return "measured " + format_rate(float(f"{8 * link.bandwidth_bytes_per_s:.3g}"))
+    rate = link.bandwidth_bytes_per_s
+    return rate_text(None if rate is None else float(f"{8 * rate:.4g}"))
 
 
 def _profile(name: str, arguments: Sequence[str], data: str | None) -> Profile:

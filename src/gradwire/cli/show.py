@@ -15,7 +15,7 @@ from rich.table import Column, Table
 
 from gradwire.experiments.plan import Plan
 from gradwire.report.choice import choice_text
-from gradwire.report.verdict import bytes_text, percent, seconds_text
+from gradwire.report.verdict import bytes_text, percent, rate_text, seconds_text
 
 __all__ = [
     "Progressing",
@@ -190,7 +190,7 @@ def print_plan(rows: Sequence[Mapping[str, Any]]) -> None:
         rate = row["bandwidth_bits_per_s"]
         table.add_row(
             f"{row['hosts']} x {row['ranks_per_host']}",
-            "unlimited" if rate is None else f"{rate / 1e6:g} Mbit/s",
+            rate_text(rate and float(f"{rate:.4g}")),
             row["method"],
             seconds_text(row["step_s"]),
             f"{seconds_text(row['low_s'])}-{seconds_text(row['high_s'])}",

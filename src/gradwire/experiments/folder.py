@@ -20,7 +20,7 @@ import torch
 
 from gradwire.experiments.errors import RunError, UsageError
 
-__all__ = ["ROW_FIELDS", "RunFolder", "checkpoint_steps"]
+__all__ = ["RECORD", "ROW_FIELDS", "RunFolder", "checkpoint_steps"]
 
 ROW_FIELDS = (
     "step",
@@ -35,6 +35,8 @@ ROW_FIELDS = (
     "bits_per_element",
 )
 TEMPORARY = ".tmp"
+RECORD = 1
+"""Version of ``config.json``, under "gradwire_run"."""
 
 
 @contextlib.contextmanager
@@ -114,6 +116,8 @@ class RunFolder:
             raise RunError(f"{self.path} is not a run folder: it holds no config.json") from None
         except (OSError, ValueError) as error:
             raise RunError(f"{path} cannot be read: {error}") from error
+        if not isinstance(config, dict) or config.get("gradwire_run", RECORD) != RECORD:
+            raise RunError(f"{path} is no run's record of this version of gradwire: use the version that wrote it")
         return config
 
     def append_row(self, row: Mapping[str, Any]) -> None:

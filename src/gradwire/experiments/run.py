@@ -17,7 +17,7 @@ import gradwire as gw
 from gradwire.errors import BackendError
 from gradwire.experiments.engine import build_model
 from gradwire.experiments.errors import RunError, UsageError
-from gradwire.experiments.folder import RunFolder, checkpoint_steps, write_durably
+from gradwire.experiments.folder import RECORD, RunFolder, checkpoint_steps, write_durably
 from gradwire.experiments.launch import run_workers
 from gradwire.experiments.machine import check_workers, hardware, versions
 from gradwire.experiments.plan import Plan
@@ -76,7 +76,7 @@ def check_link(plan: Plan) -> None:
 def config_of(plan: Plan) -> dict[str, Any]:
     """Give the run record as far as it is known before the link is built."""
     return {
-        "gradwire_run": 1,
+        "gradwire_run": RECORD,
         "method": repr(gw.method(plan.method)),
         "name": plan.method,
         "task": plan.task.name,

@@ -12,6 +12,9 @@ __all__ = ["Rate", "format_rate", "parse_rate"]
 Rate = float | None
 """Bits per second; None is not limited."""
 
+LEAST, MOST = 8e3, 6e11
+"""What a token bucket can do: above, 50 ms of the rate are more bytes than ``tc`` can count."""
+
 _UNITS = {"bit": Decimal(1), "kbit": Decimal(10**3), "mbit": Decimal(10**6), "gbit": Decimal(10**9)}
 # Decimal shifts the point exactly, so that what is written reads back as the same float.
 _PATTERN = re.compile(r"(\d+(?:\.\d+)?)(bit|kbit|mbit|gbit)")
@@ -25,16 +28,17 @@ def parse_rate(text: str) -> Rate:
         (100000000.0, None)
 
     Raises:
-        HyperparameterError: it is not a number with one of the units bit, kbit, mbit, gbit, or below 8 kbit/s.
+        HyperparameterError: it is not a number with one of the units bit, kbit, mbit, gbit, or below 8 kbit/s, or above
+            600 Gbit/s.
     """
     if text == "unlimited":
         return None
     found = _PATTERN.fullmatch(text.strip().lower())
     rate = float(Decimal(found[1]) * _UNITS[found[2]]) if found else 0.0
-    if rate < 8000:
+    if not LEAST <= rate <= MOST:
         raise HyperparameterError(
-            f"bandwidth {text!r}: a number with bit, kbit, mbit or gbit is needed, such as 100mbit (per second, at"
-            " least 8kbit), or unlimited"
+            f"bandwidth {text!r}: a number with bit, kbit, mbit or gbit is needed, such as 100mbit (per second, from"
+            " 8kbit to 600gbit), or unlimited"
         )
     return rate
 

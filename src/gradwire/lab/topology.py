@@ -81,10 +81,13 @@ class Topology:
         or ``host2=10mbit:100mbit`` (sends:receives) for a host of its own.
 
         Raises:
-            HyperparameterError: an unknown key or a wrong value.
+            HyperparameterError: nothing, an unknown key, one given twice, or a wrong value.
         """
+        if not text.strip(" ,"):
+            raise HyperparameterError("an empty lab: name at least hosts=N, such as hosts=4,bandwidth=100mbit")
         fields: dict[str, Any] = {}
         overrides: dict[int, tuple[Rate, Rate]] = {}
+        seen: set[str] = set()
         for part in filter(None, text.split(",")):
             key, equals, value = (piece.strip() for piece in part.partition("="))
             host = _HOST.fullmatch(key)
@@ -92,6 +95,10 @@ class Topology:
                 raise HyperparameterError(
                     f"lab {part!r}: KEY=VALUE is needed, with one of {', '.join(KEYS)}, host0, host1, ..."
                 )
+            name = f"host{int(host[1])}" if host else key
+            if name in seen:
+                raise HyperparameterError(f"lab {text!r}: {name} is given twice")
+            seen.add(name)
             if host:
                 send, _, receive = value.partition(":")
                 overrides[int(host[1])] = (parse_rate(send), parse_rate(receive or send))

@@ -141,11 +141,15 @@ def recommend(forecasts: Sequence[Forecast]) -> tuple[str, str]:
     if best is nothing:
         others = max((f.speedup for f in forecasts if f is not nothing), default=1.0)
         return NOTHING, (
-            f"do nothing: DDP alone takes {nothing.step_s * 1e3:.3g} ms a step, bounded by {nothing.bottleneck}, and no"
+            f"do nothing: DDP alone takes {_seconds(nothing.step_s)} a step, bounded by {nothing.bottleneck}, and no"
             f" method makes it {WORTH:g} times as fast (the best: {others:.2f})"
         )
     sure = "" if best.high_s < nothing.low_s else "; the intervals overlap, so measure before you rely on it"
     return best.method, (
-        f"use {best.method}: {best.step_s * 1e3:.3g} ms a step instead of {nothing.step_s * 1e3:.3g} ms"
+        f"use {best.method}: {_seconds(best.step_s)} a step instead of {_seconds(nothing.step_s)}"
         f" ({best.speedup:.1f} times as fast), then bounded by {best.bottleneck}{sure}"
     )
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms" if seconds < 0.9995 else f"{seconds:.3g} s"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from gradwire.report.load import Run
 
@@ -85,7 +87,8 @@ def progress_figure(runs: Sequence[Run]) -> str:
                 draw(axes, runs, field, horizontal, log=log)
                 axes.set_xlabel(name + (" (logarithmic)" if log else ""))
                 axes.set_ylabel("loss" if field == "loss" else "accuracy, %")
-                axes.set_xscale("log" if log else "linear")
+                if log:
+                    scale_bytes(axes)
                 axes.grid(alpha=0.25, linewidth=0.6)
             if spans_decades(runs):
                 left.set_yscale("log")
@@ -94,6 +97,19 @@ def progress_figure(runs: Sequence[Run]) -> str:
         handles, labels = grid[0][1].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside upper center", ncols=min(3, len(labels)), frameon=False)
         return svg(figure)
+
+
+def scale_bytes(axes: Axes) -> None:
+    """Make the horizontal axis logarithmic, with plain numbers that stand clear of each other."""
+    axes.set_xscale("log")
+    low, high = axes.get_xlim()
+    decades = math.log10(high / low)
+    if decades < 0.7:
+        axes.xaxis.set_major_locator(MaxNLocator(4))
+    else:
+        axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if decades < 2 else (1.0,), numticks=6))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, at: f"{value:g}"))
+    axes.xaxis.set_minor_formatter(NullFormatter())
 
 
 def svg(figure: Figure) -> str:

@@ -12,6 +12,9 @@ from gradwire.errors import GradwireError
 
 __all__ = ["ReportError", "Run", "load_runs"]
 
+RECORD = 1
+"""Version of ``config.json`` that is understood, under "gradwire_run"."""
+
 CONFIG_FIELDS = (
     "method",
     "task",
@@ -104,6 +107,8 @@ def _read_config(folder: Path) -> dict[str, Any]:
     missing = [field for field in CONFIG_FIELDS if not isinstance(config, dict) or field not in config]
     if missing:
         raise ReportError(f"{path} is not a run's record: it lacks {', '.join(missing)}")
+    if config.get("gradwire_run", RECORD) != RECORD:
+        raise ReportError(f"{path} is the record of another version of gradwire: report with the version that wrote it")
     found: dict[str, Any] = config
     return found
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from gradwire.errors import IncompatibleError
+from gradwire.report.verdict import rate_text
 
 __all__ = ["draw_steps"]
 
@@ -62,6 +63,4 @@ def draw_steps(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _speed(rate: float) -> str:
-    if rate == UNLIMITED:
-        return "unlimited"
-    return f"{rate / 1e9:g} Gbit/s" if rate >= 1e9 else f"{rate / 1e6:g} Mbit/s"
+    return rate_text(None if rate == UNLIMITED else rate)

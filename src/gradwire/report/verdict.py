@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from gradwire.report.load import Run
 from gradwire.report.summary import Summary, first_reaching, summarize
 
-__all__ = ["baseline_of", "bytes_text", "seconds_text", "verdict", "verdicts"]
+__all__ = ["baseline_of", "bytes_text", "rate_text", "seconds_text", "verdict", "verdicts"]
 
 SAME = 0.03
 """Relative difference of times below which nothing is claimed."""
@@ -31,6 +31,21 @@ def seconds_text(seconds: float) -> str:
     if seconds < 0.9995:
         return f"{seconds * 1e3:.3g} ms"
     return f"{seconds:.3g} s" if seconds < 120 else f"{seconds / 60:.3g} min"
+
+
+def rate_text(bits_per_s: float | None) -> str:
+    """Give a bandwidth for people; None is not limited.
+
+    Example:
+        >>> rate_text(1e9), rate_text(None)
+        ('1 Gbit/s', 'unlimited')
+    """
+    if bits_per_s is None:
+        return "unlimited"
+    for unit, size in (("Gbit", 1e9), ("Mbit", 1e6), ("kbit", 1e3)):
+        if bits_per_s >= size:
+            return f"{bits_per_s / size:g} {unit}/s"
+    return f"{bits_per_s:g} bit/s"
 
 
 def ratio_text(ratio: float) -> str:
