@@ -66,7 +66,7 @@ def run(problem: LogisticProblem, optimum: Optimum, method: gw.Method, steps: in
     origin = torch.zeros_like(optimum.x) if isinstance(method, gw.DIANA | gw.FP32) else optimum.x
     distances = descend(problem, optimum, lr=lr, steps=steps, exchange=exchange, start=origin, watch=watch)
     tail = distances[-max(1, steps // 2) :]
-    reached = next((i for i, d in enumerate(distances) if d <= GOAL), None)
+    reached = next((i for i, d in enumerate(distances) if d <= GOAL), None) if origin is not optimum.x else None
     return {
         "spec": repr(method),
         "omega": omega,
