@@ -99,5 +99,6 @@ def test_a_line_that_was_cut_off_is_survived_and_takes_no_other_with_it(
 
 
 def test_the_slowest_link_sets_the_floor() -> None:
-    slowest = [step._slowest(Topology.parse(t)) for t in ("hosts=4", "bandwidth=1gbit", "bandwidth=1gbit,host2=5mbit:1mbit")]
+    labs = ("hosts=4", "bandwidth=1gbit", "bandwidth=1gbit,host2=5mbit:1mbit")
+    slowest = [step._slowest(Topology.parse(text)) for text in labs]
     assert slowest == [None, 1e9, 1e6]
