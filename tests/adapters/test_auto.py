@@ -228,8 +228,8 @@ def test_real_ranks_choose_alike_stay_identical_and_record_why(three_ranks: Rank
     assert first["choice"]["chosen"] in gw.Auto().candidates
     assert first["choice"]["reason"]
     assert set(first["choice"]["step_s"]) | set(first["choice"]["left_out"]) == set(gw.Auto().candidates)
-    # A trial on one host sends no large rows to measure a link that is not there: 19 steps of the largest candidate's.
-    assert first["sent_bytes"] < 19 * max(first["choice"]["sent_bytes_per_step"].values())
+    # On one host no large rows are sent to measure a link that is not there: 30 steps never exceed the largest ones.
+    assert first["sent_bytes"] < 30 * max(first["choice"]["sent_bytes_per_step"].values())
     assert (first["choice"]["ranks_per_host"], first["choice"]["link_bytes_per_s"]) == (3, None)
     assert all(rank == first for rank in found[1:])
     assert first["reloaded"] == first["choice"]["chosen"]

@@ -59,7 +59,8 @@ def test_every_variant_and_model_can_be_named() -> None:
 
 
 def row(variant: str, place: str, **fields: Any) -> dict[str, Any]:
-    return {"model": "lenet", "lab": place, "variant": variant, **fields}
+    needed = {"hosts": 2, "bandwidth_bits_per_s": None, "step_time_s": 0.1, "cores": 2}
+    return {"model": "lenet", "lab": place, "variant": variant, **needed, **fields}
 
 
 def forbid(*_: object, **__: object) -> None:
@@ -98,5 +99,7 @@ def test_a_line_that_was_cut_off_is_survived_and_takes_no_other_with_it(
 
 
 def test_the_slowest_link_sets_the_floor() -> None:
-    slowest = [step._slowest(Topology.parse(t)) for t in ("", "bandwidth=1gbit", "bandwidth=1gbit,host2=5mbit:1mbit")]
+    slowest = [
+        step._slowest(Topology.parse(t)) for t in ("hosts=4", "bandwidth=1gbit", "bandwidth=1gbit,host2=5mbit:1mbit")
+    ]
     assert slowest == [None, 1e9, 1e6]
