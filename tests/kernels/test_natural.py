@@ -31,7 +31,7 @@ def test_every_backend_gives_the_bits_of_the_reference(
     name: str, table: SegmentTable, number: int, seed: int, shift: int, round: int, stream: int
 ) -> None:
     x = normal(table.extent + 3, seed, shift, spread=30.0)
-    x[::7] = torch.tensor(ODD).repeat(table.extent // 7 // len(ODD) + 1)[: x[::7].numel()]
+    x[::7] = torch.tensor(ODD).repeat(x.numel() // len(ODD) + 1)[: x[::7].numel()]
     size = natural_bytes(table.groups)
     rows, other = (torch.full((number, size + shift), 255, dtype=torch.uint8)[:, shift:] for _ in range(2))
     for rank in range(number):
