@@ -68,20 +68,20 @@ def exact(spec: str, g: torch.Tensor) -> float:
     return total / float(g.double().square().sum())
 
 
-def real_gradient(steps: int) -> torch.Tensor:
-    """Train the text task's model for some steps by plain SGD; give the next gradient."""
+def real_gradient(steps: int, first: int = 0) -> dict[str, torch.Tensor]:
+    """Train the text task's model for some steps by plain SGD on batches ``first`` on; give the next gradient."""
     torch.manual_seed(0)
     task = tasks.build("text")
     model, source = task.build_model(), task.load()
     optimizer = task.build_optimizer(model)
     for step in range(steps + 1):
-        indices = torch.randint(source.samples, (task.batch,), generator=torch.Generator().manual_seed(step))
+        indices = torch.randint(source.samples, (task.batch,), generator=torch.Generator().manual_seed(first + step))
         inputs, targets = source.batch(indices, slice(0, task.batch), seed=0, step=step)
         optimizer.zero_grad()
         task.loss(model(inputs), targets).backward()
         if step < steps:
             optimizer.step()
-    return torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None])
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
 def main() -> int:
@@ -103,7 +103,7 @@ def main() -> int:
             found = measure(spec, g, 3 if expected < 2 else 12)
             rows.append({"vector": "Gaussian", "spec": spec, "measured": found, "expected": expected,
                          "rounding_of_expected": digits_of(expected)})  # fmt: skip
-    g = real_gradient(chosen.steps)
+    g = torch.cat([part.reshape(-1) for part in real_gradient(chosen.steps).values()])
     for pattern in list(GAUSSIAN)[:7]:
         for block in BLOCKS:
             spec = pattern.format(block)
