@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from gradwire.bench.coders import CODER_GOALS, bench_coders
+from gradwire.bench.methods import bench_methods
 from gradwire.experiments.machine import hardware, versions
 from gradwire.kernels import Kernels, SegmentTable, get_kernels, inverse_scale, packed_bytes
 
@@ -78,14 +79,22 @@ class Bench:
 
     def run(self, kernel: str, layout: str, elements: int, work: Callable[[], object], inner: int = 1) -> None:
         """Time ``work``, which handles ``elements``, ``inner`` times at a go."""
-        work()
-        seconds, ratios = [], []
-        for _ in range(self.repetitions):
-            before = self._memcpy()
+
+        def timed() -> float:
             began = time.perf_counter()
             for _ in range(inner):
                 work()
-            spent = (time.perf_counter() - began) / inner
+            return (time.perf_counter() - began) / inner
+
+        work()
+        self.take(kernel, layout, elements, timed)
+
+    def take(self, kernel: str, layout: str, elements: int, timed: Callable[[], float]) -> None:
+        """Make a row of what ``timed`` says it took, in seconds, for ``elements``."""
+        seconds, ratios = [], []
+        for _ in range(self.repetitions):
+            before = self._memcpy()
+            spent = timed()
             seconds.append(spent)
             ratios.append(spent / elements / ((before + self._memcpy()) / 2 / self.elements))
         # The sample is all there is: beyond its ends nothing is guessed.
@@ -207,6 +216,7 @@ def measure_kernels(
         bench_reference(bench, min(elements, 1_000_000))
         bench_step(bench, kernels)
         bench_coders(bench, kernels, elements)
+        bench_methods(bench, kernels, elements)
     finally:
         torch.set_num_threads(threads)
     found = {"backend": kernels.name, "warm_up_s": warm_up_s, "cpu": hardware()["processor"]}

@@ -2,7 +2,7 @@
 
 from gradwire.groups.dry_run import dry_run
 from gradwire.groups.lanes import Job, Lane, WireError
-from gradwire.groups.rehearsal import Stage, rehearse
+from gradwire.groups.rehearsal import Rehearsal, Stage, rehearse
 from gradwire.groups.roll_call import Failure, RollCall
 from gradwire.groups.simulation import simulate_ranks
 from gradwire.groups.traffic import Meter, Traffic, dense_bytes
@@ -13,6 +13,7 @@ __all__ = [
     "Job",
     "Lane",
     "Meter",
+    "Rehearsal",
     "RollCall",
     "Stage",
     "Traffic",

@@ -16,7 +16,7 @@ from gradwire.groups.traffic import gathers, large, op_bytes
 from gradwire.ops import AllGather, AllToAll, Exchange, Op, Reduce
 from gradwire.protocols import Context, Memory, Workspace
 
-__all__ = ["Stage", "rehearse"]
+__all__ = ["Rehearsal", "Stage", "rehearse"]
 
 T = TypeVar("T")
 
@@ -41,37 +41,57 @@ class Stage:
     messages: int = 0
 
 
-def rehearse(
-    plan: Plan, flat: torch.Tensor, world_size: int, repeats: int = 5
-) -> tuple[list[Stage], list[list[Stage]]]:
-    """Run a plan without a group, its replies made of its own payloads, and time what lies between operations.
+class Rehearsal:
+    """One rank's rounds without a group, its replies made of its own payloads.
 
-    It runs with one torch thread, as a worker does: with more, a cast waits for the pool. Control flow never depends on
-    values, so the operations are those of a real group, byte for byte.
+    Control flow never depends on values, so the operations are those of a real group, byte for byte.
 
     Args:
         plan: Made with kernels that compute.
         flat: A bucket of gradients, or anything like them; left as it is.
-        repeats: The first does not count: it touches the buffers.
+    """
+
+    def __init__(self, plan: Plan, flat: torch.Tensor, world_size: int) -> None:
+        self._plan, self._flat, self._world_size = plan, flat, world_size
+        self._spaces, self._memory = [Workspace() for _ in range(plan.chunks + 1)], Memory()
+        self._work, self._round = torch.empty_like(flat), 0
+
+    def play(self) -> list[list[Stage]]:
+        """Run a round with one torch thread, as a worker does: with more, a cast waits for the pool.
+
+        Returns:
+            Stages of the whole bucket's preparation, then those of each chunk. In the first round, local work touches
+            buffers that later ones find warm, and does what is done once.
+        """
+        with _one_thread():
+            self._work.copy_(self._flat)
+            context = Context(
+                0, self._world_size, self._round, workspace=self._spaces[-1], memory=self._memory
+            )  # fmt: skip
+            prepared, first = _timed(self._plan.prepare(context, self._work), self._world_size)
+            found = [first]
+            for chunk in range(self._plan.chunks):
+                own = replace(context, chunk=chunk, workspace=self._spaces[chunk])
+                found.append(_timed(self._plan.run(own, self._work, prepared), self._world_size)[1])
+            self._memory.commit()
+        self._round += 1
+        return found
+
+
+def rehearse(
+    plan: Plan, flat: torch.Tensor, world_size: int, repeats: int = 5
+) -> tuple[list[Stage], list[list[Stage]]]:
+    """Play a plan's round several times, and time what lies between operations.
+
+    Args:
+        plan: As for :class:`Rehearsal`, with ``flat``.
+        repeats: Beside a first, which does not count.
 
     Returns:
         Stages of the whole bucket's preparation, and those of each chunk; medians over repetitions.
     """
-    spaces, memory = [Workspace() for _ in range(plan.chunks + 1)], Memory()
-    runs = []
-    with _one_thread():
-        work = flat.clone()
-        for repeat in range(repeats + 1):
-            work.copy_(flat)
-            context = Context(0, world_size, repeat, workspace=spaces[-1], memory=memory)
-            prepared, first = _timed(plan.prepare(context, work), world_size)
-            parts = []
-            for chunk in range(plan.chunks):
-                own = replace(context, chunk=chunk, workspace=spaces[chunk])
-                parts.append(_timed(plan.run(own, work, prepared), world_size)[1])
-            # What is done once, at the start, is no part of a usual round.
-            memory.commit()
-            runs.append([first, *parts])
+    rehearsal = Rehearsal(plan, flat, world_size)
+    runs = [rehearsal.play() for _ in range(repeats + 1)]
     first, *parts = [[_middle(stages) for stages in zip(*same)] for same in zip(*runs[1:])]
     return first, parts
 

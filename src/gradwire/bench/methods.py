@@ -1,0 +1,49 @@
+"""Rows of the kernel benchmark for methods: all that one rank of four computes in a step."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from gradwire.catalogue import METHODS
+from gradwire.groups import Rehearsal
+from gradwire.planning import Options, Planner
+
+if TYPE_CHECKING:
+    from gradwire.bench.kernels import Bench
+    from gradwire.kernels import Kernels
+
+__all__ = ["bench_methods"]
+
+WORKERS = 4
+MLP = (10, 10 * 2048, 2048, 2048 * 2048, 2048, 2048 * 2048, 2048, 784 * 2048)
+"""Sizes of the step benchmark's MLP, last layer first."""
+
+SLOW_ELEMENTS = 100_000  # for the reference, which is there to be read
+
+
+def bench_methods(bench: Bench, kernels: Kernels, elements: int) -> None:
+    """Time the local work of a step by every method with its defaults: statistics, encoder, reduction, decoder, memory.
+
+    The parameters are those of an MLP of 10 M elements, cut to ``elements``; small ones are left out. What the wire
+    would take is not in it; what a method computes for its peers' payloads is, three of them where all are gathered.
+    """
+    if kernels.name == "meta":
+        return
+    most = min(elements, SLOW_ELEMENTS) if kernels.name == "reference" else elements
+    share = min(1.0, most / sum(MLP))
+    sizes = [int(share * size) for size in MLP if share * size >= 1024]
+    parameters = {f"p{i}": torch.empty(size, device="meta") for i, size in enumerate(sizes)}
+    flat = torch.randn(sum(sizes), generator=torch.Generator().manual_seed(0))
+    for kind in METHODS:
+        planner = Planner(kind(), parameters, WORKERS, Options(backend=kernels.name))
+        planner.compile()
+        rehearsal = Rehearsal(planner.plan(planner.step_order(), 0), flat, WORKERS)
+        rehearsal.play()
+        bench.take(f"step of {kind.name}", "mlp", flat.numel(), partial(_seconds, rehearsal))
+
+
+def _seconds(rehearsal: Rehearsal) -> float:
+    return sum(stage.work_s for job in rehearsal.play() for stage in job)
