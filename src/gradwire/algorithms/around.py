@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +15,10 @@ from gradwire.ops import Exchange
 from gradwire.protocols import Context, Outcome
 from gradwire.segments import Segment
 
-__all__ = ["Around", "Wrapper"]
+__all__ = ["Around", "Wrapper", "pieces"]
+
+PIECE = 1 << 16
+"""Elements: temporaries of a piece stay in a cache, and in memory that the allocator keeps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +51,18 @@ class Wrapper(Algorithm):
         if not isinstance(inner, Cast | Compressor):
             raise TypeError(f"{inner!r} is no operator on one vector")
         return inner
+
+
+def pieces(runs: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Cut runs into pieces for arithmetic of several passes.
+
+    Example:
+        >>> [b - a for a, b in pieces([(5, 100_005)])]
+        [65536, 34464]
+    """
+    for begin, end in runs:
+        for a in range(begin, end, PIECE):
+            yield a, min(a + PIECE, end)
 
 
 class Around(Plan):

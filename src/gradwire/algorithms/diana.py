@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from gradwire.algorithms.around import Around, Wrapper
+from gradwire.algorithms.around import Around, Wrapper, pieces
 from gradwire.algorithms.plan import Plan, Setting
 from gradwire.compressors import Cast, Compressor, QSGDinf
 from gradwire.errors import HyperparameterError, IncompatibleError
@@ -209,7 +209,7 @@ class _Differences(Around):
 
     def before(self, context: Context, flat: torch.Tensor) -> None:
         held, staged = self._pair(context, "shift", replicated=False)
-        for a, b in self.all_runs:
+        for a, b in pieces(self.all_runs):
             # Rounded once, after the subtraction.
             flat[a:b] = flat[a:b].to(self._dtype).sub_(held[a:b], alpha=context.loss_scale)
             staged[a:b].copy_(held[a:b])
@@ -225,7 +225,7 @@ class _Differences(Around):
         outcome.sent(sent, 1.0)
         _, shift = self._pair(context, "shift", replicated=False)
         held, staged = self._pair(context, "mean_shift", replicated=True)
-        for a, b in runs:
+        for a, b in pieces(runs):
             shift[a:b].add_(sent[a:b].to(self._dtype), alpha=rate)
             mean = flat[a:b].to(self._dtype)
             # The old mean of the shifts serves the outcome.
@@ -233,7 +233,7 @@ class _Differences(Around):
             flat[a:b] = mean.add_(held[a:b], alpha=scale)
         if self._momentum:
             before, velocity = self._pair(context, "velocity", replicated=True)
-            for a, b in runs:
+            for a, b in pieces(runs):
                 torch.mul(before[a:b], self._momentum, out=velocity[a:b])
                 velocity[a:b].add_(flat[a:b].to(self._dtype), alpha=1 / scale)
                 flat[a:b] = velocity[a:b] * scale

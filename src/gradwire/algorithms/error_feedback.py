@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import torch
 
-from gradwire.algorithms.around import Around, Wrapper
+from gradwire.algorithms.around import Around, Wrapper, pieces
 from gradwire.algorithms.plan import Plan, Setting
 from gradwire.compressors import Cast, Compressor, QSGDinf
 from gradwire.methods import Method, Properties, require
@@ -92,7 +92,7 @@ class Feedback(Around):
     def before(self, context: Context, flat: torch.Tensor) -> None:
         held = context.memory.read("residual", self.segments)
         staged = context.memory.stage("residual", self.segments)
-        for a, b in self.all_runs:
+        for a, b in pieces(self.all_runs):
             flat[a:b].add_(held[a:b].to(flat.dtype), alpha=context.loss_scale)
             staged[a:b].copy_(flat[a:b])
 
