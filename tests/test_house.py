@@ -44,7 +44,8 @@ ALLOWED = {
     # Above the public interface: these build on `import gradwire` and leaves alone.
     "report": {"errors", "version"},
     "experiments": LEAVES | {"__init__", "report", "processes", "lab"},
-    "bench": LEAVES | {"__init__", "experiments", "processes", "lab", "perf", "planning", "kernels", "groups", "catalogue"},
+    "bench": LEAVES
+    | {"__init__", "experiments", "processes", "lab", "perf", "planning", "kernels", "groups", "catalogue"},
     "__main__": {"cli"},
     "cli": {"__init__", "errors", "experiments", "report", "version", "lab", "bench", "perf"},
 }

@@ -41,12 +41,15 @@ class AllToAll:
     rank r, 0 for this rank itself, whose row goes whole. The driver tells the lengths first, counts that, and writes
     into ``arrived`` (int64 ``[world_size]``) how many bytes of each row of the reply came, 0 for this rank. What lies
     behind them is unspecified.
+
+    ``last`` says that no rows worth a turn follow in this protocol: while it decodes, the link is the next one's.
     """
 
     send: torch.Tensor
     recv: torch.Tensor
     lengths: torch.Tensor | None = None
     arrived: torch.Tensor | None = None
+    last: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,13 +58,14 @@ class AllGather:
 
     ``recv``, of the reply's shape, is room that the driver may receive into. The reply is read-only.
 
-    ``lengths`` and ``arrived`` are as for :class:`AllToAll`: the same length for every other rank.
+    ``lengths``, ``arrived`` and ``last`` are as for :class:`AllToAll`: the same length for every other rank.
     """
 
     send: torch.Tensor
     recv: torch.Tensor
     lengths: torch.Tensor | None = None
     arrived: torch.Tensor | None = None
+    last: bool = False
 
 
 Op: TypeAlias = Reduce | AllToAll | AllGather

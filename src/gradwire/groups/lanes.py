@@ -184,9 +184,12 @@ class Lane:
 
     def _wire(self, op: Op) -> torch.Tensor:
         try:
-            return self._execute(op)
+            reply = self._execute(op)
         except RuntimeError as error:
             raise WireError(f"{type(op).__name__}: {error}") from error
+        if not isinstance(op, Reduce) and op.last:
+            self._turns.give_back(self._ticket)
+        return reply
 
     def _execute(self, op: Op) -> torch.Tensor:
         if not isinstance(op, Reduce) and op.lengths is not None:

@@ -14,6 +14,8 @@ class Turns:
     the link for itself while the next one's codec and scalers go on: two transfers at once crowd the receivers, each
     lasts as long as both, and neither frees its bucket early.
 
+    A job gives its turn back when it has no more to send, and at its end in any case.
+
     It cannot deadlock: a job waits for earlier ones only, the order is the same on every rank, and the earliest job
     waits for none.
     """

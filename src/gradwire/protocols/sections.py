@@ -54,7 +54,8 @@ def two_shot(context: Context, tag: int, sections: Sequence[Section], flat: torc
         section.codec.reduce(part, out)
     head = down.header(tag=tag, round=context.round, bucket=context.bucket, chunk=context.chunk)
     lengths = down.write(mine, head, [out.view(1, -1) for out in reduced])
-    gathered = yield AllGather(mine[0], space.get("down, received", world, down.row_bytes), *_told(context, lengths))
+    room = space.get("down, received", world, down.row_bytes)
+    gathered = yield AllGather(mine[0], room, *_told(context, lengths), last=True)
 
     for section, part, share in zip(sections, down.read(gathered, head), shares):
         for owner, data in enumerate(part):
@@ -80,7 +81,7 @@ def all_gather(context: Context, tag: int, sections: Sequence[Section], flat: to
     head = layout.header(tag=tag, round=context.round, bucket=context.bucket, chunk=context.chunk)
     lengths = layout.write(send, head, [body.view(1, -1) for body in bodies])
     room = space.get("up, received", context.world_size, layout.row_bytes)
-    rows = yield AllGather(send[0], room, *_told(context, lengths))
+    rows = yield AllGather(send[0], room, *_told(context, lengths), last=True)
     parts = zip(sections, layout.read(rows, head))
     could_read = [section.codec.decode_rows(part, section.summary, flat) for section, part in parts]
     if any(section.codec.checked for section in sections):
