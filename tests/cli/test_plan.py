@@ -35,9 +35,9 @@ def test_plan_prints_rows_that_fit_the_schema_and_recommends_one_method_a_settin
     assert result.exit_code == 0, result.output
     rows = json.loads(result.stdout)
     fits(rows, schema("plan"))
-    assert len(rows) == 2 * 2 * 4
+    assert len(rows) == 2 * 2 * 5
     for hosts in (2, 4):
-        for rate, expected in ((1e6, "terngrad"), (1e11, "ddp fp32")):
+        for rate, expected in ((1e6, "coded"), (1e11, "ddp fp32")):
             cell = [r for r in rows if r["hosts"] == hosts and r["bandwidth_bits_per_s"] == rate]
             assert [r["method"] for r in cell if r["recommended"]] == [expected]
 

@@ -23,7 +23,7 @@ from gradwire.report.verdict import rate_text, seconds_text
 
 __all__ = ["plan"]
 
-METHODS = ("bf16", "fp16", "terngrad")
+METHODS = ("bf16", "fp16", "terngrad", "coded")
 HOSTS = (2, 4, 8)
 BANDWIDTHS = ("100mbit", "1gbit", "10gbit")
 
