@@ -49,7 +49,7 @@ def levels(magnitudes: Iterable[float], block_size: int | None, norm: str, share
         size = block_size or g.shape[1]
         for begin in range(0, g.shape[1], size):
             v = g[:, begin : begin + size].double()
-            scale = v.abs().amax(1, keepdim=True) if norm == "max" else v.norm(dim=1, keepdim=True)
+            scale = torch.linalg.vector_norm(v, {"max": math.inf, "l2": 2, "l1": 1}[norm], dim=1, keepdim=True)
             scale = scale.max().expand_as(scale) if shared else scale
             r = v.abs() / scale.clamp(min=1e-300)
             upper = torch.searchsorted(ends, r, right=True).clamp(1, len(ends) - 1)

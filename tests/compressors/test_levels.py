@@ -8,7 +8,10 @@ import pytest
 import torch
 
 import gradwire as gw
+from gradwire.compressors import LevelCodec
 from gradwire.errors import HyperparameterError
+from gradwire.kernels import Grid, get_kernels
+from gradwire.segments import Parameter, Segment
 from laws import levels
 
 
@@ -204,3 +207,32 @@ def test_blocks_of_the_model_cross_parameters() -> None:
     link = gw.SimulatedLink(workers[0].items(), gw.QSGDinf(levels=1, block_size=32), 1, min_numel=10)
     mean = link.reduce_(torch.cat(list(workers[0].values()))[None].clone())
     assert torch.equal(mean[:20], torch.full((20,), 0.5))
+
+
+@pytest.mark.parametrize("block_size", [64, None])
+def test_a_sum_of_magnitudes_as_a_scale(block_size: int | None) -> None:
+    """The same bits from every backend and at any place in a vector; right to 24 bits, never below the largest."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(10_000, generator=generator) * torch.exp(3 * torch.randn(10_000, generator=generator))
+    x[64:128], x[128:192] = 0.0, 1e38
+    x[192:256] = 1e-42
+    whole, found = Parameter("w", (10_000,), (1,)), []
+    for backend in ("reference", "cpu", "cpu-plain"):
+        for offset in (0, 3):
+            codec = LevelCodec(
+                get_kernels(backend), [Segment(whole, offset, 0, 10_000)], 2, 0, grid=Grid.even(1), norm="l1",
+                block_size=block_size,
+            )  # fmt: skip
+            found.append(codec.summarise(torch.cat([torch.full((offset,), torch.nan), x])).scale)
+    assert all(torch.equal(found[0], other) for other in found)
+    largest = torch.finfo(torch.float32).max
+    for scale, block in zip(found[0].tolist(), x.split(block_size or len(x))):
+        top, exact = float(block.abs().max()), float(block.double().abs().sum())
+        # Every magnitude may lose a unit, 2^-23 of the power of two below the largest; then float32 rounds.
+        assert scale <= max(min(exact, largest) * (1 + 2**-24), 2.0**-100)
+        assert scale >= min(exact - len(block) * top * 2**-23, largest) * (1 - 2**-24)
+        assert scale >= top
+    spoilt = x.clone()
+    spoilt[300] = torch.nan
+    summary = codec.summarise(torch.cat([torch.zeros(3), spoilt]))
+    assert int(torch.isinf(summary.scale).sum()) == 1

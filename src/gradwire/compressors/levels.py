@@ -80,7 +80,8 @@ class LevelCodec(Codec):
 
     Args:
         grid: The levels; a summary may carry others of as many digits.
-        norm: "max" or "l2": what a block is divided by.
+        norm: "max", "l2" or "l1": what a block is divided by. "l1" counts magnitudes in units of 2^-23 times the power
+            of two below the largest of each 4096, rounded down; no scale is below the largest magnitude.
         block_size: Values that share a scale; None: all of a parameter.
     """
 
@@ -139,11 +140,18 @@ class LevelCodec(Codec):
     def summarise(self, flat: torch.Tensor) -> LevelSummary:
         moments = self.kernels.moments(flat, self.runs)
         scale = moments.max_abs
-        if self.norm == "l2":
+        if self.norm != "max":
             # Beyond float32 the largest finite scale serves: it is above every element all the same.
-            norm = moments.norm.clamp(max=_LARGEST).to(torch.float32)
+            norm = self._norm(flat, moments).clamp(max=_LARGEST).to(torch.float32)
             scale = torch.where(torch.isfinite(scale), torch.maximum(norm, scale), scale)
         return LevelSummary(usable(scale), torch.from_numpy(self.blocks.first[:-1].copy()), self.grid, moments)
+
+    def _norm(self, flat: torch.Tensor, moments: Moments) -> torch.Tensor:
+        if self.norm == "l2":
+            return moments.norm
+        # An exact sum of integers: free of order, hence of layout and backend.
+        sums = self.kernels.sign_sums(flat, self.runs)
+        return sums.above + sums.below
 
     def payload_bytes(self, units: int) -> int:
         return self.side_bytes + packed_groups(units, self.layout)
