@@ -189,6 +189,16 @@ TABLE: dict[str, list[Case]] = {
         Case(gw.Signum(momentum=0.0), vote, symmetric=False, direction=True),
     ],
     "onebit": [Case(gw.OneBit(), gather(1), error=0.75)],
+    "p_quantisation": [
+        Case(gw.PQuantisation(), gather(1.6 + 32 / 64), variance=levels([0, 1], 64, "l2"), constants=False),
+        Case(
+            gw.PQuantisation(p=1, block_size=16),
+            gather(1.6 + 32 / 16),
+            variance=levels([0, 1], 16, "l1"),
+            constants=False,
+        ),
+        Case(gw.PQuantisation(p="inf", blocks="model"), gather(1.6 + 32 / 64), variance=levels([0, 1], 64, "max")),
+    ],
 }
 
 for adaptive in (gw.ALQ, gw.ALQN, gw.AMQ, gw.AMQN):

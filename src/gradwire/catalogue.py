@@ -20,6 +20,7 @@ from gradwire.compressors.lattice import Lattice
 from gradwire.compressors.natural import Natural
 from gradwire.compressors.natural_dithering import NaturalDithering
 from gradwire.compressors.nuqsgd import NUQSGD
+from gradwire.compressors.p_quantisation import PQuantisation
 from gradwire.compressors.qsgd import QSGD, QSGDinf
 from gradwire.compressors.qsgd_max_norm import QSGDMaxNorm
 from gradwire.compressors.scaledsign import ScaledSign
@@ -50,6 +51,7 @@ __all__ = [
     "Natural",
     "NaturalDithering",
     "OneBit",
+    "PQuantisation",
     "QSGDMaxNorm",
     "QSGDinf",
     "ScaledSign",
@@ -86,6 +88,7 @@ METHODS: tuple[type[Method], ...] = (
     SignSGD,
     Signum,
     OneBit,
+    PQuantisation,
 )
 """Every method of the package; adding one adds a line here."""
 
