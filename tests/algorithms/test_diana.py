@@ -46,20 +46,69 @@ def descend(problem: Quadratic, method: gw.Method, gamma: float, steps: int, see
     return found
 
 
-INNER = {"2": gw.QSGD(levels=1, block_size=48), "inf": gw.QSGDinf(levels=1, block_size=48)}
+INNER = {
+    "1": gw.PQuantisation(p=1, block_size=48),
+    "2": gw.QSGD(levels=1, block_size=48),
+    "inf": gw.QSGDinf(levels=1, block_size=48),
+}
 
 
-@pytest.mark.parametrize("p", ["2", "inf"])
+@pytest.mark.parametrize("p", ["1", "2", "inf"])
 def test_the_variance_is_the_papers(p: str) -> None:
-    """Property 1: sum over blocks of |D|_1 |D|_p - |D|_2^2, and never above omega."""
+    """Property 1: sum over blocks of |D|_1 |D|_p - |D|_2^2, never above omega, which some vector attains."""
     g = torch.randn(1, 48 * 20, generator=torch.Generator().manual_seed(0))
-    law = levels([0, 1], 48, "l2" if p == "2" else "max")(g)
+    law = levels([0, 1], 48, {"1": "l1", "2": "l2", "inf": "max"}[p])
     blocks = g.view(-1, 48).double()
-    norm = blocks.norm(dim=1) if p == "2" else blocks.abs().amax(1)
-    assert float(law.sum()) == pytest.approx(float((blocks.abs().sum(1) * norm - blocks.square().sum(1)).sum()))
-    omega = math.sqrt(48) - 1 if p == "2" else (math.sqrt(48) - 1) / 2
+    norm = torch.linalg.vector_norm(blocks, float(p), dim=1)
+    assert float(law(g).sum()) == pytest.approx(float((blocks.abs().sum(1) * norm - blocks.square().sum(1)).sum()))
+    omega = {"1": 47.0, "2": math.sqrt(48) - 1, "inf": (math.sqrt(48) - 1) / 2}[p]
     assert INNER[p].worst_error == pytest.approx(omega)
-    assert bool((law.view(-1, 48).sum(1) <= omega * blocks.square().sum(1) * (1 + 1e-9)).all())
+    assert gw.PQuantisation(p=p if p == "inf" else int(p), block_size=48).worst_error == pytest.approx(omega)
+    assert bool((law(g).view(-1, 48).sum(1) <= omega * blocks.square().sum(1) * (1 + 1e-9)).all())
+    # One value among others of 1 / (1 + sqrt(d)) for the maximum; all alike for the sums.
+    worst = torch.full((1, 48), 1 / (1 + math.sqrt(48)) if p == "inf" else 1.0)
+    worst[0, 0] = 1.0
+    assert float(law(worst).sum() / worst.double().square().sum()) == pytest.approx(omega, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("p", "same"), [(2, gw.QSGD(levels=1, block_size=64)), ("inf", gw.QSGDinf(levels=1, block_size=64))]
+)
+def test_two_of_three_norms_are_those_of_qsgd(p: int | str, same: gw.Method) -> None:
+    """Block p-quantisation, bit for bit."""
+    g = torch.randn(3, 1000, generator=torch.Generator().manual_seed(4))
+    assert torch.equal(gw.simulate(g, gw.PQuantisation(p=p)).mean, gw.simulate(g, same).mean)
+
+
+def test_with_the_sum_as_scale_one_value_of_a_block_is_left_on_average() -> None:
+    """Property 1's operator for p = 1: 0 or plus or minus |v|_1, about one of a block."""
+    g = torch.randn(1, 4096, generator=torch.Generator().manual_seed(5))
+    found = torch.stack([gw.simulate(g, gw.PQuantisation(p=1), round=round).mean for round in range(50)])
+    blocks = found.view(50, 64, 64)
+    size = g.abs().view(64, 64).sum(1)
+    ratio = blocks / size[:, None]
+    # The scale is float32 of a sum that drops less than 64 units of 2^-23 of the largest.
+    assert bool(((ratio.abs() - 1).abs() < 64 * 2**-23)[ratio != 0].all())
+    assert bool((blocks * g.view(64, 64) >= 0).all())
+    # 3200 blocks, each a sum of 64 Bernoulli variables whose chances add up to 1: five deviations of their mean.
+    assert float((ratio != 0).sum()) / 3200 == pytest.approx(1, abs=5 / math.sqrt(3200))
+
+
+@pytest.mark.parametrize(
+    ("spec", "part"),
+    [
+        ("PQuantisation(p=3)", "1, 2 or 'inf'"),
+        ("PQuantisation(p=True)", "1, 2 or 'inf'"),
+        ("PQuantisation(p='max')", "1, 2 or 'inf'"),
+        ("PQuantisation(p=1, block_size=None)", "at most 4096"),
+        ("PQuantisation(p=1, block_size=4112)", "at most 4096"),
+        ("PQuantisation(block_size=8)", "multiple of 16"),
+    ],
+)
+def test_norms_and_blocks_out_of_range_are_refused(spec: str, part: str) -> None:
+    with pytest.raises(HyperparameterError, match=part):
+        gw.method(spec)
+    assert gw.PQuantisation(p=math.inf) == gw.method("PQuantisation(p='inf')")  # type: ignore[arg-type]
 
 
 def test_the_shift_of_all_is_the_mean_of_shifts() -> None:
@@ -116,6 +165,16 @@ def test_diana_goes_on_where_dqgd_stops(p: str) -> None:
     assert ours[-1] < 1e-10 * plateau
     # Linearly, until the rounding of float32 gradients ends it.
     assert ours[100] < 1e-2 * ours[50] < 1e-4 * ours[0]
+
+
+def test_diana_goes_on_with_one_value_of_a_block_too() -> None:
+    """Property 5 for p = 1: omega = 15 in blocks of 16, so a step is short and shifts learn slowly."""
+    problem, inner = Quadratic(), gw.PQuantisation(p=1, block_size=16)
+    method = gw.DIANA(compressor=inner)
+    assert method.rate == 1 / 16
+    found = descend(problem, method, 1 / (problem.worst * (1 + 6 * inner.worst_error / N)), 1000)
+    assert found[-1] < 1e-10 * found[0]
+    assert found[600] < 1e-2 * found[300] < 1e-4 * found[0]
 
 
 def test_both_converge_where_all_gradients_vanish_together() -> None:
