@@ -29,6 +29,7 @@ class Case:
         direction: Whether the outcome is a direction, not a mean.
         coded: Whether bytes depend on what is sent; ``bits`` are then of Gaussian gradients.
         memory: Whether a round's law depends on the rounds before; ``variance`` is then that of the first.
+        cycle: Rounds in which every element is sent once.
     """
 
     method: gw.Method
@@ -41,6 +42,7 @@ class Case:
     direction: bool = False
     memory: bool = False
     coded: bool = False
+    cycle: int = 1
 
     def __repr__(self) -> str:
         return repr(self.method)
@@ -163,6 +165,14 @@ TABLE: dict[str, list[Case]] = {
     ],
     "errorfeedback": [
         Case(gw.ErrorFeedback(), gather(4 + 32 / 256), memory=True, variance=levels(range(8), 256, "max")),
+        Case(
+            gw.ErrorFeedback(compressor=gw.GRandK(cycle=4)),
+            lambda n: shared_bits(15)(n) / 4,
+            memory=True,
+            error=1.001,
+            constants=False,
+            cycle=4,
+        ),
     ],
     "dqgd": [Case(gw.DQGD(), gather(1.6 + 32 / 64), variance=levels([0, 1], 64, "max"))],
     "diana": [Case(gw.DIANA(), gather(1.6 + 32 / 64), memory=True, variance=levels([0, 1], 64, "max"))],
@@ -198,6 +208,24 @@ TABLE: dict[str, list[Case]] = {
             constants=False,
         ),
         Case(gw.PQuantisation(p="inf", blocks="model"), gather(1.6 + 32 / 64), variance=levels([0, 1], 64, "max")),
+    ],
+    # Of a round, all but what is sent is missing; multiplied by C, the error's square is (C - 1) times the signal's.
+    "grandk": [
+        Case(gw.GRandK(), lambda n: shared_bits(15)(n) / 64, error=1.001, constants=False, cycle=64),
+        Case(
+            gw.GRandK(compressor=gw.MultiScale(), cycle=5),
+            lambda n: shared_bits(15, mask=1)(n) / 5,
+            error=1.001,
+            constants=False,
+            cycle=5,
+        ),
+        Case(
+            gw.GRandK(compressor=gw.QSGDMaxNorm(blocks="model"), cycle=3, rescale=True),
+            lambda n: shared_bits(15)(n) / 3,
+            error=1.6,
+            constants=False,
+            cycle=3,
+        ),
     ],
 }
 

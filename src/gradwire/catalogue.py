@@ -12,6 +12,7 @@ from gradwire.algorithms.coded import Coded
 from gradwire.algorithms.diana import DIANA, DQGD
 from gradwire.algorithms.ef_signsgd import EFSignSGD
 from gradwire.algorithms.error_feedback import ErrorFeedback
+from gradwire.algorithms.grandk import GRandK
 from gradwire.algorithms.majority import SignSGD, Signum
 from gradwire.algorithms.multi_scale import MultiScale
 from gradwire.algorithms.onebit import OneBit
@@ -45,6 +46,7 @@ __all__ = [
     "Coded",
     "EFSignSGD",
     "ErrorFeedback",
+    "GRandK",
     "Lattice",
     "MethodInfo",
     "MultiScale",
@@ -89,6 +91,7 @@ METHODS: tuple[type[Method], ...] = (
     Signum,
     OneBit,
     PQuantisation,
+    GRandK,
 )
 """Every method of the package; adding one adds a line here."""
 

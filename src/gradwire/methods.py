@@ -75,6 +75,10 @@ class Method:
     worst_error: ClassVar[float | None] = None
     """Smallest known q with E|C(x) - x|^2 <= q |x|^2 for every vector x; None where none is known."""
 
+    worst_step: ClassVar[float | None] = None
+    """Smallest known c with |C(x_i) - x_i| <= c M in every element of every worker i and for every draw, where M is the
+    largest magnitude on any worker; None where none is known."""
+
     whole_step: ClassVar[bool] = False
     """Whether the exchange begins only when all gradients of a step are there."""
 

@@ -17,6 +17,7 @@ from oracle import digest, layers, simulated_run, square_loss
 pytestmark = pytest.mark.ranks
 
 STABLE = [row[0].method for row in TABLE.values() if row[0].method.properties.bit_stable]
+STABLE += [gw.ErrorFeedback(compressor=gw.GRandK(cycle=4)), gw.GRandK(compressor=gw.MultiScale(), cycle=5)]
 CHOSEN = ["buckets rebuilt", "gradient_as_bucket_view", "no_sync", "four lanes, small chunks", "checked"]
 REMEMBERING = [m for m in STABLE if m.properties.state != "none"]
 
@@ -100,7 +101,7 @@ def scaled(method: str, bad_step: int) -> tuple[str, list[float], int, bool]:
     return digest(module), sizes, link.skipped_rounds, kept
 
 
-@pytest.mark.parametrize("method", ["errorfeedback", "diana"])
+@pytest.mark.parametrize("method", ["errorfeedback", "diana", "ErrorFeedback(compressor=GRandK(cycle=4))"])
 def test_memory_is_unscaled_and_an_overflow_changes_none(three_ranks: Any, method: str) -> None:
     found = three_ranks(scaled, method, 3)
     assert len({d for d, _, _, _ in found}) == 1

@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 
 from gradwire.algorithms.around import Around, Wrapper, pieces
+from gradwire.algorithms.grandk import GRandK
 from gradwire.algorithms.plan import Plan, Setting
 from gradwire.compressors import Cast, Compressor, QSGDinf
 from gradwire.methods import Method, Properties, require
@@ -30,10 +31,11 @@ class ErrorFeedback(Wrapper):
 
     If |C(p) - p|^2 <= q |p|^2 with q < 1, residuals of bounded gradients |g| <= B stay below
     B sqrt(q) / (1 - sqrt(q)). An unbiased compressor with a variance above |p|^2 is no contraction: its residual grows
-    without bound, so it is refused.
+    without bound, so it is refused. :class:`GRandK`, which sends a part of p a round, has a bound over its cycle
+    instead, in the largest magnitude.
 
     Args:
-        compressor: The method C.
+        compressor: The method C: an operator on one vector, or :class:`GRandK` around one.
 
     Raises:
         HyperparameterError: ``compressor`` is no operator on one vector, or no contraction.
@@ -67,6 +69,16 @@ class ErrorFeedback(Wrapper):
 
     def __post_init__(self) -> None:
         owner, inner = type(self).__name__, self.compressor
+        if isinstance(inner, GRandK):
+            c = inner.worst_step
+            require(
+                c is not None and c < 1,
+                owner,
+                f"{inner!r} is no contraction over its cycle (what is sent of an element may err by as much as the "
+                "largest, or no bound is known), so its residual may grow without bound; use at least two levels of a "
+                "maximum, such as QSGDMaxNorm(), and rescale=False",
+            )
+            return
         require(
             isinstance(inner, Compressor),
             owner,

@@ -90,6 +90,11 @@ class MultiScale(Algorithm):
         check_blocks("MultiScale", self.block_size, "parameter")
 
     @property
+    def worst_step(self) -> float | None:  # type: ignore[override]
+        """One step of the fewest levels."""
+        return 1 / self.levels[0]
+
+    @property
     def innermost(self) -> QSGDMaxNorm:
         """The same with the fewest levels everywhere."""
         return QSGDMaxNorm(levels=self.levels[0], block_size=self.block_size)

@@ -69,6 +69,11 @@ class EvenLevels(Compressor):
         a = (math.sqrt(s * s + d - 1) - s) / (d - 1)
         return max(0.25, (d - 1) * (a / s - a * a) / (1 + (d - 1) * a * a))
 
+    @property
+    def worst_step(self) -> float | None:  # type: ignore[override]
+        """One step, 1 / s of the scale, where that is a maximum."""
+        return 1 / self.levels if self.norm == "max" else None
+
     def codec(self, kernels: Kernels, segments: Sequence[Segment], world_size: int, seed: int) -> LevelCodec:
         return LevelCodec(
             kernels, segments, world_size, seed, grid=Grid.even(self.levels), norm=self.norm, block_size=self.block_size
