@@ -9,7 +9,7 @@ import torch
 
 import gradwire as gw
 
-__all__ = ["exactly", "fitted", "lattice", "levels", "multi_scale", "natural", "ternary"]
+__all__ = ["Law", "exactly", "fitted", "lattice", "levels", "multi_scale", "natural", "ternary"]
 
 Law = Callable[[torch.Tensor], torch.Tensor]
 
@@ -107,13 +107,18 @@ def natural(g: torch.Tensor) -> torch.Tensor:
     return torch.where(t > 0, (2 * low - t) * (t - low), 0.0)
 
 
-def fitted(method: gw.Method) -> Law:
-    """The variance of rounding to the levels, with their signs, that a first round fits to the gradients."""
+def fitted(method: gw.Method, block_size: int | None = None) -> Law:
+    """The variance of rounding to the levels, with their signs, that a first round fits to the gradients.
+
+    For the Euclidean norm of blocks of ``block_size``, which divides the number of elements; None: of all of it.
+    """
 
     def variance(g: torch.Tensor) -> torch.Tensor:
         ends = gw.simulate(g, method).state["global"]["levels"]
-        r = g.double() / g.double().norm(dim=1, keepdim=True)
+        blocks = g.double().view(len(g), -1, block_size or g.shape[1])
+        norm = blocks.norm(dim=2, keepdim=True)
+        r = blocks / norm
         upper = torch.searchsorted(ends, r, right=True).clamp(1, len(ends) - 1)
-        return ((ends[upper] - r) * (r - ends[upper - 1])).clamp(min=0) * g.double().square().sum(1, keepdim=True)
+        return (((ends[upper] - r) * (r - ends[upper - 1])).clamp(min=0) * norm.square()).view(g.shape)
 
     return variance

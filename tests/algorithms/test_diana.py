@@ -10,30 +10,9 @@ import torch
 import gradwire as gw
 from gradwire.errors import HyperparameterError
 from laws import levels
+from quadratics import Quadratic
 
 N, D = 8, 40
-
-
-class Quadratic:
-    """f_i(x) = x' A_i x / 2 + b_i' x, each A_i with eigenvalues 1 to 20 in a basis of its own."""
-
-    def __init__(self, seed: int = 0, *, alike: bool = False) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        spectrum = torch.linspace(1, 20, D, dtype=torch.float64)
-        bases = [torch.linalg.qr(torch.randn(D, D, generator=generator, dtype=torch.float64))[0] for _ in range(N)]
-        self.a = torch.stack([q @ torch.diag(spectrum) @ q.T for q in bases])
-        self.b = torch.randn(N, D, generator=generator, dtype=torch.float64)
-        if alike:
-            # Every worker's gradient vanishes at one point.
-            self.b = -torch.einsum("nij,j->ni", self.a, torch.randn(D, generator=generator, dtype=torch.float64))
-        mean = self.a.mean(0)
-        values = torch.linalg.eigvalsh(mean)
-        self.mu, self.smooth, self.worst = float(values[0]), float(values[-1]), 20.0
-        self.best = torch.linalg.solve(mean, -self.b.mean(0))
-        self.at_best = self.gradients(self.best)
-
-    def gradients(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.einsum("nij,j->ni", self.a, x) + self.b
 
 
 def descend(problem: Quadratic, method: gw.Method, gamma: float, steps: int, seed: int = 0) -> list[float]:

@@ -90,6 +90,29 @@ def test_same_seed_and_round_same_bits(method: gw.Method) -> None:
         assert not torch.equal(one, gw.simulate(g, method, seed=5, round=10).mean)
 
 
+@pytest.mark.parametrize("bad", [math.nan, -math.inf])
+@pytest.mark.parametrize("method", ALL, ids=repr)
+def test_what_is_not_finite_on_one_worker_is_seen_by_all_and_leaves_no_trace(method: gw.Method, bad: float) -> None:
+    """Never a finite number in its place; another parameter's mean is sound; and so is the round after."""
+    before = gw.simulate([{"a": row[:300], "b": row[300:]} for row in gradients(3, 700)], method).state
+    g = gradients(3, 700, seed=1)
+    spoilt = g.clone()
+    spoilt[1, 377] = bad
+
+    def exchange(rows: torch.Tensor, state: dict[str, dict[str, torch.Tensor]]) -> gw.Simulation:
+        return gw.simulate([{"a": row[:300], "b": row[300:]} for row in rows], method, state=state)
+
+    found = exchange(spoilt, before)
+    assert not bool(torch.isfinite(found.mean["b"][77]))
+    # Blocks that cross parameters, and masks of a whole bucket, lose more than the one.
+    if not method.joined and method.name not in ("multiscale", "lattice"):
+        assert bool(torch.isfinite(found.mean["a"]).all())
+    later = {**found.state, "global": {**found.state["global"], "round": before["global"]["round"]}}
+    after, expected = exchange(g, later).mean, exchange(g, before).mean
+    assert all(torch.equal(after[name], expected[name]) for name in "ab")
+    assert all(bool(torch.isfinite(mean).all()) for mean in after.values())
+
+
 @pytest.mark.parametrize("world_size", [1, 3, 4])
 @pytest.mark.parametrize("case", [c for c in ALL_CASES if not c.direction], ids=repr)
 def test_edges(case: Case, world_size: int) -> None:

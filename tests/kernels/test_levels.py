@@ -104,6 +104,84 @@ def test_a_value_on_a_level_stays_there(grid: Grid) -> None:
         assert float((back - x).abs().max()) <= float(np.diff(grid.values).max()) * 1.0001
 
 
+def rounded(x: torch.Tensor, grid: Grid, round: int = 0, scale: float = 1.0) -> torch.Tensor:
+    """Round the values of one block, over that scale, to levels and back."""
+    table = SegmentTable([0], [x.numel()], [0], [(3, 4)])
+    blocks, layout = BlockTable(table, WHOLE), digit_layout(grid.base)
+    words, back = torch.empty(packed_groups(table.groups, layout), dtype=torch.uint8), torch.zeros(x.numel())
+    kernels = get_kernels("cpu")
+    kernels.quantise(x, blocks, inverse_scale(torch.tensor([scale])), grid, layout, round, 0, words)
+    kernels.dequantise(words, blocks, torch.tensor([scale]), grid, layout, back)
+    return back
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_levels_are_unbiased_and_may_change_signs_only_without_a_zero(seed: int) -> None:
+    """ALQ and AMQ 1: any level set, ends exact; next to zero a grid without one has either sign."""
+    generator = torch.Generator().manual_seed(seed)
+    inner = torch.rand(6, generator=generator).sort().values.double().tolist()
+    for grid, zero in (
+        (Grid.ordered([-1.0, *sorted([-inner[0], -inner[3], *inner[1:3], inner[5]]), 1.0]), False),
+        (Grid.symmetric([*inner, 1.0]), True),
+        (Grid.symmetric([*inner, 1.0], zero=False), False),
+    ):
+        values = torch.tensor([-1.0, -0.9, -0.3, -0.5 * inner[0], 0.0, 0.4 * inner[0], 0.2, 0.77, 1.0])
+        draws = 8000
+        found = rounded(values.repeat_interleave(draws), grid).view(9, draws).double()
+        assert bool((found[0] == -1).all() & (found[8] == 1).all())
+        # Neighbouring levels h > r > l: the variance of a draw is (h - r)(r - l), and (gap / 2)^2 at most.
+        gap = float(np.diff(grid.values).max())
+        assert float((found.mean(1) - values).abs().max()) <= 5 * gap / 2 / draws**0.5
+        changed = (found * values[:, None] < 0).any(1)
+        assert bool(changed[[3, 5]].all()) == (not zero)
+        assert bool((found[4] == 0).all()) == zero
+
+
+def test_even_levels_one_by_one_are_qsgds() -> None:
+    """ALQ and AMQ 6: a grid of single levels that are evenly spaced is the law of QSGD; the same bits above zero."""
+    x = torch.rand(40_000, generator=torch.Generator().manual_seed(0))
+    for s in (1, 3, 8):
+        single, even = Grid.ordered(np.linspace(-1, 1, 2 * s + 1).tolist()), Grid.even(s)
+        ours, theirs = rounded(x, single), rounded(x, even)
+        # A threshold of one is rounded to 2^-24 otherwise than the other's.
+        assert int(((ours - theirs).abs() > 1e-6).sum()) <= 2
+        ours, theirs = rounded(-x, single), rounded(-x, even)
+        assert float((ours + x).square().mean()) == pytest.approx(float((theirs + x).square().mean()), rel=0.03)
+        assert abs(float((ours + x).mean())) <= 5 / (2 * s) / 200
+
+
+def test_one_level_is_terngrads_trit() -> None:
+    """QSGD 6, DIANA 6: with the same scale and the same random numbers the same trits, bit for bit."""
+    x = normal(40_000, 1)
+    scale = x.abs().max()
+    table, kernels = SegmentTable([0], [x.numel()], [0], [(3, 4)]), get_kernels("cpu")
+    trits = torch.empty(16 * table.groups, dtype=torch.uint8)
+    kernels.ternary_encode(x, table, torch.tensor([torch.inf]), inverse_scale(scale[None]), 7, 0, 0, table.groups, trits)
+    theirs = torch.zeros_like(x)
+    words = torch.empty(packed_groups(table.groups, digit_layout(3)), dtype=torch.uint8)
+    kernels.ternary_sum(trits[None], words)
+    kernels.decode(words, 1, table, scale[None], 0, table.groups, theirs)
+    ours = rounded(x, Grid.even(1), 7, float(scale))
+    assert torch.equal(ours, theirs)
+    assert set((ours / scale).tolist()) == {-1.0, 0.0, 1.0}
+
+
+@pytest.mark.parametrize(
+    ("size", "largest", "norm"),
+    [(128, 0.109, 1.89), (512, 0.147, 9.45), (1024, 0.161, 19.9), (8192, 0.214, 166), (16384, 0.231, None)],
+)
+def test_even_points_without_a_zero_on_gaussian_blocks(size: int, largest: float, norm: float | None) -> None:
+    """QSGD 5, NUQSGD 9, ALQ and AMQ 8, the columns of programs that have eight points and no zero."""
+    grid = Grid.symmetric((1 / 7, 3 / 7, 5 / 7, 1), zero=False)
+    rows = torch.randn(max(24, 200_000 // size), size, generator=torch.Generator().manual_seed(size))
+    for expected, scales in ((largest, rows.abs().amax(1)), (norm, rows.norm(dim=1))):
+        if expected is not None:
+            found = [rounded(row, grid, k, float(s)) for k, (row, s) in enumerate(zip(rows, scales))]
+            errors = [float((q - row).square().sum() / row.square().sum()) for q, row in zip(found, rows)]
+            # Scales of blocks differ by a tenth: in the mean over 24 and more, and two digits of the table, 4 %.
+            assert sum(errors) / len(errors) == pytest.approx(expected, rel=0.04)
+
+
 def test_thresholds_never_reach_the_end_of_their_interval() -> None:
     for grid in GRIDS:
         top = grid.edge + np.float32(2**24 - 1) * grid.gap
