@@ -95,7 +95,8 @@ class DIANA(Wrapper):
     Shifts are kept by parameter, unscaled under automatic mixed precision, h_i for this rank alone, h and v the same on
     all; a round with a non-finite value changes none. By default they are float64: every worker rounds its own h_i and
     all round h, and in float32 the difference of h to the mean of h_i, 1e-6 after some thousand rounds, stays in every
-    outcome (logistic regression on mushrooms then ends at 3e-9 in squared distance, instead of 3e-14).
+    outcome (logistic regression on mushrooms then ends at 3e-9 in squared distance, instead of 3e-14). Continued with
+    another number of workers, shifts start from zero again, since h would not be the mean of the h_i that are left.
 
     Args:
         compressor: An unbiased operator Q.
@@ -208,6 +209,12 @@ class _Differences(Around):
         self._rate, self._momentum, self._dtype = rate, momentum, dtype
 
     def before(self, context: Context, flat: torch.Tensor) -> None:
+        memory, workers = context.memory, context.memory.value("workers")
+        if workers is not None and int(workers) != context.world_size:
+            # From a checkpoint: h is no longer the mean of the h_i that are left, and would stay beside it for good.
+            memory.forget("shift")
+            memory.forget("mean_shift")
+        memory.stage_value("workers", torch.tensor(context.world_size))
         held, staged = self._pair(context, "shift", replicated=False)
         for a, b in pieces(self.all_runs):
             # Rounded once, after the subtraction.

@@ -56,6 +56,14 @@ class Memory:
         bank.changed = True
         return bank.staged
 
+    def forget(self, kind: str) -> None:
+        """Make zeros of all that is held of a kind, at once; what was staged stays so, and doing it again is harmless."""
+        with self._lock:
+            self._loaded = {key: value for key, value in self._loaded.items() if key[0] != kind}
+            for (held_kind, _), bank in self._banks.items():
+                if held_kind == kind:
+                    bank.held.zero_()
+
     def value(self, name: str) -> torch.Tensor | None:
         """Give a value that was committed, the same on all ranks; None where there is none."""
         return self._values.get(name)
