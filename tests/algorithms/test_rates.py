@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 
@@ -39,10 +40,11 @@ def test_unlike_workers_end_on_a_plateau_below_the_bound(method: gw.Method, omeg
     """QSGD 9, NUQSGD 10, natural compression 9, all-reduce 9: 2 gamma omega s^2 / (mu N), and not at the optimum."""
     problem = Quadratic(workers=WORKERS, size=SIZE)
     gamma = 1 / (problem.worst * (1 + 2 * omega / WORKERS))
-    link, x, found = link_of(method, WORKERS, SIZE), torch.zeros(SIZE, dtype=torch.float64), []
-    for _ in range(140):
+    link, x, found, mean = link_of(method, WORKERS, SIZE), torch.zeros(SIZE, dtype=torch.float64), [], 0.0
+    for step in range(140):
         x = x - gamma * link.reduce_(problem.gradients(x).float()).double()
         found.append(float((x - problem.best).square().sum()))
+        mean = mean + (x - problem.best) / 60 * (step >= 80)
     spread = float(problem.at_best.square().sum(1).mean())
     plateau = sum(found[-60:]) / 60
     # What was left of the start shrinks at least by 1 - gamma mu a step.
@@ -51,6 +53,10 @@ def test_unlike_workers_end_on_a_plateau_below_the_bound(method: gw.Method, omeg
     assert plateau <= bound + left
     # Rounding of float32 gradients alone ends eight orders below: what acts is the operator's noise.
     assert plateau > 1e-4 * bound
+    # Points lie around the optimum: with a correlation of r <= 1 - gamma mu from step to step, the mean of 60 has at most
+    # (1 + r) / (1 - r) / 60 of their mean square, a sixth; around another point, as of a biased operator, all of it.
+    assert (2 / (gamma * problem.mu) - 1) / 60 < 1 / 6
+    assert float(mean.square().sum()) < 0.4 * plateau
 
 
 def bumps(x: torch.Tensor, centres: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -110,7 +116,7 @@ def test_variance_reduced_descent_gains_a_tenth_an_epoch() -> None:
             total += x / 60
         y = total
         gaps.append(gap(y))
-    assert all(later <= 0.9 * before for before, later in zip(gaps, gaps[1:]))
+    assert all(later <= 0.9 * before for before, later in itertools.pairwise(gaps))
     assert gaps[-1] > 0
 
 
@@ -138,8 +144,8 @@ def test_signs_with_growing_batches_descend_at_the_papers_rate(voters: int) -> N
     mean = sum(float(g.abs().sum()) for g in way) / k
     bound = (math.sqrt(D) * (first + 0.5) + 2 * D / math.sqrt(voters)) ** 2 / k
     assert mean**2 <= bound
-    # The theorem's bound is no sharp one; going nowhere, at twice the number, would be above it.
-    assert float(way[0].abs().sum()) ** 2 * 2 > 0.5 * bound
+    # To stay at the start would not do.
+    assert float(way[0].abs().sum()) ** 2 > 3 * bound
     assert float(way[-1].abs().max()) < 0.2
 
 
@@ -149,7 +155,7 @@ def test_signs_of_single_gradients_descend_at_the_papers_rate() -> None:
     way = sign_descent(math.sqrt(first / (D * k)), k, 1.0, 1)
     measure = sum(float(torch.where(g.abs() > 2 / math.sqrt(3), g.abs(), g.square()).sum()) for g in way) / k
     assert measure <= 3 * math.sqrt(D * first / k)
-    assert D * START > 2 * 3 * math.sqrt(D * first / k)
+    assert float(way[0].abs().sum()) > 2 * 3 * math.sqrt(D * first / k)
 
 
 @pytest.mark.parametrize("liars", [1, 2])
@@ -164,9 +170,9 @@ def test_a_minority_that_lies_slows_the_vote_and_no_more(liars: int) -> None:
     assert float(way[0].abs().sum()) ** 2 > 10 * bound
 
 
-def fed_back(gradient: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, gamma: float, steps: int) -> (
-    tuple[list[torch.Tensor], list[torch.Tensor], float]
-):
+def fed_back(
+    gradient: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, gamma: float, steps: int
+) -> tuple[list[torch.Tensor], list[torch.Tensor], float]:
     """Descend by EF-signSGD; give points, gradients, and the least contraction delta on the way."""
     link, before, points, slopes, delta = link_of("ef_signsgd", 1, x.numel()), torch.zeros_like(x), [], [], 1.0
     for _ in range(steps):

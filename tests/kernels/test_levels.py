@@ -156,7 +156,9 @@ def test_one_level_is_terngrads_trit() -> None:
     scale = x.abs().max()
     table, kernels = SegmentTable([0], [x.numel()], [0], [(3, 4)]), get_kernels("cpu")
     trits = torch.empty(16 * table.groups, dtype=torch.uint8)
-    kernels.ternary_encode(x, table, torch.tensor([torch.inf]), inverse_scale(scale[None]), 7, 0, 0, table.groups, trits)
+    kernels.ternary_encode(
+        x, table, torch.tensor([torch.inf]), inverse_scale(scale[None]), 7, 0, 0, table.groups, trits
+    )
     theirs = torch.zeros_like(x)
     words = torch.empty(packed_groups(table.groups, digit_layout(3)), dtype=torch.uint8)
     kernels.ternary_sum(trits[None], words)

@@ -95,6 +95,26 @@ def test_auto_takes_the_fewest_bytes() -> None:
         assert (sent["two_shot"] < sent["all_gather"]) == (world_size > 2)
 
 
+@pytest.mark.parametrize(
+    "spec",
+    ["terngrad", "TernGrad(share_scaler=False)", "signsgd", "QSGDMaxNorm(levels=1)", "MultiScale(levels=(1, 2))"],
+)
+def test_integers_add_up_in_a_width_that_fits_or_are_refused_when_attached(spec: str) -> None:
+    """At any number of workers: exact at 300 (beyond a byte), planned for up to 32767, refused with the limit above."""
+    method = gw.method(spec)
+    if spec != "TernGrad(share_scaler=False)":
+        g = torch.ones(300, 200)
+        g[:140, ::2] = -1.0
+        total = g.sum(0) if not method.direction else 300 * g.sum(0).sign()
+        for collective in method.collectives:
+            link = gw.SimulatedLink([("w", torch.empty(200))], method, 300, collective=collective, min_numel=0)
+            assert torch.equal((link.reduce_(g.clone()) * 300).round(), total)
+    for collective in method.collectives:
+        plan_for(method, 32767, collective, "meta")
+        with pytest.raises(gw.IncompatibleError, match=r"32768 workers .*need more than 16 bits.*at most"):
+            plan_for(method, 32768, collective, "meta")
+
+
 # ---------------------------------------------------------------------- hostile payloads
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 import torch
 
 from gradwire.errors import IncompatibleError
+from gradwire.kernels import MAX_WORLD_SIZE
 from gradwire.methods import Method
 from gradwire.segments import Segment
 from gradwire.wire import Coder
@@ -17,7 +18,20 @@ from gradwire.wire import Coder
 if TYPE_CHECKING:
     from gradwire.kernels import Kernels
 
-__all__ = ["Codec", "Compressor", "Draw", "Summary"]
+__all__ = ["Codec", "Compressor", "Draw", "Summary", "check_workers"]
+
+
+def check_workers(owner: str, world_size: int) -> None:
+    """Check that integers of that many workers add up within sixteen bits.
+
+    Raises:
+        IncompatibleError: there are more than :data:`gradwire.kernels.MAX_WORLD_SIZE`.
+    """
+    if world_size > MAX_WORLD_SIZE:
+        raise IncompatibleError(
+            f"{owner}: integers of {world_size} workers need more than 16 bits; use at most {MAX_WORLD_SIZE} workers, "
+            "or a method whose values are added up as floats, such as bf16"
+        )
 
 
 @dataclass(frozen=True)

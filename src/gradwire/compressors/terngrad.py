@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from gradwire.compressors.base import Codec, Compressor, Draw, Summary
+from gradwire.compressors.base import Codec, Compressor, Draw, Summary, check_workers
 from gradwire.compressors.scales import usable
 from gradwire.kernels import DigitLayout, SegmentTable, byte_layout, digit_layout, inverse_scale
 from gradwire.methods import Properties, require
@@ -45,6 +45,7 @@ class TernGrad(Compressor):
 
     Raises:
         HyperparameterError: ``clip`` is not a positive number or None.
+        IncompatibleError: when attached to more than 32767 workers.
 
     Guarantees: unbiased for f(g), variance exactly s |f(g)|_1 - |f(g)|_2^2 for each worker; a vector with entries in
     {-s, 0, s} comes back exactly; the same bits for every layout, world order, backend and driver. Draws from the
@@ -102,6 +103,7 @@ class TernGrad(Compressor):
         return ("two_shot", "all_gather") if self.share_scaler else ("all_gather",)
 
     def codec(self, kernels: Kernels, segments: Sequence[Segment], world_size: int, seed: int) -> TernaryCodec:
+        check_workers("TernGrad", world_size)
         table = SegmentTable(
             offset=[s.offset for s in segments],
             numel=[s.numel for s in segments],

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from gradwire.compressors.base import Codec, Draw, Summary
+from gradwire.compressors.base import Codec, Draw, Summary, check_workers
 from gradwire.compressors.sides import sign_table
 from gradwire.kernels import SIGN_BYTES, WHOLE, RunTable
 from gradwire.segments import Segment
@@ -44,6 +44,7 @@ class VoteCodec(Codec):
     grain = 8
 
     def __init__(self, kernels: Kernels, segments: Sequence[Segment], world_size: int) -> None:
+        check_workers("a majority vote", world_size)
         self.kernels, self.table, self.world_size = kernels, sign_table(segments), world_size
         self.runs = RunTable(self.table, WHOLE)
         self.units = self.table.groups

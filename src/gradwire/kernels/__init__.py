@@ -2,7 +2,7 @@
 
 from gradwire.kernels.base import Kernels, Moments, inverse_scale
 from gradwire.kernels.coders.base import CODERS, Coder
-from gradwire.kernels.digits import DigitLayout, byte_layout, digit_layout, packed_bytes, sum_layout
+from gradwire.kernels.digits import MAX_WORLD_SIZE, DigitLayout, byte_layout, digit_layout, packed_bytes, sum_layout
 from gradwire.kernels.dispatch import BACKENDS, get_kernels
 from gradwire.kernels.lattice import dither_shifts
 from gradwire.kernels.levels import WHOLE, BlockTable, Grid, packed_groups, summed
@@ -15,6 +15,7 @@ __all__ = [
     "CODERS",
     "GROUP_BYTES",
     "GROUP_SIZE",
+    "MAX_WORLD_SIZE",
     "SIGN_BYTES",
     "WHOLE",
     "BlockTable",

@@ -57,7 +57,7 @@ class Memory:
         return bank.staged
 
     def forget(self, kind: str) -> None:
-        """Make zeros of all that is held of a kind, at once; what was staged stays so, and doing it again is harmless."""
+        """Make zeros of all that is held of a kind, at once; what was staged stays; twice is as once."""
         with self._lock:
             self._loaded = {key: value for key, value in self._loaded.items() if key[0] != kind}
             for (held_kind, _), bank in self._banks.items():
