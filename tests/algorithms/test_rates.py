@@ -53,8 +53,8 @@ def test_unlike_workers_end_on_a_plateau_below_the_bound(method: gw.Method, omeg
     assert plateau <= bound + left
     # Rounding of float32 gradients alone ends eight orders below: what acts is the operator's noise.
     assert plateau > 1e-4 * bound
-    # Points lie around the optimum: with a correlation of r <= 1 - gamma mu from step to step, the mean of 60 has at most
-    # (1 + r) / (1 - r) / 60 of their mean square, a sixth; around another point, as of a biased operator, all of it.
+    # Points lie around the optimum: with a correlation of r <= 1 - gamma mu from step to step, the mean of 60 has at
+    # most (1 + r) / (1 - r) / 60 of their mean square, a sixth; around another point, where an operator is biased, all.
     assert (2 / (gamma * problem.mu) - 1) / 60 < 1 / 6
     assert float(mean.square().sum()) < 0.4 * plateau
 

@@ -126,10 +126,11 @@ def test_what_was_sent_cannot_be_told_without_the_vector() -> None:
         codec.decode_rows(row[None], summary, x)
 
 
-def test_large_inputs_keep_float32_resolution() -> None:
+@pytest.mark.parametrize("colours", [16, 32768])
+def test_large_inputs_keep_float32_resolution(colours: int) -> None:
     """6: numbers of points stay below 2^23; a distance that float32 cannot tell at that size is no failure."""
     x = close(3, 1000, 1e-6, 1000.0)
-    found = gw.simulate(x, gw.Lattice(distance=1e-6)).mean
+    found = gw.simulate(x, gw.Lattice(distance=1e-6, colours=colours)).mean
     largest = float(x.abs().max())
     assert bool(torch.isfinite(found).all())
     # A side is at least 2^-22 of the largest magnitude; half of it, and the rounding of the sum of three.
