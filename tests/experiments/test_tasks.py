@@ -33,7 +33,8 @@ def test_a_setting_of_another_task_is_refused_only_where_it_is_set() -> None:
 
 
 @pytest.mark.parametrize(
-    "settings", [{"steps": 0}, {"batch": -1}, {"lr": 0.0}, {"lr": math.nan}, {"ema": 1.0}, {"schedule": "x"}]
+    "settings",
+    [{"steps": 0}, {"batch": -1}, {"lr": 0.0}, {"lr": math.nan}, {"ema": 1.0}, {"momentum": 1.0}, {"schedule": "x"}],
 )
 def test_settings_that_make_no_sense_are_refused(settings: dict[str, object]) -> None:
     with pytest.raises(UsageError):

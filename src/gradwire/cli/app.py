@@ -72,6 +72,7 @@ def train(
     batch: o.Batch = None,
     lr: o.LearningRate = None,
     optimizer: o.Optimizer = None,
+    momentum: o.Momentum = None,
     seed: o.Seed = 0,
     eval_every: o.EvalEvery = None,
     ema: o.Ema = None,
@@ -110,7 +111,7 @@ def train(
             commands.resume(resume, stop_after=stop_after, as_json=as_json, debug=debug)
             return
         settings = {"data": data, "steps": steps, "batch": batch, "lr": lr, "optimizer": optimizer}
-        settings |= {"eval_every": eval_every, "ema": ema, "l2": l2, "l1": l1, "split": split}
+        settings |= {"momentum": momentum, "eval_every": eval_every, "ema": ema, "l2": l2, "l1": l1, "split": split}
         plan = _plan(
             task,
             method,
@@ -142,6 +143,7 @@ def compare(
     batch: o.Batch = None,
     lr: o.LearningRate = None,
     optimizer: o.Optimizer = None,
+    momentum: o.Momentum = None,
     seed: o.Seed = 0,
     eval_every: o.EvalEvery = None,
     ema: o.Ema = None,
@@ -169,7 +171,7 @@ def compare(
         from gradwire.cli import commands
 
         settings = {"data": data, "steps": steps, "batch": batch, "lr": lr, "optimizer": optimizer}
-        settings |= {"eval_every": eval_every, "ema": ema, "l2": l2, "l1": l1, "split": split}
+        settings |= {"momentum": momentum, "eval_every": eval_every, "ema": ema, "l2": l2, "l1": l1, "split": split}
         plan = _plan(
             task,
             "fp32",

@@ -22,6 +22,7 @@ __all__ = [
     "LearningRate",
     "LogEvery",
     "MinNumel",
+    "Momentum",
     "Optimizer",
     "Out",
     "Overwrite",
@@ -56,6 +57,7 @@ Batch = Annotated[
     int | None, typer.Option(help="Samples a step, over all workers; logreg: 0 for all", rich_help_panel=TRAINING)
 ]
 LearningRate = Annotated[float | None, typer.Option("--lr", help="Learning rate", rich_help_panel=TRAINING)]
+Momentum = Annotated[float | None, typer.Option(help="Of sgd, 0 to below 1", rich_help_panel=TRAINING)]
 Optimizer = Annotated[str | None, typer.Option(help="sgd or adam", rich_help_panel=TRAINING)]
 Seed = Annotated[int, typer.Option(help="Of weights, data order and the method's draws", rich_help_panel=TRAINING)]
 EvalEvery = Annotated[int | None, typer.Option(help="Steps between evaluations", rich_help_panel=TRAINING)]

@@ -80,6 +80,8 @@ class Task(ABC):
                 raise UsageError(f"{field} = {getattr(self, field)}: must be at least {least}")
         if not (math.isfinite(self.lr) and self.lr > 0):
             raise UsageError(f"lr = {self.lr}: must be a positive number")
+        if not 0 <= self.momentum < 1:
+            raise UsageError(f"momentum = {self.momentum}: must be at least 0 (none) and below 1")
         if not 0 <= self.ema < 1:
             raise UsageError(f"ema = {self.ema}: must be at least 0 (off) and below 1")
 
