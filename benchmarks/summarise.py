@@ -1,4 +1,4 @@
-"""Write ``docs/results.md``, ``docs/benchmarks.md`` and the README's table from the committed results; ``--check`` only compares.
+"""Write ``docs/results.md``, ``benchmarks.md``, ``quantisers.md`` and the README's table from the committed results; ``--check`` only compares.
 
 python benchmarks/summarise.py [--check]
 """
@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import quantisers_page
 import steps_page
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -179,6 +180,7 @@ def main() -> int:
     wanted = {
         ROOT / "docs" / "results.md": page.rstrip() + "\n",
         ROOT / "docs" / "benchmarks.md": steps_page.page(),
+        ROOT / "docs" / "quantisers.md": quantisers_page.page(),
         ROOT / "README.md": new,
     }
     stale = [path.name for path, text in wanted.items() if not path.exists() or path.read_text() != text]

@@ -1,0 +1,74 @@
+"""What a level at zero is worth: variance of three bits with and without it, on gradients of ResNet-8.
+
+    python benchmarks/zero_level.py --data FOLDER --json benchmarks/results/zero_level.json
+
+Seven even levels j / 3 of a block's maximum (``QSGDinf(levels=3)``), and the eight +-1/7 .. +-7/7 of the AQSGD program:
+exact relative variance sum_k (h_k - r_k) (r_k - l_k) R^2 / |g|^2 of the whole network's gradient, in blocks cut across
+parameters, before training and after some steps of SGD.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from runs import machine
+
+from gradwire.experiments import tasks
+
+BLOCKS = (64, 1024, 8192, 32768)
+STEPS = (0, 50, 200)
+GRIDS = {
+    "with_zero": torch.arange(-3, 4, dtype=torch.float64) / 3,
+    "without_zero": torch.arange(-7, 8, 2, dtype=torch.float64) / 7,
+}
+
+
+def variance(levels: torch.Tensor, g: torch.Tensor, block_size: int) -> float:
+    """Give the exact relative variance of unbiased rounding to levels of each block's maximum."""
+    total = 0.0
+    for v in g.split(block_size):
+        scale = v.abs().max().clamp(min=1e-300)
+        r = v / scale
+        upper = torch.searchsorted(levels, r, right=True).clamp(1, len(levels) - 1)
+        total += float(((levels[upper] - r) * (r - levels[upper - 1])).clamp(min=0).sum() * scale**2)
+    return total / float(g.square().sum())
+
+
+def main() -> int:
+    """Train, measure, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", required=True, help="folder with CIFAR-10's data batches")
+    parser.add_argument("--json", type=Path)
+    chosen = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    task = tasks.build("cifar10", data=chosen.data)
+    model, source = task.build_model(), task.load()
+    optimizer = task.build_optimizer(model)
+    rows: list[dict[str, Any]] = []
+    for step in range(max(STEPS) + 1):
+        indices = torch.randint(source.samples, (32,), generator=torch.Generator().manual_seed(step))
+        inputs, targets = source.batch(indices, slice(0, 32), seed=0, step=step)
+        optimizer.zero_grad()
+        task.loss(model(inputs), targets).backward()
+        if step in STEPS:
+            g = torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None]).double()
+            for block_size in BLOCKS:
+                found = {name: variance(levels, g, block_size) for name, levels in GRIDS.items()}
+                rows.append({"step": step, "block_size": block_size, "elements": g.numel(), **found})
+                print(
+                    f"step {step:4d}, blocks of {block_size:6d}: " + ", ".join(f"{n} {v:.3g}" for n, v in found.items())
+                )
+        optimizer.step()
+    if chosen.json:
+        chosen.json.write_text(json.dumps({**machine(), "rows": rows}, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
