@@ -28,7 +28,7 @@ def final(folder: Path, steps: int) -> dict[str, Any] | None:
 
 def claim(folder: Path) -> bool:
     """Take a run for this process; a claim of a process that is gone does not count."""
-    lock = folder.with_suffix(".lock")
+    lock = _lock(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     try:
         handle = os.open(lock, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
@@ -43,6 +43,10 @@ def claim(folder: Path) -> bool:
     return True
 
 
+def _lock(folder: Path) -> Path:
+    return folder.parent / f"{folder.name}.lock"
+
+
 def train(task: str, folder: Path, options: dict[str, Any]) -> None:
     """Run ``gradwire train --simulate`` on a claimed folder, let go of the claim, and print how it ended."""
     start = time.monotonic()
@@ -50,7 +54,7 @@ def train(task: str, folder: Path, options: dict[str, Any]) -> None:
     for name, value in options.items():
         command += [f"--{name}", str(value)]
     subprocess.run([*command, "--out", str(folder)], check=True, stdout=subprocess.DEVNULL)
-    folder.with_suffix(".lock").unlink()
+    _lock(folder).unlink()
     row = final(folder, options["steps"])
     print(f"{folder.name}: {row and row['accuracy']} ({time.monotonic() - start:.0f} s)", flush=True)
 
