@@ -18,7 +18,7 @@ if "NUMBA_CACHE_DIR" not in os.environ:
 
     _package = importlib.util.find_spec("gradwire")
     _origin = Path(str(_package.origin)).parent if _package else Path()
-    _sources = b"".join(p.read_bytes() for p in sorted((_origin / "kernels").glob("*.py")))
+    _sources = b"".join(p.read_bytes() for p in sorted((_origin / "kernels").rglob("*.py")))
     _digest = hashlib.sha256(_sources).hexdigest()[:12]
     os.environ["NUMBA_CACHE_DIR"] = str(Path(tempfile.gettempdir()) / f"gradwire-numba-{os.getuid()}-{_digest}")
 

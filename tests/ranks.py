@@ -21,7 +21,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-import gradwire
+from gradwire.kernels import CODERS, FAMILIES, get_kernels
 
 TIMEOUT_S = 90
 
@@ -74,7 +74,7 @@ class Ranks:
     def __init__(self, world_size: int, group_timeout_s: float = 60) -> None:
         self.world_size = world_size
         # Once, and here: ranks that compiled side by side would keep one another waiting beyond a short timeout.
-        gradwire.warm_up()
+        get_kernels().warm_up((*FAMILIES, *CODERS))
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         context = multiprocessing.get_context("spawn")
         self.processes: list[BaseProcess] = []

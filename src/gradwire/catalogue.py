@@ -144,6 +144,11 @@ class Auto(Method):
             value = getattr(self, field)
             require(isinstance(value, int) and value >= 1, f"Auto({field}=...)", f"at least 1 is needed, not {value!r}")
 
+    @property
+    def kernels(self) -> tuple[str, ...]:  # type: ignore[override]
+        """All candidates'."""
+        return tuple(dict.fromkeys(name for spec in self.candidates for name in method(spec).kernels))
+
 
 _KINDS: tuple[type[Method], ...] = (*METHODS, Auto)
 _BY_NAME: dict[str, type[Method]] = {name: kind for kind in _KINDS for name in (kind.name, kind.__name__)}

@@ -88,6 +88,9 @@ class Method:
     direction: ClassVar[bool] = False
     """Whether the outcome is a direction to step in, with entries -1 and 1, rather than the mean."""
 
+    kernels: ClassVar[tuple[str, ...]]
+    """The families of kernels, and the entropy coder, that it calls: these are compiled before the first step."""
+
     min_numel: ClassVar[int] = 1024
     """Parameters with fewer elements travel in float32, unless the user says otherwise."""
 

@@ -8,9 +8,11 @@ import warnings
 
 import pytest
 import torch
+from kernel_cases import BACKENDS
 
 from gradwire.errors import HyperparameterError
-from gradwire.kernels import SegmentTable, dispatch, get_kernels, packed_bytes
+from gradwire.kernels import FAMILIES, Kernels, SegmentTable, get_kernels, packed_bytes, trials
+from gradwire.kernels.automatic import AutomaticKernels
 
 
 def test_backends_are_cached_and_named() -> None:
@@ -19,17 +21,48 @@ def test_backends_are_cached_and_named() -> None:
         assert get_kernels(name) is get_kernels(name)
 
 
-def test_automatic_choice_agrees_with_the_reference_without_a_warning() -> None:
+@pytest.mark.parametrize("family", FAMILIES)
+def test_automatic_choice_agrees_with_the_reference_without_a_warning(family: str) -> None:
+    kernels = AutomaticKernels(get_kernels("cpu"), get_kernels("reference"))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        kernels = dispatch._automatic(1)
+        kernels.warm_up([family])
     assert kernels.name == "cpu"
 
 
-def test_automatic_choice_falls_back_aloud(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "_agree", lambda first, second: False)
-    with pytest.warns(UserWarning, match="cpu-plain"):
-        assert dispatch._automatic(1).name == "cpu-plain"
+@pytest.mark.parametrize("family", FAMILIES)
+def test_automatic_choice_falls_back_aloud(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each family is compared before its first use, and one that differs leaves no trust in the others."""
+    right = trials.TRIALS[family]
+
+    def trial(kernels: Kernels) -> list[torch.Tensor]:
+        return [right(kernels)[0].double() + (kernels.name == "cpu")]
+
+    monkeypatch.setitem(trials.TRIALS, family, trial)
+    kernels = AutomaticKernels(get_kernels("cpu"), get_kernels("reference"))
+    other = "moments" if family != "moments" else "ternary"
+    kernels.warm_up([other])
+    assert kernels.name == "cpu"
+    with pytest.warns(UserWarning, match=rf"\({family}: its results differ.*cpu-plain"):
+        right(kernels)
+    assert kernels.name == "cpu-plain"
+    assert kernels._variant(other) is None
+
+
+def test_what_does_not_compile_is_replaced_aloud(monkeypatch: pytest.MonkeyPatch) -> None:
+    def trial(kernels: Kernels) -> list[torch.Tensor]:
+        raise OSError("no such instruction")
+
+    monkeypatch.setitem(trials.TRIALS, "signs", trial)
+    kernels = AutomaticKernels(get_kernels("cpu"), get_kernels("reference"))
+    with pytest.warns(UserWarning, match="signs: its code does not compile: OSError: no such instruction"):
+        kernels.finite(torch.zeros(9), SegmentTable([0], [9], [0], [(0, 0)]))
+
+
+@pytest.mark.parametrize("name", ["auto", *BACKENDS, "meta"])
+def test_unknown_families_are_refused_with_the_nearest(name: str) -> None:
+    with pytest.raises(HyperparameterError, match="did you mean 'levels'"):
+        get_kernels(name).warm_up(["level"])
 
 
 def test_unknown_names_are_refused_with_the_nearest() -> None:

@@ -36,6 +36,7 @@ class _Adaptive(Algorithm):
     kept: int = 350
 
     collectives: ClassVar[tuple[str, ...]] = ("all_gather",)
+    kernels: ClassVar[tuple[str, ...]] = ("moments", "levels")
     whole_step: ClassVar[bool] = True
     tag: ClassVar[int]
     weighted: ClassVar[bool]

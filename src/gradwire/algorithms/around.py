@@ -43,6 +43,11 @@ class Wrapper(Algorithm):
         return self.compressor.joined
 
     @property
+    def kernels(self) -> tuple[str, ...]:  # type: ignore[override]
+        """The compressor's."""
+        return self.compressor.kernels
+
+    @property
     def innermost(self) -> Cast | Compressor:
         """The compressor."""
         inner = self.compressor

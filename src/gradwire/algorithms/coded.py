@@ -71,5 +71,10 @@ class Coded(Wrapper):
             f"compressor is a method whose payload is its own, such as TernGrad(), not {inner!r}",
         )
 
+    @property
+    def kernels(self) -> tuple[str, ...]:  # type: ignore[override]
+        """The compressor's, and the coder."""
+        return (*self.compressor.kernels, self.coder)
+
     def plan(self, setting: Setting) -> Plan:
         return replace(setting, coder=self.coder).plan(self.compressor)

@@ -58,6 +58,7 @@ class SignSGD(Algorithm):
     name: ClassVar[str] = "signsgd"
     tag: ClassVar[int] = 17
     collectives: ClassVar[tuple[str, ...]] = ("two_shot", "all_gather")
+    kernels: ClassVar[tuple[str, ...]] = ("signs",)
     direction: ClassVar[bool] = True
     min_numel: ClassVar[int] = 0
     properties: ClassVar[Properties] = Properties(

@@ -65,6 +65,7 @@ class MultiScale(Algorithm):
     name: ClassVar[str] = "multiscale"
     tag: ClassVar[int] = 21
     collectives: ClassVar[tuple[str, ...]] = ("two_shot", "all_gather")
+    kernels: ClassVar[tuple[str, ...]] = ("moments", "levels")
     properties: ClassVar[Properties] = Properties(
         summary="More levels for coordinates that are small on all workers, exact integer sums",
         paper="Vineeth, Quantization for Distributed Optimization, 2021",

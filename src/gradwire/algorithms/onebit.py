@@ -55,6 +55,7 @@ class OneBit(Algorithm):
     name: ClassVar[str] = "onebit"
     tag: ClassVar[int] = 19
     collectives: ClassVar[tuple[str, ...]] = ("all_gather",)
+    kernels: ClassVar[tuple[str, ...]] = ("signs",)
     properties: ClassVar[Properties] = Properties(
         summary="A bit an element and two means a column, with error feedback",
         paper="Seide et al., 1-bit SGD, Interspeech 2014",

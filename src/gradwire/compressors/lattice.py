@@ -75,6 +75,7 @@ class Lattice(Compressor):
     name: ClassVar[str] = "lattice"
     tag: ClassVar[int] = 25
     collectives: ClassVar[tuple[str, ...]] = ("all_gather",)
+    kernels: ClassVar[tuple[str, ...]] = ("moments", "lattice")
     properties: ClassVar[Properties] = Properties(
         summary="Colours of lattice points, decoded next to the receiver's own vector",
         paper="Davies et al., New Bounds for Distributed Mean Estimation, ICLR 2021",

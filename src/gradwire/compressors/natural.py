@@ -51,6 +51,7 @@ class Natural(Compressor):
     name: ClassVar[str] = "natural"
     tag: ClassVar[int] = 23
     collectives: ClassVar[tuple[str, ...]] = ("all_gather",)
+    kernels: ClassVar[tuple[str, ...]] = ("moments", "natural")
     worst_error: ClassVar[float | None] = 1 / 8
     properties: ClassVar[Properties] = Properties(
         summary="Sign and exponent, the mantissa rounded away without bias",

@@ -57,6 +57,7 @@ class NaturalDithering(Compressor):
     name: ClassVar[str] = "naturaldithering"
     tag: ClassVar[int] = 24
     collectives: ClassVar[tuple[str, ...]] = ("all_gather",)
+    kernels: ClassVar[tuple[str, ...]] = ("moments", "levels")
     properties: ClassVar[Properties] = Properties(
         summary="Powers of two times each block's norm, rounded without bias",
         paper="Horvath et al., Natural Compression, MSML 2022",

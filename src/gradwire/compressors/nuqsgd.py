@@ -63,6 +63,7 @@ class NUQSGD(Compressor):
     name: ClassVar[str] = "nuqsgd"
     tag: ClassVar[int] = 4
     collectives: ClassVar[tuple[str, ...]] = ("all_gather",)
+    kernels: ClassVar[tuple[str, ...]] = ("moments", "levels")
     properties: ClassVar[Properties] = Properties(
         summary="Powers of two times each block's Euclidean norm, rounded without bias",
         paper="Ramezani-Kebrya et al., NUQSGD, JMLR 2021",

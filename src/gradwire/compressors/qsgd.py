@@ -32,6 +32,7 @@ class EvenLevels(Compressor):
 
     norm: ClassVar[str]
     collectives: ClassVar[tuple[str, ...]] = ("all_gather",)
+    kernels: ClassVar[tuple[str, ...]] = ("moments", "levels")
 
     def __post_init__(self) -> None:
         owner = type(self).__name__

@@ -57,6 +57,7 @@ class ScaledSign(Compressor):
     name: ClassVar[str] = "scaledsign"
     tag: ClassVar[int] = 16
     collectives: ClassVar[tuple[str, ...]] = ("all_gather",)
+    kernels: ClassVar[tuple[str, ...]] = ("signs",)
     properties: ClassVar[Properties] = Properties(
         summary="Signs times the mean magnitude of each parameter",
         paper="Karimireddy et al., ICML 2019",

@@ -70,6 +70,7 @@ class TernGrad(Compressor):
 
     name: ClassVar[str] = "terngrad"
     tag: ClassVar[int] = 1
+    kernels: ClassVar[tuple[str, ...]] = ("moments", "ternary")
     properties: ClassVar[Properties] = Properties(
         summary="Ternary gradients, one scaler a parameter, exact integer sums",
         paper="Wen et al., TernGrad, NeurIPS 2017",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -10,6 +11,7 @@ import torch
 from gradwire.errors import HyperparameterError
 from gradwire.kernels.coders.base import Coder
 from gradwire.kernels.digits import DigitLayout, sum_layout
+from gradwire.kernels.families import FAMILIES
 from gradwire.kernels.lattice.base import LatticeKernels
 from gradwire.kernels.levels.base import LevelKernels
 from gradwire.kernels.natural.base import NaturalKernels
@@ -49,7 +51,10 @@ class Kernels(LevelKernels, NaturalKernels, LatticeKernels, SignKernels, Protoco
     buffers may start at any element of a larger tensor. ``N`` stands for ``world_size``, ``S`` for ``len(table)``.
     """
 
-    name: str
+    @property
+    def name(self) -> str:
+        """The backend's."""
+        ...
 
     def moments(self, x: torch.Tensor, table: SegmentTable) -> Moments:
         """Compute max-abs, mean, standard deviation and norm of every segment of ``x`` (float32), exactly as defined.
@@ -124,8 +129,12 @@ class Kernels(LevelKernels, NaturalKernels, LatticeKernels, SignKernels, Protoco
         """Give the entropy coder of that name that goes with this backend."""
         ...
 
-    def warm_up(self) -> float:
-        """Compile everything that may be called later; return the seconds it took."""
+    def warm_up(self, families: Sequence[str] = FAMILIES) -> float:
+        """Compile what calls of these families, or of entropy coders, will need; return the seconds it took.
+
+        Raises:
+            HyperparameterError: there is no such family or coder.
+        """
         ...
 
 

@@ -10,6 +10,7 @@ from gradwire.kernels.base import Moments
 from gradwire.kernels.coders.base import Coder
 from gradwire.kernels.coders.dispatch import get_coder
 from gradwire.kernels.digits import DigitLayout, sum_layout
+from gradwire.kernels.families import FAMILIES, known_families
 from gradwire.kernels.levels import BlockTable, Grid, summed
 from gradwire.kernels.signs import RunTable, SignSums
 from gradwire.kernels.table import SegmentTable
@@ -162,5 +163,6 @@ class MetaKernels:
     ) -> None:
         pass
 
-    def warm_up(self) -> float:
+    def warm_up(self, families: Sequence[str] = FAMILIES) -> float:
+        known_families(families)
         return 0.0

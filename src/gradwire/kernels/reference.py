@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -11,6 +12,7 @@ from gradwire.kernels.coders.base import Coder
 from gradwire.kernels.coders.dispatch import get_coder
 from gradwire.kernels.digits import DigitLayout
 from gradwire.kernels.exact import integer_blocks
+from gradwire.kernels.families import FAMILIES, known_families
 from gradwire.kernels.lattice.reference import ReferenceLattice
 from gradwire.kernels.levels.reference import ReferenceLevels
 from gradwire.kernels.natural.reference import ReferenceNatural
@@ -104,7 +106,8 @@ class ReferenceKernels(ReferenceLevels, ReferenceNatural, ReferenceLattice, Refe
     def coder(self, name: str) -> Coder:
         return get_coder(name, "reference")
 
-    def warm_up(self) -> float:
+    def warm_up(self, families: Sequence[str] = FAMILIES) -> float:
+        known_families(families)
         return 0.0
 
 

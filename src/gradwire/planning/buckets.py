@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -10,7 +9,6 @@ import torch
 
 from gradwire import catalogue
 from gradwire.algorithms import Plan, make_plan
-from gradwire.compressors import Cast
 from gradwire.groups import Meter, dry_run
 from gradwire.kernels import Kernels, get_kernels
 from gradwire.methods import Method, require
@@ -50,7 +48,7 @@ class Planner:
 
     @property
     def kernels(self) -> Kernels:
-        """The backend, compiled when first asked for."""
+        """The backend."""
         if self._kernels is None:
             require(self.options.backend != "meta", "backend", "'meta' computes nothing: it is for dry runs")
             self._kernels = get_kernels(self.options.backend)
@@ -63,17 +61,12 @@ class Planner:
             HyperparameterError: there is no such backend.
             BackendError: the backend is not installed.
         """
-        if isinstance(self.method, Cast):
-            return 0.0
-        # Choosing a backend compiles it, too.
-        began = time.perf_counter()
-        self.kernels.warm_up()
-        return time.perf_counter() - began
+        return self.kernels.warm_up(self.method.kernels) if self.method.kernels else 0.0
 
     @property
     def backend(self) -> str:
         """The backend that runs; "none" where the method needs no kernels."""
-        return "none" if isinstance(self.method, Cast) else self.kernels.name
+        return self.kernels.name if self.method.kernels else "none"
 
     def is_warm_up(self, round: int) -> bool:
         """Tell whether that round travels in float32."""
@@ -118,7 +111,7 @@ class Planner:
             costs = self._costs(names, warm_up)
             best = min(costs, key=lambda c: costs[c].sent_bytes)
         self.chosen[best] = self.chosen.get(best, 0) + 1
-        return self._build(names, warm_up, best, get_kernels("meta") if isinstance(self.method, Cast) else self.kernels)
+        return self._build(names, warm_up, best, self.kernels if self.method.kernels else get_kernels("meta"))
 
     def _costs(self, names: tuple[str, ...], warm_up: bool) -> dict[str, Meter]:
         numel, meta = sum(self.parameters[name].numel for name in names), get_kernels("meta")
@@ -154,8 +147,5 @@ def warm_up(method: str | Method = "terngrad", backend: str = "auto") -> float:
     Returns:
         Seconds it took: several when nothing was kept, near zero otherwise.
     """
-    if isinstance(catalogue.method(method), Cast):
-        return 0.0
-    began = time.perf_counter()
-    get_kernels(backend).warm_up()
-    return time.perf_counter() - began
+    families = catalogue.method(method).kernels
+    return get_kernels(backend).warm_up(families) if families else 0.0

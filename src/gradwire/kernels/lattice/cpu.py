@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from gradwire.kernels.cpu_shared import Compiled
 from gradwire.kernels.divisions import divisions
 from gradwire.kernels.lattice import drivers
 from gradwire.kernels.lattice.base import check_lattice
@@ -17,10 +18,8 @@ __all__ = ["CpuLattice"]
 _WORD = 0xFFFFFFFF
 
 
-class CpuLattice:
+class CpuLattice(Compiled):
     """See :class:`gradwire.kernels.lattice.base.LatticeKernels` for what each method computes."""
-
-    _variant: bool | None
 
     def lattice_encode(
         self,
@@ -36,7 +35,8 @@ class CpuLattice:
         layout = check_lattice(x, table, inverse, colours, round, stream, out[None], [shift])
         checks = np.zeros(16, np.int32)
         drivers.lattice_encode_all(
-            self._variant, x.detach().numpy(), table.offset, table.numel, table.start, table.key, table.first_group,
+            self._variant("lattice"),
+            x.detach().numpy(), table.offset, table.numel, table.start, table.key, table.first_group,
             inverse.detach().numpy(), colours.bit_length() - 1, np.int32(shift), np.uint64(round), np.uint32(stream),
             layout.digits, layout.word_bytes, out.numpy(), checks,
         )  # fmt: skip
@@ -66,7 +66,8 @@ class CpuLattice:
         checks = np.zeros((number, 16), np.int32)
         reciprocal, _ = divisions(layout)
         drivers.lattice_mean_all(
-            self._variant, flat, stride, number, own.detach().numpy(), x.detach().numpy(), table.offset, table.numel,
+            self._variant("lattice"),
+            flat, stride, number, own.detach().numpy(), x.detach().numpy(), table.offset, table.numel,
             table.start, table.key, table.first_group, inverse.detach().numpy(), scale.detach().numpy(), accumulate,
             colours.bit_length() - 1, np.array(shifts, np.int32), np.uint64(round), np.uint32(stream), layout.digits,
             layout.word_bytes, reciprocal, checks.reshape(-1),

@@ -7,6 +7,7 @@ import math
 import numpy as np
 import torch
 
+from gradwire.kernels.cpu_shared import Compiled
 from gradwire.kernels.digits import DigitLayout
 from gradwire.kernels.divisions import divisions
 from gradwire.kernels.levels import drivers
@@ -16,10 +17,8 @@ from gradwire.kernels.levels.grid import Grid
 __all__ = ["CpuLevels"]
 
 
-class CpuLevels:
+class CpuLevels(Compiled):
     """See :class:`gradwire.kernels.levels.base.LevelKernels` for what each method computes."""
-
-    _variant: bool | None
 
     def quantise(
         self,
@@ -37,7 +36,7 @@ class CpuLevels:
         if not t.groups:
             return
         drivers.quantise_range(
-            self._variant, x.detach().numpy(), t.offset, t.numel, t.start, t.key, t.first_group, blocks.first,
+            self._variant("levels"), x.detach().numpy(), t.offset, t.numel, t.start, t.key, t.first_group, blocks.first,
             blocks.phase, blocks.block_size, inverse.detach().numpy(), grid.edge, grid.gap, grid.steps, grid.positive,
             grid.negative, grid.signed, grid.uniform, np.uint64(round), np.uint32(stream), 0, t.groups, 0, layout.base,
             layout.digits, layout.word_bytes, out.numpy(),
@@ -62,7 +61,8 @@ class CpuLevels:
         segment = int(np.searchsorted(t.first_group, begin, side="right")) - 1
         reciprocal, _ = divisions(layout)
         drivers.dequantise_range(
-            self._variant, words.numpy(), layout.base, layout.digits, layout.word_bytes, reciprocal, t.offset, t.numel,
+            self._variant("levels"),
+            words.numpy(), layout.base, layout.digits, layout.word_bytes, reciprocal, t.offset, t.numel,
             t.first_group, blocks.first, blocks.phase, blocks.block_size, scale.detach().numpy(), grid.values,
             grid.uniform, begin, end, segment, x.detach().numpy(), accumulate,
         )  # fmt: skip
@@ -76,6 +76,7 @@ class CpuLevels:
         flat = rows.as_strided(((number - 1) * stride + size,), (1,)).numpy()
         reciprocal, _ = divisions(layout)
         drivers.sum_digits_range(
-            self._variant, flat, stride, number, groups, layout.base, layout.digits, layout.word_bytes, reciprocal,
+            self._variant("levels"),
+            flat, stride, number, groups, layout.base, layout.digits, layout.word_bytes, reciprocal,
             down.base, down.digits, down.word_bytes, math.lcm(layout.digits, down.digits), out.numpy(),
         )  # fmt: skip

@@ -7,6 +7,7 @@ import numpy.typing as npt
 import torch
 
 from gradwire.kernels.base import check_moments
+from gradwire.kernels.cpu_shared import Compiled, segment_of
 from gradwire.kernels.signs import drivers
 from gradwire.kernels.signs.base import (
     RunTable,
@@ -20,16 +21,14 @@ from gradwire.kernels.table import SegmentTable
 __all__ = ["CpuSigns"]
 
 
-class CpuSigns:
+class CpuSigns(Compiled):
     """See :class:`gradwire.kernels.signs.base.SignKernels` for what each method computes."""
-
-    _variant: bool | None
 
     def finite(self, x: torch.Tensor, table: SegmentTable) -> torch.Tensor:
         check_moments(x, table)
         found = np.empty(len(table), np.bool_)
         drivers.finite_range(
-            self._variant, x.detach().numpy(), table.offset, table.numel, 0, len(table), found
+            self._variant("signs"), x.detach().numpy(), table.offset, table.numel, 0, len(table), found
         )  # fmt: skip
         return torch.from_numpy(found)
 
@@ -38,7 +37,16 @@ class CpuSigns:
         size = len(table)
         above, below, count = np.empty(size), np.empty(size), np.empty(size, np.int64)
         drivers.sign_sums_range(
-            self._variant, x.detach().numpy(), table.offset, table.numel, 0, size, above, below, count, np.empty(2)
+            self._variant("signs"),
+            x.detach().numpy(),
+            table.offset,
+            table.numel,
+            0,
+            size,
+            above,
+            below,
+            count,
+            np.empty(2),
         )
         return SignSums(*(torch.from_numpy(column) for column in (above, below, count)))
 
@@ -47,8 +55,8 @@ class CpuSigns:
         if begin == end:
             return
         drivers.sign_encode_range(
-            self._variant, x.detach().numpy(), table.offset, table.numel, table.first_group, begin, end,
-            _segment_of(table, begin), out.numpy(),
+            self._variant("signs"), x.detach().numpy(), table.offset, table.numel, table.first_group, begin, end,
+            segment_of(table, begin), out.numpy(),
         )  # fmt: skip
 
     def sign_vote(self, rows: torch.Tensor, out: torch.Tensor) -> None:
@@ -74,8 +82,8 @@ class CpuSigns:
         t = runs.table
         flat, stride = _joined(rows)
         drivers.sign_decode_range(
-            self._variant, flat, stride, len(rows), t.offset, t.numel, t.first_group, runs.length, runs.phase,
-            runs.first, above.detach().numpy(), below.detach().numpy(), begin, end, _segment_of(t, begin),
+            self._variant("signs"), flat, stride, len(rows), t.offset, t.numel, t.first_group, runs.length, runs.phase,
+            runs.first, above.detach().numpy(), below.detach().numpy(), begin, end, segment_of(t, begin),
             x.detach().numpy(), accumulate,
         )  # fmt: skip
 
@@ -85,7 +93,3 @@ def _joined(rows: torch.Tensor) -> tuple[npt.NDArray[np.uint8], int]:
     number, length = rows.shape
     stride = rows.stride(0) if number > 1 else length
     return rows.as_strided(((number - 1) * stride + length,), (1,)).numpy(), stride
-
-
-def _segment_of(table: SegmentTable, group: int) -> int:
-    return int(np.searchsorted(table.first_group, group, side="right")) - 1

@@ -1,0 +1,124 @@
+"""A small case for each family of kernels: it compiles all that calls may need, and its results tell backends apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from gradwire.kernels.base import Kernels
+from gradwire.kernels.digits import digit_layout, packed_bytes
+from gradwire.kernels.lattice import dither_shifts
+from gradwire.kernels.levels import BlockTable, Grid, packed_groups, summed
+from gradwire.kernels.natural import natural_bytes
+from gradwire.kernels.signs import SIGN_BYTES, RunTable
+from gradwire.kernels.table import SegmentTable
+
+__all__ = ["TRIALS", "agree"]
+
+_ROUND = 7
+
+
+def _case() -> tuple[torch.Tensor, SegmentTable]:
+    """Give two segments that end within a group, one of them the middle of its parameter."""
+    return torch.sin(torch.arange(300.0) * 1.7), SegmentTable([1, 260], [250, 37], [80, 0], [(1, 2), (3, 4)])
+
+
+def _moments(kernels: Kernels) -> list[torch.Tensor]:
+    moments = kernels.moments(*_case())
+    return [moments.max_abs, moments.mean, moments.std, moments.norm]
+
+
+def _ternary(kernels: Kernels) -> list[torch.Tensor]:
+    x, table = _case()
+    limit, inverse = torch.tensor([0.9, 0.5]), torch.full((2,), 2.0**24)
+    rows = torch.empty(4, 16 * table.groups, dtype=torch.uint8)
+    for rank, row in enumerate(rows):
+        kernels.ternary_encode(x, table, limit, inverse, _ROUND, rank, 0, table.groups, row)
+    results = [rows]
+    for world_size in (1, 2, 4):
+        words = torch.empty(packed_bytes(80 * table.groups, world_size), dtype=torch.uint8)
+        again, integers = torch.empty_like(words), torch.empty(80 * table.groups, dtype=torch.int32)
+        kernels.ternary_sum(rows[:world_size], words)
+        kernels.unpack(words, world_size, integers)
+        kernels.pack(integers, world_size, again)
+        decoded = x.clone()
+        kernels.decode(words, world_size, table, limit, 0, table.groups, decoded, accumulate=world_size == 1)
+        results += [words, integers, again, decoded]
+    return results
+
+
+def _levels(kernels: Kernels) -> list[torch.Tensor]:
+    x, table = _case()
+    blocks, results = BlockTable(table, 48), []
+    scale = torch.linspace(0.4, 1.1, blocks.blocks)
+    many = Grid.symmetric([2.0**-j for j in range(9, -1, -1)])
+    for turn, grid in enumerate((Grid.even(1), Grid.even(4), Grid.even(3), Grid.ordered((-1, 0.1, 1)), many)):
+        layout = digit_layout(grid.base)
+        rows = torch.empty(2, packed_groups(table.groups, layout), dtype=torch.uint8)
+        for rank, row in enumerate(rows):
+            kernels.quantise(x, blocks, 2.0**24 / scale, grid, layout, _ROUND, rank, row)
+        decoded = x.clone()
+        kernels.dequantise(rows[0], blocks, scale, grid, layout, decoded, accumulate=turn % 2 == 1)
+        sums = torch.empty(packed_groups(table.groups, summed(layout, 2)), dtype=torch.uint8)
+        kernels.sum_digits(rows, table.groups, layout, sums)
+        results += [rows, decoded, sums]
+    return results
+
+
+def _natural(kernels: Kernels) -> list[torch.Tensor]:
+    x, table = _case()
+    rows, decoded = torch.empty(3, natural_bytes(table.groups), dtype=torch.uint8), x.clone()
+    for rank, row in enumerate(rows):
+        kernels.natural_encode(x, table, _ROUND, rank, row)
+    kernels.natural_mean(rows, table, 1 / 3, decoded)
+    kernels.natural_mean(rows[:1], table, 0.5, decoded, accumulate=True)
+    return [rows, decoded]
+
+
+def _lattice(kernels: Kernels) -> list[torch.Tensor]:
+    x, table = _case()
+    side, shifts, results = torch.tensor([0.3, 0.2]), dither_shifts(3), []
+    for colours in (8, 16):
+        rows = torch.empty(3, packed_groups(table.groups, digit_layout(colours)), dtype=torch.uint8)
+        checks = [
+            kernels.lattice_encode(x + 0.1 * rank, table, 1 / side, colours, _ROUND, 1, shifts[rank], row)
+            for rank, row in enumerate(rows)
+        ]
+        decoded = x.clone()
+        for accumulate in (False, True):
+            checks += kernels.lattice_mean(
+                rows, table, 1 / side, side, colours, _ROUND, 1, shifts, x, decoded, accumulate
+            )
+        results += [rows, decoded, torch.tensor(checks)]
+    return results
+
+
+def _signs(kernels: Kernels) -> list[torch.Tensor]:
+    x, table = _case()
+    sums, runs = kernels.sign_sums(x, table), RunTable(table, 37)
+    rows = torch.empty(3, SIGN_BYTES * table.groups, dtype=torch.uint8)
+    for shift, row in enumerate(rows):
+        kernels.sign_encode(x.roll(shift), table, 0, table.groups, row)
+    values, voted = torch.arange(6.0 * runs.runs).reshape(2, 3, runs.runs), torch.empty_like(rows[0])
+    kernels.sign_vote(rows, voted)
+    decoded = x.clone()
+    for accumulate in (False, True):
+        kernels.sign_decode(rows, runs, values[0], values[1], 0, table.groups, decoded, accumulate)
+    return [kernels.finite(x, table), sums.above, sums.below, sums.count, rows, voted, decoded]
+
+
+TRIALS: dict[str, Callable[[Kernels], list[torch.Tensor]]] = {
+    "moments": _moments,
+    "ternary": _ternary,
+    "levels": _levels,
+    "natural": _natural,
+    "lattice": _lattice,
+    "signs": _signs,
+}
+"""By family; each runs all methods of its family."""
+
+
+def agree(family: str, first: Kernels, second: Kernels) -> bool:
+    """Tell whether two backends give the same bits in a family's trial."""
+    return all(torch.equal(a, b) for a, b in zip(*(TRIALS[family](kernels) for kernels in (first, second))))

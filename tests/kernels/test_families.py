@@ -1,0 +1,81 @@
+"""What a method states that it calls is what is compiled for it, no more and no less."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import gradwire as gw
+from cases import ALL
+from gradwire.kernels import CODERS, FAMILIES, coders
+from gradwire.kernels.cpu_shared import Compiled
+
+PROBE = """
+import sys, torch, gradwire as gw
+from gradwire.kernels import cpu_drivers
+from gradwire.kernels.lattice import drivers as lattice
+from gradwire.kernels.levels import drivers as levels
+from gradwire.kernels.natural import drivers as natural
+from gradwire.kernels.signs import drivers as signs
+
+homes = {"ternary": cpu_drivers, "levels": levels, "signs": signs, "natural": natural, "lattice": lattice}
+drivers = {f"{home}.{name}": getattr(module, name) for home, module in homes.items() for name in module.__all__}
+for prepare in (lambda: gw.warm_up(sys.argv[1]), lambda: gw.simulate(torch.ones(3, 2000), sys.argv[1])):
+    prepare()
+    print(*sorted(f"{name}:{len(driver.signatures)}" for name, driver in drivers.items() if driver.signatures))
+"""
+
+
+def test_only_the_families_of_the_method_are_compiled() -> None:
+    """By the compiler's own record, in a fresh process: nothing of levels, signs, powers of two or lattices."""
+    command = [sys.executable, "-c", PROBE, "TernGrad()"]
+    warm, used = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    names = {entry.split(":")[0] for entry in warm.split()}
+    assert names == {f"ternary.{n}_range" for n in ("decode", "encode", "moments", "sum")} | {
+        "ternary.pack_run",
+        "ternary.unpack_run",
+    }
+    assert used == warm
+
+
+@pytest.mark.parametrize("method", ALL, ids=repr)
+def test_methods_state_the_families_that_they_call(method: gw.Method, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every call of compiled code asks which bodies serve its family, every use of a coder asks for it."""
+    called = set()
+    variant, coder = Compiled._variant, coders.get_coder
+
+    def asked(self: Compiled, family: str) -> bool | None:
+        called.add(family)
+        return variant(self, family)
+
+    def given(name: str, backend: str = "auto") -> gw.wire.Coder:
+        called.add(name)
+        return coder(name, backend)
+
+    monkeypatch.setattr(Compiled, "_variant", asked)
+    monkeypatch.setattr("gradwire.kernels.cpu.get_coder", given)
+    assert set(method.kernels) <= {*FAMILIES, *CODERS}
+    x = torch.randn(3, 2000, generator=torch.Generator().manual_seed(0))
+    # A parameter that is compressed, and one that travels beside it in float32.
+    for warmup_steps in (0, 1):
+        link = gw.SimulatedLink(
+            {"a": torch.zeros(1800), "b": torch.zeros(200)}.items(), method, 3, min_numel=1000,
+            warmup_steps=warmup_steps, backend="cpu", collective=method.collectives[-1],
+        )  # fmt: skip
+        for _ in range(2):
+            link.reduce_(x.clone())
+        for collective in method.collectives[:-1]:
+            other = gw.SimulatedLink({"a": torch.zeros(2000)}.items(), method, 3, backend="cpu", collective=collective)
+            other.reduce_(x.clone())
+    assert called == set(method.kernels)
+
+
+def test_auto_compiles_for_all_that_it_tries() -> None:
+    assert gw.Auto(candidates=("fp32", "qsgd", "coded")).kernels == ("moments", "levels", "ternary", "rans")
+
+
+def test_methods_without_kernels_compile_nothing() -> None:
+    assert gw.warm_up("fp32") == 0.0
