@@ -5,13 +5,14 @@ from __future__ import annotations
 import doctest
 import importlib
 
+import numpy as np
 import pytest
 import torch
 from kernel_cases import BACKENDS, COMPILED, unaligned_bytes
 
 from gradwire.errors import HyperparameterError
 from gradwire.kernels import digit_layout, get_kernels, packed_bytes, sum_layout
-from gradwire.kernels.divisions import reciprocal16, reciprocal32
+from gradwire.kernels.divisions import float_divisions, reciprocal16, reciprocal32
 from gradwire.kernels.reference import digits_of
 
 
@@ -102,6 +103,28 @@ def test_reciprocals_are_exact_where_they_are_used() -> None:
             *(k * base - d for k in (top, top - 1, top // 2) for d in (0, 1)),
         ]:
             assert (v * multiplier + addend) >> shift == v // base
+
+
+def test_quotients_in_float32_are_exact_where_they_are_used() -> None:
+    """For every base: next to all multiples that matter, on both sides of a cut word of four bytes."""
+    half = np.float32(0.5)
+    for base in [*range(2, 300), *range(301, 1700, 7), 32767, 65535]:
+        layout = digit_layout(base)
+        low, power, inverse = float_divisions(layout)
+        whole = 256**layout.word_bytes
+        assert power == base**low
+        assert low <= layout.digits
+        for part in [power, whole // power + 1] if layout.word_bytes == 4 else [whole]:
+            assert part <= 1 << 22
+            for digit in range(layout.digits):
+                divisor = base**digit
+                if divisor > part:
+                    break
+                top = part // divisor
+                multiples = np.unique([1, 2, top // 3, top // 2, max(1, top - 1), max(1, top)]) * divisor
+                v = np.unique(np.clip(np.concatenate([multiples - 1, multiples, [0, part - 1]]), 0, part - 1))
+                found = np.trunc((v.astype(np.float32) + half) * inverse[digit]).astype(np.int64)
+                assert np.array_equal(found, v // divisor)
 
 
 @pytest.mark.parametrize("name", COMPILED)

@@ -212,6 +212,7 @@ def _decode_special(factor, x, begin, end, accumulate):
 @njit(nogil=True)
 def _add(floats, count, x, at):
     """Add decoded floats to ``x[at : at + count]``."""
+    prefer_wide()
     target, source = x[at : at + count], floats[:count]
     for i in range(target.size):
         target[i] += source[i]

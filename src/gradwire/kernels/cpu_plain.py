@@ -18,6 +18,8 @@ __all__ = [
     "sum_to_digits",
     "sum_to_words",
     "unpack_blocks",
+    "word_at",
+    "word_width",
 ]
 
 # Numba widens 32-bit arithmetic to 64 bits unless every step is cast back.
@@ -29,12 +31,12 @@ _W0, _W1 = _u32(0x9E3779B9), _u32(0xBB67AE85)
 _ROUNDS = 7
 
 
-def _width(word):
+def word_width(word):
     """Give the bytes of an integer's type."""
     return word.itemsize
 
 
-@overload(_width)
+@overload(word_width)
 def _width_compiled(word):
     width = word.bitwidth // 8
     return lambda word: width
@@ -132,7 +134,7 @@ def sum_to_digits(rows, first, stride, number, length, digits):
 
 @njit(nogil=True)
 def pack_blocks(digits, blocks, per_word, base, word, out, out_first):
-    width = _width(word)
+    width = word_width(word)
     for block in range(blocks):
         for lane in range(16):
             value = _u32(0)
@@ -152,7 +154,7 @@ def sum_to_words(rows, first, stride, number, length, base, out, out_first):
 
 
 @njit(nogil=True)
-def _word(words, at, width):
+def word_at(words, at, width):
     value = _u32(0)
     for octet in range(width):
         value |= _u32(words[at + octet]) << _u32(8 * octet)
@@ -161,10 +163,10 @@ def _word(words, at, width):
 
 @njit(nogil=True)
 def unpack_blocks(words, first, word, blocks, per_word, base, reciprocal, values):
-    width = _width(word)
+    width = word_width(word)
     for block in range(blocks):
         for lane in range(16):
-            value = _word(words, first + (block * 16 + lane) * width, width)
+            value = word_at(words, first + (block * 16 + lane) * width, width)
             for plane in range(per_word - 1):
                 quotient = _u32(value // _u32(base))
                 values[(block * per_word + plane) * 16 + lane] = _i32(value - _u32(quotient * _u32(base))) - base // 2
@@ -174,9 +176,9 @@ def unpack_blocks(words, first, word, blocks, per_word, base, reciprocal, values
 
 @njit(nogil=True)
 def _decode_group(words, first, word, count, base, reciprocals, scale, x, x_first):
-    width = _width(word)
+    width = word_width(word)
     for lane in range(16):
-        value = _word(words, first + lane * width, width)
+        value = word_at(words, first + lane * width, width)
         for plane in range(5):
             quotient = _u32(value // _u32(base)) if plane < 4 else _u32(0)
             digit = _i32(_i32(value - _u32(quotient * _u32(base))) - _i32(base // 2))
@@ -188,7 +190,7 @@ def _decode_group(words, first, word, count, base, reciprocals, scale, x, x_firs
 @njit(nogil=True)
 def decode_groups(words, first, word, count, base, reciprocals, scale, x, x_first):
     for group in range((count + 79) // 80):
-        at, left = first + 16 * _width(word) * group, min(80, count - 80 * group)
+        at, left = first + 16 * word_width(word) * group, min(80, count - 80 * group)
         _decode_group(words, at, word, left, base, reciprocals, scale, x, x_first + 80 * group)
 
 

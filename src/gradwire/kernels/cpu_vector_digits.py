@@ -127,12 +127,15 @@ def sum_to_words(typing_context, rows, first, stride, number, length, base, out,
 
 @intrinsic
 def pack_blocks(typing_context, digits, blocks, per_word, base, word, out, out_first):
-    """Pack ``blocks`` of ``16 * per_word`` digits (uint16) into words of ``word``'s type, at ``out[out_first]``."""
-    element = _ELEMENTS[word]
+    """Pack ``blocks`` of ``16 * per_word`` digits into words of ``word``'s type, at ``out[out_first]``.
+
+    Digits are uint16, or float32 of whole numbers below 2^16.
+    """
+    element, given = _ELEMENTS[word], F32 if digits.dtype == types.float32 else I16
 
     def codegen(context, builder, signature, arguments):
         b, e = builder, Emitter(builder)
-        source = data_pointer(context, builder, signature.args[0], arguments[0], ir.Constant(I64, 0), I16)
+        source = data_pointer(context, builder, signature.args[0], arguments[0], ir.Constant(I64, 0), given)
         target = data_pointer(context, builder, signature.args[5], arguments[5], arguments[6], I8)
         per_word, bases = arguments[2], e.splat(b.trunc(arguments[3], I32))
 
@@ -140,8 +143,10 @@ def pack_blocks(typing_context, digits, blocks, per_word, base, word, out, out_f
             last = b.mul(b.add(b.mul(index, per_word), b.sub(per_word, ir.Constant(I64, 1))), ir.Constant(I64, LANES))
 
             def digit(plane, values):
-                at = e.at(source, b.sub(last, b.mul(plane, ir.Constant(I64, LANES))), I16)
-                return [b.add(b.mul(values[0], bases), b.zext(e.load(at, I16), vector(I32, LANES)))]
+                here = e.load(e.at(source, b.sub(last, b.mul(plane, ir.Constant(I64, LANES))), given), given)
+                flat = vector(I32, LANES)
+                here = b.fptosi(here, flat) if given is F32 else b.zext(here, flat)
+                return [b.add(b.mul(values[0], bases), here)]
 
             (value,) = loop(b, per_word, 1, [e.constant(0)], digit)
             if element is not I32:

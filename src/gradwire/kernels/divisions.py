@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from functools import cache
 
+import numpy as np
+import numpy.typing as npt
+
 from gradwire.errors import BackendError
 from gradwire.kernels.digits import DigitLayout
 
-__all__ = ["divisions", "reciprocal16", "reciprocal32"]
+__all__ = ["divisions", "float_divisions", "reciprocal16", "reciprocal32"]
 
 
 @cache
@@ -52,3 +55,27 @@ def divisions(layout: DigitLayout) -> tuple[tuple[int, int, int], tuple[int, ...
         largest = max(base**5 - 1, 255 if layout.word_bytes == 1 else 0)
         narrow = tuple(part for power in (1, 2, 4) for part in reciprocal16(base**power, largest))
     return reciprocal32(base), narrow
+
+
+PART = 1 << 22
+"""Numbers below this are divided in float32."""
+
+
+@cache
+def float_divisions(layout: DigitLayout) -> tuple[int, int, npt.NDArray[np.float32]]:
+    """Give ``(low, base^low, inverse)``: how many digits the lower part of a word has, and ``fl(1 / base^p)``.
+
+    For whole ``v`` below 2^22 and ``d = base^p``, ``v // d == trunc(fl((v + 1/2) * fl(1/d)))``: the exact product lies
+    at least ``1 / (2 d)`` from a whole number, and the two roundings move it by less than ``(v + 1/2) / d * 2^-23``.
+    Words of one or two bytes are below that; one of four is cut by ``base^low``, in float64, so that both parts are.
+    """
+    base, low = layout.base, layout.digits
+    if layout.word_bytes == 4:
+        low = 0
+        while base ** (low + 1) <= PART:
+            low += 1
+        if low >= layout.digits or base**low * PART < 256**4:
+            raise BackendError(f"words of {layout} have no such parts: this is a defect of gradwire, please report it")
+    inverse = (1.0 / np.float64(base) ** np.arange(layout.digits)).astype(np.float32)
+    inverse.flags.writeable = False
+    return low, base**low, inverse

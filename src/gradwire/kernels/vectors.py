@@ -17,10 +17,10 @@ from llvmlite.binding import llvm_version_info
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-__all__ = ["F32", "I1", "I8", "I16", "I32", "I64", "Emitter", "data_pointer", "loop", "prefer_wide", "vector"]
+__all__ = ["F32", "F64", "I1", "I8", "I16", "I32", "I64", "Emitter", "data_pointer", "loop", "prefer_wide", "vector"]
 
 I1, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
-F32 = ir.FloatType()
+F32, F64 = ir.FloatType(), ir.DoubleType()
 
 _LITTLE = sys.byteorder == "little"
 _COMPRESSING_LLVM = 19  # from this version on LLVM compresses vectors in registers

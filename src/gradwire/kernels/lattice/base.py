@@ -66,6 +66,7 @@ class LatticeKernels(Protocol):
 
             turn = round((t - colour) / q),   k = colour + q * turn
 
+        A colour that no encoder writes counts as the largest.
         ``rows`` are uint8 ``[N, bytes]``, any distance apart; ``shifts`` those of their senders. A scale that is not
         finite is written itself. Returns each row's check, of the turns as found here.
         """
@@ -95,8 +96,8 @@ def check_lattice(
         )
     if inverse.dtype != torch.float32 or inverse.shape != (len(table),) or not inverse.is_contiguous():
         raise HyperparameterError(f"{len(table)} segments need as many float32 scales, not {tuple(inverse.shape)}")
-    if not 2 <= colours <= 1 << 15 or colours & (colours - 1):
-        raise HyperparameterError(f"colours={colours}: a power of two from 2 to {1 << 15} is needed")
+    if not 4 <= colours <= 1 << 15 or colours & (colours - 1):
+        raise HyperparameterError(f"colours={colours}: a power of two from 4 to {1 << 15} is needed")
     layout = digit_layout(colours)
     size = packed_groups(table.groups, layout)
     fits = rows.dtype == torch.uint8 and rows.shape == (len(shifts), size) and rows.stride(0) >= 0

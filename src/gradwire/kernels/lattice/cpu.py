@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from gradwire.kernels.cpu_shared import Compiled
-from gradwire.kernels.divisions import divisions
+from gradwire.kernels.divisions import float_divisions
 from gradwire.kernels.lattice import drivers
 from gradwire.kernels.lattice.base import check_lattice
 from gradwire.kernels.table import SegmentTable
@@ -64,12 +64,12 @@ class CpuLattice(Compiled):
         stride = rows.stride(0) if number > 1 else size
         flat = rows.as_strided(((number - 1) * stride + size,), (1,)).numpy()
         checks = np.zeros((number, 16), np.int32)
-        reciprocal, _ = divisions(layout)
+        low, power, reciprocals = float_divisions(layout)
         drivers.lattice_mean_all(
             self._variant("lattice"),
             flat, stride, number, own.detach().numpy(), x.detach().numpy(), table.offset, table.numel,
             table.start, table.key, table.first_group, inverse.detach().numpy(), scale.detach().numpy(), accumulate,
             colours.bit_length() - 1, np.array(shifts, np.int32), np.uint64(round), np.uint32(stream), layout.digits,
-            layout.word_bytes, reciprocal, checks.reshape(-1),
+            layout.word_bytes, low, power, reciprocals, checks.reshape(-1),
         )  # fmt: skip
         return [int(lanes.sum(dtype=np.int64)) & _WORD for lanes in checks]

@@ -6,13 +6,16 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from gradwire.kernels.cpu_drivers import pack_any, unpack_any
+from gradwire.kernels.cpu_drivers import pack_any
+from gradwire.kernels.unpacking import digits_any
 from gradwire.kernels.variants import either
 from gradwire.kernels.vectors import prefer_wide
 
 __all__ = ["lattice_encode_all", "lattice_mean_all"]
 
 _TILE_GROUPS = 40
+_ROWS_TILE_GROUPS = 12
+"""Groups of all rows decoded before they are summed: of eight rows 30 KiB."""
 
 lattice_colours = either("lattice_colours", "lattice.plain", "lattice.vector")
 lattice_sums = either("lattice_sums", "lattice.plain", "lattice.vector")
@@ -54,23 +57,23 @@ def lattice_encode_all(
 @njit(nogil=True, cache=True)
 def lattice_mean_all(
     variant, rows, stride, number, own, x, offset, numel, start, key, first_group, inverse, scale, accumulate, bits,
-    shifts, round, stream, per_word, word_bytes, reciprocal, checks,
+    shifts, round, stream, per_word, word_bytes, low, power, reciprocals, checks,
 ):  # fmt: skip
     """Decode all groups of all rows; ``checks`` (int32 ``[16 * number]``) are added to."""
     prefer_wide()
     groups, base = first_group[offset.size], 1 << bits
-    tile = per_word * max(1, _TILE_GROUPS // per_word)
+    tile = per_word * max(1, _ROWS_TILE_GROUPS // per_word)
     distance = 80 * tile + 16 * per_word
-    integers = np.empty(number * distance, np.int32)
+    colours = np.empty(number * distance, np.float32)
     segment = 0
     for tile_begin in range(0, groups, tile):
         tile_end = min(groups, tile_begin + tile)
         blocks = (5 * (tile_end - tile_begin) + per_word - 1) // per_word
         for row in range(number):
             position = row * stride + tile_begin // per_word * 5 * 16 * word_bytes
-            unpack_any(
-                variant, rows, position, blocks, per_word, base, word_bytes, reciprocal,
-                integers[row * distance : (row + 1) * distance],
+            digits_any(
+                variant, rows, position, blocks, per_word, base, word_bytes, low, power, reciprocals,
+                colours[row * distance : (row + 1) * distance],
             )  # fmt: skip
         group = tile_begin
         while group < tile_end:
@@ -82,7 +85,7 @@ def lattice_mean_all(
             first, factor = offset[segment] + within, scale[segment]
             if np.isfinite(factor):
                 lattice_sums(
-                    variant, own, x, first, count, inverse[segment], factor, accumulate, bits, shifts, number, integers,
+                    variant, own, x, first, count, inverse[segment], factor, accumulate, bits, shifts, number, colours,
                     distance, 80 * (group - tile_begin), key[segment, 0], key[segment, 1], round, stream,
                     (start[segment] + within) // 80 * 16, checks,
                 )  # fmt: skip

@@ -42,10 +42,10 @@ def lattice_colours(x, first, count, inverse, bits, shift, key0, key1, round, st
 
 @njit(nogil=True)
 def lattice_sums(
-    own, x, first, count, inverse, scale, accumulate, bits, shifts, number, integers, distance, at, key0, key1, round,
+    own, x, first, count, inverse, scale, accumulate, bits, shifts, number, colours, distance, at, key0, key1, round,
     stream, block, checks,
 ):  # fmt: skip
-    middle, part = _i32(1 << bits) // 2, _f32(1.0 / (1 << bits))
+    part = _f32(1.0 / (1 << bits))
     for group in range((count + 79) // 80):
         for lane in range(16):
             words = five_words(block + 16 * group + lane, key0, key1, round, stream)
@@ -56,7 +56,7 @@ def lattice_sums(
                 total = _f32(0)
                 for row in range(number):
                     t, theta = _scaled(value, inverse, uniform, shifts[row])
-                    colour = _i32(integers[row * distance + at + e] + middle)
+                    colour = _i32(colours[row * distance + at + e])
                     turn = _i32(np.rint(_f32(_f32(t - _f32(colour)) * part)))
                     i = 16 * row + lane
                     checks[i] = _i32(checks[i] + _i32(turn * _i32(_i32(uniform * _i32(2)) + _i32(1))))

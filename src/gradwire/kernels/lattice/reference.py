@@ -66,7 +66,7 @@ class ReferenceLattice:
         usable = torch.isfinite(factor)
         for number, (row, shift) in enumerate(zip(rows, shifts)):
             t, theta = _scaled(own, where, inverse, uniform, shift)
-            colour = unpack_words(row, layout)[: uniform.numel()].reshape(-1, GROUP_SIZE)
+            colour = unpack_words(row, layout)[: uniform.numel()].reshape(-1, GROUP_SIZE).clamp(max=colours - 1)
             turn = ((t - colour.to(torch.float32)) * (1.0 / colours)).round().to(torch.int64)
             checks.append(_check(torch.where(usable, turn, 0), uniform))
             value = ((colour + colours * turn).to(torch.float32) + theta) * factor

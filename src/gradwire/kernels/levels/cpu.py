@@ -7,12 +7,13 @@ import math
 import numpy as np
 import torch
 
-from gradwire.kernels.cpu_shared import Compiled
+from gradwire.kernels.cpu_shared import Compiled, segment_of
 from gradwire.kernels.digits import DigitLayout
-from gradwire.kernels.divisions import divisions
+from gradwire.kernels.divisions import float_divisions
 from gradwire.kernels.levels import drivers
 from gradwire.kernels.levels.base import BlockTable, check_dequantise, check_quantise, check_sum_digits
 from gradwire.kernels.levels.grid import Grid
+from gradwire.kernels.table import GROUP_SIZE
 
 __all__ = ["CpuLevels"]
 
@@ -32,15 +33,18 @@ class CpuLevels(Compiled):
         out: torch.Tensor,
     ) -> None:
         check_quantise(x, blocks, inverse, grid, layout, out, (round, stream))
-        t = blocks.table
-        if not t.groups:
-            return
-        drivers.quantise_range(
-            self._variant("levels"), x.detach().numpy(), t.offset, t.numel, t.start, t.key, t.first_group, blocks.first,
-            blocks.phase, blocks.block_size, inverse.detach().numpy(), grid.edge, grid.gap, grid.steps, grid.positive,
-            grid.negative, grid.signed, grid.uniform, np.uint64(round), np.uint32(stream), 0, t.groups, 0, layout.base,
-            layout.digits, layout.word_bytes, out.numpy(),
-        )  # fmt: skip
+        t, variant = blocks.table, self._variant("levels")
+        values, factors, words = x.detach().numpy(), inverse.detach().numpy(), out.numpy()
+
+        def work(begin: int, end: int) -> None:
+            drivers.quantise_range(
+                variant, values, t.offset, t.numel, t.start, t.key, t.first_group, blocks.first, blocks.phase,
+                blocks.block_size, factors, grid.edge, grid.gap, grid.steps, grid.positive, grid.negative, grid.signed,
+                grid.uniform, np.uint64(round), np.uint32(stream), begin, end, begin, segment_of(t, begin),
+                layout.base, layout.digits, layout.word_bytes, words,
+            )  # fmt: skip
+
+        self._split(t.groups, layout.digits, GROUP_SIZE, work)
 
     def dequantise(
         self,
@@ -55,28 +59,31 @@ class CpuLevels(Compiled):
         end: int | None = None,
     ) -> None:
         end = check_dequantise(x, blocks, scale, grid, layout, words, groups=(begin, end))
-        t = blocks.table
-        if begin == end:
-            return
-        segment = int(np.searchsorted(t.first_group, begin, side="right")) - 1
-        reciprocal, _ = divisions(layout)
-        drivers.dequantise_range(
-            self._variant("levels"),
-            words.numpy(), layout.base, layout.digits, layout.word_bytes, reciprocal, t.offset, t.numel,
-            t.first_group, blocks.first, blocks.phase, blocks.block_size, scale.detach().numpy(), grid.values,
-            grid.uniform, begin, end, segment, x.detach().numpy(), accumulate,
-        )  # fmt: skip
+        t, variant = blocks.table, self._variant("levels")
+        low, power, reciprocals = float_divisions(layout)
+        packed, factors, target = words.numpy(), scale.detach().numpy(), x.detach().numpy()
+
+        def work(first: int, last: int) -> None:
+            drivers.dequantise_range(
+                variant, packed, layout.base, layout.digits, layout.word_bytes, low, power, reciprocals, t.offset,
+                t.numel, t.first_group, blocks.first, blocks.phase, blocks.block_size, factors, grid.values,
+                grid.uniform, begin + first, begin + last, first, segment_of(t, begin + first), target, accumulate,
+            )  # fmt: skip
+
+        self._split(end - begin, layout.digits, GROUP_SIZE, work)
 
     def sum_digits(self, rows: torch.Tensor, groups: int, layout: DigitLayout, out: torch.Tensor) -> None:
         down = check_sum_digits(rows, groups, layout, out)
         number, size = rows.shape
-        if not groups:
-            return
         stride = rows.stride(0) if number > 1 else size
-        flat = rows.as_strided(((number - 1) * stride + size,), (1,)).numpy()
-        reciprocal, _ = divisions(layout)
-        drivers.sum_digits_range(
-            self._variant("levels"),
-            flat, stride, number, groups, layout.base, layout.digits, layout.word_bytes, reciprocal,
-            down.base, down.digits, down.word_bytes, math.lcm(layout.digits, down.digits), out.numpy(),
-        )  # fmt: skip
+        flat, words = rows.as_strided(((number - 1) * stride + size,), (1,)).numpy(), out.numpy()
+        low, power, reciprocals = float_divisions(layout)
+        variant, both = self._variant("levels"), math.lcm(layout.digits, down.digits)
+
+        def work(begin: int, end: int) -> None:
+            drivers.sum_digits_range(
+                variant, flat, stride, number, begin, end, layout.base, layout.digits, layout.word_bytes, low, power,
+                reciprocals, down.base, down.digits, down.word_bytes, both, words,
+            )  # fmt: skip
+
+        self._split(groups, both, GROUP_SIZE * number, work)

@@ -6,17 +6,18 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from gradwire.kernels.cpu_drivers import pack_any, unpack_any
+from gradwire.kernels.cpu_drivers import MIN_STREAMED, STREAMED_GROUPS, pack_any
+from gradwire.kernels.unpacking import digits_any, end_streams, sums_any
 from gradwire.kernels.variants import either
 from gradwire.kernels.vectors import prefer_wide
 
 __all__ = ["dequantise_range", "quantise_range", "sum_digits_range"]
 
 _TILE_GROUPS = 40
-_FEW = 16
 
 quantise_even = either("quantise_even", "levels.plain", "levels.vector")
 quantise_steps = either("quantise_steps", "levels.plain", "levels.vector")
+write_levels = either("write_levels", "levels.plain", "levels.vector_values")
 
 
 @njit(nogil=True)
@@ -40,9 +41,9 @@ def _quantise_run(
 @njit(nogil=True, cache=True)
 def quantise_range(
     variant, x, offset, numel, start, key, first_group, first_block, phase, block_size, inverse, edge, gap, steps,
-    positive, negative, signed, even, round, stream, begin, end, segment, base, per_word, word_bytes, out,
+    positive, negative, signed, even, round, stream, begin, end, skip, segment, base, per_word, word_bytes, out,
 ):  # fmt: skip
-    """Encode groups ``begin .. end``, the first of which lies in ``segment``, into ``out``, a tile at a time."""
+    """Encode groups ``begin .. end``, the first in ``segment``, a tile at a time; that is group ``skip`` of ``out``."""
     prefer_wide()
     # A multiple of per_word groups makes whole blocks of words.
     tile = per_word * max(1, _TILE_GROUPS // per_word)
@@ -70,113 +71,64 @@ def quantise_range(
         digits[size : blocks * 16 * per_word] = np.uint16(base // 2)
         pack_any(
             variant, digits, blocks, per_word, base, word_bytes, out,
-            (tile_begin - begin) // per_word * 5 * 16 * word_bytes,
+            (skip + tile_begin - begin) // per_word * 5 * 16 * word_bytes,
         )  # fmt: skip
-
-
-@njit(nogil=True)
-def _look_up(integers, count, values, even, floats):
-    """Turn digits, less the middle one, into levels; a digit past the last counts as the last."""
-    source, target = integers[:count], floats[:count]
-    middle = np.int32(values.size // 2)
-    if even:
-        steps = np.float32(middle)
-        for i in range(target.size):
-            target[i] = np.float32(min(source[i], middle)) / steps
-    elif values.size <= _FEW:
-        # A comparison a level: a gather takes longer.
-        target[:] = values[0]
-        for k in range(1, values.size):
-            digit, level = np.int32(k - middle), values[k]
-            for i in range(target.size):
-                target[i] = level if source[i] >= digit else target[i]
-    else:
-        most = np.int32(values.size - 1)
-        for i in range(target.size):
-            target[i] = values[min(source[i] + middle, most)]
-
-
-@njit(nogil=True)
-def _write(floats, count, factor, x, at, accumulate):
-    target, source = x[at : at + count], floats[:count]
-    if not np.isfinite(factor):
-        for i in range(target.size):
-            target[i] = target[i] + factor if accumulate else factor
-    elif accumulate:
-        for i in range(target.size):
-            target[i] += source[i] * factor
-    else:
-        for i in range(target.size):
-            target[i] = source[i] * factor
 
 
 @njit(nogil=True, cache=True)
 def dequantise_range(
-    variant, words, base, per_word, word_bytes, reciprocal, offset, numel, first_group, first_block, phase,
-    block_size, scale, values, even, begin, end, segment, x, accumulate,
+    variant, words, base, per_word, word_bytes, low, power, inverse, offset, numel, first_group, first_block, phase,
+    block_size, scale, values, even, begin, end, skip, segment, x, accumulate,
 ):  # fmt: skip
-    """Decode groups ``begin .. end``, whose words start at the first of ``words``."""
+    """Decode groups ``begin .. end``; the words of ``begin`` are at group ``skip`` of ``words``."""
     prefer_wide()
     tile = per_word * max(1, _TILE_GROUPS // per_word)
-    integers = np.empty(80 * tile + 16 * per_word, np.int32)
-    floats = np.empty(80 * tile, np.float32)
+    floats = np.empty(80 * tile + 16 * per_word, np.float32)
+    streamed = end - begin >= STREAMED_GROUPS and not accumulate
     for tile_begin in range(begin, end, tile):
         tile_end = min(end, tile_begin + tile)
         blocks = (5 * (tile_end - tile_begin) + per_word - 1) // per_word
-        position = (tile_begin - begin) // per_word * 5 * 16 * word_bytes
-        unpack_any(variant, words, position, blocks, per_word, base, word_bytes, reciprocal, integers)
-        _look_up(integers, 80 * (tile_end - tile_begin), values, even, floats)
+        position = (skip + tile_begin - begin) // per_word * 5 * 16 * word_bytes
+        digits_any(variant, words, position, blocks, per_word, base, word_bytes, low, power, inverse, floats)
         group = tile_begin
         while group < tile_end:
             while first_group[segment + 1] <= group:
                 segment += 1
             within = 80 * (group - first_group[segment])
             stop = min(tile_end, first_group[segment + 1])
-            last = min(within + 80 * (stop - group), numel[segment])
-            source = 80 * (group - tile_begin)
-            while within < last:
-                place = phase[segment] + within
-                block = place // block_size
-                count = min(last, within + block_size - place % block_size) - within
-                factor = scale[first_block[segment] + block]
-                _write(floats[source:], count, factor, x, offset[segment] + within, accumulate)
-                within += count
-                source += count
+            count = min(80 * (stop - group), numel[segment] - within)
+            place = phase[segment] + within
+            write_levels(
+                variant, floats, 80 * (group - tile_begin), count, values, even, scale,
+                first_block[segment] + place // block_size, block_size - place % block_size, block_size, x,
+                offset[segment] + within, accumulate, streamed and count >= MIN_STREAMED,
+            )  # fmt: skip
             group = stop
-
-
-@njit(nogil=True)
-def _add_digits(integers, middle, largest, first, digits):
-    """Add digits, less the middle one, to sums, or start them; a digit past the last counts as the last."""
-    source, target = integers[: digits.size], digits
-    if first:
-        for i in range(target.size):
-            target[i] = np.uint16(min(np.int32(source[i] + middle), largest))
-    else:
-        for i in range(target.size):
-            target[i] += np.uint16(min(np.int32(source[i] + middle), largest))
+    end_streams(variant)
 
 
 @njit(nogil=True, cache=True)
 def sum_digits_range(
-    variant, rows, stride, number, groups, base, per_word, word_bytes, reciprocal, sum_base, sum_per_word,
+    variant, rows, stride, number, begin, end, base, per_word, word_bytes, low, power, inverse, sum_base, sum_per_word,
     sum_word_bytes, both, out,
 ):  # fmt: skip
-    """Add the digits of all rows; ``both`` is a multiple of the digits of a word of either layout."""
+    """Add the digits of groups ``begin .. end`` of all rows; ``both`` is a multiple of the digits of either word.
+
+    Sums are below 2^16, so exact in float32.
+    """
     prefer_wide()
     tile = both * max(1, _TILE_GROUPS // both)
-    integers = np.empty(80 * tile + 16 * per_word, np.int32)
-    digits = np.empty(80 * tile + 16 * sum_per_word, np.uint16)
-    for begin in range(0, groups, tile):
-        planes = 5 * min(tile, groups - begin)
+    digits = np.empty(80 * tile + 16 * max(per_word, sum_per_word), np.float32)
+    for first in range(begin, end, tile):
+        planes = 5 * min(tile, end - first)
         blocks = (planes + per_word - 1) // per_word
-        for row in range(number):
-            position = row * stride + begin // per_word * 5 * 16 * word_bytes
-            unpack_any(variant, rows, position, blocks, per_word, base, word_bytes, reciprocal, integers)
-            _add_digits(integers, np.int32(base // 2), np.int32(base - 1), row == 0, digits[: 16 * planes])
+        position = first // per_word * 5 * 16 * word_bytes
+        sums_any(
+            variant, rows, position, stride, number, blocks, per_word, base, word_bytes, low, power, inverse, digits
+        )  # fmt: skip
         blocks = (planes + sum_per_word - 1) // sum_per_word
-        digits[16 * planes : 16 * blocks * sum_per_word] = np.uint16(sum_base // 2)
+        digits[16 * planes : 16 * blocks * sum_per_word] = np.float32(sum_base // 2)
         pack_any(
             variant, digits, blocks, sum_per_word, sum_base, sum_word_bytes, out,
-            begin // sum_per_word * 5 * 16 * sum_word_bytes,
+            first // sum_per_word * 5 * 16 * sum_word_bytes,
         )  # fmt: skip

@@ -8,7 +8,7 @@ from numba import njit
 
 from gradwire.kernels.cpu_plain import five_words
 
-__all__ = ["quantise_even", "quantise_steps"]
+__all__ = ["quantise_even", "quantise_steps", "write_levels"]
 
 _f32, _i32, _u16 = np.float32, np.int32, np.uint16
 _UNIT = _f32(1 << 24)
@@ -83,3 +83,32 @@ def quantise_steps(
         False, x, first, count, inverse, scale_at, left, scale_last, block_size, edge, gap, steps, positive, negative,
         signed, key0, key1, round, stream, block, digits, at,
     )  # fmt: skip
+
+
+@njit(nogil=True)
+def _write_run(floats, first, count, values, even, factor, x, at, accumulate):
+    digits, target = floats[first : first + count], x[at : at + count]
+    if not np.isfinite(factor):
+        digits[:] = factor
+    elif even:
+        middle = _f32(values.size // 2)
+        # Divided as an array: Numba looks for a zero before each division of numbers.
+        digits[:] = np.divide(digits - middle, middle) * factor
+    else:
+        for i in range(digits.size):
+            digits[i] = _f32(values[_i32(digits[i])] * factor)
+    if accumulate:
+        target += digits
+    else:
+        target[:] = digits
+
+
+@njit(nogil=True)
+def write_levels(
+    floats, first, count, values, even, scale, block, rest, block_size, x, at, accumulate, streamed
+):  # fmt: skip
+    done = 0
+    while done < count:
+        run = min(count - done, rest)
+        _write_run(floats, first + done, run, values, even, scale[block], x, at + done, accumulate)
+        done, block, rest = done + run, block + 1, block_size

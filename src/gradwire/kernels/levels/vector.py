@@ -70,38 +70,48 @@ def _quantiser(count_steps: Callable[..., list[Any]], doc: str) -> Any:
             sign = b.select(arguments[13], ir.Constant(I32, 0), ir.Constant(I32, _SIGN))
             signs, others = e.splat(sign), e.splat(b.not_(sign))
 
-            def group(index: Any, carried: list[Any]) -> list[Any]:
-                place, rest, *products = carried
-                begin = b.mul(index, ir.Constant(I64, GROUP_SIZE))
-                pointer = e.at(values, begin, F32)
-                masks = e.lanes_below(b.sub(count, begin), PLANES)
-                words = five_words(e, source.words(list(products))[0])
-                magnitudes, negatives, uniform = [], [], []
-                for plane, (word, mask) in enumerate(zip(words, masks)):
-                    here = e.at(pointer, LANES * plane, F32)
-                    e.prefetch(e.at(here, _AHEAD, F32))
-                    factor = e.splat(b.load(e.at(inverses, place, F32)))
-                    bits = b.bitcast(b.fmul(e.masked_load(here, F32, mask), factor), vector(I32, LANES))
-                    raw = b.bitcast(e.masked_load(here, F32, mask), vector(I32, LANES))
-                    magnitudes.append(b.bitcast(b.and_(bits, others), vector(F32, LANES)))
-                    negatives.append(b.icmp_signed("!=", b.and_(raw, signs), e.constant(0)))
-                    uniform.append(b.sitofp(e.shift_right(word, 8), vector(F32, LANES)))
-                    rest = b.sub(rest, ir.Constant(I64, LANES))
-                    over = b.icmp_signed("<=", rest, zero)
-                    more = b.and_(over, b.icmp_signed("<", place, last))
-                    place = b.add(place, b.zext(more, I64))
-                    rest = b.select(over, size, rest)
-                for plane, (c, below) in enumerate(
-                    zip(count_steps(e, magnitudes, uniform, edges, gaps, steps), negatives)
-                ):
-                    digit = b.select(below, b.sub(minus, c), b.add(plus, c))
-                    to = e.at(target, b.add(begin, ir.Constant(I64, LANES * plane)), I16)
-                    e.store(b.trunc(digit, vector(I16, LANES)), to, align=2)
-                return [place, rest, *source.advance(list(products), 16)]
+            def some(first: Any, number: Any, together: int, carried: list[Any], whole: bool) -> list[Any]:
+                """Encode ``number`` groups from group ``first`` on, so many at a time; ``whole`` if all are."""
+
+                def turn(index: Any, carried: list[Any]) -> list[Any]:
+                    place, rest, *products = carried
+                    begin = b.mul(b.add(first, index), ir.Constant(I64, GROUP_SIZE))
+                    pointer, planes = e.at(values, begin, F32), PLANES * together
+                    masks = [None] * planes if whole else e.lanes_below(b.sub(count, begin), planes)
+                    inputs = list(products)
+                    for later in range(1, together):
+                        inputs += source.advance(list(products), 16 * later)
+                    words = [word for four in source.words(inputs) for word in five_words(e, four)]
+                    magnitudes, negatives, uniform = [], [], []
+                    for plane, (word, mask) in enumerate(zip(words, masks)):
+                        here = e.at(pointer, LANES * plane, F32)
+                        e.prefetch(e.at(here, _AHEAD, F32))
+                        value = e.load(here, F32, align=4) if mask is None else e.masked_load(here, F32, mask)
+                        factor = e.splat(b.load(e.at(inverses, place, F32)))
+                        bits = b.bitcast(b.fmul(value, factor), vector(I32, LANES))
+                        raw = b.bitcast(value, vector(I32, LANES))
+                        magnitudes.append(b.bitcast(b.and_(bits, others), vector(F32, LANES)))
+                        negatives.append(b.icmp_signed("!=", b.and_(raw, signs), e.constant(0)))
+                        uniform.append(b.sitofp(e.shift_right(word, 8), vector(F32, LANES)))
+                        rest = b.sub(rest, ir.Constant(I64, LANES))
+                        over = b.icmp_signed("<=", rest, zero)
+                        more = b.and_(over, b.icmp_signed("<", place, last))
+                        place = b.add(place, b.zext(more, I64))
+                        rest = b.select(over, size, rest)
+                    counts = count_steps(e, magnitudes, uniform, edges, gaps, steps)
+                    for plane, (c, below) in enumerate(zip(counts, negatives)):
+                        digit = b.select(below, b.sub(minus, c), b.add(plus, c))
+                        to = e.at(target, b.add(begin, ir.Constant(I64, LANES * plane)), I16)
+                        e.store(b.trunc(digit, vector(I16, LANES)), to, align=2)
+                    return [place, rest, *source.advance(list(products), 16 * together)]
+
+                return loop(b, number, together, carried, turn)
 
             groups = b.sdiv(b.add(count, ir.Constant(I64, GROUP_SIZE - 1)), ir.Constant(I64, GROUP_SIZE))
+            paired = b.mul(b.sdiv(count, ir.Constant(I64, 2 * GROUP_SIZE)), ir.Constant(I64, 2))
             carried = [arguments[4], arguments[5], *source.products(arguments[18])]
-            loop(b, groups, 1, carried, group)
+            carried = some(zero, paired, 2, carried, True)
+            some(paired, b.sub(groups, paired), 1, carried, False)
             return context.get_dummy_value()
 
         return (
