@@ -7,10 +7,12 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
+import numpy.typing as npt
+import torch
 
-from gradwire.kernels.table import SegmentTable
+from gradwire.kernels.table import GROUP_SIZE, SegmentTable
 
-__all__ = ["Compiled", "segment_of"]
+__all__ = ["Compiled", "joined", "segment_of"]
 
 _MIN_PART = 1 << 16  # elements below which a second thread costs more than it saves
 
@@ -41,6 +43,24 @@ class Compiled:
         cuts = [size * part // parts // unit * unit for part in range(parts)] + [size]
         for future in [self._pool.submit(work, a, b) for a, b in itertools.pairwise(cuts)]:
             future.result()
+
+    def _split_segments(self, table: SegmentTable, work: Callable[[int, int], None]) -> None:
+        """Run ``work(first, last)`` over the segments, cut by elements, on the threads; a segment is one thread's."""
+
+        def some(begin: int, end: int) -> None:
+            first, last = (int(np.searchsorted(table.first_group, group)) for group in (begin, end))
+            work(first, len(table) if end == table.groups else last)
+
+        self._split(table.groups, 1, GROUP_SIZE, some)
+
+
+def joined(rows: torch.Tensor) -> tuple[npt.NDArray[np.uint8], int]:
+    """Give all rows of bytes as one vector, gaps included, and the distance from one to the next."""
+    number, length = rows.shape
+    if not length:
+        return np.empty(0, np.uint8), 0
+    stride = rows.stride(0) if number > 1 else length
+    return rows.as_strided(((number - 1) * stride + length,), (1,)).numpy(), stride
 
 
 def segment_of(table: SegmentTable, group: int) -> int:

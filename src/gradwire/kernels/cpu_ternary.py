@@ -25,15 +25,13 @@ class CpuTernary(Compiled):
         mean, std, norm = (np.empty(size) for _ in range(3))
         values = x.detach().numpy()
 
-        def work(begin: int, end: int) -> None:
-            # A segment is one thread's, since its blocks are added up in order; cut by elements, not by segments.
-            first, last = (int(np.searchsorted(table.first_group, group)) for group in (begin, end))
-            last = size if end == table.groups else last
+        def work(first: int, last: int) -> None:
             cpu_drivers.moments_range(
                 variant, values, table.offset, table.numel, first, last, max_abs, mean, std, norm, np.empty(3)
             )
 
-        self._split(table.groups, 1, 80, work)
+        # Blocks of a segment are added up in order.
+        self._split_segments(table, work)
         return Moments(*(torch.from_numpy(column) for column in (max_abs, mean, std, norm)))
 
     def ternary_encode(

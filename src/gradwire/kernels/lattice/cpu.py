@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from gradwire.kernels.cpu_shared import Compiled
+from gradwire.kernels.cpu_shared import Compiled, joined, segment_of
 from gradwire.kernels.divisions import float_divisions
 from gradwire.kernels.lattice import drivers
 from gradwire.kernels.lattice.base import check_lattice
-from gradwire.kernels.table import SegmentTable
+from gradwire.kernels.table import GROUP_SIZE, SegmentTable
 
 __all__ = ["CpuLattice"]
 
@@ -33,14 +34,21 @@ class CpuLattice(Compiled):
         out: torch.Tensor,
     ) -> int:
         layout = check_lattice(x, table, inverse, colours, round, stream, out[None], [shift])
-        checks = np.zeros(16, np.int32)
-        drivers.lattice_encode_all(
-            self._variant("lattice"),
-            x.detach().numpy(), table.offset, table.numel, table.start, table.key, table.first_group,
-            inverse.detach().numpy(), colours.bit_length() - 1, np.int32(shift), np.uint64(round), np.uint32(stream),
-            layout.digits, layout.word_bytes, out.numpy(), checks,
-        )  # fmt: skip
-        return int(checks.sum(dtype=np.int64)) & _WORD
+        variant, values, words = self._variant("lattice"), x.detach().numpy(), out.numpy()
+        factors = inverse.detach().numpy()
+        checks: list[npt.NDArray[np.int32]] = []
+
+        def work(begin: int, end: int) -> None:
+            own = np.zeros(16, np.int32)
+            checks.append(own)
+            drivers.lattice_encode_range(
+                variant, values, table.offset, table.numel, table.start, table.key, table.first_group, factors,
+                colours.bit_length() - 1, np.int32(shift), np.uint64(round), np.uint32(stream), begin, end,
+                segment_of(table, begin), layout.digits, layout.word_bytes, words, own,
+            )  # fmt: skip
+
+        self._split(table.groups, layout.digits, GROUP_SIZE, work)
+        return int(sum(part.sum(dtype=np.int64) for part in checks)) & _WORD
 
     def lattice_mean(
         self,
@@ -58,18 +66,22 @@ class CpuLattice(Compiled):
     ) -> list[int]:
         layout = check_lattice(own, table, inverse, colours, round, stream, rows, shifts)
         check_lattice(x, table, scale, colours, round, stream, rows, shifts)
-        if not table.groups:
-            return [0] * len(shifts)
-        number, size = rows.shape
-        stride = rows.stride(0) if number > 1 else size
-        flat = rows.as_strided(((number - 1) * stride + size,), (1,)).numpy()
-        checks = np.zeros((number, 16), np.int32)
+        number, (flat, stride) = len(rows), joined(rows)
+        variant, values, target = self._variant("lattice"), own.detach().numpy(), x.detach().numpy()
+        factors, scales = inverse.detach().numpy(), scale.detach().numpy()
+        checks: list[npt.NDArray[np.int32]] = []
         low, power, reciprocals = float_divisions(layout)
-        drivers.lattice_mean_all(
-            self._variant("lattice"),
-            flat, stride, number, own.detach().numpy(), x.detach().numpy(), table.offset, table.numel,
-            table.start, table.key, table.first_group, inverse.detach().numpy(), scale.detach().numpy(), accumulate,
-            colours.bit_length() - 1, np.array(shifts, np.int32), np.uint64(round), np.uint32(stream), layout.digits,
-            layout.word_bytes, low, power, reciprocals, checks.reshape(-1),
-        )  # fmt: skip
-        return [int(lanes.sum(dtype=np.int64)) & _WORD for lanes in checks]
+
+        def work(begin: int, end: int) -> None:
+            ours = np.zeros(16 * number, np.int32)
+            checks.append(ours)
+            drivers.lattice_mean_range(
+                variant, flat, stride, number, values, target, table.offset, table.numel, table.start, table.key,
+                table.first_group, factors, scales, accumulate, colours.bit_length() - 1, np.array(shifts, np.int32),
+                np.uint64(round), np.uint32(stream), begin, end, segment_of(table, begin), layout.digits,
+                layout.word_bytes, low, power, reciprocals, ours,
+            )  # fmt: skip
+
+        self._split(table.groups, layout.digits, GROUP_SIZE * number, work)
+        total = np.sum([part.reshape(number, 16).sum(1, dtype=np.int64) for part in checks], axis=0)
+        return [int(one) & _WORD for one in total]

@@ -11,7 +11,7 @@ from gradwire.kernels.unpacking import digits_any
 from gradwire.kernels.variants import either
 from gradwire.kernels.vectors import prefer_wide
 
-__all__ = ["lattice_encode_all", "lattice_mean_all"]
+__all__ = ["lattice_encode_range", "lattice_mean_range"]
 
 _TILE_GROUPS = 40
 _ROWS_TILE_GROUPS = 12
@@ -22,19 +22,18 @@ lattice_sums = either("lattice_sums", "lattice.plain", "lattice.vector")
 
 
 @njit(nogil=True, cache=True)
-def lattice_encode_all(
-    variant, x, offset, numel, start, key, first_group, inverse, bits, shift, round, stream, per_word, word_bytes,
-    out, checks,
+def lattice_encode_range(
+    variant, x, offset, numel, start, key, first_group, inverse, bits, shift, round, stream, begin, end, segment,
+    per_word, word_bytes, out, checks,
 ):  # fmt: skip
-    """Encode all groups into ``out``, a tile at a time; ``checks`` (int32 ``[16]``) are added to."""
+    """Encode groups ``begin .. end``, the first in ``segment``; ``checks`` (int32 ``[16]``) are added to."""
     prefer_wide()
-    groups, base = first_group[offset.size], 1 << bits
+    base = 1 << bits
     # A multiple of per_word groups makes whole blocks of words.
     tile = per_word * max(1, _TILE_GROUPS // per_word)
     digits = np.empty(80 * tile + 16 * per_word, np.uint16)
-    segment = 0
-    for tile_begin in range(0, groups, tile):
-        tile_end = min(groups, tile_begin + tile)
+    for tile_begin in range(begin, end, tile):
+        tile_end = min(end, tile_begin + tile)
         group = tile_begin
         while group < tile_end:
             while first_group[segment + 1] <= group:
@@ -55,19 +54,18 @@ def lattice_encode_all(
 
 
 @njit(nogil=True, cache=True)
-def lattice_mean_all(
+def lattice_mean_range(
     variant, rows, stride, number, own, x, offset, numel, start, key, first_group, inverse, scale, accumulate, bits,
-    shifts, round, stream, per_word, word_bytes, low, power, reciprocals, checks,
+    shifts, round, stream, begin, end, segment, per_word, word_bytes, low, power, reciprocals, checks,
 ):  # fmt: skip
-    """Decode all groups of all rows; ``checks`` (int32 ``[16 * number]``) are added to."""
+    """Decode groups ``begin .. end`` of all rows; ``checks`` (int32 ``[16 * number]``) are added to."""
     prefer_wide()
-    groups, base = first_group[offset.size], 1 << bits
+    base = 1 << bits
     tile = per_word * max(1, _ROWS_TILE_GROUPS // per_word)
     distance = 80 * tile + 16 * per_word
     colours = np.empty(number * distance, np.float32)
-    segment = 0
-    for tile_begin in range(0, groups, tile):
-        tile_end = min(groups, tile_begin + tile)
+    for tile_begin in range(begin, end, tile):
+        tile_end = min(end, tile_begin + tile)
         blocks = (5 * (tile_end - tile_begin) + per_word - 1) // per_word
         for row in range(number):
             position = row * stride + tile_begin // per_word * 5 * 16 * word_bytes

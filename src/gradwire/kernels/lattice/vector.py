@@ -119,8 +119,8 @@ def lattice_sums(
         checks = pointer(18, zero, I32)
         count, inverse, scale, adds = arguments[3], e.splat(arguments[4]), e.splat(arguments[5]), e.splat(arguments[6])
         narrow, number, distance = b.trunc(arguments[7], I32), arguments[9], arguments[11]
-        # Added to d, this leaves the multiple of q next to d, since the last bit of such a sum is worth q: as long as d is
-        # below 2^22 q in magnitude. Ties go to even multiples, which the sum's bits count.
+        # Added to d, this leaves the multiple of q next to d, since the last bit of such a sum is worth q, as long as d
+        # is below 2^22 q in magnitude. Ties go to even multiples, which the sum's bits count.
         magnet = e.splat(b.fmul(b.sitofp(b.shl(ir.Constant(I32, 1), narrow), F32), ir.Constant(F32, 1.5 * (1 << 23))))
         magnet_bits = b.bitcast(magnet, _FLAT)
         source = PhiloxVectors(e, (arguments[13], arguments[14]), arguments[15], arguments[16])

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import torch
 
-from gradwire.kernels.cpu_shared import Compiled, segment_of
+from gradwire.kernels.cpu_shared import Compiled, joined, segment_of
 from gradwire.kernels.digits import DigitLayout
 from gradwire.kernels.divisions import float_divisions
 from gradwire.kernels.levels import drivers
@@ -74,9 +74,7 @@ class CpuLevels(Compiled):
 
     def sum_digits(self, rows: torch.Tensor, groups: int, layout: DigitLayout, out: torch.Tensor) -> None:
         down = check_sum_digits(rows, groups, layout, out)
-        number, size = rows.shape
-        stride = rows.stride(0) if number > 1 else size
-        flat, words = rows.as_strided(((number - 1) * stride + size,), (1,)).numpy(), out.numpy()
+        number, (flat, stride), words = len(rows), joined(rows), out.numpy()
         low, power, reciprocals = float_divisions(layout)
         variant, both = self._variant("levels"), math.lcm(layout.digits, down.digits)
 

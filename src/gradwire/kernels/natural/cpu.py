@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from gradwire.kernels.cpu_shared import Compiled
+from gradwire.kernels.cpu_shared import Compiled, joined, segment_of
 from gradwire.kernels.natural import drivers
-from gradwire.kernels.natural.base import check_natural, check_natural_mean
-from gradwire.kernels.table import SegmentTable
+from gradwire.kernels.natural.base import SIGN_BYTES, check_natural, check_natural_mean
+from gradwire.kernels.table import GROUP_SIZE, SegmentTable
 
 __all__ = ["CpuNatural"]
 
@@ -18,23 +18,28 @@ class CpuNatural(Compiled):
 
     def natural_encode(self, x: torch.Tensor, table: SegmentTable, round: int, stream: int, out: torch.Tensor) -> None:
         check_natural(x, table, out, round, stream)
-        drivers.natural_encode_all(
-            self._variant("natural"),
-            x.detach().numpy(), table.offset, table.numel, table.start, table.key, table.first_group,
-            np.uint64(round), np.uint32(stream), out.numpy(),
-        )  # fmt: skip
+        variant, values, octets = self._variant("natural"), x.detach().numpy(), out.numpy()
+        octets[(GROUP_SIZE + SIGN_BYTES) * table.groups :] = 0
+
+        def work(begin: int, end: int) -> None:
+            drivers.natural_encode_range(
+                variant, values, table.offset, table.numel, table.start, table.key, table.first_group,
+                np.uint64(round), np.uint32(stream), begin, end, segment_of(table, begin), octets,
+            )  # fmt: skip
+
+        self._split(table.groups, 1, GROUP_SIZE, work)
 
     def natural_mean(
         self, rows: torch.Tensor, table: SegmentTable, weight: float, x: torch.Tensor, accumulate: bool = False
     ) -> None:
         check_natural_mean(rows, table, x)
-        if not table.groups:
-            return
-        number, size = rows.shape
-        stride = rows.stride(0) if number > 1 else size
-        flat = rows.as_strided(((number - 1) * stride + size,), (1,)).numpy()
-        drivers.natural_mean_all(
-            self._variant("natural"),
-            flat, stride, number, table.offset, table.numel, table.first_group, np.float32(weight),
-            x.detach().numpy(), accumulate,
-        )  # fmt: skip
+        number, (flat, stride) = len(rows), joined(rows)
+        variant, target = self._variant("natural"), x.detach().numpy()
+
+        def work(begin: int, end: int) -> None:
+            drivers.natural_mean_range(
+                variant, flat, stride, number, table.offset, table.numel, table.first_group, np.float32(weight), begin,
+                end, segment_of(table, begin), target, accumulate,
+            )  # fmt: skip
+
+        self._split(table.groups, 1, GROUP_SIZE * number, work)

@@ -8,34 +8,47 @@ from numba import njit
 from gradwire.kernels.variants import either
 from gradwire.kernels.vectors import prefer_wide
 
-__all__ = ["natural_encode_all", "natural_mean_all"]
+__all__ = ["natural_encode_range", "natural_mean_range"]
 
 natural_groups = either("natural_groups", "natural.plain", "natural.vector")
 natural_sums = either("natural_sums", "natural.plain", "natural.vector")
 
 
 @njit(nogil=True, cache=True)
-def natural_encode_all(variant, x, offset, numel, start, key, first_group, round, stream, out):
-    """Encode all segments; signs begin behind the exponents of all groups."""
+def natural_encode_range(
+    variant, x, offset, numel, start, key, first_group, round, stream, begin, end, segment, out
+):  # fmt: skip
+    """Encode groups ``begin .. end``, the first in ``segment``; signs begin behind the exponents of all groups."""
     prefer_wide()
     signs = 80 * first_group[offset.size]
-    for segment in range(offset.size):
-        group = first_group[segment]
+    group = begin
+    while group < end:
+        while first_group[segment + 1] <= group:
+            segment += 1
+        within = 80 * (group - first_group[segment])
+        stop = min(end, first_group[segment + 1])
         natural_groups(
-            variant, x, offset[segment], numel[segment], key[segment, 0], key[segment, 1], round, stream,
-            start[segment] // 80 * 16, out, 80 * group, signs + 10 * group,
+            variant, x, offset[segment] + within, min(80 * (stop - group), numel[segment] - within), key[segment, 0],
+            key[segment, 1], round, stream, (start[segment] + within) // 80 * 16, out, 80 * group, signs + 10 * group,
         )  # fmt: skip
-    out[signs + 10 * first_group[offset.size] :] = 0
+        group = stop
 
 
 @njit(nogil=True, cache=True)
-def natural_mean_all(variant, rows, stride, number, offset, numel, first_group, weight, x, accumulate):
-    """Decode all segments."""
+def natural_mean_range(
+    variant, rows, stride, number, offset, numel, first_group, weight, begin, end, segment, x, accumulate
+):  # fmt: skip
+    """Decode groups ``begin .. end``, the first in ``segment``."""
     prefer_wide()
     signs = 80 * first_group[offset.size]
-    for segment in range(offset.size):
-        group = first_group[segment]
+    group = begin
+    while group < end:
+        while first_group[segment + 1] <= group:
+            segment += 1
+        within = 80 * (group - first_group[segment])
+        stop = min(end, first_group[segment + 1])
         natural_sums(
-            variant, rows, 80 * group, signs + 10 * group, stride, number, numel[segment], weight, x, offset[segment],
-            accumulate,
+            variant, rows, 80 * group, signs + 10 * group, stride, number,
+            min(80 * (stop - group), numel[segment] - within), weight, x, offset[segment] + within, accumulate,
         )  # fmt: skip
+        group = stop

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from gradwire.kernels.base import check_moments
-from gradwire.kernels.cpu_shared import Compiled, segment_of
+from gradwire.kernels.cpu_shared import Compiled, joined, segment_of
 from gradwire.kernels.signs import drivers
 from gradwire.kernels.signs.base import (
+    SIGN_BYTES,
     RunTable,
     SignSums,
     check_sign_decode,
     check_sign_encode,
     check_sign_vote,
 )
-from gradwire.kernels.table import SegmentTable
+from gradwire.kernels.table import GROUP_SIZE, SegmentTable
 
 __all__ = ["CpuSigns"]
 
@@ -26,44 +26,50 @@ class CpuSigns(Compiled):
 
     def finite(self, x: torch.Tensor, table: SegmentTable) -> torch.Tensor:
         check_moments(x, table)
-        found = np.empty(len(table), np.bool_)
-        drivers.finite_range(
-            self._variant("signs"), x.detach().numpy(), table.offset, table.numel, 0, len(table), found
-        )  # fmt: skip
+        variant, values, found = self._variant("signs"), x.detach().numpy(), np.empty(len(table), np.bool_)
+
+        def work(first: int, last: int) -> None:
+            drivers.finite_range(variant, values, table.offset, table.numel, first, last, found)
+
+        self._split_segments(table, work)
         return torch.from_numpy(found)
 
     def sign_sums(self, x: torch.Tensor, table: SegmentTable) -> SignSums:
         check_moments(x, table)
         size = len(table)
         above, below, count = np.empty(size), np.empty(size), np.empty(size, np.int64)
-        drivers.sign_sums_range(
-            self._variant("signs"),
-            x.detach().numpy(),
-            table.offset,
-            table.numel,
-            0,
-            size,
-            above,
-            below,
-            count,
-            np.empty(2),
-        )
+        variant, values = self._variant("signs"), x.detach().numpy()
+
+        def work(first: int, last: int) -> None:
+            drivers.sign_sums_range(
+                variant, values, table.offset, table.numel, first, last, above, below, count, np.empty(2)
+            )
+
+        self._split_segments(table, work)
         return SignSums(*(torch.from_numpy(column) for column in (above, below, count)))
 
     def sign_encode(self, x: torch.Tensor, table: SegmentTable, begin: int, end: int, out: torch.Tensor) -> None:
         check_sign_encode(x, table, begin, end, out)
-        if begin == end:
-            return
-        drivers.sign_encode_range(
-            self._variant("signs"), x.detach().numpy(), table.offset, table.numel, table.first_group, begin, end,
-            segment_of(table, begin), out.numpy(),
-        )  # fmt: skip
+        variant, values, octets = self._variant("signs"), x.detach().numpy(), out.numpy()
+
+        def work(first: int, last: int) -> None:
+            drivers.sign_encode_range(
+                variant, values, table.offset, table.numel, table.first_group, begin + first, begin + last,
+                segment_of(table, begin + first), octets[SIGN_BYTES * first : SIGN_BYTES * last],
+            )  # fmt: skip
+
+        self._split(end - begin, 1, GROUP_SIZE, work)
 
     def sign_vote(self, rows: torch.Tensor, out: torch.Tensor) -> None:
         check_sign_vote(rows, out)
-        if out.numel():
-            flat, stride = _joined(rows)
-            drivers.sign_vote_range(flat, stride, len(rows), 0, out.numel(), out.numpy())
+        if not out.numel():
+            return
+        (flat, stride), voted = joined(rows), out.numpy()
+
+        def work(begin: int, end: int) -> None:
+            drivers.sign_vote_range(flat, stride, len(rows), begin, end, voted)
+
+        self._split(out.numel(), 1, 8 * len(rows), work)
 
     def sign_decode(
         self,
@@ -79,17 +85,14 @@ class CpuSigns(Compiled):
         check_sign_decode(rows, runs, above, below, begin, end, x)
         if begin == end:
             return
-        t = runs.table
-        flat, stride = _joined(rows)
-        drivers.sign_decode_range(
-            self._variant("signs"), flat, stride, len(rows), t.offset, t.numel, t.first_group, runs.length, runs.phase,
-            runs.first, above.detach().numpy(), below.detach().numpy(), begin, end, segment_of(t, begin),
-            x.detach().numpy(), accumulate,
-        )  # fmt: skip
+        t, variant, (flat, stride) = runs.table, self._variant("signs"), joined(rows)
+        highs, lows, target = above.detach().numpy(), below.detach().numpy(), x.detach().numpy()
 
+        def work(first: int, last: int) -> None:
+            drivers.sign_decode_range(
+                variant, flat[SIGN_BYTES * first :], stride, len(rows), t.offset, t.numel, t.first_group, runs.length,
+                runs.phase, runs.first, highs, lows, begin + first, begin + last, segment_of(t, begin + first), target,
+                accumulate,
+            )  # fmt: skip
 
-def _joined(rows: torch.Tensor) -> tuple[npt.NDArray[np.uint8], int]:
-    """Give all rows as one vector, gaps included, and the distance from one to the next."""
-    number, length = rows.shape
-    stride = rows.stride(0) if number > 1 else length
-    return rows.as_strided(((number - 1) * stride + length,), (1,)).numpy(), stride
+        self._split(end - begin, 1, GROUP_SIZE * len(rows), work)
