@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
 import torch
 
 from gradwire.algorithms.plan import Algorithm, Plan, SectionPlan, Setting
@@ -119,25 +120,42 @@ class _MultiScalePlan(SectionPlan):
         sizes = [sum(b - a for a, b in runs) for runs in self.runs]
         self._masks = [MaskCodec(size, len(method.levels) - 1) for size in sizes]
 
+    def _count(self, magnitudes: torch.Tensor, limit: torch.Tensor, steps: torch.Tensor) -> None:
+        """Count the factors by which a magnitude may grow without passing its limit."""
+        stretched, fits = torch.empty_like(magnitudes), np.empty(steps.shape, np.bool_)
+        steps.zero_()
+        for factor in self._factors[1:]:
+            torch.mul(magnitudes, factor, out=stretched)
+            # NumPy compares floats several times as fast as PyTorch does.
+            np.less_equal(stretched.numpy(), limit.numpy(), out=fits)
+            steps += torch.from_numpy(fits)
+
+    def _stretch(self, steps: torch.Tensor) -> torch.Tensor:
+        """Give the factor of each element."""
+        if len(self._factors) > 2:
+            return self._factors.index_select(0, steps.to(torch.int32))
+        # The first factor is 1, and a float32 above it and below 2^24 less 1 is exact. A choice by bits that are random
+        # takes many times as long.
+        return steps.to(torch.float32).mul_(self._factors[1] - 1).add_(1)
+
     def run(self, context: Context, flat: torch.Tensor, prepared: Any) -> Exchange[Outcome]:
         chunk, runs = self._chunks[context.chunk], self.runs[context.chunk]
         if not isinstance(chunk.compressed, SharedLevelCodec):
             return (yield from super().run(context, flat, prepared))
         summary, shared = prepared
-        steps = torch.empty(self._masks[context.chunk].numel, device=flat.device)
+        sizes = [b - a for a, b in runs]
+        steps = torch.empty(sum(sizes), dtype=torch.uint8, device=flat.device)
         if not flat.is_meta:
-            magnitudes = torch.cat([flat[a:b] for a, b in runs]).abs_()
-            limit = chunk.compressed.spread(summary.select(chunk.index, shared))
-            steps.zero_()
-            for factor in self._factors[1:]:
-                steps += magnitudes * factor <= limit
+            magnitudes = torch.empty(sum(sizes))
+            for (a, b), part in zip(runs, magnitudes.split(sizes)):
+                torch.abs(flat[a:b], out=part)
+            self._count(magnitudes, chunk.compressed.spread(summary.select(chunk.index, shared)), steps)
         beside = replace(context, workspace=context.workspace.part("mask"), wants_sent=False)
         section = Section(self._masks[context.chunk], NoSummary())
         yield from PROTOCOLS[self.collective](beside, self.tag, [section], steps)
         if flat.is_meta:
             return (yield from super().run(context, flat, prepared))
-        sizes = [b - a for a, b in runs]
-        factors = self._factors[steps.to(torch.int64)].split(sizes)
+        factors = self._stretch(steps).split(sizes)
         for (a, b), factor in zip(runs, factors):
             flat[a:b].mul_(factor)
         outcome = yield from super().run(context, flat, prepared)

@@ -15,7 +15,7 @@ _UNIT = 8 * ALIGNMENT
 
 
 class MaskCodec(Codec):
-    """A float32 vector of whole numbers from 0 to ``planes``, replaced by its minimum over ranks.
+    """A vector (uint8) of whole numbers from 0 to ``planes``, replaced by its minimum over ranks.
 
     Bit j of an element says whether it is above j, so that the minimum is a bitwise "and", free of order. A unit is 128
     elements: sixteen bytes a plane.
@@ -59,7 +59,8 @@ class MaskCodec(Codec):
         octets = data[: self.payload_bytes(end - begin)].numpy().reshape(-1, self.planes, ALIGNMENT)
         bits = np.unpackbits(octets, axis=2, bitorder="little")
         part = flat[begin * _UNIT : min(end * _UNIT, self.numel)]
-        part.copy_(torch.from_numpy(bits.sum(1, dtype=np.uint8).reshape(-1)[: part.numel()]))
+        count = bits if self.planes == 1 else np.add.reduce(bits, 1, dtype=np.uint8)
+        part.copy_(torch.from_numpy(count.reshape(-1)[: part.numel()]))
 
     def decode_rows(self, rows: torch.Tensor, summary: Summary, flat: torch.Tensor) -> None:
         if flat.is_meta:

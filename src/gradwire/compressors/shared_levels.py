@@ -71,7 +71,9 @@ class SharedLevelCodec(LevelCodec):
         return replace(summary, shared=summary.scale)
 
     def spread(self, summary: LevelSummary) -> torch.Tensor:
-        """Give the scale of every element of the segments, joined."""
+        """Give the scale of every element of the segments, joined; a single number if there is a single block."""
+        if self.blocks.blocks == 1:
+            return self._scales(summary)
         return torch.repeat_interleave(self._scales(summary), torch.from_numpy(self.runs.numel.copy()))
 
     def mean_bytes(self, units: int) -> int:
