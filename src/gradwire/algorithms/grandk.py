@@ -109,6 +109,11 @@ class GRandK(Wrapper):
         require(isinstance(self.rescale, bool), "GRandK", f"rescale is True or False, not {self.rescale!r}")
 
     @property
+    def kernels(self) -> tuple[str, ...]:  # type: ignore[override]
+        """The compressor's, and the one that looks for what is not finite."""
+        return tuple(dict.fromkeys((*self.compressor.kernels, "signs")))
+
+    @property
     def worst_step(self) -> float | None:  # type: ignore[override]
         """The compressor's, of an element when it is sent; None where it is multiplied."""
         return None if self.rescale else self.compressor.worst_step

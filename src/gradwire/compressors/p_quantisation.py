@@ -87,6 +87,11 @@ class PQuantisation(Compressor):
         )
 
     @property
+    def kernels(self) -> tuple[str, ...]:  # type: ignore[override]
+        """Levels, and what their scale is taken from."""
+        return ("moments", "levels", *(("signs",) if self.p == 1 else ()))
+
+    @property
     def whole_step(self) -> bool:  # type: ignore[override]
         """Blocks that cross parameters need the gradients of all of them."""
         return self.joined
