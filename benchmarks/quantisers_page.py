@@ -34,6 +34,8 @@ SIGNS = {
     "scaledsign": "ScaledSign",
     "signsgd": "signSGD",
     "signum": "Signum",
+    "fp32 on SGD": "fp32, on SGD",
+    "ef_signsgd on SGD": "EF-signSGD, on SGD",
 }
 
 
@@ -230,9 +232,9 @@ def signs() -> list[str]:
         "",
         f"`python benchmarks/signs.py --mnist FOLDER --json benchmarks/results/signs.json`. {where(found)}.",
         "",
-        "4 workers, simulated. MNIST: LeNet, 3000 steps, SGD with momentum 0.9. text: GRU on bytes, 600 steps, Adam. signSGD and "
-        "Signum: SGD without momentum; they and EF-signSGD at the best of several learning rates (third of the steps, seed 0). 1-bit "
-        "SGD begins with 5 % of its steps in float32. ± over two seeds. Bytes are those a worker sent.",
+        "4 workers, simulated. MNIST: LeNet, 3000 steps, SGD with momentum 0.9. text: GRU on bytes, 600 steps, Adam, or SGD "
+        "with momentum 0.9 where it says so. signSGD and Signum: SGD without momentum. Where a learning rate is given, it is the best "
+        "of several (a third of the steps, seed 0). 1-bit SGD begins with 5 % of its steps in float32. ± over two seeds. Bytes are those a worker sent.",
         "",
         "| task | method | learning rate | accuracy, % | loss | sent, MB | bits an element |",
         "|---|---|---:|---:|---:|---:|---:|",
