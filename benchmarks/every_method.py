@@ -20,6 +20,7 @@ REFERENCES = ("compute", "ddp fp32", "gradwire terngrad")
 GROUPS = (
     ("ddp fp16", "ddp powersgd", "gradwire fp32", "gradwire fp16", "gradwire bf16", "gradwire natural"),
     (
+        "gradwire auto",
         "gradwire coded",
         "gradwire Coded(compressor=TernGrad(clip=None))",
         "gradwire qsgd",

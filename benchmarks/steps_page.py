@@ -126,8 +126,9 @@ def others() -> list[str]:
             else "-"
         )
         spread = f"{ms(row['percentile_20_s'])} - {ms(row['percentile_80_s'])}"
+        took = f" (took {row['record']['choice']['chosen']})" if variant == AUTO else ""
         lines.append(
-            f"| {variant} | {ms(row['step_time_s'])} | {spread} | {row['ratio_to_floor']:.2f} | {f'{gain:.2f}' if gain else '-'} |"
+            f"| {variant}{took} | {ms(row['step_time_s'])} | {spread} | {row['ratio_to_floor']:.2f} | {f'{gain:.2f}' if gain else '-'} |"
             f" {(row['sent_bytes_per_step'] or 0) / 1e6:.2f} | {goal} |"
         )
     return [*lines, ""]
