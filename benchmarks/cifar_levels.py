@@ -37,7 +37,7 @@ ORDER = [("fp32", 0, 0)]
 ORDER += [(name, size, 0) for size in SIZES[:2] for name in METHODS]
 ORDER += [("fp32", 0, 1)]
 ORDER += [(name, size, 0) for size in SIZES[2:] for name in METHODS]
-ORDER += [(name, size, 1) for size in ENDS for name in METHODS]
+ORDER += [(name, size, 1) for size in reversed(ENDS) for name in METHODS]
 
 
 def spec(name: str, size: int) -> str:
