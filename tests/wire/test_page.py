@@ -1,0 +1,114 @@
+"""Payloads of levels, read as ``docs/wire-format.md`` says, without the package's own readers."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+import gradwire as gw
+from gradwire.kernels.coders import get_coder
+from gradwire.ops import AllGather, Op
+from gradwire.planning import Options, Planner
+from gradwire.protocols import Context, Memory
+
+NUMEL, BLOCK, WORKERS = 203, 32, 2
+WORDS = {1: "B", 2: "<u2", 4: "<u4"}
+
+
+def layout(base: int, widths: tuple[int, ...] = (1, 2, 4)) -> tuple[int, int]:
+    """Bytes of a word and its digits: the fewest bits a digit."""
+    found = []
+    for width in widths:
+        digits = 0
+        while base ** (digits + 1) <= 256**width:
+            digits += 1
+        if digits:
+            found.append((width / digits, width, digits))
+    _, width, digits = min(found)
+    return width, digits
+
+
+def unpack(data: bytes, base: int, width: int, digits: int) -> list[int]:
+    """Sixteen words a block, digit q of word j is value 16 q + j."""
+    words = np.frombuffer(data, WORDS[width]).astype(np.int64).reshape(-1, 16)
+    return [int(w) // base**q % base for block in words for q in range(digits) for w in block]
+
+
+def payloads(method: gw.Method, gradients: torch.Tensor) -> tuple[list[bytes], torch.Tensor]:
+    """Give what both ranks send in round 0, and the mean that comes of it."""
+    parameters = {"w": torch.empty(NUMEL)}
+    planner = Planner(method, parameters, WORKERS, Options(min_numel=0, backend="reference"))
+    plan, rows = planner.plan(["w"], 0), gradients.clone()
+    ranks = [plan.whole(Context(r, WORKERS, 0, memory=Memory()), rows[r]) for r in range(WORKERS)]
+    ops: list[Op] = [next(rank) for rank in ranks]
+    sent = []
+    for op in ops:
+        assert isinstance(op, AllGather)
+        size = op.send.numel() if op.lengths is None else int(op.lengths.max())
+        sent.append(bytes(op.send[:size].tolist()))
+        if op.arrived is not None:
+            op.arrived.fill_(size)
+    for rank, op in zip(ranks, ops):
+        assert isinstance(op, AllGather)
+        for source, data in enumerate(sent):
+            op.recv[source, : len(data)] = torch.tensor(list(data), dtype=torch.uint8)
+        with pytest.raises(StopIteration):
+            rank.send(op.recv)
+    return sent, rows[0]
+
+
+def decode(section: bytes, values: np.ndarray, base: int, width: int, digits: int) -> Iterator[np.float32]:
+    """Give each element's level times the scale of its block, both float32, for a share of 1 / N."""
+    blocks = -(-NUMEL // BLOCK)
+    scales = np.frombuffer(section[: 4 * blocks], "<f4") * np.float32(1 / WORKERS)
+    numbers = unpack(section[-(-4 * blocks // 16) * 16 :], base, width, digits)
+    for e in range(NUMEL):
+        yield values[min(numbers[e], base - 1)] * scales[e // BLOCK]
+
+
+def magnitudes(method: gw.Method) -> np.ndarray:
+    """Levels by digit."""
+    if isinstance(method, gw.NUQSGD):
+        m = [2.0 ** (j - method.levels) for j in range(1, method.levels + 1)]
+        return np.array([-x for x in m[::-1]] + [0.0] * method.zero + m, np.float32)
+    s = getattr(method, "levels", 1)
+    return np.arange(-s, s + 1, dtype=np.float32) / np.float32(s)
+
+
+METHODS = [
+    gw.QSGD(levels=5, block_size=BLOCK),
+    gw.QSGDinf(levels=7, block_size=BLOCK),
+    gw.NUQSGD(levels=3, block_size=BLOCK),
+    gw.NUQSGD(levels=4, zero=False, block_size=BLOCK),
+    gw.PQuantisation(p=1, block_size=BLOCK),
+]
+
+
+@pytest.mark.parametrize("coded", [False, True])
+@pytest.mark.parametrize("method", METHODS, ids=repr)
+def test_a_section_of_levels_is_read_as_the_page_says(method: gw.Method, coded: bool) -> None:
+    gradients = torch.randn(WORKERS, NUMEL, generator=torch.Generator().manual_seed(3))
+    sent, mean = payloads(gw.Coded(compressor=method) if coded else method, gradients)
+    values = magnitudes(method)
+    base, total = len(values), np.zeros(NUMEL, np.float32)
+    for data in sent:
+        magic, version, _, round_, _, _, size = struct.unpack("<2sBBIHHI", data[:16])
+        assert (magic, version, round_, size) == (b"GW", 1, 0, len(data) - 16)
+        body = data[16:]
+        width, digits = layout(base, (1,) if coded else (1, 2, 4))
+        if coded:
+            (length,) = struct.unpack("<I", body[:4])
+            assert body[4:16] == bytes(12)
+            assert body[16 + length :] == bytes(-length % 16)
+            plain = -(-4 * -(-NUMEL // BLOCK) // 16) * 16
+            groups = -(-NUMEL // 80)
+            room = torch.empty(-(-80 * groups // (16 * digits)) * 16, dtype=torch.uint8)
+            section = torch.tensor(list(body[16 + plain : 16 + length]), dtype=torch.uint8)
+            get_coder("rans", "reference").decode(section, room)
+            body = body[16 : 16 + plain] + bytes(room.tolist())
+        total = total + np.fromiter(decode(body, values, base, width, digits), np.float32)
+    assert torch.equal(torch.from_numpy(total), mean)
