@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
 
+from gradwire.algorithms.around import pieces
 from gradwire.algorithms.plan import Algorithm, Plan, SectionPlan, Setting
 from gradwire.compressors import MaskCodec, NoSummary, QSGDMaxNorm, SharedLevelCodec, check_blocks
 from gradwire.methods import Properties, require
@@ -130,6 +131,13 @@ class _MultiScalePlan(SectionPlan):
             np.less_equal(stretched.numpy(), limit.numpy(), out=fits)
             steps += torch.from_numpy(fits)
 
+    def _in_pieces(self, context: Context, steps: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Cut the chunk so that temporaries stay in a cache: where a piece lies in the bucket, and its steps."""
+        at = 0
+        for a, b in pieces(self.runs[context.chunk]):
+            yield slice(a, b), steps[at : at + b - a]
+            at += b - a
+
     def _stretch(self, steps: torch.Tensor) -> torch.Tensor:
         """Give the factor of each element."""
         if len(self._factors) > 2:
@@ -143,24 +151,25 @@ class _MultiScalePlan(SectionPlan):
         if not isinstance(chunk.compressed, SharedLevelCodec):
             return (yield from super().run(context, flat, prepared))
         summary, shared = prepared
-        sizes = [b - a for a, b in runs]
-        steps = torch.empty(sum(sizes), dtype=torch.uint8, device=flat.device)
+        numel = sum(b - a for a, b in runs)
+        steps = torch.empty(numel, dtype=torch.uint8, device=flat.device)
         if not flat.is_meta:
-            magnitudes = torch.empty(sum(sizes))
-            for (a, b), part in zip(runs, magnitudes.split(sizes)):
-                torch.abs(flat[a:b], out=part)
-            self._count(magnitudes, chunk.compressed.spread(summary.select(chunk.index, shared)), steps)
+            limit = context.workspace.get("limit", 4 * numel).view(torch.float32)
+            chunk.compressed.spread(summary.select(chunk.index, shared), limit)
+            at = 0
+            for where, part in self._in_pieces(context, steps):
+                self._count(flat[where].abs(), limit[at : at + len(part)], part)
+                at += len(part)
         beside = replace(context, workspace=context.workspace.part("mask"), wants_sent=False)
         section = Section(self._masks[context.chunk], NoSummary())
         yield from PROTOCOLS[self.collective](beside, self.tag, [section], steps)
         if flat.is_meta:
             return (yield from super().run(context, flat, prepared))
-        factors = self._stretch(steps).split(sizes)
-        for (a, b), factor in zip(runs, factors):
-            flat[a:b].mul_(factor)
+        for where, part in self._in_pieces(context, steps):
+            flat[where].mul_(self._stretch(part))
         outcome = yield from super().run(context, flat, prepared)
-        for (a, b), factor in zip(runs, factors):
-            flat[a:b].div_(factor)
+        for where, part in self._in_pieces(context, steps):
+            flat[where].div_(self._stretch(part))
         inner = outcome.sent
         if inner is None:
             return outcome
@@ -168,8 +177,7 @@ class _MultiScalePlan(SectionPlan):
         def sent(out: torch.Tensor, weight: float) -> None:
             stretched = torch.zeros_like(out)
             inner(stretched, weight)
-            for (a, b), factor in zip(runs, factors):
-                stretched[a:b].div_(factor)
-            out.add_(stretched)
+            for where, part in self._in_pieces(context, steps):
+                out[where].add_(stretched[where].div_(self._stretch(part)))
 
         return replace(outcome, sent=sent)
