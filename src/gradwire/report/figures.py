@@ -95,7 +95,9 @@ def progress_figure(runs: Sequence[Run]) -> str:
             lowest = lowest_accuracy(runs)
             right.set_ylim(lowest, 100.0 + 0.02 * (100.0 - lowest))
         handles, labels = grid[0][1].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside upper center", ncols=min(3, len(labels)), frameon=False)
+        # Columns are as wide as the longest label; some eighty letters fit side by side.
+        columns = max(1, min(3, len(labels), 80 // (8 + max(map(len, labels), default=1))))
+        figure.legend(handles, labels, loc="outside upper center", ncols=columns, frameon=False)
         return svg(figure)
 
 
