@@ -42,11 +42,13 @@ class Options:
     check: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.exclude, str):
-            object.__setattr__(self, "exclude", (self.exclude,))
-        listed = isinstance(self.exclude, Iterable) and all(isinstance(p, str) for p in self.exclude)
-        require(listed, "exclude", f"patterns of parameter names are needed, not {self.exclude!r}")
-        object.__setattr__(self, "exclude", tuple(self.exclude))
+        given = (self.exclude,) if isinstance(self.exclude, str) else self.exclude
+        require(isinstance(given, Iterable), "exclude", f"patterns of parameter names are needed, not {given!r}")
+        # A generator can be read once only.
+        patterns = tuple(given)
+        listed = all(isinstance(pattern, str) for pattern in patterns)
+        require(listed, "exclude", f"patterns of parameter names are needed, not {patterns!r}")
+        object.__setattr__(self, "exclude", patterns)
         for name, least in (("min_numel", 0), ("warmup_steps", 0), ("chunk_numel", 1)):
             value = getattr(self, name)
             if value is None and name == "min_numel":
