@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -94,12 +94,23 @@ class Method:
     min_numel: ClassVar[int] = 1024
     """Parameters with fewer elements travel in float32, unless the user says otherwise."""
 
-    def bind(self, optimizer: Any, parameters: Sequence[torch.Tensor]) -> None:
-        """Hook whatever the method does beside the exchange into the optimizer's step; most do nothing there.
+    needs_optimizer: ClassVar[bool] = False
+    """Whether it acts on the steps of an optimizer, too."""
+
+    def check_optimizer(self, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Refuse an optimizer that :meth:`bind` could not hook into.
 
         Raises:
             IncompatibleError: the method needs an optimizer and has none, or cannot work with this one.
         """
+
+    def bind(self, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> Callable[[], None] | None:
+        """Hook whatever the method does beside the exchange into the steps of an optimizer that was checked.
+
+        Returns:
+            What takes the hook away again; None where there is none.
+        """
+        return None
 
 
 def require(condition: bool, owner: str, sentence: str) -> None:

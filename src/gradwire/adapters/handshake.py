@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from gradwire.errors import GradwireError, IncompatibleError, RankMismatchError
 
-__all__ = ["Terms", "agreement"]
+__all__ = ["Terms", "agreement", "default_group"]
 
 
 @dataclass
@@ -78,3 +78,17 @@ def _sentence(rank: int, name: str, found: object, wanted: object) -> str:
         f"rank {rank} differs from rank 0 in {name!r}: rank {rank} has {found}, rank 0 has {wanted}; "
         "start all ranks with the same"
     )
+
+
+def default_group() -> dist.ProcessGroup:
+    """Give the group of all ranks.
+
+    Raises:
+        IncompatibleError: there is none, or this process is not in it.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        raise IncompatibleError("no process group: call torch.distributed.init_process_group first")
+    group = dist.group.WORLD
+    if group is None:
+        raise IncompatibleError("this process is in no group")
+    return group

@@ -15,7 +15,7 @@ from gradwire import catalogue
 from gradwire.adapters.conference import Conference
 from gradwire.adapters.diagnostics import Diagnostics
 from gradwire.adapters.failures import Breakage, place
-from gradwire.adapters.handshake import agreement
+from gradwire.adapters.handshake import agreement, default_group
 from gradwire.adapters.lost import lost
 from gradwire.adapters.parameters import check_parameters, gradient, named_parameters
 from gradwire.adapters.pilot import Chooser, Fixed, Pilot
@@ -85,7 +85,7 @@ class Link:
         optimizer: Any = None,
         **options: Any,
     ) -> None:
-        self.group = group if group is not None else _default_group()
+        self.group = group if group is not None else default_group()
         self.rank, self.world_size = self.group.rank(), self.group.size()
         self.grad_scaler, self.optimizer = grad_scaler, optimizer
         count = LANES if lanes is None else lanes
@@ -96,7 +96,7 @@ class Link:
             check_parameters(self._parameters, self.world_size)
             require(isinstance(count, int) and count >= 1, "lanes", f"at least 1 is needed, not {lanes!r}")
             self._pilot = self._make_pilot(self.method)
-            self.method.bind(optimizer, list(self._parameters.values()))
+            self.method.check_optimizer(optimizer, self._parameters)
             timeout = self.group._get_backend(torch.device("cpu")).options._timeout
             mine.fields = self._fields(count)
         token = mine.token
@@ -108,8 +108,9 @@ class Link:
         ]
         self._roll_call = RollCall(store, self.rank, self.world_size)
         self._breakage = Breakage(self.rank, self._roll_call, self._lanes)
+        unbind = self.method.bind(optimizer, self._parameters)
         # Threads and connections end with the link, also where it is dropped or the interpreter ends without close().
-        self.close = weakref.finalize(self, _close, self._lanes, self._roll_call)
+        self.close = weakref.finalize(self, _close, self._lanes, self._roll_call, unbind)
         self._conference = Conference(
             self._lanes[0], lambda error: self._breakage.record(error, f"the choice of a method, round {self.round}")
         )
@@ -377,7 +378,9 @@ class Link:
         }
 
 
-def _close(lanes: Sequence[Lane], roll_call: RollCall) -> None:
+def _close(lanes: Sequence[Lane], roll_call: RollCall, unbind: Callable[[], None] | None) -> None:
+    if unbind is not None:
+        unbind()
     roll_call.close()
     for lane in lanes:
         lane.close()
@@ -386,12 +389,3 @@ def _close(lanes: Sequence[Lane], roll_call: RollCall) -> None:
 def _say_compiled(seconds: float) -> None:
     if seconds > 1:
         logging.getLogger("gradwire").warning("compiled kernels in %.1f s; they are kept on disk", seconds)
-
-
-def _default_group() -> dist.ProcessGroup:
-    if not dist.is_available() or not dist.is_initialized():
-        raise IncompatibleError("no process group: call torch.distributed.init_process_group first")
-    group = dist.group.WORLD
-    if group is None:
-        raise IncompatibleError("this process is in no group")
-    return group

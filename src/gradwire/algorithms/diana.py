@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -180,7 +180,7 @@ class DIANA(Wrapper):
             raise HyperparameterError("DIANA: alpha is needed")
         return 1 / (1 + self.omega)
 
-    def bind(self, optimizer: Any, parameters: Sequence[torch.Tensor]) -> None:
+    def check_optimizer(self, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> None:
         if self.prox is None:
             return
         if type(optimizer) is not torch.optim.SGD:
@@ -189,7 +189,12 @@ class DIANA(Wrapper):
                 f"DIANA(prox=...) steps after each step of torch.optim.SGD, and was given {given}: pass "
                 "optimizer=... to attach, or leave prox to gradwire.ProximalSGD"
             )
-        ours, operator = {id(p) for p in parameters}, self.prox
+
+    def bind(self, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> Callable[[], None] | None:
+        operator = self.prox
+        if operator is None:
+            return None
+        ours = {id(p) for p in parameters.values()}
 
         def apply(stepped: torch.optim.Optimizer, *_: object) -> None:
             with torch.no_grad():
@@ -197,7 +202,8 @@ class DIANA(Wrapper):
                     for p in (p for p in group["params"] if id(p) in ours):
                         operator.apply_(p, float(group["lr"]))
 
-        optimizer.register_step_post_hook(apply)
+        hook: Callable[[], None] = optimizer.register_step_post_hook(apply).remove
+        return hook
 
     def plan(self, setting: Setting) -> Plan:
         return _Differences(setting.plan(self.compressor), setting, self.rate, self.momentum, _DTYPES[self.shifts])
