@@ -118,6 +118,21 @@ def test_refusals_say_what_to_do(three_ranks: Any) -> None:
         assert part in sentence
 
 
+def refuse_plans() -> list[str]:
+    found = []
+    for method in ("QSGDMaxNorm(levels=20000)", "MultiScale(levels=(20000, 40000))", "Coded(compressor=SignSGD())"):
+        ddp = DistributedDataParallel(layers(2))
+        found.append(refusal(lambda ddp=ddp, method=method: gw.attach(ddp, method)))  # type: ignore[misc]
+    return found
+
+
+def test_what_has_no_plan_for_so_many_workers_is_refused_by_attach(three_ranks: Any) -> None:
+    for found in three_ranks(refuse_plans):
+        assert all(sentence.startswith("IncompatibleError") for sentence in found)
+        most = "use at most levels=10922"
+        assert [part in sentence for part, sentence in zip((most, most, "Coded("), found)] == [True] * 3
+
+
 def refuse_one_rank() -> str:
     import torch.distributed as dist
 

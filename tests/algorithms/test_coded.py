@@ -158,8 +158,23 @@ def test_what_cannot_be_coded_is_refused(spec: str, part: str) -> None:
         gw.method(spec)
 
 
-def test_digits_beyond_a_byte_are_refused() -> None:
-    with pytest.raises((IncompatibleError, HyperparameterError), match="byte"):
-        gw.simulate(torch.ones(2, 100), "Coded(compressor=QSGDinf(levels=128))")
-    with pytest.raises((IncompatibleError, HyperparameterError), match="byte"):
-        gw.simulate(torch.ones(200, 100), "coded")
+@pytest.mark.parametrize(
+    ("inner", "workers", "remedy"),
+    [
+        ("QSGDinf(levels=128)", 2, "at most 127 levels"),
+        ("QSGD(levels=200)", 2, "at most 127 levels"),
+        ("ErrorFeedback(compressor=QSGDinf(levels=128))", 2, "at most 127 levels"),
+        ("TernGrad()", 200, "at most 127 workers"),
+        ("SignSGD()", 2, "a method of digits, such as TernGrad"),
+        ("Natural()", 2, "a method of digits, such as TernGrad"),
+    ],
+)
+def test_digits_beyond_a_byte_are_refused_when_the_link_is_built(inner: str, workers: int, remedy: str) -> None:
+    with pytest.raises(IncompatibleError, match=remedy) as caught:
+        gw.SimulatedLink([("w", torch.empty(2000))], f"Coded(compressor={inner})", workers)
+    assert repr(gw.method(inner)) in str(caught.value)
+
+
+def test_what_leaves_nothing_to_code_is_not_refused() -> None:
+    link = gw.SimulatedLink([("w", torch.empty(20))], "Coded(compressor=QSGD(levels=200))", 2)
+    assert torch.equal(link.reduce_(torch.ones(2, 20)), torch.ones(20))

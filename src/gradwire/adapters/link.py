@@ -69,7 +69,7 @@ class Link:
 
     Raises:
         HyperparameterError: a spec, an option or an exclude pattern is wrong.
-        IncompatibleError: the group has one rank, or a parameter cannot be exchanged.
+        IncompatibleError: the group has one rank, or a parameter, or so many ranks, do not suit the method.
         BackendError: a kernel backend is not installed.
         RankMismatchError: ranks differ in version, method, options or parameters.
     """
@@ -190,6 +190,7 @@ class Link:
     def _make_pilot(self, method: Method) -> Pilot:
         def planner(one: Method) -> Planner:
             made = Planner(one, self._parameters, self.world_size, self.options)
+            made.check()
             _say_compiled(made.compile())
             return made
 

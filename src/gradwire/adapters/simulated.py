@@ -32,6 +32,11 @@ class SimulatedLink:
         method: A method or its spec.
         world_size: Number of workers N.
         options: See :class:`Options`; ``check`` has no meaning here.
+
+    Raises:
+        HyperparameterError: a spec, an option or an exclude pattern is wrong.
+        IncompatibleError: there is no parameter, or the method needs a real link or an optimizer, or cannot
+            work with so many workers.
     """
 
     def __init__(
@@ -49,6 +54,11 @@ class SimulatedLink:
                 f"{self.method!r} chooses by the time that a real link takes: name a method to simulate, or use real"
                 " workers"
             )
+        if self.method.needs_optimizer:
+            raise IncompatibleError(
+                f"{self.method!r} acts on the steps of an optimizer that gradwire.attach is given: there is none in "
+                "a simulation or in gradwire train: leave prox to gradwire.ProximalSGD, or to --l1 of the task logreg"
+            )
         self.options = Options.of(options)
         self.world_size = world_size
         self._parameters = dict(parameters)
@@ -56,6 +66,7 @@ class SimulatedLink:
             raise IncompatibleError("there is no parameter to exchange")
         self._names = list(self._parameters)
         self._planner = Planner(self.method, self._parameters, world_size, self.options)
+        self._planner.check()
         self._spaces = [[Workspace()] for _ in range(world_size)]
         self._meters = [Meter() for _ in range(world_size)]
         self._memories = [Memory() for _ in range(world_size)]

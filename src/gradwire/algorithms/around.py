@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -46,6 +46,27 @@ class Wrapper(Algorithm):
     def kernels(self) -> tuple[str, ...]:  # type: ignore[override]
         """The compressor's."""
         return self.compressor.kernels
+
+    @property
+    def direction(self) -> bool:  # type: ignore[override]
+        """As the compressor."""
+        return self.compressor.direction
+
+    @property
+    def min_numel(self) -> int:  # type: ignore[override]
+        """As the compressor."""
+        return self.compressor.min_numel
+
+    @property
+    def needs_optimizer(self) -> bool:  # type: ignore[override]
+        """As the compressor."""
+        return self.compressor.needs_optimizer
+
+    def check_optimizer(self, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> None:
+        self.compressor.check_optimizer(optimizer, parameters)
+
+    def bind(self, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> Callable[[], None] | None:
+        return self.compressor.bind(optimizer, parameters)
 
     @property
     def innermost(self) -> Cast | Compressor:

@@ -8,6 +8,7 @@ from typing import ClassVar
 from gradwire.algorithms.around import Wrapper
 from gradwire.algorithms.plan import Plan, Setting
 from gradwire.compressors import TernGrad
+from gradwire.errors import IncompatibleError
 from gradwire.kernels import CODERS
 from gradwire.methods import Inherited, Method, Properties, require
 
@@ -77,4 +78,7 @@ class Coded(Wrapper):
         return (*self.compressor.kernels, self.coder)
 
     def plan(self, setting: Setting) -> Plan:
-        return replace(setting, coder=self.coder).plan(self.compressor)
+        try:
+            return replace(setting, coder=self.coder).plan(self.compressor)
+        except IncompatibleError as error:
+            raise IncompatibleError(f"{self!r}: {error}") from None

@@ -106,11 +106,13 @@ class DIANA(Wrapper):
         shifts: "float64" or "float32": half the memory, enough where minibatches are noisy.
         prox: A proximal operator, ``L1(strength=...)`` or ``Box(low=..., high=...)``, applied with the learning rate
             after each step of the optimizer, which ``attach(..., optimizer=...)`` must then be given:
-            x <- prox(x - gamma v). It works with ``torch.optim.SGD`` alone; :class:`gradwire.ProximalSGD` has its own.
+            x <- prox(x - gamma v). It works with ``torch.optim.SGD`` alone, of all parameters that are exchanged, and
+            leaves one without a gradient as it is; :class:`gradwire.ProximalSGD` has its own, in a simulation, too.
 
     Raises:
         HyperparameterError: ``compressor`` is biased, ``alpha`` is not in (0, 1] or None where omega is not known, or
             above 2 / (1 + omega), or ``momentum`` is out of range.
+        IncompatibleError: when attached with ``prox``: no ``torch.optim.SGD`` was given, or it misses a parameter.
 
     Reference: K. Mishchenko, E. Gorbunov, M. Takac, P. Richtarik, "Distributed Learning with Compressed Gradient
     Differences", 2019, algorithm 1. Theory asks for alpha <= 1 / (1 + omega) (theorem 2).
@@ -180,6 +182,11 @@ class DIANA(Wrapper):
             raise HyperparameterError("DIANA: alpha is needed")
         return 1 / (1 + self.omega)
 
+    @property
+    def needs_optimizer(self) -> bool:  # type: ignore[override]
+        """Where there is a proximal operator."""
+        return self.prox is not None
+
     def check_optimizer(self, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> None:
         if self.prox is None:
             return
@@ -188,6 +195,13 @@ class DIANA(Wrapper):
             raise IncompatibleError(
                 f"DIANA(prox=...) steps after each step of torch.optim.SGD, and was given {given}: pass "
                 "optimizer=... to attach, or leave prox to gradwire.ProximalSGD"
+            )
+        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        missed = [name for name, p in parameters.items() if id(p) not in stepped]
+        if missed:
+            raise IncompatibleError(
+                f"DIANA(prox=...) steps after the optimizer, and the one that was given does not step parameter "
+                f"{missed[0]!r} ({len(missed)} of {len(parameters)} are not its own): pass the optimizer of all of them"
             )
 
     def bind(self, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> Callable[[], None] | None:
@@ -199,7 +213,7 @@ class DIANA(Wrapper):
         def apply(stepped: torch.optim.Optimizer, *_: object) -> None:
             with torch.no_grad():
                 for group in stepped.param_groups:
-                    for p in (p for p in group["params"] if id(p) in ours):
+                    for p in (p for p in group["params"] if id(p) in ours and p.grad is not None):
                         operator.apply_(p, float(group["lr"]))
 
         hook: Callable[[], None] = optimizer.register_step_post_hook(apply).remove

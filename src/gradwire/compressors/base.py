@@ -82,7 +82,10 @@ class Codec(ABC):
         Raises:
             IncompatibleError: the codes are not made of digits that fit a byte.
         """
-        raise IncompatibleError(f"{type(self).__name__} has no digits that an entropy coder could shorten")
+        raise IncompatibleError(
+            "its payload has no digits that an entropy coder could shorten: use it without a coder, or a method of "
+            "digits, such as TernGrad() or QSGDinf()"
+        )
 
     def plain_payload_bytes(self, units: int) -> int:
         """Bytes at the start of a rank's codes that no coder touches: all, unless said otherwise."""

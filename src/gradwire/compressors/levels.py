@@ -11,6 +11,7 @@ import torch
 
 from gradwire.compressors.base import Codec, Draw, Summary
 from gradwire.compressors.scales import usable
+from gradwire.errors import IncompatibleError
 from gradwire.kernels import (
     WHOLE,
     BlockTable,
@@ -119,6 +120,11 @@ class LevelCodec(Codec):
         self._within = torch.from_numpy(within + np.repeat(table.start // self.blocks.block_size, counts))
 
     def use_coder(self, coder: Coder) -> None:
+        if self.grid.base > 256:
+            raise IncompatibleError(
+                f"digits of {self.grid.base} values do not fit the bytes that a coder takes: use at most 127 levels "
+                "either side of zero, or no coder"
+            )
         self.coder, self.layout = coder, byte_layout(self.grid.base)
 
     def plain_payload_bytes(self, units: int) -> int:

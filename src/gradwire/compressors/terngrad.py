@@ -11,6 +11,7 @@ import torch
 
 from gradwire.compressors.base import Codec, Compressor, Draw, Summary, check_workers
 from gradwire.compressors.scales import usable
+from gradwire.errors import IncompatibleError
 from gradwire.kernels import DigitLayout, SegmentTable, byte_layout, digit_layout, inverse_scale
 from gradwire.methods import Properties, require
 from gradwire.seeds import parameter_key
@@ -148,6 +149,11 @@ class TernaryCodec(Codec):
     def use_coder(self, coder: Coder) -> None:
         self.coder = coder
         if self.shared:
+            if self.world_size > 127:
+                raise IncompatibleError(
+                    f"sums over {self.world_size} workers do not fit the bytes that a coder takes: use at most 127 "
+                    "workers, share_scaler=False, or no coder"
+                )
             self._lay_out(byte_layout(2 * self.world_size + 1))
 
     def plain_payload_bytes(self, units: int) -> int:

@@ -63,6 +63,17 @@ class Planner:
         """
         return self.kernels.warm_up(self.method.kernels) if self.method.kernels else 0.0
 
+    def check(self) -> None:
+        """Plan all parameters once, without data or kernels, so that what has no plan is refused before a step.
+
+        Raises:
+            IncompatibleError: the method cannot work with so many workers, or a method around it with its payload.
+        """
+        names = tuple(self.step_order())
+        for collective in self._collectives:
+            self._build(names, False, collective, get_kernels("meta"))
+        self._laid_out.pop(names, None)
+
     @property
     def backend(self) -> str:
         """The backend that runs; "none" where the method needs no kernels."""
