@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 
 import pytest
@@ -63,6 +64,13 @@ def test_declared_properties() -> None:
         ("TernGrad(clip=1e999)", "positive number"),
         ("TernGrad(share_scaler=1)", "True or False"),
         ("fp32(bits=8)", "unknown field 'bits' of FP32"),
+        ("TernGrad(clip=1, clip=2)", "field 'clip' of TernGrad is given twice"),
+        ("DIANA(alpha='auto')", "alpha is a finite number, not 'auto'"),
+        ("DIANA(momentum=[0.9])", "momentum is a finite number, not [0.9]"),
+        ("DIANA(shifts=['a'])", "shifts is 'float64' or 'float32', not ['a']"),
+        ("DIANA(prox=L1())", "L1: strength must be given: L1(strength=...)"),
+        ("DIANA(prox=L1)", "L1: strength must be given: L1(strength=...)"),
+        ("DIANA(prox=Box(low=0))", "Box: high must be given: Box(low=..., high=...)"),
     ],
 )
 def test_bad_specs_are_one_clear_error(spec: str, part: str) -> None:
@@ -82,6 +90,18 @@ def test_a_spec_of_another_number_type_is_the_same_spec() -> None:
 def test_not_a_spec_at_all() -> None:
     with pytest.raises(gw.HyperparameterError, match="not 3"):
         gw.method(3)  # type: ignore[arg-type]
+
+
+ODD = ("auto", ["a"], {}, {1}, None, True, -1, 1.5, float("nan"), b"x", (), (1, "a"), 1j)
+
+
+@pytest.mark.parametrize("kind", [*METHODS, gw.Auto, gw.L1, gw.Box])
+def test_any_value_of_any_field_is_taken_or_refused_in_a_sentence(kind: type[gw.Method]) -> None:
+    needed = {f.name: 1.0 for f in dataclasses.fields(kind) if f.default is f.default_factory}
+    for field in dataclasses.fields(kind):
+        for value in ODD:
+            with contextlib.suppress(gw.HyperparameterError):
+                kind(**{**needed, field.name: value})
 
 
 @given(st.text(max_size=60))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import difflib
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from typing import Any, ClassVar
 
 from gradwire.algorithms.adaptive_levels import ALQ, ALQN, AMQ, AMQN
@@ -235,22 +235,35 @@ def _malformed(spec: str) -> HyperparameterError:
 
 def _build(node: ast.expr, spec: str) -> object:
     if isinstance(node, ast.Name):
-        return _kind(node.id)()
+        return _make(KINDS.get(node.id) or _kind(node.id), {})
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
         kind: type[Any] = KINDS.get(node.func.id) or _kind(node.func.id)
         known = [f.name for f in fields(kind)]
-        values = {}
+        values: dict[str, object] = {}
         if node.args:
             raise HyperparameterError(f"{kind.__name__} takes named values only: {_signature(kind)}")
         for word in node.keywords:
             if word.arg not in known:
                 raise HyperparameterError(_unknown("field", str(word.arg), known, f" of {kind.__name__}"))
+            if word.arg in values:
+                raise HyperparameterError(f"field {word.arg!r} of {kind.__name__} is given twice: leave one out")
             values[word.arg] = _build(word.value, spec)
-        return kind(**values)
+        return _make(kind, values)
     try:
         return ast.literal_eval(node)
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
         raise _malformed(spec) from None
+
+
+def _make(kind: type[Any], values: dict[str, object]) -> object:
+    needed = [f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING]
+    missing = [name for name in needed if name not in values]
+    require(not missing, kind.__name__, f"{', '.join(missing)} must be given: {_signature(kind)}")
+    try:
+        return kind(**values)
+    except TypeError as error:
+        given = ", ".join(f"{name}={value!r}" for name, value in values.items())
+        raise HyperparameterError(f"{kind.__name__}({given}): a value is of the wrong type ({error})") from None
 
 
 def _kind(name: str) -> type[Method]:

@@ -45,6 +45,7 @@ def test_every_command_has_help_with_an_example(command: str) -> None:
         (["train", "digits", "--method", "TernGrad(clop=2)"], "did you mean 'clip'"),
         (["train", "digits", "--method", "TernGrad(clip="], "is not a method spec"),
         (["train", "digits", "--method", "__import__('os')"], "unknown method"),
+        (["train", "digits", "--method", "DIANA(alpha='auto')"], "alpha is a finite number"),
         (["train", "digits", "--workers", "1"], "use at least 2 workers"),
         (["train", "digits", "--workers", "5"], "--batch 65"),
         (["train", "digits", "--workers", "640", "--batch", "640"], "more than this machine can start"),

@@ -149,7 +149,11 @@ class DIANA(Wrapper):
         omega = self.omega
         given = self.prox is None or isinstance(self.prox, L1 | Box)
         require(given, "DIANA", f"prox is None, L1(strength=...) or Box(low=..., high=...), not {self.prox!r}")
-        require(self.shifts in _DTYPES, "DIANA", f"shifts is 'float64' or 'float32', not {self.shifts!r}")
+        require(
+            isinstance(self.shifts, str) and self.shifts in _DTYPES,
+            "DIANA",
+            f"shifts is 'float64' or 'float32', not {self.shifts!r}",
+        )
         require(
             self.alpha is not None or omega is not None,
             "DIANA",
@@ -158,9 +162,10 @@ class DIANA(Wrapper):
         for name, value in (("alpha", self.alpha), ("momentum", self.momentum)):
             if value is not None:
                 number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+                require(number, "DIANA", f"{name} is a finite number, not {value!r}")
                 low = value > 0 if name == "alpha" else value >= 0
                 high = value <= 1 if name == "alpha" else value < 1
-                require(number and low and high, "DIANA", f"{name} is out of range: {value!r}")
+                require(low and high, "DIANA", f"{name} is out of range: {value!r}")
                 object.__setattr__(self, name, float(value))
         require(
             self.alpha is None or omega is None or self.alpha <= 2 / (1 + omega),
