@@ -105,8 +105,9 @@ class Around(Plan):
     def before(self, context: Context, flat: torch.Tensor) -> None:
         """Change the bucket."""
 
-    def after(self, context: Context, flat: torch.Tensor, outcome: Outcome) -> None:
-        """Take note of what was sent, and change the mean, on ``runs[context.chunk]``."""
+    def after(self, context: Context, flat: torch.Tensor, outcome: Outcome) -> Outcome:
+        """Take note of what was sent, and change the mean, on ``runs[context.chunk]``; give what all of this did."""
+        return outcome
 
     def prepare(self, context: Context, flat: torch.Tensor) -> Exchange[Any]:
         if not flat.is_meta:
@@ -121,5 +122,4 @@ class Around(Plan):
             # A plain sum is not looked at; what is remembered must not take up an infinity.
             parts = (flat[a:b] for a, b in self.runs[context.chunk])
             outcome = replace(outcome, finite=all(bool(torch.isfinite(part).all()) for part in parts))
-        self.after(context, flat, outcome)
-        return outcome
+        return self.after(context, flat, outcome)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -246,16 +246,17 @@ class _Differences(Around):
             flat[a:b] = flat[a:b].to(self._dtype).sub_(held[a:b], alpha=context.loss_scale)
             staged[a:b].copy_(held[a:b])
 
-    def after(self, context: Context, flat: torch.Tensor, outcome: Outcome) -> None:
+    def after(self, context: Context, flat: torch.Tensor, outcome: Outcome) -> Outcome:
         rate, scale = self._rate / context.loss_scale, context.loss_scale
-        if outcome.sent is None:
+        inner = outcome.sent
+        if inner is None:
             raise TypeError("an inner plan did not say what it sent")
         sent = context.workspace.get("sent", 4 * flat.numel()).view(torch.float32)
         runs = self.runs[context.chunk]
         for a, b in runs:
             sent[a:b].zero_()
-        outcome.sent(sent, 1.0)
-        _, shift = self._pair(context, "shift", replicated=False)
+        inner(sent, 1.0)
+        reference, shift = self._pair(context, "shift", replicated=False)
         held, staged = self._pair(context, "mean_shift", replicated=True)
         for a, b in pieces(runs):
             shift[a:b].add_(sent[a:b].to(self._dtype), alpha=rate)
@@ -269,6 +270,13 @@ class _Differences(Around):
                 torch.mul(before[a:b], self._momentum, out=velocity[a:b])
                 velocity[a:b].add_(flat[a:b].to(self._dtype), alpha=1 / scale)
                 flat[a:b] = velocity[a:b] * scale
+
+        def contributed(out: torch.Tensor, weight: float) -> None:
+            inner(out, weight)
+            for a, b in pieces(runs):
+                out[a:b] += reference[a:b].to(out.dtype) * (weight * scale)
+
+        return replace(outcome, sent=contributed)
 
     def _pair(self, context: Context, kind: str, *, replicated: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Give what is held of a kind, and what takes its place."""

@@ -108,7 +108,7 @@ class Feedback(Around):
             flat[a:b].add_(held[a:b].to(flat.dtype), alpha=context.loss_scale)
             staged[a:b].copy_(flat[a:b])
 
-    def after(self, context: Context, flat: torch.Tensor, outcome: Outcome) -> None:
+    def after(self, context: Context, flat: torch.Tensor, outcome: Outcome) -> Outcome:
         staged = context.memory.stage("residual", self.segments)
         if outcome.sent is None:
             raise TypeError("an inner plan did not say what it sent")
@@ -116,3 +116,4 @@ class Feedback(Around):
         if context.loss_scale != 1.0:
             for a, b in self.runs[context.chunk]:
                 staged[a:b].div_(context.loss_scale)
+        return outcome

@@ -136,10 +136,11 @@ class Signum(SignSGD):
 
 
 class _Vote(Around):
-    def after(self, context: Context, flat: torch.Tensor, outcome: Outcome) -> None:
+    def after(self, context: Context, flat: torch.Tensor, outcome: Outcome) -> Outcome:
         if context.loss_scale != 1.0:
             for a, b in self.runs[context.chunk]:
                 flat[a:b].mul_(context.loss_scale)
+        return outcome
 
 
 class _MomentumVote(_Vote):
