@@ -49,6 +49,10 @@ def test_declared_properties() -> None:
         ("terngard", "did you mean 'terngrad'"),
         ("TernGrad(clp=2)", "unknown field 'clp' of TernGrad; did you mean 'clip'"),
         ("TernGrad(2.5)", "named values only: TernGrad(clip=..., share_scaler=...)"),
+        ("QSGD(TernGrad())", "named values only: QSGD(levels=..., block_size=..., blocks=...)"),
+        ("ErrorFeedback(QSGDinf(), 3)", "named values only: ErrorFeedback(compressor=...)"),
+        ("ErrorFeedback(QSGDinf(), compressor=QSGDinf())", "field 'compressor' of ErrorFeedback is given twice"),
+        ("ErrorFeedback(*x)", "not a method spec"),
         ("TernGrad(clip=", "not a method spec"),
         ("TernGrad(clip=1+1)", "not a method spec"),
         ("__import__('os')", "unknown method '__import__'"),
@@ -80,6 +84,14 @@ def test_bad_specs_are_one_clear_error(spec: str, part: str) -> None:
     assert isinstance(caught.value, ValueError)
 
 
+def test_the_method_inside_another_may_go_without_its_name() -> None:
+    inner = gw.QSGDinf(block_size=256)
+    assert gw.method("ErrorFeedback(QSGDinf(block_size=256))") == gw.ErrorFeedback(compressor=inner)
+    assert gw.method("Coded(errorfeedback, coder='huffman')") == gw.Coded(
+        compressor=gw.ErrorFeedback(), coder="huffman"
+    )
+
+
 def test_a_spec_of_another_number_type_is_the_same_spec() -> None:
     import numpy as np
 
@@ -97,7 +109,7 @@ ODD = ("auto", ["a"], {}, {1}, None, True, -1, 1.5, float("nan"), b"x", (), (1, 
 
 @pytest.mark.parametrize("kind", [*METHODS, gw.Auto, gw.L1, gw.Box])
 def test_any_value_of_any_field_is_taken_or_refused_in_a_sentence(kind: type[gw.Method]) -> None:
-    needed = {f.name: 1.0 for f in dataclasses.fields(kind) if f.default is f.default_factory}
+    needed = {f.name: 1.0 for f in dataclasses.fields(kind) if f.default is f.default_factory is dataclasses.MISSING}
     for field in dataclasses.fields(kind):
         for value in ODD:
             with contextlib.suppress(gw.HyperparameterError):

@@ -200,7 +200,8 @@ def method(spec: str | Method) -> Method:
     """Read a method's spec.
 
     A spec is a method object, a name (``"terngrad"``: the paper's defaults) or a call expression over known names
-    with literal arguments (``"TernGrad(clip=2.5)"``), nested where methods nest. It is parsed, never evaluated.
+    with literal arguments (``"TernGrad(clip=2.5)"``), nested where methods nest. The ``compressor`` of a method around
+    another may go without its name (``"DQGD(QSGD(levels=1))"``). A spec is parsed, never evaluated.
 
     Raises:
         HyperparameterError: an unknown name or field (the nearest known one is named), a value that the method
@@ -240,7 +241,9 @@ def _build(node: ast.expr, spec: str) -> object:
         kind: type[Any] = KINDS.get(node.func.id) or _kind(node.func.id)
         known = [f.name for f in fields(kind)]
         values: dict[str, object] = {}
-        if node.args:
+        if len(node.args) == 1 and "compressor" in known:
+            values["compressor"] = _build(node.args[0], spec)
+        elif node.args:
             raise HyperparameterError(f"{kind.__name__} takes named values only: {_signature(kind)}")
         for word in node.keywords:
             if word.arg not in known:
