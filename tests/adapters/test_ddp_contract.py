@@ -133,6 +133,22 @@ def test_what_has_no_plan_for_so_many_workers_is_refused_by_attach(three_ranks: 
         assert [part in sentence for part, sentence in zip((most, most, "Coded("), found)] == [True] * 3
 
 
+def refuse_scalers() -> list[str]:
+    import torch.distributed as dist
+
+    found = []
+    for scaler in (object(), 1024.0, object() if dist.get_rank() == 1 else None):
+        ddp = DistributedDataParallel(layers(2))
+        found.append(refusal(lambda ddp=ddp, scaler=scaler: gw.attach(ddp, "terngrad", grad_scaler=scaler)))  # type: ignore[misc]
+    return found
+
+
+def test_a_scaler_that_is_none_is_refused_by_attach(three_ranks: Any) -> None:
+    for rank, found in enumerate(three_ranks(refuse_scalers)):
+        assert all("torch.amp.GradScaler that scales the loss is needed" in sentence for sentence in found)
+        assert [sentence.startswith("IncompatibleError: rank 1: ") for sentence in found] == [False, False, rank != 1]
+
+
 def refuse_one_rank() -> str:
     import torch.distributed as dist
 

@@ -17,7 +17,7 @@ from gradwire.adapters.diagnostics import Diagnostics
 from gradwire.adapters.failures import Breakage, place
 from gradwire.adapters.handshake import agreement, default_group
 from gradwire.adapters.lost import lost
-from gradwire.adapters.parameters import check_parameters, gradient, named_parameters
+from gradwire.adapters.parameters import check_parameters, check_scaler, gradient, named_parameters
 from gradwire.adapters.pilot import Chooser, Fixed, Pilot
 from gradwire.adapters.step import StepBuckets
 from gradwire.adapters.task import Task
@@ -59,8 +59,9 @@ class Link:
         method: A method or its spec.
         group: Process group; the default group if None.
         lanes: Process groups and threads that exchange side by side; the bits do not depend on it.
-        grad_scaler: The scaler of automatic mixed precision. A method without memory does not need it: a non-finite
-            gradient on any rank becomes non-finite on all, so that every rank's scaler skips.
+        grad_scaler: The scaler of automatic mixed precision, for methods that remember something or give a direction.
+            Others do not need it: a non-finite gradient on any rank becomes non-finite on all, so that every rank's
+            scaler skips.
         optimizer: For methods that need the learning rate or own the momentum.
         options: See :class:`Options`.
 
@@ -91,6 +92,7 @@ class Link:
         count = LANES if lanes is None else lanes
         with agreement(self.group) as mine:
             self.method = catalogue.method(method)
+            check_scaler(grad_scaler)
             self.options = Options.of(options)
             self._parameters = named_parameters(parameters)
             check_parameters(self._parameters, self.world_size)
