@@ -34,7 +34,8 @@ class SimulatedLink:
         options: See :class:`Options`; ``check`` has no meaning here.
 
     Raises:
-        HyperparameterError: a spec, an option or an exclude pattern is wrong.
+        HyperparameterError: a spec, an option or an exclude pattern is wrong, or ``parameters`` are not pairs of
+            different names.
         IncompatibleError: there is no parameter, or the method needs a real link or an optimizer, or cannot
             work with so many workers.
     """
@@ -61,7 +62,7 @@ class SimulatedLink:
             )
         self.options = Options.of(options)
         self.world_size = world_size
-        self._parameters = dict(parameters)
+        self._parameters = _pairs(parameters)
         if not self._parameters:
             raise IncompatibleError("there is no parameter to exchange")
         self._names = list(self._parameters)
@@ -174,6 +175,21 @@ class SimulatedLink:
         return spaces[chunk]
 
 
+def _pairs(parameters: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    pairs = list(parameters.items() if isinstance(parameters, Mapping) else parameters)
+    for pair in pairs:
+        named = isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)
+        if not named or not isinstance(pair[1], torch.Tensor):
+            raise HyperparameterError(
+                f"parameters: (name, tensor) pairs are needed, such as model.named_parameters(), not "
+                f"{type(pair).__name__}"
+            )
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise HyperparameterError("parameters: two have the same name")
+    return found
+
+
 @dataclass(frozen=True, eq=False)
 class Simulation:
     """What :func:`simulate` found.
@@ -206,14 +222,28 @@ def simulate(
         seed: Of the random streams.
         round: Which round's random numbers to draw.
 
+    Raises:
+        HyperparameterError: the method or the seed is wrong.
+        IncompatibleError: the gradients are not floats of that form, or cannot be exchanged by the method.
+
     Example:
         >>> import torch, gradwire as gw
         >>> gw.simulate(torch.ones(2, 3), "fp32").mean
         tensor([1., 1., 1.])
     """
+    if isinstance(gradients, torch.Tensor) and gradients.dim() < 2:
+        raise IncompatibleError(
+            f"gradients are [world_size, numel], a row a worker, not {list(gradients.shape)}: give gradients[None] for "
+            "one worker"
+        )
     workers = gradients if not isinstance(gradients, torch.Tensor) else [{"0": row} for row in gradients]
+    if not all(isinstance(worker, Mapping) for worker in workers):
+        raise IncompatibleError("gradients are a tensor [world_size, numel] or dicts of tensors by name, one a worker")
     if not len(workers) or any(w.keys() != workers[0].keys() for w in workers):
         raise IncompatibleError("every worker needs a gradient for the same names, and there is at least one worker")
+    for name, g in (pair for worker in workers for pair in worker.items()):
+        if not g.is_floating_point():
+            raise IncompatibleError(f"the gradient of {name!r} is {g.dtype}: give floats, as by gradients.float()")
     like = {n: torch.empty_like(g, requires_grad=False) for n, g in workers[0].items()}
     link = SimulatedLink(like.items(), method, len(workers), seed=seed, min_numel=0)
     link.round = round

@@ -1,0 +1,53 @@
+"""What a simulation takes: floats, a row or a dict a worker, and names for parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import gradwire as gw
+
+
+@pytest.mark.parametrize(
+    ("gradients", "part"),
+    [
+        (torch.tensor([[1, 2], [2, 3]]), "'0' is torch.int64: give floats"),
+        ([{"w": torch.ones(2)}, {"w": torch.ones(2, dtype=torch.int32)}], "'w' is torch.int32: give floats"),
+        (torch.ones(2, 2, dtype=torch.bool), "'0' is torch.bool: give floats"),
+        (torch.ones(4), "a row a worker, not [4]"),
+        (torch.tensor(1.0), "a row a worker, not []"),
+        ([torch.ones(2), torch.ones(2)], "dicts of tensors by name"),
+    ],
+)
+def test_what_are_no_gradients_of_workers_is_refused(gradients: Any, part: str) -> None:
+    with pytest.raises(gw.IncompatibleError) as caught:
+        gw.simulate(gradients, "fp32")
+    assert part in str(caught.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
+def test_other_floats_come_back_as_they_were_given(dtype: torch.dtype) -> None:
+    found = gw.simulate(torch.tensor([[1.0, 2.0], [2.0, 3.0]], dtype=dtype), "fp32").mean
+    assert torch.equal(found, torch.tensor([1.5, 2.5], dtype=dtype))
+
+
+@pytest.mark.parametrize(
+    ("parameters", "part"),
+    [
+        ([torch.empty(3), torch.empty(2)], "model.named_parameters(), not Tensor"),
+        ((p for p in torch.nn.Linear(2, 2).parameters()), "model.named_parameters(), not Parameter"),
+        ([("w", 3)], "pairs are needed"),
+        ([("w", torch.empty(2)), ("w", torch.empty(3))], "two have the same name"),
+    ],
+)
+def test_parameters_without_names_of_their_own_are_refused(parameters: Any, part: str) -> None:
+    with pytest.raises(gw.HyperparameterError) as caught:
+        gw.SimulatedLink(parameters, "fp32", 2)
+    assert part in str(caught.value)
+
+
+def test_pairs_may_be_a_dict() -> None:
+    link = gw.SimulatedLink({"w": torch.empty(3)}, "fp32", 2)  # type: ignore[arg-type]
+    assert link.numel == 3
