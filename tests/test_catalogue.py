@@ -46,6 +46,7 @@ def test_declared_properties() -> None:
 @pytest.mark.parametrize(
     ("spec", "part"),
     [
+        ("ef-signsdg", "did you mean 'ef_signsgd'"),
         ("terngard", "did you mean 'terngrad'"),
         ("TernGrad(clp=2)", "unknown field 'clp' of TernGrad; did you mean 'clip'"),
         ("TernGrad(2.5)", "named values only: TernGrad(clip=..., share_scaler=...)"),
@@ -82,6 +83,23 @@ def test_bad_specs_are_one_clear_error(spec: str, part: str) -> None:
         gw.method(spec)
     assert part in str(caught.value)
     assert isinstance(caught.value, ValueError)
+
+
+@pytest.mark.parametrize("kind", [*METHODS, gw.Auto])
+def test_names_are_the_same_without_case_underscores_and_hyphens(kind: type[gw.Method]) -> None:
+    name = kind.name
+    for said in (name.upper(), name.title(), name.replace("_", ""), name.replace("_", "-"), f"{name[:2]}-{name[2:]}"):
+        assert gw.method(said) == gw.method(f"{said}()") == kind(), said
+
+
+def test_hyphens_are_names_only_where_names_may_stand() -> None:
+    assert gw.method("error-feedback(compressor=QSGD-inf(block_size=256))") == gw.ErrorFeedback()
+    assert gw.method("Auto(candidates=('fp-16', 'bf16'))").candidates == ("fp-16", "bf16")  # type: ignore[attr-defined]
+    assert gw.method("TernGrad(clip=25e-1)") == gw.method("TernGrad(clip=.25E+1)") == gw.TernGrad()
+    assert gw.method("DIANA(prox=Box(low=-1.0, high=1e-3))") == gw.DIANA(prox=gw.Box(low=-1.0, high=1e-3))
+    assert gw.method("diana(prox=l1(strength=0.5))") == gw.DIANA(prox=gw.L1(strength=0.5))
+    with pytest.raises(gw.HyperparameterError, match="not 'ra-ns'"):
+        gw.method("Coded(coder='ra-ns')")
 
 
 def test_the_method_inside_another_may_go_without_its_name() -> None:

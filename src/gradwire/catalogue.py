@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import re
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, ClassVar
 
@@ -151,7 +152,18 @@ class Auto(Method):
 
 
 _KINDS: tuple[type[Method], ...] = (*METHODS, Auto)
-_BY_NAME: dict[str, type[Method]] = {name: kind for kind in _KINDS for name in (kind.name, kind.__name__)}
+
+
+def _key(name: str) -> str:
+    """Give what is left of a name where case, "_" and "-" do not matter."""
+    return name.lower().replace("_", "").replace("-", "")
+
+
+_BY_NAME: dict[str, type[Method]] = {_key(name): kind for kind in _KINDS for name in (kind.name, kind.__name__)}
+_OPERATORS: dict[str, type[Any]] = {_key(name): kind for name, kind in KINDS.items()}
+
+_WORD = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|\d[\d.]*(?:[eE][+-]?\d+)?|[^\W\d]\w*(?:-\w+)*""")
+"""A quoted text, a number, or a name, which may have hyphens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,6 +215,8 @@ def method(spec: str | Method) -> Method:
     with literal arguments (``"TernGrad(clip=2.5)"``), nested where methods nest. The ``compressor`` of a method around
     another may go without its name (``"DQGD(QSGD(levels=1))"``). A spec is parsed, never evaluated.
 
+    Case, "_" and "-" do not matter in the names of methods: ``"EF-SignSGD"`` is ``"ef_signsgd"``, which is shown.
+
     Raises:
         HyperparameterError: an unknown name or field (the nearest known one is named), a value that the method
             refuses, or text that is not a spec.
@@ -218,13 +232,18 @@ def method(spec: str | Method) -> Method:
     if not isinstance(spec, str):
         raise HyperparameterError(f"a method is a spec such as 'terngrad' or a method object, not {spec!r}")
     try:
-        tree = ast.parse(spec.strip(), mode="eval").body
+        tree = ast.parse(_WORD.sub(_without_hyphens, spec.strip()), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         raise _malformed(spec) from None
     built = _build(tree, spec)
     if not isinstance(built, Method):
         raise _malformed(spec)
     return built
+
+
+def _without_hyphens(word: re.Match[str]) -> str:
+    """Make Python's of a name with hyphens; leave quoted texts and numbers as they are."""
+    return word[0] if word[0][0] in "'\"0123456789" else word[0].replace("-", "_")
 
 
 def _malformed(spec: str) -> HyperparameterError:
@@ -236,9 +255,9 @@ def _malformed(spec: str) -> HyperparameterError:
 
 def _build(node: ast.expr, spec: str) -> object:
     if isinstance(node, ast.Name):
-        return _make(KINDS.get(node.id) or _kind(node.id), {})
+        return _make(_kind(node.id), {})
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-        kind: type[Any] = KINDS.get(node.func.id) or _kind(node.func.id)
+        kind = _kind(node.func.id)
         known = [f.name for f in fields(kind)]
         values: dict[str, object] = {}
         if len(node.args) == 1 and "compressor" in known:
@@ -269,9 +288,10 @@ def _make(kind: type[Any], values: dict[str, object]) -> object:
         raise HyperparameterError(f"{kind.__name__}({given}): a value is of the wrong type ({error})") from None
 
 
-def _kind(name: str) -> type[Method]:
-    if name in _BY_NAME:
-        return _BY_NAME[name]
+def _kind(name: str) -> type[Any]:
+    found = _BY_NAME.get(_key(name)) or _OPERATORS.get(_key(name))
+    if found is not None:
+        return found
     raise HyperparameterError(_unknown("method", name, [kind.name for kind in _KINDS]))
 
 
