@@ -178,6 +178,15 @@ def test_methods_lists_properties() -> None:
     assert (row["collectives"], row["unbiased_note"]) == ("two_shot, all_gather", "for the clipped gradient")
 
 
+@pytest.mark.parametrize(("name", "exact", "shown"), [("qsgdmaxnorm", 20 / 3, "6.67"), ("grandk", 5 / 48, "0.104")])
+def test_numbers_are_rounded_for_reading_and_kept_in_json(name: str, exact: float, shown: str) -> None:
+    assert f"bits per element:  {shown}\n" in call("methods", name).stdout
+    (row,) = [line for line in call("methods").stdout.splitlines() if line.startswith(f"{name} ")]
+    assert row.split()[1] == shown
+    (found,) = json.loads(call("methods", name, "--json").stdout)
+    assert found["bits_per_element"] == pytest.approx(exact, rel=1e-12)
+
+
 def test_methods_shows_what_auto_tries() -> None:
     text = call("methods", "Auto(turns=2)").stdout
     assert "candidates:        fp32, bf16, terngrad" in text

@@ -58,7 +58,7 @@ def print_methods(rows: Sequence[Mapping[str, Any]]) -> None:
         table.add_column(column)
     for row in rows:
         stable = "yes" if row["bit_stable"] else "no"
-        bits = f"{row['bits_per_element']:g}"
+        bits = f"{row['bits_per_element']:.3g}"
         table.add_row(row["name"], bits, unbiased_text(row), stable, row["state"], row["summary"])
     print_table(table)
 
@@ -72,7 +72,8 @@ def _print_one(row: Mapping[str, Any]) -> None:
     else:
         lines |= {"unbiased": unbiased_text(row), "bit stable": "yes" if row["bit_stable"] else "no"}
     for key, value in lines.items():
-        print(f"{key + ':':<18} {'-' if value in (None, '') else value}")
+        shown = f"{value:.3g}" if isinstance(value, float) else value
+        print(f"{key + ':':<18} {'-' if value in (None, '') else shown}")
     if isinstance(chosen, gw.Auto):
         print("It tries the candidates in so many turns of so many steps each, and keeps the fastest.")
     for key, text in NOTES.items():

@@ -33,7 +33,7 @@ class PQuantisation(Compressor):
     Unbiased; E|Q(v) - v|^2 = sum_k |v_k| (|v|_p - |v_k|) = |v|_1 |v|_p - |v|_2^2 <= (1 / alpha_p - 1) |v|_2^2 with
     alpha_p = 1/d, 1/sqrt(d), 2/(1 + sqrt(d)) for p = 1, 2, infinity; |v|_1 / |v|_p values of a block are not zero on
     average: one, at most sqrt(d), at most d. So a larger p has less variance and a smaller one fewer non-zero values,
-    which only an entropy coder (``coder=``) turns into fewer bytes. p = 2 is ``QSGD(levels=1)`` and p = infinity
+    which only an entropy coder (:class:`Coded`) turns into fewer bytes. p = 2 is ``QSGD(levels=1)`` and p = infinity
     ``QSGDinf(levels=1)``, from the same draws.
 
     Args:

@@ -104,7 +104,7 @@ class QSGD(EvenLevels):
         HyperparameterError: ``levels`` or ``block_size`` is out of range, or ``blocks`` another word.
 
     Wire: float32 norms, then digits of base 2s + 1, packed (``docs/wire-format.md``); every worker receives every
-    worker's. An entropy coder (``coder=``) takes 5.33 bits at s = 16 and d = 512 to about 2. Draws from the rank's
+    worker's. An entropy coder (:class:`Coded`) takes 5.33 bits at s = 16 and d = 512 to about 2. Draws from the rank's
     stream.
 
     Reference: D. Alistarh et al., "QSGD: Communication-Efficient SGD via Gradient Quantization and Encoding",
