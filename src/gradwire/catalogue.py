@@ -9,6 +9,7 @@ from dataclasses import MISSING, dataclass, fields
 from typing import Any, ClassVar
 
 from gradwire.algorithms.adaptive_levels import ALQ, ALQN, AMQ, AMQN
+from gradwire.algorithms.around import Wrapper
 from gradwire.algorithms.coded import Coded
 from gradwire.algorithms.diana import DIANA, DQGD
 from gradwire.algorithms.ef_signsgd import EFSignSGD
@@ -111,8 +112,8 @@ class Auto(Method):
         steps: Of each candidate in a turn.
 
     Raises:
-        HyperparameterError: fewer than two candidates, one named twice, one that keeps state or gives a direction, or
-            no turns or steps.
+        HyperparameterError: fewer than two candidates, one named twice, one that keeps state, gives a direction or
+            leaves out a part of the gradient, or no turns or steps.
     """
 
     name: ClassVar[str] = "auto"
@@ -140,6 +141,13 @@ class Auto(Method):
             require(fixed, "Auto(candidates=...)", f"{one!r} remembers something between steps: it cannot be tried")
             mean = isinstance(one, Auto) or not one.direction
             require(mean, "Auto(candidates=...)", f"{one!r} gives a direction, which needs a learning rate of its own")
+            whole = not _sends_parts(one)
+            require(
+                whole,
+                "Auto(candidates=...)",
+                f"{one!r} sends a part of the gradient a round, the faster the more it leaves out, and what is left "
+                "out is lost without error feedback: use ErrorFeedback around it, by name rather than by trial",
+            )
         object.__setattr__(self, "candidates", tuple(self.candidates))
         for field in ("turns", "steps"):
             value = getattr(self, field)
@@ -149,6 +157,10 @@ class Auto(Method):
     def kernels(self) -> tuple[str, ...]:  # type: ignore[override]
         """All candidates'."""
         return tuple(dict.fromkeys(name for spec in self.candidates for name in method(spec).kernels))
+
+
+def _sends_parts(one: Method) -> bool:
+    return isinstance(one, GRandK) or (isinstance(one, Wrapper) and _sends_parts(one.compressor))
 
 
 _KINDS: tuple[type[Method], ...] = (*METHODS, Auto)

@@ -12,6 +12,7 @@ from run_help import gradwire
 from schema_help import fits, schema
 from typer.testing import CliRunner, Result
 
+import gradwire as gw
 from gradwire.cli.app import app
 from gradwire.cli.show_methods import method_rows, unbiased_text
 
@@ -185,6 +186,12 @@ def test_numbers_are_rounded_for_reading_and_kept_in_json(name: str, exact: floa
     assert row.split()[1] == shown
     (found,) = json.loads(call("methods", name, "--json").stdout)
     assert found["bits_per_element"] == pytest.approx(exact, rel=1e-12)
+
+
+@pytest.mark.parametrize("name", list(gw.methods()))
+def test_an_outcome_that_is_a_direction_is_said_to_be_one(name: str) -> None:
+    (line,) = [line for line in call("methods", name).stdout.splitlines() if line.startswith("outcome:")]
+    assert ("a direction" in line) == (name in ("signsgd", "signum"))
 
 
 def test_methods_shows_what_auto_tries() -> None:

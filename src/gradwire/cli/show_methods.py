@@ -19,6 +19,8 @@ NOTES = {
     "bits per element": "sent for each element and direction with 4 workers; a float32 all-reduce has 32",
 }
 
+DIRECTION = "a direction to step in, with entries -1 and 1, not the mean: it needs a learning rate of its own"
+
 
 def method_rows(names: Sequence[str]) -> list[dict[str, Any]]:
     """Give the declared properties of the named methods, or of all, as flat objects."""
@@ -71,6 +73,7 @@ def _print_one(row: Mapping[str, Any]) -> None:
         lines |= {"candidates": ", ".join(chosen.candidates), "turns": chosen.turns, "steps": chosen.steps}
     else:
         lines |= {"unbiased": unbiased_text(row), "bit stable": "yes" if row["bit_stable"] else "no"}
+        lines["outcome"] = DIRECTION if chosen.direction else "the mean of the gradients, or an estimate of it"
     for key, value in lines.items():
         shown = f"{value:.3g}" if isinstance(value, float) else value
         print(f"{key + ':':<18} {'-' if value in (None, '') else shown}")
