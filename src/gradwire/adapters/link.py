@@ -19,6 +19,7 @@ from gradwire.adapters.handshake import agreement, default_group
 from gradwire.adapters.lost import lost
 from gradwire.adapters.parameters import check_parameters, check_scaler, gradient, named_parameters
 from gradwire.adapters.pilot import Chooser, Fixed, Pilot
+from gradwire.adapters.state import check_state
 from gradwire.adapters.step import StepBuckets
 from gradwire.adapters.task import Task
 from gradwire.algorithms import Plan
@@ -353,16 +354,14 @@ class Link:
         """Continue where :meth:`state_dict` was taken.
 
         Raises:
-            IncompatibleError: it is not a link's state.
+            IncompatibleError: it is not a link's state, or not all of one.
         """
-        try:
-            self.round = int(state["global"]["round"])
-            if isinstance(self._pilot, Chooser):
-                self._pilot.load(int(state["global"].get("choice", -1)))
-            values = {k: v for k, v in state["global"].items() if k not in ("round", "choice")}
-            self.memory.load({**state, "global": values})
-        except (KeyError, TypeError, ValueError):
-            raise IncompatibleError("this is not the state of a link: it has no global round") from None
+        check_state(state, simulated=False)
+        self.round = int(state["global"]["round"])
+        if isinstance(self._pilot, Chooser):
+            self._pilot.load(int(state["global"].get("choice", -1)))
+        values = {k: v for k, v in state["global"].items() if k not in ("round", "choice")}
+        self.memory.load({**state, "global": values})
 
     # ------------------------------------------------------------------ pickling
 

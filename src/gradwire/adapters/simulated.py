@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from gradwire import catalogue
+from gradwire.adapters.state import check_state
 from gradwire.catalogue import Auto
 from gradwire.errors import HyperparameterError, IncompatibleError
 from gradwire.groups import Meter, Traffic, dense_bytes, simulate_ranks
@@ -161,12 +162,17 @@ class SimulatedLink:
         return {"global": shared, "replicated": states[0]["replicated"], **own}
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-        """Continue where :meth:`state_dict` was taken."""
+        """Continue where :meth:`state_dict` was taken, with this number of workers or another.
+
+        Raises:
+            IncompatibleError: it is no simulation's state, or not all of one.
+        """
+        check_state(state, simulated=True)
         self.round = int(state["global"]["round"])
         values = {k: v for k, v in state["global"].items() if k != "round"}
         for r, memory in enumerate(self._memories):
             own = state.get(f"rank {r}", {})
-            memory.load({"global": values, "replicated": state.get("replicated", {}), "rank": own})
+            memory.load({"global": values, "replicated": state["replicated"], "rank": own})
 
     def _space(self, rank: int, chunk: int) -> Workspace:
         spaces = self._spaces[rank]

@@ -1,0 +1,44 @@
+"""What a state must hold before a link takes any of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from gradwire.errors import IncompatibleError
+
+__all__ = ["check_state"]
+
+
+def check_state(state: Mapping[str, Mapping[str, torch.Tensor]], *, simulated: bool) -> None:
+    """Refuse what is no state of a link, or has not the ranks' parts that this kind of link takes.
+
+    Without a rank's own part, memories that all ranks share would be taken beside others that are zero, and what one
+    method keeps of the two would never agree again.
+
+    Raises:
+        IncompatibleError: naming what is missing and where to find it.
+    """
+    try:
+        int(state["global"]["round"])
+        ranks = set(state) - {"global", "replicated"}
+    except (KeyError, TypeError, ValueError):
+        raise IncompatibleError("this is not the state of a link: it has no global round") from None
+    if "replicated" not in state:
+        raise IncompatibleError("this state has no part 'replicated': pass all of what state_dict() gave")
+    if simulated:
+        if ranks != {f"rank {r}" for r in range(max(len(ranks), 1))}:
+            raise IncompatibleError(
+                "a simulation's state has a part for every worker, 'rank 0', 'rank 1' and so on, and this one has "
+                f"{_listed(ranks)}: of the states of a Link's ranks, put what is under 'rank' on rank 1 under 'rank 1'"
+            )
+    elif ranks != {"rank"}:
+        raise IncompatibleError(
+            f"a link's state has one part 'rank', this rank's own, and this one has {_listed(ranks)}: of a "
+            "simulation's state, pass 'global', 'replicated', and under 'rank' what is under 'rank 1' on rank 1"
+        )
+
+
+def _listed(ranks: set[str]) -> str:
+    return ", ".join(repr(name) for name in sorted(ranks)) or "none"

@@ -1,0 +1,81 @@
+"""States are taken whole or refused, before anything of them is used."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import gradwire as gw
+
+SIZE = 640
+
+
+def learned() -> dict[str, dict[str, torch.Tensor]]:
+    """Give a state of two workers whose shifts are not zero."""
+    link = gw.SimulatedLink([("w", torch.empty(SIZE))], "diana", 2, min_numel=0)
+    for _ in range(3):
+        link.reduce_(gradients())
+    return link.state_dict()
+
+
+def gradients() -> torch.Tensor:
+    return torch.randn(2, SIZE, generator=torch.Generator().manual_seed(0))
+
+
+def without(state: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: part for name, part in state.items() if name not in names}
+
+
+def of_one_rank(state: dict[str, Any]) -> dict[str, Any]:
+    return {**without(state, "rank 0", "rank 1"), "rank": state["rank 0"]}
+
+
+@pytest.mark.parametrize(
+    ("broken", "part"),
+    [
+        (lambda state: {}, "no global round"),
+        (lambda state: None, "no global round"),
+        (lambda state: {**state, "global": {}}, "no global round"),
+        (lambda state: without(state, "replicated"), "'replicated'"),
+        (of_one_rank, "this one has 'rank'"),
+        (lambda state: without(state, "rank 0"), "this one has 'rank 1'"),
+        (lambda state: without(state, "rank 0", "rank 1"), "this one has none"),
+        (lambda state: {**state, "rank": state["rank 0"]}, "'rank', 'rank 0', 'rank 1'"),
+    ],
+)
+def test_a_simulation_refuses_what_is_not_a_simulations_whole_state(broken: Any, part: str) -> None:
+    state = broken(learned())
+    link = gw.SimulatedLink([("w", torch.empty(SIZE))], "diana", 2, min_numel=0)
+    with pytest.raises(gw.IncompatibleError, match=part):
+        link.load_state_dict(state)
+    assert link.round == 0
+    assert link.state_dict()["replicated"] == {}
+    if state is not None:
+        with pytest.raises(gw.IncompatibleError, match=part):
+            gw.simulate(gradients(), "diana", state=state)
+
+
+def load_broken_states() -> list[str]:
+    parameter = torch.nn.Parameter(torch.zeros(SIZE))
+    link = gw.Link([("w", parameter)], "diana", min_numel=0)
+    state, found = learned(), []
+    for broken in (state, without(of_one_rank(state), "rank"), without(of_one_rank(state), "replicated"), {}):
+        try:
+            link.load_state_dict(broken)
+        except gw.IncompatibleError as error:
+            found.append(str(error))
+    assert link.round == 0
+    link.load_state_dict(of_one_rank(state))
+    assert link.round == 3
+    link.close()
+    return found
+
+
+@pytest.mark.ranks
+def test_a_link_refuses_what_is_not_its_own_whole_state(three_ranks: Any) -> None:
+    for found in three_ranks(load_broken_states):
+        assert len(found) == 4
+        for sentence, part in zip(found, ("has 'rank 0', 'rank 1'", "has none", "'replicated'", "no global round")):
+            assert part in sentence
