@@ -79,3 +79,35 @@ def test_a_link_refuses_what_is_not_its_own_whole_state(three_ranks: Any) -> Non
         assert len(found) == 4
         for sentence, part in zip(found, ("has 'rank 0', 'rank 1'", "has none", "'replicated'", "no global round")):
             assert part in sentence
+
+
+def rewind_over_a_skipped_round() -> tuple[bool, bool]:
+    """Rewind a link to before a round that was skipped; give whether it then does what a fresh link does."""
+
+    def go(link: gw.Link, parameter: torch.nn.Parameter, value: float = 0.0) -> torch.Tensor:
+        draw = torch.Generator().manual_seed(1000 * link.round + link.rank)
+        parameter.grad = torch.randn(SIZE, generator=draw)
+        parameter.grad[0] += value
+        link.reduce_()
+        return parameter.grad.clone()
+
+    def make() -> tuple[gw.Link, torch.nn.Parameter]:
+        parameter = torch.nn.Parameter(torch.zeros(SIZE))
+        return gw.Link([("w", parameter)], "errorfeedback", min_numel=0), parameter
+
+    used, fresh = make(), make()
+    go(*used)
+    state = used[0].state_dict()
+    go(*used, torch.nan)
+    used[0].load_state_dict(state)
+    fresh[0].load_state_dict(state)
+    means = [torch.equal(go(*used), go(*fresh)) for _ in range(2)]
+    residuals = [link.state_dict()["rank"]["residual/w"] for link, _ in (used, fresh)]
+    used[0].close()
+    fresh[0].close()
+    return all(means), torch.equal(*residuals)
+
+
+@pytest.mark.ranks
+def test_a_skipped_round_is_not_skipped_again_after_rewinding(three_ranks: Any) -> None:
+    assert three_ranks(rewind_over_a_skipped_round) == [(True, True)] * 3

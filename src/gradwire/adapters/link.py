@@ -357,7 +357,8 @@ class Link:
             IncompatibleError: it is not a link's state, or not all of one.
         """
         check_state(state, simulated=False)
-        self.round = int(state["global"]["round"])
+        # A round that was skipped here may come again, with other gradients.
+        self.round, self._last_skipped = int(state["global"]["round"]), -1
         if isinstance(self._pilot, Chooser):
             self._pilot.load(int(state["global"].get("choice", -1)))
         values = {k: v for k, v in state["global"].items() if k not in ("round", "choice")}
