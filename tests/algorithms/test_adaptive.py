@@ -319,3 +319,42 @@ def test_a_round_with_an_infinity_keeps_no_levels() -> None:
     assert "levels" not in link.state_dict()["global"]
     link.reduce_(torch.randn(2, 2000))
     assert "levels" in link.state_dict()["global"]
+
+
+@pytest.mark.parametrize(
+    ("saved", "method"),
+    [
+        (gw.ALQ(norm="max"), gw.ALQ()),
+        (gw.ALQ(block_size=64), gw.ALQ(block_size=2048)),
+        (gw.ALQ(), gw.AMQ()),
+        (gw.AMQN(block_size=512), gw.AMQ(block_size=512)),
+        (gw.AMQ(bits=4), gw.AMQ(bits=3)),
+    ],
+    ids=repr,
+)
+def test_levels_fitted_for_another_method_are_fitted_anew_at_once(saved: gw.Method, method: gw.Method) -> None:
+    g = torch.randn(2, 4000, generator=torch.Generator().manual_seed(1))
+    # Blocks unlike one another, so that those with large norms weigh.
+    g[:, 2000:] = g[:, 2000:] ** 5
+    link, other, fresh = (gw.SimulatedLink([("w", torch.empty(4000))], m, 2) for m in (saved, method, method))
+    for _ in range(2):
+        link.reduce_(g.clone())
+    other.load_state_dict(link.state_dict())
+    fresh.round = other.round
+    assert torch.equal(other.reduce_(g.clone()), fresh.reduce_(g.clone()))
+    assert torch.equal(other.state_dict()["global"]["levels"], fresh.state_dict()["global"]["levels"])
+
+
+def test_levels_that_do_not_say_what_they_were_fitted_for_are_fitted_anew() -> None:
+    """States of old say nothing."""
+    g = torch.randn(2, 4000, generator=torch.Generator().manual_seed(1))
+    link, fresh = (gw.SimulatedLink([("w", torch.empty(4000))], gw.ALQ(), 2) for _ in range(2))
+    link.load_state_dict(
+        {
+            "global": {"round": torch.tensor(3), "levels": torch.linspace(-1, 1, 8, dtype=torch.float64)},
+            "replicated": {},
+            "rank 0": {},
+        }
+    )
+    fresh.round = 3
+    assert torch.equal(link.reduce_(g.clone()), fresh.reduce_(g.clone()))

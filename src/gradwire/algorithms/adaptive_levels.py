@@ -71,6 +71,13 @@ class _Adaptive(Algorithm):
         last = max(self.updates, default=0)
         return round in self.updates or (round > last and round % self.every == 0)
 
+    @property
+    def purpose(self) -> torch.Tensor:
+        """All that levels depend on but the gradient, int64: levels fitted for another serve badly."""
+        return torch.tensor(
+            [self.tag, self.bits, self.norm == "max", self.block_size or 0, self.blocks == "model"], dtype=torch.int64
+        )
+
     def fit(self, mixture: Mixture, before: Sequence[float] | None) -> list[float]:
         """Find the best levels, ascending from -1 to 1."""
         raise NotImplementedError
@@ -96,10 +103,14 @@ class _Fitted(SectionPlan):
         if not isinstance(self.codec, LevelCodec):
             return None
         summary = self.codec.summarise(flat)
-        levels = context.memory.value("levels")
+        levels, purpose = context.memory.value("levels"), context.memory.value("levels_of")
+        if purpose is None or not torch.equal(purpose, self._method.purpose):
+            # From a checkpoint of a method whose values lie otherwise between -1 and 1.
+            levels = None
         if not flat.is_meta and (levels is None or self._method.is_update(context.round)):
             levels = yield from self._update(context, summary, levels)
             context.memory.stage_value("levels", levels)
+            context.memory.stage_value("levels_of", self._method.purpose)
         if levels is not None:
             summary = replace(summary, grid=Grid.ordered(levels.tolist()))
         return summary, None
@@ -175,8 +186,9 @@ _FIELDS = """
         HyperparameterError: a field is out of range.
 
     The exchange begins when the whole gradient is there, since all of it shares the levels; they are kept in the
-    checkpoint. The statistics are those of the update round's own gradients on all workers, where the authors draw ten
-    further minibatches. Draws from the rank's stream.
+    checkpoint, and fitted anew after one of another method, width, norm or blocks. The statistics are those of the
+    update round's own gradients on all workers, where the authors draw ten further minibatches. Draws from the rank's
+    stream.
 
     Reference: F. Faghri et al., "Adaptive Gradient Quantization for Data-Parallel SGD", NeurIPS 2020.
     """
