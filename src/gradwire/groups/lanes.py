@@ -121,6 +121,8 @@ class Lane:
     def begin(self, generator: Exchange[T], done: Callable[[T], None], fail: Callable[[Exception], None]) -> None:
         """Start a generator of one collective without waiting; ``done`` or ``fail`` is called on the backend's thread.
 
+        ``fail`` is told what ``done`` raises, too.
+
         Neither the lane's thread nor its queue takes part. It saves their hand-overs, which cost more than a small
         bucket's exchange.
         """
@@ -140,13 +142,22 @@ class Lane:
             try:
                 generator.send(reply)
             except StopIteration as stop:
-                with self._begun:
-                    meter.count(op, self.world_size)
-                    meter.encode_s += asked - started
-                    meter.wire_s += arrived - asked
-                    meter.decode_s += clock() - arrived
-                done(stop.value)
+                value: T = stop.value
             except Exception as error:
+                fail(error)
+                return
+            else:
+                fail(TypeError("this exchange has a second collective: it needs the lane's thread"))
+                return
+            with self._begun:
+                meter.count(op, self.world_size)
+                meter.encode_s += asked - started
+                meter.wire_s += arrived - asked
+                meter.decode_s += clock() - arrived
+            try:
+                done(value)
+            except Exception as error:
+                # The backend would only print it, and whoever waits would wait for ever.
                 fail(error)
 
         future.add_done_callback(finish)
