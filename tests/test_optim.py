@@ -200,6 +200,15 @@ def test_a_state_of_another_version_is_refused() -> None:
         optimizer.load_state_dict(state)
 
 
+def test_the_state_of_another_optimizer_is_refused_by_name_of_what_it_lacks() -> None:
+    optimizer = gw.ProximalSGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    for kind, lacks in ((torch.optim.SGD, "'prox'"), (torch.optim.Adam, "'momentum', 'prox'")):
+        state = kind([nn.Parameter(torch.ones(1))], lr=0.1).state_dict()
+        with pytest.raises(gw.IncompatibleError, match=f"another optimizer's state: its groups have no {lacks}, and"):
+            optimizer.load_state_dict(state)
+    assert optimizer.param_groups[0]["lr"] == 0.1
+
+
 def test_sparse_gradients_are_refused() -> None:
     parameter = nn.Parameter(torch.ones(3))
     parameter.grad = torch.zeros(3).to_sparse()

@@ -222,7 +222,18 @@ class ProximalSGD(torch.optim.Optimizer):
         return {**state, "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what :meth:`state_dict` gave; raises HyperparameterError for settings that make no sense."""
+        """Take back what :meth:`state_dict` gave.
+
+        Raises:
+            HyperparameterError: settings that make no sense.
+            IncompatibleError: it is another optimizer's state.
+        """
+        missing = {field for field in self.defaults for group in state_dict["param_groups"] if field not in group}
+        if missing:
+            raise IncompatibleError(
+                f"this is another optimizer's state: its groups have no {', '.join(map(repr, sorted(missing)))}, and a "
+                "ProximalSGD needs it; load it where it was saved, or start the ProximalSGD without a state"
+            )
         groups = [{**group, "prox": _prox(group["prox"])} for group in state_dict["param_groups"]]
         for group in groups:
             self._check(group)

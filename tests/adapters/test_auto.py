@@ -165,11 +165,31 @@ def test_a_choice_is_never_changed_unless_asked_for() -> None:
 
 def test_a_checkpoints_choice_is_taken_without_a_trial() -> None:
     world = World({"fp32": 1.0, "bf16": 0.8, "terngrad": 0.9}, 1e9, SIZES)
-    world.chooser.load(2)
+    world.chooser.load({"choice": torch.tensor(2)})
     assert set(world.train(5)) == {"terngrad"}
-    assert world.chooser.chosen_index == 2
+    assert int(world.chooser.state()["choice"]) == 2
     world.chooser.again()
-    assert world.chooser.chosen_index == -1
+    assert int(world.chooser.state()["choice"]) == -1
+
+
+def test_a_choice_is_loaded_by_its_name_whatever_its_place() -> None:
+    def world(*specs: str) -> World:
+        return World(dict.fromkeys(specs, 1.0), 1e9, dict.fromkeys(specs, 1))
+
+    saved, reordered, shorter = (
+        world(*s) for s in (("fp32", "bf16", "TernGrad()"), ("terngrad", "fp32"), ("fp32", "bf16"))
+    )
+    saved.chooser.fix("TernGrad()", "chosen")
+    reordered.chooser.load(saved.chooser.state())
+    assert set(reordered.train(3)) == {"terngrad"}
+    with pytest.raises(
+        gw.IncompatibleError, match=r"'TernGrad\(\)', which is none of the candidates fp32, bf16: .*choose_again"
+    ):
+        shorter.chooser.load(saved.chooser.state())
+    assert shorter.chooser.choice is None
+    # States of old have the place alone.
+    with pytest.raises(gw.IncompatibleError, match="candidate 2, counted from 0, and there are 2"):
+        shorter.chooser.load({"choice": torch.tensor(2)})
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from gradwire.adapters.failures import Breakage, place
 from gradwire.adapters.handshake import agreement, default_group
 from gradwire.adapters.lost import lost
 from gradwire.adapters.parameters import check_parameters, check_scaler, gradient, named_parameters
+from gradwire.adapters.pilot import STATE as PILOT_STATE
 from gradwire.adapters.pilot import Chooser, Fixed, Pilot
 from gradwire.adapters.state import check_state
 from gradwire.adapters.step import StepBuckets
@@ -346,22 +347,20 @@ class Link:
         """
         state = self.memory.state()
         state["global"]["round"] = torch.tensor(self.round)
-        if isinstance(self._pilot, Chooser):
-            state["global"]["choice"] = torch.tensor(self._pilot.chosen_index)
+        state["global"].update(self._pilot.state())
         return state
 
     def load_state_dict(self, state: dict[str, dict[str, torch.Tensor]]) -> None:
         """Continue where :meth:`state_dict` was taken.
 
         Raises:
-            IncompatibleError: it is not a link's state, or not all of one.
+            IncompatibleError: it is not a link's state, or not all of one, or its choice is no candidate here.
         """
         check_state(state, simulated=False)
+        self._pilot.load(state["global"])
         # A round that was skipped here may come again, with other gradients.
         self.round, self._last_skipped = int(state["global"]["round"]), -1
-        if isinstance(self._pilot, Chooser):
-            self._pilot.load(int(state["global"].get("choice", -1)))
-        values = {k: v for k, v in state["global"].items() if k not in ("round", "choice")}
+        values = {k: v for k, v in state["global"].items() if k not in ("round", *PILOT_STATE)}
         self.memory.load({**state, "global": values})
 
     # ------------------------------------------------------------------ pickling

@@ -8,12 +8,18 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, Protocol
 
-from gradwire.catalogue import Auto
+import torch
+
+from gradwire.catalogue import Auto, method
+from gradwire.errors import IncompatibleError
 from gradwire.perf.machine import Link
 from gradwire.perf.probing import Probed
 from gradwire.planning import Planner
 
-__all__ = ["Chooser", "Fixed", "Network", "Pilot"]
+__all__ = ["STATE", "Chooser", "Fixed", "Network", "Pilot"]
+
+STATE = ("choice", "choice_spec")
+"""Keys of a pilot's part of a link's state."""
 
 TIE = 0.01
 """Relative difference of step times below which the candidate listed first is taken."""
@@ -45,6 +51,12 @@ class Pilot(Protocol):
     def record(self) -> dict[str, Any] | None:
         """What was chosen and why, in plain values."""
 
+    def state(self) -> dict[str, torch.Tensor]:
+        """What was chosen, for a checkpoint; keys of :data:`STATE`."""
+
+    def load(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Take what :meth:`state` gave."""
+
 
 class Fixed:
     """One planner for ever."""
@@ -58,6 +70,13 @@ class Fixed:
     def record(self) -> None:
         """Nothing was chosen."""
         return
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Nothing is to be kept."""
+        return {}
+
+    def load(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Nothing is taken."""
 
 
 @dataclass(frozen=True)
@@ -131,15 +150,35 @@ class Chooser:
         self.choice, self._reason = spec, reason
         self._schedule, self._running = [], None
 
-    @property
-    def chosen_index(self) -> int:
-        """Place of the choice in the list; -1 before there is one."""
-        return -1 if self.choice is None else list(self._planners).index(self.choice)
+    def state(self) -> dict[str, torch.Tensor]:
+        """Give the choice as tensors: its place in the list, -1 before there is one, and its spec as text."""
+        if self.choice is None:
+            return {"choice": torch.tensor(-1)}
+        spec = torch.tensor(list(self.choice.encode()), dtype=torch.uint8)
+        return {"choice": torch.tensor(list(self._planners).index(self.choice)), "choice_spec": spec}
 
-    def load(self, index: int) -> None:
-        """Take the choice of a checkpoint; with -1 the trial goes on."""
-        if index >= 0:
-            self.fix(list(self._planners)[index], "taken from a checkpoint")
+    def load(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Take the choice of a checkpoint; where it has none, the trial goes on.
+
+        Raises:
+            IncompatibleError: the choice is no candidate here.
+        """
+        index, specs = int(state.get("choice", -1)), list(self._planners)
+        if index < 0:
+            return
+        if "choice_spec" in state:
+            saved = bytes(state["choice_spec"].tolist()).decode()
+            same = [spec for spec in specs if method(spec) == method(saved)]
+            wrong = f"{saved!r}, which is none of the candidates {', '.join(specs)}"
+        else:
+            # From before the spec was kept.
+            same = specs[index : index + 1]
+            wrong = f"candidate {index}, counted from 0, and there are {len(specs)}"
+        if not same:
+            raise IncompatibleError(
+                f"the checkpoint's choice is {wrong}: add it to the list, and call choose_again() for another trial"
+            )
+        self.fix(same[0], "taken from a checkpoint")
 
     def _shorten(self, network: Network) -> None:
         """Leave out what the link makes hopeless, and plan turns for the others."""
