@@ -91,6 +91,9 @@ class Method:
     kernels: ClassVar[tuple[str, ...]]
     """The families of kernels, and the entropy coder, that it calls: these are compiled before the first step."""
 
+    remembers: ClassVar[tuple[str, ...]] = ()
+    """Kinds of vectors and names of values that it keeps in :class:`gradwire.protocols.Memory`."""
+
     min_numel: ClassVar[int] = 1024
     """Parameters with fewer elements travel in float32, unless the user says otherwise."""
 

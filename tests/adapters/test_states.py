@@ -57,6 +57,60 @@ def test_a_simulation_refuses_what_is_not_a_simulations_whole_state(broken: Any,
             gw.simulate(gradients(), "diana", state=state)
 
 
+REMEMBERING = [
+    gw.method(spec)
+    for spec in (
+        "diana",
+        "DIANA(momentum=0.5)",
+        "errorfeedback",
+        "ErrorFeedback(compressor=GRandK(cycle=4))",
+        "ef_signsgd",
+        "onebit",
+        "signum",
+        "ALQ()",
+        "ALQN()",
+        "AMQ()",
+        "AMQN()",
+        "Coded(compressor=ErrorFeedback())",
+    )
+]
+
+
+def trained(method: gw.Method | str) -> gw.SimulatedLink:
+    link = gw.SimulatedLink([("w", torch.empty(SIZE))], method, 2, min_numel=0)
+    for _ in range(2):
+        link.reduce_(gradients())
+    return link
+
+
+def test_no_method_that_remembers_something_is_left_out_here() -> None:
+    names = {name for name, info in gw.methods().items() if info.state != "none"}
+    assert names == {method.name for method in REMEMBERING}
+
+
+@pytest.mark.parametrize("method", REMEMBERING, ids=repr)
+def test_a_methods_own_state_is_taken_whole(method: gw.Method, caplog: pytest.LogCaptureFixture) -> None:
+    assert method.remembers
+    state = trained(method).state_dict()
+    other = gw.SimulatedLink([("w", torch.empty(SIZE))], method, 2, min_numel=0)
+    other.load_state_dict(state)
+    after = other.state_dict()
+    assert {scope: set(part) for scope, part in after.items()} == {scope: set(part) for scope, part in state.items()}
+    assert caplog.messages == []
+
+
+def test_what_another_method_remembered_is_dropped_and_named(caplog: pytest.LogCaptureFixture) -> None:
+    link = gw.SimulatedLink([("w", torch.empty(SIZE))], "errorfeedback", 2, min_numel=0)
+    link.load_state_dict(trained("diana").state_dict())
+    (sentence,) = caplog.messages
+    assert "'mean_shift', 'shift', 'workers'" in sentence
+    assert "ErrorFeedback" in sentence
+    link.reduce_(gradients())
+    state = link.state_dict()
+    assert (set(state["global"]), set(state["replicated"]), set(state["rank 1"])) == ({"round"}, set(), {"residual/w"})
+    assert int(state["global"]["round"]) == 3
+
+
 def load_broken_states() -> list[str]:
     parameter = torch.nn.Parameter(torch.zeros(SIZE))
     link = gw.Link([("w", parameter)], "diana", min_numel=0)

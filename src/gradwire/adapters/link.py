@@ -18,9 +18,8 @@ from gradwire.adapters.failures import Breakage, place
 from gradwire.adapters.handshake import agreement, default_group
 from gradwire.adapters.lost import lost
 from gradwire.adapters.parameters import check_parameters, check_scaler, gradient, named_parameters
-from gradwire.adapters.pilot import STATE as PILOT_STATE
 from gradwire.adapters.pilot import Chooser, Fixed, Pilot
-from gradwire.adapters.state import check_state
+from gradwire.adapters.state import check_state, remembered
 from gradwire.adapters.step import StepBuckets
 from gradwire.adapters.task import Task
 from gradwire.algorithms import Plan
@@ -351,7 +350,7 @@ class Link:
         return state
 
     def load_state_dict(self, state: dict[str, dict[str, torch.Tensor]]) -> None:
-        """Continue where :meth:`state_dict` was taken.
+        """Continue where :meth:`state_dict` was taken; what another method remembered is dropped, with a warning.
 
         Raises:
             IncompatibleError: it is not a link's state, or not all of one, or its choice is no candidate here.
@@ -360,8 +359,7 @@ class Link:
         self._pilot.load(state["global"])
         # A round that was skipped here may come again, with other gradients.
         self.round, self._last_skipped = int(state["global"]["round"]), -1
-        values = {k: v for k, v in state["global"].items() if k not in ("round", *PILOT_STATE)}
-        self.memory.load({**state, "global": values})
+        self.memory.load(remembered(state, self.method))
 
     # ------------------------------------------------------------------ pickling
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from gradwire import catalogue
-from gradwire.adapters.state import check_state
+from gradwire.adapters.state import check_state, remembered
 from gradwire.catalogue import Auto
 from gradwire.errors import HyperparameterError, IncompatibleError
 from gradwire.groups import Meter, Traffic, dense_bytes, simulate_ranks
@@ -164,15 +164,16 @@ class SimulatedLink:
     def load_state_dict(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
         """Continue where :meth:`state_dict` was taken, with this number of workers or another.
 
+        What another method remembered is dropped, with a warning.
+
         Raises:
             IncompatibleError: it is no simulation's state, or not all of one.
         """
         check_state(state, simulated=True)
         self.round = int(state["global"]["round"])
-        values = {k: v for k, v in state["global"].items() if k != "round"}
+        found = remembered(state, self.method)
         for r, memory in enumerate(self._memories):
-            own = state.get(f"rank {r}", {})
-            memory.load({"global": values, "replicated": state["replicated"], "rank": own})
+            memory.load({**found, "rank": found.get(f"rank {r}", {})})
 
     def _space(self, rank: int, chunk: int) -> Workspace:
         spaces = self._spaces[rank]

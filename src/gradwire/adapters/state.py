@@ -1,17 +1,26 @@
-"""What a state must hold before a link takes any of it."""
+"""What a state must hold before a link takes any of it, and what of it is taken."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
+from typing import TypeAlias
 
 import torch
 
+from gradwire.adapters.pilot import STATE
 from gradwire.errors import IncompatibleError
+from gradwire.methods import Method
 
-__all__ = ["check_state"]
+__all__ = ["check_state", "remembered"]
+
+State: TypeAlias = Mapping[str, Mapping[str, torch.Tensor]]
+
+OWN_VALUES = ("round", *STATE)
+"""Global values that are the link's, not its method's."""
 
 
-def check_state(state: Mapping[str, Mapping[str, torch.Tensor]], *, simulated: bool) -> None:
+def check_state(state: State, *, simulated: bool) -> None:
     """Refuse what is no state of a link, or has not the ranks' parts that this kind of link takes.
 
     Without a rank's own part, memories that all ranks share would be taken beside others that are zero, and what one
@@ -38,6 +47,29 @@ def check_state(state: Mapping[str, Mapping[str, torch.Tensor]], *, simulated: b
             f"a link's state has one part 'rank', this rank's own, and this one has {_listed(ranks)}: of a "
             "simulation's state, pass 'global', 'replicated', and under 'rank' what is under 'rank 1' on rank 1"
         )
+
+
+def remembered(state: State, method: Method) -> dict[str, dict[str, torch.Tensor]]:
+    """Give what of a state a method remembers, without the link's own values; the rest is dropped, which is said."""
+    # A method that does not say what it remembers is given all.
+    known = method.remembers if method.remembers or method.properties.state == "none" else None
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    dropped = set()
+    for scope, part in state.items():
+        found[scope] = {}
+        for key, value in part.items():
+            kind = key.partition("/")[0]
+            if scope == "global" and key in OWN_VALUES:
+                continue
+            if known is None or kind in known:
+                found[scope][key] = value
+            else:
+                dropped.add(kind)
+    if dropped:
+        logging.getLogger("gradwire").warning(
+            "the state is another method's: %s dropped, which mean nothing to %r", _listed(dropped), method
+        )
+    return found
 
 
 def _listed(ranks: set[str]) -> str:

@@ -38,6 +38,7 @@ class _Adaptive(Algorithm):
     collectives: ClassVar[tuple[str, ...]] = ("all_gather",)
     kernels: ClassVar[tuple[str, ...]] = ("moments", "levels")
     whole_step: ClassVar[bool] = True
+    remembers: ClassVar[tuple[str, ...]] = ("levels", "levels_of")
     tag: ClassVar[int]
     weighted: ClassVar[bool]
 

@@ -112,6 +112,7 @@ class Signum(SignSGD):
     momentum: float = 0.9
 
     name: ClassVar[str] = "signum"
+    remembers: ClassVar[tuple[str, ...]] = ("momentum",)
     tag: ClassVar[int] = 18
     properties: ClassVar[Properties] = Properties(
         summary="The sign that most workers' momentum has; a direction, not a mean",

@@ -53,6 +53,7 @@ class OneBit(Algorithm):
     """
 
     name: ClassVar[str] = "onebit"
+    remembers: ClassVar[tuple[str, ...]] = ("residual",)
     tag: ClassVar[int] = 19
     collectives: ClassVar[tuple[str, ...]] = ("all_gather",)
     kernels: ClassVar[tuple[str, ...]] = ("signs",)
