@@ -1,11 +1,12 @@
 """Where normalised gradients lie: mixtures of truncated normals, and the levels that serve them best.
 
-All of it in float64 on a few thousand components, a few times in a training; the formulas are those of Faghri et al.,
-"Adaptive Gradient Quantization for Data-Parallel SGD", NeurIPS 2020, sections 3.1 to 3.3.
+All of it in float64, a few times in a training; the formulas are those of Faghri et al., "Adaptive Gradient
+Quantization for Data-Parallel SGD", NeurIPS 2020, sections 3.1 to 3.3.
 """
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import math
 from collections.abc import Sequence
@@ -18,6 +19,12 @@ SMALLEST_DEVIATION = 1e-12
 SWEEPS = 60
 """Of coordinate descent, at most; it ends when no level moves by more than a millionth of its neighbours' distance."""
 
+COMPONENTS = 256
+"""Of a mixture that levels are fitted to, at most: workers send 350 blocks each, most of them nearly alike."""
+
+STEPS = 100
+"""Of an inversion, at most. Halving alone needs 33; a step of Newton's that halves less than the last is not taken."""
+
 
 class Mixture:
     """The distribution F = sum_n w_n N(mean_n, std_n) truncated to [-1, 1].
@@ -28,51 +35,124 @@ class Mixture:
 
     def __init__(self, mean: torch.Tensor, std: torch.Tensor, weight: torch.Tensor) -> None:
         self.mean, self.std = mean.double(), std.double().clamp(min=SMALLEST_DEVIATION)
-        mass = self._normal(1.0) - self._normal(-1.0)
+        ends = self._normal(torch.tensor([-1.0, 1.0], dtype=torch.float64))
+        mass = ends[1] - ends[0]
         weight = torch.where(mass > 0, weight.double(), 0.0)
         total = weight.sum()
         # Normals that lie outside of the interval altogether say nothing about the inside.
-        self.weight = weight / (total if float(total) > 0 else 1.0) / mass.clamp(min=1e-300)
+        self.share = weight / (total if float(total) > 0 else 1.0)
+        self.weight = self.share / mass.clamp(min=1e-300)
+        self._below = (self.weight * ends[0]).sum()
 
-    def _normal(self, x: float) -> torch.Tensor:
-        half: torch.Tensor = 0.5 * torch.special.erfc((self.mean - x) / (self.std * math.sqrt(2)))
+    def _normal(self, points: torch.Tensor) -> torch.Tensor:
+        half: torch.Tensor = 0.5 * torch.special.erfc((self.mean - points[:, None]) / (self.std * math.sqrt(2)))
         return half
 
-    def _density(self, x: float) -> torch.Tensor:
-        z = (x - self.mean) / self.std
+    def _density(self, points: torch.Tensor) -> torch.Tensor:
+        z = (points[:, None] - self.mean) / self.std
         return torch.exp(-0.5 * z * z) / (self.std * math.sqrt(2 * math.pi))
+
+    def distribution(self, points: torch.Tensor) -> torch.Tensor:
+        """F at some points, float64 ``[points]``."""
+        return self._normal(points) @ self.weight - self._below
 
     def cdf(self, x: float) -> float:
         """F(x)."""
-        return float((self.weight * (self._normal(x) - self._normal(-1.0))).sum())
+        return float(self.distribution(torch.tensor([x], dtype=torch.float64)))
+
+    def between(self, points: torch.Tensor) -> torch.Tensor:
+        """The integrals of 1, r and r^2 from each point to the next, float64 ``[3, points - 1]``."""
+        normal, density = self._normal(points), self._density(points)
+        mass, low, high, variance = normal[1:] - normal[:-1], density[:-1], density[1:], self.std * self.std
+        a, b = points[:-1, None], points[1:, None]
+        first = self.mean * mass + variance * (low - high)
+        second = (self.mean**2 + variance) * mass + variance * ((a + self.mean) * low - (b + self.mean) * high)
+        return torch.stack([mass, first, second]) @ self.weight
 
     def moments(self, a: float, b: float) -> tuple[float, float, float]:
         """The integrals of 1, r and r^2 over [a, b]."""
-        mass = self._normal(b) - self._normal(a)
-        low, high, variance = self._density(a), self._density(b), self.std * self.std
-        first = self.mean * mass + variance * (low - high)
-        second = (self.mean**2 + variance) * mass + variance * ((a + self.mean) * low - (b + self.mean) * high)
-        w = self.weight
-        return float((w * mass).sum()), float((w * first).sum()), float((w * second).sum())
+        mass, first, second = self.between(torch.tensor([a, b], dtype=torch.float64)).flatten().tolist()
+        return mass, first, second
 
-    def inverse(self, mass: float, low: float, high: float) -> float:
-        """The x in [low, high] with F(x) = ``mass``: cut by sixteen, eight times; density may vanish, so no Newton."""
-        base = self.weight * self._normal(-1.0)
-        for _ in range(8):
-            points = torch.linspace(low, high, 17, dtype=torch.float64)[1:-1]
-            z = (self.mean - points[:, None]) / (self.std * math.sqrt(2))
-            reached = int((((0.5 * torch.special.erfc(z) * self.weight) - base).sum(1) < mass).sum())
-            step = (high - low) / 16
-            low, high = low + reached * step, low + (reached + 1) * step
-        return 0.5 * (low + high)
+    def inverse(
+        self, mass: torch.Tensor, low: torch.Tensor, high: torch.Tensor, start: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The x in [low, high] with F(x) = ``mass``, to 2^-33 of the interval; all float64 ``[points]``.
+
+        Newton's steps from ``start``, the middle if None; where density vanishes, or they are slow, halves.
+        """
+        x = 0.5 * (low + high) if start is None else start
+        step = high - low
+        precision, done = step * 2.0**-33, torch.zeros_like(x, dtype=torch.bool)
+        for _ in range(STEPS):
+            excess = self.distribution(x) - mass
+            low, high = torch.where(excess < 0, x, low), torch.where(excess < 0, high, x)
+            newton = x - excess / (self._density(x) @ self.weight)
+            good = (newton >= low) & (newton <= high) & ((newton - x).abs() <= 0.5 * step)
+            after = torch.where(done, x, torch.where(good, newton, 0.5 * (low + high)))
+            step, x = (after - x).abs(), after
+            done |= step <= precision
+            if bool(done.all()):
+                break
+        return x
 
     def variance(self, levels: Sequence[float]) -> float:
         """Expected variance of unbiased rounding: sum_j of the integral of (l_(j+1) - r) (r - l_j) dF."""
-        total = 0.0
-        for a, b in itertools.pairwise(levels):
-            mass, first, second = self.moments(a, b)
-            total += (a + b) * first - a * b * mass - second
-        return total
+        points = torch.tensor(levels, dtype=torch.float64)
+        mass, first, second = self.between(points)
+        a, b = points[:-1], points[1:]
+        return float(((a + b) * first - a * b * mass - second).sum())
+
+    def merged(self) -> Mixture:
+        """Give a mixture of at most :data:`COMPONENTS`, of the same first and second moment but for truncation.
+
+        The variance of levels is sum_j (l_(j+1) - l_(j-1)) H(l_j) and what does not depend on them, H(x) the integral
+        of F up to x. Normals around (m, s), m the mean and s the deviation of all of them together, change H by at most
+        about the weighted sum of ((mean_n - m)^2 + (std_n - s)^2) / s where one takes their place. So, beginning with
+        all components as one group, the group with the largest such sum is cut at the mean of the coordinate that
+        varies more, until there are enough groups.
+        """
+        some = torch.nonzero(self.share > 0).flatten()
+        if len(some) <= COMPONENTS:
+            return self
+        # The number breaks ties, so that the order is that of the cuts.
+        groups = [(-self._spread(some), 0, some)]
+        for number in itertools.count(1):
+            if len(groups) >= COMPONENTS or groups[0][0] == 0:
+                break
+            _, _, group = heapq.heappop(groups)
+            for i, part in enumerate(self._cut(group)):
+                heapq.heappush(groups, (-self._spread(part), 2 * number + i, part))
+        rows = torch.stack([self._pooled(group) for _, _, group in groups])
+        return Mixture(*rows.unbind(1))
+
+    def _pooled(self, group: torch.Tensor) -> torch.Tensor:
+        """Mean, deviation and weight of a group, as one distribution."""
+        mean, std, share = self.mean[group], self.std[group], self.share[group]
+        total = share.sum()
+        centre = (share * mean).sum() / total
+        variance = (share * (std**2 + (mean - centre) ** 2)).sum() / total
+        return torch.stack([centre, variance.sqrt(), total])
+
+    def _spread(self, group: torch.Tensor) -> float:
+        centre, std, _ = self._pooled(group)
+        away = (self.mean[group] - centre) ** 2 + (self.std[group] - std) ** 2
+        # What is exactly alike cannot be cut, though rounding finds a spread.
+        alike = bool((self.mean[group] == self.mean[group[0]]).all() & (self.std[group] == self.std[group[0]]).all())
+        return 0.0 if alike else float((self.share[group] * away).sum() / std)
+
+    def _cut(self, group: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        share = self.share[group] / self.share[group].sum()
+
+        def spread(values: torch.Tensor) -> float:
+            alike = bool((values == values[0]).all())
+            return -1.0 if alike else float((share * (values - (share * values).sum()) ** 2).sum())
+
+        values = max((self.mean[group], self.std[group]), key=spread)
+        low = values <= (share * values).sum()
+        if bool(low.all()) or not bool(low.any()):
+            low = values < values.max()
+        return group[low], group[~low]
 
 
 def best_levels(mixture: Mixture, count: int, starts: Sequence[Sequence[float]] = ()) -> list[float]:
@@ -80,11 +160,13 @@ def best_levels(mixture: Mixture, count: int, starts: Sequence[Sequence[float]] 
 
     With neighbours c < l < d the best l solves F(l) = F(d) - (integral over [c, d] of (r - c) dF) / (d - c); sweeps
     over the inner levels never raise the objective. It has several minima from four free levels on: the best of the
-    given starts, of quantiles, of an even and of an exponential grid is kept.
+    given starts, of quantiles, of an even and of an exponential grid is kept. F is that of :meth:`Mixture.merged`.
     """
+    mixture = mixture.merged()
     even = [-1 + 2 * j / (count - 1) for j in range(count)]
-    quantile = [-1.0, *(mixture.inverse(j / (count - 1), -1.0, 1.0) for j in range(1, count - 1)), 1.0]
-    candidates = [list(s) for s in (*starts, quantile, even, _exponential(count))]
+    ends = torch.tensor([[-1.0], [1.0]], dtype=torch.float64).expand(2, count - 2)
+    inner = mixture.inverse(torch.tensor(even[1:-1], dtype=torch.float64) / 2 + 0.5, *ends).tolist()
+    candidates = [list(s) for s in (*starts, [-1.0, *inner, 1.0], even, _exponential(count))]
     found = [_descend(mixture, c) for c in candidates if all(a < b for a, b in itertools.pairwise(c))]
     return min(found, key=mixture.variance)
 
@@ -95,20 +177,24 @@ def _exponential(count: int) -> list[float]:
 
 
 def _descend(mixture: Mixture, levels: list[float]) -> list[float]:
+    """Sweep, every second level at once: what is best for a level depends on its two neighbours alone."""
+    x = torch.tensor(levels, dtype=torch.float64)
     for _ in range(SWEEPS):
         moved = 0.0
-        for j in range(1, len(levels) - 1):
-            c, d = levels[j - 1], levels[j + 1]
-            mass, first, _ = mixture.moments(c, d)
-            if mass <= 1e-300:
+        for first in (1, 2):
+            neighbours = x[first - 1 :: 2]
+            c, d = neighbours[:-1], neighbours[1:]
+            if not len(c):
                 continue
-            level = mixture.inverse(mixture.cdf(d) - (first - c * mass) / (d - c), c, d)
-            if c < level < d:
-                moved = max(moved, abs(level - levels[j]) / (d - c))
-                levels[j] = level
+            old = x[first::2][: len(c)].clone()
+            mass, one, _ = mixture.between(neighbours)
+            level = mixture.inverse(mixture.distribution(d) - (one - c * mass) / (d - c), c, d, old)
+            level = torch.where((mass > 1e-300) & (c < level) & (level < d), level, old)
+            moved = max(moved, float(((level - old).abs() / (d - c)).max()))
+            x[first::2][: len(c)] = level
         if moved < 1e-6:
             break
-    return levels
+    return [float(level) for level in x]
 
 
 def powers(ratio: float, count: int) -> list[float]:
@@ -118,7 +204,11 @@ def powers(ratio: float, count: int) -> list[float]:
 
 
 def best_ratio(mixture: Mixture, count: int) -> float:
-    """Give the ratio p of :func:`powers` with the least expected variance: a grid, then golden sections around it."""
+    """Give the ratio p of :func:`powers` with the least expected variance: a grid, then golden sections around it.
+
+    The distribution is that of :meth:`Mixture.merged`.
+    """
+    mixture = mixture.merged()
     grid = [0.02 * k for k in range(1, 48)]
     cost = [mixture.variance(powers(p, count)) for p in grid]
     best = min(range(len(grid)), key=lambda k: cost[k])
