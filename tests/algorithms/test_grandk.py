@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+import tracemalloc
 
 import pytest
 import torch
 
 import gradwire as gw
-from gradwire.algorithms.shuffle import Shuffle
+from gradwire.algorithms.shuffle import LARGE, TILE, Shuffle
 from gradwire.errors import HyperparameterError
-from gradwire.seeds import parameter_key
+from gradwire.kernels.philox import philox
+from gradwire.seeds import SHARED, parameter_key
 
 INNER = [gw.QSGDMaxNorm(), gw.MultiScale(), gw.QSGDinf(levels=7, block_size=64)]
 
@@ -50,6 +52,62 @@ def test_a_parameter_is_cut_alike_wherever_it_lies_and_anew_in_every_cycle() -> 
     for i, p in enumerate(parts):
         # A quarter of 500 by chance, hypergeometric with a deviation of 8.4: six of them.
         assert all(abs(len(p & q) - 125) < 50 for q in parts[:i])
+
+
+def element_at(place: int, numel: int, words: list[list[int]]) -> int:
+    """The formula of the permutation, one place of one parameter after another; ``words``: k and m of each turn."""
+    a = math.isqrt(numel - 1) + 1
+    b = -(-numel // a)
+    while True:
+        left, right = divmod(place, b)
+        for turn, (k, m) in enumerate(words):
+            h = ((k | 1) * (left if turn % 2 else right) + m) % 2**32
+            h = (h ^ h >> 16) * 0x85EBCA6B % 2**32
+            h = (h ^ h >> 13) * 0xC2B2AE35 % 2**32
+            h ^= h >> 16
+            if turn % 2:
+                right = (right + (h * b >> 32)) % b
+            else:
+                left = (left + (h * a >> 32)) % a
+        place = left * b + right
+        if place < numel:
+            return place
+
+
+@pytest.mark.parametrize("parts", [1, 5, 64])
+def test_parameters_permuted_together_are_so_by_the_formula_of_each(parts: int) -> None:
+    """Bit for bit, on small ones that share a tile, ones that are large, and more than a tile holds."""
+    numel = [1, 2, 3, 700, 64, 1, LARGE - 1, LARGE, 5, *[997] * 70, TILE + 9, 2]
+    key = [parameter_key(3, str(i), "choice") for i in range(len(numel))]
+    shuffle, cycle, stride = Shuffle(numel, key, parts), 2**32 + 5, 23
+    key_words = torch.tensor(key)[:, :, None].unbind(1)
+    counter = (torch.arange(3)[None], *(torch.tensor(c) for c in (cycle % 2**32, cycle >> 32, SHARED)))
+    words = torch.stack(philox(counter, key_words), 2).reshape(len(numel), 6, 2).tolist()
+    for part in {0, parts - 1}:
+        elements, full = shuffle.part(cycle, part)
+        filled, slot = set(range(len(elements)) if full is None else full.tolist()), 0
+        for n, k, slots in zip(numel, words, shuffle.slots):
+            begin, end = part * n // parts, (part + 1) * n // parts
+            assert {i - slot for i in filled if slot <= i < slot + slots} == set(range(end - begin))
+            for i in [*range(0, end - begin, stride if n > 100 else 1)]:
+                assert elements[slot + i] == element_at(begin + i, n, k)
+            slot += slots
+
+
+def test_a_part_takes_memory_of_its_own_size() -> None:
+    """Not of all elements: a part in 64 of 400 tensors."""
+    numel = [10_000] * 400
+    shuffle = Shuffle(numel, [(i, i) for i in range(400)], 64)
+    shuffle.part(0, 0)
+    tracemalloc.start()
+    try:
+        shuffle.part(0, 1)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    # Int64 of elements and of slots, and in a tile's work: place, owner, twelve words, and a dozen more in between.
+    assert peak <= 8 * sum(shuffle.slots) * (2 + 30)
+    assert 8 * sum(shuffle.slots) * (2 + 30) < 8 * sum(numel)
 
 
 def test_parts_are_as_random_as_chance() -> None:

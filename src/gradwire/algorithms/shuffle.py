@@ -21,6 +21,9 @@ TURNS = 6
 TILE = 1 << 16
 """Places worked on at once, so that all that is in between stays in the cache."""
 
+LARGE = 1 << 12
+"""Places of one parameter from which on it is worked on alone: what differs between parameters then is one number."""
+
 _WORD = 0xFFFFFFFF
 
 Integers: TypeAlias = npt.NDArray[np.int64]
@@ -61,6 +64,11 @@ class Shuffle:
         self.slots = [-(-n // parts) for n in self.numel]
         self._key = torch.tensor(list(key), dtype=torch.int64).reshape(-1, 2)
         self._drawn: tuple[int, npt.NDArray[np.uint32]] | None = None
+        rows = [math.isqrt(n - 1) + 1 for n in self.numel]
+        columns = [-(-n // r) for n, r in zip(self.numel, rows)]
+        self._shape = np.array([self.numel, rows, columns], np.int64).reshape(3, -1)
+        self._slot = np.cumsum([0, *self.slots], dtype=np.int64)[:-1]
+        self._together, self._alone = _batches(self.slots)
 
     def part(self, cycle: int, part: int) -> tuple[Integers, Integers | None]:
         """Give the elements of one part, parameter after parameter, each counted within its parameter.
@@ -69,57 +77,81 @@ class Shuffle:
             An element for each slot, int64 ``[sum of slots]``, and the slots that hold one, ascending; None: all. What
             an empty slot names has no meaning.
         """
-        words = self._words(cycle)
-        elements, full, slot = np.zeros(sum(self.slots), np.int64), [], 0
-        for i, (n, slots) in enumerate(zip(self.numel, self.slots)):
-            begin, end = part * n // self.parts, (part + 1) * n // self.parts
-            for at in range(begin, end, TILE):
+        words, elements = self._words(cycle), np.zeros(sum(self.slots), np.int64)
+        begin = part * self._shape[0] // self.parts
+        count = (part + 1) * self._shape[0] // self.parts - begin
+        for owners in self._together:
+            some = count[owners]
+            owner, each = np.repeat(owners, some), np.arange(some.sum()) - np.repeat(np.cumsum(some) - some, some)
+            elements[self._slot[owner] + each] = _permute(begin[owner] + each, owner, self._shape, words)
+        for i in self._alone:
+            slot, first, end = int(self._slot[i]), int(begin[i]), int(begin[i] + count[i])
+            for at in range(first, end, TILE):
                 place = np.arange(at, min(end, at + TILE))
-                elements[slot + at - begin : slot + at - begin + len(place)] = _permute(place, n, words[i])
-            full.append(np.arange(slot, slot + end - begin))
-            slot += slots
-        filled = sum(len(f) for f in full)
-        return elements, None if filled == slot else np.concatenate(full)
+                elements[slot + at - first :][: len(place)] = _permute(place, i, self._shape, words)
+        filled = int(count.sum())
+        if filled == len(elements):
+            return elements, None
+        return elements, np.arange(filled) + np.repeat(self._slot - (np.cumsum(count) - count), count)
 
     def _words(self, cycle: int) -> npt.NDArray[np.uint32]:
-        """Draw the words of all turns, ``[parameters, TURNS, 2]``, once a cycle."""
+        """Draw the words of all turns, ``[TURNS, 2, parameters]``, once a cycle."""
         known = self._drawn
         if known is not None and known[0] == cycle:
             return known[1]
         block = torch.arange(TURNS // 2)[None, :].expand(len(self._key), -1)
         low, high, stream = (torch.full_like(block, word & _WORD) for word in (cycle, cycle >> 32, SHARED))
         drawn = philox((block, low, high, stream), (self._key[:, :1], self._key[:, 1:]))
-        words = torch.stack(drawn, dim=2).reshape(-1, TURNS, 2).numpy().astype(np.uint32)
+        words = torch.stack(drawn, dim=2).reshape(-1, TURNS, 2).permute(1, 2, 0).numpy().astype(np.uint32)
+        words[:, 0] |= np.uint32(1)
         self._drawn = cycle, words
         return words
 
 
-def _permute(place: Integers, numel: int, words: npt.NDArray[np.uint32]) -> Integers:
-    """Give the elements that lie at some places of a permutation of ``numel`` elements."""
-    rows = math.isqrt(numel - 1) + 1
-    columns = -(-numel // rows)
-    found = _network(place, rows, columns, words)
+def _batches(slots: Sequence[int]) -> tuple[list[Integers], list[int]]:
+    """Tell which parameters are worked on together, a tile at most, and which alone, since they fill much of one."""
+    together: list[list[int]] = []
+    alone, room = [], 0
+    for i, count in enumerate(slots):
+        if count >= LARGE:
+            alone.append(i)
+            continue
+        if count > room:
+            together.append([])
+            room = TILE
+        together[-1].append(i)
+        room -= count
+    return [np.array(batch, np.int64) for batch in together], alone
+
+
+def _permute(place: Integers, owner: Integers | int, shape: Integers, words: npt.NDArray[np.uint32]) -> Integers:
+    """Give the elements that lie at some places of the permutations of the parameters that own them, or of one's."""
+    found = _network(place, owner, shape, words)
+    numel = shape[0, owner]
     while len(beyond := np.flatnonzero(found >= numel)):
-        found[beyond] = _network(found[beyond], rows, columns, words)
+        whose = owner if isinstance(owner, int) else owner[beyond]
+        found[beyond] = _network(found[beyond], whose, shape, words)
     return found
 
 
-def _network(place: Integers, rows: int, columns: int, words: npt.NDArray[np.uint32]) -> Integers:
-    """Permute the numbers below ``rows * columns``."""
+def _network(place: Integers, owner: Integers | int, shape: Integers, words: npt.NDArray[np.uint32]) -> Integers:
+    """Permute the numbers below rows times columns, those of each place's owner, with that one's words."""
+    _, rows, columns = shape[:, owner]
     high = place // columns
     left, right = high.astype(np.uint32), (place - high * columns).astype(np.uint32)
     mixed, other, wide = np.empty_like(left), np.empty_like(left), np.empty(len(left), np.uint64)
-    for turn, (factor, shift) in enumerate(words):
+    for turn, (factor, shift) in enumerate(words[:, :, owner]):
         source, target, size = (left, right, columns) if turn % 2 else (right, left, rows)
-        np.multiply(source, factor | np.uint32(1), out=mixed)
+        np.multiply(source, factor, out=mixed)
         mixed += shift
         for down, multiplier in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
             mixed ^= np.right_shift(mixed, np.uint32(down), out=other)
             mixed *= np.uint32(multiplier)
-        np.multiply(mixed, np.uint64(size), out=wide)
+        np.multiply(mixed, size.astype(np.uint64), out=wide)
         wide >>= np.uint64(32)
         np.copyto(mixed, wide, casting="unsafe")
         target += mixed
         # What is below the size wraps around to something larger.
-        np.minimum(target, np.subtract(target, np.uint32(size), out=other), out=target)
-    return left.astype(np.int64) * columns + right
+        np.minimum(target, np.subtract(target, size.astype(np.uint32), out=other), out=target)
+    permuted: Integers = left.astype(np.int64) * columns + right
+    return permuted
