@@ -37,6 +37,34 @@ def test_real_ranks_give_the_bits_of_the_simulation(three_ranks: Any) -> None:
             assert all(torch.equal(found[n], expected[n]) for n in SHAPES)
 
 
+def exchange_and_listen(spec: str) -> list[str]:
+    import logging
+
+    import torch.distributed as dist
+
+    heard: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("gradwire").addHandler(handler)
+    try:
+        parameters = {n: torch.nn.Parameter(torch.zeros(s)) for n, s in SHAPES.items()}
+        link = gw.Link(parameters.items(), spec)
+        for _ in range(2):
+            for p in parameters.values():
+                p.grad = torch.full_like(p, 9.0 * dist.get_rank())
+            link.reduce_()
+        link.close()
+    finally:
+        logging.getLogger("gradwire").removeHandler(handler)
+    return [text for text in heard if "distance" in text]
+
+
+def test_every_rank_of_a_link_warns_once_of_a_lattice_too_small(three_ranks: Any) -> None:
+    for heard in three_ranks(exchange_and_listen, "Lattice(distance=0.5)"):
+        assert len(heard) == 1
+        assert "larger distance" in heard[0]
+
+
 def test_real_ranks_agree_that_a_lattice_could_not_be_read(three_ranks: Any) -> None:
     """Only some ranks can tell; the mean is infinite on all."""
     for found in three_ranks(exchange, "Lattice(distance=20.0)", 50.0):

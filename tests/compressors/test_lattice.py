@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 
 import pytest
@@ -74,6 +75,25 @@ def test_workers_too_far_apart_are_noticed_by_all(far: float) -> None:
     assert bool((gw.simulate(x, gw.Lattice(distance=y)).mean == torch.inf).all())
     # With no distance given nothing can be too far.
     assert bool(torch.isfinite(gw.simulate(x, gw.Lattice()).mean).all())
+
+
+def test_a_link_warns_once_of_workers_too_far_apart(caplog: pytest.LogCaptureFixture) -> None:
+    """3: with what to change; not of a gradient that is not finite, which no distance would mend."""
+    caplog.set_level(logging.WARNING, "gradwire")
+    parameters = [("first", torch.empty(300)), ("second", torch.empty(200))]
+    link = gw.SimulatedLink(parameters, gw.Lattice(distance=0.1), 3, min_numel=0, chunk_numel=300)
+    for round, (far, spoilt) in enumerate([(0.0, False), (0.0, True), (5.0, False), (5.0, False)]):
+        x = close(3, 500, 0.1, 1.0)
+        x[1, 7] += far
+        x[2, 400] += far
+        if spoilt:
+            x[0, 3] = torch.nan
+        mean = link.reduce_(x)
+        assert bool(torch.isfinite(mean).all()) == (round == 0)
+        assert len(caplog.records) == (round > 1)
+    text = caplog.records[0].getMessage()
+    for part in ("round 2", "'first'", "distance=0.1", "larger distance", "distance=None", "GradScaler"):
+        assert part in text
 
 
 def test_memories_keep_their_state_when_workers_are_too_far_apart() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -17,6 +16,7 @@ from gradwire.adapters.diagnostics import Diagnostics
 from gradwire.adapters.failures import Breakage, place
 from gradwire.adapters.handshake import agreement, default_group
 from gradwire.adapters.lost import lost
+from gradwire.adapters.notices import Notices, say_compiled
 from gradwire.adapters.parameters import check_parameters, check_scaler, gradient, named_parameters
 from gradwire.adapters.pilot import Chooser, Fixed, Pilot
 from gradwire.adapters.state import check_state, remembered
@@ -117,7 +117,7 @@ class Link:
         self._conference = Conference(
             self._lanes[0], lambda error: self._breakage.record(error, f"the choice of a method, round {self.round}")
         )
-        self._diagnostics = Diagnostics(DIAGNOSTICS_INTERVAL)
+        self._diagnostics, self._notices = Diagnostics(DIAGNOSTICS_INTERVAL), Notices()
         self._lock = threading.Lock()
         self.round = 0
         self._rounds_here = 0
@@ -194,7 +194,7 @@ class Link:
         def planner(one: Method) -> Planner:
             made = Planner(one, self._parameters, self.world_size, self.options)
             made.check()
-            _say_compiled(made.compile())
+            say_compiled(made.compile())
             return made
 
         if not isinstance(method, Auto):
@@ -261,6 +261,7 @@ class Link:
             wants_sent=self._diagnostics.wanted(round),
             memory=self.memory,
             loss_scale=1.0 if self.grad_scaler is None else float(self.grad_scaler.get_scale()),
+            warn=self._notices.once,
         )
 
     def _ended(self, task: Task) -> None:
@@ -384,8 +385,3 @@ def _close(lanes: Sequence[Lane], roll_call: RollCall, unbind: Callable[[], None
     roll_call.close()
     for lane in lanes:
         lane.close()
-
-
-def _say_compiled(seconds: float) -> None:
-    if seconds > 1:
-        logging.getLogger("gradwire").warning("compiled kernels in %.1f s; they are kept on disk", seconds)

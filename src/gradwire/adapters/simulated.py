@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from gradwire import catalogue
+from gradwire.adapters.notices import Notices
 from gradwire.adapters.state import check_state, remembered
 from gradwire.catalogue import Auto
 from gradwire.errors import HyperparameterError, IncompatibleError
@@ -72,6 +73,7 @@ class SimulatedLink:
         self._spaces = [[Workspace()] for _ in range(world_size)]
         self._meters = [Meter() for _ in range(world_size)]
         self._memories = [Memory() for _ in range(world_size)]
+        self._notices = Notices()
         self._order = self._planner.step_order()
         self.numel = sum(p.numel() for p in self._parameters.values())
         self.round = 0
@@ -114,8 +116,9 @@ class SimulatedLink:
 
     def _context(self, rank: int, chunk: int) -> Context:
         return Context(
-            rank, self.world_size, self.round, 0, chunk, self._space(rank, chunk), memory=self._memories[rank]
-        )
+            rank, self.world_size, self.round, 0, chunk, self._space(rank, chunk), memory=self._memories[rank],
+            warn=self._notices.once,
+        )  # fmt: skip
 
     def _reordered(self, row: torch.Tensor, names: list[str], wanted: list[str]) -> torch.Tensor:
         parts = dict(zip(names, row.split([self._parameters[n].numel() for n in names])))

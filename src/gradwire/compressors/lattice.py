@@ -44,14 +44,16 @@ class Lattice(Compressor):
 
     Workers further apart than y would read points that are off by q s, in silence. So every payload carries 32 bits of
     check over what the colours leave out; a last, small reduction tells all ranks whether any of them read something
-    else, and the chunk's mean then is +inf on all (GradScaler skips it, memories keep their state). With
-    ``distance=None`` y is twice the largest magnitude on any worker, which no two vectors exceed: no check is needed,
-    and nothing can fail, but there is no gain from workers being close either. Where that is less than ``distance``, it
-    is used as well.
+    else, and the chunk's mean then is +inf on all, and a link's first is warned of. Memories keep their state, and a
+    GradScaler skips the step; without one, the optimizer steps with +inf, which no parameter recovers from: look for
+    +inf before the step, or choose a distance that is never passed. With ``distance=None`` y is twice the largest
+    magnitude on any worker, which no two vectors exceed: no check is needed, and nothing can fail, but there is no gain
+    from workers being close either. Where that is less than ``distance``, it is used as well.
 
     Args:
         colours: Number q, a power of two from 4 to 32768; log2 q bits an element.
-        distance: Largest distance y of two workers' values of one element, in units of the gradient; None: as above.
+        distance: Largest distance y of two workers' values of one element, in units of the gradient as it is exchanged
+            (a GradScaler has multiplied it by the loss scale); None: as above.
 
     Raises:
         HyperparameterError: a field is out of range.
@@ -195,6 +197,16 @@ class LatticeCodec(Codec):
     def spoil(self, flat: torch.Tensor) -> None:
         for s in self._segments:
             flat[s.offset : s.offset + s.numel].fill_(torch.inf)
+
+    def unread(self) -> str:
+        first, more = self._segments[0].parameter.name, len(self._segments) - 1
+        names = f"{first!r}" + (f", or of {more} more parameters exchanged with it," if more else "")
+        return (
+            f"workers' gradients of {names} differ by more than the distance of {self.method!r}, so that their mean is"
+            " +inf on all ranks, and a step with it destroys the model unless a GradScaler skips it: set a larger"
+            " distance, or distance=None, which is always enough (later rounds like this are counted in"
+            " diagnostics()['skipped_rounds'], without a warning)"
+        )
 
     def add_own(self, data: torch.Tensor, summary: Summary, weight: float, flat: torch.Tensor) -> None:
         ours = _lattice(summary)

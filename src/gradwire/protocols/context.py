@@ -37,6 +37,10 @@ class Workspace:
         return self._parts[name]
 
 
+def _nobody(kind: str, text: str) -> None:
+    """Take a warning where nobody is to be told."""
+
+
 @dataclass(frozen=True)
 class Context:
     """One rank's place in one job of one round.
@@ -51,6 +55,7 @@ class Context:
         wants_sent: Whether :attr:`Outcome.sent` is to be filled.
         memory: What this rank remembers; a memory of its own, empty, where nobody keeps one.
         loss_scale: By which automatic mixed precision has multiplied the gradients. What is remembered is unscaled.
+        warn: ``warn(kind, text)`` tells people of something, if it is the first of its kind.
     """
 
     rank: int
@@ -62,6 +67,7 @@ class Context:
     wants_sent: bool = False
     memory: Memory = field(default_factory=Memory)
     loss_scale: float = 1.0
+    warn: Callable[[str, str], None] = _nobody
 
 
 @dataclass(frozen=True, eq=False)

@@ -68,7 +68,7 @@ def all_gather(context: Context, tag: int, sections: Sequence[Section], flat: to
     """Replace ``flat`` by the mean over ranks, every rank receiving every rank's whole payload.
 
     Where a codec is checked, a last, small reduction tells all ranks whether any could not read a section, whose mean
-    is then +inf on all of them.
+    is then +inf on all of them, and the first such section of a link is warned of.
 
     Bytes sent by a rank: (N - 1) (header + codes): one round, but traffic that grows with N.
     """
@@ -90,6 +90,7 @@ def all_gather(context: Context, tag: int, sections: Sequence[Section], flat: to
         for section, bad in zip(sections, [] if flat.is_meta else failed.tolist()):
             if bad:
                 section.codec.spoil(flat)
+                context.warn(type(section.codec).__name__, f"round {context.round}: {section.codec.unread()}")
     return _outcome(context, sections, bodies, flat)
 
 
