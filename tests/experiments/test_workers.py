@@ -128,7 +128,9 @@ def test_the_worker_that_failed_by_itself_is_the_one_that_is_named(tmp_path: Pat
 def test_more_workers_than_the_machine_can_start_are_refused_before_any_starts(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"more than this machine can start.*--simulate"):
         run.train(
-            replace(PLAN, task=build("digits", batch=100_000), workers=100_000), Listener(), folder=tmp_path / "a"
+            replace(PLAN, method="fp32", task=build("digits", batch=100_000), workers=100_000),
+            Listener(),
+            folder=tmp_path / "a",
         )
     assert not (tmp_path / "a").exists()
     check_workers(2)
