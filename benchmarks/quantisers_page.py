@@ -204,7 +204,7 @@ def aqsgd_text(cell: dict[tuple[str, int], Found]) -> list[str]:
         "catch up, so that differences between methods at large blocks are larger for NUQSGD and TernGrad.",
         *zero(high),
         "- Runs of one seed differ by a point or so (see ±), which is as much as most of these methods differ from each other up to "
-        f"blocks of 8192. At {high} ALQ and ALQ-N lie below AMQ, where the authors' lie above, and ALQ-N does so with a second seed. That "
+        f"blocks of 8192. At {high} ALQ and ALQ-N lie below AMQ, where the authors' lie above, on average of two seeds. That "
         "we cannot explain: levels are fitted at steps 0, 100 and 1000 here, of 1560, and by the same rule as theirs.",
     ]
 
