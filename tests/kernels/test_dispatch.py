@@ -56,7 +56,9 @@ def test_what_does_not_compile_is_replaced_aloud(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(trials.TRIALS, "signs", trial)
     kernels = AutomaticKernels(get_kernels("cpu"), get_kernels("reference"))
     with pytest.warns(UserWarning, match="signs: its code does not compile: OSError: no such instruction"):
-        kernels.finite(torch.zeros(9), SegmentTable([0], [9], [0], [(0, 0)]))
+        finite = kernels.finite(torch.zeros(9), SegmentTable([0], [9], [0], [(0, 0)]))
+    assert kernels.name == "cpu-plain"
+    assert finite.tolist() == [True]
 
 
 @pytest.mark.parametrize("name", ["auto", *BACKENDS, "meta"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -79,9 +80,9 @@ class _Adaptive(Algorithm):
             [self.tag, self.bits, self.norm == "max", self.block_size or 0, self.blocks == "model"], dtype=torch.int64
         )
 
+    @abstractmethod
     def fit(self, mixture: Mixture, before: Sequence[float] | None) -> list[float]:
         """Find the best levels, ascending from -1 to 1."""
-        raise NotImplementedError
 
     def codec(self, kernels: Kernels, segments: Sequence[Segment], world_size: int, seed: int) -> LevelCodec:
         grid = Grid.ordered(powers(0.5, 2**self.bits))
