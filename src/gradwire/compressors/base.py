@@ -91,10 +91,6 @@ class Codec(ABC):
         """Bytes at the start of a rank's codes that no coder touches: all, unless said otherwise."""
         return self.payload_bytes(units)
 
-    def plain_mean_bytes(self, units: int) -> int:
-        """Bytes at the start of reduced codes that no coder touches."""
-        return self.mean_bytes(units)
-
     checked: ClassVar[bool] = False
     """Whether a rank may find that it cannot read a payload that others can: all then agree, and spoil the section."""
 
@@ -107,23 +103,8 @@ class Codec(ABC):
         """Exact bytes of a rank's codes for that many units."""
 
     @abstractmethod
-    def mean_bytes(self, units: int) -> int:
-        """Exact bytes of the reduced codes for that many units (a multiple of ``grain``)."""
-
-    @abstractmethod
     def encode(self, flat: torch.Tensor, summary: Summary, draw: Draw, out: torch.Tensor) -> None:
         """Write the codes of all units of ``flat``; ``out`` may be longer and is left alone beyond them."""
-
-    @abstractmethod
-    def reduce(self, rows: torch.Tensor, out: torch.Tensor) -> None:
-        """Reduce the codes of the same units from all ranks, ``[world_size, payload_bytes]``, to ``mean_bytes``."""
-
-    @abstractmethod
-    def decode_mean(self, data: torch.Tensor, summary: Summary, begin: int, end: int, flat: torch.Tensor) -> None:
-        """Write the mean over ranks into ``flat`` from the reduced codes of units ``begin .. end``.
-
-        ``begin`` is a multiple of ``grain``; ``data`` may be longer.
-        """
 
     @abstractmethod
     def decode_rows(self, rows: torch.Tensor, summary: Summary, flat: torch.Tensor) -> bool | None:
@@ -157,6 +138,29 @@ class Codec(ABC):
     @abstractmethod
     def is_finite(self, summary: Summary, flat: torch.Tensor) -> bool:
         """Tell whether the mean, just decoded into ``flat``, is finite in this section."""
+
+
+class SummableCodec(Codec):
+    """A codec whose codes an owner of a share can reduce to codes of the mean: these can travel in two phases."""
+
+    def plain_mean_bytes(self, units: int) -> int:
+        """Bytes at the start of reduced codes that no coder touches."""
+        return self.mean_bytes(units)
+
+    @abstractmethod
+    def mean_bytes(self, units: int) -> int:
+        """Exact bytes of the reduced codes for that many units (a multiple of ``grain``)."""
+
+    @abstractmethod
+    def reduce(self, rows: torch.Tensor, out: torch.Tensor) -> None:
+        """Reduce the codes of the same units from all ranks, ``[world_size, payload_bytes]``, to ``mean_bytes``."""
+
+    @abstractmethod
+    def decode_mean(self, data: torch.Tensor, summary: Summary, begin: int, end: int, flat: torch.Tensor) -> None:
+        """Write the mean over ranks into ``flat`` from the reduced codes of units ``begin .. end``.
+
+        ``begin`` is a multiple of ``grain``; ``data`` may be longer.
+        """
 
 
 @dataclass(frozen=True, kw_only=True)

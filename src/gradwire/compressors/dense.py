@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from gradwire.compressors.base import Codec, Draw, Summary
+from gradwire.compressors.base import Draw, SummableCodec, Summary
 from gradwire.segments import Segment
 from gradwire.wire import ALIGNMENT, Coder
 
@@ -24,7 +24,7 @@ class NoSummary:
         return self
 
 
-class DenseCodec(Codec):
+class DenseCodec(SummableCodec):
     """The mean as sum over ranks of x_r * float32(1 / world_size), added in the order of ranks.
 
     That order is ours, not the backend's: the bits do not depend on who owns an element or where it lies. Multiplying

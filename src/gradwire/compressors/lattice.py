@@ -155,9 +155,6 @@ class LatticeCodec(Codec):
     def payload_bytes(self, units: int) -> int:
         return self.side_bytes + packed_groups(units, self.layout)
 
-    def mean_bytes(self, units: int) -> int:
-        raise NotImplementedError("colours do not add up")
-
     def encode(self, flat: torch.Tensor, summary: Summary, draw: Draw, out: torch.Tensor) -> None:
         if flat.is_meta:
             return
@@ -168,12 +165,6 @@ class LatticeCodec(Codec):
         )  # fmt: skip
         if self.checked:
             out[: self.side_bytes].copy_(torch.tensor(list(check.to_bytes(ALIGNMENT, "little")), dtype=torch.uint8))
-
-    def reduce(self, rows: torch.Tensor, out: torch.Tensor) -> None:
-        raise NotImplementedError("colours do not add up")
-
-    def decode_mean(self, data: torch.Tensor, summary: Summary, begin: int, end: int, flat: torch.Tensor) -> None:
-        raise NotImplementedError("colours do not add up")
 
     def decode_rows(self, rows: torch.Tensor, summary: Summary, flat: torch.Tensor) -> bool | None:
         if flat.is_meta:

@@ -162,9 +162,6 @@ class LevelCodec(Codec):
     def payload_bytes(self, units: int) -> int:
         return self.side_bytes + packed_groups(units, self.layout)
 
-    def mean_bytes(self, units: int) -> int:
-        raise NotImplementedError("digits with different scales do not add up")
-
     def encode(self, flat: torch.Tensor, summary: Summary, draw: Draw, out: torch.Tensor) -> None:
         if flat.is_meta:
             return
@@ -174,12 +171,6 @@ class LevelCodec(Codec):
         self.kernels.quantise(
             flat, self.blocks, inverse_scale(scale), ours.grid, self.layout, draw.round, draw.stream, self._digits(out)
         )
-
-    def reduce(self, rows: torch.Tensor, out: torch.Tensor) -> None:
-        raise NotImplementedError("digits with different scales do not add up")
-
-    def decode_mean(self, data: torch.Tensor, summary: Summary, begin: int, end: int, flat: torch.Tensor) -> None:
-        raise NotImplementedError("digits with different scales do not add up")
 
     def decode_rows(self, rows: torch.Tensor, summary: Summary, flat: torch.Tensor) -> None:
         if flat.is_meta:

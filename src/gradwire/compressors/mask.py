@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from gradwire.compressors.base import Codec, Draw, Summary
+from gradwire.compressors.base import Draw, SummableCodec, Summary
 from gradwire.compressors.dense import NoSummary
 from gradwire.wire import ALIGNMENT
 
@@ -14,7 +14,7 @@ __all__ = ["MaskCodec"]
 _UNIT = 8 * ALIGNMENT
 
 
-class MaskCodec(Codec):
+class MaskCodec(SummableCodec):
     """A vector (uint8) of whole numbers from 0 to ``planes``, replaced by its minimum over ranks.
 
     Bit j of an element says whether it is above j, so that the minimum is a bitwise "and", free of order. A unit is 128

@@ -88,18 +88,9 @@ class NaturalCodec(Codec):
     def payload_bytes(self, units: int) -> int:
         return natural_bytes(units)
 
-    def mean_bytes(self, units: int) -> int:
-        raise NotImplementedError("powers of two do not add up to powers of two")
-
     def encode(self, flat: torch.Tensor, summary: Summary, draw: Draw, out: torch.Tensor) -> None:
         if not flat.is_meta:
             self.kernels.natural_encode(flat, self.table, draw.round, draw.stream, out)
-
-    def reduce(self, rows: torch.Tensor, out: torch.Tensor) -> None:
-        raise NotImplementedError("powers of two do not add up to powers of two")
-
-    def decode_mean(self, data: torch.Tensor, summary: Summary, begin: int, end: int, flat: torch.Tensor) -> None:
-        raise NotImplementedError("powers of two do not add up to powers of two")
 
     def decode_rows(self, rows: torch.Tensor, summary: Summary, flat: torch.Tensor) -> None:
         if not flat.is_meta:

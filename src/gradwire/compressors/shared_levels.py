@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from gradwire.compressors.base import Draw, Summary
+from gradwire.compressors.base import Draw, SummableCodec, Summary
 from gradwire.compressors.levels import LevelCodec, LevelSummary, as_levels
 from gradwire.errors import IncompatibleError
 from gradwire.kernels import Grid, inverse_scale, packed_groups, summed
@@ -28,7 +28,7 @@ LONG = 4096
 """Elements of a block from which it is filled by itself: five times as fast as repeating its scale."""
 
 
-class SharedLevelCodec(LevelCodec):
+class SharedLevelCodec(LevelCodec, SummableCodec):
     """Even levels of scales that are the largest of all ranks': digits up, their exact sums down, nothing beside them.
 
     Where all ranks hold v_i steps of a block with scale R, its mean is ``float32(sum v_i) / float32(s N) * R``, the

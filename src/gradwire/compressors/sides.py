@@ -93,21 +93,12 @@ class SideCodec(Codec):
     def payload_bytes(self, units: int) -> int:
         return self.side_bytes + padded(SIGN_BYTES * units)
 
-    def mean_bytes(self, units: int) -> int:
-        raise NotImplementedError("bits that stand for different values do not add up")
-
     def encode(self, flat: torch.Tensor, summary: Summary, draw: Draw, out: torch.Tensor) -> None:
         if flat.is_meta:
             return
         values = self._own(summary).reshape(-1)
         out[: 4 * len(values)].view(torch.float32).copy_(values)
         self.kernels.sign_encode(flat, self.table, 0, self.units, self._bits(out))
-
-    def reduce(self, rows: torch.Tensor, out: torch.Tensor) -> None:
-        raise NotImplementedError("bits that stand for different values do not add up")
-
-    def decode_mean(self, data: torch.Tensor, summary: Summary, begin: int, end: int, flat: torch.Tensor) -> None:
-        raise NotImplementedError("bits that stand for different values do not add up")
 
     def decode_rows(self, rows: torch.Tensor, summary: Summary, flat: torch.Tensor) -> None:
         if flat.is_meta:

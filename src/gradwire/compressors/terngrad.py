@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from gradwire.compressors.base import Codec, Compressor, Draw, Summary, check_workers
+from gradwire.compressors.base import Compressor, Draw, SummableCodec, Summary, check_workers
 from gradwire.compressors.scales import usable
 from gradwire.errors import IncompatibleError
 from gradwire.kernels import DigitLayout, SegmentTable, byte_layout, digit_layout, inverse_scale
@@ -128,7 +128,7 @@ class TernarySummary:
         return TernarySummary(self.shared, scale[index], self.limit[index])
 
 
-class TernaryCodec(Codec):
+class TernaryCodec(SummableCodec):
     """Trits of many segments; a unit is a group of 80 elements, sixteen bytes.
 
     Without shared scalers a payload is float32 scalers (padded to sixteen bytes) and then all trits, and only

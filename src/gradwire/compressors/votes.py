@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from gradwire.compressors.base import Codec, Draw, Summary, check_workers
+from gradwire.compressors.base import Draw, SummableCodec, Summary, check_workers
 from gradwire.compressors.sides import sign_table
 from gradwire.kernels import SIGN_BYTES, WHOLE, RunTable
 from gradwire.segments import Segment
@@ -33,7 +33,7 @@ class VoteSummary:
         return replace(self, flags=self.flags[index])
 
 
-class VoteCodec(Codec):
+class VoteCodec(SummableCodec):
     """Signs of many segments, and what the majority of ranks has.
 
     A payload, like a reduced one, is a flag bit a segment, padded to sixteen bytes, and then the bits of all groups of

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from gradwire.compressors import Codec, Draw, Summary
+from gradwire.compressors import Codec, Draw, SummableCodec, Summary
 from gradwire.ops import AllGather, AllToAll, Exchange, Reduce
 from gradwire.protocols.context import Context, Outcome
 from gradwire.wire import CodedRows, Rows
@@ -35,10 +35,11 @@ def two_shot(context: Context, tag: int, sections: Sequence[Section], flat: torc
     Bytes sent by a rank: (N - 1) (header + codes of a shard) + (N - 1) (header + reduced codes of a shard).
     """
     world = context.world_size
-    shares = [_share(s.codec, world) for s in sections]
-    pairs = list(zip(sections, shares))
-    up = _rows(context, [(s.codec, s.codec.payload_bytes(n), s.codec.plain_payload_bytes(n)) for s, n in pairs])
-    down = _rows(context, [(s.codec, s.codec.mean_bytes(n), s.codec.plain_mean_bytes(n)) for s, n in pairs])
+    codecs = [_summable(s.codec) for s in sections]
+    shares = [_share(codec, world) for codec in codecs]
+    pairs = list(zip(codecs, shares))
+    up = _rows(context, [(c, c.payload_bytes(n), c.plain_payload_bytes(n)) for c, n in pairs])
+    down = _rows(context, [(c, c.mean_bytes(n), c.plain_mean_bytes(n)) for c, n in pairs])
     space = context.workspace
 
     bodies = _encode(context, sections, flat, [world * n for n in shares])
@@ -50,17 +51,17 @@ def two_shot(context: Context, tag: int, sections: Sequence[Section], flat: torc
 
     mine = space.get("down", 1, down.row_bytes)
     reduced = [space.get(f"reduced {i}", size) for i, size in enumerate(down.sizes)]
-    for section, part, out in zip(sections, up.read(rows, head), reduced):
-        section.codec.reduce(part, out)
+    for codec, part, out in zip(codecs, up.read(rows, head), reduced):
+        codec.reduce(part, out)
     head = down.header(tag=tag, round=context.round, bucket=context.bucket, chunk=context.chunk)
     lengths = down.write(mine, head, [out.view(1, -1) for out in reduced])
     room = space.get("down, received", world, down.row_bytes)
     gathered = yield AllGather(mine[0], room, *_told(context, lengths), last=True)
 
-    for section, part, share in zip(sections, down.read(gathered, head), shares):
+    for codec, section, part, share in zip(codecs, sections, down.read(gathered, head), shares):
         for owner, data in enumerate(part):
-            begin, end = min(owner * share, section.codec.units), min((owner + 1) * share, section.codec.units)
-            section.codec.decode_mean(data, section.summary, begin, end, flat)
+            begin, end = min(owner * share, codec.units), min((owner + 1) * share, codec.units)
+            codec.decode_mean(data, section.summary, begin, end, flat)
     return _outcome(context, sections, bodies, flat)
 
 
@@ -95,6 +96,12 @@ def all_gather(context: Context, tag: int, sections: Sequence[Section], flat: to
 
 
 PROTOCOLS = {"two_shot": two_shot, "all_gather": all_gather}
+
+
+def _summable(codec: Codec) -> SummableCodec:
+    if not isinstance(codec, SummableCodec):
+        raise TypeError(f"codes of {type(codec).__name__} do not add up: only a gather can carry them")
+    return codec
 
 
 def _rows(context: Context, sections: Sequence[tuple[Codec, int, int]]) -> Rows | CodedRows:
