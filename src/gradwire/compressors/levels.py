@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import torch
 
-from gradwire.compressors.base import Codec, Draw, Summary
+from gradwire.compressors.base import Codec, Compressor, Draw, Summary
 from gradwire.compressors.scales import usable
 from gradwire.errors import IncompatibleError
 from gradwire.kernels import (
@@ -31,7 +31,7 @@ from gradwire.wire import ALIGNMENT, Coder, padded
 if TYPE_CHECKING:
     from gradwire.kernels import Kernels
 
-__all__ = ["LevelCodec", "LevelSummary", "as_levels", "check_blocks"]
+__all__ = ["LevelCodec", "LevelCompressor", "LevelSummary", "as_levels", "check_blocks"]
 
 _LARGEST = torch.finfo(torch.float32).max
 
@@ -53,6 +53,28 @@ def check_blocks(owner: str, block_size: int | None, blocks: str) -> None:
         owner,
         f"blocks is 'parameter' (cut from each parameter's start) or 'model' (across parameters), not {blocks!r}",
     )
+
+
+class LevelCompressor(Compressor):
+    """A compressor that rounds blocks to levels: what follows from its fields ``block_size`` and ``blocks``.
+
+    No dataclass, so that each method's own fields keep their order in its spec.
+    """
+
+    block_size: int | None
+    blocks: str
+
+    collectives: ClassVar[tuple[str, ...]] = ("all_gather",)
+
+    @property
+    def whole_step(self) -> bool:  # type: ignore[override]
+        """Blocks that cross parameters need the gradients of all of them."""
+        return self.joined
+
+    @property
+    def joined(self) -> bool:  # type: ignore[override]
+        """Whether blocks cross parameters."""
+        return self.blocks == "model"
 
 
 @dataclass(frozen=True, eq=False)

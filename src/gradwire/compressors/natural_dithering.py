@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from gradwire.compressors.base import Compressor
-from gradwire.compressors.levels import LevelCodec, check_blocks
+from gradwire.compressors.levels import LevelCodec, LevelCompressor, check_blocks
 from gradwire.compressors.nuqsgd import MOST_LEVELS
 from gradwire.kernels import Grid
 from gradwire.methods import Properties, require
@@ -21,7 +20,7 @@ __all__ = ["NaturalDithering"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class NaturalDithering(Compressor):
+class NaturalDithering(LevelCompressor):
     r"""Natural dithering: each block over its p-norm, rounded at random to 0, 2^(1-s), ..., 1/2, 1.
 
     For a block v of d values with R = |v|_p and l <= |v_k| / R <= h the neighbouring levels (s = ``levels``)::
@@ -56,7 +55,6 @@ class NaturalDithering(Compressor):
 
     name: ClassVar[str] = "naturaldithering"
     tag: ClassVar[int] = 24
-    collectives: ClassVar[tuple[str, ...]] = ("all_gather",)
     kernels: ClassVar[tuple[str, ...]] = ("moments", "levels")
     properties: ClassVar[Properties] = Properties(
         summary="Powers of two times each block's norm, rounded without bias",
@@ -77,16 +75,6 @@ class NaturalDithering(Compressor):
         )
         require(self.norm in ("l2", "max"), "NaturalDithering", f"norm is 'l2' or 'max', not {self.norm!r}")
         check_blocks("NaturalDithering", self.block_size, self.blocks)
-
-    @property
-    def whole_step(self) -> bool:  # type: ignore[override]
-        """Blocks that cross parameters need the gradients of all of them."""
-        return self.joined
-
-    @property
-    def joined(self) -> bool:  # type: ignore[override]
-        """Whether blocks cross parameters."""
-        return self.blocks == "model"
 
     @property
     def worst_error(self) -> float | None:  # type: ignore[override]

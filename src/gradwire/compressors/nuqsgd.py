@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from gradwire.compressors.base import Compressor
-from gradwire.compressors.levels import LevelCodec, check_blocks
+from gradwire.compressors.levels import LevelCodec, LevelCompressor, check_blocks
 from gradwire.kernels import Grid
 from gradwire.methods import Properties, require
 from gradwire.segments import Segment
@@ -23,7 +22,7 @@ MOST_LEVELS = 100
 
 
 @dataclass(frozen=True, kw_only=True)
-class NUQSGD(Compressor):
+class NUQSGD(LevelCompressor):
     r"""NUQSGD: each block over its norm, rounded at random to powers of two.
 
     For a block v of d values with R = |v|_2 the magnitudes are 2^(1-s), ..., 1/4, 1/2, 1 (s = ``levels`` of them) and
@@ -62,7 +61,6 @@ class NUQSGD(Compressor):
 
     name: ClassVar[str] = "nuqsgd"
     tag: ClassVar[int] = 4
-    collectives: ClassVar[tuple[str, ...]] = ("all_gather",)
     kernels: ClassVar[tuple[str, ...]] = ("moments", "levels")
     properties: ClassVar[Properties] = Properties(
         summary="Powers of two times each block's Euclidean norm, rounded without bias",
@@ -84,16 +82,6 @@ class NUQSGD(Compressor):
         require(isinstance(self.zero, bool), "NUQSGD", f"zero is True or False, not {self.zero!r}")
         require(self.norm in ("l2", "max"), "NUQSGD", f"norm is 'l2' or 'max', not {self.norm!r}")
         check_blocks("NUQSGD", self.block_size, self.blocks)
-
-    @property
-    def whole_step(self) -> bool:  # type: ignore[override]
-        """Blocks that cross parameters need the gradients of all of them."""
-        return self.joined
-
-    @property
-    def joined(self) -> bool:  # type: ignore[override]
-        """Whether blocks cross parameters."""
-        return self.blocks == "model"
 
     @property
     def worst_error(self) -> float | None:  # type: ignore[override]

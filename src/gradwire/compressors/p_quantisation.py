@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from gradwire.compressors.base import Compressor
-from gradwire.compressors.levels import LevelCodec, check_blocks
+from gradwire.compressors.levels import LevelCodec, LevelCompressor, check_blocks
 from gradwire.kernels import Grid
 from gradwire.methods import Properties, require
 from gradwire.segments import Segment
@@ -23,7 +22,7 @@ MOST_SUMMED = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
-class PQuantisation(Compressor):
+class PQuantisation(LevelCompressor):
     r"""Block p-quantisation: every value becomes 0 or plus or minus the p-norm of its block.
 
     For a block v of d values and independent xi_k ~ Bernoulli(|v_k| / |v|_p)::
@@ -62,7 +61,6 @@ class PQuantisation(Compressor):
 
     name: ClassVar[str] = "p_quantisation"
     tag: ClassVar[int] = 26
-    collectives: ClassVar[tuple[str, ...]] = ("all_gather",)
     properties: ClassVar[Properties] = Properties(
         summary="Zero or the p-norm of its block for every value, at random without bias",
         paper="Mishchenko et al., DIANA, 2019",
@@ -90,16 +88,6 @@ class PQuantisation(Compressor):
     def kernels(self) -> tuple[str, ...]:  # type: ignore[override]
         """Levels, and what their scale is taken from."""
         return ("moments", "levels", *(("signs",) if self.p == 1 else ()))
-
-    @property
-    def whole_step(self) -> bool:  # type: ignore[override]
-        """Blocks that cross parameters need the gradients of all of them."""
-        return self.joined
-
-    @property
-    def joined(self) -> bool:  # type: ignore[override]
-        """Whether blocks cross parameters."""
-        return self.blocks == "model"
 
     @property
     def worst_error(self) -> float | None:  # type: ignore[override]

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from gradwire.compressors.base import Compressor
-from gradwire.compressors.levels import LevelCodec, check_blocks
+from gradwire.compressors.levels import LevelCodec, LevelCompressor, check_blocks
 from gradwire.kernels import Grid
 from gradwire.methods import Properties, require
 from gradwire.segments import Segment
@@ -23,7 +22,7 @@ MOST_LEVELS = 32767
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvenLevels(Compressor):
+class EvenLevels(LevelCompressor):
     """Levels j / s of a block's scale."""
 
     levels: int
@@ -31,7 +30,6 @@ class EvenLevels(Compressor):
     blocks: str = "parameter"
 
     norm: ClassVar[str]
-    collectives: ClassVar[tuple[str, ...]] = ("all_gather",)
     kernels: ClassVar[tuple[str, ...]] = ("moments", "levels")
 
     def __post_init__(self) -> None:
@@ -43,16 +41,6 @@ class EvenLevels(Compressor):
             f"levels is the number s of magnitudes above zero, 1 to {MOST_LEVELS}, not {self.levels!r}",
         )
         check_blocks(owner, self.block_size, self.blocks)
-
-    @property
-    def whole_step(self) -> bool:  # type: ignore[override]
-        """Blocks that cross parameters need the gradients of all of them."""
-        return self.joined
-
-    @property
-    def joined(self) -> bool:  # type: ignore[override]
-        """Whether blocks cross parameters."""
-        return self.blocks == "model"
 
     @property
     def worst_error(self) -> float | None:  # type: ignore[override]
