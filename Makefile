@@ -3,17 +3,15 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-# Compiled kernels are kept by Numba beside nothing that an edit in another module would refresh, so the folder
-# carries a digest of their sources.
-KERNELS_DIGEST := $(shell cat src/gradwire/kernels/*.py | cksum | cut -d' ' -f1)
-export NUMBA_CACHE_DIR := $(CURDIR)/.cache/numba-$(KERNELS_DIGEST)
+export NUMBA_CACHE_DIR := $(CURDIR)/.cache/numba
 
-.PHONY: help venv demo test lint types unit wheel-test clean
+.PHONY: help venv demo test lint types unit wheel-test digests clean
 
 help:
 	@echo "make venv   set up $(VENV)"
 	@echo "make demo   train digits on 4 workers, float32 beside TernGrad, and print where the report is"
 	@echo "make test   lint, types, all tests, and the tests against the installed wheel"
+	@echo "make digests   after edits of kernels: let Numba compile anew what they were compiled into"
 
 venv: $(STAMP)
 
@@ -41,6 +39,10 @@ unit: $(STAMP)
 
 wheel-test: $(STAMP)
 	./scripts/test_wheel.sh $(BIN)/python
+
+# Numba keeps compiled kernels while their own file stays as it is: its digest of their sources makes it change.
+digests: $(STAMP)
+	$(BIN)/python tests/kernels/compiled_sources.py
 
 clean:
 	rm -rf .cache build dist .pytest_cache .mypy_cache .ruff_cache

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import doctest
-import hashlib
 import heapq
 import importlib
 import itertools
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -239,15 +237,6 @@ def test_warm_up_compiles_every_signature_that_calls_use() -> None:
         decoded(coder, section_of(coder, source)[:], 3000)
     assert [len(driver.signatures) for driver in compiled] == before
     assert all(before)
-
-
-@pytest.mark.parametrize("name", ["drivers", "huffman_drivers"])
-def test_compiled_code_is_thrown_away_when_its_sources_change(name: str) -> None:
-    module = importlib.import_module(f"gradwire.kernels.coders.{name}")
-    folder = Path(str(module.__file__)).parent
-    text = b"".join((folder / source).read_bytes() for source in module.SOURCES)
-    digest = hashlib.sha256(text).hexdigest()[:16]
-    assert digest == module.DIGEST, f"sources of {name}.py have changed: write DIGEST = {digest!r} into it"
 
 
 def test_importing_the_coders_neither_imports_numba_nor_compiles() -> None:

@@ -21,6 +21,9 @@ __all__ = [
     "unpack_run",
 ]
 
+# Of all that this is compiled from, so that Numba drops what it kept when that changes (``make digests``).
+DIGEST = "45123c6865434894"
+
 TILE_GROUPS = 40
 """Groups decoded before they are scaled and stored: 12.5 KiB of int32, well within the L1 cache."""
 

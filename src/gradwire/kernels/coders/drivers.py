@@ -7,23 +7,17 @@ A body may read or write 128 words a row: a driver hands it as many rows as sure
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import Any
-
 import numpy as np
 from numba import njit
-from numba.core import types
-from numba.extending import overload
 
 from gradwire.kernels.coders import checksum, tables
+from gradwire.kernels.variants import either
 from gradwire.kernels.vectors import prefer_wide
 
 __all__ = ["check", "histogram", "rans_decode", "rans_encode"]
 
-# Numba keeps compiled code on disk while this file is as it was, whatever it is compiled from: what else it is compiled
-# from is named here, so that this file changes with it (see test_compiled_code_is_thrown_away_when_its_sources_change).
-SOURCES = ("tables.py", "checksum.py", "rans_plain.py", "rans_vector.py", "../vectors.py")
-DIGEST = "87a78be85b8b6dd1"
+# Of all that this is compiled from, so that Numba drops what it kept when that changes (``make digests``).
+DIGEST = "df57bd33b1620d7f"
 
 _u8, _u32, _u64 = np.uint8, np.uint32, np.uint64
 _LANES, _ROW_BYTES, _SLACK, _STATE_BYTES = 128, 256, 32, 512
@@ -33,30 +27,11 @@ _TILE = 64  # rows decoded before escapes are put in: 8 KiB, still in the L1 cac
 _START, _SEED, _FACTOR = _u64(checksum.START), _u64(checksum.SEED), _u64(checksum.MULTIPLIER)
 
 
-def _either(name: str) -> Any:
-    """Make a function whose body is the explicit-vector or the plain one of that name."""
-
-    def body(variant, *arguments):
-        raise NotImplementedError("called from compiled code only")
-
-    @overload(body, jit_options={"forceinline": True})
-    def choose(variant, *arguments):
-        home = "rans_plain" if isinstance(variant, types.NoneType) else "rans_vector"
-        chosen = getattr(import_module(f"gradwire.kernels.coders.{home}"), name)
-
-        def call(variant, *arguments):
-            return chosen(*arguments)
-
-        return call
-
-    return body
-
-
-_check_rows = _either("check_rows")
-_decode_rows = _either("decode_rows")
-_encode_rows = _either("encode_rows")
-_lowest = _either("lowest")
-_match_row = _either("match_row")
+_check_rows = either("check_rows", "coders.rans_plain", "coders.rans_vector")
+_decode_rows = either("decode_rows", "coders.rans_plain", "coders.rans_vector")
+_encode_rows = either("encode_rows", "coders.rans_plain", "coders.rans_vector")
+_lowest = either("lowest", "coders.rans_plain", "coders.rans_vector")
+_match_row = either("match_row", "coders.rans_plain", "coders.rans_vector")
 
 _choose_frequencies = njit(nogil=True)(tables.choose_frequencies)
 _read_frequencies = njit(nogil=True)(tables.read_frequencies)

@@ -14,7 +14,7 @@ from gradwire.kernels.coders import lengths as huffman
 
 __all__ = ["huffman_decode", "huffman_encode"]
 
-SOURCES = ("lengths.py",)  # as in drivers.py
+# Of all that this is compiled from, so that Numba drops what it kept when that changes (``make digests``).
 DIGEST = "bd557276218a1405"
 
 _u8, _u32, _u64, _i64 = np.uint8, np.uint32, np.uint64, np.int64

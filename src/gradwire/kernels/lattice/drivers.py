@@ -13,6 +13,9 @@ from gradwire.kernels.vectors import prefer_wide
 
 __all__ = ["lattice_encode_range", "lattice_mean_range"]
 
+# Of all that this is compiled from, so that Numba drops what it kept when that changes (``make digests``).
+DIGEST = "654fe936f658e1e2"
+
 _TILE_GROUPS = 40
 _ROWS_TILE_GROUPS = 12
 """Groups of all rows decoded before they are summed: of eight rows 30 KiB."""

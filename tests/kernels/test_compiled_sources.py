@@ -1,0 +1,38 @@
+"""Compiled code kept on disk is thrown away when anything it was compiled from changes."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from compiled_sources import KERNELS, digest, kept, written
+
+pytestmark = pytest.mark.repository
+
+
+@pytest.mark.parametrize("path", kept(), ids=lambda path: str(path.relative_to(KERNELS)))
+def test_a_driver_carries_the_digest_of_its_sources(path: Path) -> None:
+    assert written(path) == digest(path), "sources of compiled code have changed: run make digests"
+
+
+@pytest.mark.parametrize(
+    ("source", "driver"),
+    [
+        ("cpu_vector_floats.py", "cpu_drivers.py"),
+        ("cpu_plain.py", "lattice/drivers.py"),
+        ("cpu_vector_philox.py", "natural/drivers.py"),
+        ("cpu_vector_unpack.py", "levels/drivers.py"),
+        ("signs/plain.py", "signs/drivers.py"),
+        ("coders/rans_vector.py", "coders/drivers.py"),
+        ("coders/lengths.py", "coders/huffman_drivers.py"),
+    ],
+)
+def test_an_edit_shows_in_the_digest_however_far_away_it_is(tmp_path: Path, source: str, driver: str) -> None:
+    kernels = tmp_path / "kernels"
+    shutil.copytree(KERNELS, kernels, ignore=shutil.ignore_patterns("__pycache__"))
+    before = digest(kernels / driver, kernels)
+    assert before == digest(KERNELS / driver)
+    edited = kernels / source
+    edited.write_text(edited.read_text() + "\n_EDITED = 1\n")
+    assert digest(kernels / driver, kernels) != before
