@@ -88,6 +88,9 @@ class Method:
     direction: ClassVar[bool] = False
     """Whether the outcome is a direction to step in, with entries -1 and 1, rather than the mean."""
 
+    owns_momentum: ClassVar[bool] = False
+    """Whether the outcome holds gradients of earlier steps, so that no optimizer's momentum belongs beside it."""
+
     kernels: ClassVar[tuple[str, ...]]
     """The families of kernels, and the entropy coder, that it calls: these are compiled before the first step."""
 

@@ -31,6 +31,8 @@ def attach(
     seed: int = 0,
     process_group: dist.ProcessGroup | None = None,
     check: bool = False,
+    fallback: str | None = None,
+    fallback_limit: float | None = None,
     backend: str = "auto",
     **more: Any,
 ) -> Link:
@@ -51,6 +53,11 @@ def attach(
         seed: Of all random streams; the same on all ranks.
         process_group: The module's own, which is also the default.
         check: Verify after every bucket that all ranks hold the same bits.
+        fallback: ``"bf16"`` or ``"fp32"``: once what any rank sends strays too far from its gradient, all ranks return
+            to it, in the same round and for good, with a warning; ``link.record()["fallback"]`` says when and why.
+        fallback_limit: The relative error from which on that is so, |sent - gradient| / |gradient| over all
+            parameters, looked at every 100 rounds. Biased methods that go astray send a growing residual, and unbiased
+            ones what their variance makes of the gradient: ``link.diagnostics()`` tells usual values.
         backend: Of the kernels.
 
     Returns:
@@ -76,6 +83,8 @@ def attach(
         warmup_steps=warmup_steps,
         seed=seed,
         check=check,
+        fallback=fallback,
+        fallback_limit=fallback_limit,
         backend=backend,
         **more,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Sequence
 
@@ -42,6 +43,18 @@ class Diagnostics:
             }
         with self._lock:
             self._rows.update(rows)
+
+    def relative_error(self, round: int) -> float:
+        """Give |sent - gradient| / |gradient| over all parameters that were measured in a round.
+
+        0 where none was, or where the gradient was not finite, which tells nothing about what was sent.
+        """
+        with self._lock:
+            rows = [row for row in self._rows.values() if row["round"] == round]
+        squares = [row["gradient_norm"] ** 2 for row in rows]
+        off = sum(row["relative_error"] ** 2 * (square or 1.0) for row, square in zip(rows, squares))
+        found = math.sqrt(off / (sum(squares) or 1.0)) if math.isfinite(sum(squares)) else 0.0
+        return 0.0 if math.isnan(found) else found
 
     def rows(self) -> dict[str, dict[str, float]]:
         """Give the latest measurement of each parameter."""

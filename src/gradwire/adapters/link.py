@@ -16,16 +16,16 @@ from gradwire.adapters.diagnostics import Diagnostics
 from gradwire.adapters.failures import Breakage, place
 from gradwire.adapters.handshake import agreement, default_group
 from gradwire.adapters.lost import lost
-from gradwire.adapters.notices import Notices, say_compiled
+from gradwire.adapters.notices import Notices
 from gradwire.adapters.parameters import check_parameters, check_scaler, gradient, named_parameters
-from gradwire.adapters.pilot import Chooser, Fixed, Pilot
+from gradwire.adapters.pilot import Pilot
+from gradwire.adapters.pilots import make_pilot
 from gradwire.adapters.state import check_state, remembered
 from gradwire.adapters.step import StepBuckets
 from gradwire.adapters.task import Task
 from gradwire.algorithms import Plan
-from gradwire.catalogue import Auto
 from gradwire.compressors import Cast
-from gradwire.errors import ExchangeError, IncompatibleError
+from gradwire.errors import ExchangeError
 from gradwire.groups import Lane, RollCall, Traffic, Turns, dense_bytes
 from gradwire.methods import Method, require
 from gradwire.planning.buckets import Planner
@@ -98,7 +98,14 @@ class Link:
             self._parameters = named_parameters(parameters)
             check_parameters(self._parameters, self.world_size)
             require(isinstance(count, int) and count >= 1, "lanes", f"at least 1 is needed, not {lanes!r}")
-            self._pilot = self._make_pilot(self.method)
+            self._diagnostics, self._notices = Diagnostics(DIAGNOSTICS_INTERVAL), Notices()
+            self._pilot: Pilot = make_pilot(
+                self.method,
+                self.options,
+                lambda one, options: Planner(one, self._parameters, self.world_size, options),
+                self._diagnostics,
+                self._returned,
+            )
             self.method.check_optimizer(optimizer, self._parameters)
             timeout = self.group._get_backend(torch.device("cpu")).options._timeout
             mine.fields = self._fields(count)
@@ -117,7 +124,6 @@ class Link:
         self._conference = Conference(
             self._lanes[0], lambda error: self._breakage.record(error, f"the choice of a method, round {self.round}")
         )
-        self._diagnostics, self._notices = Diagnostics(DIAGNOSTICS_INTERVAL), Notices()
         self._lock = threading.Lock()
         self.round = 0
         self._rounds_here = 0
@@ -190,16 +196,9 @@ class Link:
         task.submit(self._lanes)
         return task.future
 
-    def _make_pilot(self, method: Method) -> Pilot:
-        def planner(one: Method) -> Planner:
-            made = Planner(one, self._parameters, self.world_size, self.options)
-            made.check()
-            say_compiled(made.compile())
-            return made
-
-        if not isinstance(method, Auto):
-            return Fixed(planner(method))
-        return Chooser(method, {spec: planner(catalogue.method(spec)) for spec in method.candidates})
+    def _returned(self, sentence: str) -> None:
+        self._notices.once(sentence, sentence)
+        self.memory.load({})
 
     def _task(self, index: int, names: Sequence[str], flat: torch.Tensor) -> Task:
         round, planner = self.round, self._pilot.planner
@@ -300,12 +299,18 @@ class Link:
 
         Returns:
             ``parameters``: by name, relative error and cosine of what this rank sent against its gradient, at the
-            last measured round (every 100th); ``skipped_rounds``: rounds with a non-finite value somewhere, where the
+            last measured round (every 100th), and the norm of the residual that it keeps now, where the method keeps
+            one; ``skipped_rounds``: rounds with a non-finite value somewhere, where the
             method looks; ``encode_s``, ``wire_s``, ``decode_s``: seconds this rank's lanes spent so far.
         """
         meters = [lane.meter for lane in self._lanes]
+        rows = self._diagnostics.rows()
+        for name, row in rows.items():
+            residual = self.memory.norm("residual", name)
+            if residual is not None:
+                row["residual_norm"] = residual
         return {
-            "parameters": self._diagnostics.rows(),
+            "parameters": rows,
             "rounds": self.round,
             "skipped_rounds": self.skipped_rounds,
             "encode_s": sum(m.encode_s for m in meters),
@@ -326,6 +331,7 @@ class Link:
             "collectives": dict(planner.chosen),
             "dense_parameters": sorted(planner.dense),
             "choice": self._pilot.record(),
+            "fallback": self._pilot.returned(),
             **{k: getattr(self.options, k) for k in ("min_numel", "warmup_steps", "seed", "chunk_numel", "check")},
         }
 
@@ -335,8 +341,6 @@ class Link:
         Raises:
             IncompatibleError: the link has one method.
         """
-        if not isinstance(self._pilot, Chooser):
-            raise IncompatibleError(f"this link has one method, {self.method!r}: attach with 'auto' to choose")
         self._pilot.again()
 
     def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:

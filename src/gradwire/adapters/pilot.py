@@ -18,7 +18,7 @@ from gradwire.planning import Planner
 
 __all__ = ["STATE", "Chooser", "Fixed", "Network", "Pilot"]
 
-STATE = ("choice", "choice_spec")
+STATE = ("choice", "choice_spec", "fallback")
 """Keys of a pilot's part of a link's state."""
 
 TIE = 0.01
@@ -51,11 +51,21 @@ class Pilot(Protocol):
     def record(self) -> dict[str, Any] | None:
         """What was chosen and why, in plain values."""
 
+    def returned(self) -> dict[str, Any] | None:
+        """Where a plain method took the place of what was chosen: which, since when and why, in plain values."""
+
     def state(self) -> dict[str, torch.Tensor]:
         """What was chosen, for a checkpoint; keys of :data:`STATE`."""
 
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
         """Take what :meth:`state` gave."""
+
+    def again(self) -> None:
+        """Begin anew with the next round; to be called on all ranks.
+
+        Raises:
+            IncompatibleError: there is nothing to choose.
+        """
 
 
 class Fixed:
@@ -71,12 +81,20 @@ class Fixed:
         """Nothing was chosen."""
         return
 
+    def returned(self) -> None:
+        """Nothing takes its place."""
+        return
+
     def state(self) -> dict[str, torch.Tensor]:
         """Nothing is to be kept."""
         return {}
 
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
         """Nothing is taken."""
+
+    def again(self) -> None:
+        """Refuse: there is one method."""
+        raise IncompatibleError(f"this link has one method, {self.planner.method!r}: attach with 'auto' to choose")
 
 
 @dataclass(frozen=True)
@@ -219,6 +237,10 @@ class Chooser:
         best_s = min(self._means.values())
         choice = next(spec for spec in specs if self._means[spec] <= best_s * (1 + TIE))
         self.fix(choice, f"the fastest of {len(specs)} in {self.method.turns} turns of {self.method.steps} steps")
+
+    def returned(self) -> None:
+        """Nothing takes the place of the choice."""
+        return
 
     def record(self) -> dict[str, Any]:
         """Give the choice, its reason, and what each candidate took or why it was not tried.

@@ -63,6 +63,8 @@ class SimulatedLink:
                 "a simulation or in gradwire train: leave prox to gradwire.ProximalSGD, or to --l1 of the task logreg"
             )
         self.options = Options.of(options)
+        if self.options.fallback is not None:
+            raise IncompatibleError("a simulation measures no errors on its way: leave fallback= to gradwire.attach")
         self.world_size = world_size
         self._parameters = _pairs(parameters)
         if not self._parameters:

@@ -175,6 +175,11 @@ class DIANA(Wrapper):
         )
 
     @property
+    def owns_momentum(self) -> bool:  # type: ignore[override]
+        """Whether ``momentum`` is not 0."""
+        return self.momentum > 0
+
+    @property
     def omega(self) -> float | None:
         """The compressor's variance constant: E|Q(x) - x|^2 <= omega |x|^2; None where none is known."""
         return 0.0 if isinstance(self.compressor, Cast) else self.compressor.worst_error

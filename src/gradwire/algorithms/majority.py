@@ -113,6 +113,7 @@ class Signum(SignSGD):
 
     name: ClassVar[str] = "signum"
     remembers: ClassVar[tuple[str, ...]] = ("momentum",)
+    owns_momentum: ClassVar[bool] = True
     tag: ClassVar[int] = 18
     properties: ClassVar[Properties] = Properties(
         summary="The sign that most workers' momentum has; a direction, not a mean",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -12,6 +13,8 @@ from gradwire.errors import HyperparameterError, IncompatibleError
 from gradwire.methods import Method, require
 
 __all__ = ["CHUNK_NUMEL", "Options", "dense_names"]
+
+FALLBACKS = ("bf16", "fp32")
 
 CHUNK_NUMEL = 1 << 23
 """Elements of a chunk; the bits do not depend on it."""
@@ -30,6 +33,10 @@ class Options:
         backend: Of the kernels: "auto", "cpu", "cpu-plain" or "reference".
         chunk_numel: Elements of a chunk at most.
         check: Verify after every bucket that all ranks hold the same bits.
+        fallback: "bf16" or "fp32": what all ranks travel by for good once what one of them sends strays too far from
+            its gradient; None: never.
+        fallback_limit: The relative error from which on that is so, |sent - gradient| / |gradient| over all
+            parameters.
     """
 
     collective: str = "auto"
@@ -40,6 +47,8 @@ class Options:
     backend: str = "auto"
     chunk_numel: int = CHUNK_NUMEL
     check: bool = False
+    fallback: str | None = None
+    fallback_limit: float | None = None
 
     def __post_init__(self) -> None:
         given = (self.exclude,) if isinstance(self.exclude, str) else self.exclude
@@ -56,6 +65,21 @@ class Options:
             whole = isinstance(value, int) and not isinstance(value, bool)
             require(whole and value >= least, name, f"a whole number of at least {least} is needed, not {value!r}")
         require(isinstance(self.seed, int), "seed", f"a whole number is needed, not {self.seed!r}")
+        self._check_fallback()
+
+    def _check_fallback(self) -> None:
+        known = self.fallback is None or self.fallback in FALLBACKS
+        require(known, "fallback", f"one of {', '.join(FALLBACKS)} is needed, or None, not {self.fallback!r}")
+        limit = self.fallback_limit
+        if self.fallback is None:
+            require(limit is None, "fallback_limit", f"{limit!r} without fallback= has no meaning: add fallback='bf16'")
+            return
+        number = isinstance(limit, (int, float)) and not isinstance(limit, bool) and 0 < limit < math.inf
+        require(
+            number,
+            "fallback_limit",
+            f"a relative error above 0 is needed beside fallback=, not {limit!r}; link.diagnostics() tells usual ones",
+        )
 
     @classmethod
     def of(cls, given: dict[str, Any]) -> Options:

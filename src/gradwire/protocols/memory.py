@@ -56,6 +56,13 @@ class Memory:
         bank.changed = True
         return bank.staged
 
+    def norm(self, kind: str, name: str) -> float | None:
+        """Give the Euclidean norm of what is held of a parameter; None where nothing of that kind is."""
+        with self._lock:
+            home, loaded = self._home.get((kind, name)), self._loaded.get((kind, name))
+            held = loaded if home is None else home[0].held[home[1] : home[1] + home[2]]
+            return None if held is None else float(held.norm())
+
     def forget(self, kind: str) -> None:
         """Make zeros of all that is held of a kind, at once; what was staged stays; twice is as once."""
         with self._lock:

@@ -1,0 +1,276 @@
+"""``fallback=``: all ranks return to a plain method in the same round, once any of them strays too far."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+import gradwire as gw
+from gradwire.adapters.diagnostics import Diagnostics
+from gradwire.adapters.guard import Guard
+from gradwire.adapters.pilot import Fixed
+from gradwire.planning import Options, Planner
+from gradwire.segments import Parameter, lay_out
+from ranks import Ranks
+
+NUMEL = 4096
+CONSTANT = torch.ones(NUMEL)
+"""With one level, its norm of 64, a value is sent with probability 1/64: |sent - g|^2 is 63 |g|^2 on average."""
+ONE_HOT = torch.nn.functional.one_hot(torch.tensor(7), NUMEL).float()
+"""Sent as it is."""
+
+ONE_LEVEL = "QSGD(levels=1, block_size=None)"
+CODED = f"Coded({ONE_LEVEL})"
+
+
+def measured(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], round: int = 0) -> Diagnostics:
+    """Diagnostics of one round, from gradients and what was sent, parameter by parameter."""
+    found = Diagnostics(100)
+    parameters = [Parameter.of(str(i), g) for i, (g, _) in enumerate(pairs)]
+    flats = [torch.cat(parts) for parts in zip(*pairs)]
+    found.measure(flats[0], flats[1], lay_out(parameters), round)
+    return found
+
+
+def test_the_error_is_taken_over_all_parameters() -> None:
+    g, h = torch.tensor([3.0, 0.0]), torch.tensor([0.0, 4.0, 0.0])
+    found = measured([(g, g + 1), (h, h - 2)])
+    assert found.relative_error(0) == pytest.approx(math.sqrt(2 * 1 + 3 * 4) / 5)
+    assert found.relative_error(100) == 0.0, "nothing was measured in that round"
+
+
+def test_a_gradient_that_is_not_finite_tells_nothing_and_something_sent_that_is_not_tells_all() -> None:
+    g, bad = torch.ones(2), torch.tensor([1.0, math.inf])
+    assert measured([(bad, g)]).relative_error(0) == 0.0
+    assert measured([(g, bad)]).relative_error(0) == math.inf
+    zero = torch.zeros(2)
+    assert measured([(zero, zero)]).relative_error(0) == 0.0
+    assert measured([(zero, g), (g, g)]).relative_error(0) == pytest.approx(1.0)
+
+
+class Told:
+    """What another rank tells, and how often it was asked."""
+
+    def __init__(self, error: float) -> None:
+        self.error, self.asked = error, 0
+
+    def gather(self, values: Sequence[float]) -> list[list[float]]:
+        self.asked += 1
+        return [list(values), [self.error]]
+
+    def probe(self, most_bytes: int) -> Any:
+        raise AssertionError("a guard measures no link")
+
+
+def guard(diagnostics: Diagnostics, limit: float, said: list[str]) -> Guard:
+    parameters = {"0": torch.zeros(2)}
+    normal, plain = (Planner(gw.method(spec), parameters, 2, Options()) for spec in ("terngrad", "bf16"))
+    return Guard(Fixed(normal), plain, limit, diagnostics, said.append)
+
+
+@pytest.mark.parametrize(("theirs", "falls"), [(1.9, False), (2.0, False), (2.1, True), (math.inf, True)])
+def test_any_ranks_error_above_the_limit_counts(theirs: float, falls: bool) -> None:
+    said: list[str] = []
+    pilot, network = guard(measured([(torch.ones(2), torch.ones(2))]), 2.0, said), Told(theirs)
+    pilot.begin(0, network)
+    assert (network.asked, repr(pilot.planner.method)) == (0, repr(gw.TernGrad()))
+    pilot.begin(1, network)
+    assert network.asked == 1
+    assert repr(pilot.planner.method) == repr(gw.method("bf16") if falls else gw.TernGrad())
+    assert [("rank 1" in text, "fallback_limit=2" in text) for text in said] == [(True, True)] * falls
+    returned = pilot.returned()
+    assert (returned is not None) == falls
+    for round in range(2, 101):
+        pilot.begin(round, network)
+    assert network.asked == 1, "nobody is asked but in the round after a measurement"
+    pilot.begin(101, network)
+    assert network.asked == 1 + (not falls), "nor after the return"
+
+
+def test_a_return_outlives_a_checkpoint() -> None:
+    said: list[str] = []
+    first, second = (guard(measured([(torch.ones(2), torch.ones(2))]), 2.0, said) for _ in range(2))
+    assert "fallback" not in first.state()
+    first.begin(1, Told(5.0))
+    second.load(first.state())
+    assert second.returned() == first.returned() == {
+        "method": repr(gw.method("bf16")),
+        "since_round": 1,
+        "relative_error": 5.0,
+        "rank": 1,
+    }  # fmt: skip
+    second.load({})
+    assert second.returned() is None
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "told"),
+    [
+        ("signsgd", {"fallback": "bf16", "fallback_limit": 2.0}, "gives a direction"),
+        ("signum", {"fallback": "bf16", "fallback_limit": 2.0}, "gives a direction"),
+        ("DIANA(momentum=0.9)", {"fallback": "bf16", "fallback_limit": 2.0}, "brings a momentum"),
+        ("terngrad", {"fallback": "bf16"}, "relative error above 0"),
+        ("terngrad", {"fallback": "bf16", "fallback_limit": 0}, "relative error above 0"),
+        ("terngrad", {"fallback": "bf16", "fallback_limit": math.nan}, "relative error above 0"),
+        ("terngrad", {"fallback_limit": 2.0}, "without fallback="),
+        ("terngrad", {"fallback": "qsgd", "fallback_limit": 2.0}, "one of bf16, fp32"),
+    ],
+)
+@pytest.mark.ranks
+def test_what_cannot_be_is_refused(three_ranks: Ranks, method: str, options: dict[str, Any], told: str) -> None:
+    assert all(told in sentence for sentence in three_ranks(refused, method, options))
+
+
+def refused(method: str, options: dict[str, Any]) -> str:
+    try:
+        gw.Link({"w": torch.nn.Parameter(torch.zeros(NUMEL))}.items(), method, **options)
+    except gw.GradwireError as error:
+        return str(error)
+    return "not refused"
+
+
+def test_a_simulation_refuses_it() -> None:
+    with pytest.raises(gw.IncompatibleError, match="leave fallback= to"):
+        gw.SimulatedLink({"w": torch.ones(NUMEL)}, "terngrad", world_size=2, fallback="bf16", fallback_limit=2.0)
+
+
+@pytest.mark.parametrize("method", [ONE_LEVEL, f"Auto(candidates=({ONE_LEVEL!r}, {CODED!r}))"])
+@pytest.mark.ranks
+def test_all_ranks_return_in_the_round_after_the_measurement_and_for_good(three_ranks: Ranks, method: str) -> None:
+    """Rank 1's gradient turns bad in round 50, is measured in round 100, and is left in round 101."""
+    found = three_ranks(train, method, 50, 104)
+    assert [rank["exact"] for rank in found] == [[*range(50), 101, 102, 103]] * 3
+    first = found[0]["record"]
+    assert all(rank["record"] == first for rank in found)
+    assert (first["method"], first["since_round"], first["rank"]) == (repr(gw.method("bf16")), 101, 1)
+    assert first["relative_error"] == pytest.approx(math.sqrt(63), rel=0.2)
+    assert all(len(rank["warnings"]) == 1 and "relative error of" in rank["warnings"][0] for rank in found)
+    assert all(rank["reloaded"] == first for rank in found)
+
+
+@pytest.mark.ranks
+def test_below_the_limit_nothing_changes(three_ranks: Ranks) -> None:
+    for rank in three_ranks(train, ONE_LEVEL, 1 << 30, 104):
+        assert (rank["exact"], rank["record"], rank["warnings"]) == (list(range(104)), None, [])
+
+
+def train(method: str, bad_from: int, rounds: int) -> dict[str, Any]:
+    """Exchange one-hot gradients, which are sent as they are, and on rank 1 a constant from a round on."""
+    parameter = torch.nn.Parameter(torch.zeros(NUMEL))
+    said = Said()
+    logging.getLogger("gradwire").addHandler(said)
+
+    def link() -> gw.Link:
+        return gw.Link({"w": parameter}.items(), method, fallback="bf16", fallback_limit=2.0)
+
+    used, exact = link(), []
+    for round in range(rounds):
+        bad = round >= bad_from
+        parameter.grad = CONSTANT.clone() if bad and used.rank == 1 else ONE_HOT.clone()
+        used.reduce_()
+        mean = (2 * ONE_HOT + CONSTANT) / 3 if bad else ONE_HOT
+        # What bf16 rounds off is 2^-9 of a value; what one level of the norm leaves is 64 or nothing.
+        if torch.allclose(parameter.grad, mean, rtol=2**-6, atol=0):
+            exact.append(round)
+    with tempfile.TemporaryDirectory() as folder:
+        shared = [folder]
+        torch.distributed.broadcast_object_list(shared)
+        gw.save(used, shared[0])
+        fresh = link()
+        gw.load(fresh, shared[0])
+        torch.distributed.barrier()
+    logging.getLogger("gradwire").removeHandler(said)
+    found = {
+        "exact": exact,
+        "record": used.record()["fallback"],
+        "reloaded": fresh.record()["fallback"],
+        "warnings": [text for text in said.texts if "fallback" in text],
+    }
+    used.close()
+    fresh.close()
+    return found
+
+
+class Said(logging.Handler):
+    """Keeps what was logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+@pytest.mark.ranks
+def test_a_module_goes_on_by_the_fallback(three_ranks: Ranks) -> None:
+    found = three_ranks(train_module, 4)
+    assert [(r["since_round"], same) for r, same in found] == [(1, [False, True, True, True])] * 3
+
+
+def train_module(rounds: int) -> tuple[dict[str, Any], list[bool]]:
+    """What the link records, and in which steps the module's gradients were the mean that DDP alone gives."""
+    torch.manual_seed(0)
+    inner = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64))
+    plain, module = DistributedDataParallel(copy.deepcopy(inner)), DistributedDataParallel(inner, bucket_cap_mb=0.01)
+    link = gw.attach(module, "terngrad", fallback="fp32", fallback_limit=0.1)
+    rank, same = link.rank, []
+    for round in range(rounds):
+        inputs = torch.randn(8, 64, generator=torch.Generator().manual_seed(10 * round + rank))
+        for each in (plain, module):
+            each.zero_grad()
+            each(inputs).square().mean().backward()
+        pairs = zip(plain.parameters(), module.parameters())
+        same.append(all(torch.allclose(p.grad, q.grad, rtol=1e-4, atol=1e-7) for p, q in pairs))
+    record = link.record()["fallback"]
+    link.close()
+    return record, same
+
+
+@pytest.mark.ranks
+def test_what_a_method_remembered_is_dropped_with_it(three_ranks: Ranks) -> None:
+    for before, after in three_ranks(remembers, 3):
+        assert before == [("residual/w", True)]
+        assert after == []
+
+
+def remembers(rounds: int) -> tuple[list[tuple[str, bool]], list[str]]:
+    """The state before and after a return, of a method that keeps a residual and strays further than the limit."""
+    parameter = torch.nn.Parameter(torch.zeros(NUMEL))
+    link = gw.Link({"w": parameter}.items(), "ef_signsgd", fallback="fp32", fallback_limit=0.5)
+    states = []
+    for _ in range(rounds):
+        parameter.grad = torch.arange(NUMEL, dtype=torch.float32)
+        link.reduce_()
+        states.append(link.state_dict()["rank"])
+    link.close()
+    return [(name, bool(value.any())) for name, value in states[0].items()], list(states[-1])
+
+
+@pytest.mark.ranks
+def test_diagnostics_tell_the_norm_of_the_residual(three_ranks: Ranks) -> None:
+    for told, held, plain in three_ranks(residual_norms):
+        assert told == pytest.approx(held)
+        assert held > 0
+        assert "residual_norm" not in plain
+
+
+def residual_norms() -> tuple[float, float, dict[str, float]]:
+    rows = []
+    for method in ("ef_signsgd", "terngrad"):
+        parameter = torch.nn.Parameter(torch.zeros(NUMEL))
+        link = gw.Link({"w": parameter}.items(), method)
+        parameter.grad = torch.arange(NUMEL, dtype=torch.float32) + link.rank
+        link.reduce_()
+        rows.append((link.diagnostics()["parameters"]["w"], link.state_dict()["rank"]))
+        link.close()
+    (row, state), (plain, _) = rows
+    return row["residual_norm"], float(state["residual/w"].norm()), plain
