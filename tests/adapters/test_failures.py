@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 import signal
+import weakref
 from typing import Any
 
 import pytest
+import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire as gw
@@ -86,3 +90,40 @@ def test_a_rank_that_fails_tells_the_others_what_and_where() -> None:
         assert "rank 1 failed at bucket" in sentence
         assert "KeyError: 'boom'" in sentence
         assert sentence.startswith("rank 1 failed" if rank == 1 else f"rank {rank} could not go on at bucket")
+
+
+def broken(where: str) -> tuple[weakref.ref[Any], Exception | None]:
+    """Break a link in the hook itself, or in a lane; give its module, and what it keeps."""
+    rank = torch.distributed.get_rank()
+    ddp = DistributedDataParallel(layers(6))
+    link = gw.attach(ddp, "terngrad")
+
+    def fail(*arguments: Any, **more: Any) -> None:
+        raise KeyError("boom")
+
+    if where == "hook":
+        link._pilot.begin = fail  # type: ignore[method-assign]
+    else:
+        link._diagnostics.measure = fail  # type: ignore[method-assign]
+    for step in range(2):
+        with contextlib.suppress(RuntimeError, gw.GradwireError):
+            square_loss(ddp, rank, step).backward()
+    link.close()
+    return weakref.ref(ddp), link.error
+
+
+def let_go_of(where: str) -> tuple[bool, str, str]:
+    """Tell whether the module of a broken link is freed while somebody holds its error, and what that says."""
+    module, kept = broken(where)
+    gc.collect()
+    return module() is None, str(kept), repr(kept.__cause__ if kept else None)
+
+
+@pytest.mark.parametrize("where", ["hook", "lane"])
+def test_a_broken_link_keeps_its_error_but_not_the_program_that_it_broke(where: str) -> None:
+    with fresh_ranks(2) as ranks:
+        for freed, sentence, cause in ranks(let_go_of, where):
+            assert freed
+            assert "round 0" in sentence
+            assert "KeyError" in sentence
+            assert cause == "KeyError('boom')"

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import threading
 from collections.abc import Sequence
+from typing import TypeVar
 
 from gradwire.errors import ExchangeError, GradwireError
 from gradwire.groups import Failure, Lane, RollCall, WireError
 
 __all__ = ["Breakage", "place"]
+
+Error = TypeVar("Error", bound=Exception)
 
 
 def place(bucket: int, chunk: int | None, round: int, names: Sequence[str]) -> str:
@@ -21,7 +25,11 @@ def place(bucket: int, chunk: int | None, round: int, names: Sequence[str]) -> s
 
 
 class Breakage:
-    """The first failure of a link; every later exchange is refused with it."""
+    """The first failure of a link; every later exchange is refused with it.
+
+    What is raised is a copy. An exception gathers the frames that it passes, and the one that a link keeps would keep
+    the whole program that it broke: its module holds the link, through C++, where no collector looks.
+    """
 
     def __init__(self, rank: int, roll_call: RollCall, lanes: Sequence[Lane]) -> None:
         self.error: GradwireError | None = None
@@ -33,16 +41,16 @@ class Breakage:
         with self._lock:
             if self.error is None:
                 self.error = self._explain(error, where)
-                self.error.__cause__ = error
+                self.error.__cause__ = _without_frames(error)
                 # Other ranks may be waiting in lanes that are idle here.
                 for lane in self._lanes:
                     lane.hang_up()
-            return self.error
+            return _without_frames(self.error)
 
     def refuse(self) -> None:
         """Raise the link's error, if it has one."""
         if self.error is not None:
-            raise self.error
+            raise _without_frames(self.error) from self.error.__cause__
 
     def _explain(self, error: Exception, where: str) -> GradwireError:
         if isinstance(error, WireError):
@@ -52,6 +60,17 @@ class Breakage:
         if isinstance(error, GradwireError):
             return type(error)(f"rank {self._rank}, {where}: {error}")
         return ExchangeError(f"rank {self._rank} failed at {where}: {type(error).__name__}: {error}")
+
+
+def _without_frames(error: Error) -> Error:
+    """Copy an exception, with its cause, but without where it was raised."""
+    try:
+        bare = copy.copy(error)
+    except Exception:
+        # One that cannot be built from its own arguments: its text is what people need.
+        bare = error.with_traceback(None)
+    bare.__cause__ = error.__cause__
+    return bare
 
 
 def _brief(error: Exception) -> str:

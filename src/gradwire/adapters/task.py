@@ -92,7 +92,7 @@ class Task:
 
     def _fail(self, chunk: int | None, error: Exception) -> None:
         where = place(self.bucket, chunk, self.round, [s.parameter.name for s in self.segments])
-        told = error if error is self.breakage.error else self.breakage.record(error, where)
+        told = self.breakage.record(error, where)
         self._is_prepared.set()
         self._all_run.set()
         with self._lock:
