@@ -91,6 +91,10 @@ class Method:
     owns_momentum: ClassVar[bool] = False
     """Whether the outcome holds gradients of earlier steps, so that no optimizer's momentum belongs beside it."""
 
+    needs_loss_scale: ClassVar[bool] = False
+    """Whether gradients of several rounds are added up, or units are the method's own, so that the scale of automatic
+    mixed precision, which changes from time to time, has to be taken out."""
+
     kernels: ClassVar[tuple[str, ...]]
     """The families of kernels, and the entropy coder, that it calls: these are compiled before the first step."""
 

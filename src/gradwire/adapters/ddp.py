@@ -43,7 +43,8 @@ def attach(
         method: A method object or a spec such as ``"terngrad"`` or ``"TernGrad(clip=2.5)"``.
         optimizer: For methods that act on its steps: DIANA with a proximal operator.
         grad_scaler: The scaler of automatic mixed precision, for methods that keep a residual or a momentum, or give a
-            direction.
+            direction: they refuse gradients of a scaled loss without it. False: a scaler that this program uses is not
+            for this module.
         collective: ``"all_reduce"``, ``"all_gather"``, ``"two_shot"``, or ``"auto"``: the one that sends the fewest
             bytes, by exact count, bucket by bucket.
         exclude: Patterns of parameter names that travel in float32, such as ``"fc.*"`` for the last layer.

@@ -17,9 +17,10 @@ from gradwire.adapters.failures import Breakage, place
 from gradwire.adapters.handshake import agreement, default_group
 from gradwire.adapters.lost import lost
 from gradwire.adapters.notices import Notices
-from gradwire.adapters.parameters import check_parameters, check_scaler, gradient, named_parameters
+from gradwire.adapters.parameters import check_parameters, gradient, named_parameters
 from gradwire.adapters.pilot import Pilot
 from gradwire.adapters.pilots import make_pilot
+from gradwire.adapters.scalers import check_scaler, check_unscaled, scale_of
 from gradwire.adapters.state import check_state, remembered
 from gradwire.adapters.step import StepBuckets
 from gradwire.adapters.task import Task
@@ -60,9 +61,9 @@ class Link:
         method: A method or its spec.
         group: Process group; the default group if None.
         lanes: Process groups and threads that exchange side by side; the bits do not depend on it.
-        grad_scaler: The scaler of automatic mixed precision, for methods that remember something or give a direction.
-            Others do not need it: a non-finite gradient on any rank becomes non-finite on all, so that every rank's
-            scaler skips.
+        grad_scaler: The scaler of automatic mixed precision, for methods that remember something or give a direction,
+            which refuse to run without it; False: another's, these losses are not scaled. Other methods do not need
+            it: a non-finite gradient on any rank becomes non-finite on all, so that every rank's scaler skips.
         optimizer: For methods that need the learning rate or own the momentum.
         options: See :class:`Options`.
 
@@ -158,10 +159,12 @@ class Link:
         if not self.close.alive:
             raise ExchangeError("this link was closed: wrap the module anew and attach again")
         self._breakage.refuse()
-        if index == 0:
-            self._pilot.begin(self.round, self._conference)
         self._elements += flat.numel()
         try:
+            if index == self._rounds_here == 0:
+                check_unscaled(self.method, self.grad_scaler)
+            if index == 0:
+                self._pilot.begin(self.round, self._conference)
             future = self._whole_step(names, flat, last) or self._start(index, names, flat, last)
         except Exception as error:
             raise self._breakage.record(error, place(index, None, self.round, names)) from error
@@ -259,7 +262,7 @@ class Link:
             workspace=space,
             wants_sent=self._diagnostics.wanted(round),
             memory=self.memory,
-            loss_scale=1.0 if self.grad_scaler is None else float(self.grad_scaler.get_scale()),
+            loss_scale=scale_of(self.grad_scaler),
             warn=self._notices.once,
         )
 

@@ -9,7 +9,7 @@ import torch
 
 from gradwire.errors import HyperparameterError, IncompatibleError
 
-__all__ = ["check_parameters", "check_scaler", "gradient", "named_parameters"]
+__all__ = ["check_parameters", "gradient", "named_parameters"]
 
 
 def named_parameters(parameters: Iterable[Any]) -> dict[str, torch.Tensor]:
@@ -47,18 +47,6 @@ def check_parameters(parameters: dict[str, torch.Tensor], world_size: int) -> No
             raise IncompatibleError(f"parameter {name!r} is {p.dtype}: only floating-point gradients can be exchanged")
         if not bool(torch.isfinite(p.detach()).all()):
             raise IncompatibleError(f"parameter {name!r} holds a NaN or inf before the first step: mend it first")
-
-
-def check_scaler(grad_scaler: Any) -> None:
-    """Refuse what cannot say by how much gradients are scaled.
-
-    Raises:
-        HyperparameterError: it is neither None nor has a ``get_scale()``.
-    """
-    if grad_scaler is not None and not callable(getattr(grad_scaler, "get_scale", None)):
-        raise HyperparameterError(
-            f"grad_scaler: the torch.amp.GradScaler that scales the loss is needed, or None, not {grad_scaler!r}"
-        )
 
 
 def gradient(p: torch.Tensor) -> torch.Tensor:

@@ -133,6 +133,7 @@ class DIANA(Wrapper):
     prox: Prox | None = None
 
     name: ClassVar[str] = "diana"
+    needs_loss_scale: ClassVar[bool] = True
     remembers: ClassVar[tuple[str, ...]] = ("workers", "shift", "mean_shift", "velocity")
     properties: ClassVar[Properties] = Properties(
         summary="Quantised differences to a learned reference: the optimum itself, with heterogeneous workers",

@@ -55,6 +55,7 @@ class ErrorFeedback(Wrapper):
     compressor: Method = field(default_factory=lambda: QSGDinf(block_size=256))
 
     name: ClassVar[str] = "errorfeedback"
+    needs_loss_scale: ClassVar[bool] = True
     remembers: ClassVar[tuple[str, ...]] = ("residual",)
     properties: ClassVar[Properties] = Properties(
         summary="Adds what the compressor left out to the next gradient",

@@ -60,6 +60,7 @@ class SignSGD(Algorithm):
     collectives: ClassVar[tuple[str, ...]] = ("two_shot", "all_gather")
     kernels: ClassVar[tuple[str, ...]] = ("signs",)
     direction: ClassVar[bool] = True
+    needs_loss_scale: ClassVar[bool] = True
     min_numel: ClassVar[int] = 0
     properties: ClassVar[Properties] = Properties(
         summary="The sign that most workers have; a direction, not a mean",

@@ -53,6 +53,7 @@ class OneBit(Algorithm):
     """
 
     name: ClassVar[str] = "onebit"
+    needs_loss_scale: ClassVar[bool] = True
     remembers: ClassVar[tuple[str, ...]] = ("residual",)
     tag: ClassVar[int] = 19
     collectives: ClassVar[tuple[str, ...]] = ("all_gather",)

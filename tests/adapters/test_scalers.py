@@ -1,0 +1,81 @@
+"""What happens where a loss is scaled and nobody said so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+import gradwire as gw
+from cases import ALL
+from oracle import layers, square_loss
+from ranks import Ranks
+
+WORKERS = 3
+
+
+@pytest.mark.parametrize("method", ALL, ids=repr)
+def test_methods_that_add_up_rounds_say_so(method: gw.Method) -> None:
+    """Whoever keeps vectors, or gives a direction, whose units are its own, needs the scale; nobody else does."""
+    if isinstance(method, gw.Auto) or method.needs_optimizer:
+        return
+    gradients = torch.randn(WORKERS, 4096, generator=torch.Generator().manual_seed(0))
+    state = gw.simulate(gradients, method).state
+    vectors = [key for part, values in state.items() if part != "global" for key in values]
+    assert method.needs_loss_scale == (bool(vectors) or method.direction)
+
+
+def train(method: str, kind: str, told: Any) -> str:
+    """Take two steps beside a scaler of a kind; give the refusal, as the link and as backward tell it."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=kind != "disabled")
+    if kind == "dropped":
+        scaler.scale(torch.ones(()))
+        # A ring of references: nobody holds it, and only a collection frees it.
+        scaler.ring = scaler  # type: ignore[attr-defined]
+        del scaler
+    rank, module = torch.distributed.get_rank(), layers(2)
+    ddp = DistributedDataParallel(module)
+    given = {"handed over": scaler if kind == "used" else None, "none": None, "another's": False}[told]
+    link = gw.attach(ddp, method, grad_scaler=given)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
+    try:
+        for step in range(2):
+            loss = square_loss(ddp, rank, step)
+            if kind == "used":
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+            else:
+                loss.backward()
+                optimizer.step()
+    except gw.GradwireError as error:
+        return f"{link.error} / {error}"
+    finally:
+        link.close()
+    return "trained"
+
+
+@pytest.mark.parametrize("method", ["errorfeedback", "diana", "signsgd"])
+@pytest.mark.ranks
+def test_a_scaler_that_was_not_handed_over_is_refused_in_the_first_step(three_ranks: Ranks, method: str) -> None:
+    for sentence in three_ranks(train, method, "used", "none"):
+        assert sentence.count("hand it over, grad_scaler=scaler") == 2
+
+
+@pytest.mark.parametrize(
+    ("method", "kind", "told"),
+    [
+        ("errorfeedback", "used", "handed over"),
+        ("errorfeedback", "used", "another's"),
+        ("errorfeedback", "unused", "none"),
+        ("errorfeedback", "disabled", "none"),
+        ("errorfeedback", "dropped", "none"),
+        ("terngrad", "used", "none"),
+        ("alq", "used", "none"),
+    ],
+)
+@pytest.mark.ranks
+def test_all_else_trains(three_ranks: Ranks, method: str, kind: str, told: str) -> None:
+    assert three_ranks(train, method, kind, told) == ["trained"] * 3
