@@ -204,8 +204,8 @@ def aqsgd_text(cell: dict[tuple[str, int], Found]) -> list[str]:
         "catch up, so that differences between methods at large blocks are larger for NUQSGD and TernGrad.",
         *zero(high),
         "- Runs of one seed differ by a point or so (see ±), which is as much as most of these methods differ from each other up to "
-        f"blocks of 8192. At {high} ALQ and ALQ-N lie below AMQ, where the authors' lie above, on average of two seeds. That "
-        "we cannot explain: levels are fitted at steps 0, 100 and 1000 here, of 1560, and by the same rule as theirs.",
+        "blocks of 8192.",
+        *fits(low, high),
     ]
 
 
@@ -221,6 +221,31 @@ def zero(block_size: int) -> list[str]:
         f"scale; most values are then far below the maximum, and without a zero each of them costs (R/7)^2. Variance of this network's gradient in blocks of {block_size} without and with a zero, "
         f"`python benchmarks/zero_level.py --data FOLDER`: {pairs} times its square. So theirs falls off more, and ours less than ALQ "
         "and AMQ would let one expect, whose levels have no zero either, as in their program.",
+    ]
+
+
+def fits(low: int, high: int) -> list[str]:
+    """Say how far gradients are from the normals that levels are fitted to."""
+    found = load("fitted_levels")
+    if not found:
+        return []
+
+    def of(method: str, block_size: int, kind: str) -> list[float]:
+        return [r[kind] for r in found["rows"] if (r["method"], r["block_size"]) == (method, block_size)]
+
+    def told(method: str, block_size: int, kind: str) -> str:
+        values = of(method, block_size, kind)
+        return f"{min(values):.2g} to {max(values):.2g}"
+
+    older = max(use / new for m in ("ALQ", "AMQ") for use, new in zip(of(m, high, "in_use"), of(m, high, "fresh")))
+    return [
+        f"- At {high} ALQ and ALQ-N lie below AMQ, where the authors' lie above. ALQ's levels are the best ones for values from a normal "
+        f"distribution of each block's mean and deviation, and this network's {-(-found['elements'] // high)} blocks of {high}, which mix layers, are far "
+        "from normal. Variance of its gradients with levels fitted to these very gradients, at steps 0 to 1559, "
+        f"`python benchmarks/fitted_levels.py --data FOLDER`: ALQ {told('ALQ', high, 'fresh')}, AMQ {told('AMQ', high, 'fresh')} times the square; "
+        f"with values drawn from those normals it would be {told('ALQ', high, 'fresh_if_normal')} and {told('AMQ', high, 'fresh_if_normal')}. "
+        f"AMQ's powers of a ratio also serve the tails. At {low} gradients are nearly normal, and ALQ's variance is the lower one: {told('ALQ', low, 'fresh')} against "
+        f"{told('AMQ', low, 'fresh')}. Levels from the last update, at steps 0, 100 and 1000, have up to {older:.2f} times the variance of fresh ones.",
     ]
 
 
