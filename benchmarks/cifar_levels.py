@@ -11,13 +11,12 @@ four real workers. Runs that are whole are not repeated; two copies of the scrip
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from runs import claim, final, machine, train
+from runs import claim, final, train, write
 
 STEPS = 1560
 SIZES = (64, 32768, 1024, 8192)
@@ -112,11 +111,8 @@ def main() -> int:
         print(
             f"{line['method']:9s} {line['block_size']:6d}  {100 * line['accuracy_mean']:.2f} % ({line['seeds']} seeds)"
         )
-    if arguments.json:
-        what = (
-            f"ResNet-8 on CIFAR-10 (batches 1-4, evaluated on 5), 4 workers, total batch 128, {arguments.steps} steps"
-        )
-        arguments.json.write_text(json.dumps({"what": what, **machine(), **found}, indent=1) + "\n")
+    what = f"ResNet-8 on CIFAR-10 (batches 1-4, evaluated on 5), 4 workers, total batch 128, {arguments.steps} steps"
+    write(arguments.json, what=what, **found)
     return 0
 
 

@@ -14,13 +14,12 @@ float32 all-reduce has 32.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
-from runs import machine
+from runs import write
 from variance import real_gradient
 
 import gradwire as gw
@@ -175,8 +174,7 @@ def main() -> int:
                 f"traffic {row['traffic_packed']:5.2f}, {row['traffic_rans']:5.2f}, {row['traffic_huffman']:5.2f}",
                 flush=True,
             )
-    if chosen.json:
-        chosen.json.write_text(json.dumps({"workers": WORKERS, **machine(), "rows": rows}, indent=1) + "\n")
+    write(chosen.json, workers=WORKERS, rows=rows)
     return 0
 
 

@@ -11,14 +11,13 @@ steps. With l1, the support is compared with scikit-learn's (saga, elastic net).
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from runs import machine
+from runs import write
 
 import gradwire as gw
 from gradwire.experiments.convex import LogisticProblem
@@ -144,8 +143,7 @@ def main() -> int:
                     f"support {r['support']} ({r['support_is_the_optimums']}), {r['seconds']:.0f} s",
                     flush=True,
                 )
-    if chosen.json:
-        chosen.json.write_text(json.dumps({"workers": WORKERS, **machine(), "rows": rows}, indent=1) + "\n")
+    write(chosen.json, workers=WORKERS, rows=rows)
     return 0
 
 

@@ -11,7 +11,6 @@ values were what the fit takes them for: draws from normals of the blocks' means
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import Any
 
 import torch
 from cifar_levels import STEPS
-from runs import machine
+from runs import write
 from torch import Tensor, nn
 from zero_level import of_block, variance
 
@@ -108,10 +107,7 @@ def main() -> int:
                 rows.append(row)
                 told = ", ".join(f"{k} {row[k]:.3g}" for k in ("fresh", "in_use", "fresh_if_normal"))
                 print(f"step {step:4d}, blocks of {block_size:5d}, {method:5s}: {told}", flush=True)
-    if chosen.json:
-        chosen.json.write_text(
-            json.dumps({"workers": WORKERS, "elements": gradients.shape[1], **machine(), "rows": rows}, indent=1) + "\n"
-        )
+    write(chosen.json, workers=WORKERS, elements=gradients.shape[1], rows=rows)
     return 0
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from runs import claim, final, machine, train
+from runs import claim, final, train, write
 
 METHODS = ("terngrad", "fp32")
 # Workers and seeds. All numbers of workers see the same batches of a seed, so that fp32 runs with the same seed differ
@@ -82,15 +82,6 @@ def _pair(rows: list[dict[str, Any]], workers: int, seed: int) -> tuple[dict[str
     return (ours, base) if ours and base else None
 
 
-def record(found: dict[str, Any]) -> dict[str, Any]:
-    """Put what ran beside what was measured."""
-    return {
-        "what": "LeNet on MNIST, total batch 64, SGD with momentum 0.9, rate 0.01 (polynomial, power 0.5), simulated",
-        **machine(),
-        **found,
-    }
-
-
 def main() -> int:
     """Run, collect, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -106,8 +97,8 @@ def main() -> int:
     for line in found["table"]:
         spread = ", ".join(f"{m} {100 * line[f'{m}_accuracy_mean']:.2f} %" for m in METHODS)
         print(f"{line['workers']:3d} workers: {spread}; {line['difference_points']:+.2f} points")
-    if arguments.json:
-        arguments.json.write_text(json.dumps(record(found), indent=1) + "\n")
+    what = "LeNet on MNIST, total batch 64, SGD with momentum 0.9, rate 0.01 (polynomial, power 0.5), simulated"
+    write(arguments.json, what=what, **found)
     return 0
 
 

@@ -12,7 +12,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-__all__ = ["claim", "final", "machine", "train"]
+__all__ = ["claim", "final", "machine", "train", "write"]
 
 
 def final(folder: Path, steps: int) -> dict[str, Any] | None:
@@ -57,6 +57,12 @@ def train(task: str, folder: Path, options: dict[str, Any]) -> None:
     _lock(folder).unlink()
     row = final(folder, options["steps"])
     print(f"{folder.name}: {row and row['accuracy']} ({time.monotonic() - start:.0f} s)", flush=True)
+
+
+def write(path: Path | None, **found: Any) -> None:
+    """Write what was found, with what ran and when; nothing without a path."""
+    if path:
+        path.write_text(json.dumps({**machine(), **found}, indent=1) + "\n")
 
 
 def machine() -> dict[str, Any]:

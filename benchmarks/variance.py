@@ -10,13 +10,12 @@ exact variance of the same blocks, sum_k (h_k - r_k) (r_k - l_k) R^2.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
-from runs import machine
+from runs import write
 
 import gradwire as gw
 from gradwire.experiments import tasks
@@ -115,9 +114,7 @@ def main() -> int:
         verdict = "" if row["within_3_percent"] else "OUTSIDE"
         numbers = f"{row['measured']:9.4g} {row['expected']:9.4g} {100 * row['deviation']:+6.2f} %"
         print(f"{row['vector']:14s} {row['spec']:50s} {numbers} {verdict}", flush=True)
-    if chosen.json:
-        what = {"numel_gaussian": 8192 * 256, "numel_text": g.numel(), "text_steps": chosen.steps}
-        chosen.json.write_text(json.dumps({**what, **machine(), "rows": rows}, indent=1) + "\n")
+    write(chosen.json, numel_gaussian=8192 * 256, numel_text=g.numel(), text_steps=chosen.steps, rows=rows)
     return 0 if all(row["within_3_percent"] for row in rows) else 1
 
 

@@ -10,13 +10,12 @@ parameters, before training and after some steps of SGD.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
-from runs import machine
+from runs import write
 
 from gradwire.experiments import tasks
 
@@ -67,8 +66,7 @@ def main() -> int:
                     f"step {step:4d}, blocks of {block_size:6d}: " + ", ".join(f"{n} {v:.3g}" for n, v in found.items())
                 )
         optimizer.step()
-    if chosen.json:
-        chosen.json.write_text(json.dumps({**machine(), "rows": rows}, indent=1) + "\n")
+    write(chosen.json, rows=rows)
     return 0
 
 
