@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,15 +15,19 @@ from gradwire.algorithms.plan import cut
 from gradwire.groups import Meter, dry_run, simulate_ranks
 from gradwire.kernels import get_kernels
 from gradwire.ops import AllGather, AllToAll, Reduce
-from gradwire.protocols import Context, Memory
+from gradwire.protocols import Context, Memory, Workspace
 from gradwire.segments import Parameter, Segment, flat_view, lay_out
 
 SIZES = (3000, 5, 81, 7000, 160)
 
 
-def plan_for(method: gw.Method, world_size: int, collective: str, backend: str = "cpu", **options: Any) -> Any:
+def plan_segments() -> list[Segment]:
     parameters = [Parameter(f"p{i}", (n,), (1,)) for i, n in enumerate(SIZES)]
-    segments = [Segment(s.parameter, s.offset, s.start, s.numel, s.numel < 100) for s in lay_out(parameters)]
+    return [Segment(s.parameter, s.offset, s.start, s.numel, s.numel < 100) for s in lay_out(parameters)]
+
+
+def plan_for(method: gw.Method, world_size: int, collective: str, backend: str = "cpu", **options: Any) -> Any:
+    segments = plan_segments()
     defaults: dict[str, Any] = {"seed": 0, "chunk_numel": 1 << 20}
     kernels = get_kernels(backend)
     return make_plan(
@@ -58,6 +63,35 @@ def test_the_dry_run_is_exact(
         assert {m.sent_bytes for m in meters} == {predicted.sent_bytes}
         assert {m.received_bytes for m in meters} == {predicted.received_bytes}
     assert all(torch.equal(rows[0], row) for row in rows)
+
+
+@pytest.mark.parametrize("chunk_numel", [1 << 20, 1000])
+@pytest.mark.parametrize(
+    ("method", "collective"), [(m, c) for m in ALL for c in m.collectives if not m.direction], ids=repr
+)
+def test_the_outcome_is_the_mean_of_what_ranks_say_they_sent(
+    method: gw.Method, collective: str, chunk_numel: int
+) -> None:
+    """Also of dense segments; diagnostics and error feedback rest on it."""
+    g = torch.randn(3, sum(SIZES), generator=torch.Generator().manual_seed(1))
+    rows, sent = g.clone(), torch.zeros_like(g)
+    plan = plan_for(method, 3, collective, chunk_numel=chunk_numel)
+    contexts = [Context(r, 3, 0, memory=Memory(), wants_sent=True) for r in range(3)]
+    meters = [Meter() for _ in range(3)]
+    prepared = simulate_ranks([plan.prepare(c, row) for c, row in zip(contexts, rows)], meters)
+    for chunk in range(plan.chunks):
+        mine = [replace(c, chunk=chunk, workspace=Workspace()) for c in contexts]
+        runs = [plan.run(c, row, p) for c, row, p in zip(mine, rows, prepared)]
+        for outcome, out in zip(simulate_ranks(runs, meters), sent):
+            assert outcome.sent is not None
+            outcome.sent(out, 1.0)
+    # Sums of a few values in float32; casts sum in their own type: two roundings of sums up to four in 8 or 11 bits.
+    precision = {"bf16": 2**-5, "fp16": 2**-8}.get(method.name, 1e-5)
+    assert torch.allclose(sent.mean(0), rows[0], rtol=1e-5, atol=precision)
+    dense = torch.zeros(sum(SIZES), dtype=torch.bool)
+    for segment in plan_segments():
+        dense[segment.offset : segment.offset + segment.numel] = segment.dense
+    assert torch.allclose(sent[:, dense], g[:, dense], rtol=0, atol=precision)
 
 
 @pytest.mark.parametrize("collective", ["two_shot", "all_gather"])

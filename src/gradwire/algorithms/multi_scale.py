@@ -178,6 +178,8 @@ class _MultiScalePlan(SectionPlan):
             stretched = torch.zeros_like(out)
             inner(stretched, weight)
             for where, part in self._in_pieces(context, steps):
-                out[where].add_(stretched[where].div_(self._stretch(part)))
+                stretched[where].div_(self._stretch(part))
+            # With what travels in float32, which lies between the runs.
+            out.add_(stretched)
 
         return replace(outcome, sent=sent)
