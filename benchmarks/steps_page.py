@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
+from auto_page import auto_section, coder_section
+from page_parts import ORDER, RESULTS, ROOT, UNLIMITED, Cell, Key, Row, cells_of, ms, provenance, result, rows_of, speed
+
 FIGURE = ROOT / "docs" / "figures" / "steps.png"
 
-Row = dict[str, Any]
-Cell = dict[str, Row]
-Key = tuple[str, int, float]
-
-UNLIMITED = float("inf")
-ORDER = ("mlp", "resnet", "transformer", "lenet")
 COLUMNS = (
     "compute",
     "ddp fp32",
@@ -30,46 +22,6 @@ CASTS = ("ddp fp32", "ddp fp16", "gradwire fp32", "gradwire bf16")
 AUTO = "gradwire auto"
 NOISE = 0.02
 """Less than this is no loss: repeated cells differ by as much."""
-
-
-def rows_of(name: str) -> list[Row]:
-    """Read a file of JSON lines, if it is there."""
-    path = RESULTS / f"{name}.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def result(name: str) -> dict[str, Any] | None:
-    """Read a result, if it is there."""
-    path = RESULTS / f"{name}.json"
-    return json.loads(path.read_text()) if path.exists() else None
-
-
-def cells_of(rows: Sequence[Row]) -> dict[Key, Cell]:
-    """Group rows by model, hosts and bandwidth, slowest link first."""
-    found: dict[Key, Cell] = {}
-    for row in rows:
-        key = (row["model"], row["hosts"], row["bandwidth_bits_per_s"] or UNLIMITED)
-        found.setdefault(key, {})[row["variant"]] = row
-    return dict(sorted(found.items(), key=lambda item: (ORDER.index(item[0][0]), item[0][1], item[0][2])))
-
-
-def speed(rate: float) -> str:
-    """Write a bandwidth."""
-    if rate == UNLIMITED:
-        return "unlimited"
-    return f"{rate / 1e9:g} Gbit/s" if rate >= 1e9 else f"{rate / 1e6:g} Mbit/s"
-
-
-def ms(seconds: float) -> str:
-    """Write milliseconds with three figures."""
-    value = 1e3 * seconds
-    return f"{value:.0f}" if value >= 100 else f"{value:.1f}"
-
-
-def provenance(row: Row) -> str:
-    """Say on what, with what and when."""
-    versions = ", ".join(f"{n} {row[f'{n}_version']}" for n in ("gradwire", "torch", "numba", "python"))
-    return f"{row['processor']}, {row['cores']} cores; {versions}; {row['date_utc'][:10]}"
 
 
 def tables(cells: dict[Key, Cell]) -> list[str]:
@@ -266,37 +218,6 @@ def model_section() -> list[str]:
     return lines
 
 
-def auto_section() -> list[str]:
-    """Describe what "auto" chose in each cell, and how that compares."""
-    found = result("auto")
-    if not found:
-        return []
-    lines = [
-        '## `method="auto"`',
-        "",
-        "`python benchmarks/auto_cells.py`: in every cell a fresh link tries its list in the first steps and chooses; then it"
-        " takes turns with the others. Beside it, the same method attached by name: what differs there is noise. Allowed: slower than the best cast by 3 % or two standard errors of the"
-        " pairs, whichever is larger. To be faster than fp32: where bytes / bandwidth exceeds a third of the fp32 step.",
-        "",
-        "| model | hosts | link | chosen | best cast, ms | auto, ms | over best cast | allowed | over the chosen by name"
-        " | must win | verdict |",
-        "|---|---:|---|---|---:|---:|---:|---:|---:|---|---|",
-    ]
-    for c in found["cells"]:
-        itself = c["relative_to_the_chosen_alone"]
-        lines.append(
-            f"| {c['model']} | {c['hosts']} | {speed(c['bandwidth_bits_per_s'] or UNLIMITED)} | `{c['chosen']}` |"
-            f" {ms(c['best_cast_s'])} ({c['best_cast']}) | {ms(c['auto_s'])} | {100 * c['relative_to_best_cast']:+.1f} % |"
-            f" {100 * c['allowed']:.1f} % | {'-' if itself is None else f'{100 * itself:+.1f} %'} | {'yes' if c['must_win'] else ''} | {'kept' if c['kept'] else '**broken**'} |"
-        )
-    kept = sum(c["kept"] for c in found["cells"])
-    lines += ["", f"Kept in {kept} of {len(found['cells'])} cells; with \"faster than the best cast\" instead of"
-                  f" \"than fp32\" in {sum(c['kept_strictly'] for c in found['cells'])}, as the best cast is at times what it chose."
-                  f" {found['cpu']}, {found['cores']} cores;"
-                  f" {found['date_utc'][:10]}.", ""]  # fmt: skip
-    return lines
-
-
 def accuracy_section() -> list[str]:
     """Describe the time to accuracy."""
     found = result("time_to_accuracy")
@@ -352,7 +273,7 @@ def page() -> str:
             *goals(cells),
             *bytes_(rows),
         ]
-    for part in (model_section, auto_section, accuracy_section):
+    for part in (model_section, auto_section, coder_section, accuracy_section):
         lines += part()
     projection = RESULTS / "projection.md"
     if projection.exists():
