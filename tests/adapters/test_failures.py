@@ -99,7 +99,10 @@ def broken(where: str) -> tuple[weakref.ref[Any], Exception | None]:
     link = gw.attach(ddp, "terngrad")
 
     def fail(*arguments: Any, **more: Any) -> None:
-        raise KeyError("boom")
+        try:
+            raise ValueError("first")
+        except ValueError as error:
+            raise KeyError("boom") from error
 
     if where == "hook":
         link._pilot.begin = fail  # type: ignore[method-assign]

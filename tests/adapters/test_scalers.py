@@ -27,6 +27,13 @@ def test_methods_that_add_up_rounds_say_so(method: gw.Method) -> None:
     assert method.needs_loss_scale == (bool(vectors) or method.direction)
 
 
+@pytest.mark.parametrize("inner", ["errorfeedback", "diana", "DIANA(momentum=0.9)", "terngrad"])
+def test_a_coder_changes_nothing_of_that(inner: str) -> None:
+    plain, coded = gw.method(inner), gw.method(f"Coded({inner})")
+    assert coded.needs_loss_scale == plain.needs_loss_scale == (inner != "terngrad")
+    assert coded.owns_momentum == plain.owns_momentum == ("momentum" in inner)
+
+
 def train(method: str, kind: str, told: Any) -> str:
     """Take two steps beside a scaler of a kind; give the refusal, as the link and as backward tell it."""
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=kind != "disabled")
@@ -62,6 +69,7 @@ def train(method: str, kind: str, told: Any) -> str:
 def test_a_scaler_that_was_not_handed_over_is_refused_in_the_first_step(three_ranks: Ranks, method: str) -> None:
     for sentence in three_ranks(train, method, "used", "none"):
         assert sentence.count("hand it over, grad_scaler=scaler") == 2
+        assert sentence.count("has unscaled them before") == 2
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from typing import TypeVar
 import torch
 
 from gradwire.adapters.hosts import host_number
-from gradwire.groups import Job, Lane
+from gradwire.groups import Job, Lane, WireError
 from gradwire.ops import AllGather, AllToAll, Exchange
 from gradwire.perf.probing import Probed
 
@@ -30,16 +30,19 @@ MOST_BYTES = 1 << 25
 
 
 class Conference:
-    """Collective calls from the thread that brings buckets; each waits for its answer.
+    """Collective calls from the thread that brings buckets; each waits for its answer, but :meth:`gathering`.
+
+    To wait for ranks that are not in this step yet is in order between steps, but not where backward holds other
+    collectives.
 
     Safe where every rank makes the same call at the same place: the lane runs it behind what was submitted before.
 
     Args:
         lane: That carries the calls.
-        failed: Turns a failure into the link's error.
+        failed: Turns a failure, and what was talked about, into the link's error.
     """
 
-    def __init__(self, lane: Lane, failed: Callable[[Exception], Exception]) -> None:
+    def __init__(self, lane: Lane, failed: Callable[[Exception, str], Exception]) -> None:
         self._lane, self._failed = lane, failed
 
     def gather(self, values: Sequence[float]) -> list[list[float]]:
@@ -52,6 +55,38 @@ class Conference:
         rows = self._call(_all_gather(mine, self._lane.world_size))
         found: list[list[float]] = rows.view(torch.float64).view(self._lane.world_size, -1).tolist()
         return found
+
+    def gathering(self, values: Sequence[float], about: str) -> Callable[[], list[list[float]]]:
+        """Start to gather, without a wait; what is returned waits, and gives every rank's values.
+
+        To be called while the lane is idle: it starts here and now, before whatever is submitted to the lane next.
+
+        Raises:
+            ExchangeError: a rank is gone, when the answer is asked for.
+        """
+        n = self._lane.world_size
+        mine = torch.tensor(values, dtype=torch.float64).view(torch.uint8)
+        recv = torch.empty((n, mine.numel()), dtype=torch.uint8)
+        done = threading.Event()
+        errors: list[Exception] = []
+
+        def fail(error: Exception) -> None:
+            errors.append(error)
+            done.set()
+
+        try:
+            self._lane.begin(_all_to_all(mine.repeat(n, 1), recv), lambda _: done.set(), fail)
+        except RuntimeError as error:
+            fail(WireError(str(error)))
+
+        def answer() -> list[list[float]]:
+            done.wait()
+            if errors:
+                raise self._failed(errors[0], about) from errors[0]
+            rows: list[list[float]] = recv.view(torch.float64).tolist()
+            return rows
+
+        return answer
 
     def probe(self, most_bytes: int = MOST_BYTES) -> Probed:
         """Time all-to-alls of small and of large rows; every rank gives the same.
@@ -110,7 +145,7 @@ class Conference:
         self._lane.submit(Job(run, fail))
         done.wait()
         if errors:
-            raise self._failed(errors[0]) from errors[0]
+            raise self._failed(errors[0], "the choice of a method") from errors[0]
         return results[0]
 
 

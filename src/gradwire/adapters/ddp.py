@@ -43,8 +43,8 @@ def attach(
         method: A method object or a spec such as ``"terngrad"`` or ``"TernGrad(clip=2.5)"``.
         optimizer: For methods that act on its steps: DIANA with a proximal operator.
         grad_scaler: The scaler of automatic mixed precision, for methods that keep a residual or a momentum, or give a
-            direction: they refuse gradients of a scaled loss without it. False: a scaler that this program uses is not
-            for this module.
+            direction: they refuse gradients of a scaled loss without it. False: this module's gradients are not scaled,
+            whatever scalers there are.
         collective: ``"all_reduce"``, ``"all_gather"``, ``"two_shot"``, or ``"auto"``: the one that sends the fewest
             bytes, by exact count, bucket by bucket.
         exclude: Patterns of parameter names that travel in float32, such as ``"fc.*"`` for the last layer.
@@ -55,10 +55,11 @@ def attach(
         process_group: The module's own, which is also the default.
         check: Verify after every bucket that all ranks hold the same bits.
         fallback: ``"bf16"`` or ``"fp32"``: once what any rank sends strays too far from its gradient, all ranks return
-            to it, in the same round and for good, with a warning; ``link.record()["fallback"]`` says when and why.
-        fallback_limit: The relative error from which on that is so, |sent - gradient| / |gradient| over all
-            parameters, looked at every 100 rounds. Biased methods that go astray send a growing residual, and unbiased
-            ones what their variance makes of the gradient: ``link.diagnostics()`` tells usual values.
+            to it in the same round, with a warning, and stay; ``link.record()["fallback"]`` says when and why.
+        fallback_limit: The relative error above which that is so: |sent - gradient| over all parameters of any rank,
+            over the root mean square of |gradient| over ranks, looked at every 100 rounds. Biased methods that go
+            astray send a growing residual, and unbiased ones what their variance makes of the gradient:
+            ``link.diagnostics()`` tells usual values.
         backend: Of the kernels.
 
     Returns:

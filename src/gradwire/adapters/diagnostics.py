@@ -44,17 +44,22 @@ class Diagnostics:
         with self._lock:
             self._rows.update(rows)
 
-    def relative_error(self, round: int) -> float:
-        """Give |sent - gradient| / |gradient| over all parameters that were measured in a round.
+    def squares(self, round: int) -> tuple[float, float]:
+        """Give |sent - gradient|^2 and |gradient|^2 over all parameters that were measured in a round.
 
-        0 where none was, or where the gradient was not finite, which tells nothing about what was sent.
+        Both are 0 if none was. What was sent may be anything where the gradient is finite: NaN counts as infinite.
         """
         with self._lock:
             rows = [row for row in self._rows.values() if row["round"] == round]
-        squares = [row["gradient_norm"] ** 2 for row in rows]
-        off = sum(row["relative_error"] ** 2 * (square or 1.0) for row, square in zip(rows, squares))
-        found = math.sqrt(off / (sum(squares) or 1.0)) if math.isfinite(sum(squares)) else 0.0
-        return 0.0 if math.isnan(found) else found
+        gradients = [row["gradient_norm"] ** 2 for row in rows]
+        # Beside a zero gradient the relative error is the absolute one.
+        off = sum(row["relative_error"] ** 2 * (square or 1.0) for row, square in zip(rows, gradients))
+        return (math.inf if math.isnan(off) else off), sum(gradients)
+
+    def forget(self) -> None:
+        """Drop all measurements: rounds with these numbers come again."""
+        with self._lock:
+            self._rows = {}
 
     def rows(self) -> dict[str, dict[str, float]]:
         """Give the latest measurement of each parameter."""

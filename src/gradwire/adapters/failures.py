@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 import threading
 from collections.abc import Sequence
@@ -13,7 +12,7 @@ from gradwire.groups import Failure, Lane, RollCall, WireError
 
 __all__ = ["Breakage", "place"]
 
-Error = TypeVar("Error", bound=Exception)
+Error = TypeVar("Error", bound=BaseException)
 
 
 def place(bucket: int, chunk: int | None, round: int, names: Sequence[str]) -> str:
@@ -47,10 +46,14 @@ class Breakage:
                     lane.hang_up()
             return _without_frames(self.error)
 
+    def told(self) -> GradwireError | None:
+        """Give the link's error, if it has one, to be raised or kept by others."""
+        return None if self.error is None else _without_frames(self.error)
+
     def refuse(self) -> None:
         """Raise the link's error, if it has one."""
         if self.error is not None:
-            raise _without_frames(self.error) from self.error.__cause__
+            raise _without_frames(self.error)
 
     def _explain(self, error: Exception, where: str) -> GradwireError:
         if isinstance(error, WireError):
@@ -63,13 +66,13 @@ class Breakage:
 
 
 def _without_frames(error: Error) -> Error:
-    """Copy an exception, with its cause, but without where it was raised."""
-    try:
-        bare = copy.copy(error)
-    except Exception:
-        # One that cannot be built from its own arguments: its text is what people need.
-        bare = error.with_traceback(None)
-    bare.__cause__ = error.__cause__
+    """Copy an exception, and what caused it, but not where they were raised."""
+    # Not by copy.copy, which calls a constructor that may make the message anew.
+    bare = type(error).__new__(type(error), *error.args)
+    bare.args = error.args
+    bare.__dict__.update(error.__dict__)
+    if error.__cause__ is not None:
+        bare.__cause__ = _without_frames(error.__cause__)
     return bare
 
 

@@ -1,13 +1,13 @@
-"""A return to a plain method, for good, once what is sent strays too far from the gradients."""
+"""A return to a plain method, once what is sent strays too far from the gradients."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-from gradwire.adapters.diagnostics import Diagnostics
 from gradwire.adapters.pilot import Network, Pilot
 from gradwire.errors import IncompatibleError
 from gradwire.methods import Method
@@ -34,23 +34,38 @@ def check_fallback(method: Method) -> None:
 
 
 class Guard:
-    """Flies by another pilot until the limit is crossed, and by the fallback from the next round on.
+    """Flies by another pilot until the limit is crossed, and by the fallback from then on.
 
-    In the round after each measurement, ranks gather their relative errors, so that all return at once, or none.
+    With |e_i| the error |sent - gradient| of rank i over all parameters in a measured round, ranks return if
+
+        max_i |e_i| / sqrt(mean_i |g_i|^2) > limit
+
+    The mean over ranks, since one rank may have no gradient at all, and a residual to send. A round in which a gradient
+    overflowed tells nothing. Ranks start to tell each other in the round after the measurement, and read it in the one
+    after that, when all have: no rank waits in the midst of backward, and all return at once, or none. What was told
+    when a checkpoint was saved is lost with it, on all ranks, until the next measurement.
 
     Args:
         pilot: That chooses before.
         fallback: By which gradients travel afterwards.
-        limit: On the relative error of what a rank sent.
-        diagnostics: That measures it.
+        limit: See above.
+        strayed: Gives |e_i|^2 and |g_i|^2 of a measured round, the latter NaN or infinite where it tells nothing.
+        interval: Every round of a number that it divides is measured.
         fell: Called with a sentence when the limit is crossed, before the round's first bucket starts.
     """
 
     def __init__(
-        self, pilot: Pilot, fallback: Planner, limit: float, diagnostics: Diagnostics, fell: Callable[[str], None]
+        self,
+        pilot: Pilot,
+        fallback: Planner,
+        limit: float,
+        strayed: Callable[[int], tuple[float, float]],
+        interval: int,
+        fell: Callable[[str], None],
     ) -> None:
         self._pilot, self._fallback, self._limit = pilot, fallback, limit
-        self._diagnostics, self._fell = diagnostics, fell
+        self._strayed, self._interval, self._fell = strayed, interval, fell
+        self._told: Callable[[], list[list[float]]] | None = None
         self._since: int | None = None
         self._error, self._rank = 0.0, 0
 
@@ -60,30 +75,43 @@ class Guard:
         return self._pilot.planner if self._since is None else self._fallback
 
     def begin(self, round: int, network: Network) -> None:
-        """Compare what was measured in the round before with the limit."""
+        """Tell of what was measured in the round before, or judge what was told in it."""
         if self._since is not None:
             return
-        if round and self._diagnostics.wanted(round - 1):
-            errors = [row[0] for row in network.gather([self._diagnostics.relative_error(round - 1)])]
-            worst = max(errors)
-            if worst > self._limit:
-                self._since, self._error, self._rank = round, worst, errors.index(worst)
-                self._fell(
-                    f"what rank {self._rank} sent in round {round - 1} has a relative error of {worst:.4g}, above "
-                    f"fallback_limit={self._limit:g}: gradients travel by {self._fallback.method!r} from now on, and "
-                    "what the method remembered is dropped"
-                )
-                return
+        told, self._told = self._told, None
+        if told is not None and self._judge(told(), round):
+            return
+        if round % self._interval == 1 % self._interval:
+            self._told = network.gathering(self._strayed(round - 1), "the check of fallback_limit")
         self._pilot.begin(round, network)
+
+    def _judge(self, rows: list[list[float]], round: int) -> bool:
+        square = sum(gradient for _, gradient in rows) / len(rows)
+        if not 0 < square < math.inf:
+            return False
+        errors = [math.sqrt(off / square) for off, _ in rows]
+        worst = max(errors)
+        if worst <= self._limit:
+            return False
+        self._since, self._error, self._rank = round, worst, errors.index(worst)
+        self._fell(
+            f"what rank {self._rank} sent in round {round - 2} has a relative error of {worst:.4g}, above "
+            f"fallback_limit={self._limit:g}: gradients travel by {self._fallback.method!r} from now on, and what the "
+            "method remembered is dropped"
+        )
+        return True
 
     def again(self) -> None:
         """Give the other pilot another chance."""
         self._pilot.again()
-        self._since = None
+        self._since, self._told = None, None
 
     def record(self) -> dict[str, Any] | None:
-        """What the other pilot chose."""
-        return self._pilot.record()
+        """What the other pilot chose, or did not come to choose."""
+        found = self._pilot.record()
+        if found and found["chosen"] is None and self._since is not None:
+            found["reason"] = "the trial ended with the return to the fallback"
+        return found
 
     def returned(self) -> dict[str, Any] | None:
         """Since which round the fallback flies, and which rank's error it was; None before."""
@@ -106,8 +134,9 @@ class Guard:
 
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
         """Take what :meth:`state` gave."""
-        self._pilot.load(state)
-        self._since = None
+        # What it is told of, it would warn of.
+        self._pilot.load({key: value for key, value in state.items() if key != "fallback"})
+        self._since, self._told = None, None
         if "fallback" in state:
             since, self._error, rank = state["fallback"].tolist()
             self._since, self._rank = int(since), int(rank)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -17,7 +18,7 @@ from gradwire.adapters.failures import Breakage, place
 from gradwire.adapters.handshake import agreement, default_group
 from gradwire.adapters.lost import lost
 from gradwire.adapters.notices import Notices
-from gradwire.adapters.parameters import check_parameters, gradient, named_parameters
+from gradwire.adapters.parameters import check_parameters, gradient, named_parameters, own_buckets
 from gradwire.adapters.pilot import Pilot
 from gradwire.adapters.pilots import make_pilot
 from gradwire.adapters.scalers import check_scaler, check_unscaled, scale_of
@@ -62,8 +63,9 @@ class Link:
         group: Process group; the default group if None.
         lanes: Process groups and threads that exchange side by side; the bits do not depend on it.
         grad_scaler: The scaler of automatic mixed precision, for methods that remember something or give a direction,
-            which refuse to run without it; False: another's, these losses are not scaled. Other methods do not need
-            it: a non-finite gradient on any rank becomes non-finite on all, so that every rank's scaler skips.
+            which refuse to run without it; False: these gradients are not scaled when they are exchanged, whatever
+            scalers there are. Other methods do not need it: a non-finite gradient on any rank becomes non-finite on
+            all, so that every rank's scaler skips.
         optimizer: For methods that need the learning rate or own the momentum.
         options: See :class:`Options`.
 
@@ -104,7 +106,8 @@ class Link:
                 self.method,
                 self.options,
                 lambda one, options: Planner(one, self._parameters, self.world_size, options),
-                self._diagnostics,
+                self._strayed,
+                DIAGNOSTICS_INTERVAL,
                 self._returned,
             )
             self.method.check_optimizer(optimizer, self._parameters)
@@ -123,7 +126,7 @@ class Link:
         # Threads and connections end with the link, also where it is dropped or the interpreter ends without close().
         self.close = weakref.finalize(self, _close, self._lanes, self._roll_call, unbind)
         self._conference = Conference(
-            self._lanes[0], lambda error: self._breakage.record(error, f"the choice of a method, round {self.round}")
+            self._lanes[0], lambda error, about: self._breakage.record(error, f"{about}, round {self.round}")
         )
         self._lock = threading.Lock()
         self.round = 0
@@ -199,6 +202,12 @@ class Link:
         task.submit(self._lanes)
         return task.future
 
+    def _strayed(self, round: int) -> tuple[float, float]:
+        """Give what :class:`Guard` judges: a round that overflowed tells nothing of the method."""
+        off, gradient = self._diagnostics.squares(round)
+        overflow = self._last_skipped == round or (self.grad_scaler and not math.isfinite(off))
+        return off, math.nan if overflow else gradient
+
     def _returned(self, sentence: str) -> None:
         self._notices.once(sentence, sentence)
         self.memory.load({})
@@ -226,7 +235,7 @@ class Link:
 
         A parameter without a gradient here takes part with zeros, and receives the mean.
         """
-        buckets = self._own_buckets()
+        buckets = own_buckets(self._parameters, 4 * self.options.chunk_numel)
         started = []
         for i, names in enumerate(buckets):
             grads = [flat_view(gradient(self._parameters[n])) for n in names]
@@ -238,17 +247,6 @@ class Link:
                 self._breakage.refuse()
                 raise
             torch._foreach_copy_(grads, list(flat.split([g.numel() for g in grads])))
-
-    def _own_buckets(self) -> list[list[str]]:
-        buckets: dict[tuple[torch.dtype, int], list[str]] = {}
-        filled: dict[torch.dtype, list[int]] = {}
-        for name, p in reversed(self._parameters.items()):
-            at = filled.setdefault(p.dtype, [0, 0])
-            if at[1] and at[1] + p.numel() > 4 * self.options.chunk_numel:
-                at[0], at[1] = at[0] + 1, 0
-            at[1] += p.numel()
-            buckets.setdefault((p.dtype, at[0]), []).append(name)
-        return list(buckets.values())
 
     def _context(self, plan: Plan, bucket: int, chunk: int | None, round: int) -> Context:
         with self._lock:
@@ -283,7 +281,7 @@ class Link:
     @property
     def error(self) -> Exception | None:
         """The error that broke the link, in full; DDP shows only a mangled part of it."""
-        return self._breakage.error
+        return self._breakage.told()
 
     def traffic(self) -> Traffic:
         """Bytes that this rank sent and received so far."""
@@ -341,6 +339,8 @@ class Link:
     def choose_again(self) -> None:
         """Begin a new trial with the next round, where the method is "auto"; to be called on all ranks.
 
+        Also after a return to the fallback.
+
         Raises:
             IncompatibleError: the link has one method.
         """
@@ -367,6 +367,7 @@ class Link:
         self._pilot.load(state["global"])
         # A round that was skipped here may come again, with other gradients.
         self.round, self._last_skipped = int(state["global"]["round"]), -1
+        self._diagnostics.forget()
         self.memory.load(remembered(state, self.method))
 
     # ------------------------------------------------------------------ pickling

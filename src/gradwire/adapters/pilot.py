@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from gradwire.perf.machine import Link
 from gradwire.perf.probing import Probed
 from gradwire.planning import Planner
 
-__all__ = ["STATE", "Chooser", "Fixed", "Network", "Pilot"]
+__all__ = ["STATE", "Chooser", "Fixed", "Network", "Pilot", "say_dropped"]
 
 STATE = ("choice", "choice_spec", "fallback")
 """Keys of a pilot's part of a link's state."""
@@ -28,11 +29,24 @@ HOPELESS = 1.5
 """A candidate is not tried whose bytes over the link alone take this many times the step of the one with the fewest."""
 
 
+def say_dropped(state: Mapping[str, torch.Tensor]) -> None:
+    """Warn that a checkpoint's return to a fallback is not followed."""
+    if "fallback" in state:
+        logging.getLogger("gradwire").warning(
+            "the checkpoint had left its method in round %d for the errors that it made; without fallback= it is used"
+            " again",
+            int(state["fallback"][0]),
+        )
+
+
 class Network(Protocol):
     """What a chooser asks of the group; every call is collective."""
 
     def gather(self, values: Sequence[float]) -> list[list[float]]:
         """Give every rank's values, by rank."""
+
+    def gathering(self, values: Sequence[float], about: str) -> Callable[[], list[list[float]]]:
+        """Start to gather, without a wait; what is returned waits, and gives every rank's values."""
 
     def probe(self, most_bytes: int) -> Probed:
         """Measure what leaves a host while all ranks send, in rows of so many bytes in all; the same on all ranks."""
@@ -91,6 +105,7 @@ class Fixed:
 
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
         """Nothing is taken."""
+        say_dropped(state)
 
     def again(self) -> None:
         """Refuse: there is one method."""
@@ -181,6 +196,7 @@ class Chooser:
         Raises:
             IncompatibleError: the choice is no candidate here.
         """
+        say_dropped(state)
         index, specs = int(state.get("choice", -1)), list(self._planners)
         if index < 0:
             return

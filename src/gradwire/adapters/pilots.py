@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from gradwire import catalogue
-from gradwire.adapters.diagnostics import Diagnostics
 from gradwire.adapters.guard import Guard, check_fallback
 from gradwire.adapters.notices import say_compiled
 from gradwire.adapters.pilot import Chooser, Fixed, Pilot
@@ -21,14 +20,15 @@ def make_pilot(
     method: Method,
     options: Options,
     planner: Callable[[Method, Options], Planner],
-    diagnostics: Diagnostics,
+    strayed: Callable[[int], tuple[float, float]],
+    interval: int,
     fell: Callable[[str], None],
 ) -> Pilot:
     """Make what says by which method a round travels.
 
     Args:
         planner: Makes a planner of the link's parameters.
-        fell: See :class:`Guard`.
+        strayed, interval, fell: See :class:`Guard`.
 
     Raises:
         IncompatibleError: the method cannot do what the options ask.
@@ -50,4 +50,4 @@ def make_pilot(
     check_fallback(method)
     # The collective that was asked for is the method's.
     plain = ready(catalogue.method(options.fallback), replace(options, collective="auto"))
-    return Guard(pilot, plain, options.fallback_limit, diagnostics, fell)
+    return Guard(pilot, plain, options.fallback_limit, strayed, interval, fell)

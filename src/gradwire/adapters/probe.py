@@ -48,7 +48,7 @@ def probe(
     store = dist.PrefixStore(f"gradwire/{mine.token}", dist.distributed_c10d._get_default_store())
     lane = Lane(store, group.rank(), group.size(), timeout, "gradwire probe")
     try:
-        conference = Conference(lane, lambda error: ExchangeError(f"the link could not be measured: {error}"))
+        conference = Conference(lane, lambda error, _: ExchangeError(f"the link could not be measured: {error}"))
         found = conference.probe()
     finally:
         lane.close()

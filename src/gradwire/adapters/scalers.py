@@ -36,7 +36,8 @@ def check_unscaled(method: Method, grad_scaler: Any) -> None:
     """Refuse gradients of a scaled loss where the method was not told; to be called with the first gradients.
 
     Nothing tells a communication hook that a loss was scaled. But a scaler that has scaled one is alive, and before the
-    first backward pass only a program that trains with scaled losses has such a thing.
+    first backward pass only a program that trains with scaled losses has such a thing. One that ``gc.freeze`` hides is
+    not found.
 
     Raises:
         IncompatibleError: there is one, and neither it nor False was handed over.
@@ -49,7 +50,8 @@ def check_unscaled(method: Method, grad_scaler: Any) -> None:
     if _scaling():
         raise IncompatibleError(
             f"a GradScaler scales losses in this program, and {method!r} needs to know by how much: hand it over, "
-            "grad_scaler=scaler, or say grad_scaler=False where it is not for these parameters"
+            "grad_scaler=scaler, or say grad_scaler=False where these gradients are not scaled when exchanged: it is "
+            "another module's, or has unscaled them before"
         )
 
 

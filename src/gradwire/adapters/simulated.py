@@ -10,6 +10,7 @@ import torch
 
 from gradwire import catalogue
 from gradwire.adapters.notices import Notices
+from gradwire.adapters.pilot import say_dropped
 from gradwire.adapters.state import check_state, remembered
 from gradwire.catalogue import Auto
 from gradwire.errors import HyperparameterError, IncompatibleError
@@ -175,6 +176,7 @@ class SimulatedLink:
             IncompatibleError: it is no simulation's state, or not all of one.
         """
         check_state(state, simulated=True)
+        say_dropped(state["global"])
         self.round = int(state["global"]["round"])
         found = remembered(state, self.method)
         for r, memory in enumerate(self._memories):

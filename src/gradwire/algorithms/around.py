@@ -53,6 +53,16 @@ class Wrapper(Algorithm):
         return self.compressor.direction
 
     @property
+    def owns_momentum(self) -> bool:  # type: ignore[override]
+        """As the compressor."""
+        return self.compressor.owns_momentum
+
+    @property
+    def needs_loss_scale(self) -> bool:  # type: ignore[override]
+        """As the compressor."""
+        return self.compressor.needs_loss_scale
+
+    @property
     def min_numel(self) -> int:  # type: ignore[override]
         """As the compressor."""
         return self.compressor.min_numel

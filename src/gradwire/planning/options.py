@@ -33,10 +33,10 @@ class Options:
         backend: Of the kernels: "auto", "cpu", "cpu-plain" or "reference".
         chunk_numel: Elements of a chunk at most.
         check: Verify after every bucket that all ranks hold the same bits.
-        fallback: "bf16" or "fp32": what all ranks travel by for good once what one of them sends strays too far from
-            its gradient; None: never.
-        fallback_limit: The relative error from which on that is so, |sent - gradient| / |gradient| over all
-            parameters.
+        fallback: "bf16" or "fp32": what all ranks travel by once what one of them sends strays too far from its
+            gradient; None: never.
+        fallback_limit: The relative error above which that is so: |sent - gradient| over all parameters of any rank,
+            over the root mean square of |gradient| over ranks.
     """
 
     collective: str = "auto"
