@@ -261,7 +261,7 @@ def signs() -> list[str]:
         "",
         "4 workers, simulated. MNIST: LeNet, 3000 steps, SGD with momentum 0.9. text: GRU on bytes, 600 steps, Adam, or SGD "
         "with momentum 0.9 where it says so. signSGD and Signum: SGD without momentum. Where a learning rate is given, it is the best "
-        "of several (a third of the steps, seed 0). 1-bit SGD begins with 5 % of its steps in float32. ± over two seeds. Bytes are those a worker sent.",
+        "of several, by the accuracy of seed 0. 1-bit SGD begins with 5 % of its steps in float32. ± over two seeds. Bytes are those a worker sent.",
         "",
         "| task | method | learning rate | accuracy, % | loss | sent, MB | bits an element |",
         "|---|---|---:|---:|---:|---:|---:|",
@@ -285,7 +285,7 @@ def signs() -> list[str]:
     return [
         *lines,
         "",
-        *([f"Learning rates tried (accuracy after a third of the steps): {tried}.", ""] if tried else []),
+        *([f"Learning rates tried, and seed 0's accuracy: {tried}.", ""] if tried else []),
     ]
 
 
