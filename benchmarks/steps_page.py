@@ -85,7 +85,8 @@ def others() -> list[str]:
         )
     lines += [
         "",
-        "Why the goals with a coder are missed: its bytes alone take 221 and 92 ms. In a step of `coded` the link stays empty for the"
+        "Why the goals with a coder are missed: its bytes alone take 221 and 92 ms, and computing 80, so both"
+        " would have to overlap almost wholly. In a step of `coded` the link stays empty for the"
         " first 90 to 115 ms (four workers compute on two virtual CPUs: 80 ms, then scalers and the encoder), for 5 to 10 ms between"
         " the phases of each bucket, and for 20 ms at the end, while all four decode; rows, one at a time, take 1.1 to 1.3 times their"
         " bytes over the bandwidth. A core for each worker would take off most of it.",
