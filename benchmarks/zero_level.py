@@ -9,15 +9,12 @@ parameters, before training and after some steps of SGD.
 
 from __future__ import annotations
 
-import argparse
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
+from cifar_gradients import arguments, gradients
 from runs import write
-
-from gradwire.experiments import tasks
 
 BLOCKS = (64, 1024, 8192, 32768)
 STEPS = (0, 50, 200)
@@ -42,30 +39,15 @@ def variance(levels: torch.Tensor, g: torch.Tensor, block_size: int, norm: float
 
 def main() -> int:
     """Train, measure, print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", required=True, help="folder with CIFAR-10's data batches")
-    parser.add_argument("--json", type=Path)
-    chosen = parser.parse_args()
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    task = tasks.build("cifar10", data=chosen.data)
-    model, source = task.build_model(), task.load()
-    optimizer = task.build_optimizer(model)
+    chosen = arguments(__doc__)
     rows: list[dict[str, Any]] = []
-    for step in range(max(STEPS) + 1):
-        indices = torch.randint(source.samples, (32,), generator=torch.Generator().manual_seed(step))
-        inputs, targets = source.batch(indices, slice(0, 32), seed=0, step=step)
-        optimizer.zero_grad()
-        task.loss(model(inputs), targets).backward()
-        if step in STEPS:
-            g = torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None]).double()
-            for block_size in BLOCKS:
-                found = {name: variance(levels, g, block_size) for name, levels in GRIDS.items()}
-                rows.append({"step": step, "block_size": block_size, "elements": g.numel(), **found})
-                print(
-                    f"step {step:4d}, blocks of {block_size:6d}: " + ", ".join(f"{n} {v:.3g}" for n, v in found.items())
-                )
-        optimizer.step()
+    for step, (g,) in gradients(chosen.data, workers=1):
+        for block_size in BLOCKS if step in STEPS else ():
+            found = {name: variance(levels, g.double(), block_size) for name, levels in GRIDS.items()}
+            rows.append({"step": step, "block_size": block_size, "elements": g.numel(), **found})
+            print(f"step {step:4d}, blocks of {block_size:6d}: " + ", ".join(f"{n} {v:.3g}" for n, v in found.items()))
+        if step == max(STEPS):
+            break
     write(chosen.json, rows=rows)
     return 0
 
