@@ -82,7 +82,7 @@ class Told:
 def guard(mine: tuple[float, float], limit: float, said: list[str]) -> Guard:
     parameters = {"0": torch.zeros(2)}
     normal, plain = (Planner(gw.method(spec), parameters, 2, Options()) for spec in ("terngrad", "bf16"))
-    return Guard(Fixed(normal), plain, limit, lambda round: mine, 100, said.append)
+    return Guard(Fixed(normal), plain, limit, lambda round: mine, Diagnostics(100).wanted, said.append)
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ class Guard:
         fallback: By which gradients travel afterwards.
         limit: See above.
         strayed: Gives |e_i|^2 and |g_i|^2 of a measured round, the latter NaN or infinite where it tells nothing.
-        interval: Every round of a number that it divides is measured.
+        wanted: Tells whether a round is measured.
         fell: Called with a sentence when the limit is crossed, before the round's first bucket starts.
     """
 
@@ -60,11 +60,11 @@ class Guard:
         fallback: Planner,
         limit: float,
         strayed: Callable[[int], tuple[float, float]],
-        interval: int,
+        wanted: Callable[[int], bool],
         fell: Callable[[str], None],
     ) -> None:
         self._pilot, self._fallback, self._limit = pilot, fallback, limit
-        self._strayed, self._interval, self._fell = strayed, interval, fell
+        self._strayed, self._wanted, self._fell = strayed, wanted, fell
         self._told: Callable[[], list[list[float]]] | None = None
         self._since: int | None = None
         self._error, self._rank = 0.0, 0
@@ -81,7 +81,7 @@ class Guard:
         told, self._told = self._told, None
         if told is not None and self._judge(told(), round):
             return
-        if round % self._interval == 1 % self._interval:
+        if round and self._wanted(round - 1):
             self._told = network.gathering(self._strayed(round - 1), "the check of fallback_limit")
         self._pilot.begin(round, network)
 

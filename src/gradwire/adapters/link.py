@@ -41,6 +41,9 @@ __all__ = ["Link"]
 LANES = 2
 """Lanes on CPU, where a lane's thread computes and sends by turns."""
 
+RECORDED = ("min_numel", "warmup_steps", "seed", "chunk_numel", "check", "fallback_limit")
+"""Options that a run's record holds."""
+
 DIAGNOSTICS_INTERVAL = 100
 """Rounds from one measurement of :meth:`Link.diagnostics` to the next."""
 
@@ -107,7 +110,7 @@ class Link:
                 self.options,
                 lambda one, options: Planner(one, self._parameters, self.world_size, options),
                 self._strayed,
-                DIAGNOSTICS_INTERVAL,
+                self._diagnostics.wanted,
                 self._returned,
             )
             self.method.check_optimizer(optimizer, self._parameters)
@@ -333,7 +336,7 @@ class Link:
             "dense_parameters": sorted(planner.dense),
             "choice": self._pilot.record(),
             "fallback": self._pilot.returned(),
-            **{k: getattr(self.options, k) for k in ("min_numel", "warmup_steps", "seed", "chunk_numel", "check")},
+            **{k: getattr(self.options, k) for k in RECORDED},
         }
 
     def choose_again(self) -> None:

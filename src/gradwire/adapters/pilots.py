@@ -21,14 +21,14 @@ def make_pilot(
     options: Options,
     planner: Callable[[Method, Options], Planner],
     strayed: Callable[[int], tuple[float, float]],
-    interval: int,
+    wanted: Callable[[int], bool],
     fell: Callable[[str], None],
 ) -> Pilot:
     """Make what says by which method a round travels.
 
     Args:
         planner: Makes a planner of the link's parameters.
-        strayed, interval, fell: See :class:`Guard`.
+        strayed, wanted, fell: See :class:`Guard`.
 
     Raises:
         IncompatibleError: the method cannot do what the options ask.
@@ -50,4 +50,4 @@ def make_pilot(
     check_fallback(method)
     # The collective that was asked for is the method's.
     plain = ready(catalogue.method(options.fallback), replace(options, collective="auto"))
-    return Guard(pilot, plain, options.fallback_limit, strayed, interval, fell)
+    return Guard(pilot, plain, options.fallback_limit, strayed, wanted, fell)
