@@ -45,16 +45,16 @@ class Properties:
 
 
 class Inherited:
-    """Properties that a wrapper takes from the method in one of its fields; the class itself has those given here."""
+    """What a wrapper has of the method in one of its fields, under the same name; the class itself has ``default``."""
 
-    def __init__(self, default: Properties, field: str) -> None:
-        self._default, self._field = default, field
+    def __init__(self, field: str, default: object = None) -> None:
+        self._field, self._default = field, default
 
-    def __get__(self, instance: Method | None, owner: type[Method]) -> Properties:
-        if instance is None:
-            return self._default
-        inner: Method = getattr(instance, self._field)
-        return inner.properties
+    def __set_name__(self, owner: type[Method], name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: Method | None, owner: type[Method]) -> Any:
+        return self._default if instance is None else getattr(getattr(instance, self._field), self._name)
 
 
 @dataclass(frozen=True, kw_only=True)

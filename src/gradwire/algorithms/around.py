@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from gradwire.algorithms.plan import Algorithm, Plan
 from gradwire.compressors import Cast, Compressor
-from gradwire.methods import Method
+from gradwire.methods import Inherited, Method
 from gradwire.ops import Exchange
 from gradwire.protocols import Context, Outcome
 from gradwire.segments import Segment
@@ -27,50 +27,15 @@ class Wrapper(Algorithm):
 
     compressor: Method
 
-    @property
-    def collectives(self) -> tuple[str, ...]:  # type: ignore[override]
-        """The compressor's."""
-        return self.compressor.collectives
-
-    @property
-    def whole_step(self) -> bool:  # type: ignore[override]
-        """As the compressor."""
-        return self.compressor.whole_step
-
-    @property
-    def joined(self) -> bool:  # type: ignore[override]
-        """As the compressor."""
-        return self.compressor.joined
-
-    @property
-    def kernels(self) -> tuple[str, ...]:  # type: ignore[override]
-        """The compressor's."""
-        return self.compressor.kernels
-
-    @property
-    def direction(self) -> bool:  # type: ignore[override]
-        """As the compressor."""
-        return self.compressor.direction
-
-    @property
-    def owns_momentum(self) -> bool:  # type: ignore[override]
-        """As the compressor."""
-        return self.compressor.owns_momentum
-
-    @property
-    def needs_loss_scale(self) -> bool:  # type: ignore[override]
-        """As the compressor."""
-        return self.compressor.needs_loss_scale
-
-    @property
-    def min_numel(self) -> int:  # type: ignore[override]
-        """As the compressor."""
-        return self.compressor.min_numel
-
-    @property
-    def needs_optimizer(self) -> bool:  # type: ignore[override]
-        """As the compressor."""
-        return self.compressor.needs_optimizer
+    collectives: ClassVar[Inherited] = Inherited("compressor")
+    whole_step: ClassVar[Inherited] = Inherited("compressor")
+    joined: ClassVar[Inherited] = Inherited("compressor")
+    kernels: ClassVar[Inherited] = Inherited("compressor")
+    direction: ClassVar[Inherited] = Inherited("compressor")
+    owns_momentum: ClassVar[Inherited] = Inherited("compressor")
+    needs_loss_scale: ClassVar[Inherited] = Inherited("compressor")
+    min_numel: ClassVar[Inherited] = Inherited("compressor")
+    needs_optimizer: ClassVar[Inherited] = Inherited("compressor")
 
     def check_optimizer(self, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> None:
         self.compressor.check_optimizer(optimizer, parameters)

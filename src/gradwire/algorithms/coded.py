@@ -49,6 +49,7 @@ class Coded(Wrapper):
 
     name: ClassVar[str] = "coded"
     properties: ClassVar[Inherited] = Inherited(
+        "compressor",
         Properties(
             summary="Another method with its digits entropy-coded: the same bits out, fewer on the wire",
             paper="Duda, 2013; Huffman, 1952",
@@ -60,7 +61,6 @@ class Coded(Wrapper):
             state="the method's",
             stream="the method's",
         ),
-        "compressor",
     )
 
     def __post_init__(self) -> None:
