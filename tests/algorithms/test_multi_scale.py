@@ -62,6 +62,9 @@ def test_masks_are_minima(numel: int, planes: int) -> None:
     codec.decode_rows(rows, NoSummary(), found)
     assert torch.equal(found, values.amin(0))
     assert rows.shape[1] == 16 * planes * -(-numel // 128)
+    own = torch.ones(numel)
+    codec.add_own(rows[2], NoSummary(), 0.5, own)
+    assert torch.equal(own, 1 + 0.5 * values[2])
 
 
 def test_an_infinity_reaches_everybody() -> None:

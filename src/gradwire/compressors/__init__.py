@@ -1,6 +1,6 @@
 """Operators on a flat vector: codec mathematics, no communication, no memory."""
 
-from gradwire.compressors.base import Codec, Compressor, Draw, SummableCodec, Summary
+from gradwire.compressors.base import CheckedCodec, Codec, Compressor, Draw, SummableCodec, Summary
 from gradwire.compressors.cast import BF16, FP16, FP32, Cast
 from gradwire.compressors.dense import DenseCodec, NoSummary
 from gradwire.compressors.lattice import Lattice
@@ -24,6 +24,7 @@ __all__ = [
     "NUQSGD",
     "QSGD",
     "Cast",
+    "CheckedCodec",
     "Codec",
     "Compressor",
     "DenseCodec",

@@ -18,7 +18,7 @@ from gradwire.wire import Coder
 if TYPE_CHECKING:
     from gradwire.kernels import Kernels
 
-__all__ = ["Codec", "Compressor", "Draw", "Summary", "check_workers"]
+__all__ = ["CheckedCodec", "Codec", "Compressor", "Draw", "SummableCodec", "Summary", "check_workers"]
 
 
 def check_workers(owner: str, world_size: int) -> None:
@@ -91,9 +91,6 @@ class Codec(ABC):
         """Bytes at the start of a rank's codes that no coder touches: all, unless said otherwise."""
         return self.payload_bytes(units)
 
-    checked: ClassVar[bool] = False
-    """Whether a rank may find that it cannot read a payload that others can: all then agree, and spoil the section."""
-
     @abstractmethod
     def summarise(self, flat: torch.Tensor) -> Summary:
         """Measure the segments, which must be whole parameters."""
@@ -113,7 +110,7 @@ class Codec(ABC):
         Until then ``flat`` holds this rank's own vector, as it was encoded: a decoder may compare with it.
 
         Returns:
-            Where the codec is :attr:`checked`, whether this rank could read all rows.
+            Of a :class:`CheckedCodec`, whether this rank could read all rows.
         """
 
     def remember(self, summary: Summary, flat: torch.Tensor, draw: Draw, wants_sent: bool) -> Summary:
@@ -138,6 +135,24 @@ class Codec(ABC):
     @abstractmethod
     def is_finite(self, summary: Summary, flat: torch.Tensor) -> bool:
         """Tell whether the mean, just decoded into ``flat``, is finite in this section."""
+
+
+class CheckedCodec(Codec):
+    """A codec of which a rank may find that it cannot read rows that others can: all then agree, and spoil the section.
+
+    Attributes:
+        checked: Whether this one looks.
+    """
+
+    checked: bool
+
+    @abstractmethod
+    def spoil(self, flat: torch.Tensor) -> None:
+        """Make this section of the mean +inf: some rank could not read it."""
+
+    @abstractmethod
+    def unread(self) -> str:
+        """Say in a sentence for people why some rank could not read this section, and what to change."""
 
 
 class SummableCodec(Codec):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from gradwire.compressors.base import Codec, Compressor, Draw, Summary
+from gradwire.compressors.base import CheckedCodec, Compressor, Draw, Summary
 from gradwire.compressors.scales import usable
 from gradwire.kernels import SegmentTable, digit_layout, dither_shifts, packed_groups
 from gradwire.methods import Properties, require
@@ -124,7 +124,7 @@ class LatticeSummary:
         return replace(self, largest=(self.largest if shared is None else shared)[index])
 
 
-class LatticeCodec(Codec):
+class LatticeCodec(CheckedCodec):
     """Colours of many segments; a unit is a group of 80 elements.
 
     A payload is the check (four bytes, padded to sixteen; only where a distance is given) and the packed colours.
@@ -142,7 +142,7 @@ class LatticeCodec(Codec):
         self.units = self.table.groups
         self.layout = digit_layout(method.colours)
         self.shifts = dither_shifts(world_size)
-        self.checked = method.distance is not None  # type: ignore[misc]
+        self.checked = method.distance is not None
         self.side_bytes = ALIGNMENT if self.checked else 0
 
     def _table(self, segments: Sequence[Segment], offset: Sequence[int]) -> SegmentTable:

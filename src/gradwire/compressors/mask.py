@@ -70,7 +70,11 @@ class MaskCodec(SummableCodec):
         self.decode_mean(total, summary, 0, self.units, flat)
 
     def add_own(self, data: torch.Tensor, summary: Summary, weight: float, flat: torch.Tensor) -> None:
-        raise NotImplementedError("a mask is no part of a gradient")
+        if flat.is_meta:
+            return
+        own = torch.empty(self.numel, dtype=torch.uint8)
+        self.decode_mean(data, summary, 0, self.units, own)
+        flat.add_(own, alpha=weight)
 
     def is_finite(self, summary: Summary, flat: torch.Tensor) -> bool:
         return True

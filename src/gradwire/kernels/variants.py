@@ -20,7 +20,7 @@ def either(name: str, plain: str, vector: str) -> Any:
     """
 
     def body(variant, *arguments):
-        raise NotImplementedError("called from compiled code only")
+        raise RuntimeError("called from compiled code only")
 
     # Inlined, since passing arrays to a call costs as much as a short segment's work.
     @overload(body, jit_options={"forceinline": True})

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from gradwire.compressors import Codec, Draw, SummableCodec, Summary
+from gradwire.compressors import CheckedCodec, Codec, Draw, SummableCodec, Summary
 from gradwire.ops import AllGather, AllToAll, Exchange, Reduce
 from gradwire.protocols.context import Context, Outcome
 from gradwire.wire import CodedRows, Rows
@@ -85,13 +85,14 @@ def all_gather(context: Context, tag: int, sections: Sequence[Section], flat: to
     rows = yield AllGather(send[0], room, *_told(context, lengths), last=True)
     parts = zip(sections, layout.read(rows, head))
     could_read = [section.codec.decode_rows(part, section.summary, flat) for section, part in parts]
-    if any(section.codec.checked for section in sections):
+    checkers = [codec if isinstance(codec, CheckedCodec) and codec.checked else None for codec in codecs]
+    if any(checkers):
         failed = torch.tensor([float(answer is False) for answer in could_read], device=flat.device)
         failed = yield Reduce(failed, "max")
-        for section, bad in zip(sections, [] if flat.is_meta else failed.tolist()):
-            if bad:
-                section.codec.spoil(flat)
-                context.warn(type(section.codec).__name__, f"round {context.round}: {section.codec.unread()}")
+        for checker, bad in zip(checkers, [] if flat.is_meta else failed.tolist()):
+            if checker and bad:
+                checker.spoil(flat)
+                context.warn(type(checker).__name__, f"round {context.round}: {checker.unread()}")
     return _outcome(context, sections, bodies, flat)
 
 

@@ -13,7 +13,7 @@ from gradwire.kernels.vectors import prefer_wide
 __all__ = ["finite_range", "sign_decode_range", "sign_encode_range", "sign_sums_range", "sign_vote_range"]
 
 # Of all that this is compiled from, so that Numba drops what it kept when that changes (``make digests``).
-DIGEST = "8aa0e3b9b9805ead"
+DIGEST = "342f06f2b2416db8"
 
 _TILE_BYTES = 512
 """Bytes of a row that are counted before the next ones: with 15 planes 7.5 KiB."""
