@@ -34,6 +34,7 @@ class Wrapper(Algorithm):
     direction: ClassVar[Inherited] = Inherited("compressor")
     owns_momentum: ClassVar[Inherited] = Inherited("compressor")
     needs_loss_scale: ClassVar[Inherited] = Inherited("compressor")
+    remembers: ClassVar[Inherited] = Inherited("compressor")
     min_numel: ClassVar[Inherited] = Inherited("compressor")
     needs_optimizer: ClassVar[Inherited] = Inherited("compressor")
 

@@ -77,11 +77,6 @@ class Coded(Wrapper):
         """The compressor's, and the coder."""
         return (*self.compressor.kernels, self.coder)
 
-    @property
-    def remembers(self) -> tuple[str, ...]:  # type: ignore[override]
-        """The compressor's."""
-        return self.compressor.remembers
-
     def plan(self, setting: Setting) -> Plan:
         try:
             return replace(setting, coder=self.coder).plan(self.compressor)
