@@ -120,14 +120,6 @@ class Codec(ABC):
         """
         return summary
 
-    def spoil(self, flat: torch.Tensor) -> None:
-        """Make this section of the mean +inf: some rank could not read it."""
-        raise NotImplementedError("a codec that is not checked cannot fail")
-
-    def unread(self) -> str:
-        """Say in a sentence for people why some rank could not read this section, and what to change."""
-        raise NotImplementedError("a codec that is not checked cannot fail")
-
     @abstractmethod
     def add_own(self, data: torch.Tensor, summary: Summary, weight: float, flat: torch.Tensor) -> None:
         """Add ``weight`` times what this rank itself contributed, from its own codes, to ``flat``."""
