@@ -5,12 +5,16 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export NUMBA_CACHE_DIR := $(CURDIR)/.cache/numba
 
-.PHONY: help venv demo test lint types unit wheel-test digests clean
+# Rounds of "make soak", each with examples of its own.
+ROUNDS ?= 10
+
+.PHONY: help venv demo test lint types unit wheel-test soak digests clean
 
 help:
 	@echo "make venv   set up $(VENV)"
 	@echo "make demo   train digits on 4 workers, float32 beside TernGrad, and print where the report is"
 	@echo "make test   lint, types, all tests, and the tests against the installed wheel"
+	@echo "make soak   the property tests, ROUNDS=$(ROUNDS) times, on examples drawn anew each time"
 	@echo "make digests   after edits of kernels: let Numba compile anew what they were compiled into"
 
 venv: $(STAMP)
@@ -39,6 +43,11 @@ unit: $(STAMP)
 
 wheel-test: $(STAMP)
 	./scripts/test_wheel.sh $(BIN)/python
+
+soak: $(STAMP)
+	for round in $$(seq $(ROUNDS)); do \
+		$(BIN)/python -m pytest -n 2 -q -m hypothesis --hypothesis-profile=others || exit 1; \
+	done
 
 # Numba keeps compiled kernels while their own file stays as it is: its digest of their sources makes it change.
 digests: $(STAMP)

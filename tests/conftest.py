@@ -25,10 +25,18 @@ if "NUMBA_CACHE_DIR" not in os.environ:
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 from ranks import Ranks
 
 torch.set_num_threads(1)
+
+# No test is timed: machines are shared. A fixture of properties says what they run on and holds no state.
+_untimed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+# The same examples each time, so that a checkout that passed passes again; "make soak" looks for others.
+settings.register_profile("same", _untimed, derandomize=True)
+settings.register_profile("others", _untimed, derandomize=False, print_blob=True)
+settings.load_profile("same")
 
 # Started by nohup, or in the background of a script, all children would ignore these signals, too.
 for _number, _usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):

@@ -94,7 +94,7 @@ def first_rows(generator: Any) -> tuple[Any, torch.Tensor]:
     return op, op.send.clone() if isinstance(op, AllToAll) else op.send.expand(3, -1).clone()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.sampled_from(["two_shot", "all_gather"]),
     st.integers(0, 2),

@@ -156,7 +156,7 @@ def test_half_precision_input(method: gw.Method) -> None:
     assert float((mean.float() - g.float().mean(0)).norm()) < 3 * float(g.float().norm())
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     st.sampled_from([m for m in COMPRESSORS if not hasattr(m, "fit")]),
     st.lists(st.integers(1, 700), min_size=1, max_size=5),

@@ -28,7 +28,7 @@ def test_docstring_examples_hold(module: str) -> None:
 
 
 @pytest.mark.parametrize("name", CODER_NAMES)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(source=symbols())
 def test_backends_write_the_same_bytes_and_read_them(name: str, source: torch.Tensor) -> None:
     sections = [section_of(coder, source) for coder in all_backends(name)]

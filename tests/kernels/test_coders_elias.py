@@ -59,7 +59,7 @@ def test_code_lengths_are_those_of_the_papers() -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(levels=levels_of)
 def test_bits_are_those_of_the_definition_and_are_read_again(form: str, levels: torch.Tensor) -> None:
     section, text = section_of(levels, form), text_of(levels.tolist(), form)
@@ -78,7 +78,7 @@ def test_small_levels_have_codes_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(levels=levels_of, data=st.data())
 def test_damage_is_refused(form: str, levels: torch.Tensor, data: st.DataObject) -> None:
     section = section_of(levels, form)
@@ -93,7 +93,7 @@ def test_damage_is_refused(form: str, levels: torch.Tensor, data: st.DataObject)
 
 
 @pytest.mark.parametrize("form", FORMS)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(body=st.binary(min_size=4, max_size=40), number=st.integers(0, 20))
 def test_any_body_is_refused_or_is_what_an_encoder_writes(form: str, body: bytes, number: int) -> None:
     forged = torch.zeros(24 + len(body), dtype=torch.uint8)

@@ -23,7 +23,7 @@ ABUSE = Path(__file__).parent / "coder_abuse.py"
 
 
 @pytest.mark.parametrize("name", CODER_NAMES)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(source=symbols(), data=st.data())
 def test_damage_is_refused(name: str, source: torch.Tensor, data: st.DataObject) -> None:
     section = section_of(get_coder(name, "cpu"), source)
@@ -50,7 +50,7 @@ def test_a_section_of_another_coder_is_refused() -> None:
 
 
 @pytest.mark.parametrize("name", CODER_NAMES)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data())
 def test_forged_sections_end_alike_in_all_backends(name: str, data: st.DataObject) -> None:
     source = trits(1100, data.draw(st.sampled_from([0.01, 0.1, 0.3])))

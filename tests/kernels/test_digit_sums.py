@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import BACKENDS, COMPILED, normal, tables, unaligned_bytes
 
@@ -15,7 +15,7 @@ from gradwire.kernels import BlockTable, Grid, SegmentTable, digit_layout, get_k
 from gradwire.kernels.words import pack_words, unpack_words
 
 REFERENCE = get_kernels("reference")
-LIGHT = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+LIGHT = settings(max_examples=25)
 
 
 @pytest.mark.parametrize("name", BACKENDS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import BACKENDS, COMPILED, normal, one_segment, tables
 
@@ -12,7 +12,7 @@ from gradwire.errors import HyperparameterError
 from gradwire.kernels import SegmentTable, digit_layout, dither_shifts, get_kernels, packed_groups
 
 REFERENCE = get_kernels("reference")
-LIGHT = settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
+LIGHT = settings(max_examples=20)
 
 
 @pytest.mark.parametrize("name", COMPILED)

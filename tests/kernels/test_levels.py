@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import COMPILED, normal, tables, unaligned_bytes
 
@@ -22,7 +22,7 @@ from gradwire.kernels import (
 )
 
 REFERENCE = get_kernels("reference")
-LIGHT = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+LIGHT = settings(max_examples=25)
 GRIDS = [
     Grid.even(1),
     Grid.even(7),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import BACKENDS, COMPILED, normal, tables, unaligned_bytes
 
@@ -12,7 +12,7 @@ from gradwire.errors import HyperparameterError
 from gradwire.kernels import SegmentTable, get_kernels, natural_bytes
 
 REFERENCE = get_kernels("reference")
-LIGHT = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+LIGHT = settings(max_examples=25)
 MAX = torch.finfo(torch.float32).max
 ODD = [0.0, -0.0, 1e-45, -1e-40, 1.17e-38, 2.0**-126, 1.0, -1.5, 2.0**127, -MAX, MAX, torch.inf, -torch.inf, torch.nan]
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import BACKENDS, COMPILED, normal, one_segment, tables, unaligned_bytes
 
@@ -15,7 +15,7 @@ from gradwire.kernels import FAMILIES, SegmentTable, cpu_shared, get_kernels, in
 
 Work = Callable[[int, int], None]
 REFERENCE = get_kernels("reference")
-LIGHT = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+LIGHT = settings(max_examples=25)
 
 
 @pytest.mark.parametrize("name", COMPILED)

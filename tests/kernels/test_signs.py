@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import BACKENDS, COMPILED, normal, one_segment, tables, unaligned_bytes
 
@@ -12,7 +12,7 @@ from gradwire.errors import HyperparameterError
 from gradwire.kernels import SIGN_BYTES, WHOLE, RunTable, SegmentTable, get_kernels
 
 REFERENCE = get_kernels("reference")
-LIGHT = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+LIGHT = settings(max_examples=25)
 
 
 @pytest.mark.parametrize("name", COMPILED)
