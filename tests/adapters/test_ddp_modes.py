@@ -53,20 +53,21 @@ def branch_loss(module: nn.Module, rank: int, step: int) -> torch.Tensor:
     return module(batch(rank, step, (8, 48)), left).square().mean()
 
 
-def run_branches() -> tuple[str, bool]:
+def run_branches(method: str) -> tuple[str, bool]:
     import torch.distributed as dist
 
     module = Branches()
     ddp = DistributedDataParallel(module, find_unused_parameters=True, bucket_cap_mb=0.01)
-    link = gw.attach(ddp, "terngrad")
+    link = gw.attach(ddp, method)
     train(module, ddp, branch_loss, dist.get_rank(), STEPS)
     link.close()
     return digest(module), all(p.grad is None for p in module.dead.parameters())
 
 
-def test_parameters_unused_on_one_rank_and_on_all(three_ranks: Any) -> None:
-    found = three_ranks(run_branches)
-    expected = digest(simulated_run(Branches(), branch_loss, "terngrad", 3, STEPS))
+@pytest.mark.parametrize("method", ["terngrad", "signsgd"])
+def test_parameters_unused_on_one_rank_and_on_all(three_ranks: Any, method: str) -> None:
+    found = three_ranks(run_branches, method)
+    expected = digest(simulated_run(Branches(), branch_loss, method, 3, STEPS))
     assert found == [(expected, True)] * 3
 
 
@@ -165,6 +166,30 @@ def test_join_with_uneven_inputs(three_ranks: Any) -> None:
     # DDP broadcasts the last rank's parameters at the end of join; all ranks took part in all rounds.
     assert len({d for d, _ in found}) == 1
     assert [rounds for _, rounds in found] == [7, 7, 7]
+
+
+def run_lonely_vote() -> torch.Tensor:
+    import torch.distributed as dist
+
+    weight = nn.Linear(64, 1, bias=False)
+    nn.init.zeros_(weight.weight)
+    ddp = DistributedDataParallel(weight)
+    link = gw.attach(ddp, "signsgd")
+    rank = dist.get_rank()
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=1.0)
+    with ddp.join():
+        for _ in range(1 + 2 * (rank == 2)):
+            optimizer.zero_grad()
+            ddp(torch.full((1, 64), -1.0)).sum().backward()
+            optimizer.step()
+    link.close()
+    return weight.weight.detach().clone()
+
+
+def test_ranks_that_have_joined_do_not_vote(three_ranks: Any) -> None:
+    # Two of three have nothing to say in the last two rounds; counted as votes for +1 they would turn the third back.
+    for found in three_ranks(run_lonely_vote):
+        assert torch.equal(found, torch.full((1, 64), 3.0))
 
 
 def run_two_modules() -> list[str]:

@@ -51,6 +51,37 @@ def test_the_vote_is_the_sign_of_the_sum_of_signs(world_size: int, collective: s
         assert bool((total != 0).all())  # property 4: an odd number of workers has no ties
 
 
+@pytest.mark.parametrize("collective", ["two_shot", "all_gather"])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5, 8])
+def test_a_worker_without_a_gradient_does_not_vote(world_size: int, collective: str) -> None:
+    """Any number of them, in any parameter, wherever shares and chunks are cut; a zero among others is still +1."""
+    sizes = {"a": 1, "b": 700, "c": 79, "d": 2500}
+    like = [(name, torch.empty(n)) for name, n in sizes.items()]
+    for silent in range(world_size + 1):
+        g = randn(world_size, sum(sizes.values()), seed=silent)
+        g[:, 5], g[0, 10] = 0.0, 0.0
+        expected, at = [], 0
+        for k, n in enumerate(sizes.values()):
+            ranks = [(k + i) % world_size for i in range(silent)]
+            g[ranks, at : at + n] = 0.0
+            part = g[[r for r in range(world_size) if r not in ranks], at : at + n]
+            total = torch.where(part >= 0, 1, -1).sum(0)
+            expected.append(torch.where(total >= 0, 1.0, -1.0) if len(part) else torch.zeros(n))
+            at += n
+        for chunk_numel in (80, 1000, 1 << 20):
+            link = gw.SimulatedLink(like, "signsgd", world_size, chunk_numel=chunk_numel, collective=collective)
+            assert torch.equal(link.reduce_(g.clone()), torch.cat(expected))
+
+
+def test_a_worker_without_a_gradient_contributes_nothing() -> None:
+    g = torch.ones(2, 2000)
+    g[1] = 0.0
+    link = gw.SimulatedLink([("w", torch.empty(2000))], gw.Signum(momentum=0.5), 2)
+    assert torch.equal(link.reduce_(g.clone()), torch.ones(2000))
+    # What a worker's momentum remembers, it votes with.
+    assert torch.equal(link.reduce_(-g.flip(0)), torch.ones(2000))
+
+
 def test_scale_changes_nothing_and_a_minority_cannot_overturn() -> None:
     """Property 4."""
     g = randn(5, 2000)

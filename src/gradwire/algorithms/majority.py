@@ -29,6 +29,9 @@ class SignSGD(Algorithm):
 
         outcome = sign(sum_i sign(g_i))        a tie gives +1
 
+    A worker whose gradient of a parameter is zero throughout, as where it did not use it or its data has run out, does
+    not vote on that parameter; where none votes the outcome is 0.
+
     The outcome is a *direction* with entries -1 and 1, not the mean of the gradients: every element moves by the
     learning rate. Use ``torch.optim.SGD`` without momentum, with a learning rate of the order of 1e-4 (where SGD has
     0.1) and decoupled weight decay, p <- p - lr (outcome + decay p): its ``weight_decay``, which is added after the
@@ -42,7 +45,7 @@ class SignSGD(Algorithm):
     ``exclude``, and all in rounds of warm-up, need a learning rate of their own. Under mixed precision hand
     ``grad_scaler=`` to ``attach``: the direction is then multiplied by the loss scale, which the scaler divides by.
 
-    Wire: bits, 80 elements in ten bytes, and a flag bit a parameter; the vote likewise (``docs/wire-format.md``). A
+    Wire: bits, 80 elements in ten bytes, and two flag bits a parameter; the vote likewise (``docs/wire-format.md``). A
     parameter with an infinity or a NaN on any rank comes back as +inf on all. Draws nothing.
 
     Reference: J. Bernstein et al., "signSGD: Compressed Optimisation for Non-Convex Problems", ICML 2018; J. Bernstein

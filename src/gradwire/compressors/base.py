@@ -159,8 +159,11 @@ class SummableCodec(Codec):
         """Exact bytes of the reduced codes for that many units (a multiple of ``grain``)."""
 
     @abstractmethod
-    def reduce(self, rows: torch.Tensor, out: torch.Tensor) -> None:
-        """Reduce the codes of the same units from all ranks, ``[world_size, payload_bytes]``, to ``mean_bytes``."""
+    def reduce(self, rows: torch.Tensor, begin: int, out: torch.Tensor) -> None:
+        """Reduce the codes of the same units from all ranks, ``[world_size, payload_bytes]``, to ``mean_bytes``.
+
+        ``begin`` is the first of these units, a multiple of ``grain``. ``rows`` may be overwritten.
+        """
 
     @abstractmethod
     def decode_mean(self, data: torch.Tensor, summary: Summary, begin: int, end: int, flat: torch.Tensor) -> None:

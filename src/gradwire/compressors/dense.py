@@ -69,7 +69,7 @@ class DenseCodec(SummableCodec):
         torch.cat([flat[a : a + n] for a, n in self.runs], out=values)
         values.mul_(torch.tensor(self.weight, dtype=torch.float32))
 
-    def reduce(self, rows: torch.Tensor, out: torch.Tensor) -> None:
+    def reduce(self, rows: torch.Tensor, begin: int, out: torch.Tensor) -> None:
         if rows.is_meta:
             return
         total = out.view(torch.float32)
@@ -91,7 +91,7 @@ class DenseCodec(SummableCodec):
 
     def decode_rows(self, rows: torch.Tensor, summary: Summary, flat: torch.Tensor) -> None:
         total = torch.empty(rows.shape[1], dtype=torch.uint8, device=rows.device)
-        self.reduce(rows, total)
+        self.reduce(rows, 0, total)
         self.decode_mean(total, summary, 0, self.units, flat)
 
     def add_own(self, data: torch.Tensor, summary: Summary, weight: float, flat: torch.Tensor) -> None:

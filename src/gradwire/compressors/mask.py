@@ -46,7 +46,7 @@ class MaskCodec(SummableCodec):
         octets = np.ascontiguousarray(packed.transpose(1, 0, 2)).reshape(-1)
         out[: self.payload_bytes(self.units)].copy_(torch.from_numpy(octets))
 
-    def reduce(self, rows: torch.Tensor, out: torch.Tensor) -> None:
+    def reduce(self, rows: torch.Tensor, begin: int, out: torch.Tensor) -> None:
         if rows.is_meta:
             return
         out.copy_(rows[0])
@@ -66,7 +66,7 @@ class MaskCodec(SummableCodec):
         if flat.is_meta:
             return
         total = torch.empty(rows.shape[1], dtype=torch.uint8)
-        self.reduce(rows, total)
+        self.reduce(rows, 0, total)
         self.decode_mean(total, summary, 0, self.units, flat)
 
     def add_own(self, data: torch.Tensor, summary: Summary, weight: float, flat: torch.Tensor) -> None:

@@ -94,7 +94,7 @@ class SharedLevelCodec(LevelCodec, SummableCodec):
             flat, self.blocks, inverse, self.grid, self.layout, draw.round, draw.stream, self._digits(out)
         )
 
-    def reduce(self, rows: torch.Tensor, out: torch.Tensor) -> None:
+    def reduce(self, rows: torch.Tensor, begin: int, out: torch.Tensor) -> None:
         # Rows of a shard; as many groups as give rows of that size.
         groups = rows.shape[1] // self.layout.block_bytes * self.layout.digits // 5
         self.kernels.sum_digits(rows, groups, self.layout, out)

@@ -190,7 +190,7 @@ class TernaryCodec(SummableCodec):
         body = out[self.side_bytes : self.side_bytes + ALIGNMENT * self.units]
         self.kernels.ternary_encode(flat, self.table, ours.limit, inverse, draw.round, draw.stream, 0, self.units, body)
 
-    def reduce(self, rows: torch.Tensor, out: torch.Tensor) -> None:
+    def reduce(self, rows: torch.Tensor, begin: int, out: torch.Tensor) -> None:
         self.kernels.ternary_sum(rows, out, self.sums)
 
     def decode_mean(self, data: torch.Tensor, summary: Summary, begin: int, end: int, flat: torch.Tensor) -> None:

@@ -24,21 +24,23 @@ _EIGHT = torch.arange(8, dtype=torch.uint8)
 
 @dataclass(frozen=True, eq=False)
 class VoteSummary:
-    """Whether each segment holds a value that is not finite, bool ``[segments]``."""
+    """Whether each segment holds a value that is not finite, and whether zeros alone, bool ``[2, segments]``."""
 
     flags: torch.Tensor
     shared: torch.Tensor | None = None
 
     def select(self, index: torch.Tensor, shared: torch.Tensor | None) -> VoteSummary:
-        return replace(self, flags=self.flags[index])
+        return replace(self, flags=self.flags[:, index])
 
 
 class VoteCodec(SummableCodec):
-    """Signs of many segments, and what the majority of ranks has.
+    """Signs of many segments, and what the majority of those ranks has that vote.
 
-    A payload, like a reduced one, is a flag bit a segment, padded to sixteen bytes, and then the bits of all groups of
-    80 elements, padded likewise. A flag says that the whole parameter, of which the segment may be a piece, holds an
-    infinity or a NaN: signs could not. The outcome is -1 or 1, or +inf in all of a parameter that any rank has flagged.
+    A payload, like a reduced one, is two flag bits a segment, those of one kind after those of the other, padded to
+    sixteen bytes, and then the bits of all groups of 80 elements, padded likewise. Flags are of the whole parameter, of
+    which the segment may be a piece. The first says that it holds an infinity or a NaN: signs could not. The second
+    says that it is zero throughout, as where a rank had no gradient: that rank does not vote on it. The outcome is -1
+    or 1; +inf in all of a parameter that any rank has flagged as not finite; 0 in one on which no rank votes.
     """
 
     grain = 8
@@ -48,13 +50,19 @@ class VoteCodec(SummableCodec):
         self.kernels, self.table, self.world_size = kernels, sign_table(segments), world_size
         self.runs = RunTable(self.table, WHOLE)
         self.units = self.table.groups
-        self.side_bytes = padded(-(-len(self.table) // 8))
+        self.side_bytes = padded(-(-2 * len(self.table) // 8))
         self._owner = torch.from_numpy(self.runs.owner)
 
     def summarise(self, flat: torch.Tensor) -> VoteSummary:
-        if flat.is_meta:
-            return VoteSummary(torch.empty(len(self.table), dtype=torch.bool))
-        return VoteSummary(~self.kernels.finite(flat, self.table))
+        flags = torch.zeros(2, len(self.table), dtype=torch.bool)
+        if not flat.is_meta:
+            torch.logical_not(self.kernels.finite(flat, self.table), out=flags[0])
+            # Nearly always the first element tells.
+            first = torch.from_numpy(self.table.offset.clip(max=max(len(flat) - 1, 0)))
+            for i in (flat[first] == 0).nonzero().flatten().tolist() if len(flat) else ():
+                begin = int(self.table.offset[i])
+                flags[1, i] = not bool(flat[begin : begin + int(self.table.numel[i])].any())
+        return VoteSummary(flags)
 
     def payload_bytes(self, units: int) -> int:
         return self.side_bytes + padded(SIGN_BYTES * units)
@@ -67,18 +75,17 @@ class VoteCodec(SummableCodec):
             return
         if not isinstance(summary, VoteSummary):
             raise TypeError(f"a codec of votes cannot use a {type(summary).__name__}")
-        flags = torch.zeros(8 * self.side_bytes, dtype=torch.uint8)
-        flags[: len(self.table)] = summary.flags
-        out[: self.side_bytes] = (flags.reshape(-1, 8) << _EIGHT).sum(1, dtype=torch.uint8)
+        self._write_flags(summary.flags, out)
         self.kernels.sign_encode(flat, self.table, 0, self.units, self._bits(out, self.units))
 
-    def reduce(self, rows: torch.Tensor, out: torch.Tensor) -> None:
+    def reduce(self, rows: torch.Tensor, begin: int, out: torch.Tensor) -> None:
         if rows.is_meta:
             return
-        flags = out[: self.side_bytes].copy_(rows[0, : self.side_bytes])
-        for row in rows[1:]:
-            flags.bitwise_or_(row[: self.side_bytes])
-        self.kernels.sign_vote(rows[:, self.side_bytes :], out[self.side_bytes :])
+        flags = torch.stack([self._flags(row) for row in rows])
+        bits = rows[:, self.side_bytes :]
+        self._stand_in(flags[:, 1], bits, begin)
+        self._write_flags(torch.stack([flags[:, 0].any(0), flags[:, 1].all(0)]), out)
+        self.kernels.sign_vote(bits, out[self.side_bytes :])
 
     def decode_mean(self, data: torch.Tensor, summary: Summary, begin: int, end: int, flat: torch.Tensor) -> None:
         if not flat.is_meta:
@@ -88,7 +95,7 @@ class VoteCodec(SummableCodec):
         if flat.is_meta:
             return
         total = torch.empty(rows.shape[1], dtype=torch.uint8)
-        self.reduce(rows, total)
+        self.reduce(rows, 0, total)
         self.decode_mean(total, summary, 0, self.units, flat)
 
     def add_own(self, data: torch.Tensor, summary: Summary, weight: float, flat: torch.Tensor) -> None:
@@ -101,11 +108,39 @@ class VoteCodec(SummableCodec):
     def _bits(self, data: torch.Tensor, units: int) -> torch.Tensor:
         return data[..., self.side_bytes : self.side_bytes + SIGN_BYTES * units]
 
+    def _flags(self, data: torch.Tensor) -> torch.Tensor:
+        """Read the flags of a payload, bool ``[2, segments]``."""
+        flags = (data[: self.side_bytes, None] >> _EIGHT & 1).reshape(-1)
+        return flags[: 2 * len(self.table)].reshape(2, -1).bool()
+
+    def _write_flags(self, flags: torch.Tensor, out: torch.Tensor) -> None:
+        bits = torch.zeros(8 * self.side_bytes, dtype=torch.uint8)
+        bits[: flags.numel()] = flags.reshape(-1)
+        out[: self.side_bytes] = (bits.reshape(-1, 8) << _EIGHT).sum(1, dtype=torch.uint8)
+
+    def _stand_in(self, silent: torch.Tensor, bits: torch.Tensor, begin: int) -> None:
+        """Set the bits of ranks that do not vote so that "at least half of all" is "at least half of those that do".
+
+        Of k ranks half vote +1 and half -1. With k odd, the one that is left votes +1 if the others are even in number,
+        for whom a tie is +1 already, and -1 if they are odd, who have none: then it decides nothing.
+
+        Args:
+            silent: bool ``[ranks, segments]``.
+            bits: Those of groups ``begin`` and on, a row a rank.
+        """
+        for i in silent.any(0).nonzero().flatten().tolist():
+            ranks = silent[:, i].nonzero().flatten().tolist()
+            above = (len(ranks) + ((len(bits) - len(ranks)) % 2 == 0)) // 2
+            first, last = (SIGN_BYTES * (int(self.table.first_group[i + k]) - begin) for k in (0, 1))
+            if last > 0:
+                for k, rank in enumerate(ranks):
+                    bits[rank, max(first, 0) : last] = 255 if k < above else 0
+
     def _decode(
         self, data: torch.Tensor, weight: float, begin: int, end: int, flat: torch.Tensor, accumulate: bool
     ) -> None:
-        flags = (data[: self.side_bytes, None] >> _EIGHT & 1).reshape(-1)[self._owner]
-        size = torch.tensor(weight, dtype=torch.float32)
-        above, below = torch.where(flags == 1, torch.inf, torch.stack([size, -size])[:, None]).unsqueeze(1).unbind(0)
+        lost, silent = self._flags(data)[:, self._owner]
+        size = torch.where(silent, 0.0, torch.tensor(weight, dtype=torch.float32))
+        above, below = (torch.where(lost, torch.inf, side)[None] for side in (size, -size))
         bits = self._bits(data[None], end - begin)
-        self.kernels.sign_decode(bits, self.runs, above.contiguous(), below.contiguous(), begin, end, flat, accumulate)
+        self.kernels.sign_decode(bits, self.runs, above, below, begin, end, flat, accumulate)

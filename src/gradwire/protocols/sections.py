@@ -51,8 +51,8 @@ def two_shot(context: Context, tag: int, sections: Sequence[Section], flat: torc
 
     mine = space.get("down", 1, down.row_bytes)
     reduced = [space.get(f"reduced {i}", size) for i, size in enumerate(down.sizes)]
-    for codec, part, out in zip(codecs, up.read(rows, head), reduced):
-        codec.reduce(part, out)
+    for (codec, share), part, out in zip(pairs, up.read(rows, head), reduced):
+        codec.reduce(part, context.rank * share, out)
     head = down.header(tag=tag, round=context.round, bucket=context.bucket, chunk=context.chunk)
     lengths = down.write(mine, head, [out.view(1, -1) for out in reduced])
     room = space.get("down, received", world, down.row_bytes)
