@@ -1,6 +1,17 @@
 """Data-parallel PyTorch training over slow links: gradients packed to a few bits per element, for real."""
 
-from gradwire.adapters import Link, SimulatedLink, Simulation, attach, load, probe, save, simulate, warm_up
+from gradwire.adapters import (
+    Link,
+    SimulatedLink,
+    Simulation,
+    attach,
+    check_options,
+    load,
+    probe,
+    save,
+    simulate,
+    warm_up,
+)
 from gradwire.catalogue import *  # noqa: F403
 from gradwire.catalogue import __all__ as _catalogue
 from gradwire.errors import (
@@ -36,6 +47,7 @@ __all__ = [
     "Traffic",
     "__version__",
     "attach",
+    "check_options",
     "load",
     "probe",
     "save",

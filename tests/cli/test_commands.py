@@ -64,6 +64,8 @@ def test_every_command_has_help_with_an_example(command: str) -> None:
         (["run", "--nproc-per-node", "2", "--master-port", "x", __file__], "the number of a port"),
         (["run", __file__], "one process exchanges nothing"),
         (["run", "--nproc-per-node", "2", "--method", "x", __file__], "unknown method"),
+        (["run", "--nproc-per-node", "2", "--fallback", "bf16", __file__], "a relative error above 0 is needed"),
+        (["train", "digits", "--fallback", "bf17", "--fallback-limit", "2"], "one of bf16, fp32 is needed"),
     ],
 )
 def test_bad_usage_is_one_line_and_exit_code_2(
@@ -131,6 +133,21 @@ def test_train_and_report_say_what_auto_took(tmp_path: Path) -> None:
         rows = json.loads(call("report", out, "--out", tmp_path / "page.html", "--json").stdout)
         fits(rows, schema("runs"))
         assert rows[0]["chosen_method"] == chosen
+
+
+@pytest.mark.ranks
+def test_a_return_to_the_fallback_is_said_wherever_numbers_are(tmp_path: Path) -> None:
+    words = ["--method", "terngrad", "--workers", 2, "--steps", 12, "--fallback", "bf16", "--fallback-limit", "0.1"]
+    out = tmp_path / "run"
+    done = gradwire("train", "digits", *words, "--out", out)
+    assert done.returncode == 0, done.stderr
+    told = "terngrad: returned to BF16() (from round 2 on: what rank "
+    assert told in done.stdout
+    shown = call("report", out, "--out", tmp_path / "page.html", "--json")
+    rows = json.loads(shown.stdout)
+    fits(rows, schema("runs"))
+    assert rows[0]["fallback_method"] == "BF16()"
+    assert told in (tmp_path / "page.html").read_text()
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,15 @@ def test_an_unchanged_script_is_compressed_and_the_saving_is_said_once() -> None
 
 
 @pytest.mark.ranks
+def test_a_return_to_the_fallback_is_said_beside_the_saving() -> None:
+    words = ["--nproc-per-node", 2, "--fallback", "bf16", "--fallback-limit", "0.1"]
+    done = gradwire("run", *words, EXAMPLES / "plain_ddp.py", "--steps", 10)
+    assert done.returncode == 0, done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if "times less" in line]
+    assert "), returned to BF16() (from round 2 on: what rank" in line
+
+
+@pytest.mark.ranks
 def test_the_scripts_own_error_keeps_its_traceback() -> None:
     done = gradwire("run", "--nproc-per-node", 2, Path(__file__).parent / "failing_script.py", "a", "--b")
     assert done.returncode == 1

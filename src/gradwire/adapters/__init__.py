@@ -1,6 +1,7 @@
 """PyTorch's ends: DDP's hook, loops without DDP, simulated workers."""
 
 from gradwire.adapters.checkpoint import load, save
+from gradwire.adapters.checks import check_options
 from gradwire.adapters.ddp import attach
 from gradwire.adapters.link import Link
 from gradwire.adapters.probe import probe
@@ -8,4 +9,16 @@ from gradwire.adapters.simulated import SimulatedLink, Simulation, simulate
 from gradwire.planning.buckets import warm_up
 from gradwire.planning.options import Options
 
-__all__ = ["Link", "Options", "SimulatedLink", "Simulation", "attach", "load", "probe", "save", "simulate", "warm_up"]
+__all__ = [
+    "Link",
+    "Options",
+    "SimulatedLink",
+    "Simulation",
+    "attach",
+    "check_options",
+    "load",
+    "probe",
+    "save",
+    "simulate",
+    "warm_up",
+]

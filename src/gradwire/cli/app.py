@@ -84,6 +84,8 @@ def train(
     min_numel: o.MinNumel = None,
     warmup_steps: o.WarmupSteps = 0,
     collective: o.Collective = "auto",
+    fallback: o.Fallback = None,
+    fallback_limit: o.FallbackLimit = None,
     out: o.Out = None,
     overwrite: o.Overwrite = False,
     resume: Annotated[Path | None, typer.Option(metavar="RUN", help="Continue this run; all else is as it was")] = None,
@@ -124,6 +126,8 @@ def train(
             min_numel=min_numel,
             warmup_steps=warmup_steps,
             collective=collective,
+            fallback=fallback,
+            fallback_limit=fallback_limit,
             threads=threads,
             checkpoint_every=checkpoint_every,
             log_every=log_every,
@@ -155,6 +159,8 @@ def compare(
     min_numel: o.MinNumel = None,
     warmup_steps: o.WarmupSteps = 0,
     collective: o.Collective = "auto",
+    fallback: o.Fallback = None,
+    fallback_limit: o.FallbackLimit = None,
     out: o.Out = None,
     overwrite: o.Overwrite = False,
     log_every: o.LogEvery = 10,
@@ -184,6 +190,8 @@ def compare(
             min_numel=min_numel,
             warmup_steps=warmup_steps,
             collective=collective,
+            fallback=fallback,
+            fallback_limit=fallback_limit,
             threads=threads,
             log_every=log_every,
         )
@@ -203,6 +211,8 @@ def run(
     min_numel: o.MinNumel = None,
     warmup_steps: o.WarmupSteps = 0,
     collective: o.Collective = "auto",
+    fallback: o.Fallback = None,
+    fallback_limit: o.FallbackLimit = None,
     seed: o.Seed = 0,
     lab: o.Lab = None,
     nproc_per_node: Annotated[
@@ -252,9 +262,9 @@ def run(
     """
     with handled(debug):
         import gradwire as gw
-        from gradwire.cli.bootstrap import LinkSettings
         from gradwire.cli.lab_commands import run_on_lab
         from gradwire.cli.torchrun import command, replace_process
+        from gradwire.experiments.link_settings import LinkSettings
 
         flags = {"nproc-per-node": nproc_per_node, "nnodes": nnodes, "node-rank": node_rank}
         flags |= {"master-addr": master_addr, "master-port": master_port, "max-restarts": max_restarts}
@@ -270,8 +280,11 @@ def run(
             min_numel=min_numel,
             warmup_steps=warmup_steps,
             collective=collective,
+            fallback=fallback,
+            fallback_limit=fallback_limit,
             seed=seed,
         )
+        gw.check_options(settings.method, **settings.link_options())
         if lab is not None:
             run_on_lab(lab, settings, flags, standalone, script, arguments or [])
             return

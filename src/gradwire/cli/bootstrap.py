@@ -19,37 +19,26 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 from gradwire.cli.launcher import Report
+from gradwire.experiments.link_settings import LinkSettings
 
-__all__ = ["ENVIRONMENT", "LinkSettings", "attach_everywhere", "main"]
+__all__ = ["ENVIRONMENT", "attach_everywhere", "from_text", "main", "to_text"]
 
 ENVIRONMENT = "GRADWIRE_RUN"
 
 
-@dataclass(frozen=True, kw_only=True)
-class LinkSettings:
-    """What ``gradwire run`` was asked to attach; travels as JSON in the environment variable ``GRADWIRE_RUN``."""
+def to_text(settings: LinkSettings) -> str:
+    """Give what ``gradwire run`` was asked to attach as text for the environment variable ``GRADWIRE_RUN``."""
+    return json.dumps(dataclasses.asdict(settings))
 
-    method: str
-    exclude: tuple[str, ...] = ()
-    min_numel: int | None = None
-    warmup_steps: int = 0
-    collective: str = "auto"
-    seed: int = 0
 
-    def to_json(self) -> str:
-        """Give the text for the environment."""
-        return json.dumps(dataclasses.asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> LinkSettings:
-        """Read the text back."""
-        fields = json.loads(text)
-        return cls(**{**fields, "exclude": tuple(fields["exclude"])})
+def from_text(text: str) -> LinkSettings:
+    """Read the text back."""
+    fields = json.loads(text)
+    return LinkSettings(**{**fields, "exclude": tuple(fields["exclude"])})
 
 
 def attach_everywhere(settings: LinkSettings) -> list[Any]:
@@ -64,8 +53,7 @@ def attach_everywhere(settings: LinkSettings) -> list[Any]:
     @functools.wraps(original)
     def initialize(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        options = dataclasses.asdict(settings)
-        links.append(gw.attach(self, options.pop("method"), **options))
+        links.append(gw.attach(self, settings.method, **settings.link_options()))
 
     DistributedDataParallel.__init__ = initialize  # type: ignore[method-assign]
     return links
@@ -77,11 +65,14 @@ def summary(links: Sequence[Any]) -> str:
         return "gradwire: the script built no DistributedDataParallel module; nothing was compressed"
     sent = sum(link.traffic().sent_bytes for link in links)
     dense = sum(link.traffic().dense_bytes for link in links)
-    spec, choice = repr(links[0].method), links[0].record()["choice"]
-    if choice is not None:
-        from gradwire.report.choice import choice_text
+    from gradwire.report.link_notes import choice_text, fallback_reason, fallback_text
 
+    spec, record = repr(links[0].method), links[0].record()
+    choice, returned = record["choice"], record["fallback"]
+    if choice is not None:
         spec = choice_text(choice["chosen"], choice["reason"]) or spec
+    if returned is not None:
+        spec = f"{spec}, {fallback_text(returned['method'], fallback_reason(returned))}"
     if not sent:
         return f"gradwire: {spec}: no gradient was exchanged"
     return (
@@ -143,7 +134,7 @@ def report_when_ended(links: Sequence[Any]) -> None:
 
 def main() -> None:
     """Attach, run, and have rank 0 say what was saved."""
-    settings = LinkSettings.from_json(os.environ[ENVIRONMENT])
+    settings = from_text(os.environ[ENVIRONMENT])
     script, *arguments = sys.argv[1:]
     links = attach_everywhere(settings)
     report_when_ended(links)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from gradwire.cli.bootstrap import ENVIRONMENT, LinkSettings
+from gradwire.cli.bootstrap import ENVIRONMENT, to_text
 from gradwire.cli.torchrun import command, compile_kernels
 from gradwire.experiments.errors import UsageError
+from gradwire.experiments.link_settings import LinkSettings
 from gradwire.lab import PORT, Topology, open_network, run_command
 
 __all__ = ["run_on_lab"]
@@ -43,4 +44,4 @@ def run_on_lab(
     words(0, "")
     compile_kernels(settings.method)
     with open_network(topology) as network:
-        run_command(network, lambda host: words(host, network.address(0)), {ENVIRONMENT: settings.to_json()})
+        run_command(network, lambda host: words(host, network.address(0)), {ENVIRONMENT: to_text(settings)})

@@ -18,6 +18,8 @@ __all__ = [
     "Ema",
     "EvalEvery",
     "Exclude",
+    "Fallback",
+    "FallbackLimit",
     "Lab",
     "LearningRate",
     "LogEvery",
@@ -87,6 +89,13 @@ MinNumel = Annotated[
 ]
 WarmupSteps = Annotated[int, typer.Option(help="Steps at the start in float32", rich_help_panel=LINK)]
 Collective = Annotated[str, typer.Option(help="auto, all_reduce, all_gather or two_shot", rich_help_panel=LINK)]
+Fallback = Annotated[
+    str | None,
+    typer.Option(help="bf16 or fp32: return to it, on all workers, beyond --fallback-limit", rich_help_panel=LINK),
+]
+FallbackLimit = Annotated[
+    float | None, typer.Option(help="Relative error of what a worker sends, such as 5.0", rich_help_panel=LINK)
+]
 Out = Annotated[
     Path | None,
     typer.Option(

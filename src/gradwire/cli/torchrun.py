@@ -9,8 +9,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from gradwire.cli.bootstrap import ENVIRONMENT, LinkSettings
+from gradwire.cli.bootstrap import ENVIRONMENT, to_text
 from gradwire.experiments.errors import UsageError
+from gradwire.experiments.link_settings import LinkSettings
 
 __all__ = ["command", "compile_kernels", "replace_process"]
 
@@ -66,5 +67,5 @@ def replace_process(settings: LinkSettings, words: Sequence[str]) -> NoReturn:
     compile_kernels(settings.method)
     local = loopback() if "--standalone" in words else {}
     defaults = {"OMP_NUM_THREADS": "1", **local}
-    environment = {**defaults, **os.environ, ENVIRONMENT: settings.to_json()}
+    environment = {**defaults, **os.environ, ENVIRONMENT: to_text(settings)}
     os.execve(words[0], list(words), environment)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gradwire.experiments.errors import UsageError
+from gradwire.experiments.link_settings import LinkSettings
 from gradwire.experiments.tasks import Task, build
 from gradwire.lab import Topology
 
@@ -16,17 +17,15 @@ DEFAULT_WORKERS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class Plan(LinkSettings):
     """A training run.
 
     Attributes:
         task: the task and its settings.
-        method: spec of the method.
         workers: world size; ``task.batch`` is divided by it.
         simulate: one process plays all workers.
-        seed: of the initial weights, the data order, augmentation and the method's draws.
-        exclude, min_numel, warmup_steps, collective: as in ``gradwire.attach``; without a ``min_numel``, the task's own
-            counts.
+        seed: also of the initial weights, the data order and augmentation.
+        min_numel: None: the task's own.
         threads: torch threads of each process.
         checkpoint_every: steps between checkpoints; 0 writes one at the end only.
         log_every: steps between training rows; a row holds the mean loss and the median step time since the
@@ -36,14 +35,8 @@ class Plan:
     """
 
     task: Task
-    method: str = "fp32"
     workers: int = DEFAULT_WORKERS
     simulate: bool = False
-    seed: int = 0
-    exclude: tuple[str, ...] = ()
-    min_numel: int | None = None
-    warmup_steps: int = 0
-    collective: str = "auto"
     threads: int = 1
     checkpoint_every: int = 0
     log_every: int = 10
@@ -86,14 +79,9 @@ class Plan:
         return None if self.lab is None else Topology.parse(self.lab)
 
     def link_options(self) -> dict[str, Any]:
-        """Give the options that ``gradwire.attach`` and ``gradwire.SimulatedLink`` share."""
-        return {
-            "exclude": self.exclude,
-            "min_numel": self.task.min_numel if self.min_numel is None else self.min_numel,
-            "collective": self.collective,
-            "warmup_steps": self.warmup_steps,
-            "seed": self.seed,
-        }
+        """Give the options of ``gradwire.attach``, and of ``gradwire.SimulatedLink``."""
+        options = super().link_options()
+        return options | {"min_numel": self.task.min_numel} if self.min_numel is None else options
 
     def to_json(self) -> dict[str, Any]:
         """Give the plan as JSON values."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from gradwire.errors import BackendError
-from gradwire.report.choice import choice_details, choice_text
+from gradwire.report.link_notes import choice_details, choice_text, fallback_text
 from gradwire.report.load import ReportError, Run, load_runs
 from gradwire.report.summary import Summary, summarize
 from gradwire.report.verdict import bytes_text, percent, seconds_text, verdicts
@@ -55,7 +55,7 @@ def render(runs: Sequence[Run]) -> str:
     return template.render(
         title=f"gradwire: {', '.join(tasks)}",
         subtitle=_subtitle(runs),
-        notes=[f"{run.label}: {note}." for run in runs for note in (*run.notes, *_chosen(run))],
+        notes=[f"{run.label}: {note}." for run in runs for note in (*run.notes, *_came_to(run))],
         table=[_table_row(run, summarize(run)) for run in runs],
         verdicts=verdicts(runs),
         figure=markupsafe.Markup(progress_figure(runs)),
@@ -73,10 +73,13 @@ def _subtitle(runs: Sequence[Run]) -> str:
     return f"{' and '.join(map(str, workers))} {kind}, begun {started.replace('T', ' ')}"
 
 
-def _chosen(run: Run) -> list[str]:
+def _came_to(run: Run) -> list[str]:
     numbers = summarize(run)
-    text = choice_text(numbers.chosen_method, numbers.choice_reason)
-    return [] if text is None else [text]
+    texts = (
+        choice_text(numbers.chosen_method, numbers.choice_reason),
+        fallback_text(numbers.fallback_method, numbers.fallback_reason),
+    )
+    return [text for text in texts if text is not None]
 
 
 def _percentile_note(runs: Sequence[Run]) -> str:
@@ -128,7 +131,7 @@ def _facts(runs: Sequence[Run]) -> list[tuple[str, str]]:
         add("emulated cluster", [str(run.config.get("lab") or NONE) for run in runs])
         add("interfaces counted", [_interfaces(run.config.get("interfaces")) for run in runs])
     links = [run.config.get("link") or {} for run in runs]
-    add("link", [_pairs({k: v for k, v in link.items() if k != "choice"}) for link in links])
+    add("link", [_pairs({k: v for k, v in link.items() if k not in ("choice", "fallback")}) for link in links])
     if any(link.get("choice") for link in links):
         add("choice", [choice_details(link["choice"]) if link.get("choice") else NONE for link in links])
     add("method", [str(run.config["method"]) for run in runs])

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gradwire.report.link_notes import fallback_reason
 from gradwire.report.load import Run, load_runs
 
 __all__ = ["Summary", "first_reaching", "summarize", "summarize_folders"]
@@ -20,7 +21,8 @@ class Summary:
 
     ``final_*`` is the last evaluation, ``best_*`` the best; both None for a run that ended before its first.
     ``chosen_method`` is what ``auto`` took, ``choice_reason`` why: both None where there was nothing to choose, the
-    method alone where the trial did not end.
+    method alone where the trial did not end. ``fallback_method`` is what ranks returned to, ``fallback_reason`` since
+    when and why: both None where they did not.
     """
 
     run: str
@@ -46,6 +48,8 @@ class Summary:
     bits_per_element: float | None
     chosen_method: str | None
     choice_reason: str | None
+    fallback_method: str | None
+    fallback_reason: str | None
 
     def flat(self) -> dict[str, Any]:
         """Give the fields as JSON values."""
@@ -67,7 +71,8 @@ def summarize(run: Run) -> Summary:
     best = max(evaluations, key=lambda row: row["accuracy"], default=None)
     times_s = [row["step_time_s"] for row in run.of("train")]
     sent, dense = last["sent_bytes"], last["dense_bytes"]
-    choice = (run.config.get("link") or {}).get("choice") or {}
+    link = run.config.get("link") or {}
+    choice, returned = link.get("choice") or {}, link.get("fallback")
     return Summary(
         run=str(run.path),
         label=run.label,
@@ -92,6 +97,8 @@ def summarize(run: Run) -> Summary:
         bits_per_element=32.0 * sent / dense if dense else None,
         chosen_method=choice.get("chosen"),
         choice_reason=choice.get("reason"),
+        fallback_method=returned["method"] if returned else None,
+        fallback_reason=fallback_reason(returned) if returned else None,
     )
 
 

@@ -1,11 +1,11 @@
-"""What ``auto`` chose, for people."""
+"""What a link came to do, for people: what ``auto`` chose, a return to the fallback."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["choice_details", "choice_text"]
+__all__ = ["choice_details", "choice_text", "fallback_reason", "fallback_text"]
 
 
 def choice_text(chosen: str | None, reason: str | None) -> str | None:
@@ -28,3 +28,21 @@ def choice_details(choice: Mapping[str, Any]) -> str:
         parts.append(f"a step took {', '.join(steps)}")
     parts += [f"{spec} was {why}" for spec, why in (choice.get("left_out") or {}).items()]
     return "; ".join(parts)
+
+
+def fallback_reason(returned: Mapping[str, Any]) -> str:
+    """Say when and why ranks returned to the fallback, from a link's record."""
+    return (
+        f"from round {returned['since_round']} on: what rank {returned['rank']} sent was off by "
+        f"{returned['relative_error']:.3g} times the gradient's norm"
+    )
+
+
+def fallback_text(method: str | None, reason: str | None) -> str | None:
+    """Say in one line what ranks returned to; None where they did not.
+
+    Example:
+        >>> fallback_text("BF16()", "from round 2 on")
+        'returned to BF16() (from round 2 on)'
+    """
+    return None if method is None else f"returned to {method} ({reason})"
