@@ -247,11 +247,10 @@ class _Differences(Around):
             memory.forget("shift")
             memory.forget("mean_shift")
         memory.stage_value("workers", torch.tensor(context.world_size))
-        held, staged = self._pair(context, "shift", replicated=False)
+        reference, _ = self._pair(context, "shift", replicated=False)
         for a, b in pieces(self.all_runs):
             # Rounded once, after the subtraction.
-            flat[a:b] = flat[a:b].to(self._dtype).sub_(held[a:b], alpha=context.loss_scale)
-            staged[a:b].copy_(held[a:b])
+            flat[a:b] = flat[a:b].to(self._dtype).sub_(reference[a:b], alpha=context.loss_scale)
 
     def after(self, context: Context, flat: torch.Tensor, outcome: Outcome) -> Outcome:
         rate, scale = self._rate / context.loss_scale, context.loss_scale
@@ -266,7 +265,7 @@ class _Differences(Around):
         reference, shift = self._pair(context, "shift", replicated=False)
         held, staged = self._pair(context, "mean_shift", replicated=True)
         for a, b in pieces(runs):
-            shift[a:b].add_(sent[a:b].to(self._dtype), alpha=rate)
+            torch.add(reference[a:b], sent[a:b].to(self._dtype), alpha=rate, out=shift[a:b])
             mean = flat[a:b].to(self._dtype)
             # The old mean of the shifts serves the outcome.
             torch.add(held[a:b], mean, alpha=rate, out=staged[a:b])

@@ -123,13 +123,14 @@ class _MultiScalePlan(SectionPlan):
 
     def _count(self, magnitudes: torch.Tensor, limit: torch.Tensor, steps: torch.Tensor) -> None:
         """Count the factors by which a magnitude may grow without passing its limit."""
-        stretched, fits = torch.empty_like(magnitudes), np.empty(steps.shape, np.bool_)
-        steps.zero_()
-        for factor in self._factors[1:]:
+        stretched, counted = torch.empty_like(magnitudes), steps.numpy()
+        for number, factor in enumerate(self._factors[1:]):
             torch.mul(magnitudes, factor, out=stretched)
             # NumPy compares floats several times as fast as PyTorch does.
-            np.less_equal(stretched.numpy(), limit.numpy(), out=fits)
-            steps += torch.from_numpy(fits)
+            if number:
+                counted += np.less_equal(stretched.numpy(), limit.numpy())
+            else:
+                np.less_equal(stretched.numpy(), limit.numpy(), out=counted.view(np.bool_))
 
     def _in_pieces(self, context: Context, steps: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
         """Cut the chunk so that temporaries stay in a cache: where a piece lies in the bucket, and its steps."""
