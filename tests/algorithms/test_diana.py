@@ -398,7 +398,9 @@ def test_a_proximal_step_after_the_optimizers(three_ranks: object) -> None:
         part = torch.randn(30, 20, generator=torch.Generator().manual_seed(rank))
         rows.append(part)
         targets.append(part[:, :3].sum(1) + rank)
-    best = Lasso(alpha=0.1, fit_intercept=False, tol=1e-10).fit(torch.cat(rows).numpy(), torch.cat(targets).numpy())
+    # In float64: in float32 the gap does not close to the tolerance.
+    data = torch.cat(rows).double().numpy(), torch.cat(targets).double().numpy()
+    best = Lasso(alpha=0.1, fit_intercept=False, tol=1e-10).fit(*data)
     for weights, sentence in found:
         assert "pass optimizer=" in sentence
         assert weights == pytest.approx(best.coef_.tolist(), abs=1e-4)
