@@ -138,6 +138,42 @@ def test_a_return_outlives_a_checkpoint() -> None:
     assert second.returned() is None
 
 
+@pytest.mark.parametrize("saved_after", [0, 1, 2])
+def test_what_is_on_its_way_to_a_return_outlives_a_checkpoint(saved_after: int) -> None:
+    """Measured in round 0, told in round 1, judged in round 2: whichever was last before the checkpoint."""
+    said: list[str] = []
+    pilot, network = guard((0.0, 1.0), 2.0, said), Told(25.0)
+    for round in range(4):
+        pilot.begin(round, network)
+        if round == saved_after:
+            state = pilot.state()
+            # Another process, which has measured nothing itself.
+            pilot = guard((0.0, 0.0), 2.0, said)
+            pilot.load(state)
+            assert {k: v.tolist() for k, v in pilot.state().items()} == {k: v.tolist() for k, v in state.items()}
+    assert pilot.returned() == {
+        "method": repr(gw.method("bf16")),
+        "since_round": 2,
+        "relative_error": 5.0,
+        "rank": 1,
+    }  # fmt: skip
+    assert len(said) == 1
+
+
+def test_a_rank_that_is_gone_does_not_keep_a_checkpoint_from_being_saved() -> None:
+    class Gone(Told):
+        def gathering(self, values: Sequence[float], about: str) -> Callable[[], list[list[float]]]:
+            def answer() -> list[list[float]]:
+                raise gw.ExchangeError("rank 1 is gone")
+
+            return answer
+
+    pilot = guard((0.0, 1.0), 2.0, [])
+    for round in range(2):
+        pilot.begin(round, Gone(25.0))
+    assert "fallback_told" not in pilot.state()
+
+
 @pytest.mark.parametrize(
     ("method", "options", "told"),
     [
@@ -182,6 +218,44 @@ def test_all_ranks_return_two_rounds_after_the_measurement_and_stay(three_ranks:
     assert first["relative_error"] == pytest.approx(math.sqrt(63 * 3), rel=0.2)
     assert all(len(rank["warnings"]) == 1 and "relative error of" in rank["warnings"][0] for rank in found)
     assert all(rank["reloaded"] == first for rank in found)
+
+
+@pytest.mark.ranks
+def test_a_run_from_any_checkpoint_returns_when_one_that_never_stopped_does(three_ranks: Ranks) -> None:
+    for ends in three_ranks(restart_everywhere, 97, 105):
+        assert len(ends) == 1 + 105 - 97
+        assert ends[0][0]["since_round"] == 102
+        assert all(end == ends[0] for end in ends)
+
+
+def restart_everywhere(first: int, rounds: int) -> list[tuple[dict[str, Any], list[float]]]:
+    """Exchange to the end without a stop, then from a checkpoint after each round from ``first`` on."""
+    parameter = torch.nn.Parameter(torch.zeros(NUMEL))
+
+    def link() -> gw.Link:
+        return gw.Link({"w": parameter}.items(), ONE_LEVEL, fallback="bf16", fallback_limit=2.0)
+
+    def exchange(used: gw.Link, until: int) -> None:
+        while used.round < until:
+            bad = used.round >= 50 and used.rank == 1
+            parameter.grad = (CONSTANT if bad else ONE_HOT) * (1 + used.round)
+            used.reduce_()
+
+    def end(used: gw.Link) -> tuple[dict[str, Any], list[float]]:
+        exchange(used, rounds)
+        used.close()
+        return used.record()["fallback"], parameter.grad.tolist()
+
+    ends, states, whole = [], [], link()
+    for round in range(first, rounds):
+        exchange(whole, round)
+        states.append(copy.deepcopy(whole.state_dict()))
+    ends.append(end(whole))
+    for state in states:
+        fresh = link()
+        fresh.load_state_dict(state)
+        ends.append(end(fresh))
+    return ends
 
 
 @pytest.mark.ranks
@@ -278,7 +352,8 @@ def remembers(rounds: int) -> tuple[list[tuple[str, bool]], list[str]]:
     for _ in range(rounds):
         parameter.grad = torch.arange(NUMEL, dtype=torch.float32)
         link.reduce_()
-        states.append(link.state_dict()["rank"])
+        own = link.state_dict()["rank"]
+        states.append({key: value for key, value in own.items() if key != "fallback_measured"})
     link.close()
     return [(name, bool(value.any())) for name, value in states[0].items()], list(states[-1])
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from gradwire.adapters.pilot import Network, Pilot
-from gradwire.errors import IncompatibleError
+from gradwire.errors import ExchangeError, IncompatibleError
 from gradwire.methods import Method
 from gradwire.planning import Planner
 
@@ -42,8 +43,8 @@ class Guard:
 
     The mean over ranks, since one rank may have no gradient at all, and a residual to send. A round in which a gradient
     overflowed tells nothing. Ranks start to tell each other in the round after the measurement, and read it in the one
-    after that, when all have: no rank waits in the midst of backward, and all return at once, or none. What was told
-    when a checkpoint was saved is lost with it, on all ranks, until the next measurement.
+    after that, when all have: no rank waits in the midst of backward, and all return at once, or none. A checkpoint
+    holds what was measured but not told yet, this rank's own, and what was told but not judged yet.
 
     Args:
         pilot: That chooses before.
@@ -66,6 +67,7 @@ class Guard:
         self._pilot, self._fallback, self._limit = pilot, fallback, limit
         self._strayed, self._wanted, self._fell = strayed, wanted, fell
         self._told: Callable[[], list[list[float]]] | None = None
+        self._round, self._measured = -1, (-1, 0.0, 0.0)
         self._since: int | None = None
         self._error, self._rank = 0.0, 0
 
@@ -76,14 +78,20 @@ class Guard:
 
     def begin(self, round: int, network: Network) -> None:
         """Tell of what was measured in the round before, or judge what was told in it."""
+        self._round = round
         if self._since is not None:
             return
         told, self._told = self._told, None
         if told is not None and self._judge(told(), round):
             return
         if round and self._wanted(round - 1):
-            self._told = network.gathering(self._strayed(round - 1), "the check of fallback_limit")
+            self._told = network.gathering(self._found(round - 1), "the check of fallback_limit")
         self._pilot.begin(round, network)
+
+    def _found(self, round: int) -> tuple[float, float]:
+        """Give what was measured in a round, before the last checkpoint or since."""
+        loaded, off, gradient = self._measured
+        return (off, gradient) if loaded == round else self._strayed(round)
 
     def _judge(self, rows: list[list[float]], round: int) -> bool:
         square = sum(gradient for _, gradient in rows) / len(rows)
@@ -104,7 +112,7 @@ class Guard:
     def again(self) -> None:
         """Give the other pilot another chance."""
         self._pilot.again()
-        self._since, self._told = None, None
+        self._forget()
 
     def record(self) -> dict[str, Any] | None:
         """What the other pilot chose, or did not come to choose."""
@@ -125,18 +133,41 @@ class Guard:
         }
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Give the other pilot's state, and what :meth:`returned` tells."""
+        """Give the other pilot's state, and what :meth:`returned` tells, or what is on its way there.
+
+        Between rounds: then all ranks have begun to tell what they are to be judged by, and waiting for it is short.
+        """
         found = self._pilot.state()
         if self._since is not None:
-            values = (float(self._since), self._error, float(self._rank))
-            found["fallback"] = torch.tensor(values, dtype=torch.float64)
+            found["fallback"] = _doubles([self._since, self._error, self._rank])
+            return found
+        if self._round >= 0 and self._wanted(self._round):
+            found["fallback_measured"] = _doubles([self._round, *self._found(self._round)])
+        if self._told is not None:
+            # Of a rank that is gone, the next round tells.
+            with contextlib.suppress(ExchangeError):
+                found["fallback_told"] = _doubles(self._told())
         return found
 
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
         """Take what :meth:`state` gave."""
         # What it is told of, it would warn of.
         self._pilot.load({key: value for key, value in state.items() if key != "fallback"})
-        self._since, self._told = None, None
+        self._forget()
         if "fallback" in state:
             since, self._error, rank = state["fallback"].tolist()
             self._since, self._rank = int(since), int(rank)
+        if "fallback_measured" in state:
+            round, off, gradient = state["fallback_measured"].tolist()
+            self._round, self._measured = int(round), (int(round), off, gradient)
+        if "fallback_told" in state:
+            rows: list[list[float]] = state["fallback_told"].tolist()
+            self._told = lambda: rows
+
+    def _forget(self) -> None:
+        self._since, self._told = None, None
+        self._round, self._measured = -1, (-1, 0.0, 0.0)
+
+
+def _doubles(values: Sequence[object]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)

@@ -19,7 +19,7 @@ from gradwire.adapters.handshake import agreement, default_group
 from gradwire.adapters.lost import lost
 from gradwire.adapters.notices import Notices
 from gradwire.adapters.parameters import check_parameters, gradient, named_parameters, own_buckets
-from gradwire.adapters.pilot import Pilot
+from gradwire.adapters.pilot import OWN_STATE, Pilot
 from gradwire.adapters.pilots import make_pilot
 from gradwire.adapters.scalers import check_scaler, check_unscaled, scale_of
 from gradwire.adapters.state import check_state, remembered
@@ -357,7 +357,8 @@ class Link:
         """
         state = self.memory.state()
         state["global"]["round"] = torch.tensor(self.round)
-        state["global"].update(self._pilot.state())
+        for key, value in self._pilot.state().items():
+            state["rank" if key in OWN_STATE else "global"][key] = value
         return state
 
     def load_state_dict(self, state: dict[str, dict[str, torch.Tensor]]) -> None:
@@ -367,7 +368,7 @@ class Link:
             IncompatibleError: it is not a link's state, or not all of one, or its choice is no candidate here.
         """
         check_state(state, simulated=False)
-        self._pilot.load(state["global"])
+        self._pilot.load({**state["global"], **state["rank"]})
         # A round that was skipped here may come again, with other gradients.
         self.round, self._last_skipped = int(state["global"]["round"]), -1
         self._diagnostics.forget()

@@ -17,10 +17,13 @@ from gradwire.perf.machine import Link
 from gradwire.perf.probing import Probed
 from gradwire.planning import Planner
 
-__all__ = ["STATE", "Chooser", "Fixed", "Network", "Pilot", "say_dropped"]
+__all__ = ["OWN_STATE", "STATE", "Chooser", "Fixed", "Network", "Pilot", "say_dropped"]
 
-STATE = ("choice", "choice_spec", "fallback")
-"""Keys of a pilot's part of a link's state."""
+STATE = ("choice", "choice_spec", "fallback", "fallback_told")
+"""Keys of a pilot's part of a link's state that are the same on all ranks."""
+
+OWN_STATE = ("fallback_measured",)
+"""Keys of it that are this rank's own."""
 
 TIE = 0.01
 """Relative difference of step times below which the candidate listed first is taken."""
@@ -69,7 +72,7 @@ class Pilot(Protocol):
         """Where a plain method took the place of what was chosen: which, since when and why, in plain values."""
 
     def state(self) -> dict[str, torch.Tensor]:
-        """What was chosen, for a checkpoint; keys of :data:`STATE`."""
+        """What was chosen, for a checkpoint; keys of :data:`STATE` and :data:`OWN_STATE`."""
 
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
         """Take what :meth:`state` gave."""

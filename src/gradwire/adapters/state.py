@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 import torch
 
-from gradwire.adapters.pilot import STATE
+from gradwire.adapters.pilot import OWN_STATE, STATE
 from gradwire.errors import IncompatibleError
 from gradwire.methods import Method
 
@@ -16,8 +16,8 @@ __all__ = ["check_state", "remembered"]
 
 State: TypeAlias = Mapping[str, Mapping[str, torch.Tensor]]
 
-OWN_VALUES = ("round", *STATE)
-"""Global values that are the link's, not its method's."""
+OWN_VALUES = ("round", *STATE, *OWN_STATE)
+"""Values that are the link's, not its method's."""
 
 
 def check_state(state: State, *, simulated: bool) -> None:
@@ -59,7 +59,7 @@ def remembered(state: State, method: Method) -> dict[str, dict[str, torch.Tensor
         found[scope] = {}
         for key, value in part.items():
             kind = key.partition("/")[0]
-            if scope == "global" and key in OWN_VALUES:
+            if key in OWN_VALUES:
                 continue
             if known is None or kind in known:
                 found[scope][key] = value
