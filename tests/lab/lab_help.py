@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from run_help import wait_for
 
 from gradwire.lab import Network, missing
 
@@ -24,9 +25,11 @@ def program(name: str, *words: object) -> list[str]:
 
 
 def on_host(network: Network, host: int, command: Sequence[str], **options: Any) -> subprocess.Popen[str]:
-    """Start a command on a host."""
+    """Start a command on a host, and see it there: before it has entered, a lab that ends does not find it."""
     words = [*network.enter(host), *command]
-    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options)
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options)
+    wait_for(lambda: process.poll() is not None or lab_of(process.pid) == network.name, 60, "the command to enter")
+    return process
 
 
 def limit(namespace: str, device: str) -> float | None:
@@ -43,9 +46,9 @@ def spaces(name: str) -> list[str]:
 
 
 def lab_of(process: int) -> str:
-    """Give the name of the lab that a process runs in."""
+    """Give the name of the lab that a process runs in, "" where it runs in none or no longer."""
     words = ["ip", "netns", "identify", str(process)]
-    return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip().rpartition("-")[0]
+    return subprocess.run(words, capture_output=True, text=True, check=False).stdout.strip().rpartition("-")[0]
 
 
 def start_lab(*words: object, **options: Any) -> subprocess.Popen[str]:
