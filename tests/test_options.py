@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import gradwire as gw
+from gradwire.errors import HyperparameterError, IncompatibleError
 from gradwire.planning import Options
 
 
@@ -34,3 +35,23 @@ def test_patterns_may_come_from_anything_that_can_be_read_once(exclude: Any) -> 
 def test_what_holds_no_patterns_is_refused(exclude: Any) -> None:
     with pytest.raises(gw.HyperparameterError, match="patterns of parameter names are needed"):
         Options(exclude=exclude)
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "error", "told"),
+    [
+        ("no_such", {}, HyperparameterError, "unknown method"),
+        ("terngrad", {"chunk": 1}, HyperparameterError, "did you mean 'chunk_numel'"),
+        ("terngrad", {"collective": "ring"}, HyperparameterError, "unknown collective 'ring'"),
+        ("qsgd", {"collective": "two_shot"}, IncompatibleError, "cannot travel by two_shot"),
+        ("Auto(candidates=('fp32', 'qsgd'))", {"collective": "two_shot"}, IncompatibleError, "cannot travel by"),
+        ("DIANA(prox=L1(strength=0.1))", {}, IncompatibleError, "no optimizer"),
+        ("signum", {"fallback": "bf16", "fallback_limit": 2.0}, IncompatibleError, "fallback= has no place here"),
+    ],
+)
+def test_what_no_rank_could_attach_is_refused_before_there_are_ranks(
+    method: str, options: dict[str, Any], error: type[Exception], told: str
+) -> None:
+    with pytest.raises(error, match=told):
+        gw.check_options(method, **options)
+    gw.check_options("auto", optimizer=None, collective="auto")

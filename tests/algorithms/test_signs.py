@@ -1,8 +1,7 @@
-"""Signs: votes, momentum, scaled signs and two means a column, with and without what they leave out."""
+"""Signs: scaled ones and two means a column, with and without what they leave out; layouts, of votes too."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable
 
@@ -10,7 +9,6 @@ import pytest
 import torch
 
 import gradwire as gw
-from gradwire.errors import HyperparameterError
 
 METHODS = [
     gw.SignSGD(),
@@ -34,141 +32,6 @@ def residual(link: gw.SimulatedLink, rank: int = 0) -> torch.Tensor:
 def one_round(p: torch.Tensor, method: gw.Method | str) -> torch.Tensor:
     """What the operator makes of one worker's vector: no residual precedes it."""
     return gw.simulate([{"w": p}], method).mean["w"]
-
-
-# Majority vote.
-
-
-@pytest.mark.parametrize("collective", ["two_shot", "all_gather"])
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7, 8])
-def test_the_vote_is_the_sign_of_the_sum_of_signs(world_size: int, collective: str) -> None:
-    g = randn(world_size, 3001)
-    g[:, 10], g[:, 11] = 0.0, -0.0
-    link = gw.SimulatedLink([("w", torch.empty(3001))], "signsgd", world_size, collective=collective)
-    total = torch.where(g >= 0, 1, -1).sum(0)
-    assert torch.equal(link.reduce_(g.clone()), torch.where(total >= 0, 1.0, -1.0))
-    if world_size % 2:
-        assert bool((total != 0).all())  # property 4: an odd number of workers has no ties
-
-
-@pytest.mark.parametrize("collective", ["two_shot", "all_gather"])
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5, 8])
-def test_a_worker_without_a_gradient_does_not_vote(world_size: int, collective: str) -> None:
-    """Any number of them, in any parameter, wherever shares and chunks are cut; a zero among others is still +1."""
-    sizes = {"a": 1, "b": 700, "c": 79, "d": 2500}
-    like = [(name, torch.empty(n)) for name, n in sizes.items()]
-    for silent in range(world_size + 1):
-        g = randn(world_size, sum(sizes.values()), seed=silent)
-        g[:, 5], g[0, 10] = 0.0, 0.0
-        expected, at = [], 0
-        for k, n in enumerate(sizes.values()):
-            ranks = [(k + i) % world_size for i in range(silent)]
-            g[ranks, at : at + n] = 0.0
-            part = g[[r for r in range(world_size) if r not in ranks], at : at + n]
-            total = torch.where(part >= 0, 1, -1).sum(0)
-            expected.append(torch.where(total >= 0, 1.0, -1.0) if len(part) else torch.zeros(n))
-            at += n
-        for chunk_numel in (80, 1000, 1 << 20):
-            link = gw.SimulatedLink(like, "signsgd", world_size, chunk_numel=chunk_numel, collective=collective)
-            assert torch.equal(link.reduce_(g.clone()), torch.cat(expected))
-
-
-def test_a_worker_without_a_gradient_contributes_nothing() -> None:
-    g = torch.ones(2, 2000)
-    g[1] = 0.0
-    link = gw.SimulatedLink([("w", torch.empty(2000))], gw.Signum(momentum=0.5), 2)
-    assert torch.equal(link.reduce_(g.clone()), torch.ones(2000))
-    # What a worker's momentum remembers, it votes with.
-    assert torch.equal(link.reduce_(-g.flip(0)), torch.ones(2000))
-
-
-def test_scale_changes_nothing_and_a_minority_cannot_overturn() -> None:
-    """Property 4."""
-    g = randn(5, 2000)
-    vote = gw.simulate(g, "signsgd").mean
-    assert torch.equal(gw.simulate(g * torch.tensor([[3.0], [1e-8], [70.0], [0.5], [2.0]]), "signsgd").mean, vote)
-    honest = randn(1, 2000, seed=1).expand(3, 2000)
-    liars = torch.cat([honest, -100 * honest[:1], randn(1, 2000, seed=2)])
-    assert torch.equal(gw.simulate(liars, "signsgd").mean, honest[0].sign())
-
-
-@pytest.mark.parametrize("ratio", [0.25, 0.5, 1.0, 1.5, 3.0])
-def test_probability_of_a_wrong_sign(ratio: float) -> None:
-    """Property 2: below the bound for unimodal symmetric noise, and below one half, alone and in a vote of five."""
-    numel = 40_000
-    bound = 2 / (9 * ratio**2) if ratio > 2 / math.sqrt(3) else 0.5 - ratio / (2 * math.sqrt(3))
-    wide = math.sqrt(3) / ratio  # a uniform of deviation 1 / ratio about 1, and a normal one
-    noises = [
-        randn(5, numel) / ratio,
-        (torch.rand(5, numel, generator=torch.Generator().manual_seed(3)) * 2 - 1) * wide,
-    ]
-    for noise in noises:
-        g = 1 + noise
-        alone = float((gw.simulate(g[:1], "signsgd").mean < 0).double().mean())
-        voted = float((gw.simulate(g, "signsgd").mean < 0).double().mean())
-        # Five deviations of a frequency among that many.
-        assert alone <= bound + 5 * math.sqrt(bound / numel)
-        assert alone < min(1 / ratio, 0.5)
-        assert voted <= alone
-        assert voted < alone or alone == 0
-
-
-def test_momentum_is_voted_on_and_kept() -> None:
-    link = gw.SimulatedLink([("w", torch.empty(500))], gw.Signum(momentum=0.75), 3)
-    v = torch.zeros(3, 500)
-    for round in range(5):
-        g = randn(3, 500, seed=round)
-        v = 0.75 * v + 0.25 * g
-        assert torch.equal(link.reduce_(g.clone()), torch.where(v >= 0, 1, -1).sum(0).sign().float())
-        held = torch.stack([link.state_dict()[f"rank {r}"]["momentum/w"] for r in range(3)])
-        assert torch.equal(held, v)
-    link.reduce_(torch.full((3, 500), torch.nan))
-    assert torch.equal(torch.stack([link.state_dict()[f"rank {r}"]["momentum/w"] for r in range(3)]), v)
-
-
-def test_momentum_that_makes_no_sense_is_refused() -> None:
-    for wrong in (-0.1, 1, 1.5, math.nan, "0.9", True, None):
-        with pytest.raises(HyperparameterError, match="momentum"):
-            gw.Signum(momentum=wrong)
-    with pytest.raises(HyperparameterError, match="direction"):
-        gw.Auto(candidates=("fp32", "signsgd"))
-    with pytest.raises(HyperparameterError, match="block_size"):
-        gw.ScaledSign(block_size=20)
-
-
-def test_small_parameters_are_voted_on_too() -> None:
-    """Their float32 mean would take steps of another size."""
-    like = [("w", torch.empty(2000)), ("bias", torch.empty(10))]
-    mean = gw.SimulatedLink(like, "signsgd", 3).reduce_(randn(3, 2010))
-    assert set(mean.tolist()) == {-1.0, 1.0}
-
-
-@pytest.mark.parametrize("collective", ["two_shot", "all_gather"])
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-def test_what_is_not_finite_on_one_rank_is_so_on_all_in_every_chunk(bad: float, collective: str) -> None:
-    """And in its own parameter only, whatever the chunks."""
-    like = [("a", torch.empty(900)), ("b", torch.empty(1500)), ("c", torch.empty(700))]
-    for at, name in ((0, slice(0, 900)), (900, slice(900, 2400)), (2399, slice(900, 2400)), (3099, slice(2400, 3100))):
-        for chunk_numel in (80, 1000, 1 << 20):
-            g = randn(3, 3100)
-            g[1, at] = bad
-            link = gw.SimulatedLink(like, "signsgd", 3, chunk_numel=chunk_numel, collective=collective)
-            lost = ~torch.isfinite(link.reduce_(g))
-            assert bool(lost[name].all())
-            assert int(lost.sum()) == name.stop - name.start
-
-
-@pytest.mark.parametrize("method", [gw.SignSGD(), gw.Signum()], ids=repr)
-def test_the_loss_scale_divides_out(method: gw.Method, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the scaler divides by afterwards; momentum is kept without it, though it changes."""
-    plain, scaled = (gw.SimulatedLink([("w", torch.empty(300))], method, 3) for _ in range(2))
-    context = scaled._context
-    for round, scale in enumerate((1024.0, 1024.0, 2.0)):
-        monkeypatch.setattr(scaled, "_context", lambda r, c, s=scale: dataclasses.replace(context(r, c), loss_scale=s))
-        g = randn(3, 300, seed=round)
-        assert torch.equal(scaled.reduce_(g * scale), plain.reduce_(g) * scale)
-    state, other = plain.state_dict(), scaled.state_dict()
-    assert all(torch.equal(value, other["rank 1"][key]) for key, value in state["rank 1"].items())
 
 
 # Scaled signs.

@@ -65,7 +65,12 @@ def test_every_command_has_help_with_an_example(command: str) -> None:
         (["run", __file__], "one process exchanges nothing"),
         (["run", "--nproc-per-node", "2", "--method", "x", __file__], "unknown method"),
         (["run", "--nproc-per-node", "2", "--fallback", "bf16", __file__], "a relative error above 0 is needed"),
+        (["run", "--nproc-per-node", "2", "--collective", "ring", __file__], "unknown collective 'ring'"),
         (["train", "digits", "--fallback", "bf17", "--fallback-limit", "2"], "one of bf16, fp32 is needed"),
+        (
+            ["train", "digits", "--simulate", "--fallback", "bf16", "--fallback-limit", "2"],
+            "leave --simulate or --fallback",
+        ),
     ],
 )
 def test_bad_usage_is_one_line_and_exit_code_2(

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from run_help import gradwire, start_gradwire
 
+import gradwire as gw
+from gradwire.cli.bootstrap import summary
 from gradwire.cli.launcher import Report, account
 from gradwire.cli.torchrun import command
 from gradwire.experiments.errors import UsageError
@@ -58,6 +60,26 @@ def test_a_return_to_the_fallback_is_said_beside_the_saving() -> None:
     assert done.returncode == 0, done.stderr
     (line,) = [line for line in done.stderr.splitlines() if "times less" in line]
     assert "), returned to BF16() (from round 2 on: what rank" in line
+
+
+def test_each_modules_link_is_said_where_they_came_to_differ() -> None:
+    class Stub:
+        method = gw.TernGrad()
+
+        def __init__(self, fallback: dict[str, object] | None) -> None:
+            self.fallback = fallback
+
+        def record(self) -> dict[str, object]:
+            return {"choice": None, "fallback": self.fallback}
+
+        def traffic(self) -> gw.Traffic:
+            return gw.Traffic(sent_bytes=10, received_bytes=10, dense_bytes=100, rounds=1)
+
+    returned = {"method": "BF16()", "since_round": 2, "relative_error": 0.9, "rank": 1}
+    line = summary([Stub(None), Stub(returned)])
+    assert f"module 0: {gw.TernGrad()!r}; module 1: {gw.TernGrad()!r}, returned to BF16() (from round 2 on" in line
+    assert "module" not in summary([Stub(returned), Stub(returned)])
+    assert "returned to BF16()" in summary([Stub(returned)])
 
 
 @pytest.mark.ranks

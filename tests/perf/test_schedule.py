@@ -123,27 +123,30 @@ def test_ranks_of_one_host_share_its_link_and_tell_each_other_nothing_over_it() 
     work_s=st.floats(0, 0.5),
     rest_s=st.floats(0, 0.5),
     bandwidth=st.floats(10, 1e6),
+    latency_s=st.floats(0, 0.5),
     cores=st.integers(1, 6),
 )
 def test_a_step_lies_between_its_floor_and_one_thing_after_another(
-    sent: list[int], work_s: float, rest_s: float, bandwidth: float, cores: int
+    sent: list[int], work_s: float, rest_s: float, bandwidth: float, latency_s: float, cores: int
 ) -> None:
     at = timeline(*[2.0 * (i + 1) / len(sent) for i in range(len(sent))])
     buckets = [coded(work_s, n, rest_s) for n in sent]
     load = Load(ranks=2, cores=cores)
-    speeds = (None, 2 * bandwidth, bandwidth)
-    found = [steps(buckets, at, link=Link(bandwidth_bytes_per_s=speed), load=load) for speed in speeds]
-    for step in found:
-        assert step.floor_s - 1e-9 <= step.step_s <= step.compute_s + step.busy_s + step.wire_s + 1e-6
+    links = [Link()]
+    links += [Link(bandwidth_bytes_per_s=speed, latency_s=latency_s) for speed in (2 * bandwidth, bandwidth)]
+    found = [steps(buckets, at, link=link, load=load) for link in links]
+    waits_s = [step.wire_s + len(sent) * link.latency_s for step, link in zip(found, links)]
+    for step, wait_s in zip(found, waits_s):
+        assert step.floor_s - 1e-9 <= step.step_s <= step.compute_s + step.busy_s + wait_s + 1e-6
     bytes_free_s, fast_s, slow_s = (step.step_s for step in found)
     if len(sent) == 1:
         assert bytes_free_s <= fast_s + 1e-6
         assert fast_s <= slow_s + 1e-6
     if load.runners == 1.0:
-        # On one core nothing beats never waiting, and no step waits longer than its bytes take: a faster link can
-        # lose no more than that (see the next test).
+        # On one core nothing beats never waiting, and no step waits longer than its bytes and latencies take: a faster
+        # link can lose no more than that (see the next test).
         assert bytes_free_s <= min(fast_s, slow_s) + 1e-6
-        assert fast_s - slow_s <= found[1].wire_s + 1e-6
+        assert fast_s - slow_s <= waits_s[1] + 1e-6
 
 
 def test_a_faster_link_can_leave_nothing_to_do_while_the_last_bytes_travel() -> None:

@@ -336,6 +336,7 @@ class Link:
             "dense_parameters": sorted(planner.dense),
             "choice": self._pilot.record(),
             "fallback": self._pilot.returned(),
+            "fallback_to": self.options.fallback,
             **{k: getattr(self.options, k) for k in RECORDED},
         }
 

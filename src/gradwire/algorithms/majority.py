@@ -10,7 +10,7 @@ import torch
 
 from gradwire.algorithms.around import Around
 from gradwire.algorithms.plan import Algorithm, Plan, SectionPlan, Setting
-from gradwire.compressors import TernGrad, VoteCodec
+from gradwire.compressors import TernGrad, VoteCodec, sign_table, zero_throughout
 from gradwire.methods import Properties, require
 from gradwire.protocols import Context, Outcome
 from gradwire.segments import Segment
@@ -32,10 +32,10 @@ class SignSGD(Algorithm):
     A worker whose gradient of a parameter is zero throughout, as where it did not use it or its data has run out, does
     not vote on that parameter; where none votes the outcome is 0.
 
-    The outcome is a *direction* with entries -1 and 1, not the mean of the gradients: every element moves by the
-    learning rate. Use ``torch.optim.SGD`` without momentum, with a learning rate of the order of 1e-4 (where SGD has
-    0.1) and decoupled weight decay, p <- p - lr (outcome + decay p): its ``weight_decay``, which is added after the
-    exchange. Clipping by norm, after it too, would only scale the learning rate.
+    The outcome is a *direction* with entries -1 and 1, or 0 where none votes, not the mean of the gradients: every
+    element moves by the learning rate. Use ``torch.optim.SGD`` without momentum, with a learning rate of the order of
+    1e-4 (where SGD has 0.1) and decoupled weight decay, p <- p - lr (outcome + decay p): its ``weight_decay``, which is
+    added after the exchange. Clipping by norm, after it too, would only scale the learning rate.
 
     Scaling a worker's gradient changes nothing. The vote is median-like: with very different workers it is not the sign
     of the mean, and signSGD may go uphill where noise is skewed; :class:`EFSignSGD` does not. Fewer than half of the
@@ -92,6 +92,8 @@ class Signum(SignSGD):
     With v_i worker i's momentum, zero at first::
 
         v_i <- momentum v_i + (1 - momentum) g_i        outcome = sign(sum_i sign(v_i))
+
+    A worker whose gradient of a parameter is zero throughout does not vote on it either; its momentum decays.
 
     The momentum is this method's: the optimizer needs none. It is this rank's own state, unscaled under mixed
     precision; a round with a non-finite value changes none.
@@ -153,11 +155,17 @@ class _MomentumVote(_Vote):
     def __init__(self, inner: Plan, segments: Sequence[Segment], momentum: float) -> None:
         super().__init__(inner, segments)
         self._momentum = momentum
+        self._table = sign_table([s for s in segments if not s.dense and s.numel])
 
     def before(self, context: Context, flat: torch.Tensor) -> None:
+        silent = zero_throughout(flat, self._table).nonzero().flatten().tolist()
         held = context.memory.read("momentum", self.segments)
         staged = context.memory.stage("momentum", self.segments)
         for a, b in self.all_runs:
             torch.mul(held[a:b], self._momentum, out=staged[a:b])
             staged[a:b].add_(flat[a:b], alpha=(1 - self._momentum) / context.loss_scale)
             flat[a:b].copy_(staged[a:b])
+        for i in silent:
+            # A momentum that only decays keeps its signs for good: this rank does not vote.
+            begin = int(self._table.offset[i])
+            flat[begin : begin + int(self._table.numel[i])].zero_()

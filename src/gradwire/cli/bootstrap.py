@@ -65,20 +65,28 @@ def summary(links: Sequence[Any]) -> str:
         return "gradwire: the script built no DistributedDataParallel module; nothing was compressed"
     sent = sum(link.traffic().sent_bytes for link in links)
     dense = sum(link.traffic().dense_bytes for link in links)
-    from gradwire.report.link_notes import choice_text, fallback_reason, fallback_text
-
-    spec, record = repr(links[0].method), links[0].record()
-    choice, returned = record["choice"], record["fallback"]
-    if choice is not None:
-        spec = choice_text(choice["chosen"], choice["reason"]) or spec
-    if returned is not None:
-        spec = f"{spec}, {fallback_text(returned['method'], fallback_reason(returned))}"
+    texts = [_came_to(link) for link in links]
+    alike = len(set(texts)) == 1
+    spec = texts[0] if alike else "; ".join(f"module {i}: {text}" for i, text in enumerate(texts))
     if not sent:
         return f"gradwire: {spec}: no gradient was exchanged"
     return (
         f"gradwire: {spec}: each worker sent {sent / 1e6:.2f} MB instead of {dense / 1e6:.2f} MB, "
         f"{dense / sent:.1f} times less ({32 * sent / dense:.2f} bits per element)"
     )
+
+
+def _came_to(link: Any) -> str:
+    """Say what a link's gradients travelled by."""
+    from gradwire.report.link_notes import choice_text, fallback_reason, fallback_text
+
+    spec, record = repr(link.method), link.record()
+    choice, returned = record["choice"], record["fallback"]
+    if choice is not None:
+        spec = choice_text(choice["chosen"], choice["reason"]) or spec
+    if returned is not None:
+        spec = f"{spec}, {fallback_text(returned['method'], fallback_reason(returned))}"
+    return spec
 
 
 def run_script(script: str, arguments: Sequence[str], links: Sequence[Any]) -> None:

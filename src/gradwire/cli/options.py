@@ -94,7 +94,10 @@ Fallback = Annotated[
     typer.Option(help="bf16 or fp32: return to it, on all workers, beyond --fallback-limit", rich_help_panel=LINK),
 ]
 FallbackLimit = Annotated[
-    float | None, typer.Option(help="Relative error of what a worker sends, such as 5.0", rich_help_panel=LINK)
+    float | None,
+    typer.Option(
+        help="Relative error, such as 5.0, of what a worker sends; measured every 100 steps", rich_help_panel=LINK
+    ),
 ]
 Out = Annotated[
     Path | None,

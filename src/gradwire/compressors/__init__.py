@@ -13,9 +13,9 @@ from gradwire.compressors.qsgd import QSGD, QSGDinf
 from gradwire.compressors.qsgd_max_norm import QSGDMaxNorm
 from gradwire.compressors.scaledsign import ScaledSign
 from gradwire.compressors.shared_levels import SharedLevelCodec
-from gradwire.compressors.sides import SideCodec, SideSummary
+from gradwire.compressors.sides import SideCodec, SideSummary, sign_table
 from gradwire.compressors.terngrad import TernGrad
-from gradwire.compressors.votes import VoteCodec
+from gradwire.compressors.votes import VoteCodec, zero_throughout
 
 __all__ = [
     "BF16",
@@ -47,4 +47,6 @@ __all__ = [
     "TernGrad",
     "VoteCodec",
     "check_blocks",
+    "sign_table",
+    "zero_throughout",
 ]

@@ -162,7 +162,7 @@ class SummableCodec(Codec):
     def reduce(self, rows: torch.Tensor, begin: int, out: torch.Tensor) -> None:
         """Reduce the codes of the same units from all ranks, ``[world_size, payload_bytes]``, to ``mean_bytes``.
 
-        ``begin`` is the first of these units, a multiple of ``grain``. ``rows`` may be overwritten.
+        ``begin`` is the first of these units, a multiple of ``grain``.
         """
 
     @abstractmethod

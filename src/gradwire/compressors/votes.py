@@ -10,16 +10,39 @@ import torch
 
 from gradwire.compressors.base import Draw, SummableCodec, Summary, check_workers
 from gradwire.compressors.sides import sign_table
-from gradwire.kernels import SIGN_BYTES, WHOLE, RunTable
+from gradwire.kernels import SIGN_BYTES, WHOLE, RunTable, SegmentTable
 from gradwire.segments import Segment
 from gradwire.wire import padded
 
 if TYPE_CHECKING:
     from gradwire.kernels import Kernels
 
-__all__ = ["VoteCodec", "VoteSummary"]
+__all__ = ["VoteCodec", "VoteSummary", "zero_throughout"]
 
 _EIGHT = torch.arange(8, dtype=torch.uint8)
+
+_PIECE = 1 << 14
+
+
+def zero_throughout(flat: torch.Tensor, table: SegmentTable) -> torch.Tensor:
+    """Tell for every segment whether it is zero throughout, bool ``[S]``: a gradient that is none.
+
+    Reads no further than to a piece that is not.
+
+    Example:
+        >>> flat = torch.tensor([0.0, -0.0, 0.0, torch.nan])
+        >>> zero_throughout(flat, SegmentTable([0, 2], [2, 2], [0, 0], [(0, 0)] * 2))
+        tensor([ True, False])
+    """
+    found = torch.zeros(len(table), dtype=torch.bool)
+    if len(flat):
+        # Nearly always the first element tells.
+        first = flat[torch.from_numpy(table.offset.clip(max=len(flat) - 1))]
+        for i in (first == 0).nonzero().flatten().tolist():
+            begin = int(table.offset[i])
+            parts = flat[begin : begin + int(table.numel[i])].split(_PIECE)
+            found[i] = not any(bool(part.any()) for part in parts)
+    return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,11 +80,7 @@ class VoteCodec(SummableCodec):
         flags = torch.zeros(2, len(self.table), dtype=torch.bool)
         if not flat.is_meta:
             torch.logical_not(self.kernels.finite(flat, self.table), out=flags[0])
-            # Nearly always the first element tells.
-            first = torch.from_numpy(self.table.offset.clip(max=max(len(flat) - 1, 0)))
-            for i in (flat[first] == 0).nonzero().flatten().tolist() if len(flat) else ():
-                begin = int(self.table.offset[i])
-                flags[1, i] = not bool(flat[begin : begin + int(self.table.numel[i])].any())
+            flags[1] = zero_throughout(flat, self.table)
         return VoteSummary(flags)
 
     def payload_bytes(self, units: int) -> int:
@@ -82,8 +101,7 @@ class VoteCodec(SummableCodec):
         if rows.is_meta:
             return
         flags = torch.stack([self._flags(row) for row in rows])
-        bits = rows[:, self.side_bytes :]
-        self._stand_in(flags[:, 1], bits, begin)
+        bits = self._stand_in(flags[:, 1], rows[:, self.side_bytes :], begin)
         self._write_flags(torch.stack([flags[:, 0].any(0), flags[:, 1].all(0)]), out)
         self.kernels.sign_vote(bits, out[self.side_bytes :])
 
@@ -118,23 +136,31 @@ class VoteCodec(SummableCodec):
         bits[: flags.numel()] = flags.reshape(-1)
         out[: self.side_bytes] = (bits.reshape(-1, 8) << _EIGHT).sum(1, dtype=torch.uint8)
 
-    def _stand_in(self, silent: torch.Tensor, bits: torch.Tensor, begin: int) -> None:
-        """Set the bits of ranks that do not vote so that "at least half of all" is "at least half of those that do".
+    def _stand_in(self, silent: torch.Tensor, bits: torch.Tensor, begin: int) -> torch.Tensor:
+        """Give bits to ranks that do not vote, so that half of all decides as half of those that do would.
 
-        Of k ranks half vote +1 and half -1. With k odd, the one that is left votes +1 if the others are even in number,
-        for whom a tie is +1 already, and -1 if they are odd, who have none: then it decides nothing.
+        Of k such ranks half vote +1 and half -1. With k odd, the one that is left votes +1 if the others are even in
+        number, for whom a tie is +1 already, and -1 if they are odd, who have none: then it decides nothing.
 
         Args:
             silent: bool ``[ranks, segments]``.
-            bits: Those of groups ``begin`` and on, a row a rank.
+            bits: Those of groups ``begin`` and on, a row a rank; left as they are, since others may read them.
         """
-        for i in silent.any(0).nonzero().flatten().tolist():
-            ranks = silent[:, i].nonzero().flatten().tolist()
+        if not bool(silent.any()):
+            return bits
+        bits = bits.clone()
+        # Neighbours mostly agree: a rank that has joined has a gradient for none.
+        patterns, counts = silent.unique_consecutive(dim=1, return_counts=True)
+        ends = counts.cumsum(0)
+        for pattern, end, count in zip(patterns.unbind(1), ends.tolist(), counts.tolist()):
+            first, last = (SIGN_BYTES * (int(self.table.first_group[at]) - begin) for at in (end - count, end))
+            ranks = pattern.nonzero().flatten().tolist()
+            if not ranks or last <= 0 or first >= bits.shape[1]:
+                continue
             above = (len(ranks) + ((len(bits) - len(ranks)) % 2 == 0)) // 2
-            first, last = (SIGN_BYTES * (int(self.table.first_group[i + k]) - begin) for k in (0, 1))
-            if last > 0:
-                for k, rank in enumerate(ranks):
-                    bits[rank, max(first, 0) : last] = 255 if k < above else 0
+            for k, rank in enumerate(ranks):
+                bits[rank, max(first, 0) : last] = 255 if k < above else 0
+        return bits
 
     def _decode(
         self, data: torch.Tensor, weight: float, begin: int, end: int, flat: torch.Tensor, accumulate: bool

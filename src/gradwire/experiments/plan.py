@@ -52,6 +52,8 @@ class Plan(LinkSettings):
                 raise UsageError(f"{field} = {getattr(self, field)}: must not be negative")
         if self.workers == 1 and not self.simulate:
             raise UsageError("1 worker exchanges nothing: use at least 2 workers, or add --simulate")
+        if self.simulate and self.fallback is not None:
+            raise UsageError("simulated workers measure no errors: leave --simulate or --fallback out")
         if self.task.batch % self.workers:
             raise UsageError(
                 f"total batch {self.task.batch} cannot be shared evenly by {self.workers} workers: "

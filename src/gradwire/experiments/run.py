@@ -69,12 +69,12 @@ def check_link(plan: Plan) -> None:
     """Raise in this process what a link would raise in every worker: a wrong method, pattern or collective."""
     method = gw.method(plan.method)
     tried = method.candidates if isinstance(method, gw.Auto) and not plan.simulate else (method,)
-    options = plan.link_options()
-    if not plan.simulate:
-        gw.check_options(method, **options)
-        options |= {"fallback": None, "fallback_limit": None}
+    # A simulation has no fallback, which the plan has refused.
+    options = plan.link_options() | {"fallback": None, "fallback_limit": None}
     for one in tried:
         gw.SimulatedLink(build_model(plan).named_parameters(), one, plan.workers, **options)
+    if not plan.simulate:
+        gw.check_options(method, **plan.link_options())
 
 
 def config_of(plan: Plan) -> dict[str, Any]:

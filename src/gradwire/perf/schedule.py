@@ -133,7 +133,7 @@ def step_time(
 
     Threads that share cores take what comes first, so a step is not monotone in the link's speed: like any schedule
     without foresight (Graham 1969, "Bounds on multiprocessing timing anomalies"), a faster link can move work to where
-    less of it hides bytes. On one core that costs at most what the bytes take.
+    less of it hides bytes. On one core that costs at most what bytes and latencies take.
 
     Args:
         timeline: Measured with all ranks of a computer running.
