@@ -138,7 +138,9 @@ def diana() -> list[str]:
         *lines,
         f"| scikit-learn (saga) | non-zeros | {optima} |",
         "",
-        "DIANA goes on linearly until the rounding of gradients to float32 ends it, as it ends fp32. With p = 2 omega is twice "
+        "DIANA goes on linearly until rounding ends it: gradients travel in float32, which ends fp32 as well, and so does the mean of "
+        "the differences, so that the mean of all shifts, which follows it, comes to lie a little beside the mean of the workers' own; "
+        "on a9a that is what is left at 1e-12. With p = 2 omega is twice "
         "that of p = inf, and on mushrooms (condition 260) the step that theory allows then needs more steps than were made. "
         "The plateaus lie well below their bounds, which take the worst case of omega. With l1 only DIANA, whose noise vanishes, "
         "rests on the reference's support.",

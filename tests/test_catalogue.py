@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import re
 
 import pytest
 from hypothesis import given
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 import gradwire as gw
 from cases import ALL, CASES
 from gradwire.catalogue import METHODS
+from gradwire.cli.show_methods import method_rows
 
 
 @pytest.mark.parametrize("method", ALL, ids=repr)
@@ -145,3 +148,39 @@ def test_any_text_is_a_method_or_one_error(text: str) -> None:
     except gw.HyperparameterError:
         return
     assert isinstance(found, gw.Method)
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.0, math.inf), (-math.inf, 2.0)])
+def test_infinite_bounds_are_part_of_the_spec(low: float, high: float) -> None:
+    method = gw.DIANA(prox=gw.Box(low=low, high=high))
+    assert gw.method(repr(method)) == method
+
+
+@pytest.mark.parametrize(
+    ("spec", "told"),
+    [
+        ("TernGrad(clip=none)", "clip=none is no value; did you mean None"),
+        ("NUQSGD(zero=false)", "did you mean False"),
+        ("NUQSGD(norm=l2)", "norm=l2 is no value: a text has quotes"),
+    ],
+)
+def test_a_word_behind_a_field_is_not_taken_for_a_method(spec: str, told: str) -> None:
+    with pytest.raises(gw.HyperparameterError, match=re.escape(told)):
+        gw.method(spec)
+
+
+@pytest.mark.parametrize(("levels", "block_size"), [(1, 16), (7, 64), (7, 512), (3, 4096), (16, 48)])
+def test_the_omega_that_is_shown_is_the_one_that_is_used(levels: int, block_size: int) -> None:
+    names = {"sqrt": math.sqrt, "min": min, "max": max, "d": block_size, "s": levels}
+    method = gw.QSGDinf(levels=levels, block_size=block_size)
+    shown = eval(str(method.properties.omega).replace("^", "**"), {"__builtins__": {}}, names)
+    assert shown == pytest.approx(method.worst_error)
+    bound = eval(str(gw.QSGD.properties.omega).replace("^", "**").partition(" for")[0], {"__builtins__": {}}, names)
+    assert gw.QSGD(levels=levels, block_size=block_size).worst_error <= bound + 1e-12
+
+
+def test_properties_are_shown_of_what_was_asked_for() -> None:
+    (row,) = method_rows(["QSGD(levels=1)"])
+    assert row["spec"] == "QSGD(levels=1, block_size=512, blocks='parameter')"
+    assert row["bits_per_element"] is None
+    assert method_rows(["qsgd"])[0]["bits_per_element"] == gw.QSGD.properties.bits_per_element

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import math
 import re
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, ClassVar
@@ -139,15 +140,8 @@ class Auto(Method):
         for one in chosen:
             fixed = not isinstance(one, Auto) and one.properties.state == "none"
             require(fixed, "Auto(candidates=...)", f"{one!r} remembers something between steps: it cannot be tried")
-            mean = isinstance(one, Auto) or not one.direction
-            require(mean, "Auto(candidates=...)", f"{one!r} gives a direction, which needs a learning rate of its own")
-            whole = not _sends_parts(one)
-            require(
-                whole,
-                "Auto(candidates=...)",
-                f"{one!r} sends a part of the gradient a round, the faster the more it leaves out, and what is left "
-                "out is lost without error feedback: use ErrorFeedback around it, by name rather than by trial",
-            )
+            apart = None if isinstance(one, Auto) else no_match(one)
+            require(apart is None, "Auto(candidates=...)", f"{one!r} {apart}")
         object.__setattr__(self, "candidates", tuple(self.candidates))
         for field in ("turns", "steps"):
             value = getattr(self, field)
@@ -157,6 +151,18 @@ class Auto(Method):
     def kernels(self) -> tuple[str, ...]:  # type: ignore[override]
         """All candidates'."""
         return tuple(dict.fromkeys(name for spec in self.candidates for name in method(spec).kernels))
+
+
+def no_match(one: Method) -> str | None:
+    """Say why the time of a step alone cannot tell whether a method is better than others; None where it can."""
+    if one.direction:
+        return "gives a direction, which needs a learning rate of its own"
+    if _sends_parts(one):
+        return (
+            "sends a part of the gradient a round, the faster the more it leaves out, and what is left out is lost "
+            "without error feedback: use ErrorFeedback around it, by name rather than by trial"
+        )
+    return None
 
 
 def _sends_parts(one: Method) -> bool:
@@ -281,12 +287,27 @@ def _build(node: ast.expr, spec: str) -> object:
                 raise HyperparameterError(_unknown("field", str(word.arg), known, f" of {kind.__name__}"))
             if word.arg in values:
                 raise HyperparameterError(f"field {word.arg!r} of {kind.__name__} is given twice: leave one out")
-            values[word.arg] = _build(word.value, spec)
+            values[word.arg] = _value(word.arg, word.value, spec)
         return _make(kind, values)
     try:
         return ast.literal_eval(node)
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
         raise _malformed(spec) from None
+
+
+def _value(field: str, node: ast.expr, spec: str) -> object:
+    """Build what stands behind a field's name."""
+    word, sign = (
+        (node.operand, -1.0) if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub) else (node, 1.0)
+    )
+    if isinstance(word, ast.Name) and word.id == "inf":
+        # As repr writes it, which is no literal of Python's.
+        return sign * math.inf
+    if isinstance(node, ast.Name) and field != "compressor" and _key(node.id) not in (*_BY_NAME, *_OPERATORS):
+        near = difflib.get_close_matches(node.id.capitalize(), ("None", "True", "False"), n=1, cutoff=0.7)
+        hint = f"; did you mean {near[0]}?" if near else ": a text has quotes"
+        raise HyperparameterError(f"{field}={node.id} is no value{hint}")
+    return _build(node, spec)
 
 
 def _make(kind: type[Any], values: dict[str, object]) -> object:

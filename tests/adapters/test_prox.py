@@ -89,3 +89,19 @@ def test_a_method_around_another_has_its_kind_of_outcome_and_its_least_size(
 ) -> None:
     method = gw.method(spec)
     assert (method.direction, method.min_numel) == (direction, least)
+
+
+@pytest.mark.parametrize(
+    ("method", "optimizer", "told"),
+    [
+        ("signum", lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), "momentum=0.9 beside it"),
+        ("DIANA(momentum=0.5)", lambda p: torch.optim.Adam(p), "betas="),
+        ("DIANA(prox=L1(strength=0.1))", lambda p: torch.optim.SGD(p, lr=0.1, maximize=True), "maximize=True"),
+    ],
+)
+def test_settings_that_do_not_go_with_the_method_are_named(method: str, optimizer: Any, told: str) -> None:
+    parameters = [torch.nn.Parameter(torch.zeros(3))]
+    with pytest.raises(gw.IncompatibleError, match=told):
+        gw.check_options(method, optimizer=optimizer(parameters))
+    gw.check_options("signum", optimizer=torch.optim.SGD(parameters, lr=0.1))
+    gw.check_options("terngrad", optimizer=torch.optim.SGD(parameters, lr=0.1, momentum=0.9))

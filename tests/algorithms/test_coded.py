@@ -28,7 +28,9 @@ INNER = [
     "QSGDinf(levels=1, block_size=64, blocks='model')",
     "NUQSGD(zero=False)",
     "ALQ()",
+    "Natural()",
     "ErrorFeedback()",
+    "ErrorFeedback(compressor=Natural())",
     "DIANA()",
 ]
 SIZES = (3000, 5, 81, 7000, 160)
@@ -65,6 +67,16 @@ def test_trits_take_their_entropy(clip: float | None, expected: float) -> None:
     bound = entropy(counts / counts.sum())
     assert bound == pytest.approx(expected, abs=0.02)
     assert bound < 8 * sent / 1_000_000 < 1.01 * bound
+
+
+def test_exponents_take_their_entropy() -> None:
+    """And a bit for each sign, which stays as it is."""
+    g = torch.randn(2, 1_000_000, generator=torch.Generator().manual_seed(0))
+    sent = gw.simulate(g, gw.Coded(compressor=gw.Natural())).traffic.sent_bytes
+    exponents = gw.simulate(g[:1], gw.Natural()).mean.abs().log2().to(torch.int64)
+    bound = entropy(exponents.unique(return_counts=True)[1] / 1_000_000)
+    assert bound == pytest.approx(2.59, abs=0.02)
+    assert 1 + bound < 8 * sent / 1_000_000 < 1 + 1.01 * bound
 
 
 def test_incompressible_digits_cost_no_more_than_a_header() -> None:
@@ -166,7 +178,7 @@ def test_what_cannot_be_coded_is_refused(spec: str, part: str) -> None:
         ("ErrorFeedback(compressor=QSGDinf(levels=128))", 2, "at most 127 levels"),
         ("TernGrad()", 200, "at most 127 workers"),
         ("SignSGD()", 2, "a method of digits, such as TernGrad"),
-        ("Natural()", 2, "a method of digits, such as TernGrad"),
+        ("ScaledSign()", 2, "a method of digits, such as TernGrad"),
     ],
 )
 def test_digits_beyond_a_byte_are_refused_when_the_link_is_built(inner: str, workers: int, remedy: str) -> None:

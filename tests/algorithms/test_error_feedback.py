@@ -43,7 +43,29 @@ def test_residuals_stay_bounded() -> None:
 
 
 @pytest.mark.parametrize(
-    "spec", ["terngrad", "qsgdinf", "QSGD(levels=1)", "errorfeedback", "alq", "QSGDinf(block_size=None)", "fp16"]
+    "compressor",
+    [
+        gw.QSGDinf(),
+        gw.QSGDinf(levels=2, block_size=None),
+        gw.QSGDMaxNorm(levels=3),
+        gw.MultiScale(levels=(3, 15)),
+    ],
+    ids=repr,
+)
+def test_residuals_stay_below_their_largest_magnitudes_bound(compressor: gw.Method) -> None:
+    """More variance than signal is no harm where no element errs by as much as the largest magnitude."""
+    c = compressor.worst_step
+    link = gw.SimulatedLink([("w", torch.empty(2000))], gw.ErrorFeedback(compressor=compressor), 2, min_numel=0)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(150):
+        # A few large values and many small ones: the relative variance is far above 1.
+        g = torch.rand(2, 2000, generator=generator) ** 8 * 2 - 1e-3
+        link.reduce_(g.clamp(-1, 1))
+    assert float(residuals(link.state_dict(), 2).abs().max()) <= c / (1 - c)
+
+
+@pytest.mark.parametrize(
+    "spec", ["terngrad", "QSGDinf(levels=1)", "QSGD(levels=1)", "errorfeedback", "alq", "QSGD(block_size=None)", "fp16"]
 )
 def test_what_is_no_contraction_is_refused(spec: str) -> None:
     with pytest.raises(HyperparameterError, match=r"no contraction|operator on one vector"):

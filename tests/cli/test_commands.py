@@ -65,6 +65,8 @@ def test_every_command_has_help_with_an_example(command: str) -> None:
         (["run", __file__], "one process exchanges nothing"),
         (["run", "--nproc-per-node", "2", "--method", "x", __file__], "unknown method"),
         (["run", "--nproc-per-node", "2", "--fallback", "bf16", __file__], "a relative error above 0 is needed"),
+        (["train", "digits", "--method", "signum"], "brings its own momentum: use --optimizer sgd --momentum 0"),
+        (["train", "digits", "--method", "DIANA(momentum=0.9)"], "brings its own momentum"),
         (["run", "--nproc-per-node", "2", "--collective", "ring", __file__], "unknown collective 'ring'"),
         (["train", "digits", "--fallback", "bf17", "--fallback-limit", "2"], "one of bf16, fp32 is needed"),
         (
@@ -138,6 +140,21 @@ def test_train_and_report_say_what_auto_took(tmp_path: Path) -> None:
         rows = json.loads(call("report", out, "--out", tmp_path / "page.html", "--json").stdout)
         fits(rows, schema("runs"))
         assert rows[0]["chosen_method"] == chosen
+
+
+def test_a_direction_is_said_to_need_a_learning_rate_of_its_own(tmp_path: Path) -> None:
+    words = ["--method", "signsgd", "--momentum", "0", "--lr", "0.001", "--out", tmp_path / "run"]
+    result = call("train", "digits", *SIMULATED, *words)
+    assert result.exit_code == 0
+    assert "signsgd gives a direction of -1 and 1" in result.stderr
+
+
+@pytest.mark.ranks
+def test_what_workers_warn_of_is_passed_on_once(tmp_path: Path) -> None:
+    words = ["--method", "Lattice(distance=0.0001)", "--workers", 2, "--steps", 4, "--out", tmp_path / "run"]
+    done = gradwire("train", "digits", *words)
+    assert done.returncode == 1
+    assert " ".join(done.stderr.split()).count("set a larger distance") == 1
 
 
 @pytest.mark.ranks

@@ -42,6 +42,14 @@ def test_plan_prints_rows_that_fit_the_schema_and_recommends_one_method_a_settin
             assert [r["method"] for r in cell if r["recommended"]] == [expected]
 
 
+def test_plan_says_why_a_fast_method_is_not_recommended(calibration: Path) -> None:
+    words = ["--profile", "lenet", "--hosts", 4, "--bandwidth", "1mbit", "--method", "terngrad", "--method", "signsgd"]
+    result = call("plan", *words, "--calibration", calibration)
+    assert result.exit_code == 0, result.output
+    assert "use terngrad" in result.stdout
+    assert "signsgd is not recommended for its time: it gives a direction" in result.stderr
+
+
 def test_plan_marks_what_is_extrapolated(tmp_path: Path) -> None:
     path = tmp_path / "calibration.json"
     dataclasses.replace(DEFAULT, most_workers=4).save(path)

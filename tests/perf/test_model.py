@@ -217,6 +217,15 @@ def test_a_cast_is_advised_before_a_lossy_method_that_hardly_beats_it() -> None:
     assert "overlap" in recommend([made(NOTHING, 1.0), made("bf16", 0.9)])[1]
 
 
+def test_what_its_time_cannot_judge_is_not_advised_for_its_time() -> None:
+    slow = Setting(hosts=4, link=Link(bandwidth_bytes_per_s=1e5))
+    found, _ = forecast(profile(), ["terngrad", "signsgd", "grandk", "ErrorFeedback(GRandK())"], slow, QUIET, repeats=1)
+    apart = {f.method: f.apart for f in found if f.apart}
+    assert list(apart) == ["signsgd", "grandk", "ErrorFeedback(GRandK())"]
+    assert "direction" in str(apart["signsgd"])
+    assert recommend(found)[0] == "terngrad"
+
+
 def test_workers_of_one_host_share_link_and_cores() -> None:
     link = Link(bandwidth_bytes_per_s=1e6)
     apart, _ = forecast(profile(), ["terngrad"], Setting(hosts=8, link=link), QUIET, repeats=1)

@@ -2,15 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
+
+import torch
 
 from gradwire import catalogue
 from gradwire.adapters.guard import check_fallback
 from gradwire.catalogue import Auto
+from gradwire.errors import IncompatibleError
 from gradwire.methods import Method
 from gradwire.planning import Options
 
-__all__ = ["check_options"]
+__all__ = ["check_optimizer", "check_options"]
+
+
+def check_optimizer(method: Method, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> None:
+    """Refuse what a method refuses, and an optimizer with a momentum beside a method that brings its own.
+
+    Raises:
+        IncompatibleError: naming the setting.
+    """
+    method.check_optimizer(optimizer, parameters)
+    if not method.owns_momentum or optimizer is None:
+        return
+    for group in optimizer.param_groups:
+        for setting in ("momentum", "betas"):
+            if group.get(setting):
+                raise IncompatibleError(
+                    f"{method!r} brings its own momentum, and {type(optimizer).__name__} has "
+                    f"{setting}={group[setting]!r} beside it: use torch.optim.SGD with momentum=0"
+                )
 
 
 def check_options(method: str | Method, *, optimizer: Any = None, **options: Any) -> None:
@@ -34,6 +56,6 @@ def check_options(method: str | Method, *, optimizer: Any = None, **options: Any
     found, given = catalogue.method(method), Options.of(options)
     for one in found.candidates if isinstance(found, Auto) else (found,):
         given.collectives(catalogue.method(one))
-    found.check_optimizer(optimizer, {})
+    check_optimizer(found, optimizer, {})
     if given.fallback is not None:
         check_fallback(found)

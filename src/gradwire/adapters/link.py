@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from gradwire import catalogue
+from gradwire.adapters.checks import check_optimizer
 from gradwire.adapters.conference import Conference
 from gradwire.adapters.diagnostics import Diagnostics
 from gradwire.adapters.failures import Breakage, place
@@ -30,8 +31,7 @@ from gradwire.compressors import Cast
 from gradwire.errors import ExchangeError
 from gradwire.groups import Lane, RollCall, Traffic, Turns, dense_bytes
 from gradwire.methods import Method, require
-from gradwire.planning.buckets import Planner
-from gradwire.planning.options import Options
+from gradwire.planning import Options, Planner
 from gradwire.protocols import Context, Memory, Workspace
 from gradwire.segments import flat_view
 from gradwire.version import __version__
@@ -113,7 +113,7 @@ class Link:
                 self._diagnostics.wanted,
                 self._returned,
             )
-            self.method.check_optimizer(optimizer, self._parameters)
+            check_optimizer(self.method, optimizer, self._parameters)
             timeout = self.group._get_backend(torch.device("cpu")).options._timeout
             mine.fields = self._fields(count)
         token = mine.token

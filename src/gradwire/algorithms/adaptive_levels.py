@@ -147,6 +147,8 @@ def _statistics(summary: LevelSummary, kept: int) -> torch.Tensor:
     divisor = torch.where(good, scale, 1.0)
     table = torch.stack([m.mean / divisor, m.std / divisor, m.norm], 1)
     table = torch.where(good[:, None], table, 0.0)
+    # Weights are relative: beyond float32, where the largest all count alike, none may be infinite.
+    table[:, 2].clamp_(max=torch.finfo(torch.float32).max)
     largest = torch.argsort(table[:, 2], descending=True, stable=True)[:kept]
     return table[largest].float()
 

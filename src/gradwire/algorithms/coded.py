@@ -27,7 +27,8 @@ class Coded(Wrapper):
 
     Args:
         compressor: The method; its operator's digits must fit a byte.
-        coder: "rans", within a percent of the entropy, or "huffman", for CPUs without AVX-512.
+        coder: "rans", within a percent or two of the entropy from 1 M elements on, or "huffman", for CPUs without
+            AVX-512, at least a bit a byte.
 
     Raises:
         HyperparameterError: there is no such coder, or ``compressor`` is no method, or is coded already.

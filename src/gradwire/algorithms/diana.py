@@ -208,6 +208,8 @@ class DIANA(Wrapper):
                 f"DIANA(prox=...) steps after each step of torch.optim.SGD, and was given {given}: pass "
                 "optimizer=... to attach, or leave prox to gradwire.ProximalSGD"
             )
+        if any(group.get("maximize") for group in optimizer.param_groups):
+            raise IncompatibleError("DIANA(prox=...) minimises, and the optimizer that was given has maximize=True")
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
         missed = [name for name, p in parameters.items() if id(p) not in stepped]
         if missed:

@@ -9,6 +9,7 @@ import torch
 
 from gradwire.algorithms.around import Around, Wrapper, pieces
 from gradwire.algorithms.grandk import GRandK
+from gradwire.algorithms.multi_scale import MultiScale
 from gradwire.algorithms.plan import Plan, Setting
 from gradwire.compressors import Cast, Compressor, QSGDinf
 from gradwire.methods import Method, Properties, require
@@ -30,12 +31,13 @@ class ErrorFeedback(Wrapper):
     under automatic mixed precision. They are this rank's own state; a round with a non-finite value changes none.
 
     If |C(p) - p|^2 <= q |p|^2 with q < 1, residuals of bounded gradients |g| <= B stay below
-    B sqrt(q) / (1 - sqrt(q)). An unbiased compressor with a variance above |p|^2 is no contraction: its residual grows
-    without bound, so it is refused. :class:`GRandK`, which sends a part of p a round, has a bound over its cycle
-    instead, in the largest magnitude.
+    B sqrt(q) / (1 - sqrt(q)). Where no element errs by more than c < 1 times the largest magnitude on any worker, as
+    with two or more levels of a maximum, they do so in that magnitude, whatever the variance: below B c / (1 - c). For
+    :class:`GRandK`, which sends a part of p a round, such a bound holds over its cycle. An unbiased compressor with a
+    variance above |p|^2 and without such a bound is no contraction: its residual grows without bound, so it is refused.
 
     Args:
-        compressor: The method C: an operator on one vector, or :class:`GRandK` around one.
+        compressor: The method C: an operator on one vector, :class:`MultiScale`, or :class:`GRandK` around one.
 
     Raises:
         HyperparameterError: ``compressor`` is no operator on one vector, or no contraction.
@@ -71,8 +73,8 @@ class ErrorFeedback(Wrapper):
 
     def __post_init__(self) -> None:
         owner, inner = type(self).__name__, self.compressor
+        c = inner.worst_step if isinstance(inner, Method) else None
         if isinstance(inner, GRandK):
-            c = inner.worst_step
             require(
                 c is not None and c < 1,
                 owner,
@@ -82,11 +84,13 @@ class ErrorFeedback(Wrapper):
             )
             return
         require(
-            isinstance(inner, Compressor),
+            isinstance(inner, Compressor | MultiScale),
             owner,
             f"compressor is an operator on one vector, such as QSGDinf(block_size=256), not {inner!r}"
             + (": the backend sums in sixteen bits, and no residual sees what that loses" * isinstance(inner, Cast)),
         )
+        if c is not None and c < 1:
+            return
         q = inner.worst_error
         reason = "no bound on its error is known" if q is None else f"its squared error may be {q:.3g} times the signal"
         require(

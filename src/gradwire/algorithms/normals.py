@@ -254,7 +254,8 @@ def best_ratio(mixture: Mixture, count: int) -> float:
     The distribution is that of :meth:`Mixture.merged`.
     """
     mixture = mixture.merged()
-    grid = [0.02 * k for k in range(1, 48)]
+    # Few levels on long blocks are best with ratios that are small by powers.
+    grid = [0.02 * 2.0**-k for k in range(16, 0, -1)] + [0.02 * k for k in range(1, 48)]
     cost = [mixture.variance(powers(p, count)) for p in grid]
     best = min(range(len(grid)), key=lambda k: cost[k])
     low, high = grid[max(best - 1, 0)], grid[min(best + 1, len(grid) - 1)]

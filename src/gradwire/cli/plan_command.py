@@ -85,6 +85,7 @@ def plan(
     rows: list[dict[str, Any]] = []
     curves: list[tuple[str, Forecast]] = []
     advice: list[tuple[str, str]] = []
+    apart: dict[str, str] = {}
     for name, link in links.items():
         for count in counts:
             setting = Setting(hosts=count, ranks_per_host=ranks_per_host, cores=cores, link=link)
@@ -99,12 +100,15 @@ def plan(
                         "hosts": count,
                         "ranks_per_host": ranks_per_host,
                         "bandwidth_bits_per_s": link.bandwidth_bytes_per_s and 8 * link.bandwidth_bytes_per_s,
-                        **dataclasses.asdict(f),
+                        **{key: value for key, value in dataclasses.asdict(f).items() if key != "apart"},
                         "recommended": f.method == choice,
                     }
                 )
             for spec, why in refused.items():
                 print(f"gradwire: {spec} on {count} hosts: {why}", file=sys.stderr)
+            apart |= {f.method: f.apart for f in forecasts if f.apart is not None}
+    for spec, why in apart.items():
+        print(f"gradwire: {spec} is not recommended for its time: it {why}", file=sys.stderr)
     if as_json:
         print_json(rows)
     else:

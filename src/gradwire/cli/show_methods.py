@@ -30,7 +30,10 @@ def method_rows(names: Sequence[str]) -> list[dict[str, Any]]:
         chosen = gw.method(name)
         known = type(chosen).name
         info = table.get(known) or _chooser(chosen)
-        rows.append({**dataclasses.asdict(info), "collectives": ", ".join(info.collectives)})
+        rows.append({**dataclasses.asdict(info), "spec": repr(chosen), "collectives": ", ".join(chosen.collectives)})
+        if repr(chosen) != info.spec:
+            # Those that are known are of the defaults.
+            rows[-1]["bits_per_element"] = None
         if known not in table:
             rows[-1] |= {"unbiased": None, "bits_per_element": None, "bit_stable": None}
     return rows

@@ -11,9 +11,11 @@ import torch
 from gradwire.compressors.base import Codec, Compressor, Draw, Summary
 from gradwire.compressors.dense import NoSummary
 from gradwire.kernels import SegmentTable, natural_bytes
+from gradwire.kernels.table import GROUP_SIZE
 from gradwire.methods import Properties
 from gradwire.seeds import parameter_key
 from gradwire.segments import Segment
+from gradwire.wire import Coder
 
 if TYPE_CHECKING:
     from gradwire.kernels import Kernels
@@ -74,13 +76,23 @@ class Natural(Compressor):
 
 
 class NaturalCodec(Codec):
-    """Signs and exponents of many segments; a unit is a group of 80 elements. Powers of two add up in float32 only."""
+    """Signs and exponents of many segments; a unit is a group of 80 elements. Powers of two add up in float32 only.
+
+    Exponents come first. For a coder, whose symbols they are, signs do, which it could not shorten.
+    """
 
     grain = 1
 
     def __init__(self, kernels: Kernels, table: SegmentTable, world_size: int) -> None:
         self.kernels, self.table, self.world_size = kernels, table, world_size
         self.units = table.groups
+
+    def use_coder(self, coder: Coder) -> None:
+        self.coder = coder
+
+    def plain_payload_bytes(self, units: int) -> int:
+        size = self.payload_bytes(units)
+        return size if self.coder is None else size - GROUP_SIZE * units
 
     def summarise(self, flat: torch.Tensor) -> NoSummary:
         return NoSummary()
@@ -89,15 +101,27 @@ class NaturalCodec(Codec):
         return natural_bytes(units)
 
     def encode(self, flat: torch.Tensor, summary: Summary, draw: Draw, out: torch.Tensor) -> None:
-        if not flat.is_meta:
-            self.kernels.natural_encode(flat, self.table, draw.round, draw.stream, out)
+        if flat.is_meta:
+            return
+        size, signs = self.payload_bytes(self.units), self.plain_payload_bytes(self.units)
+        codes = out[:size] if self.coder is None else torch.empty(size, dtype=torch.uint8)
+        self.kernels.natural_encode(flat, self.table, draw.round, draw.stream, codes)
+        if self.coder is not None:
+            torch.cat([codes[size - signs :], codes[: size - signs]], out=out[:size])
 
     def decode_rows(self, rows: torch.Tensor, summary: Summary, flat: torch.Tensor) -> None:
         if not flat.is_meta:
-            self.kernels.natural_mean(rows, self.table, 1.0 / self.world_size, flat)
+            self.kernels.natural_mean(self._in_order(rows), self.table, 1.0 / self.world_size, flat)
 
     def add_own(self, data: torch.Tensor, summary: Summary, weight: float, flat: torch.Tensor) -> None:
-        self.kernels.natural_mean(data[None], self.table, weight, flat, accumulate=True)
+        self.kernels.natural_mean(self._in_order(data[None]), self.table, weight, flat, accumulate=True)
+
+    def _in_order(self, rows: torch.Tensor) -> torch.Tensor:
+        """Give payloads with exponents first."""
+        if self.coder is None:
+            return rows
+        size, signs = self.payload_bytes(self.units), self.plain_payload_bytes(self.units)
+        return torch.cat([rows[:, signs:size], rows[:, :signs]], 1)
 
     def is_finite(self, summary: Summary, flat: torch.Tensor) -> bool:
         # No scale tells, so every element is looked at, once.

@@ -156,6 +156,6 @@ class QSGDinf(EvenLevels):
         unbiased=True,
         bit_stable=True,
         bits_per_element=2 * (4 + 32 / 512),
-        omega="(sqrt(d) / s - 1) / 2 for blocks of d > s^2",
+        omega="max(1/4, (sqrt(1 + (d - 1) / s^2) - 1) / 2)",
         stream="rank",
     )

@@ -89,6 +89,7 @@ class Crew:
     def __init__(self, plan: Plan, folder: Path, *, resume: bool, stop_after: int | None) -> None:
         self.plan, self.folder, self.resume, self.stop_after = plan, folder, resume, stop_after
         self.workers: list[Worker] = []
+        self.notices: set[str] = set()
         self.network: Network | None = None
         self._open = contextlib.ExitStack()
 
@@ -183,8 +184,8 @@ class Crew:
             **options,
         )
 
-    def watch(self, on_row: Callable[[Row], None]) -> None:
-        """Pass rows on until all workers are done; raises WorkerError once one has failed."""
+    def watch(self, on_row: Callable[[Row], None], on_notice: Callable[[str], None]) -> None:
+        """Pass rows and warnings on until all workers are done; raises WorkerError once one has failed."""
         deadline_s: float | None = None
         with selectors.DefaultSelector() as selector:
             for worker in self.workers:
@@ -195,7 +196,7 @@ class Crew:
                     if not worker.read():
                         selector.unregister(worker.pipe)
                         worker.process.wait()
-                    self._take(worker, on_row)
+                    self._take(worker, on_row, on_notice)
                 if deadline_s is None and any(map(failed, self.workers)):
                     deadline_s = time.monotonic() + GRACE_S
                 if deadline_s is not None and time.monotonic() > deadline_s:
@@ -203,10 +204,15 @@ class Crew:
         if any(map(failed, self.workers)):
             raise self._error()
 
-    def _take(self, worker: Worker, on_row: Callable[[Row], None]) -> None:
+    def _take(self, worker: Worker, on_row: Callable[[Row], None], on_notice: Callable[[str], None]) -> None:
         for message in worker.messages:
             if message["kind"] == "row":
                 on_row(message["row"])
+            elif message["kind"] == "notice":
+                # Most are every worker's.
+                if message["text"] not in self.notices:
+                    self.notices.add(message["text"])
+                    on_notice(message["text"])
             elif message["kind"] == "done":
                 worker.done = True
             else:
@@ -262,6 +268,7 @@ def run_workers(
     resume: bool = False,
     stop_after: int | None = None,
     on_logs: Callable[[dict[int, str]], None] | None = None,
+    on_notice: Callable[[str], None] = lambda text: None,
 ) -> None:
     """Train ``plan`` on local workers; the run folder must hold its ``config.json``.
 
@@ -274,7 +281,7 @@ def run_workers(
     """
     with termination_unwinds(), Crew(plan, folder, resume=resume, stop_after=stop_after) as crew:
         try:
-            crew.watch(on_row)
+            crew.watch(on_row, on_notice)
         except WorkerError:
             if on_logs:
                 on_logs(crew.logs())

@@ -66,8 +66,13 @@ def slug(spec: str) -> str:
 
 
 def check_link(plan: Plan) -> None:
-    """Raise in this process what a link would raise in every worker: a wrong method, pattern or collective."""
+    """Raise in this process what a link would raise in every worker: a wrong method, pattern or collective.
+
+    And what no link sees: a momentum twice.
+    """
     method = gw.method(plan.method)
+    if method.owns_momentum and (plan.task.optimizer != "sgd" or plan.task.momentum):
+        raise UsageError(f"{method!r} brings its own momentum: use --optimizer sgd --momentum 0 with it")
     tried = method.candidates if isinstance(method, gw.Auto) and not plan.simulate else (method,)
     # A simulation has no fallback, which the plan has refused.
     options = plan.link_options() | {"fallback": None, "fallback_limit": None}
@@ -172,11 +177,24 @@ def execute(plan: Plan, run: RunFolder, audience: Audience, *, resume: bool, sto
     seconds = gw.warm_up(plan.method)
     if seconds > 0.5:
         audience.say(f"compiling kernels, once per machine: {seconds:.1f} s")
+    if gw.method(plan.method).direction:
+        audience.say(
+            f"{plan.method} gives a direction of -1 and 1: use SGD without momentum (--momentum 0) and a learning rate "
+            "of the order of 1e-4 where SGD has 0.1 (--lr)"
+        )
     audience.start(plan)
     if plan.simulate:
         simulate(plan, run, audience.row, resume=resume, stop_after=stop_after)
     else:
-        run_workers(plan, run.path, audience.row, resume=resume, stop_after=stop_after, on_logs=audience.logs)
+        run_workers(
+            plan,
+            run.path,
+            audience.row,
+            resume=resume,
+            stop_after=stop_after,
+            on_logs=audience.logs,
+            on_notice=audience.say,
+        )
     report([run.path], run.path)
 
 

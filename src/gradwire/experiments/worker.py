@@ -7,8 +7,10 @@ a line.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import logging
 import os
 import sys
 import traceback
@@ -154,6 +156,19 @@ def train_in_group(
     engine.close()
 
 
+class _Passed(logging.Handler):
+    """Passes the library's warnings on."""
+
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        super().__init__(logging.WARNING)
+        self._tell = tell
+
+    def emit(self, record: logging.LogRecord) -> None:
+        # A parent that is gone ends this process by itself.
+        with contextlib.suppress(OSError):
+            self._tell(record.getMessage())
+
+
 def main() -> None:
     """Run one worker to its end; every end is told to the parent before the process leaves."""
     part = Part(**json.loads(os.environ.pop(ENVIRONMENT)))
@@ -163,6 +178,7 @@ def main() -> None:
     def tell(kind: str, **content: Any) -> None:
         pipe.write((json.dumps({"kind": kind, **content}) + "\n").encode())
 
+    logging.getLogger("gradwire").addHandler(_Passed(lambda text: tell("notice", text=text)))
     try:
         _work(part, lambda row: tell("row", row=dict(row)))
         tell("done")

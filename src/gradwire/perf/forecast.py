@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from gradwire import catalogue
+from gradwire.catalogue import no_match
 from gradwire.errors import GradwireError
 from gradwire.perf.exchange import Exchange, exchange_of, nothing_but_the_sum
 from gradwire.perf.machine import Link, Machine
@@ -58,7 +60,8 @@ class Forecast:
     """A predicted step.
 
     ``low_s`` to ``high_s`` holds 80 % of measured steps, by the calibration's residuals; ``extrapolated`` says why it
-    may not, where the setting lies far outside of the calibration.
+    may not, where the setting lies far outside of the calibration. ``apart`` says why the method is not to be chosen by
+    its time.
     """
 
     method: str
@@ -72,6 +75,7 @@ class Forecast:
     bottleneck: str
     worker_steps_per_s: float
     extrapolated: str | None = None
+    apart: str | None = None
 
 
 def forecast(
@@ -122,6 +126,7 @@ def forecast(
                 bottleneck=steps.bottleneck,
                 worker_steps_per_s=n / steps.step_s,
                 extrapolated=machine.beyond(n, link),
+                apart=None if spec == NOTHING else no_match(catalogue.method(spec)),
             )
         )
     return found, refused
@@ -130,8 +135,10 @@ def forecast(
 def recommend(forecasts: Sequence[Forecast]) -> tuple[str, str]:
     """Give the method to use, or :data:`NOTHING`, and the reason in a sentence.
 
-    Nothing before a cast, a cast before a lossy method, unless the next brings five per cent.
+    Nothing before a cast, a cast before a lossy method, unless the next brings five per cent. Methods apart from the
+    others are left out.
     """
+    forecasts = [f for f in forecasts if f.apart is None]
     best = next(f for f in forecasts if f.method == NOTHING)
     for group in (CASTS, tuple(f.method for f in forecasts if f.method not in (*CASTS, *LOSSLESS))):
         fastest = min((f for f in forecasts if f.method in group), key=lambda f: f.step_s, default=None)

@@ -23,8 +23,8 @@ def get_coder(name: str, backend: str = "auto") -> Coder:
     """Give an entropy coder; the same object for the same arguments. It may be used by several threads at once.
 
     Args:
-        name: ``rans`` (within a percent of the entropy from some hundred thousand symbols on) or ``huffman`` (up to
-            five percent above it, but fast on any CPU).
+        name: ``rans`` (within a percent of the entropy from some hundred thousand symbols of 2.5 bits and more on) or
+            ``huffman`` (at least a bit a symbol, mostly up to seven percent above the entropy, but fast on any CPU).
         backend: ``reference`` (NumPy), ``cpu`` (Numba with explicit vectors), ``cpu-plain`` (Numba without) or
             ``auto``: ``cpu`` if its code compiles here and agrees with ``reference`` on a small case, else
             ``cpu-plain``, with a warning.
