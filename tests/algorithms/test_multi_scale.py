@@ -81,7 +81,7 @@ def test_an_infinity_reaches_everybody() -> None:
         ("MultiScale(levels=(0, 15))", "1 to 32767"),
         ("MultiScale(levels=15)", "two or more"),
         ("MultiScale(block_size=7)", "multiple of 16"),
-        ("ErrorFeedback(compressor=MultiScale())", "operator on one vector"),
+        ("ErrorFeedback(compressor=MultiScale(levels=(1, 8)))", "no contraction"),
     ],
 )
 def test_fields_out_of_range_are_refused(spec: str, part: str) -> None:

@@ -145,6 +145,8 @@ def test_an_infinity_reaches_everybody_and_only_its_block() -> None:
     assert bool(torch.isfinite(mean[:48]).all() & torch.isfinite(mean[96:]).all())
 
 
-def test_error_feedback_refuses_it() -> None:
+def test_error_feedback_refuses_a_single_level() -> None:
+    """An element may then err by the whole scale; with two it may not, whatever the other workers' scales."""
     with pytest.raises(gw.HyperparameterError, match="no contraction"):
-        gw.ErrorFeedback(compressor=gw.QSGDMaxNorm())
+        gw.ErrorFeedback(compressor=gw.QSGDMaxNorm(levels=1))
+    assert gw.ErrorFeedback(compressor=gw.QSGDMaxNorm(levels=2)).compressor.worst_step == 0.5
