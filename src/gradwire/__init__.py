@@ -1,17 +1,7 @@
 """Data-parallel PyTorch training over slow links: gradients packed to a few bits per element, for real."""
 
-from gradwire.adapters import (
-    Link,
-    SimulatedLink,
-    Simulation,
-    attach,
-    check_options,
-    load,
-    probe,
-    save,
-    simulate,
-    warm_up,
-)
+from gradwire.adapters import *  # noqa: F403
+from gradwire.adapters import __all__ as _adapters
 from gradwire.catalogue import *  # noqa: F403
 from gradwire.catalogue import __all__ as _catalogue
 from gradwire.errors import (
@@ -36,22 +26,13 @@ __all__ = [
     "GradwireError",
     "HyperparameterError",
     "IncompatibleError",
-    "Link",
     "Method",
     "PayloadError",
     "Properties",
     "ProximalSGD",
     "RankMismatchError",
-    "SimulatedLink",
-    "Simulation",
     "Traffic",
     "__version__",
-    "attach",
-    "check_options",
-    "load",
-    "probe",
-    "save",
-    "simulate",
-    "warm_up",
 ]
+__all__ += _adapters
 __all__ += _catalogue

@@ -107,6 +107,11 @@ class Method:
     needs_optimizer: ClassVar[bool] = False
     """Whether it acts on the steps of an optimizer, too."""
 
+    @property
+    def unbiased(self) -> bool:
+        """Whether the outcome is the mean of the gradients, whatever they are, on average over draws."""
+        return self.properties.unbiased
+
     def check_optimizer(self, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> None:
         """Refuse an optimizer that :meth:`bind` could not hook into.
 

@@ -266,11 +266,13 @@ def test_few_levels_on_long_blocks_take_a_ratio_as_small_as_it_must_be(block_siz
 
 
 def test_magnitudes_near_the_end_of_float32_leave_levels_that_serve() -> None:
-    """Blocks whose norms float32 cannot hold count alike, none without end."""
+    """Blocks whose norms float32 cannot hold count alike, none without end.
+
+    Their scale is float32's largest number, which is nearer to the values than the norm: fitted levels then lose less.
+    """
     g = torch.randn(2, 1 << 15, generator=torch.Generator().manual_seed(0))
     small, large = (gw.simulate(g * scale, gw.ALQ(block_size=8192)).mean / scale for scale in (1.0, 2.0**123))
-    errors = [float((mean - g.mean(0)).square().mean()) for mean in (small, large)]
-    assert errors[1] <= 1.05 * errors[0]
+    assert float((large - g.mean(0)).square().mean()) < float((small - g.mean(0)).square().mean())
 
 
 def test_the_ratio_is_stationary_by_the_papers_gradient() -> None:

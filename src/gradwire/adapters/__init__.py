@@ -7,11 +7,9 @@ from gradwire.adapters.link import Link
 from gradwire.adapters.probe import probe
 from gradwire.adapters.simulated import SimulatedLink, Simulation, simulate
 from gradwire.planning.buckets import warm_up
-from gradwire.planning.options import Options
 
 __all__ = [
     "Link",
-    "Options",
     "SimulatedLink",
     "Simulation",
     "attach",

@@ -25,7 +25,7 @@ _DTYPES = {"float64": torch.float64, "float32": torch.float32}
 
 def _check_unbiased(owner: str, inner: Method) -> None:
     require(
-        isinstance(inner, Cast | Compressor) and inner.properties.unbiased and getattr(inner, "clip", None) is None,
+        isinstance(inner, Cast | Compressor) and inner.unbiased,
         owner,
         f"compressor is an unbiased operator on one vector, such as QSGDinf(levels=1), not {inner!r}",
     )

@@ -96,9 +96,7 @@ class GRandK(Wrapper):
     def __post_init__(self) -> None:
         inner = self.compressor
         require(
-            isinstance(inner, Compressor | MultiScale)
-            and inner.properties.unbiased
-            and getattr(inner, "clip", None) is None,
+            isinstance(inner, Compressor | MultiScale) and inner.unbiased,
             "GRandK",
             f"compressor is an unbiased operator on one vector, such as QSGDMaxNorm(), or MultiScale(), not {inner!r}",
         )

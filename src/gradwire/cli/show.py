@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Column, Table
 
 from gradwire.experiments.plan import Plan
-from gradwire.report.link_notes import choice_text, fallback_text
+from gradwire.report.link_notes import link_texts
 from gradwire.report.verdict import bytes_text, percent, rate_text, seconds_text
 
 __all__ = [
@@ -150,11 +150,8 @@ def print_runs(rows: Sequence[Mapping[str, Any]], report: Path | None) -> None:
         )
     print_table(table)
     for row in rows:
-        choice = choice_text(row["chosen_method"], row["choice_reason"])
-        returned = fallback_text(row["fallback_method"], row["fallback_reason"])
-        for note in (choice, returned):
-            if note:
-                print(f"{row['label']}: {note}")
+        for text in link_texts(row):
+            print(f"{row['label']}: {text}")
     if report:
         print(f"report: {report}")
 

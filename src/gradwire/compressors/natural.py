@@ -10,8 +10,7 @@ import torch
 
 from gradwire.compressors.base import Codec, Compressor, Draw, Summary
 from gradwire.compressors.dense import NoSummary
-from gradwire.kernels import SegmentTable, natural_bytes
-from gradwire.kernels.table import GROUP_SIZE
+from gradwire.kernels import SegmentTable, natural_bytes, natural_sign_bytes
 from gradwire.methods import Properties
 from gradwire.seeds import parameter_key
 from gradwire.segments import Segment
@@ -39,7 +38,7 @@ class Natural(Compressor):
     variance (the error stays below 2^-126); magnitudes above 2^127 come back as 2^127, which is biased there;
     an infinity or NaN on any worker makes that element's mean +inf for all.
 
-    Wire: a plane of exponents, a plane of signs (``docs/wire-format.md``); every worker receives every worker's. Draws
+    Wire: a plane of signs, a plane of exponents (``docs/wire-format.md``); every worker receives every worker's. Draws
     from the rank's stream.
 
     Reference: S. Horvath et al., "Natural Compression for Distributed Deep Learning", MSML 2022, section 2, theorem 3.
@@ -78,7 +77,7 @@ class Natural(Compressor):
 class NaturalCodec(Codec):
     """Signs and exponents of many segments; a unit is a group of 80 elements. Powers of two add up in float32 only.
 
-    Exponents come first. For a coder, whose symbols they are, signs do, which it could not shorten.
+    Exponents are the symbols of a coder; signs, which come first, it could not shorten.
     """
 
     grain = 1
@@ -91,8 +90,7 @@ class NaturalCodec(Codec):
         self.coder = coder
 
     def plain_payload_bytes(self, units: int) -> int:
-        size = self.payload_bytes(units)
-        return size if self.coder is None else size - GROUP_SIZE * units
+        return natural_sign_bytes(units)
 
     def summarise(self, flat: torch.Tensor) -> NoSummary:
         return NoSummary()
@@ -101,27 +99,15 @@ class NaturalCodec(Codec):
         return natural_bytes(units)
 
     def encode(self, flat: torch.Tensor, summary: Summary, draw: Draw, out: torch.Tensor) -> None:
-        if flat.is_meta:
-            return
-        size, signs = self.payload_bytes(self.units), self.plain_payload_bytes(self.units)
-        codes = out[:size] if self.coder is None else torch.empty(size, dtype=torch.uint8)
-        self.kernels.natural_encode(flat, self.table, draw.round, draw.stream, codes)
-        if self.coder is not None:
-            torch.cat([codes[size - signs :], codes[: size - signs]], out=out[:size])
+        if not flat.is_meta:
+            self.kernels.natural_encode(flat, self.table, draw.round, draw.stream, out)
 
     def decode_rows(self, rows: torch.Tensor, summary: Summary, flat: torch.Tensor) -> None:
         if not flat.is_meta:
-            self.kernels.natural_mean(self._in_order(rows), self.table, 1.0 / self.world_size, flat)
+            self.kernels.natural_mean(rows, self.table, 1.0 / self.world_size, flat)
 
     def add_own(self, data: torch.Tensor, summary: Summary, weight: float, flat: torch.Tensor) -> None:
-        self.kernels.natural_mean(self._in_order(data[None]), self.table, weight, flat, accumulate=True)
-
-    def _in_order(self, rows: torch.Tensor) -> torch.Tensor:
-        """Give payloads with exponents first."""
-        if self.coder is None:
-            return rows
-        size, signs = self.payload_bytes(self.units), self.plain_payload_bytes(self.units)
-        return torch.cat([rows[:, signs:size], rows[:, :signs]], 1)
+        self.kernels.natural_mean(data[None], self.table, weight, flat, accumulate=True)
 
     def is_finite(self, summary: Summary, flat: torch.Tensor) -> bool:
         # No scale tells, so every element is looked at, once.

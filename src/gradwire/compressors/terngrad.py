@@ -100,6 +100,11 @@ class TernGrad(Compressor):
         )
 
     @property
+    def unbiased(self) -> bool:
+        """Where nothing is clipped."""
+        return self.clip is None
+
+    @property
     def collectives(self) -> tuple[str, ...]:  # type: ignore[override]
         """Trits with different scalers do not add up to integers, so only a gather can carry them."""
         return ("two_shot", "all_gather") if self.share_scaler else ("all_gather",)

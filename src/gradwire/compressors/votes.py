@@ -100,7 +100,7 @@ class VoteCodec(SummableCodec):
     def reduce(self, rows: torch.Tensor, begin: int, out: torch.Tensor) -> None:
         if rows.is_meta:
             return
-        flags = torch.stack([self._flags(row) for row in rows])
+        flags = self._flags(rows)
         bits = self._stand_in(flags[:, 1], rows[:, self.side_bytes :], begin)
         self._write_flags(torch.stack([flags[:, 0].any(0), flags[:, 1].all(0)]), out)
         self.kernels.sign_vote(bits, out[self.side_bytes :])
@@ -127,9 +127,9 @@ class VoteCodec(SummableCodec):
         return data[..., self.side_bytes : self.side_bytes + SIGN_BYTES * units]
 
     def _flags(self, data: torch.Tensor) -> torch.Tensor:
-        """Read the flags of a payload, bool ``[2, segments]``."""
-        flags = (data[: self.side_bytes, None] >> _EIGHT & 1).reshape(-1)
-        return flags[: 2 * len(self.table)].reshape(2, -1).bool()
+        """Read the flags of payloads ``[..., bytes]``, bool ``[..., 2, segments]``."""
+        flags = (data[..., : self.side_bytes, None] >> _EIGHT & 1).flatten(-2)
+        return flags[..., : 2 * len(self.table)].bool().reshape(*data.shape[:-1], 2, len(self.table))
 
     def _write_flags(self, flags: torch.Tensor, out: torch.Tensor) -> None:
         bits = torch.zeros(8 * self.side_bytes, dtype=torch.uint8)

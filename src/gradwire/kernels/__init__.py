@@ -7,7 +7,7 @@ from gradwire.kernels.dispatch import BACKENDS, get_kernels
 from gradwire.kernels.families import FAMILIES
 from gradwire.kernels.lattice import dither_shifts
 from gradwire.kernels.levels import WHOLE, BlockTable, Grid, packed_groups, summed
-from gradwire.kernels.natural import natural_bytes
+from gradwire.kernels.natural import natural_bytes, natural_sign_bytes
 from gradwire.kernels.signs import SIGN_BYTES, RunTable, SignSums
 from gradwire.kernels.table import GROUP_BYTES, GROUP_SIZE, SegmentTable
 
@@ -35,6 +35,7 @@ __all__ = [
     "get_kernels",
     "inverse_scale",
     "natural_bytes",
+    "natural_sign_bytes",
     "packed_bytes",
     "packed_groups",
     "sum_layout",

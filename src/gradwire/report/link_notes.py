@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["choice_details", "choice_text", "fallback_reason", "fallback_text"]
+__all__ = ["choice_details", "choice_text", "fallback_reason", "fallback_text", "link_texts"]
 
 
 def choice_text(chosen: str | None, reason: str | None) -> str | None:
@@ -46,3 +46,12 @@ def fallback_text(method: str | None, reason: str | None) -> str | None:
         'returned to BF16() (from round 2 on)'
     """
     return None if method is None else f"returned to {method} ({reason})"
+
+
+def link_texts(row: Mapping[str, Any]) -> list[str]:
+    """Say what a run's link came to do, from the run's flat numbers."""
+    texts = (
+        choice_text(row["chosen_method"], row["choice_reason"]),
+        fallback_text(row["fallback_method"], row["fallback_reason"]),
+    )
+    return [text for text in texts if text is not None]

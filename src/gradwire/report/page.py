@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from gradwire.errors import BackendError
-from gradwire.report.link_notes import choice_details, choice_text, fallback_text
+from gradwire.report.link_notes import choice_details, link_texts
 from gradwire.report.load import ReportError, Run, load_runs
 from gradwire.report.summary import Summary, summarize
 from gradwire.report.verdict import bytes_text, percent, seconds_text, verdicts
@@ -55,7 +55,7 @@ def render(runs: Sequence[Run]) -> str:
     return template.render(
         title=f"gradwire: {', '.join(tasks)}",
         subtitle=_subtitle(runs),
-        notes=[f"{run.label}: {note}." for run in runs for note in (*run.notes, *_came_to(run))],
+        notes=[f"{run.label}: {note}." for run in runs for note in (*run.notes, *link_texts(summarize(run).flat()))],
         table=[_table_row(run, summarize(run)) for run in runs],
         verdicts=verdicts(runs),
         figure=markupsafe.Markup(progress_figure(runs)),
@@ -71,15 +71,6 @@ def _subtitle(runs: Sequence[Run]) -> str:
     kinds = {bool(run.config["simulated"]) for run in runs}
     kind = "simulated workers" if kinds == {True} else "workers" if kinds == {False} else "real and simulated workers"
     return f"{' and '.join(map(str, workers))} {kind}, begun {started.replace('T', ' ')}"
-
-
-def _came_to(run: Run) -> list[str]:
-    numbers = summarize(run)
-    texts = (
-        choice_text(numbers.chosen_method, numbers.choice_reason),
-        fallback_text(numbers.fallback_method, numbers.fallback_reason),
-    )
-    return [text for text in texts if text is not None]
 
 
 def _percentile_note(runs: Sequence[Run]) -> str:

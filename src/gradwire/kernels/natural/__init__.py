@@ -1,5 +1,5 @@
 """Random rounding to powers of two."""
 
-from gradwire.kernels.natural.base import NaturalKernels, natural_bytes
+from gradwire.kernels.natural.base import NaturalKernels, natural_bytes, natural_sign_bytes
 
-__all__ = ["NaturalKernels", "natural_bytes"]
+__all__ = ["NaturalKernels", "natural_bytes", "natural_sign_bytes"]

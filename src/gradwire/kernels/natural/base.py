@@ -9,7 +9,7 @@ import torch
 from gradwire.errors import HyperparameterError
 from gradwire.kernels.table import GROUP_SIZE, LANES, SegmentTable
 
-__all__ = ["SIGN_BYTES", "NaturalKernels", "check_natural", "check_natural_mean", "natural_bytes"]
+__all__ = ["SIGN_BYTES", "NaturalKernels", "check_natural", "check_natural_mean", "natural_bytes", "natural_sign_bytes"]
 
 SIGN_BYTES = GROUP_SIZE // 8
 """Bytes of the signs of a group."""
@@ -25,8 +25,9 @@ class NaturalKernels(Protocol):
 
             exponent = min((bits + u) >> 23, 254), or 255 where x is an infinity or NaN
 
-        ``out`` has :func:`natural_bytes` bytes: first the exponents, a byte an element in the order of groups, then
-        the signs, a bit an element, the first the lowest of its byte. Elements past a segment's end count as zero.
+        ``out`` has :func:`natural_bytes` bytes: first the signs, a bit an element in the order of groups, the first the
+        lowest of its byte, padded to sixteen bytes (:func:`natural_sign_bytes`), then the exponents, a byte an element.
+        Elements past a segment's end count as zero.
         """
         ...
 
@@ -41,9 +42,14 @@ class NaturalKernels(Protocol):
         ...
 
 
+def natural_sign_bytes(groups: int) -> int:
+    """Bytes of the signs of that many groups, padded to sixteen."""
+    return -(-SIGN_BYTES * groups // LANES) * LANES
+
+
 def natural_bytes(groups: int) -> int:
     """Bytes of that many groups: nine bits an element, padded to sixteen bytes."""
-    return GROUP_SIZE * groups + -(-SIGN_BYTES * groups // LANES) * LANES
+    return natural_sign_bytes(groups) + GROUP_SIZE * groups
 
 
 def check_natural(x: torch.Tensor, table: SegmentTable, out: torch.Tensor | None, round: int, stream: int) -> None:

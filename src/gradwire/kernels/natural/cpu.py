@@ -7,7 +7,7 @@ import torch
 
 from gradwire.kernels.cpu_shared import Compiled, joined, segment_of
 from gradwire.kernels.natural import drivers
-from gradwire.kernels.natural.base import SIGN_BYTES, check_natural, check_natural_mean
+from gradwire.kernels.natural.base import SIGN_BYTES, check_natural, check_natural_mean, natural_sign_bytes
 from gradwire.kernels.table import GROUP_SIZE, SegmentTable
 
 __all__ = ["CpuNatural"]
@@ -19,7 +19,7 @@ class CpuNatural(Compiled):
     def natural_encode(self, x: torch.Tensor, table: SegmentTable, round: int, stream: int, out: torch.Tensor) -> None:
         check_natural(x, table, out, round, stream)
         variant, values, octets = self._variant("natural"), x.detach().numpy(), out.numpy()
-        octets[(GROUP_SIZE + SIGN_BYTES) * table.groups :] = 0
+        octets[SIGN_BYTES * table.groups : natural_sign_bytes(table.groups)] = 0
 
         def work(begin: int, end: int) -> None:
             drivers.natural_encode_range(

@@ -21,9 +21,9 @@ natural_sums = either("natural_sums", "natural.plain", "natural.vector")
 def natural_encode_range(
     variant, x, offset, numel, start, key, first_group, round, stream, begin, end, segment, out
 ):  # fmt: skip
-    """Encode groups ``begin .. end``, the first in ``segment``; signs begin behind the exponents of all groups."""
+    """Encode groups ``begin .. end``, the first in ``segment``; exponents begin behind the signs of all groups."""
     prefer_wide()
-    signs = 80 * first_group[offset.size]
+    exponents = (10 * first_group[offset.size] + 15) // 16 * 16
     group = begin
     while group < end:
         while first_group[segment + 1] <= group:
@@ -32,7 +32,8 @@ def natural_encode_range(
         stop = min(end, first_group[segment + 1])
         natural_groups(
             variant, x, offset[segment] + within, min(80 * (stop - group), numel[segment] - within), key[segment, 0],
-            key[segment, 1], round, stream, (start[segment] + within) // 80 * 16, out, 80 * group, signs + 10 * group,
+            key[segment, 1], round, stream, (start[segment] + within) // 80 * 16, out, exponents + 80 * group,
+            10 * group,
         )  # fmt: skip
         group = stop
 
@@ -43,7 +44,7 @@ def natural_mean_range(
 ):  # fmt: skip
     """Decode groups ``begin .. end``, the first in ``segment``."""
     prefer_wide()
-    signs = 80 * first_group[offset.size]
+    exponents = (10 * first_group[offset.size] + 15) // 16 * 16
     group = begin
     while group < end:
         while first_group[segment + 1] <= group:
@@ -51,7 +52,7 @@ def natural_mean_range(
         within = 80 * (group - first_group[segment])
         stop = min(end, first_group[segment + 1])
         natural_sums(
-            variant, rows, 80 * group, signs + 10 * group, stride, number,
+            variant, rows, exponents + 80 * group, 10 * group, stride, number,
             min(80 * (stop - group), numel[segment] - within), weight, x, offset[segment] + within, accumulate,
         )  # fmt: skip
         group = stop

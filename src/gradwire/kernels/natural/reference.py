@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from gradwire.kernels.natural.base import SIGN_BYTES, check_natural, check_natural_mean
+from gradwire.kernels.natural.base import SIGN_BYTES, check_natural, check_natural_mean, natural_sign_bytes
 from gradwire.kernels.philox import uniform_integers
 from gradwire.kernels.places import Places
 from gradwire.kernels.table import GROUP_SIZE, SegmentTable
@@ -27,9 +27,9 @@ class ReferenceNatural:
         bits = values.view(torch.int32).to(torch.int64) & 0x7FFFFFFF
         uniform = uniform_integers(where.group, where.key, round, stream).reshape(-1, GROUP_SIZE) >> 1
         exponent = torch.where(bits >= _INFINITY, 255, ((bits + uniform) >> 23).clamp(max=254))
-        out[: exponent.numel()] = exponent.reshape(-1)
         signs = (torch.signbit(values).reshape(-1, 8) << torch.arange(8)).sum(1)
-        out[exponent.numel() : exponent.numel() + signs.numel()] = signs
+        out[: signs.numel()] = signs
+        out[natural_sign_bytes(table.groups) :] = exponent.reshape(-1)
 
     def natural_mean(
         self, rows: torch.Tensor, table: SegmentTable, weight: float, x: torch.Tensor, accumulate: bool = False
@@ -38,11 +38,11 @@ class ReferenceNatural:
         if not table.groups:
             return
         where, factor = Places(table), torch.tensor(weight, dtype=torch.float32)
-        size, total = GROUP_SIZE * table.groups, torch.zeros(())
+        total = torch.zeros(())
         for number, row in enumerate(rows):
-            exponent = row[:size].to(torch.int32)
+            exponent = row[natural_sign_bytes(table.groups) :].to(torch.int32)
             magnitude = (exponent << 23).view(torch.float32)
-            signs = row[size : size + SIGN_BYTES * table.groups].to(torch.int64)
+            signs = row[: SIGN_BYTES * table.groups].to(torch.int64)
             minus = (signs[:, None] >> torch.arange(8) & 1).reshape(-1) == 1
             value = torch.where(minus, -magnitude, magnitude) * factor
             value = torch.where(exponent == 255, torch.inf, value)
