@@ -19,11 +19,11 @@ def test_a_driver_carries_the_digest_of_its_sources(path: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "driver"),
     [
-        ("cpu_vector_floats.py", "cpu_drivers.py"),
-        ("cpu_plain.py", "lattice/drivers.py"),
-        ("cpu_vector_philox.py", "natural/drivers.py"),
-        ("cpu_vector_unpack.py", "levels/drivers.py"),
-        ("signs/plain.py", "signs/drivers.py"),
+        ("moments/simd.py", "ternary/loops.py"),
+        ("ternary/scalar.py", "lattice/loops.py"),
+        ("numba_core/philox_simd.py", "natural/loops.py"),
+        ("packing/simd.py", "levels/loops.py"),
+        ("signs/scalar.py", "signs/loops.py"),
         ("coders/rans_vector.py", "coders/drivers.py"),
         ("coders/lengths.py", "coders/huffman_drivers.py"),
     ],

@@ -12,7 +12,7 @@ from kernel_cases import BACKENDS, COMPILED, normal, tables, unaligned_bytes
 
 from gradwire.errors import HyperparameterError
 from gradwire.kernels import BlockTable, Grid, SegmentTable, digit_layout, get_kernels, packed_groups, summed
-from gradwire.kernels.words import pack_words, unpack_words
+from gradwire.kernels.packing.reference import pack_words, unpack_words
 
 REFERENCE = get_kernels("reference")
 LIGHT = settings(max_examples=25)

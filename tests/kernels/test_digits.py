@@ -12,11 +12,11 @@ from kernel_cases import BACKENDS, COMPILED, unaligned_bytes
 
 from gradwire.errors import HyperparameterError
 from gradwire.kernels import digit_layout, get_kernels, packed_bytes, sum_layout
-from gradwire.kernels.divisions import float_divisions, reciprocal16, reciprocal32
+from gradwire.kernels.packing.divisions import float_divisions, reciprocal16, reciprocal32
 from gradwire.kernels.reference import digits_of
 
 
-@pytest.mark.parametrize("module", ["table", "digits", "philox", "divisions", "dispatch"])
+@pytest.mark.parametrize("module", ["table", "packing.layout", "philox", "packing.divisions", "dispatch"])
 def test_docstring_examples_hold(module: str) -> None:
     result = doctest.testmod(importlib.import_module(f"gradwire.kernels.{module}"))
     assert result.attempted > 0

@@ -11,7 +11,7 @@ import torch
 from kernel_cases import BACKENDS
 
 from gradwire.errors import HyperparameterError
-from gradwire.kernels import FAMILIES, Kernels, SegmentTable, get_kernels, packed_bytes, trials
+from gradwire.kernels import FAMILIES, Kernels, SegmentTable, get_kernels, packed_bytes, self_test
 from gradwire.kernels.automatic import AutomaticKernels
 
 
@@ -33,12 +33,12 @@ def test_automatic_choice_agrees_with_the_reference_without_a_warning(family: st
 @pytest.mark.parametrize("family", FAMILIES)
 def test_automatic_choice_falls_back_aloud(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each family is compared before its first use, and one that differs leaves no trust in the others."""
-    right = trials.TRIALS[family]
+    right = self_test.SELF_TESTS[family]
 
     def trial(kernels: Kernels) -> list[torch.Tensor]:
         return [right(kernels)[0].double() + (kernels.name == "cpu")]
 
-    monkeypatch.setitem(trials.TRIALS, family, trial)
+    monkeypatch.setitem(self_test.SELF_TESTS, family, trial)
     kernels = AutomaticKernels(get_kernels("cpu"), get_kernels("reference"))
     other = "moments" if family != "moments" else "ternary"
     kernels.warm_up([other])
@@ -53,7 +53,7 @@ def test_what_does_not_compile_is_replaced_aloud(monkeypatch: pytest.MonkeyPatch
     def trial(kernels: Kernels) -> list[torch.Tensor]:
         raise OSError("no such instruction")
 
-    monkeypatch.setitem(trials.TRIALS, "signs", trial)
+    monkeypatch.setitem(self_test.SELF_TESTS, "signs", trial)
     kernels = AutomaticKernels(get_kernels("cpu"), get_kernels("reference"))
     with pytest.warns(UserWarning, match="signs: its code does not compile: OSError: no such instruction"):
         finite = kernels.finite(torch.zeros(9), SegmentTable([0], [9], [0], [(0, 0)]))
@@ -81,11 +81,11 @@ def test_importing_the_package_neither_imports_numba_nor_compiles() -> None:
 
 
 def test_warm_up_compiles_every_signature_that_calls_use() -> None:
-    from gradwire.kernels import cpu_drivers
+    from gradwire.kernels.ternary import loops
 
     kernels, table = get_kernels("cpu"), SegmentTable([2, 100], [90, 100], [0, 80], [(1, 2), (3, 4)])
     kernels.warm_up()
-    drivers = [getattr(cpu_drivers, name) for name in cpu_drivers.__all__]
+    drivers = [getattr(loops, name) for name in loops.__all__]
     before = [len(driver.signatures) for driver in drivers]
     x, two = torch.ones(300)[7:], torch.ones(2)
     rows = torch.empty(3, 16 * table.groups + 1, dtype=torch.uint8)[:, 1:]

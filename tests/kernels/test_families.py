@@ -11,17 +11,17 @@ import torch
 import gradwire as gw
 from cases import ALL
 from gradwire.kernels import CODERS, FAMILIES, coders
-from gradwire.kernels.cpu_shared import Compiled
+from gradwire.kernels.numba_core.compiled import Compiled
 
 PROBE = """
 import sys, torch, gradwire as gw
-from gradwire.kernels import cpu_drivers
-from gradwire.kernels.lattice import drivers as lattice
-from gradwire.kernels.levels import drivers as levels
-from gradwire.kernels.natural import drivers as natural
-from gradwire.kernels.signs import drivers as signs
+from gradwire.kernels.ternary import loops as ternary
+from gradwire.kernels.lattice import loops as lattice
+from gradwire.kernels.levels import loops as levels
+from gradwire.kernels.natural import loops as natural
+from gradwire.kernels.signs import loops as signs
 
-homes = {"ternary": cpu_drivers, "levels": levels, "signs": signs, "natural": natural, "lattice": lattice}
+homes = {"ternary": ternary, "levels": levels, "signs": signs, "natural": natural, "lattice": lattice}
 drivers = {f"{home}.{name}": getattr(module, name) for home, module in homes.items() for name in module.__all__}
 for prepare in (lambda: gw.warm_up(sys.argv[1]), lambda: gw.simulate(torch.ones(3, 2000), sys.argv[1])):
     prepare()

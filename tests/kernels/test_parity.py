@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import BACKENDS, COMPILED, normal, one_segment, tables, unaligned_bytes
 
-from gradwire.kernels import FAMILIES, SegmentTable, cpu_shared, get_kernels, inverse_scale, packed_bytes, trials
+from gradwire.kernels import FAMILIES, SegmentTable, get_kernels, inverse_scale, packed_bytes, self_test
+from gradwire.kernels.numba_core import compiled
 
 Work = Callable[[int, int], None]
 REFERENCE = get_kernels("reference")
@@ -160,18 +161,18 @@ def test_two_threads_give_the_same_bits(name: str) -> None:
 @pytest.mark.parametrize("name", COMPILED)
 def test_threads_change_no_bit_of_any_family(name: str, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The trial of each family, cut even where the parts are too small to pay."""
-    expected = trials.TRIALS[family](get_kernels("reference"))
-    monkeypatch.setattr(cpu_shared, "_MIN_PART", 100)
+    expected = self_test.SELF_TESTS[family](get_kernels("reference"))
+    monkeypatch.setattr(compiled, "_MIN_PART", 100)
     parts = []
-    split = cpu_shared.Compiled._split
+    split = compiled.Compiled._split
 
-    def counted(self: cpu_shared.Compiled, size: int, unit: int, unit_elements: int, work: Work) -> None:
+    def counted(self: compiled.Compiled, size: int, unit: int, unit_elements: int, work: Work) -> None:
         calls: list[None] = []
         split(self, size, unit, unit_elements, lambda a, b: (calls.append(None), work(a, b))[1])
         parts.append(len(calls))
 
-    monkeypatch.setattr(cpu_shared.Compiled, "_split", counted)
-    got = trials.TRIALS[family](get_kernels(name, threads=2))
+    monkeypatch.setattr(compiled.Compiled, "_split", counted)
+    got = self_test.SELF_TESTS[family](get_kernels(name, threads=2))
     assert len(expected) == len(got)
     assert all(torch.equal(a, b) for a, b in zip(expected, got))
     assert max(parts) == 2

@@ -167,11 +167,11 @@ def test_runs_are_anchored_to_the_parameter() -> None:
 
 @pytest.mark.parametrize("name", COMPILED)
 def test_warm_up_compiles_every_signature_that_calls_use(name: str) -> None:
-    from gradwire.kernels.signs import drivers
+    from gradwire.kernels.signs import loops
 
     kernels, table = get_kernels(name), SegmentTable([2, 100], [90, 100], [0, 80], [(1, 2), (3, 4)])
     kernels.warm_up()
-    compiled = [getattr(drivers, driver) for driver in drivers.__all__]
+    compiled = [getattr(loops, driver) for driver in loops.__all__]
     before = [len(driver.signatures) for driver in compiled]
     x, runs = torch.ones(300)[7:], RunTable(table, [7, 1000])
     rows = torch.empty(3, SIGN_BYTES * table.groups + 1, dtype=torch.uint8)[:, 1:]

@@ -2,12 +2,19 @@
 
 from gradwire.kernels.base import Kernels, Moments, inverse_scale
 from gradwire.kernels.coders.base import CODERS, Coder
-from gradwire.kernels.digits import MAX_WORLD_SIZE, DigitLayout, byte_layout, digit_layout, packed_bytes, sum_layout
 from gradwire.kernels.dispatch import BACKENDS, get_kernels
 from gradwire.kernels.families import FAMILIES
 from gradwire.kernels.lattice import dither_shifts
 from gradwire.kernels.levels import WHOLE, BlockTable, Grid, packed_groups, summed
 from gradwire.kernels.natural import natural_bytes, natural_sign_bytes
+from gradwire.kernels.packing.layout import (
+    MAX_WORLD_SIZE,
+    DigitLayout,
+    byte_layout,
+    digit_layout,
+    packed_bytes,
+    sum_layout,
+)
 from gradwire.kernels.signs import SIGN_BYTES, RunTable, SignSums
 from gradwire.kernels.table import GROUP_BYTES, GROUP_SIZE, SegmentTable
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 
-from gradwire.kernels import trials
+from gradwire.kernels import self_test
 from gradwire.kernels.base import Kernels
 from gradwire.kernels.cpu import CpuKernels
 
@@ -39,7 +39,7 @@ class AutomaticKernels(CpuKernels):
 
     def _try(self, family: str) -> None:
         try:
-            if trials.agree(family, self._tried, self._reference):
+            if self_test.agree(family, self._tried, self._reference):
                 self._agreed.add(family)
                 return
             reason = "its results differ from the reference"

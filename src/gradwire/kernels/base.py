@@ -10,11 +10,11 @@ import torch
 
 from gradwire.errors import HyperparameterError
 from gradwire.kernels.coders.base import Coder
-from gradwire.kernels.digits import DigitLayout, sum_layout
 from gradwire.kernels.families import FAMILIES
 from gradwire.kernels.lattice.base import LatticeKernels
 from gradwire.kernels.levels.base import LevelKernels
 from gradwire.kernels.natural.base import NaturalKernels
+from gradwire.kernels.packing.layout import DigitLayout, sum_layout
 from gradwire.kernels.signs.base import SignKernels
 from gradwire.kernels.table import GROUP_BYTES, GROUP_SIZE, SegmentTable
 

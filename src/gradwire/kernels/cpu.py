@@ -9,14 +9,14 @@ from gradwire.errors import BackendError
 from gradwire.kernels.coders.base import CODERS, Coder
 from gradwire.kernels.coders.dispatch import get_coder
 from gradwire.kernels.families import FAMILIES, known_families
-from gradwire.kernels.trials import TRIALS
+from gradwire.kernels.self_test import SELF_TESTS
 
 try:
-    from gradwire.kernels.cpu_ternary import CpuTernary
     from gradwire.kernels.lattice.cpu import CpuLattice
     from gradwire.kernels.levels.cpu import CpuLevels
     from gradwire.kernels.natural.cpu import CpuNatural
     from gradwire.kernels.signs.cpu import CpuSigns
+    from gradwire.kernels.ternary.cpu import CpuTernary
 except ImportError as error:
     raise BackendError(f"kernel backend 'cpu' needs numba ({error}): pip install 'numba>=0.61'") from error
 
@@ -41,5 +41,5 @@ class CpuKernels(CpuTernary, CpuLevels, CpuNatural, CpuLattice, CpuSigns):
             if name in CODERS:
                 self.coder(name).warm_up()
             else:
-                TRIALS[name](self)
+                SELF_TESTS[name](self)
         return time.perf_counter() - began

@@ -9,9 +9,9 @@ import torch
 from gradwire.kernels.base import Moments
 from gradwire.kernels.coders.base import Coder
 from gradwire.kernels.coders.dispatch import get_coder
-from gradwire.kernels.digits import DigitLayout, sum_layout
 from gradwire.kernels.families import FAMILIES, known_families
 from gradwire.kernels.levels import BlockTable, Grid, summed
+from gradwire.kernels.packing.layout import DigitLayout, sum_layout
 from gradwire.kernels.signs import RunTable, SignSums
 from gradwire.kernels.table import SegmentTable
 

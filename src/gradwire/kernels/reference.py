@@ -10,16 +10,16 @@ import torch
 from gradwire.kernels.base import Moments, check_decode, check_encode, check_moments, check_pack, check_sum
 from gradwire.kernels.coders.base import Coder
 from gradwire.kernels.coders.dispatch import get_coder
-from gradwire.kernels.digits import DigitLayout
-from gradwire.kernels.exact import integer_blocks
 from gradwire.kernels.families import FAMILIES, known_families
 from gradwire.kernels.lattice.reference import ReferenceLattice
 from gradwire.kernels.levels.reference import ReferenceLevels
+from gradwire.kernels.moments.exact import integer_blocks
 from gradwire.kernels.natural.reference import ReferenceNatural
+from gradwire.kernels.packing.layout import DigitLayout
+from gradwire.kernels.packing.reference import pack_words, unpack_words
 from gradwire.kernels.philox import uniform_integers
 from gradwire.kernels.signs.reference import ReferenceSigns
 from gradwire.kernels.table import GROUP_SIZE, LANES, PLANES, SegmentTable
-from gradwire.kernels.words import pack_words, unpack_words
 
 __all__ = ["ReferenceKernels", "digits_of"]
 

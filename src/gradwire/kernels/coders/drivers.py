@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, misc, untyped-decorator"
 """Compiled rANS coding and the check. The drivers keep within bounds; *bodies* do the arithmetic on whole rows.
 
-As in ``cpu_drivers.py``, the type of the first argument chooses the bodies: ``True`` explicit vectors, ``None`` plain.
+As in ``ternary/loops.py``, the first argument's type chooses the bodies: ``True`` explicit vectors, ``None`` plain.
 A body may read or write 128 words a row: a driver hands it as many rows as surely fit, and again what is left.
 """
 
@@ -11,13 +11,13 @@ import numpy as np
 from numba import njit
 
 from gradwire.kernels.coders import checksum, tables
-from gradwire.kernels.variants import either
-from gradwire.kernels.vectors import prefer_wide
+from gradwire.kernels.numba_core.overloads import either
+from gradwire.kernels.numba_core.vectors import prefer_wide
 
 __all__ = ["check", "histogram", "rans_decode", "rans_encode"]
 
 # Of all that this is compiled from, so that Numba drops what it kept when that changes (``make digests``).
-DIGEST = "0497c4fb0c82aa5a"
+DIGEST = "092f87469243168f"
 
 _u8, _u32, _u64 = np.uint8, np.uint32, np.uint64
 _LANES, _ROW_BYTES, _SLACK, _STATE_BYTES = 128, 256, 32, 512

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, misc, untyped-decorator"
-"""Explicit-vector bodies of the rANS coder and of the check. See ``drivers.py`` for who calls them."""
+"""Explicit-vector bodies of the rANS coder and of the check. See ``loops.py`` for who calls them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from numba.extending import intrinsic
 
 from gradwire.kernels.coders.checksum import LANES as SUMS
 from gradwire.kernels.coders.checksum import MULTIPLIER, ROW_BYTES
-from gradwire.kernels.vectors import F32, I8, I16, I32, I64, Emitter, data_pointer, loop, vector
+from gradwire.kernels.numba_core.vectors import F32, I8, I16, I32, I64, Emitter, data_pointer, loop, vector
 
 __all__ = ["check_rows", "decode_rows", "encode_rows", "lowest", "match_row"]
 

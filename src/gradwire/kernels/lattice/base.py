@@ -8,8 +8,8 @@ from typing import Protocol
 import torch
 
 from gradwire.errors import HyperparameterError
-from gradwire.kernels.digits import DigitLayout, digit_layout
 from gradwire.kernels.levels.base import packed_groups
+from gradwire.kernels.packing.layout import DigitLayout, digit_layout
 from gradwire.kernels.table import SegmentTable
 
 __all__ = ["FAR", "LatticeKernels", "check_lattice", "dither_shifts"]

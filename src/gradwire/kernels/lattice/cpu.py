@@ -8,10 +8,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from gradwire.kernels.cpu_shared import Compiled, joined, segment_of
-from gradwire.kernels.divisions import float_divisions
-from gradwire.kernels.lattice import drivers
+from gradwire.kernels.lattice import loops
 from gradwire.kernels.lattice.base import check_lattice
+from gradwire.kernels.numba_core.compiled import Compiled, joined, segment_of
+from gradwire.kernels.packing.divisions import float_divisions
 from gradwire.kernels.table import GROUP_SIZE, SegmentTable
 
 __all__ = ["CpuLattice"]
@@ -41,7 +41,7 @@ class CpuLattice(Compiled):
         def work(begin: int, end: int) -> None:
             own = np.zeros(16, np.int32)
             checks.append(own)
-            drivers.lattice_encode_range(
+            loops.lattice_encode_range(
                 variant, values, table.offset, table.numel, table.start, table.key, table.first_group, factors,
                 colours.bit_length() - 1, np.int32(shift), np.uint64(round), np.uint32(stream), begin, end,
                 segment_of(table, begin), layout.digits, layout.word_bytes, words, own,
@@ -75,7 +75,7 @@ class CpuLattice(Compiled):
         def work(begin: int, end: int) -> None:
             ours = np.zeros(16 * number, np.int32)
             checks.append(ours)
-            drivers.lattice_mean_range(
+            loops.lattice_mean_range(
                 variant, flat, stride, number, values, target, table.offset, table.numel, table.start, table.key,
                 table.first_group, factors, scales, accumulate, colours.bit_length() - 1, np.array(shifts, np.int32),
                 np.uint64(round), np.uint32(stream), begin, end, segment_of(table, begin), layout.digits,

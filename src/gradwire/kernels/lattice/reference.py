@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import torch
 
+from gradwire.kernels.group_index import Places
 from gradwire.kernels.lattice.base import FAR, check_lattice
+from gradwire.kernels.packing.reference import pack_words, unpack_words
 from gradwire.kernels.philox import uniform_integers
-from gradwire.kernels.places import Places
 from gradwire.kernels.table import GROUP_SIZE, SegmentTable
-from gradwire.kernels.words import pack_words, unpack_words
 
 __all__ = ["ReferenceLattice"]
 

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from gradwire.errors import HyperparameterError
-from gradwire.kernels.digits import DigitLayout, digit_layout
 from gradwire.kernels.levels.grid import Grid
+from gradwire.kernels.packing.layout import DigitLayout, digit_layout
 from gradwire.kernels.table import GROUP_SIZE, LANES, SegmentTable
 
 __all__ = [

@@ -7,12 +7,12 @@ import math
 import numpy as np
 import torch
 
-from gradwire.kernels.cpu_shared import Compiled, joined, segment_of
-from gradwire.kernels.digits import DigitLayout
-from gradwire.kernels.divisions import float_divisions
-from gradwire.kernels.levels import drivers
+from gradwire.kernels.levels import loops
 from gradwire.kernels.levels.base import BlockTable, check_dequantise, check_quantise, check_sum_digits
 from gradwire.kernels.levels.grid import Grid
+from gradwire.kernels.numba_core.compiled import Compiled, joined, segment_of
+from gradwire.kernels.packing.divisions import float_divisions
+from gradwire.kernels.packing.layout import DigitLayout
 from gradwire.kernels.table import GROUP_SIZE
 
 __all__ = ["CpuLevels"]
@@ -37,7 +37,7 @@ class CpuLevels(Compiled):
         values, factors, words = x.detach().numpy(), inverse.detach().numpy(), out.numpy()
 
         def work(begin: int, end: int) -> None:
-            drivers.quantise_range(
+            loops.quantise_range(
                 variant, values, t.offset, t.numel, t.start, t.key, t.first_group, blocks.first, blocks.phase,
                 blocks.block_size, factors, grid.edge, grid.gap, grid.steps, grid.positive, grid.negative, grid.signed,
                 grid.uniform, np.uint64(round), np.uint32(stream), begin, end, begin, segment_of(t, begin),
@@ -64,7 +64,7 @@ class CpuLevels(Compiled):
         packed, factors, target = words.numpy(), scale.detach().numpy(), x.detach().numpy()
 
         def work(first: int, last: int) -> None:
-            drivers.dequantise_range(
+            loops.dequantise_range(
                 variant, packed, layout.base, layout.digits, layout.word_bytes, low, power, reciprocals, t.offset,
                 t.numel, t.first_group, blocks.first, blocks.phase, blocks.block_size, factors, grid.values,
                 grid.uniform, begin + first, begin + last, first, segment_of(t, begin + first), target, accumulate,
@@ -79,7 +79,7 @@ class CpuLevels(Compiled):
         variant, both = self._variant("levels"), math.lcm(layout.digits, down.digits)
 
         def work(begin: int, end: int) -> None:
-            drivers.sum_digits_range(
+            loops.sum_digits_range(
                 variant, flat, stride, number, begin, end, layout.base, layout.digits, layout.word_bytes, low, power,
                 reciprocals, down.base, down.digits, down.word_bytes, both, words,
             )  # fmt: skip

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gradwire.errors import HyperparameterError
-from gradwire.kernels.digits import MAX_WORLD_SIZE
+from gradwire.kernels.packing.layout import MAX_WORLD_SIZE
 
 __all__ = ["UNIT", "Grid"]
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from gradwire.kernels.digits import DigitLayout
+from gradwire.kernels.group_index import Places
 from gradwire.kernels.levels.base import BlockTable, check_dequantise, check_quantise, check_sum_digits
 from gradwire.kernels.levels.grid import UNIT, Grid
+from gradwire.kernels.packing.layout import DigitLayout
+from gradwire.kernels.packing.reference import pack_words, unpack_words
 from gradwire.kernels.philox import uniform_integers
-from gradwire.kernels.places import Places
 from gradwire.kernels.table import GROUP_SIZE
-from gradwire.kernels.words import pack_words, unpack_words
 
 __all__ = ["ReferenceLevels"]
 

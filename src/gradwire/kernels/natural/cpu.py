@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from gradwire.kernels.cpu_shared import Compiled, joined, segment_of
-from gradwire.kernels.natural import drivers
+from gradwire.kernels.natural import loops
 from gradwire.kernels.natural.base import SIGN_BYTES, check_natural, check_natural_mean, natural_sign_bytes
+from gradwire.kernels.numba_core.compiled import Compiled, joined, segment_of
 from gradwire.kernels.table import GROUP_SIZE, SegmentTable
 
 __all__ = ["CpuNatural"]
@@ -22,7 +22,7 @@ class CpuNatural(Compiled):
         octets[SIGN_BYTES * table.groups : natural_sign_bytes(table.groups)] = 0
 
         def work(begin: int, end: int) -> None:
-            drivers.natural_encode_range(
+            loops.natural_encode_range(
                 variant, values, table.offset, table.numel, table.start, table.key, table.first_group,
                 np.uint64(round), np.uint32(stream), begin, end, segment_of(table, begin), octets,
             )  # fmt: skip
@@ -37,7 +37,7 @@ class CpuNatural(Compiled):
         variant, target = self._variant("natural"), x.detach().numpy()
 
         def work(begin: int, end: int) -> None:
-            drivers.natural_mean_range(
+            loops.natural_mean_range(
                 variant, flat, stride, number, table.offset, table.numel, table.first_group, np.float32(weight), begin,
                 end, segment_of(table, begin), target, accumulate,
             )  # fmt: skip

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from gradwire.kernels.group_index import Places
 from gradwire.kernels.natural.base import SIGN_BYTES, check_natural, check_natural_mean, natural_sign_bytes
 from gradwire.kernels.philox import uniform_integers
-from gradwire.kernels.places import Places
 from gradwire.kernels.table import GROUP_SIZE, SegmentTable
 
 __all__ = ["ReferenceNatural"]

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from gradwire.errors import HyperparameterError
-from gradwire.kernels.digits import MAX_WORLD_SIZE
+from gradwire.kernels.packing.layout import MAX_WORLD_SIZE
 from gradwire.kernels.table import GROUP_SIZE, SegmentTable
 
 __all__ = [

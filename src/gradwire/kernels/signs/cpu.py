@@ -6,8 +6,8 @@ import numpy as np
 import torch
 
 from gradwire.kernels.base import check_moments
-from gradwire.kernels.cpu_shared import Compiled, joined, segment_of
-from gradwire.kernels.signs import drivers
+from gradwire.kernels.numba_core.compiled import Compiled, joined, segment_of
+from gradwire.kernels.signs import loops
 from gradwire.kernels.signs.base import (
     SIGN_BYTES,
     RunTable,
@@ -29,7 +29,7 @@ class CpuSigns(Compiled):
         variant, values, found = self._variant("signs"), x.detach().numpy(), np.empty(len(table), np.bool_)
 
         def work(first: int, last: int) -> None:
-            drivers.finite_range(variant, values, table.offset, table.numel, first, last, found)
+            loops.finite_range(variant, values, table.offset, table.numel, first, last, found)
 
         self._split_segments(table, work)
         return torch.from_numpy(found)
@@ -41,7 +41,7 @@ class CpuSigns(Compiled):
         variant, values = self._variant("signs"), x.detach().numpy()
 
         def work(first: int, last: int) -> None:
-            drivers.sign_sums_range(
+            loops.sign_sums_range(
                 variant, values, table.offset, table.numel, first, last, above, below, count, np.empty(2)
             )
 
@@ -53,7 +53,7 @@ class CpuSigns(Compiled):
         variant, values, octets = self._variant("signs"), x.detach().numpy(), out.numpy()
 
         def work(first: int, last: int) -> None:
-            drivers.sign_encode_range(
+            loops.sign_encode_range(
                 variant, values, table.offset, table.numel, table.first_group, begin + first, begin + last,
                 segment_of(table, begin + first), octets[SIGN_BYTES * first : SIGN_BYTES * last],
             )  # fmt: skip
@@ -67,7 +67,7 @@ class CpuSigns(Compiled):
         (flat, stride), voted = joined(rows), out.numpy()
 
         def work(begin: int, end: int) -> None:
-            drivers.sign_vote_range(flat, stride, len(rows), begin, end, voted)
+            loops.sign_vote_range(flat, stride, len(rows), begin, end, voted)
 
         self._split(out.numel(), 1, 8 * len(rows), work)
 
@@ -89,7 +89,7 @@ class CpuSigns(Compiled):
         highs, lows, target = above.detach().numpy(), below.detach().numpy(), x.detach().numpy()
 
         def work(first: int, last: int) -> None:
-            drivers.sign_decode_range(
+            loops.sign_decode_range(
                 variant, flat[SIGN_BYTES * first :], stride, len(rows), t.offset, t.numel, t.first_group, runs.length,
                 runs.phase, runs.first, highs, lows, begin + first, begin + last, segment_of(t, begin + first), target,
                 accumulate,

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from gradwire.kernels.base import check_moments
-from gradwire.kernels.exact import integer_blocks
+from gradwire.kernels.moments.exact import integer_blocks
 from gradwire.kernels.signs.base import RunTable, SignSums, check_sign_decode, check_sign_encode, check_sign_vote
 from gradwire.kernels.table import GROUP_SIZE, SegmentTable
 

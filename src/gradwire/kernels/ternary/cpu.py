@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from gradwire.kernels import cpu_drivers
 from gradwire.kernels.base import Moments, check_decode, check_encode, check_moments, check_pack, check_sum
-from gradwire.kernels.cpu_shared import Compiled, segment_of
-from gradwire.kernels.digits import DigitLayout
-from gradwire.kernels.divisions import divisions
+from gradwire.kernels.numba_core.compiled import Compiled, segment_of
+from gradwire.kernels.packing.divisions import divisions
+from gradwire.kernels.packing.layout import DigitLayout
 from gradwire.kernels.table import SegmentTable
+from gradwire.kernels.ternary import loops
 
 __all__ = ["CpuTernary"]
 
@@ -26,7 +26,7 @@ class CpuTernary(Compiled):
         values = x.detach().numpy()
 
         def work(first: int, last: int) -> None:
-            cpu_drivers.moments_range(
+            loops.moments_range(
                 variant, values, table.offset, table.numel, first, last, max_abs, mean, std, norm, np.empty(3)
             )
 
@@ -51,7 +51,7 @@ class CpuTernary(Compiled):
         bounds = limit.detach().numpy(), inverse.detach().numpy()
 
         def work(first: int, last: int) -> None:
-            cpu_drivers.encode_range(
+            loops.encode_range(
                 variant, values, table.offset, table.numel, table.start, table.key, table.first_group, *bounds,
                 np.uint64(round), np.uint32(stream), begin + first, begin + last, segment_of(table, begin + first),
                 bytes_[16 * first : 16 * last],
@@ -69,7 +69,7 @@ class CpuTernary(Compiled):
         variant, target = self._variant("ternary"), out.numpy()
 
         def work(begin: int, end: int) -> None:
-            cpu_drivers.sum_range(
+            loops.sum_range(
                 variant,
                 flat,
                 stride,
@@ -86,14 +86,14 @@ class CpuTernary(Compiled):
 
     def pack(self, values: torch.Tensor, world_size: int, out: torch.Tensor) -> None:
         layout = check_pack(values, world_size, out)
-        cpu_drivers.pack_run(
+        loops.pack_run(
             self._variant("ternary"), values.numpy(), layout.base, layout.digits, layout.word_bytes, out.numpy()
         )
 
     def unpack(self, words: torch.Tensor, world_size: int, out: torch.Tensor) -> None:
         layout = check_pack(out, world_size, words)
         reciprocal, _ = divisions(layout)
-        cpu_drivers.unpack_run(
+        loops.unpack_run(
             self._variant("ternary"),
             words.numpy(),
             layout.base,
@@ -120,7 +120,7 @@ class CpuTernary(Compiled):
         packed, factors, target = words.numpy(), scale.detach().numpy(), x.detach().numpy()
 
         def work(first: int, last: int) -> None:
-            cpu_drivers.decode_range(
+            loops.decode_range(
                 variant, packed, layout.base, layout.digits, layout.word_bytes, wide, narrow, table.offset,
                 table.numel, table.first_group, factors, begin + first, begin + last, first,
                 segment_of(table, begin + first), target, accumulate,

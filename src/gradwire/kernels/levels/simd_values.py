@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, misc, untyped-decorator"
-"""The explicit-vector body from digits to scaled levels. See ``drivers.py`` for who calls it."""
+"""The explicit-vector body from digits to scaled levels. See ``loops.py`` for who calls it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from gradwire.kernels.numba_core.vectors import F32, I32, I64, Emitter, data_pointer, loop, vector
 from gradwire.kernels.table import LANES
-from gradwire.kernels.vectors import F32, I32, I64, Emitter, data_pointer, loop, vector
 
 __all__ = ["write_levels"]
 

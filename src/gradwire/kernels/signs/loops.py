@@ -1,19 +1,19 @@
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, misc, untyped-decorator"
-"""Compiled loops over segments, runs and rows of signs; see ``cpu_drivers.py`` for the rules."""
+"""Compiled loops over segments, runs and rows of signs; see ``ternary/loops.py`` for the rules."""
 
 from __future__ import annotations
 
 import numpy as np
 from numba import njit
 
-from gradwire.kernels.cpu_drivers import MIN_STREAMED, STREAMED_GROUPS, block_maximum
-from gradwire.kernels.variants import either
-from gradwire.kernels.vectors import prefer_wide
+from gradwire.kernels.numba_core.overloads import either
+from gradwire.kernels.numba_core.vectors import prefer_wide
+from gradwire.kernels.ternary.loops import MIN_STREAMED, STREAMED_GROUPS, block_maximum
 
 __all__ = ["finite_range", "sign_decode_range", "sign_encode_range", "sign_sums_range", "sign_vote_range"]
 
 # Of all that this is compiled from, so that Numba drops what it kept when that changes (``make digests``).
-DIGEST = "342f06f2b2416db8"
+DIGEST = "ae53055c2672e0db"
 
 _TILE_BYTES = 512
 """Bytes of a row that are counted before the next ones: with 15 planes 7.5 KiB."""
@@ -21,9 +21,9 @@ _TILE_BYTES = 512
 _PLANES = 15
 """Bits of the largest count."""
 
-block_sign_sums = either("block_sign_sums", "signs.plain", "signs.vector")
-sign_bytes = either("sign_bytes", "signs.plain", "signs.vector")
-decode_rows = either("decode_rows", "signs.plain", "signs.vector")
+block_sign_sums = either("block_sign_sums", "signs.scalar", "signs.simd")
+sign_bytes = either("sign_bytes", "signs.scalar", "signs.simd")
+decode_rows = either("decode_rows", "signs.scalar", "signs.simd")
 
 
 @njit(nogil=True, cache=True)

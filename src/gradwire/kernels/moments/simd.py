@@ -9,9 +9,9 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from gradwire.kernels.cpu_vector_philox import PhiloxVectors, five_words
+from gradwire.kernels.numba_core.philox_simd import PhiloxVectors, five_words
+from gradwire.kernels.numba_core.vectors import F32, I8, I32, I64, Emitter, data_pointer, loop, vector
 from gradwire.kernels.table import GROUP_BYTES, GROUP_SIZE, LANES, PLANES
-from gradwire.kernels.vectors import F32, I8, I32, I64, Emitter, data_pointer, loop, vector
 
 __all__ = ["UNROLL", "block_maximum", "block_sums", "each_vector", "encode_groups"]
 

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, misc, untyped-decorator"
-"""Explicit-vector bodies for levels. See ``drivers.py`` for who calls them."""
+"""Explicit-vector bodies for levels. See ``loops.py`` for who calls them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from gradwire.kernels.cpu_vector_philox import PhiloxVectors, five_words
 from gradwire.kernels.levels.grid import UNIT
+from gradwire.kernels.numba_core.philox_simd import PhiloxVectors, five_words
+from gradwire.kernels.numba_core.vectors import F32, I16, I32, I64, Emitter, data_pointer, loop, vector
 from gradwire.kernels.table import GROUP_SIZE, LANES, PLANES
-from gradwire.kernels.vectors import F32, I16, I32, I64, Emitter, data_pointer, loop, vector
 
 __all__ = ["quantise_even", "quantise_steps"]
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from llvmlite import ir
 
+from gradwire.kernels.numba_core.vectors import I32, I64, Emitter, vector
 from gradwire.kernels.philox import KEY_STEPS, MULTIPLIERS, ROUNDS
-from gradwire.kernels.vectors import I32, I64, Emitter, vector
 
 __all__ = ["PhiloxVectors", "five_words"]
 

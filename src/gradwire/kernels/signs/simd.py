@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, misc, untyped-decorator"
-"""Explicit-vector bodies for signs. See ``drivers.py`` for who calls them."""
+"""Explicit-vector bodies for signs. See ``loops.py`` for who calls them."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from gradwire.kernels.cpu_vector_floats import UNROLL, each_vector
+from gradwire.kernels.moments.simd import UNROLL, each_vector
+from gradwire.kernels.numba_core.vectors import F32, I1, I8, I16, I32, I64, Emitter, data_pointer, loop, vector
 from gradwire.kernels.table import LANES
-from gradwire.kernels.vectors import F32, I1, I8, I16, I32, I64, Emitter, data_pointer, loop, vector
 
 __all__ = ["block_sign_sums", "decode_rows", "sign_bytes"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from gradwire.kernels.digits import DigitLayout
+from gradwire.kernels.packing.layout import DigitLayout
 from gradwire.kernels.table import LANES
 
 __all__ = ["pack_words", "unpack_words"]

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, misc, untyped-decorator"
-"""Explicit-vector bodies from packed digits of any layout to floats. See ``unpacking.py`` for who calls them."""
+"""Explicit-vector bodies from packed digits of any layout to floats. See ``loops.py`` for who calls them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from gradwire.kernels.numba_core.vectors import F32, F64, I8, I32, I64, Emitter, data_pointer, loop, vector
 from gradwire.kernels.table import LANES
-from gradwire.kernels.vectors import F32, F64, I8, I32, I64, Emitter, data_pointer, loop, vector
 
 __all__ = ["end_streams", "sum_words", "unpack_digits"]
 

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, misc, untyped-decorator"
-"""Explicit-vector bodies over packed digits: sums, words, decoding. See ``cpu_drivers.py`` for who calls them."""
+"""Explicit-vector bodies over packed digits: sums, words, decoding. See ``ternary/loops.py`` for who calls them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from gradwire.kernels.numba_core.vectors import F32, I8, I16, I32, I64, Emitter, data_pointer, loop, vector
 from gradwire.kernels.table import GROUP_SIZE, LANES, PLANES
-from gradwire.kernels.vectors import F32, I8, I16, I32, I64, Emitter, data_pointer, loop, vector
 
 __all__ = ["decode_groups", "decode_streamed", "pack_blocks", "sum_to_digits", "sum_to_words", "unpack_blocks"]
 

@@ -1,26 +1,26 @@
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, misc, untyped-decorator"
-"""Compiled loops over segments, blocks and groups of levels; see ``cpu_drivers.py`` for the rules."""
+"""Compiled loops over segments, blocks and groups of levels; see ``ternary/loops.py`` for the rules."""
 
 from __future__ import annotations
 
 import numpy as np
 from numba import njit
 
-from gradwire.kernels.cpu_drivers import MIN_STREAMED, STREAMED_GROUPS, pack_any
-from gradwire.kernels.unpacking import digits_any, end_streams, sums_any
-from gradwire.kernels.variants import either
-from gradwire.kernels.vectors import prefer_wide
+from gradwire.kernels.numba_core.overloads import either
+from gradwire.kernels.numba_core.vectors import prefer_wide
+from gradwire.kernels.packing.loops import digits_any, end_streams, sums_any
+from gradwire.kernels.ternary.loops import MIN_STREAMED, STREAMED_GROUPS, pack_any
 
 __all__ = ["dequantise_range", "quantise_range", "sum_digits_range"]
 
 # Of all that this is compiled from, so that Numba drops what it kept when that changes (``make digests``).
-DIGEST = "ff103a53eb8b309d"
+DIGEST = "70b34578c04787ee"
 
 _TILE_GROUPS = 40
 
-quantise_even = either("quantise_even", "levels.plain", "levels.vector")
-quantise_steps = either("quantise_steps", "levels.plain", "levels.vector")
-write_levels = either("write_levels", "levels.plain", "levels.vector_values")
+quantise_even = either("quantise_even", "levels.scalar", "levels.simd")
+quantise_steps = either("quantise_steps", "levels.scalar", "levels.simd")
+write_levels = either("write_levels", "levels.scalar", "levels.simd_values")
 
 
 @njit(nogil=True)

@@ -1,27 +1,27 @@
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, misc, untyped-decorator"
-"""Compiled loops over segments and groups for lattices; see ``cpu_drivers.py`` for the rules."""
+"""Compiled loops over segments and groups for lattices; see ``ternary/loops.py`` for the rules."""
 
 from __future__ import annotations
 
 import numpy as np
 from numba import njit
 
-from gradwire.kernels.cpu_drivers import pack_any
-from gradwire.kernels.unpacking import digits_any
-from gradwire.kernels.variants import either
-from gradwire.kernels.vectors import prefer_wide
+from gradwire.kernels.numba_core.overloads import either
+from gradwire.kernels.numba_core.vectors import prefer_wide
+from gradwire.kernels.packing.loops import digits_any
+from gradwire.kernels.ternary.loops import pack_any
 
 __all__ = ["lattice_encode_range", "lattice_mean_range"]
 
 # Of all that this is compiled from, so that Numba drops what it kept when that changes (``make digests``).
-DIGEST = "38fb13debaee6f80"
+DIGEST = "93f627ca6db09649"
 
 _TILE_GROUPS = 40
 _ROWS_TILE_GROUPS = 12
 """Groups of all rows decoded before they are summed: of eight rows 30 KiB."""
 
-lattice_colours = either("lattice_colours", "lattice.plain", "lattice.vector")
-lattice_sums = either("lattice_sums", "lattice.plain", "lattice.vector")
+lattice_colours = either("lattice_colours", "lattice.scalar", "lattice.simd")
+lattice_sums = either("lattice_sums", "lattice.scalar", "lattice.simd")
 
 
 @njit(nogil=True, cache=True)

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gradwire.errors import BackendError
-from gradwire.kernels.digits import DigitLayout
+from gradwire.kernels.packing.layout import DigitLayout
 
 __all__ = ["divisions", "float_divisions", "reciprocal16", "reciprocal32"]
 

@@ -7,14 +7,14 @@ from collections.abc import Callable
 import torch
 
 from gradwire.kernels.base import Kernels
-from gradwire.kernels.digits import digit_layout, packed_bytes
 from gradwire.kernels.lattice import dither_shifts
 from gradwire.kernels.levels import BlockTable, Grid, packed_groups, summed
 from gradwire.kernels.natural import natural_bytes
+from gradwire.kernels.packing.layout import digit_layout, packed_bytes
 from gradwire.kernels.signs import SIGN_BYTES, RunTable
 from gradwire.kernels.table import SegmentTable
 
-__all__ = ["TRIALS", "agree"]
+__all__ = ["SELF_TESTS", "agree"]
 
 _ROUND = 7
 
@@ -108,7 +108,7 @@ def _signs(kernels: Kernels) -> list[torch.Tensor]:
     return [kernels.finite(x, table), sums.above, sums.below, sums.count, rows, voted, decoded]
 
 
-TRIALS: dict[str, Callable[[Kernels], list[torch.Tensor]]] = {
+SELF_TESTS: dict[str, Callable[[Kernels], list[torch.Tensor]]] = {
     "moments": _moments,
     "ternary": _ternary,
     "levels": _levels,
@@ -121,4 +121,4 @@ TRIALS: dict[str, Callable[[Kernels], list[torch.Tensor]]] = {
 
 def agree(family: str, first: Kernels, second: Kernels) -> bool:
     """Tell whether two backends give the same bits in a family's trial."""
-    return all(torch.equal(a, b) for a, b in zip(*(TRIALS[family](kernels) for kernels in (first, second))))
+    return all(torch.equal(a, b) for a, b in zip(*(SELF_TESTS[family](kernels) for kernels in (first, second))))

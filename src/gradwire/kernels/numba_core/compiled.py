@@ -31,7 +31,7 @@ class Compiled:
         self._pool = ThreadPoolExecutor(threads, "gradwire-kernels") if threads > 1 else None
 
     def _variant(self, family: str) -> bool | None:
-        """Say which bodies serve a family, as the drivers want it: see :mod:`gradwire.kernels.variants`."""
+        """Say which bodies serve a family, as the drivers want it: see :mod:`gradwire.kernels.numba_core.overloads`."""
         return True if self._vectors else None
 
     def _split(self, size: int, unit: int, unit_elements: int, work: Callable[[int, int], None]) -> None:

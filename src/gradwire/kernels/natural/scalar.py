@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from gradwire.kernels.cpu_plain import five_words
+from gradwire.kernels.ternary.scalar import five_words
 
 __all__ = ["natural_groups", "natural_sums"]
 

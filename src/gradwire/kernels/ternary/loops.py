@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, misc, untyped-decorator"
 """Compiled loops over segments and groups. They decide what lies where; *bodies* do the arithmetic.
 
-Every driver's first argument says which bodies serve it: see :mod:`gradwire.kernels.variants`.
+Every driver's first argument says which bodies serve it: see :mod:`gradwire.kernels.numba_core.overloads`.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from gradwire.kernels.variants import either
-from gradwire.kernels.vectors import prefer_wide
+from gradwire.kernels.numba_core.overloads import either
+from gradwire.kernels.numba_core.vectors import prefer_wide
 
 __all__ = [
     "decode_range",
@@ -22,7 +22,7 @@ __all__ = [
 ]
 
 # Of all that this is compiled from, so that Numba drops what it kept when that changes (``make digests``).
-DIGEST = "d1da502ae4c0f74f"
+DIGEST = "99ed7a062eeaa598"
 
 TILE_GROUPS = 40
 """Groups decoded before they are scaled and stored: 12.5 KiB of int32, well within the L1 cache."""
@@ -33,15 +33,15 @@ STREAMED_GROUPS = 1 << 12
 MIN_STREAMED = 1280
 """Elements of a segment from which on that pays."""
 
-block_maximum = either("block_maximum", "cpu_plain", "cpu_vector_floats")
-block_sums = either("block_sums", "cpu_plain", "cpu_vector_floats")
-encode_groups = either("encode_groups", "cpu_plain", "cpu_vector_floats")
-sum_to_digits = either("sum_to_digits", "cpu_plain", "cpu_vector_digits")
-sum_to_words = either("sum_to_words", "cpu_plain", "cpu_vector_digits")
-pack_blocks = either("pack_blocks", "cpu_plain", "cpu_vector_digits")
-unpack_blocks = either("unpack_blocks", "cpu_plain", "cpu_vector_digits")
-decode_groups = either("decode_groups", "cpu_plain", "cpu_vector_digits")
-decode_streamed = either("decode_streamed", "cpu_plain", "cpu_vector_digits")
+block_maximum = either("block_maximum", "ternary.scalar", "moments.simd")
+block_sums = either("block_sums", "ternary.scalar", "moments.simd")
+encode_groups = either("encode_groups", "ternary.scalar", "moments.simd")
+sum_to_digits = either("sum_to_digits", "ternary.scalar", "ternary.simd")
+sum_to_words = either("sum_to_words", "ternary.scalar", "ternary.simd")
+pack_blocks = either("pack_blocks", "ternary.scalar", "ternary.simd")
+unpack_blocks = either("unpack_blocks", "ternary.scalar", "ternary.simd")
+decode_groups = either("decode_groups", "ternary.scalar", "ternary.simd")
+decode_streamed = either("decode_streamed", "ternary.scalar", "ternary.simd")
 
 
 @njit(nogil=True, cache=True)

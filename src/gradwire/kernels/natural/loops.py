@@ -1,20 +1,20 @@
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, misc, untyped-decorator"
-"""Compiled loops over segments for powers of two; see ``cpu_drivers.py`` for the rules."""
+"""Compiled loops over segments for powers of two; see ``ternary/loops.py`` for the rules."""
 
 from __future__ import annotations
 
 from numba import njit
 
-from gradwire.kernels.variants import either
-from gradwire.kernels.vectors import prefer_wide
+from gradwire.kernels.numba_core.overloads import either
+from gradwire.kernels.numba_core.vectors import prefer_wide
 
 __all__ = ["natural_encode_range", "natural_mean_range"]
 
 # Of all that this is compiled from, so that Numba drops what it kept when that changes (``make digests``).
-DIGEST = "6e301a9cfe95b5bb"
+DIGEST = "e9c0801294f2aee8"
 
-natural_groups = either("natural_groups", "natural.plain", "natural.vector")
-natural_sums = either("natural_sums", "natural.plain", "natural.vector")
+natural_groups = either("natural_groups", "natural.scalar", "natural.simd")
+natural_sums = either("natural_sums", "natural.scalar", "natural.simd")
 
 
 @njit(nogil=True, cache=True)

@@ -1,19 +1,19 @@
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, misc, untyped-decorator"
-"""Compiled steps from packed digits of any layout to floats; see ``cpu_drivers.py`` for the rules."""
+"""Compiled steps from packed digits of any layout to floats; see ``ternary/loops.py`` for the rules."""
 
 from __future__ import annotations
 
 import numpy as np
 from numba import njit
 
-from gradwire.kernels.variants import either
-from gradwire.kernels.vectors import prefer_wide
+from gradwire.kernels.numba_core.overloads import either
+from gradwire.kernels.numba_core.vectors import prefer_wide
 
 __all__ = ["digits_any", "end_streams", "sums_any"]
 
-unpack_digits = either("unpack_digits", "cpu_plain_unpack", "cpu_vector_unpack")
-sum_words = either("sum_words", "cpu_plain_unpack", "cpu_vector_unpack")
-end_streams = either("end_streams", "cpu_plain_unpack", "cpu_vector_unpack")
+unpack_digits = either("unpack_digits", "packing.scalar", "packing.simd")
+sum_words = either("sum_words", "packing.scalar", "packing.simd")
+end_streams = either("end_streams", "packing.scalar", "packing.simd")
 
 
 @njit(nogil=True)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from gradwire.kernels.cpu_plain import word_at, word_width
+from gradwire.kernels.ternary.scalar import word_at, word_width
 
 __all__ = ["end_streams", "sum_words", "unpack_digits"]
 

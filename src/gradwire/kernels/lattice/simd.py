@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, misc, untyped-decorator"
-"""Explicit-vector bodies for lattices. See ``drivers.py`` for who calls them."""
+"""Explicit-vector bodies for lattices. See ``loops.py`` for who calls them."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from gradwire.kernels.cpu_vector_philox import PhiloxVectors, five_words
 from gradwire.kernels.lattice.base import FAR
+from gradwire.kernels.numba_core.philox_simd import PhiloxVectors, five_words
+from gradwire.kernels.numba_core.vectors import F32, I1, I16, I32, I64, Emitter, data_pointer, loop, vector
 from gradwire.kernels.table import GROUP_SIZE, LANES, PLANES
-from gradwire.kernels.vectors import F32, I1, I16, I32, I64, Emitter, data_pointer, loop, vector
 
 __all__ = ["lattice_colours", "lattice_sums"]
 

@@ -1,0 +1,1 @@
+"""What the families compiled by Numba share."""

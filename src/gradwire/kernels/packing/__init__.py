@@ -1,0 +1,1 @@
+"""Small integers packed into words."""

@@ -1,0 +1,1 @@
+"""Trits: encoding, sums, decoding."""
