@@ -40,12 +40,12 @@ ORDER += [(name, size, 1) for size in reversed(ENDS) for name in METHODS]
 
 
 def spec(name: str, size: int) -> str:
-    """Give the method of a row and a block size."""
+    """Return the method of a row and a block size."""
     return name if name == "fp32" else METHODS[name].format(size)
 
 
 def folder_of(arguments: argparse.Namespace, name: str, size: int, seed: int) -> Path:
-    """Give a run's folder."""
+    """Return a run's folder."""
     work: Path = arguments.work
     return work / f"{name}-{size}-{seed}"
 

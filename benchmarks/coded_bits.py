@@ -23,7 +23,7 @@ from runs import write
 from variance import real_gradient
 
 import gradwire as gw
-from gradwire.groups import Meter, simulate_ranks
+from gradwire.drivers import Meter, simulate_ranks
 from gradwire.kernels import Kernels, get_kernels
 from gradwire.kernels.coders import elias_bits, entropy_bits, get_coder
 from gradwire.planning import Options, Planner
@@ -78,7 +78,7 @@ class Watched(Planner):
 
 
 def payload_bits(method: str, parameters: dict[str, torch.Tensor], gradients: torch.Tensor) -> tuple[float, float]:
-    """Give the bits an element that rank 0 sends to one other, and how many of them lie above the entropy."""
+    """Return the bits an element that rank 0 sends to one other, and how many of them lie above the entropy."""
     planner = Watched(gw.method(method), parameters, WORKERS, Options(collective="all_gather", min_numel=0))
     memories, spaces = [Memory() for _ in range(WORKERS)], [Workspace() for _ in range(WORKERS)]
     sent = above = 0.0
@@ -97,7 +97,7 @@ def payload_bits(method: str, parameters: dict[str, torch.Tensor], gradients: to
 
 
 def elias(method: str, parameters: dict[str, torch.Tensor], gradient: torch.Tensor) -> tuple[float, str] | None:
-    """Give bits an element of the shorter Elias code of one worker's levels, scales in float32 beside, and its form."""
+    """Return bits an element of the shorter Elias code of a worker's levels, with float32 scales, and its form."""
     chosen: Any = gw.method(method)
     even = isinstance(chosen, gw.QSGD | gw.QSGDinf)
     if not even and not isinstance(chosen, gw.TernGrad):
@@ -122,7 +122,7 @@ def elias(method: str, parameters: dict[str, torch.Tensor], gradient: torch.Tens
 
 
 def traffic_bits(method: str, parameters: dict[str, torch.Tensor], gradients: torch.Tensor) -> float:
-    """Give the bits of an element and direction in the method's own protocol."""
+    """Return the bits of an element and direction in the method's own protocol."""
     link = gw.SimulatedLink(parameters.items(), method, WORKERS, min_numel=0)
     for _ in range(2):
         before = link.traffic().sent_bytes
@@ -132,7 +132,7 @@ def traffic_bits(method: str, parameters: dict[str, torch.Tensor], gradients: to
 
 
 def vectors(steps: int) -> dict[str, tuple[dict[str, torch.Tensor], torch.Tensor]]:
-    """Give parameters and every worker's gradient, by the vector's name."""
+    """Return parameters and every worker's gradient, by the vector's name."""
     generator = torch.Generator().manual_seed(0)
     gaussian = torch.randn(WORKERS, GAUSSIAN_NUMEL, generator=generator)
     parameters, gradients = {}, []

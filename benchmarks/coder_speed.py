@@ -39,13 +39,13 @@ def sparse_trits(elements: int, share: float) -> torch.Tensor:
 
 
 def exponents(elements: int) -> torch.Tensor:
-    """Give the exponents that natural compression makes of a Gaussian, a byte an element."""
+    """Return the exponents that natural compression makes of a Gaussian, a byte an element."""
     x = torch.randn(1, elements, generator=torch.Generator().manual_seed(0))
     return (gw.simulate(x, gw.Natural()).mean.view(torch.int32) >> 23 & 255).to(torch.uint8)
 
 
 def inputs(elements: int) -> dict[str, tuple[torch.Tensor, int]]:
-    """Give symbols by name, and how many elements a byte holds."""
+    """Return symbols by name, and how many elements a byte holds."""
     kernels = get_kernels("auto")
     return {
         "trits, clipped at 2.5 sigma": (trits_of_a_gaussian(kernels, elements, 2.5), 5),

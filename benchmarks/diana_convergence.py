@@ -40,7 +40,7 @@ METHODS: dict[str, gw.Method] = {
 
 
 def omega_of(method: gw.Method) -> float | None:
-    """Give the variance constant, where one is known; 0 for float32."""
+    """Return the variance constant, where one is known; 0 for float32."""
     inner = getattr(method, "compressor", method)
     return 0.0 if isinstance(inner, gw.FP32) else inner.worst_error
 

@@ -30,7 +30,7 @@ METHODS = ("ALQ", "ALQN", "AMQ", "AMQN")
 
 
 def fitted(method: str, block_size: int, every: Tensor) -> Tensor:
-    """Give the levels that a method fits to the workers' gradients."""
+    """Return the levels that a method fits to the workers' gradients."""
     link = gw.SimulatedLink(
         [("g", torch.empty(every.shape[1]))], f"{method}(block_size={block_size})", world_size=WORKERS, min_numel=0
     )
@@ -39,14 +39,14 @@ def fitted(method: str, block_size: int, every: Tensor) -> Tensor:
 
 
 def measured(levels: Tensor, every: Tensor, block_size: int) -> float:
-    """Give the relative variance of the workers' gradients, a mean weighted by their squares."""
+    """Return the relative variance of the workers' gradients, a mean weighted by their squares."""
     squares = every.double().square().sum(1)
     found = [variance(levels, g.double(), block_size, norm=2) for g in every]
     return float((torch.tensor(found, dtype=torch.float64) * squares).sum() / squares.sum())
 
 
 def predicted(levels: Tensor, every: Tensor, block_size: int) -> float:
-    """Give what it would be if every block's values were draws from a normal of its mean and deviation."""
+    """Return what it would be if every block's values were draws from a normal of its mean and deviation."""
     generator, total = torch.Generator().manual_seed(0), 0.0
     for v in (v for g in every.double() for v in g.split(block_size)):
         drawn = v.mean() + v.std(correction=0) * torch.randn(v.numel(), generator=generator, dtype=torch.float64)

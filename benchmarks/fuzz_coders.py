@@ -31,7 +31,7 @@ MOST = 1023
 
 
 def decode(decoder: Body, body: Bytes, number: int) -> tuple[int, bytes]:
-    """Give the status, and the output where it is 0; look at guards around the output."""
+    """Return the status, and the output where it is 0; look at guards around the output."""
     whole = np.full(number + 64, 0x5A, np.uint8)
     status = decoder.decode(body, whole[32 : number + 32])
     if (whole[:32] != 0x5A).any() or (whole[number + 32 :] != 0x5A).any():

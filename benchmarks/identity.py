@@ -64,7 +64,7 @@ def network(order: bool) -> Any:
 
 
 def loss(module: Any, rank: int, step: int) -> Any:
-    """Give a rank's loss of a step."""
+    """Return a rank's loss of a step."""
     import torch
 
     x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(1000 * step + rank))
@@ -126,7 +126,7 @@ def simulated(world_size: int, order: bool) -> str:
 
 
 def run_real(world_size: int) -> dict[str, list[str]]:
-    """Give the digests of all ranks, by run."""
+    """Return the digests of all ranks, by run."""
     import torch.distributed as dist
 
     names = [name for name, run in RUNS.items() if run[0] == world_size]

@@ -75,7 +75,7 @@ def collect(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _pair(rows: list[dict[str, Any]], workers: int, seed: int) -> tuple[dict[str, Any], dict[str, Any]] | None:
-    """Give TernGrad's run and the fp32 run to hold it against."""
+    """Return TernGrad's run and the fp32 run to hold it against."""
     found = {(r["method"].lower()[:4], r["workers"]): r for r in rows if r["seed"] == seed}
     base = found.get(("fp32", workers)) or found.get(("fp32", BASELINE_WORKERS))
     ours = found.get(("tern", workers))

@@ -19,7 +19,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from gradwire.perf.cluster import Cluster, Fabric, Message, Pattern, Step, Workload, dense, step, ternary
+from gradwire.model.cluster import Cluster, Fabric, Message, Pattern, Step, Workload, dense, step, ternary
 from gradwire.version import __version__
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -104,7 +104,7 @@ ALTERNATIVES = {
 
 
 def cluster(network: str, gpus: int, reading: Reading) -> Cluster:
-    """Give the paper's cluster with that many GPUs."""
+    """Return the paper's cluster with that many GPUs."""
     inside, between = FABRICS[network]
     return Cluster(
         hosts=gpus // GPUS_PER_HOST,
@@ -117,7 +117,7 @@ def cluster(network: str, gpus: int, reading: Reading) -> Cluster:
 
 
 def messages(model: str, gpus: int, reading: Reading) -> list[Message]:
-    """Give the messages of float32 and TernGrad."""
+    """Return the messages of float32 and TernGrad."""
     parameters, classifier, _ = MODELS[model]
     if model == "AlexNet":
         parameters, classifier = (round(n * reading.alexnet_share) for n in (parameters, classifier))
@@ -141,13 +141,13 @@ def workload(network: str, model: str, reading: Reading = READ) -> Workload:
 
 
 def project(network: str, model: str, gpus: int, reading: Reading, load: Workload) -> list[Step]:
-    """Give the steps of float32 and TernGrad."""
+    """Return the steps of float32 and TernGrad."""
     there = cluster(network, gpus, reading)
     return [step(load, there, message, reading.pattern) for message in messages(model, gpus, reading)]
 
 
 def projected() -> Iterator[dict[str, Any]]:
-    """Give all rows: each digitised cell under each variant."""
+    """Return all rows: each digitised cell under each variant."""
     for (network, model), column in DIGITISED.items():
         for gpus, (digitised_fp32, digitised_terngrad) in column.items():
             for variant, reading in VARIANTS.items():
@@ -173,7 +173,7 @@ def projected() -> Iterator[dict[str, Any]]:
 
 
 def study() -> Iterator[dict[str, Any]]:
-    """Give the root mean square of log(ours / digitised) under each assumption, over all cells."""
+    """Return the root mean square of log(ours / digitised) under each assumption, over all cells."""
     for name, reading in ALTERNATIVES.items():
         errors: dict[str, list[float]] = {"ethernet": [], "infiniband": [], "speedup": []}
         for (network, model), column in DIGITISED.items():
@@ -192,7 +192,7 @@ def study() -> Iterator[dict[str, Any]]:
 
 
 def inputs() -> dict[str, Any]:
-    """Give everything that the rows rest on."""
+    """Return everything that the rows rest on."""
     return {
         "gpus_per_host": GPUS_PER_HOST,
         "fabrics": {n: {"inside": asdict(i), "between": asdict(b)} for n, (i, b) in FABRICS.items()},

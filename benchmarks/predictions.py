@@ -59,7 +59,7 @@ def advice(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def summary(rows: list[dict[str, Any]], advised: list[dict[str, Any]]) -> dict[str, Any]:
-    """Give the figures that the page states."""
+    """Return the figures that the page states."""
     errors = sorted(abs(r["relative_error"]) for r in rows if r["role"] == "judged")
     out: dict[str, Any] = {
         "judged_steps": len(errors),

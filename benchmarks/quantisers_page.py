@@ -302,7 +302,7 @@ def signs() -> list[str]:
 
 
 def page() -> str:
-    """Give the page's text."""
+    """Return the page's text."""
     lines = [
         "# What the quantisers were measured to do",
         "",

@@ -16,7 +16,7 @@ __all__ = ["claim", "final", "machine", "train", "write"]
 
 
 def final(folder: Path, steps: int) -> dict[str, Any] | None:
-    """Give the last evaluation of a run, if the run is whole."""
+    """Return the last evaluation of a run, if the run is whole."""
     try:
         lines = (folder / "metrics.jsonl").read_text().splitlines()
     except FileNotFoundError:

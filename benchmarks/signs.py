@@ -67,7 +67,7 @@ class Run:
         return self.work / f"{self.task}-{self.method.replace(' ', '_')}{rate}-{self.steps}-{self.seed}"
 
     def final(self) -> dict[str, Any] | None:
-        """Give its last evaluation, if it is whole."""
+        """Return its last evaluation, if it is whole."""
         return final(self.folder, self.steps)
 
     def go(self, mnist: Path | None) -> None:
@@ -98,7 +98,7 @@ def trials(arguments: argparse.Namespace) -> Iterator[Run]:
 
 
 def chosen(arguments: argparse.Namespace) -> dict[tuple[str, str], float]:
-    """Give the best learning rate of every method whose trials are all whole."""
+    """Return the best learning rate of every method whose trials are all whole."""
     found: dict[tuple[str, str], dict[float | None, dict[str, Any] | None]] = {}
     for run in trials(arguments):
         found.setdefault((run.task, run.method), {})[run.rate] = run.final()
@@ -122,7 +122,7 @@ def runs(arguments: argparse.Namespace) -> Iterator[Run]:
 
 
 def collect(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Give a row for each task and method: means over seeds."""
+    """Return a row for each task and method: means over seeds."""
     found: dict[tuple[str, str, float | None], list[dict[str, Any]]] = {}
     for run in runs(arguments):
         row = run.final()

@@ -32,7 +32,7 @@ def where(found: dict[str, Any]) -> str:
 
 
 def readme_table() -> str:
-    """Give the README's measured table."""
+    """Return the README's measured table."""
     mnist, cells = load("mnist"), steps_page.cells_of(steps_page.rows_of("step_grid"))
     lines = steps_page.readme_lines(cells)
     if mnist:

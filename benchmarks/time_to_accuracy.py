@@ -71,7 +71,7 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """Give the name of its folder."""
+        """Return the name of its folder."""
         return f"{self.goal.task}-{self.bandwidth}-{self.method}-{self.seed}"
 
 
@@ -85,7 +85,7 @@ def cells() -> Iterator[Cell]:
 
 
 def evaluations(folder: Path) -> list[dict[str, Any]]:
-    """Give the evaluations of a run so far."""
+    """Return the evaluations of a run so far."""
     try:
         lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
     except FileNotFoundError:
@@ -95,13 +95,13 @@ def evaluations(folder: Path) -> list[dict[str, Any]]:
 
 
 def settings(cell: Cell) -> dict[str, Any]:
-    """Give what a run's record must say for the run to count: another target or schedule is another run."""
+    """Return what a run's record must say for the run to count: another target or schedule is another run."""
     goal = cell.goal
     return {"steps": goal.steps, "eval_every": goal.eval_every, "options": list(goal.options), "target": goal.target}
 
 
 def end_of(cell: Cell, work: Path) -> dict[str, Any] | None:
-    """Give the evaluation with which a run came to its end: the first that reached the target, or its last step's."""
+    """Return the evaluation with which a run came to its end: the first that reached the target, or its last step's."""
     try:
         same = json.loads((work / f"{cell.name}.json").read_text()) == settings(cell)
     except FileNotFoundError:
@@ -194,7 +194,7 @@ def collect(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def table(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Give a line for each task, link and method; times and bytes are over the seeds that reached the target."""
+    """Return a line for each task, link and method; times and bytes are over the seeds that reached the target."""
     lines: list[dict[str, Any]] = []
     for goal in GOALS:
         for bandwidth in BANDWIDTHS:
@@ -215,7 +215,7 @@ def table(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _over_fp32(runs: list[dict[str, Any]], mine: list[dict[str, Any]]) -> float | None:
-    """Give the mean over seeds of the time as a share of fp32's with the same seed, None without such a pair."""
+    """Return the mean over seeds of the time as a share of fp32's with the same seed, None without such a pair."""
     shares = []
     for r in mine:
         key = ("fp32", r["task"], r["bandwidth"], r["seed"], True)

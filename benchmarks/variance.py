@@ -38,14 +38,14 @@ MAGNITUDES = {"QSGD": lambda s: range(s + 1), "NUQSGD": lambda s: [0, *(2.0**j f
 
 
 def digits_of(expected: float) -> float:
-    """Give the relative half unit of a table entry's last digit."""
+    """Return the relative half unit of a table entry's last digit."""
     text = f"{expected}"
     places = len(text.split(".")[1]) if "." in text and not text.endswith(".0") else 0
     return 0.5 * 10**-places / expected
 
 
 def measure(spec: str, g: torch.Tensor, rounds: int) -> float:
-    """Give the mean over rounds, one worker."""
+    """Return the mean over rounds, one worker."""
     link = gw.SimulatedLink([("g", torch.empty(g.numel()))], spec, 1, min_numel=0)
     size = float(g.double().square().sum())
     noise = [float((link.reduce_(g[None].clone()).double() - g).square().sum()) for _ in range(rounds)]
@@ -53,7 +53,7 @@ def measure(spec: str, g: torch.Tensor, rounds: int) -> float:
 
 
 def exact(spec: str, g: torch.Tensor) -> float:
-    """Give the same by the formula, in float64."""
+    """Return the same by the formula, in float64."""
     method: Any = gw.method(spec)
     kind = "NUQSGD" if isinstance(method, gw.NUQSGD) else "QSGD"
     ends = torch.tensor([float(m) for m in MAGNITUDES[kind](method.levels)], dtype=torch.float64)

@@ -25,14 +25,14 @@ GRIDS = {
 
 
 def of_block(levels: torch.Tensor, v: torch.Tensor, scale: torch.Tensor) -> float:
-    """Give the exact variance of unbiased rounding of values over their scale to levels."""
+    """Return the exact variance of unbiased rounding of values over their scale to levels."""
     r = v / scale.clamp(min=1e-300)
     upper = torch.searchsorted(levels, r, right=True).clamp(1, len(levels) - 1)
     return float(((levels[upper] - r) * (r - levels[upper - 1])).clamp(min=0).sum() * scale**2)
 
 
 def variance(levels: torch.Tensor, g: torch.Tensor, block_size: int, norm: float = torch.inf) -> float:
-    """Give the exact relative variance of unbiased rounding to levels of each block's norm: inf, its maximum, or 2."""
+    """Return the exact relative variance of unbiased rounding to levels of each block's norm (2 or inf)."""
     blocks = g.split(block_size)
     return sum(of_block(levels, v, v.abs().norm(norm)) for v in blocks) / float(g.square().sum())
 

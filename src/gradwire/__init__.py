@@ -2,8 +2,8 @@
 
 from gradwire.adapters import *  # noqa: F403
 from gradwire.adapters import __all__ as _adapters
-from gradwire.catalogue import *  # noqa: F403
-from gradwire.catalogue import __all__ as _catalogue
+from gradwire.auto import Auto
+from gradwire.drivers import Traffic
 from gradwire.errors import (
     BackendError,
     ExchangeError,
@@ -13,13 +13,16 @@ from gradwire.errors import (
     PayloadError,
     RankMismatchError,
 )
-from gradwire.groups import Traffic
 from gradwire.methods import Method, Properties
 from gradwire.optim import L1, Box, ProximalSGD
+from gradwire.registry import *  # noqa: F403
+from gradwire.registry import __all__ as _registry
+from gradwire.spec import method, register
 from gradwire.version import __version__
 
 __all__ = [
     "L1",
+    "Auto",
     "BackendError",
     "Box",
     "ExchangeError",
@@ -33,6 +36,8 @@ __all__ = [
     "RankMismatchError",
     "Traffic",
     "__version__",
+    "method",
+    "register",
 ]
 __all__ += _adapters
-__all__ += _catalogue
+__all__ += _registry

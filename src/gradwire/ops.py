@@ -1,7 +1,7 @@
 """The collectives that a protocol may ask for.
 
 A protocol is a generator: it yields one of these and receives a tensor. It does no input or output itself, so the
-same code runs on a real group, in a simulation and in a dry run (see :mod:`gradwire.groups`). Every rank yields the
+same code runs on a real group, in a simulation and in a dry run (see :mod:`gradwire.drivers`). Every rank yields the
 same kinds, in the same order, with matching sizes; what is yielded never depends on the values in a tensor, but for
 the lengths of rows that say so.
 """

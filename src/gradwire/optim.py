@@ -51,7 +51,7 @@ class L1:
             raise HyperparameterError(f"L1: strength is {self.strength!r}: use a finite number of at least 0")
 
     def value(self, x: Tensor) -> float:
-        """Give R(x), summed in float64."""
+        """Return R(x), summed in float64."""
         return self.strength * float(x.detach().abs().sum(dtype=torch.float64))
 
     def apply_(self, x: Tensor, lr: float) -> None:
@@ -96,7 +96,7 @@ class Box:
             )
 
     def value(self, x: Tensor) -> float:
-        """Give R(x): 0 where every entry is within the bounds, else infinity."""
+        """Return R(x): 0 where every entry is within the bounds, else infinity."""
         inside = (x >= self.low) & (x <= self.high)
         return 0.0 if bool(inside.all()) else math.inf
 
@@ -216,7 +216,7 @@ class ProximalSGD(torch.optim.Optimizer):
             group["prox"].apply_(parameter, group["lr"])
 
     def state_dict(self) -> dict[str, Any]:
-        """Give velocities and groups, operators as plain dicts."""
+        """Return velocities and groups, operators as plain dicts."""
         state: dict[str, Any] = super().state_dict()
         groups = [{**group, "prox": _plain(group["prox"])} for group in state["param_groups"]]
         return {**state, "param_groups": groups}

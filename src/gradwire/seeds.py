@@ -23,7 +23,7 @@ OWNER = 0xFFFFFFFE
 
 
 def parameter_key(seed: int, name: str, purpose: str = "") -> tuple[int, int]:
-    """Give the 64-bit Philox key of one parameter as two 32-bit words.
+    """Return the 64-bit Philox key of one parameter as two 32-bit words.
 
     The key is the BLAKE2b hash (8 bytes, little endian) of the seed, the purpose and the parameter's name, so that
     neither the order of parameters nor the layout of buckets can change a stream.

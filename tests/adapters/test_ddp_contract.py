@@ -20,7 +20,7 @@ CAP = 0.0163
 
 
 def refusal(build: Any, *, error: type[Exception] = gw.GradwireError) -> str:
-    """Give the sentence with which ``build`` refuses."""
+    """Return the sentence with which ``build`` refuses."""
     try:
         build()
     except error as refused:

@@ -23,7 +23,7 @@ def stepped(p: torch.nn.Parameter, optimizer: torch.optim.Optimizer) -> float:
 
 
 def attach_again(method: str) -> tuple[list[float], float, float]:
-    """Give what a step makes of ones under three links in turn, after a link that failed, and without any."""
+    """Return what a step makes of ones under three links in turn, after a link that failed, and without any."""
     import torch.distributed as dist
 
     p = torch.nn.Parameter(torch.ones(8))

@@ -10,12 +10,13 @@ import torch
 from scipy import integrate, stats
 
 import gradwire as gw
-from gradwire.algorithms import make_plan, normals
-from gradwire.algorithms.normals import Mixture, best_levels, best_ratio, powers
-from gradwire.groups import Meter, simulate_ranks
+from gradwire.algorithms import level_fitting
+from gradwire.algorithms.level_fitting import Mixture, best_levels, best_ratio, powers
+from gradwire.drivers import Meter, simulate_ranks
 from gradwire.kernels import get_kernels
 from gradwire.kernels.coders import lengths
 from gradwire.protocols import Context, Memory
+from gradwire.protocols.bucket_plan import make_plan
 from gradwire.segments import Parameter, lay_out
 from laws import Law, fitted
 from laws import levels as variance_of
@@ -72,12 +73,12 @@ def test_the_optimum_is_stationary_and_better_than_where_it_began(mixture: Mixtu
 def test_a_sweep_never_raises_the_objective_and_keeps_the_order(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Properties 2 and 4: from any levels, sweep by sweep; a level that has been moved has a derivative of zero."""
     m, generator = (gaussian(64), gaussian(1024), skewed())[seed], torch.Generator().manual_seed(seed)
-    monkeypatch.setattr(normals, "SWEEPS", 1)
+    monkeypatch.setattr(level_fitting, "SWEEPS", 1)
     inner = (torch.rand(6, generator=generator) * 1.9 - 0.95).sort().values.tolist()
     levels, costs = [-1.0, *inner, 1.0], []
     for _ in range(12):
         costs.append(m.variance(levels))
-        levels = normals._descend(m, levels)
+        levels = level_fitting._descend(m, levels)
         assert all(a < b for a, b in itertools.pairwise(levels))
         # The last of a sweep: the integrals of r - c below the level and of r - d above it cancel.
         c, level, d = levels[-3:]

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import gradwire as gw
+from gradwire.drivers import Meter, simulate_ranks
 from gradwire.errors import HyperparameterError
-from gradwire.groups import Meter, simulate_ranks
 from gradwire.planning import Options, Planner
 from gradwire.protocols import Context, Memory, Workspace
 from laws import levels

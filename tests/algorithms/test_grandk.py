@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import gradwire as gw
-from gradwire.algorithms.shuffle import LARGE, TILE, Shuffle
+from gradwire.algorithms.feistel_permutation import LARGE, TILE, FeistelPermutation
 from gradwire.errors import HyperparameterError
 from gradwire.kernels.philox import philox
 from gradwire.seeds import SHARED, parameter_key
@@ -31,7 +31,7 @@ def one(numel: int, method: gw.Method, world_size: int, **options: object) -> gw
 @pytest.mark.parametrize("parts", [1, 2, 7, 64])
 @pytest.mark.parametrize("numel", [1, 2, 3, 63, 64, 65, 1000, 4097, 70_001])
 def test_parts_are_a_permutation_of_nearly_equal_sizes(numel: int, parts: int) -> None:
-    shuffle, found = Shuffle([3, numel], [(5, 6), (7, 8)], parts), []
+    shuffle, found = FeistelPermutation([3, numel], [(5, 6), (7, 8)], parts), []
     before = shuffle.slots[0]
     for part in range(parts):
         elements, full = shuffle.part(9, part)
@@ -44,11 +44,11 @@ def test_parts_are_a_permutation_of_nearly_equal_sizes(numel: int, parts: int) -
 
 def test_a_parameter_is_cut_alike_wherever_it_lies_and_anew_in_every_cycle() -> None:
     key = [parameter_key(0, name, "choice") for name in "ab"]
-    both, alone = Shuffle([500, 2000], key, 4), Shuffle([2000], key[1:], 4)
+    both, alone = FeistelPermutation([500, 2000], key, 4), FeistelPermutation([2000], key[1:], 4)
     for cycle in (0, 1, 2**32):
         assert both.part(cycle, 2)[0][125:].tolist() == alone.part(cycle, 2)[0].tolist()
     parts = [set(alone.part(cycle, 0)[0].tolist()) for cycle in (0, 1, 2**32)]
-    parts.append(set(Shuffle([2000], [parameter_key(1, "b", "choice")], 4).part(0, 0)[0].tolist()))
+    parts.append(set(FeistelPermutation([2000], [parameter_key(1, "b", "choice")], 4).part(0, 0)[0].tolist()))
     for i, p in enumerate(parts):
         # A quarter of 500 by chance, hypergeometric with a deviation of 8.4: six of them.
         assert all(abs(len(p & q) - 125) < 50 for q in parts[:i])
@@ -79,7 +79,7 @@ def test_parameters_permuted_together_are_so_by_the_formula_of_each(parts: int) 
     """Bit for bit, on small ones that share a tile, ones that are large, and more than a tile holds."""
     numel = [1, 2, 3, 700, 64, 1, LARGE - 1, LARGE, 5, *[997] * 70, TILE + 9, 2]
     key = [parameter_key(3, str(i), "choice") for i in range(len(numel))]
-    shuffle, cycle, stride = Shuffle(numel, key, parts), 2**32 + 5, 23
+    shuffle, cycle, stride = FeistelPermutation(numel, key, parts), 2**32 + 5, 23
     key_words = torch.tensor(key)[:, :, None].unbind(1)
     counter = (torch.arange(3)[None], *(torch.tensor(c) for c in (cycle % 2**32, cycle >> 32, SHARED)))
     words = torch.stack(philox(counter, key_words), 2).reshape(len(numel), 6, 2).tolist()
@@ -97,7 +97,7 @@ def test_parameters_permuted_together_are_so_by_the_formula_of_each(parts: int) 
 def test_a_part_takes_memory_of_its_own_size() -> None:
     """Not of all elements: a part in 64 of 400 tensors."""
     numel = [10_000] * 400
-    shuffle = Shuffle(numel, [(i, i) for i in range(400)], 64)
+    shuffle = FeistelPermutation(numel, [(i, i) for i in range(400)], 64)
     shuffle.part(0, 0)
     tracemalloc.start()
     try:
@@ -113,7 +113,7 @@ def test_a_part_takes_memory_of_its_own_size() -> None:
 def test_parts_are_as_random_as_chance() -> None:
     """Over 1200 cycles: where an element is, and whether two that are related by their index share a part."""
     numel, parts, cycles = 256, 8, 1200
-    shuffle = Shuffle([numel], [(1, 2)], parts)
+    shuffle = FeistelPermutation([numel], [(1, 2)], parts)
     where = torch.empty(cycles, numel, dtype=torch.int64)
     for cycle in range(cycles):
         for part in range(parts):

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import gradwire as gw
-from gradwire.algorithms import normals
-from gradwire.algorithms.normals import Mixture, best_levels, best_ratio, powers
+from gradwire.algorithms import level_fitting
+from gradwire.algorithms.level_fitting import Mixture, best_levels, best_ratio, powers
 
 
 def hard(workers: int, blocks: int) -> Mixture:
@@ -24,7 +24,7 @@ def hard(workers: int, blocks: int) -> Mixture:
 def test_merged_components_keep_the_moments_and_few_are_left_alone() -> None:
     m = hard(16, 100)
     small = m.merged()
-    assert len(small.mean) == normals.COMPONENTS
+    assert len(small.mean) == level_fitting.COMPONENTS
     assert small.merged() is small
     # Of the normals themselves, sums of 1600 in float64; truncation changes those of the widest.
     for power in (lambda x: 1.0, lambda x: x.mean, lambda x: x.mean**2 + x.std**2):
@@ -34,7 +34,7 @@ def test_merged_components_keep_the_moments_and_few_are_left_alone() -> None:
 
 
 def test_components_alike_become_one_and_those_without_weight_none() -> None:
-    n = 2 * normals.COMPONENTS
+    n = 2 * level_fitting.COMPONENTS
     columns = torch.tensor([[0.1, -0.3, 0.0], [0.05, 0.6, 0.1], [1.0, 3.0, 0.0]], dtype=torch.float64)
     small = Mixture(*columns.repeat(1, n)).merged()
     assert len(small.mean) == 2
@@ -50,7 +50,7 @@ def test_levels_of_merged_components_are_as_good_as_those_of_all(count: int, mon
     m = hard(16, 100)
     merged = m.variance(best_levels(m, count))
     ratio = m.variance(powers(best_ratio(m, count), count))
-    monkeypatch.setattr(normals, "COMPONENTS", len(m.mean))
+    monkeypatch.setattr(level_fitting, "COMPONENTS", len(m.mean))
     assert merged <= 1.001 * m.variance(best_levels(m, count))
     assert ratio <= 1.001 * m.variance(powers(best_ratio(m, count), count))
 
@@ -61,13 +61,13 @@ def test_no_start_leads_to_better_levels(count: int) -> None:
     m = hard(4, 50)
     generator, best = torch.Generator().manual_seed(0), m.variance(best_levels(m, count))
     even = [-1 + 2 * j / (count - 1) for j in range(count)]
-    starts = [even, [-1, *normals._quantiles(m, count - 1).tolist(), 1], powers(0.5, count)]
+    starts = [even, [-1, *level_fitting._quantiles(m, count - 1).tolist(), 1], powers(0.5, count)]
     for power in (1, 3, 5):
         inner = (2 * torch.rand(count - 2, generator=generator, dtype=torch.float64) - 1) ** power
         starts.append([-1, *inner.sort().values.tolist(), 1])
     for start in starts:
         # A descent may end a little above the minimum that it would reach in more sweeps.
-        assert best <= 1.001 * m.variance(normals._descend(m, start))
+        assert best <= 1.001 * m.variance(level_fitting._descend(m, start))
 
 
 def test_levels_are_even_where_nothing_is_known() -> None:
@@ -86,9 +86,9 @@ def test_a_fit_to_sixteen_workers_needs_no_more_than_a_few_evaluations(monkeypat
 
     monkeypatch.setattr(Mixture, "_normal", counted)
     gw.ALQ(bits=4).fit(m, powers(0.5, 16))
-    assert max(components for _, components in evaluated) <= normals.COMPONENTS
+    assert max(components for _, components in evaluated) <= level_fitting.COMPONENTS
     # In a half sweep seven levels at most, each with twenty evaluations; before, as many of the places.
-    most = (normals.SWEEPS * 2 * 7 * 20 + 20 * normals.PLACES) * normals.COMPONENTS
+    most = (level_fitting.SWEEPS * 2 * 7 * 20 + 20 * level_fitting.PLACES) * level_fitting.COMPONENTS
     assert sum(points * components for points, components in evaluated) <= most
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import gradwire as gw
-from gradwire.compressors import Draw, MaskCodec, NoSummary
+from gradwire.codecs import Draw, MinimumCodec, NoSummary
 from laws import levels, multi_scale
 
 
@@ -54,7 +54,7 @@ def test_the_same_bits_from_either_protocol(world_size: int) -> None:
 def test_masks_are_minima(numel: int, planes: int) -> None:
     generator = torch.Generator().manual_seed(numel)
     values = torch.randint(0, planes + 1, (4, numel), generator=generator).float()
-    codec = MaskCodec(numel, planes)
+    codec = MinimumCodec(numel, planes)
     rows = torch.zeros(4, codec.payload_bytes(codec.units), dtype=torch.uint8)
     for rank, row in enumerate(rows):
         codec.encode(values[rank], NoSummary(), Draw(0, rank), row)

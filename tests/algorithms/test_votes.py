@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import gradwire as gw
-from gradwire.compressors import Draw, zero_throughout
+from gradwire.codecs import Draw, zero_throughout
 from gradwire.errors import HyperparameterError
 from gradwire.kernels import SegmentTable, get_kernels
 from gradwire.segments import Parameter, lay_out

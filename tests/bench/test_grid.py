@@ -10,7 +10,7 @@ import pytest
 
 from gradwire.bench import step
 from gradwire.bench.models import MODELS, bench_model
-from gradwire.bench.step import Grid, measure_grid, read_rows
+from gradwire.bench.step import StepGrid, measure_grid, read_rows
 from gradwire.bench.variants import COMPUTE, VARIANTS, check_variant, dense_wire_bytes
 from gradwire.errors import HyperparameterError
 from gradwire.experiments.errors import UsageError
@@ -32,13 +32,13 @@ TWO = Topology(hosts=2)
 )
 def test_what_cannot_be_measured_is_refused(fields: dict[str, Any], kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=message):
-        Grid(**{"models": ["lenet"], "topologies": [TWO], **fields})
+        StepGrid(**{"models": ["lenet"], "topologies": [TWO], **fields})
 
 
 def test_clusters_that_differ_in_bandwidth_alone_share_processes_slowest_last() -> None:
     rates = (1e9, None, 1e8)
     topologies = [Topology(hosts=n, bandwidth=rate) for n in (2, 4) for rate in rates]
-    grid = Grid(models=["lenet", "mlp"], topologies=topologies)
+    grid = StepGrid(models=["lenet", "mlp"], topologies=topologies)
     found = [(model, [(t.hosts, t.bandwidth) for t in family]) for model, family in grid.families()]
     slowest_last = {n: [(n, None), (n, 1e9), (n, 1e8)] for n in (2, 4)}
     assert found == [(model, slowest_last[n]) for model in ("lenet", "mlp") for n in (2, 4)]
@@ -75,7 +75,7 @@ def test_rows_in_the_file_are_not_measured_again(tmp_path: Path, monkeypatch: py
     # Rows of other cells may lie between, and the latest of a cell counts.
     rows = [row(v, place, n=n) for n in range(2) for v in variants for place in (TWO.spec(), "elsewhere")]
     path.write_text("".join(json.dumps(r) + "\n" for r in rows))
-    grid = Grid(models=["lenet"], topologies=[TWO], variants=variants)
+    grid = StepGrid(models=["lenet"], topologies=[TWO], variants=variants)
     found = measure_grid(grid, path, lambda line: forbid())
     assert found == [row(v, TWO.spec(), n=1) for v in variants]
 

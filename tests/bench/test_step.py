@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gradwire.bench.ranks import open_ranks
-from gradwire.bench.step import Grid, measure_grid, read_rows
+from gradwire.bench.step import StepGrid, measure_grid, read_rows
 from gradwire.experiments.errors import WorkerError
 from gradwire.lab import Topology, missing
 
@@ -23,7 +23,7 @@ VARIANTS = ("compute", "ddp fp32", "gradwire terngrad")
 @pytest.mark.skipif(PROBLEM is not None, reason=str(PROBLEM))
 def test_interfaces_and_library_agree_on_the_bytes(tmp_path: Path) -> None:
     topologies = [Topology(hosts=2, bandwidth=rate) for rate in (None, 1e9)]
-    grid = Grid(models=["lenet"], topologies=topologies, variants=VARIANTS, budget_s=0.3)
+    grid = StepGrid(models=["lenet"], topologies=topologies, variants=VARIANTS, budget_s=0.3)
     said: list[str] = []
     rows = measure_grid(grid, tmp_path / "rows.jsonl", said.append)
     assert [(r["lab"], r["variant"]) for r in rows] == [(t.spec(), v) for t in topologies for v in VARIANTS]
@@ -47,12 +47,12 @@ def test_interfaces_and_library_agree_on_the_bytes(tmp_path: Path) -> None:
 def test_loopback_has_no_interfaces_and_resumes(tmp_path: Path) -> None:
     path, said = tmp_path / "rows.jsonl", list[str]()
     options = {"models": ["lenet"], "topologies": [Topology(hosts=2)], "budget_s": 0.2, "loopback": True}
-    first = measure_grid(Grid(**options, variants=VARIANTS[:2]), path, said.append)
+    first = measure_grid(StepGrid(**options, variants=VARIANTS[:2]), path, said.append)
     assert [r["variant"] for r in first] == list(VARIANTS[:2])
     assert [r["lab"] for r in first] == ["loopback,hosts=2"] * 2
     assert [r["interface_bytes_per_step"] for r in first] == [r["bytes_agree"] for r in first] == [None, None]
     assert len(said) == 2
-    later = measure_grid(Grid(**options, variants=VARIANTS), path, said.append)
+    later = measure_grid(StepGrid(**options, variants=VARIANTS), path, said.append)
     assert later[:2] == first
     assert later[2]["variant"] == "gradwire terngrad"
     assert len(said) == 3

@@ -78,7 +78,7 @@ def test_without_root_the_remedy_is_named(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def measured(variant: str, gap: float | None) -> dict[str, Any]:
-    """Give a row as the benchmark writes it."""
+    """Return a row as the benchmark writes it."""
     kinds = {"string": "x", "integer": 2, "number": 0.5}
     fields = schema("bench_step")["items"]["properties"]
     row = {

@@ -14,7 +14,7 @@ from gradwire.bench import calibration as calibration_of
 from gradwire.bench.predict import cases_of
 from gradwire.cli.app import app
 from gradwire.experiments.errors import RunError
-from gradwire.perf.machine import DEFAULT
+from gradwire.model.machine import DEFAULT
 
 
 def call(*words: object) -> Result:

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import gradwire as gw
-from gradwire.compressors import Draw
-from gradwire.groups.simulation import simulate_ranks
-from gradwire.groups.traffic import Meter
+from gradwire.codecs import Draw
+from gradwire.drivers.simulation import simulate_ranks
+from gradwire.drivers.traffic import Meter
 from gradwire.kernels import get_kernels
 from gradwire.protocols import Context, Outcome, Section, all_gather
 from gradwire.segments import Parameter, lay_out

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import gradwire as gw
-from gradwire.compressors import LevelCodec
+from gradwire.codecs import LevelCodec
 from gradwire.errors import HyperparameterError
 from gradwire.kernels import Grid, get_kernels
 from gradwire.kernels.coders import elias_bits

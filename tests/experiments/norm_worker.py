@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from gradwire.experiments.config import RunConfig
 from gradwire.experiments.engine import Engine
-from gradwire.experiments.plan import Plan
 from gradwire.experiments.tasks.base import Source, Task
 from gradwire.experiments.tasks.images import Images
 from gradwire.experiments.worker import DistributedEngine
@@ -39,8 +39,8 @@ class Normed(Task):
         return Images(images, labels, images, labels, torch.full((3,), 1 / 255), torch.zeros(3), pad=2)
 
 
-def plan(simulate: bool) -> Plan:
-    return Plan(task=Normed(), method="terngrad", workers=WORKERS, simulate=simulate, min_numel=0)
+def plan(simulate: bool) -> RunConfig:
+    return RunConfig(task=Normed(), method="terngrad", workers=WORKERS, simulate=simulate, min_numel=0)
 
 
 def train(engine: Engine) -> dict[str, object]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from gradwire.experiments.plan import Plan
+from gradwire.experiments.config import RunConfig
 
 
 class Listener:
@@ -26,7 +26,7 @@ class Listener:
     def say(self, sentence: str) -> None:
         self.sentences.append(sentence)
 
-    def start(self, plan: Plan) -> None:
+    def start(self, plan: RunConfig) -> None:
         self.sentences.append(f"start {plan.method}")
 
     def row(self, row: Mapping[str, Any]) -> None:
@@ -71,7 +71,7 @@ def write_small_libsvm(path: Path, rows: int = 90, features: int = 12) -> Path:
 
 
 def model_of(run: Path) -> dict[str, torch.Tensor]:
-    """Give the weights of a run's newest checkpoint."""
+    """Return the weights of a run's newest checkpoint."""
     (path,) = (run / "checkpoint").glob("step-*/shared.pt")
     state: dict[str, torch.Tensor] = torch.load(path, weights_only=True)["model"]
     return state
@@ -96,7 +96,7 @@ def start_gradwire(*words: object) -> subprocess.Popen[str]:
 
 
 def children(process: int) -> list[int]:
-    """Give the process ids of a process's children."""
+    """Return the process ids of a process's children."""
     found = Path(f"/proc/{process}/task/{process}/children").read_text().split()
     return [int(child) for child in found]
 

@@ -13,18 +13,18 @@ from run_help import Listener, gradwire, model_of, same
 
 import gradwire as gw
 from gradwire.experiments import run
+from gradwire.experiments.config import RunConfig
 from gradwire.experiments.errors import DataError, UsageError
 from gradwire.experiments.order import share
-from gradwire.experiments.plan import Plan
 from gradwire.experiments.simulate import SimulatedEngine
 from gradwire.experiments.tasks import build, logreg
 from gradwire.experiments.tasks.readers import read_libsvm
 
 
 @pytest.fixture
-def plan(small_libsvm: Path) -> Plan:
+def plan(small_libsvm: Path) -> RunConfig:
     task = build("logreg", data=str(small_libsvm), steps=20, eval_every=10, l2=0.01, lr=0.5)
-    return Plan(task=task, method="fp32", workers=3, simulate=True, log_every=5)
+    return RunConfig(task=task, method="fp32", workers=3, simulate=True, log_every=5)
 
 
 def objective(path: Path, x: torch.Tensor, l2: float, l1: float = 0.0) -> torch.Tensor:
@@ -40,7 +40,7 @@ def weights_of(folder: Path) -> torch.Tensor:
 
 @pytest.mark.parametrize("split", ["label", "random"])
 def test_full_gradients_over_all_shares_are_gradient_descent_on_the_objective(
-    plan: Plan, small_libsvm: Path, tmp_path: Path, split: str
+    plan: RunConfig, small_libsvm: Path, tmp_path: Path, split: str
 ) -> None:
     folder = run.train(replace(plan, task=replace(plan.task, split=split)), Listener(), folder=tmp_path / "a")  # type: ignore[call-arg]
     x = torch.zeros(12, dtype=torch.float64, requires_grad=True)
@@ -51,7 +51,7 @@ def test_full_gradients_over_all_shares_are_gradient_descent_on_the_objective(
     torch.testing.assert_close(weights_of(folder), x.detach(), rtol=0, atol=20 * 4 * 2.0**-22)
 
 
-def test_reported_losses_are_the_objective(plan: Plan, small_libsvm: Path, tmp_path: Path) -> None:
+def test_reported_losses_are_the_objective(plan: RunConfig, small_libsvm: Path, tmp_path: Path) -> None:
     listener = Listener()
     task = replace(plan.task, l1=0.02)  # type: ignore[call-arg]
     folder = run.train(replace(plan, task=task, log_every=1), listener, folder=tmp_path / "a")
@@ -73,7 +73,7 @@ def test_reported_losses_are_the_objective(plan: Plan, small_libsvm: Path, tmp_p
     assert last["accuracy"] == pytest.approx(int(right) / 90)
 
 
-def test_sorted_by_label_the_workers_gradients_differ_and_their_mean_does_not(plan: Plan) -> None:
+def test_sorted_by_label_the_workers_gradients_differ_and_their_mean_does_not(plan: RunConfig) -> None:
     rows = {}
     for split in ("label", "random"):
         engine = SimulatedEngine(replace(plan, task=replace(plan.task, split=split)))  # type: ignore[call-arg]
@@ -99,7 +99,7 @@ def test_label_order_is_stable_and_random_order_is_a_fixed_draw() -> None:
     assert not torch.equal(drawn, torch.arange(50))
 
 
-def test_l1_makes_weights_exactly_zero(plan: Plan, tmp_path: Path) -> None:
+def test_l1_makes_weights_exactly_zero(plan: RunConfig, tmp_path: Path) -> None:
     task = replace(plan.task, l1=0.03, steps=60, eval_every=60)  # type: ignore[call-arg]
     sparse = run.train(replace(plan, task=task), Listener(), folder=tmp_path / "sparse")
     dense = run.train(replace(plan, task=replace(task, l1=0.0)), Listener(), folder=tmp_path / "dense")  # type: ignore[call-arg]
@@ -108,7 +108,7 @@ def test_l1_makes_weights_exactly_zero(plan: Plan, tmp_path: Path) -> None:
     assert isinstance(task.build_optimizer(task.build_model()), gw.ProximalSGD)
 
 
-def test_a_proximal_run_resumes_in_the_same_bits(plan: Plan, tmp_path: Path) -> None:
+def test_a_proximal_run_resumes_in_the_same_bits(plan: RunConfig, tmp_path: Path) -> None:
     task = replace(plan.task, l1=0.01, momentum=0.5, batch=6, lr=0.2)  # type: ignore[call-arg]
     plan = replace(plan, task=task, method="terngrad")
     whole = run.train(plan, Listener(), folder=tmp_path / "whole")
@@ -118,7 +118,7 @@ def test_a_proximal_run_resumes_in_the_same_bits(plan: Plan, tmp_path: Path) -> 
     assert same(whole, half)
 
 
-def test_the_small_vector_is_compressed(plan: Plan, tmp_path: Path) -> None:
+def test_the_small_vector_is_compressed(plan: RunConfig, tmp_path: Path) -> None:
     folder = run.train(replace(plan, method="terngrad"), Listener(), folder=tmp_path / "a")
     link = json.loads((folder / "config.json").read_text())["link"]
     assert link["dense_parameters"] == []
@@ -147,7 +147,7 @@ def test_only_logreg_takes_whole_shares() -> None:
         build("digits", batch=0)
 
 
-def test_more_workers_than_rows_are_refused(plan: Plan) -> None:
+def test_more_workers_than_rows_are_refused(plan: RunConfig) -> None:
     with pytest.raises(UsageError, match="90 samples cannot be shared by 91 workers"):
         SimulatedEngine(replace(plan, workers=91))
 
@@ -160,7 +160,7 @@ def test_rows_that_do_not_fit_dense_are_refused(small_libsvm: Path, monkeypatch:
 
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_evaluation_shares_are_disjoint_and_complete(
-    plan: Plan, world_size: int, monkeypatch: pytest.MonkeyPatch
+    plan: RunConfig, world_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logreg, "EVALUATION_ROWS", 7)
     source = plan.task.load()
@@ -171,7 +171,7 @@ def test_evaluation_shares_are_disjoint_and_complete(
 
 
 @pytest.mark.ranks
-def test_real_and_simulated_workers_end_in_the_same_bits(plan: Plan, tmp_path: Path) -> None:
+def test_real_and_simulated_workers_end_in_the_same_bits(plan: RunConfig, tmp_path: Path) -> None:
     plan = replace(plan, task=replace(plan.task, l1=0.01), method="terngrad")  # type: ignore[call-arg]
     simulated = run.train(plan, Listener(), folder=tmp_path / "simulated")
     real = run.train(replace(plan, simulate=False), Listener(), folder=tmp_path / "real")

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from gradwire.experiments.config import RunConfig
 from gradwire.experiments.errors import DataError, UsageError
-from gradwire.experiments.plan import Plan
 from gradwire.experiments.tasks import ALL, build
 from gradwire.experiments.tasks.cifar10 import Cifar10
 from gradwire.experiments.tasks.images import Images, crop_and_flip
@@ -43,15 +43,15 @@ def test_settings_that_make_no_sense_are_refused(settings: dict[str, object]) ->
 
 def test_plans_that_cannot_run_are_refused() -> None:
     with pytest.raises(UsageError, match="use at least 2 workers"):
-        Plan(task=build("digits"), workers=1)
+        RunConfig(task=build("digits"), workers=1)
     with pytest.raises(UsageError, match="--batch 66"):
-        Plan(task=build("digits"), workers=6)
-    Plan(task=build("digits"), workers=1, simulate=True)
+        RunConfig(task=build("digits"), workers=6)
+    RunConfig(task=build("digits"), workers=1, simulate=True)
 
 
 def test_a_plan_survives_json() -> None:
-    plan = Plan(task=build("text", steps=7, lr=0.1), method="bf16", workers=2, exclude=("a.*",), seed=5)
-    assert Plan.from_json(plan.to_json()) == plan
+    plan = RunConfig(task=build("text", steps=7, lr=0.1), method="bf16", workers=2, exclude=("a.*",), seed=5)
+    assert RunConfig.from_json(plan.to_json()) == plan
 
 
 def test_schedules() -> None:

@@ -15,16 +15,16 @@ import torch
 from run_help import Listener, model_of, same
 
 from gradwire.experiments import run
+from gradwire.experiments.config import RunConfig
 from gradwire.experiments.engine import build_model, decayed
 from gradwire.experiments.errors import RunError, TrainingError, UsageError
 from gradwire.experiments.folder import ROW_FIELDS, checkpoint_steps
 from gradwire.experiments.order import DataOrder
-from gradwire.experiments.plan import Plan
 from gradwire.experiments.simulate import SimulatedEngine
 from gradwire.experiments.tasks import build
 from gradwire.experiments.train import Average
 
-PLAN = Plan(
+PLAN = RunConfig(
     task=build("digits", steps=12, eval_every=5, weight_decay=1e-3),
     method="terngrad",
     workers=4,
@@ -155,7 +155,7 @@ def test_the_average_of_constant_weights_is_the_weights() -> None:
 
 def test_lenet_trains_on_idx_files_with_an_average(small_mnist: Path, tmp_path: Path, listener: Listener) -> None:
     task = build("mnist", data=str(small_mnist), steps=4, batch=8, eval_every=2, ema=0.9999)
-    plan = Plan(task=task, method="terngrad", workers=8, simulate=True, log_every=1)
+    plan = RunConfig(task=task, method="terngrad", workers=8, simulate=True, log_every=1)
     whole = run.train(plan, listener, folder=tmp_path / "whole")
     half = run.train(plan, listener, folder=tmp_path / "half", stop_after=2)
     run.resume(half, listener)

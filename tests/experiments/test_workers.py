@@ -17,15 +17,15 @@ import torch
 from run_help import Listener, alive, children, model_of, same, start_gradwire, wait_for
 
 from gradwire.experiments import run
+from gradwire.experiments.config import RunConfig
 from gradwire.experiments.errors import UsageError, WorkerError
 from gradwire.experiments.folder import RunFolder, checkpoint_steps
 from gradwire.experiments.machine import check_workers
-from gradwire.experiments.plan import Plan
 from gradwire.experiments.simulate import SimulatedEngine
 from gradwire.experiments.tasks import build
 
 pytestmark = pytest.mark.ranks
-PLAN = Plan(
+PLAN = RunConfig(
     task=build("digits", steps=12, eval_every=6, weight_decay=1e-3), method="terngrad", workers=4, checkpoint_every=6
 )
 

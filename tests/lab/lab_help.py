@@ -20,7 +20,7 @@ HERE = Path(__file__).parent
 
 
 def program(name: str, *words: object) -> list[str]:
-    """Give the command for a program beside this file."""
+    """Return the command for a program beside this file."""
     return [sys.executable, str(HERE / f"{name}.py"), *map(str, words)]
 
 
@@ -33,20 +33,20 @@ def on_host(network: Network, host: int, command: Sequence[str], **options: Any)
 
 
 def limit(namespace: str, device: str) -> float | None:
-    """Give the rate in bits per second to which an interface is limited, None where it is not."""
+    """Return the rate in bits per second to which an interface is limited, None where it is not."""
     words = ["tc", "-n", namespace, "-j", "qdisc", "show", "dev", device]
     listed = json.loads(subprocess.run(words, capture_output=True, text=True, check=True).stdout)
     return next((8 * float(q["options"]["rate"]) for q in listed if q["kind"] == "tbf"), None)
 
 
 def spaces(name: str) -> list[str]:
-    """Give the namespaces of a lab."""
+    """Return the namespaces of a lab."""
     listed = subprocess.run(["ip", "-j", "netns", "list"], capture_output=True, text=True, check=True).stdout
     return [entry["name"] for entry in json.loads(listed or "[]") if entry["name"].startswith(f"{name}-")]
 
 
 def lab_of(process: int) -> str:
-    """Give the name of the lab that a process runs in, "" where it runs in none or no longer."""
+    """Return the name of the lab that a process runs in, "" where it runs in none or no longer."""
     words = ["ip", "netns", "identify", str(process)]
     return subprocess.run(words, capture_output=True, text=True, check=False).stdout.strip().rpartition("-")[0]
 

@@ -89,7 +89,7 @@ def test_an_error_in_the_body_removes_the_lab_and_goes_on() -> None:
 
 
 def code_on(host: int, code: str) -> list[str]:
-    """Give a command that does something on one host, and waits on the others."""
+    """Return a command that does something on one host, and waits on the others."""
     wait = f"import os, time, signal\nif os.environ['RANK'] != '{host}': time.sleep(600)\n"
     return [sys.executable, "-c", wait + code]
 

@@ -19,22 +19,24 @@ from typer.testing import CliRunner
 from gradwire.cli.app import app
 from gradwire.errors import BackendError, HyperparameterError
 from gradwire.experiments import run
+from gradwire.experiments.config import RunConfig
 from gradwire.experiments.errors import UsageError
 from gradwire.experiments.folder import checkpoint_steps
 from gradwire.experiments.launch import Crew
-from gradwire.experiments.plan import Plan
 from gradwire.experiments.tasks import build
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 RANKS_ON_A_LAB = [*NEEDS_LAB, pytest.mark.ranks]
-PLAN = Plan(task=build("digits", steps=8, eval_every=4), method="terngrad", workers=4, lab="bandwidth=100mbit,hosts=2")
+PLAN = RunConfig(
+    task=build("digits", steps=8, eval_every=4), method="terngrad", workers=4, lab="bandwidth=100mbit,hosts=2"
+)
 
 
 def test_a_plan_keeps_the_lab_as_the_topology_writes_it() -> None:
     assert PLAN.lab == "hosts=2,bandwidth=100mbit"
-    assert Plan.from_json(json.loads(json.dumps(PLAN.to_json()))) == PLAN
+    assert RunConfig.from_json(json.loads(json.dumps(PLAN.to_json()))) == PLAN
     without = {key: value for key, value in PLAN.to_json().items() if key != "lab"}
-    assert Plan.from_json(without).topology() is None
+    assert RunConfig.from_json(without).topology() is None
 
 
 def test_workers_are_spread_in_blocks_of_ranks() -> None:

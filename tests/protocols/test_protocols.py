@@ -10,12 +10,11 @@ import torch
 
 import gradwire as gw
 from cases import ALL, COMPRESSORS
-from gradwire.algorithms import make_plan
-from gradwire.algorithms.plan import cut
-from gradwire.groups import Meter, dry_run, simulate_ranks
+from gradwire.drivers import Meter, dry_run, simulate_ranks
 from gradwire.kernels import get_kernels
 from gradwire.ops import AllGather, AllToAll, Reduce
 from gradwire.protocols import Context, Memory, Workspace
+from gradwire.protocols.bucket_plan import cut, make_plan
 from gradwire.segments import Parameter, Segment, flat_view, lay_out
 
 SIZES = (3000, 5, 81, 7000, 160)

@@ -39,7 +39,7 @@ def unpack(data: bytes, base: int, width: int, digits: int) -> list[int]:
 
 
 def payloads(method: gw.Method, gradients: torch.Tensor) -> tuple[list[bytes], torch.Tensor]:
-    """Give what both ranks send in round 0, and the mean that comes of it."""
+    """Return what both ranks send in round 0, and the mean that comes of it."""
     parameters = {"w": torch.empty(NUMEL)}
     planner = Planner(method, parameters, WORKERS, Options(min_numel=0, backend="reference"))
     plan, rows = planner.plan(["w"], 0), gradients.clone()
@@ -62,7 +62,7 @@ def payloads(method: gw.Method, gradients: torch.Tensor) -> tuple[list[bytes], t
 
 
 def decode(section: bytes, values: np.ndarray, base: int, width: int, digits: int) -> Iterator[np.float32]:
-    """Give each element's level times the scale of its block, both float32, for a share of 1 / N."""
+    """Return each element's level times the scale of its block, both float32, for a share of 1 / N."""
     blocks = -(-NUMEL // BLOCK)
     scales = np.frombuffer(section[: 4 * blocks], "<f4") * np.float32(1 / WORKERS)
     numbers = unpack(section[-(-4 * blocks // 16) * 16 :], base, width, digits)

@@ -1,12 +1,12 @@
 """PyTorch's ends: DDP's hook, loops without DDP, simulated workers."""
 
-from gradwire.adapters.checkpoint import load, save
-from gradwire.adapters.checks import check_options
 from gradwire.adapters.ddp import attach
-from gradwire.adapters.link import Link
-from gradwire.adapters.probe import probe
-from gradwire.adapters.simulated import SimulatedLink, Simulation, simulate
-from gradwire.planning.buckets import warm_up
+from gradwire.planning.planner import warm_up
+from gradwire.runtime.checkpoint import load, save
+from gradwire.runtime.checks import check_options
+from gradwire.runtime.link import Link
+from gradwire.runtime.selection.link_probe import probe
+from gradwire.runtime.simulate import SimulatedLink, Simulation, simulate
 
 __all__ = [
     "Link",

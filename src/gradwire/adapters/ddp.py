@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.adapters.link import Link
-from gradwire.adapters.lost import LostLink
 from gradwire.errors import IncompatibleError
 from gradwire.methods import Method
+from gradwire.runtime.detached import DetachedLink
+from gradwire.runtime.link import Link
 
 __all__ = ["attach"]
 
@@ -130,7 +130,7 @@ def _check(module: DistributedDataParallel, group: dist.ProcessGroup | None) -> 
             f"attach needs a DistributedDataParallel module, not {type(module).__name__}; wrap it first, or use "
             "gradwire.Link in a loop without DDP"
         )
-    hooks = [state for _, state in module._comm_hooks if not isinstance(state, LostLink)]
+    hooks = [state for _, state in module._comm_hooks if not isinstance(state, DetachedLink)]
     if hooks:
         first = hooks[0]
         what = repr(first.link.method) if isinstance(first, _Hooked) else "another communication hook"

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from gradwire.algorithms.normals import Mixture, best_levels, best_ratio, powers
-from gradwire.algorithms.plan import Algorithm, Plan, SectionPlan, Setting
-from gradwire.compressors import Cast, Compressor, LevelCodec, LevelSummary, QSGDinf, check_blocks
+from gradwire.algorithms.level_fitting import Mixture, best_levels, best_ratio, powers
+from gradwire.codecs import LevelCodec, LevelSummary
+from gradwire.compressors import Cast, Compressor, QSGDinf, check_blocks
 from gradwire.kernels import Grid
 from gradwire.methods import Properties, require
 from gradwire.ops import AllGather, Exchange
 from gradwire.protocols import Context
+from gradwire.protocols.bucket_plan import Algorithm, BucketPlan, PlanSetting, SectionPlan
 from gradwire.segments import Segment
 
 if TYPE_CHECKING:
@@ -90,14 +91,14 @@ class _Adaptive(Algorithm):
             kernels, segments, world_size, seed, grid=grid, norm=self.norm, block_size=self.block_size, purpose="fitted"
         )
 
-    def plan(self, setting: Setting) -> Plan:
+    def plan(self, setting: PlanSetting) -> BucketPlan:
         return _Fitted(self, setting)
 
 
 class _Fitted(SectionPlan):
     """Sections whose levels are fitted, in some rounds, before they are used."""
 
-    def __init__(self, method: _Adaptive, setting: Setting) -> None:
+    def __init__(self, method: _Adaptive, setting: PlanSetting) -> None:
         super().__init__(method, setting)
         self._method = method
 
@@ -138,7 +139,7 @@ class _Fitted(SectionPlan):
 
 
 def _statistics(summary: LevelSummary, kept: int) -> torch.Tensor:
-    """Give mean, deviation (both over the scale) and norm of the blocks with the largest norms, float32 ``[k, 3]``.
+    """Return mean, deviation (both over the scale) and norm of the blocks with the largest norms, float32 ``[k, 3]``.
 
     A block of zeros, or of non-finite values, counts as one at zero without weight.
     """
@@ -154,7 +155,7 @@ def _statistics(summary: LevelSummary, kept: int) -> torch.Tensor:
 
 
 def _gather(context: Context, values: torch.Tensor) -> Exchange[torch.Tensor]:
-    """Give every rank\'s values, ``[world_size, ...]``."""
+    """Return every rank\'s values, ``[world_size, ...]``."""
     mine = values.contiguous().view(torch.uint8).reshape(-1)
     room = torch.empty((context.world_size, mine.numel()), dtype=torch.uint8)
     rows = yield AllGather(mine, room)

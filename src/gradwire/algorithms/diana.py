@@ -9,13 +9,13 @@ from typing import Any, ClassVar
 
 import torch
 
-from gradwire.algorithms.around import Around, Wrapper, pieces
-from gradwire.algorithms.plan import Plan, Setting
 from gradwire.compressors import Cast, Compressor, QSGDinf
 from gradwire.errors import HyperparameterError, IncompatibleError
 from gradwire.methods import Method, Properties, require
 from gradwire.optim import L1, Box, Prox
 from gradwire.protocols import Context, Outcome
+from gradwire.protocols.bucket_plan import BucketPlan, PlanSetting
+from gradwire.wrappers.wrapper import WrappedPlan, Wrapper, pieces
 
 __all__ = ["DIANA", "DQGD"]
 
@@ -73,7 +73,7 @@ class DQGD(Wrapper):
     def __post_init__(self) -> None:
         _check_unbiased("DQGD", self.compressor)
 
-    def plan(self, setting: Setting) -> Plan:
+    def plan(self, setting: PlanSetting) -> BucketPlan:
         return setting.plan(self.compressor)
 
 
@@ -233,12 +233,14 @@ class DIANA(Wrapper):
         hook: Callable[[], None] = optimizer.register_step_post_hook(apply).remove
         return hook
 
-    def plan(self, setting: Setting) -> Plan:
+    def plan(self, setting: PlanSetting) -> BucketPlan:
         return _Differences(setting.plan(self.compressor), setting, self.rate, self.momentum, _DTYPES[self.shifts])
 
 
-class _Differences(Around):
-    def __init__(self, inner: Plan, setting: Setting, rate: float, momentum: float, dtype: torch.dtype) -> None:
+class _Differences(WrappedPlan):
+    def __init__(
+        self, inner: BucketPlan, setting: PlanSetting, rate: float, momentum: float, dtype: torch.dtype
+    ) -> None:
         super().__init__(inner, setting.segments)
         self._rate, self._momentum, self._dtype = rate, momentum, dtype
 
@@ -287,7 +289,7 @@ class _Differences(Around):
         return replace(outcome, sent=contributed)
 
     def _pair(self, context: Context, kind: str, *, replicated: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """Give what is held of a kind, and what takes its place."""
+        """Return what is held of a kind, and what takes its place."""
         memory, dtype = context.memory, self._dtype
         return (
             memory.read(kind, self.segments, replicated=replicated, dtype=dtype),

@@ -7,13 +7,13 @@ from typing import ClassVar
 
 import torch
 
-from gradwire.algorithms.around import Around, Wrapper, pieces
 from gradwire.algorithms.grandk import GRandK
 from gradwire.algorithms.multi_scale import MultiScale
-from gradwire.algorithms.plan import Plan, Setting
 from gradwire.compressors import Cast, Compressor, QSGDinf
 from gradwire.methods import Method, Properties, require
 from gradwire.protocols import Context, Outcome
+from gradwire.protocols.bucket_plan import BucketPlan, PlanSetting
+from gradwire.wrappers.wrapper import WrappedPlan, Wrapper, pieces
 
 __all__ = ["ErrorFeedback", "Feedback"]
 
@@ -100,11 +100,11 @@ class ErrorFeedback(Wrapper):
             "levels, or the method without error feedback",
         )
 
-    def plan(self, setting: Setting) -> Plan:
+    def plan(self, setting: PlanSetting) -> BucketPlan:
         return Feedback(setting.plan(self.compressor), setting.segments)
 
 
-class Feedback(Around):
+class Feedback(WrappedPlan):
     """Adds what an inner plan left out of a bucket to the next one."""
 
     def before(self, context: Context, flat: torch.Tensor) -> None:

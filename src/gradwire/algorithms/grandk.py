@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import torch
 
-from gradwire.algorithms.around import Wrapper
+from gradwire.algorithms.feistel_permutation import FeistelPermutation
 from gradwire.algorithms.multi_scale import MultiScale
-from gradwire.algorithms.plan import Plan, Setting, join
-from gradwire.algorithms.shuffle import Shuffle
 from gradwire.compressors import Compressor, QSGDMaxNorm
 from gradwire.kernels import SegmentTable
 from gradwire.methods import Method, Properties, require
 from gradwire.protocols import Context, Outcome
+from gradwire.protocols.bucket_plan import BucketPlan, PlanSetting, join
 from gradwire.seeds import parameter_key
 from gradwire.segments import Parameter, Segment
+from gradwire.wrappers.wrapper import Wrapper
 
 if TYPE_CHECKING:
     from gradwire.ops import Exchange
@@ -118,17 +118,17 @@ class GRandK(Wrapper):
         """The compressor's, of an element when it is sent; None where it is multiplied."""
         return None if self.rescale else self.compressor.worst_step
 
-    def plan(self, setting: Setting) -> Plan:
+    def plan(self, setting: PlanSetting) -> BucketPlan:
         return _Parts(self, setting)
 
 
-class _Parts(Plan):
+class _Parts(BucketPlan):
     """Gathers a part of each parameter into a short vector, lets an inner plan exchange that, and scatters its mean.
 
     The short vector holds the slots of all compressed segments, then dense segments whole. It is one chunk.
     """
 
-    def __init__(self, method: GRandK, setting: Setting) -> None:
+    def __init__(self, method: GRandK, setting: PlanSetting) -> None:
         self._method, self._kernels = method, setting.kernels
         self._light = [s for s in setting.segments if not s.dense and s.numel]
         dense = [s for s in setting.segments if s.dense and s.numel]
@@ -136,7 +136,7 @@ class _Parts(Plan):
         key = [parameter_key(setting.seed, name, "choice") for name in names]
         offset = [s.offset for s in self._light]
         self._table = SegmentTable(offset, numel, [0] * len(numel), key)
-        self._shuffle = Shuffle(numel, key, method.cycle)
+        self._shuffle = FeistelPermutation(numel, key, method.cycle)
         slots = self._shuffle.slots
         self._offset = torch.repeat_interleave(torch.tensor(offset, dtype=torch.int64), torch.tensor(slots).long())
         self._slots, self._numel = sum(slots), sum(slots) + sum(s.numel for s in dense)

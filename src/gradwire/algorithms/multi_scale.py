@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import torch
 
-from gradwire.algorithms.around import pieces
-from gradwire.algorithms.plan import Algorithm, Plan, SectionPlan, Setting
-from gradwire.compressors import MaskCodec, NoSummary, QSGDMaxNorm, SharedLevelCodec, check_blocks
+from gradwire.codecs import MinimumCodec, NoSummary, SharedLevelCodec
+from gradwire.compressors import QSGDMaxNorm, check_blocks
 from gradwire.methods import Properties, require
 from gradwire.ops import Exchange
 from gradwire.protocols import PROTOCOLS, Context, Outcome, Section
+from gradwire.protocols.bucket_plan import Algorithm, BucketPlan, PlanSetting, SectionPlan
 from gradwire.segments import Segment
+from gradwire.wrappers.wrapper import pieces
 
 if TYPE_CHECKING:
     from gradwire.kernels import Kernels
@@ -108,18 +109,18 @@ class MultiScale(Algorithm):
             kernels, segments, world_size, seed, levels=self.levels[0], block_size=self.block_size, owner="MultiScale"
         )
 
-    def plan(self, setting: Setting) -> Plan:
+    def plan(self, setting: PlanSetting) -> BucketPlan:
         return _MultiScalePlan(self, setting)
 
 
 class _MultiScalePlan(SectionPlan):
     """Agrees on the mask of a chunk, stretches the coordinates that it marks, and shrinks their mean again."""
 
-    def __init__(self, method: MultiScale, setting: Setting) -> None:
+    def __init__(self, method: MultiScale, setting: PlanSetting) -> None:
         super().__init__(method, setting)
         self._factors = torch.tensor([s / method.levels[0] for s in method.levels], dtype=torch.float32)
         sizes = [sum(b - a for a, b in runs) for runs in self.runs]
-        self._masks = [MaskCodec(size, len(method.levels) - 1) for size in sizes]
+        self._masks = [MinimumCodec(size, len(method.levels) - 1) for size in sizes]
 
     def _count(self, magnitudes: torch.Tensor, limit: torch.Tensor, steps: torch.Tensor) -> None:
         """Count the factors by which a magnitude may grow without passing its limit."""
@@ -140,7 +141,7 @@ class _MultiScalePlan(SectionPlan):
             at += b - a
 
     def _stretch(self, steps: torch.Tensor) -> torch.Tensor:
-        """Give the factor of each element."""
+        """Return the factor of each element."""
         if len(self._factors) > 2:
             return self._factors.index_select(0, steps.to(torch.int32))
         # The first factor is 1, and a float32 above it and below 2^24 less 1 is exact. A choice by bits that are random

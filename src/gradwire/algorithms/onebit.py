@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from gradwire.algorithms.error_feedback import Feedback
-from gradwire.algorithms.plan import Algorithm, Plan, SectionPlan, Setting
-from gradwire.compressors import ScaledSign, SideCodec
+from gradwire.codecs import SignCodec
+from gradwire.compressors import ScaledSign
 from gradwire.methods import Properties
+from gradwire.protocols.bucket_plan import Algorithm, BucketPlan, PlanSetting, SectionPlan
 from gradwire.segments import Parameter, Segment
 
 if TYPE_CHECKING:
@@ -73,11 +74,11 @@ class OneBit(Algorithm):
         """Any operator for the same protocol: nothing of it is used where everything travels in float32."""
         return ScaledSign()
 
-    def codec(self, kernels: Kernels, segments: Sequence[Segment], world_size: int, seed: int) -> SideCodec:
+    def codec(self, kernels: Kernels, segments: Sequence[Segment], world_size: int, seed: int) -> SignCodec:
         length = [_column(s.parameter) for s in segments]
-        return SideCodec(kernels, segments, world_size, length=length, sides=2)
+        return SignCodec(kernels, segments, world_size, length=length, sides=2)
 
-    def plan(self, setting: Setting) -> Plan:
+    def plan(self, setting: PlanSetting) -> BucketPlan:
         return Feedback(SectionPlan(self, setting), setting.segments)
 
 

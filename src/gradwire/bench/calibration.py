@@ -8,11 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from gradwire.bench.predict import cases_of
-from gradwire.bench.step import Grid, measure_grid, read_rows
+from gradwire.bench.step import StepGrid, measure_grid, read_rows
 from gradwire.experiments.errors import UsageError
 from gradwire.lab import Topology
-from gradwire.perf.calibrate import calibrate
-from gradwire.perf.machine import Machine
+from gradwire.model.calibrate import calibrate
+from gradwire.model.machine import Machine
 
 __all__ = ["default_path", "machine_of_rows", "measure_machine"]
 
@@ -33,7 +33,7 @@ def measure_machine(path: Path, say: Callable[[str], None]) -> Machine:
 
     Loopback has no slow link, so the efficiencies of links stay at their defaults' values where it cannot tell.
     """
-    grid = Grid(
+    grid = StepGrid(
         models=MODELS,
         topologies=[Topology(hosts=n) for n in HOSTS],
         variants=VARIANTS,

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 
+from gradwire.bench.timing import Bench
 from gradwire.kernels import GROUP_SIZE, Kernels, SegmentTable, inverse_scale
 from gradwire.kernels.coders import CODERS, get_coder
-
-if TYPE_CHECKING:
-    from gradwire.bench.kernels import Bench
 
 __all__ = ["CODER_GOALS", "bench_coders"]
 

@@ -7,7 +7,6 @@ before and after it: machines, clocks and neighbours change both alike.
 from __future__ import annotations
 
 import datetime
-import statistics
 import time
 from collections.abc import Callable
 from functools import partial
@@ -18,6 +17,7 @@ import torch
 
 from gradwire.bench.coders import CODER_GOALS, bench_coders
 from gradwire.bench.methods import bench_methods
+from gradwire.bench.timing import Bench
 from gradwire.experiments.machine import hardware, versions
 from gradwire.kernels import Kernels, SegmentTable, get_kernels, inverse_scale, packed_bytes
 
@@ -61,56 +61,6 @@ def gradients(table: SegmentTable) -> torch.Tensor:
         torch.exp(1.5 * torch.randn(len(table), generator=generator) - 5),
         torch.from_numpy(table.numel.copy()),
     )
-
-
-class Bench:
-    """Runs functions between two memcpys each and collects rows."""
-
-    def __init__(self, elements: int, repetitions: int, say: Callable[[dict[str, Any]], None]) -> None:
-        self.elements, self.repetitions, self.say = elements, repetitions, say
-        generator = torch.Generator().manual_seed(0)
-        self.source, self.target = torch.randn(elements, generator=generator), torch.zeros(elements)
-        self.rows: list[dict[str, Any]] = []
-
-    def _memcpy(self) -> float:
-        began = time.perf_counter()
-        self.target.copy_(self.source)
-        return time.perf_counter() - began
-
-    def run(self, kernel: str, layout: str, elements: int, work: Callable[[], object], inner: int = 1) -> None:
-        """Time ``work``, which handles ``elements``, ``inner`` times at a go."""
-
-        def timed() -> float:
-            began = time.perf_counter()
-            for _ in range(inner):
-                work()
-            return (time.perf_counter() - began) / inner
-
-        work()
-        self.take(kernel, layout, elements, timed)
-
-    def take(self, kernel: str, layout: str, elements: int, timed: Callable[[], float]) -> None:
-        """Make a row of what ``timed`` says it took, in seconds, for ``elements``."""
-        seconds, ratios = [], []
-        for _ in range(self.repetitions):
-            before = self._memcpy()
-            spent = timed()
-            seconds.append(spent)
-            ratios.append(spent / elements / ((before + self._memcpy()) / 2 / self.elements))
-        # The sample is all there is: beyond its ends nothing is guessed.
-        low, _, _, high = statistics.quantiles(ratios, n=5, method="inclusive")
-        row = {
-            "kernel": kernel,
-            "layout": layout,
-            "elements": elements,
-            "median_s": statistics.median(seconds),
-            "ratio_to_memcpy": statistics.median(ratios),
-            "ratio_p20": low,
-            "ratio_p80": high,
-            "goal_ratio": GOALS.get(kernel),
-        }
-        self.rows.append(row)
-        self.say(row)
 
 
 def bench_layout(bench: Bench, kernels: Kernels, layout: str, table: SegmentTable) -> None:
@@ -206,7 +156,7 @@ def measure_kernels(
         kernels = get_kernels(backend)
         kernels.warm_up()
         warm_up_s = time.perf_counter() - began
-        bench = Bench(elements, repetitions, say)
+        bench = Bench(elements, repetitions, say, GOALS)
         bench.run("floor: memcpy", "flat", elements, lambda: bench.target.copy_(bench.source))
         bench.run("floor: read (sum)", "flat", elements, lambda: bench.source.sum())
         bench.run("floor: write (fill)", "flat", elements, lambda: bench.target.fill_(1.0))

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 
-from gradwire.catalogue import METHODS
-from gradwire.groups import Rehearsal
+from gradwire.bench.timing import Bench
+from gradwire.drivers import LocalProfiler
+from gradwire.kernels import Kernels
 from gradwire.planning import Options, Planner
-
-if TYPE_CHECKING:
-    from gradwire.bench.kernels import Bench
-    from gradwire.kernels import Kernels
+from gradwire.registry import METHODS
 
 __all__ = ["bench_methods"]
 
@@ -40,10 +37,10 @@ def bench_methods(bench: Bench, kernels: Kernels, elements: int) -> None:
     for kind in METHODS:
         planner = Planner(kind(), parameters, WORKERS, Options(backend=kernels.name))
         planner.compile()
-        rehearsal = Rehearsal(planner.plan(planner.step_order(), 0), flat, WORKERS)
+        rehearsal = LocalProfiler(planner.plan(planner.step_order(), 0), flat, WORKERS)
         rehearsal.play()
         bench.take(f"step of {kind.name}", "mlp", flat.numel(), partial(_seconds, rehearsal))
 
 
-def _seconds(rehearsal: Rehearsal) -> float:
+def _seconds(rehearsal: LocalProfiler) -> float:
     return sum(stage.work_s for job in rehearsal.play() for stage in job)

@@ -36,7 +36,7 @@ class BenchModel:
     batch: Callable[[torch.Generator], Batch]
 
     def loss(self, module: nn.Module, batch: Batch) -> Tensor:
-        """Give the mean cross-entropy of a batch; logits may have a time axis."""
+        """Return the mean cross-entropy of a batch; logits may have a time axis."""
         logits = module(batch[0])
         return cross_entropy(logits.flatten(0, -2), batch[1].flatten())
 
@@ -53,7 +53,7 @@ class Transformer(nn.Module):
         self.logits = nn.Linear(width, 256)
 
     def forward(self, text: Tensor) -> Tensor:
-        """Give logits ``[batch, length, 256]`` for ``text`` ``[batch, length]``."""
+        """Return logits ``[batch, length, 256]`` for ``text`` ``[batch, length]``."""
         length = text.shape[1]
         mask = nn.Transformer.generate_square_subsequent_mask(length)
         hidden = self.layers(self.tokens(text) + self.places[:length], mask=mask, is_causal=True)
@@ -124,7 +124,7 @@ MODELS = {
 
 
 def bench_model(name: str) -> BenchModel:
-    """Give a model by name.
+    """Return a model by name.
 
     Raises:
         UsageError: there is none of that name.

@@ -12,11 +12,11 @@ from gradwire.bench.models import bench_model
 from gradwire.bench.variants import COMPUTE
 from gradwire.experiments.errors import RunError
 from gradwire.lab import Topology
-from gradwire.perf.calibrate import Observation, calibrate
-from gradwire.perf.exchange import Exchange, exchange_of, nothing_but_the_sum
-from gradwire.perf.machine import Link, Machine
-from gradwire.perf.schedule import Load
-from gradwire.perf.timeline import Timeline
+from gradwire.model.calibrate import Observation, calibrate
+from gradwire.model.exchange import ExchangeProfile, exchange_of, nothing_but_the_sum
+from gradwire.model.machine import LinkModel, Machine
+from gradwire.model.schedule import Load
+from gradwire.model.timeline import Timeline
 
 __all__ = ["Case", "cases_of", "judge", "split"]
 
@@ -35,12 +35,12 @@ class Case:
 
     @property
     def cell(self) -> tuple[str, str]:
-        """Give model and cluster."""
+        """Return model and cluster."""
         return self.row["model"], self.row["lab"]
 
 
 def cases_of(rows: Sequence[Row], say: Callable[[str], None] = lambda text: None) -> list[Case]:
-    """Give every row that the model predicts: all but computing alone and PyTorch's PowerSGD hook.
+    """Return every row that the model predicts: all but computing alone and PyTorch's PowerSGD hook.
 
     The timeline is that of the unlimited (or fastest) cell of the same model and hosts: a user profiles once, not once
     a bandwidth.
@@ -52,7 +52,7 @@ def cases_of(rows: Sequence[Row], say: Callable[[str], None] = lambda text: None
     for row in sorted(rows, key=lambda r: r["bandwidth_bits_per_s"] or float("inf")):
         if row["variant"] == COMPUTE and row.get("timeline"):
             timelines[row["model"], row["hosts"]] = _timeline(row)
-    exchanges: dict[tuple[str, int, str], Exchange] = {}
+    exchanges: dict[tuple[str, int, str], ExchangeProfile] = {}
     cases = []
     for row in rows:
         variant = row["variant"]
@@ -74,7 +74,7 @@ def cases_of(rows: Sequence[Row], say: Callable[[str], None] = lambda text: None
                 Observation(
                     timeline,
                     exchanges[key],
-                    Link(bandwidth_bytes_per_s=rate / 8 if rate else None, latency_s=topology.delay_s),
+                    LinkModel(bandwidth_bytes_per_s=rate / 8 if rate else None, latency_s=topology.delay_s),
                     Load(ranks=row["hosts"], cores=row["cores"]),
                     row["step_time_s"],
                 ),
@@ -93,7 +93,7 @@ def _timeline(row: Row) -> Timeline:
         ) from None
 
 
-def _exchange(model: str, hosts: int, spec: str, variant: str, timeline: Timeline) -> Exchange:
+def _exchange(model: str, hosts: int, spec: str, variant: str, timeline: Timeline) -> ExchangeProfile:
     with torch.device("meta"):
         module = bench_model(model).make()
     found = exchange_of(spec, dict(module.named_parameters()), timeline.buckets, hosts)
@@ -101,7 +101,7 @@ def _exchange(model: str, hosts: int, spec: str, variant: str, timeline: Timelin
 
 
 def split(cases: Iterable[Case]) -> tuple[list[Case], list[Case]]:
-    """Give the cases of every third cell (model, hosts, bandwidth, in that order), and all others."""
+    """Return the cases of every third cell (model, hosts, bandwidth, in that order), and all others."""
     listed = list(cases)
     cells = sorted({c.cell for c in listed}, key=lambda cell: _order(cell, listed))
     chosen = set(cells[::3])

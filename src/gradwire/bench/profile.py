@@ -17,14 +17,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.bench.models import MODELS
+from gradwire.experiments.config import RunConfig
 from gradwire.experiments.engine import build_model
 from gradwire.experiments.errors import UsageError, WorkerError, nearest
 from gradwire.experiments.launch import loopback
 from gradwire.experiments.order import share
-from gradwire.experiments.plan import Plan
 from gradwire.experiments.tasks import ALL, build
-from gradwire.perf.profile import Profile
-from gradwire.perf.timeline import Recorder
+from gradwire.model.profile import Profile
+from gradwire.model.timeline import Recorder
 
 __all__ = ["main", "profile_name", "profile_script"]
 
@@ -48,7 +48,7 @@ def profile_name(name: str, data: str | None = None) -> Profile:
     tasks = [task.name for task in ALL]
     if name not in tasks:
         raise UsageError(f"nothing named {name!r} to profile: {nearest(name, [*tasks, *MODELS])}, or a .py script")
-    plan = Plan(task=build(name, data=data))
+    plan = RunConfig(task=build(name, data=data))
     plan.task.check_data()
     source = plan.task.load()
     order = plan.task.order(plan.seed, source.samples, plan.workers)

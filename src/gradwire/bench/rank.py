@@ -57,13 +57,13 @@ class Rank:
         return {}
 
     def timeline(self, variant: str) -> dict[str, Any]:
-        """Give the variant's timeline, where it records one."""
+        """Return the variant's timeline, where it records one."""
         recorder = self.variants[variant].recorder
         found = recorder.timeline() if recorder else None
         return {"timeline": found.to_json() if found else None}
 
     def record(self, variant: str) -> dict[str, Any]:
-        """Give what the variant's link says of itself."""
+        """Return what the variant's link says of itself."""
         link = self.variants[variant].link
         return {"record": link.record() if link else None}
 

@@ -24,7 +24,7 @@ from gradwire.experiments.errors import UsageError
 from gradwire.experiments.machine import hardware, versions
 from gradwire.lab import Network, Rate, Topology, format_rate, open_network
 
-__all__ = ["BANDWIDTHS", "BYTES_TOLERANCE", "HOSTS", "Grid", "measure_grid"]
+__all__ = ["BANDWIDTHS", "BYTES_TOLERANCE", "HOSTS", "StepGrid", "measure_grid"]
 
 HOSTS = (2, 4, 8)
 BANDWIDTHS = ("50mbit", "100mbit", "1gbit", "5gbit", "unlimited")
@@ -37,7 +37,7 @@ BYTES_TOLERANCE = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
-class Grid:
+class StepGrid:
     """What to measure.
 
     Attributes:
@@ -89,7 +89,7 @@ NEEDED: dict[str, tuple[type, ...]] = {
 """What a row must hold to be found again, and predicted."""
 
 
-def measure_grid(grid: Grid, path: Path, say: Callable[[str], None]) -> list[Row]:
+def measure_grid(grid: StepGrid, path: Path, say: Callable[[str], None]) -> list[Row]:
     """Measure what is not in ``path`` yet; give all rows of the grid.
 
     Raises:
@@ -126,7 +126,7 @@ def measure_grid(grid: Grid, path: Path, say: Callable[[str], None]) -> list[Row
 
 
 @contextlib.contextmanager
-def _family(grid: Grid, model: str, topology: Topology) -> Iterator[tuple[Ranks, Network | None]]:
+def _family(grid: StepGrid, model: str, topology: Topology) -> Iterator[tuple[Ranks, Network | None]]:
     with contextlib.ExitStack() as stack:
         network = None if grid.loopback else stack.enter_context(open_network(topology.with_bandwidth(None)))
         yield stack.enter_context(open_ranks(model, topology.hosts, network)), network
@@ -136,7 +136,7 @@ class Cell:
     """One model on one cluster: all its variants, in turns."""
 
     def __init__(
-        self, grid: Grid, model: str, topology: Topology, ranks: Ranks, network: Network | None, numel: int
+        self, grid: StepGrid, model: str, topology: Topology, ranks: Ranks, network: Network | None, numel: int
     ) -> None:
         self.grid, self.model, self.topology = grid, model, topology
         self.ranks, self.network, self.numel = ranks, network, numel
@@ -238,7 +238,7 @@ def _slowest(topology: Topology) -> Rate:
     return min(rates, default=None)
 
 
-def _place(grid: Grid, topology: Topology) -> str:
+def _place(grid: StepGrid, topology: Topology) -> str:
     return f"loopback,hosts={topology.hosts}" if grid.loopback else topology.spec()
 
 
@@ -289,7 +289,7 @@ def _checked(row: Any, where: str) -> Row:
 
 
 def describe(row: Row) -> str:
-    """Give a row as a line for people."""
+    """Return a row as a line for people."""
     speed = format_rate(row["bandwidth_bits_per_s"])
     sent = row["sent_bytes_per_step"]
     gap = row["interface_over_library"]

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire as gw
 from gradwire.bench.models import Batch, BenchModel
 from gradwire.experiments.errors import UsageError
-from gradwire.perf.timeline import Recorder
+from gradwire.model.timeline import Recorder
 
 __all__ = ["COMPUTE", "DDP_VARIANTS", "VARIANTS", "Variant", "check_variant", "dense_wire_bytes"]
 
@@ -28,7 +28,7 @@ ONE_BUCKET_MB = 4096
 
 
 def check_variant(name: str) -> str:
-    """Give the name back if a variant can be built from it: a known one, or ``gradwire SPEC``.
+    """Return the name back if a variant can be built from it: a known one, or ``gradwire SPEC``.
 
     Raises:
         UsageError: no such variant; the message lists what there is.
@@ -110,7 +110,7 @@ class Variant:
         return times
 
     def counts(self) -> dict[str, Any]:
-        """Give what the link counted so far."""
+        """Return what the link counted so far."""
         if self.link is None:
             return {}
         t, d = self.link.traffic(), self.link.diagnostics()

@@ -52,11 +52,11 @@ def _root(
 
 
 def _plan(task: str, method: str, settings: dict[str, Any], **fields: Any) -> Any:
-    from gradwire.experiments.plan import Plan
+    from gradwire.experiments.config import RunConfig
     from gradwire.experiments.tasks import build
 
     exclude = tuple(fields.pop("exclude") or ())
-    return Plan(task=build(task, **settings), method=method, exclude=exclude, **fields)
+    return RunConfig(task=build(task, **settings), method=method, exclude=exclude, **fields)
 
 
 @app.command()

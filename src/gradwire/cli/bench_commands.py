@@ -9,7 +9,7 @@ from typing import Any
 
 from gradwire.bench.kernels import measure_kernels
 from gradwire.bench.models import MODELS
-from gradwire.bench.step import BANDWIDTHS, BYTES_TOLERANCE, HOSTS, Grid, measure_grid
+from gradwire.bench.step import BANDWIDTHS, BYTES_TOLERANCE, HOSTS, StepGrid, measure_grid
 from gradwire.bench.variants import VARIANTS
 from gradwire.cli.options import check_figure
 from gradwire.cli.show import print_json, print_steps
@@ -48,7 +48,7 @@ def step(
     else:
         rates = [parse_rate(text) for text in bandwidths or (("unlimited",) if loopback else BANDWIDTHS)]
         topologies = [Topology(hosts=n, bandwidth=rate) for n in hosts or HOSTS for rate in rates]
-    grid = Grid(
+    grid = StepGrid(
         models=models or list(MODELS),
         topologies=topologies,
         variants=variants or VARIANTS,

@@ -31,7 +31,7 @@ ENVIRONMENT = "GRADWIRE_RUN"
 
 
 def to_text(settings: LinkSettings) -> str:
-    """Give what ``gradwire run`` was asked to attach as text for the environment variable ``GRADWIRE_RUN``."""
+    """Return what ``gradwire run`` was asked to attach as text for the environment variable ``GRADWIRE_RUN``."""
     return json.dumps(dataclasses.asdict(settings))
 
 

@@ -7,14 +7,16 @@ from pathlib import Path
 
 from gradwire.cli.show import Progressing, print_json, print_runs, print_verdicts
 from gradwire.experiments import run
-from gradwire.experiments.plan import Plan
+from gradwire.experiments.config import RunConfig
 from gradwire.report import load_runs, summarize_folders, write_report
 from gradwire.report.verdict import verdicts
 
 __all__ = ["compare", "report", "resume", "train"]
 
 
-def train(plan: Plan, out: Path | None, *, overwrite: bool, stop_after: int | None, as_json: bool, debug: bool) -> None:
+def train(
+    plan: RunConfig, out: Path | None, *, overwrite: bool, stop_after: int | None, as_json: bool, debug: bool
+) -> None:
     """Train, then print the run's line."""
     with Progressing(debug) as progress:
         folder = run.train(plan, progress, folder=out, overwrite=overwrite, stop_after=stop_after)
@@ -30,7 +32,7 @@ def resume(folder: Path, *, stop_after: int | None, as_json: bool, debug: bool) 
 
 
 def compare(
-    plan: Plan, methods: Sequence[str], out: Path | None, *, overwrite: bool, as_json: bool, debug: bool
+    plan: RunConfig, methods: Sequence[str], out: Path | None, *, overwrite: bool, as_json: bool, debug: bool
 ) -> None:
     """Train once a method, then print the table and whether each method paid."""
     with Progressing(debug) as progress:

@@ -16,9 +16,9 @@ from gradwire.cli.options import check_figure
 from gradwire.cli.show import print_json, print_plan
 from gradwire.experiments.errors import UsageError
 from gradwire.lab import parse_delay, parse_rate
-from gradwire.perf.forecast import Forecast, Setting, forecast, recommend
-from gradwire.perf.machine import DEFAULT, Link, Machine
-from gradwire.perf.profile import Profile
+from gradwire.model.forecast import Forecast, Scenario, forecast, recommend
+from gradwire.model.machine import DEFAULT, LinkModel, Machine
+from gradwire.model.profile import Profile
 from gradwire.report.verdict import rate_text, seconds_text
 
 __all__ = ["plan"]
@@ -88,7 +88,7 @@ def plan(
     apart: dict[str, str] = {}
     for name, link in links.items():
         for count in counts:
-            setting = Setting(hosts=count, ranks_per_host=ranks_per_host, cores=cores, link=link)
+            setting = Scenario(hosts=count, ranks_per_host=ranks_per_host, cores=cores, link=link)
             forecasts, refused = forecast(known, methods or METHODS, setting, machine)
             choice, reason = recommend(forecasts)
             advice.append((f"{count} x {ranks_per_host} workers, {name}", reason))
@@ -124,12 +124,12 @@ def plan(
         print(f"figure: {figure}", file=sys.stderr)
 
 
-def _link(text: str, latency_s: float) -> Link:
+def _link(text: str, latency_s: float) -> LinkModel:
     rate = parse_rate(text)
-    return Link(bandwidth_bytes_per_s=rate / 8 if rate else None, latency_s=latency_s)
+    return LinkModel(bandwidth_bytes_per_s=rate / 8 if rate else None, latency_s=latency_s)
 
 
-def _rate(link: Link) -> str:
+def _rate(link: LinkModel) -> str:
     rate = link.bandwidth_bytes_per_s
     return rate_text(None if rate is None else float(f"{8 * rate:.4g}"))
 
@@ -165,7 +165,7 @@ def _machine(path: Path | None, anew: bool) -> Machine:
     return measure_machine(kept, lambda line: print(f"  {line}", file=sys.stderr, flush=True))
 
 
-def _probed(calibration: Path | None, calibrate: bool, cores: int | None) -> tuple[Machine, Link, int] | None:
+def _probed(calibration: Path | None, calibrate: bool, cores: int | None) -> tuple[Machine, LinkModel, int] | None:
     """Measure the group that torchrun started; gives machine, link and world size, on rank 0 alone."""
     import torch.distributed as dist
 
@@ -181,7 +181,7 @@ def _probed(calibration: Path | None, calibrate: bool, cores: int | None) -> tup
         dist.destroy_process_group()
 
 
-def _found(link: Link, world_size: int) -> str:
+def _found(link: LinkModel, world_size: int) -> str:
     if world_size <= link.ranks_per_host:
         return (
             f"all {world_size} workers are on one host: what was measured is its memory, not a link to another host;"

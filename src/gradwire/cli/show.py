@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Column, Table
 
-from gradwire.experiments.plan import Plan
+from gradwire.experiments.config import RunConfig
 from gradwire.report.link_notes import link_texts
 from gradwire.report.verdict import bytes_text, percent, rate_text, seconds_text
 
@@ -54,7 +54,7 @@ class Progressing:
         """Print a sentence."""
         (self.progress.console if self.progress else self.console).print(sentence, markup=False)
 
-    def start(self, plan: Plan) -> None:
+    def start(self, plan: RunConfig) -> None:
         """Begin a run's line."""
         self._finish()
         kind = "simulated workers" if plan.simulate else "workers"

@@ -23,7 +23,7 @@ DIRECTION = "a direction to step in, with entries -1 and 1, not the mean: it nee
 
 
 def method_rows(names: Sequence[str]) -> list[dict[str, Any]]:
-    """Give the declared properties of the named methods, or of all, as flat objects."""
+    """Return the declared properties of the named methods, or of all, as flat objects."""
     table = gw.methods()
     rows = []
     for name in names or list(table):

@@ -28,7 +28,7 @@ FORMS = {
 
 
 def command(flags: Mapping[str, str | None], standalone: bool, script: Path, arguments: Sequence[str]) -> list[str]:
-    """Give the command that starts the workers; flags that are None keep torchrun's default.
+    """Return the command that starts the workers; flags that are None keep torchrun's default.
 
     Raises:
         UsageError: there is no such script, a flag's value is none, or only one process would run.

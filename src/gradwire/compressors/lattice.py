@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from gradwire.compressors.base import CheckedCodec, Compressor, Draw, Summary
-from gradwire.compressors.scales import usable
+from gradwire.codecs import CheckedCodec, Draw, Summary, usable
+from gradwire.compressors.base import Compressor
 from gradwire.kernels import SegmentTable, digit_layout, dither_shifts, packed_groups
 from gradwire.methods import Properties, require
 from gradwire.seeds import SHARED, parameter_key
@@ -223,7 +223,7 @@ class LatticeCodec(CheckedCodec):
         return bool(torch.isfinite(ours.largest + side).all() and torch.isfinite(flat[first]).all())
 
     def _sides(self, summary: LatticeSummary) -> tuple[torch.Tensor, torch.Tensor]:
-        """Give s and 1 / s of each segment; (0, 0) for one of zeros and (inf, 0) for one that is not finite.
+        """Return s and 1 / s of each segment; (0, 0) for one of zeros and (inf, 0) for one that is not finite.
 
         The distance is stretched by 2^-20 of the largest magnitude, more than what float32 rounds in either direction,
         and a side is no less than 2^-22 of it, so that points have numbers below 2^23.

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from gradwire.compressors.base import Codec, Compressor, Draw, Summary
-from gradwire.compressors.dense import NoSummary
+from gradwire.codecs import Codec, Draw, NoSummary, Summary
+from gradwire.compressors.base import Compressor
 from gradwire.kernels import SegmentTable, natural_bytes, natural_sign_bytes
 from gradwire.methods import Properties
 from gradwire.seeds import parameter_key

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from gradwire.compressors.levels import LevelCodec, LevelCompressor, check_blocks
+from gradwire.codecs import LevelCodec
+from gradwire.compressors.level_compressor import LevelCompressor, check_blocks
 from gradwire.compressors.nuqsgd import MOST_LEVELS
 from gradwire.kernels import Grid
 from gradwire.methods import Properties, require

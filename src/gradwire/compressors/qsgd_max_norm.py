@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from gradwire.codecs import SharedLevelCodec
 from gradwire.compressors.qsgd import EvenLevels
-from gradwire.compressors.shared_levels import SharedLevelCodec
 from gradwire.methods import Properties
 from gradwire.segments import Segment
 

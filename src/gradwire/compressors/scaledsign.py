@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from gradwire.codecs import SignCodec
 from gradwire.compressors.base import Compressor
-from gradwire.compressors.levels import check_blocks
-from gradwire.compressors.sides import SideCodec
+from gradwire.compressors.level_compressor import check_blocks
 from gradwire.kernels import WHOLE
 from gradwire.methods import Properties
 from gradwire.segments import Segment
@@ -75,5 +75,5 @@ class ScaledSign(Compressor):
         """1 - 1/d for blocks of d; for whole parameters with the largest d that the kernels take, below 2^35."""
         return 1 - 1 / (self.block_size or LONGEST)
 
-    def codec(self, kernels: Kernels, segments: Sequence[Segment], world_size: int, seed: int) -> SideCodec:
-        return SideCodec(kernels, segments, world_size, length=self.block_size or WHOLE, sides=1)
+    def codec(self, kernels: Kernels, segments: Sequence[Segment], world_size: int, seed: int) -> SignCodec:
+        return SignCodec(kernels, segments, world_size, length=self.block_size or WHOLE, sides=1)

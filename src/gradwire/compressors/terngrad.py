@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from gradwire.compressors.base import Compressor, Draw, SummableCodec, Summary, check_workers
-from gradwire.compressors.scales import usable
+from gradwire.codecs import Draw, SummableCodec, Summary, check_workers, usable
+from gradwire.compressors.base import Compressor
 from gradwire.errors import IncompatibleError
 from gradwire.kernels import DigitLayout, SegmentTable, byte_layout, digit_layout, inverse_scale
 from gradwire.methods import Properties, require

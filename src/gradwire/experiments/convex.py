@@ -73,7 +73,7 @@ class LogisticProblem:
         return cls.from_rows(rows.dense(torch.float64), rows.labels, workers=workers, l2=l2, l1=l1, split=split)
 
     def regularised(self, *, l2: float, l1: float = 0.0) -> LogisticProblem:
-        """Give the same rows with other penalties."""
+        """Return the same rows with other penalties."""
         return dataclasses.replace(self, l2=l2, l1=l1)
 
     @property
@@ -87,12 +87,12 @@ class LogisticProblem:
         return self.inputs.shape[2]
 
     def value(self, x: Tensor) -> float:
-        """Give P(x)."""
+        """Return P(x)."""
         losses = F.softplus(-self.labels * (self.inputs @ x), threshold=math.inf)
         return float(losses.mean() + self.l2 / 2 * x.square().sum() + self.l1 * x.abs().sum())
 
     def gradients(self, x: Tensor) -> Tensor:
-        """Give the gradient of every f_i at ``x``, float64 ``[workers, features]``."""
+        """Return the gradient of every f_i at ``x``, float64 ``[workers, features]``."""
         rows = self.labels.shape[1]
         found = torch.empty(self.workers, self.features, dtype=torch.float64)
         for inputs, labels, out in zip(self.inputs, self.labels, found):
@@ -101,7 +101,7 @@ class LogisticProblem:
         return found.add_(x, alpha=self.l2)
 
     def hessian(self, x: Tensor) -> Tensor:
-        """Give the Hessian of the mean of all f_i at ``x``, float64 ``[features, features]``."""
+        """Return the Hessian of the mean of all f_i at ``x``, float64 ``[features, features]``."""
         total = torch.eye(self.features, dtype=torch.float64).mul_(self.l2)
         for inputs in self.inputs:
             chance = torch.sigmoid(inputs @ x)
@@ -109,7 +109,7 @@ class LogisticProblem:
         return total
 
     def smoothness(self) -> tuple[float, float]:
-        """Give Lipschitz constants of the gradients: L of the mean of all f_i, and the largest of a single f_i.
+        """Return Lipschitz constants of the gradients: L of the mean of all f_i, and the largest of a single f_i.
 
         ``L = lambda_max(A'A) / (4 rows) + l2``, for all rows and for each worker's.
         """

@@ -19,7 +19,7 @@ Exchange = Callable[[Tensor], Tensor]
 
 
 def exact_mean(gradients: Tensor) -> Tensor:
-    """Give the mean in float64."""
+    """Return the mean in float64."""
     return gradients.mean(0)
 
 

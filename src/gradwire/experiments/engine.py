@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import gradwire as gw
-from gradwire.experiments.plan import Plan
+from gradwire.experiments.config import RunConfig
 from gradwire.seeds import parameter_key
 
 __all__ = ["Engine", "build_model", "decayed", "now_s", "score_share"]
@@ -27,7 +27,7 @@ class Engine(Protocol):
         """Leave the workers' mean gradient of ``step`` in ``.grad``; return this process's mean loss."""
 
     def mean(self, values: Sequence[float]) -> list[float]:
-        """Give the mean over all workers of this process's values."""
+        """Return the mean over all workers of this process's values."""
 
     def score(self) -> tuple[float, float]:
         """Evaluate the model: mean loss and share of right answers, the same on all ranks."""
@@ -36,24 +36,24 @@ class Engine(Protocol):
         """Wait for all ranks."""
 
     def traffic(self) -> gw.Traffic:
-        """Give the bytes since the engine was built."""
+        """Return the bytes since the engine was built."""
 
     def record(self) -> dict[str, Any]:
         """Say what the link chose."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Give this rank's link state, tensors only."""
+        """Return this rank's link state, tensors only."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take this rank's link state back."""
 
 
 def now_s() -> float:
-    """Give a clock's reading in seconds."""
+    """Return a clock's reading in seconds."""
     return time.perf_counter()
 
 
-def build_model(plan: Plan) -> nn.Module:
+def build_model(plan: RunConfig) -> nn.Module:
     """Build the task's model from the run's seed, leaving torch's global generator as it was."""
     low, high = parameter_key(plan.seed, "initial weights", "experiments")
     with torch.random.fork_rng(devices=[]):
@@ -62,13 +62,13 @@ def build_model(plan: Plan) -> nn.Module:
 
 
 def decayed(model: nn.Module) -> list[nn.Parameter]:
-    """Give the parameters on which weight decay acts: weights, not biases or normalisation."""
+    """Return the parameters on which weight decay acts: weights, not biases or normalisation."""
     return [parameter for parameter in model.parameters() if parameter.dim() > 1]
 
 
 @torch.no_grad()
-def score_share(plan: Plan, model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> list[float]:
-    """Give summed loss, right answers and answers over ``batches``, with the model in evaluation mode."""
+def score_share(plan: RunConfig, model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> list[float]:
+    """Return summed loss, right answers and answers over ``batches``, with the model in evaluation mode."""
     totals = [0.0, 0.0, 0.0]
     model.eval()
     for inputs, targets in batches:

@@ -31,7 +31,7 @@ class WorkerError(GradwireError):
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Give the tail of a sentence: the known name nearest to a wrong one, and the list of all.
+    """Return the tail of a sentence: the known name nearest to a wrong one, and the list of all.
 
     Example:
         >>> nearest("digts", ["digits", "text"])

@@ -67,7 +67,7 @@ def write_durably(path: Path, data: bytes) -> None:
 
 
 def checkpoint_steps(folder: Path) -> list[int]:
-    """Give the steps of a run folder's complete checkpoints, in order."""
+    """Return the steps of a run folder's complete checkpoints, in order."""
     names = [path.name for path in (folder / "checkpoint").glob("step-*")]
     return sorted(int(name[5:]) for name in names if name[5:].isdigit())
 
@@ -145,7 +145,7 @@ class RunFolder:
         write_durably(self.metrics, b"".join(kept))
 
     def pending(self, step: int) -> Path:
-        """Give the temporary folder in which the ranks gather the checkpoint of ``step``."""
+        """Return the temporary folder in which the ranks gather the checkpoint of ``step``."""
         return self.path / "checkpoint" / f"step-{step}{TEMPORARY}"
 
     def begin_checkpoint(self, step: int) -> None:
@@ -162,7 +162,7 @@ class RunFolder:
         write_durably(self.pending(step) / f"{name}.pt", buffer.getvalue())
 
     def commit_checkpoint(self, step: int) -> None:
-        """Give the pending checkpoint its name, then remove older ones; raises RunError."""
+        """Return the pending checkpoint its name, then remove older ones; raises RunError."""
         parent, final = self.path / "checkpoint", self.path / "checkpoint" / f"step-{step}"
         with _writing(final):
             shutil.rmtree(final, ignore_errors=True)

@@ -27,9 +27,9 @@ from typing import IO, Any
 
 import torch.distributed as dist
 
+from gradwire.experiments.config import RunConfig
 from gradwire.experiments.errors import WorkerError
 from gradwire.experiments.folder import RunFolder
-from gradwire.experiments.plan import Plan
 from gradwire.experiments.train import Row
 from gradwire.experiments.worker import ENVIRONMENT, Part
 from gradwire.lab import INTERFACE, PORT, LabError, Network, open_network, start
@@ -62,7 +62,7 @@ class Worker:
         return bool(data)
 
     def last_words(self) -> str:
-        """Give the last line that the worker wrote to its standard error."""
+        """Return the last line that the worker wrote to its standard error."""
         self.log.seek(0)
         lines = self.log.read().decode(errors="replace").strip().splitlines()
         return lines[-1] if lines else "it wrote nothing"
@@ -86,7 +86,7 @@ class Worker:
 class Crew:
     """The workers of one run; a context manager that leaves none behind."""
 
-    def __init__(self, plan: Plan, folder: Path, *, resume: bool, stop_after: int | None) -> None:
+    def __init__(self, plan: RunConfig, folder: Path, *, resume: bool, stop_after: int | None) -> None:
         self.plan, self.folder, self.resume, self.stop_after = plan, folder, resume, stop_after
         self.workers: list[Worker] = []
         self.notices: set[str] = set()
@@ -120,12 +120,12 @@ class Crew:
         self._open.close()
 
     def host(self, rank: int) -> int:
-        """Give the host of a worker: the same number of workers on each, in blocks of ranks."""
+        """Return the host of a worker: the same number of workers on each, in blocks of ranks."""
         topology = self.plan.topology()
         return 0 if topology is None else rank * topology.hosts // self.plan.workers
 
     def interfaces(self) -> list[dict[str, int]]:
-        """Give what the interface of each emulated host has counted, start-up and evaluations included.
+        """Return what the interface of each emulated host has counted, start-up and evaluations included.
 
         Workers of one host reach each other without passing its interface.
         """
@@ -228,7 +228,7 @@ class Crew:
         return WorkerError(" ".join(text.split()))
 
     def logs(self) -> dict[int, str]:
-        """Give what each worker wrote to its standard output and error."""
+        """Return what each worker wrote to its standard output and error."""
         written = {}
         for worker in self.workers:
             worker.log.seek(0)
@@ -261,7 +261,7 @@ def loopback() -> dict[str, str]:
 
 
 def run_workers(
-    plan: Plan,
+    plan: RunConfig,
     folder: Path,
     on_row: Callable[[Row], None],
     *,

@@ -28,7 +28,7 @@ class LinkSettings:
     seed: int = 0
 
     def link_options(self) -> dict[str, Any]:
-        """Give the options of ``gradwire.attach``."""
+        """Return the options of ``gradwire.attach``."""
         return {
             "exclude": self.exclude,
             "min_numel": self.min_numel,

@@ -33,18 +33,18 @@ def _fields(path: str) -> dict[str, str]:
 
 
 def available_bytes() -> int | None:
-    """Give the memory that new processes may take, or None where that is unknown."""
+    """Return the memory that new processes may take, or None where that is unknown."""
     found = _fields("/proc/meminfo").get("MemAvailable", "").split()
     return int(found[0]) * 1024 if found else None
 
 
 def cores() -> int:
-    """Give the cores that this process may use."""
+    """Return the cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def free_threads() -> int | None:
-    """Give how many threads the container may still start, or None where there is no limit."""
+    """Return how many threads the container may still start, or None where there is no limit."""
     try:
         limit = Path("/sys/fs/cgroup/pids.max").read_text().strip()
         used = int(Path("/sys/fs/cgroup/pids.current").read_text())
@@ -83,7 +83,7 @@ def hardware() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Give the versions that a result depends on."""
+    """Return the versions that a result depends on."""
     found = {"python": platform.python_version()}
     for name in ("gradwire", "torch", "numpy", "numba"):
         try:

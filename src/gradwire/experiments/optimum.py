@@ -50,7 +50,7 @@ class Optimum:
 
 
 def residual(problem: LogisticProblem, x: Tensor, gradient: Tensor) -> float:
-    """Give the norm of the smallest subgradient of P at ``x``, where ``gradient`` is that of the smooth part."""
+    """Return the norm of the smallest subgradient of P at ``x``, where ``gradient`` is that of the smooth part."""
     l1 = problem.l1
     free = gradient - gradient.clamp(-l1, l1)
     return float(torch.where(x == 0, free, gradient + l1 * x.sign()).norm())

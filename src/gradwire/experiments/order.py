@@ -28,7 +28,7 @@ class Order(Protocol):
     """Samples a step, over all workers."""
 
     def indices(self, step: int) -> torch.Tensor:
-        """Give the indices of the samples of ``step`` (counted from 0), worker after worker, as int64."""
+        """Return the indices of the samples of ``step`` (counted from 0), worker after worker, as int64."""
 
 
 def generator(seed: int, purpose: str, counter: int) -> torch.Generator:
@@ -38,7 +38,7 @@ def generator(seed: int, purpose: str, counter: int) -> torch.Generator:
 
 
 def share(batch: int, rank: int, world_size: int) -> slice:
-    """Give the part of a global batch of ``batch`` samples that is worker ``rank``'s."""
+    """Return the part of a global batch of ``batch`` samples that is worker ``rank``'s."""
     part = batch // world_size
     return slice(rank * part, (rank + 1) * part)
 
@@ -64,7 +64,7 @@ class DataOrder:
         return self._permutation
 
     def indices(self, step: int) -> torch.Tensor:
-        """Give the indices of the samples of ``step`` (counted from 0), as int64."""
+        """Return the indices of the samples of ``step`` (counted from 0), as int64."""
         first, last = step * self.batch, (step + 1) * self.batch
         parts = []
         while first < last:
@@ -103,7 +103,7 @@ class ShareOrder:
         ]
 
     def indices(self, step: int) -> torch.Tensor:
-        """Give the indices of the samples of ``step`` (counted from 0), worker after worker, as int64."""
+        """Return the indices of the samples of ``step`` (counted from 0), worker after worker, as int64."""
         if not self._orders:
             return torch.arange(self.batch)
         return torch.cat([worker * self.share + order.indices(step) for worker, order in enumerate(self._orders)])

@@ -3,45 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
-import datetime
 import json
 import os
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
 
 import torch
 
 import gradwire as gw
 from gradwire.errors import BackendError
+from gradwire.experiments.config import RunConfig
 from gradwire.experiments.engine import build_model
 from gradwire.experiments.errors import RunError, UsageError
-from gradwire.experiments.folder import RECORD, RunFolder, checkpoint_steps, write_durably
+from gradwire.experiments.folder import RunFolder, checkpoint_steps, write_durably
 from gradwire.experiments.launch import run_workers
-from gradwire.experiments.machine import check_workers, hardware, versions
-from gradwire.experiments.plan import Plan
+from gradwire.experiments.machine import check_workers
+from gradwire.experiments.run_record import Audience, config_of, default_folder, report, slug
 from gradwire.experiments.simulate import SimulatedEngine
+from gradwire.experiments.torchrun import train_under_torchrun
 from gradwire.experiments.train import Row, Trainer
 from gradwire.lab import missing
 
 __all__ = ["Audience", "compare", "resume", "speaks", "train", "under_torchrun"]
-
-
-class Audience(Protocol):
-    """Who is told about progress; the command line draws it, tests collect it."""
-
-    def say(self, sentence: str) -> None:
-        """Take a sentence."""
-
-    def start(self, plan: Plan) -> None:
-        """Take the plan of a run that begins now."""
-
-    def row(self, row: Row) -> None:
-        """Take a row of metrics."""
-
-    def logs(self, logs: Mapping[int, str]) -> None:
-        """Take what the workers of a failed run wrote, by rank."""
 
 
 def under_torchrun() -> bool:
@@ -49,23 +32,7 @@ def under_torchrun() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def default_folder(plan: Plan) -> Path:
-    """Name a new run folder after task, method and time."""
-    stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-    return Path("runs") / f"{plan.task.name}-{slug(plan.method)}-{stamp}"
-
-
-def slug(spec: str) -> str:
-    """Give a spec as a file name.
-
-    Example:
-        >>> slug("TernGrad(clip=2.5)")
-        'terngrad-clip-2.5'
-    """
-    return re.sub(r"[^a-z0-9.]+", "-", spec.lower()).strip("-")
-
-
-def check_link(plan: Plan) -> None:
+def check_link(plan: RunConfig) -> None:
     """Raise in this process what a link would raise in every worker: a wrong method, pattern or collective.
 
     And what no link sees: a momentum twice.
@@ -82,28 +49,7 @@ def check_link(plan: Plan) -> None:
         gw.check_options(method, **plan.link_options())
 
 
-def config_of(plan: Plan) -> dict[str, Any]:
-    """Give the run record as far as it is known before the link is built."""
-    return {
-        "gradwire_run": RECORD,
-        "method": repr(gw.method(plan.method)),
-        "name": plan.method,
-        "task": plan.task.name,
-        "seed": plan.seed,
-        "world_size": plan.workers,
-        "simulated": plan.simulate,
-        "evaluated_on": plan.task.evaluated_on,
-        "versions": versions(),
-        "hardware": hardware(),
-        "started": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "plan": plan.to_json(),
-        "lab": plan.lab,
-        "interfaces": None,
-        "link": None,
-    }
-
-
-def check_machine(plan: Plan) -> None:
+def check_machine(plan: RunConfig) -> None:
     """Refuse what this machine cannot run, before a folder is made.
 
     Raises:
@@ -118,7 +64,7 @@ def check_machine(plan: Plan) -> None:
 
 
 def train(
-    plan: Plan,
+    plan: RunConfig,
     audience: Audience,
     *,
     folder: Path | None = None,
@@ -135,8 +81,6 @@ def train(
     if under_torchrun() and not plan.simulate:
         if plan.lab is not None:
             raise UsageError("--lab starts its own workers: call gradwire train --lab without torchrun")
-        from gradwire.experiments.torchrun import train_under_torchrun
-
         return train_under_torchrun(plan, audience, folder=folder, overwrite=overwrite, stop_after=stop_after)
     check_machine(plan)
     run = RunFolder.create(folder or default_folder(plan), overwrite=overwrite)
@@ -156,7 +100,7 @@ def resume(folder: Path, audience: Audience, *, stop_after: int | None = None) -
         raise UsageError("--resume starts the run's own workers: call gradwire train --resume without torchrun")
     run = RunFolder(folder)
     try:
-        plan = Plan.from_json(run.read_config()["plan"])
+        plan = RunConfig.from_json(run.read_config()["plan"])
     except (KeyError, TypeError, AttributeError) as error:
         raise RunError(f"{folder / 'config.json'} holds no plan of this version: {error}") from error
     steps = checkpoint_steps(folder)
@@ -172,7 +116,7 @@ def resume(folder: Path, audience: Audience, *, stop_after: int | None = None) -
     return folder
 
 
-def execute(plan: Plan, run: RunFolder, audience: Audience, *, resume: bool, stop_after: int | None) -> None:
+def execute(plan: RunConfig, run: RunFolder, audience: Audience, *, resume: bool, stop_after: int | None) -> None:
     """Compile, then train in this process or on local workers, then write the report."""
     seconds = gw.warm_up(plan.method)
     if seconds > 0.5:
@@ -199,7 +143,7 @@ def execute(plan: Plan, run: RunFolder, audience: Audience, *, resume: bool, sto
 
 
 def simulate(
-    plan: Plan, run: RunFolder, on_row: Callable[[Row], None], *, resume: bool, stop_after: int | None
+    plan: RunConfig, run: RunFolder, on_row: Callable[[Row], None], *, resume: bool, stop_after: int | None
 ) -> None:
     """Train with all workers in this process."""
     threads = torch.get_num_threads()
@@ -214,15 +158,8 @@ def simulate(
         torch.set_num_threads(threads)
 
 
-def report(runs: Sequence[Path], folder: Path) -> Path:
-    """Write ``report.html`` into ``folder``."""
-    from gradwire.report import write_report
-
-    return write_report(runs, folder / "report.html")
-
-
 def compare(
-    plan: Plan,
+    plan: RunConfig,
     methods: Sequence[str],
     audience: Audience,
     *,

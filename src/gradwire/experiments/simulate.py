@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 import gradwire as gw
+from gradwire.experiments.config import RunConfig
 from gradwire.experiments.engine import build_model, decayed, score_share
 from gradwire.experiments.order import share
-from gradwire.experiments.plan import Plan
 
 __all__ = ["SimulatedEngine"]
 
@@ -27,7 +27,7 @@ class SimulatedEngine:
     kept.
     """
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: RunConfig) -> None:
         self.plan, self.rank, self.world_size = plan, 0, plan.workers
         self.model = build_model(plan)
         self.source = plan.task.load()
@@ -88,7 +88,7 @@ class SimulatedEngine:
             buffer.copy_(value)
 
     def mean(self, values: Sequence[float]) -> list[float]:
-        """Give the values: they are means over all workers already."""
+        """Return the values: they are means over all workers already."""
         return list(values)
 
     def score(self) -> tuple[float, float]:
@@ -100,7 +100,7 @@ class SimulatedEngine:
         """Nothing to wait for."""
 
     def traffic(self) -> gw.Traffic:
-        """Give the bytes that one real worker would have sent and received."""
+        """Return the bytes that one real worker would have sent and received."""
         return self.link.traffic()
 
     def record(self) -> dict[str, Any]:
@@ -108,7 +108,7 @@ class SimulatedEngine:
         return dict(self.link.record())
 
     def state_dict(self) -> dict[str, Any]:
-        """Give the link's state."""
+        """Return the link's state."""
         return dict(self.link.state_dict())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -10,17 +10,17 @@ import torch.distributed as dist
 
 import gradwire as gw
 from gradwire.errors import GradwireError
+from gradwire.experiments.config import RunConfig
 from gradwire.experiments.errors import RunError, UsageError
 from gradwire.experiments.folder import RunFolder
-from gradwire.experiments.plan import Plan
-from gradwire.experiments.run import Audience, config_of, default_folder, report
+from gradwire.experiments.run_record import Audience, config_of, default_folder, report
 from gradwire.experiments.worker import train_in_group
 
 __all__ = ["train_under_torchrun"]
 
 
 def train_under_torchrun(
-    plan: Plan, audience: Audience, *, folder: Path | None, overwrite: bool, stop_after: int | None
+    plan: RunConfig, audience: Audience, *, folder: Path | None, overwrite: bool, stop_after: int | None
 ) -> Path:
     """Train on the group that torchrun gives; rank 0 alone writes the run folder and speaks.
 
@@ -45,7 +45,7 @@ def train_under_torchrun(
     return run.path
 
 
-def _agree_on_folder(plan: Plan, folder: Path | None, overwrite: bool) -> Path:
+def _agree_on_folder(plan: RunConfig, folder: Path | None, overwrite: bool) -> Path:
     """Let rank 0 make the run folder and tell all ranks its path, or why there is none."""
     answer: list[str | None] = [None, None]
     if dist.get_rank() == 0:

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradwire.experiments.config import RunConfig
 from gradwire.experiments.engine import Engine, now_s
 from gradwire.experiments.errors import TrainingError
 from gradwire.experiments.folder import RunFolder
-from gradwire.experiments.plan import Plan
 
 __all__ = ["Trainer"]
 
@@ -58,7 +58,7 @@ class Trainer:
         on_row: called on rank 0 with every row that was written.
     """
 
-    def __init__(self, plan: Plan, engine: Engine, folder: RunFolder, on_row: Callable[[Row], None]) -> None:
+    def __init__(self, plan: RunConfig, engine: Engine, folder: RunFolder, on_row: Callable[[Row], None]) -> None:
         self.plan, self.engine, self.folder, self.on_row = plan, engine, folder, on_row
         self.optimizer = plan.task.build_optimizer(engine.model)
         self.named = list(engine.model.named_parameters())
@@ -158,7 +158,7 @@ class Trainer:
         self._row("eval", loss, accuracy, None)
 
     def counters(self) -> dict[str, int]:
-        """Give the bytes and elements of the whole run, earlier parts of a resumed one included."""
+        """Return the bytes and elements of the whole run, earlier parts of a resumed one included."""
         traffic = self.engine.traffic()
         return {name: self.base[name] + int(getattr(traffic, name)) for name in COUNTERS}
 

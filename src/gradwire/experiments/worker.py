@@ -26,10 +26,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire as gw
 from gradwire.errors import GradwireError
+from gradwire.experiments.config import RunConfig
 from gradwire.experiments.engine import build_model, decayed, score_share
 from gradwire.experiments.folder import RunFolder
 from gradwire.experiments.order import share
-from gradwire.experiments.plan import Plan
 from gradwire.experiments.train import Row, Trainer
 from gradwire.processes import die_with_parent
 
@@ -58,14 +58,14 @@ class Part:
     stop_after: int | None
 
     def to_json(self) -> str:
-        """Give the text for the environment."""
+        """Return the text for the environment."""
         return json.dumps(dataclasses.asdict(self))
 
 
 class DistributedEngine:
     """An :class:`~gradwire.experiments.engine.Engine` on the default process group: DDP with a link attached."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: RunConfig) -> None:
         self.plan, self.rank, self.world_size = plan, dist.get_rank(), dist.get_world_size()
         self.model: nn.Module = build_model(plan)
         self.source = plan.task.load()
@@ -99,7 +99,7 @@ class DistributedEngine:
         return float(loss.detach())
 
     def mean(self, values: Sequence[float]) -> list[float]:
-        """Give the mean over all workers."""
+        """Return the mean over all workers."""
         total = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(total)
         return [float(value) / self.world_size for value in total]
@@ -119,7 +119,7 @@ class DistributedEngine:
         dist.barrier()
 
     def traffic(self) -> gw.Traffic:
-        """Give this rank's bytes."""
+        """Return this rank's bytes."""
         return self.link.traffic()
 
     def record(self) -> dict[str, Any]:
@@ -127,7 +127,7 @@ class DistributedEngine:
         return dict(self.link.record())
 
     def state_dict(self) -> dict[str, Any]:
-        """Give this rank's link state."""
+        """Return this rank's link state."""
         return dict(self.link.state_dict())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -140,7 +140,7 @@ class DistributedEngine:
 
 
 def train_in_group(
-    plan: Plan, folder: RunFolder, on_row: Callable[[Row], None], *, resume: bool, stop_after: int | None
+    plan: RunConfig, folder: RunFolder, on_row: Callable[[Row], None], *, resume: bool, stop_after: int | None
 ) -> None:
     """Train on the default process group; every rank calls this with the same plan.
 
@@ -193,7 +193,7 @@ def main() -> None:
 
 def _work(part: Part, on_row: Callable[[Row], None]) -> None:
     folder = RunFolder(Path(part.folder))
-    plan = Plan.from_json(folder.read_config()["plan"])
+    plan = RunConfig.from_json(folder.read_config()["plan"])
     store = dist.TCPStore(part.address, part.port, is_master=part.serves, wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=part.rank, world_size=part.world_size)
     train_in_group(plan, folder, on_row, resume=part.resume, stop_after=part.stop_after)

@@ -26,7 +26,7 @@ TICK_S = 0.05
 
 
 def environment(network: Network, host: int) -> dict[str, str]:
-    """Give what torchrun would set in the one process of a host, and the interface that Gloo is to use."""
+    """Return what torchrun would set in the one process of a host, and the interface that Gloo is to use."""
     hosts = network.topology.hosts
     return {
         "RANK": str(host),

@@ -67,7 +67,7 @@ class Counters:
         return self.received_bytes - HEADER_BYTES * self.received_packets
 
     def since(self, before: Counters) -> Counters:
-        """Give what was counted after ``before``."""
+        """Return what was counted after ``before``."""
         return Counters(
             self.sent_bytes - before.sent_bytes,
             self.sent_packets - before.sent_packets,
@@ -100,15 +100,15 @@ class Network:
         self.name, self.topology = name, topology
 
     def namespace(self, host: int) -> str:
-        """Give the namespace of a host."""
+        """Return the namespace of a host."""
         return f"{self.name}-h{host}"
 
     def address(self, host: int) -> str:
-        """Give the address of a host."""
+        """Return the address of a host."""
         return f"10.77.0.{host + 1}"
 
     def enter(self, host: int) -> list[str]:
-        """Give the words to put before a command that is to run on a host."""
+        """Return the words to put before a command that is to run on a host."""
         return ["ip", "netns", "exec", self.namespace(host)]
 
     def _switch(self, group: int) -> str:

@@ -44,7 +44,7 @@ class Claim:
             self._file.close()
 
     def release(self) -> None:
-        """Give the name back, once nothing bears it any more."""
+        """Return the name back, once nothing bears it any more."""
         self.path.unlink(missing_ok=True)
         self._file.close()
 

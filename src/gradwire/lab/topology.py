@@ -56,21 +56,21 @@ class Topology:
             raise HyperparameterError(f"delay={self.delay_s}: must not be negative")
 
     def send_rate(self, host: int) -> Rate:
-        """Give what a host may send."""
+        """Return what a host may send."""
         if host in self.overrides:
             return self.overrides[host][0]
         return self.bandwidth if self.asymmetric is None else self.asymmetric
 
     def receive_rate(self, host: int) -> Rate:
-        """Give what a host may receive."""
+        """Return what a host may receive."""
         return self.overrides[host][1] if host in self.overrides else self.bandwidth
 
     def group(self, host: int) -> int:
-        """Give the number of a host's group."""
+        """Return the number of a host's group."""
         return host * self.groups // self.hosts
 
     def with_bandwidth(self, rate: Rate) -> Topology:
-        """Give the same cluster with another bandwidth on every host that has none of its own."""
+        """Return the same cluster with another bandwidth on every host that has none of its own."""
         return replace(self, bandwidth=rate)
 
     @classmethod

@@ -97,7 +97,7 @@ class Options:
         return cls(**given)
 
     def collectives(self, method: Method) -> tuple[str, ...]:
-        """Give the protocols to choose from.
+        """Return the protocols to choose from.
 
         Raises:
             IncompatibleError: the method cannot travel by the collective that was asked for.

@@ -24,14 +24,14 @@ class Workspace:
         self._parts: dict[str, Workspace] = {}
 
     def get(self, name: str, *shape: int) -> torch.Tensor:
-        """Give the uint8 buffer of that name and shape; zeros the first time, whatever was left there later."""
+        """Return the uint8 buffer of that name and shape; zeros the first time, whatever was left there later."""
         have = self._buffers.get(name)
         if have is None or have.shape != shape:
             have = self._buffers[name] = torch.zeros(shape, dtype=torch.uint8, device=self.device)
         return have
 
     def part(self, name: str) -> Workspace:
-        """Give the workspace of that name for an exchange beside the job's main one; the same every round."""
+        """Return the workspace of that name for an exchange beside the job's main one; the same every round."""
         if name not in self._parts:
             self._parts[name] = Workspace(self.device)
         return self._parts[name]

@@ -42,7 +42,7 @@ class Memory:
     def read(
         self, kind: str, segments: Sequence[Segment], *, replicated: bool = False, dtype: torch.dtype = torch.float32
     ) -> torch.Tensor:
-        """Give what is held for whole parameters, laid out as ``segments`` are; zeros at first; not to be written.
+        """Return what is held for whole parameters, laid out as ``segments`` are; zeros at first; not to be written.
 
         There is room for dense segments, but what lies there is not kept.
         """
@@ -51,13 +51,13 @@ class Memory:
     def stage(
         self, kind: str, segments: Sequence[Segment], *, replicated: bool = False, dtype: torch.dtype = torch.float32
     ) -> torch.Tensor:
-        """Give the vector, of the same layout, that takes the place of what is held; fill it all."""
+        """Return the vector, of the same layout, that takes the place of what is held; fill it all."""
         bank = self._bank(kind, segments, replicated, dtype)
         bank.changed = True
         return bank.staged
 
     def norm(self, kind: str, name: str) -> float | None:
-        """Give the Euclidean norm of what is held of a parameter; None where nothing of that kind is."""
+        """Return the Euclidean norm of what is held of a parameter; None where nothing of that kind is."""
         with self._lock:
             home, loaded = self._home.get((kind, name)), self._loaded.get((kind, name))
             held = loaded if home is None else home[0].held[home[1] : home[1] + home[2]]
@@ -72,7 +72,7 @@ class Memory:
                     bank.held.zero_()
 
     def value(self, name: str) -> torch.Tensor | None:
-        """Give a value that was committed, the same on all ranks; None where there is none."""
+        """Return a value that was committed, the same on all ranks; None where there is none."""
         return self._values.get(name)
 
     def stage_value(self, name: str, value: torch.Tensor) -> None:
@@ -94,7 +94,7 @@ class Memory:
         self._staged_values = {}
 
     def state(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Give copies of all that is held: ``global``, ``replicated`` and ``rank``, keys "kind/parameter"."""
+        """Return copies of all that is held: ``global``, ``replicated`` and ``rank``, keys "kind/parameter"."""
         found: dict[str, dict[str, torch.Tensor]] = {"global": {}, "replicated": {}, "rank": {}}
         found["global"] = {name: value.clone() for name, value in self._values.items()}
         for (kind, name), tensor in self._loaded.items():

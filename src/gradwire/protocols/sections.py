@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from gradwire.compressors import CheckedCodec, Codec, Draw, SummableCodec, Summary
+from gradwire.codecs import CheckedCodec, Codec, Draw, SummableCodec, Summary
 from gradwire.ops import AllGather, AllToAll, Exchange, Reduce
 from gradwire.protocols.context import Context, Outcome
 from gradwire.wire import CodedRows, Rows
@@ -113,7 +113,7 @@ def _rows(context: Context, sections: Sequence[tuple[Codec, int, int]]) -> Rows 
 
 
 def _told(context: Context, lengths: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Give what an operation needs to tell lengths: those to send, none to this rank itself, and room for theirs."""
+    """Return what an operation needs to tell lengths: those to send, none to this rank itself, and room for theirs."""
     if lengths is None:
         return None, None
     lengths = lengths.expand(context.world_size).clone()

@@ -4,6 +4,6 @@ from __future__ import annotations
 
 from gradwire.report.load import ReportError, Run, load_runs
 from gradwire.report.page import write_report
-from gradwire.report.summary import Summary, summarize, summarize_folders
+from gradwire.report.summary import RunSummary, summarize, summarize_folders
 
-__all__ = ["ReportError", "Run", "Summary", "load_runs", "summarize", "summarize_folders", "write_report"]
+__all__ = ["ReportError", "Run", "RunSummary", "load_runs", "summarize", "summarize_folders", "write_report"]

@@ -33,7 +33,7 @@ AXES: tuple[tuple[str, Horizontal], ...] = (
 
 
 def style(index: int) -> dict[str, Any]:
-    """Give the line of the ``index``-th run; colour, dashes and marker all differ."""
+    """Return the line of the ``index``-th run; colour, dashes and marker all differ."""
     return {
         "color": COLOURS[index % len(COLOURS)],
         "linestyle": STYLES[index % len(STYLES)],
@@ -57,7 +57,7 @@ def draw(axes: Axes, runs: Sequence[Run], field: str, horizontal: Horizontal, *,
 
 
 def lowest_accuracy(runs: Sequence[Run]) -> float:
-    """Give where the accuracy axis starts, in percent: four times the worst final error is shown."""
+    """Return where the accuracy axis starts, in percent: four times the worst final error is shown."""
     finals = [rows[-1]["accuracy"] for run in runs if (rows := run.of("eval"))]
     return max(0.0, 100.0 * (1.0 - 4.0 * (1.0 - min(finals)))) if finals else 0.0
 
@@ -115,7 +115,7 @@ def scale_bytes(axes: Axes) -> None:
 
 
 def svg(figure: Figure) -> str:
-    """Give a figure as an SVG element without XML prologue, metadata or outside references."""
+    """Return a figure as an SVG element without XML prologue, metadata or outside references."""
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", transparent=False, metadata={"Date": None})
     text = buffer.getvalue()

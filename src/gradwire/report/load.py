@@ -59,7 +59,7 @@ class Run:
     notes: tuple[str, ...] = ()
 
     def of(self, event: str) -> list[dict[str, Any]]:
-        """Give the rows of one event, "train" or "eval"."""
+        """Return the rows of one event, "train" or "eval"."""
         return [row for row in self.rows if row["event"] == event]
 
     @property

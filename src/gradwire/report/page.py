@@ -12,7 +12,7 @@ from typing import Any
 from gradwire.errors import BackendError
 from gradwire.report.link_notes import choice_details, link_texts
 from gradwire.report.load import ReportError, Run, load_runs
-from gradwire.report.summary import Summary, summarize
+from gradwire.report.summary import RunSummary, summarize
 from gradwire.report.verdict import bytes_text, percent, seconds_text, verdicts
 
 __all__ = ["render", "write_report"]
@@ -41,7 +41,7 @@ def write_report(folders: Iterable[Path], output: Path) -> Path:
 
 
 def render(runs: Sequence[Run]) -> str:
-    """Give the page's HTML; all text is escaped."""
+    """Return the page's HTML; all text is escaped."""
     try:
         import jinja2
         import markupsafe
@@ -78,7 +78,7 @@ def _percentile_note(runs: Sequence[Run]) -> str:
     return "of single steps" if every == [1] else f"of medians over {' or '.join(map(str, every))} steps"
 
 
-def _table_row(run: Run, numbers: Summary) -> dict[str, str]:
+def _table_row(run: Run, numbers: RunSummary) -> dict[str, str]:
     def shown(value: float | None, form: str) -> str:
         return NONE if value is None else form.format(value)
 
@@ -100,7 +100,7 @@ def _table_row(run: Run, numbers: Summary) -> dict[str, str]:
 
 
 def _facts(runs: Sequence[Run]) -> list[tuple[str, str]]:
-    """Give hardware, versions and settings; values that all runs share are said once."""
+    """Return hardware, versions and settings; values that all runs share are said once."""
     facts: list[tuple[str, str]] = []
 
     def add(name: str, values: Sequence[Any]) -> None:

@@ -12,11 +12,11 @@ from typing import Any
 from gradwire.report.link_notes import fallback_reason
 from gradwire.report.load import Run, load_runs
 
-__all__ = ["Summary", "first_reaching", "summarize", "summarize_folders"]
+__all__ = ["RunSummary", "first_reaching", "summarize", "summarize_folders"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Summary:
+class RunSummary:
     """Numbers of one run. Bytes are rank 0's; times leave out evaluation, checkpoints and start-up.
 
     ``final_*`` is the last evaluation, ``best_*`` the best; both None for a run that ended before its first.
@@ -52,12 +52,12 @@ class Summary:
     fallback_reason: str | None
 
     def flat(self) -> dict[str, Any]:
-        """Give the fields as JSON values."""
+        """Return the fields as JSON values."""
         return dataclasses.asdict(self)
 
 
 def quantile(values: list[float], share: float) -> float:
-    """Give a quantile by linear interpolation; ``values`` must not be empty."""
+    """Return a quantile by linear interpolation; ``values`` must not be empty."""
     ordered = sorted(values)
     at = share * (len(ordered) - 1)
     low = int(at)
@@ -65,7 +65,7 @@ def quantile(values: list[float], share: float) -> float:
     return ordered[low] + (at - low) * (ordered[high] - ordered[low])
 
 
-def summarize(run: Run) -> Summary:
+def summarize(run: Run) -> RunSummary:
     """Compute a run's numbers."""
     evaluations, last = run.of("eval"), run.rows[-1]
     best = max(evaluations, key=lambda row: row["accuracy"], default=None)
@@ -73,7 +73,7 @@ def summarize(run: Run) -> Summary:
     sent, dense = last["sent_bytes"], last["dense_bytes"]
     link = run.config.get("link") or {}
     choice, returned = link.get("choice") or {}, link.get("fallback")
-    return Summary(
+    return RunSummary(
         run=str(run.path),
         label=run.label,
         task=run.config["task"],
@@ -103,10 +103,10 @@ def summarize(run: Run) -> Summary:
 
 
 def summarize_folders(folders: Iterable[Path]) -> list[dict[str, Any]]:
-    """Give the flat numbers of each run in ``folders``; raises ReportError."""
+    """Return the flat numbers of each run in ``folders``; raises ReportError."""
     return [summarize(run).flat() for run in load_runs(folders)]
 
 
 def first_reaching(run: Run, accuracy: float) -> dict[str, Any] | None:
-    """Give the first evaluation at which a run had at least this accuracy, or None."""
+    """Return the first evaluation at which a run had at least this accuracy, or None."""
     return next((row for row in run.of("eval") if row["accuracy"] >= accuracy), None)

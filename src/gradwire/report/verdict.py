@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gradwire.report.load import Run
-from gradwire.report.summary import Summary, first_reaching, summarize
+from gradwire.report.summary import RunSummary, first_reaching, summarize
 
 __all__ = ["baseline_of", "bytes_text", "rate_text", "seconds_text", "verdict", "verdicts"]
 
@@ -14,7 +14,7 @@ SAME = 0.03
 
 
 def bytes_text(count: float) -> str:
-    """Give bytes with a decimal unit.
+    """Return bytes with a decimal unit.
 
     Example:
         >>> bytes_text(1_234_567)
@@ -27,14 +27,14 @@ def bytes_text(count: float) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """Give a duration with a fitting unit."""
+    """Return a duration with a fitting unit."""
     if seconds < 0.9995:
         return f"{seconds * 1e3:.3g} ms"
     return f"{seconds:.3g} s" if seconds < 120 else f"{seconds / 60:.3g} min"
 
 
 def rate_text(bits_per_s: float | None) -> str:
-    """Give a bandwidth for people; None is not limited.
+    """Return a bandwidth for people; None is not limited.
 
     Example:
         >>> rate_text(1e9), rate_text(None)
@@ -56,12 +56,12 @@ def ratio_text(ratio: float) -> str:
 
 
 def percent(share: float) -> str:
-    """Give a share as a percentage with two decimals."""
+    """Return a share as a percentage with two decimals."""
     return f"{100 * share:.2f} %"
 
 
 def baseline_of(run: Run, runs: Sequence[Run]) -> Run | None:
-    """Give the float32 run with the same task, seed and workers."""
+    """Return the float32 run with the same task, seed and workers."""
     for other in runs:
         if other.config["method"].startswith("FP32(") and other.setting == run.setting and other is not run:
             return other
@@ -69,7 +69,7 @@ def baseline_of(run: Run, runs: Sequence[Run]) -> Run | None:
 
 
 def verdicts(runs: Sequence[Run]) -> list[tuple[str, str]]:
-    """Give label and paragraph for each run that is not itself float32."""
+    """Return label and paragraph for each run that is not itself float32."""
     compared = [run for run in runs if not run.config["method"].startswith("FP32(")]
     return [(run.label, verdict(run, baseline_of(run, runs))) for run in compared]
 
@@ -86,7 +86,7 @@ def verdict(run: Run, base: Run | None) -> str:
     return " ".join([saved, _step_time(numbers, summarize(base)), accuracy, _conclusion(run, base, ratio)])
 
 
-def _bytes(numbers: Summary) -> str:
+def _bytes(numbers: RunSummary) -> str:
     if not numbers.compression_factor or numbers.bits_per_element is None:
         return "It sent nothing."
     times = f"{numbers.compression_factor:.1f} times less" if numbers.compression_factor >= 1 else "more"
@@ -96,7 +96,7 @@ def _bytes(numbers: Summary) -> str:
     )
 
 
-def _step_time(numbers: Summary, base: Summary) -> str:
+def _step_time(numbers: RunSummary, base: RunSummary) -> str:
     if not numbers.step_time_s or not base.step_time_s:
         return "No step was timed."
     ratio = numbers.step_time_s / base.step_time_s

@@ -48,7 +48,7 @@ class Header:
         return _STRUCT.pack(MAGIC, WIRE_VERSION, *self.fields())
 
     def fields(self) -> tuple[int, ...]:
-        """Give tag, round, bucket, chunk and length as they are written."""
+        """Return tag, round, bucket, chunk and length as they are written."""
         return self.tag, self.round & 0xFFFFFFFF, self.bucket & 0xFFFF, self.chunk & 0xFFFF, self.body_bytes
 
     def write(self, rows: torch.Tensor) -> None:
@@ -58,7 +58,7 @@ class Header:
 
 
 def read_length(row: torch.Tensor) -> int:
-    """Give the length that a payload's header states, unchecked."""
+    """Return the length that a payload's header states, unchecked."""
     return int.from_bytes(bytes(row[HEADER_BYTES - 4 : HEADER_BYTES].tolist()), "little")
 
 

@@ -31,7 +31,7 @@ class Source(Protocol):
         """Number of training samples that an index may name."""
 
     def batch(self, indices: Tensor, part: slice, *, seed: int, step: int) -> tuple[Tensor, Tensor]:
-        """Give inputs and targets of one worker.
+        """Return inputs and targets of one worker.
 
         ``indices`` are the whole batch's; ``part`` is the worker's. Random augmentation is a function of
         (seed, step, position in the whole batch), so the same samples look the same for every number of
@@ -39,7 +39,7 @@ class Source(Protocol):
         """
 
     def evaluation(self, rank: int, world_size: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Give this worker's share of the evaluation data in batches; the shares are disjoint and complete."""
+        """Return this worker's share of the evaluation data in batches; the shares are disjoint and complete."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,21 +106,21 @@ class Task(ABC):
         return self.weight_decay
 
     def penalty(self, model: nn.Module) -> float:
-        """Give what belongs to the objective that is reported, beside the mean loss over samples; by default 0."""
+        """Return what belongs to the objective that is reported, beside the mean loss over samples; by default 0."""
         return 0.0
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        """Give the mean cross entropy over samples (and positions)."""
+        """Return the mean cross entropy over samples (and positions)."""
         return F.cross_entropy(output.flatten(0, -2), target.flatten())
 
     def score(self, output: Tensor, target: Tensor) -> tuple[float, int, int]:
-        """Give the summed loss, the number of right answers and the number of answers."""
+        """Return the summed loss, the number of right answers and the number of answers."""
         logits, wanted = output.flatten(0, -2), target.flatten()
         loss = F.cross_entropy(logits, wanted, reduction="sum")
         return float(loss), int((logits.argmax(1) == wanted).sum()), wanted.numel()
 
     def learning_rate(self, step: int) -> float:
-        """Give the learning rate of ``step``, counted from 0."""
+        """Return the learning rate of ``step``, counted from 0."""
         done = min(step / self.steps, 1.0)
         if self.schedule == "polynomial":
             return self.lr * math.sqrt(1.0 - done)
@@ -135,11 +135,11 @@ class Task(ABC):
         return torch.optim.SGD(model.parameters(), lr=self.lr, momentum=self.momentum)
 
     def data_path(self) -> Path:
-        """Give the path that ``--data`` names; raises UsageError where it was not given."""
+        """Return the path that ``--data`` names; raises UsageError where it was not given."""
         if self.data is None:
             raise UsageError(f"task {self.name} needs --data PATH: {self.summary}")
         return Path(self.data)
 
     def settings(self) -> dict[str, Any]:
-        """Give all settings, for the run record."""
+        """Return all settings, for the run record."""
         return dataclasses.asdict(self)

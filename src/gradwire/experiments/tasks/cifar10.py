@@ -37,7 +37,7 @@ class Residual(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Give ``relu(shortcut(x) + two convolutions of x)``."""
+        """Return ``relu(shortcut(x) + two convolutions of x)``."""
         y = F.relu(self.norm1(self.conv1(x)))
         y = self.norm2(self.conv2(y))
         out: Tensor = F.relu(y + self.shortcut(x))

@@ -40,7 +40,7 @@ class Images:
         return self.inputs.shape[0]
 
     def batch(self, indices: Tensor, part: slice, *, seed: int, step: int) -> tuple[Tensor, Tensor]:
-        """Give one worker's images and labels; see :class:`~gradwire.experiments.tasks.base.Source`."""
+        """Return one worker's images and labels; see :class:`~gradwire.experiments.tasks.base.Source`."""
         mine = indices[part]
         images = self._scaled(self.inputs[mine])
         if self.pad:
@@ -53,7 +53,7 @@ class Images:
         return images, self.labels[mine]
 
     def evaluation(self, rank: int, world_size: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Give every ``world_size``-th batch of evaluation images."""
+        """Return every ``world_size``-th batch of evaluation images."""
         step = EVALUATION_BATCH
         for first in range(rank * step, self.eval_inputs.shape[0], world_size * step):
             last = first + step

@@ -17,7 +17,7 @@ import gradwire as gw
 from gradwire.experiments.errors import DataError, UsageError, nearest
 from gradwire.experiments.order import Order, ShareOrder, generator
 from gradwire.experiments.tasks.base import Source, Task
-from gradwire.experiments.tasks.readers import Rows, read_libsvm
+from gradwire.experiments.tasks.readers import SparseRows, read_libsvm
 
 __all__ = ["SPLITS", "Logreg", "split_order"]
 
@@ -29,7 +29,7 @@ DENSE_BYTES = 4 * 2**30
 
 
 def split_order(labels: Tensor, split: str) -> Tensor:
-    """Give the order in which rows are cut over the workers, as indices.
+    """Return the order in which rows are cut over the workers, as indices.
 
     ``label``: the -1 rows first, then the +1 rows, each in the file's order, so that most workers see one label only.
     ``random``: a fixed draw, the same for every run.
@@ -52,19 +52,19 @@ class DenseRows:
         return self.inputs.shape[0]
 
     def batch(self, indices: Tensor, part: slice, *, seed: int, step: int) -> tuple[Tensor, Tensor]:
-        """Give one worker's rows and labels; see :class:`~gradwire.experiments.tasks.base.Source`."""
+        """Return one worker's rows and labels; see :class:`~gradwire.experiments.tasks.base.Source`."""
         mine = indices[part]
         return self.inputs[mine], self.labels[mine]
 
     def evaluation(self, rank: int, world_size: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Give every ``world_size``-th block of rows."""
+        """Return every ``world_size``-th block of rows."""
         step = EVALUATION_ROWS
         for first in range(rank * step, self.samples, world_size * step):
             yield self.inputs[first : first + step], self.labels[first : first + step]
 
 
 @functools.lru_cache(maxsize=1)
-def _read(path: Path, changed_ns: int, size_bytes: int) -> Rows:
+def _read(path: Path, changed_ns: int, size_bytes: int) -> SparseRows:
     return read_libsvm(path)
 
 
@@ -113,7 +113,7 @@ class Logreg(Task):
         if self.l1 and self.optimizer != "sgd":
             raise UsageError(f"l1 = {self.l1} needs the proximal step of sgd: leave --optimizer {self.optimizer} out")
 
-    def rows(self) -> Rows:
+    def rows(self) -> SparseRows:
         """Read the file, once a process; raises DataError or UsageError."""
         path = self.data_path()
         if not path.is_file():
@@ -162,17 +162,17 @@ class Logreg(Task):
         return gw.ProximalSGD(model.parameters(), lr=self.lr, prox=prox, momentum=self.momentum)
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        """Give the mean of ``log(1 + exp(-target * output))``; ``output`` is ``[rows, 1]``."""
+        """Return the mean of ``log(1 + exp(-target * output))``; ``output`` is ``[rows, 1]``."""
         return F.softplus(-target * output.squeeze(1)).mean()
 
     def score(self, output: Tensor, target: Tensor) -> tuple[float, int, int]:
-        """Give the summed loss, the number of right signs and the number of rows."""
+        """Return the summed loss, the number of right signs and the number of rows."""
         margin = output.squeeze(1)
         loss = F.softplus(-target * margin).sum(dtype=torch.float64)
         return float(loss), int(((margin >= 0) == (target > 0)).sum()), target.numel()
 
     @torch.no_grad()
     def penalty(self, model: nn.Module) -> float:
-        """Give ``(l2 / 2) |x|^2 + l1 |x|_1``, summed in float64."""
+        """Return ``(l2 / 2) |x|^2 + l1 |x|_1``, summed in float64."""
         weights = torch.cat([parameter.flatten() for parameter in model.parameters()]).to(torch.float64)
         return float(self.l2 / 2 * weights.square().sum() + self.l1 * weights.abs().sum())

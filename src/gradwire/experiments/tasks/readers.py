@@ -20,7 +20,7 @@ from torch import Tensor
 from gradwire.experiments.errors import DataError
 
 __all__ = [
-    "Rows",
+    "SparseRows",
     "existing_folder",
     "find_file",
     "read_bytes",
@@ -36,7 +36,7 @@ CIFAR_IMAGES, CIFAR_RECORD_BYTES = 10_000, 3073
 
 
 def existing_folder(folder: Path, expected: str) -> Path:
-    """Give the folder back if it is one; raises DataError that says what it should hold."""
+    """Return the folder back if it is one; raises DataError that says what it should hold."""
     if not folder.is_dir():
         state = "is not a folder" if folder.exists() else "does not exist"
         raise DataError(f"--data {folder} {state}; expected a folder with {expected}")
@@ -116,7 +116,7 @@ def _labels(path: Path, labels: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class Rows:
+class SparseRows:
     """Labelled sparse rows.
 
     Attributes:
@@ -134,14 +134,14 @@ class Rows:
     features: int
 
     def dense(self, dtype: torch.dtype) -> Tensor:
-        """Give the rows as ``[rows, features]``."""
+        """Return the rows as ``[rows, features]``."""
         rows = torch.arange(self.labels.numel()).repeat_interleave(self.starts.diff())
         matrix = torch.zeros(self.labels.numel(), self.features, dtype=dtype)
         matrix[rows, self.columns] = self.values.to(dtype)
         return matrix
 
 
-def read_libsvm(path: Path) -> Rows:
+def read_libsvm(path: Path) -> SparseRows:
     """Read rows ``label index:value ...`` of two classes, indices from 1 and ascending, plain or .gz or .xz.
 
     The smaller label becomes -1, the larger +1; a row may be a label alone; there are as many features as the largest
@@ -171,7 +171,7 @@ def read_libsvm(path: Path) -> Rows:
         raise DataError(f"{path}: expected rows of label index:value ..., found an empty file")
     if not columns:
         raise DataError(f"{path}: expected features, found {len(labels)} rows with a label alone")
-    return Rows(
+    return SparseRows(
         _signs(path, labels),
         torch.tensor(starts),
         torch.tensor(columns),

@@ -34,7 +34,7 @@ class Gru(nn.Module):
         self.logits = nn.Linear(width, BYTES_VALUES)
 
     def forward(self, text: Tensor) -> Tensor:
-        """Give logits ``[batch, length, 256]`` for ``text`` ``[batch, length]``."""
+        """Return logits ``[batch, length, 256]`` for ``text`` ``[batch, length]``."""
         hidden, _ = self.recurrent(self.embed(text))
         out: Tensor = self.logits(hidden)
         return out
@@ -53,12 +53,12 @@ class Windows:
         return self.text.numel() - LENGTH
 
     def batch(self, indices: Tensor, part: slice, *, seed: int, step: int) -> tuple[Tensor, Tensor]:
-        """Give windows that start at ``indices``, and the same shifted by one."""
+        """Return windows that start at ``indices``, and the same shifted by one."""
         rows = self.text[indices[part][:, None] + torch.arange(LENGTH + 1)].to(torch.int64)
         return rows[:, :-1], rows[:, 1:]
 
     def evaluation(self, rank: int, world_size: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Give every ``world_size``-th batch of windows of the held-out text."""
+        """Return every ``world_size``-th batch of windows of the held-out text."""
         count = (self.held_out.numel() - 1) // LENGTH
         for first in range(rank * EVALUATION_BATCH, count, world_size * EVALUATION_BATCH):
             starts = torch.arange(first, min(first + EVALUATION_BATCH, count)) * LENGTH

@@ -1,0 +1,269 @@
+"""Where normalised gradients lie: mixtures of truncated normals, and the levels that serve them best.
+
+All of it in float64, a few times in a training; the formulas are those of Faghri et al., "Adaptive Gradient
+Quantization for Data-Parallel SGD", NeurIPS 2020, sections 3.1 to 3.3.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Sequence
+
+import torch
+
+__all__ = ["Mixture", "best_levels", "best_ratio", "powers"]
+
+SMALLEST_DEVIATION = 1e-12
+SWEEPS = 60
+"""Of coordinate descent, at most; it ends when no level moves by more than a millionth of its neighbours' distance."""
+
+COMPONENTS = 256
+"""Of a mixture that levels are fitted to, at most: workers send 350 blocks each, most of them nearly alike."""
+
+PLACES = 384
+"""Among which levels are placed before they are moved, about; more where there are many levels."""
+
+STEPS = 100
+"""Of an inversion, at most. Halving alone needs 33; a step of Newton's that halves less than the last is not taken."""
+
+
+class Mixture:
+    """The distribution F = sum_n w_n N(mean_n, std_n) truncated to [-1, 1].
+
+    Args:
+        mean, std, weight: Float64 ``[components]``; weights need not add up to one.
+    """
+
+    def __init__(self, mean: torch.Tensor, std: torch.Tensor, weight: torch.Tensor) -> None:
+        self.mean, self.std = mean.double(), std.double().clamp(min=SMALLEST_DEVIATION)
+        ends = self._normal(torch.tensor([-1.0, 1.0], dtype=torch.float64))
+        mass = ends[1] - ends[0]
+        weight = torch.where(mass > 0, weight.double(), 0.0)
+        total = weight.sum()
+        # Normals that lie outside of the interval altogether say nothing about the inside.
+        self.share = weight / (total if float(total) > 0 else 1.0)
+        self.weight = self.share / mass.clamp(min=1e-300)
+        self._below = (self.weight * ends[0]).sum()
+
+    def _normal(self, points: torch.Tensor) -> torch.Tensor:
+        half: torch.Tensor = 0.5 * torch.special.erfc((self.mean - points[:, None]) / (self.std * math.sqrt(2)))
+        return half
+
+    def _density(self, points: torch.Tensor) -> torch.Tensor:
+        z = (points[:, None] - self.mean) / self.std
+        return torch.exp(-0.5 * z * z) / (self.std * math.sqrt(2 * math.pi))
+
+    def distribution(self, points: torch.Tensor) -> torch.Tensor:
+        """F at some points, float64 ``[points]``."""
+        return self._normal(points) @ self.weight - self._below
+
+    def cdf(self, x: float) -> float:
+        """F(x)."""
+        return float(self.distribution(torch.tensor([x], dtype=torch.float64)))
+
+    def between(self, points: torch.Tensor) -> torch.Tensor:
+        """The integrals of 1, r and r^2 from each point to the next, float64 ``[3, points - 1]``."""
+        normal, density = self._normal(points), self._density(points)
+        mass, low, high, variance = normal[1:] - normal[:-1], density[:-1], density[1:], self.std * self.std
+        a, b = points[:-1, None], points[1:, None]
+        first = self.mean * mass + variance * (low - high)
+        second = (self.mean**2 + variance) * mass + variance * ((a + self.mean) * low - (b + self.mean) * high)
+        return torch.stack([mass, first, second]) @ self.weight
+
+    def moments(self, a: float, b: float) -> tuple[float, float, float]:
+        """The integrals of 1, r and r^2 over [a, b]."""
+        mass, first, second = self.between(torch.tensor([a, b], dtype=torch.float64)).flatten().tolist()
+        return mass, first, second
+
+    def inverse(
+        self, mass: torch.Tensor, low: torch.Tensor, high: torch.Tensor, start: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The x in [low, high] with F(x) = ``mass``, to 2^-33 of the interval; all float64 ``[points]``.
+
+        Newton's steps from ``start``, the middle if None; where density vanishes, or they are slow, halves.
+        """
+        x = 0.5 * (low + high) if start is None else start
+        step = high - low
+        precision, done = step * 2.0**-33, torch.zeros_like(x, dtype=torch.bool)
+        for _ in range(STEPS):
+            excess = self.distribution(x) - mass
+            low, high = torch.where(excess < 0, x, low), torch.where(excess < 0, high, x)
+            newton = x - excess / (self._density(x) @ self.weight)
+            good = (newton >= low) & (newton <= high) & ((newton - x).abs() <= 0.5 * step)
+            after = torch.where(done, x, torch.where(good, newton, 0.5 * (low + high)))
+            step, x = (after - x).abs(), after
+            done |= step <= precision
+            if bool(done.all()):
+                break
+        return x
+
+    def variance(self, levels: Sequence[float]) -> float:
+        """Expected variance of unbiased rounding: sum_j of the integral of (l_(j+1) - r) (r - l_j) dF."""
+        points = torch.tensor(levels, dtype=torch.float64)
+        mass, first, second = self.between(points)
+        a, b = points[:-1], points[1:]
+        return float(((a + b) * first - a * b * mass - second).sum())
+
+    def merged(self) -> Mixture:
+        """Return a mixture of at most :data:`COMPONENTS`, of the same first and second moment but for truncation.
+
+        The variance of levels is sum_j (l_(j+1) - l_(j-1)) H(l_j) and what does not depend on them, H(x) the integral
+        of F up to x. Normals around (m, s), m the mean and s the deviation of all of them together, change H by at most
+        about the weighted sum of ((mean_n - m)^2 + (std_n - s)^2) / s where one takes their place. So, beginning with
+        all components as one group, the group with the largest such sum is cut at the mean of the coordinate that
+        varies more, until there are enough groups.
+        """
+        some = torch.nonzero(self.share > 0).flatten()
+        if len(some) <= COMPONENTS:
+            return self
+        # The number breaks ties, so that the order is that of the cuts.
+        groups = [(-self._spread(some), 0, some)]
+        for number in itertools.count(1):
+            if len(groups) >= COMPONENTS or groups[0][0] == 0:
+                break
+            _, _, group = heapq.heappop(groups)
+            for i, part in enumerate(self._cut(group)):
+                heapq.heappush(groups, (-self._spread(part), 2 * number + i, part))
+        rows = torch.stack([self._pooled(group) for _, _, group in groups])
+        return Mixture(*rows.unbind(1))
+
+    def _pooled(self, group: torch.Tensor) -> torch.Tensor:
+        """Mean, deviation and weight of a group, as one distribution."""
+        mean, std, share = self.mean[group], self.std[group], self.share[group]
+        total = share.sum()
+        centre = (share * mean).sum() / total
+        variance = (share * (std**2 + (mean - centre) ** 2)).sum() / total
+        return torch.stack([centre, variance.sqrt(), total])
+
+    def _spread(self, group: torch.Tensor) -> float:
+        centre, std, _ = self._pooled(group)
+        away = (self.mean[group] - centre) ** 2 + (self.std[group] - std) ** 2
+        # What is exactly alike cannot be cut, though rounding finds a spread.
+        alike = bool((self.mean[group] == self.mean[group[0]]).all() & (self.std[group] == self.std[group[0]]).all())
+        return 0.0 if alike else float((self.share[group] * away).sum() / std)
+
+    def _cut(self, group: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        share = self.share[group] / self.share[group].sum()
+
+        def spread(values: torch.Tensor) -> float:
+            alike = bool((values == values[0]).all())
+            return -1.0 if alike else float((share * (values - (share * values).sum()) ** 2).sum())
+
+        values = max((self.mean[group], self.std[group]), key=spread)
+        low = values <= (share * values).sum()
+        if bool(low.all()) or not bool(low.any()):
+            low = values < values.max()
+        return group[low], group[~low]
+
+
+def best_levels(mixture: Mixture, count: int, starts: Sequence[Sequence[float]] = ()) -> list[float]:
+    """Place ``count`` levels from -1 to 1 so that the expected variance is least, by coordinate descent.
+
+    With neighbours c < l < d the best l solves F(l) = F(d) - (integral over [c, d] of (r - c) dF) / (d - c); sweeps
+    over the inner levels never raise the objective. It has several minima from four free levels on: so they begin at
+    the best choice among some hundred places, found by dynamic programming, which is no worse than the given starts,
+    quantiles, an even and an exponential grid, whose places are among these. F is that of :meth:`Mixture.merged`.
+    """
+    mixture = mixture.merged()
+    return _descend(mixture, _chosen(mixture, _places(mixture, count, starts), count))
+
+
+def _places(mixture: Mixture, count: int, starts: Sequence[Sequence[float]]) -> torch.Tensor:
+    """Candidates from -1 to 1, ascending: close together where many levels are best spent, and some everywhere.
+
+    The best of very many levels lie as the cube root of the density. It is taken to be constant between places that
+    are even, quantiles, and exponential around zero.
+    """
+    number = max(PLACES, 3 * count)
+    even = torch.linspace(-1, 1, number // 3 + 1, dtype=torch.float64)
+    half = 2.0 ** (-20 * torch.arange(number // 6, dtype=torch.float64) / (number // 6))
+    coarse = torch.cat([even, _quantiles(mixture, number // 3), half, -half]).unique()
+    gaps = coarse.diff()
+    share = (mixture.between(coarse)[0].clamp(min=0) / gaps) ** (1 / 3) * gaps
+    reached = torch.cat([share.new_zeros(1), share.cumsum(0)])
+    wanted = reached[-1] * torch.arange(1, number, dtype=torch.float64) / number
+    after = torch.searchsorted(reached, wanted, right=True).clamp(1, len(gaps))
+    part = (wanted - reached[after - 1]) / share[after - 1].clamp(min=1e-300)
+    fine = coarse[after - 1] + part.clamp(0, 1) * gaps[after - 1]
+    given = [*starts, [-1 + 2 * j / (count - 1) for j in range(count)], _exponential(count)]
+    known = [torch.tensor(list(levels), dtype=torch.float64) for levels in given]
+    places = [fine, coarse[::3], coarse[-1:], _quantiles(mixture, count - 1), *known]
+    return torch.tensor(sorted(set(torch.cat(places).tolist())), dtype=torch.float64)
+
+
+def _quantiles(mixture: Mixture, count: int) -> torch.Tensor:
+    wanted = torch.arange(1, count, dtype=torch.float64) / count
+    return mixture.inverse(wanted, torch.full_like(wanted, -1), torch.full_like(wanted, 1))
+
+
+def _chosen(mixture: Mixture, places: torch.Tensor, count: int) -> list[float]:
+    """Return the ``count`` places, the first and the last among them, whose expected variance as levels is least."""
+    sums = torch.cat([places.new_zeros(3, 1), mixture.between(places).cumsum(1)], 1)
+    mass, first, second = sums[:, None, :] - sums[:, :, None]
+    a, b = places[:, None], places
+    # Where the mixture has nothing, an even density of next to nothing decides.
+    cost = ((a + b) * first - a * b * mass - second).clamp(min=0) + 1e-15 * (b - a) ** 3
+    cost = cost.masked_fill(a >= b, torch.inf)
+    least, came_from = cost[0], []
+    for _ in range(count - 2):
+        least, best = (least[:, None] + cost).min(0)
+        came_from.append(best)
+    path = [len(places) - 1]
+    for best in reversed(came_from):
+        path.append(int(best[path[-1]]))
+    return [float(places[i]) for i in (0, *reversed(path))]
+
+
+def _exponential(count: int) -> list[float]:
+    half = [2.0**-j for j in range(count // 2)]
+    return [-x for x in half] + ([0.0] if count % 2 else []) + half[::-1]
+
+
+def _descend(mixture: Mixture, levels: list[float]) -> list[float]:
+    """Sweep, every second level at once: what is best for a level depends on its two neighbours alone."""
+    x = torch.tensor(levels, dtype=torch.float64)
+    for _ in range(SWEEPS):
+        moved = 0.0
+        for first in (1, 2):
+            neighbours = x[first - 1 :: 2]
+            c, d = neighbours[:-1], neighbours[1:]
+            if not len(c):
+                continue
+            old = x[first::2][: len(c)].clone()
+            mass, one, _ = mixture.between(neighbours)
+            level = mixture.inverse(mixture.distribution(d) - (one - c * mass) / (d - c), c, d, old)
+            level = torch.where((mass > 1e-300) & (c < level) & (level < d), level, old)
+            moved = max(moved, float(((level - old).abs() / (d - c)).max()))
+            x[first::2][: len(c)] = level
+        if moved < 1e-6:
+            break
+    return [float(level) for level in x]
+
+
+def powers(ratio: float, count: int) -> list[float]:
+    """Return the levels +-ratio^j, j = 0 .. count / 2 - 1, ascending; no zero."""
+    half = [ratio**j for j in range(count // 2)]
+    return [-x for x in half] + half[::-1]
+
+
+def best_ratio(mixture: Mixture, count: int) -> float:
+    """Return the ratio p of :func:`powers` with the least expected variance: a grid, then golden sections around it.
+
+    The distribution is that of :meth:`Mixture.merged`.
+    """
+    mixture = mixture.merged()
+    # Few levels on long blocks are best with ratios that are small by powers.
+    grid = [0.02 * 2.0**-k for k in range(16, 0, -1)] + [0.02 * k for k in range(1, 48)]
+    cost = [mixture.variance(powers(p, count)) for p in grid]
+    best = min(range(len(grid)), key=lambda k: cost[k])
+    low, high = grid[max(best - 1, 0)], grid[min(best + 1, len(grid) - 1)]
+    golden = (math.sqrt(5) - 1) / 2
+    for _ in range(40):
+        a, b = high - golden * (high - low), low + golden * (high - low)
+        if mixture.variance(powers(a, count)) < mixture.variance(powers(b, count)):
+            high = b
+        else:
+            low = a
+    return 0.5 * (low + high)

@@ -1,0 +1,170 @@
+"""The interface between codec mathematics and whoever moves its bytes."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from gradwire.errors import IncompatibleError
+from gradwire.kernels import MAX_WORLD_SIZE
+from gradwire.wire import Coder
+
+if TYPE_CHECKING:
+    pass
+
+__all__ = ["CheckedCodec", "Codec", "Draw", "SummableCodec", "Summary", "check_workers"]
+
+
+def check_workers(owner: str, world_size: int) -> None:
+    """Check that integers of that many workers add up within sixteen bits.
+
+    Raises:
+        IncompatibleError: there are more than :data:`gradwire.kernels.MAX_WORLD_SIZE`.
+    """
+    if world_size > MAX_WORLD_SIZE:
+        raise IncompatibleError(
+            f"{owner}: integers of {world_size} workers need more than 16 bits; use at most {MAX_WORLD_SIZE} workers, "
+            "or a method whose values are added up as floats, such as bf16"
+        )
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Which random numbers an encoder uses: the round and the stream (see :mod:`gradwire.seeds`)."""
+
+    round: int
+    stream: int
+
+
+class Summary(Protocol):
+    """What an encoder must know of whole parameters before it may encode a part of one.
+
+    It is made once a bucket, over whole parameters, so that neither buckets nor chunks decide a code.
+    """
+
+    @property
+    def shared(self) -> torch.Tensor | None:
+        """Float32 values to be replaced by their maximum over all ranks; None where nothing is shared."""
+
+    def select(self, index: torch.Tensor, shared: torch.Tensor | None) -> Summary:
+        """Return the summary of a chunk whose segment i is a piece of segment ``index[i]`` of the bucket.
+
+        ``shared`` is what came back of :attr:`shared`.
+        """
+
+
+class Codec(ABC):
+    """A compressor bound to the segments it serves: one section of a payload.
+
+    The section's *units* are the smallest runs that can be owned by different ranks. ``grain`` units and multiples
+    of it can be reduced by one owner and decoded beside other owners' without gaps.
+
+    A payload may begin with ``side_bytes`` that concern all units: every owner of a share of the units receives them
+    before its codes. Codes of shares, one after the other, are the codes of all.
+    """
+
+    units: int
+    grain: int
+    side_bytes: int = 0
+    coder: Coder | None = None
+
+    def use_coder(self, coder: Coder) -> None:
+        """Lay digits out so that every byte is a symbol for an entropy coder, and say which coder it is.
+
+        To be called once, before anything else.
+
+        Raises:
+            IncompatibleError: the codes are not made of digits that fit a byte.
+        """
+        raise IncompatibleError(
+            "its payload has no digits that an entropy coder could shorten: use it without a coder, or a method of "
+            "digits, such as TernGrad() or QSGDinf()"
+        )
+
+    def plain_payload_bytes(self, units: int) -> int:
+        """Bytes at the start of a rank's codes that no coder touches: all, unless said otherwise."""
+        return self.payload_bytes(units)
+
+    @abstractmethod
+    def summarise(self, flat: torch.Tensor) -> Summary:
+        """Measure the segments, which must be whole parameters."""
+
+    @abstractmethod
+    def payload_bytes(self, units: int) -> int:
+        """Exact bytes of a rank's codes for that many units."""
+
+    @abstractmethod
+    def encode(self, flat: torch.Tensor, summary: Summary, draw: Draw, out: torch.Tensor) -> None:
+        """Write the codes of all units of ``flat``; ``out`` may be longer and is left alone beyond them."""
+
+    @abstractmethod
+    def decode_rows(self, rows: torch.Tensor, summary: Summary, flat: torch.Tensor) -> bool | None:
+        """Write the mean over ranks into ``flat`` from every rank's codes of all units.
+
+        Until then ``flat`` holds this rank's own vector, as it was encoded: a decoder may compare with it.
+
+        Returns:
+            Of a :class:`CheckedCodec`, whether this rank could read all rows.
+        """
+
+    def remember(self, summary: Summary, flat: torch.Tensor, draw: Draw, wants_sent: bool) -> Summary:
+        """Return the summary that this rank's decoders need, before they overwrite ``flat``.
+
+        It may hold the draw, and where ``wants_sent`` says that :meth:`add_own` will be called, what that needs.
+        """
+        return summary
+
+    @abstractmethod
+    def add_own(self, data: torch.Tensor, summary: Summary, weight: float, flat: torch.Tensor) -> None:
+        """Add ``weight`` times what this rank itself contributed, from its own codes, to ``flat``."""
+
+    @abstractmethod
+    def is_finite(self, summary: Summary, flat: torch.Tensor) -> bool:
+        """Tell whether the mean, just decoded into ``flat``, is finite in this section."""
+
+
+class CheckedCodec(Codec):
+    """A codec of which a rank may find that it cannot read rows that others can: all then agree, and spoil the section.
+
+    Attributes:
+        checked: Whether this one looks.
+    """
+
+    checked: bool
+
+    @abstractmethod
+    def spoil(self, flat: torch.Tensor) -> None:
+        """Make this section of the mean +inf: some rank could not read it."""
+
+    @abstractmethod
+    def unread(self) -> str:
+        """Say in a sentence for people why some rank could not read this section, and what to change."""
+
+
+class SummableCodec(Codec):
+    """A codec whose codes an owner of a share can reduce to codes of the mean: these can travel in two phases."""
+
+    def plain_mean_bytes(self, units: int) -> int:
+        """Bytes at the start of reduced codes that no coder touches."""
+        return self.mean_bytes(units)
+
+    @abstractmethod
+    def mean_bytes(self, units: int) -> int:
+        """Exact bytes of the reduced codes for that many units (a multiple of ``grain``)."""
+
+    @abstractmethod
+    def reduce(self, rows: torch.Tensor, begin: int, out: torch.Tensor) -> None:
+        """Reduce the codes of the same units from all ranks, ``[world_size, payload_bytes]``, to ``mean_bytes``.
+
+        ``begin`` is the first of these units, a multiple of ``grain``.
+        """
+
+    @abstractmethod
+    def decode_mean(self, data: torch.Tensor, summary: Summary, begin: int, end: int, flat: torch.Tensor) -> None:
+        """Write the mean over ranks into ``flat`` from the reduced codes of units ``begin .. end``.
+
+        ``begin`` is a multiple of ``grain``; ``data`` may be longer.
+        """

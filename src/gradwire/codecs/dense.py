@@ -1,0 +1,103 @@
+"""Float32 as a codec: how excluded and small parameters, and warm-up rounds, travel beside compressed ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from gradwire.codecs.base import Draw, SummableCodec, Summary
+from gradwire.segments import Segment
+from gradwire.wire import ALIGNMENT, Coder
+
+__all__ = ["DenseCodec", "NoSummary"]
+
+_LANE = ALIGNMENT // 4
+
+
+class NoSummary:
+    """A summary that says nothing."""
+
+    shared: torch.Tensor | None = None
+
+    def select(self, index: torch.Tensor, shared: torch.Tensor | None) -> NoSummary:
+        return self
+
+
+class DenseCodec(SummableCodec):
+    """The mean as sum over ranks of x_r * float32(1 / world_size), added in the order of ranks.
+
+    That order is ours, not the backend's: the bits do not depend on who owns an element or where it lies. Multiplying
+    and adding are separate operations, so no backend may fuse them.
+
+    A unit is four values.
+
+    Args:
+        segments: The runs of the flat vector to carry; neighbours are joined.
+        world_size: Number of ranks.
+    """
+
+    grain = 1
+
+    def __init__(self, segments: Sequence[Segment], world_size: int) -> None:
+        self.runs: list[tuple[int, int]] = []
+        for segment in segments:
+            if self.runs and sum(self.runs[-1]) == segment.offset:
+                self.runs[-1] = (self.runs[-1][0], self.runs[-1][1] + segment.numel)
+            else:
+                self.runs.append((segment.offset, segment.numel))
+        self.numel = sum(count for _, count in self.runs)
+        self.units = -(-self.numel // _LANE)
+        self.weight = 1.0 / world_size
+
+    def use_coder(self, coder: Coder) -> None:
+        """Float32 stays as it is."""
+
+    def summarise(self, flat: torch.Tensor) -> NoSummary:
+        return NoSummary()
+
+    def payload_bytes(self, units: int) -> int:
+        return ALIGNMENT * units
+
+    def mean_bytes(self, units: int) -> int:
+        return ALIGNMENT * units
+
+    def encode(self, flat: torch.Tensor, summary: Summary, draw: Draw, out: torch.Tensor) -> None:
+        if flat.is_meta or not self.numel:
+            return
+        values = out.view(torch.float32)[: self.numel]
+        torch.cat([flat[a : a + n] for a, n in self.runs], out=values)
+        values.mul_(torch.tensor(self.weight, dtype=torch.float32))
+
+    def reduce(self, rows: torch.Tensor, begin: int, out: torch.Tensor) -> None:
+        if rows.is_meta:
+            return
+        total = out.view(torch.float32)
+        total.copy_(rows[0].view(torch.float32))
+        for row in rows[1:]:
+            total.add_(row.view(torch.float32))
+
+    def decode_mean(self, data: torch.Tensor, summary: Summary, begin: int, end: int, flat: torch.Tensor) -> None:
+        if flat.is_meta:
+            return
+        values = data.view(torch.float32)
+        first, last = begin * _LANE, min(end * _LANE, self.numel)
+        at = 0
+        for start, count in self.runs:
+            low, high = max(first - at, 0), min(last - at, count)
+            if low < high:
+                flat[start + low : start + high].copy_(values[at + low - first : at + high - first])
+            at += count
+
+    def decode_rows(self, rows: torch.Tensor, summary: Summary, flat: torch.Tensor) -> None:
+        total = torch.empty(rows.shape[1], dtype=torch.uint8, device=rows.device)
+        self.reduce(rows, 0, total)
+        self.decode_mean(total, summary, 0, self.units, flat)
+
+    def add_own(self, data: torch.Tensor, summary: Summary, weight: float, flat: torch.Tensor) -> None:
+        values = data.view(torch.float32)
+        for (start, count), part in zip(self.runs, values[: self.numel].split([n for _, n in self.runs])):
+            flat[start : start + count].add_(part, alpha=weight / self.weight)
+
+    def is_finite(self, summary: Summary, flat: torch.Tensor) -> bool:
+        return all(bool(torch.isfinite(flat[a : a + n]).all()) for a, n in self.runs)

@@ -1,0 +1,52 @@
+"""What compressors that round blocks to levels have in common."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from gradwire.compressors.base import Compressor
+from gradwire.methods import require
+from gradwire.wire import ALIGNMENT
+
+__all__ = ["LevelCompressor", "check_blocks"]
+
+
+def check_blocks(owner: str, block_size: int | None, blocks: str) -> None:
+    """Check the two fields that say which values share a scale.
+
+    Raises:
+        HyperparameterError: ``block_size`` is not None or a multiple of 16, or ``blocks`` not one of the two words.
+    """
+    whole = isinstance(block_size, int) and not isinstance(block_size, bool)
+    require(
+        block_size is None or (whole and block_size >= ALIGNMENT and block_size % ALIGNMENT == 0),
+        owner,
+        f"block_size is a multiple of {ALIGNMENT}, or None for one block a parameter, not {block_size!r}",
+    )
+    require(
+        blocks in ("parameter", "model"),
+        owner,
+        f"blocks is 'parameter' (cut from each parameter's start) or 'model' (across parameters), not {blocks!r}",
+    )
+
+
+class LevelCompressor(Compressor):
+    """A compressor that rounds blocks to levels: what follows from its fields ``block_size`` and ``blocks``.
+
+    No dataclass, so that each method's own fields keep their order in its spec.
+    """
+
+    block_size: int | None
+    blocks: str
+
+    collectives: ClassVar[tuple[str, ...]] = ("all_gather",)
+
+    @property
+    def whole_step(self) -> bool:  # type: ignore[override]
+        """Blocks that cross parameters need the gradients of all of them."""
+        return self.joined
+
+    @property
+    def joined(self) -> bool:  # type: ignore[override]
+        """Whether blocks cross parameters."""
+        return self.blocks == "model"

@@ -1,0 +1,36 @@
+"""Sizes only: what a plan would send, without data, kernels or a group."""
+
+from __future__ import annotations
+
+import torch
+
+from gradwire.drivers.traffic import Meter
+from gradwire.ops import Exchange, Reduce
+from gradwire.protocols import Context, Outcome, Workspace
+from gradwire.protocols.bucket_plan import BucketPlan
+
+__all__ = ["dry_run"]
+
+
+def dry_run(plan: BucketPlan, numel: int, world_size: int) -> Meter:
+    """Walk a plan made with the ``meta`` kernels and count its bytes for one rank and one round.
+
+    Exact, but for rows whose length depends on what they hold: those count with the most that they may take.
+    """
+    meter = Meter()
+    flat = torch.empty(numel, dtype=torch.float32, device="meta")
+    context = Context(0, world_size, 0, workspace=Workspace("meta"))
+    _drive(plan.whole(context, flat), world_size, meter)
+    return meter
+
+
+def _drive(generator: Exchange[Outcome], world_size: int, meter: Meter) -> None:
+    try:
+        op = next(generator)
+        while True:
+            if not isinstance(op, Reduce) and op.arrived is not None and op.lengths is not None:
+                op.arrived.copy_(op.lengths)
+            meter.count(op, world_size)
+            op = generator.send(op.value if isinstance(op, Reduce) else op.recv)
+    except StopIteration:
+        return

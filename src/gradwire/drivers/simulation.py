@@ -1,0 +1,96 @@
+"""N ranks in one process: their generators advance in lockstep, deterministically, without threads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar, cast
+
+import torch
+
+from gradwire.drivers.traffic import Meter
+from gradwire.errors import ExchangeError
+from gradwire.ops import AllGather, AllToAll, Exchange, Op, Reduce
+
+__all__ = ["simulate_ranks"]
+
+T = TypeVar("T")
+
+
+def simulate_ranks(generators: Sequence[Exchange[T]], meters: Sequence[Meter], *, leader_only: bool = False) -> list[T]:
+    """Run one generator a rank to its end and return what each returned.
+
+    With ``leader_only``, stop when rank 0 has ended, and return its result alone: after the last exchange the others
+    would repeat its decoding, N - 1 times.
+
+    Sums are added in the order of ranks. One reply serves all ranks where all receive the same: replies are read-only.
+
+    Raises:
+        ExchangeError: ranks asked for different operations, which on a real group would hang or corrupt.
+    """
+    world_size = len(generators)
+    results: list[T | None] = [None] * world_size
+    replies: list[torch.Tensor | None] = [None] * world_size
+    while True:
+        ops: list[Op] = []
+        ended = 0
+        for rank, generator in enumerate(generators):
+            try:
+                reply = replies[rank]
+                ops.append(next(generator) if reply is None else generator.send(reply))
+            except StopIteration as stop:
+                results[rank] = stop.value
+                ended += 1
+                if leader_only and rank == 0:
+                    return [stop.value]
+        if ended == world_size:
+            return results  # type: ignore[return-value]
+        if ended or len({(type(op), _shape(op)) for op in ops}) > 1:
+            raise ExchangeError(f"simulated ranks asked for different operations: {[_name(op) for op in ops]}")
+        replies = list(_execute(ops))
+        for op, meter in zip(ops, meters):
+            meter.count(op, world_size)
+
+
+def _shape(op: Op) -> tuple[object, ...]:
+    if isinstance(op, Reduce):
+        return (op.op, op.value.dtype, *op.value.shape)
+    return tuple(op.send.shape)
+
+
+def _name(op: Op) -> str:
+    return f"{type(op).__name__}{list(_shape(op))}"
+
+
+def _execute(ops: Sequence[Op]) -> list[torch.Tensor]:
+    first = ops[0]
+    if isinstance(first, Reduce):
+        total = first.value.clone()
+        for op in ops[1:]:
+            _combine(first.op, total, cast(Reduce, op).value)
+        return [total] * len(ops)
+    if isinstance(first, AllToAll):
+        exchanges = [cast(AllToAll, op) for op in ops]
+        for receiver, op in enumerate(exchanges):
+            torch.stack([other.send[receiver] for other in exchanges], out=op.recv)
+            _tell(op, receiver, exchanges)
+        return [op.recv for op in exchanges]
+    gathers = [cast(AllGather, op) for op in ops]
+    for receiver, gather in enumerate(gathers):
+        _tell(gather, receiver, gathers)
+    shared = torch.stack([op.send for op in gathers], out=first.recv)
+    return [shared] * len(ops)
+
+
+def _tell(op: AllToAll | AllGather, receiver: int, others: Sequence[AllToAll | AllGather]) -> None:
+    if op.arrived is not None:
+        told = [0 if other.lengths is None else int(other.lengths[receiver]) for other in others]
+        op.arrived.copy_(torch.tensor(told))
+
+
+def _combine(op: str, total: torch.Tensor, value: torch.Tensor) -> None:
+    if op == "sum":
+        total.add_(value)
+    elif op == "max":
+        torch.maximum(total, value, out=total)
+    else:
+        torch.minimum(total, value, out=total)

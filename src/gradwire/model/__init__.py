@@ -1,0 +1,34 @@
+"""The performance model: what a step would take elsewhere, and what bounds it.
+
+:mod:`~gradwire.model.cluster` is a closed form for hosts of several GPUs; it needs no measurement.
+"""
+
+from gradwire.model.cluster import (
+    Cluster,
+    Fabric,
+    Message,
+    Pattern,
+    Point,
+    Sizes,
+    Step,
+    Workload,
+    dense,
+    step,
+    sweep,
+    ternary,
+)
+
+__all__ = [
+    "Cluster",
+    "Fabric",
+    "Message",
+    "Pattern",
+    "Point",
+    "Sizes",
+    "Step",
+    "Workload",
+    "dense",
+    "step",
+    "sweep",
+    "ternary",
+]

@@ -1,0 +1,77 @@
+"""A link from two timed all-to-alls: what the model adds to a link is taken off, so that it is not added twice."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gradwire.model.machine import LinkModel, Machine
+from gradwire.model.schedule import Load
+
+__all__ = ["Probed"]
+
+NOTICEABLE = 0.02
+"""Share of a large all-to-all that its bytes must take for them to tell a bandwidth."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Probed:
+    """Two all-to-alls among all ranks, timed; the same on every rank.
+
+    With N ranks, H of them on a host, and rows of b bytes, b H (N - H) bytes leave a host. Small rows go at once, large
+    ones in N - 1 rounds of pairs, so with a the latency of a round::
+
+        small_s = a + b_small H (N - H) / (bandwidth * crowd_efficiency)
+        large_s = (N - 1) a + b_large H (N - H) / (bandwidth * ring_efficiency)
+
+    Attributes:
+        world_size: N.
+        ranks_per_host: H, the most on one host.
+        small_bytes, large_bytes: Of a row.
+        small_s, large_s: Until all rows have arrived.
+    """
+
+    world_size: int
+    ranks_per_host: int
+    small_bytes: int
+    small_s: float
+    large_bytes: int
+    large_s: float
+
+    @property
+    def one_host(self) -> bool:
+        """Whether no rank is on another host: then nothing travelled by a link."""
+        return self.world_size <= self.ranks_per_host
+
+    @property
+    def wire_s(self) -> float:
+        """Of the large all-to-all, what is not latency."""
+        return self.large_s - (self.world_size - 1) * self.small_s
+
+    @property
+    def host_bytes_per_s(self) -> float | None:
+        """Payload that left a host in a second while all sent, protocol's share taken off; None: no link limited it."""
+        if self.one_host or self.wire_s <= NOTICEABLE * self.large_s:
+            return None
+        return self._leaving(self.large_bytes) / self.wire_s
+
+    def link(self, machine: Machine, load: Load) -> LinkModel:
+        """Solve the model's two equations for the link: its raw bandwidth, a host's, and its latency one way.
+
+        Args:
+            machine: Whose efficiencies and latency of a round the model will add again.
+            load: Ranks and cores of a host, as in the prediction.
+        """
+        round_s = machine.round_s * load.stretch
+        if self.host_bytes_per_s is None:
+            return LinkModel(latency_s=max(0.0, self.small_s - round_s), ranks_per_host=self.ranks_per_host)
+        small = self._leaving(self.small_bytes) / machine.crowd_efficiency
+        large = self._leaving(self.large_bytes) / machine.ring_efficiency
+        byte_s = self.wire_s / (large - (self.world_size - 1) * small)
+        return LinkModel(
+            bandwidth_bytes_per_s=1.0 / byte_s,
+            latency_s=max(0.0, self.small_s - small * byte_s - round_s),
+            ranks_per_host=self.ranks_per_host,
+        )
+
+    def _leaving(self, row_bytes: int) -> int:
+        return row_bytes * self.ranks_per_host * (self.world_size - self.ranks_per_host)

@@ -1,0 +1,261 @@
+"""A step on one of many equal ranks: the thread that computes, the lanes, the cores and the link they share.
+
+The model is a fluid one. At any moment each runner does one thing: CPU work, whose speed is the rank's share of cores
+divided by its busy runners, or an operation, whose latency passes, whose bytes flow at the link's speed divided by the
+operations that use it, and whose CPU work goes on beside them. An operation of large rows waits for the jobs submitted
+before its own. The moment changes when the first of them ends.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from gradwire.drivers import Stage
+from gradwire.model.exchange import BucketJobs, ExchangeProfile
+from gradwire.model.machine import LinkModel, Machine
+from gradwire.model.timeline import Timeline
+
+__all__ = ["Load", "Steps", "step_time"]
+
+_DONE = 1e-12
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """How ranks and cores meet on one computer.
+
+    Attributes:
+        ranks: That share its cores.
+        cores: Of that computer.
+    """
+
+    ranks: int = 1
+    cores: int = 1
+
+    @property
+    def stretch(self) -> float:
+        """How much longer work lasts than on a core of its own."""
+        return max(1.0, self.ranks / self.cores)
+
+    @property
+    def runners(self) -> float:
+        """Threads of one rank that run at full speed side by side."""
+        return max(1.0, self.cores / self.ranks)
+
+
+@dataclass(frozen=True)
+class Steps:
+    """A predicted step.
+
+    Attributes:
+        step_s: The whole.
+        compute_s: Of the timeline.
+        busy_s: CPU of the exchange, stretched as it was.
+        wire_s: Bytes over the link's payload speed.
+    """
+
+    step_s: float
+    compute_s: float
+    busy_s: float
+    wire_s: float
+
+    @property
+    def floor_s(self) -> float:
+        """What no exchange of these bytes can beat: max(compute, bytes / bandwidth)."""
+        return max(self.compute_s, self.wire_s)
+
+    @property
+    def bottleneck(self) -> str:
+        """What bounds the step: "compute", "link", "codec and collectives" or "latency"."""
+        if self.step_s <= 1.1 * self.compute_s:
+            return "compute"
+        rest = {"link": self.wire_s, "codec and collectives": self.busy_s}
+        name = max(rest, key=lambda n: rest[n])
+        return name if rest[name] >= 0.5 * (self.step_s - self.compute_s) else "latency"
+
+
+@dataclass
+class _Item:
+    """CPU work, latency and bytes that are left of what a runner does."""
+
+    cpu_s: float = 0.0
+    latency_s: float = 0.0
+    sent_bytes: float = 0.0
+    in_turn: bool = False
+
+    @property
+    def over(self) -> bool:
+        return self.cpu_s <= _DONE and self.latency_s <= _DONE and self.sent_bytes <= 1e-6
+
+
+@dataclass
+class _Job:
+    """Items in order; it may start once ``after`` is done, and take its turn once ``before`` and all before it are."""
+
+    items: deque[_Item]
+    after: _Job | None = None
+    before: _Job | None = None
+    done: bool = False
+
+    def has_turn(self) -> bool:
+        """Tell whether all jobs submitted before are done, and forget them then."""
+        while self.before is not None and self.before.done:
+            self.before = self.before.before
+        return self.before is None
+
+
+@dataclass
+class _Runner:
+    """The thread that computes, or a lane."""
+
+    jobs: deque[_Job] = field(default_factory=deque)
+
+    def current(self) -> _Item | None:
+        while self.jobs:
+            job = self.jobs[0]
+            if job.after is not None and not job.after.done:
+                return None
+            while job.items and job.items[0].over:
+                job.items.popleft()
+            if job.items:
+                return job.items[0] if not job.items[0].in_turn or job.has_turn() else None
+            job.done = True
+            self.jobs.popleft()
+        return None
+
+
+def step_time(
+    timeline: Timeline, exchange: ExchangeProfile, *, machine: Machine, link: LinkModel, load: Load, lanes: int = 2
+) -> Steps:
+    """Predict a step.
+
+    Threads that share cores take what comes first, so a step is not monotone in the link's speed: like any schedule
+    without foresight (Graham 1969, "Bounds on multiprocessing timing anomalies"), a faster link can move work to where
+    less of it hides bytes. On one core that costs at most what bytes and latencies take.
+
+    Args:
+        timeline: Measured with all ranks of a computer running.
+        exchange: Of as many buckets as the timeline has.
+        machine: Calibrated costs.
+        link: What one rank sends over.
+        load: Ranks and cores of a computer.
+        lanes: That the link drives.
+    """
+    factor = load.stretch * machine.contention
+    speed = link.bandwidth_bytes_per_s
+    flow = speed / link.ranks_per_host if speed else float("inf")
+    n = exchange.world_size
+
+    def item(stage: Stage) -> Iterator[_Item]:
+        if stage.work_s:
+            yield _Item(cpu_s=stage.work_s * factor)
+        if stage.kind:
+            ring, pairs = stage.kind == "ring", stage.kind == "pairs"
+            byte_s = machine.sum_byte_s if ring else machine.byte_s
+            efficiency = machine.ring_efficiency if ring or pairs else machine.crowd_efficiency
+            yield _Item(
+                cpu_s=(machine.call_s + machine.message_s * stage.messages + byte_s * stage.sent_bytes) * factor,
+                latency_s=stage.rounds * (machine.round_s * load.stretch + link.latency_s),
+                # Bytes that the link carries in the time that these take.
+                sent_bytes=link.leaving(stage.sent_bytes, ring, n) / efficiency if speed else 0.0,
+                in_turn=pairs,
+            )
+
+    runners = [_Runner() for _ in range(lanes)]
+    main = _Runner()
+    busy_s = 0.0
+    everything: list[_Job] = []
+
+    def queue(items: Iterator[_Item], lane: int, after: _Job | None = None) -> _Job:
+        job = _Job(deque(items), after, everything[-1] if everything else None)
+        runners[lane % lanes].jobs.append(job)
+        everything.append(job)
+        return job
+
+    def submit(number: int, bucket: BucketJobs) -> None:
+        chunks = [list(chunk) for chunk in bucket.chunks]
+        if bucket.asynchronous:
+            for i, chunk in enumerate(chunks):
+                # Its first work was done by the thread that brought the bucket.
+                stages = [replace(s, work_s=s.work_s if k else 0.0) for k, s in enumerate(chunk)]
+                queue((x for s in stages for x in item(s)), number + i)
+        elif len(chunks) == 1:
+            queue((x for s in (*bucket.prepare, *chunks[0]) for x in item(s)), number)
+        else:
+            first = queue((x for s in bucket.prepare for x in item(s)), number)
+            for i, chunk in enumerate(chunks):
+                queue((x for s in chunk for x in item(s)), number + i, first)
+
+    now_s = _advance([main, *runners], _compute(timeline.forward_s), flow, load)
+    last_s = 0.0
+    for number, (ready, bucket) in enumerate(zip(timeline.buckets, exchange.buckets)):
+        inline_s = machine.bucket_s * factor
+        if bucket.asynchronous:
+            inline_s += sum(chunk[0].work_s for chunk in bucket.chunks if chunk) * factor
+        busy_s += inline_s
+        now_s += _advance([main, *runners], _compute(ready.ready_s - last_s + inline_s), flow, load)
+        last_s = ready.ready_s
+        submit(number, bucket)
+    now_s += _advance([main, *runners], _compute(timeline.backward_s - last_s), flow, load)
+    now_s += _drain(runners, everything, flow, load)
+    for bucket in exchange.buckets:
+        for job in (bucket.prepare, *bucket.chunks):
+            for k, stage in enumerate(job):
+                skip = bucket.asynchronous and not k
+                busy_s += sum(i.cpu_s for i in item(stage)) - (stage.work_s * factor if skip else 0.0)
+    stages = [s for b in exchange.buckets for job in (b.prepare, *b.chunks) for s in job]
+    wire_s = sum(link.leaving(s.sent_bytes, s.kind == "ring", n) for s in stages) / flow if speed else 0.0
+    return Steps(now_s + timeline.after_s, timeline.compute_s, busy_s, wire_s)
+
+
+def _compute(seconds: float) -> _Job:
+    return _Job(deque([_Item(cpu_s=max(0.0, seconds))]))
+
+
+def _advance(runners: Sequence[_Runner], job: _Job, flow: float, load: Load) -> float:
+    """Let everything run until the computing thread, the first runner, has done a job."""
+    main = runners[0]
+    main.jobs.append(job)
+    passed_s = 0.0
+    while main.current() is not None:
+        passed_s += _moment(runners, flow, load)
+    return passed_s
+
+
+def _drain(runners: Sequence[_Runner], everything: Sequence[_Job], flow: float, load: Load) -> float:
+    """Let the lanes run until all jobs are done."""
+    passed_s = 0.0
+    while True:
+        if not _current(runners):
+            return passed_s
+        passed_s += _moment(runners, flow, load)
+
+
+def _current(runners: Sequence[_Runner]) -> list[_Item]:
+    """Return what runners do. Looking at one ends its finished jobs, which may let another's begin."""
+    while True:
+        left = sum(len(r.jobs) for r in runners)
+        items = [item for item in (r.current() for r in runners) if item is not None]
+        if left == sum(len(r.jobs) for r in runners):
+            return items
+
+
+def _moment(runners: Sequence[_Runner], flow: float, load: Load) -> float:
+    """Run until the first part of any current item ends; give the seconds."""
+    items = _current(runners)
+    working = [i for i in items if i.cpu_s > _DONE]
+    waiting = [i for i in items if i.latency_s > _DONE]
+    sending = [i for i in items if i.latency_s <= _DONE and i.sent_bytes > 1e-6]
+    speed = min(1.0, load.runners / len(working)) if working else 1.0
+    rate = flow / len(sending) if sending else flow
+    ends = [i.cpu_s / speed for i in working] + [i.latency_s for i in waiting] + [i.sent_bytes / rate for i in sending]
+    passed_s = min(ends)
+    for i in working:
+        i.cpu_s -= passed_s * speed
+    for i in sending:
+        i.sent_bytes -= passed_s * rate
+    for i in waiting:
+        i.latency_s -= passed_s
+    return passed_s

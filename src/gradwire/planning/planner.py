@@ -1,0 +1,162 @@
+"""Plans of buckets, made once for each layout that is met."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from gradwire.drivers import Meter, dry_run
+from gradwire.kernels import Kernels, get_kernels
+from gradwire.methods import Method, require
+from gradwire.planning.options import Options, dense_names
+from gradwire.protocols.bucket_plan import BucketPlan, make_plan
+from gradwire.segments import Parameter, Segment, lay_out
+from gradwire.spec import method as read_method
+
+__all__ = ["Planner", "warm_up"]
+
+
+class Planner:
+    """Makes the plan of any bucket of known parameters, and remembers it.
+
+    Args:
+        method: How they are exchanged.
+        parameters: All of them, by name.
+        world_size: Ranks that take part.
+        options: Checked here against the method and the names.
+
+    Raises:
+        HyperparameterError: the method is one that chooses among others, or a pattern matches no name.
+        IncompatibleError: the method cannot travel as the options ask.
+    """
+
+    def __init__(
+        self, method: Method, parameters: Mapping[str, torch.Tensor], world_size: int, options: Options
+    ) -> None:
+        self.method, self.options, self.world_size = method, options, world_size
+        self.parameters = {name: Parameter.of(name, tensor) for name, tensor in parameters.items()}
+        self.dense = dense_names({n: p.numel for n, p in self.parameters.items()}, options, method)
+        self._kernels: Kernels | None = None
+        self.chosen: dict[str, int] = {}
+        self._collectives = options.collectives(method)
+        require(bool(self._collectives), method.name, "it chooses among methods and has no plan of its own: name one")
+        self._plans: dict[tuple[tuple[str, ...], bool], BucketPlan] = {}
+        self._last_used: dict[tuple[tuple[str, ...], bool], int] = {}
+        self._laid_out: dict[tuple[str, ...], list[Segment]] = {}
+
+    @property
+    def kernels(self) -> Kernels:
+        """The backend."""
+        if self._kernels is None:
+            require(self.options.backend != "meta", "backend", "'meta' computes nothing: it is for dry runs")
+            self._kernels = get_kernels(self.options.backend)
+        return self._kernels
+
+    def compile(self) -> float:
+        """Compile what the method will call; return the seconds it took.
+
+        Raises:
+            HyperparameterError: there is no such backend.
+            BackendError: the backend is not installed.
+        """
+        return self.kernels.warm_up(self.method.kernels) if self.method.kernels else 0.0
+
+    def check(self) -> None:
+        """BucketPlan all parameters once, without data or kernels, so that what has no plan is refused before a step.
+
+        Raises:
+            IncompatibleError: the method cannot work with so many workers, or a method around it with its payload.
+        """
+        names = tuple(self.step_order())
+        for collective in self._collectives:
+            self._build(names, False, collective, get_kernels("meta"))
+        self._laid_out.pop(names, None)
+
+    @property
+    def backend(self) -> str:
+        """The backend that runs; "none" where the method needs no kernels."""
+        return self.kernels.name if self.method.kernels else "none"
+
+    def is_warm_up(self, round: int) -> bool:
+        """Tell whether that round travels in float32."""
+        return round < self.options.warmup_steps
+
+    def plan(self, names: Sequence[str], round: int) -> BucketPlan:
+        """Return the plan of a bucket that holds these whole parameters, in this order."""
+        key = (tuple(names), self.is_warm_up(round))
+        if key not in self._plans:
+            # DDP lays its buckets out anew after the first step, and warm-up ends: what no round uses any more goes.
+            for old in [k for k, last in self._last_used.items() if last < round]:
+                del self._plans[old], self._last_used[old]
+                self._laid_out.pop(old[0], None)
+            self._plans[key] = self._make(*key)
+        self._last_used[key] = round
+        return self._plans[key]
+
+    def segments(self, names: Sequence[str]) -> list[Segment]:
+        """Lay whole parameters one after the other."""
+        key = tuple(names)
+        if key not in self._laid_out:
+            laid = lay_out(self.parameters[name] for name in names)
+            self._laid_out[key] = [replace(s, dense=s.parameter.name in self.dense) for s in laid]
+        return self._laid_out[key]
+
+    def step_order(self) -> list[str]:
+        """Name all parameters in the order in which a whole step lies: compressed ones first, then the others."""
+        return sorted(self.parameters, key=lambda name: name in self.dense)
+
+    def sent_bytes(self, names: Sequence[str]) -> int:
+        """Count the bytes that one rank sends for a bucket, without data or kernels."""
+        return self.counted(names).sent_bytes
+
+    def counted(self, names: Sequence[str]) -> Meter:
+        """Count what one rank sends for a bucket, without data or kernels."""
+        order = tuple(self.step_order()) if self.method.whole_step else tuple(names)
+        return min(self._costs(order, warm_up=False).values(), key=lambda meter: meter.sent_bytes)
+
+    def _make(self, names: tuple[str, ...], warm_up: bool) -> BucketPlan:
+        best = self._collectives[0]
+        if len(self._collectives) > 1:
+            costs = self._costs(names, warm_up)
+            best = min(costs, key=lambda c: costs[c].sent_bytes)
+        self.chosen[best] = self.chosen.get(best, 0) + 1
+        return self._build(names, warm_up, best, self.kernels if self.method.kernels else get_kernels("meta"))
+
+    def _costs(self, names: tuple[str, ...], warm_up: bool) -> dict[str, Meter]:
+        numel, meta = sum(self.parameters[name].numel for name in names), get_kernels("meta")
+        plans = {c: self._build(names, warm_up, c, meta) for c in self._collectives}
+        return {c: dry_run(plan, numel, self.world_size) for c, plan in plans.items()}
+
+    def _build(self, names: tuple[str, ...], warm_up: bool, collective: str, kernels: Kernels) -> BucketPlan:
+        segments = self.segments(names)
+        return make_plan(
+            self.method,
+            join_compressed(segments) if self.method.joined else segments,
+            kernels=kernels,
+            world_size=self.world_size,
+            collective=collective,
+            seed=self.options.seed,
+            chunk_numel=self.options.chunk_numel,
+            warm_up=warm_up,
+        )
+
+
+def join_compressed(segments: Sequence[Segment]) -> list[Segment]:
+    """Make one segment, of a parameter named "(model)", of all that is compressed; it lies at the start."""
+    light, dense = [s for s in segments if not s.dense], [s for s in segments if s.dense]
+    numel = sum(s.numel for s in light)
+    return [Segment(Parameter("(model)", (numel,), (1,)), 0, 0, numel), *dense] if light else dense
+
+
+def warm_up(method: str | Method = "terngrad", backend: str = "auto") -> float:
+    """Compile what a method will call, once a machine; the result is kept on disk.
+
+    Call it before starting several workers on one machine, so that they do not compile the same code side by side.
+
+    Returns:
+        Seconds it took: several when nothing was kept, near zero otherwise.
+    """
+    families = read_method(method).kernels
+    return get_kernels(backend).warm_up(families) if families else 0.0

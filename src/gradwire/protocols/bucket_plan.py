@@ -1,0 +1,288 @@
+"""How one bucket of gradients is exchanged: what happens once for the bucket, and what for each of its chunks.
+
+A plan is made once for a bucket's layout and used every round. A driver runs :meth:`BucketPlan.prepare` first, then
+:meth:`BucketPlan.run` for each chunk, in any number of lanes; a rank that runs them in one thread gets the same bits.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+import torch
+
+from gradwire.codecs import Codec, DenseCodec, NoSummary
+from gradwire.compressors import FP32, Cast, Compressor
+from gradwire.errors import IncompatibleError
+from gradwire.methods import Method
+from gradwire.ops import Exchange, Reduce
+from gradwire.protocols import PROTOCOLS, Context, Outcome, Section, all_reduce, gathered_mean
+from gradwire.segments import Segment
+
+if TYPE_CHECKING:
+    from gradwire.kernels import Kernels
+
+__all__ = ["DENSE_TAG", "Algorithm", "BucketPlan", "PlanSetting", "SectionPlan", "cut", "join", "make_plan"]
+
+DENSE_TAG = 127
+"""Wire tag of payloads that hold nothing but float32, as in warm-up rounds."""
+
+FEW_BYTES = 1 << 19
+"""Values that a cast leaves alone go to each rank in a message of their own up to this many bytes; beyond by a ring."""
+
+CUT = 80
+"""Parameters are cut at multiples of this many elements: a ternary group, and whole units of every other codec."""
+
+
+class BucketPlan(ABC):
+    """The exchange of one bucket.
+
+    Attributes:
+        chunks: Parts that :meth:`run` exchanges one by one, in any order and side by side.
+        collective: The protocol's name.
+        runs: For each chunk, where what it compresses lies in the flat vector: (begin, end), ascending. What travels in
+            float32 beside it is left out: a method that remembers something has nothing to remember of that.
+        asynchronous: Nothing is to prepare, and each chunk is one collective with local arithmetic before and after.
+            So it may start on the thread that brings the bucket and end on the one that brings the reply.
+    """
+
+    chunks: int
+    collective: str
+    asynchronous: bool = False
+    runs: Sequence[Sequence[tuple[int, int]]] = ()
+
+    @abstractmethod
+    def prepare(self, context: Context, flat: torch.Tensor) -> Exchange[Any]:
+        """Measure whole parameters and agree on what all ranks must share; the result goes to every chunk."""
+
+    @abstractmethod
+    def run(self, context: Context, flat: torch.Tensor, prepared: Any) -> Exchange[Outcome]:
+        """Exchange chunk ``context.chunk``, writing the mean into its part of ``flat``."""
+
+    def whole(self, context: Context, flat: torch.Tensor) -> Exchange[Outcome]:
+        """Run everything in order, as one generator."""
+        prepared = yield from self.prepare(context, flat)
+        finite: bool | None = True
+        for chunk in range(self.chunks):
+            outcome = yield from self.run(replace(context, chunk=chunk), flat, prepared)
+            finite = None if finite is None or outcome.finite is None else finite and outcome.finite
+        return Outcome(finite)
+
+
+def make_plan(
+    method: Method,
+    segments: Sequence[Segment],
+    *,
+    kernels: Kernels,
+    world_size: int,
+    collective: str,
+    seed: int,
+    chunk_numel: int,
+    warm_up: bool = False,
+    coder: str | None = None,
+) -> BucketPlan:
+    """BucketPlan the exchange of one bucket.
+
+    Args:
+        collective: One of the method's protocols, by name.
+        chunk_numel: Elements of a chunk at most (rounded up to a multiple of 80); the bits do not depend on it.
+        warm_up: Send everything in float32, by a protocol whose bits do not depend on the layout.
+        coder: Name of an entropy coder for the digits of compressed sections; the outcome does not depend on it.
+
+    Raises:
+        IncompatibleError: the method cannot travel by that collective.
+    """
+    if isinstance(method, Cast):
+        _check_collective(method, collective)
+        return CastPlan(None if warm_up or isinstance(method, FP32) else method.dtype, segments)
+    setting = PlanSetting(segments, kernels, world_size, collective, seed, chunk_numel, coder)
+    if isinstance(method, Algorithm):
+        # Rounds of warm-up leave the memory as it is: what travels whole leaves nothing to remember.
+        return setting.plan(method.innermost, warm_up=True) if warm_up else method.plan(setting)
+    if isinstance(method, Compressor):
+        _check_collective(method, collective)
+        if warm_up:
+            segments = [replace(s, dense=True) for s in segments]
+        return SectionPlan(method, replace(setting, segments=segments))
+    raise IncompatibleError(f"{method!r} is not a method that this version can run")
+
+
+def _check_collective(method: Method, collective: str) -> None:
+    if collective not in method.collectives:
+        raise IncompatibleError(
+            f"{method!r} cannot travel by {collective}; use collective={method.collectives[0]!r} or 'auto'"
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class PlanSetting:
+    """What a plan is made for; see :func:`make_plan`."""
+
+    segments: Sequence[Segment]
+    kernels: Kernels
+    world_size: int
+    collective: str
+    seed: int
+    chunk_numel: int
+    coder: str | None = None
+
+    def plan(self, method: Method, *, warm_up: bool = False) -> BucketPlan:
+        """BucketPlan the exchange of the same bucket by another method."""
+        return make_plan(
+            method,
+            self.segments,
+            kernels=self.kernels,
+            world_size=self.world_size,
+            collective=self.collective,
+            seed=self.seed,
+            chunk_numel=self.chunk_numel,
+            warm_up=warm_up,
+            coder=self.coder,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Algorithm(Method):
+    """A method that remembers something between rounds, around another or by itself."""
+
+    @abstractmethod
+    def plan(self, setting: PlanSetting) -> BucketPlan:
+        """BucketPlan the exchange of one bucket."""
+
+    @property
+    @abstractmethod
+    def innermost(self) -> Cast | Compressor:
+        """The operator at the heart, for rounds that travel in float32."""
+
+
+class Operator(Protocol):
+    """What a plan of sections needs of a compressor."""
+
+    tag: ClassVar[int]
+
+    def codec(self, kernels: Kernels, segments: Sequence[Segment], world_size: int, seed: int) -> Codec:
+        """Bind the operator to segments."""
+        ...
+
+
+class CastPlan(BucketPlan):
+    """One all-reduce of the whole bucket: cutting it would change the order of the backend's sum.
+
+    Without a ``dtype`` the bucket travels in its own, as in DDP. Otherwise dense segments are a chunk of their own, in
+    the bucket's own dtype: by a ring where they are many, else by one message to each rank.
+    """
+
+    collective = "all_reduce"
+    asynchronous = True
+
+    def __init__(self, dtype: torch.dtype | None, segments: Sequence[Segment]) -> None:
+        light = [s for s in segments if not s.dense and s.numel]
+        dense = [s for s in segments if s.dense and s.numel]
+        self._parts: list[tuple[torch.dtype | None, Sequence[Segment] | None]] = [(dtype, light), (None, dense)]
+        if dtype is None or not light:
+            self._parts = [(None, None)]
+        elif not dense:
+            self._parts = [(dtype, None)]
+        self.chunks = len(self._parts)
+        runs = join((s.offset, s.offset + s.numel) for s in light)
+        self.runs = [runs, []][: self.chunks]
+
+    def prepare(self, context: Context, flat: torch.Tensor) -> Exchange[None]:
+        return
+        yield
+
+    def run(self, context: Context, flat: torch.Tensor, prepared: None) -> Exchange[Outcome]:
+        dtype, segments = self._parts[context.chunk]
+        if dtype is None and segments is not None:
+            size = sum(s.numel for s in segments) * flat.element_size() * (context.world_size - 1)
+            if size <= FEW_BYTES:
+                return (yield from gathered_mean(context, flat, segments))
+        return (yield from all_reduce(context, flat, dtype or flat.dtype, segments))
+
+
+@dataclass(frozen=True, eq=False)
+class _Chunk:
+    """Codecs of one chunk; ``index`` tells which of the bucket's compressed segments its own belong to."""
+
+    compressed: Any | None
+    index: torch.Tensor
+    dense: DenseCodec | None
+
+
+class SectionPlan(BucketPlan):
+    """A compressor's section and a dense one, by two-shot or all-gather."""
+
+    def __init__(self, method: Operator, setting: PlanSetting) -> None:
+        segments, kernels, collective = setting.segments, setting.kernels, setting.collective
+        world_size, seed, chunk_numel = setting.world_size, setting.seed, setting.chunk_numel
+        self.collective = collective
+        compressed = [s for s in segments if not s.dense and s.numel]
+        self.tag = method.tag if compressed else DENSE_TAG
+        self.codec = method.codec(kernels, compressed, world_size, seed) if compressed else None
+        position = {s: i for i, s in enumerate(compressed)}
+        self._chunks = []
+        self.runs = []
+        for pieces in cut([s for s in segments if s.numel], chunk_numel):
+            ours = [(piece, position[whole]) for piece, whole in pieces if not piece.dense]
+            rest = [piece for piece, _ in pieces if piece.dense]
+            codec = method.codec(kernels, [p for p, _ in ours], world_size, seed) if ours else None
+            if codec is not None and setting.coder is not None:
+                codec.use_coder(kernels.coder(setting.coder))
+            index = torch.tensor([i for _, i in ours], dtype=torch.int64)
+            self._chunks.append(_Chunk(codec, index, DenseCodec(rest, world_size) if rest else None))
+            self.runs.append(join((p.offset, p.offset + p.numel) for p, _ in ours))
+        self.chunks = len(self._chunks)
+
+    def prepare(self, context: Context, flat: torch.Tensor) -> Exchange[Any]:
+        if self.codec is None:
+            return None
+        summary = self.codec.summarise(flat)
+        shared = None if summary.shared is None else (yield Reduce(summary.shared.clone(), "max"))
+        return summary, shared
+
+    def run(self, context: Context, flat: torch.Tensor, prepared: Any) -> Exchange[Outcome]:
+        chunk = self._chunks[context.chunk]
+        sections = []
+        if chunk.compressed is not None:
+            summary, shared = prepared
+            sections.append(Section(chunk.compressed, summary.select(chunk.index, shared)))
+        if chunk.dense is not None:
+            sections.append(Section(chunk.dense, NoSummary()))
+        return (yield from PROTOCOLS[self.collective](context, self.tag, sections, flat))
+
+
+def join(runs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Join neighbours among ascending runs."""
+    joined: list[tuple[int, int]] = []
+    for begin, end in runs:
+        if joined and joined[-1][1] == begin:
+            joined[-1] = (joined[-1][0], end)
+        else:
+            joined.append((begin, end))
+    return joined
+
+
+def cut(segments: Sequence[Segment], chunk_numel: int) -> list[list[tuple[Segment, Segment]]]:
+    """Cut segments into chunks of at most ``chunk_numel`` elements, at multiples of :data:`CUT` in the parameter.
+
+    Returns:
+        For each chunk, its pieces, each with the segment that it is a piece of.
+    """
+    size = max(CUT, -(-chunk_numel // CUT) * CUT)
+    chunks: list[list[tuple[Segment, Segment]]] = []
+    room = 0
+    for whole in segments:
+        done = 0
+        while done < whole.numel:
+            if room < min(CUT, whole.numel - done):
+                chunks.append([])
+                room = size
+            left = whole.numel - done
+            take = left if left <= room else room // CUT * CUT
+            piece = replace(whole, offset=whole.offset + done, start=whole.start + done, numel=take)
+            chunks[-1].append((piece, whole))
+            done += take
+            room -= take
+    return chunks

@@ -1,0 +1,131 @@
+"""All methods of the package, and their declared properties."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gradwire.algorithms.adaptive_levels import ALQ, ALQN, AMQ, AMQN
+from gradwire.algorithms.diana import DIANA, DQGD
+from gradwire.algorithms.ef_signsgd import EFSignSGD
+from gradwire.algorithms.error_feedback import ErrorFeedback
+from gradwire.algorithms.grandk import GRandK
+from gradwire.algorithms.multi_scale import MultiScale
+from gradwire.algorithms.onebit import OneBit
+from gradwire.algorithms.signsgd import SignSGD, Signum
+from gradwire.compressors.cast import BF16, FP16, FP32
+from gradwire.compressors.lattice import Lattice
+from gradwire.compressors.natural import Natural
+from gradwire.compressors.natural_dithering import NaturalDithering
+from gradwire.compressors.nuqsgd import NUQSGD
+from gradwire.compressors.p_quantisation import PQuantisation
+from gradwire.compressors.qsgd import QSGD, QSGDinf
+from gradwire.compressors.qsgd_max_norm import QSGDMaxNorm
+from gradwire.compressors.scaledsign import ScaledSign
+from gradwire.compressors.terngrad import TernGrad
+from gradwire.methods import Method
+from gradwire.wrappers.coded import Coded
+
+__all__ = [
+    "ALQ",
+    "ALQN",
+    "AMQ",
+    "AMQN",
+    "BF16",
+    "DIANA",
+    "DQGD",
+    "FP16",
+    "FP32",
+    "NUQSGD",
+    "QSGD",
+    "Coded",
+    "EFSignSGD",
+    "ErrorFeedback",
+    "GRandK",
+    "Lattice",
+    "MethodInfo",
+    "MultiScale",
+    "Natural",
+    "NaturalDithering",
+    "OneBit",
+    "PQuantisation",
+    "QSGDMaxNorm",
+    "QSGDinf",
+    "ScaledSign",
+    "SignSGD",
+    "Signum",
+    "TernGrad",
+    "methods",
+]
+
+METHODS: tuple[type[Method], ...] = (
+    FP32,
+    FP16,
+    BF16,
+    TernGrad,
+    QSGD,
+    QSGDinf,
+    NUQSGD,
+    ALQ,
+    ALQN,
+    AMQ,
+    AMQN,
+    ErrorFeedback,
+    DQGD,
+    DIANA,
+    Coded,
+    QSGDMaxNorm,
+    MultiScale,
+    Natural,
+    NaturalDithering,
+    Lattice,
+    ScaledSign,
+    EFSignSGD,
+    SignSGD,
+    Signum,
+    OneBit,
+    PQuantisation,
+    GRandK,
+)
+"""Every method of the package; adding one adds a line here."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MethodInfo:
+    """A method's declared properties, as ``gradwire methods`` prints them."""
+
+    name: str
+    spec: str
+    summary: str
+    unbiased: bool
+    unbiased_note: str | None
+    bits_per_element: float
+    omega: str | None
+    delta: str | None
+    bit_stable: bool
+    state: str
+    stream: str
+    collectives: tuple[str, ...]
+    paper: str
+
+
+def methods() -> dict[str, MethodInfo]:
+    """Map each method's lower-case name to its declared properties."""
+    table = {}
+    for kind in METHODS:
+        default, p = kind(), kind.properties
+        table[kind.name] = MethodInfo(
+            name=kind.name,
+            spec=repr(default),
+            summary=p.summary,
+            unbiased=p.unbiased,
+            unbiased_note=p.unbiased_note,
+            bits_per_element=p.bits_per_element,
+            omega=p.omega,
+            delta=p.delta,
+            bit_stable=p.bit_stable,
+            state=p.state,
+            stream=p.stream,
+            collectives=tuple(default.collectives),
+            paper=p.paper,
+        )
+    return table

@@ -1,0 +1,152 @@
+"""Saving and loading the state of a link, by all ranks together."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import uuid
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from gradwire.errors import GradwireError, IncompatibleError
+from gradwire.runtime.link import Link
+
+__all__ = ["load", "save", "write_atomically"]
+
+_RANK_FILE = re.compile(r"rank-\d+-([0-9a-f]{16})\.pt(?:\.partial)?")
+
+
+def write_atomically(value: object, path: Path) -> None:
+    """Save with :func:`torch.save` so that the file is either the old one or the new one, whole.
+
+    Raises:
+        GradwireError: the disk is full or the folder cannot be written; what was there before is untouched.
+    """
+    partial = path.with_name(path.name + ".partial")
+    try:
+        with partial.open("wb") as file:
+            torch.save(value, file)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except (OSError, RuntimeError) as error:
+        partial.unlink(missing_ok=True)
+        raise GradwireError(f"could not write {path}: {error}; what was saved before is untouched") from error
+
+
+def save(link: Link, folder: str | os.PathLike[str]) -> None:
+    """Save a link's state (collective): every rank a file of its own, then rank 0 ``common.pt``, which names them.
+
+    Where it ends halfway, whatever the reason, the folder still holds what was saved before, whole: ranks' files bear
+    the number of their save, and go when a later save is complete.
+
+    Raises:
+        IncompatibleError: a file could not be written, on this rank or on another.
+    """
+    target = Path(folder)
+    problem: str | None = None
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        problem = str(error)
+    number = _share(link, problem, uuid.uuid4().int >> 65)[0]
+    own, state = _own(target, link.rank, number), link.state_dict()
+    try:
+        _share(link, _problem({"rank": state.pop("rank")}, own))
+        # All ranks' files are there. From its replacement on, common.pt stands for this save instead of the last one.
+        common = {"save": {"number": torch.tensor(number)}, "world_size": {"value": torch.tensor(link.world_size)}}
+        _share(link, _problem({**common, **state}, target / "common.pt") if link.rank == 0 else None)
+    except IncompatibleError:
+        own.unlink(missing_ok=True)
+        raise
+    if link.rank == 0:
+        _sweep(target, number)
+
+
+def load(link: Link, folder: str | os.PathLike[str]) -> None:
+    """Load a link's state (collective).
+
+    The policy where the world size has changed: what is global or replicated is taken as it is; what belongs to one
+    rank alone stays with the ranks that still exist, and the others start without.
+
+    Raises:
+        IncompatibleError: there is no such state, it is not whole, it cannot be read, or it is none that this link can
+            take, on this rank or on another.
+    """
+    source = Path(folder)
+    problem: str | None = None
+    state: dict[str, dict[str, torch.Tensor]] = {}
+    number = 0
+    try:
+        state = _read(source / "common.pt")
+        # Saves of old have no number.
+        number = int(state.pop("save", {"number": torch.tensor(0)})["number"])
+        state["rank"] = {}
+        if link.rank < int(state.pop("world_size")["value"]):
+            own = _own(source, link.rank, number)
+            if number and not own.exists():
+                raise IncompatibleError(
+                    f"{own} does not exist, though {source / 'common.pt'} was saved with it: copy such a folder whole"
+                )
+            state["rank"] = _read(own)["rank"]
+    except GradwireError as error:
+        problem = str(error)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        problem = f"{source} does not hold the state of a link: {error!r}"
+    if len(set(_share(link, problem, number))) > 1:
+        raise IncompatibleError(f"ranks read different saves from {source}: load when saving has ended on all of them")
+    try:
+        link.load_state_dict(state)
+    except GradwireError as error:
+        problem = str(error)
+    _share(link, problem)
+
+
+def _own(folder: Path, rank: int, number: int) -> Path:
+    """Return the file of one rank in one save."""
+    return folder / (f"rank-{rank}-{number:016x}.pt" if number else f"rank-{rank}.pt")
+
+
+def _sweep(folder: Path, number: int) -> None:
+    """Remove the ranks' files of all other saves, also of those that came to nothing."""
+    for path in folder.glob("rank-*"):
+        found = _RANK_FILE.fullmatch(path.name)
+        if found and int(found[1], 16) != number:
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+
+def _problem(value: object, path: Path) -> str | None:
+    """Write a file; say what went wrong."""
+    try:
+        write_atomically(value, path)
+    except GradwireError as error:
+        return str(error)
+    return None
+
+
+def _share(link: Link, problem: str | None, number: int = 0) -> list[int]:
+    """Tell all ranks of one another's problems and numbers, and give the numbers by rank (collective).
+
+    Raises:
+        IncompatibleError: on every rank alike, naming the first rank that has a problem.
+    """
+    told: list[tuple[str | None, int]] = [(None, 0)] * link.world_size
+    dist.all_gather_object(told, (problem, number), group=link.group)
+    for rank, (found, _) in enumerate(told):
+        if found is not None:
+            raise IncompatibleError(f"rank {rank}: {found}")
+    return [theirs for _, theirs in told]
+
+
+def _read(path: Path) -> dict[str, dict[str, torch.Tensor]]:
+    try:
+        state: dict[str, dict[str, torch.Tensor]] = torch.load(path, weights_only=True)
+    except FileNotFoundError:
+        raise IncompatibleError(f"{path} does not exist: save the link's state with gradwire.save first") from None
+    except Exception as error:
+        raise IncompatibleError(f"{path} is not a whole state of a link: {error}") from error
+    return state

@@ -1,0 +1,61 @@
+"""What can be refused before there is a group."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from gradwire.auto import Auto
+from gradwire.errors import IncompatibleError
+from gradwire.methods import Method
+from gradwire.planning import Options
+from gradwire.runtime.selection.fallback import check_fallback
+from gradwire.spec import method as read_method
+
+__all__ = ["check_optimizer", "check_options"]
+
+
+def check_optimizer(method: Method, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> None:
+    """Refuse what a method refuses, and an optimizer with a momentum beside a method that brings its own.
+
+    Raises:
+        IncompatibleError: naming the setting.
+    """
+    method.check_optimizer(optimizer, parameters)
+    if not method.owns_momentum or optimizer is None:
+        return
+    for group in optimizer.param_groups:
+        for setting in ("momentum", "betas"):
+            if group.get(setting):
+                raise IncompatibleError(
+                    f"{method!r} brings its own momentum, and {type(optimizer).__name__} has "
+                    f"{setting}={group[setting]!r} beside it: use torch.optim.SGD with momentum=0"
+                )
+
+
+def check_options(method: str | Method, *, optimizer: Any = None, **options: Any) -> None:
+    """Refuse what :func:`gradwire.attach` would refuse on every rank, as far as neither group nor module is needed.
+
+    For what starts workers: an error before they start is one line, not one a worker. Of parameters, which are not
+    there yet, nothing is checked.
+
+    Args:
+        method: Spec or method.
+        optimizer, options: As for :func:`gradwire.attach`.
+
+    Raises:
+        HyperparameterError: an unknown method or option, or a wrong value.
+        IncompatibleError: an option or an optimizer that does not go with the method.
+
+    Example:
+        >>> import gradwire as gw
+        >>> gw.check_options("terngrad", fallback="bf16", fallback_limit=5.0)
+    """
+    found, given = read_method(method), Options.of(options)
+    for one in found.candidates if isinstance(found, Auto) else (found,):
+        given.collectives(read_method(one))
+    check_optimizer(found, optimizer, {})
+    if given.fallback is not None:
+        check_fallback(found)

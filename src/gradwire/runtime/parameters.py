@@ -1,0 +1,78 @@
+"""The parameters of a link: named, checked, and their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from gradwire.errors import HyperparameterError, IncompatibleError
+
+__all__ = ["check_parameters", "gradient", "named_parameters", "own_buckets"]
+
+
+def named_parameters(parameters: Iterable[Any]) -> dict[str, torch.Tensor]:
+    """Return the parameters that require a gradient, by name; those without one are numbered.
+
+    Raises:
+        HyperparameterError: two have the same name.
+    """
+    pairs = [p if isinstance(p, tuple) else (str(i), p) for i, p in enumerate(parameters)]
+    named = {name: p for name, p in pairs if p.requires_grad}
+    if len({name for name, _ in pairs}) != len(pairs):
+        raise HyperparameterError("two parameters have the same name")
+    return named
+
+
+def check_parameters(parameters: dict[str, torch.Tensor], world_size: int) -> None:
+    """Refuse what cannot be exchanged.
+
+    Raises:
+        IncompatibleError: one rank, no parameter, or one on a device, of a type or with values that cannot travel.
+    """
+    if world_size < 2:
+        raise IncompatibleError(
+            "a group of one rank has nothing to exchange: train without gradwire, or start at least two ranks"
+        )
+    if not parameters:
+        raise IncompatibleError("no parameter requires a gradient: there is nothing to exchange")
+    for name, p in parameters.items():
+        if p.device.type != "cpu":
+            raise IncompatibleError(
+                f"parameter {name!r} is on {p.device}: this version exchanges CPU gradients; use the CPU, or DDP's own"
+                " hooks"
+            )
+        if not p.is_floating_point():
+            raise IncompatibleError(f"parameter {name!r} is {p.dtype}: only floating-point gradients can be exchanged")
+        if not bool(torch.isfinite(p.detach()).all()):
+            raise IncompatibleError(f"parameter {name!r} holds a NaN or inf before the first step: mend it first")
+
+
+def gradient(p: torch.Tensor) -> torch.Tensor:
+    """Return a parameter's gradient, laid out as the parameter is; zeros where there was none.
+
+    Raises:
+        IncompatibleError: the gradient is sparse.
+    """
+    if p.grad is None:
+        p.grad = torch.zeros_like(p)
+    if p.grad.is_sparse:
+        raise IncompatibleError("a sparse gradient cannot be exchanged; build the embedding with sparse=False")
+    if p.grad.stride() != p.stride():
+        # The same elements must lie at the same place on all ranks, whatever backward made of them here.
+        p.grad = torch.empty_like(p).copy_(p.grad)
+    return p.grad
+
+
+def own_buckets(parameters: dict[str, torch.Tensor], most: int) -> list[list[str]]:
+    """Lay parameters out in buckets of one type and so many elements, the last one first, as backward brings them."""
+    buckets: dict[tuple[torch.dtype, int], list[str]] = {}
+    filled: dict[torch.dtype, list[int]] = {}
+    for name, p in reversed(parameters.items()):
+        at = filled.setdefault(p.dtype, [0, 0])
+        if at[1] and at[1] + p.numel() > most:
+            at[0], at[1] = at[0] + 1, 0
+        at[1] += p.numel()
+        buckets.setdefault((p.dtype, at[0]), []).append(name)
+    return list(buckets.values())

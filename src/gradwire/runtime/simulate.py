@@ -1,0 +1,285 @@
+"""The same exchange with all ranks in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from gradwire.auto import Auto
+from gradwire.drivers import Meter, Traffic, dense_bytes, simulate_ranks
+from gradwire.errors import HyperparameterError, IncompatibleError
+from gradwire.methods import Method
+from gradwire.planning.options import Options
+from gradwire.planning.planner import Planner
+from gradwire.protocols import Context, Memory, Workspace
+from gradwire.runtime.selection.autotune import say_dropped
+from gradwire.runtime.state import check_state, remembered
+from gradwire.runtime.warn_once import WarnOnce
+from gradwire.segments import flat_view
+from gradwire.spec import method as read_method
+from gradwire.version import __version__
+
+__all__ = ["SimulatedLink", "Simulation", "simulate"]
+
+
+class SimulatedLink:
+    """Exchanges the gradients of N simulated workers: the same code as on a group, without processes or network.
+
+    The bits are those of a real group for every method that declares itself bit-stable.
+
+    Args:
+        parameters: (name, tensor) pairs; leave those out that have no gradient.
+        method: A method or its spec.
+        world_size: Number of workers N.
+        options: See :class:`Options`; ``check`` has no meaning here.
+
+    Raises:
+        HyperparameterError: a spec, an option or an exclude pattern is wrong, or ``parameters`` are not pairs of
+            different names.
+        IncompatibleError: there is no parameter, or the method needs a real link or an optimizer, or cannot
+            work with so many workers.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[tuple[str, torch.Tensor]],
+        method: str | Method,
+        world_size: int,
+        **options: Any,
+    ) -> None:
+        if not isinstance(world_size, int) or world_size < 1:
+            raise HyperparameterError(f"world_size: at least one worker is needed, not {world_size!r}")
+        self.method = read_method(method)
+        if isinstance(self.method, Auto):
+            raise IncompatibleError(
+                f"{self.method!r} chooses by the time that a real link takes: name a method to simulate, or use real"
+                " workers"
+            )
+        if self.method.needs_optimizer:
+            raise IncompatibleError(
+                f"{self.method!r} acts on the steps of an optimizer that gradwire.attach is given: there is none in "
+                "a simulation or in gradwire train: leave prox to gradwire.ProximalSGD, or to --l1 of the task logreg"
+            )
+        self.options = Options.of(options)
+        if self.options.fallback is not None:
+            raise IncompatibleError("a simulation measures no errors on its way: leave fallback= to gradwire.attach")
+        self.world_size = world_size
+        self._parameters = _pairs(parameters)
+        if not self._parameters:
+            raise IncompatibleError("there is no parameter to exchange")
+        self._names = list(self._parameters)
+        self._planner = Planner(self.method, self._parameters, world_size, self.options)
+        self._planner.check()
+        self._spaces = [[Workspace()] for _ in range(world_size)]
+        self._meters = [Meter() for _ in range(world_size)]
+        self._memories = [Memory() for _ in range(world_size)]
+        self._notices = WarnOnce()
+        self._order = self._planner.step_order()
+        self.numel = sum(p.numel() for p in self._parameters.values())
+        self.round = 0
+
+    def reduce_(self, gradients: torch.Tensor) -> torch.Tensor:
+        """Exchange one round.
+
+        Args:
+            gradients: Float32 ``[world_size, numel]``, overwritten: row r holds worker r's gradients, parameter after
+                parameter, each in memory order.
+
+        Returns:
+            The mean over workers, float32 ``[numel]``: row 0 of ``gradients``.
+        """
+        if gradients.shape != (self.world_size, self.numel) or gradients.dtype != torch.float32:
+            raise IncompatibleError(
+                f"gradients are float32 [{self.world_size}, {self.numel}], not {gradients.dtype} "
+                f"{list(gradients.shape)}"
+            )
+        if self.method.whole_step:
+            rows = torch.stack([self._reordered(g, self._names, self._order) for g in gradients])
+            self._exchange(self._order, rows)
+            gradients[0] = self._reordered(rows[0], self._order, self._names)
+        else:
+            self._exchange(self._names, gradients)
+        self.round += 1
+        return gradients[0]
+
+    def _exchange(self, names: list[str], rows: torch.Tensor) -> None:
+        plan = self._planner.plan(names, self.round)
+        finite = True
+        prepared: Any = simulate_ranks([plan.prepare(self._context(r, 0), g) for r, g in enumerate(rows)], self._meters)
+        for chunk in range(plan.chunks):
+            runs = [plan.run(self._context(r, chunk), g, p) for r, (g, p) in enumerate(zip(rows, prepared))]
+            # Only a rank that remembers something has to do what follows its last exchange.
+            outcome = simulate_ranks(runs, self._meters, leader_only=self.method.properties.state == "none")[0]
+            finite = finite and outcome.finite is not False
+        for memory in self._memories:
+            memory.commit() if finite else memory.discard()
+
+    def _context(self, rank: int, chunk: int) -> Context:
+        return Context(
+            rank, self.world_size, self.round, 0, chunk, self._space(rank, chunk), memory=self._memories[rank],
+            warn=self._notices.once,
+        )  # fmt: skip
+
+    def _reordered(self, row: torch.Tensor, names: list[str], wanted: list[str]) -> torch.Tensor:
+        parts = dict(zip(names, row.split([self._parameters[n].numel() for n in names])))
+        return torch.cat([parts[n] for n in wanted])
+
+    def scatter_(self, mean: torch.Tensor) -> None:
+        """Write a mean vector into the ``grad`` of the parameters."""
+        parts = mean.split([p.numel() for p in self._parameters.values()])
+        for p, part in zip(self._parameters.values(), parts):
+            if p.grad is None:
+                p.grad = torch.empty_like(p)
+            flat_view(p.grad).copy_(part)
+
+    def traffic(self) -> Traffic:
+        """Bytes that worker 0 would have sent and received."""
+        meter, elements = self._meters[0], self.numel * self.round
+        return Traffic(
+            meter.sent_bytes,
+            meter.received_bytes,
+            dense_bytes(elements, self.world_size),
+            elements,
+            self.round,
+        )
+
+    def record(self) -> dict[str, Any]:
+        """What runs, in plain values, as :meth:`Link.record`."""
+        return {
+            "gradwire": __version__,
+            "torch": torch.__version__,
+            "method": repr(self.method),
+            "world_size": self.world_size,
+            "backend": self._planner.backend,
+            "simulated": True,
+            "collectives": dict(self._planner.chosen),
+            "dense_parameters": sorted(self._planner.dense),
+            **{k: getattr(self.options, k) for k in ("min_numel", "warmup_steps", "seed", "chunk_numel")},
+        }
+
+    def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Return the state, in the form of :meth:`Link.state_dict`, with a "rank R" for every worker."""
+        states = [memory.state() for memory in self._memories]
+        shared = {**states[0]["global"], "round": torch.tensor(self.round)}
+        own = {f"rank {r}": state["rank"] for r, state in enumerate(states)}
+        return {"global": shared, "replicated": states[0]["replicated"], **own}
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+        """Continue where :meth:`state_dict` was taken, with this number of workers or another.
+
+        What another method remembered is dropped, with a warning.
+
+        Raises:
+            IncompatibleError: it is no simulation's state, or not all of one.
+        """
+        check_state(state, simulated=True)
+        say_dropped(state["global"])
+        self.round = int(state["global"]["round"])
+        found = remembered(state, self.method)
+        for r, memory in enumerate(self._memories):
+            memory.load({**found, "rank": found.get(f"rank {r}", {})})
+
+    def _space(self, rank: int, chunk: int) -> Workspace:
+        spaces = self._spaces[rank]
+        while len(spaces) <= chunk:
+            spaces.append(Workspace())
+        return spaces[chunk]
+
+
+def _pairs(parameters: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    pairs = list(parameters.items() if isinstance(parameters, Mapping) else parameters)
+    for pair in pairs:
+        named = isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)
+        if not named or not isinstance(pair[1], torch.Tensor):
+            raise HyperparameterError(
+                f"parameters: (name, tensor) pairs are needed, such as model.named_parameters(), not "
+                f"{type(pair).__name__}"
+            )
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise HyperparameterError("parameters: two have the same name")
+    return found
+
+
+@dataclass(frozen=True, eq=False)
+class Simulation:
+    """What :func:`simulate` found.
+
+    Attributes:
+        mean: The mean over workers: a vector, or a dict by name, as the gradients were given.
+        state: To be given to the next call.
+        traffic: Of worker 0, this round.
+    """
+
+    mean: Any
+    state: dict[str, dict[str, torch.Tensor]]
+    traffic: Traffic
+
+
+def simulate(
+    gradients: torch.Tensor | Sequence[Mapping[str, torch.Tensor]],
+    method: str | Method,
+    *,
+    state: Mapping[str, Mapping[str, torch.Tensor]] | None = None,
+    seed: int = 0,
+    round: int = 0,
+) -> Simulation:
+    """Exchange given gradients once, with all workers in this process.
+
+    Args:
+        gradients: A float tensor ``[world_size, numel]`` (one parameter, named "0"), or a list of name-to-tensor
+            dicts, one a worker. Every parameter is compressed, however small.
+        state: From an earlier call; its round takes the place of ``round``.
+        seed: Of the random streams.
+        round: Which round's random numbers to draw.
+
+    Raises:
+        HyperparameterError: the method or the seed is wrong.
+        IncompatibleError: the gradients are not floats of that form, or cannot be exchanged by the method.
+
+    Example:
+        >>> import torch, gradwire as gw
+        >>> gw.simulate(torch.ones(2, 3), "fp32").mean
+        tensor([1., 1., 1.])
+    """
+    if isinstance(gradients, torch.Tensor) and gradients.dim() < 2:
+        raise IncompatibleError(
+            f"gradients are [world_size, numel], a row a worker, not {list(gradients.shape)}: give gradients[None] for "
+            "one worker"
+        )
+    workers = gradients if not isinstance(gradients, torch.Tensor) else [{"0": row} for row in gradients]
+    if not all(isinstance(worker, Mapping) for worker in workers):
+        raise IncompatibleError("gradients are a tensor [world_size, numel] or dicts of tensors by name, one a worker")
+    if not len(workers) or any(w.keys() != workers[0].keys() for w in workers):
+        raise IncompatibleError("every worker needs a gradient for the same names, and there is at least one worker")
+    for name, g in (pair for worker in workers for pair in worker.items()):
+        if not g.is_floating_point():
+            raise IncompatibleError(f"the gradient of {name!r} is {g.dtype}: give floats, as by gradients.float()")
+    like = {n: torch.empty_like(g, requires_grad=False) for n, g in workers[0].items()}
+    link = SimulatedLink(like.items(), method, len(workers), seed=seed, min_numel=0)
+    link.round = round
+    if state is not None:
+        link.load_state_dict(state)
+    if any(w[n].shape != p.shape for w in workers for n, p in like.items()):
+        raise IncompatibleError("the gradients of one name have different shapes")
+    # In the memory order of the first worker's, whatever the order or the gaps of the others'.
+    rows = torch.stack(
+        [torch.cat([flat_view(torch.empty_like(p).copy_(w[n])).float() for n, p in like.items()]) for w in workers]
+    )
+    mean = link.reduce_(rows)
+    parts = {}
+    for (name, p), part in zip(like.items(), mean.split([p.numel() for p in like.values()])):
+        whole = torch.empty_like(p, requires_grad=False)
+        flat_view(whole).copy_(part)
+        parts[name] = whole
+    single = isinstance(gradients, torch.Tensor)
+    before = link.traffic()
+    return Simulation(parts["0"] if single else parts, link.state_dict(), _one_round(before, link))
+
+
+def _one_round(traffic: Traffic, link: SimulatedLink) -> Traffic:
+    dense = dense_bytes(link.numel, link.world_size)
+    return Traffic(traffic.sent_bytes, traffic.received_bytes, dense, link.numel, 1)

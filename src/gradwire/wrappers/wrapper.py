@@ -1,0 +1,101 @@
+"""What methods around another have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+
+from gradwire.compressors import Cast, Compressor
+from gradwire.methods import Inherited, Method
+from gradwire.ops import Exchange
+from gradwire.protocols import Context, Outcome
+from gradwire.protocols.bucket_plan import Algorithm, BucketPlan
+from gradwire.segments import Segment
+
+__all__ = ["WrappedPlan", "Wrapper", "pieces"]
+
+PIECE = 1 << 16
+"""Elements: temporaries of a piece stay in a cache, and in memory that the allocator keeps."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wrapper(Algorithm):
+    """A method around a compressor, which travels as the compressor does."""
+
+    compressor: Method
+
+    collectives: ClassVar[Inherited] = Inherited("compressor")
+    whole_step: ClassVar[Inherited] = Inherited("compressor")
+    joined: ClassVar[Inherited] = Inherited("compressor")
+    kernels: ClassVar[Inherited] = Inherited("compressor")
+    direction: ClassVar[Inherited] = Inherited("compressor")
+    owns_momentum: ClassVar[Inherited] = Inherited("compressor")
+    needs_loss_scale: ClassVar[Inherited] = Inherited("compressor")
+    remembers: ClassVar[Inherited] = Inherited("compressor")
+    min_numel: ClassVar[Inherited] = Inherited("compressor")
+    needs_optimizer: ClassVar[Inherited] = Inherited("compressor")
+
+    def check_optimizer(self, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> None:
+        self.compressor.check_optimizer(optimizer, parameters)
+
+    def bind(self, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> Callable[[], None] | None:
+        return self.compressor.bind(optimizer, parameters)
+
+    @property
+    def innermost(self) -> Cast | Compressor:
+        """The compressor."""
+        inner = self.compressor
+        if isinstance(inner, Algorithm):
+            return inner.innermost
+        if not isinstance(inner, Cast | Compressor):
+            raise TypeError(f"{inner!r} is no operator on one vector")
+        return inner
+
+
+def pieces(runs: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Cut runs into pieces for arithmetic of several passes.
+
+    Example:
+        >>> [b - a for a, b in pieces([(5, 100_005)])]
+        [65536, 34464]
+    """
+    for begin, end in runs:
+        for a in range(begin, end, PIECE):
+            yield a, min(a + PIECE, end)
+
+
+class WrappedPlan(BucketPlan):
+    """A plan that changes a bucket before an inner plan exchanges it, or its outcome afterwards.
+
+    ``segments`` are the bucket's, for the layout of memories; ``all_runs`` says where its compressed part lies.
+    """
+
+    def __init__(self, inner: BucketPlan, segments: Sequence[Segment]) -> None:
+        self.inner, self.segments = inner, segments
+        self.chunks, self.collective, self.runs = inner.chunks, inner.collective, inner.runs
+        self.all_runs = sorted(run for chunk in inner.runs for run in chunk)
+
+    def before(self, context: Context, flat: torch.Tensor) -> None:
+        """Change the bucket."""
+
+    def after(self, context: Context, flat: torch.Tensor, outcome: Outcome) -> Outcome:
+        """Take note of what was sent, and change the mean, on ``runs[context.chunk]``; give what all of this did."""
+        return outcome
+
+    def prepare(self, context: Context, flat: torch.Tensor) -> Exchange[Any]:
+        if not flat.is_meta:
+            self.before(context, flat)
+        return (yield from self.inner.prepare(context, flat))
+
+    def run(self, context: Context, flat: torch.Tensor, prepared: Any) -> Exchange[Outcome]:
+        outcome = yield from self.inner.run(replace(context, wants_sent=True), flat, prepared)
+        if flat.is_meta:
+            return outcome
+        if outcome.finite is None:
+            # A plain sum is not looked at; what is remembered must not take up an infinity.
+            parts = (flat[a:b] for a, b in self.runs[context.chunk])
+            outcome = replace(outcome, finite=all(bool(torch.isfinite(part).all()) for part in parts))
+        return self.after(context, flat, outcome)

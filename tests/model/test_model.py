@@ -1,0 +1,263 @@
+"""Rehearsed exchanges, calibration, forecasts and advice."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+
+import gradwire as gw
+from gradwire.drivers import Stage, profile_locally
+from gradwire.model.calibrate import BOUNDS, Observation, calibrate, log_error
+from gradwire.model.exchange import BucketJobs, ExchangeProfile, exchange_of, nothing_but_the_sum
+from gradwire.model.forecast import NOTHING, Forecast, Scenario, forecast, recommend
+from gradwire.model.machine import DEFAULT, LinkModel, Machine
+from gradwire.model.profile import Profile
+from gradwire.model.schedule import Load
+from gradwire.model.timeline import ReadyBucket, Timeline
+from gradwire.ops import AllGather
+from gradwire.ops import Exchange as GradwireExchange
+from gradwire.planning import Options, Planner
+from gradwire.protocols import Context
+
+SHAPES = {"weight": (300, 200), "bias": (300,), "head": (40, 300)}
+
+
+def profile(compute_s: float = 0.01) -> Profile:
+    names = tuple(SHAPES)
+    numel = sum(torch.Size(s).numel() for s in SHAPES.values())
+    timeline = Timeline(
+        forward_s=compute_s / 4,
+        buckets=(ReadyBucket(names=names, numel=numel, ready_s=compute_s / 2),),
+        backward_s=compute_s / 2,
+        after_s=compute_s / 4,
+    )
+    strides = {n: tuple(torch.empty(s).stride()) for n, s in SHAPES.items()}
+    return Profile(source="test", parameters={n: (s, strides[n]) for n, s in SHAPES.items()}, timeline=timeline)
+
+
+@pytest.mark.parametrize("spec", ["fp32", "bf16", "terngrad", "TernGrad(clip=None, share_scaler=False)"])
+@pytest.mark.parametrize("world_size", [2, 5])
+def test_a_rehearsal_sends_the_bytes_of_the_dry_run(spec: str, world_size: int) -> None:
+    known = profile()
+    exchange = exchange_of(spec, known.tensors(), known.timeline.buckets, world_size, repeats=1)
+    planner = Planner(gw.method(spec), known.tensors(), world_size, Options())
+    assert exchange.sent_bytes == planner.sent_bytes(list(SHAPES))
+    assert exchange.codec_s > 0
+
+
+class Watched:
+    """A plan that notes the threads it runs with, and may fail."""
+
+    chunks = 2
+
+    def __init__(self, fails: bool = False) -> None:
+        self.threads: list[int] = []
+        self.fails = fails
+
+    def prepare(self, context: Context, flat: torch.Tensor) -> GradwireExchange[None]:
+        self.threads.append(torch.get_num_threads())
+        yield AllGather(flat[:1], torch.empty(context.world_size, 1))
+
+    def run(self, context: Context, flat: torch.Tensor, prepared: None) -> GradwireExchange[None]:
+        self.threads.append(torch.get_num_threads())
+        yield AllGather(flat[:1], torch.empty(context.world_size, 1))
+        self.threads.append(torch.get_num_threads())
+        if self.fails:
+            raise ValueError("no")
+
+
+def test_a_rehearsal_has_one_thread_as_a_worker_has_and_gives_the_others_back() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        plan = Watched()
+        profile_locally(cast(Any, plan), torch.ones(8), 2, repeats=1)
+        assert set(plan.threads) == {1}
+        assert len(plan.threads) == 2 * (1 + 2 * 2)
+        assert torch.get_num_threads() == 3
+        with pytest.raises(ValueError, match="no"):
+            profile_locally(cast(Any, Watched(fails=True)), torch.ones(8), 2)
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_rehearsal_sends_what_a_simulated_link_counts() -> None:
+    known = profile()
+    generator = torch.Generator().manual_seed(1)
+    workers = [{n: torch.randn(s, generator=generator) for n, s in SHAPES.items()} for _ in range(3)]
+    counted = gw.simulate(workers, "terngrad").traffic.sent_bytes
+    exchange = exchange_of("terngrad", known.tensors(), known.timeline.buckets, 3, Options(min_numel=0), repeats=1)
+    assert exchange.sent_bytes == counted
+
+
+def test_ddp_alone_is_the_sum_without_work() -> None:
+    known = profile()
+    exchange = exchange_of("fp32", known.tensors(), known.timeline.buckets, 4, repeats=1)
+    bare = nothing_but_the_sum(exchange)
+    assert bare.sent_bytes == exchange.sent_bytes
+    assert bare.codec_s == 0
+
+
+def observations(machine: Machine) -> list[Observation]:
+    """Steps of a machine whose costs are known, over links, sizes and ranks that tell them apart."""
+    found = []
+    for compute_s in (0.002, 0.05):
+        timeline = profile(compute_s).timeline
+        for sent in (1_000, 1_000_000, 30_000_000):
+            for n in (2, 4, 8):
+                rounds = 2 * (n - 1)
+                jobs = {
+                    "ring": BucketJobs((), ((Stage(1e-4, "ring", sent, rounds, rounds), Stage(0.0)),), True),
+                    "crowd": BucketJobs((), ((Stage(2e-3, "all_to_all", sent // 8, 1, n - 1), Stage(1e-3)),), False),
+                }
+                for job in jobs.values():
+                    for rate in (None, 12.5e6):
+                        one = Observation(
+                            timeline,
+                            ExchangeProfile("x", n, (job,)),
+                            LinkModel(bandwidth_bytes_per_s=rate),
+                            Load(ranks=n, cores=2),
+                            1.0,
+                        )
+                        found.append(dataclasses.replace(one, step_s=one.predict(machine)))
+    return found
+
+
+def test_calibration_finds_a_machine_that_explains_the_steps() -> None:
+    truth = Machine(
+        ring_efficiency=0.85,
+        crowd_efficiency=0.6,
+        round_s=3e-4,
+        call_s=8e-4,
+        message_s=2e-4,
+        byte_s=2e-10,
+        sum_byte_s=7e-10,
+        bucket_s=3e-4,
+        contention=1.3,
+    )
+    measured = observations(truth)
+    fitted = calibrate(measured, "made up")
+    errors = [abs(log_error(o, fitted)) for o in measured]
+    before = [abs(log_error(o, DEFAULT)) for o in measured]
+    assert max(before) > 0.3
+    assert sorted(errors)[len(errors) // 2] < 0.01
+    assert max(errors) < 0.1
+    assert fitted.residual < 0.05
+    assert fitted.source == "made up"
+    assert (fitted.most_workers, fitted.slowest_bytes_per_s, fitted.fastest_bytes_per_s) == (8, 12.5e6, 12.5e6)
+
+
+def test_too_few_steps_are_refused() -> None:
+    with pytest.raises(gw.HyperparameterError, match="cannot fix"):
+        calibrate(observations(DEFAULT)[: len(BOUNDS)], "few")
+
+
+def test_a_machine_and_a_profile_survive_their_files(tmp_path: Path) -> None:
+    machine = dataclasses.replace(DEFAULT, call_s=0.123, source="here")
+    machine.save(tmp_path / "m.json")
+    assert Machine.read(tmp_path / "m.json") == machine
+    known = profile()
+    known.save(tmp_path / "p.json")
+    assert Profile.read(tmp_path / "p.json") == known
+    (tmp_path / "p.json").write_text('{"source": "x"')
+    for read in (Machine.read, Profile.read):
+        with pytest.raises(gw.HyperparameterError, match=r"p\.json holds no"):
+            read(tmp_path / "p.json")
+
+
+QUIET = dataclasses.replace(DEFAULT, residual=0.05, contention=1.0)
+
+
+def test_on_a_slow_link_the_advice_is_to_compress_and_the_link_is_named() -> None:
+    slow = Scenario(hosts=4, link=LinkModel(bandwidth_bytes_per_s=1e5))
+    found, refused = forecast(profile(), ["bf16", "terngrad"], slow, QUIET, repeats=1)
+    by_name = {f.method: f for f in found}
+    assert not refused
+    assert by_name[NOTHING].bottleneck == "link"
+    assert by_name["terngrad"].speedup > by_name["bf16"].speedup > 1.5
+    assert all(f.low_s < f.step_s < f.high_s for f in found)
+    choice, reason = recommend(found)
+    assert choice == "terngrad"
+    assert "bounded by" in reason
+
+
+def test_on_a_fast_link_the_advice_is_to_do_nothing() -> None:
+    fast = Scenario(hosts=4, link=LinkModel(bandwidth_bytes_per_s=1e10))
+    found, _ = forecast(profile(compute_s=1.0), ["bf16", "terngrad"], fast, QUIET, repeats=1)
+    choice, reason = recommend(found)
+    assert choice == NOTHING
+    assert reason.startswith("do nothing")
+
+
+def made(method: str, step_s: float) -> Forecast:
+    return Forecast(
+        method=method,
+        world_size=4,
+        step_s=step_s,
+        low_s=step_s * 0.9,
+        high_s=step_s * 1.1,
+        floor_s=0.1,
+        speedup=1.0 / step_s,
+        sent_bytes=1,
+        bottleneck="link",
+        worker_steps_per_s=4 / step_s,
+    )
+
+
+def test_a_cast_is_advised_before_a_lossy_method_that_hardly_beats_it() -> None:
+    assert recommend([made(NOTHING, 1.0), made("bf16", 0.6), made("terngrad", 0.58)])[0] == "bf16"
+    assert recommend([made(NOTHING, 1.0), made("bf16", 0.6), made("terngrad", 0.5)])[0] == "terngrad"
+    assert recommend([made(NOTHING, 1.0), made("bf16", 0.97), made("terngrad", 0.98)])[0] == NOTHING
+    assert recommend([made(NOTHING, 4.0), made("bf16", 1.954)])[1].startswith("use bf16: 1.95 s a step instead of 4 s")
+    assert "overlap" in recommend([made(NOTHING, 1.0), made("bf16", 0.9)])[1]
+
+
+def test_what_its_time_cannot_judge_is_not_advised_for_its_time() -> None:
+    slow = Scenario(hosts=4, link=LinkModel(bandwidth_bytes_per_s=1e5))
+    found, _ = forecast(profile(), ["terngrad", "signsgd", "grandk", "ErrorFeedback(GRandK())"], slow, QUIET, repeats=1)
+    apart = {f.method: f.apart for f in found if f.apart}
+    assert list(apart) == ["signsgd", "grandk", "ErrorFeedback(GRandK())"]
+    assert "direction" in str(apart["signsgd"])
+    assert recommend(found)[0] == "terngrad"
+
+
+def test_workers_of_one_host_share_link_and_cores() -> None:
+    link = LinkModel(bandwidth_bytes_per_s=1e6)
+    apart, _ = forecast(profile(), ["terngrad"], Scenario(hosts=8, link=link), QUIET, repeats=1)
+    together, _ = forecast(profile(), ["terngrad"], Scenario(hosts=2, ranks_per_host=4, link=link), QUIET, repeats=1)
+    assert together[1].world_size == apart[1].world_size == 8
+    assert together[1].step_s > 1.5 * apart[1].step_s
+    shared = Scenario(hosts=2, ranks_per_host=4, cores=2, link=link)
+    crowded, _ = forecast(profile(), ["terngrad"], shared, QUIET, repeats=1)
+    assert crowded[0].step_s > together[0].step_s
+
+
+def test_what_lies_far_outside_of_the_calibration_is_said() -> None:
+    def beyond(machine: Machine, workers: int, rate: float | None, here: int = 1) -> str | None:
+        return machine.beyond(workers, LinkModel(bandwidth_bytes_per_s=rate, ranks_per_host=here))
+
+    known = dataclasses.replace(DEFAULT, most_workers=4, slowest_bytes_per_s=1e6, fastest_bytes_per_s=1e8)
+    assert beyond(known, 8, 5e5) is None
+    assert beyond(known, 9, 1e6) == "more workers than calibrated (at most 4)"
+    assert beyond(known, 2, 4e5) == "a link far from those calibrated (8 to 800 Mbit/s)"
+    assert beyond(known, 2, 3e8) == "a link far from those calibrated (8 to 800 Mbit/s)"
+    assert beyond(known, 2, None) is None
+    loopback = dataclasses.replace(DEFAULT, most_workers=4)
+    assert beyond(loopback, 4, 1e6) == "no limited link was calibrated"
+    assert beyond(loopback, 4, 1e6, here=4) is None
+    assert beyond(DEFAULT, 1000, 1.0) is None
+    slow = Scenario(hosts=4, link=LinkModel(bandwidth_bytes_per_s=1e6))
+    found, _ = forecast(profile(), [], slow, loopback, repeats=1)
+    assert found[0].extrapolated == "no limited link was calibrated"
+
+
+@pytest.mark.parametrize("text", ['{"a": 1}', "[]", '{"ring_efficiency": "much"}', "3"])
+def test_a_file_that_holds_no_calibration_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "c.json").write_text(text)
+    with pytest.raises(gw.HyperparameterError, match=r"c\.json holds no calibration"):
+        Machine.read(tmp_path / "c.json")

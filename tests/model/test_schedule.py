@@ -1,0 +1,176 @@
+"""The fluid model of a step: cases that can be worked out by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gradwire.drivers import Stage
+from gradwire.model.exchange import BucketJobs, ExchangeProfile
+from gradwire.model.machine import LinkModel, Machine
+from gradwire.model.schedule import Load, step_time
+from gradwire.model.timeline import ReadyBucket, Timeline
+
+FREE = Machine(
+    ring_efficiency=1.0,
+    crowd_efficiency=1.0,
+    round_s=0.0,
+    call_s=0.0,
+    message_s=0.0,
+    byte_s=0.0,
+    sum_byte_s=0.0,
+    bucket_s=0.0,
+    contention=1.0,
+)
+ALONE = Load(ranks=1, cores=2)
+
+
+def timeline(*ready_s: float, forward_s: float = 1.0, backward_s: float = 2.0, after_s: float = 0.5) -> Timeline:
+    buckets = tuple(ReadyBucket(names=(str(i),), numel=10, ready_s=at) for i, at in enumerate(ready_s))
+    return Timeline(forward_s=forward_s, buckets=buckets, backward_s=backward_s, after_s=after_s)
+
+
+def ring(sent: int) -> BucketJobs:
+    return BucketJobs((), ((Stage(0.0, "ring", sent, 2, 2), Stage(0.0)),), asynchronous=True)
+
+
+def coded(work_s: float, sent: int, rest_s: float = 0.0) -> BucketJobs:
+    return BucketJobs((), ((Stage(work_s, "all_to_all", sent, 1, 1), Stage(rest_s)),), asynchronous=False)
+
+
+def paired(sent: int, rest_s: float = 0.0) -> BucketJobs:
+    return BucketJobs((), ((Stage(0.0, "pairs", sent, 1, 1), Stage(rest_s)),), asynchronous=False)
+
+
+def steps(
+    buckets: list[BucketJobs], at: Timeline, machine: Machine = FREE, link: LinkModel | None = None, load: Load = ALONE
+):
+    return step_time(at, ExchangeProfile("x", 2, tuple(buckets)), machine=machine, link=link or LinkModel(), load=load)
+
+
+def test_without_costs_a_step_is_its_computing() -> None:
+    found = steps([ring(1000)], timeline(1.0))
+    assert found.step_s == pytest.approx(3.5)
+    assert found.floor_s == pytest.approx(3.5)
+    assert found.bottleneck == "compute"
+
+
+def test_the_last_bucket_is_waited_for_and_earlier_ones_hide_behind_backward() -> None:
+    link = LinkModel(bandwidth_bytes_per_s=100.0)
+    # 50 bytes from 1.0 + 0.5 on: done before backward ends at 3.0.
+    assert steps([ring(50)], timeline(0.5), link=link).step_s == pytest.approx(3.5)
+    # 50 bytes from the end of backward on: half a second more.
+    assert steps([ring(50)], timeline(2.0), link=link).step_s == pytest.approx(4.0)
+
+
+def test_two_buckets_share_the_link_and_lose_nothing() -> None:
+    link = LinkModel(bandwidth_bytes_per_s=100.0)
+    found = steps([ring(100), ring(100)], timeline(2.0, 2.0), link=link)
+    assert found.step_s == pytest.approx(3.0 + 2.0 + 0.5)
+    assert found.wire_s == pytest.approx(2.0)
+    assert found.bottleneck == "link"
+
+
+def test_efficiency_latency_and_calls_add_up() -> None:
+    machine = dataclasses.replace(FREE, ring_efficiency=0.5, round_s=0.1, call_s=0.01, message_s=0.001)
+    link = LinkModel(bandwidth_bytes_per_s=100.0, latency_s=0.05)
+    # Two rounds of 0.15 s, then 50 bytes at 50 a second; the CPU of the call goes on beside them.
+    assert steps([ring(50)], timeline(2.0), machine, link).step_s == pytest.approx(3.5 + 0.3 + 1.0)
+    assert steps([ring(50)], timeline(2.0), machine).step_s == pytest.approx(3.5 + 0.2)
+
+
+def test_codec_runs_beside_backward_only_where_a_core_is_free() -> None:
+    work = [coded(1.0, 10)]
+    assert steps(work, timeline(0.0), load=Load(ranks=1, cores=2)).step_s == pytest.approx(3.5)
+    # One core: both threads at half speed for two seconds, then backward's second half.
+    assert steps(work, timeline(0.0), load=Load(ranks=1, cores=1)).step_s == pytest.approx(4.5)
+    # Two ranks on one core: the timeline was measured so, the codec takes twice its time.
+    assert steps(work, timeline(0.0), load=Load(ranks=2, cores=1)).step_s == pytest.approx(5.5)
+
+
+def test_an_asynchronous_plans_first_work_delays_backward() -> None:
+    cast = BucketJobs((), ((Stage(0.25, "ring", 0, 2, 2), Stage(0.5)),), asynchronous=True)
+    assert steps([cast], timeline(1.0)).step_s == pytest.approx(3.75)
+    # What follows the reply is done elsewhere, and waited for.
+    assert steps([cast], timeline(2.0)).step_s == pytest.approx(3.5 + 0.25 + 0.5)
+
+
+def test_chunks_wait_for_the_preparation_and_take_both_lanes() -> None:
+    prepare = (Stage(0.5),)
+    chunks = ((Stage(1.0),), (Stage(1.0),))
+    bucket = BucketJobs(prepare, chunks, asynchronous=False)
+    many = Load(ranks=1, cores=8)
+    assert steps([bucket], timeline(2.0), load=many).step_s == pytest.approx(3.5 + 0.5 + 1.0)
+    assert steps([bucket], timeline(2.0), load=Load(ranks=1, cores=1)).step_s == pytest.approx(3.5 + 0.5 + 2.0)
+
+
+def test_ranks_of_one_host_share_its_link_and_tell_each_other_nothing_over_it() -> None:
+    link = LinkModel(bandwidth_bytes_per_s=100.0, ranks_per_host=2)
+    # Four ranks on two hosts: two of three messages leave; a ring crosses once for two ranks.
+    assert link.leaving(90, ring=False, world_size=4) == pytest.approx(60)
+    assert link.leaving(90, ring=True, world_size=4) == pytest.approx(45)
+    assert link.leaving(90, ring=False, world_size=2) == 0.0
+    exchange = ExchangeProfile("x", 4, (coded(0.0, 90),))
+    found = step_time(timeline(2.0), exchange, machine=FREE, link=link, load=Load(ranks=2, cores=4))
+    assert found.step_s == pytest.approx(3.5 + 60 / 50)
+
+
+@given(
+    sent=st.lists(st.integers(0, 10_000), min_size=1, max_size=5),
+    work_s=st.floats(0, 0.5),
+    rest_s=st.floats(0, 0.5),
+    bandwidth=st.floats(10, 1e6),
+    latency_s=st.floats(0, 0.5),
+    cores=st.integers(1, 6),
+)
+def test_a_step_lies_between_its_floor_and_one_thing_after_another(
+    sent: list[int], work_s: float, rest_s: float, bandwidth: float, latency_s: float, cores: int
+) -> None:
+    at = timeline(*[2.0 * (i + 1) / len(sent) for i in range(len(sent))])
+    buckets = [coded(work_s, n, rest_s) for n in sent]
+    load = Load(ranks=2, cores=cores)
+    links = [LinkModel()]
+    links += [LinkModel(bandwidth_bytes_per_s=speed, latency_s=latency_s) for speed in (2 * bandwidth, bandwidth)]
+    found = [steps(buckets, at, link=link, load=load) for link in links]
+    waits_s = [step.wire_s + len(sent) * link.latency_s for step, link in zip(found, links)]
+    for step, wait_s in zip(found, waits_s):
+        assert step.floor_s - 1e-9 <= step.step_s <= step.compute_s + step.busy_s + wait_s + 1e-6
+    bytes_free_s, fast_s, slow_s = (step.step_s for step in found)
+    if len(sent) == 1:
+        assert bytes_free_s <= fast_s + 1e-6
+        assert fast_s <= slow_s + 1e-6
+    if load.runners == 1.0:
+        # On one core nothing beats never waiting, and no step waits longer than its bytes and latencies take: a faster
+        # link can lose no more than that (see the next test).
+        assert bytes_free_s <= min(fast_s, slow_s) + 1e-6
+        assert fast_s - slow_s <= waits_s[1] + 1e-6
+
+
+def test_a_faster_link_can_leave_nothing_to_do_while_the_last_bytes_travel() -> None:
+    at, load = timeline(1.0, 2.0), Load(ranks=2, cores=1)
+    buckets = [coded(0.5, 6, 0.25), coded(0.5, 1, 0.25)]
+    slow = steps(buckets, at, link=LinkModel(bandwidth_bytes_per_s=10.0), load=load)
+    fast = steps(buckets, at, link=LinkModel(bandwidth_bytes_per_s=20.0), load=load)
+    # The core has 6.5 s of work. On the slow link the first bucket is decoded while the second's byte travels.
+    assert slow.step_s == pytest.approx(6.5)
+    # On the fast one it was decoded before, so the core waits for that byte: 1/20 s.
+    assert fast.step_s == pytest.approx(6.5 + 0.05)
+
+
+def test_large_rows_wait_for_the_jobs_before_and_small_ones_share_the_link() -> None:
+    link, at = LinkModel(bandwidth_bytes_per_s=100.0), timeline(0.0, 0.0, backward_s=0.0)
+    crowd = steps([coded(0.0, 100, 1.0), coded(0.0, 100, 1.0)], at, link=link)
+    # Both arrive after two seconds, then each lane decodes for one.
+    assert crowd.step_s == pytest.approx(1.5 + 3.0)
+    turns = steps([paired(100, 1.0), paired(100, 1.0)], at, link=link)
+    # One second of link and one of decoding, twice.
+    assert turns.step_s == pytest.approx(1.5 + 4.0)
+
+
+def test_a_small_operation_does_not_wait_for_a_large_one_before_it() -> None:
+    link, at = LinkModel(bandwidth_bytes_per_s=100.0), timeline(0.0, 0.0, backward_s=0.0)
+    found = steps([paired(100), coded(3.0, 0)], at, link=link)
+    assert found.step_s == pytest.approx(1.5 + 3.0)

@@ -1,0 +1,283 @@
+"""``method="auto"``: the trial with made-up clocks, and on real ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+import gradwire as gw
+from gradwire.drivers import Meter, Stage
+from gradwire.model.exchange import BucketJobs, ExchangeProfile
+from gradwire.model.machine import LinkModel, Machine
+from gradwire.model.probing import Probed
+from gradwire.model.schedule import Load, step_time
+from gradwire.model.timeline import ReadyBucket, Timeline
+from gradwire.planning import Options, Planner
+from gradwire.runtime.selection.autotune import Autotuner
+from oracle import layers, square_loss
+from ranks import Ranks
+
+
+class Planned:
+    """A planner as far as a chooser asks."""
+
+    def __init__(self, size: int, ring: bool) -> None:
+        self.size, self.ring, self.parameters = size, ring, {"p": None}
+
+    def counted(self, names: Sequence[str]) -> Meter:
+        meter = Meter()
+        meter.sent_bytes = self.size
+        meter.ring_bytes = self.size if self.ring else 0
+        return meter
+
+
+class World:
+    """A clock that a round of each method moves by a known time, and the answers of equal ranks on equal hosts.
+
+    ``bandwidth`` is what a host's link carries, in bytes a second. Casts go round a ring.
+    """
+
+    def __init__(
+        self, step_s: dict[str, float], bandwidth: float, sizes: dict[str, int], hosts: int = 2, here: int = 1
+    ) -> None:
+        self.now_s, self.step_s, self.speed = 0.0, step_s, bandwidth
+        self.world_size, self.here = hosts * here, here
+        method = gw.Auto(candidates=tuple(step_s), turns=2, steps=2)
+        planners: dict[str, Any] = {spec: Planned(sizes[spec], spec != "terngrad") for spec in step_s}
+        self.specs = {id(planner): spec for spec, planner in planners.items()}
+        self.chooser = Autotuner(method, planners, clock=lambda: self.now_s)
+
+    def gather(self, values: Sequence[float]) -> list[list[float]]:
+        return [list(values), list(values)]
+
+    def probe(self, most_bytes: int) -> Probed:
+        row = 1 << 20
+        return Probed(
+            world_size=self.world_size,
+            ranks_per_host=self.here,
+            small_bytes=1,
+            small_s=0.0,
+            large_bytes=row,
+            # All rows of a host's ranks for other hosts' ranks.
+            large_s=row * self.here * (self.world_size - self.here) / self.speed,
+        )
+
+    def train(self, rounds: int) -> list[str]:
+        used = []
+        for round in range(rounds):
+            self.chooser.begin(round, self)
+            spec = self.specs[id(self.chooser.planner)]
+            used.append(spec)
+            self.now_s += self.step_s[spec]
+        return used
+
+
+SIZES = {"fp32": 4_000_000, "bf16": 2_000_000, "terngrad": 300_000}
+
+
+def test_the_fastest_is_kept_and_every_candidate_had_its_turns() -> None:
+    world = World({"fp32": 1.0, "bf16": 0.8, "terngrad": 0.9}, 1e9, SIZES)
+    used = world.train(40)
+    assert used[:4] == ["terngrad"] * 4
+    assert {spec: used[4:19].count(spec) for spec in SIZES} == {"fp32": 5, "bf16": 5, "terngrad": 5}
+    assert set(used[19:]) == {"bf16"}
+    found = world.chooser.record()
+    assert found["chosen"] == "bf16"
+    assert found["step_s"] == pytest.approx({"fp32": 1.0, "bf16": 0.8, "terngrad": 0.9})
+    assert "2 turns of 2 steps" in found["reason"]
+
+
+def test_a_coder_is_taken_where_it_makes_the_step_shorter_and_only_there() -> None:
+    sizes = {"terngrad": 300_000, "coded": 303_000}  # without data, a coded payload counts as long as it can be
+    slow = World({"terngrad": 1.0, "coded": 0.8}, 1e6, sizes)
+    fast = World({"terngrad": 0.5, "coded": 0.52}, 1e9, sizes)
+    assert (slow.train(40)[-1], fast.train(40)[-1]) == ("coded", "terngrad")
+    assert "coded" in gw.Auto().candidates
+
+
+def test_at_equal_speed_the_candidate_listed_first_is_taken() -> None:
+    world = World({"fp32": 1.0, "bf16": 0.999, "terngrad": 0.995}, 1e9, SIZES)
+    assert world.train(40)[-1] == "fp32"
+
+
+def test_what_the_link_makes_hopeless_is_not_tried_and_the_reason_is_kept() -> None:
+    world = World({"fp32": 50.0, "bf16": 25.0, "terngrad": 4.0}, 1e5, SIZES)
+    used = world.train(12)
+    assert set(used) == {"terngrad"}
+    left_out = world.chooser.record()["left_out"]
+    assert set(left_out) == {"fp32", "bf16"}
+    assert "4.00 MB of a host at 0.1 MB/s take 40 s" in left_out["fp32"]
+
+
+def test_of_a_ring_only_one_rank_of_a_host_takes_the_link() -> None:
+    # Two hosts of two: 4 MB a rank round the ring are 4 MB of a host, 40 s at 0.1 MB/s, not the 80 s of two ranks; of
+    # an all-to-all two thirds leave, from both ranks.
+    world = World({"fp32": 50.0, "bf16": 25.0, "terngrad": 30.0}, 1e5, SIZES, hosts=2, here=2)
+    assert set(world.train(12)) == set(SIZES)
+    assert world.chooser.record()["left_out"] == {}
+    world = World({"fp32": 50.0, "bf16": 25.0, "terngrad": 26.0}, 1e5, SIZES, hosts=2, here=2)
+    world.train(12)
+    assert world.chooser.record()["left_out"].keys() == {"fp32"}
+    ring = {"fp32": 4_000_000, "terngrad": 300_000}
+    world = World({"fp32": 50.0, "terngrad": 4.0}, 1e5, {**ring, "bf16": 0}, hosts=2, here=2)
+    world.train(12)
+    assert "4.00 MB of a host" in world.chooser.record()["left_out"]["fp32"]
+
+
+def test_on_one_host_no_link_makes_anything_hopeless() -> None:
+    world = World({"fp32": 50.0, "bf16": 25.0, "terngrad": 4.0}, 1e5, SIZES, hosts=1, here=4)
+    assert set(world.train(40)) == set(SIZES)
+    found = world.chooser.record()
+    assert (found["chosen"], found["left_out"], found["link_bytes_per_s"]) == ("terngrad", {}, None)
+
+
+@pytest.mark.parametrize(("hosts", "here"), [(2, 1), (4, 1), (2, 2), (2, 8), (3, 4)])
+@pytest.mark.parametrize("ring", [True, False])
+def test_what_is_left_out_could_not_have_been_faster(hosts: int, here: int, ring: bool) -> None:
+    """The bound against the model's own step over a link without losses, latency or costs."""
+    n, sent = hosts * here, 1_000_000
+    stage = Stage(0.0, "ring" if ring else "pairs", sent, 1, 1)
+    timeline = Timeline(
+        forward_s=0.0, buckets=(ReadyBucket(names=("p",), numel=1, ready_s=0.0),), backward_s=0.0, after_s=0.0
+    )
+    exchange = ExchangeProfile("x", n, (BucketJobs((), ((stage,),), False),))
+    link = LinkModel(bandwidth_bytes_per_s=1e6, ranks_per_host=here)
+    free = dict.fromkeys(("round_s", "call_s", "message_s", "byte_s", "sum_byte_s", "bucket_s"), 0.0)
+    machine = Machine(ring_efficiency=1.0, crowd_efficiency=1.0, **free)  # type: ignore[arg-type]
+    step_s = step_time(timeline, exchange, machine=machine, link=link, load=Load()).step_s
+    world = World({"fp32": 1.0, "terngrad": 1.0}, 1e6, {"fp32": sent, "terngrad": sent}, hosts, here)
+    _, bound_s = world.chooser._over_the_link("fp32" if ring else "terngrad", world.probe(sent))
+    assert bound_s == pytest.approx(step_s, rel=1e-6)
+
+
+def test_a_choice_is_never_changed_unless_asked_for() -> None:
+    world = World({"fp32": 1.0, "bf16": 0.8, "terngrad": 0.9}, 1e9, SIZES)
+    world.train(25)
+    world.step_s = {"fp32": 0.1, "bf16": 0.8, "terngrad": 0.9}
+    assert set(world.train(50)) == {"bf16"}
+    world.chooser.again()
+    assert world.train(40)[-1] == "fp32"
+
+
+def test_a_checkpoints_choice_is_taken_without_a_trial() -> None:
+    world = World({"fp32": 1.0, "bf16": 0.8, "terngrad": 0.9}, 1e9, SIZES)
+    world.chooser.load({"choice": torch.tensor(2)})
+    assert set(world.train(5)) == {"terngrad"}
+    assert int(world.chooser.state()["choice"]) == 2
+    world.chooser.again()
+    assert int(world.chooser.state()["choice"]) == -1
+
+
+def test_a_choice_is_loaded_by_its_name_whatever_its_place() -> None:
+    def world(*specs: str) -> World:
+        return World(dict.fromkeys(specs, 1.0), 1e9, dict.fromkeys(specs, 1))
+
+    saved, reordered, shorter = (
+        world(*s) for s in (("fp32", "bf16", "TernGrad()"), ("terngrad", "fp32"), ("fp32", "bf16"))
+    )
+    saved.chooser.fix("TernGrad()", "chosen")
+    reordered.chooser.load(saved.chooser.state())
+    assert set(reordered.train(3)) == {"terngrad"}
+    with pytest.raises(
+        gw.IncompatibleError, match=r"'TernGrad\(\)', which is none of the candidates fp32, bf16: .*choose_again"
+    ):
+        shorter.chooser.load(saved.chooser.state())
+    assert shorter.chooser.choice is None
+    # States of old have the place alone.
+    with pytest.raises(gw.IncompatibleError, match="candidate 2, counted from 0, and there are 2"):
+        shorter.chooser.load({"choice": torch.tensor(2)})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"candidates": ("fp32",)}, "at least two"),
+        ({"candidates": ("fp32", "FP32()")}, "named twice"),
+        ({"candidates": ("fp32", "auto")}, "cannot be tried"),
+        ({"candidates": ("fp32", "grandk")}, "is lost without error feedback"),
+        ({"candidates": ("fp32", "Coded(GRandK(cycle=2))")}, "is lost without error feedback"),
+        ({"candidates": ("fp32", "signsgd")}, "gives a direction"),
+        ({"candidates": "fp32"}, "a tuple of specs"),
+        ({"candidates": ("fp32", "terngrat")}, "did you mean 'terngrad'"),
+        ({"turns": 0}, "at least 1"),
+    ],
+)
+def test_wrong_lists_are_refused(arguments: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(gw.HyperparameterError, match=sentence):
+        gw.Auto(**arguments)
+
+
+def test_a_spec_reads_back() -> None:
+    chosen = gw.Auto(candidates=("fp32", "TernGrad(clip=None)"), turns=1)
+    assert gw.method(repr(chosen)) == chosen
+    assert gw.method("auto") == gw.Auto()
+
+
+def test_a_planner_of_what_chooses_is_refused() -> None:
+    with pytest.raises(gw.HyperparameterError, match="auto: it chooses among methods"):
+        Planner(gw.Auto(), {"p": torch.ones(2000)}, 2, Options())
+
+
+def test_a_simulation_has_no_link_to_measure() -> None:
+    with pytest.raises(gw.IncompatibleError, match="name a method to simulate"):
+        gw.simulate(torch.ones(2, 5), "auto")
+
+
+def train_by_choice(steps: int) -> dict[str, Any]:
+    import torch.distributed as dist
+
+    ddp = DistributedDataParallel(layers(6), bucket_cap_mb=0.0163)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+    link = gw.attach(ddp, gw.Auto(turns=2, steps=2), check=False)
+    undecided = link.record()["choice"]["chosen"]
+    for step in range(steps):
+        square_loss(ddp, dist.get_rank(), step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    choice, sent = link.record()["choice"], link.traffic().sent_bytes
+    state = link.state_dict()
+    link.close()
+
+    other = DistributedDataParallel(layers(6), bucket_cap_mb=0.0163)
+    again = gw.attach(other, gw.Auto(turns=2, steps=2))
+    again.load_state_dict(state)
+    reloaded = again.record()["choice"]["chosen"]
+    again.close()
+    digest = [float(p.double().sum()) for p in ddp.parameters()]
+    return {"undecided": undecided, "choice": choice, "reloaded": reloaded, "digest": digest, "sent_bytes": sent}
+
+
+@pytest.mark.ranks
+def test_real_ranks_choose_alike_stay_identical_and_record_why(three_ranks: Ranks) -> None:
+    found = three_ranks(train_by_choice, 30)
+    first = found[0]
+    assert first["undecided"] is None
+    assert first["choice"]["chosen"] in gw.Auto().candidates
+    assert first["choice"]["reason"]
+    assert set(first["choice"]["step_s"]) | set(first["choice"]["left_out"]) == set(gw.Auto().candidates)
+    # A trial on one host sends no large rows to measure a link that is not there: no more than 30 steps of the largest
+    # candidate, whichever is chosen, and a step's worth beside.
+    assert first["sent_bytes"] < 31 * max(first["choice"]["sent_bytes_per_step"].values())
+    assert (first["choice"]["ranks_per_host"], first["choice"]["link_bytes_per_s"]) == (3, None)
+    # Coded payloads are as long as each rank's own digits make them; all else is the same.
+    assert all({**rank, "sent_bytes": None} == {**first, "sent_bytes": None} for rank in found[1:])
+    assert first["reloaded"] == first["choice"]["chosen"]
+
+
+def measure_link() -> tuple[float | None, float, int]:
+    found = gw.probe()
+    return found.bandwidth_bytes_per_s, found.latency_s, found.ranks_per_host
+
+
+@pytest.mark.ranks
+def test_a_probe_gives_all_ranks_the_same_and_on_one_host_no_bandwidth(three_ranks: Ranks) -> None:
+    found = three_ranks(measure_link)
+    assert len(set(found)) == 1
+    bandwidth, latency_s, ranks_per_host = found[0]
+    assert bandwidth is None
+    assert ranks_per_host == 3
+    assert 0 <= latency_s < 1

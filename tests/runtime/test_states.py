@@ -1,0 +1,167 @@
+"""States are taken whole or refused, before anything of them is used."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import gradwire as gw
+
+SIZE = 640
+
+
+def learned() -> dict[str, dict[str, torch.Tensor]]:
+    """Return a state of two workers whose shifts are not zero."""
+    link = gw.SimulatedLink([("w", torch.empty(SIZE))], "diana", 2, min_numel=0)
+    for _ in range(3):
+        link.reduce_(gradients())
+    return link.state_dict()
+
+
+def gradients() -> torch.Tensor:
+    return torch.randn(2, SIZE, generator=torch.Generator().manual_seed(0))
+
+
+def without(state: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: part for name, part in state.items() if name not in names}
+
+
+def of_one_rank(state: dict[str, Any]) -> dict[str, Any]:
+    return {**without(state, "rank 0", "rank 1"), "rank": state["rank 0"]}
+
+
+@pytest.mark.parametrize(
+    ("broken", "part"),
+    [
+        (lambda state: {}, "no global round"),
+        (lambda state: None, "no global round"),
+        (lambda state: {**state, "global": {}}, "no global round"),
+        (lambda state: without(state, "replicated"), "'replicated'"),
+        (of_one_rank, "this one has 'rank'"),
+        (lambda state: without(state, "rank 0"), "this one has 'rank 1'"),
+        (lambda state: without(state, "rank 0", "rank 1"), "this one has none"),
+        (lambda state: {**state, "rank": state["rank 0"]}, "'rank', 'rank 0', 'rank 1'"),
+    ],
+)
+def test_a_simulation_refuses_what_is_not_a_simulations_whole_state(broken: Any, part: str) -> None:
+    state = broken(learned())
+    link = gw.SimulatedLink([("w", torch.empty(SIZE))], "diana", 2, min_numel=0)
+    with pytest.raises(gw.IncompatibleError, match=part):
+        link.load_state_dict(state)
+    assert link.round == 0
+    assert link.state_dict()["replicated"] == {}
+    if state is not None:
+        with pytest.raises(gw.IncompatibleError, match=part):
+            gw.simulate(gradients(), "diana", state=state)
+
+
+REMEMBERING = [
+    gw.method(spec)
+    for spec in (
+        "diana",
+        "DIANA(momentum=0.5)",
+        "errorfeedback",
+        "ErrorFeedback(compressor=GRandK(cycle=4))",
+        "ef_signsgd",
+        "onebit",
+        "signum",
+        "ALQ()",
+        "ALQN()",
+        "AMQ()",
+        "AMQN()",
+        "Coded(compressor=ErrorFeedback())",
+    )
+]
+
+
+def trained(method: gw.Method | str) -> gw.SimulatedLink:
+    link = gw.SimulatedLink([("w", torch.empty(SIZE))], method, 2, min_numel=0)
+    for _ in range(2):
+        link.reduce_(gradients())
+    return link
+
+
+def test_no_method_that_remembers_something_is_left_out_here() -> None:
+    names = {name for name, info in gw.methods().items() if info.state != "none"}
+    assert names == {method.name for method in REMEMBERING}
+
+
+@pytest.mark.parametrize("method", REMEMBERING, ids=repr)
+def test_a_methods_own_state_is_taken_whole(method: gw.Method, caplog: pytest.LogCaptureFixture) -> None:
+    assert method.remembers
+    state = trained(method).state_dict()
+    other = gw.SimulatedLink([("w", torch.empty(SIZE))], method, 2, min_numel=0)
+    other.load_state_dict(state)
+    after = other.state_dict()
+    assert {scope: set(part) for scope, part in after.items()} == {scope: set(part) for scope, part in state.items()}
+    assert caplog.messages == []
+
+
+def test_what_another_method_remembered_is_dropped_and_named(caplog: pytest.LogCaptureFixture) -> None:
+    link = gw.SimulatedLink([("w", torch.empty(SIZE))], "errorfeedback", 2, min_numel=0)
+    link.load_state_dict(trained("diana").state_dict())
+    (sentence,) = caplog.messages
+    assert "'mean_shift', 'shift', 'workers'" in sentence
+    assert "ErrorFeedback" in sentence
+    link.reduce_(gradients())
+    state = link.state_dict()
+    assert (set(state["global"]), set(state["replicated"]), set(state["rank 1"])) == ({"round"}, set(), {"residual/w"})
+    assert int(state["global"]["round"]) == 3
+
+
+def load_broken_states() -> list[str]:
+    parameter = torch.nn.Parameter(torch.zeros(SIZE))
+    link = gw.Link([("w", parameter)], "diana", min_numel=0)
+    state, found = learned(), []
+    for broken in (state, without(of_one_rank(state), "rank"), without(of_one_rank(state), "replicated"), {}):
+        try:
+            link.load_state_dict(broken)
+        except gw.IncompatibleError as error:
+            found.append(str(error))
+    assert link.round == 0
+    link.load_state_dict(of_one_rank(state))
+    assert link.round == 3
+    link.close()
+    return found
+
+
+@pytest.mark.ranks
+def test_a_link_refuses_what_is_not_its_own_whole_state(three_ranks: Any) -> None:
+    for found in three_ranks(load_broken_states):
+        assert len(found) == 4
+        for sentence, part in zip(found, ("has 'rank 0', 'rank 1'", "has none", "'replicated'", "no global round")):
+            assert part in sentence
+
+
+def rewind_over_a_skipped_round() -> tuple[bool, bool]:
+    """Rewind a link to before a round that was skipped; give whether it then does what a fresh link does."""
+
+    def go(link: gw.Link, parameter: torch.nn.Parameter, value: float = 0.0) -> torch.Tensor:
+        draw = torch.Generator().manual_seed(1000 * link.round + link.rank)
+        parameter.grad = torch.randn(SIZE, generator=draw)
+        parameter.grad[0] += value
+        link.reduce_()
+        return parameter.grad.clone()
+
+    def make() -> tuple[gw.Link, torch.nn.Parameter]:
+        parameter = torch.nn.Parameter(torch.zeros(SIZE))
+        return gw.Link([("w", parameter)], "errorfeedback", min_numel=0), parameter
+
+    used, fresh = make(), make()
+    go(*used)
+    state = used[0].state_dict()
+    go(*used, torch.nan)
+    used[0].load_state_dict(state)
+    fresh[0].load_state_dict(state)
+    means = [torch.equal(go(*used), go(*fresh)) for _ in range(2)]
+    residuals = [link.state_dict()["rank"]["residual/w"] for link, _ in (used, fresh)]
+    used[0].close()
+    fresh[0].close()
+    return all(means), torch.equal(*residuals)
+
+
+@pytest.mark.ranks
+def test_a_skipped_round_is_not_skipped_again_after_rewinding(three_ranks: Any) -> None:
+    assert three_ranks(rewind_over_a_skipped_round) == [(True, True)] * 3
