@@ -24,11 +24,10 @@ from variance import real_gradient
 
 import gradwire as gw
 from gradwire.drivers import Meter, simulate_ranks
-from gradwire.kernels import Kernels, get_kernels
-from gradwire.kernels.coders import elias_bits, entropy_bits, get_coder
+from gradwire.kernels import Coder, Kernels, get_kernels
+from gradwire.kernels.entropy import elias_bits, entropy_bits, get_coder
 from gradwire.planning import Options, Planner
 from gradwire.protocols import Context, Memory, Workspace
-from gradwire.wire import Coder
 
 WORKERS = 4
 GAUSSIAN_NUMEL = 1 << 20

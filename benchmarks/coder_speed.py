@@ -24,7 +24,7 @@ from runs import write
 import gradwire as gw
 from gradwire.bench.coders import trits_of_a_gaussian
 from gradwire.kernels import get_kernels
-from gradwire.kernels.coders import CODERS, entropy_bits, get_coder
+from gradwire.kernels.entropy import CODERS, entropy_bits, get_coder
 
 SIZES = (1_000_000, 20_000_000)
 TURNS = 400
@@ -73,9 +73,10 @@ def sizes() -> list[dict[str, Any]]:
 
 def times() -> list[dict[str, Any]]:
     """Time encoders, decoders and the check in turns."""
-    from gradwire.kernels.coders.cpu import CpuRans
+    from gradwire.kernels.entropy.cpu import compiled_check
 
-    checker = CpuRans(vectors=get_coder("rans").backend == "cpu")
+    chosen = get_coder("rans").variants
+    in_vectors = chosen is not None and chosen.check != "scalar"
     calls: dict[tuple[str, str], Callable[[], object]] = {}
     for name, (symbols, _) in list(inputs(SIZES[0]).items())[:2]:
         for kind in CODERS:
@@ -86,7 +87,7 @@ def times() -> list[dict[str, Any]]:
             calls[name, f"{kind} decode"] = partial(coder.decode, section, back)
             if kind == "rans":
                 head, body = bytes(section[:16].tolist()), section[24:].numpy()
-                calls[name, "check of its section"] = partial(checker.check, head, body)
+                calls[name, "check of its section"] = partial(compiled_check, in_vectors, head, body)
         source = torch.randn(SIZES[0])
         calls[name, "float32 memcpy"] = partial(torch.zeros_like(source).copy_, source)
     spent: dict[tuple[str, str], list[float]] = {key: [] for key in calls}

@@ -4,7 +4,7 @@
 
 Needs `pip install atheris` (not a dependency). Inputs are bodies; the frame around them fits, so that what is fuzzed is
 the decoder behind the check. The reference decoder, whose lines guide the fuzzer, must end in an output or a status,
-and the compiled one in the same. CORPUS is a folder for inputs found; options of libFuzzer follow it.
+and the compiled ones, each variant, in the same. CORPUS is a folder for inputs found; options of libFuzzer follow it.
 """
 
 from __future__ import annotations
@@ -14,18 +14,22 @@ from pathlib import Path
 
 import atheris
 
-with atheris.instrument_imports(include=["gradwire.kernels.coders"]):
-    from gradwire.kernels.coders import lengths, reference, tables  # noqa: F401
+with atheris.instrument_imports(include=["gradwire.kernels.entropy"]):
+    from gradwire.kernels.entropy import huffman_codes, rans_tables, reference  # noqa: F401
 
 import numpy as np
 
-from gradwire.kernels.coders.base import Bytes
-from gradwire.kernels.coders.cpu import CpuHuffman, CpuRans
-from gradwire.kernels.coders.section import Body
+from gradwire.kernels.entropy.base import Bytes
+from gradwire.kernels.entropy.cpu import compiled_body
+from gradwire.kernels.entropy.section import Body
+from gradwire.kernels.entropy.variants import VARIANTS, Variants
 
-DECODERS: list[tuple[Body, Body]] = [
-    (reference.ReferenceRans(), CpuRans(vectors=False)),
-    (reference.ReferenceHuffman(), CpuHuffman(vectors=False)),
+DECODERS: list[tuple[Body, list[Body]]] = [
+    (
+        reference.reference_body(name),
+        [compiled_body(name, Variants("scalar", "scalar", decoder)) for decoder in parts["decode"]],
+    )
+    for name, parts in VARIANTS.items()
 ]
 MOST = 1023
 
@@ -35,20 +39,22 @@ def decode(decoder: Body, body: Bytes, number: int) -> tuple[int, bytes]:
     whole = np.full(number + 64, 0x5A, np.uint8)
     status = decoder.decode(body, whole[32 : number + 32])
     if (whole[:32] != 0x5A).any() or (whole[number + 32 :] != 0x5A).any():
-        raise RuntimeError(f"{decoder.backend} {decoder.coder} wrote outside of its output")
+        raise RuntimeError(f"{decoder.coder} ({decoder.variants}) wrote outside of its output")
     return status, b"" if status else whole[32 : number + 32].tobytes()
 
 
 def one_input(data: bytes) -> None:
-    """Decode one body twice: two bytes choose the coder and the number of symbols, the rest is the body."""
+    """Decode one body by every decoder: two bytes choose the coder and the number of symbols, the rest is the body."""
     if len(data) < 3:
         return
     choice = int.from_bytes(data[:2], "little")
-    slow, fast = DECODERS[choice >> 15]
+    slow, compiled = DECODERS[choice >> 15]
     body = np.frombuffer(data[2:], np.uint8).copy()
     number = choice & MOST
-    if decode(slow, body, number) != decode(fast, body, number):
-        raise RuntimeError(f"{fast.backend} {fast.coder} differs from the reference")
+    expected = decode(slow, body, number)
+    for fast in compiled:
+        if decode(fast, body, number) != expected:
+            raise RuntimeError(f"{fast.coder} ({fast.variants}) differs from the reference")
 
 
 def plant(corpus: Path) -> None:

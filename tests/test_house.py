@@ -30,7 +30,7 @@ LAYERS = {
     "methods": {"errors"},
     "optim": {"errors"},
     "kernels": {"errors"},
-    "wire": {"errors"},
+    "wire": {"errors", "kernels"},
     "codecs": LEAVES | {"kernels", "wire"},
     "compressors": LEAVES | {"kernels", "wire", "codecs"},
     "protocols": METHODS_OF,

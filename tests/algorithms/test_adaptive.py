@@ -14,7 +14,7 @@ from gradwire.algorithms import level_fitting
 from gradwire.algorithms.level_fitting import Mixture, best_levels, best_ratio, powers
 from gradwire.drivers import Meter, simulate_ranks
 from gradwire.kernels import get_kernels
-from gradwire.kernels.coders import lengths
+from gradwire.kernels.entropy import huffman_codes
 from gradwire.protocols import Context, Memory
 from gradwire.protocols.bucket_plan import make_plan
 from gradwire.segments import Parameter, lay_out
@@ -100,8 +100,12 @@ def test_probabilities_of_levels_and_their_huffman_code() -> None:
         counts = np.zeros(256, np.int64)
         counts[:count] = [max(1, round(x * 10**7)) for x in p]
         size = np.zeros(256, np.int64)
-        scratch = np.zeros(256, np.int64), np.zeros((2, 512), np.int64), np.zeros((lengths.MAX_LENGTH, 512), np.uint8)
-        lengths.choose_lengths(counts, size, *scratch)
+        scratch = (
+            np.zeros(256, np.int64),
+            np.zeros((2, 512), np.int64),
+            np.zeros((huffman_codes.MAX_LENGTH, 512), np.uint8),
+        )
+        huffman_codes.choose_lengths(counts, size, *scratch)
         used = counts[:count] / counts.sum()
         entropy, mean = -(used * np.log2(used)).sum(), float((used * size[:count]).sum())
         # Codes are limited to eleven bits, which costs levels rarer than 2^-11 alone: the two ends.

@@ -11,7 +11,7 @@ import gradwire as gw
 from gradwire.codecs import LevelCodec
 from gradwire.errors import HyperparameterError
 from gradwire.kernels import Grid, get_kernels
-from gradwire.kernels.coders import elias_bits
+from gradwire.kernels.entropy import elias_bits
 from gradwire.segments import Parameter, Segment
 from laws import levels, natural
 

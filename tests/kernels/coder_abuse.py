@@ -1,9 +1,9 @@
 """Decodes forged sections between pages that may not be touched: any access out of bounds ends this process.
 
-    python coder_abuse.py BACKEND ROUNDS SEED
+    python coder_abuse.py WHICH ROUNDS SEED
 
 Forgeries carry the right length and check, so that the decoders behind them are reached. Each must end in a
-PayloadError or in some output, and in the same one for BACKEND and the reference.
+PayloadError or in some output, and in the same one for the reference and the coder whose decoder is variant WHICH.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import sys
 
 import numpy as np
 import torch
-from coder_cases import resealed, section_of, trits
+from coder_cases import coder_of, resealed, section_of, trits
 
 from gradwire.errors import PayloadError
-from gradwire.kernels.coders import Coder, get_coder
+from gradwire.kernels.entropy import Coder, get_coder
 
 PAGE = mmap.PAGESIZE
 LIBC = ctypes.CDLL(None, use_errno=True)
@@ -73,19 +73,19 @@ def outcome(coder: Coder, data: torch.Tensor, out: torch.Tensor) -> str | torch.
     return out.clone()
 
 
-def abuse(backend: str, rounds: int, seed: int) -> dict[str, int]:
+def abuse(which: str, rounds: int, seed: int) -> dict[str, int]:
     generator = np.random.default_rng(seed)
     inside, outside = Fenced(8192), Fenced(8192)
     seen = {"refused": 0, "decoded": 0}
     for name in ("rans", "huffman"):
-        coder, reference = get_coder(name, backend), get_coder(name, "reference")
+        coder, reference = coder_of(name, which), get_coder(name, "reference")
         sources = [trits(number, fired, 1) for number in (900, 1500, 3000) for fired in (0.02, 0.15, 0.3)]
         sources += [(source > 120).to(torch.uint8) for source in sources[::3]]
         sections = [section_of(reference, source) for source in sources]
         for turn in range(rounds):
-            which = int(generator.integers(len(sources)))
-            number = len(sources[which]) + int(generator.integers(-2, 3)) * int(generator.integers(2))
-            forged = forge(sections[which], generator) if turn else sections[which]
+            source = int(generator.integers(len(sources)))
+            number = len(sources[source]) + int(generator.integers(-2, 3)) * int(generator.integers(2))
+            forged = forge(sections[source], generator) if turn else sections[source]
             header = forged.numpy()[4:8].view("<u4")
             header[:] = number
             forged = resealed(forged)
@@ -95,7 +95,7 @@ def abuse(backend: str, rounds: int, seed: int) -> dict[str, int]:
             expected = outcome(reference, forged, torch.zeros(number, dtype=torch.uint8))
             same = torch.equal(found, expected) if isinstance(found, torch.Tensor) else found == expected
             if not same:
-                raise SystemExit(f"{name}, round {turn}: {backend} and the reference disagree: {found} / {expected}")
+                raise SystemExit(f"{name}, round {turn}: {which} and the reference disagree: {found} / {expected}")
             seen["refused" if isinstance(found, str) else "decoded"] += 1
     return seen
 

@@ -6,11 +6,33 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from gradwire.kernels.coders import Coder, get_coder
-from gradwire.kernels.coders.checksum import reference_check
+from gradwire.kernels.entropy import Coder, get_coder
+from gradwire.kernels.entropy.checksum import reference_check
+from gradwire.kernels.entropy.cpu import compiled_body
+from gradwire.kernels.entropy.section import SectionCoder
+from gradwire.kernels.entropy.variants import VARIANTS, Variants
 
 CODER_NAMES = ("rans", "huffman")
 CODER_BACKENDS = ("reference", "cpu", "cpu-plain")
+
+
+def every_variant(name: str) -> list[Variants]:
+    """Combinations in which each variant of each part comes at least once."""
+    parts = VARIANTS[name]
+    most = max(map(len, parts.values()))
+    return [Variants(**{part: (found * most)[i] for part, found in parts.items()}) for i in range(most)]
+
+
+SERVING = ["reference", *dict.fromkeys(v.decode for name in CODER_NAMES for v in every_variant(name))]
+"""The reference, and the variants of the decoders: what :func:`coder_of` takes."""
+
+
+def coder_of(name: str, which: str) -> Coder:
+    """The reference, or the coder whose decoder is that variant (plain loops for a coder that has none such)."""
+    if which == "reference":
+        return get_coder(name, "reference")
+    fitting = [v for v in every_variant(name) if v.decode == which] or every_variant(name)
+    return SectionCoder(compiled_body(name, fitting[0]))
 
 
 def trits(number: int, fired: float, seed: int = 0) -> torch.Tensor:
@@ -60,4 +82,6 @@ def resealed(section: torch.Tensor) -> torch.Tensor:
 
 
 def all_backends(name: str) -> list[Coder]:
-    return [get_coder(name, backend) for backend in CODER_BACKENDS]
+    """The reference, and compiled coders in which every variant of every part comes at least once."""
+    compiled = [SectionCoder(compiled_body(name, variants)) for variants in every_variant(name)]
+    return [get_coder(name, "reference"), *compiled]

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import doctest
+import hashlib
 import heapq
 import importlib
 import itertools
 import subprocess
 import sys
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -16,13 +19,16 @@ import torch
 from coder_cases import CODER_BACKENDS, CODER_NAMES, all_backends, decoded, section_of, symbols, trits
 from hypothesis import given, settings
 
-from gradwire.errors import HyperparameterError
-from gradwire.kernels.coders import dispatch, entropy_bits, get_coder, lengths, tables
+from gradwire.errors import HyperparameterError, PayloadError
+from gradwire.kernels.entropy import entropy_bits, get_coder, huffman_codes, rans_tables, select
+from gradwire.kernels.entropy.cpu import compiled_body
+from gradwire.kernels.entropy.section import SectionCoder
+from gradwire.kernels.entropy.variants import VARIANTS, Variants
 
 
-@pytest.mark.parametrize("module", ["base", "checksum", "dispatch", "elias", "lengths"])
+@pytest.mark.parametrize("module", ["base", "checksum", "dispatch", "elias", "huffman_codes", "variants"])
 def test_docstring_examples_hold(module: str) -> None:
-    result = doctest.testmod(importlib.import_module(f"gradwire.kernels.coders.{module}"))
+    result = doctest.testmod(importlib.import_module(f"gradwire.kernels.entropy.{module}"))
     assert result.attempted > 0
     assert result.failed == 0
 
@@ -99,10 +105,28 @@ def test_sections_without_a_code_are_as_documented() -> None:
     assert run.numpy().tobytes().hex() == "020100000201000001000000000000003b27f5584dc5b03009"
 
 
+@pytest.mark.parametrize(
+    ("name", "number", "size", "digest"),
+    [
+        ("rans", 3001, 1773, "57f05ccdf721ec28"),
+        ("rans", 200_003, 77_316, "d10890f2a0585ca8"),
+        ("huffman", 3001, 1367, "1f1a5d322854b19e"),
+        ("huffman", 200_003, 80_386, "bb96efe28088b94f"),
+    ],
+)
+def test_sections_are_the_bytes_that_they_always_were(name: str, number: int, size: int, digest: str) -> None:
+    index = torch.arange(number, dtype=torch.int64)
+    mixed = (index * 2654435761 % 2**32) >> 8
+    source = (mixed % 251 * (mixed % 7) * (mixed % 3 == 0) % 256).to(torch.uint8)
+    for coder in all_backends(name)[0 if number < 10_000 else 1 :]:  # the reference is slow
+        section = section_of(coder, source)
+        assert (len(section), hashlib.sha256(section.numpy().tobytes()).hexdigest()[:16]) == (size, digest)
+
+
 @pytest.mark.parametrize("backend", ["cpu", "cpu-plain"])
 def test_symbols_that_the_sample_misses_are_escaped(backend: str) -> None:
     number = 1 << 19
-    assert tables.sample_step(number) == 8
+    assert rans_tables.sample_step(number) == 8
     source = torch.zeros(number, dtype=torch.uint8)
     source[::2] = 1
     rows = source.view(-1, 128)
@@ -126,15 +150,15 @@ def test_frequencies_sum_to_the_scale_and_survive_writing() -> None:
     for counts in cases:
         counts = np.minimum(counts, 2**40).astype(np.int64)
         frequencies, back, room = np.zeros(257, np.int64), np.zeros(257, np.int64), np.zeros(600, np.uint8)
-        tables.choose_frequencies(counts, frequencies)
+        rans_tables.choose_frequencies(counts, frequencies)
         assert frequencies.sum() == 4096
         assert frequencies.max() < 4096
         assert (counts[frequencies[:256] > 0] > 0).all()
-        end = tables.write_frequencies(frequencies, room, 8)
-        assert tables.read_frequencies(room, 8, end, back)
+        end = rans_tables.write_frequencies(frequencies, room, 8)
+        assert rans_tables.read_frequencies(room, 8, end, back)
         assert np.array_equal(frequencies, back)
-        assert not tables.read_frequencies(room, 8, end + 1, back)
-        assert not tables.read_frequencies(room, 8, end - 1, back)
+        assert not rans_tables.read_frequencies(room, 8, end + 1, back)
+        assert not rans_tables.read_frequencies(room, 8, end - 1, back)
 
 
 def huffman_cost(counts: list[int]) -> int:
@@ -150,8 +174,8 @@ def huffman_cost(counts: list[int]) -> int:
 
 def chosen_lengths(counts: np.ndarray) -> np.ndarray:
     size = np.zeros(256, np.int64)
-    scratch = np.zeros(256, np.int64), np.zeros((2, 512), np.int64), np.zeros((lengths.MAX_LENGTH, 512), np.uint8)
-    lengths.choose_lengths(counts, size, *scratch)
+    scratch = np.zeros(256, np.int64), np.zeros((2, 512), np.int64), np.zeros((huffman_codes.MAX_LENGTH, 512), np.uint8)
+    huffman_codes.choose_lengths(counts, size, *scratch)
     return size
 
 
@@ -168,7 +192,7 @@ def test_code_lengths_are_the_best_and_limited() -> None:
     for index in range(2, 30):
         fibonacci[index] = fibonacci[index - 1] + fibonacci[index - 2]
     size = chosen_lengths(fibonacci)
-    assert size.max() == lengths.MAX_LENGTH  # unlimited it would be 29
+    assert size.max() == huffman_codes.MAX_LENGTH  # unlimited it would be 29
     assert sum(2.0 ** -float(length) for length in size[:30]) == 1
 
 
@@ -217,18 +241,76 @@ def test_choice_of_coder_and_backend() -> None:
         get_coder("rans", "cpu_plain")
 
 
-def test_automatic_choice_falls_back_aloud(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "_agree", lambda first, second: False)
-    with pytest.warns(UserWarning, match="cpu-plain"):
-        assert dispatch._automatic("rans").backend == "cpu-plain"
+@pytest.mark.parametrize("name", CODER_NAMES)
+@pytest.mark.parametrize("turn", range(4))
+def test_of_each_part_the_variant_with_the_least_time_serves(
+    name: str, turn: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def told(calls: Mapping[str, Callable[[], object]], turns: int = 0) -> dict[str, float]:
+        return {variant: float((place - turn) % len(calls)) for place, variant in enumerate(calls)}
+
+    monkeypatch.setattr(select, "fastest", told)
+    found = select.select.__wrapped__(name)
+    parts = VARIANTS[name]
+    assert asdict(found.variants) == {part: names[turn % len(names)] for part, names in parts.items()}
+    assert {part: tuple(times) for part, times in found.ns_per_byte.items()} == parts
+    coder = SectionCoder(compiled_body(name, found.variants))
+    assert coder.variants == found.variants
+    assert torch.equal(decoded(coder, section_of(coder, trits(5000, 0.2)), 5000), trits(5000, 0.2))
+
+
+def test_a_backend_of_explicit_vectors_leaves_plain_loops_out_where_it_can() -> None:
+    for name in CODER_NAMES:
+        for part, times in select.select(name, scalar=False).ns_per_byte.items():
+            assert ("scalar" in times) == (VARIANTS[name][part] == ("scalar",))
+
+
+def test_a_variant_that_differs_or_does_not_compile_is_left_out_aloud(monkeypatch: pytest.MonkeyPatch) -> None:
+    def agrees(coder: SectionCoder) -> bool:
+        variants = coder.variants
+        if variants is not None and variants.encode == "simd":
+            raise RuntimeError("no such instruction")
+        return variants is None or not variants.decode.startswith("simd")
+
+    monkeypatch.setattr(select, "agrees", agrees)
+    with pytest.warns(UserWarning, match="does not serve here") as caught:
+        found = select.select.__wrapped__("rans")
+    differs = "does not serve here (its results differ from the reference); others do, which may be slower"
+    fails = "does not serve here (its code does not compile: RuntimeError: no such instruction); others do, which may"
+    assert [str(warning.message) for warning in caught] == [
+        f"variant 'simd' of rans's encode {fails} be slower",
+        *(f"variant {variant!r} of rans's decode {differs}" for variant in VARIANTS["rans"]["decode"][:-1]),
+    ]
+    assert set(found.ns_per_byte["decode"]) == set(found.ns_per_byte["encode"]) == {"scalar"}
+    assert (found.variants.encode, found.variants.decode) == ("scalar", "scalar")
+
+
+def test_a_wrong_variant_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    coder = get_coder("rans", "cpu-plain")
+    assert select.agrees(coder)
+    body = compiled_body("rans", Variants("scalar", "scalar", "scalar"))
+    for part in ("encode", "decode"):
+        right = getattr(body, part)
+
+        def wrong(source: np.ndarray, target: np.ndarray, right: Callable[..., int] = right) -> int:
+            status = right(source, target)
+            target[:1] ^= 1
+            return status
+
+        with monkeypatch.context() as patch:
+            patch.setattr(body, part, wrong, raising=False)
+            try:
+                assert not select.agrees(SectionCoder(body))
+            except PayloadError:
+                assert part == "encode"
 
 
 def test_warm_up_compiles_every_signature_that_calls_use() -> None:
-    from gradwire.kernels.coders import drivers, huffman_drivers
+    from gradwire.kernels.entropy import checksum_loops, huffman_loops, rans_loops
 
-    compiled = [drivers.check, drivers.rans_encode, drivers.rans_decode]
-    compiled += [huffman_drivers.huffman_encode, huffman_drivers.huffman_decode]
-    coders = [get_coder(name, backend) for name in CODER_NAMES for backend in ("cpu", "cpu-plain")]
+    compiled = [checksum_loops.check, rans_loops.rans_encode, rans_loops.rans_decode]
+    compiled += [huffman_loops.huffman_encode, huffman_loops.huffman_decode]
+    coders = [coder for name in CODER_NAMES for coder in all_backends(name)[1:] if isinstance(coder, SectionCoder)]
     for coder in coders:
         coder.warm_up()
     before = [len(driver.signatures) for driver in compiled]
@@ -240,6 +322,6 @@ def test_warm_up_compiles_every_signature_that_calls_use() -> None:
 
 
 def test_importing_the_coders_neither_imports_numba_nor_compiles() -> None:
-    code = "import sys, gradwire.kernels.coders; print('numba' in sys.modules or 'llvmlite' in sys.modules)"
+    code = "import sys, gradwire.kernels.entropy; print('numba' in sys.modules or 'llvmlite' in sys.modules)"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "False"

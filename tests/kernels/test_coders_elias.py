@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradwire.errors import HyperparameterError, PayloadError
-from gradwire.kernels.coders import elias_bits, elias_decode, elias_encode
+from gradwire.kernels.entropy import elias_bits, elias_decode, elias_encode
 
 FORMS = ("dense", "sparse")
 

@@ -5,19 +5,20 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from coder_cases import CODER_BACKENDS, CODER_NAMES, all_backends, decoded, resealed, section_of, symbols, trits
+from coder_cases import CODER_NAMES, SERVING, all_backends, decoded, resealed, section_of, symbols, trits
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from gradwire.errors import PayloadError
-from gradwire.kernels.coders import get_coder
-from gradwire.kernels.coders.checksum import reference_check
-from gradwire.kernels.coders.cpu import CpuRans
-from gradwire.kernels.coders.reference import ReferenceRans
+from gradwire.kernels.entropy import get_coder
+from gradwire.kernels.entropy.checksum import reference_check
+from gradwire.kernels.entropy.cpu import compiled_check
+from gradwire.kernels.entropy.reference import ReferenceRans
 
 ABUSE = Path(__file__).parent / "coder_abuse.py"
 
@@ -119,26 +120,25 @@ def test_each_rule_of_a_huffman_body_is_enforced() -> None:
 @pytest.mark.parametrize("length", [0, 1, 7, 8, 127, 128, 129, 1000])
 def test_the_check_sees_every_bit_the_order_and_the_length(length: int) -> None:
     body = trits(length, 0.5).numpy()
-    backends = [CpuRans(True), CpuRans(False), ReferenceRans()]
+    compiled = [partial(compiled_check, vectors) for vectors in (True, False)]
+    backends = [*compiled, ReferenceRans().check]
     head, checks = bytes(range(16)), set()
-    assert len({backend.check(head, body) for backend in backends}) == 1
+    assert len({check(head, body) for check in backends}) == 1
     for place in range(length):
         for bit in range(8):
             body[place] ^= 1 << bit
-            checks.add(backends[0].check(head, body))
+            checks.add(backends[0](head, body))
             body[place] ^= 1 << bit
-    checks.add(backends[0].check(head, body))
+    checks.add(backends[0](head, body))
     assert len(checks) == 8 * length + 1
     swapped = body.reshape(-1)[::-1].copy()
     assert length < 2 or reference_check(head, swapped) != reference_check(head, body)
     assert reference_check(bytes(16), body) != reference_check(head, body)
 
 
-@pytest.mark.parametrize("backend", CODER_BACKENDS[1:])
-def test_forged_sections_are_read_and_written_within_bounds(backend: str) -> None:
-    done = subprocess.run(
-        [sys.executable, str(ABUSE), backend, "250", "3"], capture_output=True, text=True, check=False
-    )
+@pytest.mark.parametrize("which", SERVING[1:])
+def test_forged_sections_are_read_and_written_within_bounds(which: str) -> None:
+    done = subprocess.run([sys.executable, str(ABUSE), which, "250", "3"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "decoded" in done.stdout
 
@@ -146,6 +146,6 @@ def test_forged_sections_are_read_and_written_within_bounds(backend: str) -> Non
 def test_forged_sections_keep_every_index_within_its_array(tmp_path: Path) -> None:
     # Numba's own check of every index; it raises IndexError, which is none of the outcomes that are allowed.
     environment = {**os.environ, "NUMBA_BOUNDSCHECK": "1", "NUMBA_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, str(ABUSE), "cpu-plain", "250", "4"]
+    command = [sys.executable, str(ABUSE), "scalar", "250", "4"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr

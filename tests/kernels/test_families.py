@@ -10,7 +10,7 @@ import torch
 
 import gradwire as gw
 from cases import ALL
-from gradwire.kernels import CODERS, FAMILIES, coders
+from gradwire.kernels import CODERS, FAMILIES, Coder, entropy
 from gradwire.kernels.numba_core.compiled import Compiled
 
 PROBE = """
@@ -45,13 +45,13 @@ def test_only_the_families_of_the_method_are_compiled() -> None:
 def test_methods_state_the_families_that_they_call(method: gw.Method, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every call of compiled code asks which bodies serve its family, every use of a coder asks for it."""
     called = set()
-    variant, coder = Compiled._variant, coders.get_coder
+    variant, coder = Compiled._variant, entropy.get_coder
 
     def asked(self: Compiled, family: str) -> bool | None:
         called.add(family)
         return variant(self, family)
 
-    def given(name: str, backend: str = "auto") -> gw.wire.Coder:
+    def given(name: str, backend: str = "auto") -> Coder:
         called.add(name)
         return coder(name, backend)
 

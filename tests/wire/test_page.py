@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import gradwire as gw
-from gradwire.kernels.coders import get_coder
+from gradwire.kernels.entropy import get_coder
 from gradwire.ops import AllGather, Op
 from gradwire.planning import Options, Planner
 from gradwire.protocols import Context, Memory

@@ -8,7 +8,7 @@ import torch
 
 from gradwire.bench.timing import Bench
 from gradwire.kernels import GROUP_SIZE, Kernels, SegmentTable, inverse_scale
-from gradwire.kernels.coders import CODERS, get_coder
+from gradwire.kernels.entropy import CODERS, get_coder
 
 __all__ = ["CODER_GOALS", "bench_coders"]
 

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from gradwire.errors import IncompatibleError
-from gradwire.kernels import MAX_WORLD_SIZE
-from gradwire.wire import Coder
+from gradwire.kernels import MAX_WORLD_SIZE, Coder
 
 if TYPE_CHECKING:
     pass

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import torch
 
 from gradwire.codecs.base import Draw, SummableCodec, Summary
+from gradwire.kernels import Coder
 from gradwire.segments import Segment
-from gradwire.wire import ALIGNMENT, Coder
+from gradwire.wire import ALIGNMENT
 
 __all__ = ["DenseCodec", "NoSummary"]
 

@@ -15,6 +15,7 @@ from gradwire.errors import IncompatibleError
 from gradwire.kernels import (
     WHOLE,
     BlockTable,
+    Coder,
     Grid,
     Moments,
     SegmentTable,
@@ -25,7 +26,7 @@ from gradwire.kernels import (
 )
 from gradwire.seeds import parameter_key
 from gradwire.segments import Segment
-from gradwire.wire import Coder, padded
+from gradwire.wire import padded
 
 if TYPE_CHECKING:
     from gradwire.kernels import Kernels

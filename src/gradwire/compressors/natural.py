@@ -10,11 +10,10 @@ import torch
 
 from gradwire.codecs import Codec, Draw, NoSummary, Summary
 from gradwire.compressors.base import Compressor
-from gradwire.kernels import SegmentTable, natural_bytes, natural_sign_bytes
+from gradwire.kernels import Coder, SegmentTable, natural_bytes, natural_sign_bytes
 from gradwire.methods import Properties
 from gradwire.seeds import parameter_key
 from gradwire.segments import Segment
-from gradwire.wire import Coder
 
 if TYPE_CHECKING:
     from gradwire.kernels import Kernels

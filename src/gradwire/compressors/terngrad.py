@@ -12,11 +12,11 @@ import torch
 from gradwire.codecs import Draw, SummableCodec, Summary, check_workers, usable
 from gradwire.compressors.base import Compressor
 from gradwire.errors import IncompatibleError
-from gradwire.kernels import DigitLayout, SegmentTable, byte_layout, digit_layout, inverse_scale
+from gradwire.kernels import Coder, DigitLayout, SegmentTable, byte_layout, digit_layout, inverse_scale
 from gradwire.methods import Properties, require
 from gradwire.seeds import parameter_key
 from gradwire.segments import Segment
-from gradwire.wire import ALIGNMENT, Coder, padded
+from gradwire.wire import ALIGNMENT, padded
 
 if TYPE_CHECKING:
     from gradwire.kernels import Kernels

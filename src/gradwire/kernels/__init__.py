@@ -1,8 +1,8 @@
 """Arithmetic on blocks and bits: one backend a file, the same bits from all of them."""
 
 from gradwire.kernels.base import Kernels, Moments, inverse_scale
-from gradwire.kernels.coders.base import CODERS, Coder
 from gradwire.kernels.dispatch import BACKENDS, get_kernels
+from gradwire.kernels.entropy.base import CODERS, Coder
 from gradwire.kernels.families import FAMILIES
 from gradwire.kernels.lattice import dither_shifts
 from gradwire.kernels.levels import WHOLE, BlockTable, Grid, packed_groups, summed

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from gradwire.errors import HyperparameterError
-from gradwire.kernels.coders.base import Coder
+from gradwire.kernels.entropy.base import Coder
 from gradwire.kernels.families import FAMILIES
 from gradwire.kernels.lattice.base import LatticeKernels
 from gradwire.kernels.levels.base import LevelKernels

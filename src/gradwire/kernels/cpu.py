@@ -6,8 +6,8 @@ import time
 from collections.abc import Sequence
 
 from gradwire.errors import BackendError
-from gradwire.kernels.coders.base import CODERS, Coder
-from gradwire.kernels.coders.dispatch import get_coder
+from gradwire.kernels.entropy.base import CODERS, Coder
+from gradwire.kernels.entropy.dispatch import get_coder
 from gradwire.kernels.families import FAMILIES, known_families
 from gradwire.kernels.self_test import SELF_TESTS
 

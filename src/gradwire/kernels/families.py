@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterable
 
 from gradwire.errors import HyperparameterError
-from gradwire.kernels.coders.base import CODERS
+from gradwire.kernels.entropy.base import CODERS
 
 __all__ = ["FAMILIES", "known_families"]
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from gradwire.kernels.base import Moments
-from gradwire.kernels.coders.base import Coder
-from gradwire.kernels.coders.dispatch import get_coder
+from gradwire.kernels.entropy.base import Coder
+from gradwire.kernels.entropy.dispatch import get_coder
 from gradwire.kernels.families import FAMILIES, known_families
 from gradwire.kernels.levels import BlockTable, Grid, summed
 from gradwire.kernels.packing.layout import DigitLayout, sum_layout

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 
 from gradwire.kernels.base import Moments, check_decode, check_encode, check_moments, check_pack, check_sum
-from gradwire.kernels.coders.base import Coder
-from gradwire.kernels.coders.dispatch import get_coder
+from gradwire.kernels.entropy.base import Coder
+from gradwire.kernels.entropy.dispatch import get_coder
 from gradwire.kernels.families import FAMILIES, known_families
 from gradwire.kernels.lattice.reference import ReferenceLattice
 from gradwire.kernels.levels.reference import ReferenceLevels

@@ -3,8 +3,8 @@
 Another language can read it from ``docs/wire-format.md``.
 """
 
-from gradwire.wire.coded import CodedRows, Coder
+from gradwire.wire.coded import CodedRows
 from gradwire.wire.header import HEADER_BYTES, WIRE_VERSION, Header, check_rows
 from gradwire.wire.rows import ALIGNMENT, Rows, padded
 
-__all__ = ["ALIGNMENT", "HEADER_BYTES", "WIRE_VERSION", "CodedRows", "Coder", "Header", "Rows", "check_rows", "padded"]
+__all__ = ["ALIGNMENT", "HEADER_BYTES", "WIRE_VERSION", "CodedRows", "Header", "Rows", "check_rows", "padded"]

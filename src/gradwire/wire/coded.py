@@ -11,28 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Protocol
 
 import torch
 
 from gradwire.errors import PayloadError
+from gradwire.kernels import Coder
 from gradwire.wire.header import HEADER_BYTES, Header, check_rows, read_length
 from gradwire.wire.rows import padded
 
-__all__ = ["CodedRows", "Coder"]
-
-
-class Coder(Protocol):
-    """What codes bytes: see :mod:`gradwire.kernels.coders`."""
-
-    def bound(self, symbols: int) -> int:
-        """Most bytes that ``encode`` writes."""
-
-    def encode(self, symbols: torch.Tensor, out: torch.Tensor) -> int:
-        """Write the coded symbols; return how many bytes."""
-
-    def decode(self, data: torch.Tensor, out: torch.Tensor) -> None:
-        """Fill ``out``; raise PayloadError where the bytes are not what an encoder wrote."""
+__all__ = ["CodedRows"]
 
 
 class CodedRows:

@@ -1,7 +1,8 @@
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, misc, untyped-decorator"
-"""Compiled rANS coding and the check. The drivers keep within bounds; *bodies* do the arithmetic on whole rows.
+"""Compiled rANS coding. The loops keep within bounds; *bodies* do the arithmetic on whole rows.
 
-As in ``ternary/loops.py``, the first argument's type chooses the bodies: ``True`` explicit vectors, ``None`` plain.
+The type of the first argument chooses the bodies: ``None`` plain ones; explicit vectors for ``True`` (encoder) or for
+one of ``Expanded``, ``Widened`` and ``Picked`` of ``rans_simd.py`` (decoder).
 A body may read or write 128 words a row: a driver hands it as many rows as surely fit, and again what is left.
 """
 
@@ -10,56 +11,29 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from gradwire.kernels.coders import checksum, tables
+from gradwire.kernels.entropy import rans_tables
 from gradwire.kernels.numba_core.overloads import either
 from gradwire.kernels.numba_core.vectors import prefer_wide
 
-__all__ = ["check", "histogram", "rans_decode", "rans_encode"]
+__all__ = ["histogram", "rans_decode", "rans_encode"]
 
 # Of all that this is compiled from, so that Numba drops what it kept when that changes (``make digests``).
-DIGEST = "092f87469243168f"
+DIGEST = "077392260d6d6acc"
 
-_u8, _u32, _u64 = np.uint8, np.uint32, np.uint64
+_u8, _u32, _u64, _i64 = np.uint8, np.uint32, np.uint64, np.int64
 _LANES, _ROW_BYTES, _SLACK, _STATE_BYTES = 128, 256, 32, 512
 _TABLE_AT, _FIXED = 8, 8 + 32 + 512
 _TILE = 64  # rows decoded before escapes are put in: 8 KiB, still in the L1 cache
 
-_START, _SEED, _FACTOR = _u64(checksum.START), _u64(checksum.SEED), _u64(checksum.MULTIPLIER)
+_decode_rows = either("decode_rows", "entropy.rans_scalar", "entropy.rans_simd")
+_encode_rows = either("encode_rows", "entropy.rans_scalar", "entropy.rans_simd")
+_lowest = either("lowest", "entropy.rans_scalar", "entropy.rans_simd")
+_match_row = either("match_row", "entropy.rans_scalar", "entropy.rans_simd")
 
-
-_check_rows = either("check_rows", "coders.rans_plain", "coders.rans_vector")
-_decode_rows = either("decode_rows", "coders.rans_plain", "coders.rans_vector")
-_encode_rows = either("encode_rows", "coders.rans_plain", "coders.rans_vector")
-_lowest = either("lowest", "coders.rans_plain", "coders.rans_vector")
-_match_row = either("match_row", "coders.rans_plain", "coders.rans_vector")
-
-_choose_frequencies = njit(nogil=True)(tables.choose_frequencies)
-_read_frequencies = njit(nogil=True)(tables.read_frequencies)
-_sample_step = njit(nogil=True)(tables.sample_step)
-_write_frequencies = njit(nogil=True)(tables.write_frequencies)
-
-
-@njit(nogil=True, cache=True)
-def check(variant, head, body):
-    """Compute the check of 16 bytes of header (uint64 ``[2]``) and a body."""
-    prefer_wide()
-    sums = np.empty(16, np.uint64)
-    for lane in range(16):
-        sums[lane] = _START * _u64(lane + 1)
-    rows = body.size // 128
-    _check_rows(variant, body, rows, sums)
-    if body.size > 128 * rows:
-        last = np.zeros(128, np.uint8)
-        last[: body.size - 128 * rows] = body[128 * rows :]
-        _check_rows(variant, last, 1, sums)
-    total = _SEED
-    for value in head:
-        total = (total ^ value) * _FACTOR
-        total ^= total >> _u64(32)
-    for value in sums:
-        total = (total ^ value) * _FACTOR
-        total ^= total >> _u64(32)
-    return total
+_choose_frequencies = njit(nogil=True)(rans_tables.choose_frequencies)
+_read_frequencies = njit(nogil=True)(rans_tables.read_frequencies)
+_sample_step = njit(nogil=True)(rans_tables.sample_step)
+_write_frequencies = njit(nogil=True)(rans_tables.write_frequencies)
 
 
 @njit(nogil=True)
@@ -93,13 +67,16 @@ def rans_encode(variant, symbols, room):
         return -1
     _put_word(room, 4, at - _TABLE_AT - 32)
 
-    table = np.empty(256, np.uint32)
+    table, inverse = np.empty(256, np.uint32), np.empty(256, np.uint64)
     start = frequencies[256]
     for symbol in range(256):
         table[symbol] = _u32(frequencies[256] | 1 << 31)
         if frequencies[symbol] > 0:
             table[symbol] = _u32(frequencies[symbol] | start << 12)
             start += frequencies[symbol]
+        # For x below 2^20 f, the product with x is below 2^64 and at most x more than 2^44 x / f: less than 1 / f of
+        # 2^44, so that a shift by 44 gives floor(x / f).
+        inverse[symbol] = _u64(1 << 44) // _u64(table[symbol] & _u32(4095)) + _u64(1)
 
     states, masks = np.full(_LANES, 1 << 16, np.uint32), np.empty(2 * rows, np.uint64)
     left = rows
@@ -108,7 +85,7 @@ def rans_encode(variant, symbols, room):
         if part < 1:
             return -1
         left -= part
-        at = _encode_rows(variant, symbols, _LANES * left, part, table, states, room, at, masks[2 * left :])
+        at = _encode_rows(variant, symbols, _LANES * left, part, table, inverse, states, room, at, masks[2 * left :])
 
     rest = symbols.size - _LANES * rows
     if at + _STATE_BYTES + rest >= room.size:
@@ -167,7 +144,7 @@ def rans_decode(variant, body, out):
     while done < rows:
         part = min(rows - done, _TILE, (stop - begin) // _ROW_BYTES)
         if part > 0:
-            stop = _decode_rows(variant, body, stop, part, table, states, out, _LANES * done)
+            stop = _decode_rows(variant, variant, body, stop, part, table, states, out, _LANES * done)
         else:
             part = 1
             stop = _decode_last_row(body, begin, stop, table, states, out, _LANES * done)

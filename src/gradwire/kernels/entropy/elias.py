@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from gradwire.errors import BackendError, HyperparameterError
-from gradwire.kernels.coders.base import HEADER_BYTES, bytes_of, refusal
+from gradwire.kernels.entropy.base import HEADER_BYTES, bytes_of, refusal
 
 __all__ = ["elias_bits", "elias_decode", "elias_encode"]
 
@@ -38,7 +38,7 @@ def elias_bits(levels: torch.Tensor, form: str = "dense") -> int:
         >>> elias_bits(torch.tensor([0, 1, 0, -3], dtype=torch.int32))
         13
     """
-    return int(_drivers().count_bits(_levels("levels", levels), _sparse(form))[0])
+    return int(_loops().count_bits(_levels("levels", levels), _sparse(form))[0])
 
 
 def elias_encode(levels: torch.Tensor, out: torch.Tensor, form: str = "dense") -> int:
@@ -48,7 +48,7 @@ def elias_encode(levels: torch.Tensor, out: torch.Tensor, form: str = "dense") -
         HyperparameterError: no such form, a tensor of another kind, or ``out`` is too short.
     """
     values, sparse = _levels("levels", levels), _sparse(form)
-    bits, coded = (int(number) for number in _drivers().count_bits(values, sparse))
+    bits, coded = (int(number) for number in _loops().count_bits(values, sparse))
     size = _BODY + -(-bits // 8)
     if size - HEADER_BYTES >= 2**32:
         raise HyperparameterError(f"levels take {size} bytes when coded: cut them, a section has at most 2^32")
@@ -56,7 +56,7 @@ def elias_encode(levels: torch.Tensor, out: torch.Tensor, form: str = "dense") -
     head = _FIELDS.pack(_ID, int(sparse), 0, len(values), size - HEADER_BYTES, 0)
     target[:] = 0
     target[HEADER_BYTES:_BODY] = np.frombuffer(_COUNT.pack(coded), np.uint8)
-    _drivers().write_levels(values, sparse, target[_BODY:])
+    _loops().write_levels(values, sparse, target[_BODY:])
     target[:HEADER_BYTES] = np.frombuffer(head + _check(head, target).to_bytes(8, "little"), np.uint8)
     return size
 
@@ -79,7 +79,7 @@ def elias_decode(data: torch.Tensor, out: torch.Tensor, form: str = "dense") -> 
     coded = _COUNT.unpack(source[HEADER_BYTES:_BODY].tobytes())[0]
     if coded > len(target) or (coded < len(target) and not sparse):
         raise refusal("elias", f"it codes {coded} of {len(target)} levels")
-    if not _drivers().read_levels(source[_BODY:], sparse, coded, target):
+    if not _loops().read_levels(source[_BODY:], sparse, coded, target):
         raise refusal("elias", "its codes do not end where the section does, or leave the levels' range")
 
 
@@ -102,15 +102,15 @@ def _levels(name: str, tensor: torch.Tensor) -> npt.NDArray[np.int32]:
 
 
 def _check(head: bytes, section: npt.NDArray[np.uint8]) -> int:
-    from gradwire.kernels.coders.cpu import CpuRans
+    from gradwire.kernels.entropy.cpu import compiled_check
 
-    return CpuRans(vectors=False).check(head, section[HEADER_BYTES:])
+    return compiled_check(False, head, section[HEADER_BYTES:])
 
 
-def _drivers() -> ModuleType:
+def _loops() -> ModuleType:
     # Imported here: numba takes half a second, and importing the package must not need it.
     try:
-        from gradwire.kernels.coders import elias_drivers
+        from gradwire.kernels.entropy import elias_loops
     except ImportError as error:
         raise BackendError(f"Elias codes need numba ({error}): pip install 'numba>=0.61'") from error
-    return elias_drivers
+    return elias_loops

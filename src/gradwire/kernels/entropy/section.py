@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from gradwire.kernels.coders.base import (
+from gradwire.kernels.entropy.base import (
     CODED,
     HEADER_BYTES,
     REFUSALS,
@@ -20,6 +20,7 @@ from gradwire.kernels.coders.base import (
     open_frame,
     refusal,
 )
+from gradwire.kernels.entropy.variants import Variants
 
 __all__ = ["Body", "SectionCoder"]
 
@@ -29,6 +30,11 @@ class Body(Protocol):
 
     coder: str
     backend: str
+
+    @property
+    def variants(self) -> Variants | None:
+        """Which variant of each part runs; None in a backend that has one of each."""
+        ...
 
     def check(self, head: bytes, body: Bytes) -> int:
         """Compute the check of 16 bytes of header and a body."""
@@ -47,11 +53,11 @@ class Body(Protocol):
 
 
 class SectionCoder:
-    """See :class:`gradwire.kernels.coders.base.Coder`."""
+    """See :class:`gradwire.kernels.entropy.base.Coder`."""
 
     def __init__(self, body: Body) -> None:
         self._body = body
-        self.name, self.backend = body.coder, body.backend
+        self.name, self.backend, self.variants = body.coder, body.backend, body.variants
 
     def bound(self, symbols: int) -> int:
         return HEADER_BYTES + symbols

@@ -1,21 +1,63 @@
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, misc, untyped-decorator"
-"""Explicit-vector bodies of the rANS coder and of the check. See ``loops.py`` for who calls them."""
+"""Explicit-vector bodies of the rANS coder. See ``rans_loops.py`` for who calls them.
+
+A decoder hands the next words to those lanes that are short of one, which no two kinds of CPU do best in the same way:
+:class:`Expanded`, :class:`Widened` and :class:`Picked` are three forms of one decoder. No form gathers: table entries
+are scalar loads, see :meth:`Emitter.pick`.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from llvmlite import ir
-from numba import types
+from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-from gradwire.kernels.coders.checksum import LANES as SUMS
-from gradwire.kernels.coders.checksum import MULTIPLIER, ROW_BYTES
 from gradwire.kernels.numba_core.vectors import F32, I8, I16, I32, I64, Emitter, data_pointer, loop, vector
 
-__all__ = ["check_rows", "decode_rows", "encode_rows", "lowest", "match_row"]
+__all__ = ["Expanded", "Picked", "Widened", "decode_rows", "encode_rows", "lowest", "match_row"]
 
 _GROUPS = 8  # vectors of 16 lanes in a row
+
+
+class Expanded(NamedTuple):
+    """Expand words of 16 bits from memory: one instruction with AVX-512 VBMI2, a branch a lane without."""
+
+    vectors: bool = True
+
+
+class Widened(NamedTuple):
+    """Widen words to 32 bits and expand those, for which AVX-512F has an instruction."""
+
+    vectors: bool = True
+
+
+class Picked(NamedTuple):
+    """Add up which lanes are short, and load each lane's word on its own: for vectors without an expansion."""
+
+    vectors: bool = True
+
+
+def _next_words(e: Emitter, form: Any, pointer: Any, short: Any) -> Any:
+    """Give the words from ``pointer`` on to the lanes that are short, in 32 bits; what others get is unspecified."""
+    b, wide = e.b, vector(I32, e.lanes)
+    if form is Expanded:
+        return b.zext(e.expand_load(pointer, I16, short), wide)
+    if form is Widened:
+        # By way of the stack, since LLVM expands from memory only. Behind the words lie the states, so that 16 of
+        # them can be read wherever one can.
+        room = cgutils.alloca_once(b, wide)
+        b.store(b.zext(e.load(pointer, I16), wide), room)
+        return e.expand_load(room, I32, short)
+    ones = b.zext(short, vector(I16, e.lanes))
+    total, zero = ones, e.constant(0, I16)
+    distance = 1
+    while distance < e.lanes:
+        moved = [lane - distance if lane >= distance else e.lanes for lane in range(e.lanes)]
+        total = b.add(total, e.shuffle(total, zero, moved))
+        distance *= 2
+    return b.zext(e.pick(pointer, b.zext(b.sub(total, ones), wide), I16), wide)
 
 
 def _states(e: Emitter, pointer: Any) -> list[Any]:
@@ -28,17 +70,18 @@ def _keep_states(e: Emitter, pointer: Any, states: list[Any]) -> None:
 
 
 @intrinsic
-def decode_rows(typing_context, data, stop, rows, table, states, out, first):
+def decode_rows(typing_context, form, data, stop, rows, table, states, out, first):
     """Decode ``rows`` rows to ``out[first:]``; return where the words not yet read end (``stop``: all of them).
 
-    ``table`` (uint32 ``[4096]``) holds ``f * 2^20 + (slot - start) * 2^8 + symbol``. At least 128 words a row lie
-    before ``stop``.
+    ``form`` is :class:`Expanded`, :class:`Widened` or :class:`Picked`. ``table`` (uint32 ``[4096]``) holds
+    ``f * 2^20 + (slot - start) * 2^8 + symbol``. At least 128 words a row lie before ``stop``, and 32 bytes behind it.
     """
+    chosen = form.instance_class
 
     def codegen(context, builder, signature, arguments):
         b, e = builder, Emitter(builder)
         zero = ir.Constant(I64, 0)
-        places = ((0, zero, I8), (3, zero, I32), (4, zero, I32), (5, arguments[6], I8))
+        places = ((1, zero, I8), (4, zero, I32), (5, zero, I32), (6, arguments[7], I8))
         source, slots, kept, target = (
             data_pointer(context, b, signature.args[k], arguments[k], index, kind) for k, index, kind in places
         )
@@ -54,30 +97,31 @@ def decode_rows(typing_context, data, stop, rows, table, states, out, first):
                 e.store(b.trunc(entry, vector(I8, e.lanes)), e.at(row, e.lanes * group, I8))
             for group in reversed(range(_GROUPS)):
                 place = b.sub(place, b.shl(e.count(short[group]), ir.Constant(I64, 1)))
-                words = b.zext(e.expand_load(e.at(source, place, I8), I16, short[group]), vector(I32, e.lanes))
+                words = _next_words(e, chosen, e.at(source, place, I8), short[group])
                 refilled = b.or_(e.shift_left(found[group], 16), words)
                 found[group] = b.select(short[group], refilled, found[group])
             return [place, *found]
 
-        place, *last = loop(b, arguments[2], 1, [arguments[1], *_states(e, kept)], body)
+        place, *last = loop(b, arguments[3], 1, [arguments[2], *_states(e, kept)], body)
         _keep_states(e, kept, last)
         return place
 
-    return types.int64(data, stop, rows, table, states, out, first), codegen
+    return types.int64(form, data, stop, rows, table, states, out, first), codegen
 
 
 @intrinsic
-def encode_rows(typing_context, symbols, first, rows, table, states, out, at, masks):
+def encode_rows(typing_context, symbols, first, rows, table, inverse, states, out, at, masks):
     """Encode ``rows`` rows from ``symbols[first]`` on, the last one first, to ``out[at:]``; return where it ends.
 
-    ``table`` (uint32 ``[256]``) holds ``rare * 2^31 + start * 2^12 + f``; ``masks`` (uint64, two a row) gets the
-    lanes that are rare. ``out`` has room for 128 words a row and 32 bytes more.
+    ``table`` (uint32 ``[256]``) holds ``rare * 2^31 + start * 2^12 + f``, ``inverse`` (uint64 ``[256]``)
+    ``floor(2^44 / f) + 1``, which plain loops divide by; ``masks`` (uint64, two a row) gets the lanes that are rare.
+    ``out`` has room for 128 words a row and 32 bytes more.
     """
 
     def codegen(context, builder, signature, arguments):
         b, e = builder, Emitter(builder)
         zero = ir.Constant(I64, 0)
-        places = ((0, arguments[1], I8), (3, zero, I32), (4, zero, I32), (5, zero, I8), (7, zero, I64))
+        places = ((0, arguments[1], I8), (3, zero, I32), (5, zero, I32), (6, zero, I8), (8, zero, I64))
         source, entries, kept, target, rare = (
             data_pointer(context, b, signature.args[k], arguments[k], index, kind) for k, index, kind in places
         )
@@ -113,38 +157,11 @@ def encode_rows(typing_context, symbols, first, rows, table, states, out, at, ma
                 b.store(flag, e.at(rare, b.add(b.add(number, number), ir.Constant(I64, half)), I64))
             return [place, *new]
 
-        place, *last = loop(b, rows, 1, [arguments[6], *_states(e, kept)], body)
+        place, *last = loop(b, rows, 1, [arguments[7], *_states(e, kept)], body)
         _keep_states(e, kept, last)
         return place
 
-    return types.int64(symbols, first, rows, table, states, out, at, masks), codegen
-
-
-@intrinsic
-def check_rows(typing_context, data, rows, sums):
-    """Take ``rows`` rows of 128 bytes into ``sums`` (uint64 ``[16]``)."""
-
-    def codegen(context, builder, signature, arguments):
-        b, e, parts = builder, Emitter(builder, 8), range(0, SUMS, 8)
-        zero = ir.Constant(I64, 0)
-        source, kept = (
-            data_pointer(context, b, signature.args[k], arguments[k], zero, kind) for k, kind in ((0, I8), (2, I64))
-        )
-
-        def body(index, carried):
-            row, new = e.at(source, b.mul(index, ir.Constant(I64, ROW_BYTES)), I8), []
-            for part, total in zip(parts, carried):
-                mixed = b.xor(total, e.load(e.at(row, part, I64), I64))
-                mixed = b.mul(mixed, e.constant(MULTIPLIER, I64))
-                new.append(b.xor(mixed, e.shift_right(mixed, 32)))
-            return new
-
-        last = loop(b, arguments[1], 1, [e.load(e.at(kept, part, I64), I64) for part in parts], body)
-        for part, total in zip(parts, last):
-            e.store(total, e.at(kept, part, I64))
-        return context.get_dummy_value()
-
-    return types.void(data, rows, sums), codegen
+    return types.int64(symbols, first, rows, table, inverse, states, out, at, masks), codegen
 
 
 @intrinsic

@@ -2,7 +2,7 @@
 """Compiled Huffman coding: four streams side by side, so that one's waiting is the others' time.
 
 Every fast loop runs a number of turns that surely fit, then asks again; a slow one finishes each stream. No vectors:
-one source serves all CPUs, and LLVM makes one load or store of eight neighbouring bytes.
+one source serves all CPUs, and LLVM makes one load or store of neighbouring bytes.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from gradwire.kernels.coders import lengths as huffman
+from gradwire.kernels.entropy import huffman_codes as huffman
 
 __all__ = ["huffman_decode", "huffman_encode"]
 
@@ -20,9 +20,10 @@ DIGEST = "bd557276218a1405"
 _u8, _u32, _u64, _i64 = np.uint8, np.uint32, np.uint64, np.int64
 _AT = huffman.LENGTH_BYTES + 4 * huffman.STREAMS
 _PAD = 8
-_TURN = 5  # codes that fit into 64 bits with 7 bits before them
-_TURN_BITS = _TURN * huffman.MAX_LENGTH
-_MASK = _u64((1 << huffman.MAX_LENGTH) - 1)
+_TURN = 5  # codes that fit into 64 bits with 7 bits before them, and with 2 spare
+_LOOK_BITS, _LOOKS, _SYMBOLS = 12, 4, 3  # of a lookup; lookups that fit into 64 bits with 7 bits before them
+_LOOK_MASK = _u64((1 << _LOOK_BITS) - 1)
+_TURN_BITS, _TURN_SYMBOLS = _LOOKS * _LOOK_BITS, _LOOKS * _SYMBOLS
 _MAX_LENGTH, _STREAMS = huffman.MAX_LENGTH, huffman.STREAMS
 
 _assign_codes = njit(nogil=True)(huffman.assign_codes)
@@ -58,14 +59,32 @@ def _store(out, at, value):
 
 
 @njit(nogil=True)
+def _store_half(out, place, value):
+    """Write 32 bits."""
+    out[place] = _u8(value)
+    out[place + _u64(1)] = _u8(value >> _u32(8))
+    out[place + _u64(2)] = _u8(value >> _u32(16))
+    out[place + _u64(3)] = _u8(value >> _u32(24))
+
+
+@njit(nogil=True)
 def _append(symbols, at, table, out, place, bits, used):
-    """Append the codes of five symbols to ``used`` (below 8) waiting ``bits``; store whole bytes."""
-    for step in range(_TURN):
+    """Append the codes of five symbols to the ``used`` (below 8) upper ones of ``bits``; store whole bytes.
+
+    An entry of ``table`` has the code in its upper bits and its length below. Shifting right by that length and putting
+    the entry over it appends the code with nothing else to compute; the length that comes along lies below the bits in
+    use (at most 62), and only the last one must be taken out.
+    """
+    for step in range(_TURN - 1):
         entry = table[symbols[_u64(at + step)]]
-        bits |= (entry & _u64(0xFFFF)) << used
-        used += entry >> _u64(16)
-    _store(out, place, bits)
-    return place + _i64(used >> _u64(3)), bits >> (used & _u64(56)), used & _u64(7)
+        bits = (bits >> (entry & _u64(63))) | entry
+        used += entry
+    entry = table[symbols[_u64(at + _TURN - 1)]]
+    length = entry & _u64(63)
+    bits = (bits >> length) | (entry ^ length)
+    used = (used + length) & _u64(63)
+    _store(out, place, bits >> ((_u64(64) - used) & _u64(63)))
+    return place + _i64(used >> _u64(3)), bits, used & _u64(7)
 
 
 @njit(nogil=True)
@@ -74,10 +93,13 @@ def _append_rest(symbols, at, stop, table, out, place, end, bits, used):
     while at + _TURN <= stop and place + 8 <= end:
         place, bits, used = _append(symbols, at, table, out, place, bits, used)
         at += _TURN
+    # Byte by byte, with the bits at the lower end.
+    bits = bits >> (_u64(64) - used) if used > _u64(0) else _u64(0)
     while at < stop:
         entry = table[symbols[at]]
-        bits |= (entry & _u64(0xFFFF)) << used
-        used += entry >> _u64(16)
+        length = entry & _u64(63)
+        bits |= entry >> (_u64(64) - length) << used
+        used += length
         at += 1
         while used >= _u64(8):
             out[place] = _u8(bits & _u64(255))
@@ -131,9 +153,10 @@ def huffman_encode(symbols, room):
     room[at : at + _PAD] = 0
     room[at + _PAD : total] = symbols[_STREAMS * each :]
 
-    table = np.empty(256, np.uint64)
+    table = np.zeros(256, np.uint64)
     for symbol in range(256):
-        table[symbol] = _u64(codes[symbol] | size[symbol] << 16)
+        if size[symbol] > 0:
+            table[symbol] = _u64(codes[symbol]) << _u64(64 - size[symbol]) | _u64(size[symbol])
     p0, p1, p2, p3 = _i64(_AT), ends[0], ends[1], ends[2]
     b0, b1, b2, b3 = _u64(0), _u64(0), _u64(0), _u64(0)
     u0, u1, u2, u3 = _u64(0), _u64(0), _u64(0), _u64(0)
@@ -157,48 +180,50 @@ def huffman_encode(symbols, room):
 
 
 @njit(nogil=True)
-def _pairs_table(size, codes, table):
-    """Fill the table (uint32 ``[2048]``) of what the next 11 bits hold: one symbol, or two where both codes fit.
+def _fill_table(size, codes, table):
+    """Fill the table (uint32 ``[4096]``) of what the next 12 bits hold: one to three symbols, all whose codes fit.
 
-    An entry is ``first + second * 2^8 + bits * 2^16 + symbols * 2^24``.
+    An entry is ``bits + symbols * 2^6 + first * 2^8 + second * 2^16 + third * 2^24``.
     """
-    single = np.empty(1 << _MAX_LENGTH, np.uint32)
+    single = np.empty(1 << _LOOK_BITS, np.uint32)
     for symbol in range(256):
         if size[symbol] > 0:
-            for place in range(codes[symbol], 1 << _MAX_LENGTH, 1 << size[symbol]):
-                single[place] = _u32(symbol | size[symbol] << 8)
-    for place in range(1 << _MAX_LENGTH):
-        first = _i64(single[place])
-        second = _i64(single[place >> (first >> 8)])
-        bits = (first >> 8) + (second >> 8)
-        if bits <= _MAX_LENGTH:
-            table[place] = _u32((first & 255) | (second & 255) << 8 | bits << 16 | 2 << 24)
-        else:
-            table[place] = _u32((first & 255) | (first >> 8) << 16 | 1 << 24)
+            for place in range(codes[symbol], 1 << _LOOK_BITS, 1 << size[symbol]):
+                single[place] = _u32(symbol << 8 | size[symbol])
+    for place in range(1 << _LOOK_BITS):
+        entry, bits, count = _i64(0), _i64(0), 0
+        while count < _SYMBOLS:
+            following = _i64(single[place >> bits])
+            if bits + (following & 63) > _LOOK_BITS:
+                break
+            entry |= (following >> 8) << (8 + 8 * count)
+            bits += following & 63
+            count += 1
+        table[place] = _u32(entry | count << 6 | bits)
 
 
 @njit(nogil=True)
-def _take(entry, bits, out, at):
-    """Write what an entry holds (up to two symbols); return the bits and symbols that it took."""
-    place = _u64(at)
-    out[place] = _u8(entry)
-    out[place + _u64(1)] = _u8(entry >> _u32(8))
-    taken = _u64((entry >> _u32(16)) & _u32(255))
-    return bits >> taken, _i64(taken), at + _i64(entry >> _u32(24))
+def _take(entry, bits, out, at, used):
+    """Write the symbols of an entry, and zeros up to the fourth; return what then is left and where the next go.
+
+    ``used`` adds up whole entries, whose lowest six bits add up to the bits taken: four times 12 stay below 64.
+    """
+    _store_half(out, at, entry >> _u32(8))
+    return bits >> _u64(entry & _u32(63)), at + _u64((entry >> _u32(6)) & _u32(3)), _u32(used + entry)
 
 
 @njit(nogil=True)
 def _decode_rest(body, table, size, out, at, stop, place, end, area):
     """Decode all that is left of a stream that ends at ``end``; tell whether it ends where it must."""
-    while at + 2 * _TURN <= stop and place + _TURN_BITS <= 8 * area:
-        bits = _load(body, place >> 3) >> _u64(place & 7)
-        for _ in range(_TURN):
-            bits, taken, at = _take(table[bits & _MASK], bits, out, at)
-            place += taken
+    while at + _TURN_SYMBOLS < stop and place + _TURN_BITS <= 8 * area:
+        bits, used, here = _load(body, place >> 3) >> _u64(place & 7), _u32(0), _u64(at)
+        for _ in range(_LOOKS):
+            bits, here, used = _take(table[bits & _LOOK_MASK], bits, out, here, used)
+        place, at = place + _i64(used & _u32(63)), _i64(here)
     while at < stop:
         if place > 8 * end:
             return False
-        symbol = _u8(table[(_load(body, place >> 3) >> _u64(place & 7)) & _MASK] & _u32(255))
+        symbol = _u8(table[(_load(body, place >> 3) >> _u64(place & 7)) & _LOOK_MASK] >> _u32(8))
         out[at] = symbol
         place += size[symbol]
         at += 1
@@ -230,31 +255,33 @@ def huffman_decode(body, out):
         if body[area + octet] != 0:
             return 3
 
-    table = np.empty(1 << _MAX_LENGTH, np.uint32)
-    _pairs_table(size, codes, table)
+    table = np.empty(1 << _LOOK_BITS, np.uint32)
+    _fill_table(size, codes, table)
     q0, q1, q2, q3 = _i64(8 * _AT), 8 * ends[0], 8 * ends[1], 8 * ends[2]
-    c0, c1, c2, c3 = _i64(0), each, 2 * each, 3 * each
+    c0, c1, c2, c3 = _u64(0), _u64(each), _u64(2 * each), _u64(3 * each)
     while True:
-        # A turn takes at most 55 bits and writes at most 10 symbols; loads reach 8 bytes, which the padding bears.
-        space = min(min(each - c0, 2 * each - c1), min(3 * each - c2, 4 * each - c3))
-        turns = min((8 * area - max(max(q0, q1), max(q2, q3))) // _TURN_BITS, space // (2 * _TURN))
+        # A turn takes at most 48 bits and 12 symbols, and writes one more, which must be of the same stream; loads
+        # reach 8 bytes, which the padding bears.
+        space = min(
+            min(each - _i64(c0), 2 * each - _i64(c1)), min(3 * each - _i64(c2), 4 * each - _i64(c3))
+        )  # fmt: skip
+        turns = min((8 * area - max(max(q0, q1), max(q2, q3))) // _TURN_BITS, (space - 1) // _TURN_SYMBOLS)
         if turns < 1:
             break
         for _ in range(turns):
             w0, w1 = _load(body, q0 >> 3) >> _u64(q0 & 7), _load(body, q1 >> 3) >> _u64(q1 & 7)
             w2, w3 = _load(body, q2 >> 3) >> _u64(q2 & 7), _load(body, q3 >> 3) >> _u64(q3 & 7)
-            for _ in range(_TURN):
-                w0, taken, c0 = _take(table[w0 & _MASK], w0, out, c0)
-                q0 += taken
-                w1, taken, c1 = _take(table[w1 & _MASK], w1, out, c1)
-                q1 += taken
-                w2, taken, c2 = _take(table[w2 & _MASK], w2, out, c2)
-                q2 += taken
-                w3, taken, c3 = _take(table[w3 & _MASK], w3, out, c3)
-                q3 += taken
-    fits = _decode_rest(body, table, size, out, c0, each, q0, ends[0], area)
-    fits &= _decode_rest(body, table, size, out, c1, 2 * each, q1, ends[1], area)
-    fits &= _decode_rest(body, table, size, out, c2, 3 * each, q2, ends[2], area)
-    fits &= _decode_rest(body, table, size, out, c3, 4 * each, q3, ends[3], area)
+            u0, u1, u2, u3 = _u32(0), _u32(0), _u32(0), _u32(0)
+            for _ in range(_LOOKS):
+                w0, c0, u0 = _take(table[w0 & _LOOK_MASK], w0, out, c0, u0)
+                w1, c1, u1 = _take(table[w1 & _LOOK_MASK], w1, out, c1, u1)
+                w2, c2, u2 = _take(table[w2 & _LOOK_MASK], w2, out, c2, u2)
+                w3, c3, u3 = _take(table[w3 & _LOOK_MASK], w3, out, c3, u3)
+            q0, q1 = q0 + _i64(u0 & _u32(63)), q1 + _i64(u1 & _u32(63))
+            q2, q3 = q2 + _i64(u2 & _u32(63)), q3 + _i64(u3 & _u32(63))
+    fits = _decode_rest(body, table, size, out, _i64(c0), each, q0, ends[0], area)
+    fits &= _decode_rest(body, table, size, out, _i64(c1), 2 * each, q1, ends[1], area)
+    fits &= _decode_rest(body, table, size, out, _i64(c2), 3 * each, q2, ends[2], area)
+    fits &= _decode_rest(body, table, size, out, _i64(c3), 4 * each, q3, ends[3], area)
     out[_STREAMS * each :] = body[area + _PAD :]
     return 0 if fits else 4

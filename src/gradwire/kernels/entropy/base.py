@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 
 from gradwire.errors import HyperparameterError, PayloadError
+from gradwire.kernels.entropy.variants import Variants
 
 __all__ = [
     "CODED",
@@ -55,6 +56,11 @@ class Coder(Protocol):
 
     name: str
     backend: str
+
+    @property
+    def variants(self) -> Variants | None:
+        """Which variant of each part runs; None in a backend that has one of each."""
+        ...
 
     def bound(self, symbols: int) -> int:
         """Give the most bytes that :meth:`encode` may need, header, table and check included: ``24 + symbols``."""

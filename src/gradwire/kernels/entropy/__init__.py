@@ -4,9 +4,9 @@
 caller gains by joining small symbols in a byte first: five trits (243 values) or two digits of up to 16 levels.
 """
 
-from gradwire.kernels.coders.base import CODERS, Coder, entropy_bits
-from gradwire.kernels.coders.dispatch import CODER_BACKENDS, get_coder
-from gradwire.kernels.coders.elias import elias_bits, elias_decode, elias_encode
+from gradwire.kernels.entropy.base import CODERS, Coder, entropy_bits
+from gradwire.kernels.entropy.dispatch import CODER_BACKENDS, get_coder
+from gradwire.kernels.entropy.elias import elias_bits, elias_decode, elias_encode
 
 __all__ = [
     "CODERS",

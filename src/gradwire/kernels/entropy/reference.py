@@ -5,13 +5,14 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from gradwire.kernels.coders import lengths as huffman
-from gradwire.kernels.coders import tables
-from gradwire.kernels.coders.base import Bytes
-from gradwire.kernels.coders.checksum import reference_check
-from gradwire.kernels.coders.tables import ESCAPE, SCALE, SCALE_BITS
+from gradwire.kernels.entropy import huffman_codes as huffman
+from gradwire.kernels.entropy import rans_tables as tables
+from gradwire.kernels.entropy.base import Bytes
+from gradwire.kernels.entropy.checksum import reference_check
+from gradwire.kernels.entropy.rans_tables import ESCAPE, SCALE, SCALE_BITS
+from gradwire.kernels.entropy.section import Body
 
-__all__ = ["ReferenceHuffman", "ReferenceRans"]
+__all__ = ["ReferenceHuffman", "ReferenceRans", "reference_body"]
 
 Integers = npt.NDArray[np.int64]
 
@@ -26,6 +27,7 @@ class ReferenceRans:
 
     coder = "rans"
     backend = "reference"
+    variants = None
 
     def check(self, head: bytes, body: Bytes) -> int:
         return reference_check(head, body)
@@ -121,6 +123,7 @@ class ReferenceHuffman:
 
     coder = "huffman"
     backend = "reference"
+    variants = None
 
     def check(self, head: bytes, body: Bytes) -> int:
         return reference_check(head, body)
@@ -177,3 +180,8 @@ class ReferenceHuffman:
             at += length
         out[huffman.STREAMS * each :] = body[len(body) - rest :]
         return 0
+
+
+def reference_body(coder: str) -> Body:
+    """Make the reference's body of a coder."""
+    return ReferenceRans() if coder == "rans" else ReferenceHuffman()

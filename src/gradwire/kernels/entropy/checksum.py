@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from gradwire.kernels.coders.base import Bytes
+from gradwire.kernels.entropy.base import Bytes
 
 __all__ = ["LANES", "MULTIPLIER", "ROW_BYTES", "SEED", "START", "reference_check"]
 

@@ -1,0 +1,137 @@
+"""Which variants of a coder's parts serve on this machine: those that agree with the reference, of them the fastest.
+
+What is fast does not follow from the instruction set alone: an expansion of 16-bit words that one CPU has as an
+instruction is sixteen branches on another, and then takes six times as long. So all are timed, once a process.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache, partial
+
+import numpy as np
+import torch
+
+from gradwire.errors import BackendError
+from gradwire.kernels.entropy.base import Bytes
+from gradwire.kernels.entropy.reference import reference_body
+from gradwire.kernels.entropy.section import Body, SectionCoder
+from gradwire.kernels.entropy.variants import PARTS, SCALAR, VARIANTS, Variants
+
+__all__ = ["Selected", "agrees", "fastest", "select"]
+
+SAMPLE = 1 << 16
+"""Bytes that are coded for a time: some dozens of microseconds."""
+
+TURNS = 9
+
+
+@dataclass(frozen=True)
+class Selected:
+    """What serves, and why.
+
+    Attributes:
+        variants: One for each part.
+        ns_per_byte: By part and variant, of those that compile here and agree with the reference.
+    """
+
+    variants: Variants
+    ns_per_byte: Mapping[str, Mapping[str, float]]
+
+
+@cache
+def select(coder: str, scalar: bool = True) -> Selected:
+    """Time all variants of a coder's parts, and return the fastest of each.
+
+    Args:
+        coder: "rans" or "huffman".
+        scalar: Whether plain loops may serve where a part has explicit vectors, too.
+
+    Raises:
+        BackendError: numba is not installed.
+    """
+    from gradwire.kernels.entropy.cpu import compiled_body
+
+    plain = Variants(SCALAR, SCALAR, SCALAR)
+    calls: dict[str, dict[str, Callable[[], object]]] = {}
+    for part in PARTS:
+        calls[part] = {}
+        for variant in VARIANTS[coder][part]:
+            if variant == SCALAR and not scalar and len(VARIANTS[coder][part]) > 1:
+                continue
+            variants = replace(plain, **{part: variant})
+            try:
+                body = compiled_body(coder, variants)
+                reason = None if agrees(SectionCoder(body)) else "its results differ from the reference"
+            except BackendError:
+                raise
+            except Exception as error:  # whatever the compiler raises on a machine we have not seen
+                reason = f"its code does not compile: {type(error).__name__}: {error}"
+            if reason is None:
+                calls[part][variant] = _call(body, part)
+            else:
+                warnings.warn(
+                    f"variant {variant!r} of {coder}'s {part} does not serve here ({reason}); others do, which may be "
+                    "slower",
+                    stacklevel=3,
+                )
+    times = {part: fastest(found) for part, found in calls.items()}
+    best = {part: min(found, key=lambda variant: found[variant]) for part, found in times.items() if found}
+    missing = [part for part in PARTS if part not in best]
+    if missing:
+        raise BackendError(f"no variant of {coder}'s {', '.join(missing)} serves on this machine")
+    per_byte = {part: {variant: 1e9 * s / SAMPLE for variant, s in found.items()} for part, found in times.items()}
+    return Selected(Variants(**best), per_byte)
+
+
+def fastest(calls: Mapping[str, Callable[[], object]], turns: int = TURNS) -> dict[str, float]:
+    """Return the seconds of each call: the least of several turns, in each of which every call comes once."""
+    least = {name: float("inf") for name in calls}
+    for turn in range(turns + 1):
+        for name, call in calls.items():
+            began = time.perf_counter()
+            call()
+            if turn:  # the first touches memory and caches
+                least[name] = min(least[name], time.perf_counter() - began)
+    return least
+
+
+def agrees(coder: SectionCoder) -> bool:
+    """Tell whether a coder writes the reference's bytes of a small case with rare symbols, and reads them again."""
+    symbols, expected = _small_case(coder.name)
+    out, back = torch.empty(coder.bound(len(symbols)), dtype=torch.uint8), torch.empty_like(symbols)
+    section = out[: coder.encode(symbols, out)]
+    coder.decode(section, back)
+    return torch.equal(section, expected) and torch.equal(back, symbols)
+
+
+@cache
+def _small_case(coder: str) -> tuple[torch.Tensor, torch.Tensor]:
+    index = torch.arange(3001)
+    symbols = (index * index % 61 * (index % 7 == 0)).to(torch.uint8)
+    symbols[::1000] = 255 - index[::1000].to(torch.uint8)
+    reference = SectionCoder(reference_body(coder))
+    out = torch.empty(reference.bound(3001), dtype=torch.uint8)
+    return symbols, out[: reference.encode(symbols, out)]
+
+
+@cache
+def _sample() -> Bytes:
+    """Make bytes as five trits of a Gaussian clipped at 2.5 deviations make them: 6 bits each."""
+    uniform = torch.rand((SAMPLE, 5), generator=torch.Generator().manual_seed(0))
+    digits = (uniform < 0.16).to(torch.uint8) + (uniform < 0.84).to(torch.uint8)
+    joined: Bytes = (digits * torch.tensor([1, 3, 9, 27, 81], dtype=torch.uint8)).sum(1, dtype=torch.uint8).numpy()
+    return joined
+
+
+def _call(body: Body, part: str) -> Callable[[], object]:
+    symbols, room = _sample(), np.zeros(SAMPLE, np.uint8)
+    if part == "check":
+        return partial(body.check, bytes(16), symbols)
+    if part == "encode":
+        return partial(body.encode, symbols, room)
+    size = body.encode(symbols, room)
+    return partial(body.decode, room[:size].copy(), np.zeros(SAMPLE, np.uint8))
