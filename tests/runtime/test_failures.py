@@ -105,9 +105,9 @@ def broken(where: str) -> tuple[weakref.ref[Any], Exception | None]:
             raise KeyError("boom") from error
 
     if where == "hook":
-        link._pilot.begin = fail  # type: ignore[method-assign]
+        link._selection.begin = fail  # type: ignore[method-assign]
     else:
-        link._diagnostics.measure = fail  # type: ignore[method-assign]
+        link._runtime.diagnostics.measure = fail  # type: ignore[method-assign]
     for step in range(2):
         with contextlib.suppress(RuntimeError, gw.GradwireError):
             square_loss(ddp, rank, step).backward()

@@ -46,11 +46,13 @@ class BucketPlan(ABC):
             float32 beside it is left out: a method that remembers something has nothing to remember of that.
         asynchronous: Nothing is to prepare, and each chunk is one collective with local arithmetic before and after.
             So it may start on the thread that brings the bucket and end on the one that brings the reply.
+        keeps_dtype: The bucket is exchanged in its own dtype; otherwise in float32.
     """
 
     chunks: int
     collective: str
     asynchronous: bool = False
+    keeps_dtype: bool = False
     runs: Sequence[Sequence[tuple[int, int]]] = ()
 
     @abstractmethod
@@ -176,6 +178,7 @@ class CastPlan(BucketPlan):
 
     collective = "all_reduce"
     asynchronous = True
+    keeps_dtype = True
 
     def __init__(self, dtype: torch.dtype | None, segments: Sequence[Segment]) -> None:
         light = [s for s in segments if not s.dense and s.numel]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -16,52 +15,62 @@ from gradwire.errors import ExchangeError
 from gradwire.ops import AllGather, Exchange
 from gradwire.protocols import Context, Outcome, Workspace
 from gradwire.protocols.bucket_plan import BucketPlan
-from gradwire.runtime.diagnostics import Diagnostics
-from gradwire.runtime.failures import Breakage, place
+from gradwire.runtime.failures import place
+from gradwire.runtime.link_runtime import LinkRuntime
 from gradwire.segments import Segment
 
 __all__ = ["BucketExchange"]
 
 
-@dataclass(eq=False)
 class BucketExchange:
-    """Jobs of one bucket: prepare, then each chunk in a lane of its own choosing by index, then an optional check.
+    """Jobs of one bucket: prepare, then each chunk in a lane chosen by index, then an optional check.
+
+    Args:
+        runtime: Of the link; gives contexts, and is told of the end or a failure.
+        plan: How the bucket is exchanged.
+        segments: The parameters in ``flat``.
+        flat: The bucket, in its own dtype; holds the mean when ``future`` is done.
+        bucket: Index of the bucket in its round, which is the link's current one.
 
     Attributes:
-        flat: The bucket, in its own dtype; holds the mean when ``future`` is done.
-        work: ``flat``, or its float32 copy.
-        context: Makes the context of a chunk (None: of the whole bucket).
-        ended: Called once, before the future is set.
+        future: Of ``flat``.
+        finite: Whether the mean is finite; None where nobody looked.
     """
 
-    plan: BucketPlan
-    segments: Sequence[Segment]
-    flat: torch.Tensor
-    work: torch.Tensor
-    bucket: int
-    round: int
-    context: Callable[[int | None], Context]
-    breakage: Breakage
-    diagnostics: Diagnostics
-    check: bool
-    ended: Callable[[BucketExchange], None]
-    future: torch.futures.Future[torch.Tensor] = field(default_factory=torch.futures.Future)
-    finite: bool | None = True
-
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        runtime: LinkRuntime,
+        plan: BucketPlan,
+        segments: Sequence[Segment],
+        flat: torch.Tensor,
+        bucket: int,
+    ) -> None:
+        self.runtime, self.plan, self.segments = runtime, plan, segments
+        self.flat, self.bucket, self.round = flat, bucket, runtime.round
+        self.work = flat if plan.keeps_dtype or flat.dtype == torch.float32 else flat.float()
+        self.future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        self.finite: bool | None = True
         self._lock = threading.Lock()
-        self._left = self.plan.chunks
+        self._left = plan.chunks
         self._prepared: Any = None
-        self._is_prepared = threading.Event()
-        self._all_run = threading.Event()
-        wanted = self.diagnostics.wanted(self.round)
-        self._gradient = self.work.clone() if wanted else None
-        self._sent = torch.zeros_like(self.work) if wanted else None
+        self._is_prepared, self._all_run = threading.Event(), threading.Event()
+        measured = runtime.diagnostics.wanted(self.round)
+        self._gradient = self.work.clone() if measured else None
+        self._sent = torch.zeros_like(self.work) if measured else None
 
-    def submit(self, lanes: Sequence[Lane]) -> None:
-        """Hand the jobs to the lanes; the order and the choice of lanes are the same on every rank."""
+    def start(self, last: bool) -> torch.futures.Future[torch.Tensor]:
+        """Hand the jobs to the lanes, in the same order and to the same lanes on every rank; return the future.
+
+        Args:
+            last: Whether the round ends with this bucket.
+        """
+        self.runtime.began(self.flat.numel(), last)
+        self._submit(self.runtime.lanes)
+        return self.future
+
+    def _submit(self, lanes: Sequence[Lane]) -> None:
         first = lanes[self.bucket % len(lanes)]
-        if self.plan.asynchronous and not self.check:
+        if self.plan.asynchronous and not self.runtime.check:
             self._begin(lanes)
             return
         if self.plan.chunks == 1:
@@ -71,28 +80,31 @@ class BucketExchange:
             for chunk in range(self.plan.chunks):
                 lane = lanes[(self.bucket + chunk) % len(lanes)]
                 lane.submit(self._job(partial(self._run_chunk, chunk), chunk))
-        if self.check or not self.plan.chunks:
+        if self.runtime.check or not self.plan.chunks:
             first.submit(self._job(self._verify, None))
+
+    def _context(self, chunk: int | None) -> Context:
+        return self.runtime.context(self.plan, self.bucket, chunk, self.round)
 
     def _begin(self, lanes: Sequence[Lane]) -> None:
         for chunk in range(self.plan.chunks):
             lane = lanes[(self.bucket + chunk) % len(lanes)]
             fail = partial(self._fail, chunk)
             try:
-                lane.begin(self.plan.run(self.context(chunk), self.work, None), self._finish_chunk, fail)
+                lane.begin(self.plan.run(self._context(chunk), self.work, None), self._finish_chunk, fail)
             except Exception as error:
                 fail(WireError(str(error)) if isinstance(error, RuntimeError) else error)
 
     def _job(self, run: Callable[[Lane], None], chunk: int | None) -> Job:
         def guarded(lane: Lane) -> None:
-            self.breakage.refuse()
+            self.runtime.failures.refuse()
             run(lane)
 
         return Job(guarded, partial(self._fail, chunk))
 
     def _fail(self, chunk: int | None, error: Exception) -> None:
         where = place(self.bucket, chunk, self.round, [s.parameter.name for s in self.segments])
-        told = self.breakage.record(error, where)
+        told = self.runtime.failures.record(error, where)
         self._is_prepared.set()
         self._all_run.set()
         with self._lock:
@@ -100,18 +112,18 @@ class BucketExchange:
                 self.future.set_exception(told)  # type: ignore[arg-type]
 
     def _run_whole(self, lane: Lane) -> None:
-        self._prepared = lane.drive(self.plan.prepare(self.context(None), self.work))
-        self._finish_chunk(lane.drive(self.plan.run(self.context(0), self.work, self._prepared)))
+        self._prepared = lane.drive(self.plan.prepare(self._context(None), self.work))
+        self._finish_chunk(lane.drive(self.plan.run(self._context(0), self.work, self._prepared)))
 
     def _prepare(self, lane: Lane) -> None:
-        self._prepared = lane.drive(self.plan.prepare(self.context(None), self.work))
+        self._prepared = lane.drive(self.plan.prepare(self._context(None), self.work))
         self._is_prepared.set()
 
     def _run_chunk(self, chunk: int, lane: Lane) -> None:
         # Waits for a job that was submitted before this one, never the other way round: no deadlock.
         self._is_prepared.wait()
-        self.breakage.refuse()
-        self._finish_chunk(lane.drive(self.plan.run(self.context(chunk), self.work, self._prepared)))
+        self.runtime.failures.refuse()
+        self._finish_chunk(lane.drive(self.plan.run(self._context(chunk), self.work, self._prepared)))
 
     def _finish_chunk(self, outcome: Outcome) -> None:
         if outcome.sent is not None and self._sent is not None:
@@ -121,7 +133,7 @@ class BucketExchange:
             self._left -= 1
             if self._left:
                 return
-        if self.check:
+        if self.runtime.check:
             self._all_run.set()
         else:
             self._complete()
@@ -129,16 +141,16 @@ class BucketExchange:
     def _verify(self, lane: Lane) -> None:
         if self.plan.chunks:
             self._all_run.wait()
-            self.breakage.refuse()
-            lane.drive(_same_bits(self.context(None), self.work))
+            self.runtime.failures.refuse()
+            lane.drive(_same_bits(self._context(None), self.work))
         self._complete()
 
     def _complete(self) -> None:
         if self.work is not self.flat:
             self.flat.copy_(self.work)
         if self._gradient is not None and self._sent is not None:
-            self.diagnostics.measure(self._gradient, self._sent, self.segments, self.round)
-        self.ended(self)
+            self.runtime.diagnostics.measure(self._gradient, self._sent, self.segments, self.round)
+        self.runtime.ended(self.round, self.finite)
         self.future.set_result(self.flat)
 
 

@@ -11,7 +11,7 @@ from gradwire.drivers import Lane, WireError
 from gradwire.errors import ExchangeError, GradwireError
 from gradwire.runtime.heartbeat import Failure, Heartbeat
 
-__all__ = ["Breakage", "place"]
+__all__ = ["Failures", "place"]
 
 Error = TypeVar("Error", bound=BaseException)
 
@@ -24,16 +24,16 @@ def place(bucket: int, chunk: int | None, round: int, names: Sequence[str]) -> s
     return f"bucket {bucket}{part} ({first}{more}), round {round}"
 
 
-class Breakage:
+class Failures:
     """The first failure of a link; every later exchange is refused with it.
 
     What is raised is a copy. An exception gathers the frames that it passes, and the one that a link keeps would keep
     the whole program that it broke: its module holds the link, through C++, where no collector looks.
     """
 
-    def __init__(self, rank: int, heartbeat: Heartbeat, lanes: Sequence[Lane]) -> None:
+    def __init__(self, heartbeat: Heartbeat, lanes: Sequence[Lane]) -> None:
         self.error: GradwireError | None = None
-        self._rank, self._roll_call, self._lanes = rank, heartbeat, lanes
+        self._rank, self._heartbeat, self._lanes = heartbeat.rank, heartbeat, lanes
         self._lock = threading.Lock()
 
     def record(self, error: Exception, where: str) -> GradwireError:
@@ -58,9 +58,9 @@ class Breakage:
 
     def _explain(self, error: Exception, where: str) -> GradwireError:
         if isinstance(error, WireError):
-            why = f"{self._roll_call.explain()} [{_brief(error)}]"
+            why = f"{self._heartbeat.explain()} [{_brief(error)}]"
             return ExchangeError(f"rank {self._rank} could not go on at {where}: {why}")
-        self._roll_call.report(Failure(self._rank, where, f"{type(error).__name__}: {error}"))
+        self._heartbeat.report(Failure(self._rank, where, f"{type(error).__name__}: {error}"))
         if isinstance(error, GradwireError):
             return type(error)(f"rank {self._rank}, {where}: {error}")
         return ExchangeError(f"rank {self._rank} failed at {where}: {type(error).__name__}: {error}")

@@ -54,7 +54,7 @@ class Heartbeat:
         self._seen: dict[int, tuple[bytes, float]] = {}
         self._warned: set[int] = set()
         self._broken = False
-        self._thread = threading.Thread(target=self._beat, name="gradwire roll call", daemon=True)
+        self._thread = threading.Thread(target=self._beat, name="gradwire heartbeat", daemon=True)
         self._thread.start()
 
     def close(self) -> None:

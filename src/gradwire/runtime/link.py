@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -11,28 +9,25 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gradwire.compressors import Cast
-from gradwire.drivers import Lane, Traffic, TransferOrder, dense_bytes
+from gradwire.drivers import Lane, Traffic, TransferOrder
 from gradwire.errors import ExchangeError
 from gradwire.methods import Method, require
-from gradwire.planning import Options, Planner
-from gradwire.protocols import Context, Memory, Workspace
-from gradwire.protocols.bucket_plan import BucketPlan
+from gradwire.planning import Options
 from gradwire.runtime.bucket_exchange import BucketExchange
 from gradwire.runtime.checks import check_optimizer
 from gradwire.runtime.detached import lost
 from gradwire.runtime.diagnostics import Diagnostics
-from gradwire.runtime.failures import Breakage, place
-from gradwire.runtime.grad_scaler import check_scaler, check_unscaled, scale_of
+from gradwire.runtime.failures import place
+from gradwire.runtime.grad_scaler import check_scaler, check_unscaled
 from gradwire.runtime.handshake import agreement, default_group
 from gradwire.runtime.heartbeat import Heartbeat
+from gradwire.runtime.link_runtime import LinkRuntime
 from gradwire.runtime.parameters import check_parameters, gradient, named_parameters, own_buckets
-from gradwire.runtime.selection.autotune import OWN_STATE, Selection
+from gradwire.runtime.selection.autotune import OWN_STATE
 from gradwire.runtime.selection.build import make_selection
 from gradwire.runtime.selection.control_channel import ControlChannel
 from gradwire.runtime.state import check_state, remembered
 from gradwire.runtime.step_buffer import StepBuffer
-from gradwire.runtime.warn_once import WarnOnce
 from gradwire.segments import flat_view
 from gradwire.spec import method as read_method
 from gradwire.version import __version__
@@ -105,43 +100,27 @@ class Link:
             self._parameters = named_parameters(parameters)
             check_parameters(self._parameters, self.world_size)
             require(isinstance(count, int) and count >= 1, "lanes", f"at least 1 is needed, not {lanes!r}")
-            self._diagnostics, self._notices = Diagnostics(DIAGNOSTICS_INTERVAL), WarnOnce()
-            self._pilot: Selection = make_selection(
-                self.method,
-                self.options,
-                lambda one, options: Planner(one, self._parameters, self.world_size, options),
-                self._strayed,
-                self._diagnostics.wanted,
-                self._returned,
-            )
+            diagnostics = Diagnostics(DIAGNOSTICS_INTERVAL, scaled=bool(grad_scaler))
+            self._selection = make_selection(self.method, self.options, self._parameters, self.world_size, diagnostics)
             check_optimizer(self.method, optimizer, self._parameters)
             timeout = self.group._get_backend(torch.device("cpu")).options._timeout
             mine.fields = self._fields(count)
-        token = mine.token
-        store = dist.PrefixStore(f"gradwire/{token}", dist.distributed_c10d._get_default_store())
-        turns = TransferOrder()
-        self._lanes = [
-            Lane(dist.PrefixStore(f"lane/{i}", store), self.rank, self.world_size, timeout, f"gradwire lane {i}", turns)
+        store = dist.PrefixStore(f"gradwire/{mine.token}", dist.distributed_c10d._get_default_store())
+        order = TransferOrder()
+        own_lanes = [
+            Lane(dist.PrefixStore(f"lane/{i}", store), self.rank, self.world_size, timeout, f"gradwire lane {i}", order)
             for i in range(count)
         ]
-        self._roll_call = Heartbeat(store, self.rank, self.world_size)
-        self._breakage = Breakage(self.rank, self._roll_call, self._lanes)
+        heartbeat = Heartbeat(store, self.rank, self.world_size)
+        self._runtime = LinkRuntime(
+            own_lanes, heartbeat, diagnostics, grad_scaler=grad_scaler, check=self.options.check
+        )
+        self._channel = ControlChannel(own_lanes[0], self._runtime.failed_between_buckets)
+        self._step: StepBuffer | None = None
+        self.buffer_bytes: Callable[[], int] = lambda: 0
         unbind = self.method.bind(optimizer, self._parameters)
         # Threads and connections end with the link, also where it is dropped or the interpreter ends without close().
-        self.close = weakref.finalize(self, _close, self._lanes, self._roll_call, unbind)
-        self._conference = ControlChannel(
-            self._lanes[0], lambda error, about: self._breakage.record(error, f"{about}, round {self.round}")
-        )
-        self._lock = threading.Lock()
-        self.round = 0
-        self._rounds_here = 0
-        self.skipped_rounds = 0
-        self._last_skipped, self._elements = -1, 0
-        self.memory = Memory()
-        self._in_flight, self._is_last = 0, False
-        self._step: StepBuffer | None = None
-        self._spaces: weakref.WeakKeyDictionary[BucketPlan, dict[int | None, Workspace]] = weakref.WeakKeyDictionary()
-        self.buffer_bytes: Callable[[], int] = lambda: 0
+        self.close = weakref.finalize(self, _close, own_lanes, heartbeat, unbind)
 
     # ------------------------------------------------------------------ exchanging
 
@@ -164,26 +143,27 @@ class Link:
         """
         if not self.close.alive:
             raise ExchangeError("this link was closed: wrap the module anew and attach again")
-        self._breakage.refuse()
-        self._elements += flat.numel()
+        runtime = self._runtime
+        runtime.failures.refuse()
         try:
-            if index == self._rounds_here == 0:
-                check_unscaled(self.method, self.grad_scaler)
             if index == 0:
-                self._pilot.begin(self.round, self._conference)
+                if runtime.rounds_here == 0:
+                    check_unscaled(self.method, self.grad_scaler)
+                changed = self._selection.begin(runtime.round, self._channel)
+                if changed is not None:
+                    runtime.forget(changed)
             future = self._whole_step(names, flat, last) or self._start(index, names, flat, last)
         except Exception as error:
-            raise self._breakage.record(error, place(index, None, self.round, names)) from error
+            raise runtime.failures.record(error, place(index, None, runtime.round, names)) from error
         if last:
-            self.round += 1
-            self._rounds_here += 1
+            runtime.next_round()
         return future
 
     def _whole_step(
         self, names: Sequence[str], flat: torch.Tensor, last: bool
     ) -> torch.futures.Future[torch.Tensor] | None:
         """Hold a bucket back until the step's last one is there, where the method needs that."""
-        planner = self._pilot.planner
+        planner = self._selection.planner
         if not planner.method.whole_step:
             return None
         if self._step is None:
@@ -197,41 +177,9 @@ class Link:
     def _start(
         self, index: int, names: Sequence[str], flat: torch.Tensor, last: bool
     ) -> torch.futures.Future[torch.Tensor]:
-        task = self._task(index, names, flat)
-        with self._lock:
-            self._in_flight += 1
-            self._is_last = last
-        self._roll_call.began()
-        task.submit(self._lanes)
-        return task.future
-
-    def _strayed(self, round: int) -> tuple[float, float]:
-        """Return what :class:`Fallback` judges: a round that overflowed tells nothing of the method."""
-        off, gradient = self._diagnostics.squares(round)
-        overflow = self._last_skipped == round or (self.grad_scaler and not math.isfinite(off))
-        return off, math.nan if overflow else gradient
-
-    def _returned(self, sentence: str) -> None:
-        self._notices.once(sentence, sentence)
-        self.memory.load({})
-
-    def _task(self, index: int, names: Sequence[str], flat: torch.Tensor) -> BucketExchange:
-        round, planner = self.round, self._pilot.planner
-        work = flat if flat.dtype == torch.float32 or isinstance(planner.method, Cast) else flat.float()
-        plan = planner.plan(names, round)
-        return BucketExchange(
-            plan=plan,
-            segments=planner.segments(names),
-            flat=flat,
-            work=work,
-            bucket=index,
-            round=round,
-            context=lambda chunk: self._context(plan, index, chunk, round),
-            breakage=self._breakage,
-            diagnostics=self._diagnostics,
-            check=self.options.check,
-            ended=self._ended,
-        )
+        planner = self._selection.planner
+        plan, segments = planner.plan(names, self._runtime.round), planner.segments(names)
+        return BucketExchange(self._runtime, plan, segments, flat, index).start(last)
 
     def reduce_(self) -> None:
         """Replace the gradient of every parameter by its mean over ranks; for loops without DDP (collective).
@@ -247,56 +195,30 @@ class Link:
             try:
                 flat = future.wait()
             except Exception:
-                self._breakage.refuse()
+                self._runtime.failures.refuse()
                 raise
             torch._foreach_copy_(grads, list(flat.split([g.numel() for g in grads])))
-
-    def _context(self, plan: BucketPlan, bucket: int, chunk: int | None, round: int) -> Context:
-        with self._lock:
-            space = self._spaces.setdefault(plan, {}).setdefault(chunk, Workspace())
-        return Context(
-            rank=self.rank,
-            world_size=self.world_size,
-            round=round,
-            bucket=bucket,
-            chunk=chunk or 0,
-            workspace=space,
-            wants_sent=self._diagnostics.wanted(round),
-            memory=self.memory,
-            loss_scale=scale_of(self.grad_scaler),
-            warn=self._notices.once,
-        )
-
-    def _ended(self, task: BucketExchange) -> None:
-        """Take note that a bucket has been exchanged. Rounds do not overlap: backward waits for all its buckets."""
-        self._roll_call.ended()
-        with self._lock:
-            if task.finite is False and task.round != self._last_skipped:
-                self._last_skipped = task.round
-                self.skipped_rounds += 1
-            self._in_flight -= 1
-            if self._is_last and not self._in_flight:
-                # What a round would remember holds only where all of the round was finite.
-                self.memory.discard() if self._last_skipped == task.round else self.memory.commit()
 
     # ------------------------------------------------------------------ what users ask
 
     @property
+    def round(self) -> int:
+        """Synchronised backward passes so far, also those before a checkpoint."""
+        return self._runtime.round
+
+    @property
+    def skipped_rounds(self) -> int:
+        """Rounds with a non-finite value somewhere, where the method looks."""
+        return self._runtime.skipped_rounds
+
+    @property
     def error(self) -> Exception | None:
         """The error that broke the link, in full; DDP shows only a mangled part of it."""
-        return self._breakage.told()
+        return self._runtime.failures.told()
 
     def traffic(self) -> Traffic:
         """Bytes that this rank sent and received so far."""
-        meters = [lane.meter for lane in self._lanes]
-        return Traffic(
-            sent_bytes=sum(m.sent_bytes for m in meters),
-            received_bytes=sum(m.received_bytes for m in meters),
-            dense_bytes=dense_bytes(self._elements, self.world_size),
-            elements=self._elements,
-            rounds=self._rounds_here,
-            buffer_bytes=self.buffer_bytes(),
-        )
+        return self._runtime.traffic(self.buffer_bytes())
 
     def diagnostics(self) -> dict[str, Any]:
         """Report how the exchange serves the training.
@@ -307,35 +229,29 @@ class Link:
             one; ``skipped_rounds``: rounds with a non-finite value somewhere, where the
             method looks; ``encode_s``, ``wire_s``, ``decode_s``: seconds this rank's lanes spent so far.
         """
-        meters = [lane.meter for lane in self._lanes]
-        rows = self._diagnostics.rows()
+        runtime = self._runtime
+        rows = runtime.diagnostics.rows()
         for name, row in rows.items():
-            residual = self.memory.norm("residual", name)
+            residual = runtime.memory.norm("residual", name)
             if residual is not None:
                 row["residual_norm"] = residual
-        return {
-            "parameters": rows,
-            "rounds": self.round,
-            "skipped_rounds": self.skipped_rounds,
-            "encode_s": sum(m.encode_s for m in meters),
-            "wire_s": sum(m.wire_s for m in meters),
-            "decode_s": sum(m.decode_s for m in meters),
-        }
+        counts = {"rounds": runtime.round, "skipped_rounds": runtime.skipped_rounds}
+        return {"parameters": rows, **counts, **runtime.seconds()}
 
     def record(self) -> dict[str, Any]:
         """What runs, in plain values, for a run's record: also what "auto" chose."""
-        planner = self._pilot.planner
+        planner = self._selection.planner
         return {
             "gradwire": __version__,
             "torch": torch.__version__,
             "method": repr(self.method),
             "world_size": self.world_size,
             "backend": planner.backend,
-            "lanes": len(self._lanes),
+            "lanes": len(self._runtime.lanes),
             "collectives": dict(planner.chosen),
             "dense_parameters": sorted(planner.dense),
-            "choice": self._pilot.record(),
-            "fallback": self._pilot.returned(),
+            "choice": self._selection.record(),
+            "fallback": self._selection.returned(),
             "fallback_to": self.options.fallback,
             **{k: getattr(self.options, k) for k in RECORDED},
         }
@@ -348,7 +264,7 @@ class Link:
         Raises:
             IncompatibleError: the link has one method.
         """
-        self._pilot.again()
+        self._selection.again()
 
     def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
         """Return this rank's state: local, tensors only, loads with ``weights_only=True``.
@@ -356,9 +272,9 @@ class Link:
         ``global`` holds the round and a method's values; ``replicated`` and ``rank`` hold its vectors by
         "kind/parameter", the same on all ranks or this rank's own.
         """
-        state = self.memory.state()
-        state["global"]["round"] = torch.tensor(self.round)
-        for key, value in self._pilot.state().items():
+        state = self._runtime.memory.state()
+        state["global"]["round"] = torch.tensor(self._runtime.round)
+        for key, value in self._selection.state().items():
             state["rank" if key in OWN_STATE else "global"][key] = value
         return state
 
@@ -369,11 +285,9 @@ class Link:
             IncompatibleError: it is not a link's state, or not all of one, or its choice is no candidate here.
         """
         check_state(state, simulated=False)
-        self._pilot.load({**state["global"], **state["rank"]})
-        # A round that was skipped here may come again, with other gradients.
-        self.round, self._last_skipped = int(state["global"]["round"]), -1
-        self._diagnostics.forget()
-        self.memory.load(remembered(state, self.method))
+        self._selection.load({**state["global"], **state["rank"]})
+        self._runtime.rewind(int(state["global"]["round"]))
+        self._runtime.memory.load(remembered(state, self.method))
 
     # ------------------------------------------------------------------ pickling
 

@@ -21,7 +21,7 @@ from gradwire.spec import method
 __all__ = ["OWN_STATE", "STATE", "Autotuner", "Channel", "FixedSelection", "Selection", "say_dropped"]
 
 STATE = ("choice", "choice_spec", "fallback", "fallback_told")
-"""Keys of a pilot's part of a link's state that are the same on all ranks."""
+"""Keys of a selection's part of a link's state that are the same on all ranks."""
 
 OWN_STATE = ("fallback_measured",)
 """Keys of it that are this rank's own."""
@@ -59,8 +59,12 @@ class Channel(Protocol):
 class Selection(Protocol):
     """Says which planner serves a round."""
 
-    def begin(self, round: int, network: Channel) -> None:
-        """A round's first bucket is ready on this rank."""
+    def begin(self, round: int, network: Channel) -> str | None:
+        """Take note that a round's first bucket is ready on this rank.
+
+        Returns:
+            Why the method has changed for another, whose memory is another; None where that is not so.
+        """
 
     @property
     def planner(self) -> Planner:
@@ -94,6 +98,7 @@ class FixedSelection:
 
     def begin(self, round: int, network: Channel) -> None:
         """Nothing is to be chosen."""
+        return
 
     def record(self) -> None:
         """Nothing was chosen."""

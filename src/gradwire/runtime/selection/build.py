@@ -1,15 +1,17 @@
-"""The pilot of a link, from its method and options."""
+"""Build the selection of a link from its method and options."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import replace
+
+import torch
 
 from gradwire.auto import Auto
 from gradwire.methods import Method
 from gradwire.planning import Options, Planner
 from gradwire.runtime.selection.autotune import Autotuner, FixedSelection, Selection
-from gradwire.runtime.selection.fallback import Fallback, check_fallback
+from gradwire.runtime.selection.fallback import Fallback, MeasuredErrors, check_fallback
 from gradwire.runtime.warn_once import say_compiled
 from gradwire.spec import method as read_method
 
@@ -19,35 +21,37 @@ __all__ = ["make_selection"]
 def make_selection(
     method: Method,
     options: Options,
-    planner: Callable[[Method, Options], Planner],
-    strayed: Callable[[int], tuple[float, float]],
-    wanted: Callable[[int], bool],
-    fell: Callable[[str], None],
+    parameters: Mapping[str, torch.Tensor],
+    world_size: int,
+    errors: MeasuredErrors,
 ) -> Selection:
-    """Make what says by which method a round travels.
+    """Return what says by which method a round travels.
 
     Args:
-        planner: Makes a planner of the link's parameters.
-        strayed, wanted, fell: See :class:`Fallback`.
+        method: Of the link.
+        options: Of the link.
+        parameters: That are exchanged, by name.
+        world_size: Ranks that take part.
+        errors: Of what the method sends, for a fallback.
 
     Raises:
         IncompatibleError: the method cannot do what the options ask.
     """
 
     def ready(one: Method, its: Options) -> Planner:
-        made = planner(one, its)
+        made = Planner(one, parameters, world_size, its)
         made.check()
         say_compiled(made.compile())
         return made
 
-    pilot: Selection
+    chosen: Selection
     if isinstance(method, Auto):
-        pilot = Autotuner(method, {spec: ready(read_method(spec), options) for spec in method.candidates})
+        chosen = Autotuner(method, {spec: ready(read_method(spec), options) for spec in method.candidates})
     else:
-        pilot = FixedSelection(ready(method, options))
+        chosen = FixedSelection(ready(method, options))
     if options.fallback is None or options.fallback_limit is None:
-        return pilot
+        return chosen
     check_fallback(method)
     # The collective that was asked for is the method's.
     plain = ready(read_method(options.fallback), replace(options, collective="auto"))
-    return Fallback(pilot, plain, options.fallback_limit, strayed, wanted, fell)
+    return Fallback(chosen, plain, options.fallback_limit, errors)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -14,7 +14,7 @@ from gradwire.methods import Method
 from gradwire.planning import Planner
 from gradwire.runtime.selection.autotune import Channel, Selection
 
-__all__ = ["Fallback", "check_fallback"]
+__all__ = ["Fallback", "MeasuredErrors", "check_fallback"]
 
 
 def check_fallback(method: Method) -> None:
@@ -34,8 +34,18 @@ def check_fallback(method: Method) -> None:
         raise IncompatibleError(f"fallback= has no place here: {method!r} {reason}; leave it out")
 
 
+class MeasuredErrors(Protocol):
+    """Errors of what this rank sends, measured in some rounds."""
+
+    def wanted(self, round: int) -> bool:
+        """Return whether a round is measured."""
+
+    def squares(self, round: int) -> tuple[float, float]:
+        """Return |sent - gradient|^2 and |gradient|^2 of a measured round; the latter is NaN if it tells nothing."""
+
+
 class Fallback:
-    """Flies by another pilot until the limit is crossed, and by the fallback from then on.
+    """Serves by another selection until the limit is crossed, and by a plain method from then on.
 
     With |e_i| the error |sent - gradient| of rank i over all parameters in a measured round, ranks return if
 
@@ -47,25 +57,14 @@ class Fallback:
     holds what was measured but not told yet, this rank's own, and what was told but not judged yet.
 
     Args:
-        pilot: That chooses before.
-        fallback: By which gradients travel afterwards.
+        chosen: The selection that serves until then.
+        fallback: The planner that serves afterwards.
         limit: See above.
-        strayed: Gives |e_i|^2 and |g_i|^2 of a measured round, the latter NaN or infinite where it tells nothing.
-        wanted: Tells whether a round is measured.
-        fell: Called with a sentence when the limit is crossed, before the round's first bucket starts.
+        errors: |e_i|^2 and |g_i|^2 of measured rounds.
     """
 
-    def __init__(
-        self,
-        pilot: Selection,
-        fallback: Planner,
-        limit: float,
-        strayed: Callable[[int], tuple[float, float]],
-        wanted: Callable[[int], bool],
-        fell: Callable[[str], None],
-    ) -> None:
-        self._pilot, self._fallback, self._limit = pilot, fallback, limit
-        self._strayed, self._wanted, self._fell = strayed, wanted, fell
+    def __init__(self, chosen: Selection, fallback: Planner, limit: float, errors: MeasuredErrors) -> None:
+        self._chosen, self._fallback, self._limit, self._errors = chosen, fallback, limit, errors
         self._told: Callable[[], list[list[float]]] | None = None
         self._round, self._measured = -1, (-1, 0.0, 0.0)
         self._since: int | None = None
@@ -73,56 +72,57 @@ class Fallback:
 
     @property
     def planner(self) -> Planner:
-        """The fallback's, or the other pilot's."""
-        return self._pilot.planner if self._since is None else self._fallback
+        """The fallback's, or the other selection's."""
+        return self._chosen.planner if self._since is None else self._fallback
 
-    def begin(self, round: int, network: Channel) -> None:
-        """Tell of what was measured in the round before, or judge what was told in it."""
+    def begin(self, round: int, network: Channel) -> str | None:
+        """Gather what was measured in the round before, or judge what was gathered in it."""
         self._round = round
         if self._since is not None:
-            return
+            return None
         told, self._told = self._told, None
-        if told is not None and self._judge(told(), round):
-            return
-        if round and self._wanted(round - 1):
+        if told is not None:
+            changed = self._judge(told(), round)
+            if changed is not None:
+                return changed
+        if round and self._errors.wanted(round - 1):
             self._told = network.gathering(self._found(round - 1), "the check of fallback_limit")
-        self._pilot.begin(round, network)
+        return self._chosen.begin(round, network)
 
     def _found(self, round: int) -> tuple[float, float]:
         """Return what was measured in a round, before the last checkpoint or since."""
         loaded, off, gradient = self._measured
-        return (off, gradient) if loaded == round else self._strayed(round)
+        return (off, gradient) if loaded == round else self._errors.squares(round)
 
-    def _judge(self, rows: list[list[float]], round: int) -> bool:
+    def _judge(self, rows: list[list[float]], round: int) -> str | None:
         square = sum(gradient for _, gradient in rows) / len(rows)
         if not 0 < square < math.inf:
-            return False
+            return None
         errors = [math.sqrt(off / square) for off, _ in rows]
         worst = max(errors)
         if worst <= self._limit:
-            return False
+            return None
         self._since, self._error, self._rank = round, worst, errors.index(worst)
-        self._fell(
+        return (
             f"what rank {self._rank} sent in round {round - 2} has a relative error of {worst:.4g}, above "
             f"fallback_limit={self._limit:g}: gradients travel by {self._fallback.method!r} from now on, and what the "
             "method remembered is dropped"
         )
-        return True
 
     def again(self) -> None:
-        """Return the other pilot another chance."""
-        self._pilot.again()
+        """Return to the other selection."""
+        self._chosen.again()
         self._forget()
 
     def record(self) -> dict[str, Any] | None:
-        """What the other pilot chose, or did not come to choose."""
-        found = self._pilot.record()
+        """Return what the other selection chose, or that it did not come to choose."""
+        found = self._chosen.record()
         if found and found["chosen"] is None and self._since is not None:
             found["reason"] = "the trial ended with the return to the fallback"
         return found
 
     def returned(self) -> dict[str, Any] | None:
-        """Since which round the fallback flies, and which rank's error it was; None before."""
+        """Return since which round the fallback serves, and which rank's error it was; None before."""
         if self._since is None:
             return None
         return {
@@ -133,15 +133,15 @@ class Fallback:
         }
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Return the other pilot's state, and what :meth:`returned` tells, or what is on its way there.
+        """Return the other selection's state, and what :meth:`returned` tells, or what is on its way there.
 
         Between rounds: then all ranks have begun to tell what they are to be judged by, and waiting for it is short.
         """
-        found = self._pilot.state()
+        found = self._chosen.state()
         if self._since is not None:
             found["fallback"] = _doubles([self._since, self._error, self._rank])
             return found
-        if self._round >= 0 and self._wanted(self._round):
+        if self._round >= 0 and self._errors.wanted(self._round):
             found["fallback_measured"] = _doubles([self._round, *self._found(self._round)])
         if self._told is not None:
             # Of a rank that is gone, the next round tells.
@@ -152,7 +152,7 @@ class Fallback:
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
         """Take what :meth:`state` gave."""
         # What it is told of, it would warn of.
-        self._pilot.load({key: value for key, value in state.items() if key != "fallback"})
+        self._chosen.load({key: value for key, value in state.items() if key != "fallback"})
         self._forget()
         if "fallback" in state:
             since, self._error, rank = state["fallback"].tolist()

@@ -1,0 +1,136 @@
+"""What the exchanges of one link share: lanes, memory, failures, measurements, and the count of rounds."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+from gradwire.drivers import Lane, Traffic, dense_bytes
+from gradwire.protocols import Context, Memory, Workspace
+from gradwire.protocols.bucket_plan import BucketPlan
+from gradwire.runtime.diagnostics import Diagnostics
+from gradwire.runtime.failures import Failures
+from gradwire.runtime.grad_scaler import scale_of
+from gradwire.runtime.heartbeat import Heartbeat
+from gradwire.runtime.warn_once import WarnOnce
+
+__all__ = ["LinkRuntime"]
+
+
+class LinkRuntime:
+    """Lanes, memory, failures, measurements and counts of one link.
+
+    A :class:`~gradwire.runtime.link.Link` decides by which plan a bucket travels. Each
+    :class:`~gradwire.runtime.bucket_exchange.BucketExchange` runs on what is here, and reports its end here. This class
+    knows nothing of methods, options or frameworks.
+
+    Args:
+        lanes: Of the link; the order of jobs is the same on every rank.
+        heartbeat: Tells which ranks are alive.
+        diagnostics: Takes the errors of what is sent.
+        grad_scaler: Whose scale is in the gradients; None or False for gradients that are not scaled.
+        check: Whether to verify after each bucket that all ranks hold the same bits.
+
+    Attributes:
+        round: Synchronised backward passes so far, also those before a checkpoint.
+        rounds_here: Rounds that were exchanged in this process.
+        skipped_rounds: Rounds with a non-finite value, where the method looks.
+        memory: What the method remembers on this rank.
+        failures: The first failure, if there is one.
+        warnings: Warnings that were given.
+    """
+
+    def __init__(
+        self, lanes: Sequence[Lane], heartbeat: Heartbeat, diagnostics: Diagnostics, *, grad_scaler: Any, check: bool
+    ) -> None:
+        self.lanes, self.check = lanes, check
+        self.rank, self.world_size = heartbeat.rank, heartbeat.world_size
+        self.round = self.rounds_here = self.skipped_rounds = 0
+        self.memory = Memory()
+        self.failures = Failures(heartbeat, lanes)
+        self.diagnostics, self.warnings = diagnostics, WarnOnce()
+        self._heartbeat, self._grad_scaler = heartbeat, grad_scaler
+        self._lock = threading.Lock()
+        self._last_skipped, self._elements = -1, 0
+        self._in_flight, self._is_last = 0, False
+        self._spaces: weakref.WeakKeyDictionary[BucketPlan, dict[int | None, Workspace]] = weakref.WeakKeyDictionary()
+
+    def began(self, numel: int, last: bool) -> None:
+        """Count a bucket of so many elements that is about to be exchanged; the ``last`` one ends the round."""
+        with self._lock:
+            self._in_flight += 1
+            self._is_last = last
+            self._elements += numel
+        self._heartbeat.began()
+
+    def next_round(self) -> None:
+        """Count a round whose buckets have all been started."""
+        self.round += 1
+        self.rounds_here += 1
+
+    def context(self, plan: BucketPlan, bucket: int, chunk: int | None, round: int) -> Context:
+        """Return what a protocol may know while it exchanges a chunk (None: prepares the whole bucket)."""
+        with self._lock:
+            space = self._spaces.setdefault(plan, {}).setdefault(chunk, Workspace())
+        return Context(
+            rank=self.rank,
+            world_size=self.world_size,
+            round=round,
+            bucket=bucket,
+            chunk=chunk or 0,
+            workspace=space,
+            wants_sent=self.diagnostics.wanted(round),
+            memory=self.memory,
+            loss_scale=scale_of(self._grad_scaler),
+            warn=self.warnings.once,
+        )
+
+    def ended(self, round: int, finite: bool | None) -> None:
+        """Count a bucket that has been exchanged, and commit or discard what the method remembers of the round.
+
+        Rounds do not overlap: backward waits for all its buckets.
+        """
+        self._heartbeat.ended()
+        with self._lock:
+            if finite is False and round != self._last_skipped:
+                self._last_skipped = round
+                self.skipped_rounds += 1
+                self.diagnostics.discount(round)
+            self._in_flight -= 1
+            if self._is_last and not self._in_flight:
+                # What a round would remember holds only where all of the round was finite.
+                self.memory.discard() if self._last_skipped == round else self.memory.commit()
+
+    def failed_between_buckets(self, error: Exception, purpose: str) -> Exception:
+        """Turn the failure of a small exchange between two buckets into the link's error."""
+        return self.failures.record(error, f"{purpose}, round {self.round}")
+
+    def forget(self, reason: str) -> None:
+        """Drop all that the method remembers, and warn of the reason."""
+        self.warnings.once(reason, reason)
+        self.memory.load({})
+
+    def rewind(self, round: int) -> None:
+        """Continue with another round, as a checkpoint says."""
+        # A round that was skipped here may come again, with other gradients.
+        self.round, self._last_skipped = round, -1
+        self.diagnostics.forget()
+
+    def traffic(self, buffer_bytes: int) -> Traffic:
+        """Return the bytes that this rank sent and received so far."""
+        meters = [lane.meter for lane in self.lanes]
+        return Traffic(
+            sent_bytes=sum(m.sent_bytes for m in meters),
+            received_bytes=sum(m.received_bytes for m in meters),
+            dense_bytes=dense_bytes(self._elements, self.world_size),
+            elements=self._elements,
+            rounds=self.rounds_here,
+            buffer_bytes=buffer_bytes,
+        )
+
+    def seconds(self) -> dict[str, float]:
+        """Return the seconds that the lanes have spent in encoders, on the wire and in decoders."""
+        meters = [lane.meter for lane in self.lanes]
+        return {part: sum(getattr(m, part) for m in meters) for part in ("encode_s", "wire_s", "decode_s")}
