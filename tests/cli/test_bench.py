@@ -41,6 +41,8 @@ def test_every_command_has_help_with_an_example(command: str) -> None:
         (["--loopback", "--bandwidth", "1gbit"], "leave the bandwidth out"),
         (["--loopback", "--budget", "-1"], "seconds above 0"),
         (["--loopback", "--budget", "nan"], "seconds above 0"),
+        (["--loopback", "--cell-budget", "0"], "seconds above 0"),
+        (["--loopback", "--compute", "slep"], "one of real, sleep is needed"),
         (["--loopback", "--figure", "no_such/figure.png"], "there is no folder no_such"),
     ],
 )
@@ -85,6 +87,7 @@ def measured(variant: str, gap: float | None) -> dict[str, Any]:
         k: kinds[v["type"] if isinstance(v["type"], str) else "number"] for k, v in fields.items() if k != "bytes_agree"
     }
     row |= {"model": "lenet", "lab": "hosts=2,bandwidth=1gbit", "variant": variant, "interface_over_library": gap}
+    row |= {"compute": "real"}
     return {**row, "bytes_agree": None if gap is None else abs(gap) <= 0.05, "timeline": {}, "turn_medians_s": [1.0]}
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from gradwire.bench.models import bench_model
+from gradwire.bench.step import compute_of
 from gradwire.bench.variants import COMPUTE
 from gradwire.experiments.errors import RunError
 from gradwire.lab import Topology
@@ -40,7 +41,9 @@ class Case:
 
 
 def cases_of(rows: Sequence[Row], say: Callable[[str], None] = lambda text: None) -> list[Case]:
-    """Return every row that the model predicts: all but computing alone and PyTorch's PowerSGD hook.
+    """Return every row that the model predicts: all but computing alone, PyTorch's PowerSGD hook and sleeping ranks.
+
+    Ranks that sleep do not share cores while they compute, and the model has one rule for both.
 
     The timeline is that of the unlimited (or fastest) cell of the same model and hosts: a user profiles once, not once
     a bandwidth.
@@ -48,6 +51,7 @@ def cases_of(rows: Sequence[Row], say: Callable[[str], None] = lambda text: None
     Raises:
         RunError: no timeline was measured for some model and number of hosts, or one is damaged.
     """
+    rows = [row for row in rows if compute_of(row) == "real"]
     timelines: dict[tuple[str, int], Timeline] = {}
     for row in sorted(rows, key=lambda r: r["bandwidth_bits_per_s"] or float("inf")):
         if row["variant"] == COMPUTE and row.get("timeline"):

@@ -70,7 +70,7 @@ def _measure(name: str, make: Callable[[], nn.Module], loss: Callable[[nn.Module
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         module = make()
-        ddp = DistributedDataParallel(module, process_group=dist.new_group([dist.get_rank()]) if not own else None)
+        ddp = DistributedDataParallel(module, process_group=None if own else _alone())
         recorder = Recorder(ddp)
         optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
         for step in range(STEPS):
@@ -89,6 +89,11 @@ def _measure(name: str, make: Callable[[], nn.Module], loss: Callable[[nn.Module
         if own:
             dist.destroy_process_group()
         torch.set_num_threads(threads)
+
+
+def _alone() -> Any:
+    """Make a group of this rank; the other ranks take no part."""
+    return dist.new_group([dist.get_rank()], use_local_synchronization=True)
 
 
 def profile_script(script: Path, arguments: Sequence[str]) -> Profile:

@@ -16,7 +16,9 @@ import torch
 import torch.distributed as dist
 
 from gradwire.bench.models import bench_model
+from gradwire.bench.profile import profile_name
 from gradwire.bench.variants import Variant
+from gradwire.model.timeline import Timeline
 
 __all__ = ["ENVIRONMENT", "main"]
 
@@ -32,19 +34,31 @@ class Rank:
         self.model = bench_model(model)
         self.batch = self.model.batch(torch.Generator().manual_seed(dist.get_rank()))
         self.variants: dict[str, Variant] = {}
+        self.sleeps: Timeline | None = None
+
+    def profile(self) -> dict[str, Any]:
+        """Measure the model's timeline on rank 0, while the other ranks wait without computing."""
+        found = profile_name(self.model.name).timeline.to_json() if dist.get_rank() == 0 else None
+        dist.barrier()
+        return {"timeline": found}
+
+    def sleep(self, timeline: dict[str, Any]) -> dict[str, Any]:
+        """Let the variants that are built from now on sleep through a timeline instead of computing."""
+        self.sleeps = Timeline.from_json(timeline)
+        return {}
 
     def build(self, variant: str) -> dict[str, Any]:
         """Build a variant, anew where it exists."""
         if variant in self.variants:
             self.variants.pop(variant).close()
-        built = self.variants[variant] = Variant.build(variant, self.model)
-        return {"numel": sum(p.numel() for p in built.ddp.parameters())}
+        built = self.variants[variant] = Variant.build(variant, self.model, self.batch, self.sleeps)
+        return {"numel": built.numel}
 
     def steps(self, variant: str, count: int) -> dict[str, Any]:
-        """Take steps; give their seconds, this process's CPU time, and what the link counted in them."""
+        """Take steps; return their seconds, this process's CPU time, and what the link counted in them."""
         chosen = self.variants[variant]
         before, busy = chosen.counts(), time.process_time()
-        times = chosen.steps(self.model, self.batch, count)
+        times = chosen.steps(count)
         cpu_s = time.process_time() - busy
         counted = {key: value - before[key] for key, value in chosen.counts().items()}
         return {"times_s": times, "cpu_s": cpu_s, "counted": counted}

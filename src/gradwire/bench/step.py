@@ -11,27 +11,27 @@ import datetime
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, median, quantiles
 from typing import Any
 
+from gradwire.bench.compute import COMPUTE_KINDS
 from gradwire.bench.models import bench_model
+from gradwire.bench.pace import TURNS, steps_of_budget, steps_of_cell
 from gradwire.bench.ranks import Ranks, open_ranks
 from gradwire.bench.variants import COMPUTE, VARIANTS, check_variant, dense_wire_bytes
 from gradwire.experiments.errors import UsageError
 from gradwire.experiments.machine import hardware, versions
 from gradwire.lab import Network, Rate, Topology, format_rate, open_network
 
-__all__ = ["BANDWIDTHS", "BYTES_TOLERANCE", "HOSTS", "StepGrid", "measure_grid"]
+__all__ = ["BANDWIDTHS", "BYTES_TOLERANCE", "HOSTS", "StepGrid", "compute_of", "measure_grid"]
 
 HOSTS = (2, 4, 8)
 BANDWIDTHS = ("50mbit", "100mbit", "1gbit", "5gbit", "unlimited")
 CHOOSING = ("gradwire auto", "gradwire Auto(")
-TURNS, SLOW_TURNS = 5, 3
-SLOW_S = 2.0
-"""A step this long is taken in fewer turns: it hardly varies."""
 BYTES_TOLERANCE = 0.05
 """Between what the library and what the interfaces counted; beyond it the benchmark is wrong."""
 
@@ -46,6 +46,10 @@ class StepGrid:
         variants: Exchanges.
         budget_s: Of each variant in each cell, about.
         loopback: Without an emulated cluster: all ranks in this namespace, no limits.
+        compute: "real": the ranks compute, and share this machine's cores. "sleep": they sleep as long as one rank
+            alone computes, so that the exchange has the cores for itself.
+        cell_budget_s: Of each cell, all its variants and their warm-up together, about; takes the place of
+            ``budget_s``. A cell whose steps are long takes longer: each variant takes two steps at least.
     """
 
     models: Sequence[str]
@@ -53,12 +57,16 @@ class StepGrid:
     variants: Sequence[str] = field(default=VARIANTS)
     budget_s: float = 3.0
     loopback: bool = False
+    compute: str = "real"
+    cell_budget_s: float | None = None
 
     def __post_init__(self) -> None:
         for model in self.models:
             bench_model(model)
         for variant in self.variants:
             check_variant(variant)
+        if self.compute not in COMPUTE_KINDS:
+            raise UsageError(f"compute {self.compute!r}: one of {', '.join(COMPUTE_KINDS)} is needed")
         for topology in self.topologies:
             if topology.hosts < 2:
                 raise UsageError("1 host exchanges nothing: use at least 2")
@@ -76,6 +84,8 @@ class StepGrid:
 
 
 Row = dict[str, Any]
+Key = tuple[str, str, str, str]
+"""Of a row: model, cluster, variant, and whether its ranks computed or slept."""
 
 NEEDED: dict[str, tuple[type, ...]] = {
     "model": (str,),
@@ -90,7 +100,10 @@ NEEDED: dict[str, tuple[type, ...]] = {
 
 
 def measure_grid(grid: StepGrid, path: Path, say: Callable[[str], None]) -> list[Row]:
-    """Measure what is not in ``path`` yet; give all rows of the grid.
+    """Measure what is not in ``path`` yet; return all rows of the grid.
+
+    Where the ranks sleep, all cells of a model sleep through one timeline, which is measured once, on rank 0 alone,
+    and kept in the rows of ``compute``.
 
     Raises:
         BackendError: no emulated cluster can be built here.
@@ -100,13 +113,14 @@ def measure_grid(grid: StepGrid, path: Path, say: Callable[[str], None]) -> list
     path.parent.mkdir(parents=True, exist_ok=True)
     rows: list[Row] = []
     for model, family in grid.families():
-        wanted = {t.spec(): [v for v in grid.variants if (model, _place(grid, t), v) not in found] for t in family}
+        wanted = {t.spec(): [v for v in grid.variants if _wanted(grid, model, t, v) not in found] for t in family}
         missing = list(dict.fromkeys(v for variants in wanted.values() for v in variants))
         if not missing:
             continue
         # The timeline and the floor belong to the cell: computing alone is measured beside whatever is.
         names = list(dict.fromkeys([COMPUTE, *missing]))
         with _family(grid, model, family[0]) as (ranks, network):
+            timeline = _sleeps(grid, model, ranks, found.values())
             numel = [ranks.ask("build", variant=name)[0]["numel"] for name in names][-1]
             for topology in family:
                 chosen = [n for n in names if n in wanted[topology.spec()]]
@@ -114,14 +128,14 @@ def measure_grid(grid: StepGrid, path: Path, say: Callable[[str], None]) -> list
                     continue
                 if network is not None:
                     network.set_bandwidth(topology.bandwidth)
-                cell = Cell(grid, model, topology, ranks, network, numel)
+                cell = Cell(grid, model, topology, ranks, network, numel, timeline)
                 for row in cell.measure(list(dict.fromkeys([COMPUTE, *chosen]))):
-                    if row["variant"] in chosen:
+                    if row["variant"] in chosen or (timeline and _key(row) not in found):
                         _append(path, row)
                         found[_key(row)] = row
                         say(describe(row))
     for model, family in grid.families():
-        rows += [found[(model, _place(grid, t), v)] for t in family for v in grid.variants]
+        rows += [found[_wanted(grid, model, t, v)] for t in family for v in grid.variants]
     return rows
 
 
@@ -132,18 +146,41 @@ def _family(grid: StepGrid, model: str, topology: Topology) -> Iterator[tuple[Ra
         yield stack.enter_context(open_ranks(model, topology.hosts, network)), network
 
 
+def _sleeps(grid: StepGrid, model: str, ranks: Ranks, rows: Iterable[Row]) -> Row | None:
+    """Tell the ranks what to sleep through, if they are to sleep: the timeline in a row, or a new one."""
+    if grid.compute != "sleep":
+        return None
+    kept = [r["timeline"] for r in rows if r["model"] == model and compute_of(r) == "sleep" and r.get("timeline")]
+    timeline: Row = kept[-1] if kept else ranks.ask("profile")[0]["timeline"]
+    ranks.ask("sleep", timeline=timeline)
+    return timeline
+
+
 class Cell:
     """One model on one cluster: all its variants, in turns."""
 
     def __init__(
-        self, grid: StepGrid, model: str, topology: Topology, ranks: Ranks, network: Network | None, numel: int
+        self,
+        grid: StepGrid,
+        model: str,
+        topology: Topology,
+        ranks: Ranks,
+        network: Network | None,
+        numel: int,
+        timeline: Row | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.grid, self.model, self.topology = grid, model, topology
-        self.ranks, self.network, self.numel = ranks, network, numel
+        self.grid, self.model, self.topology, self.timeline = grid, model, topology, timeline
+        self.ranks, self.network, self.numel, self.clock = ranks, network, numel, clock
 
     def measure(self, variants: Sequence[str]) -> list[Row]:
-        """Measure the variants of this cell; give a row for each."""
-        counts = {name: self._warm_up(name) for name in variants}
+        """Measure the variants of this cell; return a row for each."""
+        began_s = self.clock()
+        step_s = {name: self._warm_up(name) for name in variants}
+        if self.grid.cell_budget_s is None:
+            counts = {name: steps_of_budget(step_s[name], self.grid.budget_s) for name in variants}
+        else:
+            counts = steps_of_cell(step_s, self.grid.cell_budget_s - (self.clock() - began_s))
         self.ranks.ask("forget_timeline", variant=COMPUTE)
         samples: dict[str, list[Row]] = {name: [] for name in variants}
         for turn in range(TURNS):
@@ -151,7 +188,7 @@ class Cell:
                 turns, steps = counts[name]
                 if turn < turns:
                     samples[name].append(self._turn(name, steps))
-        timeline = self.ranks.ask("timeline", variant=COMPUTE)[0]["timeline"]
+        timeline = self.timeline or self.ranks.ask("timeline", variant=COMPUTE)[0]["timeline"]
         compute_s = median(t for turn in samples[COMPUTE] for t in turn["times_s"])
         rows = [self._row(name, samples[name], compute_s) for name in variants]
         rows[0]["timeline"] = timeline
@@ -162,18 +199,20 @@ class Cell:
                 row["record"] = self.ranks.ask("record", variant=row["variant"])[0]["record"]
         return rows
 
-    def _warm_up(self, name: str) -> tuple[int, int]:
-        """Let connections find their speed, and a link its method; give turns, and steps in each."""
+    def _warm_up(self, name: str) -> float:
+        """Let connections find their speed, and a link its method; return the seconds of a step."""
         if name.startswith(CHOOSING):
             # Its choice belongs to this cell alone.
             self.ranks.ask("build", variant=name)
             while not self.ranks.ask("record", variant=name)[0]["record"]["choice"]["chosen"]:
                 self.ranks.ask("steps", variant=name, count=5)
-        step_s = max(answer["times_s"][-1] for answer in self.ranks.ask("steps", variant=name, count=2))
+        budget_s = self.grid.cell_budget_s or self.grid.budget_s
+        step_s: float = max(answer["times_s"][-1] for answer in self.ranks.ask("steps", variant=name, count=1))
+        if self.grid.cell_budget_s is None or step_s < budget_s / 10:
+            step_s = max(answer["times_s"][-1] for answer in self.ranks.ask("steps", variant=name, count=1))
         if step_s < self.grid.budget_s / 10:
             step_s = median(self._turn(name, 3)["times_s"])
-        turns = SLOW_TURNS if step_s > SLOW_S else TURNS
-        return turns, max(1, min(40, int(self.grid.budget_s / turns / step_s)))
+        return step_s
 
     def _turn(self, name: str, steps: int) -> Row:
         before = self.network.counters() if self.network else []
@@ -213,6 +252,7 @@ class Cell:
             "lab": _place(self.grid, self.topology),
             "bandwidth_bits_per_s": self.topology.bandwidth,
             "variant": name,
+            "compute": self.grid.compute,
             "step_time_s": median(times),
             "percentile_20_s": low,
             "percentile_80_s": high,
@@ -242,8 +282,18 @@ def _place(grid: StepGrid, topology: Topology) -> str:
     return f"loopback,hosts={topology.hosts}" if grid.loopback else topology.spec()
 
 
-def _key(row: Row) -> tuple[str, str, str]:
-    return row["model"], row["lab"], row["variant"]
+def compute_of(row: Mapping[str, Any]) -> str:
+    """Tell whether a row's ranks computed or slept; rows from before there was a choice computed."""
+    found: str = row.get("compute", "real")
+    return found
+
+
+def _key(row: Row) -> Key:
+    return row["model"], row["lab"], row["variant"], compute_of(row)
+
+
+def _wanted(grid: StepGrid, model: str, topology: Topology, variant: str) -> Key:
+    return model, _place(grid, topology), variant, grid.compute
 
 
 def _append(path: Path, row: Row) -> None:
@@ -295,7 +345,8 @@ def describe(row: Row) -> str:
     gap = row["interface_over_library"]
     return (
         f"{row['model']:11s} {row['hosts']} hosts {speed:>9s} {row['variant']:20s} {row['step_time_s'] * 1e3:8.1f} ms"
-        f"  {row['ratio_to_floor']:5.2f} x floor"
+        + ("  asleep" if compute_of(row) == "sleep" else "")
+        + f"  {row['ratio_to_floor']:5.2f} x floor"
         + ("" if sent is None else f"  {sent / 1e6:7.3f} MB")
         + ("" if gap is None else f"  interface {100 * gap:+.1f} %")
     )

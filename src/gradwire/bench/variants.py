@@ -6,15 +6,14 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-from torch.nn.parallel import DistributedDataParallel
 
 import gradwire as gw
+from gradwire.bench.compute import Compute, make_compute
 from gradwire.bench.models import Batch, BenchModel
 from gradwire.experiments.errors import UsageError
-from gradwire.model.timeline import Recorder
+from gradwire.model.timeline import Recorder, Timeline
 
 __all__ = ["COMPUTE", "DDP_VARIANTS", "VARIANTS", "Variant", "check_variant", "dense_wire_bytes"]
 
@@ -54,22 +53,25 @@ def dense_wire_bytes(name: str, numel: int, world_size: int) -> int | None:
 
 @dataclass
 class Variant:
-    """One variant on one rank: its own module, optimizer and exchange."""
+    """One variant on one rank: its own module and exchange."""
 
-    ddp: DistributedDataParallel
-    optimizer: torch.optim.Optimizer
+    compute: Compute
     link: gw.Link | None
     recorder: Recorder | None
 
     @classmethod
-    def build(cls, name: str, model: BenchModel) -> Variant:
-        """Build a variant (collective); all of them start from the same weights on every rank."""
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            module = model.make()
+    def build(cls, name: str, model: BenchModel, batch: Batch, timeline: Timeline | None = None) -> Variant:
+        """Build a variant (collective); all of them start from the same weights on every rank.
+
+        Args:
+            name: See :func:`check_variant`.
+            model: What it trains.
+            batch: This rank's.
+            timeline: To be slept through in place of the model's passes; None: compute for real.
+        """
         powersgd = name == "ddp powersgd"
-        ddp = DistributedDataParallel(module, bucket_cap_mb=ONE_BUCKET_MB if powersgd else None, init_sync=False)
-        link, recorder = None, None
+        compute = make_compute(model, batch, timeline, ONE_BUCKET_MB if powersgd else None)
+        ddp, link, recorder = compute.ddp, None, None
         if name == COMPUTE:
             recorder = Recorder(ddp)
         elif powersgd:
@@ -79,10 +81,15 @@ class Variant:
             ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
         elif name != "ddp fp32":
             link = gw.attach(ddp, name.partition(" ")[2])
-        return cls(ddp, torch.optim.SGD(ddp.parameters(), lr=0.01), link, recorder)
+        return cls(compute, link, recorder)
 
-    def steps(self, model: BenchModel, batch: Batch, count: int) -> list[float]:
-        """Take steps; give the seconds of each.
+    @property
+    def numel(self) -> int:
+        """Elements of all parameters."""
+        return sum(parameter.numel() for parameter in self.compute.ddp.parameters())
+
+    def steps(self, count: int) -> list[float]:
+        """Take steps and return the seconds of each.
 
         All ranks begin together. The exchange keeps them together; without one, a barrier does, and its time does not
         count.
@@ -94,14 +101,13 @@ class Variant:
                 dist.barrier()
                 last = time.perf_counter()
                 self.recorder.begin()
-            self.optimizer.zero_grad()
-            loss = model.loss(self.ddp, batch)
+            loss = self.compute.forward()
             if self.recorder:
                 self.recorder.forward_ended()
             loss.backward()
             if self.recorder:
                 self.recorder.backward_ended()
-            self.optimizer.step()
+            self.compute.update()
             if self.recorder:
                 self.recorder.end()
             now = time.perf_counter()

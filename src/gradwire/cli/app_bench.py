@@ -31,7 +31,18 @@ def step(
         typer.Option(metavar="SPEC", help="One cluster instead of the grid, such as hosts=4,bandwidth=100mbit"),
     ] = None,
     loopback: Annotated[bool, typer.Option("--loopback", help="No emulated cluster, no limits, no root")] = False,
+    compute: Annotated[
+        str,
+        typer.Option(
+            metavar="real|sleep",
+            help="sleep: workers sleep as long as one alone computes, so that only exchanges use the cores",
+        ),
+    ] = "real",
     budget: Annotated[float, typer.Option(metavar="SECONDS", help="For each exchange in each cell, about")] = 3.0,
+    cell_budget: Annotated[
+        float | None,
+        typer.Option(metavar="SECONDS", help="For each cell, all its exchanges together, about; instead of --budget"),
+    ] = None,
     out: Annotated[
         Path, typer.Option("--out", "-o", metavar="FILE", help="JSON lines; what it holds is not measured again")
     ] = Path("step.jsonl"),
@@ -40,6 +51,9 @@ def step(
     debug: o.Debug = False,
 ) -> None:
     """Measure training steps: models by hosts by bandwidths by exchanges, taking turns within a cell.
+
+    On one machine the workers' passes compete with the exchange for the cores, which a cluster does not do; with
+    --compute sleep, DDP gets the same gradients at the times measured for one worker alone.
 
     Resumes where it was stopped. Fails if the interfaces' bytes differ by more than 5 % from the library's.
 
@@ -55,7 +69,9 @@ def step(
             variants=variant,
             lab=lab,
             loopback=loopback,
+            compute=compute,
             budget_s=budget,
+            cell_budget_s=cell_budget,
             out=out,
             figure=figure,
             as_json=as_json,

@@ -9,7 +9,7 @@ from typing import Any
 
 from gradwire.bench.kernels import measure_kernels
 from gradwire.bench.models import MODELS
-from gradwire.bench.step import BANDWIDTHS, BYTES_TOLERANCE, HOSTS, StepGrid, measure_grid
+from gradwire.bench.step import BANDWIDTHS, BYTES_TOLERANCE, HOSTS, StepGrid, compute_of, measure_grid
 from gradwire.bench.variants import VARIANTS
 from gradwire.cli.options import check_figure
 from gradwire.cli.show import print_json, print_steps
@@ -28,7 +28,9 @@ def step(
     variants: Sequence[str] | None,
     lab: str | None,
     loopback: bool,
+    compute: str,
     budget_s: float,
+    cell_budget_s: float | None,
     out: Path,
     figure: Path | None,
     as_json: bool,
@@ -39,8 +41,9 @@ def step(
         RunError: in some cell the interfaces counted other bytes than the library.
     """
     check_figure(figure)
-    if not budget_s > 0:
-        raise UsageError(f"--budget {budget_s:g}: seconds above 0 are needed")
+    for name, seconds in (("--budget", budget_s), ("--cell-budget", cell_budget_s)):
+        if seconds is not None and not seconds > 0:
+            raise UsageError(f"{name} {seconds:g}: seconds above 0 are needed")
     if lab is not None:
         if hosts or bandwidths or loopback:
             raise UsageError("--lab names the whole cluster: leave --hosts, --bandwidth and --loopback out")
@@ -53,6 +56,8 @@ def step(
         topologies=topologies,
         variants=variants or VARIANTS,
         budget_s=budget_s,
+        cell_budget_s=cell_budget_s,
+        compute=compute,
         loopback=loopback,
     )
     rows = measure_grid(grid, out, lambda line: print(line, file=sys.stderr, flush=True))
@@ -75,9 +80,9 @@ def step(
 
 
 def flat(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Leave out what is not a plain value."""
+    """Leave out what is not a plain value; a row from before ranks could sleep gets the field that it lacks."""
     nested = ("timeline", "record", "turn_medians_s")
-    return {key: value for key, value in row.items() if key not in nested}
+    return {key: value for key, value in row.items() if key not in nested} | {"compute": compute_of(row)}
 
 
 def kernels(elements: int, repetitions: int, backend: str, *, as_json: bool) -> None:

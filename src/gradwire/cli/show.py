@@ -165,13 +165,16 @@ def print_verdicts(verdicts: Sequence[tuple[str, str]]) -> None:
 
 def print_steps(rows: Sequence[Mapping[str, Any]]) -> None:
     """Print one line a measured step."""
-    table = _table("model", "hosts", "link", "exchange", "step", "20-80 %", "of floor", "sent", "over DDP fp32")
+    table = _table(
+        "model", "hosts", "link", "compute", "exchange", "step", "20-80 %", "of floor", "sent", "over DDP fp32"
+    )
     for row in rows:
         sent, speedup = row["sent_bytes_per_step"], row["speedup_over_ddp_fp32"]
         table.add_row(
             row["model"],
             str(row["hosts"]),
             row["lab"].partition(",")[2].replace("bandwidth=", ""),
+            row.get("compute", "real"),
             row["variant"],
             seconds_text(row["step_time_s"]),
             f"{seconds_text(row['percentile_20_s'])}-{seconds_text(row['percentile_80_s'])}",

@@ -1,0 +1,42 @@
+"""How many steps each exchange of a cell takes."""
+
+from __future__ import annotations
+
+from gradwire.bench.pace import LEAST_TURNS, MOST_STEPS, TURNS, steps_of_budget, steps_of_cell
+
+
+def seconds(step_s: dict[str, float], counts: dict[str, tuple[int, int]]) -> float:
+    return sum(turns * steps * step_s[name] for name, (turns, steps) in counts.items())
+
+
+def test_a_cells_exchanges_share_its_time() -> None:
+    step_s = {"slow": 1.0, "fast": 0.01, "middle": 0.1}
+    counts = steps_of_cell(step_s, 10.0)
+    assert list(counts) == list(step_s)
+    # A turn has two seconds. The slow one's share of it, 2/3 s, is less than a step; the others halve the rest.
+    assert counts == {"slow": (TURNS, 1), "fast": (TURNS, MOST_STEPS), "middle": (TURNS, 5)}
+    assert seconds(step_s, counts) <= 10.0
+
+
+def test_a_cell_whose_time_is_too_short_still_gives_every_row_a_spread() -> None:
+    step_s = {"slow": 13.0, "fast": 0.5}
+    for left_s in (-5.0, 0.0, 3.0, 30.0):
+        assert steps_of_cell(step_s, left_s) == {
+            "slow": (LEAST_TURNS, 1),
+            "fast": (LEAST_TURNS, 1 if left_s < 29 else 4),
+        }
+    assert LEAST_TURNS >= 2
+
+
+def test_no_more_than_the_time_is_taken_where_single_steps_fit() -> None:
+    for left_s in (4.0, 9.0, 31.0):
+        step_s = {name: 0.013 * 1.9**i for i, name in enumerate("abcdef")}
+        counts = steps_of_cell(step_s, left_s)
+        assert seconds(step_s, counts) <= left_s
+        assert len({turns for turns, _ in counts.values()}) == 1
+
+
+def test_an_exchange_of_its_own_takes_fewer_turns_where_steps_are_long() -> None:
+    assert steps_of_budget(0.125, 3.0) == (5, 4)
+    assert steps_of_budget(2.5, 3.0) == (3, 1)
+    assert steps_of_budget(1e-4, 3.0) == (5, MOST_STEPS)
