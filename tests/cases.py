@@ -89,6 +89,7 @@ TABLE: dict[str, list[Case]] = {
         Case(gw.TernGrad(), ternary_bits, *ternary(2.5)),
         Case(gw.TernGrad(clip=None), ternary_bits, *ternary(None)),
         Case(gw.TernGrad(clip=1.0), ternary_bits, *ternary(1.0)),
+        Case(gw.TernGrad(clip_by="std"), ternary_bits, *ternary(2.5, clip_by="std")),
         Case(gw.TernGrad(share_scaler=False), gather(1.6), *ternary(2.5, shared=False)),
     ],
     "qsgd": [

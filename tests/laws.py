@@ -18,13 +18,15 @@ def exactly(g: torch.Tensor) -> torch.Tensor:
     return g
 
 
-def ternary(clip: float | None, shared: bool = True) -> tuple[Law, Law]:
+def ternary(clip: float | None, shared: bool = True, clip_by: str = "rms") -> tuple[Law, Law]:
     """What TernGrad is unbiased for, and the variance s |f| - f^2 of each worker's element."""
 
     def target(g: torch.Tensor) -> torch.Tensor:
         if clip is None:
             return g
-        limit = (g.double().std(dim=1, correction=0, keepdim=True) * clip).float()
+        x = g.double()
+        centre = x.mean(1, keepdim=True) if clip_by == "std" else 0.0
+        limit = ((x - centre).square().mean(1, keepdim=True).sqrt() * clip).float()
         return g.clamp(-limit, limit)
 
     def variance(g: torch.Tensor) -> torch.Tensor:

@@ -51,7 +51,7 @@ def test_declared_properties() -> None:
         ("ef-signsdg", "did you mean 'ef_signsgd'"),
         ("terngard", "did you mean 'terngrad'"),
         ("TernGrad(clp=2)", "unknown field 'clp' of TernGrad; did you mean 'clip'"),
-        ("TernGrad(2.5)", "named values only: TernGrad(clip=..., share_scaler=...)"),
+        ("TernGrad(2.5)", "named values only: TernGrad(clip=..., clip_by=..., share_scaler=...)"),
         ("QSGD(TernGrad())", "named values only: QSGD(levels=..., block_size=..., blocks=...)"),
         ("ErrorFeedback(QSGDinf(), 3)", "named values only: ErrorFeedback(compressor=...)"),
         ("ErrorFeedback(QSGDinf(), compressor=QSGDinf())", "field 'compressor' of ErrorFeedback is given twice"),
@@ -69,6 +69,7 @@ def test_declared_properties() -> None:
         ("TernGrad(clip='2')", "positive number"),
         ("TernGrad(clip=True)", "positive number"),
         ("TernGrad(clip=1e999)", "positive number"),
+        ("TernGrad(clip_by='max')", "clip_by is 'rms' (root mean square) or 'std' (standard deviation), not 'max'"),
         ("TernGrad(share_scaler=1)", "True or False"),
         ("fp32(bits=8)", "unknown field 'bits' of FP32"),
         ("TernGrad(clip=1, clip=2)", "field 'clip' of TernGrad is given twice"),
@@ -116,7 +117,7 @@ def test_a_spec_of_another_number_type_is_the_same_spec() -> None:
     import numpy as np
 
     for clip in (2, 2.0, np.float64(2)):
-        assert repr(gw.TernGrad(clip=clip)) == "TernGrad(clip=2.0, share_scaler=True)"
+        assert repr(gw.TernGrad(clip=clip)) == "TernGrad(clip=2.0, clip_by='rms', share_scaler=True)"
 
 
 def test_not_a_spec_at_all() -> None:

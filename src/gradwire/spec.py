@@ -62,7 +62,7 @@ def method(spec: str | Method) -> Method:
 
     Example:
         >>> method("terngrad")
-        TernGrad(clip=2.5, share_scaler=True)
+        TernGrad(clip=2.5, clip_by='rms', share_scaler=True)
         >>> method(repr(method("TernGrad(clip=None)"))) == method("TernGrad(clip=None)")
         True
     """

@@ -28,8 +28,8 @@ __all__ = ["TernGrad", "TernaryCodec", "TernarySummary"]
 class TernGrad(Compressor):
     r"""Ternary gradients with layer-wise scalers, clipping and scaler sharing.
 
-    For a worker's gradient g of one parameter (weight and bias are two), with sigma its standard deviation
-    (population, mean removed)::
+    For a worker's gradient g of one parameter of d elements (weight and bias are two parameters), with
+    sigma = sqrt(sum_k g_k^2 / d), its root mean square::
 
         f(g)_k = g_k if |g_k| <= clip * sigma else sign(g_k) * clip * sigma
         s_i    = max_k |f(g)_k|                 s = max_i s_i where the scaler is shared, else s_i
@@ -40,24 +40,32 @@ class TernGrad(Compressor):
     is smaller pays (s - s_i) |g_i|_1 of variance for it. Without sharing each worker's scaler travels with its trits
     and all workers gather all payloads, so that traffic grows with N while the variance is the worker's own.
 
+    The paper takes sigma as the standard deviation, about the mean, although the clip acts about zero. For a gradient
+    with mean zero both are the same. A gradient with mean m and a small deviation, as biases, gains of normalisation
+    layers and embeddings of rare tokens often have, is clipped far below m by the paper's rule and nearly lost:
+    1 + 0.01 n with n ~ N(0, 1) comes back as 0.025. About zero, ``clip >= 1`` keeps every such gradient.
+    ``clip_by="std"`` restores the paper's rule.
+
     Args:
-        clip: Number of standard deviations c, above 0; None turns clipping off.
+        clip: Clipping threshold c in units of sigma, above 0; None turns clipping off.
+        clip_by: What sigma is: ``"rms"``, the root mean square, or ``"std"``, the standard deviation (population, mean
+            removed), as in the paper. A vector whose sigma is zero is not clipped.
         share_scaler: Whether all workers use the largest scaler.
 
     Raises:
-        HyperparameterError: ``clip`` is not a positive number or None.
+        HyperparameterError: ``clip`` is not a positive number or None, or ``clip_by`` is not one of the two words.
         IncompatibleError: when attached to more than 32767 workers.
 
     Guarantees: unbiased for f(g), variance exactly s |f(g)|_1 - |f(g)|_2^2 for each worker; a vector with entries in
-    {-s, 0, s} comes back exactly; the same bits for every layout, world order, backend and driver. Draws from the
-    rank's stream.
+    {-s, 0, s} that the clip leaves alone comes back exactly; the same bits for every layout, world order, backend and
+    driver. Draws from the rank's stream.
 
     Wire: five trits a byte, sixteen bytes for 80 elements; the sum in base 2N+1, packed (``docs/wire-format.md``).
 
     Reference: W. Wen et al., "TernGrad: Ternary Gradients to Reduce Communication in Distributed Deep Learning",
     NeurIPS 2017, algorithm 1, equations 3, 4 and 8. Where paper and code differ, see ``docs/methods.md``: the clip is
     explicit, at each worker's own threshold, and the scaler is the maximum of the clipped vector, both as in the
-    paper. Keeping the last layer in float is ``attach(..., exclude=...)``, small tensors ``min_numel``.
+    paper. To keep the last layer in float use ``attach(..., exclude=...)``, for small tensors ``min_numel``.
 
     Example:
         >>> import torch, gradwire as gw
@@ -67,6 +75,7 @@ class TernGrad(Compressor):
     """
 
     clip: float | None = 2.5
+    clip_by: str = "rms"
     share_scaler: bool = True
 
     name: ClassVar[str] = "terngrad"
@@ -89,10 +98,15 @@ class TernGrad(Compressor):
             require(
                 number and math.isfinite(self.clip) and self.clip > 0,
                 "TernGrad",
-                f"clip is a positive number of standard deviations, or None for no clipping, not {self.clip!r}",
+                f"clip is a positive number in units of clip_by, or None for no clipping, not {self.clip!r}",
             )
             # A plain float, so that the repr is a spec and 2 is 2.0 on every rank.
             object.__setattr__(self, "clip", float(self.clip))
+        require(
+            self.clip_by in ("rms", "std"),
+            "TernGrad",
+            f"clip_by is 'rms' (root mean square) or 'std' (standard deviation), not {self.clip_by!r}",
+        )
         require(
             isinstance(self.share_scaler, bool),
             "TernGrad",
@@ -101,12 +115,12 @@ class TernGrad(Compressor):
 
     @property
     def unbiased(self) -> bool:
-        """Where nothing is clipped."""
+        """Whether nothing is clipped."""
         return self.clip is None
 
     @property
     def collectives(self) -> tuple[str, ...]:  # type: ignore[override]
-        """Trits with different scalers do not add up to integers, so only a gather can carry them."""
+        """The protocols: trits with different scalers have no integer sum, so only a gather can carry them."""
         return ("two_shot", "all_gather") if self.share_scaler else ("all_gather",)
 
     def codec(self, kernels: Kernels, segments: Sequence[Segment], world_size: int, seed: int) -> TernaryCodec:
@@ -142,7 +156,9 @@ class TernaryCodec(SummableCodec):
 
     def __init__(self, kernels: Kernels, table: SegmentTable, world_size: int, method: TernGrad) -> None:
         self.kernels, self.table, self.world_size = kernels, table, world_size
-        self.clip, self.shared = method.clip, method.share_scaler
+        self.clip, self.clip_by, self.shared = method.clip, method.clip_by, method.share_scaler
+        # Float64, so that a vector of equal entries has them as its root mean square once rounded to float32.
+        self._root_numel = torch.from_numpy(table.numel.copy()).to(torch.float64).clamp(min=1).sqrt()
         self.units = table.groups
         self._lay_out(digit_layout(2 * world_size + 1))
         self.side_bytes = 0 if self.shared else padded(4 * len(table.numel))
@@ -172,8 +188,10 @@ class TernaryCodec(SummableCodec):
         scale = moments.max_abs
         limit = torch.full_like(scale, math.inf)
         if self.clip is not None:
-            limit = (moments.std * self.clip).to(torch.float32)
-            # A constant parameter has no deviation, yet a gradient: clipping it to zero would lose it for good.
+            sigma = moments.std if self.clip_by == "std" else moments.norm / self._root_numel.to(moments.norm.device)
+            limit = (sigma * self.clip).to(torch.float32)
+            # A vector of equal entries has no deviation, and squares of subnormal numbers may be lost: clipping either
+            # to zero would lose its gradient for good.
             limit = torch.where(limit > 0, limit, math.inf)
             scale = torch.where(torch.isfinite(scale), torch.minimum(scale, limit), scale)
         scale = usable(scale)
