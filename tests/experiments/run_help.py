@@ -22,6 +22,7 @@ class Listener:
     def __init__(self) -> None:
         self.sentences: list[str] = []
         self.rows: list[Mapping[str, Any]] = []
+        self.steps: list[tuple[int, str]] = []
 
     def say(self, sentence: str) -> None:
         self.sentences.append(sentence)
@@ -31,6 +32,9 @@ class Listener:
 
     def row(self, row: Mapping[str, Any]) -> None:
         self.rows.append(row)
+
+    def step(self, step: int, activity: str) -> None:
+        self.steps.append((step, activity))
 
     def logs(self, logs: Mapping[int, str]) -> None:
         self.sentences.extend(logs.values())

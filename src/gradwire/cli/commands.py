@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from gradwire.cli.show import Progressing, print_json, print_runs, print_verdicts
+from gradwire.cli.progress import Progressing
+from gradwire.cli.show import print_json, print_runs, print_verdicts
 from gradwire.experiments import run
 from gradwire.experiments.config import RunConfig
 from gradwire.report import load_runs, summarize_folders, write_report

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from gradwire.experiments.config import RunConfig
 from gradwire.experiments.errors import WorkerError
 from gradwire.experiments.folder import RunFolder
-from gradwire.experiments.train import Row
+from gradwire.experiments.train import OnStep, Row
 from gradwire.experiments.worker import ENVIRONMENT, Part
 from gradwire.lab import INTERFACE, PORT, LabError, Network, open_network, start
 from gradwire.processes import termination_unwinds
@@ -184,8 +184,8 @@ class Crew:
             **options,
         )
 
-    def watch(self, on_row: Callable[[Row], None], on_notice: Callable[[str], None]) -> None:
-        """Pass rows and warnings on until all workers are done; raises WorkerError once one has failed."""
+    def watch(self, on_row: Callable[[Row], None], on_notice: Callable[[str], None], on_step: OnStep) -> None:
+        """Pass rows, warnings and progress on until all workers are done; raises WorkerError once one has failed."""
         deadline_s: float | None = None
         with selectors.DefaultSelector() as selector:
             for worker in self.workers:
@@ -196,7 +196,7 @@ class Crew:
                     if not worker.read():
                         selector.unregister(worker.pipe)
                         worker.process.wait()
-                    self._take(worker, on_row, on_notice)
+                    self._take(worker, on_row, on_notice, on_step)
                 if deadline_s is None and any(map(failed, self.workers)):
                     deadline_s = time.monotonic() + GRACE_S
                 if deadline_s is not None and time.monotonic() > deadline_s:
@@ -204,10 +204,14 @@ class Crew:
         if any(map(failed, self.workers)):
             raise self._error()
 
-    def _take(self, worker: Worker, on_row: Callable[[Row], None], on_notice: Callable[[str], None]) -> None:
+    def _take(
+        self, worker: Worker, on_row: Callable[[Row], None], on_notice: Callable[[str], None], on_step: OnStep
+    ) -> None:
         for message in worker.messages:
             if message["kind"] == "row":
                 on_row(message["row"])
+            elif message["kind"] == "step":
+                on_step(message["step"], message["activity"])
             elif message["kind"] == "notice":
                 # Most are every worker's.
                 if message["text"] not in self.notices:
@@ -269,6 +273,7 @@ def run_workers(
     stop_after: int | None = None,
     on_logs: Callable[[dict[int, str]], None] | None = None,
     on_notice: Callable[[str], None] = lambda text: None,
+    on_step: OnStep = lambda step, activity: None,
 ) -> None:
     """Train ``plan`` on local workers; the run folder must hold its ``config.json``.
 
@@ -281,7 +286,7 @@ def run_workers(
     """
     with termination_unwinds(), Crew(plan, folder, resume=resume, stop_after=stop_after) as crew:
         try:
-            crew.watch(on_row, on_notice)
+            crew.watch(on_row, on_notice, on_step)
         except WorkerError:
             if on_logs:
                 on_logs(crew.logs())

@@ -21,7 +21,7 @@ from gradwire.experiments.machine import check_workers
 from gradwire.experiments.run_record import Audience, config_of, default_folder, report, slug
 from gradwire.experiments.simulate import SimulatedEngine
 from gradwire.experiments.torchrun import train_under_torchrun
-from gradwire.experiments.train import Row, Trainer
+from gradwire.experiments.train import OnStep, Row, Trainer
 from gradwire.lab import missing
 
 __all__ = ["Audience", "compare", "resume", "speaks", "train", "under_torchrun"]
@@ -128,12 +128,13 @@ def execute(plan: RunConfig, run: RunFolder, audience: Audience, *, resume: bool
         )
     audience.start(plan)
     if plan.simulate:
-        simulate(plan, run, audience.row, resume=resume, stop_after=stop_after)
+        simulate(plan, run, audience.row, audience.step, resume=resume, stop_after=stop_after)
     else:
         run_workers(
             plan,
             run.path,
             audience.row,
+            on_step=audience.step,
             resume=resume,
             stop_after=stop_after,
             on_logs=audience.logs,
@@ -143,14 +144,20 @@ def execute(plan: RunConfig, run: RunFolder, audience: Audience, *, resume: bool
 
 
 def simulate(
-    plan: RunConfig, run: RunFolder, on_row: Callable[[Row], None], *, resume: bool, stop_after: int | None
+    plan: RunConfig,
+    run: RunFolder,
+    on_row: Callable[[Row], None],
+    on_step: OnStep,
+    *,
+    resume: bool,
+    stop_after: int | None,
 ) -> None:
     """Train with all workers in this process."""
     threads = torch.get_num_threads()
     torch.set_num_threads(plan.threads)
     try:
         engine = SimulatedEngine(plan)
-        trainer = Trainer(plan, engine, run, on_row)
+        trainer = Trainer(plan, engine, run, on_row, on_step)
         if resume:
             trainer.load()
         trainer.run(stop_after)

@@ -29,6 +29,9 @@ class Audience(Protocol):
     def row(self, row: Row) -> None:
         """Take a row of metrics."""
 
+    def step(self, step: int, activity: str) -> None:
+        """Take the number of steps that are done, and what goes on now; twice a second at most."""
+
     def logs(self, logs: Mapping[int, str]) -> None:
         """Take what the workers of a failed run wrote, by rank."""
 

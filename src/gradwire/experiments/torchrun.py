@@ -37,7 +37,7 @@ def train_under_torchrun(
     run = RunFolder(_agree_on_folder(plan, folder, overwrite))
     if rank == 0:
         audience.start(plan)
-    train_in_group(plan, run, audience.row, resume=False, stop_after=stop_after)
+    train_in_group(plan, run, audience.row, audience.step, resume=False, stop_after=stop_after)
     if rank == 0:
         report([run.path], run.path)
     dist.barrier()

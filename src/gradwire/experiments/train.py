@@ -15,10 +15,14 @@ from gradwire.experiments.engine import Engine, now_s
 from gradwire.experiments.errors import TrainingError
 from gradwire.experiments.folder import RunFolder
 
-__all__ = ["Trainer"]
+__all__ = ["OnStep", "Row", "Trainer"]
 
 COUNTERS = ("sent_bytes", "received_bytes", "dense_bytes", "elements")
+TELL_EVERY_S = 0.5
+"""From one call of ``on_step`` to the next."""
+
 Row = Mapping[str, Any]
+OnStep = Callable[[int, str], None]
 
 
 class Average:
@@ -56,10 +60,20 @@ class Trainer:
         engine: who computes gradients.
         folder: where rank 0 writes rows, and every rank its part of a checkpoint.
         on_row: called on rank 0 with every row that was written.
+        on_step: called on rank 0 with the number of steps that are done and what goes on now, twice a second at most
+            while that stays the same.
     """
 
-    def __init__(self, plan: RunConfig, engine: Engine, folder: RunFolder, on_row: Callable[[Row], None]) -> None:
-        self.plan, self.engine, self.folder, self.on_row = plan, engine, folder, on_row
+    def __init__(
+        self,
+        plan: RunConfig,
+        engine: Engine,
+        folder: RunFolder,
+        on_row: Callable[[Row], None],
+        on_step: OnStep = lambda step, activity: None,
+    ) -> None:
+        self.plan, self.engine, self.folder, self.on_row, self.on_step = plan, engine, folder, on_row, on_step
+        self._told: tuple[float, str] = (-math.inf, "")
         self.optimizer = plan.task.build_optimizer(engine.model)
         self.named = list(engine.model.named_parameters())
         self.average = Average(plan.task.ema, [p for _, p in self.named]) if plan.task.ema else None
@@ -76,6 +90,7 @@ class Trainer:
         if self.step == 0:
             self._evaluate()
         while self.step < last:
+            self._tell("training")
             self._one_step()
             logged = self.step % self.plan.log_every == 0 or self.step == last
             if logged:
@@ -148,7 +163,15 @@ class Trainer:
         self._row("train", loss, None, statistics.median(self._times_s))
         self._losses, self._times_s = [], []
 
+    def _tell(self, activity: str) -> None:
+        """Say how far the training is, unless that was said a moment ago."""
+        when_s, before = self._told
+        if self.engine.rank == 0 and (activity != before or now_s() - when_s >= TELL_EVERY_S):
+            self._told = now_s(), activity
+            self.on_step(self.step, activity)
+
     def _evaluate(self) -> None:
+        self._tell("evaluating")
         if self.average:
             self.average.swap()
         loss, accuracy = self.engine.score()

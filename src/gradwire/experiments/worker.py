@@ -30,7 +30,7 @@ from gradwire.experiments.config import RunConfig
 from gradwire.experiments.engine import build_model, decayed, score_share
 from gradwire.experiments.folder import RunFolder
 from gradwire.experiments.order import share
-from gradwire.experiments.train import Row, Trainer
+from gradwire.experiments.train import OnStep, Row, Trainer
 from gradwire.processes import die_with_parent
 
 __all__ = ["ENVIRONMENT", "DistributedEngine", "Part", "main", "train_in_group"]
@@ -140,7 +140,13 @@ class DistributedEngine:
 
 
 def train_in_group(
-    plan: RunConfig, folder: RunFolder, on_row: Callable[[Row], None], *, resume: bool, stop_after: int | None
+    plan: RunConfig,
+    folder: RunFolder,
+    on_row: Callable[[Row], None],
+    on_step: OnStep,
+    *,
+    resume: bool,
+    stop_after: int | None,
 ) -> None:
     """Train on the default process group; every rank calls this with the same plan.
 
@@ -149,7 +155,7 @@ def train_in_group(
     torch.set_num_threads(plan.threads)
     gw.warm_up(plan.method)
     engine = DistributedEngine(plan)
-    trainer = Trainer(plan, engine, folder, on_row)
+    trainer = Trainer(plan, engine, folder, on_row, on_step)
     if resume:
         trainer.load()
     trainer.run(stop_after)
@@ -180,7 +186,11 @@ def main() -> None:
 
     logging.getLogger("gradwire").addHandler(_Passed(lambda text: tell("notice", text=text)))
     try:
-        _work(part, lambda row: tell("row", row=dict(row)))
+        _work(
+            part,
+            lambda row: tell("row", row=dict(row)),
+            lambda step, activity: tell("step", step=step, activity=activity),
+        )
         tell("done")
     except BaseException as error:
         traceback.print_exc()
@@ -191,12 +201,12 @@ def main() -> None:
         os._exit(1)
 
 
-def _work(part: Part, on_row: Callable[[Row], None]) -> None:
+def _work(part: Part, on_row: Callable[[Row], None], on_step: OnStep) -> None:
     folder = RunFolder(Path(part.folder))
     plan = RunConfig.from_json(folder.read_config()["plan"])
     store = dist.TCPStore(part.address, part.port, is_master=part.serves, wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=part.rank, world_size=part.world_size)
-    train_in_group(plan, folder, on_row, resume=part.resume, stop_after=part.stop_after)
+    train_in_group(plan, folder, on_row, on_step, resume=part.resume, stop_after=part.stop_after)
     # The worker that serves the store must not be the first to leave.
     dist.barrier()
     dist.destroy_process_group()
