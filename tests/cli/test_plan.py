@@ -81,6 +81,8 @@ def test_plan_says_what_to_do_and_draws_a_curve(calibration: Path, tmp_path: Pat
         (["--probe", "--hosts", "2"], "leave --hosts and --bandwidth out"),
         (["--method", "terngrat"], "did you mean 'terngrad'"),
         (["--calibration", "no_such.json"], "holds no calibration"),
+        (["--calibration-limit", "0"], "seconds above 0"),
+        (["--calibration-limit", "nan"], "seconds above 0"),
         (["--calibration", "no_such.jsonl"], "no_such.jsonl does not exist"),
         (["--calibration", "rows.jsonl", "--calibrate"], "not named .json"),
         (["--hosts", "2", "--hosts", "4", "--figure", "no_such/curve.png"], "there is no folder no_such"),
@@ -138,7 +140,7 @@ def test_measured_rows_survive_a_calibration(tmp_path: Path, monkeypatch: pytest
     class Measured(Exception):
         """Ends the command where it would take steps."""
 
-    def measure(grid: object, path: Path, say: object) -> None:
+    def measure(grid: object, path: Path, *_: object) -> None:
         assert path.parent != tmp_path
         raise Measured
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from gradwire.bench.deadline import Deadline
 from gradwire.bench.models import bench_model
 from gradwire.bench.step import compute_of
 from gradwire.bench.variants import COMPUTE
@@ -40,10 +41,14 @@ class Case:
         return self.row["model"], self.row["lab"]
 
 
-def cases_of(rows: Sequence[Row], say: Callable[[str], None] = lambda text: None) -> list[Case]:
+def cases_of(
+    rows: Sequence[Row], say: Callable[[str], None] = lambda text: None, deadline: Deadline | None = None
+) -> list[Case]:
     """Return every row that the model predicts: all but computing alone, PyTorch's PowerSGD hook and sleeping ranks.
 
     Ranks that sleep do not share cores while they compute, and the model has one rule for both.
+
+    Codecs are timed here, one exchange after the other; at the deadline the cases so far are returned.
 
     The timeline is that of the unlimited (or fastest) cell of the same model and hosts: a user profiles once, not once
     a bandwidth.
@@ -68,6 +73,8 @@ def cases_of(rows: Sequence[Row], say: Callable[[str], None] = lambda text: None
         if timeline is None:
             raise RunError(f"no step without an exchange was measured for {row['model']} on {row['hosts']} hosts")
         if key not in exchanges:
+            if deadline is not None and deadline.passed:
+                break
             say(f"rehearsing {row['model']}, {row['hosts']} hosts, {variant}")
             exchanges[key] = _exchange(row["model"], row["hosts"], spec, variant, timeline)
         topology = Topology.parse(row["lab"]) if "bandwidth" in row["lab"] else Topology(hosts=row["hosts"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -15,6 +16,7 @@ from functools import partial
 from types import TracebackType
 from typing import IO, Any
 
+from gradwire.bench.deadline import Deadline, OutOfTimeError
 from gradwire.bench.rank import ENVIRONMENT
 from gradwire.experiments.errors import WorkerError
 from gradwire.experiments.launch import loopback
@@ -31,10 +33,11 @@ class Ranks:
         model: What they take steps with.
         hosts: How many.
         network: Where they run; loopback if None.
+        deadline: Until when they must have answered; None: they may take as long as they need.
     """
 
-    def __init__(self, model: str, hosts: int, network: Network | None) -> None:
-        self.hosts, self.network = hosts, network
+    def __init__(self, model: str, hosts: int, network: Network | None, deadline: Deadline | None = None) -> None:
+        self.hosts, self.network, self.deadline = hosts, network, deadline
         self._processes: list[subprocess.Popen[bytes]] = []
         self._logs: list[IO[bytes]] = []
         port = _free_port()
@@ -82,10 +85,11 @@ class Ranks:
             log.close()
 
     def ask(self, do: str, **arguments: Any) -> list[dict[str, Any]]:
-        """Send a command to all ranks; give their answers by rank.
+        """Send a command to all ranks and return their answers by rank.
 
         Raises:
             WorkerError: a rank ended instead of answering.
+            OutOfTimeError: the deadline passed; the ranks take no more commands.
         """
         line = (json.dumps({"do": do, **arguments}) + "\n").encode()
         for process in self._processes:
@@ -95,11 +99,17 @@ class Ranks:
                     process.stdin.flush()
         answers = []
         for rank, process in enumerate(self._processes):
-            answer = process.stdout.readline() if process.stdout else b""
+            answer = self._read(process.stdout) if process.stdout else b""
             if not answer:
                 raise WorkerError(self._account(rank))
             answers.append(json.loads(answer))
         return answers
+
+    def _read(self, pipe: IO[bytes]) -> bytes:
+        # A command has one line for an answer, so none waits in the pipe's buffer, where select would not see it.
+        if self.deadline is not None and not select.select([pipe], [], [], self.deadline.left_s)[0]:
+            raise OutOfTimeError("the ranks did not answer in the time that the measurement may take")
+        return pipe.readline()
 
     def _account(self, rank: int) -> str:
         """Say how the benchmark ended: a rank that was killed tells more than those that miss it."""
@@ -126,7 +136,7 @@ def _free_port() -> int:
 
 
 @contextlib.contextmanager
-def open_ranks(model: str, hosts: int, network: Network | None) -> Iterator[Ranks]:
+def open_ranks(model: str, hosts: int, network: Network | None, deadline: Deadline | None = None) -> Iterator[Ranks]:
     """Start ranks for the body, and end them after it, also when this process is told to end."""
-    with termination_unwinds(), Ranks(model, hosts, network) as ranks:
+    with termination_unwinds(), Ranks(model, hosts, network, deadline) as ranks:
         yield ranks

@@ -19,6 +19,7 @@ from statistics import fmean, median, quantiles
 from typing import Any
 
 from gradwire.bench.compute import COMPUTE_KINDS
+from gradwire.bench.deadline import Deadline, OutOfTimeError
 from gradwire.bench.models import bench_model
 from gradwire.bench.pace import TURNS, steps_of_budget, steps_of_cell
 from gradwire.bench.ranks import Ranks, open_ranks
@@ -99,8 +100,8 @@ NEEDED: dict[str, tuple[type, ...]] = {
 """What a row must hold to be found again, and predicted."""
 
 
-def measure_grid(grid: StepGrid, path: Path, say: Callable[[str], None]) -> list[Row]:
-    """Measure what is not in ``path`` yet; return all rows of the grid.
+def measure_grid(grid: StepGrid, path: Path, say: Callable[[str], None], deadline: Deadline | None = None) -> list[Row]:
+    """Measure what is not in ``path`` yet; return all rows of the grid, or those that are there at the deadline.
 
     Where the ranks sleep, all cells of a model sleep through one timeline, which is measured once, on rank 0 alone,
     and kept in the rows of ``compute``.
@@ -113,13 +114,15 @@ def measure_grid(grid: StepGrid, path: Path, say: Callable[[str], None]) -> list
     path.parent.mkdir(parents=True, exist_ok=True)
     rows: list[Row] = []
     for model, family in grid.families():
+        if deadline is not None and deadline.passed:
+            break
         wanted = {t.spec(): [v for v in grid.variants if _wanted(grid, model, t, v) not in found] for t in family}
         missing = list(dict.fromkeys(v for variants in wanted.values() for v in variants))
         if not missing:
             continue
         # The timeline and the floor belong to the cell: computing alone is measured beside whatever is.
         names = list(dict.fromkeys([COMPUTE, *missing]))
-        with _family(grid, model, family[0]) as (ranks, network):
+        with contextlib.suppress(OutOfTimeError), _family(grid, model, family[0], deadline) as (ranks, network):
             timeline = _sleeps(grid, model, ranks, found.values())
             numel = [ranks.ask("build", variant=name)[0]["numel"] for name in names][-1]
             for topology in family:
@@ -135,15 +138,18 @@ def measure_grid(grid: StepGrid, path: Path, say: Callable[[str], None]) -> list
                         found[_key(row)] = row
                         say(describe(row))
     for model, family in grid.families():
-        rows += [found[_wanted(grid, model, t, v)] for t in family for v in grid.variants]
+        keys = [_wanted(grid, model, t, v) for t in family for v in grid.variants]
+        rows += [found[key] for key in keys if key in found]
     return rows
 
 
 @contextlib.contextmanager
-def _family(grid: StepGrid, model: str, topology: Topology) -> Iterator[tuple[Ranks, Network | None]]:
+def _family(
+    grid: StepGrid, model: str, topology: Topology, deadline: Deadline | None
+) -> Iterator[tuple[Ranks, Network | None]]:
     with contextlib.ExitStack() as stack:
         network = None if grid.loopback else stack.enter_context(open_network(topology.with_bandwidth(None)))
-        yield stack.enter_context(open_ranks(model, topology.hosts, network)), network
+        yield stack.enter_context(open_ranks(model, topology.hosts, network, deadline)), network
 
 
 def _sleeps(grid: StepGrid, model: str, ranks: Ranks, rows: Iterable[Row]) -> Row | None:
@@ -174,7 +180,10 @@ class Cell:
         self.ranks, self.network, self.numel, self.clock = ranks, network, numel, clock
 
     def measure(self, variants: Sequence[str]) -> list[Row]:
-        """Measure the variants of this cell; return a row for each."""
+        """Measure the variants of this cell, computing alone among them; return a row for each.
+
+        Where the ranks' deadline passes on the way, there are rows of the variants that took a turn until then.
+        """
         began_s = self.clock()
         step_s = {name: self._warm_up(name) for name in variants}
         if self.grid.cell_budget_s is None:
@@ -183,21 +192,27 @@ class Cell:
             counts = steps_of_cell(step_s, self.grid.cell_budget_s - (self.clock() - began_s))
         self.ranks.ask("forget_timeline", variant=COMPUTE)
         samples: dict[str, list[Row]] = {name: [] for name in variants}
-        for turn in range(TURNS):
-            for name in variants:
-                turns, steps = counts[name]
-                if turn < turns:
-                    samples[name].append(self._turn(name, steps))
-        timeline = self.timeline or self.ranks.ask("timeline", variant=COMPUTE)[0]["timeline"]
-        compute_s = median(t for turn in samples[COMPUTE] for t in turn["times_s"])
-        rows = [self._row(name, samples[name], compute_s) for name in variants]
-        rows[0]["timeline"] = timeline
-        reference = next((r["step_time_s"] for r in rows if r["variant"] == "ddp fp32"), None)
-        for row in rows:
+        timeline = self.timeline
+        with contextlib.suppress(OutOfTimeError):
+            for turn in range(TURNS):
+                for name in variants:
+                    turns, steps = counts[name]
+                    if turn < turns:
+                        samples[name].append(self._turn(name, steps))
+                timeline = self.timeline or self.ranks.ask("timeline", variant=COMPUTE)[0]["timeline"]
+        taken = {name: turns for name, turns in samples.items() if turns}
+        if timeline is None or COMPUTE not in taken:
+            raise OutOfTimeError("the deadline passed before a turn had ended")
+        compute_s = median(t for turn in taken[COMPUTE] for t in turn["times_s"])
+        rows = {name: self._row(name, turns, compute_s) for name, turns in taken.items()}
+        rows[COMPUTE]["timeline"] = timeline
+        reference = rows["ddp fp32"]["step_time_s"] if "ddp fp32" in rows else None
+        for name, row in rows.items():
             row["speedup_over_ddp_fp32"] = reference / row["step_time_s"] if reference else None
-            if row["variant"].startswith("gradwire"):
-                row["record"] = self.ranks.ask("record", variant=row["variant"])[0]["record"]
-        return rows
+            if name.startswith("gradwire"):
+                with contextlib.suppress(OutOfTimeError):
+                    row["record"] = self.ranks.ask("record", variant=name)[0]["record"]
+        return list(rows.values())
 
     def _warm_up(self, name: str) -> float:
         """Let connections find their speed, and a link its method; return the seconds of a step."""

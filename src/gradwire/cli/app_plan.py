@@ -49,6 +49,12 @@ def plan(
         Path | None, typer.Option(metavar="FILE", help="Of collectives; else this machine's, made when first needed")
     ] = None,
     calibrate: Annotated[bool, typer.Option("--calibrate", help="Calibrate this machine anew")] = False,
+    calibration_limit: Annotated[
+        float,
+        typer.Option(
+            "--calibration-limit", metavar="SECONDS", help="Calibrating may take so long; what is there by then is used"
+        ),
+    ] = 60.0,
     figure: Annotated[Path | None, typer.Option(metavar="FILE", help="Throughput against workers, PNG or SVG")] = None,
     as_json: o.AsJson = False,
     debug: o.Debug = False,
@@ -76,6 +82,7 @@ def plan(
             probe=probe,
             calibration=calibration,
             calibrate=calibrate,
+            calibration_limit_s=calibration_limit,
             figure=figure,
             as_json=as_json,
         )

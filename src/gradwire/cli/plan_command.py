@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -42,6 +43,7 @@ def plan(
     probe: bool,
     calibration: Path | None,
     calibrate: bool,
+    calibration_limit_s: float,
     figure: Path | None,
     as_json: bool,
 ) -> None:
@@ -59,6 +61,8 @@ def plan(
             f"{' '.join(arguments)}: words of their own are a script's arguments; to profile a task or a model, give"
             f" --profile {arguments[0]}"
         )
+    if not 0 < calibration_limit_s < math.inf:
+        raise UsageError(f"--calibration-limit {calibration_limit_s:g}: seconds above 0 are needed")
     if cores is not None and cores < 1:
         raise UsageError(f"--cores {cores}: at least 1 is needed; leave it out where no worker waits for a core")
     check_figure(figure)
@@ -72,7 +76,7 @@ def plan(
     if probe:
         if bandwidths or hosts:
             raise UsageError("--probe measures the group that runs: leave --hosts and --bandwidth out")
-        answer = _probed(calibration, calibrate, cores)
+        answer = _probed(calibration, calibrate, calibration_limit_s, cores)
         if answer is None:
             return
         machine, found, world_size = answer
@@ -80,7 +84,7 @@ def plan(
         counts, links = [-(-world_size // ranks_per_host)], {f"measured {_rate(found)}": found}
         print(f"gradwire: {_found(found, world_size)}", file=sys.stderr)
     else:
-        machine = _machine(calibration, calibrate)
+        machine = _machine(calibration, calibrate, calibration_limit_s)
     known = _profile(profile, arguments, data)
     rows: list[dict[str, Any]] = []
     curves: list[tuple[str, Forecast]] = []
@@ -155,17 +159,19 @@ def _check_calibration(path: Path | None, anew: bool) -> None:
         raise UsageError(f"calibration {path} does not exist: measure rows with gradwire bench step --out {path}")
 
 
-def _machine(path: Path | None, anew: bool) -> Machine:
+def _machine(path: Path | None, anew: bool, limit_s: float) -> Machine:
     if path is not None and not anew:
         return machine_of_rows(path) if path.suffix == ".jsonl" else Machine.read(path)
     kept = path or default_path()
     if kept.exists() and not anew:
         return Machine.read(kept)
-    print("calibrating this machine's collectives, once: about a minute", file=sys.stderr, flush=True)
-    return measure_machine(kept, lambda line: print(f"  {line}", file=sys.stderr, flush=True))
+    print(f"calibrating this machine's collectives, once: at most {seconds_text(limit_s)}", file=sys.stderr, flush=True)
+    return measure_machine(kept, lambda line: print(f"  {line}", file=sys.stderr, flush=True), limit_s)
 
 
-def _probed(calibration: Path | None, calibrate: bool, cores: int | None) -> tuple[Machine, LinkModel, int] | None:
+def _probed(
+    calibration: Path | None, calibrate: bool, limit_s: float, cores: int | None
+) -> tuple[Machine, LinkModel, int] | None:
     """Measure the group that torchrun started; gives machine, link and world size, on rank 0 alone."""
     import torch.distributed as dist
 
@@ -174,7 +180,7 @@ def _probed(calibration: Path | None, calibrate: bool, cores: int | None) -> tup
     dist.init_process_group("gloo")
     try:
         # The others wait: what rank 0 calibrates decides what it takes off the measured times.
-        machine = _machine(calibration, calibrate) if dist.get_rank() == 0 else DEFAULT
+        machine = _machine(calibration, calibrate, limit_s) if dist.get_rank() == 0 else DEFAULT
         link, world_size = gw.probe(machine=machine, cores=cores), dist.get_world_size()
         return None if dist.get_rank() else (machine, link, world_size)
     finally:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -51,23 +51,49 @@ def log_error(observation: Observation, machine: Machine) -> float:
     return math.log(observation.step_s / observation.predict(machine))
 
 
+SCALE = 0.1
+"""Errors beyond this count by their size rather than by their square."""
+
 LINKS = ("ring_efficiency", "crowd_efficiency")
 """What only steps over limited links can tell."""
 
 
+PRIOR = 0.1
+"""Weight of log(cost / starting cost) beside log(measured / predicted), where steps are fewer than costs."""
+
+
+class _OutOfTime(Exception):
+    """Ends the fit."""
+
+
 def calibrate(
-    observations: Sequence[Observation], source: str, start: Machine = DEFAULT, *, fit_links: bool = True
+    observations: Sequence[Observation],
+    source: str,
+    start: Machine = DEFAULT,
+    *,
+    fit_links: bool = True,
+    few: bool = False,
+    stop: Callable[[], bool] = lambda: False,
 ) -> Machine:
     """Fit the costs to measured steps.
 
     Least squares of log(measured / predicted) under a soft-L1 loss, so that one disturbed cell does not bend all; over
     the logarithms of :data:`BOUNDS`' numbers.
 
+    Args:
+        observations: At least one more than there are numbers to fit, unless ``few``.
+        source: Where they come from.
+        start: Where the fit begins.
+        fit_links: Also fit the efficiencies of links.
+        few: Take what there is. Where steps are fewer than numbers, each number is drawn towards its start: its
+            residual is ``PRIOR`` log(number / start).
+        stop: Ends the fit when it is true; the best costs until then are taken.
+
     Raises:
-        HyperparameterError: there are fewer steps than numbers to fit.
+        HyperparameterError: there are fewer steps than numbers to fit, or none.
         BackendError: SciPy is not installed.
     """
-    if len(observations) <= len(BOUNDS):
+    if len(observations) <= (0 if few else len(BOUNDS)):
         raise HyperparameterError(f"{len(observations)} measured steps cannot fix {len(BOUNDS)} numbers: measure more")
     try:
         from scipy.optimize import least_squares
@@ -75,17 +101,32 @@ def calibrate(
         raise BackendError('a calibration needs scipy: pip install "gradwire[cli]"') from error
     names = [n for n in BOUNDS if fit_links or n not in LINKS]
     low, high = (np.log([BOUNDS[n][i] for n in names]) for i in (0, 1))
+    first = np.clip(np.log([getattr(start, n) for n in names]), low + 1e-6, high - 1e-6)
+    drawn = PRIOR if few and len(observations) <= len(names) else 0.0
+    best = (math.inf, first)
 
     def machine(x: np.ndarray) -> Machine:
         costs: dict[str, Any] = {n: float(v) for n, v in zip(names, np.exp(x))}
         return replace(start, **costs)
 
     def errors(x: np.ndarray) -> list[float]:
-        return [log_error(o, machine(x)) for o in observations]
+        nonlocal best
+        if math.isfinite(best[0]) and stop():
+            raise _OutOfTime
+        found = [log_error(o, machine(x)) for o in observations]
+        if drawn:
+            found += [drawn * float(off) for off in x - first]
+        # The soft-L1 loss at the scale below, as the solver adds it up.
+        cost = sum(2 * SCALE**2 * (math.sqrt(1 + (e / SCALE) ** 2) - 1) for e in found)
+        if cost < best[0]:
+            best = cost, x.copy()
+        return found
 
-    first = np.clip(np.log([getattr(start, n) for n in names]), low + 1e-6, high - 1e-6)
-    found = least_squares(errors, first, bounds=(low, high), loss="soft_l1", f_scale=0.1, diff_step=1e-2, max_nfev=60)
-    fitted = machine(found.x)
+    options: dict[str, Any] = {"loss": "soft_l1", "f_scale": SCALE, "diff_step": 1e-2, "max_nfev": 60}
+    try:
+        fitted = machine(least_squares(errors, first, bounds=(low, high), **options).x)
+    except _OutOfTime:
+        fitted = machine(best[1])
     spread = float(np.sqrt(np.mean(np.square([log_error(o, fitted) for o in observations]))))
     rates = [o.link.bandwidth_bytes_per_s for o in observations if o.link.bandwidth_bytes_per_s is not None]
     return replace(
