@@ -12,6 +12,7 @@ import gradwire as gw
 from cases import ALL
 from gradwire.kernels import CODERS, FAMILIES, Coder, entropy
 from gradwire.kernels.numba_core.compiled import Compiled
+from gradwire.planning import measure_coders
 
 PROBE = """
 import sys, torch, gradwire as gw
@@ -45,6 +46,7 @@ def test_only_the_families_of_the_method_are_compiled() -> None:
 def test_methods_state_the_families_that_they_call(method: gw.Method, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every call of compiled code asks which bodies serve its family, every use of a coder asks for it."""
     called = set()
+    measure_coders.cache_clear()
     variant, coder = Compiled._variant, entropy.get_coder
 
     def asked(self: Compiled, family: str) -> bool | None:
@@ -74,7 +76,7 @@ def test_methods_state_the_families_that_they_call(method: gw.Method, monkeypatc
 
 
 def test_auto_compiles_for_all_that_it_tries() -> None:
-    assert gw.Auto(candidates=("fp32", "qsgd", "coded")).kernels == ("moments", "levels", "ternary", "rans")
+    assert gw.Auto(candidates=("fp32", "qsgd", "coded")).kernels == ("moments", "levels", "ternary", "rans", "huffman")
 
 
 def test_methods_without_kernels_compile_nothing() -> None:

@@ -247,6 +247,21 @@ CHOICE = {
 }
 
 
+def test_the_coder_that_ran_and_why_is_among_the_facts(tmp_path: Path) -> None:
+    times = {"rans": 0.0022, "huffman": 0.0005}
+    coder = {
+        "chosen": "huffman",
+        "reason": "the least time",
+        "encode_decode_s": times,
+        "variants": {"decode": "scalar"},
+    }
+    ended = write_run(tmp_path / "a", "Coded()", name="coded", link={"backend": "cpu", "coder": coder})
+    other = write_run(tmp_path / "b", "TernGrad()", name="terngrad", seed=1, link={"backend": "cpu", "coder": None})
+    text = write_report([ended, other], tmp_path / "page.html").read_text()
+    assert "huffman (the least time): rans 2.2 ms, huffman 0.5 ms" in text
+    assert "encode_decode_s" not in text
+
+
 def test_what_auto_took_is_said_and_a_trial_that_did_not_end_too(tmp_path: Path) -> None:
     ended = write_run(tmp_path / "a", "Auto()", name="auto", link={"backend": "cpu", "choice": CHOICE})
     open_choice = {"chosen": None, "reason": "the trial still runs", "step_s": {}, "left_out": {}}

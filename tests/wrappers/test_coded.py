@@ -61,7 +61,7 @@ def test_trits_take_their_entropy(clip: float | None, expected: float) -> None:
     """Two workers gather: a million trits each, every byte counted; within a percent of the empirical entropy."""
     g = torch.randn(2, 1_000_000, generator=torch.Generator().manual_seed(0))
     method = gw.TernGrad(clip=clip, share_scaler=False)
-    sent = gw.simulate(g, gw.Coded(compressor=method)).traffic.sent_bytes
+    sent = gw.simulate(g, gw.Coded(compressor=method, coder="rans")).traffic.sent_bytes
     alone = gw.simulate(g[:1], method).mean
     counts = torch.stack([(alone == 0).sum(), (alone > 0).sum(), (alone < 0).sum()])
     bound = entropy(counts / counts.sum())
@@ -72,7 +72,7 @@ def test_trits_take_their_entropy(clip: float | None, expected: float) -> None:
 def test_exponents_take_their_entropy() -> None:
     """And a bit for each sign, which stays as it is."""
     g = torch.randn(2, 1_000_000, generator=torch.Generator().manual_seed(0))
-    sent = gw.simulate(g, gw.Coded(compressor=gw.Natural())).traffic.sent_bytes
+    sent = gw.simulate(g, gw.Coded(compressor=gw.Natural(), coder="rans")).traffic.sent_bytes
     exponents = gw.simulate(g[:1], gw.Natural()).mean.abs().log2().to(torch.int64)
     bound = entropy(exponents.unique(return_counts=True)[1] / 1_000_000)
     assert bound == pytest.approx(2.59, abs=0.02)
@@ -118,7 +118,7 @@ def test_damage_is_an_error_and_decodes_nothing(
     collective: str, sender: int, place: float, change: int, kind: str
 ) -> None:
     """Any byte that was sent, changed in any way, in any section: the round fails, the gradient is untouched."""
-    method = gw.Coded(compressor=gw.TernGrad())
+    method = gw.Coded(compressor=gw.TernGrad(), coder="rans")
     flat = torch.randn(sum(SIZES), generator=torch.Generator().manual_seed(1))
     before = flat.clone()
     generator = plan_for(method, collective).whole(Context(0, 3, 0), flat)
@@ -144,7 +144,7 @@ def test_damage_is_an_error_and_decodes_nothing(
 
 def test_bytes_on_the_wire_differ_by_rank_and_are_counted_as_sent() -> None:
     world_size = 3
-    plan = plan_for(gw.Coded(compressor=gw.QSGDinf()), "all_gather")
+    plan = plan_for(gw.Coded(compressor=gw.QSGDinf(), coder="rans"), "all_gather")
     meters = [Meter() for _ in range(world_size)]
     rows = torch.randn(world_size, sum(SIZES)) ** torch.tensor([[1], [3], [5]])
     memories = [Memory() for _ in range(world_size)]
@@ -156,10 +156,15 @@ def test_bytes_on_the_wire_differ_by_rank_and_are_counted_as_sent() -> None:
     assert [m.received_bytes for m in meters] == [sum(s for i, s in enumerate(sent) if i != r) // 2 for r in range(3)]
 
 
+def test_without_a_coder_settled_there_is_no_plan() -> None:
+    with pytest.raises(IncompatibleError, match="settle on a coder first, one of rans, huffman"):
+        plan_for(gw.Coded(), "two_shot")
+
+
 @pytest.mark.parametrize(
     ("spec", "part"),
     [
-        ("Coded(coder='zip')", "one of rans, huffman"),
+        ("Coded(coder='zip')", "one of auto, rans, huffman"),
         ("Coded(compressor=fp16)", "payload is its own"),
         ("Coded(compressor=Coded())", "payload is its own"),
         ("Coded(compressor=2)", "payload is its own"),

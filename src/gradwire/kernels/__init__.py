@@ -3,6 +3,7 @@
 from gradwire.kernels.base import Kernels, Moments, inverse_scale
 from gradwire.kernels.dispatch import BACKENDS, get_kernels
 from gradwire.kernels.entropy.base import CODERS, Coder
+from gradwire.kernels.entropy.select import time_coders
 from gradwire.kernels.families import FAMILIES
 from gradwire.kernels.lattice import dither_shifts
 from gradwire.kernels.levels import WHOLE, BlockTable, Grid, packed_groups, summed
@@ -47,4 +48,5 @@ __all__ = [
     "packed_groups",
     "sum_layout",
     "summed",
+    "time_coders",
 ]

@@ -8,10 +8,11 @@ from dataclasses import replace
 import torch
 
 from gradwire.drivers import Meter, dry_run
-from gradwire.kernels import Kernels, get_kernels
+from gradwire.kernels import CODERS, Kernels, get_kernels
 from gradwire.methods import Method, require
+from gradwire.planning.coder_times import measure_coders
 from gradwire.planning.options import Options, dense_names
-from gradwire.protocols.bucket_plan import BucketPlan, make_plan
+from gradwire.protocols.bucket_plan import Algorithm, BucketPlan, make_plan
 from gradwire.segments import Parameter, Segment, lay_out
 from gradwire.spec import method as read_method
 
@@ -27,6 +28,10 @@ class Planner:
         world_size: Ranks that take part.
         options: Checked here against the method and the names.
 
+    Attributes:
+        open_coders: Entropy coders of which one is to be settled; see :meth:`settle`.
+        coder: The one that serves; None where there is none, or none yet.
+
     Raises:
         HyperparameterError: the method is one that chooses among others, or a pattern matches no name.
         IncompatibleError: the method cannot travel as the options ask.
@@ -36,6 +41,8 @@ class Planner:
         self, method: Method, parameters: Mapping[str, torch.Tensor], world_size: int, options: Options
     ) -> None:
         self.method, self.options, self.world_size = method, options, world_size
+        self.open_coders = method.open_coders if isinstance(method, Algorithm) else ()
+        self.coder = next((name for name in method.kernels if name in CODERS), None) if not self.open_coders else None
         self.parameters = {name: Parameter.of(name, tensor) for name, tensor in parameters.items()}
         self.dense = dense_names({n: p.numel for n, p in self.parameters.items()}, options, method)
         self._kernels: Kernels | None = None
@@ -62,6 +69,24 @@ class Planner:
             BackendError: the backend is not installed.
         """
         return self.kernels.warm_up(self.method.kernels) if self.method.kernels else 0.0
+
+    def measure_coders(self) -> dict[str, float]:
+        """Return the seconds that each open coder takes here; see :func:`gradwire.planning.measure_coders`."""
+        if not isinstance(self.method, Algorithm) or self.dense == self.parameters.keys():
+            return dict.fromkeys(self.open_coders, 0.0)
+        return measure_coders(self.method, self.kernels.name)
+
+    def settle(self, coder: str) -> None:
+        """Use that one of the method's open coders from the next plan on; without a call, the fastest in this process.
+
+        Raises:
+            HyperparameterError: the method leaves no such coder open.
+        """
+        require(coder in self.open_coders, self.method.name, f"no open coder {coder!r} in {self.open_coders}")
+        if coder != self.coder:
+            self.coder = coder
+            self._plans.clear()
+            self._last_used.clear()
 
     def check(self) -> None:
         """BucketPlan all parameters once, without data or kernels, so that what has no plan is refused before a step.
@@ -122,6 +147,9 @@ class Planner:
             costs = self._costs(names, warm_up)
             best = min(costs, key=lambda c: costs[c].sent_bytes)
         self.chosen[best] = self.chosen.get(best, 0) + 1
+        if self.open_coders and self.coder is None:
+            times = self.measure_coders()
+            self.settle(min(times, key=lambda name: times[name]))
         return self._build(names, warm_up, best, self.kernels if self.method.kernels else get_kernels("meta"))
 
     def _costs(self, names: tuple[str, ...], warm_up: bool) -> dict[str, Meter]:
@@ -130,9 +158,12 @@ class Planner:
         return {c: dry_run(plan, numel, self.world_size) for c, plan in plans.items()}
 
     def _build(self, names: tuple[str, ...], warm_up: bool, collective: str, kernels: Kernels) -> BucketPlan:
-        segments = self.segments(names)
+        segments, method = self.segments(names), self.method
+        if self.open_coders and isinstance(method, Algorithm):
+            # All coders have the same bounds, which are all that a dry run counts.
+            method = method.with_coder(self.coder or self.open_coders[0])
         return make_plan(
-            self.method,
+            method,
             join_compressed(segments) if self.method.joined else segments,
             kernels=kernels,
             world_size=self.world_size,

@@ -22,7 +22,7 @@ from gradwire.protocols import PROTOCOLS, Context, Outcome, Section, all_reduce,
 from gradwire.segments import Segment
 
 if TYPE_CHECKING:
-    from gradwire.kernels import Kernels
+    from gradwire.kernels import Coder, Kernels
 
 __all__ = ["DENSE_TAG", "Algorithm", "BucketPlan", "PlanSetting", "SectionPlan", "cut", "join", "make_plan"]
 
@@ -83,7 +83,7 @@ def make_plan(
     seed: int,
     chunk_numel: int,
     warm_up: bool = False,
-    coder: str | None = None,
+    coder: Coder | None = None,
 ) -> BucketPlan:
     """BucketPlan the exchange of one bucket.
 
@@ -91,7 +91,8 @@ def make_plan(
         collective: One of the method's protocols, by name.
         chunk_numel: Elements of a chunk at most (rounded up to a multiple of 80); the bits do not depend on it.
         warm_up: Send everything in float32, by a protocol whose bits do not depend on the layout.
-        coder: Name of an entropy coder for the digits of compressed sections; the outcome does not depend on it.
+        coder: An entropy coder for the digits of compressed sections, whatever the method says of coders; the outcome
+            does not depend on it.
 
     Raises:
         IncompatibleError: the method cannot travel by that collective.
@@ -128,7 +129,7 @@ class PlanSetting:
     collective: str
     seed: int
     chunk_numel: int
-    coder: str | None = None
+    coder: Coder | None = None
 
     def plan(self, method: Method, *, warm_up: bool = False) -> BucketPlan:
         """BucketPlan the exchange of the same bucket by another method."""
@@ -148,6 +149,14 @@ class PlanSetting:
 @dataclass(frozen=True, kw_only=True)
 class Algorithm(Method):
     """A method that remembers something between rounds, around another or by itself."""
+
+    open_coders: ClassVar[tuple[str, ...]] = ()
+    """Entropy coders of which one is to be settled, by :meth:`with_coder`, before the method can exchange anything;
+    empty where the method leaves nothing open. The outcome does not depend on which one it is."""
+
+    def with_coder(self, coder: str) -> Algorithm:
+        """Return the method with one of its open coders settled."""
+        return self
 
     @abstractmethod
     def plan(self, setting: PlanSetting) -> BucketPlan:
@@ -232,7 +241,7 @@ class SectionPlan(BucketPlan):
             rest = [piece for piece, _ in pieces if piece.dense]
             codec = method.codec(kernels, [p for p, _ in ours], world_size, seed) if ours else None
             if codec is not None and setting.coder is not None:
-                codec.use_coder(kernels.coder(setting.coder))
+                codec.use_coder(setting.coder)
             index = torch.tensor([i for _, i in ours], dtype=torch.int64)
             self._chunks.append(_Chunk(codec, index, DenseCodec(rest, world_size) if rest else None))
             self.runs.append(join((p.offset, p.offset + p.numel) for p, _ in ours))

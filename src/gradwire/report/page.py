@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from gradwire.errors import BackendError
-from gradwire.report.link_notes import choice_details, link_texts
+from gradwire.report.link_notes import choice_details, coder_text, link_texts
 from gradwire.report.load import ReportError, Run, load_runs
 from gradwire.report.summary import RunSummary, summarize
 from gradwire.report.verdict import bytes_text, percent, seconds_text, verdicts
@@ -122,7 +122,10 @@ def _facts(runs: Sequence[Run]) -> list[tuple[str, str]]:
         add("emulated cluster", [str(run.config.get("lab") or NONE) for run in runs])
         add("interfaces counted", [_interfaces(run.config.get("interfaces")) for run in runs])
     links = [run.config.get("link") or {} for run in runs]
-    add("link", [_pairs({k: v for k, v in link.items() if k not in ("choice", "fallback")}) for link in links])
+    told_apart = ("choice", "coder", "fallback")
+    add("link", [_pairs({k: v for k, v in link.items() if k not in told_apart}) for link in links])
+    if any(link.get("coder") for link in links):
+        add("entropy coder", [coder_text(link["coder"]) if link.get("coder") else NONE for link in links])
     if any(link.get("choice") for link in links):
         add("choice", [choice_details(link["choice"]) if link.get("choice") else NONE for link in links])
     add("method", [str(run.config["method"]) for run in runs])

@@ -6,12 +6,15 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import torch.distributed as dist
 
 from gradwire.errors import GradwireError, IncompatibleError, RankMismatchError
 
 __all__ = ["Terms", "agreement", "default_group"]
+
+Told: TypeAlias = dict[str, dict[str, float]]
 
 
 @dataclass
@@ -20,10 +23,14 @@ class Terms:
 
     Attributes:
         fields: To be the same on all ranks; lists are compared item by item.
+        told: What this rank measured, told to the others and compared with nothing.
+        everyone: What each rank told, by rank; set when the agreement is reached.
         token: Unique to this agreement, the same on all ranks; set when it is reached.
     """
 
     fields: dict[str, object] = field(default_factory=dict)
+    told: Told = field(default_factory=dict)
+    everyone: list[Told] = field(default_factory=list)
     token: str = ""
 
 
@@ -47,16 +54,18 @@ def agreement(group: dist.ProcessGroup) -> Iterator[Terms]:
     if group.size() == 1:
         if own is not None:
             raise own
+        terms.everyone = [terms.told]
         return
-    everyone: list[tuple[str, dict[str, object], str]] = [("", {}, "") for _ in range(group.size())]
-    dist.all_gather_object(everyone, (uuid.uuid4().hex, terms.fields, _text(own)), group=group)
+    gathered: list[tuple[str, dict[str, object], str, Told]] = [("", {}, "", {})] * group.size()
+    dist.all_gather_object(gathered, (uuid.uuid4().hex, terms.fields, _text(own), terms.told), group=group)
     if own is not None:
         raise own
-    for rank, (_, _, problem) in enumerate(everyone):
+    for rank, (_, _, problem, _) in enumerate(gathered):
         if problem:
             raise IncompatibleError(f"rank {rank}: {problem}")
-    terms.token, first, _ = everyone[0]
-    for rank, (_, theirs, _) in enumerate(everyone[1:], start=1):
+    terms.token, first, _, _ = gathered[0]
+    terms.everyone = [told for *_, told in gathered]
+    for rank, (_, theirs, _, _) in enumerate(gathered[1:], start=1):
         for name, wanted in first.items():
             if theirs.get(name) != wanted:
                 raise RankMismatchError(_sentence(rank, name, theirs.get(name), wanted))

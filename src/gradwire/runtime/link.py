@@ -25,6 +25,7 @@ from gradwire.runtime.link_runtime import LinkRuntime
 from gradwire.runtime.parameters import check_parameters, gradient, named_parameters, own_buckets
 from gradwire.runtime.selection.autotune import OWN_STATE
 from gradwire.runtime.selection.build import make_selection
+from gradwire.runtime.selection.coder import CoderSelection
 from gradwire.runtime.selection.control_channel import ControlChannel
 from gradwire.runtime.state import check_state, remembered
 from gradwire.runtime.step_buffer import StepBuffer
@@ -101,10 +102,14 @@ class Link:
             check_parameters(self._parameters, self.world_size)
             require(isinstance(count, int) and count >= 1, "lanes", f"at least 1 is needed, not {lanes!r}")
             diagnostics = Diagnostics(DIAGNOSTICS_INTERVAL, scaled=bool(grad_scaler))
-            self._selection = make_selection(self.method, self.options, self._parameters, self.world_size, diagnostics)
+            self._coders = CoderSelection()
+            self._selection = make_selection(
+                self.method, self.options, self._parameters, self.world_size, diagnostics, self._coders
+            )
             check_optimizer(self.method, optimizer, self._parameters)
             timeout = self.group._get_backend(torch.device("cpu")).options._timeout
-            mine.fields = self._fields(count)
+            mine.fields, mine.told = self._fields(count), self._coders.measure()
+        self._coders.agree(mine.everyone)
         store = dist.PrefixStore(f"gradwire/{mine.token}", dist.distributed_c10d._get_default_store())
         order = TransferOrder()
         own_lanes = [
@@ -251,6 +256,7 @@ class Link:
             "collectives": dict(planner.chosen),
             "dense_parameters": sorted(planner.dense),
             "choice": self._selection.record(),
+            "coder": self._coders.record(planner),
             "fallback": self._selection.returned(),
             "fallback_to": self.options.fallback,
             **{k: getattr(self.options, k) for k in RECORDED},
@@ -273,7 +279,7 @@ class Link:
         "kind/parameter", the same on all ranks or this rank's own.
         """
         state = self._runtime.memory.state()
-        state["global"]["round"] = torch.tensor(self._runtime.round)
+        state["global"].update(self._coders.state(), round=torch.tensor(self._runtime.round))
         for key, value in self._selection.state().items():
             state["rank" if key in OWN_STATE else "global"][key] = value
         return state
@@ -285,6 +291,7 @@ class Link:
             IncompatibleError: it is not a link's state, or not all of one, or its choice is no candidate here.
         """
         check_state(state, simulated=False)
+        self._coders.load(state["global"])
         self._selection.load({**state["global"], **state["rank"]})
         self._runtime.rewind(int(state["global"]["round"]))
         self._runtime.memory.load(remembered(state, self.method))

@@ -16,6 +16,7 @@ from gradwire.planning.options import Options
 from gradwire.planning.planner import Planner
 from gradwire.protocols import Context, Memory, Workspace
 from gradwire.runtime.selection.autotune import say_dropped
+from gradwire.runtime.selection.coder import CoderSelection
 from gradwire.runtime.state import check_state, remembered
 from gradwire.runtime.warn_once import WarnOnce
 from gradwire.segments import flat_view
@@ -71,8 +72,10 @@ class SimulatedLink:
         if not self._parameters:
             raise IncompatibleError("there is no parameter to exchange")
         self._names = list(self._parameters)
-        self._planner = Planner(self.method, self._parameters, world_size, self.options)
+        self._coders = CoderSelection()
+        self._planner = self._coders.watch(Planner(self.method, self._parameters, world_size, self.options))
         self._planner.check()
+        self._coders.agree([self._coders.measure()])
         self._spaces = [[Workspace()] for _ in range(world_size)]
         self._meters = [Meter() for _ in range(world_size)]
         self._memories = [Memory() for _ in range(world_size)]
@@ -155,6 +158,7 @@ class SimulatedLink:
             "world_size": self.world_size,
             "backend": self._planner.backend,
             "simulated": True,
+            "coder": self._coders.record(self._planner),
             "collectives": dict(self._planner.chosen),
             "dense_parameters": sorted(self._planner.dense),
             **{k: getattr(self.options, k) for k in ("min_numel", "warmup_steps", "seed", "chunk_numel")},
@@ -163,7 +167,7 @@ class SimulatedLink:
     def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
         """Return the state, in the form of :meth:`Link.state_dict`, with a "rank R" for every worker."""
         states = [memory.state() for memory in self._memories]
-        shared = {**states[0]["global"], "round": torch.tensor(self.round)}
+        shared = {**states[0]["global"], **self._coders.state(), "round": torch.tensor(self.round)}
         own = {f"rank {r}": state["rank"] for r, state in enumerate(states)}
         return {"global": shared, "replicated": states[0]["replicated"], **own}
 
@@ -173,9 +177,10 @@ class SimulatedLink:
         What another method remembered is dropped, with a warning.
 
         Raises:
-            IncompatibleError: it is no simulation's state, or not all of one.
+            IncompatibleError: it is no simulation's state, or not all of one, or its coder is none.
         """
         check_state(state, simulated=True)
+        self._coders.load(state["global"])
         say_dropped(state["global"])
         self.round = int(state["global"]["round"])
         found = remembered(state, self.method)

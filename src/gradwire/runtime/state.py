@@ -11,12 +11,13 @@ import torch
 from gradwire.errors import IncompatibleError
 from gradwire.methods import Method
 from gradwire.runtime.selection.autotune import OWN_STATE, STATE
+from gradwire.runtime.selection.coder import CODER_STATE
 
 __all__ = ["check_state", "remembered"]
 
 State: TypeAlias = Mapping[str, Mapping[str, torch.Tensor]]
 
-OWN_VALUES = ("round", *STATE, *OWN_STATE)
+OWN_VALUES = ("round", CODER_STATE, *STATE, *OWN_STATE)
 """Values that are the link's, not its method's."""
 
 

@@ -14,6 +14,8 @@ from gradwire.wrappers.wrapper import Wrapper
 
 __all__ = ["Coded"]
 
+AUTO = "auto"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Coded(Wrapper):
@@ -27,8 +29,10 @@ class Coded(Wrapper):
 
     Args:
         compressor: The method; its operator's digits must fit a byte.
-        coder: "rans", within a percent or two of the entropy from 1 M elements on, or "huffman", for CPUs without
-            AVX-512, at least a bit a byte.
+        coder: "rans" (close to the entropy where a byte has at least half a bit of it), "huffman" (at least a bit a
+            byte), or "auto": the one with the least measured time to encode and decode this method's digits once. All
+            ranks take the same, by the times of the slowest rank; see :func:`gradwire.planning.measure_coders`. Bytes
+            are not weighed: where a link is so slow that they decide, name the coder that sends fewer.
 
     Raises:
         HyperparameterError: there is no such coder, or ``compressor`` is no method, or is coded already.
@@ -46,7 +50,7 @@ class Coded(Wrapper):
     """
 
     compressor: Method = field(default_factory=TernGrad)
-    coder: str = "rans"
+    coder: str = AUTO
 
     name: ClassVar[str] = "coded"
     properties: ClassVar[Inherited] = Inherited(
@@ -65,7 +69,8 @@ class Coded(Wrapper):
     )
 
     def __post_init__(self) -> None:
-        require(self.coder in CODERS, "Coded", f"coder is one of {', '.join(CODERS)}, not {self.coder!r}")
+        known = (AUTO, *CODERS)
+        require(self.coder in known, "Coded", f"coder is one of {', '.join(known)}, not {self.coder!r}")
         inner = self.compressor
         require(
             isinstance(inner, Method) and "all_reduce" not in inner.collectives and not isinstance(inner, Coded),
@@ -75,11 +80,23 @@ class Coded(Wrapper):
 
     @property
     def kernels(self) -> tuple[str, ...]:  # type: ignore[override]
-        """The compressor's, and the coder."""
-        return (*self.compressor.kernels, self.coder)
+        """The compressor's, and the coder; all of them while it is open."""
+        return (*self.compressor.kernels, *(self.open_coders or (self.coder,)))
+
+    @property
+    def open_coders(self) -> tuple[str, ...]:  # type: ignore[override]
+        """All coders where ``coder`` is "auto"."""
+        return CODERS if self.coder == AUTO else ()
+
+    def with_coder(self, coder: str) -> Coded:
+        return replace(self, coder=coder) if self.coder == AUTO else self
 
     def plan(self, setting: PlanSetting) -> BucketPlan:
+        if setting.coder is None:
+            if self.open_coders:
+                raise IncompatibleError(f"{self!r}: settle on a coder first, one of {', '.join(self.open_coders)}")
+            setting = replace(setting, coder=setting.kernels.coder(self.coder))
         try:
-            return replace(setting, coder=self.coder).plan(self.compressor)
+            return setting.plan(self.compressor)
         except IncompatibleError as error:
             raise IncompatibleError(f"{self!r}: {error}") from None

@@ -16,12 +16,12 @@ import numpy as np
 import torch
 
 from gradwire.errors import BackendError
-from gradwire.kernels.entropy.base import Bytes
+from gradwire.kernels.entropy.base import Bytes, Coder
 from gradwire.kernels.entropy.reference import reference_body
 from gradwire.kernels.entropy.section import Body, SectionCoder
 from gradwire.kernels.entropy.variants import PARTS, SCALAR, VARIANTS, Variants
 
-__all__ = ["Selected", "agrees", "fastest", "select"]
+__all__ = ["Selected", "agrees", "fastest", "select", "time_coders"]
 
 SAMPLE = 1 << 16
 """Bytes that are coded for a time: some dozens of microseconds."""
@@ -97,6 +97,18 @@ def fastest(calls: Mapping[str, Callable[[], object]], turns: int = TURNS) -> di
             if turn:  # the first touches memory and caches
                 least[name] = min(least[name], time.perf_counter() - began)
     return least
+
+
+def time_coders(coders: Mapping[str, Coder], symbols: torch.Tensor, turns: int = TURNS) -> dict[str, float]:
+    """Return the seconds that each coder takes to encode ``symbols`` (uint8 ``[n]``) and to decode them again."""
+    calls: dict[str, Callable[[], object]] = {}
+    for name, coder in coders.items():
+        room, back = torch.empty(coder.bound(len(symbols)), dtype=torch.uint8), torch.empty_like(symbols)
+        section = room[: coder.encode(symbols, room)].clone()
+        calls[f"encode {name}"] = partial(coder.encode, symbols, room)
+        calls[f"decode {name}"] = partial(coder.decode, section, back)
+    times = fastest(calls, turns)
+    return {name: times[f"encode {name}"] + times[f"decode {name}"] for name in coders}
 
 
 def agrees(coder: SectionCoder) -> bool:

@@ -11,6 +11,7 @@ from gradwire.auto import Auto
 from gradwire.methods import Method
 from gradwire.planning import Options, Planner
 from gradwire.runtime.selection.autotune import Autotuner, FixedSelection, Selection
+from gradwire.runtime.selection.coder import CoderSelection
 from gradwire.runtime.selection.fallback import Fallback, MeasuredErrors, check_fallback
 from gradwire.runtime.warn_once import say_compiled
 from gradwire.spec import method as read_method
@@ -24,6 +25,7 @@ def make_selection(
     parameters: Mapping[str, torch.Tensor],
     world_size: int,
     errors: MeasuredErrors,
+    coders: CoderSelection,
 ) -> Selection:
     """Return what says by which method a round travels.
 
@@ -33,13 +35,14 @@ def make_selection(
         parameters: That are exchanged, by name.
         world_size: Ranks that take part.
         errors: Of what the method sends, for a fallback.
+        coders: Settles what methods leave open, before the first round.
 
     Raises:
         IncompatibleError: the method cannot do what the options ask.
     """
 
     def ready(one: Method, its: Options) -> Planner:
-        made = Planner(one, parameters, world_size, its)
+        made = coders.watch(Planner(one, parameters, world_size, its))
         made.check()
         say_compiled(made.compile())
         return made
