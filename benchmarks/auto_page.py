@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from auto_cells import relative
-from coder_choice import ROWS
+from coder_steps import ROWS
 from page_parts import UNLIMITED, cells_of, ms, provenance, result, rows_of, speed
 
 
@@ -46,7 +46,7 @@ def coder_section() -> list[str]:
     lines = [
         "### With a coder in the list",
         "",
-        '`sudo python benchmarks/coder_choice.py`: TernGrad packed and behind rANS, the same bits out, 4 hosts; "auto" tries'
+        '`sudo python benchmarks/coder_steps.py`: TernGrad packed and entropy-coded, the same bits out, 4 hosts; "auto" tries'
         " `fp32`, `bf16`, `terngrad`, `coded`. Below 0 the coder makes the step shorter: mean of turns taken side by side, with two"
         f" standard errors. Rows: `benchmarks/results/{ROWS.name}`. {provenance(rows[0])}.",
         "",

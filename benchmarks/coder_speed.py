@@ -2,15 +2,21 @@
 
     python benchmarks/coder_speed.py --json benchmarks/results/coder_speed.json
 
+    python benchmarks/coder_speed.py --sizes-only --json benchmarks/results/coder_speed.json
+
+The second form leaves the times in the file as they are.
+
 Sizes are over the empirical order-0 entropy of the bytes, with header, tables and check: of trits, five to a byte (a
-Gaussian's, clipped at 2.5 deviations or scaled by its maximum, and trits of which few are not zero), and of the
-exponents of natural compression. Times are of a million trits, which stay in the caches, on one thread: medians of
-turns in which every row comes once, a float32 memcpy of as many elements among them.
+Gaussian's, clipped at 2.5 deviations or scaled by its maximum, and trits of which few are not zero), of the exponents
+of natural compression, and of bytes that are 1 in one of 100, 1000 or 10 000 cases, else 0. Times are of a million
+trits, which stay in the caches, on one thread: medians of turns in which every row comes once, a float32 memcpy of as
+many elements among them.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import time
 from collections.abc import Callable
@@ -27,6 +33,7 @@ from gradwire.kernels import get_kernels
 from gradwire.kernels.entropy import CODERS, entropy_bits, get_coder
 
 SIZES = (1_000_000, 20_000_000)
+SKEWS = (100, 1000, 10_000)
 TURNS = 400
 
 
@@ -44,6 +51,11 @@ def exponents(elements: int) -> torch.Tensor:
     return (gw.simulate(x, gw.Natural()).mean.view(torch.int32) >> 23 & 255).to(torch.uint8)
 
 
+def skewed_bytes(number: int, share: float) -> torch.Tensor:
+    """Draw bytes of which a share is 1 and the others 0."""
+    return (torch.rand(number, generator=torch.Generator().manual_seed(0)) < share).to(torch.uint8)
+
+
 def inputs(elements: int) -> dict[str, tuple[torch.Tensor, int]]:
     """Return symbols by name, and how many elements a byte holds."""
     kernels = get_kernels("auto")
@@ -53,6 +65,7 @@ def inputs(elements: int) -> dict[str, tuple[torch.Tensor, int]]:
         "trits, one in 10 not zero": (sparse_trits(elements, 0.1), 5),
         "trits, one in 100 not zero": (sparse_trits(elements, 0.01), 5),
         "exponents": (exponents(elements), 1),
+        **{f"bytes, one in {n} not zero": (skewed_bytes(elements, 1 / n), 1) for n in SKEWS},
     }
 
 
@@ -109,9 +122,14 @@ def main() -> None:
     """Measure, print and write."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
+    parser.add_argument("--sizes-only", action="store_true", help="keep the times that FILE holds")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    found_sizes, found_times = sizes(), times()
+    if arguments.sizes_only and arguments.json is None:
+        parser.error("--sizes-only needs --json FILE, whose times it keeps")
+    found_sizes = sizes()
+    kept = json.loads(arguments.json.read_text()) if arguments.sizes_only else None
+    found_times = kept["times"] if kept else times()
     for row in found_sizes:
         ratios = ", ".join(f"{kind} {row[f'{kind}_over_entropy']:.4f}" for kind in CODERS)
         print(f"{row['elements']:>9} {row['symbols']:<28} {row['entropy_bits_per_element']:.3f} bits: {ratios}")
@@ -119,7 +137,10 @@ def main() -> None:
         print(
             f"{row['symbols']:<28} {row['what']:<21} {row['ns_per_trit']:.3f} ns ({row['p20']:.3f} - {row['p80']:.3f})"
         )
-    write(arguments.json, sizes=found_sizes, times=found_times, turns=TURNS)
+    if kept:
+        arguments.json.write_text(json.dumps({**kept, "sizes": found_sizes}, indent=1) + "\n")
+    else:
+        write(arguments.json, sizes=found_sizes, times=found_times, turns=TURNS)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -52,6 +53,21 @@ def test_buffers_may_start_anywhere(name: str, shift: int) -> None:
     assert all(torch.equal(section, section_of(get_coder(name, "cpu"), source)) for section in sections)
     section = torch.cat([torch.zeros(shift, dtype=torch.uint8), sections[0]])[shift:]
     assert torch.equal(decoded(get_coder(name, "cpu"), section, 5000), source)
+
+
+@pytest.mark.repository
+def test_very_skewed_bytes_take_what_the_page_says() -> None:
+    """Header, states, tables and 12-bit probabilities are more than the entropy itself: nobody is promised less."""
+    page = (Path(__file__).parents[2] / "docs" / "coders.md").read_text()
+    number = 1_000_000
+    for one_in, shown in ((100, "100"), (1000, "1000"), (10_000, "10 000")):
+        drawn = torch.rand(number, generator=torch.Generator().manual_seed(0))
+        source = (drawn < 1 / one_in).to(torch.uint8)
+        bits = entropy_bits(source)
+        rans, huffman = (8 * len(section_of(get_coder(name, "cpu-plain"), source)) / bits for name in CODER_NAMES)
+        row = f"| 1 M | bytes, one in {shown} not zero | {bits / number:.4f} | {rans:.4f} | {huffman:.5g} |"
+        assert row in page
+        assert 1.05 < rans < 4.3
 
 
 # Shares of trits that fire: entropies of 0.76 and 1.22 bits a trit.
