@@ -69,6 +69,7 @@ class Codec(ABC):
     grain: int
     side_bytes: int = 0
     coder: Coder | None = None
+    checked: bool = False
 
     def use_coder(self, coder: Coder) -> None:
         """Lay digits out so that every byte is a symbol for an entropy coder, and say which coder it is.
@@ -128,11 +129,8 @@ class Codec(ABC):
 class CheckedCodec(Codec):
     """A codec of which a rank may find that it cannot read rows that others can: all then agree, and spoil the section.
 
-    Attributes:
-        checked: Whether this one looks.
+    One that looks has ``checked`` set.
     """
-
-    checked: bool
 
     @abstractmethod
     def spoil(self, flat: torch.Tensor) -> None:

@@ -64,23 +64,19 @@ class DenseCodec(SummableCodec):
         return ALIGNMENT * units
 
     def encode(self, flat: torch.Tensor, summary: Summary, draw: Draw, out: torch.Tensor) -> None:
-        if flat.is_meta or not self.numel:
+        if not self.numel:
             return
         values = out.view(torch.float32)[: self.numel]
         torch.cat([flat[a : a + n] for a, n in self.runs], out=values)
         values.mul_(torch.tensor(self.weight, dtype=torch.float32))
 
     def reduce(self, rows: torch.Tensor, begin: int, out: torch.Tensor) -> None:
-        if rows.is_meta:
-            return
         total = out.view(torch.float32)
         total.copy_(rows[0].view(torch.float32))
         for row in rows[1:]:
             total.add_(row.view(torch.float32))
 
     def decode_mean(self, data: torch.Tensor, summary: Summary, begin: int, end: int, flat: torch.Tensor) -> None:
-        if flat.is_meta:
-            return
         values = data.view(torch.float32)
         first, last = begin * _LANE, min(end * _LANE, self.numel)
         at = 0

@@ -144,8 +144,6 @@ class LevelCodec(Codec):
         return self.side_bytes + packed_groups(units, self.layout)
 
     def encode(self, flat: torch.Tensor, summary: Summary, draw: Draw, out: torch.Tensor) -> None:
-        if flat.is_meta:
-            return
         ours = as_levels(summary)
         scale = self._scales(ours)
         out[: 4 * len(scale)].view(torch.float32).copy_(scale)
@@ -154,8 +152,6 @@ class LevelCodec(Codec):
         )
 
     def decode_rows(self, rows: torch.Tensor, summary: Summary, flat: torch.Tensor) -> None:
-        if flat.is_meta:
-            return
         grid, weight = as_levels(summary).grid, torch.tensor(1.0 / self.world_size, dtype=torch.float32)
         for sender, row in enumerate(rows):
             scale = row[: 4 * self.blocks.blocks].view(torch.float32) * weight

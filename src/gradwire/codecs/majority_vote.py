@@ -90,28 +90,21 @@ class MajorityVoteCodec(SummableCodec):
         return self.payload_bytes(units)
 
     def encode(self, flat: torch.Tensor, summary: Summary, draw: Draw, out: torch.Tensor) -> None:
-        if flat.is_meta:
-            return
         if not isinstance(summary, MajorityVoteSummary):
             raise TypeError(f"a codec of votes cannot use a {type(summary).__name__}")
         self._write_flags(summary.flags, out)
         self.kernels.sign_encode(flat, self.table, 0, self.units, self._bits(out, self.units))
 
     def reduce(self, rows: torch.Tensor, begin: int, out: torch.Tensor) -> None:
-        if rows.is_meta:
-            return
         flags = self._flags(rows)
         bits = self._stand_in(flags[:, 1], rows[:, self.side_bytes :], begin)
         self._write_flags(torch.stack([flags[:, 0].any(0), flags[:, 1].all(0)]), out)
         self.kernels.sign_vote(bits, out[self.side_bytes :])
 
     def decode_mean(self, data: torch.Tensor, summary: Summary, begin: int, end: int, flat: torch.Tensor) -> None:
-        if not flat.is_meta:
-            self._decode(data, 1.0, begin, end, flat, accumulate=False)
+        self._decode(data, 1.0, begin, end, flat, accumulate=False)
 
     def decode_rows(self, rows: torch.Tensor, summary: Summary, flat: torch.Tensor) -> None:
-        if flat.is_meta:
-            return
         total = torch.empty(rows.shape[1], dtype=torch.uint8)
         self.reduce(rows, 0, total)
         self.decode_mean(total, summary, 0, self.units, flat)

@@ -37,8 +37,6 @@ class MinimumCodec(SummableCodec):
         return self.payload_bytes(units)
 
     def encode(self, flat: torch.Tensor, summary: Summary, draw: Draw, out: torch.Tensor) -> None:
-        if flat.is_meta:
-            return
         bits = np.zeros((self.planes, self.units * _UNIT), np.bool_)
         for plane in range(self.planes):
             np.greater(flat.numpy(), plane, out=bits[plane, : self.numel])
@@ -47,15 +45,11 @@ class MinimumCodec(SummableCodec):
         out[: self.payload_bytes(self.units)].copy_(torch.from_numpy(octets))
 
     def reduce(self, rows: torch.Tensor, begin: int, out: torch.Tensor) -> None:
-        if rows.is_meta:
-            return
         out.copy_(rows[0])
         for row in rows[1:]:
             out.bitwise_and_(row)
 
     def decode_mean(self, data: torch.Tensor, summary: Summary, begin: int, end: int, flat: torch.Tensor) -> None:
-        if flat.is_meta:
-            return
         octets = data[: self.payload_bytes(end - begin)].numpy().reshape(-1, self.planes, ALIGNMENT)
         bits = np.unpackbits(octets, axis=2, bitorder="little")
         part = flat[begin * _UNIT : min(end * _UNIT, self.numel)]
@@ -63,15 +57,11 @@ class MinimumCodec(SummableCodec):
         part.copy_(torch.from_numpy(count.reshape(-1)[: part.numel()]))
 
     def decode_rows(self, rows: torch.Tensor, summary: Summary, flat: torch.Tensor) -> None:
-        if flat.is_meta:
-            return
         total = torch.empty(rows.shape[1], dtype=torch.uint8)
         self.reduce(rows, 0, total)
         self.decode_mean(total, summary, 0, self.units, flat)
 
     def add_own(self, data: torch.Tensor, summary: Summary, weight: float, flat: torch.Tensor) -> None:
-        if flat.is_meta:
-            return
         own = torch.empty(self.numel, dtype=torch.uint8)
         self.decode_mean(data, summary, 0, self.units, own)
         flat.add_(own, alpha=weight)

@@ -87,8 +87,6 @@ class SharedLevelCodec(LevelCodec, SummableCodec):
         return packed_groups(units, self.sum_layout)
 
     def encode(self, flat: torch.Tensor, summary: Summary, draw: Draw, out: torch.Tensor) -> None:
-        if flat.is_meta:
-            return
         inverse = inverse_scale(self._scales(as_levels(summary)))
         self.kernels.quantise(
             flat, self.blocks, inverse, self.grid, self.layout, draw.round, draw.stream, self._digits(out)
@@ -100,15 +98,11 @@ class SharedLevelCodec(LevelCodec, SummableCodec):
         self.kernels.sum_digits(rows, groups, self.layout, out)
 
     def decode_mean(self, data: torch.Tensor, summary: Summary, begin: int, end: int, flat: torch.Tensor) -> None:
-        if flat.is_meta:
-            return
         scale = self._scales(as_levels(summary))
         words = data[: self.mean_bytes(end - begin)]
         self.kernels.dequantise(words, self.blocks, scale, self.sums, self.sum_layout, flat, begin=begin, end=end)
 
     def decode_rows(self, rows: torch.Tensor, summary: Summary, flat: torch.Tensor) -> None:
-        if flat.is_meta:
-            return
         total = torch.empty(self.mean_bytes(self.units), dtype=torch.uint8)
         self.kernels.sum_digits(rows, self.units, self.layout, total)
         self.decode_mean(total, summary, 0, self.units, flat)

@@ -83,26 +83,19 @@ class SignCodec(Codec):
         return self._elements
 
     def summarise(self, flat: torch.Tensor) -> SignSummary:
-        if flat.is_meta:
-            values = torch.empty(self.sides, self.runs.runs, device="meta")
-            return SignSummary(values, torch.from_numpy(self.runs.first[:-1].copy()))
         sums = self.kernels.sign_sums(flat, self.elements)
-        counts = torch.from_numpy(self.elements.numel.copy())
+        counts = torch.from_numpy(self.elements.numel.copy()).to(flat.device)
         return SignSummary(_values(sums, counts, self.sides), torch.from_numpy(self.runs.first[:-1].copy()))
 
     def payload_bytes(self, units: int) -> int:
         return self.side_bytes + padded(SIGN_BYTES * units)
 
     def encode(self, flat: torch.Tensor, summary: Summary, draw: Draw, out: torch.Tensor) -> None:
-        if flat.is_meta:
-            return
         values = self._own(summary).reshape(-1)
         out[: 4 * len(values)].view(torch.float32).copy_(values)
         self.kernels.sign_encode(flat, self.table, 0, self.units, self._bits(out))
 
     def decode_rows(self, rows: torch.Tensor, summary: Summary, flat: torch.Tensor) -> None:
-        if flat.is_meta:
-            return
         count = self.sides * self.runs.runs
         values = rows[:, : 4 * count].contiguous().view(torch.float32).reshape(len(rows), self.sides, -1)
         self._decode(self._bits(rows), values, 1.0 / self.world_size, flat, accumulate=False)

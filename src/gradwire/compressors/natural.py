@@ -98,12 +98,10 @@ class NaturalCodec(Codec):
         return natural_bytes(units)
 
     def encode(self, flat: torch.Tensor, summary: Summary, draw: Draw, out: torch.Tensor) -> None:
-        if not flat.is_meta:
-            self.kernels.natural_encode(flat, self.table, draw.round, draw.stream, out)
+        self.kernels.natural_encode(flat, self.table, draw.round, draw.stream, out)
 
     def decode_rows(self, rows: torch.Tensor, summary: Summary, flat: torch.Tensor) -> None:
-        if not flat.is_meta:
-            self.kernels.natural_mean(rows, self.table, 1.0 / self.world_size, flat)
+        self.kernels.natural_mean(rows, self.table, 1.0 / self.world_size, flat)
 
     def add_own(self, data: torch.Tensor, summary: Summary, weight: float, flat: torch.Tensor) -> None:
         self.kernels.natural_mean(data[None], self.table, weight, flat, accumulate=True)

@@ -204,8 +204,6 @@ class TernaryCodec(SummableCodec):
         return self.sums.packed_bytes(80 * units)
 
     def encode(self, flat: torch.Tensor, summary: Summary, draw: Draw, out: torch.Tensor) -> None:
-        if flat.is_meta:
-            return
         ours = _ternary(summary)
         if self.side_bytes:
             out[: 4 * len(ours.scale)].view(torch.float32).copy_(ours.scale)
@@ -217,8 +215,6 @@ class TernaryCodec(SummableCodec):
         self.kernels.ternary_sum(rows, out, self.sums)
 
     def decode_mean(self, data: torch.Tensor, summary: Summary, begin: int, end: int, flat: torch.Tensor) -> None:
-        if flat.is_meta:
-            return
         scale = _ternary(summary).scale * torch.tensor(1.0 / self.world_size, dtype=torch.float32)
         words = data[: self.mean_bytes(end - begin)]
         self.kernels.decode(words, self.world_size, self.table, scale, begin, end, flat, layout=self.sums)

@@ -10,6 +10,7 @@ import torch
 from gradwire.codecs import CheckedCodec, Codec, Draw, SummableCodec, Summary
 from gradwire.ops import AllGather, AllToAll, Exchange, Reduce
 from gradwire.protocols.context import Context, Outcome
+from gradwire.protocols.sizes import SizedCodec, SizedRows
 from gradwire.wire import CodedRows, Rows
 
 __all__ = ["PROTOCOLS", "Section", "all_gather", "two_shot"]
@@ -34,7 +35,7 @@ def two_shot(context: Context, tag: int, sections: Sequence[Section], flat: torc
 
     Bytes sent by a rank: (N - 1) (header + codes of a shard) + (N - 1) (header + reduced codes of a shard).
     """
-    world = context.world_size
+    world, sections = context.world_size, _sized(sections, flat)
     codecs = [_summable(s.codec) for s in sections]
     shares = [_share(codec, world) for codec in codecs]
     pairs = list(zip(codecs, shares))
@@ -73,6 +74,7 @@ def all_gather(context: Context, tag: int, sections: Sequence[Section], flat: to
 
     Bytes sent by a rank: (N - 1) (header + codes): one round, but traffic that grows with N.
     """
+    sections = _sized(sections, flat)
     codecs = [s.codec for s in sections]
     layout = _rows(context, [(c, c.payload_bytes(c.units), c.plain_payload_bytes(c.units)) for c in codecs])
     space = context.workspace
@@ -85,14 +87,12 @@ def all_gather(context: Context, tag: int, sections: Sequence[Section], flat: to
     rows = yield AllGather(send[0], room, *_told(context, lengths), last=True)
     parts = zip(sections, layout.read(rows, head))
     could_read = [section.codec.decode_rows(part, section.summary, flat) for section, part in parts]
-    checkers = [codec if isinstance(codec, CheckedCodec) and codec.checked else None for codec in codecs]
-    if any(checkers):
-        failed = torch.tensor([float(answer is False) for answer in could_read], device=flat.device)
-        failed = yield Reduce(failed, "max")
-        for checker, bad in zip(checkers, [] if flat.is_meta else failed.tolist()):
-            if checker and bad:
-                checker.spoil(flat)
-                context.warn(type(checker).__name__, f"round {context.round}: {checker.unread()}")
+    if any(codec.checked for codec in codecs):
+        failed = yield Reduce(torch.tensor([float(answer is False) for answer in could_read]), "max")
+        for codec, bad in zip(codecs, failed.tolist()):
+            if isinstance(codec, CheckedCodec) and bad:
+                codec.spoil(flat)
+                context.warn(type(codec).__name__, f"round {context.round}: {codec.unread()}")
     return _outcome(context, sections, bodies, flat)
 
 
@@ -105,11 +105,17 @@ def _summable(codec: Codec) -> SummableCodec:
     return codec
 
 
-def _rows(context: Context, sections: Sequence[tuple[Codec, int, int]]) -> Rows | CodedRows:
+def _sized(sections: Sequence[Section], flat: torch.Tensor) -> Sequence[Section]:
+    """In a dry run, told by a vector without data, leave nothing of the codecs but their sizes."""
+    return [replace(s, codec=SizedCodec(s.codec)) for s in sections] if flat.is_meta else sections
+
+
+def _rows(context: Context, sections: Sequence[tuple[Codec, int, int]]) -> Rows | CodedRows | SizedRows:
     """Lay out sections given by codec, bytes and plain bytes: entropy-coded where a codec asks for it."""
     sizes, plain = [size for _, size, _ in sections], [count for _, _, count in sections]
     coder = next((codec.coder for codec, _, _ in sections if codec.coder is not None), None)
-    return Rows(sizes) if coder is None else CodedRows(sizes, plain, coder, context.workspace.get)
+    rows = Rows(sizes) if coder is None else CodedRows(sizes, plain, coder, context.workspace.get)
+    return SizedRows(rows) if any(isinstance(codec, SizedCodec) for codec, _, _ in sections) else rows
 
 
 def _told(context: Context, lengths: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -147,16 +153,11 @@ def _encode(
 
 
 def _remember(context: Context, sections: Sequence[Section], flat: torch.Tensor) -> Sequence[Section]:
-    if flat.is_meta:
-        return sections
     draw = Draw(context.round, context.rank)
     return [replace(s, summary=s.codec.remember(s.summary, flat, draw, context.wants_sent)) for s in sections]
 
 
 def _outcome(context: Context, sections: Sequence[Section], bodies: list[torch.Tensor], flat: torch.Tensor) -> Outcome:
-    if flat.is_meta:
-        return Outcome()
-
     def sent(out: torch.Tensor, weight: float) -> None:
         for section, body in zip(sections, bodies):
             section.codec.add_own(body, section.summary, weight, out)

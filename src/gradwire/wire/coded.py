@@ -46,12 +46,7 @@ class CodedRows:
         return Header(tag, round, bucket, chunk, self.body_bytes)
 
     def write(self, rows: torch.Tensor, header: Header, bodies: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Fill payloads, row r from row r of each body; give the bytes of each row, int64.
-
-        Without data, these are the most that there may be.
-        """
-        if rows.is_meta:
-            return torch.full((len(rows),), self.row_bytes)
+        """Fill payloads, row r from row r of each body; give the bytes of each row, int64."""
         used = []
         for r, row in enumerate(rows):
             lengths, at = [], HEADER_BYTES + self._table
@@ -75,8 +70,6 @@ class CodedRows:
             PayloadError: a row is not a payload that these sizes can make.
         """
         out = [self._room(f"decoded {i} of {size}", len(rows), size) for i, size in enumerate(self.sizes)]
-        if rows.is_meta:
-            return out
         for sender, row in enumerate(rows):
             length = read_length(row)
             if not self._table <= length <= self.body_bytes:

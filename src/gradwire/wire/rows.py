@@ -41,8 +41,6 @@ class Rows:
 
     def write(self, rows: torch.Tensor, header: Header, bodies: Sequence[torch.Tensor]) -> None:
         """Fill payloads: the header in each row, then row r of each body (``[ranks, size]``); all of one length."""
-        if rows.is_meta:
-            return
         header.write(rows)
         for section, body in zip(self.sections(rows), bodies):
             section.copy_(body)

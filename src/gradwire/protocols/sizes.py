@@ -1,0 +1,83 @@
+"""Stand-ins for what touches data, so that a dry run on sizes walks through the same protocols.
+
+This is the one place where a codec or a payload learns of a dry run, which is told by the flat vector's device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from gradwire.codecs import Codec, Draw, SummableCodec, Summary
+from gradwire.wire import CodedRows, Header, Rows
+
+__all__ = ["SizedCodec", "SizedRows"]
+
+
+class SizedCodec(SummableCodec):
+    """A codec that has the sizes of another and neither reads nor writes anything."""
+
+    def __init__(self, codec: Codec) -> None:
+        self._codec = codec
+        self.units, self.grain, self.side_bytes, self.coder = codec.units, codec.grain, codec.side_bytes, codec.coder
+        self.checked = codec.checked
+
+    def plain_payload_bytes(self, units: int) -> int:
+        return self._codec.plain_payload_bytes(units)
+
+    def payload_bytes(self, units: int) -> int:
+        return self._codec.payload_bytes(units)
+
+    def plain_mean_bytes(self, units: int) -> int:
+        return self._summable.plain_mean_bytes(units)
+
+    def mean_bytes(self, units: int) -> int:
+        return self._summable.mean_bytes(units)
+
+    def summarise(self, flat: torch.Tensor) -> Summary:
+        return self._codec.summarise(flat)
+
+    def encode(self, flat: torch.Tensor, summary: Summary, draw: Draw, out: torch.Tensor) -> None:
+        pass
+
+    def reduce(self, rows: torch.Tensor, begin: int, out: torch.Tensor) -> None:
+        pass
+
+    def decode_mean(self, data: torch.Tensor, summary: Summary, begin: int, end: int, flat: torch.Tensor) -> None:
+        pass
+
+    def decode_rows(self, rows: torch.Tensor, summary: Summary, flat: torch.Tensor) -> None:
+        pass
+
+    def add_own(self, data: torch.Tensor, summary: Summary, weight: float, flat: torch.Tensor) -> None:
+        pass
+
+    def is_finite(self, summary: Summary, flat: torch.Tensor) -> bool:
+        return True
+
+    @property
+    def _summable(self) -> SummableCodec:
+        if not isinstance(self._codec, SummableCodec):
+            raise TypeError(f"codes of {type(self._codec).__name__} do not add up: only a gather can carry them")
+        return self._codec
+
+
+class SizedRows:
+    """The layout of payloads, without payloads: rows have the most bytes that they may have."""
+
+    def __init__(self, rows: Rows | CodedRows) -> None:
+        self._rows = rows
+        self.sizes, self.row_bytes = rows.sizes, rows.row_bytes
+
+    def header(self, *, tag: int, round: int, bucket: int, chunk: int) -> Header:
+        """Return the header of these payloads."""
+        return self._rows.header(tag=tag, round=round, bucket=bucket, chunk=chunk)
+
+    def write(self, rows: torch.Tensor, header: Header, bodies: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        """Return the bytes of each row where they depend on data: the most that there may be."""
+        return torch.full((len(rows),), self.row_bytes) if isinstance(self._rows, CodedRows) else None
+
+    def read(self, rows: torch.Tensor, header: Header) -> list[torch.Tensor]:
+        """Return as many sections of as many bytes as there would be."""
+        return [rows.new_empty(len(rows), size) for size in self.sizes]
