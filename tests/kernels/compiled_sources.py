@@ -15,12 +15,13 @@ from pathlib import Path
 
 KERNELS = Path(__file__).parents[2] / "src" / "gradwire" / "kernels"
 PACKAGE = "gradwire.kernels"
+_KEPT = re.compile(r"^@(kept\(|njit\(.*cache=True)", re.MULTILINE)
 _LINE = re.compile(r'^DIGEST = "\w*"\n', re.MULTILINE)
 
 
 def kept(kernels: Path = KERNELS) -> list[Path]:
     """Find the modules whose functions Numba keeps on disk."""
-    return sorted(path for path in kernels.rglob("*.py") if "cache=True" in path.read_text())
+    return sorted(path for path in kernels.rglob("*.py") if _KEPT.search(path.read_text()))
 
 
 def written(path: Path) -> str | None:

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import math
+from types import ModuleType
 
 import torch
 from hypothesis import strategies as st
 
-from gradwire.kernels import SegmentTable
+from gradwire.kernels import BACKENDS as ALL_BACKENDS
+from gradwire.kernels import SegmentTable, digit_layout, packed_bytes, sum_layout
+from gradwire.kernels.packing.reference import pack_digits, unpack_digits
 
-BACKENDS = ("reference", "cpu", "cpu-plain")
+OTHERS = tuple(name for name in ALL_BACKENDS if name not in ("auto", "reference", "meta"))
+"""Whoever computes, but the reference: a backend that is added is held to its bits at once."""
+
+BACKENDS = ("reference", *OTHERS)
 COMPILED = ("cpu", "cpu-plain")
 
 
@@ -48,3 +54,20 @@ def unaligned_bytes(numel: int, shift: int = 0) -> torch.Tensor:
 def derived_tolerance(variance: float, draws: int, sigmas: float = 5.0) -> float:
     """Largest deviation of a mean of ``draws`` that chance explains."""
     return sigmas * math.sqrt(variance / draws)
+
+
+def digits_of(payload: torch.Tensor) -> torch.Tensor:
+    """Unpack bytes of five trits (uint8 ``[16 * G]``) into digits in group order, int64 ``[80 * G]``."""
+    return unpack_digits(payload, digit_layout(3), len(payload) // 16, clamp=False).reshape(-1)
+
+
+def packed_sums(values: torch.Tensor, world_size: int) -> torch.Tensor:
+    """Pack sums of ``world_size`` trits, int64 ``[80 * G]`` in ``[-world_size, world_size]``."""
+    words = torch.empty(packed_bytes(len(values), world_size), dtype=torch.uint8)
+    pack_digits(values + world_size, sum_layout(world_size), words)
+    return words
+
+
+def same_signatures(loops: ModuleType) -> list[int]:
+    """Count the signatures that each loop of a module is compiled for."""
+    return [len(getattr(loops, name).signatures) for name in loops.__all__ if name.endswith("_range")]

@@ -4,61 +4,19 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import warnings
 
 import pytest
 import torch
-from kernel_cases import BACKENDS
+from kernel_cases import BACKENDS, same_signatures
 
 from gradwire.errors import HyperparameterError
-from gradwire.kernels import FAMILIES, Kernels, SegmentTable, get_kernels, packed_bytes, self_test
-from gradwire.kernels.automatic import AutomaticKernels
+from gradwire.kernels import SegmentTable, get_kernels, packed_bytes
 
 
 def test_backends_are_cached_and_named() -> None:
     for name in ("reference", "cpu", "cpu-plain", "meta"):
         assert get_kernels(name).name == name
         assert get_kernels(name) is get_kernels(name)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_automatic_choice_agrees_with_the_reference_without_a_warning(family: str) -> None:
-    kernels = AutomaticKernels(get_kernels("cpu"), get_kernels("reference"))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        kernels.warm_up([family])
-    assert kernels.name == "cpu"
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_automatic_choice_falls_back_aloud(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each family is compared before its first use, and one that differs leaves no trust in the others."""
-    right = self_test.SELF_TESTS[family]
-
-    def trial(kernels: Kernels) -> list[torch.Tensor]:
-        return [right(kernels)[0].double() + (kernels.name == "cpu")]
-
-    monkeypatch.setitem(self_test.SELF_TESTS, family, trial)
-    kernels = AutomaticKernels(get_kernels("cpu"), get_kernels("reference"))
-    other = "moments" if family != "moments" else "ternary"
-    kernels.warm_up([other])
-    assert kernels.name == "cpu"
-    with pytest.warns(UserWarning, match=rf"\({family}: its results differ.*cpu-plain"):
-        right(kernels)
-    assert kernels.name == "cpu-plain"
-    assert kernels._variant(other) is None
-
-
-def test_what_does_not_compile_is_replaced_aloud(monkeypatch: pytest.MonkeyPatch) -> None:
-    def trial(kernels: Kernels) -> list[torch.Tensor]:
-        raise OSError("no such instruction")
-
-    monkeypatch.setitem(self_test.SELF_TESTS, "signs", trial)
-    kernels = AutomaticKernels(get_kernels("cpu"), get_kernels("reference"))
-    with pytest.warns(UserWarning, match="signs: its code does not compile: OSError: no such instruction"):
-        finite = kernels.finite(torch.zeros(9), SegmentTable([0], [9], [0], [(0, 0)]))
-    assert kernels.name == "cpu-plain"
-    assert finite.tolist() == [True]
 
 
 @pytest.mark.parametrize("name", ["auto", *BACKENDS, "meta"])
@@ -85,8 +43,7 @@ def test_warm_up_compiles_every_signature_that_calls_use() -> None:
 
     kernels, table = get_kernels("cpu"), SegmentTable([2, 100], [90, 100], [0, 80], [(1, 2), (3, 4)])
     kernels.warm_up()
-    drivers = [getattr(loops, name) for name in loops.__all__]
-    before = [len(driver.signatures) for driver in drivers]
+    before = same_signatures(loops)
     x, two = torch.ones(300)[7:], torch.ones(2)
     rows = torch.empty(3, 16 * table.groups + 1, dtype=torch.uint8)[:, 1:]
     kernels.moments(x, table)
@@ -96,8 +53,7 @@ def test_warm_up_compiles_every_signature_that_calls_use() -> None:
         words = torch.empty(packed_bytes(80 * table.groups, world_size), dtype=torch.uint8)
         kernels.ternary_sum(rows[:world_size], words)
         kernels.decode(words, world_size, table, two, 0, table.groups, x, accumulate=True)
-        kernels.unpack(words, world_size, torch.empty(80 * table.groups, dtype=torch.int32))
-    assert [len(driver.signatures) for driver in drivers] == before
+    assert same_signatures(loops) == before
     assert all(before)
 
 
@@ -132,8 +88,11 @@ def test_a_vector_shorter_than_the_table_is_refused(name: str) -> None:
         get_kernels(name).moments(torch.zeros(200)[::2], table)
 
 
-def test_meta_accepts_meta_tensors() -> None:
+def test_meta_accepts_meta_tensors_and_checks_their_sizes() -> None:
     kernels, table = get_kernels("meta"), SegmentTable([0], [100], [0], [(0, 0)])
     x = torch.empty(100, device="meta")
     assert kernels.moments(x, table).std.shape == (1,)
-    kernels.ternary_sum(torch.empty(4, 32, dtype=torch.uint8, device="meta"), torch.empty(64, device="meta"))
+    rows, out = (torch.empty(*size, dtype=torch.uint8, device="meta") for size in ((4, 32), (64,)))
+    kernels.ternary_sum(rows, out)
+    with pytest.raises(HyperparameterError, match="64 elements"):
+        kernels.ternary_sum(rows, out[1:])

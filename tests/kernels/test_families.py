@@ -10,8 +10,7 @@ import torch
 
 import gradwire as gw
 from cases import ALL
-from gradwire.kernels import CODERS, FAMILIES, Coder, entropy
-from gradwire.kernels.numba_core.compiled import Compiled
+from gradwire.kernels import CODERS, FAMILIES, Coder, Kernels, entropy
 from gradwire.planning import measure_coders
 
 PROBE = """
@@ -19,11 +18,14 @@ import sys, torch, gradwire as gw
 from gradwire.kernels.ternary import loops as ternary
 from gradwire.kernels.lattice import loops as lattice
 from gradwire.kernels.levels import loops as levels
+from gradwire.kernels.moments import loops as moments
 from gradwire.kernels.natural import loops as natural
 from gradwire.kernels.signs import loops as signs
 
-homes = {"ternary": ternary, "levels": levels, "signs": signs, "natural": natural, "lattice": lattice}
-drivers = {f"{home}.{name}": getattr(module, name) for home, module in homes.items() for name in module.__all__}
+homes = {"moments": moments, "ternary": ternary, "levels": levels, "signs": signs, "natural": natural}
+homes["lattice"] = lattice
+names = [(home, module, name) for home, module in homes.items() for name in module.__all__ if name.endswith("_range")]
+drivers = {f"{home}.{name}": getattr(module, name) for home, module, name in names}
 for prepare in (lambda: gw.warm_up(sys.argv[1]), lambda: gw.simulate(torch.ones(3, 2000), sys.argv[1])):
     prepare()
     print(*sorted(f"{name}:{len(driver.signatures)}" for name, driver in drivers.items() if driver.signatures))
@@ -35,30 +37,27 @@ def test_only_the_families_of_the_method_are_compiled() -> None:
     command = [sys.executable, "-c", PROBE, "TernGrad()"]
     warm, used = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     names = {entry.split(":")[0] for entry in warm.split()}
-    assert names == {f"ternary.{n}_range" for n in ("decode", "encode", "moments", "sum")} | {
-        "ternary.pack_run",
-        "ternary.unpack_run",
-    }
+    assert names == {"moments.moments_range", *(f"ternary.{name}_range" for name in ("decode", "encode", "sum"))}
     assert used == warm
 
 
 @pytest.mark.parametrize("method", ALL, ids=repr)
 def test_methods_state_the_families_that_they_call(method: gw.Method, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every call of compiled code asks which bodies serve its family, every use of a coder asks for it."""
+    """Every operation asks for the functions of its family, every use of a coder asks for it."""
     called = set()
     measure_coders.cache_clear()
-    variant, coder = Compiled._variant, entropy.get_coder
+    serve, coder = Kernels._serve, entropy.get_coder
 
-    def asked(self: Compiled, family: str) -> bool | None:
+    def asked(self: Kernels, family: str) -> object:
         called.add(family)
-        return variant(self, family)
+        return serve(self, family)
 
     def given(name: str, backend: str = "auto") -> Coder:
         called.add(name)
         return coder(name, backend)
 
-    monkeypatch.setattr(Compiled, "_variant", asked)
-    monkeypatch.setattr("gradwire.kernels.cpu.get_coder", given)
+    monkeypatch.setattr(Kernels, "_serve", asked)
+    monkeypatch.setattr("gradwire.kernels.api.get_coder", given)
     assert set(method.kernels) <= {*FAMILIES, *CODERS}
     x = torch.randn(3, 2000, generator=torch.Generator().manual_seed(0))
     # A parameter that is compressed, and one that travels beside it in float32.

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_cases import BACKENDS, COMPILED, normal, one_segment, tables
+from kernel_cases import BACKENDS, OTHERS, normal, one_segment, tables
 
 from gradwire.errors import HyperparameterError
 from gradwire.kernels import SegmentTable, digit_layout, dither_shifts, get_kernels, packed_groups
@@ -15,7 +15,7 @@ REFERENCE = get_kernels("reference")
 LIGHT = settings(max_examples=20)
 
 
-@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize("name", OTHERS)
 @LIGHT
 @given(
     table=tables(),
@@ -38,17 +38,16 @@ def test_every_backend_gives_the_bits_of_the_reference(
     rows, other = (torch.full((number, size + shift), 255, dtype=torch.uint8)[:, shift:] for _ in range(2))
     checks = [REFERENCE.lattice_encode(x, table, inverse, colours, round, stream, s, r) for s, r in zip(shifts, rows)]
     kernels = get_kernels(name)
-    assert checks == [
-        kernels.lattice_encode(x, table, inverse, colours, round, stream, s, r) for s, r in zip(shifts, other)
-    ]
+    found = [kernels.lattice_encode(x, table, inverse, colours, round, stream, s, r) for s, r in zip(shifts, other)]
+    assert torch.equal(torch.cat(found), torch.cat(checks))
     assert torch.equal(rows, other)
     # Any bytes are colours.
     rows[:, ::5] = torch.randint(0, 256, rows[:, ::5].shape, generator=torch.Generator().manual_seed(seed)).byte()
     for accumulate in (False, True):
         a, b = (normal(table.extent + 3, 1, shift) for _ in range(2))
         arguments = (rows, table, inverse, scale, colours, round, stream, shifts)
-        found = REFERENCE.lattice_mean(*arguments, x, a, accumulate)
-        assert found == kernels.lattice_mean(*arguments, x, b, accumulate)
+        expected = REFERENCE.lattice_mean(*arguments, x, a, accumulate)
+        assert torch.equal(expected, kernels.lattice_mean(*arguments, x, b, accumulate))
         assert torch.equal(a, b)
 
 
@@ -60,16 +59,16 @@ def test_points_come_back_next_to_any_reference_within_reach(name: str) -> None:
     x = 50 * torch.randn(1000, generator=torch.Generator().manual_seed(0))
     check = kernels.lattice_encode(x, table, one, 16, 3, 4, 5, row[0])
     exact = torch.zeros(1000)
-    assert kernels.lattice_mean(row, table, one, one, 16, 3, 4, [5], x, exact) == [check]
+    assert kernels.lattice_mean(row, table, one, one, 16, 3, 4, [5], x, exact) == check
     # Rounded to the nearest point: half a side at most, and the sum k + theta has float32's resolution at 256.
     assert 0.4 < float((exact - x).abs().max()) <= 0.5 + 2**-15
     for far in (-7.49, 7.49):
         near = x + far
-        assert kernels.lattice_mean(row, table, one, one, 16, 3, 4, [5], near, near) == [check]
+        assert kernels.lattice_mean(row, table, one, one, 16, 3, 4, [5], near, near) == check
         assert torch.equal(near, exact)
     wrong = x.clone()
     wrong[123] += 9
-    assert kernels.lattice_mean(row, table, one, one, 16, 3, 4, [5], wrong, wrong) != [check]
+    assert kernels.lattice_mean(row, table, one, one, 16, 3, 4, [5], wrong, wrong) != check
     assert float((wrong - exact).abs().max()) == 16
 
 
@@ -80,6 +79,6 @@ def test_what_makes_no_sense_is_refused() -> None:
         for colours in (1, 3, 1 << 16):
             with pytest.raises(HyperparameterError, match="power of two"):
                 kernels.lattice_encode(torch.ones(80), table, one, colours, 0, 0, 0, torch.empty(48, dtype=torch.uint8))
-        with pytest.raises(HyperparameterError, match="1 uint8 rows of 48"):
+        with pytest.raises(HyperparameterError, match=r"out is .* with 48 elements"):
             kernels.lattice_encode(torch.ones(80), table, one, 16, 0, 0, 0, torch.empty(40, dtype=torch.uint8))
     assert dither_shifts(4) == [0, 1 << 22, 1 << 23, 3 << 22]

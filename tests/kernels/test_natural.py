@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_cases import BACKENDS, COMPILED, normal, tables, unaligned_bytes
+from kernel_cases import BACKENDS, OTHERS, normal, tables, unaligned_bytes
 
 from gradwire.errors import HyperparameterError
 from gradwire.kernels import SegmentTable, get_kernels, natural_bytes
@@ -17,7 +17,7 @@ MAX = torch.finfo(torch.float32).max
 ODD = [0.0, -0.0, 1e-45, -1e-40, 1.17e-38, 2.0**-126, 1.0, -1.5, 2.0**127, -MAX, MAX, torch.inf, -torch.inf, torch.nan]
 
 
-@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize("name", OTHERS)
 @LIGHT
 @given(
     table=tables(),

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_cases import BACKENDS, COMPILED, normal, one_segment, tables, unaligned_bytes
+from kernel_cases import BACKENDS, COMPILED, OTHERS, normal, one_segment, packed_sums, tables, unaligned_bytes
 
 from gradwire.kernels import FAMILIES, SegmentTable, get_kernels, inverse_scale, packed_bytes, self_test
 from gradwire.kernels.numba_core import compiled
@@ -19,7 +19,7 @@ REFERENCE = get_kernels("reference")
 LIGHT = settings(max_examples=25)
 
 
-@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize("name", OTHERS)
 @LIGHT
 @given(table=tables(), seed=st.integers(0, 99), shift=st.integers(0, 17))
 def test_moments_have_the_bits_of_the_reference(name: str, table: SegmentTable, seed: int, shift: int) -> None:
@@ -30,7 +30,7 @@ def test_moments_have_the_bits_of_the_reference(name: str, table: SegmentTable, 
     assert torch.equal(expected.std, got.std)
 
 
-@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize("name", OTHERS)
 @LIGHT
 @given(
     table=tables(),
@@ -55,7 +55,7 @@ def test_encode_has_the_bits_of_the_reference(
     assert bool((expected < 243).all())
 
 
-@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize("name", OTHERS)
 @LIGHT
 @given(
     table=tables(),
@@ -70,9 +70,9 @@ def test_decode_has_the_bits_of_the_reference_and_leaves_gaps_alone(
     begin, end = sorted(int(part * table.groups) for part in cut)
     generator = torch.Generator().manual_seed(shift)
     n = 80 * (end - begin)
-    values = torch.randint(-world_size, world_size + 1, (n,), generator=generator, dtype=torch.int32)
+    values = torch.randint(-world_size, world_size + 1, (n,), generator=generator)
     words = unaligned_bytes(packed_bytes(n, world_size), shift)
-    REFERENCE.pack(values, world_size, words)
+    words.copy_(packed_sums(values, world_size))
     scale = torch.rand(len(table), generator=generator)
     scale[::5] = torch.inf
     before = normal(table.extent + 30, 1, shift)
@@ -89,15 +89,13 @@ def test_decode_has_the_bits_of_the_reference_and_leaves_gaps_alone(
     assert torch.equal(got[~touched], before[~touched])
 
 
-@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize("name", OTHERS)
 @pytest.mark.parametrize("elements", [2_200_000])
 def test_large_outputs_have_the_bits_of_the_reference(name: str, elements: int) -> None:
     table = SegmentTable([5, 2_000_013], [2_000_001, elements - 2_000_001], [0, 80], [(1, 2), (3, 4)])
     scale, n = torch.tensor([0.3, 7.0]), 80 * table.groups
     for world_size in (2, 4):
-        values = torch.arange(n, dtype=torch.int32) % (2 * world_size + 1) - world_size
-        words = torch.empty(packed_bytes(n, world_size), dtype=torch.uint8)
-        get_kernels(name).pack(values, world_size, words)
+        words = packed_sums(torch.arange(n) % (2 * world_size + 1) - world_size, world_size)
         expected, got = torch.ones(table.extent + 9), torch.ones(table.extent + 9)
         REFERENCE.decode(words, world_size, table, scale, 0, table.groups, expected)
         get_kernels(name).decode(words, world_size, table, scale, 0, table.groups, got)
@@ -164,14 +162,14 @@ def test_threads_change_no_bit_of_any_family(name: str, family: str, monkeypatch
     expected = self_test.SELF_TESTS[family](get_kernels("reference"))
     monkeypatch.setattr(compiled, "_MIN_PART", 100)
     parts = []
-    split = compiled.Compiled._split
+    split = compiled.Compiled.split
 
     def counted(self: compiled.Compiled, size: int, unit: int, unit_elements: int, work: Work) -> None:
         calls: list[None] = []
         split(self, size, unit, unit_elements, lambda a, b: (calls.append(None), work(a, b))[1])
         parts.append(len(calls))
 
-    monkeypatch.setattr(compiled.Compiled, "_split", counted)
+    monkeypatch.setattr(compiled.Compiled, "split", counted)
     got = self_test.SELF_TESTS[family](get_kernels(name, threads=2))
     assert len(expected) == len(got)
     assert all(torch.equal(a, b) for a, b in zip(expected, got))
@@ -191,11 +189,9 @@ def test_empty_everything(name: str) -> None:
         kernels.ternary_encode(nothing, table, torch.ones(size), torch.ones(size), 0, 0, 0, 0, no_bytes)
         kernels.decode(no_bytes, 3, table, torch.ones(size), 0, 0, nothing)
     kernels.ternary_sum(torch.empty(3, 0, dtype=torch.uint8), no_bytes)
-    kernels.pack(torch.empty(0, dtype=torch.int32), 3, no_bytes)
-    kernels.unpack(no_bytes, 3, torch.empty(0, dtype=torch.int32))
 
 
-@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize("name", OTHERS)
 def test_bytes_that_no_encoder_writes_stay_in_bounds(name: str) -> None:
     rows = torch.arange(243, 256, dtype=torch.uint8).repeat(16)[:192].repeat(2, 1)
     words, table = torch.empty(packed_bytes(960, 2), dtype=torch.uint8), one_segment(960)

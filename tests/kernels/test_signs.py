@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_cases import BACKENDS, COMPILED, normal, one_segment, tables, unaligned_bytes
+from kernel_cases import BACKENDS, COMPILED, OTHERS, normal, one_segment, same_signatures, tables, unaligned_bytes
 
 from gradwire.errors import HyperparameterError
 from gradwire.kernels import SIGN_BYTES, WHOLE, RunTable, SegmentTable, get_kernels
@@ -15,7 +15,7 @@ REFERENCE = get_kernels("reference")
 LIGHT = settings(max_examples=25)
 
 
-@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize("name", OTHERS)
 @LIGHT
 @given(
     table=tables(),
@@ -52,7 +52,7 @@ def test_every_backend_gives_the_bits_of_the_reference(
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize("name", OTHERS)
 @LIGHT
 @given(table=tables(), seed=st.integers(0, 99), shift=st.integers(0, 17), spoil=st.sampled_from([0, 1, 50]))
 def test_sums_are_those_of_the_reference(name: str, table: SegmentTable, seed: int, shift: int, spoil: int) -> None:
@@ -171,8 +171,7 @@ def test_warm_up_compiles_every_signature_that_calls_use(name: str) -> None:
 
     kernels, table = get_kernels(name), SegmentTable([2, 100], [90, 100], [0, 80], [(1, 2), (3, 4)])
     kernels.warm_up()
-    compiled = [getattr(loops, driver) for driver in loops.__all__]
-    before = [len(driver.signatures) for driver in compiled]
+    before = same_signatures(loops)
     x, runs = torch.ones(300)[7:], RunTable(table, [7, 1000])
     rows = torch.empty(3, SIGN_BYTES * table.groups + 1, dtype=torch.uint8)[:, 1:]
     kernels.finite(x, runs.elements())
@@ -183,5 +182,5 @@ def test_warm_up_compiles_every_signature_that_calls_use(name: str) -> None:
     for number in (1, 3):
         values = torch.ones(number, runs.runs)
         kernels.sign_decode(rows[:number], runs, values, -values, 0, table.groups, x, accumulate=True)
-    assert [len(driver.signatures) for driver in compiled] == before
+    assert same_signatures(loops) == before
     assert all(before)

@@ -6,11 +6,10 @@ import math
 
 import pytest
 import torch
-from kernel_cases import BACKENDS, derived_tolerance, normal, one_segment
+from kernel_cases import BACKENDS, derived_tolerance, digits_of, normal, one_segment
 
 from gradwire.kernels import get_kernels, inverse_scale
 from gradwire.kernels.philox import uniform_integers
-from gradwire.kernels.reference import digits_of
 
 
 def trits(

@@ -19,7 +19,10 @@ from gradwire.bench.coders import CODER_GOALS, bench_coders
 from gradwire.bench.methods import bench_methods
 from gradwire.bench.timing import Bench
 from gradwire.experiments.machine import hardware, versions
-from gradwire.kernels import Kernels, SegmentTable, get_kernels, inverse_scale, packed_bytes
+from gradwire.kernels import Kernels, SegmentTable, chosen, get_kernels, inverse_scale, packed_bytes
+from gradwire.kernels.select import SIZE
+from gradwire.kernels.self_test import NUMEL as SELF_TEST_NUMEL
+from gradwire.kernels.self_test import SELF_TESTS
 
 __all__ = ["measure_kernels"]
 
@@ -135,6 +138,15 @@ def bench_step(bench: Bench, kernels: Kernels) -> None:
     bench.run("codec of a 10 M step", "mlp", n, step)
 
 
+def bench_choices(bench: Bench) -> None:
+    """Time both variants of each family at the work by which "auto" chooses, and say which one it has chosen."""
+    for family, choice in chosen().items():
+        for variant in ("cpu", "cpu-plain"):
+            work = partial(SELF_TESTS[family], get_kernels(variant), SIZE)
+            bench.run(f"self test of {family}", variant, SELF_TEST_NUMEL * SIZE, work)
+            bench.rows[-1]["chosen"] = variant == choice["backend"]
+
+
 def measure_kernels(
     elements: int, repetitions: int, backend: str, say: Callable[[dict[str, Any]], None]
 ) -> list[dict[str, Any]]:
@@ -167,9 +179,11 @@ def measure_kernels(
         bench_step(bench, kernels)
         bench_coders(bench, kernels, elements)
         bench_methods(bench, kernels, elements)
+        if backend == "auto":
+            bench_choices(bench)
     finally:
         torch.set_num_threads(threads)
     found = {"backend": kernels.name, "warm_up_s": warm_up_s, "cpu": hardware()["processor"]}
     found |= {"cores": hardware()["cores"], **versions()}
     found["date_utc"] = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    return [{**row, **found} for row in bench.rows]
+    return [{"chosen": None, **row, **found} for row in bench.rows]

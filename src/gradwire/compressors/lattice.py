@@ -156,19 +156,17 @@ class LatticeCodec(CheckedCodec):
         return self.side_bytes + packed_groups(units, self.layout)
 
     def encode(self, flat: torch.Tensor, summary: Summary, draw: Draw, out: torch.Tensor) -> None:
-        if flat.is_meta:
-            return
         _, inverse = self._sides(_lattice(summary))
         check = self.kernels.lattice_encode(
             flat, self.table, inverse, self.method.colours, draw.round, SHARED, self.shifts[draw.stream],
             out[self.side_bytes :],
         )  # fmt: skip
         if self.checked:
-            out[: self.side_bytes].copy_(torch.tensor(list(check.to_bytes(ALIGNMENT, "little")), dtype=torch.uint8))
+            out[: self.side_bytes].copy_(
+                torch.tensor(list(int(check).to_bytes(ALIGNMENT, "little")), dtype=torch.uint8)
+            )
 
     def decode_rows(self, rows: torch.Tensor, summary: Summary, flat: torch.Tensor) -> bool | None:
-        if flat.is_meta:
-            return None
         ours = _lattice(summary)
         if ours.draw is None:
             raise TypeError("a lattice codec cannot decode before it has encoded")
@@ -177,7 +175,7 @@ class LatticeCodec(CheckedCodec):
         found = self.kernels.lattice_mean(
             rows[:, self.side_bytes :], self.table, inverse, scale, self.method.colours, ours.draw.round, SHARED,
             self.shifts, flat, flat,
-        )  # fmt: skip
+        ).tolist()  # fmt: skip
         told = [int.from_bytes(bytes(row[:4].tolist()), "little") for row in rows] if self.checked else found
         return told == found
 

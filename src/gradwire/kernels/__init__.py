@@ -1,13 +1,15 @@
-"""Arithmetic on blocks and bits: one backend a file, the same bits from all of them."""
+"""Arithmetic on blocks and bits: one front, a folder a family, the same bits from every backend."""
 
-from gradwire.kernels.base import Kernels, Moments, inverse_scale
-from gradwire.kernels.dispatch import BACKENDS, get_kernels
+from gradwire.kernels.api import FAMILIES, Kernels
+from gradwire.kernels.backends import BACKENDS, get_kernels
 from gradwire.kernels.entropy.base import CODERS, Coder
 from gradwire.kernels.entropy.select import time_coders
-from gradwire.kernels.families import FAMILIES
-from gradwire.kernels.lattice import dither_shifts
-from gradwire.kernels.levels import WHOLE, BlockTable, Grid, packed_groups, summed
-from gradwire.kernels.natural import natural_bytes, natural_sign_bytes
+from gradwire.kernels.lattice.operations import dither_shifts
+from gradwire.kernels.levels.blocks import WHOLE, BlockTable
+from gradwire.kernels.levels.grid import Grid
+from gradwire.kernels.levels.operations import packed_groups, summed
+from gradwire.kernels.moments.operations import Moments
+from gradwire.kernels.natural.operations import natural_bytes, natural_sign_bytes
 from gradwire.kernels.packing.layout import (
     MAX_WORLD_SIZE,
     DigitLayout,
@@ -16,8 +18,11 @@ from gradwire.kernels.packing.layout import (
     packed_bytes,
     sum_layout,
 )
-from gradwire.kernels.signs import SIGN_BYTES, RunTable, SignSums
-from gradwire.kernels.table import GROUP_BYTES, GROUP_SIZE, SegmentTable
+from gradwire.kernels.select import chosen
+from gradwire.kernels.signs.operations import SignSums
+from gradwire.kernels.signs.runs import RunTable
+from gradwire.kernels.table import GROUP_BYTES, GROUP_SIZE, SIGN_BYTES, SegmentTable
+from gradwire.kernels.ternary.operations import inverse_scale
 
 __all__ = [
     "BACKENDS",
@@ -38,6 +43,7 @@ __all__ = [
     "SegmentTable",
     "SignSums",
     "byte_layout",
+    "chosen",
     "digit_layout",
     "dither_shifts",
     "get_kernels",

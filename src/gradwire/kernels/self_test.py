@@ -3,34 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
+from typing import TYPE_CHECKING
 
 import torch
 
-from gradwire.kernels.base import Kernels
-from gradwire.kernels.lattice import dither_shifts
-from gradwire.kernels.levels import BlockTable, Grid, packed_groups, summed
-from gradwire.kernels.natural import natural_bytes
+from gradwire.kernels.lattice.operations import dither_shifts
+from gradwire.kernels.levels.blocks import BlockTable
+from gradwire.kernels.levels.grid import Grid
+from gradwire.kernels.levels.operations import packed_groups, summed
+from gradwire.kernels.natural.operations import natural_bytes
 from gradwire.kernels.packing.layout import digit_layout, packed_bytes
-from gradwire.kernels.signs import SIGN_BYTES, RunTable
-from gradwire.kernels.table import SegmentTable
+from gradwire.kernels.signs.runs import RunTable
+from gradwire.kernels.table import SIGN_BYTES, SegmentTable
 
-__all__ = ["SELF_TESTS", "agree"]
+if TYPE_CHECKING:
+    from gradwire.kernels.api import Kernels
+
+__all__ = ["NUMEL", "SELF_TESTS", "agree"]
+
+NUMEL = 287
+"""Elements of the smallest case."""
 
 _ROUND = 7
 
 
-def _case() -> tuple[torch.Tensor, SegmentTable]:
-    """Give two segments that end within a group, one of them the middle of its parameter."""
-    return torch.sin(torch.arange(300.0) * 1.7), SegmentTable([1, 260], [250, 37], [80, 0], [(1, 2), (3, 4)])
+@cache
+def _case(size: int) -> tuple[torch.Tensor, SegmentTable]:
+    """Return ``NUMEL * size`` elements in two segments that end within a group, one the middle of its parameter."""
+    x = torch.sin(torch.arange(300.0 * size) * 1.7)
+    return x, SegmentTable([1, 10 + 250 * size], [250 * size, 37 * size], [80, 0], [(1, 2), (3, 4)])
 
 
-def _moments(kernels: Kernels) -> list[torch.Tensor]:
-    moments = kernels.moments(*_case())
+def _moments(kernels: Kernels, size: int = 1) -> list[torch.Tensor]:
+    moments = kernels.moments(*_case(size))
     return [moments.max_abs, moments.mean, moments.std, moments.norm]
 
 
-def _ternary(kernels: Kernels) -> list[torch.Tensor]:
-    x, table = _case()
+def _ternary(kernels: Kernels, size: int = 1) -> list[torch.Tensor]:
+    x, table = _case(size)
     limit, inverse = torch.tensor([0.9, 0.5]), torch.full((2,), 2.0**24)
     rows = torch.empty(4, 16 * table.groups, dtype=torch.uint8)
     for rank, row in enumerate(rows):
@@ -38,19 +49,16 @@ def _ternary(kernels: Kernels) -> list[torch.Tensor]:
     results = [rows]
     for world_size in (1, 2, 4):
         words = torch.empty(packed_bytes(80 * table.groups, world_size), dtype=torch.uint8)
-        again, integers = torch.empty_like(words), torch.empty(80 * table.groups, dtype=torch.int32)
         kernels.ternary_sum(rows[:world_size], words)
-        kernels.unpack(words, world_size, integers)
-        kernels.pack(integers, world_size, again)
         decoded = x.clone()
         kernels.decode(words, world_size, table, limit, 0, table.groups, decoded, accumulate=world_size == 1)
-        results += [words, integers, again, decoded]
+        results += [words, decoded]
     return results
 
 
-def _levels(kernels: Kernels) -> list[torch.Tensor]:
-    x, table = _case()
-    blocks, results = BlockTable(table, 48), []
+def _levels(kernels: Kernels, size: int = 1) -> list[torch.Tensor]:
+    x, table = _case(size)
+    blocks, results = BlockTable(table, 48 if size == 1 else 512), []
     scale = torch.linspace(0.4, 1.1, blocks.blocks)
     many = Grid.symmetric([2.0**-j for j in range(9, -1, -1)])
     for turn, grid in enumerate((Grid.even(1), Grid.even(4), Grid.even(3), Grid.ordered((-1, 0.1, 1)), many)):
@@ -66,8 +74,8 @@ def _levels(kernels: Kernels) -> list[torch.Tensor]:
     return results
 
 
-def _natural(kernels: Kernels) -> list[torch.Tensor]:
-    x, table = _case()
+def _natural(kernels: Kernels, size: int = 1) -> list[torch.Tensor]:
+    x, table = _case(size)
     rows, decoded = torch.empty(3, natural_bytes(table.groups), dtype=torch.uint8), x.clone()
     for rank, row in enumerate(rows):
         kernels.natural_encode(x, table, _ROUND, rank, row)
@@ -76,8 +84,8 @@ def _natural(kernels: Kernels) -> list[torch.Tensor]:
     return [rows, decoded]
 
 
-def _lattice(kernels: Kernels) -> list[torch.Tensor]:
-    x, table = _case()
+def _lattice(kernels: Kernels, size: int = 1) -> list[torch.Tensor]:
+    x, table = _case(size)
     side, shifts, results = torch.tensor([0.3, 0.2]), dither_shifts(3), []
     for colours in (8, 16):
         rows = torch.empty(3, packed_groups(table.groups, digit_layout(colours)), dtype=torch.uint8)
@@ -87,16 +95,16 @@ def _lattice(kernels: Kernels) -> list[torch.Tensor]:
         ]
         decoded = x.clone()
         for accumulate in (False, True):
-            checks += kernels.lattice_mean(
-                rows, table, 1 / side, side, colours, _ROUND, 1, shifts, x, decoded, accumulate
+            checks.append(
+                kernels.lattice_mean(rows, table, 1 / side, side, colours, _ROUND, 1, shifts, x, decoded, accumulate)
             )
-        results += [rows, decoded, torch.tensor(checks)]
+        results += [rows, decoded, torch.cat(checks)]
     return results
 
 
-def _signs(kernels: Kernels) -> list[torch.Tensor]:
-    x, table = _case()
-    sums, runs = kernels.sign_sums(x, table), RunTable(table, 37)
+def _signs(kernels: Kernels, size: int = 1) -> list[torch.Tensor]:
+    x, table = _case(size)
+    sums, runs = kernels.sign_sums(x, table), RunTable(table, 37 * size)
     rows = torch.empty(3, SIGN_BYTES * table.groups, dtype=torch.uint8)
     for shift, row in enumerate(rows):
         kernels.sign_encode(x.roll(shift), table, 0, table.groups, row)
@@ -108,7 +116,7 @@ def _signs(kernels: Kernels) -> list[torch.Tensor]:
     return [kernels.finite(x, table), sums.above, sums.below, sums.count, rows, voted, decoded]
 
 
-SELF_TESTS: dict[str, Callable[[Kernels], list[torch.Tensor]]] = {
+SELF_TESTS: dict[str, Callable[..., list[torch.Tensor]]] = {
     "moments": _moments,
     "ternary": _ternary,
     "levels": _levels,
@@ -116,9 +124,9 @@ SELF_TESTS: dict[str, Callable[[Kernels], list[torch.Tensor]]] = {
     "lattice": _lattice,
     "signs": _signs,
 }
-"""By family; each runs all methods of its family."""
+"""By family; each runs all operations of its family, on ``NUMEL * size`` elements where a second argument says so."""
 
 
 def agree(family: str, first: Kernels, second: Kernels) -> bool:
-    """Tell whether two backends give the same bits in a family's trial."""
+    """Tell whether two backends give the same bits in a family's self test."""
     return all(torch.equal(a, b) for a, b in zip(*(SELF_TESTS[family](kernels) for kernels in (first, second))))

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from gradwire.errors import HyperparameterError
 
-__all__ = ["BLOCK_SIZE", "GROUP_BYTES", "GROUP_SIZE", "LANES", "PLANES", "SegmentTable"]
+__all__ = ["BLOCK_SIZE", "GROUP_BYTES", "GROUP_SIZE", "LANES", "PLANES", "SIGN_BYTES", "Columns", "SegmentTable"]
 
 LANES = 16
 """Values side by side in a group: one vector register of float32 with AVX-512."""
@@ -24,10 +24,23 @@ GROUP_SIZE = LANES * PLANES
 GROUP_BYTES = LANES
 """Bytes of an encoded group: byte j holds the trits of elements j, 16 + j, 32 + j, 48 + j and 64 + j."""
 
+SIGN_BYTES = GROUP_SIZE // 8
+"""Bytes of the signs of a group, a bit an element."""
+
 BLOCK_SIZE = 4096
 """Elements of a block of exact moments: 16 KiB of float32, so that its second pass reads the L1 cache."""
 
 _MAX_GROUPS = 2**28  # 16 Philox blocks a group: one more and the 32-bit block counter of a parameter would wrap
+
+
+class Columns(NamedTuple):
+    """The columns of a :class:`SegmentTable`, as compiled code takes them: in one object."""
+
+    offset: npt.NDArray[np.int64]
+    numel: npt.NDArray[np.int64]
+    start: npt.NDArray[np.int64]
+    key: npt.NDArray[np.uint32]
+    first_group: npt.NDArray[np.int64]
 
 
 class SegmentTable:
@@ -46,6 +59,7 @@ class SegmentTable:
 
     Attributes:
         first_group: number of groups before each segment, int64 ``[S + 1]``.
+        columns: all five columns.
 
     Example:
         >>> table = SegmentTable(offset=[0, 100], numel=[100, 80], start=[0, 160], key=[(1, 2), (3, 4)])
@@ -53,7 +67,7 @@ class SegmentTable:
         ([0, 2, 3], 3, 180)
     """
 
-    __slots__ = ("extent", "first_group", "groups", "key", "numel", "offset", "segments", "start")
+    __slots__ = ("columns", "extent", "first_group", "groups", "key", "numel", "offset", "segments", "start")
 
     offset: npt.NDArray[np.int64]
     numel: npt.NDArray[np.int64]
@@ -80,7 +94,8 @@ class SegmentTable:
         self.groups = int(self.first_group[-1])
         # Elements that x must have at least.
         self.extent = int((self.offset + self.numel)[-1]) if self.segments else 0
-        for column in (self.offset, self.numel, self.start, self.key, self.first_group):
+        self.columns = Columns(self.offset, self.numel, self.start, self.key, self.first_group)
+        for column in self.columns:
             column.flags.writeable = False
 
     def _check(self) -> None:

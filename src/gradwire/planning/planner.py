@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from gradwire.drivers import Meter, dry_run
-from gradwire.kernels import CODERS, Kernels, get_kernels
+from gradwire.kernels import CODERS, Kernels, chosen, get_kernels
 from gradwire.methods import Method, require
 from gradwire.planning.coder_times import measure_coders
 from gradwire.planning.options import Options, dense_names
@@ -103,6 +104,12 @@ class Planner:
     def backend(self) -> str:
         """The backend that runs; "none" where the method needs no kernels."""
         return self.kernels.name if self.method.kernels else "none"
+
+    @property
+    def chosen_kernels(self) -> dict[str, dict[str, Any]]:
+        """What the backend "auto" chose for the families of kernels that the method calls, and the times it took."""
+        ours = self.method.kernels if self.options.backend == "auto" else ()
+        return {family: row for family, row in chosen().items() if family in ours}
 
     def is_warm_up(self, round: int) -> bool:
         """Tell whether that round travels in float32."""

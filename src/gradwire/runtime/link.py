@@ -252,6 +252,7 @@ class Link:
             "method": repr(self.method),
             "world_size": self.world_size,
             "backend": planner.backend,
+            "kernels": planner.chosen_kernels,
             "lanes": len(self._runtime.lanes),
             "collectives": dict(planner.chosen),
             "dense_parameters": sorted(planner.dense),

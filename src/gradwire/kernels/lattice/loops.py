@@ -1,96 +1,146 @@
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, misc, untyped-decorator"
-"""Compiled loops over segments and groups for lattices; see ``ternary/loops.py`` for the rules."""
+"""Compiled loops over segments and groups for lattices. See ``ternary/loops.py`` for the rules."""
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import numpy as np
+import numpy.typing as npt
 from numba import njit
 
-from gradwire.kernels.numba_core.overloads import either
+from gradwire.kernels.numba_core.compiled import TILE_GROUPS, Compiled, rows_of
+from gradwire.kernels.numba_core.overloads import either, kept
+from gradwire.kernels.numba_core.segments import draw_of, find_segment, next_piece, noise_at
 from gradwire.kernels.numba_core.vectors import prefer_wide
-from gradwire.kernels.packing.loops import digits_any
-from gradwire.kernels.ternary.loops import pack_any
+from gradwire.kernels.packing.divisions import word_table
+from gradwire.kernels.packing.loops import pack, tile_groups, unpack
+from gradwire.kernels.table import GROUP_SIZE
 
-__all__ = ["lattice_encode_range", "lattice_mean_range"]
+__all__ = ["LatticeLoops", "lattice_encode_range", "lattice_mean_range"]
 
-# Of all that this is compiled from, so that Numba drops what it kept when that changes (``make digests``).
-DIGEST = "93f627ca6db09649"
+# Of all that this is compiled from: what Numba keeps on disk is kept under this name (``make digests``).
+DIGEST = "255b34d97d8c66d7"
 
-_TILE_GROUPS = 40
 _ROWS_TILE_GROUPS = 12
 """Groups of all rows decoded before they are summed: of eight rows 30 KiB."""
+
+_WORD = 0xFFFFFFFF
 
 lattice_colours = either("lattice_colours", "lattice.scalar", "lattice.simd")
 lattice_sums = either("lattice_sums", "lattice.scalar", "lattice.simd")
 
 
-@njit(nogil=True, cache=True)
-def lattice_encode_range(
-    variant, x, offset, numel, start, key, first_group, inverse, bits, shift, round, stream, begin, end, segment,
-    per_word, word_bytes, out, checks,
-):  # fmt: skip
-    """Encode groups ``begin .. end``, the first in ``segment``; ``checks`` (int32 ``[16]``) are added to."""
+class Sides(NamedTuple):
+    """The side s of each segment's lattice, and 1 / s; or those of one segment."""
+
+    inverse: Any
+    scale: Any
+
+
+class Colours(NamedTuple):
+    """Colours (float32) of neighbouring groups of all rows, ``distance`` from row to row, and their senders' shifts."""
+
+    digits: Any
+    distance: int
+    shifts: Any
+    bits: int
+
+
+class LatticeLoops(Compiled):
+    """The operations of lattices."""
+
+    def lattice_encode(self, x, table, inverse, layout, round, stream, shift, out, check):
+        values, words, factors, digits = x.numpy(), out.numpy(), inverse.numpy(), word_table(layout)
+        draw = draw_of(round, stream)
+        checks: list[npt.NDArray[np.int32]] = []
+
+        def work(begin: int, end: int) -> None:
+            own = np.zeros(16, np.int32)
+            checks.append(own)
+            lattice_encode_range(
+                self.simd, values, table.columns, factors, np.int32(shift), draw, (begin, end), digits, words, own
+            )
+
+        self.split(table.groups, layout.digits, GROUP_SIZE, work)
+        check[0] = int(sum(part.sum(dtype=np.int64) for part in checks)) & _WORD
+
+    def lattice_mean(self, rows, table, inverse, scale, layout, round, stream, shifts, own, x, accumulate, checks):
+        payloads, number, values, target = rows_of(rows), rows.shape[0], own.numpy(), x.numpy()
+        sides, digits = Sides(inverse.numpy(), scale.numpy()), word_table(layout)
+        draw, dithers = draw_of(round, stream), np.array(shifts, np.int32)
+        parts: list[npt.NDArray[np.int32]] = []
+
+        def work(begin: int, end: int) -> None:
+            ours = np.zeros(16 * number, np.int32)
+            parts.append(ours)
+            lattice_mean_range(
+                self.simd, payloads, digits, values, target, table.columns, sides, (draw, dithers),
+                (begin, end, accumulate), ours,
+            )  # fmt: skip
+
+        self.split(table.groups, layout.digits, GROUP_SIZE * number, work)
+        total = np.sum([part.reshape(number, 16).sum(1, dtype=np.int64) for part in parts], axis=0)
+        checks.numpy()[:] = total & _WORD
+
+
+@njit(nogil=True)
+def _bits(layout):
+    """Return the bits of a colour, the base being a power of two."""
+    bits = 0
+    while 1 << bits < layout.base:
+        bits += 1
+    return bits
+
+
+@kept(DIGEST)
+def lattice_encode_range(simd, x, table, inverse, shift, draw, groups, layout, out, checks):
+    """Encode ``groups`` from the first to before the last; ``checks`` (int32 ``[16]``) are added to."""
     prefer_wide()
-    base = 1 << bits
-    # A multiple of per_word groups makes whole blocks of words.
-    tile = per_word * max(1, _TILE_GROUPS // per_word)
-    digits = np.empty(80 * tile + 16 * per_word, np.uint16)
+    (begin, end), bits = groups, _bits(layout)
+    tile = tile_groups(layout.digits, TILE_GROUPS)
+    digits = np.empty(80 * tile + 16 * layout.digits, np.uint16)
+    segment = find_segment(table, begin)
     for tile_begin in range(begin, end, tile):
-        tile_end = min(end, tile_begin + tile)
-        group = tile_begin
+        group, tile_end = tile_begin, min(end, tile_begin + tile)
         while group < tile_end:
-            while first_group[segment + 1] <= group:
-                segment += 1
-            within = 80 * (group - first_group[segment])
-            stop = min(tile_end, first_group[segment + 1])
-            count = min(80 * (stop - group), numel[segment] - within)
+            piece = next_piece(table, segment, group, tile_end)
+            segment = piece.segment
             lattice_colours(
-                variant, x, offset[segment] + within, count, inverse[segment], bits, shift, key[segment, 0],
-                key[segment, 1], round, stream, (start[segment] + within) // 80 * 16, digits,
+                simd, x, piece.at, piece.numel, inverse[segment], bits, shift, noise_at(table, piece, draw), digits,
                 80 * (group - tile_begin), checks,
             )  # fmt: skip
-            group = stop
-        size = 80 * (tile_end - tile_begin)
-        blocks = (size + 16 * per_word - 1) // (16 * per_word)
-        digits[size : blocks * 16 * per_word] = np.uint16(base // 2)
-        pack_any(variant, digits, blocks, per_word, base, word_bytes, out, tile_begin // per_word * 5 * 16 * word_bytes)
+            group = piece.stop
+        pack(simd, digits, tile_end - tile_begin, layout, out, tile_begin)
 
 
-@njit(nogil=True, cache=True)
-def lattice_mean_range(
-    variant, rows, stride, number, own, x, offset, numel, start, key, first_group, inverse, scale, accumulate, bits,
-    shifts, round, stream, begin, end, segment, per_word, word_bytes, low, power, reciprocals, checks,
-):  # fmt: skip
-    """Decode groups ``begin .. end`` of all rows; ``checks`` (int32 ``[16 * number]``) are added to."""
+@kept(DIGEST)
+def lattice_mean_range(simd, rows, layout, own, x, table, sides, draws, groups, checks):
+    """Decode groups ``(begin, end, accumulate)`` of all rows; ``checks`` (int32 ``[16 * number]``) are added to.
+
+    ``draws`` are the shared draw and the rows' shifts.
+    """
     prefer_wide()
-    base = 1 << bits
-    tile = per_word * max(1, _ROWS_TILE_GROUPS // per_word)
-    distance = 80 * tile + 16 * per_word
-    colours = np.empty(number * distance, np.float32)
+    (begin, end, accumulate), (draw, shifts) = groups, draws
+    tile = tile_groups(layout.digits, _ROWS_TILE_GROUPS)
+    distance = 80 * tile + 16 * layout.digits
+    colours = Colours(np.empty(rows.number * distance, np.float32), distance, shifts, _bits(layout))
+    segment = find_segment(table, begin)
     for tile_begin in range(begin, end, tile):
-        tile_end = min(end, tile_begin + tile)
-        blocks = (5 * (tile_end - tile_begin) + per_word - 1) // per_word
-        for row in range(number):
-            position = row * stride + tile_begin // per_word * 5 * 16 * word_bytes
-            digits_any(
-                variant, rows, position, blocks, per_word, base, word_bytes, low, power, reciprocals,
-                colours[row * distance : (row + 1) * distance],
-            )  # fmt: skip
-        group = tile_begin
+        group, tile_end = tile_begin, min(end, tile_begin + tile)
+        for row in range(rows.number):
+            part = colours.digits[row * distance : (row + 1) * distance]
+            unpack(simd, rows, row, tile_end - tile_begin, layout, tile_begin, part)
         while group < tile_end:
-            while first_group[segment + 1] <= group:
-                segment += 1
-            within = 80 * (group - first_group[segment])
-            stop = min(tile_end, first_group[segment + 1])
-            count = min(80 * (stop - group), numel[segment] - within)
-            first, factor = offset[segment] + within, scale[segment]
-            if np.isfinite(factor):
+            piece = next_piece(table, segment, group, tile_end)
+            segment = piece.segment
+            at, count, side = piece.at, piece.numel, Sides(sides.inverse[segment], sides.scale[segment])
+            if np.isfinite(side.scale):
                 lattice_sums(
-                    variant, own, x, first, count, inverse[segment], factor, accumulate, bits, shifts, number, colours,
-                    distance, 80 * (group - tile_begin), key[segment, 0], key[segment, 1], round, stream,
-                    (start[segment] + within) // 80 * 16, checks,
+                    simd, own, x, at, count, side, colours, 80 * (group - tile_begin), noise_at(table, piece, draw),
+                    checks, accumulate,
                 )  # fmt: skip
             else:
-                for i in range(first, first + count):
-                    x[i] = x[i] + factor if accumulate else factor
-            group = stop
+                for i in range(at, at + count):
+                    x[i] = x[i] + side.scale if accumulate else side.scale
+            group = piece.stop

@@ -6,84 +6,54 @@ from collections.abc import Sequence
 
 import torch
 
-from gradwire.kernels.group_index import Places
-from gradwire.kernels.lattice.base import FAR, check_lattice
-from gradwire.kernels.packing.reference import pack_words, unpack_words
-from gradwire.kernels.philox import uniform_integers
-from gradwire.kernels.table import GROUP_SIZE, SegmentTable
+from gradwire.kernels.group_index import GroupIndex
+from gradwire.kernels.lattice.operations import FAR
+from gradwire.kernels.packing.layout import DigitLayout
+from gradwire.kernels.packing.reference import pack_digits, unpack_digits
+from gradwire.kernels.table import SegmentTable
 
-__all__ = ["ReferenceLattice"]
+__all__ = ["lattice_encode", "lattice_mean"]
 
 _WORD = 0xFFFFFFFF
 
 
-class ReferenceLattice:
-    """See :class:`gradwire.kernels.lattice.base.LatticeKernels` for what each method computes."""
+def lattice_encode(
+    x: torch.Tensor, table: SegmentTable, inverse: torch.Tensor, layout: DigitLayout, round: int, stream: int,
+    shift: int, out: torch.Tensor, check: torch.Tensor,
+) -> None:  # fmt: skip
+    where, colours = GroupIndex(table), layout.base
+    uniform = where.uniform(round, stream)
+    t, _ = _scaled(x, where, inverse, uniform, shift)
+    k = t.round().to(torch.int64)
+    colour = k % colours
+    pack_digits(colour.reshape(-1), layout, out)
+    check[0] = _check((k - colour) // colours, uniform)
 
-    def lattice_encode(
-        self,
-        x: torch.Tensor,
-        table: SegmentTable,
-        inverse: torch.Tensor,
-        colours: int,
-        round: int,
-        stream: int,
-        shift: int,
-        out: torch.Tensor,
-    ) -> int:
-        layout = check_lattice(x, table, inverse, colours, round, stream, out[None], [shift])
-        if not table.groups:
-            return 0
-        where = Places(table)
-        uniform = uniform_integers(where.group, where.key, round, stream).reshape(-1, GROUP_SIZE)
-        t, _ = _scaled(x, where, inverse, uniform, shift)
-        k = t.round().to(torch.int64)
-        colour = k % colours
-        pack_words(colour.reshape(-1), layout, out)
-        return _check((k - colour) // colours, uniform)
 
-    def lattice_mean(
-        self,
-        rows: torch.Tensor,
-        table: SegmentTable,
-        inverse: torch.Tensor,
-        scale: torch.Tensor,
-        colours: int,
-        round: int,
-        stream: int,
-        shifts: Sequence[int],
-        own: torch.Tensor,
-        x: torch.Tensor,
-        accumulate: bool = False,
-    ) -> list[int]:
-        layout = check_lattice(own, table, inverse, colours, round, stream, rows, shifts)
-        check_lattice(x, table, scale, colours, round, stream, rows, shifts)
-        if not table.groups:
-            return [0] * len(shifts)
-        where = Places(table)
-        uniform = uniform_integers(where.group, where.key, round, stream).reshape(-1, GROUP_SIZE)
-        factor, total, checks = scale.detach()[where.segment, None], torch.zeros(()), []
-        usable = torch.isfinite(factor)
-        for number, (row, shift) in enumerate(zip(rows, shifts)):
-            t, theta = _scaled(own, where, inverse, uniform, shift)
-            colour = unpack_words(row, layout)[: uniform.numel()].reshape(-1, GROUP_SIZE).clamp(max=colours - 1)
-            turn = ((t - colour.to(torch.float32)) * (1.0 / colours)).round().to(torch.int64)
-            checks.append(_check(torch.where(usable, turn, 0), uniform))
-            value = ((colour + colours * turn).to(torch.float32) + theta) * factor
-            total = value if number == 0 else total + value
-        found = torch.where(usable, total, factor)[where.inside]
-        target, index = x.detach(), where.index[where.inside]
-        target[index] = target[index] + found if accumulate else found
-        return checks
+def lattice_mean(
+    rows: torch.Tensor, table: SegmentTable, inverse: torch.Tensor, scale: torch.Tensor, layout: DigitLayout,
+    round: int, stream: int, shifts: Sequence[int], own: torch.Tensor, x: torch.Tensor, accumulate: bool,
+    checks: torch.Tensor,
+) -> None:  # fmt: skip
+    where, colours = GroupIndex(table), layout.base
+    uniform, factor, total = where.uniform(round, stream), scale[where.segment, None], torch.zeros(())
+    usable = torch.isfinite(factor)
+    for number, (row, shift) in enumerate(zip(rows, shifts)):
+        t, theta = _scaled(own, where, inverse, uniform, shift)
+        colour = unpack_digits(row, layout, table.groups)
+        turn = ((t - colour.to(torch.float32)) * (1.0 / colours)).round().to(torch.int64)
+        checks[number] = _check(torch.where(usable, turn, 0), uniform)
+        value = ((colour + colours * turn).to(torch.float32) + theta) * factor
+        total = value if number == 0 else total + value
+    where.write(torch.where(usable, total, factor), x, accumulate)
 
 
 def _scaled(
-    x: torch.Tensor, where: Places, inverse: torch.Tensor, uniform: torch.Tensor, shift: int
+    x: torch.Tensor, where: GroupIndex, inverse: torch.Tensor, uniform: torch.Tensor, shift: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Give t and theta of every element."""
-    values = torch.where(where.inside, x.detach()[where.index], 0.0)
+    """Return t and theta of every element."""
     theta = ((uniform + shift) % (1 << 24)).to(torch.float32) * 2.0**-24 - 0.5
-    t = values * inverse.detach()[where.segment, None] - theta
+    t = where.values(x) * inverse[where.segment, None] - theta
     return torch.where(t.abs() < FAR, t, 0.0), theta
 
 

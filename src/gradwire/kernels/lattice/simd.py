@@ -1,17 +1,15 @@
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, misc, untyped-decorator"
-"""Explicit-vector bodies for lattices. See ``loops.py`` for who calls them."""
+"""Explicit-vector bodies of lattices. See ``loops.py`` for who calls them."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
 
-from gradwire.kernels.lattice.base import FAR
+from gradwire.kernels.lattice.operations import FAR
 from gradwire.kernels.numba_core.philox_simd import PhiloxVectors, five_words
-from gradwire.kernels.numba_core.vectors import F32, I1, I16, I32, I64, Emitter, data_pointer, loop, vector
+from gradwire.kernels.numba_core.vectors import F32, I1, I16, I32, I64, Emitter, loop, vector, vector_body
 from gradwire.kernels.table import GROUP_SIZE, LANES, PLANES
 
 __all__ = ["lattice_colours", "lattice_sums"]
@@ -21,7 +19,7 @@ _FLAT = vector(I32, LANES)
 
 
 def _scaled(e: Emitter, product: Any, place: Any, shift: Any, checked: bool = True) -> tuple[Any, Any]:
-    """Give t and theta of sixteen elements; unless ``checked``, all products are known to be near.
+    """Return t and theta of sixteen elements; unless ``checked``, all products are known to be near.
 
     ``place`` is ``u 2^8`` and ``shift`` the sender's times 2^8, less 2^31: their sum, as it wraps, is theta 2^32.
     """
@@ -35,12 +33,12 @@ def _scaled(e: Emitter, product: Any, place: Any, shift: Any, checked: bool = Tr
 
 
 def _places(e: Emitter, words: list[Any]) -> list[Any]:
-    """Give the uniform integers times 2^8, of the words that hold them in their upper bits."""
+    """Return the uniform integers times 2^8, of the words that hold them in their upper bits."""
     return [e.b.and_(word, e.constant(0xFFFFFF00)) for word in words]
 
 
 def _turned(e: Emitter, shift: Any) -> Any:
-    """Give a shift as ``_scaled`` wants it, in all lanes."""
+    """Return a shift as ``_scaled`` wants it, in all lanes."""
     b = e.b
     return e.splat(b.xor(b.shl(shift, ir.Constant(I32, 8)), ir.Constant(I32, 0x80000000)))
 
@@ -50,148 +48,116 @@ def _groups(b: Any, count: Any) -> Any:
 
 
 def _odd(e: Emitter, word: Any) -> Any:
-    """Give ``2 u + 1``."""
+    """Return ``2 u + 1``."""
     return e.b.or_(e.shift_right(word, 7), e.constant(1))
 
 
-@intrinsic
-def lattice_colours(
-    typing_context, x, first, count, inverse, bits, shift, key0, key1, round, stream, block, digits, at, checks
-):
+@vector_body()
+def lattice_colours(e, x, first, count, inverse, bits, shift, noise, digits, at, checks):
     """Write the colours of ``count`` elements from ``x[first]`` and add to the lanes of their check."""
+    b, values, target, checks = e.b, x.pointer(first, F32), digits.pointer(at, I16), checks.pointer(0, I32)
+    inverse, narrow, shift = e.splat(inverse), b.trunc(bits, I32), _turned(e, shift)
+    bits = e.splat(narrow)
+    mask = e.splat(b.sub(b.shl(ir.Constant(I32, 1), narrow), ir.Constant(I32, 1)))
+    source = PhiloxVectors(e, noise)
 
-    def codegen(context, builder, signature, arguments):
-        b, e = builder, Emitter(builder)
-        values = data_pointer(context, b, signature.args[0], arguments[0], arguments[1], F32)
-        target = data_pointer(context, b, signature.args[11], arguments[11], arguments[12], I16)
-        checks = data_pointer(context, b, signature.args[13], arguments[13], ir.Constant(I64, 0), I32)
-        count, inverse, narrow = arguments[2], e.splat(arguments[3]), b.trunc(arguments[4], I32)
-        bits, shift = e.splat(narrow), _turned(e, arguments[5])
-        mask = e.splat(b.sub(b.shl(ir.Constant(I32, 1), narrow), ir.Constant(I32, 1)))
-        source = PhiloxVectors(e, (arguments[6], arguments[7]), arguments[8], arguments[9])
+    def group(index: Any, products: list[Any]) -> list[Any]:
+        begin = b.mul(index, ir.Constant(I64, GROUP_SIZE))
+        here = e.at(values, begin, F32)
+        masks = e.lanes_below(b.sub(count, begin), PLANES)
+        words = five_words(e, source.words(list(products))[0])
+        sums = e.load(checks, I32)
+        for plane, (word, place, inside) in enumerate(zip(words, _places(e, words), masks)):
+            pointer = e.at(here, LANES * plane, F32)
+            e.prefetch(e.at(pointer, _AHEAD, F32))
+            t, _ = _scaled(e, b.fmul(e.masked_load(pointer, F32, inside), inverse), place, shift)
+            k = b.fptosi(e.lanewise("rint", t), _FLAT)
+            to = e.at(target, b.add(begin, ir.Constant(I64, LANES * plane)), I16)
+            e.store(b.trunc(b.and_(k, mask), vector(I16, LANES)), to, align=2)
+            sums = b.add(sums, b.mul(b.ashr(k, bits), _odd(e, word)))
+        e.store(sums, checks, align=4)
+        return source.advance(list(products), 16)
+
+    loop(b, _groups(b, count), 1, source.products(), group)
+
+
+@vector_body()
+def lattice_sums(e, own, x, first, count, side, colours, at, noise, checks, accumulate):
+    """Sum the points of all rows next to ``own[first]`` and on; row r's check has sixteen lanes, from ``16 * r`` on."""
+    b, zero = e.b, ir.Constant(I64, 0)
+    values, target, checks = own.pointer(first, F32), x.pointer(first, F32), checks.pointer(0, I32)
+    shifts, digits, distance = colours.shifts.pointer(0, I32), colours.digits.pointer(at, F32), colours.distance
+    number, inverse, scale, adds = (
+        colours.shifts.length,
+        e.splat(side.inverse),
+        e.splat(side.scale),
+        e.splat(accumulate),
+    )
+    narrow = b.trunc(colours.bits, I32)
+    # Added to d, this leaves the multiple of q next to d, since the last bit of such a sum is worth q, as long as d
+    # is below 2^22 q in magnitude. Ties go to even multiples, which the sum's bits count.
+    magnet = e.splat(b.fmul(b.sitofp(b.shl(ir.Constant(I32, 1), narrow), F32), ir.Constant(F32, 1.5 * (1 << 23))))
+    magnet_bits = b.bitcast(magnet, _FLAT)
+    source = PhiloxVectors(e, noise)
+
+    def some(first: Any, number_of_groups: Any, products: list[Any], whole: bool) -> list[Any]:
+        """Sum so many groups from group ``first`` on; ``whole`` if all are, else what is past the end is left."""
 
         def group(index: Any, products: list[Any]) -> list[Any]:
-            begin = b.mul(index, ir.Constant(I64, GROUP_SIZE))
-            here = e.at(values, begin, F32)
-            masks = e.lanes_below(b.sub(count, begin), PLANES)
+            begin = b.mul(b.add(first, index), ir.Constant(I64, GROUP_SIZE))
+            masks = [None] * PLANES if whole else e.lanes_below(b.sub(count, begin), PLANES)
             words = five_words(e, source.words(list(products))[0])
-            sums = e.load(checks, I32)
-            for plane, (word, place, inside) in enumerate(zip(words, _places(e, words), masks)):
-                pointer = e.at(here, LANES * plane, F32)
-                e.prefetch(e.at(pointer, _AHEAD, F32))
-                t, _ = _scaled(e, b.fmul(e.masked_load(pointer, F32, inside), inverse), place, shift)
-                k = b.fptosi(e.lanewise("rint", t), _FLAT)
-                to = e.at(target, b.add(begin, ir.Constant(I64, LANES * plane)), I16)
-                e.store(b.trunc(b.and_(k, mask), vector(I16, LANES)), to, align=2)
-                sums = b.add(sums, b.mul(b.ashr(k, bits), _odd(e, word)))
-            e.store(sums, checks, align=4)
+            places, odds = _places(e, words), [_odd(e, word) for word in words]
+            scaled = []
+            for plane, inside in enumerate(masks):
+                at = e.at(values, b.add(begin, ir.Constant(I64, LANES * plane)), F32)
+                e.prefetch(e.at(at, _AHEAD, F32))
+                value = e.load(at, F32, align=4) if inside is None else e.masked_load(at, F32, inside)
+                scaled.append(b.fmul(value, inverse))
+
+            def summed(checked: bool) -> None:
+                def row(index: Any, totals: list[Any]) -> list[Any]:
+                    shift = _turned(e, b.load(e.at(shifts, index, I32)))
+                    here = e.at(digits, b.add(b.mul(index, distance), begin), F32)
+                    check = e.at(checks, b.mul(index, ir.Constant(I64, LANES)), I32)
+                    new, sums = [], e.load(check, I32)
+                    for plane, (product, place, odd) in enumerate(zip(scaled, places, odds)):
+                        t, theta = _scaled(e, product, place, shift, checked)
+                        colour = e.load(e.at(here, LANES * plane, F32), F32)
+                        attracted = b.fadd(b.fsub(t, colour), magnet)
+                        turn = b.sub(b.bitcast(attracted, _FLAT), magnet_bits)
+                        sums = b.add(sums, b.mul(turn, odd))
+                        # Below 2^24, so exact.
+                        k = b.fadd(colour, b.fsub(attracted, magnet))
+                        new.append(b.fadd(totals[plane], b.fmul(b.fadd(k, theta), scale)))
+                    e.store(sums, check, align=4)
+                    return new
+
+                # Minus zero, since adding that changes nothing, not even the sign of a zero.
+                totals = loop(b, number, 1, [e.constant(-0.0, F32)] * PLANES, row)
+                for plane, (total, inside) in enumerate(zip(totals, masks)):
+                    to = e.at(target, b.add(begin, ir.Constant(I64, LANES * plane)), F32)
+                    before = e.masked_load(to, F32, adds if inside is None else b.and_(inside, adds))
+                    total = b.select(adds, b.fadd(before, total), total)
+                    if inside is None:
+                        e.store(total, to, align=4)
+                    else:
+                        e.masked_store(total, to, inside)
+
+            near = e.constant(1, I1)
+            for product in scaled:
+                here = b.fcmp_ordered("<", e.lanewise("fabs", product), e.constant(FAR - 1, F32))
+                near = b.and_(near, here)
+            all_near = b.icmp_signed("==", e.mask_bits(near), ir.Constant(I64, (1 << LANES) - 1))
+            with b.if_else(all_near) as (then, otherwise):
+                with then:
+                    summed(False)
+                with otherwise:
+                    summed(True)
             return source.advance(list(products), 16)
 
-        loop(b, _groups(b, count), 1, source.products(arguments[10]), group)
-        return context.get_dummy_value()
+        return loop(b, number_of_groups, 1, products, group)
 
-    return (
-        types.void(
-            x, first, count, inverse, bits, shift, key0, key1, round, stream, block, digits, at, checks
-        ),
-        codegen,
-    )  # fmt: skip
-
-
-@intrinsic
-def lattice_sums(
-    typing_context, own, x, first, count, inverse, scale, accumulate, bits, shifts, number, colours, distance, at,
-    key0, key1, round, stream, block, checks,
-):  # fmt: skip
-    """Sum the points of all rows next to ``own[first]`` and on; ``colours`` are float32.
-
-    Row r's are at ``colours[r * distance + at]``, and its check has the sixteen lanes from ``checks[16 * r]``.
-    """
-
-    def codegen(context, builder, signature, arguments):
-        b, e = builder, Emitter(builder)
-        pointer = lambda i, index, kind: data_pointer(  # noqa: E731
-            context, b, signature.args[i], arguments[i], index, kind
-        )
-        zero = ir.Constant(I64, 0)
-        values, target = pointer(0, arguments[2], F32), pointer(1, arguments[2], F32)
-        shifts, colours = pointer(8, zero, I32), pointer(10, arguments[12], F32)
-        checks = pointer(18, zero, I32)
-        count, inverse, scale, adds = arguments[3], e.splat(arguments[4]), e.splat(arguments[5]), e.splat(arguments[6])
-        narrow, number, distance = b.trunc(arguments[7], I32), arguments[9], arguments[11]
-        # Added to d, this leaves the multiple of q next to d, since the last bit of such a sum is worth q, as long as d
-        # is below 2^22 q in magnitude. Ties go to even multiples, which the sum's bits count.
-        magnet = e.splat(b.fmul(b.sitofp(b.shl(ir.Constant(I32, 1), narrow), F32), ir.Constant(F32, 1.5 * (1 << 23))))
-        magnet_bits = b.bitcast(magnet, _FLAT)
-        source = PhiloxVectors(e, (arguments[13], arguments[14]), arguments[15], arguments[16])
-
-        def some(first: Any, number_of_groups: Any, products: list[Any], whole: bool) -> list[Any]:
-            """Sum so many groups from group ``first`` on; ``whole`` if all are, else what is past the end is left."""
-
-            def group(index: Any, products: list[Any]) -> list[Any]:
-                begin = b.mul(b.add(first, index), ir.Constant(I64, GROUP_SIZE))
-                masks = [None] * PLANES if whole else e.lanes_below(b.sub(count, begin), PLANES)
-                words = five_words(e, source.words(list(products))[0])
-                places, odds = _places(e, words), [_odd(e, word) for word in words]
-                scaled = []
-                for plane, inside in enumerate(masks):
-                    at = e.at(values, b.add(begin, ir.Constant(I64, LANES * plane)), F32)
-                    e.prefetch(e.at(at, _AHEAD, F32))
-                    value = e.load(at, F32, align=4) if inside is None else e.masked_load(at, F32, inside)
-                    scaled.append(b.fmul(value, inverse))
-
-                def summed(checked: bool) -> None:
-                    def row(index: Any, totals: list[Any]) -> list[Any]:
-                        shift = _turned(e, b.load(e.at(shifts, index, I32)))
-                        here = e.at(colours, b.add(b.mul(index, distance), begin), F32)
-                        check = e.at(checks, b.mul(index, ir.Constant(I64, LANES)), I32)
-                        new, sums = [], e.load(check, I32)
-                        for plane, (product, place, odd) in enumerate(zip(scaled, places, odds)):
-                            t, theta = _scaled(e, product, place, shift, checked)
-                            colour = e.load(e.at(here, LANES * plane, F32), F32)
-                            attracted = b.fadd(b.fsub(t, colour), magnet)
-                            turn = b.sub(b.bitcast(attracted, _FLAT), magnet_bits)
-                            sums = b.add(sums, b.mul(turn, odd))
-                            # Below 2^24, so exact.
-                            k = b.fadd(colour, b.fsub(attracted, magnet))
-                            new.append(b.fadd(totals[plane], b.fmul(b.fadd(k, theta), scale)))
-                        e.store(sums, check, align=4)
-                        return new
-
-                    # Minus zero, since adding that changes nothing, not even the sign of a zero.
-                    totals = loop(b, number, 1, [e.constant(-0.0, F32)] * PLANES, row)
-                    for plane, (total, inside) in enumerate(zip(totals, masks)):
-                        to = e.at(target, b.add(begin, ir.Constant(I64, LANES * plane)), F32)
-                        before = e.masked_load(to, F32, adds if inside is None else b.and_(inside, adds))
-                        total = b.select(adds, b.fadd(before, total), total)
-                        if inside is None:
-                            e.store(total, to, align=4)
-                        else:
-                            e.masked_store(total, to, inside)
-
-                near = e.constant(1, I1)
-                for product in scaled:
-                    here = b.fcmp_ordered("<", e.lanewise("fabs", product), e.constant(FAR - 1, F32))
-                    near = b.and_(near, here)
-                all_near = b.icmp_signed("==", e.mask_bits(near), ir.Constant(I64, (1 << LANES) - 1))
-                with b.if_else(all_near) as (then, otherwise):
-                    with then:
-                        summed(False)
-                    with otherwise:
-                        summed(True)
-                return source.advance(list(products), 16)
-
-            return loop(b, number_of_groups, 1, products, group)
-
-        whole = b.sdiv(count, ir.Constant(I64, GROUP_SIZE))
-        products = some(zero, whole, source.products(arguments[17]), True)
-        some(whole, b.sub(_groups(b, count), whole), products, False)
-        return context.get_dummy_value()
-
-    return (
-        types.void(
-            own, x, first, count, inverse, scale, accumulate, bits, shifts, number, colours, distance, at, key0, key1,
-            round, stream, block, checks,
-        ),
-        codegen,
-    )  # fmt: skip
+    whole = b.sdiv(count, ir.Constant(I64, GROUP_SIZE))
+    products = some(zero, whole, source.products(), True)
+    some(whole, b.sub(_groups(b, count), whole), products, False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -10,10 +11,23 @@ import numpy.typing as npt
 from gradwire.errors import HyperparameterError
 from gradwire.kernels.packing.layout import MAX_WORLD_SIZE
 
-__all__ = ["UNIT", "Grid"]
+__all__ = ["UNIT", "Grid", "GridColumns"]
 
 UNIT = float(1 << 24)
 """Levels are compared on this scale, so that a 24-bit uniform integer needs no scaling."""
+
+
+class GridColumns(NamedTuple):
+    """A :class:`Grid`, as compiled code takes it: in one object."""
+
+    values: npt.NDArray[np.float32]
+    edge: npt.NDArray[np.float32]
+    gap: npt.NDArray[np.float32]
+    steps: int
+    positive: int
+    negative: int
+    signed: bool
+    uniform: bool
 
 
 class Grid:
@@ -36,9 +50,10 @@ class Grid:
         uniform: Whether the levels are j / steps.
         signed: Whether r is compared with its sign.
         positive, negative: Digits of the count 0.
+        columns: All of these, but the base.
     """
 
-    __slots__ = ("base", "edge", "gap", "negative", "positive", "signed", "steps", "uniform", "values")
+    __slots__ = ("base", "columns", "edge", "gap", "negative", "positive", "signed", "steps", "uniform", "values")
 
     values: npt.NDArray[np.float32]
     edge: npt.NDArray[np.float32]
@@ -55,10 +70,11 @@ class Grid:
         self.gap = _below(self.edge, upper.astype(np.float32) * np.float32(UNIT))
         for column in (self.values, self.edge, self.gap):
             column.flags.writeable = False
+        self.columns = GridColumns(self.values, self.edge, self.gap, self.steps, positive, negative, signed, uniform)
 
     @classmethod
     def even(cls, levels: int) -> Grid:
-        """Give 0, +-1/s, ..., +-1 for s = ``levels``: base 2s + 1."""
+        """Return 0, +-1/s, ..., +-1 for s = ``levels``: base 2s + 1."""
         s = levels
         ends = np.arange(s + 1) / s
         # Divided in float32, as decoders do.
@@ -67,7 +83,7 @@ class Grid:
 
     @classmethod
     def symmetric(cls, magnitudes: Sequence[float], *, zero: bool = True) -> Grid:
-        """Give +-m for ascending magnitudes in (0, 1], the last 1; and 0 in between if ``zero``.
+        """Return +-m for ascending magnitudes in (0, 1], the last 1; and 0 in between if ``zero``.
 
         Without a zero, what lies between the two smallest levels may change its sign.
         """
@@ -80,7 +96,7 @@ class Grid:
 
     @classmethod
     def ordered(cls, levels: Sequence[float]) -> Grid:
-        """Give ascending levels from -1 to 1, symmetric or not."""
+        """Return ascending levels from -1 to 1, symmetric or not."""
         v = np.asarray(levels, np.float64)
         _check(v, (v[:1] == -1) & (v[-1:] == 1), levels)
         return cls(v, v[:-1], v[1:], positive=0, negative=0, signed=True)
@@ -101,7 +117,7 @@ def _check(ascending: npt.NDArray[np.float64], ends: npt.NDArray[np.bool_], give
 
 
 def _below(edge: npt.NDArray[np.float32], end: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    """Give gaps, shortened until no threshold ``edge + u * gap`` rounds up to the end of its interval."""
+    """Return gaps, shortened until no threshold ``edge + u * gap`` rounds up to the end of its interval."""
     most = np.float32(UNIT - 1)
     gap = ((end.astype(np.float64) - edge) / UNIT).astype(np.float32)
     # Twice as many units of the last place each time: neighbouring levels end at a gap of zero after 24 turns.

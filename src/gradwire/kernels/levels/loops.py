@@ -1,137 +1,146 @@
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, misc, untyped-decorator"
-"""Compiled loops over segments, blocks and groups of levels; see ``ternary/loops.py`` for the rules."""
+"""Compiled loops over segments, blocks and groups of levels. See ``ternary/loops.py`` for the rules."""
 
 from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import njit
 
-from gradwire.kernels.numba_core.overloads import either
+from gradwire.kernels.numba_core.compiled import MIN_STREAMED, STREAMED_GROUPS, TILE_GROUPS, Compiled, rows_of
+from gradwire.kernels.numba_core.overloads import either, kept
+from gradwire.kernels.numba_core.segments import draw_of, find_segment, next_piece, noise_at
 from gradwire.kernels.numba_core.vectors import prefer_wide
-from gradwire.kernels.packing.loops import digits_any, end_streams, sums_any
-from gradwire.kernels.ternary.loops import MIN_STREAMED, STREAMED_GROUPS, pack_any
+from gradwire.kernels.packing.divisions import word_table
+from gradwire.kernels.packing.loops import end_streams, pack, sum_rows, tile_groups, unpack
+from gradwire.kernels.table import GROUP_SIZE
 
-__all__ = ["dequantise_range", "quantise_range", "sum_digits_range"]
+__all__ = ["LevelsLoops", "dequantise_range", "quantise_range", "sum_digits_range"]
 
-# Of all that this is compiled from, so that Numba drops what it kept when that changes (``make digests``).
-DIGEST = "70b34578c04787ee"
-
-_TILE_GROUPS = 40
+# Of all that this is compiled from: what Numba keeps on disk is kept under this name (``make digests``).
+DIGEST = "486bd9fc9701c0c8"
 
 quantise_even = either("quantise_even", "levels.scalar", "levels.simd")
 quantise_steps = either("quantise_steps", "levels.scalar", "levels.simd")
-write_levels = either("write_levels", "levels.scalar", "levels.simd_values")
+write_levels = either("write_levels", "levels.scalar", "levels.simd")
+
+
+class Scales(NamedTuple):
+    """A value a block, and where a piece stands: in ``block``, of which ``left`` elements are left, up to ``last``."""
+
+    values: Any
+    block: int
+    left: int
+    last: int
+    size: int
+
+
+class LevelsLoops(Compiled):
+    """The operations of levels."""
+
+    def quantise(self, x, blocks, inverse, grid, layout, round, stream, out):
+        table, values, factors, words = blocks.table, x.numpy(), inverse.numpy(), out.numpy()
+        draw, digits = draw_of(round, stream), word_table(layout)
+
+        def work(begin: int, end: int) -> None:
+            quantise_range(
+                self.simd, values, table.columns, blocks.columns, factors, grid.columns, draw, begin, end, digits, words
+            )
+
+        self.split(table.groups, layout.digits, GROUP_SIZE, work)
+
+    def dequantise(self, words, blocks, scale, grid, layout, begin, end, x, accumulate):
+        table, packed, factors, target = blocks.table, rows_of(words[None]), scale.numpy(), x.numpy()
+        digits = word_table(layout)
+
+        def work(first: int, last: int) -> None:
+            dequantise_range(
+                self.simd, packed, digits, table.columns, blocks.columns, factors, grid.columns,
+                (begin + first, begin + last, first), target, accumulate,
+            )  # fmt: skip
+
+        self.split(end - begin, layout.digits, GROUP_SIZE, work)
+
+    def sum_digits(self, rows, groups, layout, down, out):
+        payloads, words, both = rows_of(rows), out.numpy(), math.lcm(layout.digits, down.digits)
+        digits, sums = word_table(layout), word_table(down)
+
+        def work(begin: int, end: int) -> None:
+            sum_digits_range(self.simd, payloads, begin, end, digits, sums, both, words)
+
+        self.split(groups, both, GROUP_SIZE * rows.shape[0], work)
 
 
 @njit(nogil=True)
-def _quantise_run(
-    variant, even, x, first, count, inverse, scale_at, left, scale_last, block_size, edge, gap, steps, positive,
-    negative, signed, key0, key1, round, stream, block, digits, at,
-):  # fmt: skip
+def scales_at(blocks, values, piece):
+    """Return the values of blocks for a piece of a segment."""
+    segment, place = piece.segment, blocks.phase[piece.segment] + piece.within
+    block, left = blocks.first[segment] + place // blocks.size, blocks.size - place % blocks.size
+    return Scales(values, block, left, blocks.first[segment + 1] - 1, blocks.size)
+
+
+@njit(nogil=True)
+def _quantise_piece(simd, x, piece, scales, grid, noise, digits, at):
     prefer_wide()
-    if even:
-        quantise_even(
-            variant, x, first, count, inverse, scale_at, left, scale_last, block_size, edge, gap, steps, positive,
-            negative, signed, key0, key1, round, stream, block, digits, at,
-        )  # fmt: skip
+    if grid.uniform:
+        quantise_even(simd, x, piece.at, piece.numel, scales, grid, noise, digits, at)
     else:
-        quantise_steps(
-            variant, x, first, count, inverse, scale_at, left, scale_last, block_size, edge, gap, steps, positive,
-            negative, signed, key0, key1, round, stream, block, digits, at,
-        )  # fmt: skip
+        quantise_steps(simd, x, piece.at, piece.numel, scales, grid, noise, digits, at)
 
 
-@njit(nogil=True, cache=True)
-def quantise_range(
-    variant, x, offset, numel, start, key, first_group, first_block, phase, block_size, inverse, edge, gap, steps,
-    positive, negative, signed, even, round, stream, begin, end, skip, segment, base, per_word, word_bytes, out,
-):  # fmt: skip
-    """Encode groups ``begin .. end``, the first in ``segment``, a tile at a time; that is group ``skip`` of ``out``."""
+@kept(DIGEST)
+def quantise_range(simd, x, table, blocks, inverse, grid, draw, begin, end, layout, out):
+    """Encode groups ``begin .. end``, a tile at a time."""
     prefer_wide()
-    # A multiple of per_word groups makes whole blocks of words.
-    tile = per_word * max(1, _TILE_GROUPS // per_word)
-    digits = np.empty(80 * tile + 16 * per_word, np.uint16)
+    tile = tile_groups(layout.digits, TILE_GROUPS)
+    digits = np.empty(80 * tile + 16 * layout.digits, np.uint16)
+    segment = find_segment(table, begin)
     for tile_begin in range(begin, end, tile):
-        tile_end = min(end, tile_begin + tile)
-        group = tile_begin
+        group, tile_end = tile_begin, min(end, tile_begin + tile)
         while group < tile_end:
-            while first_group[segment + 1] <= group:
-                segment += 1
-            within = 80 * (group - first_group[segment])
-            stop = min(tile_end, first_group[segment + 1])
-            count = min(80 * (stop - group), numel[segment] - within)
-            place = phase[segment] + within
-            scale_at = first_block[segment] + place // block_size
-            _quantise_run(
-                variant, even, x, offset[segment] + within, count, inverse, scale_at, block_size - place % block_size,
-                first_block[segment + 1] - 1, block_size, edge, gap, steps, positive, negative, signed,
-                key[segment, 0], key[segment, 1], round, stream, (start[segment] + within) // 80 * 16, digits,
-                80 * (group - tile_begin),
-            )  # fmt: skip
-            group = stop
-        size = 80 * (tile_end - tile_begin)
-        blocks = (size + 16 * per_word - 1) // (16 * per_word)
-        digits[size : blocks * 16 * per_word] = np.uint16(base // 2)
-        pack_any(
-            variant, digits, blocks, per_word, base, word_bytes, out,
-            (skip + tile_begin - begin) // per_word * 5 * 16 * word_bytes,
-        )  # fmt: skip
+            piece = next_piece(table, segment, group, tile_end)
+            segment = piece.segment
+            scales, noise = scales_at(blocks, inverse, piece), noise_at(table, piece, draw)
+            _quantise_piece(simd, x, piece, scales, grid, noise, digits, 80 * (group - tile_begin))
+            group = piece.stop
+        pack(simd, digits, tile_end - tile_begin, layout, out, tile_begin)
 
 
-@njit(nogil=True, cache=True)
-def dequantise_range(
-    variant, words, base, per_word, word_bytes, low, power, inverse, offset, numel, first_group, first_block, phase,
-    block_size, scale, values, even, begin, end, skip, segment, x, accumulate,
-):  # fmt: skip
-    """Decode groups ``begin .. end``; the words of ``begin`` are at group ``skip`` of ``words``."""
+@kept(DIGEST)
+def dequantise_range(simd, words, layout, table, blocks, scale, grid, groups, x, accumulate):
+    """Decode groups ``(begin, end, skip)``; the words of ``begin`` are at group ``skip`` of a matrix of one row."""
     prefer_wide()
-    tile = per_word * max(1, _TILE_GROUPS // per_word)
-    floats = np.empty(80 * tile + 16 * per_word, np.float32)
+    begin, end, skip = groups
+    tile = tile_groups(layout.digits, TILE_GROUPS)
+    floats = np.empty(80 * tile + 16 * layout.digits, np.float32)
     streamed = end - begin >= STREAMED_GROUPS and not accumulate
+    segment = find_segment(table, begin)
     for tile_begin in range(begin, end, tile):
-        tile_end = min(end, tile_begin + tile)
-        blocks = (5 * (tile_end - tile_begin) + per_word - 1) // per_word
-        position = (skip + tile_begin - begin) // per_word * 5 * 16 * word_bytes
-        digits_any(variant, words, position, blocks, per_word, base, word_bytes, low, power, inverse, floats)
-        group = tile_begin
+        group, tile_end = tile_begin, min(end, tile_begin + tile)
+        unpack(simd, words, 0, tile_end - tile_begin, layout, skip + tile_begin - begin, floats)
         while group < tile_end:
-            while first_group[segment + 1] <= group:
-                segment += 1
-            within = 80 * (group - first_group[segment])
-            stop = min(tile_end, first_group[segment + 1])
-            count = min(80 * (stop - group), numel[segment] - within)
-            place = phase[segment] + within
+            piece = next_piece(table, segment, group, tile_end)
+            segment = piece.segment
             write_levels(
-                variant, floats, 80 * (group - tile_begin), count, values, even, scale,
-                first_block[segment] + place // block_size, block_size - place % block_size, block_size, x,
-                offset[segment] + within, accumulate, streamed and count >= MIN_STREAMED,
+                simd, floats, 80 * (group - tile_begin), piece.numel, grid, scales_at(blocks, scale, piece), x,
+                piece.at, accumulate, streamed and piece.numel >= MIN_STREAMED,
             )  # fmt: skip
-            group = stop
-    end_streams(variant)
+            group = piece.stop
+    end_streams(simd)
 
 
-@njit(nogil=True, cache=True)
-def sum_digits_range(
-    variant, rows, stride, number, begin, end, base, per_word, word_bytes, low, power, inverse, sum_base, sum_per_word,
-    sum_word_bytes, both, out,
-):  # fmt: skip
+@kept(DIGEST)
+def sum_digits_range(simd, rows, begin, end, layout, sums, both, out):
     """Add the digits of groups ``begin .. end`` of all rows; ``both`` is a multiple of the digits of either word.
 
     Sums are below 2^16, so exact in float32.
     """
     prefer_wide()
-    tile = both * max(1, _TILE_GROUPS // both)
-    digits = np.empty(80 * tile + 16 * max(per_word, sum_per_word), np.float32)
-    for first in range(begin, end, tile):
-        planes = 5 * min(tile, end - first)
-        blocks = (planes + per_word - 1) // per_word
-        position = first // per_word * 5 * 16 * word_bytes
-        sums_any(
-            variant, rows, position, stride, number, blocks, per_word, base, word_bytes, low, power, inverse, digits
-        )  # fmt: skip
-        blocks = (planes + sum_per_word - 1) // sum_per_word
-        digits[16 * planes : 16 * blocks * sum_per_word] = np.float32(sum_base // 2)
-        pack_any(
-            variant, digits, blocks, sum_per_word, sum_base, sum_word_bytes, out,
-            first // sum_per_word * 5 * 16 * sum_word_bytes,
-        )  # fmt: skip
+    tile = tile_groups(both, TILE_GROUPS)
+    digits = np.empty(80 * tile + 16 * max(layout.digits, sums.digits), np.float32)
+    for group in range(begin, end, tile):
+        groups = min(tile, end - group)
+        sum_rows(simd, rows, groups, layout, group, digits)
+        pack(simd, digits, groups, sums, out, group)

@@ -1,12 +1,12 @@
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, misc, untyped-decorator"
-"""Plain Numba bodies for levels, with the signatures of the explicit-vector ones."""
+"""Scalar bodies of levels, with the signatures of the explicit-vector ones."""
 
 from __future__ import annotations
 
 import numpy as np
 from numba import njit
 
-from gradwire.kernels.ternary.scalar import five_words
+from gradwire.kernels.numba_core.philox_scalar import five_words
 
 __all__ = ["quantise_even", "quantise_steps", "write_levels"]
 
@@ -26,71 +26,54 @@ def _count_even(scaled, uniform, steps):
 
 
 @njit(nogil=True)
-def _count_steps(scaled, uniform, edge, gap, steps):
+def _count_steps(scaled, uniform, grid):
     count = _i32(0)
-    for k in range(steps):
-        count += _i32(_f32(_f32(uniform * gap[k]) + edge[k]) < scaled)
+    for k in range(grid.steps):
+        count += _i32(_f32(_f32(uniform * grid.gap[k]) + grid.edge[k]) < scaled)
     return count
 
 
 @njit(nogil=True)
-def _quantise(
-    even, x, first, count, inverse, scale_at, left, scale_last, block_size, edge, gap, steps, positive, negative,
-    signed, key0, key1, round, stream, block, digits, at,
-):  # fmt: skip
+def _quantise(even, x, first, count, scales, grid, noise, digits, at):
     factors = np.empty(5, np.float32)
+    block, left = scales.block, scales.left
     for group in range((count + 79) // 80):
         for plane in range(5):
-            factors[plane] = inverse[scale_at]
+            factors[plane] = scales.values[block]
             left -= 16
             if left <= 0:
-                left = block_size
-                if scale_at < scale_last:
-                    scale_at += 1
+                left = scales.size
+                if block < scales.last:
+                    block += 1
         for lane in range(16):
-            words = five_words(block + 16 * group + lane, key0, key1, round, stream)
-            for plane, word in enumerate(words):
+            for plane, word in enumerate(five_words(noise, 16 * group + lane)):
                 e = 80 * group + 16 * plane + lane
                 value = x[first + e] if e < count else _f32(0)
                 uniform = _f32(_i32(word >> np.uint64(8)))
                 scaled = _f32(value * factors[plane])
-                if not signed:
+                if not grid.signed:
                     scaled = abs(scaled)
-                if even:
-                    c = _count_even(scaled, uniform, steps)
-                else:
-                    c = _count_steps(scaled, uniform, edge, gap, steps)
-                digits[at + e] = _u16(negative - c if np.signbit(value) and not signed else positive + c)
+                c = _count_even(scaled, uniform, grid.steps) if even else _count_steps(scaled, uniform, grid)
+                minus = np.signbit(value) and not grid.signed
+                digits[at + e] = _u16(grid.negative - c if minus else grid.positive + c)
 
 
 @njit(nogil=True)
-def quantise_even(
-    x, first, count, inverse, scale_at, left, scale_last, block_size, edge, gap, steps, positive, negative, signed,
-    key0, key1, round, stream, block, digits, at,
-):  # fmt: skip
-    _quantise(
-        True, x, first, count, inverse, scale_at, left, scale_last, block_size, edge, gap, steps, positive, negative,
-        signed, key0, key1, round, stream, block, digits, at,
-    )  # fmt: skip
+def quantise_even(x, first, count, scales, grid, noise, digits, at):
+    _quantise(True, x, first, count, scales, grid, noise, digits, at)
 
 
 @njit(nogil=True)
-def quantise_steps(
-    x, first, count, inverse, scale_at, left, scale_last, block_size, edge, gap, steps, positive, negative, signed,
-    key0, key1, round, stream, block, digits, at,
-):  # fmt: skip
-    _quantise(
-        False, x, first, count, inverse, scale_at, left, scale_last, block_size, edge, gap, steps, positive, negative,
-        signed, key0, key1, round, stream, block, digits, at,
-    )  # fmt: skip
+def quantise_steps(x, first, count, scales, grid, noise, digits, at):
+    _quantise(False, x, first, count, scales, grid, noise, digits, at)
 
 
 @njit(nogil=True)
-def _write_run(floats, first, count, values, even, factor, x, at, accumulate):
-    digits, target = floats[first : first + count], x[at : at + count]
+def _write_run(digits, grid, factor, target, accumulate):
+    values = grid.values
     if not np.isfinite(factor):
         digits[:] = factor
-    elif even:
+    elif grid.uniform:
         middle = _f32(values.size // 2)
         # Divided as an array: Numba looks for a zero before each division of numbers.
         digits[:] = np.divide(digits - middle, middle) * factor
@@ -104,11 +87,10 @@ def _write_run(floats, first, count, values, even, factor, x, at, accumulate):
 
 
 @njit(nogil=True)
-def write_levels(
-    floats, first, count, values, even, scale, block, rest, block_size, x, at, accumulate, streamed
-):  # fmt: skip
-    done = 0
+def write_levels(floats, first, count, grid, scales, x, at, accumulate, streamed):
+    done, block, rest = 0, scales.block, scales.left
     while done < count:
         run = min(count - done, rest)
-        _write_run(floats, first + done, run, values, even, scale[block], x, at + done, accumulate)
-        done, block, rest = done + run, block + 1, block_size
+        digits, target = floats[first + done : first + done + run], x[at + done : at + done + run]
+        _write_run(digits, grid, scales.values[block], target, accumulate)
+        done, block, rest = done + run, block + 1, scales.size

@@ -1,30 +1,31 @@
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, misc, untyped-decorator"
-"""Explicit-vector bodies for levels. See ``loops.py`` for who calls them."""
+"""Explicit-vector bodies of levels. See ``loops.py`` for who calls them."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
 
 from gradwire.kernels.levels.grid import UNIT
 from gradwire.kernels.numba_core.philox_simd import PhiloxVectors, five_words
-from gradwire.kernels.numba_core.vectors import F32, I16, I32, I64, Emitter, data_pointer, loop, vector
+from gradwire.kernels.numba_core.vectors import F32, I16, I32, I64, Emitter, loop, vector, vector_body
 from gradwire.kernels.table import GROUP_SIZE, LANES, PLANES
 
-__all__ = ["quantise_even", "quantise_steps"]
+__all__ = ["quantise_even", "quantise_steps", "write_levels"]
 
 _SIGN = 0x80000000
 _AHEAD = 2560  # elements from here to what is fetched from memory meanwhile
+_UNROLL = 2
+_NUMBER = lambda value: ir.Constant(I64, value)  # noqa: E731
 
 
-def _even(e: Emitter, values: list[Any], uniform: list[Any], edge: Any, gap: Any, steps: Any) -> list[Any]:
+def _even_counts(e: Emitter, values: list[Any], uniform: list[Any], grid: Any) -> list[Any]:
     """Count the steps passed where they are all 1 / ``steps`` long."""
     b = e.b
-    top = b.sitofp(b.trunc(steps, I32), F32)
+    top = b.sitofp(b.trunc(grid.steps, I32), F32)
     tops, factor = e.splat(top), e.splat(b.fmul(top, ir.Constant(F32, 1 / UNIT)))
     counts = []
     for value, u in zip(values, uniform):
@@ -37,94 +38,200 @@ def _even(e: Emitter, values: list[Any], uniform: list[Any], edge: Any, gap: Any
     return counts
 
 
-def _steps(e: Emitter, values: list[Any], uniform: list[Any], edge: Any, gap: Any, steps: Any) -> list[Any]:
+def _step_counts(e: Emitter, values: list[Any], uniform: list[Any], grid: Any) -> list[Any]:
     """Count the steps passed, one comparison each."""
-    b = e.b
+    b, edges, gaps = e.b, grid.edge.pointer(0, F32), grid.gap.pointer(0, F32)
 
     def body(index: Any, counts: list[Any]) -> list[Any]:
-        lower, length = (e.splat(b.load(e.at(column, index, F32))) for column in (edge, gap))
+        lower, length = (e.splat(b.load(e.at(column, index, F32))) for column in (edges, gaps))
         passed = [b.fcmp_ordered("<", b.fadd(b.fmul(u, length), lower), value) for value, u in zip(values, uniform)]
         return [b.add(c, b.zext(p, vector(I32, LANES))) for c, p in zip(counts, passed)]
 
-    return loop(b, steps, 1, [e.constant(0)] * len(values), body)
+    return loop(b, grid.steps, 1, [e.constant(0)] * len(values), body)
 
 
-def _quantiser(count_steps: Callable[..., list[Any]], doc: str) -> Any:
-    def body(
-        typing_context, x, first, count, inverse, scale_at, left, scale_last, block_size, edge, gap, steps, positive,
-        negative, signed, key0, key1, round, stream, block, digits, at,
-    ):  # fmt: skip
-        def codegen(context, builder, signature, arguments):
-            b, e = builder, Emitter(builder)
-            pointer = lambda i, index, kind: data_pointer(  # noqa: E731
-                context, builder, signature.args[i], arguments[i], index, kind
-            )
-            zero = ir.Constant(I64, 0)
-            values, inverses = pointer(0, arguments[1], F32), pointer(3, zero, F32)
-            edges, gaps = pointer(8, zero, F32), pointer(9, zero, F32)
-            target = pointer(19, arguments[20], I16)
-            count, last, size, steps = arguments[2], arguments[6], arguments[7], arguments[10]
-            source = PhiloxVectors(e, (arguments[14], arguments[15]), arguments[16], arguments[17])
-            plus, minus = (e.splat(b.trunc(arguments[i], I32)) for i in (11, 12))
-            # The bit that tells a digit below the middle: none where values are compared with their sign.
-            sign = b.select(arguments[13], ir.Constant(I32, 0), ir.Constant(I32, _SIGN))
-            signs, others = e.splat(sign), e.splat(b.not_(sign))
+def _quantise(
+    e: Emitter, x: Any, first: Any, count: Any, scales: Any, grid: Any, noise: Any, digits: Any, at: Any,
+    counts_of: Callable[..., list[Any]],
+) -> None:  # fmt: skip
+    b, zero = e.b, _NUMBER(0)
+    values, inverses, target = x.pointer(first, F32), scales.values.pointer(0, F32), digits.pointer(at, I16)
+    source = PhiloxVectors(e, noise)
+    plus, minus = (e.splat(b.trunc(digit, I32)) for digit in (grid.positive, grid.negative))
+    # The bit that tells a digit below the middle: none where values are compared with their sign.
+    sign = b.select(grid.signed, ir.Constant(I32, 0), ir.Constant(I32, _SIGN))
+    signs, others = e.splat(sign), e.splat(b.not_(sign))
 
-            def some(first: Any, number: Any, together: int, carried: list[Any], whole: bool) -> list[Any]:
-                """Encode ``number`` groups from group ``first`` on, so many at a time; ``whole`` if all are."""
+    def some(first: Any, number: Any, together: int, carried: list[Any], whole: bool) -> list[Any]:
+        """Encode ``number`` groups from group ``first`` on, so many at a time; ``whole`` if all are."""
 
-                def turn(index: Any, carried: list[Any]) -> list[Any]:
-                    place, rest, *products = carried
-                    begin = b.mul(b.add(first, index), ir.Constant(I64, GROUP_SIZE))
-                    pointer, planes = e.at(values, begin, F32), PLANES * together
-                    masks = [None] * planes if whole else e.lanes_below(b.sub(count, begin), planes)
-                    inputs = list(products)
-                    for later in range(1, together):
-                        inputs += source.advance(list(products), 16 * later)
-                    words = [word for four in source.words(inputs) for word in five_words(e, four)]
-                    magnitudes, negatives, uniform = [], [], []
-                    for plane, (word, mask) in enumerate(zip(words, masks)):
-                        here = e.at(pointer, LANES * plane, F32)
-                        e.prefetch(e.at(here, _AHEAD, F32))
-                        value = e.load(here, F32, align=4) if mask is None else e.masked_load(here, F32, mask)
-                        factor = e.splat(b.load(e.at(inverses, place, F32)))
-                        bits = b.bitcast(b.fmul(value, factor), vector(I32, LANES))
-                        raw = b.bitcast(value, vector(I32, LANES))
-                        magnitudes.append(b.bitcast(b.and_(bits, others), vector(F32, LANES)))
-                        negatives.append(b.icmp_signed("!=", b.and_(raw, signs), e.constant(0)))
-                        uniform.append(b.sitofp(e.shift_right(word, 8), vector(F32, LANES)))
-                        rest = b.sub(rest, ir.Constant(I64, LANES))
-                        over = b.icmp_signed("<=", rest, zero)
-                        more = b.and_(over, b.icmp_signed("<", place, last))
-                        place = b.add(place, b.zext(more, I64))
-                        rest = b.select(over, size, rest)
-                    counts = count_steps(e, magnitudes, uniform, edges, gaps, steps)
-                    for plane, (c, below) in enumerate(zip(counts, negatives)):
-                        digit = b.select(below, b.sub(minus, c), b.add(plus, c))
-                        to = e.at(target, b.add(begin, ir.Constant(I64, LANES * plane)), I16)
-                        e.store(b.trunc(digit, vector(I16, LANES)), to, align=2)
-                    return [place, rest, *source.advance(list(products), 16 * together)]
+        def turn(index: Any, carried: list[Any]) -> list[Any]:
+            place, rest, *products = carried
+            begin = b.mul(b.add(first, index), _NUMBER(GROUP_SIZE))
+            pointer, planes = e.at(values, begin, F32), PLANES * together
+            masks = [None] * planes if whole else e.lanes_below(b.sub(count, begin), planes)
+            inputs = list(products)
+            for later in range(1, together):
+                inputs += source.advance(list(products), 16 * later)
+            words = [word for four in source.words(inputs) for word in five_words(e, four)]
+            magnitudes, negatives, uniform = [], [], []
+            for plane, (word, mask) in enumerate(zip(words, masks)):
+                here = e.at(pointer, LANES * plane, F32)
+                e.prefetch(e.at(here, _AHEAD, F32))
+                value = e.load(here, F32, align=4) if mask is None else e.masked_load(here, F32, mask)
+                factor = e.splat(b.load(e.at(inverses, place, F32)))
+                bits = b.bitcast(b.fmul(value, factor), vector(I32, LANES))
+                raw = b.bitcast(value, vector(I32, LANES))
+                magnitudes.append(b.bitcast(b.and_(bits, others), vector(F32, LANES)))
+                negatives.append(b.icmp_signed("!=", b.and_(raw, signs), e.constant(0)))
+                uniform.append(b.sitofp(e.shift_right(word, 8), vector(F32, LANES)))
+                rest = b.sub(rest, _NUMBER(LANES))
+                over = b.icmp_signed("<=", rest, zero)
+                more = b.and_(over, b.icmp_signed("<", place, scales.last))
+                place = b.add(place, b.zext(more, I64))
+                rest = b.select(over, scales.size, rest)
+            counts = counts_of(e, magnitudes, uniform, grid)
+            for plane, (c, below) in enumerate(zip(counts, negatives)):
+                digit = b.select(below, b.sub(minus, c), b.add(plus, c))
+                to = e.at(target, b.add(begin, _NUMBER(LANES * plane)), I16)
+                e.store(b.trunc(digit, vector(I16, LANES)), to, align=2)
+            return [place, rest, *source.advance(list(products), 16 * together)]
 
-                return loop(b, number, together, carried, turn)
+        return loop(b, number, together, carried, turn)
 
-            groups = b.sdiv(b.add(count, ir.Constant(I64, GROUP_SIZE - 1)), ir.Constant(I64, GROUP_SIZE))
-            paired = b.mul(b.sdiv(count, ir.Constant(I64, 2 * GROUP_SIZE)), ir.Constant(I64, 2))
-            carried = [arguments[4], arguments[5], *source.products(arguments[18])]
-            carried = some(zero, paired, 2, carried, True)
-            some(paired, b.sub(groups, paired), 1, carried, False)
-            return context.get_dummy_value()
-
-        return (
-            types.void(
-                x, first, count, inverse, scale_at, left, scale_last, block_size, edge, gap, steps, positive,
-                negative, signed, key0, key1, round, stream, block, digits, at,
-            ),
-            codegen,
-        )  # fmt: skip
-
-    body.__doc__ = doc
-    return intrinsic(body)
+    groups = b.sdiv(b.add(count, _NUMBER(GROUP_SIZE - 1)), _NUMBER(GROUP_SIZE))
+    paired = b.mul(b.sdiv(count, _NUMBER(2 * GROUP_SIZE)), _NUMBER(2))
+    carried = some(zero, paired, 2, [scales.block, scales.left, *source.products()], True)
+    some(paired, b.sub(groups, paired), 1, carried, False)
 
 
-quantise_even = _quantiser(_even, "Write the digits of ``count`` elements from ``x[first]``, levels evenly spaced.")
-quantise_steps = _quantiser(_steps, "Write the digits of ``count`` elements from ``x[first]``, any levels.")
+@vector_body()
+def quantise_even(e, x, first, count, scales, grid, noise, digits, at):
+    """Write the digits of ``count`` elements from ``x[first]``, levels evenly spaced, to ``digits[at]`` and on."""
+    _quantise(e, x, first, count, scales, grid, noise, digits, at, _even_counts)
+
+
+@vector_body()
+def quantise_steps(e, x, first, count, scales, grid, noise, digits, at):
+    """Write the digits of ``count`` elements from ``x[first]``, any levels, to ``digits[at]`` and on."""
+    _quantise(e, x, first, count, scales, grid, noise, digits, at, _step_counts)
+
+
+def _even_levels(e: Emitter, values: Any, number: Any) -> Callable[[Any], Any]:
+    """Return the function from digits to levels j / s."""
+    b = e.b
+    middle = e.splat(b.sitofp(b.lshr(number, _NUMBER(1)), F32))
+    return lambda digit: b.fdiv(b.fsub(digit, middle), middle)
+
+
+def _chosen(bits: int) -> Callable[[Emitter, Any, Any], Callable[[Any], Any]]:
+    """Return the function from digits to at most ``2^bits`` levels in registers: ``2^bits - 1`` choices between two."""
+
+    def prepare(e: Emitter, values: Any, number: Any) -> Callable[[Any], Any]:
+        b, leaves = e.b, []
+        for leaf in range(1 << bits):
+            last = b.sub(number, _NUMBER(1))
+            index = b.select(b.icmp_signed("<", _NUMBER(leaf), last), _NUMBER(leaf), last)
+            leaves.append(e.splat(b.load(e.at(values, index, F32))))
+
+        def level(digit: Any) -> Any:
+            index, found = b.fptosi(digit, vector(I32, LANES)), leaves
+            for bit in range(bits):
+                high = b.icmp_signed("!=", b.and_(index, e.constant(1 << bit)), e.constant(0))
+                found = [b.select(high, found[i + 1], found[i]) for i in range(0, len(found), 2)]
+            return found[0]
+
+        return level
+
+    return prepare
+
+
+def _picked(e: Emitter, values: Any, number: Any) -> Callable[[Any], Any]:
+    """Return the function from digits to levels in memory."""
+    return lambda digit: e.pick(values, e.b.fptosi(digit, vector(I32, LANES)), F32)
+
+
+@vector_body()
+def write_levels(e, floats, first, count, grid, scales, x, at, accumulate, streamed):
+    """Write the levels of ``count`` digits from ``floats[first]`` on, times their blocks' scales, to ``x[at]``.
+
+    A scale that is not finite is written itself. ``accumulate`` adds; ``streamed`` sends whole cache lines past the
+    caches.
+    """
+    b, zero = e.b, _NUMBER(0)
+    source, target = floats.pointer(first, F32), x.pointer(at, F32)
+    values, factors, number = grid.values.pointer(0, F32), scales.values.pointer(0, F32), grid.values.length
+    added, size = e.splat(accumulate), scales.size
+
+    def smaller(first: Any, second: Any) -> Any:
+        return b.select(b.icmp_signed("<", first, second), first, second)
+
+    def runs(prepare: Callable[[Emitter, Any, Any], Callable[[Any], Any]]) -> None:
+        level = prepare(e, values, number)
+
+        def run(_: Any, carried: list[Any]) -> list[Any]:
+            begin, place, left = carried
+            end = b.add(begin, smaller(left, b.sub(count, begin)))
+            factor = e.splat(b.load(e.at(factors, place, F32)))
+            finite = b.fcmp_ordered("<", e.lanewise("fabs", factor), e.constant(math.inf, F32))
+
+            def scaled(digit: Any) -> Any:
+                return b.select(finite, b.fmul(level(digit), factor), factor)
+
+            def some(start: Any, lanes: Any) -> None:
+                mask = e.first_lanes(lanes)
+                to = e.at(target, start, F32)
+                value = scaled(e.masked_load(e.at(source, start, F32), F32, mask))
+                before = e.masked_load(to, F32, b.and_(mask, added))
+                e.masked_store(b.select(added, b.fadd(before, value), value), to, mask)
+
+            def whole(start: Any, stop: Any, vectors: int, past: bool) -> None:
+                def turn(index: Any, _: Any) -> list[Any]:
+                    places = [b.add(b.add(start, index), _NUMBER(LANES * unit)) for unit in range(vectors)]
+                    found = [scaled(e.load(e.at(source, p, F32), F32, align=4)) for p in places]
+                    for p, value in zip(places, found):
+                        to = e.at(target, p, F32)
+                        if past:
+                            e.stream(value, to)
+                        else:
+                            before = e.masked_load(to, F32, added)
+                            e.store(b.select(added, b.fadd(before, value), value), to, align=4)
+                    return []
+
+                loop(b, b.sub(stop, start), LANES * vectors, [], turn)
+
+            # Elements up to an address that takes whole cache lines.
+            address = b.ptrtoint(e.at(target, begin, F32), I64)
+            head = b.and_(b.lshr(b.sub(zero, address), _NUMBER(2)), _NUMBER(LANES - 1))
+            head = b.select(streamed, smaller(head, b.sub(end, begin)), zero)
+            with b.if_then(b.icmp_signed("!=", head, zero)):
+                some(begin, head)
+            inner = b.add(begin, head)
+            pairs = b.add(inner, b.and_(b.sub(end, inner), _NUMBER(-LANES * _UNROLL)))
+            lines = b.add(inner, b.and_(b.sub(end, inner), _NUMBER(-LANES)))
+            with b.if_else(streamed) as (then, otherwise):
+                for branch, past in ((then, True), (otherwise, False)):
+                    with branch:
+                        whole(inner, pairs, _UNROLL, past)
+                        whole(pairs, lines, 1, past)
+            with b.if_then(b.icmp_signed("<", lines, end)):
+                some(lines, b.sub(end, lines))
+            return [end, b.add(place, _NUMBER(1)), size]
+
+        over = b.sub(count, scales.left)
+        more = b.sdiv(b.add(over, b.sub(size, _NUMBER(1))), size)
+        more = b.select(b.icmp_signed("<", over, zero), zero, more)
+        loop(b, b.add(more, _NUMBER(1)), 1, [zero, scales.block, scales.left], run)
+
+    at_most = lambda levels: b.icmp_signed("<=", number, _NUMBER(levels))  # noqa: E731
+    with b.if_else(grid.uniform) as (then, otherwise):
+        with then:
+            runs(_even_levels)
+        with otherwise, b.if_else(at_most(8)) as (eight, more):
+            with eight:
+                runs(_chosen(3))
+            with more, b.if_else(at_most(16)) as (sixteen, many):
+                with sixteen:
+                    runs(_chosen(4))
+                with many:
+                    runs(_picked)

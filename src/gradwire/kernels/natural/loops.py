@@ -1,58 +1,70 @@
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, misc, untyped-decorator"
-"""Compiled loops over segments for powers of two; see ``ternary/loops.py`` for the rules."""
+"""Compiled loops over segments for powers of two. See ``ternary/loops.py`` for the rules."""
 
 from __future__ import annotations
 
-from numba import njit
+import numpy as np
 
-from gradwire.kernels.numba_core.overloads import either
+from gradwire.kernels.natural.operations import natural_sign_bytes
+from gradwire.kernels.numba_core.compiled import Compiled, rows_of
+from gradwire.kernels.numba_core.overloads import either, kept
+from gradwire.kernels.numba_core.segments import draw_of, find_segment, next_piece, noise_at
 from gradwire.kernels.numba_core.vectors import prefer_wide
+from gradwire.kernels.table import GROUP_SIZE
 
-__all__ = ["natural_encode_range", "natural_mean_range"]
+__all__ = ["NaturalLoops", "natural_encode_range", "natural_mean_range"]
 
-# Of all that this is compiled from, so that Numba drops what it kept when that changes (``make digests``).
-DIGEST = "e9c0801294f2aee8"
+# Of all that this is compiled from: what Numba keeps on disk is kept under this name (``make digests``).
+DIGEST = "52700972aa29029a"
 
 natural_groups = either("natural_groups", "natural.scalar", "natural.simd")
 natural_sums = either("natural_sums", "natural.scalar", "natural.simd")
 
 
-@njit(nogil=True, cache=True)
-def natural_encode_range(
-    variant, x, offset, numel, start, key, first_group, round, stream, begin, end, segment, out
-):  # fmt: skip
-    """Encode groups ``begin .. end``, the first in ``segment``; exponents begin behind the signs of all groups."""
-    prefer_wide()
-    exponents = (10 * first_group[offset.size] + 15) // 16 * 16
-    group = begin
-    while group < end:
-        while first_group[segment + 1] <= group:
-            segment += 1
-        within = 80 * (group - first_group[segment])
-        stop = min(end, first_group[segment + 1])
-        natural_groups(
-            variant, x, offset[segment] + within, min(80 * (stop - group), numel[segment] - within), key[segment, 0],
-            key[segment, 1], round, stream, (start[segment] + within) // 80 * 16, out, exponents + 80 * group,
-            10 * group,
-        )  # fmt: skip
-        group = stop
+class NaturalLoops(Compiled):
+    """The operations of powers of two."""
+
+    def natural_encode(self, x, table, round, stream, out):
+        values, octets, exponents = x.numpy(), out.numpy(), natural_sign_bytes(table.groups)
+        draw = draw_of(round, stream)
+
+        def work(begin: int, end: int) -> None:
+            natural_encode_range(self.simd, values, table.columns, draw, begin, end, octets, exponents)
+
+        self.split(table.groups, 1, GROUP_SIZE, work)
+
+    def natural_mean(self, rows, table, weight, x, accumulate):
+        payloads, target, exponents = rows_of(rows), x.numpy(), natural_sign_bytes(table.groups)
+        factor = np.float32(weight)
+
+        def work(begin: int, end: int) -> None:
+            natural_mean_range(
+                self.simd, payloads, exponents, table.columns, factor, begin, end, target, accumulate
+            )  # fmt: skip
+
+        self.split(table.groups, 1, GROUP_SIZE * rows.shape[0], work)
 
 
-@njit(nogil=True, cache=True)
-def natural_mean_range(
-    variant, rows, stride, number, offset, numel, first_group, weight, begin, end, segment, x, accumulate
-):  # fmt: skip
-    """Decode groups ``begin .. end``, the first in ``segment``."""
+@kept(DIGEST)
+def natural_encode_range(simd, x, table, draw, begin, end, out, exponents):
+    """Encode groups ``begin .. end``; ``exponents`` of ``out`` is where those of all groups begin."""
     prefer_wide()
-    exponents = (10 * first_group[offset.size] + 15) // 16 * 16
-    group = begin
+    segment, group = find_segment(table, begin), begin
     while group < end:
-        while first_group[segment + 1] <= group:
-            segment += 1
-        within = 80 * (group - first_group[segment])
-        stop = min(end, first_group[segment + 1])
-        natural_sums(
-            variant, rows, exponents + 80 * group, 10 * group, stride, number,
-            min(80 * (stop - group), numel[segment] - within), weight, x, offset[segment] + within, accumulate,
-        )  # fmt: skip
-        group = stop
+        piece = next_piece(table, segment, group, end)
+        segment = piece.segment
+        noise = noise_at(table, piece, draw)
+        natural_groups(simd, x, piece.at, piece.numel, noise, out, exponents + 80 * group, 10 * group)
+        group = piece.stop
+
+
+@kept(DIGEST)
+def natural_mean_range(simd, rows, exponents, table, weight, begin, end, x, accumulate):
+    """Decode groups ``begin .. end``."""
+    prefer_wide()
+    segment, group = find_segment(table, begin), begin
+    while group < end:
+        piece = next_piece(table, segment, group, end)
+        segment = piece.segment
+        natural_sums(simd, rows, exponents + 80 * group, 10 * group, piece.numel, weight, x, piece.at, accumulate)
+        group = piece.stop

@@ -18,7 +18,7 @@ _ODD = [lane + 1 for lane in _EVEN]
 
 
 def five_words(e: Emitter, words: list[Any]) -> list[Any]:
-    """Give the words of a group's five planes: Philox's four, and one made of their spare low bytes."""
+    """Return the words of a group's five planes: Philox's four, and one made of their spare low bytes."""
     b = e.b
     keep = lambda mask, first, second: b.or_(  # noqa: E731
         b.and_(first, e.constant(mask)), b.and_(second, e.constant(mask ^ _LOW))
@@ -32,15 +32,16 @@ def five_words(e: Emitter, words: list[Any]) -> list[Any]:
 
 
 class PhiloxVectors:
-    """Philox4x32-7 on 16 blocks at once, for blocks of one parameter, round and stream.
+    """Philox4x32-7 on 16 blocks at once, for blocks of one parameter, round and stream from ``noise.block`` on.
 
     A state word lies in the lower half of 64-bit lanes, where the CPU's 32 x 32 -> 64 bit product wants it; what is in
     the upper half is noise. The even blocks form one register of 8 lanes, the odd ones a second: after the last round
     one shuffle of both puts the blocks in order. Rounds 0 and 1 have uniform halves, computed as scalars.
     """
 
-    def __init__(self, e: Emitter, key: tuple[Any, Any], round: Any, stream: Any) -> None:
-        b, self.e = e.b, e
+    def __init__(self, e: Emitter, noise: Any) -> None:
+        b, self.e, self._block = e.b, e, noise.block
+        key, round, stream = (noise.key0, noise.key1), noise.round, noise.stream
         word = lambda value: ir.Constant(I64, value)  # noqa: E731
         low = lambda value: b.and_(value, word(_LOW))  # noqa: E731
         keys = [
@@ -63,11 +64,11 @@ class PhiloxVectors:
         self.fourth = splat(b.xor(low(p0), wide[2][1]))
         self.factors = [e.constant(m, I64, 8) for m in MULTIPLIERS]
 
-    def products(self, block: Any) -> list[Any]:
-        """Give the first product of 16 blocks from ``block`` (i64) on: even ones, odd ones."""
+    def products(self) -> list[Any]:
+        """Return the first product of the first 16 blocks: even ones, odd ones."""
         b, e = self.e.b, self.e
         lanes = [e.constants(range(half, 16, 2), I64) for half in (0, 1)]
-        return [self._product(b.add(e.splat(block, 8), lane), 0) for lane in lanes]
+        return [self._product(b.add(e.splat(self._block, 8), lane), 0) for lane in lanes]
 
     def advance(self, products: list[Any], blocks: int) -> list[Any]:
         """Move on by a number of blocks: no wrap, since a parameter has at most 2^32 of them."""
@@ -81,7 +82,7 @@ class PhiloxVectors:
         return self.e.shift_right(product, 32)
 
     def words(self, products: list[Any]) -> list[list[Any]]:
-        """Give the four output words of ``len(products) / 2`` groups, each a vector of 16 blocks in order.
+        """Return the four output words of ``len(products) / 2`` groups, each a vector of 16 blocks in order.
 
         All groups go through a round together, so that their instructions interleave.
         """

@@ -8,8 +8,10 @@ runs it; on one with narrower registers LLVM splits the operations.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 from llvmlite import ir
@@ -17,7 +19,22 @@ from llvmlite.binding import llvm_version_info
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-__all__ = ["F32", "F64", "I1", "I8", "I16", "I32", "I64", "Emitter", "data_pointer", "loop", "prefer_wide", "vector"]
+__all__ = [
+    "F32",
+    "F64",
+    "I1",
+    "I8",
+    "I16",
+    "I32",
+    "I64",
+    "Emitter",
+    "data_pointer",
+    "loop",
+    "power_of_two",
+    "prefer_wide",
+    "vector",
+    "vector_body",
+]
 
 I1, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
 F32, F64 = ir.FloatType(), ir.DoubleType()
@@ -29,7 +46,7 @@ _NAMES = {str(I8): "i8", str(I16): "i16", str(I32): "i32", str(I64): "i64", str(
 
 
 def vector(element: Any, lanes: int) -> Any:
-    """Give the type of a vector."""
+    """Return the type of a vector."""
     return ir.VectorType(element, lanes)
 
 
@@ -37,6 +54,72 @@ def data_pointer(context: Any, builder: Any, array_type: Any, array: Any, index:
     """Point to element ``index`` (counted in ``element``) of a Numba array's data."""
     data = context.make_array(array_type)(context, builder, array).data
     return builder.gep(builder.bitcast(data, element.as_pointer()), [index])
+
+
+class Operand:
+    """An array that a compiled function hands to a vector body."""
+
+    def __init__(self, context: Any, builder: Any, kind: Any, value: Any) -> None:
+        self.dtype, self._place = kind.dtype, (context, builder, kind, value)
+
+    def pointer(self, index: Any, element: Any) -> Any:
+        """Point to element ``index`` (an i64 or an int, counted in ``element``) of the data."""
+        index = ir.Constant(I64, index) if isinstance(index, int) else index
+        return data_pointer(*self._place, index, element)
+
+    @property
+    def length(self) -> Any:
+        """Return the number of elements (i64)."""
+        context, builder, kind, value = self._place
+        return context.make_array(kind)(context, builder, value).nitems
+
+
+def _operand(context: Any, builder: Any, kind: Any, value: Any) -> Any:
+    """Wrap arrays and named tuples of them; scalars are values of LLVM, and other tuples lists."""
+    if isinstance(kind, types.Array):
+        return Operand(context, builder, kind, value)
+    if not isinstance(kind, types.BaseTuple):
+        return value
+    kinds: Any = kind
+    parts = [_operand(context, builder, k, builder.extract_value(value, i)) for i, k in enumerate(kinds)]
+    return SimpleNamespace(**dict(zip(kinds.fields, parts))) if isinstance(kind, types.BaseNamedTuple) else parts
+
+
+def vector_body(returns: Any = types.void, *constants: str) -> Callable[[Callable[..., Any]], Any]:
+    """Make a function for compiled code out of one that emits its instructions.
+
+    The emitting function takes an :class:`Emitter` and the operands of the call: an :class:`Operand` for an array, an
+    object with the fields for a named tuple, an LLVM value for a scalar. It returns nothing, a value, or a list of
+    values where ``returns`` is a tuple.
+
+    Args:
+        returns: The type that the function returns in compiled code.
+        constants: Names of parameters of which the emitting function gets the Numba *type* instead of the value.
+    """
+
+    def wrap(emit: Callable[..., Any]) -> Any:
+        signature_of_emit = inspect.signature(emit)
+        names = list(signature_of_emit.parameters)[1:]
+
+        def define(typing_context, *kinds):
+            def codegen(context, builder, signature, arguments):
+                operands = [
+                    kind if name in constants else _operand(context, builder, kind, value)
+                    for name, kind, value in zip(names, signature.args, arguments)
+                ]
+                result = emit(Emitter(builder), *operands)
+                if isinstance(result, list):
+                    return context.make_tuple(builder, signature.return_type, result)
+                return context.get_dummy_value() if result is None else result
+
+            return returns(*kinds), codegen
+
+        # Numba reads the parameters there, without the first.
+        define.__signature__ = signature_of_emit  # type: ignore[attr-defined]
+        define.__name__, define.__doc__ = emit.__name__, emit.__doc__
+        return intrinsic(define)
+
+    return wrap
 
 
 @intrinsic
@@ -64,12 +147,12 @@ class Emitter:
         self.lanes = lanes
 
     def constant(self, value: Any, element: Any = I32, lanes: int | None = None) -> Any:
-        """Give a vector with one value in all lanes."""
+        """Return a vector with one value in all lanes."""
         lanes = lanes or self.lanes
         return ir.Constant(vector(element, lanes), [value] * lanes)
 
     def constants(self, values: Sequence[Any], element: Any = I32) -> Any:
-        """Give a vector of the given values."""
+        """Return a vector of the given values."""
         return ir.Constant(vector(element, len(values)), list(values))
 
     def splat(self, scalar: Any, lanes: int | None = None) -> Any:
@@ -189,7 +272,7 @@ class Emitter:
             self.call(f"llvm.masked.compressstore.v{count}i16", ir.VoidType(), arguments)
 
     def mask_bits(self, mask: Any) -> Any:
-        """Give the lanes of a mask as the bits of an i64."""
+        """Return the lanes of a mask as the bits of an i64."""
         bits = self.b.bitcast(mask, ir.IntType(mask.type.count))
         return bits if mask.type.count == 64 else self.b.zext(bits, I64)
 
@@ -245,3 +328,10 @@ def loop(
     builder.branch(head)
     builder.position_at_end(after)
     return values
+
+
+@vector_body(types.float64)
+def power_of_two(e, exponent):
+    """Return ``2^exponent``, a normal number."""
+    b = e.b
+    return b.bitcast(b.shl(b.add(exponent, ir.Constant(I64, 1023)), ir.Constant(I64, 52)), F64)

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, misc, untyped-decorator"
-"""Explicit-vector bodies from packed digits of any layout to floats. See ``loops.py`` for who calls them."""
+"""Explicit-vector bodies between digits and words. See ``loops.py`` for who calls them."""
 
 from __future__ import annotations
 
@@ -8,32 +8,57 @@ from typing import Any
 
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
 
-from gradwire.kernels.numba_core.vectors import F32, F64, I8, I32, I64, Emitter, data_pointer, loop, vector
+from gradwire.kernels.numba_core.vectors import F32, F64, I8, I16, I32, I64, Emitter, loop, vector, vector_body
 from gradwire.kernels.table import LANES
 
-__all__ = ["end_streams", "sum_words", "unpack_digits"]
+__all__ = ["end_streams", "pack_blocks", "sum_words", "unpack_blocks"]
 
-_BITS = {types.uint8: 8, types.uint16: 16, types.uint32: 32}
 _AHEAD_BYTES = 1024
 _FLAT = vector(I32, LANES)
+
+
+@vector_body(types.void, "word")
+def pack_blocks(e, digits, blocks, layout, word, out, at):
+    """Pack ``blocks`` of ``16 * layout.digits`` digits into words of ``word``'s type, at ``out[at]``.
+
+    Digits are uint16, or float32 of whole numbers below 2^16.
+    """
+    b, bits, given = e.b, word.bitwidth, F32 if digits.dtype == types.float32 else I16
+    source, target = digits.pointer(0, given), out.pointer(at, I8)
+    per_word, bases = layout.digits, e.splat(b.trunc(layout.base, I32))
+
+    def block(index: Any, _: Any) -> list[Any]:
+        last = b.mul(b.add(b.mul(index, per_word), b.sub(per_word, ir.Constant(I64, 1))), ir.Constant(I64, LANES))
+
+        def digit(plane: Any, values: list[Any]) -> list[Any]:
+            here = e.load(e.at(source, b.sub(last, b.mul(plane, ir.Constant(I64, LANES))), given), given)
+            here = b.fptosi(here, _FLAT) if given is F32 else b.zext(here, _FLAT)
+            return [b.add(b.mul(values[0], bases), here)]
+
+        (value,) = loop(b, per_word, 1, [e.constant(0)], digit)
+        value = value if bits == 32 else b.trunc(value, vector(ir.IntType(bits), LANES))
+        e.store(value, e.at(target, b.mul(index, ir.Constant(I64, LANES * bits // 8)), I8))
+        return []
+
+    loop(b, blocks, 1, [], block)
 
 
 class _Words:
     """Vectors of sixteen words of one width, and their digits as floats.
 
-    A word of four bytes is cut in two by ``power``, its base to the number ``low`` of the lower part's digits, so that
-    either part is below 2^22; see :func:`gradwire.kernels.divisions.float_divisions` for why the quotients are exact.
+    A word of four bytes is cut in two by ``layout.power``, so that either part is below 2^22; see
+    :class:`gradwire.kernels.packing.divisions.WordTable` for why the quotients are exact.
     """
 
-    def __init__(self, e: Emitter, bits: int, base: Any, per_word: Any, low: Any, power: Any, inverse: Any) -> None:
-        self.e, self.bits, self.per_word, self.low, self.inverse = e, bits, per_word, low, inverse
+    def __init__(self, e: Emitter, bits: int, layout: Any) -> None:
+        self.e, self.bits, self.per_word, self.low = e, bits, layout.digits, layout.low
+        self.inverse = layout.inverse.pointer(0, F32)
         b = e.b
-        self._bases = e.splat(b.sitofp(base, F32))
-        self._largest = b.fsub(self._bases, e.constant(1.0, F32))
-        self._power = e.splat(b.trunc(power, I32))
-        self._share = e.splat(b.fdiv(ir.Constant(F64, 1.0), b.sitofp(power, F64)))
+        self._bases = e.splat(b.sitofp(layout.base, F32))
+        self._largest = e.splat(b.sitofp(layout.largest, F32))
+        self._power = e.splat(b.trunc(layout.power, I32))
+        self._share = e.splat(b.fdiv(ir.Constant(F64, 1.0), b.sitofp(layout.power, F64)))
 
     def load(self, pointer: Any, block: Any) -> Any:
         """Load the words of a block."""
@@ -93,103 +118,68 @@ class _Words:
         return [end[i * size : (i + 1) * size] for i in range(number)]
 
 
-@intrinsic
-def unpack_digits(typing_context, words, first, word, blocks, per_word, base, low, power, inverse, floats):
-    """Write the digits of ``blocks`` blocks of words from ``words[first]`` on to ``floats``.
+@vector_body(types.void, "word")
+def unpack_blocks(e, rows, at, word, blocks, layout, floats):
+    """Write the digits of ``blocks`` blocks of words from ``rows.octets[at]`` on to ``floats``."""
+    b, source, target = e.b, rows.octets.pointer(at, I8), floats.pointer(0, F32)
+    reader = _Words(e, word.bitwidth, layout)
 
-    The highest digit of a word is at most ``base - 1``.
+    def some(first: Any, number: Any, together: int) -> None:
+        def body(index: Any, _: Any) -> list[Any]:
+            own = [b.add(b.add(first, index), ir.Constant(I64, k)) for k in range(together)]
+
+            def write(i: int, digit: Any, value: Any) -> None:
+                place = b.mul(b.add(b.mul(own[i], layout.digits), digit), ir.Constant(I64, LANES))
+                e.store(value, e.at(target, place, F32), align=4)
+
+            reader.sums([[reader.load(source, block)] for block in own], write)
+            return []
+
+        loop(b, number, together, [], body)
+
+    pairs = b.and_(blocks, ir.Constant(I64, -2))
+    some(ir.Constant(I64, 0), pairs, 2)
+    some(pairs, b.sub(blocks, pairs), 1)
+
+
+@vector_body(types.void, "word")
+def sum_words(e, rows, at, word, blocks, layout, floats):
+    """Write the sums over rows of the digits of ``blocks`` blocks of words to ``floats``.
+
+    The first row's begin at ``rows.octets[at]``. Four rows are added before a sum is stored, as long as there are.
     """
-    bits = _BITS[word]
+    b, zero = e.b, ir.Constant(I64, 0)
+    source, target = rows.octets.pointer(at, I8), floats.pointer(0, F32)
+    reader = _Words(e, word.bitwidth, layout)
 
-    def codegen(context, builder, signature, arguments):
-        b, e = builder, Emitter(builder)
-        zero = ir.Constant(I64, 0)
-        source = data_pointer(context, b, signature.args[0], arguments[0], arguments[1], I8)
-        inverses = data_pointer(context, b, signature.args[8], arguments[8], zero, F32)
-        target = data_pointer(context, b, signature.args[9], arguments[9], zero, F32)
-        blocks, per_word = arguments[3], arguments[4]
-        reader = _Words(e, bits, arguments[5], per_word, arguments[6], arguments[7], inverses)
+    def some(first: Any, number: Any, together: int) -> None:
+        def body(index: Any, _: Any) -> list[Any]:
+            row = b.add(first, index)
+            adds = e.splat(b.icmp_signed("!=", row, zero))
+            starts = [e.at(source, b.mul(b.add(row, ir.Constant(I64, k)), rows.stride), I8) for k in range(together)]
 
-        def some(first: Any, number: Any, together: int) -> None:
-            def body(index: Any, _: Any) -> list[Any]:
-                own = [b.add(b.add(first, index), ir.Constant(I64, k)) for k in range(together)]
-
+            def block(index: Any, _: Any) -> list[Any]:
                 def write(i: int, digit: Any, value: Any) -> None:
-                    place = b.mul(b.add(b.mul(own[i], per_word), digit), ir.Constant(I64, LANES))
-                    e.store(value, e.at(target, place, F32), align=4)
+                    place = b.mul(b.add(b.mul(index, layout.digits), digit), ir.Constant(I64, LANES))
+                    to = e.at(target, place, F32)
+                    e.store(b.fadd(e.masked_load(to, F32, adds), value), to, align=4)
 
-                reader.sums([[reader.load(source, block)] for block in own], write)
+                reader.sums([[reader.load(start, index) for start in starts]], write)
                 return []
 
-            loop(b, number, together, [], body)
+            loop(b, blocks, 1, [], block)
+            return []
 
-        pairs = b.and_(blocks, ir.Constant(I64, -2))
-        some(zero, pairs, 2)
-        some(pairs, b.sub(blocks, pairs), 1)
-        return context.get_dummy_value()
+        loop(b, number, together, [], body)
 
-    return types.void(words, first, word, blocks, per_word, base, low, power, inverse, floats), codegen
-
-
-@intrinsic
-def sum_words(typing_context, words, first, stride, number, word, blocks, per_word, base, low, power, inverse, floats):
-    """Write the sums over ``number`` rows of the digits of ``blocks`` blocks of words to ``floats``.
-
-    Row r begins at ``words[first + r * stride]``. Four rows are added before a sum is stored, as long as there are.
-    """
-    bits = _BITS[word]
-
-    def codegen(context, builder, signature, arguments):
-        b, e = builder, Emitter(builder)
-        zero = ir.Constant(I64, 0)
-        source = data_pointer(context, b, signature.args[0], arguments[0], arguments[1], I8)
-        inverses = data_pointer(context, b, signature.args[10], arguments[10], zero, F32)
-        target = data_pointer(context, b, signature.args[11], arguments[11], zero, F32)
-        stride, number, blocks, per_word = arguments[2], arguments[3], arguments[5], arguments[6]
-        reader = _Words(e, bits, arguments[7], per_word, arguments[8], arguments[9], inverses)
-
-        def some(first: Any, rows: Any, together: int) -> None:
-            def body(index: Any, _: Any) -> list[Any]:
-                row = b.add(first, index)
-                adds = e.splat(b.icmp_signed("!=", row, zero))
-                starts = [e.at(source, b.mul(b.add(row, ir.Constant(I64, k)), stride), I8) for k in range(together)]
-
-                def block(index: Any, _: Any) -> list[Any]:
-                    def write(i: int, digit: Any, value: Any) -> None:
-                        place = b.mul(b.add(b.mul(index, per_word), digit), ir.Constant(I64, LANES))
-                        to = e.at(target, place, F32)
-                        e.store(b.fadd(e.masked_load(to, F32, adds), value), to, align=4)
-
-                    reader.sums([[reader.load(start, index) for start in starts]], write)
-                    return []
-
-                loop(b, blocks, 1, [], block)
-                return []
-
-            loop(b, rows, together, [], body)
-
-        done = zero
-        for together in (4, 2, 1):
-            rows = b.and_(b.sub(number, done), ir.Constant(I64, -together))
-            some(done, rows, together)
-            done = b.add(done, rows)
-        return context.get_dummy_value()
-
-    return (
-        types.void(words, first, stride, number, word, blocks, per_word, base, low, power, inverse, floats),
-        codegen,
-    )
+    done = zero
+    for together in (4, 2, 1):
+        number = b.and_(b.sub(rows.number, done), ir.Constant(I64, -together))
+        some(done, number, together)
+        done = b.add(done, number)
 
 
-@intrinsic
-def _end_streams(typing_context):
+@vector_body()
+def end_streams(e):
     """Order what was streamed before all that follows."""
-
-    def codegen(context, builder, signature, arguments):
-        builder.fence("seq_cst")
-        return context.get_dummy_value()
-
-    return types.void(), codegen
-
-
-end_streams: Any = _end_streams  # to type checkers the decorator does not hide the first parameter
+    e.b.fence("seq_cst")

@@ -1,19 +1,24 @@
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, misc, untyped-decorator"
-"""Compiled loops over segments, runs and rows of signs; see ``ternary/loops.py`` for the rules."""
+"""Compiled loops over segments, runs and rows of signs. See ``ternary/loops.py`` for the rules."""
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import njit
 
-from gradwire.kernels.numba_core.overloads import either
-from gradwire.kernels.numba_core.vectors import prefer_wide
-from gradwire.kernels.ternary.loops import MIN_STREAMED, STREAMED_GROUPS, block_maximum
+from gradwire.kernels.moments.loops import block_exponent, block_maximum
+from gradwire.kernels.numba_core.compiled import MIN_STREAMED, STREAMED_GROUPS, Compiled, rows_of
+from gradwire.kernels.numba_core.overloads import either, kept
+from gradwire.kernels.numba_core.segments import find_segment, next_piece
+from gradwire.kernels.numba_core.vectors import power_of_two, prefer_wide
+from gradwire.kernels.table import GROUP_SIZE, SIGN_BYTES
 
-__all__ = ["finite_range", "sign_decode_range", "sign_encode_range", "sign_sums_range", "sign_vote_range"]
+__all__ = ["SignsLoops", "finite_range", "sign_decode_range", "sign_encode_range", "sign_sums_range", "sign_vote_range"]
 
-# Of all that this is compiled from, so that Numba drops what it kept when that changes (``make digests``).
-DIGEST = "ae53055c2672e0db"
+# Of all that this is compiled from: what Numba keeps on disk is kept under this name (``make digests``).
+DIGEST = "4f09f8a00d0df0ee"
 
 _TILE_BYTES = 512
 """Bytes of a row that are counted before the next ones: with 15 planes 7.5 KiB."""
@@ -26,66 +31,112 @@ sign_bytes = either("sign_bytes", "signs.scalar", "signs.simd")
 decode_rows = either("decode_rows", "signs.scalar", "signs.simd")
 
 
-@njit(nogil=True, cache=True)
-def finite_range(variant, x, offset, numel, begin, end, finite):
+class SumColumns(NamedTuple):
+    """Where the sums of segments go."""
+
+    above: Any
+    below: Any
+    positive: Any
+
+
+class Values(NamedTuple):
+    """What the bits of each row stand for in each run: matrices of so many columns."""
+
+    above: Any
+    below: Any
+    columns: int
+
+
+class SignsLoops(Compiled):
+    """The operations of signs."""
+
+    def finite(self, x, table, out):
+        values, found = x.numpy(), out.numpy()
+        self.split_segments(table, lambda a, b: finite_range(self.simd, values, table.columns, a, b, found))
+
+    def sign_sums(self, x, table, out):
+        values, sums = x.numpy(), SumColumns(out.above.numpy(), out.below.numpy(), out.count.numpy())
+        self.split_segments(table, lambda a, b: sign_sums_range(self.simd, values, table.columns, a, b, sums))
+
+    def sign_encode(self, x, table, begin, end, out):
+        values, octets = x.numpy(), out.numpy()
+
+        def work(first: int, last: int) -> None:
+            part = octets[SIGN_BYTES * first : SIGN_BYTES * last]
+            sign_encode_range(self.simd, values, table.columns, begin + first, begin + last, part)
+
+        self.split(end - begin, 1, GROUP_SIZE, work)
+
+    def sign_vote(self, rows, out):
+        payloads, voted = rows_of(rows), out.numpy()
+        self.split(len(voted), 1, 8 * rows.shape[0], lambda begin, end: sign_vote_range(payloads, begin, end, voted))
+
+    def sign_decode(self, rows, runs, above, below, begin, end, x, accumulate):
+        values, target, payloads = Values(above.numpy(), below.numpy(), runs.runs), x.numpy(), rows_of(rows)
+
+        def work(first: int, last: int) -> None:
+            part = payloads._replace(octets=payloads.octets[SIGN_BYTES * first :])
+            sign_decode_range(
+                self.simd, part, runs.table.columns, runs.columns, values, begin + first, begin + last, target,
+                accumulate,
+            )  # fmt: skip
+
+        self.split(end - begin, 1, GROUP_SIZE * rows.shape[0], work)
+
+
+@kept(DIGEST)
+def finite_range(simd, x, table, begin, end, finite):
     """Tell of segments ``begin .. end`` whether all elements are finite."""
     prefer_wide()
     for segment in range(begin, end):
-        at, stop = offset[segment], offset[segment] + numel[segment]
+        at, stop = table.offset[segment], table.offset[segment] + table.numel[segment]
         largest = np.int32(0)
         while at < stop and largest < 0x7F800000:
             count = min(stop - at, 4096)
-            largest = block_maximum(variant, x, at, count, 4096)
+            largest = block_maximum(simd, x, at, count)
             at += count
         finite[segment] = largest < 0x7F800000
 
 
-@njit(nogil=True, cache=True)
-def sign_sums_range(variant, x, offset, numel, begin, end, above, below, positive, scratch):
-    """Add up segments ``begin .. end`` by sign. ``scratch`` (float64 ``[2]``) turns bits into numbers."""
+@kept(DIGEST)
+def sign_sums_range(simd, x, table, begin, end, out):
+    """Add up segments ``begin .. end`` by sign."""
     prefer_wide()
-    double_bits = scratch.view(np.int64)
-    single = scratch[1:].view(np.float32)
-    single_bits = scratch[1:].view(np.int32)
     for segment in range(begin, end):
-        at, stop = offset[segment], offset[segment] + numel[segment]
+        at, stop = table.offset[segment], table.offset[segment] + table.numel[segment]
         plus, minus, number = 0.0, 0.0, 0
         while at < stop:
             count = min(stop - at, 4096)
-            bits = block_maximum(variant, x, at, count, 4096)
+            bits = block_maximum(simd, x, at, count)
             if bits >= 0x7F800000:
                 plus, minus, number = np.inf, np.inf, 0
                 break
-            exponent = max((bits >> 23) - 127, -104)
-            single_bits[0] = np.int32((23 - exponent + 127) << 23)
-            total, size, passed = block_sign_sums(variant, x, at, count, single[0], 4096)
-            double_bits[0] = np.int64(exponent - 23 + 1023) << 52
-            plus += np.float64((size + total) >> 1) * scratch[0]
-            minus += np.float64((size - total) >> 1) * scratch[0]
+            exponent = block_exponent(bits)
+            total, size, passed = block_sign_sums(simd, x, at, count, np.float32(power_of_two(23 - exponent)))
+            unit = power_of_two(exponent - 23)
+            plus += np.float64((size + total) >> 1) * unit
+            minus += np.float64((size - total) >> 1) * unit
             number += passed
             at += count
-        above[segment] = plus
-        below[segment] = minus
-        positive[segment] = number
+        out.above[segment] = plus
+        out.below[segment] = minus
+        out.positive[segment] = number
 
 
-@njit(nogil=True, cache=True)
-def sign_encode_range(variant, x, offset, numel, first_group, begin, end, segment, out):
-    """Encode groups ``begin .. end``, the first of which lies in ``segment``, into ``out``."""
+@kept(DIGEST)
+def sign_encode_range(simd, x, table, begin, end, out):
+    """Encode groups ``begin .. end`` into ``out``."""
     prefer_wide()
-    group = begin
+    segment, group = find_segment(table, begin), begin
     while group < end:
-        while first_group[segment + 1] <= group:
-            segment += 1
-        within = 80 * (group - first_group[segment])
-        stop = min(end, first_group[segment + 1])
-        count = min(80 * (stop - group), numel[segment] - within)
+        piece = next_piece(table, segment, group, end)
+        segment = piece.segment
         at = 10 * (group - begin)
-        sign_bytes(variant, x, offset[segment] + within, count, out, at, 2560)
+        sign_bytes(simd, x, piece.at, piece.numel, out, at)
         # What the body leaves of the last group: it writes whole bytes, at least.
-        for i in range(at + (count + 7) // 8, 10 * (stop - begin)):
+        for i in range(at + (piece.numel + 7) // 8, 10 * (piece.stop - begin)):
             out[i] = np.uint8(0)
-        group = stop
+        group = piece.stop
 
 
 @njit(nogil=True)
@@ -115,13 +166,14 @@ def _count_four(planes, a, b, c, d, carry):
         twos[i] = rest ^ second
 
 
-@njit(nogil=True, cache=True)
-def sign_vote_range(rows, stride, number, begin, end, out):
+@kept(DIGEST)
+def sign_vote_range(rows, begin, end, out):
     """Vote on bytes ``begin .. end`` of the rows.
 
     Counts are kept bit by bit: plane p of a tile holds bit p of the counts of all its positions.
     """
     prefer_wide()
+    octets, stride, number = rows.octets, rows.stride, rows.number
     planes = np.empty((_PLANES, _TILE_BYTES), np.uint8)
     carry = np.empty(_TILE_BYTES, np.uint8)
     least = (number + 1) // 2
@@ -135,8 +187,8 @@ def sign_vote_range(rows, stride, number, begin, end, out):
         row = 0
         while row + 4 <= number:
             at = first + row * stride
-            a, b = rows[at : at + size], rows[at + stride : at + stride + size]
-            c, d = rows[at + 2 * stride : at + 2 * stride + size], rows[at + 3 * stride : at + 3 * stride + size]
+            a, b = octets[at : at + size], octets[at + stride : at + stride + size]
+            c, d = octets[at + 2 * stride : at + 2 * stride + size], octets[at + 3 * stride : at + 3 * stride + size]
             _count_four(planes, a, b, c, d, carry[:size])
             row += 4
             # Counts of up to ``row`` need no plane beyond those of its bits.
@@ -146,7 +198,7 @@ def sign_vote_range(rows, stride, number, begin, end, out):
             _ripple(planes, 2, last, carry, size)
         while row < number:
             at = first + row * stride
-            carry[:size] = rows[at : at + size]
+            carry[:size] = octets[at : at + size]
             row += 1
             last = 0
             while row >> last:
@@ -166,46 +218,37 @@ def sign_vote_range(rows, stride, number, begin, end, out):
 
 
 @njit(nogil=True)
-def _decode_end(rows, stride, number, bit, count, above, below, run, x, at, accumulate):
+def _decode_end(rows, bit, count, values, run, x, at, accumulate):
     """Do as ``decode_rows``, without a look beyond the last byte."""
     for i in range(count):
-        for row in range(number):
-            here = 8 * row * stride + bit + i
-            value = above[row, run] if rows[here >> 3] >> np.uint8(here & 7) & np.uint8(1) else below[row, run]
+        for row in range(rows.number):
+            here = 8 * row * rows.stride + bit + i
+            high = rows.octets[here >> 3] >> np.uint8(here & 7) & np.uint8(1)
+            value = values.above[row, run] if high else values.below[row, run]
             x[at + i] = x[at + i] + value if accumulate or row else value
 
 
-@njit(nogil=True, cache=True)
-def sign_decode_range(
-    variant, rows, stride, number, offset, numel, first_group, length, phase, first_run, above, below, begin, end,
-    segment, x, accumulate,
-):  # fmt: skip
+@kept(DIGEST)
+def sign_decode_range(simd, rows, table, runs, values, begin, end, x, accumulate):
     """Decode groups ``begin .. end``, whose bits are the first of each row."""
     prefer_wide()
     streamed = end - begin >= STREAMED_GROUPS
-    group = begin
+    segment, group = find_segment(table, begin), begin
     while group < end:
-        while first_group[segment + 1] <= group:
-            segment += 1
-        within = 80 * (group - first_group[segment])
-        stop = min(end, first_group[segment + 1])
-        last = min(80 * (stop - first_group[segment]), numel[segment])
-        shift = 80 * (first_group[segment] - begin)
-        while within < last:
-            place = phase[segment] + within
-            run = first_run[segment] + place // length[segment]
-            count = min(last - within, length[segment] - place % length[segment])
-            at, bit = offset[segment] + within, shift + within
+        piece = next_piece(table, segment, group, end)
+        segment = piece.segment
+        length, done = runs.length[segment], 0
+        while done < piece.numel:
+            place = runs.phase[segment] + piece.within + done
+            run = runs.first[segment] + place // length
+            count = min(piece.numel - done, length - place % length)
+            at, bit = piece.at + done, 80 * (group - begin) + done
             # The bodies may read three bytes too many.
-            safe = 8 * (rows.size - (number - 1) * stride) - 32 - bit
+            safe = 8 * (rows.octets.size - (rows.number - 1) * rows.stride) - 32 - bit
             inner = count if count <= safe else max(0, safe & -16)
-            decode_rows(
-                variant, rows, stride, number, bit, inner, above, below, above.shape[1], run, x, at, accumulate,
-                streamed and inner >= MIN_STREAMED,
-            )  # fmt: skip
+            long = streamed and inner >= MIN_STREAMED
+            decode_rows(simd, rows, bit, inner, values, run, x, at, accumulate, long)
             if inner < count:
-                _decode_end(
-                    rows, stride, number, bit + inner, count - inner, above, below, run, x, at + inner, accumulate
-                )
-            within += count
-        group = stop
+                _decode_end(rows, bit + inner, count - inner, values, run, x, at + inner, accumulate)
+            done += count
+        group = piece.stop

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, misc, untyped-decorator"
-"""Plain Numba bodies for signs, with the signatures of the explicit-vector ones."""
+"""Scalar bodies of signs, with the signatures of the explicit-vector ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _i32, _i64, _u8, _f32 = np.int32, np.int64, np.uint8, np.float32
 
 
 @njit(nogil=True)
-def block_sign_sums(x, first, count, factor, ahead):
+def block_sign_sums(x, first, count, factor):
     values = x[first : first + count]
     total, size, positive = _i64(0), _i64(0), _i64(0)
     for i in range(values.size):
@@ -26,10 +26,10 @@ def block_sign_sums(x, first, count, factor, ahead):
 
 
 @njit(nogil=True)
-def sign_bytes(x, first, count, out, out_first, ahead):
+def sign_bytes(x, first, count, out, at):
     values = x[first : first + count]
     whole = count // 8
-    target = out[out_first : out_first + (count + 7) // 8]
+    target = out[at : at + (count + 7) // 8]
     for i in range(whole):
         eight = values[8 * i : 8 * i + 8]
         octet = _u8(0)
@@ -52,10 +52,11 @@ def _decode_row(octets, bit, high, low, target, add):
 
 
 @njit(nogil=True)
-def decode_rows(rows, stride, number, bit, count, above, below, columns, run, x, at, accumulate, streamed):
+def decode_rows(rows, bit, count, values, run, x, at, accumulate, streamed):
     # A tile at a time, so that it stays within the nearest cache while all rows are added to it.
     for first in range(0, count, _TILE):
         target = x[at + first : at + min(first + _TILE, count)]
-        for row in range(number):
-            place = 8 * row * stride + bit + first
-            _decode_row(rows, place, above[row, run], below[row, run], target, accumulate or row > 0)
+        for row in range(rows.number):
+            place = 8 * row * rows.stride + bit + first
+            high, low = values.above[row, run], values.below[row, run]
+            _decode_row(rows.octets, place, high, low, target, accumulate or row > 0)

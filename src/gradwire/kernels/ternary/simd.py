@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, misc, untyped-decorator"
-"""Explicit-vector bodies over packed digits: sums, words, decoding. See ``ternary/loops.py`` for who calls them."""
+"""Explicit-vector bodies of trits: encoder, sums, decoding. See ``loops.py`` for who calls them."""
 
 from __future__ import annotations
 
@@ -8,18 +8,75 @@ from typing import Any
 
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
 
-from gradwire.kernels.numba_core.vectors import F32, I8, I16, I32, I64, Emitter, data_pointer, loop, vector
-from gradwire.kernels.table import GROUP_SIZE, LANES, PLANES
+from gradwire.kernels.numba_core.philox_simd import PhiloxVectors, five_words
+from gradwire.kernels.numba_core.vectors import F32, I8, I16, I32, I64, Emitter, loop, vector, vector_body
+from gradwire.kernels.table import GROUP_BYTES, GROUP_SIZE, LANES, PLANES
 
-__all__ = ["decode_groups", "decode_streamed", "pack_blocks", "sum_to_digits", "sum_to_words", "unpack_blocks"]
+__all__ = ["decode_groups", "decode_streamed", "encode_groups", "sum_to_digits", "sum_to_words"]
 
 # high_product(v, c) = floor(v / 3^k) for all bytes v: c = ceil(2^16 / 3^k).
 _THIRDS = (21846, 7282, 2428, 810)
 _AHEAD_BYTES = 4096  # distance of prefetches: some 64 turns of the loop, the latency of memory
+_AHEAD = 2560  # elements from here to what the encoder fetches from memory meanwhile
 
-_ELEMENTS = {types.uint8: I8, types.uint16: I16, types.uint32: I32}
+
+def _ternary_bytes(e: Emitter, words: list[Any], values: list[Any], limit: Any, inverse: Any) -> Any:
+    """Turn five random words and five vectors of x into a vector of 16 bytes."""
+    b = e.b
+    # The byte is summed in float32, exact for such integers: copysign and a masked addition make a signed digit.
+    total = e.constant(121.0, F32)
+    for plane, (word, value) in enumerate(zip(five_words(e, words), values)):
+        uniform = b.sitofp(e.shift_right(word, 8), vector(F32, LANES))
+        magnitude = e.lanewise("fabs", value)
+        # This order of operands makes a NaN in x stay one, as in the reference.
+        magnitude = b.select(b.fcmp_ordered("<", limit, magnitude), limit, magnitude)
+        fires = b.fcmp_ordered("<", uniform, b.fmul(magnitude, inverse))
+        digit = e.lanewise("copysign", e.constant(float(3**plane), F32), value)
+        total = b.select(fires, b.fadd(total, digit), total)
+    return b.trunc(b.fptosi(total, vector(I32, LANES)), vector(I8, LANES))
+
+
+@vector_body()
+def encode_groups(e, x, first, count, limit, inverse, noise, out, at):
+    """Encode ``count`` elements from ``x[first]`` into ``out[at]``.
+
+    What the last group lacks is neither read nor fires.
+    """
+    b, values, target = e.b, x.pointer(first, F32), out.pointer(at, I8)
+    source, bounds = PhiloxVectors(e, noise), (e.splat(limit), e.splat(inverse))
+
+    def turn(unroll: int, offset: Any, masked: bool) -> Any:
+        def body(index: Any, products: list[Any]) -> list[Any]:
+            index = b.add(index, offset)
+            here = e.at(values, b.mul(index, ir.Constant(I64, GROUP_SIZE)), F32)
+            inputs = list(products)
+            for group in range(1, unroll):
+                inputs += source.advance(list(products), 16 * group)
+            words = source.words(inputs)
+            if masked:
+                left = b.sub(count, b.mul(index, ir.Constant(I64, GROUP_SIZE)))
+                masks = e.lanes_below(left, PLANES * unroll)
+                inputs = [e.masked_load(e.at(here, LANES * k, F32), F32, mask) for k, mask in enumerate(masks)]
+            else:
+                for k in range(PLANES * unroll):
+                    e.prefetch(e.at(here, LANES * k + _AHEAD, F32))
+                inputs = [e.load(e.at(here, LANES * k, F32), F32, align=4) for k in range(PLANES * unroll)]
+            for group in range(unroll):
+                octets = _ternary_bytes(e, words[group], inputs[PLANES * group :], *bounds)
+                to = b.mul(b.add(index, ir.Constant(I64, group)), ir.Constant(I64, GROUP_BYTES))
+                e.store(octets, e.at(target, to, I8))
+            return source.advance(list(products), 16 * unroll)
+
+        return body
+
+    # Pairs of whole groups, then one or two groups, the last of which may lack elements.
+    paired = b.mul(b.sdiv(count, ir.Constant(I64, 2 * GROUP_SIZE)), ir.Constant(I64, 2))
+    groups = b.sdiv(b.add(count, ir.Constant(I64, GROUP_SIZE - 1)), ir.Constant(I64, GROUP_SIZE))
+    products = loop(b, paired, 2, source.products(), turn(2, ir.Constant(I64, 0), False))
+    both = b.and_(b.sub(groups, paired), ir.Constant(I64, 2))
+    loop(b, both, 2, products, turn(2, paired, True))
+    loop(b, b.sub(b.sub(groups, paired), both), 1, products, turn(1, paired, True))
 
 
 def _columns(e: Emitter, rows: Any, stride: Any, number: Any, lanes: int, units: int) -> list[list[Any]]:
@@ -71,149 +128,59 @@ def _over_rows(e: Emitter, number: Any, unrolled: Sequence[int], length: Any, us
         b.position_at_end(end if rows is number else other)
 
 
-@intrinsic
-def sum_to_digits(typing_context, rows, first, stride, number, length, digits):
-    """Write the digit sums of ``length`` bytes (a multiple of 16) from ``rows[first]`` on to ``digits`` (uint16)."""
+@vector_body()
+def sum_to_digits(e, rows, first, length, digits):
+    """Write the digit sums of ``length`` bytes of rows (a multiple of 16) from ``first`` on to ``digits`` (uint16)."""
+    b, source, target = e.b, rows.octets.pointer(first, I8), digits.pointer(0, I16)
 
-    def codegen(context, builder, signature, arguments):
-        b, e = builder, Emitter(builder)
-        source = data_pointer(context, builder, signature.args[0], arguments[0], arguments[1], I8)
-        target = data_pointer(context, builder, signature.args[5], arguments[5], ir.Constant(I64, 0), I16)
+    def use(index: Any, number: Any, lanes: int, units: int) -> None:
+        for unit, sums in enumerate(_columns(e, e.at(source, index, I8), rows.stride, number, lanes, units)):
+            at = e.at(target, b.mul(b.add(index, ir.Constant(I64, lanes * unit)), ir.Constant(I64, PLANES)), I16)
+            for plane, total in enumerate(sums):
+                if plane < PLANES - 1:
+                    total = b.sub(total, b.mul(sums[plane + 1], e.constant(3, I16, lanes)))
+                for group in range(lanes // LANES):
+                    part = e.shuffle(total, total, range(LANES * group, LANES * (group + 1)))
+                    e.store(part, e.at(at, GROUP_SIZE * group + LANES * plane, I16))
 
-        def use(index, number, lanes, units):
-            for unit, sums in enumerate(_columns(e, e.at(source, index, I8), arguments[2], number, lanes, units)):
-                at = e.at(target, b.mul(b.add(index, ir.Constant(I64, lanes * unit)), ir.Constant(I64, PLANES)), I16)
-                for plane, total in enumerate(sums):
-                    if plane < PLANES - 1:
-                        total = b.sub(total, b.mul(sums[plane + 1], e.constant(3, I16, lanes)))
-                    for group in range(lanes // LANES):
-                        part = e.shuffle(total, total, range(LANES * group, LANES * (group + 1)))
-                        e.store(part, e.at(at, GROUP_SIZE * group + LANES * plane, I16))
-
-        _over_rows(e, arguments[3], (2, 3, 5, 6, 7, 8), arguments[4], use)
-        return context.get_dummy_value()
-
-    return types.void(rows, first, stride, number, length, digits), codegen
+    _over_rows(e, rows.number, (2, 3, 5, 6, 7, 8), length, use)
 
 
-@intrinsic
-def sum_to_words(typing_context, rows, first, stride, number, length, base, out, out_first):
-    """Sum ``length`` bytes of rows straight into 16-bit words of five digits, from ``out[out_first]`` on.
+@vector_body()
+def sum_to_words(e, rows, first, length, layout, out, at):
+    """Sum ``length`` bytes of rows from ``first`` on straight into 16-bit words of five digits, from ``out[at]`` on.
 
     Digit sums are ``d_k = S_k - 3 S_{k+1}``, so the word is
     ``S_0 + (base - 3) (S_1 + base (S_2 + base (S_3 + base S_4)))``.
     """
+    b, source, target = e.b, rows.octets.pointer(first, I8), out.pointer(at, I8)
+    narrow = b.trunc(layout.base, I16)
 
-    def codegen(context, builder, signature, arguments):
-        b, e = builder, Emitter(builder)
-        source = data_pointer(context, builder, signature.args[0], arguments[0], arguments[1], I8)
-        target = data_pointer(context, builder, signature.args[6], arguments[6], arguments[7], I8)
-        narrow = b.trunc(arguments[5], I16)
+    def use(index: Any, number: Any, lanes: int, units: int) -> None:
+        bases, less = e.splat(narrow, lanes), e.splat(b.sub(narrow, ir.Constant(I16, 3)), lanes)
+        for unit, sums in enumerate(_columns(e, e.at(source, index, I8), rows.stride, number, lanes, units)):
+            word = sums[4]
+            for plane in (3, 2, 1):
+                word = b.add(sums[plane], b.mul(word, bases))
+            word = b.add(sums[0], b.mul(word, less))
+            e.store(word, e.at(e.at(target, b.mul(index, ir.Constant(I64, 2)), I8), 2 * lanes * unit, I8))
 
-        def use(index, number, lanes, units):
-            bases, less = e.splat(narrow, lanes), e.splat(b.sub(narrow, ir.Constant(I16, 3)), lanes)
-            for unit, sums in enumerate(_columns(e, e.at(source, index, I8), arguments[2], number, lanes, units)):
-                word = sums[4]
-                for plane in (3, 2, 1):
-                    word = b.add(sums[plane], b.mul(word, bases))
-                word = b.add(sums[0], b.mul(word, less))
-                e.store(word, e.at(e.at(target, b.mul(index, ir.Constant(I64, 2)), I8), 2 * lanes * unit, I8))
-
-        _over_rows(e, arguments[3], (4,), arguments[4], use)
-        return context.get_dummy_value()
-
-    return types.void(rows, first, stride, number, length, base, out, out_first), codegen
+    _over_rows(e, rows.number, (4,), length, use)
 
 
-@intrinsic
-def pack_blocks(typing_context, digits, blocks, per_word, base, word, out, out_first):
-    """Pack ``blocks`` of ``16 * per_word`` digits into words of ``word``'s type, at ``out[out_first]``.
-
-    Digits are uint16, or float32 of whole numbers below 2^16.
-    """
-    element, given = _ELEMENTS[word], F32 if digits.dtype == types.float32 else I16
-
-    def codegen(context, builder, signature, arguments):
-        b, e = builder, Emitter(builder)
-        source = data_pointer(context, builder, signature.args[0], arguments[0], ir.Constant(I64, 0), given)
-        target = data_pointer(context, builder, signature.args[5], arguments[5], arguments[6], I8)
-        per_word, bases = arguments[2], e.splat(b.trunc(arguments[3], I32))
-
-        def block(index, _):
-            last = b.mul(b.add(b.mul(index, per_word), b.sub(per_word, ir.Constant(I64, 1))), ir.Constant(I64, LANES))
-
-            def digit(plane, values):
-                here = e.load(e.at(source, b.sub(last, b.mul(plane, ir.Constant(I64, LANES))), given), given)
-                flat = vector(I32, LANES)
-                here = b.fptosi(here, flat) if given is F32 else b.zext(here, flat)
-                return [b.add(b.mul(values[0], bases), here)]
-
-            (value,) = loop(b, per_word, 1, [e.constant(0)], digit)
-            if element is not I32:
-                value = b.trunc(value, vector(element, LANES))
-            e.store(value, e.at(target, b.mul(index, ir.Constant(I64, LANES * element.width // 8)), I8))
-            return []
-
-        loop(b, arguments[1], 1, [], block)
-        return context.get_dummy_value()
-
-    return types.void(digits, blocks, per_word, base, word, out, out_first), codegen
-
-
-@intrinsic
-def unpack_blocks(typing_context, words, first, word, blocks, per_word, base, reciprocal, values):
-    """Undo ``pack_blocks`` from ``words[first]`` on, less ``base // 2``, into ``values`` (int32).
-
-    ``reciprocal`` is ``(multiplier, addend, shift)`` of :func:`gradwire.kernels.cpu.reciprocal32`.
-    """
-    element = _ELEMENTS[word]
-
-    def codegen(context, builder, signature, arguments):
-        b, e = builder, Emitter(builder)
-        source = data_pointer(context, builder, signature.args[0], arguments[0], arguments[1], I8)
-        target = data_pointer(context, builder, signature.args[7], arguments[7], ir.Constant(I64, 0), I32)
-        per_word = arguments[4]
-        narrow = b.trunc(arguments[5], I32)
-        bases, shifted = e.splat(narrow), e.splat(b.lshr(narrow, ir.Constant(I32, 1)))
-        multiplier, addend, shift = (e.splat(b.extract_value(arguments[6], i)) for i in range(3))
-        wide, flat = vector(I64, LANES), vector(I32, LANES)
-
-        def block(index, _):
-            value = e.load(e.at(source, b.mul(index, ir.Constant(I64, LANES * element.width // 8)), I8), element)
-            value = value if element is I32 else b.zext(value, flat)
-            at = e.at(target, b.mul(b.mul(index, per_word), ir.Constant(I64, LANES)), I32)
-
-            def digit(plane, values):
-                quotient = b.add(b.mul(b.zext(values[0], wide), multiplier), addend)
-                quotient = b.trunc(b.lshr(quotient, shift), flat)
-                remainder = b.sub(b.sub(values[0], b.mul(quotient, bases)), shifted)
-                e.store(remainder, e.at(at, b.mul(plane, ir.Constant(I64, LANES)), I32))
-                return [quotient]
-
-            last = b.sub(per_word, ir.Constant(I64, 1))
-            (value,) = loop(b, last, 1, [value], digit)
-            e.store(b.sub(value, shifted), e.at(at, b.mul(last, ir.Constant(I64, LANES)), I32))
-            return []
-
-        loop(b, arguments[3], 1, [], block)
-        return context.get_dummy_value()
-
-    return types.void(words, first, word, blocks, per_word, base, reciprocal, values), codegen
-
-
-def _floats(e: Emitter, words: Any, base: Any, reciprocals: Any, scale: Any) -> list[list[Any]]:
+def _floats(e: Emitter, words: Any, layout: Any, scale: Any) -> list[list[Any]]:
     """Turn a vector of 16-bit words of five digits into ``[group][plane]`` vectors of 16 scaled floats."""
     b, lanes = e.b, words.type.count
 
     def divide(value: Any, index: int) -> Any:
-        multiplier, shift = (e.splat(b.trunc(b.extract_value(reciprocals, 2 * index + i), I16), lanes) for i in (0, 1))
+        multiplier, shift = (e.splat(b.trunc(layout.narrow[2 * index + i], I16), lanes) for i in (0, 1))
         return b.lshr(e.high_product(value, multiplier), shift)
 
     # By base, base^2 and base^4; base^3 through base^2, since its own multiplier may need 17 bits.
     second = divide(words, 1)
     quotients = [words, divide(words, 0), second, divide(second, 0), divide(words, 2)]
-    bases = e.splat(b.trunc(base, I16), lanes)
-    shifted = e.splat(b.trunc(b.lshr(base, ir.Constant(I64, 1)), I16), lanes)
+    bases = e.splat(b.trunc(layout.base, I16), lanes)
+    shifted = e.splat(b.trunc(b.lshr(layout.base, ir.Constant(I64, 1)), I16), lanes)
     result: list[list[Any]] = [[] for _ in range(lanes // LANES)]
     for plane, quotient in enumerate(quotients):
         if plane < PLANES - 1:
@@ -230,47 +197,39 @@ def _load_words(e: Emitter, pointer: Any, element: Any, lanes: int) -> Any:
     return value if element is I16 else e.b.zext(value, vector(I16, lanes))
 
 
-@intrinsic
-def decode_groups(typing_context, words, first, word, count, base, reciprocals, scale, x, x_first):
-    """Decode five-digit words of 8 or 16 bits into ``count`` elements of ``x`` (float32) from ``x_first`` on."""
-    element = _ELEMENTS[word]
+@vector_body(types.void, "word")
+def decode_groups(e, words, first, word, layout, count, scale, x, at):
+    """Decode five-digit words of 8 or 16 bits into ``count`` elements of ``x`` (float32) from ``at`` on."""
+    b, element, scale = e.b, I8 if word.bitwidth == 8 else I16, e.splat(scale)
+    source, target = words.pointer(first, I8), x.pointer(at, F32)
+    pairs = b.sdiv(count, ir.Constant(I64, 2 * GROUP_SIZE))
+    done = b.mul(pairs, ir.Constant(I64, 2 * GROUP_SIZE))
 
-    def codegen(context, builder, signature, arguments):
-        b, e = builder, Emitter(builder)
-        source = data_pointer(context, builder, signature.args[0], arguments[0], arguments[1], I8)
-        target = data_pointer(context, builder, signature.args[7], arguments[7], arguments[8], F32)
-        count, scale = arguments[3], e.splat(arguments[6])
-        pairs = b.sdiv(count, ir.Constant(I64, 2 * GROUP_SIZE))
-        done = b.mul(pairs, ir.Constant(I64, 2 * GROUP_SIZE))
+    def decoded(source: Any, groups: int) -> list[Any]:
+        words = _load_words(e, source, element, LANES * groups)
+        return [v for group in _floats(e, words, layout, scale) for v in group]
 
-        def decoded(source, groups):
-            words = _load_words(e, source, element, LANES * groups)
-            return [v for group in _floats(e, words, arguments[4], arguments[5], scale) for v in group]
+    def pair(index: Any, _: Any) -> list[Any]:
+        to = e.at(target, b.mul(index, ir.Constant(I64, 2 * GROUP_SIZE)), F32)
+        for k, value in enumerate(decoded(e.at(source, b.mul(index, ir.Constant(I64, 2 * LANES)), element), 2)):
+            e.store(value, e.at(to, LANES * k, F32), align=4)
+        return []
 
-        def pair(index, _):
-            to = e.at(target, b.mul(index, ir.Constant(I64, 2 * GROUP_SIZE)), F32)
-            for k, value in enumerate(decoded(e.at(source, b.mul(index, ir.Constant(I64, 2 * LANES)), element), 2)):
-                e.store(value, e.at(to, LANES * k, F32), align=4)
-            return []
+    def masked(index: Any, carried: list[Any]) -> list[Any]:
+        (source,) = carried
+        to = e.at(target, b.add(done, index), F32)
+        masks = e.lanes_below(b.sub(b.sub(count, done), index), PLANES)
+        for k, (value, mask) in enumerate(zip(decoded(source, 1), masks)):
+            e.masked_store(value, e.at(to, LANES * k, F32), mask)
+        return [e.at(source, LANES, element)]
 
-        def masked(index, carried):
-            (source,) = carried
-            to = e.at(target, b.add(done, index), F32)
-            masks = e.lanes_below(b.sub(b.sub(count, done), index), PLANES)
-            for k, (value, mask) in enumerate(zip(decoded(source, 1), masks)):
-                e.masked_store(value, e.at(to, LANES * k, F32), mask)
-            return [e.at(source, LANES, element)]
-
-        loop(b, pairs, 1, [], pair)
-        source_left = e.at(source, b.mul(pairs, ir.Constant(I64, 2 * LANES)), element)
-        loop(b, b.sub(count, done), GROUP_SIZE, [source_left], masked)
-        return context.get_dummy_value()
-
-    return types.void(words, first, word, count, base, reciprocals, scale, x, x_first), codegen
+    loop(b, pairs, 1, [], pair)
+    source_left = e.at(source, b.mul(pairs, ir.Constant(I64, 2 * LANES)), element)
+    loop(b, b.sub(count, done), GROUP_SIZE, [source_left], masked)
 
 
-@intrinsic
-def decode_streamed(typing_context, words, first, word, groups, base, reciprocals, scale, x, x_first):
+@vector_body(types.void, "word")
+def decode_streamed(e, words, first, word, layout, groups, scale, x, at):
     """Decode an even number of groups, as ``decode_groups`` does, with aligned stores past the caches.
 
     Words of a group before and of one after must exist; **their floats are spoilt**, for the caller to decode later.
@@ -278,33 +237,25 @@ def decode_streamed(typing_context, words, first, word, groups, base, reciprocal
     For an x that is not aligned to its vectors, word vectors are composed with lanes rotated: a vector of x then takes
     its first lanes from one plane and its last ones from the next.
     """
-    element = _ELEMENTS[word]
+    b, element, scale = e.b, I8 if word.bitwidth == 8 else I16, e.splat(scale)
+    source, target = words.pointer(first, I8), x.pointer(at, F32)
+    address = b.ptrtoint(target, I64)
+    head = b.lshr(b.and_(b.neg(address), ir.Constant(I64, 63)), ir.Constant(I64, 2))
+    shift = b.sub(head, ir.Constant(I64, LANES))
+    target, source = e.at(target, shift, F32), e.at(source, shift, element)
+    first_plane = e.first_lanes(b.neg(shift))
+    both = e.shuffle(first_plane, first_plane, range(2 * LANES))
 
-    def codegen(context, builder, signature, arguments):
-        b, e = builder, Emitter(builder)
-        source = data_pointer(context, builder, signature.args[0], arguments[0], arguments[1], I8)
-        target = data_pointer(context, builder, signature.args[7], arguments[7], arguments[8], F32)
-        address = b.ptrtoint(target, I64)
-        head = b.lshr(b.and_(b.neg(address), ir.Constant(I64, 63)), ir.Constant(I64, 2))
-        shift = b.sub(head, ir.Constant(I64, LANES))
-        target, source = e.at(target, shift, F32), e.at(source, shift, element)
-        first_plane = e.first_lanes(b.neg(shift))
-        both = e.shuffle(first_plane, first_plane, range(2 * LANES))
-        scale = e.splat(arguments[6])
+    def turn(index: Any, carried: list[Any]) -> list[Any]:
+        here = e.at(source, b.mul(index, ir.Constant(I64, LANES)), element)
+        later, earlier = (_load_words(e, e.at(here, by, element), element, 2 * LANES) for by in (LANES, 0))
+        to = e.at(target, b.mul(index, ir.Constant(I64, GROUP_SIZE)), F32)
+        pair = _floats(e, b.select(both, later, earlier), layout, scale)
+        values = [*carried, *pair[0], *pair[1]]
+        for k in range(2 * PLANES):
+            e.stream(b.select(first_plane, values[k], values[k + 1]), e.at(to, LANES * k, F32))
+        return values[-1:]
 
-        def turn(index, carried):
-            at = e.at(source, b.mul(index, ir.Constant(I64, LANES)), element)
-            later, earlier = (_load_words(e, e.at(at, by, element), element, 2 * LANES) for by in (LANES, 0))
-            to = e.at(target, b.mul(index, ir.Constant(I64, GROUP_SIZE)), F32)
-            groups = _floats(e, b.select(both, later, earlier), arguments[4], arguments[5], scale)
-            values = [*carried, *groups[0], *groups[1]]
-            for k in range(2 * PLANES):
-                e.stream(b.select(first_plane, values[k], values[k + 1]), e.at(to, LANES * k, F32))
-            return values[-1:]
-
-        (last,) = loop(b, arguments[3], 2, [e.constant(0.0, F32)], turn)
-        e.stream(last, e.at(target, b.mul(arguments[3], ir.Constant(I64, GROUP_SIZE)), F32))
-        b.fence("seq_cst")  # such stores are not ordered with others
-        return context.get_dummy_value()
-
-    return types.void(words, first, word, groups, base, reciprocals, scale, x, x_first), codegen
+    (last,) = loop(b, groups, 2, [e.constant(0.0, F32)], turn)
+    e.stream(last, e.at(target, b.mul(groups, ir.Constant(I64, GROUP_SIZE)), F32))
+    b.fence("seq_cst")  # such stores are not ordered with others

@@ -1,0 +1,107 @@
+"""The front: every operation of every family, stated and checked once, whichever backend computes."""
+
+from __future__ import annotations
+
+import difflib
+import time
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from gradwire.errors import HyperparameterError
+from gradwire.kernels.entropy.base import CODERS, Coder
+from gradwire.kernels.entropy.dispatch import get_coder
+from gradwire.kernels.front import Family
+from gradwire.kernels.lattice.operations import LatticeOperations
+from gradwire.kernels.levels.operations import LevelOperations
+from gradwire.kernels.moments.operations import MomentOperations
+from gradwire.kernels.natural.operations import NaturalOperations
+from gradwire.kernels.self_test import SELF_TESTS
+from gradwire.kernels.signs.operations import SignOperations
+from gradwire.kernels.ternary.operations import TernaryOperations
+
+__all__ = ["FAMILIES", "Backend", "Kernels", "known_families"]
+
+FAMILIES = ("moments", "ternary", "levels", "natural", "lattice", "signs")
+"""Families of kernels; a method names those that it calls, and each is compiled when it is first needed."""
+
+
+class Backend(Protocol):
+    """Who computes."""
+
+    @property
+    def name(self) -> str:
+        """The backend's name."""
+        ...
+
+    @property
+    def compiles(self) -> bool:
+        """Whether something is to be compiled before the first call."""
+        ...
+
+    @property
+    def coders(self) -> str:
+        """The backend of entropy coders that goes with this one."""
+        ...
+
+    def family(self, name: str) -> Family:
+        """Return the functions of a family."""
+        ...
+
+
+class Kernels(
+    MomentOperations, TernaryOperations, LevelOperations, NaturalOperations, LatticeOperations, SignOperations
+):
+    """Arithmetic on blocks and bits. Every backend gives the same bits; ``reference`` defines them.
+
+    Tensors lie in CPU memory and are contiguous unless said otherwise; outputs are the caller's, except for statistics
+    of segments. Vectors and byte buffers may start at any element of a larger tensor. ``N`` stands for ``world_size``,
+    ``S`` for ``len(table)``. All operations raise :class:`~gradwire.errors.HyperparameterError` for tensors of another
+    type or shape than they state, before memory is touched.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+
+    def _serve(self, family: str) -> Family:
+        return self._backend.family(family)
+
+    @property
+    def name(self) -> str:
+        """The backend's name; ``auto`` is called what it has chosen."""
+        return self._backend.name
+
+    def coder(self, name: str) -> Coder:
+        """Return the entropy coder of that name that goes with this backend."""
+        return get_coder(name, self._backend.coders)
+
+    def warm_up(self, families: Sequence[str] = FAMILIES) -> float:
+        """Compile what calls of these families, or of entropy coders, will need; return the seconds it took.
+
+        Raises:
+            HyperparameterError: there is no such family or coder.
+        """
+        wanted, began = known_families(families), time.perf_counter()
+        if not self._backend.compiles:
+            return 0.0
+        for name in wanted:
+            if name in CODERS:
+                self.coder(name).warm_up()
+            else:
+                SELF_TESTS[name](self)
+        return time.perf_counter() - began
+
+
+def known_families(names: Iterable[str]) -> list[str]:
+    """Return each name once.
+
+    Raises:
+        HyperparameterError: one is neither a family nor an entropy coder.
+    """
+    wanted, known = list(dict.fromkeys(names)), (*FAMILIES, *CODERS)
+    for name in wanted:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1, 0.0)[0]
+            raise HyperparameterError(
+                f"no family of kernels {name!r}: did you mean {near!r}? There are {', '.join(known)}"
+            )
+    return wanted

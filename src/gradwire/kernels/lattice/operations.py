@@ -1,0 +1,108 @@
+"""Rounding to a dithered cubic lattice, of whose points only a colour travels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from gradwire.errors import HyperparameterError
+from gradwire.kernels.front import Front, check_draw, check_rows, check_vector
+from gradwire.kernels.packing.layout import DigitLayout, digit_layout
+from gradwire.kernels.table import GROUP_SIZE, SegmentTable
+
+__all__ = ["FAR", "LatticeOperations", "dither_shifts"]
+
+FAR = float(1 << 23)
+"""Points are numbered below this, so that float32 holds the numbers and their neighbours."""
+
+
+def dither_shifts(world_size: int) -> list[int]:
+    """Return each rank's shift: offsets evenly apart, so that the errors of equal vectors cancel in the mean."""
+    return [(rank << 24) // world_size for rank in range(world_size)]
+
+
+class LatticeOperations(Front):
+    r"""The family ``lattice``: points s (k + theta) with integer k of a cubic lattice of side s, theta an element.
+
+    With ``u`` an element's 24-bit uniform integer and ``shift`` the sender's::
+
+        theta = ((u + shift) mod 2^24) / 2^24 - 1/2       (exact in float32)
+        t = fl(fl(x * inverse) - theta)                   0 where |t| is not below 2^23
+        k = round(t), to even;   colour = k mod q;   turn = (k - colour) / q
+        check = sum over elements of turn * (2 u + 1)     modulo 2^32
+    """
+
+    def lattice_encode(
+        self,
+        x: torch.Tensor,
+        table: SegmentTable,
+        inverse: torch.Tensor,
+        colours: int,
+        round: int,
+        stream: int,
+        shift: int,
+        out: torch.Tensor,
+    ) -> torch.Tensor:
+        """Pack the colours of all groups of ``x`` (float32) into ``out`` (uint8), base q; return the check.
+
+        ``inverse`` (float32 ``[S]``) is 1 / s, or 0 for a segment of which nothing is to be said. The check is int64
+        ``[1]``.
+        """
+        layout = _check(table, colours, round, stream, [shift])
+        check_vector("x", x, torch.float32, table.extent, at_least=True)
+        check_vector("inverse", inverse, torch.float32, len(table))
+        check_vector("out", out, torch.uint8, layout.packed_bytes(GROUP_SIZE * table.groups))
+        family, check = self._serve("lattice"), torch.zeros(1, dtype=torch.int64, device=x.device)
+        if table.groups:
+            family.lattice_encode(x.detach(), table, inverse.detach(), layout, round, stream, shift, out, check)
+        return check
+
+    def lattice_mean(
+        self,
+        rows: torch.Tensor,
+        table: SegmentTable,
+        inverse: torch.Tensor,
+        scale: torch.Tensor,
+        colours: int,
+        round: int,
+        stream: int,
+        shifts: Sequence[int],
+        own: torch.Tensor,
+        x: torch.Tensor,
+        accumulate: bool = False,
+    ) -> torch.Tensor:
+        """Write the sum over rows, in their order, of ``fl(k + theta) * scale`` into ``x``, or add it.
+
+        ``k`` is the number of the row's colour next to the element of ``own``, which may be ``x`` itself::
+
+            turn = round((t - colour) / q),   k = colour + q * turn
+
+        A colour that no encoder writes counts as the largest. ``rows`` are uint8 ``[N, bytes]``, any distance apart;
+        ``shifts`` those of their senders. A scale that is not finite is written itself. Returns each row's check, of
+        the turns as found here, int64 ``[N]``.
+        """
+        layout = _check(table, colours, round, stream, shifts)
+        for name, vector in (("own", own), ("x", x)):
+            check_vector(name, vector, torch.float32, table.extent, at_least=True)
+        for name, vector in (("inverse", inverse), ("scale", scale)):
+            check_vector(name, vector, torch.float32, len(table))
+        check_rows(rows, layout.packed_bytes(GROUP_SIZE * table.groups))
+        if len(rows) != len(shifts):
+            raise HyperparameterError(f"{len(rows)} rows need as many shifts, not {len(shifts)}")
+        family, checks = self._serve("lattice"), torch.zeros(len(rows), dtype=torch.int64, device=x.device)
+        if table.groups:
+            family.lattice_mean(
+                rows, table, inverse.detach(), scale.detach(), layout, round, stream, shifts, own.detach(), x.detach(),
+                accumulate, checks,
+            )  # fmt: skip
+        return checks
+
+
+def _check(table: SegmentTable, colours: int, round: int, stream: int, shifts: Sequence[int]) -> DigitLayout:
+    if not 4 <= colours <= 1 << 15 or colours & (colours - 1):
+        raise HyperparameterError(f"colours={colours}: a power of two from 4 to {1 << 15} is needed")
+    check_draw(round, stream)
+    if not all(0 <= shift < 1 << 24 for shift in shifts):
+        raise HyperparameterError(f"shifts {list(shifts)}: all must be of 24 bits")
+    return digit_layout(colours)

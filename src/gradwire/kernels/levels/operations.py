@@ -1,0 +1,98 @@
+"""Stochastic rounding of blocks to the levels of a grid, packed, and back."""
+
+from __future__ import annotations
+
+import torch
+
+from gradwire.errors import HyperparameterError
+from gradwire.kernels.front import Front, check_draw, check_groups, check_rows, check_vector
+from gradwire.kernels.levels.blocks import BlockTable
+from gradwire.kernels.levels.grid import Grid
+from gradwire.kernels.packing.layout import DigitLayout, digit_layout
+from gradwire.kernels.table import GROUP_SIZE
+
+__all__ = ["LevelOperations", "packed_groups", "summed"]
+
+
+def packed_groups(groups: int, layout: DigitLayout) -> int:
+    """Return the bytes of the digits of whole groups."""
+    return layout.packed_bytes(GROUP_SIZE * groups)
+
+
+def summed(layout: DigitLayout, rows: int) -> DigitLayout:
+    """Return the layout of sums of that many digits of ``layout``: base ``rows * (base - 1) + 1``."""
+    return digit_layout(rows * (layout.base - 1) + 1)
+
+
+class LevelOperations(Front):
+    """The family ``levels``."""
+
+    def quantise(
+        self,
+        x: torch.Tensor,
+        blocks: BlockTable,
+        inverse: torch.Tensor,
+        grid: Grid,
+        layout: DigitLayout,
+        round: int,
+        stream: int,
+        out: torch.Tensor,
+    ) -> None:
+        """Round all groups of ``x`` (float32) to digits of ``grid`` and pack them into ``out`` (uint8).
+
+        ``inverse`` (float32 ``[blocks]``) is 2^24 over each block's scale, see
+        :func:`gradwire.kernels.inverse_scale`. ``out`` has ``layout.packed_bytes(80 * groups)`` bytes. Elements past a
+        segment's end are encoded as zeros.
+        """
+        check_vector("x", x, torch.float32, blocks.table.extent, at_least=True)
+        check_vector("inverse", inverse, torch.float32, blocks.blocks)
+        check_vector("out", out, torch.uint8, packed_groups(blocks.table.groups, layout))
+        _check_base(grid, layout)
+        check_draw(round, stream)
+        family = self._serve("levels")
+        if blocks.table.groups:
+            family.quantise(x.detach(), blocks, inverse.detach(), grid, layout, round, stream, out)
+
+    def dequantise(
+        self,
+        words: torch.Tensor,
+        blocks: BlockTable,
+        scale: torch.Tensor,
+        grid: Grid,
+        layout: DigitLayout,
+        x: torch.Tensor,
+        accumulate: bool = False,
+        begin: int = 0,
+        end: int | None = None,
+    ) -> None:
+        """Write ``grid.values[digit] * scale`` (float32 ``[blocks]``) into ``x``, or add it.
+
+        ``words`` hold the groups ``begin .. end``, all by default. A scale that is not finite is written itself. A
+        digit that no encoder writes counts as the largest.
+        """
+        end = check_groups(blocks.table, begin, end)
+        check_vector("x", x, torch.float32, blocks.table.extent, at_least=True)
+        check_vector("scale", scale, torch.float32, blocks.blocks)
+        check_vector("words", words, torch.uint8, packed_groups(end - begin, layout))
+        _check_base(grid, layout)
+        family = self._serve("levels")
+        if begin < end:
+            family.dequantise(words, blocks, scale.detach(), grid, layout, begin, end, x.detach(), accumulate)
+
+    def sum_digits(self, rows: torch.Tensor, groups: int, layout: DigitLayout, out: torch.Tensor) -> None:
+        """Add ``N`` rows of packed digits, uint8 ``[N, packed_groups(groups, layout)]``, digit by digit.
+
+        The sums are packed into ``out`` (uint8) in the layout of :func:`summed`. Rows may be any distance apart. A
+        digit that no encoder writes counts as the largest.
+        """
+        check_rows(rows, packed_groups(groups, layout))
+        down = summed(layout, rows.shape[0])
+        check_vector("out", out, torch.uint8, packed_groups(groups, down))
+        family = self._serve("levels")
+        if groups:
+            family.sum_digits(rows, groups, layout, down, out)
+
+
+def _check_base(grid: Grid, layout: DigitLayout) -> None:
+    if layout.base != grid.base:
+        raise HyperparameterError(f"digits of base {layout.base} cannot hold the {grid.base} levels of {grid!r}")

@@ -1,0 +1,81 @@
+# mypy: disable-error-code="no-untyped-call, no-untyped-def, misc, untyped-decorator"
+"""Compiled loops over segments and blocks of moments. See ``ternary/loops.py`` for the rules."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import njit
+
+from gradwire.kernels.numba_core.compiled import Compiled
+from gradwire.kernels.numba_core.overloads import either, kept
+from gradwire.kernels.numba_core.vectors import power_of_two, prefer_wide
+
+__all__ = ["MomentsLoops", "block_exponent", "block_maximum", "moments_range"]
+
+# Of all that this is compiled from: what Numba keeps on disk is kept under this name (``make digests``).
+DIGEST = "8cfddf5e13090b22"
+
+block_maximum = either("block_maximum", "moments.scalar", "moments.simd")
+block_sums = either("block_sums", "moments.scalar", "moments.simd")
+
+
+class MomentColumns(NamedTuple):
+    """Where the statistics of segments go."""
+
+    max_abs: Any
+    mean: Any
+    std: Any
+    norm: Any
+
+
+class MomentsLoops(Compiled):
+    """The operations of moments."""
+
+    def moments(self, x, table, out):
+        values = x.numpy()
+        columns = MomentColumns(out.max_abs.numpy(), out.mean.numpy(), out.std.numpy(), out.norm.numpy())
+
+        def work(first: int, last: int) -> None:
+            moments_range(self.simd, values, table.columns, first, last, columns)
+
+        # Blocks of a segment are added up in order.
+        self.split_segments(table, work)
+
+
+@njit(nogil=True)
+def block_exponent(bits):
+    """Return the exponent of a block's largest magnitude, given its bits."""
+    return max((bits >> 23) - 127, -104)
+
+
+@kept(DIGEST)
+def moments_range(simd, x, table, begin, end, out):
+    """Compute the moments of segments ``begin .. end``."""
+    prefer_wide()
+    for segment in range(begin, end):
+        at, size = table.offset[segment], table.numel[segment]
+        rest, first, second = size, 0.0, 0.0
+        largest = np.int32(0)
+        while rest > 0:
+            count = min(rest, 4096)
+            bits = block_maximum(simd, x, at, count)
+            largest = max(largest, bits)
+            if bits >= 0x7F800000:
+                break
+            exponent = block_exponent(bits)
+            s1, s2 = block_sums(simd, x, at, count, np.float32(power_of_two(23 - exponent)))
+            first += np.float64(s1) * power_of_two(exponent - 23)
+            second += np.float64(s2) * power_of_two(2 * (exponent - 23))
+            at += count
+            rest -= count
+        if largest >= 0x7F800000:
+            largest = np.int32(0x7F800000)
+            first, second = 0.0, 0.0
+        average = first / max(size, 1)
+        variance = second / max(size, 1) - average * average
+        out.max_abs.view(np.int32)[segment] = largest
+        out.mean[segment] = average
+        out.std[segment] = np.sqrt(max(variance, 0.0))
+        out.norm[segment] = np.sqrt(second)

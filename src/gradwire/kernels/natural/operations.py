@@ -1,0 +1,57 @@
+"""Random rounding to the powers of two next to a value, and the mean of such values."""
+
+from __future__ import annotations
+
+import torch
+
+from gradwire.kernels.front import Front, check_draw, check_rows, check_vector
+from gradwire.kernels.table import GROUP_SIZE, LANES, SIGN_BYTES, SegmentTable
+
+__all__ = ["NaturalOperations", "natural_bytes", "natural_sign_bytes"]
+
+
+def natural_sign_bytes(groups: int) -> int:
+    """Return the bytes of the signs of that many groups, padded to sixteen."""
+    return -(-SIGN_BYTES * groups // LANES) * LANES
+
+
+def natural_bytes(groups: int) -> int:
+    """Return the bytes of that many groups: nine bits an element, padded to sixteen bytes."""
+    return natural_sign_bytes(groups) + GROUP_SIZE * groups
+
+
+class NaturalOperations(Front):
+    """The family ``natural``."""
+
+    def natural_encode(self, x: torch.Tensor, table: SegmentTable, round: int, stream: int, out: torch.Tensor) -> None:
+        """Round all groups of ``x`` (float32) to powers of two and write them to ``out`` (uint8).
+
+        With ``bits`` the 31 bits of |x| and ``u`` the upper 23 bits of the element's 24-bit uniform integer::
+
+            exponent = min((bits + u) >> 23, 254), or 255 where x is an infinity or NaN
+
+        ``out`` has :func:`natural_bytes` bytes: first the signs, a bit an element in the order of groups, the first the
+        lowest of its byte, padded to sixteen bytes (:func:`natural_sign_bytes`), then the exponents, a byte an element.
+        Elements past a segment's end count as zero.
+        """
+        check_vector("x", x, torch.float32, table.extent, at_least=True)
+        check_vector("out", out, torch.uint8, natural_bytes(table.groups))
+        check_draw(round, stream)
+        family = self._serve("natural")
+        out[SIGN_BYTES * table.groups : natural_sign_bytes(table.groups)] = 0
+        if table.groups:
+            family.natural_encode(x.detach(), table, round, stream, out)
+
+    def natural_mean(
+        self, rows: torch.Tensor, table: SegmentTable, weight: float, x: torch.Tensor, accumulate: bool = False
+    ) -> None:
+        """Write the sum over rows, in their order, of ``float32(weight) * value`` into ``x``, or add it.
+
+        ``rows`` are uint8 ``[N, natural_bytes(groups)]``, any distance apart. A value is ``+-2^(exponent - 127)``, zero
+        for exponent 0 and +inf, whatever its sign and the weight's, for 255.
+        """
+        check_vector("x", x, torch.float32, table.extent, at_least=True)
+        check_rows(rows, natural_bytes(table.groups))
+        family = self._serve("natural")
+        if table.groups:
+            family.natural_mean(rows, table, weight, x.detach(), accumulate)

@@ -1,0 +1,116 @@
+"""Trits: three values an element, packed five a byte; their sums, packed likewise."""
+
+from __future__ import annotations
+
+import torch
+
+from gradwire.errors import HyperparameterError
+from gradwire.kernels.front import Front, check_draw, check_groups, check_rows, check_vector
+from gradwire.kernels.packing.layout import DigitLayout, sum_layout
+from gradwire.kernels.table import GROUP_BYTES, GROUP_SIZE, SegmentTable
+
+__all__ = ["TernaryOperations", "inverse_scale"]
+
+
+def inverse_scale(scale: torch.Tensor) -> torch.Tensor:
+    """Return ``2^24 / scale`` (float32), rounded up so that ``scale * inverse >= 2^24``; 0 for 0 and non-finite.
+
+    The probability that a trit fires is then ``ceil(fl(|x| * inverse)) / 2^24``: within 2^-24 of ``|x| / scale``, and
+    exactly one where ``|x| == scale``. A scale must be at least 2^-100, else its inverse would overflow.
+
+    Raises:
+        HyperparameterError: a finite scale other than zero is smaller.
+    """
+    usable = torch.isfinite(scale) & (scale != 0)
+    if bool((scale[usable] < 2.0**-100).any()):
+        raise HyperparameterError(f"scale {scale[usable].min().item()} is below 2^-100: treat such a segment as zero")
+    inverse = (2.0**24 / scale.to(torch.float64)).to(torch.float32)
+    # Rounded to nearest, the product may fall short of 2^24 by one rounding: step up where it does.
+    higher = torch.nextafter(inverse, torch.full_like(inverse, torch.inf))
+    inverse = torch.where(scale * inverse < 2.0**24, higher, inverse)
+    return torch.where(usable, inverse, torch.zeros_like(inverse))
+
+
+class TernaryOperations(Front):
+    """The family ``ternary``."""
+
+    def ternary_encode(
+        self,
+        x: torch.Tensor,
+        table: SegmentTable,
+        limit: torch.Tensor,
+        inverse: torch.Tensor,
+        round: int,
+        stream: int,
+        begin: int,
+        end: int,
+        out: torch.Tensor,
+    ) -> None:
+        """Ternarise and pack groups ``begin .. end`` of ``x`` (float32) into ``out`` (uint8 ``[16 * (end - begin)]``).
+
+            digit = 1 + sign(x) * [u < min(|x|, limit) * inverse],    byte j = sum over planes k of digit_k * 3^k
+
+        with ``u`` the element's 24-bit uniform integer and ``limit``, ``inverse`` float32 ``[S]``. See
+        :func:`inverse_scale`. Elements past a segment's end have digit 1, the trit zero.
+        """
+        check_vector("x", x, torch.float32, table.extent, at_least=True)
+        check_vector("limit", limit, torch.float32, len(table))
+        check_vector("inverse", inverse, torch.float32, len(table))
+        check_groups(table, begin, end)
+        check_vector("out", out, torch.uint8, GROUP_BYTES * (end - begin))
+        check_draw(round, stream)
+        family = self._serve("ternary")
+        if begin < end:
+            family.ternary_encode(
+                x.detach(), table, limit.detach(), inverse.detach(), round, stream, begin, end, out
+            )  # fmt: skip
+
+    def ternary_sum(self, rows: torch.Tensor, out: torch.Tensor, layout: DigitLayout | None = None) -> None:
+        """Add ``N`` ternary payloads, ``rows`` uint8 ``[N, m]``, into the packed sums of their ``5 * m`` digits.
+
+        ``m`` is a multiple of 16; rows may be any distance apart. ``out`` is uint8 ``[packed_bytes(5 * m, N)]``, or as
+        many bytes as another ``layout`` of base 2N + 1 needs.
+        """
+        check_rows(rows, rows.shape[-1])
+        if rows.shape[1] % GROUP_BYTES:
+            raise HyperparameterError(f"rows have {rows.shape[1]} bytes: whole groups of {GROUP_BYTES} are needed")
+        layout = _of_sums(rows.shape[0], layout)
+        check_vector("out", out, torch.uint8, layout.packed_bytes(rows.shape[1] // GROUP_BYTES * GROUP_SIZE))
+        family = self._serve("ternary")
+        if rows.shape[1]:
+            family.ternary_sum(rows, layout, out)
+
+    def decode(
+        self,
+        words: torch.Tensor,
+        world_size: int,
+        table: SegmentTable,
+        scale: torch.Tensor,
+        begin: int,
+        end: int,
+        x: torch.Tensor,
+        accumulate: bool = False,
+        layout: DigitLayout | None = None,
+    ) -> None:
+        """Write ``float32(v - N) * scale`` for the elements of groups ``begin .. end`` into ``x`` (float32).
+
+        ``words`` (uint8) are the packed sums of those groups, ``80 * (end - begin)`` values in ``[0, 2N]``; ``scale``
+        is float32 ``[S]``. A scale that is not finite is written itself. ``accumulate`` adds instead of writing.
+        Elements of ``x`` that belong to no segment or to other groups are left alone.
+
+        The highest digit of a word is not reduced, so that words which no encoder writes show as values above ``N``.
+        """
+        layout = _of_sums(world_size, layout)
+        check_groups(table, begin, end)
+        check_vector("words", words, torch.uint8, layout.packed_bytes(GROUP_SIZE * (end - begin)))
+        check_vector("scale", scale, torch.float32, len(table))
+        check_vector("x", x, torch.float32, table.extent, at_least=True)
+        family = self._serve("ternary")
+        if begin < end:
+            family.decode(words, layout, table, scale.detach(), begin, end, x.detach(), accumulate)
+
+
+def _of_sums(world_size: int, layout: DigitLayout | None) -> DigitLayout:
+    if layout is not None and layout.base != 2 * world_size + 1:
+        raise HyperparameterError(f"digits of base {layout.base} are no sums of {world_size} trits")
+    return layout or sum_layout(world_size)
