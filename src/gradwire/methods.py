@@ -119,6 +119,15 @@ class Method:
             IncompatibleError: the method needs an optimizer and has none, or cannot work with this one.
         """
 
+    def caution(self, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> str | None:
+        """Return a sentence to warn the user with when the method is attached beside an optimizer; None for none.
+
+        Args:
+            optimizer: The one that was given, which :meth:`check_optimizer` did not refuse; None if none was.
+            parameters: By name, those that are compressed.
+        """
+        return None
+
     def bind(self, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> Callable[[], None] | None:
         """Hook whatever the method does beside the exchange into the steps of an optimizer that was checked.
 

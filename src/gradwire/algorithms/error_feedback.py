@@ -2,48 +2,95 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
 from gradwire.algorithms.grandk import GRandK
+from gradwire.algorithms.local_momentum import LocalMomentum, checked_momentum
 from gradwire.algorithms.multi_scale import MultiScale
 from gradwire.compressors import Cast, Compressor, QSGDinf
 from gradwire.methods import Method, Properties, require
 from gradwire.protocols import Context, Outcome
-from gradwire.protocols.bucket_plan import BucketPlan, PlanSetting
+from gradwire.protocols.bucket_plan import Algorithm, BucketPlan, PlanSetting
 from gradwire.wrappers.wrapper import WrappedPlan, Wrapper, pieces
 
-__all__ = ["ErrorFeedback", "Feedback"]
+__all__ = ["SMALL_DELTA", "ErrorFeedback", "Feedback", "ResidualAlgorithm", "momentum_beside_residual"]
+
+SMALL_DELTA = 1 / 1024
+"""Where a contraction keeps less than this of the worst vector, its residual counts as large."""
+
+
+class ResidualAlgorithm(Algorithm):
+    """An algorithm that keeps a residual, behind a momentum of each worker's own where its field is not 0.
+
+    No dataclass, so that each method's own fields keep their order in its spec.
+    """
+
+    momentum: float
+
+    needs_loss_scale: ClassVar[bool] = True
+
+    @property
+    def owns_momentum(self) -> bool:  # type: ignore[override]
+        """Whether ``momentum`` is not 0."""
+        return self.momentum > 0
+
+    @property
+    def remembers(self) -> tuple[str, ...]:  # type: ignore[override]
+        """The residual, and the momentum where there is one."""
+        return ("residual", "momentum") if self.momentum else ("residual",)
+
+    def fed_back(self, inner: BucketPlan, setting: PlanSetting) -> BucketPlan:
+        """Return a plan that feeds back what ``inner`` leaves out."""
+        return self._after_momentum(Feedback(inner, setting.segments), setting)
+
+    def warm_up_plan(self, setting: PlanSetting) -> BucketPlan:
+        return self._after_momentum(super().warm_up_plan(setting), setting)
+
+    def _after_momentum(self, plan: BucketPlan, setting: PlanSetting) -> BucketPlan:
+        return LocalMomentum(plan, setting.segments, self.momentum) if self.momentum else plan
 
 
 @dataclass(frozen=True, kw_only=True)
-class ErrorFeedback(Wrapper):
+class ErrorFeedback(ResidualAlgorithm, Wrapper):
     r"""Error feedback around any compressor C that is a contraction.
 
-    With g_i worker i's gradient and e_i its residual, zero at first::
+    With g_i worker i's gradient, e_i its residual and m_i its momentum, zero at first::
 
-        p_i = g_i + e_i        mean = (1 / N) sum_i C(p_i)        e_i <- p_i - C(p_i)
+        m_i <- momentum m_i + g_i
+        p_i = m_i + e_i        mean = (1 / N) sum_i C(p_i)        e_i <- p_i - C(p_i)
 
-    Nothing is lost, it comes later: sum over rounds of what a worker contributed = sum of its gradients - e_i.
-    Residuals are kept in units of the gradient, so that a change of the learning rate needs no rescaling, and unscaled
-    under automatic mixed precision. They are this rank's own state; a round with a non-finite value changes none.
+    Without ``momentum``, m_i is the gradient. Nothing is lost, it comes later: the sum over rounds of what a worker
+    contributed is the sum of its m_i, less e_i. Residuals are kept in units of the gradient, so that a change of the
+    learning rate needs no rescaling, and unscaled under automatic mixed precision. They are this rank's own state; a
+    round with a non-finite value changes none.
 
-    If |C(p) - p|^2 <= q |p|^2 with q < 1, residuals of bounded gradients |g| <= B stay below
+    **Momentum.** What is left out arrives later, in bursts. An optimizer's momentum, which follows the exchange,
+    carries such bursts on for 1 / (1 - momentum) further steps and overshoots where the residual is several gradients
+    long. ``momentum=0.9`` here is applied by each worker before compression instead, and the optimizer has none: an
+    exchange without loss would give the same steps. It is applied to all parameters, also to those that travel in
+    float32 and in rounds of warm-up.
+
+    **Bounds.** If |C(p) - p|^2 <= q |p|^2 with q < 1, residuals of bounded vectors |m_i| <= B stay below
     B sqrt(q) / (1 - sqrt(q)). Where no element errs by more than c < 1 times the largest magnitude on any worker, as
-    with two or more levels of a maximum, they do so in that magnitude, whatever the variance: below B c / (1 - c). For
-    :class:`GRandK`, which sends a part of p a round, such a bound holds over its cycle. An unbiased compressor with a
-    variance above |p|^2 and without such a bound is no contraction: its residual grows without bound, so it is refused.
+    with two or more levels of a maximum, and the elements of all m_i stay within B, those of residuals stay below
+    B c / (1 - c), whatever the variance. For :class:`GRandK`, which sends a part of p a round, such a bound holds over
+    its cycle. An unbiased compressor with a variance above |p|^2 and without such a bound is no contraction: its
+    residual grows without bound, so it is refused.
 
     Args:
         compressor: The method C: an operator on one vector, :class:`MultiScale`, or :class:`GRandK` around one.
+        momentum: At least 0 and below 1; above 0 the optimizer must have none.
 
     Raises:
-        HyperparameterError: ``compressor`` is no operator on one vector, or no contraction.
+        HyperparameterError: ``compressor`` is no operator on one vector, or no contraction, or ``momentum`` is out of
+            range.
 
     Reference: F. Seide et al., Interspeech 2014; S. P. Karimireddy et al., "Error Feedback Fixes SignSGD and other
-    Gradient Compression Schemes", ICML 2019, algorithm 2.
+    Gradient Compression Schemes", ICML 2019, algorithm 2, which has no momentum.
 
     Example:
         >>> import torch, gradwire as gw
@@ -55,10 +102,9 @@ class ErrorFeedback(Wrapper):
     """
 
     compressor: Method = field(default_factory=lambda: QSGDinf(block_size=256))
+    momentum: float = 0.0
 
     name: ClassVar[str] = "errorfeedback"
-    needs_loss_scale: ClassVar[bool] = True
-    remembers: ClassVar[tuple[str, ...]] = ("residual",)
     properties: ClassVar[Properties] = Properties(
         summary="Adds what the compressor left out to the next gradient",
         paper="Karimireddy et al., ICML 2019",
@@ -73,6 +119,7 @@ class ErrorFeedback(Wrapper):
 
     def __post_init__(self) -> None:
         owner, inner = type(self).__name__, self.compressor
+        object.__setattr__(self, "momentum", checked_momentum(owner, self.momentum))
         c = inner.worst_step if isinstance(inner, Method) else None
         if isinstance(inner, GRandK):
             require(
@@ -100,8 +147,42 @@ class ErrorFeedback(Wrapper):
             "levels, or the method without error feedback",
         )
 
+    def caution(self, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> str | None:
+        inner = self.compressor
+        if isinstance(inner, GRandK):
+            # A vector may lie wholly in what a round does not send.
+            delta = 1.0 if inner.cycle == 1 else 0.0
+        elif inner.worst_step is not None and inner.worst_step < 1:
+            delta = 1.0
+        else:
+            delta = 1 - (inner.worst_error or 0.0)
+        return momentum_beside_residual(self, optimizer, delta)
+
     def plan(self, setting: PlanSetting) -> BucketPlan:
-        return Feedback(setting.plan(self.compressor), setting.segments)
+        return self.fed_back(setting.plan(self.compressor), setting)
+
+
+def momentum_beside_residual(method: Method, optimizer: Any, delta: float) -> str | None:
+    """Return a warning where an optimizer's momentum stands beside a residual that may grow large.
+
+    Args:
+        delta: What the method's compressor keeps at least of any vector, |C(p) - p|^2 <= (1 - delta) |p|^2. Residuals
+            count as large below :data:`SMALL_DELTA`.
+    """
+    if delta >= SMALL_DELTA or optimizer is None:
+        return None
+    for group in optimizer.param_groups:
+        for setting in ("momentum", "betas"):
+            value = group.get(setting)
+            if value[0] if isinstance(value, tuple) else value:
+                return (
+                    f"{method!r} leaves out most of a gradient in the worst case (delta={delta:.2g}, below "
+                    f"{SMALL_DELTA:.2g}), and sends it later in bursts, which {type(optimizer).__name__} with "
+                    f"{setting}={value!r} carries too far: use blocks (block_size=64), or momentum before compression "
+                    "(the method's momentum=0.9 and torch.optim.SGD with momentum=0), or SGD without momentum at a "
+                    "higher learning rate"
+                )
+    return None
 
 
 class Feedback(WrappedPlan):

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from gradwire.algorithms.error_feedback import Feedback
+import torch
+
+from gradwire.algorithms.error_feedback import ResidualAlgorithm, momentum_beside_residual
+from gradwire.algorithms.local_momentum import checked_momentum
 from gradwire.codecs import SignCodec
 from gradwire.compressors import ScaledSign
+from gradwire.compressors.level_compressor import check_blocks
 from gradwire.methods import Properties
-from gradwire.protocols.bucket_plan import Algorithm, BucketPlan, PlanSetting, SectionPlan
+from gradwire.protocols.bucket_plan import BucketPlan, PlanSetting, SectionPlan
 from gradwire.segments import Parameter, Segment
 
 if TYPE_CHECKING:
@@ -20,7 +24,7 @@ __all__ = ["OneBit"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class OneBit(Algorithm):
+class OneBit(ResidualAlgorithm):
     r"""1-bit SGD: which side of zero an element lies on, the mean of each side, and error feedback.
 
     With g_i worker i's gradient, e_i its residual, zero at first, and j a column::
@@ -28,19 +32,30 @@ class OneBit(Algorithm):
         p_i = g_i + e_i        Q(p)_kj = mean of the p_lj >= 0 if p_kj >= 0 else mean of the p_lj < 0
         mean = (1 / N) sum_i Q(p_i)        e_i <- p_i - Q(p_i)
 
-    A *column* is what feeds one output: elements of one index of the first dimension, a row of ``torch.nn.Linear``'s
-    weight and a filter of a convolution (as they lie in memory). A parameter with one dimension is a single column. A
-    side without an element has the mean zero.
+    A *column* holds the weights of one output: the elements of one index of the first dimension, a row of
+    ``torch.nn.Linear``'s weight and a filter of a convolution (in memory order). A parameter with one dimension is a
+    single column. With ``block_size``, blocks of that many elements take the place of columns. A side without an
+    element has the mean zero.
 
     Q is the least-squares choice for that partition: |Q(p)|^2 + |p - Q(p)|^2 = |p|^2, and the error of a column is at
     most that of :class:`ScaledSign` on it, 1 - 2/pi for a long Gaussian one.
 
     Every worker receives every worker's bits. The paper's other way, where the owner of a stripe quantises the sum
     again with a residual of its own, is not offered. Unquantised steps at the beginning, which the paper needs, are
-    ``attach(..., warmup_steps=...)``.
+    ``attach(..., warmup_steps=...)``. Momentum beside the residual is discussed at :class:`EFSignSGD`.
 
-    Wire: 1 + 64/m bits an element for columns of m: float32 pairs, then bits (``docs/wire-format.md``). Short columns
-    are wasteful (2 bits at m = 64, 8 at m = 9): leave such parameters out with ``exclude``. Draws nothing.
+    Args:
+        block_size: Elements that share two means, a multiple of 16; None: a column, as in the paper.
+        momentum: Applied before compression, as :class:`ErrorFeedback` describes; above 0 the optimizer must have
+            none.
+
+    Raises:
+        HyperparameterError: ``block_size`` or ``momentum`` is out of range.
+
+    Wire: for columns (or blocks) of m elements a worker's payload has 1 + 64/m bits an element: float32 pairs, then
+    bits (``docs/wire-format.md``). It is sent to N - 1 workers: on the scale where a float32 all-reduce has 32, that is
+    N/2 (1 + 64/m) bits, with four workers 2 + 128/m. Short columns are wasteful (with four workers 4 bits at m = 64,
+    16.2 at m = 9): leave such parameters out with ``exclude``, or use blocks. Draws nothing.
 
     Reference: F. Seide et al., "1-Bit Stochastic Gradient Descent and its Application to Data-Parallel Distributed
     Training of Speech DNNs", Interspeech 2014, sections 3.1 and 3.2.
@@ -53,9 +68,10 @@ class OneBit(Algorithm):
                 [ 2.,  2.,  2.]])
     """
 
+    block_size: int | None = None
+    momentum: float = 0.0
+
     name: ClassVar[str] = "onebit"
-    needs_loss_scale: ClassVar[bool] = True
-    remembers: ClassVar[tuple[str, ...]] = ("residual",)
     tag: ClassVar[int] = 19
     collectives: ClassVar[tuple[str, ...]] = ("all_gather",)
     kernels: ClassVar[tuple[str, ...]] = ("signs",)
@@ -65,21 +81,33 @@ class OneBit(Algorithm):
         unbiased=False,
         bit_stable=True,
         bits_per_element=2.0,
-        delta="at least 1/m for columns of m; 2/pi for a long Gaussian one",
+        delta="at least 1/m for columns or blocks of m; 2/pi for a long Gaussian one",
         state="a residual per parameter and rank",
     )
+
+    def __post_init__(self) -> None:
+        check_blocks("OneBit", self.block_size, "parameter")
+        object.__setattr__(self, "momentum", checked_momentum("OneBit", self.momentum))
 
     @property
     def innermost(self) -> ScaledSign:
         """Any operator for the same protocol: nothing of it is used where everything travels in float32."""
         return ScaledSign()
 
+    def caution(self, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> str | None:
+        longest = max((self._run(Parameter.of(name, p)) for name, p in parameters.items()), default=1)
+        return momentum_beside_residual(self, optimizer, 1 / longest)
+
     def codec(self, kernels: Kernels, segments: Sequence[Segment], world_size: int, seed: int) -> SignCodec:
-        length = [_column(s.parameter) for s in segments]
+        length = [self._run(s.parameter) for s in segments]
         return SignCodec(kernels, segments, world_size, length=length, sides=2)
 
     def plan(self, setting: PlanSetting) -> BucketPlan:
-        return Feedback(SectionPlan(self, setting), setting.segments)
+        return self.fed_back(SectionPlan(self, setting), setting)
+
+    def _run(self, parameter: Parameter) -> int:
+        """Return the number of elements of a parameter that share two means."""
+        return self.block_size or _column(parameter)
 
 
 def _column(parameter: Parameter) -> int:

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
+from gradwire.algorithms.local_momentum import checked_momentum
 from gradwire.codecs import MajorityVoteCodec, sign_table, zero_throughout
 from gradwire.compressors import TernGrad
-from gradwire.methods import Properties, require
+from gradwire.methods import Properties
 from gradwire.protocols import Context, Outcome
 from gradwire.protocols.bucket_plan import Algorithm, BucketPlan, PlanSetting, SectionPlan
 from gradwire.segments import Segment
@@ -132,13 +133,7 @@ class Signum(SignSGD):
     )
 
     def __post_init__(self) -> None:
-        number = isinstance(self.momentum, int | float) and not isinstance(self.momentum, bool)
-        require(
-            number and 0 <= self.momentum < 1,
-            "Signum",
-            f"momentum is a number from 0 to below 1, not {self.momentum!r}",
-        )
-        object.__setattr__(self, "momentum", float(self.momentum))
+        object.__setattr__(self, "momentum", checked_momentum("Signum", self.momentum))
 
     def plan(self, setting: PlanSetting) -> BucketPlan:
         return _MomentumVote(SectionPlan(self, setting), setting.segments, self.momentum)

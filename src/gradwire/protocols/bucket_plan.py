@@ -63,6 +63,12 @@ class BucketPlan(ABC):
     def run(self, context: Context, flat: torch.Tensor, prepared: Any) -> Exchange[Outcome]:
         """Exchange chunk ``context.chunk``, writing the mean into its part of ``flat``."""
 
+    def target_(self, context: Context, gradient: torch.Tensor) -> None:  # noqa: B027
+        """Replace a copy of this round's gradient by the vector whose mean over ranks the exchange estimates.
+
+        To be called when the round's chunks have run; most plans estimate the mean of the gradient itself.
+        """
+
     def whole(self, context: Context, flat: torch.Tensor) -> Exchange[Outcome]:
         """Run everything in order, as one generator."""
         prepared = yield from self.prepare(context, flat)
@@ -102,8 +108,7 @@ def make_plan(
         return CastPlan(None if warm_up or isinstance(method, FP32) else method.dtype, segments)
     setting = PlanSetting(segments, kernels, world_size, collective, seed, chunk_numel, coder)
     if isinstance(method, Algorithm):
-        # Rounds of warm-up leave the memory as it is: what travels whole leaves nothing to remember.
-        return setting.plan(method.innermost, warm_up=True) if warm_up else method.plan(setting)
+        return method.warm_up_plan(setting) if warm_up else method.plan(setting)
     if isinstance(method, Compressor):
         _check_collective(method, collective)
         if warm_up:
@@ -161,6 +166,13 @@ class Algorithm(Method):
     @abstractmethod
     def plan(self, setting: PlanSetting) -> BucketPlan:
         """BucketPlan the exchange of one bucket."""
+
+    def warm_up_plan(self, setting: PlanSetting) -> BucketPlan:
+        """Return the plan of a bucket in rounds of warm-up, where everything travels in float32.
+
+        By default it leaves the memory as it is: what travels whole leaves nothing to remember.
+        """
+        return setting.plan(self.innermost, warm_up=True)
 
     @property
     @abstractmethod

@@ -12,7 +12,7 @@ from gradwire.compressors import Cast, Compressor
 from gradwire.methods import Inherited, Method
 from gradwire.ops import Exchange
 from gradwire.protocols import Context, Outcome
-from gradwire.protocols.bucket_plan import Algorithm, BucketPlan
+from gradwire.protocols.bucket_plan import Algorithm, BucketPlan, PlanSetting
 from gradwire.segments import Segment
 
 __all__ = ["WrappedPlan", "Wrapper", "pieces"]
@@ -43,6 +43,13 @@ class Wrapper(Algorithm):
 
     def bind(self, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> Callable[[], None] | None:
         return self.compressor.bind(optimizer, parameters)
+
+    def caution(self, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> str | None:
+        return self.compressor.caution(optimizer, parameters)
+
+    def warm_up_plan(self, setting: PlanSetting) -> BucketPlan:
+        inner = self.compressor
+        return inner.warm_up_plan(setting) if isinstance(inner, Algorithm) else super().warm_up_plan(setting)
 
     @property
     def innermost(self) -> Cast | Compressor:

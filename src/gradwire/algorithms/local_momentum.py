@@ -1,0 +1,60 @@
+"""Momentum before compression: each worker's own, applied to its gradient before the exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from gradwire.methods import require
+from gradwire.protocols import Context
+from gradwire.protocols.bucket_plan import BucketPlan
+from gradwire.segments import Segment
+from gradwire.wrappers.wrapper import WrappedPlan, pieces
+
+__all__ = ["LocalMomentum", "checked_momentum"]
+
+
+def checked_momentum(owner: str, value: object) -> float:
+    """Return a factor of momentum as a float.
+
+    Raises:
+        HyperparameterError: it is not a number of at least 0 and below 1.
+    """
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    require(number and 0 <= value < 1, owner, f"momentum is a number from 0 to below 1, not {value!r}")  # type: ignore[operator]
+    return float(value)  # type: ignore[arg-type]
+
+
+class LocalMomentum(WrappedPlan):
+    """Exchanges each worker's momentum instead of its gradient.
+
+    With g_i worker i's gradient and m_i its momentum, zero at first::
+
+        m_i <- momentum m_i + g_i        the inner plan exchanges m_i
+
+    The mean over workers of m_i is the momentum of the mean gradient, so that an inner plan without loss gives exactly
+    the direction of ``torch.optim.SGD`` with this momentum. It is applied to all elements, also to those that travel in
+    float32. ``m_i`` is this rank's own state, "momentum", kept unscaled under automatic mixed precision.
+    """
+
+    def __init__(self, inner: BucketPlan, segments: Sequence[Segment], momentum: float) -> None:
+        super().__init__(inner, segments)
+        self._momentum = momentum
+        # Memory keeps nothing of dense segments, and this momentum is theirs, too.
+        self._remembered = [replace(s, dense=False) for s in segments]
+        self._whole = [(s.offset, s.offset + s.numel) for s in segments]
+
+    def before(self, context: Context, flat: torch.Tensor) -> None:
+        held = context.memory.read("momentum", self._remembered)
+        staged = context.memory.stage("momentum", self._remembered)
+        for a, b in pieces(self._whole):
+            torch.mul(held[a:b], self._momentum, out=staged[a:b])
+            staged[a:b].add_(flat[a:b], alpha=1 / context.loss_scale)
+            torch.mul(staged[a:b], context.loss_scale, out=flat[a:b])
+
+    def target_(self, context: Context, gradient: torch.Tensor) -> None:
+        staged = context.memory.stage("momentum", self._remembered)
+        for a, b in pieces(self._whole):
+            torch.mul(staged[a:b], context.loss_scale, out=gradient[a:b])
