@@ -192,14 +192,20 @@ TABLE: dict[str, list[Case]] = {
         Case(gw.ScaledSign(), gather(1), error=0.75),
         Case(gw.ScaledSign(block_size=112), gather(1 + 32 / 112), error=0.75),
     ],
-    "ef_signsgd": [Case(gw.EFSignSGD(), gather(1), error=0.75)],
+    "ef_signsgd": [
+        Case(gw.EFSignSGD(), gather(1), error=0.75),
+        Case(gw.EFSignSGD(block_size=64, momentum=0.5), gather(1 + 32 / 64), error=0.75, memory=True),
+    ],
     # A tie is a vote for +1, whichever way it came about.
     "signsgd": [Case(gw.SignSGD(), vote, symmetric=False, direction=True)],
     "signum": [
         Case(gw.Signum(), vote, symmetric=False, direction=True),
         Case(gw.Signum(momentum=0.0), vote, symmetric=False, direction=True),
     ],
-    "onebit": [Case(gw.OneBit(), gather(1), error=0.75)],
+    "onebit": [
+        Case(gw.OneBit(), gather(1), error=0.75),
+        Case(gw.OneBit(block_size=48), gather(1 + 64 / 48), error=0.75),
+    ],
     "p_quantisation": [
         Case(gw.PQuantisation(), gather(1.6 + 32 / 64), variance=levels([0, 1], 64, "l2"), constants=False),
         Case(

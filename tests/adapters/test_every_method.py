@@ -101,7 +101,10 @@ def scaled(method: str, bad_step: int) -> tuple[str, list[float], int, bool]:
     return digest(module), sizes, link.skipped_rounds, kept
 
 
-@pytest.mark.parametrize("method", ["errorfeedback", "diana", "ErrorFeedback(compressor=GRandK(cycle=4))"])
+@pytest.mark.parametrize(
+    "method",
+    ["errorfeedback", "diana", "ErrorFeedback(compressor=GRandK(cycle=4))", "ErrorFeedback(momentum=0.5)"],
+)
 def test_memory_is_unscaled_and_an_overflow_changes_none(three_ranks: Any, method: str) -> None:
     found = three_ranks(scaled, method, 3)
     assert len({d for d, _, _, _ in found}) == 1

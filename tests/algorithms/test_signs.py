@@ -16,9 +16,11 @@ METHODS = [
     gw.ScaledSign(),
     gw.ScaledSign(block_size=48),
     gw.EFSignSGD(),
+    gw.EFSignSGD(block_size=48, momentum=0.5),
     gw.OneBit(),
+    gw.OneBit(block_size=48, momentum=0.5),
 ]
-FED_BACK = [gw.EFSignSGD(), gw.EFSignSGD(compressor=gw.ScaledSign(block_size=64)), gw.OneBit()]
+FED_BACK = [gw.EFSignSGD(), gw.EFSignSGD(block_size=64), gw.OneBit(), gw.OneBit(block_size=64)]
 
 
 def randn(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -126,6 +128,51 @@ def test_a_vector_is_one_column_and_memory_order_decides() -> None:
     w = randn(4, 3, 5, 5)
     apart = one_round(w.to(memory_format=torch.channels_last), "onebit")
     assert torch.equal(apart, one_round(w, "onebit"))
+
+
+def test_blocks_take_the_place_of_columns() -> None:
+    """Two means a block, counted from the parameter's first element; the last block is shorter."""
+    p = randn(7, 33) + 0.2
+    found = one_round(p, gw.OneBit(block_size=32)).flatten()
+    blocks = [one_round(part, "onebit") for part in p.flatten().split(32)]
+    assert torch.equal(found, torch.cat(blocks))
+    assert not torch.equal(found, one_round(p, "onebit").flatten())
+
+
+def test_a_vector_longer_than_its_blocks_costs_two_values_a_block() -> None:
+    """1 + 64/m bits of payload, to N - 1 workers: 2 + 128/m for four on the scale of an all-reduce, headers aside."""
+    numel, m = 80 * 4096, 64
+    for method, column in ((gw.OneBit(block_size=m), numel), (gw.OneBit(), m)):
+        like = [("w", torch.empty(numel // column, column))]
+        link = gw.SimulatedLink(like, method, 4)
+        link.reduce_(torch.zeros(4, numel))
+        # One header for each of three messages.
+        assert link.traffic().bits_per_element == pytest.approx(2 + 128 / m, abs=8 * 64 * 3 / numel)
+
+
+def test_a_block_size_is_written_in_two_ways_and_read_as_one() -> None:
+    short, long = gw.EFSignSGD(block_size=64), gw.EFSignSGD(compressor=gw.ScaledSign(block_size=64))
+    assert short == long == gw.method("EFSignSGD(ScaledSign(block_size=64))") == gw.method(repr(long))
+    assert "block_size=64" in repr(long)
+    around = gw.ErrorFeedback(compressor=gw.ScaledSign(block_size=64))
+    g = randn(2, 500)
+    ours, theirs = gw.simulate(g, short), gw.simulate(g, around)
+    assert torch.equal(ours.mean, theirs.mean)
+    assert ours.traffic == theirs.traffic
+
+
+@pytest.mark.parametrize(
+    ("spec", "told"),
+    [
+        ("EFSignSGD(block_size=24)", "EFSignSGD: block_size is a multiple of 16"),
+        ("OneBit(block_size=0)", "OneBit: block_size is a multiple of 16"),
+        ("EFSignSGD(compressor=ScaledSign(block_size=32), block_size=64)", "differ: leave compressor out"),
+        ("EFSignSGD(QSGDinf())", "use ErrorFeedback for another"),
+    ],
+)
+def test_blocks_that_make_no_sense_are_refused(spec: str, told: str) -> None:
+    with pytest.raises(gw.HyperparameterError, match=told):
+        gw.method(spec)
 
 
 # Error feedback.

@@ -65,6 +65,7 @@ REMEMBERING = [
         "errorfeedback",
         "ErrorFeedback(compressor=GRandK(cycle=4))",
         "ef_signsgd",
+        "EFSignSGD(block_size=64, momentum=0.5)",
         "onebit",
         "signum",
         "ALQ()",

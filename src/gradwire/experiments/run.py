@@ -126,6 +126,10 @@ def execute(plan: RunConfig, run: RunFolder, audience: Audience, *, resume: bool
             f"{plan.method} gives a direction of -1 and 1: use SGD without momentum (--momentum 0) and a learning rate "
             "of the order of 1e-4 where SGD has 0.1 (--lr)"
         )
+    model = build_model(plan)
+    caution = gw.method(plan.method).caution(plan.task.build_optimizer(model), dict(model.named_parameters()))
+    if caution is not None:
+        audience.say(caution)
     audience.start(plan)
     if plan.simulate:
         simulate(plan, run, audience.row, audience.step, resume=resume, stop_after=stop_after)

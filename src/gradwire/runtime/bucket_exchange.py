@@ -149,7 +149,10 @@ class BucketExchange:
         if self.work is not self.flat:
             self.flat.copy_(self.work)
         if self._gradient is not None and self._sent is not None:
-            self.runtime.diagnostics.measure(self._gradient, self._sent, self.segments, self.round)
+            context = self._context(None)
+            self.plan.target_(context, self._gradient)
+            measure = self.runtime.diagnostics.measure
+            measure(self._gradient, self._sent, self.segments, self.round, context.loss_scale)
         self.runtime.ended(self.round, self.finite)
         self.future.set_result(self.flat)
 

@@ -12,9 +12,10 @@ from gradwire.errors import IncompatibleError
 from gradwire.methods import Method
 from gradwire.planning import Options
 from gradwire.runtime.selection.fallback import check_fallback
+from gradwire.runtime.warn_once import WarnOnce
 from gradwire.spec import method as read_method
 
-__all__ = ["check_optimizer", "check_options"]
+__all__ = ["caution_about", "check_optimizer", "check_options"]
 
 
 def check_optimizer(method: Method, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> None:
@@ -33,6 +34,17 @@ def check_optimizer(method: Method, optimizer: Any, parameters: Mapping[str, tor
                     f"{method!r} brings its own momentum, and {type(optimizer).__name__} has "
                     f"{setting}={group[setting]!r} beside it: use torch.optim.SGD with momentum=0"
                 )
+
+
+def caution_about(method: Method, optimizer: Any, compressed: Mapping[str, torch.Tensor], warnings: WarnOnce) -> None:
+    """Warn of an optimizer that works with a method, but badly.
+
+    Args:
+        compressed: The parameters that do not travel in float32, by name.
+    """
+    sentence = method.caution(optimizer, compressed)
+    if sentence is not None:
+        warnings.once("optimizer", sentence)
 
 
 def check_options(method: str | Method, *, optimizer: Any = None, **options: Any) -> None:

@@ -14,7 +14,7 @@ from gradwire.errors import ExchangeError
 from gradwire.methods import Method, require
 from gradwire.planning import Options
 from gradwire.runtime.bucket_exchange import BucketExchange
-from gradwire.runtime.checks import check_optimizer
+from gradwire.runtime.checks import caution_about, check_optimizer
 from gradwire.runtime.detached import lost
 from gradwire.runtime.diagnostics import Diagnostics
 from gradwire.runtime.failures import place
@@ -66,7 +66,8 @@ class Link:
             which refuse to run without it; False: these gradients are not scaled when they are exchanged, whatever
             scalers there are. Other methods do not need it: a non-finite gradient on any rank becomes non-finite on
             all, so that every rank's scaler skips.
-        optimizer: For methods that need the learning rate or own the momentum.
+        optimizer: For methods that need the learning rate or own the momentum; beside a residual that may grow large,
+            its momentum is warned of.
         options: See :class:`Options`.
 
     Attributes:
@@ -124,6 +125,9 @@ class Link:
         self._step: StepBuffer | None = None
         self.buffer_bytes: Callable[[], int] = lambda: 0
         unbind = self.method.bind(optimizer, self._parameters)
+        if self.rank == 0:
+            compressed = {n: p for n, p in self._parameters.items() if n not in self._selection.planner.dense}
+            caution_about(self.method, optimizer, compressed, self._runtime.warnings)
         # Threads and connections end with the link, also where it is dropped or the interpreter ends without close().
         self.close = weakref.finalize(self, _close, own_lanes, heartbeat, unbind)
 
@@ -229,10 +233,14 @@ class Link:
         """Report how the exchange serves the training.
 
         Returns:
-            ``parameters``: by name, relative error and cosine of what this rank sent against its gradient, at the
-            last measured round (every 100th), and the norm of the residual that it keeps now, where the method keeps
-            one; ``skipped_rounds``: rounds with a non-finite value somewhere, where the
-            method looks; ``encode_s``, ``wire_s``, ``decode_s``: seconds this rank's lanes spent so far.
+            ``parameters``: by name, ``relative_error`` and ``cosine`` of what this rank sent against its gradient, and
+            ``gradient_norm``, at the last measured round (every 100th), and ``residual_norm``, of the residual that it
+            keeps now, where the method keeps one. Norms are of unscaled gradients, and where the method applies
+            momentum before compression, of that instead. ``skipped_rounds``: rounds with a non-finite value somewhere,
+            where the method looks. ``encode_s``, ``wire_s``, ``decode_s``: seconds this rank's lanes spent so far.
+
+        A residual of more than three times its gradient in a measured round is warned of, once a link, naming the
+        parameter with the longest.
         """
         runtime = self._runtime
         rows = runtime.diagnostics.rows()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from gradwire.drivers import Lane, Traffic, dense_bytes
@@ -99,9 +100,11 @@ class LinkRuntime:
                 self.skipped_rounds += 1
                 self.diagnostics.discount(round)
             self._in_flight -= 1
-            if self._is_last and not self._in_flight:
-                # What a round would remember holds only where all of the round was finite.
-                self.memory.discard() if self._last_skipped == round else self.memory.commit()
+            is_over, is_skipped = self._is_last and not self._in_flight, self._last_skipped == round
+        if is_over:
+            # What a round would remember holds only where all of the round was finite.
+            self.memory.discard() if is_skipped else self.memory.commit()
+            self.diagnostics.check_residuals(round, partial(self.memory.norm, "residual"), self.warnings.once)
 
     def failed_between_buckets(self, error: Exception, purpose: str) -> Exception:
         """Turn the failure of a small exchange between two buckets into the link's error."""

@@ -1,0 +1,188 @@
+"""What is said of residuals: at attach, beside an optimizer's momentum, and in measured rounds, when they are long."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import gradwire as gw
+from gradwire.runtime.diagnostics import RESIDUAL_LIMIT, Diagnostics
+from gradwire.segments import Parameter, lay_out
+from ranks import Ranks
+
+NUMEL = 4096
+
+Parameters = list[torch.nn.Parameter]
+
+
+def sgd(momentum: float) -> Callable[[Parameters], torch.optim.Optimizer]:
+    return lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=momentum)
+
+
+def parameter(*shape: int) -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.zeros(shape))
+
+
+@pytest.mark.parametrize(
+    ("spec", "optimizer", "told"),
+    [
+        ("ef_signsgd", sgd(0.9), "SGD with momentum=0.9 carries too far"),
+        ("ErrorFeedback(ScaledSign())", sgd(0.5), "momentum=0.5"),
+        ("ef_signsgd", torch.optim.Adam, r"Adam with betas=\(0\.9, 0\.999\)"),
+        ("onebit", sgd(0.9), "OneBit"),
+        ("ErrorFeedback(GRandK())", sgd(0.9), "delta=0,"),
+        ("ef_signsgd", sgd(0.0), None),
+        ("ef_signsgd", lambda p: torch.optim.Adam(p, betas=(0.0, 0.999)), None),
+        ("ef_signsgd", lambda p: None, None),
+        ("EFSignSGD(block_size=64)", sgd(0.9), None),
+        ("OneBit(block_size=64)", sgd(0.9), None),
+        ("errorfeedback", sgd(0.9), None),
+        ("ErrorFeedback(QSGDMaxNorm())", sgd(0.9), None),
+        ("ErrorFeedback(GRandK(cycle=1))", sgd(0.9), None),
+        ("scaledsign", sgd(0.9), None),
+        ("diana", sgd(0.9), None),
+        ("Coded(ErrorFeedback(GRandK()))", sgd(0.9), "delta=0,"),
+    ],
+)
+def test_an_optimizers_momentum_beside_a_large_residual_is_told(spec: str, optimizer: Any, told: str | None) -> None:
+    w = parameter(2, NUMEL)
+    sentence = gw.method(spec).caution(optimizer([w]), {"w": w})
+    if told is None:
+        assert sentence is None
+    else:
+        assert sentence is not None
+        with pytest.raises(AssertionError, match=told):
+            raise AssertionError(sentence)
+
+
+def test_short_parameters_and_short_columns_have_no_large_residual() -> None:
+    """The worst contraction of a run of d elements is 1/d: 1024 of them are not warned of, 1040 are."""
+    for spec in ("ef_signsgd", "onebit"):
+        for numel, warned in ((1024, False), (1040, True)):
+            w = parameter(numel)
+            assert (gw.method(spec).caution(sgd(0.9)([w]), {"w": w}) is not None) == warned
+    wide = parameter(4096, 16)
+    assert gw.method("onebit").caution(sgd(0.9)([wide]), {"w": wide}) is None
+    assert gw.method("ef_signsgd").caution(sgd(0.9)([wide]), {"w": wide}) is not None
+
+
+def test_the_longest_residual_of_a_measured_round_is_named_above_the_limit() -> None:
+    said: list[str] = []
+
+    def warned(norms: dict[str, float], round: int = 5) -> list[str]:
+        said.clear()
+        found.check_residuals(round, norms.get, lambda kind, text: said.append(text))
+        return list(said)
+
+    found = Diagnostics(5)
+    gradients = {"a": torch.tensor([3.0, 4.0]), "b": torch.tensor([0.0, 1.0]), "idle": torch.zeros(4)}
+    segments = lay_out(Parameter.of(name, g) for name, g in gradients.items())
+    flat = torch.cat(list(gradients.values()))
+    found.measure(flat, flat, segments, 5)
+    assert warned({"a": 5 * RESIDUAL_LIMIT, "b": RESIDUAL_LIMIT, "idle": 1.0}) == []
+    (sentence,) = warned({"a": 5.1 * RESIDUAL_LIMIT, "b": 1.5 * RESIDUAL_LIMIT})
+    assert "round 5" in sentence
+    assert "'b'" in sentence
+    assert f"{1.5 * RESIDUAL_LIMIT:.1f} times" in sentence
+    assert f"norms {1.5 * RESIDUAL_LIMIT:.3g} and 1;" in sentence
+    assert warned({}) == [], "no residual is kept"
+    assert warned({"b": 100.0}, round=6) == [], "nothing was measured"
+    assert warned({"b": 100.0}, round=10) == [], "nothing was measured in that round"
+
+
+class Said(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+        logging.getLogger("gradwire").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if "compiled kernels" not in record.getMessage():
+            self.texts.append(record.getMessage())
+
+    def close(self) -> None:
+        logging.getLogger("gradwire").removeHandler(self)
+        super().close()
+
+
+def attached(spec: str, momentum: float) -> list[str]:
+    w = parameter(NUMEL)
+    said = Said()
+    gw.Link([("w", w)], spec, optimizer=torch.optim.SGD([w], lr=0.1, momentum=momentum)).close()
+    said.close()
+    return said.texts
+
+
+@pytest.mark.ranks
+def test_a_link_tells_on_its_first_rank_alone(three_ranks: Ranks) -> None:
+    first, *others = three_ranks(attached, "ef_signsgd", 0.9)
+    assert len(first) == 1
+    assert "block_size=64" in first[0]
+    assert others == [[], []]
+    assert three_ranks(attached, "ef_signsgd", 0.0) == [[], [], []]
+
+
+def grown(spec: str) -> tuple[list[str], dict[str, dict[str, float]]]:
+    """Eleven rounds, every fifth measured; one element of "long" is large, those of "even" have one magnitude."""
+    parameters = {"even": parameter(NUMEL), "long": parameter(NUMEL)}
+    link = gw.Link(list(parameters.items()), spec)
+    link._runtime.diagnostics.interval = 5
+    said, generator = Said(), torch.Generator().manual_seed(link.rank)
+    for _ in range(11):
+        parameters["even"].grad = torch.where(torch.rand(NUMEL, generator=generator) < 0.5, 1.0, -1.0)
+        parameters["long"].grad = 1e-3 * torch.randn(NUMEL, generator=generator)
+        parameters["long"].grad[7] = 1.0
+        link.reduce_()
+    said.close()
+    link.close()
+    return said.texts, link.diagnostics()["parameters"]
+
+
+@pytest.mark.ranks
+def test_a_long_residual_is_warned_of_once_and_named(three_ranks: Ranks) -> None:
+    for texts, rows in three_ranks(grown, "ef_signsgd"):
+        (sentence,) = texts
+        assert "'long'" in sentence
+        assert rows["long"]["residual_norm"] > RESIDUAL_LIMIT * rows["long"]["gradient_norm"]
+    for texts, _ in three_ranks(grown, "errorfeedback"):
+        assert texts == []
+
+
+def measured(spec: str, scale: float | None) -> dict[str, dict[str, float]]:
+    """Three rounds of gradients of one magnitude in each parameter, the last one measured."""
+    parameters = {"w": parameter(NUMEL), "bias": parameter(10)}
+    scaler = None if scale is None else torch.amp.GradScaler("cpu", init_scale=scale)
+    link = gw.Link(list(parameters.items()), spec, grad_scaler=False if scaler is None else scaler)
+    link._runtime.diagnostics.interval = 2
+    for _ in range(3):
+        for p in parameters.values():
+            p.grad = torch.full_like(p, scale or 1.0)
+        link.reduce_()
+    link.close()
+    found: dict[str, dict[str, float]] = link.diagnostics()["parameters"]
+    return found
+
+
+@pytest.mark.ranks
+def test_norms_are_those_of_unscaled_gradients(three_ranks: Ranks) -> None:
+    """A residual is kept unscaled: beside the norm of a scaled gradient it would look short."""
+    plain, scaled = (three_ranks(measured, "errorfeedback", scale) for scale in (None, 1024.0))
+    assert plain == scaled
+    assert plain[0]["w"]["gradient_norm"] == 64.0
+
+
+@pytest.mark.ranks
+def test_with_a_momentum_before_compression_what_is_sent_is_compared_with_that(three_ranks: Ranks) -> None:
+    """1 + 1/2 + 1/4 in the third round; what is sent is that: exactly in signs, and rounded to float32 as a third."""
+    for scale in (None, 1024.0):
+        for rows in three_ranks(measured, "EFSignSGD(momentum=0.5)", scale):
+            assert rows["w"]["gradient_norm"] == pytest.approx(1.75 * 64)
+            assert rows["bias"]["gradient_norm"] == pytest.approx(1.75 * 10**0.5)
+            assert rows["w"]["relative_error"] == 0.0
+            assert rows["bias"]["relative_error"] <= 2.0**-22
+            assert rows["w"]["residual_norm"] == 0.0
+            assert "residual_norm" not in rows["bias"]
