@@ -242,6 +242,11 @@ for adaptive in (gw.ALQ, gw.ALQN, gw.AMQ, gw.AMQN):
         Case(method, gather(3.2), variance=fitted(method), constants=False, symmetric=False),
     ]
 
+histogram = gw.ALQ(updates=(0,), model="histogram", bits=2, norm="max", block_size=16)
+TABLE["alq"] += [Case(histogram, gather(2 + 32 / 16), variance=fitted(histogram), symmetric=False)]
+histogram = gw.AMQN(updates=(0,), model="histogram", bits=4, block_size=None, blocks="parameter")
+TABLE["amq_n"] += [Case(histogram, gather(4), variance=fitted(histogram), constants=False, symmetric=False)]
+
 CASES: dict[str, list[gw.Method]] = {name: [case.method for case in row] for name, row in TABLE.items()}
 ALL_CASES = [case for row in TABLE.values() for case in row]
 ALL = [case.method for case in ALL_CASES]

@@ -109,18 +109,17 @@ def natural(g: torch.Tensor) -> torch.Tensor:
     return torch.where(t > 0, (2 * low - t) * (t - low), 0.0)
 
 
-def fitted(method: gw.Method, block_size: int | None = None) -> Law:
-    """The variance of rounding to the levels, with their signs, that a first round fits to the gradients.
-
-    For the Euclidean norm of blocks of ``block_size``, which divides the number of elements; None: of all of it.
-    """
+def fitted(method: gw.ALQ | gw.AMQ) -> Law:
+    """The variance of rounding to the levels, with their signs, that a first round fits to the gradients."""
 
     def variance(g: torch.Tensor) -> torch.Tensor:
         ends = gw.simulate(g, method).state["global"]["levels"]
-        blocks = g.double().view(len(g), -1, block_size or g.shape[1])
-        norm = blocks.norm(dim=2, keepdim=True)
-        r = blocks / norm
-        upper = torch.searchsorted(ends, r, right=True).clamp(1, len(ends) - 1)
-        return (((ends[upper] - r) * (r - ends[upper - 1])).clamp(min=0) * norm.square()).view(g.shape)
+        found = []
+        for v in g.double().split(method.block_size or g.shape[1], dim=1):
+            scale = torch.linalg.vector_norm(v, {"max": math.inf, "l2": 2}[method.norm], dim=1, keepdim=True)
+            r = v / scale.clamp(min=1e-300)
+            upper = torch.searchsorted(ends, r, right=True).clamp(1, len(ends) - 1)
+            found.append(((ends[upper] - r) * (r - ends[upper - 1])).clamp(min=0) * scale.square())
+        return torch.cat(found, 1)
 
     return variance

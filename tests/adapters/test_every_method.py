@@ -18,6 +18,8 @@ pytestmark = pytest.mark.ranks
 
 STABLE = [row[0].method for row in TABLE.values() if row[0].method.properties.bit_stable]
 STABLE += [gw.ErrorFeedback(compressor=gw.GRandK(cycle=4)), gw.GRandK(compressor=gw.MultiScale(), cycle=5)]
+# Levels that are fitted before, between and after the rounds at which a checkpoint is taken.
+STABLE += [gw.ALQ(model="histogram", norm="max", block_size=64, updates=(0, 2, 4))]
 CHOSEN = ["buckets rebuilt", "gradient_as_bucket_view", "no_sync", "four lanes, small chunks", "checked"]
 REMEMBERING = [m for m in STABLE if m.properties.state != "none"]
 

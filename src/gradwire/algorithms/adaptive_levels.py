@@ -1,4 +1,4 @@
-"""ALQ and AMQ: levels that follow the distribution of the gradient."""
+"""Implement ALQ and AMQ, whose levels follow the distribution of the gradient."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from gradwire.algorithms.level_fitting import Mixture, best_levels, best_ratio, powers
-from gradwire.codecs import LevelCodec, LevelSummary
+from gradwire.algorithms.level_fitting import Distribution, best_levels, best_ratio, powers
+from gradwire.algorithms.level_statistics import Histograms, Normals, Statistics
+from gradwire.codecs import LevelCodec
 from gradwire.compressors import Cast, Compressor, QSGDinf, check_blocks
 from gradwire.kernels import Grid
 from gradwire.methods import Properties, require
@@ -27,7 +28,7 @@ __all__ = ["ALQ", "ALQN", "AMQ", "AMQN"]
 
 @dataclass(frozen=True, kw_only=True)
 class _Adaptive(Algorithm):
-    """Fields and schedule of all four."""
+    """The fields and the schedule of all four methods."""
 
     bits: int = 3
     norm: str = "l2"
@@ -36,6 +37,7 @@ class _Adaptive(Algorithm):
     updates: tuple[int, ...] = (0, 100, 2000)
     every: int = 10_000
     kept: int = 350
+    model: str = "normal"
 
     collectives: ClassVar[tuple[str, ...]] = ("all_gather",)
     kernels: ClassVar[tuple[str, ...]] = ("moments", "levels")
@@ -58,6 +60,8 @@ class _Adaptive(Algorithm):
         object.__setattr__(self, "updates", tuple(self.updates))
         require(whole(self.every, 1), owner, f"every is a number of rounds, not {self.every!r}")
         require(whole(self.kept, 1), owner, f"kept is a number of blocks, not {self.kept!r}")
+        known = self.model in ("normal", "histogram")
+        require(known, owner, f"model is 'normal' or 'histogram', not {self.model!r}")
 
     @property
     def joined(self) -> bool:  # type: ignore[override]
@@ -66,7 +70,7 @@ class _Adaptive(Algorithm):
 
     @property
     def innermost(self) -> Cast | Compressor:
-        """Any operator: nothing of it is used where everything travels in float32."""
+        """Return any operator: none of it is used where everything travels in float32."""
         return QSGDinf()
 
     def is_update(self, round: int) -> bool:
@@ -76,14 +80,22 @@ class _Adaptive(Algorithm):
 
     @property
     def purpose(self) -> torch.Tensor:
-        """All that levels depend on but the gradient, int64: levels fitted for another serve badly."""
-        return torch.tensor(
-            [self.tag, self.bits, self.norm == "max", self.block_size or 0, self.blocks == "model"], dtype=torch.int64
-        )
+        """Return what levels are fitted for, int64; for another purpose they serve badly."""
+        fields = [self.tag, self.bits, self.norm == "max", self.block_size or 0, self.blocks == "model"]
+        return torch.tensor([*fields, self.model == "histogram"], dtype=torch.int64)
+
+    @property
+    def statistics(self) -> Statistics:
+        """Return what ranks exchange before a fit."""
+        return Histograms(self.weighted) if self.model == "histogram" else Normals(self.weighted, self.kept)
+
+    def no_levels(self) -> torch.Tensor:
+        """Return as many zeros as there are levels, float64."""
+        return torch.zeros(2**self.bits, dtype=torch.float64)
 
     @abstractmethod
-    def fit(self, mixture: Mixture, before: Sequence[float] | None) -> list[float]:
-        """Find the best levels, ascending from -1 to 1."""
+    def fit(self, distribution: Distribution, before: Sequence[float] | None) -> list[float]:
+        """Return the best levels, ascending from -1 to 1."""
 
     def codec(self, kernels: Kernels, segments: Sequence[Segment], world_size: int, seed: int) -> LevelCodec:
         grid = Grid.ordered(powers(0.5, 2**self.bits))
@@ -110,52 +122,35 @@ class _Fitted(SectionPlan):
         if purpose is None or not torch.equal(purpose, self._method.purpose):
             # From a checkpoint of a method whose values lie otherwise between -1 and 1.
             levels = None
-        if not flat.is_meta and (levels is None or self._method.is_update(context.round)):
-            levels = yield from self._update(context, summary, levels)
+        due = self._method.is_update(context.round)
+        if flat.is_meta:
+            if due:
+                yield from _gather(context, self._method.statistics.room(self.codec))
+                yield from _gather(context, self._method.no_levels())
+        elif due or levels is None:
+            mine = self._method.statistics.measure(self.codec, summary, flat)
+            levels = yield from self._fit(context, mine, None if levels is None else levels.tolist())
             context.memory.stage_value("levels", levels)
             context.memory.stage_value("levels_of", self._method.purpose)
         if levels is not None:
             summary = replace(summary, grid=Grid.ordered(levels.tolist()))
         return summary, None
 
-    def _update(self, context: Context, summary: LevelSummary, before: torch.Tensor | None) -> Exchange[torch.Tensor]:
-        """Gather three numbers of each worker\'s largest blocks, and take rank 0\'s solution.
+    def _fit(self, context: Context, mine: torch.Tensor, before: Sequence[float] | None) -> Exchange[torch.Tensor]:
+        """Gather all workers' statistics, and return the levels that rank 0 fits to them.
 
-        All could solve it, but error functions may differ in the last bit from machine to machine.
+        Every rank could solve the problem, but error functions may differ in the last bit between machines.
         """
-        mine = _statistics(summary, self._method.kept)
         everyone = yield from _gather(context, mine)
-        levels = torch.zeros(2**self._method.bits, dtype=torch.float64)
+        levels = self._method.no_levels()
         if context.rank == 0:
-            mean, std, norm = everyone.double().reshape(-1, 3).unbind(1)
-            if self._method.weighted:
-                mixture = Mixture(mean, std, norm * norm)
-            else:
-                pooled = (std * std + mean * mean).mean() - mean.mean() ** 2
-                mixture = Mixture(mean.mean()[None], pooled.clamp(min=0).sqrt()[None], torch.ones(1))
-            fitted = self._method.fit(mixture, None if before is None else before.tolist())
-            levels = torch.tensor(_apart(fitted), dtype=torch.float64)
+            distribution = self._method.statistics.distribution(everyone)
+            levels = torch.tensor(_apart(self._method.fit(distribution, before)), dtype=torch.float64)
         return (yield from _gather(context, levels))[0].clone()
 
 
-def _statistics(summary: LevelSummary, kept: int) -> torch.Tensor:
-    """Return mean, deviation (both over the scale) and norm of the blocks with the largest norms, float32 ``[k, 3]``.
-
-    A block of zeros, or of non-finite values, counts as one at zero without weight.
-    """
-    m, scale = summary.moments, summary.scale.double()
-    good = torch.isfinite(scale) & (scale > 0)
-    divisor = torch.where(good, scale, 1.0)
-    table = torch.stack([m.mean / divisor, m.std / divisor, m.norm], 1)
-    table = torch.where(good[:, None], table, 0.0)
-    # Weights are relative: beyond float32, where the largest all count alike, none may be infinite.
-    table[:, 2].clamp_(max=torch.finfo(torch.float32).max)
-    largest = torch.argsort(table[:, 2], descending=True, stable=True)[:kept]
-    return table[largest].float()
-
-
 def _gather(context: Context, values: torch.Tensor) -> Exchange[torch.Tensor]:
-    """Return every rank\'s values, ``[world_size, ...]``."""
+    """Return every rank's values, ``[world_size, ...]``."""
     mine = values.contiguous().view(torch.uint8).reshape(-1)
     room = torch.empty((context.world_size, mine.numel()), dtype=torch.uint8)
     rows = yield AllGather(mine, room)
@@ -185,15 +180,20 @@ _FIELDS = """
             ``named_parameters``; or "parameter".
         updates: Rounds in which the levels are fitted.
         every: Rounds from one update to the next after those.
-        kept: Blocks of a worker, those with the largest norms, whose statistics are exchanged: three float32 each.
+        kept: Blocks of a worker whose statistics are exchanged, three float32 each, under the normal model: those
+            whose errors weigh most, which are those with the largest norms where blocks are equally long.
+        model: What levels are fitted to: "normal", as in the paper, a truncated normal for each kept block, of the mean
+            and the deviation of its values; or "histogram", how often the values of all blocks were counted in 641
+            fixed bins, an int64 each. Values of many layers in one block are far from normal: there the histogram is
+            the better model by far, see docs/quantisers.md.
 
     Raises:
         HyperparameterError: a field is out of range.
 
     The exchange begins when the whole gradient is there, since all of it shares the levels; they are kept in the
     checkpoint, and fitted anew after one of another method, width, norm or blocks. The statistics are those of the
-    update round's own gradients on all workers, where the authors draw ten further minibatches. Draws from the rank's
-    stream.
+    update round's own gradients on all workers, where the authors draw ten further minibatches. Random numbers come
+    from the rank's stream.
 
     Reference: F. Faghri et al., "Adaptive Gradient Quantization for Data-Parallel SGD", NeurIPS 2020.
     """
@@ -216,9 +216,11 @@ class ALQ(_Adaptive):
     __doc__ = (
         r"""ALQ: every level moves to where the expected variance of rounding is least.
 
-    A block v with scale R is rounded without bias to its neighbours among 2^b levels l_j, as :class:`QSGD`. The levels
-    minimise sum_j of the integral of (l_(j+1) - r) (r - l_j) dF(r), F a mixture of the blocks' normals truncated to
-    [-1, 1], weighted by squared norms, by closed-form coordinate descent (paper, section 3.2)."""
+    A value v of a block with scale R is rounded without bias to one of the two neighbours of r = v / R among 2^b levels
+    l_j, as in :class:`QSGD`. The levels minimise the sum over j of the integral of (l_(j+1) - r) (r - l_j) dF(r) by
+    coordinate descent with the closed form of the paper's section 3.2. F is a mixture of the blocks' distributions. A
+    block of d values weighs R^2 d, since its error is R^2 times the sum of its values' errors in units of R. For
+    Euclidean norms of equally long blocks that is the squared norm, as in the paper."""
         + _FIELDS
     )
 
@@ -227,14 +229,17 @@ class ALQ(_Adaptive):
     weighted: ClassVar[bool] = True
     properties: ClassVar[Properties] = _properties("Levels fitted to the gradient, each by itself")
 
-    def fit(self, mixture: Mixture, before: Sequence[float] | None) -> list[float]:
-        return best_levels(mixture, 2**self.bits, [before] if before else [])
+    def fit(self, distribution: Distribution, before: Sequence[float] | None) -> list[float]:
+        return best_levels(distribution, 2**self.bits, [before] if before else [])
 
 
 @dataclass(frozen=True, kw_only=True)
 class ALQN(ALQ):
     __doc__ = (
-        """ALQ-N: as :class:`ALQ`, fitted to one truncated normal pooled over blocks, whatever their norms.""" + _FIELDS
+        """ALQ-N: as :class:`ALQ`, but a block of d values weighs d, whatever its scale.
+
+    Under the normal model all values of the kept blocks are one truncated normal."""
+        + _FIELDS
     )
 
     name: ClassVar[str] = "alq_n"
@@ -257,14 +262,17 @@ class AMQ(_Adaptive):
     weighted: ClassVar[bool] = True
     properties: ClassVar[Properties] = _properties("An exponential grid whose ratio is fitted to the gradient")
 
-    def fit(self, mixture: Mixture, before: Sequence[float] | None) -> list[float]:
-        return powers(best_ratio(mixture, 2**self.bits), 2**self.bits)
+    def fit(self, distribution: Distribution, before: Sequence[float] | None) -> list[float]:
+        return powers(best_ratio(distribution, 2**self.bits), 2**self.bits)
 
 
 @dataclass(frozen=True, kw_only=True)
 class AMQN(AMQ):
     __doc__ = (
-        """AMQ-N: as :class:`AMQ`, fitted to one truncated normal pooled over blocks, whatever their norms.""" + _FIELDS
+        """AMQ-N: as :class:`AMQ`, but a block of d values weighs d, whatever its scale.
+
+    Under the normal model all values of the kept blocks are one truncated normal."""
+        + _FIELDS
     )
 
     name: ClassVar[str] = "amq_n"

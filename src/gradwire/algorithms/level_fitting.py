@@ -1,7 +1,7 @@
-"""Where normalised gradients lie: mixtures of truncated normals, and the levels that serve them best.
+"""Fit levels to the distribution of normalised gradients; mixtures of truncated normals are one such distribution.
 
-All of it in float64, a few times in a training; the formulas are those of Faghri et al., "Adaptive Gradient
-Quantization for Data-Parallel SGD", NeurIPS 2020, sections 3.1 to 3.3.
+All arithmetic is in float64 and runs a few times in a training. The formulas are those of Faghri et al., "Adaptive
+Gradient Quantization for Data-Parallel SGD", NeurIPS 2020, sections 3.1 to 3.3.
 """
 
 from __future__ import annotations
@@ -9,27 +9,72 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
 
-__all__ = ["Mixture", "best_levels", "best_ratio", "powers"]
+__all__ = ["Distribution", "Mixture", "best_levels", "best_ratio", "powers"]
 
 SMALLEST_DEVIATION = 1e-12
 SWEEPS = 60
-"""Of coordinate descent, at most; it ends when no level moves by more than a millionth of its neighbours' distance."""
+"""Most sweeps of coordinate descent; it ends when no level moves by a millionth of its neighbours' distance."""
 
 COMPONENTS = 256
-"""Of a mixture that levels are fitted to, at most: workers send 350 blocks each, most of them nearly alike."""
+"""Most components that levels are fitted to: workers send 350 blocks each, most of which are nearly alike."""
 
 PLACES = 384
-"""Among which levels are placed before they are moved, about; more where there are many levels."""
+"""Approximate number of places that levels are chosen from before they are moved; more where there are many levels."""
 
 STEPS = 100
-"""Of an inversion, at most. Halving alone needs 33; a step of Newton's that halves less than the last is not taken."""
+"""Most steps of an inversion. Bisection alone needs 33; a Newton step longer than half of the last is not taken."""
+
+LARGEST_RATIO = 1 - 2.0**-24
+"""Largest float32 below one. Its first 128 powers are distinct in float32, hence so are the levels of 8 bits."""
 
 
-class Mixture:
+class Distribution(ABC):
+    """A distribution function F on [-1, 1]: where gradients lie after division by their block's scale."""
+
+    @abstractmethod
+    def distribution(self, points: torch.Tensor) -> torch.Tensor:
+        """Return F at some points, float64 ``[points]``."""
+
+    @abstractmethod
+    def between(self, points: torch.Tensor) -> torch.Tensor:
+        """Return the integrals of 1, r and r^2 from each point to the next, float64 ``[3, points - 1]``."""
+
+    @abstractmethod
+    def inverse(
+        self, mass: torch.Tensor, low: torch.Tensor, high: torch.Tensor, start: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return an x in [low, high] with F(x) = ``mass``; all float64 ``[points]``.
+
+        ``start`` is a guess.
+        """
+
+    def merged(self) -> Distribution:
+        """Return a distribution that is close to this one and costs less to evaluate; by default this one."""
+        return self
+
+    def cdf(self, x: float) -> float:
+        """Return F(x)."""
+        return float(self.distribution(torch.tensor([x], dtype=torch.float64)))
+
+    def moments(self, a: float, b: float) -> tuple[float, float, float]:
+        """Return the integrals of 1, r and r^2 over [a, b]."""
+        mass, first, second = self.between(torch.tensor([a, b], dtype=torch.float64)).flatten().tolist()
+        return mass, first, second
+
+    def variance(self, levels: Sequence[float]) -> float:
+        """Return the expected variance of unbiased rounding: sum_j of the integral of (l_(j+1) - r) (r - l_j) dF."""
+        points = torch.tensor(levels, dtype=torch.float64)
+        mass, first, second = self.between(points)
+        a, b = points[:-1], points[1:]
+        return float(((a + b) * first - a * b * mass - second).sum())
+
+
+class Mixture(Distribution):
     """The distribution F = sum_n w_n N(mean_n, std_n) truncated to [-1, 1].
 
     Args:
@@ -56,15 +101,9 @@ class Mixture:
         return torch.exp(-0.5 * z * z) / (self.std * math.sqrt(2 * math.pi))
 
     def distribution(self, points: torch.Tensor) -> torch.Tensor:
-        """F at some points, float64 ``[points]``."""
         return self._normal(points) @ self.weight - self._below
 
-    def cdf(self, x: float) -> float:
-        """F(x)."""
-        return float(self.distribution(torch.tensor([x], dtype=torch.float64)))
-
     def between(self, points: torch.Tensor) -> torch.Tensor:
-        """The integrals of 1, r and r^2 from each point to the next, float64 ``[3, points - 1]``."""
         normal, density = self._normal(points), self._density(points)
         mass, low, high, variance = normal[1:] - normal[:-1], density[:-1], density[1:], self.std * self.std
         a, b = points[:-1, None], points[1:, None]
@@ -72,17 +111,13 @@ class Mixture:
         second = (self.mean**2 + variance) * mass + variance * ((a + self.mean) * low - (b + self.mean) * high)
         return torch.stack([mass, first, second]) @ self.weight
 
-    def moments(self, a: float, b: float) -> tuple[float, float, float]:
-        """The integrals of 1, r and r^2 over [a, b]."""
-        mass, first, second = self.between(torch.tensor([a, b], dtype=torch.float64)).flatten().tolist()
-        return mass, first, second
-
     def inverse(
         self, mass: torch.Tensor, low: torch.Tensor, high: torch.Tensor, start: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """The x in [low, high] with F(x) = ``mass``, to 2^-33 of the interval; all float64 ``[points]``.
+        """Return the x in [low, high] with F(x) = ``mass``, to 2^-33 of the interval; all float64 ``[points]``.
 
-        Newton's steps from ``start``, the middle if None; where density vanishes, or they are slow, halves.
+        Newton's method from ``start``, or from the middle if None; bisection where the density vanishes or Newton's
+        method is slow.
         """
         x = 0.5 * (low + high) if start is None else start
         step = high - low
@@ -98,13 +133,6 @@ class Mixture:
             if bool(done.all()):
                 break
         return x
-
-    def variance(self, levels: Sequence[float]) -> float:
-        """Expected variance of unbiased rounding: sum_j of the integral of (l_(j+1) - r) (r - l_j) dF."""
-        points = torch.tensor(levels, dtype=torch.float64)
-        mass, first, second = self.between(points)
-        a, b = points[:-1], points[1:]
-        return float(((a + b) * first - a * b * mass - second).sum())
 
     def merged(self) -> Mixture:
         """Return a mixture of at most :data:`COMPONENTS`, of the same first and second moment but for truncation.
@@ -158,7 +186,7 @@ class Mixture:
         return group[low], group[~low]
 
 
-def best_levels(mixture: Mixture, count: int, starts: Sequence[Sequence[float]] = ()) -> list[float]:
+def best_levels(distribution: Distribution, count: int, starts: Sequence[Sequence[float]] = ()) -> list[float]:
     """Place ``count`` levels from -1 to 1 so that the expected variance is least, by coordinate descent.
 
     With neighbours c < l < d the best l solves F(l) = F(d) - (integral over [c, d] of (r - c) dF) / (d - c); sweeps
@@ -166,11 +194,11 @@ def best_levels(mixture: Mixture, count: int, starts: Sequence[Sequence[float]] 
     the best choice among some hundred places, found by dynamic programming, which is no worse than the given starts,
     quantiles, an even and an exponential grid, whose places are among these. F is that of :meth:`Mixture.merged`.
     """
-    mixture = mixture.merged()
-    return _descend(mixture, _chosen(mixture, _places(mixture, count, starts), count))
+    distribution = distribution.merged()
+    return _descend(distribution, _chosen(distribution, _places(distribution, count, starts), count))
 
 
-def _places(mixture: Mixture, count: int, starts: Sequence[Sequence[float]]) -> torch.Tensor:
+def _places(distribution: Distribution, count: int, starts: Sequence[Sequence[float]]) -> torch.Tensor:
     """Candidates from -1 to 1, ascending: close together where many levels are best spent, and some everywhere.
 
     The best of very many levels lie as the cube root of the density. It is taken to be constant between places that
@@ -179,9 +207,9 @@ def _places(mixture: Mixture, count: int, starts: Sequence[Sequence[float]]) -> 
     number = max(PLACES, 3 * count)
     even = torch.linspace(-1, 1, number // 3 + 1, dtype=torch.float64)
     half = 2.0 ** (-20 * torch.arange(number // 6, dtype=torch.float64) / (number // 6))
-    coarse = torch.cat([even, _quantiles(mixture, number // 3), half, -half]).unique()
+    coarse = torch.cat([even, _quantiles(distribution, number // 3), half, -half]).unique()
     gaps = coarse.diff()
-    share = (mixture.between(coarse)[0].clamp(min=0) / gaps) ** (1 / 3) * gaps
+    share = (distribution.between(coarse)[0].clamp(min=0) / gaps) ** (1 / 3) * gaps
     reached = torch.cat([share.new_zeros(1), share.cumsum(0)])
     wanted = reached[-1] * torch.arange(1, number, dtype=torch.float64) / number
     after = torch.searchsorted(reached, wanted, right=True).clamp(1, len(gaps))
@@ -189,21 +217,21 @@ def _places(mixture: Mixture, count: int, starts: Sequence[Sequence[float]]) -> 
     fine = coarse[after - 1] + part.clamp(0, 1) * gaps[after - 1]
     given = [*starts, [-1 + 2 * j / (count - 1) for j in range(count)], _exponential(count)]
     known = [torch.tensor(list(levels), dtype=torch.float64) for levels in given]
-    places = [fine, coarse[::3], coarse[-1:], _quantiles(mixture, count - 1), *known]
+    places = [fine, coarse[::3], coarse[-1:], _quantiles(distribution, count - 1), *known]
     return torch.tensor(sorted(set(torch.cat(places).tolist())), dtype=torch.float64)
 
 
-def _quantiles(mixture: Mixture, count: int) -> torch.Tensor:
+def _quantiles(distribution: Distribution, count: int) -> torch.Tensor:
     wanted = torch.arange(1, count, dtype=torch.float64) / count
-    return mixture.inverse(wanted, torch.full_like(wanted, -1), torch.full_like(wanted, 1))
+    return distribution.inverse(wanted, torch.full_like(wanted, -1), torch.full_like(wanted, 1))
 
 
-def _chosen(mixture: Mixture, places: torch.Tensor, count: int) -> list[float]:
+def _chosen(distribution: Distribution, places: torch.Tensor, count: int) -> list[float]:
     """Return the ``count`` places, the first and the last among them, whose expected variance as levels is least."""
-    sums = torch.cat([places.new_zeros(3, 1), mixture.between(places).cumsum(1)], 1)
+    sums = torch.cat([places.new_zeros(3, 1), distribution.between(places).cumsum(1)], 1)
     mass, first, second = sums[:, None, :] - sums[:, :, None]
     a, b = places[:, None], places
-    # Where the mixture has nothing, an even density of next to nothing decides.
+    # Where the distribution has nothing, an even density of next to nothing decides.
     cost = ((a + b) * first - a * b * mass - second).clamp(min=0) + 1e-15 * (b - a) ** 3
     cost = cost.masked_fill(a >= b, torch.inf)
     least, came_from = cost[0], []
@@ -221,7 +249,7 @@ def _exponential(count: int) -> list[float]:
     return [-x for x in half] + ([0.0] if count % 2 else []) + half[::-1]
 
 
-def _descend(mixture: Mixture, levels: list[float]) -> list[float]:
+def _descend(distribution: Distribution, levels: list[float]) -> list[float]:
     """Sweep, every second level at once: what is best for a level depends on its two neighbours alone."""
     x = torch.tensor(levels, dtype=torch.float64)
     for _ in range(SWEEPS):
@@ -232,8 +260,8 @@ def _descend(mixture: Mixture, levels: list[float]) -> list[float]:
             if not len(c):
                 continue
             old = x[first::2][: len(c)].clone()
-            mass, one, _ = mixture.between(neighbours)
-            level = mixture.inverse(mixture.distribution(d) - (one - c * mass) / (d - c), c, d, old)
+            mass, one, _ = distribution.between(neighbours)
+            level = distribution.inverse(distribution.distribution(d) - (one - c * mass) / (d - c), c, d, old)
             level = torch.where((mass > 1e-300) & (c < level) & (level < d), level, old)
             moved = max(moved, float(((level - old).abs() / (d - c)).max()))
             x[first::2][: len(c)] = level
@@ -248,21 +276,22 @@ def powers(ratio: float, count: int) -> list[float]:
     return [-x for x in half] + half[::-1]
 
 
-def best_ratio(mixture: Mixture, count: int) -> float:
+def best_ratio(distribution: Distribution, count: int) -> float:
     """Return the ratio p of :func:`powers` with the least expected variance: a grid, then golden sections around it.
 
-    The distribution is that of :meth:`Mixture.merged`.
+    p is at most :data:`LARGEST_RATIO`. The distribution is that of :meth:`Distribution.merged`.
     """
-    mixture = mixture.merged()
-    # Few levels on long blocks are best with ratios that are small by powers.
+    distribution = distribution.merged()
+    # Few levels on long blocks need ratios near zero, many levels ratios near one: both are spaced by powers of two.
     grid = [0.02 * 2.0**-k for k in range(16, 0, -1)] + [0.02 * k for k in range(1, 48)]
-    cost = [mixture.variance(powers(p, count)) for p in grid]
+    grid += [1 - 0.06 * 2.0 ** (-k / 2) for k in range(1, 40)] + [LARGEST_RATIO]
+    cost = [distribution.variance(powers(p, count)) for p in grid]
     best = min(range(len(grid)), key=lambda k: cost[k])
     low, high = grid[max(best - 1, 0)], grid[min(best + 1, len(grid) - 1)]
     golden = (math.sqrt(5) - 1) / 2
     for _ in range(40):
         a, b = high - golden * (high - low), low + golden * (high - low)
-        if mixture.variance(powers(a, count)) < mixture.variance(powers(b, count)):
+        if distribution.variance(powers(a, count)) < distribution.variance(powers(b, count)):
             high = b
         else:
             low = a

@@ -12,14 +12,22 @@ from gradwire.protocols.bucket_plan import BucketPlan
 __all__ = ["dry_run"]
 
 
-def dry_run(plan: BucketPlan, numel: int, world_size: int) -> Meter:
+USUAL_ROUND = -1
+"""A round in which nothing is exchanged that a schedule asks for in some rounds alone."""
+
+
+def dry_run(plan: BucketPlan, numel: int, world_size: int, round: int = USUAL_ROUND) -> Meter:
     """Walk a plan made with the ``meta`` kernels and count its bytes for one rank and one round.
 
     Exact, but for rows whose length depends on what they hold: those count with the most that they may take.
+
+    Args:
+        round: By default one of those between a schedule's updates; a round of the schedule counts with all that is
+            exchanged in it.
     """
     meter = Meter()
     flat = torch.empty(numel, dtype=torch.float32, device="meta")
-    context = Context(0, world_size, 0, workspace=Workspace("meta"))
+    context = Context(0, world_size, round, workspace=Workspace("meta"))
     _drive(plan.whole(context, flat), world_size, meter)
     return meter
 
