@@ -8,13 +8,17 @@ export NUMBA_CACHE_DIR := $(CURDIR)/.cache/numba
 # Rounds of "make soak", each with examples of its own.
 ROUNDS ?= 10
 
-.PHONY: help venv demo test lint types unit wheel-test soak digests clean
+# Parts of names or files of the faults that "make mutants" tries; by default all.
+ONLY ?=
+
+.PHONY: help venv demo test lint types unit wheel-test soak mutants digests clean
 
 help:
 	@echo "make venv   set up $(VENV)"
 	@echo "make demo   train digits on 4 workers, float32 beside TernGrad, and print where the report is"
 	@echo "make test   lint, types, all tests, and the tests against the installed wheel"
 	@echo "make soak   the property tests, ROUNDS=$(ROUNDS) times, on examples drawn anew each time"
+	@echo "make mutants   put known faults into a copy of the package and check that the tests catch them; ONLY=\"words\""
 	@echo "make digests   after edits of kernels: let Numba compile anew what they were compiled into"
 
 venv: $(STAMP)
@@ -48,6 +52,10 @@ soak: $(STAMP)
 	for round in $$(seq $(ROUNDS)); do \
 		$(BIN)/python -m pytest -n 2 -q -m hypothesis --hypothesis-profile=others || exit 1; \
 	done
+
+# Resumes where it was stopped, as long as neither the package nor the tests have changed.
+mutants: $(STAMP)
+	$(BIN)/python tests/mutants/run_mutants.py --only $(ONLY)
 
 # Numba keeps compiled kernels while their own file stays as it is: its digest of their sources makes it change.
 digests: $(STAMP)

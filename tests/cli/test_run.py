@@ -129,6 +129,12 @@ LOST = "rank 0 could not go on at bucket 1, round 7: rank 1 ended or hangs witho
         ({1: -9}, [Report(rank=0, link=LOST, remote=True)], f"rank 1 was killed by SIGKILL (out of memory?); {LOST}"),
         ({1: -11}, [Report(rank=0, round=4)], "rank 1 was killed by SIGSEGV; the others were in round 4"),
         ({0: 1}, [Report(rank=0, kind="ValueError", message="no")], "rank 0 failed: ValueError: no"),
+        # A kill explains more than what it caused.
+        (
+            {0: 1, 1: -9},
+            [Report(rank=0, kind="RuntimeError", message="closed")],
+            "rank 1 was killed by SIGKILL (out of memory?)",
+        ),
         # The rank whose exchange broke was found first, but another says why.
         (
             {0: 1},
@@ -161,3 +167,18 @@ def test_train_takes_the_group_that_torchrun_gives(tmp_path: Path) -> None:
     (row,) = json.loads(done.stdout)
     assert (row["workers"], row["steps"]) == (2, 6)
     assert (tmp_path / "r" / "report.html").exists()
+
+
+def test_the_saving_is_told_as_times_less_and_bits_per_element() -> None:
+    class Stub:
+        method = gw.TernGrad()
+
+        def record(self) -> dict[str, object]:
+            return {"choice": None, "fallback": None}
+
+        def traffic(self) -> gw.Traffic:
+            return gw.Traffic(sent_bytes=10_000_000, received_bytes=1, dense_bytes=80_000_000, rounds=1)
+
+    expected = "each worker sent 20.00 MB instead of 160.00 MB, 8.0 times less (4.00 bits per element)"
+    assert summary([Stub(), Stub()]).endswith(expected)
+    assert "built no DistributedDataParallel module" in summary([])

@@ -66,12 +66,18 @@ def test_truncated_archives_are_refused(tmp_path: Path) -> None:
 
 
 def test_cifar10_records(tmp_path: Path) -> None:
-    record = bytes([7]) + bytes(i % 256 for i in range(3072))
+    record = bytes([7]) + bytes(i % 251 for i in range(3072))
     path = tmp_path / "data_batch_1.bin"
     path.write_bytes(record * 10_000)
     images, labels = read_cifar10(path)
     assert images.shape == (10_000, 3, 32, 32)
-    assert images[9_999, 2, 31, 31] == 3071 % 256
+    # Colour by colour, row by row, column by column.
+    assert [int(images[9_999, c, y, x]) for c, y, x in ((0, 0, 1), (0, 1, 0), (1, 0, 0), (2, 31, 31))] == [
+        1,
+        32,
+        1024 % 251,
+        3071 % 251,
+    ]
     assert bool((labels == 7).all())
     path.write_bytes(record * 9_999)
     with pytest.raises(DataError, match="expected 30730000, found 30726927"):

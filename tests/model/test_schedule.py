@@ -82,6 +82,13 @@ def test_efficiency_latency_and_calls_add_up() -> None:
     assert steps([ring(50)], timeline(2.0), machine).step_s == pytest.approx(3.5 + 0.2)
 
 
+def test_a_byte_costs_more_where_it_is_added_and_a_bucket_costs_the_thread_that_computes() -> None:
+    machine = dataclasses.replace(FREE, sum_byte_s=0.01, byte_s=0.002, bucket_s=0.125)
+    assert steps([ring(50)], timeline(2.0), machine).step_s == pytest.approx(3.5 + 0.125 + 0.5)
+    assert steps([coded(0.0, 50)], timeline(2.0), machine).step_s == pytest.approx(3.5 + 0.125 + 0.1)
+    assert steps([ring(50)], timeline(2.0), machine).busy_s == pytest.approx(0.625)
+
+
 def test_codec_runs_beside_backward_only_where_a_core_is_free() -> None:
     work = [coded(1.0, 10)]
     assert steps(work, timeline(0.0), load=Load(ranks=1, cores=2)).step_s == pytest.approx(3.5)

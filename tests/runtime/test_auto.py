@@ -104,6 +104,35 @@ def test_at_equal_speed_the_candidate_listed_first_is_taken() -> None:
     assert world.train(40)[-1] == "fp32"
 
 
+def test_rounds_in_which_buffers_grow_do_not_count() -> None:
+    """The first round of each candidate takes ten seconds more."""
+    world = World({"fp32": 1.0, "bf16": 0.8}, 1e9, {"fp32": 4, "bf16": 2})
+    planners = world.chooser._planners
+    world.chooser = Autotuner(gw.Auto(candidates=tuple(planners), turns=1, steps=1), planners, lambda: world.now_s)
+    met = set()
+    for round in range(12):
+        world.chooser.begin(round, world)
+        spec = world.specs[id(world.chooser.planner)]
+        # The first four rounds measure the link by the candidate with the fewest bytes.
+        world.now_s += world.step_s[spec] + 10.0 * (round >= 4 and spec not in met)
+        met |= {spec} if round >= 4 else set()
+    assert met == {"fp32", "bf16"}
+    assert world.chooser.record()["step_s"] == pytest.approx({"fp32": 1.0, "bf16": 0.8})
+
+
+def test_the_times_of_all_ranks_count() -> None:
+    """Rank 0 finds one candidate the faster, the mean over ranks another."""
+    world = World({"fp32": 1.0, "bf16": 0.8}, 1e9, {"fp32": 4, "bf16": 2})
+
+    def gather(values: Sequence[float]) -> list[list[float]]:
+        other = [2.0 - value for value in values] if len(values) == 1 else [0.5, 3.0]
+        return [list(values), other]
+
+    world.gather = gather  # type: ignore[method-assign]
+    assert world.train(40)[-1] == "fp32"
+    assert world.chooser.record()["step_s"] == pytest.approx({"fp32": 0.75, "bf16": 1.9})
+
+
 def test_what_the_link_makes_hopeless_is_not_tried_and_the_reason_is_kept() -> None:
     world = World({"fp32": 50.0, "bf16": 25.0, "terngrad": 4.0}, 1e5, SIZES)
     used = world.train(12)

@@ -51,3 +51,19 @@ def test_parameters_without_names_of_their_own_are_refused(parameters: Any, part
 def test_pairs_may_be_a_dict() -> None:
     link = gw.SimulatedLink({"w": torch.empty(3)}, "fp32", 2)  # type: ignore[arg-type]
     assert link.numel == 3
+
+
+def test_bytes_are_those_of_worker_0_over_all_rounds() -> None:
+    """With a coder, workers send different numbers of bytes."""
+    rows = torch.randn(3, 3000, generator=torch.Generator().manual_seed(0)) ** torch.tensor([[1], [3], [5]])
+    one = gw.SimulatedLink([("w", torch.empty(3000))], gw.Coded(compressor=gw.QSGDinf()), 3, backend="reference")
+    one.reduce_(rows.clone())
+    first = one.traffic()
+    assert (first.rounds, first.elements, first.dense_bytes) == (1, 3000, 16_000)
+    one.reduce_(rows.clone())
+    second = one.traffic()
+    assert (second.rounds, second.elements, second.dense_bytes) == (2, 6000, 32_000)
+    # What one worker sends to each of two others is half of what it sends; the others' is what it receives.
+    sent = [meter.sent_bytes for meter in one._meters]
+    assert second.sent_bytes == sent[0] != sent[1]
+    assert second.received_bytes == (sent[1] + sent[2]) // 2

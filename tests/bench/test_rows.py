@@ -1,0 +1,153 @@
+"""The rows of the step benchmark, from ranks that say what they are told to: every number by its definition."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from gradwire.bench.rank import Rank
+from gradwire.bench.step import Cell, StepGrid
+from gradwire.lab import Topology
+
+NUMEL, HOSTS = 1000, 3
+TIMES_S = {"compute": [0.010, 0.020, 0.030], "ddp fp32": [0.080, 0.100, 0.120], "gradwire terngrad": [0.02, 0.04, 0.06]}
+"""Of each rank's steps: three ranks, as different as can be."""
+
+
+@dataclass
+class FakeNetwork:
+    """Hosts' interfaces; each step of an exchange adds what :class:`FakeRanks` says was moved."""
+
+    moved: int = 0
+
+    def counters(self) -> list[FakeCounter]:
+        # The second host moves twice as much, the third three times.
+        return [FakeCounter(self.moved * (host + 1)) for host in range(HOSTS)]
+
+
+@dataclass
+class FakeCounter:
+    sent_payload_bytes: int
+
+    def since(self, earlier: FakeCounter) -> FakeCounter:
+        return FakeCounter(self.sent_payload_bytes - earlier.sent_payload_bytes)
+
+
+class FakeRanks:
+    """Answers as three ranks would; every rank's steps take :data:`TIMES_S`."""
+
+    def __init__(self, network: FakeNetwork | None) -> None:
+        self.network = network
+        self.asked: list[tuple[str, str]] = []
+
+    def ask(self, do: str, *, variant: str, count: int = 0, **_: Any) -> list[dict[str, Any]]:
+        self.asked.append((do, variant))
+        if do == "steps":
+            if self.network and variant != "compute":
+                self.network.moved += 1000 * count
+            return [self._steps(variant, rank, count) for rank in range(HOSTS)]
+        if do == "timeline":
+            return [{"timeline": {"forward_s": 1.0}}] * HOSTS
+        if do == "record":
+            return [{"record": {"method": variant}}] * HOSTS
+        return [{}] * HOSTS
+
+    def _steps(self, variant: str, rank: int, count: int) -> dict[str, Any]:
+        times = [TIMES_S[variant][rank]] * count
+        # A rank of ours sends 2000, 2400 and 2800 bytes a step.
+        counted = {
+            "sent_bytes": (2000 + 400 * rank) * count,
+            "encode_s": 0.001 * (rank + 1) * count,
+            "wire_s": 0.002 * (rank + 1) * count,
+            "decode_s": 0.003 * (rank + 1) * count,
+        }
+        ours = variant.startswith("gradwire")
+        return {"times_s": times, "cpu_s": 0.5 * count, "counted": counted if ours else {}}
+
+
+def measured(topology: Topology, network: FakeNetwork | None) -> dict[str, dict[str, Any]]:
+    grid = StepGrid(models=["lenet"], topologies=[topology], variants=list(TIMES_S), budget_s=1.0)
+    cell = Cell(grid, "lenet", topology, FakeRanks(network), network, NUMEL)  # type: ignore[arg-type]
+    return {row["variant"]: row for row in cell.measure(list(TIMES_S))}
+
+
+@pytest.fixture(scope="module")
+def rows() -> dict[str, dict[str, Any]]:
+    return measured(Topology(hosts=HOSTS, bandwidth=8e5), FakeNetwork())
+
+
+def test_a_step_lasts_as_long_as_its_slowest_rank_alone_and_as_the_mean_where_ranks_wait(rows: Any) -> None:
+    assert rows["compute"]["step_time_s"] == pytest.approx(0.030)
+    assert rows["ddp fp32"]["step_time_s"] == pytest.approx(0.100)
+    assert rows["gradwire terngrad"]["step_time_s"] == pytest.approx(0.040)
+    assert all(row["compute_s"] == pytest.approx(0.030) for row in rows.values())
+
+
+def test_a_speed_up_is_ddps_time_over_the_exchanges(rows: Any) -> None:
+    assert rows["gradwire terngrad"]["speedup_over_ddp_fp32"] == pytest.approx(0.100 / 0.040)
+    assert rows["ddp fp32"]["speedup_over_ddp_fp32"] == pytest.approx(1.0)
+    assert rows["compute"]["speedup_over_ddp_fp32"] == pytest.approx(0.100 / 0.030)
+
+
+def test_bytes_are_those_of_one_rank_in_one_step(rows: Any) -> None:
+    # A ring all-reduce of 1000 floats among three ranks.
+    assert rows["ddp fp32"]["sent_bytes_per_step"] == round(2 * 4000 * 2 / 3)
+    assert rows["gradwire terngrad"]["sent_bytes_per_step"] == pytest.approx(2400)
+    assert rows["compute"]["sent_bytes_per_step"] == 0
+    assert rows["gradwire terngrad"]["interface_bytes_per_step"] == pytest.approx(2000)
+
+
+def test_interface_and_library_are_compared(rows: Any) -> None:
+    row = rows["gradwire terngrad"]
+    assert row["interface_over_library"] == pytest.approx(2000 / 2400 - 1)
+    assert row["bytes_agree"] is False
+
+
+def test_the_floor_is_the_longer_of_computing_and_bits_over_bits_a_second(rows: Any) -> None:
+    """At 800 kbit/s, 2400 bytes take 24 ms and 5333 bytes 53 ms; computing takes 30."""
+    assert rows["compute"]["floor_s"] == pytest.approx(0.030)
+    assert rows["gradwire terngrad"]["floor_s"] == pytest.approx(0.030)
+    assert rows["ddp fp32"]["floor_s"] == pytest.approx(8 * 5333 / 8e5)
+    assert rows["ddp fp32"]["ratio_to_floor"] == pytest.approx(0.100 / (8 * 5333 / 8e5))
+
+
+def test_without_a_limit_the_floor_is_computing() -> None:
+    found = measured(Topology(hosts=HOSTS), None)
+    assert all(row["floor_s"] == pytest.approx(0.030) for row in found.values())
+    assert found["ddp fp32"]["interface_bytes_per_step"] is None
+    assert found["ddp fp32"]["bytes_agree"] is None
+
+
+def test_work_is_told_for_one_step(rows: Any) -> None:
+    row = rows["gradwire terngrad"]
+    assert row["cpu_s_per_step"] == pytest.approx(1.5), "of all ranks together"
+    # Stages are means over ranks.
+    stages = [row[f"{stage}_s_per_step"] for stage in ("encode", "wire", "decode")]
+    assert stages == pytest.approx([0.002, 0.004, 0.006])
+
+
+def test_a_timeline_and_a_record_stand_where_they_belong(rows: Any) -> None:
+    assert rows["compute"]["timeline"] == {"forward_s": 1.0}
+    assert "timeline" not in rows["ddp fp32"]
+    assert rows["gradwire terngrad"]["record"] == {"method": "gradwire terngrad"}
+
+
+def test_a_rank_counts_from_before_the_steps_to_after_them() -> None:
+    class Counting:
+        def __init__(self) -> None:
+            self.total = 500
+
+        def counts(self) -> dict[str, int]:
+            return {"sent_bytes": self.total}
+
+        def steps(self, count: int) -> list[float]:
+            self.total += 10 * count
+            return [0.1] * count
+
+    rank = Rank.__new__(Rank)
+    rank.variants = {"x": Counting()}  # type: ignore[dict-item]
+    answer = rank.steps("x", 3)
+    assert answer["counted"] == {"sent_bytes": 30}
+    assert answer["times_s"] == [0.1] * 3

@@ -1,0 +1,279 @@
+"""Every option of a command reaches what it is for: none is dropped, and none arrives as another."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner, Result
+
+import gradwire as gw
+from gradwire import lab as lab_package
+from gradwire.cli import bench_commands, bootstrap, commands, lab_commands, plan_command
+from gradwire.cli import torchrun as torchrun_of
+from gradwire.cli.app import app
+from gradwire.experiments import run
+from gradwire.experiments.config import RunConfig
+from gradwire.experiments.link_settings import LinkSettings
+from gradwire.experiments.simulate import SimulatedEngine
+from gradwire.lab import Topology
+from gradwire.model.forecast import Scenario
+from gradwire.model.machine import DEFAULT, LinkModel
+
+LINK = {
+    "exclude": (["--exclude", "0.*", "--exclude", "*.bias"], ("0.*", "*.bias")),
+    "min_numel": (["--min-numel", "77"], 77),
+    "warmup_steps": (["--warmup-steps", "3"], 3),
+    "collective": (["--collective", "all_gather"], "all_gather"),
+    "fallback": (["--fallback", "fp32"], "fp32"),
+    "fallback_limit": (["--fallback-limit", "2.5"], 2.5),
+    "seed": (["--seed", "11"], 11),
+}
+"""For each option of a link, words and the value that they mean; none is the default."""
+LINK_WORDS = [word for words, _ in LINK.values() for word in words]
+LINK_OPTIONS = {name: value for name, (_, value) in LINK.items()}
+
+TASK = {
+    "steps": (["--steps", "9"], 9),
+    "batch": (["--batch", "12"], 12),
+    "lr": (["--lr", "0.25"], 0.25),
+    "optimizer": (["--optimizer", "sgd"], "sgd"),
+    "momentum": (["--momentum", "0.5"], 0.5),
+    "eval_every": (["--eval-every", "4"], 4),
+    "ema": (["--ema", "0.75"], 0.75),
+    "l2": (["--l2", "0.125"], 0.125),
+    "l1": (["--l1", "0.0625"], 0.0625),
+    "split": (["--split", "random"], "random"),
+    "data": (["--data", "rows.txt"], "rows.txt"),
+}
+TASK_WORDS = [word for words, _ in TASK.values() for word in words]
+TASK_SETTINGS = {name: value for name, (_, value) in TASK.items()}
+
+RUN_WORDS = ["--workers", "3", "--threads", "2", "--log-every", "7", "--lab", "hosts=3,bandwidth=100mbit"]
+RUN_FIELDS = {"workers": 3, "threads": 2, "log_every": 7, "lab": "hosts=3,bandwidth=100mbit"}
+
+
+class Reached(Exception):
+    """Ends a command where it would begin its work."""
+
+
+def call(*words: object) -> Result:
+    return CliRunner().invoke(app, [str(word) for word in words])
+
+
+@pytest.fixture
+def reached(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What a command called with what, instead of the work."""
+    found: dict[str, Any] = {}
+
+    def stop(name: str) -> Any:
+        def stopped(*words: Any, **options: Any) -> Any:
+            found.update(name=name, words=words, options=options)
+            raise Reached
+
+        return stopped
+
+    for home, name in (
+        (run, "train"),
+        (run, "compare"),
+        (run, "resume"),
+        (torchrun_of, "replace_process"),
+        (lab_commands, "run_command"),
+        (bench_commands, "measure_grid"),
+        (bench_commands, "measure_kernels"),
+        (plan_command, "profile_name"),
+        (plan_command, "forecast"),
+        (commands, "write_report"),
+    ):
+        monkeypatch.setattr(home, name, stop(name))
+    return found
+
+
+def check_plan(plan: RunConfig) -> None:
+    assert plan.task.settings() | TASK_SETTINGS == plan.task.settings()
+    assert plan.task.name == "logreg"
+    assert {name: getattr(plan, name) for name in RUN_FIELDS} == RUN_FIELDS
+    assert plan.link_options() == LINK_OPTIONS
+
+
+def test_train_hands_every_option_on(reached: dict[str, Any], tmp_path: Path) -> None:
+    own = ["--method", "bf16", "--checkpoint-every", "5", "--stop-after", "6", "--overwrite", "--out", tmp_path]
+    result = call("train", "logreg", *TASK_WORDS, *RUN_WORDS, *LINK_WORDS, *own)
+    assert isinstance(result.exception, Reached), result.output
+    assert reached["name"] == "train"
+    plan, _ = reached["words"]
+    check_plan(plan)
+    assert (plan.method, plan.checkpoint_every, plan.simulate) == ("bf16", 5, False)
+    assert reached["options"] == {"folder": tmp_path, "overwrite": True, "stop_after": 6}
+
+
+def test_compare_hands_every_option_on(reached: dict[str, Any], tmp_path: Path) -> None:
+    own = ["--method", "bf16", "--method", "qsgd", "--overwrite", "--out", tmp_path]
+    result = call("compare", "logreg", *TASK_WORDS, *RUN_WORDS, *LINK_WORDS, *own)
+    assert isinstance(result.exception, Reached), result.output
+    assert reached["name"] == "compare"
+    plan, methods, _ = reached["words"]
+    check_plan(plan)
+    assert methods == ["bf16", "qsgd"]
+    assert reached["options"] == {"folder": tmp_path, "overwrite": True}
+
+
+@pytest.mark.parametrize("command", ["train", "compare"])
+def test_workers_may_be_simulated(reached: dict[str, Any], command: str) -> None:
+    call(command, "digits", "--simulate")
+    plan = reached["words"][0]
+    assert plan.simulate
+    assert plan.task.name == "digits"
+    assert plan.link_options() == RunConfig(task=plan.task).link_options(), "without words, all is as by default"
+
+
+def test_resume_hands_its_options_on(reached: dict[str, Any], tmp_path: Path) -> None:
+    call("train", "--resume", tmp_path, "--stop-after", 6)
+    assert reached["name"] == "resume"
+    assert reached["words"][0] == tmp_path
+    assert reached["options"] == {"stop_after": 6}
+
+
+def test_run_hands_every_option_and_flag_on(reached: dict[str, Any]) -> None:
+    flags = ["--nproc-per-node=3", "--nnodes=2", "--node-rank=1", "--master-addr=host", "--master-port=123"]
+    flags += ["--max-restarts=4", "--rdzv-backend=c10d", "--rdzv-endpoint=a:1", "--rdzv-id=job", "--log-dir=logs"]
+    result = call("run", *flags, "--method", "QSGD(levels=3)", *LINK_WORDS, __file__, "--epochs", 3)
+    assert isinstance(result.exception, Reached), result.output
+    settings, words = reached["words"]
+    assert settings == LinkSettings(method=repr(gw.QSGD(levels=3)), **LINK_OPTIONS)
+    assert sorted(words[3:-5]) == sorted(flags)
+    assert words[-5:] == ["-m", "gradwire.cli.bootstrap", __file__, "--epochs", "3"]
+
+
+def test_run_on_a_lab_hands_the_settings_to_every_host(
+    reached: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Network:
+        def address(self, host: int) -> str:
+            return f"10.0.0.{host}"
+
+    @contextlib.contextmanager
+    def open_network(topology: Topology) -> Iterator[Network]:
+        assert topology == Topology(hosts=3, bandwidth=1e8)
+        yield Network()
+
+    monkeypatch.setattr(lab_commands, "open_network", open_network)
+    lab = ["--lab", "hosts=3,bandwidth=100mbit", "--nproc-per-node", "2", "--method", "QSGD(levels=3)"]
+    result = call("run", *lab, *LINK_WORDS, __file__, "x")
+    assert isinstance(result.exception, Reached), result.output
+    _, words, variables = reached["words"]
+    assert bootstrap.from_text(variables[bootstrap.ENVIRONMENT]) == LinkSettings(
+        method=repr(gw.QSGD(levels=3)), **LINK_OPTIONS
+    )
+    for host in range(3):
+        given = words(host)
+        assert {"--nnodes=3", f"--node-rank={host}", "--master-addr=10.0.0.0", "--nproc-per-node=2"} <= set(given)
+        assert given[-2:] == [__file__, "x"]
+
+
+def test_settings_travel_to_the_workers_whole() -> None:
+    settings = LinkSettings(method="bf16", **LINK_OPTIONS)
+    assert bootstrap.from_text(bootstrap.to_text(settings)) == settings
+    assert settings.link_options() == LINK_OPTIONS
+
+
+def test_every_module_of_a_script_is_attached_with_the_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+
+    class Module(nn.Module):
+        """Stands for DDP, which needs a group."""
+
+        def __init__(self, size: int) -> None:
+            super().__init__()
+            self.size = size
+
+    monkeypatch.setattr(torch.nn.parallel, "DistributedDataParallel", Module)
+    monkeypatch.setattr(gw, "attach", lambda module, method, **options: given.append((module, method, options)))
+    links = bootstrap.attach_everywhere(LinkSettings(method="bf16", **LINK_OPTIONS))
+    modules = [Module(3), Module(size=4)]
+    assert [module.size for module in modules] == [3, 4]
+    assert [(m is n, method) for m, (n, method, _) in zip(modules, given)] == [(True, "bf16")] * 2
+    assert [options for *_, options in given] == [LINK_OPTIONS] * 2
+    assert len(links) == 2
+
+
+def test_the_options_change_what_a_link_does(reached: dict[str, Any]) -> None:
+    """From a command through the record of the run to the link, for those that a link's record shows."""
+    call("train", "digits", "--simulate", "--exclude", "1.*", "--min-numel", 77, "--warmup-steps", 3, "--seed", 11)
+    plan = RunConfig.from_json(json.loads(json.dumps(reached["words"][0].to_json())))
+    record = SimulatedEngine(plan).link.record()
+    assert (record["min_numel"], record["warmup_steps"], record["seed"]) == (77, 3, 11)
+    assert record["dense_parameters"] == ["1.bias", "1.weight", "5.bias"]
+
+
+def test_bench_step_hands_every_option_on(reached: dict[str, Any], tmp_path: Path) -> None:
+    words = ["--model", "lenet", "--model", "mlp", "--hosts", 3, "--hosts", 5, "--bandwidth", "1gbit"]
+    words += ["--bandwidth", "8mbit", "--variant", "compute", "--variant", "gradwire bf16", "--budget", 1.5]
+    result = call("bench", "step", *words, "--out", tmp_path / "rows.jsonl")
+    assert isinstance(result.exception, Reached), result.output
+    grid, path, *_ = reached["words"]
+    assert (list(grid.models), list(grid.variants)) == (["lenet", "mlp"], ["compute", "gradwire bf16"])
+    assert (grid.budget_s, grid.loopback, path) == (1.5, False, tmp_path / "rows.jsonl")
+    assert [(t.hosts, t.bandwidth) for t in grid.topologies] == [(3, 1e9), (3, 8e6), (5, 1e9), (5, 8e6)]
+
+
+def test_bench_step_takes_one_cluster_or_loopback(reached: dict[str, Any]) -> None:
+    call("bench", "step", "--lab", "hosts=3,bandwidth=1gbit,delay=5ms")
+    assert reached["words"][0].topologies == [Topology(hosts=3, bandwidth=1e9, delay_s=0.005)]
+    call("bench", "step", "--loopback", "--hosts", 6)
+    grid = reached["words"][0]
+    assert grid.loopback
+    assert list(grid.topologies) == [Topology(hosts=6)]
+
+
+def test_bench_kernels_hands_every_option_on(reached: dict[str, Any]) -> None:
+    call("bench", "kernels", "--elements", 123_456, "--repetitions", 4, "--backend", "reference")
+    assert reached["words"][:3] == (123_456, 4, "reference")
+
+
+def test_plan_hands_every_option_on(reached: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    DEFAULT.save(tmp_path / "machine.json")
+    words = ["--profile", "mnist", "--data", "here", "--hosts", 3, "--gpus-per-host", 4, "--cores", 6]
+    words += ["--bandwidth", "80mbit", "--latency", "5ms", "--calibration", tmp_path / "machine.json"]
+    words += ["--method", "bf16", "--method", "qsgd"]
+    assert isinstance(call("plan", *words).exception, Reached)
+    assert (reached["name"], reached["words"]) == ("profile_name", ("mnist", "here"))
+    monkeypatch.setattr(plan_command, "profile_name", lambda name, data: name)
+    assert isinstance(call("plan", *words).exception, Reached)
+    profile, methods, setting, machine = reached["words"]
+    assert (profile, list(methods), machine) == ("mnist", ["bf16", "qsgd"], DEFAULT)
+    link = LinkModel(bandwidth_bytes_per_s=1e7, latency_s=0.005)
+    assert setting == Scenario(hosts=3, ranks_per_host=4, cores=6, link=link)
+
+
+def test_plan_profiles_a_script_with_its_words(reached: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+    monkeypatch.setattr(plan_command, "profile_script", lambda *words: given.append(words))
+    monkeypatch.setattr(plan_command, "_machine", lambda *words: DEFAULT)
+    assert isinstance(call("plan", "--profile", "train.py", "--", "--epochs", "3").exception, Reached)
+    assert given == [(Path("train.py"), ["--epochs", "3"])]
+
+
+def test_lab_hands_every_option_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Topology] = []
+
+    def open_network(topology: Topology) -> Any:
+        given.append(topology)
+        raise Reached
+
+    monkeypatch.setattr(lab_package, "open_network", open_network)
+    words = ["--hosts", 4, "--bandwidth", "100mbit", "--asymmetric", "10mbit", "--host", "1=5mbit:6mbit"]
+    call("lab", *words, "--groups", 2, "--between", "1gbit", "--delay", "3ms", "--", "true")
+    spec = "hosts=4,bandwidth=100mbit,asymmetric=10mbit,host1=5mbit:6mbit,groups=2,between=1gbit,delay=3ms"
+    assert given == [Topology.parse(spec)]
+
+
+def test_report_hands_every_option_on(reached: dict[str, Any], tmp_path: Path) -> None:
+    call("report", "a", "b", "--out", tmp_path / "page.html")
+    assert reached["words"] == ([Path("a"), Path("b")], tmp_path / "page.html")

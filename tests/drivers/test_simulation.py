@@ -1,0 +1,89 @@
+"""Ranks in lockstep: every rank gets what the operation says, in the order of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from gradwire.drivers import Meter, simulate_ranks
+from gradwire.errors import ExchangeError
+from gradwire.ops import AllGather, AllToAll, Exchange, Op, Reduce
+
+N = 3
+
+
+def one(op: Op) -> Exchange[list[float]]:
+    reply = yield op
+    return reply.flatten().tolist()
+
+
+def simulated(make: Callable[[int], Op]) -> list[list[float]]:
+    return simulate_ranks([one(make(rank)) for rank in range(N)], [Meter() for _ in range(N)])
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("sum", [6.0, 0.0]), ("max", [3.0, 1.0]), ("min", [1.0, -1.0])])
+def test_a_reduction_reaches_every_rank(kind: str, expected: list[float]) -> None:
+    values = [torch.tensor([r + 1.0, r - 1.0]) for r in range(N)]
+    assert simulated(lambda rank: Reduce(values[rank], kind)) == [expected] * N
+    assert values[0].tolist() == [1.0, -1.0], "what was given stays as it is"
+
+
+def test_row_r_goes_to_rank_r() -> None:
+    def make(rank: int) -> Op:
+        rows = torch.tensor([[10 * rank + to] for to in range(N)], dtype=torch.uint8)
+        return AllToAll(rows, torch.empty_like(rows))
+
+    assert simulated(make) == [[0, 10, 20], [1, 11, 21], [2, 12, 22]]
+
+
+def test_a_gather_brings_every_ranks_row_in_their_order() -> None:
+    room = torch.empty(N, 2, dtype=torch.uint8)
+    assert simulated(lambda r: AllGather(torch.tensor([r, r], dtype=torch.uint8), room)) == [[0, 0, 1, 1, 2, 2]] * N
+
+
+@pytest.mark.parametrize("gathered", [True, False])
+def test_every_rank_is_told_how_much_came_from_whom(gathered: bool) -> None:
+    arrived = [torch.zeros(N, dtype=torch.int64) for _ in range(N)]
+
+    def make(rank: int) -> Op:
+        lengths = torch.tensor([0 if to == rank else 1 + rank + (0 if gathered else 10 * to) for to in range(N)])
+        if gathered:
+            return AllGather(torch.zeros(50, dtype=torch.uint8), torch.empty(N, 50), lengths, arrived[rank])
+        rows = torch.zeros(N, 50, dtype=torch.uint8)
+        return AllToAll(rows, torch.empty_like(rows), lengths, arrived[rank])
+
+    if gathered:
+        made = [make(rank) for rank in range(N)]
+        room = torch.empty(N, 50, dtype=torch.uint8)
+        ops = [AllGather(op.send, room, op.lengths, op.arrived) for op in made]
+    else:
+        ops = [make(rank) for rank in range(N)]
+    simulated(lambda rank: ops[rank])
+    extra = 0 if gathered else 10
+    assert [row.tolist() for row in arrived] == [
+        [0 if sender == rank else 1 + sender + extra * rank for sender in range(N)] for rank in range(N)
+    ]
+
+
+def test_ranks_that_end_at_different_times_are_an_error() -> None:
+    def nothing() -> Exchange[list[float]]:
+        return [0.0]
+        yield
+
+    generators = [one(Reduce(torch.zeros(1), "sum")), nothing()]
+    with pytest.raises(ExchangeError, match="different operations"):
+        simulate_ranks(generators, [Meter(), Meter()])
+
+
+def test_with_a_leader_alone_the_others_stop_where_it_ends() -> None:
+    ended: list[int] = []
+
+    def rank(number: int) -> Exchange[int]:
+        yield Reduce(torch.zeros(1), "sum")
+        ended.append(number)
+        return number
+
+    assert simulate_ranks([rank(r) for r in range(N)], [Meter() for _ in range(N)], leader_only=True) == [0]
+    assert ended == [0]

@@ -1,0 +1,100 @@
+"""Bytes of every kind of operation, by the known algorithm of each collective."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gradwire.drivers import Meter, Traffic, dense_bytes
+from gradwire.drivers.local_profiler import _shape
+from gradwire.drivers.traffic import GATHERED_REDUCE_BYTES, LARGE_BYTES, gathers, large, op_bytes
+from gradwire.ops import AllGather, AllToAll, Op, Reduce
+
+N = 4
+
+
+def octets(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.uint8)
+
+
+def gather(size: int, lengths: list[int] | None = None, arrived: list[int] | None = None) -> AllGather:
+    told = None if lengths is None else torch.tensor(lengths)
+    return AllGather(octets(size), octets(N, size), told, None if arrived is None else torch.tensor(arrived))
+
+
+def all_to_all(size: int, lengths: list[int] | None = None, arrived: list[int] | None = None) -> AllToAll:
+    told = None if lengths is None else torch.tensor(lengths)
+    return AllToAll(octets(N, size), octets(N, size), told, None if arrived is None else torch.tensor(arrived))
+
+
+@pytest.mark.parametrize(
+    ("op", "expected"),
+    [
+        # A row to, and from, each of three others.
+        (all_to_all(100), (300, 300)),
+        (gather(100), (300, 300)),
+        # Twice three quarters of the vector, in both directions.
+        (Reduce(torch.zeros(1000), "sum"), (6000, 6000)),
+        (Reduce(torch.zeros(1000, dtype=torch.bfloat16), "sum"), (3000, 3000)),
+        # A small maximum goes by a gather, a large one by a ring.
+        (Reduce(torch.zeros(10), "max"), (120, 120)),
+        (Reduce(torch.zeros(GATHERED_REDUCE_BYTES // 4), "min"), (3 * GATHERED_REDUCE_BYTES,) * 2),
+        (Reduce(torch.zeros(GATHERED_REDUCE_BYTES), "max"), (6 * GATHERED_REDUCE_BYTES,) * 2),
+    ],
+)
+def test_bytes_of_an_operation(op: Op, expected: tuple[int, int]) -> None:
+    assert op_bytes(op, N) == expected
+
+
+@pytest.mark.parametrize("op", [all_to_all(100, [0, 7, 8, 9], [0, 1, 2, 3]), gather(100, [0, 7, 8, 9], [0, 1, 2, 3])])
+def test_rows_of_different_lengths_count_as_they_are_and_their_lengths_too(op: Op) -> None:
+    """Eight bytes to tell each of three others, and eight from each of them."""
+    assert op_bytes(op, N) == (7 + 8 + 9 + 3 * 8, 1 + 2 + 3 + 3 * 8)
+
+
+def test_a_meter_adds_up_and_tells_what_went_round_a_ring() -> None:
+    meter = Meter()
+    meter.count(all_to_all(100, [0, 7, 8, 9], [0, 1, 2, 3]), N)
+    meter.count(Reduce(torch.zeros(1000), "sum"), N)
+    meter.count(Reduce(torch.zeros(10), "max"), N)
+    assert (meter.sent_bytes, meter.received_bytes, meter.ring_bytes) == (48 + 6000 + 120, 30 + 6000 + 120, 6000)
+
+
+def test_which_operations_are_gathered_and_which_go_in_turn() -> None:
+    assert not gathers(Reduce(torch.zeros(1), "sum")), "a sum depends on its order"
+    assert gathers(Reduce(torch.zeros(GATHERED_REDUCE_BYTES // 4), "max"))
+    assert not gathers(Reduce(torch.zeros(GATHERED_REDUCE_BYTES // 4 + 1), "max"))
+    for kind in (gather, all_to_all):
+        assert large(kind(LARGE_BYTES))
+        assert not large(kind(LARGE_BYTES - 1))
+    assert not large(Reduce(torch.zeros(LARGE_BYTES), "sum"))
+
+
+def test_the_dense_equivalent_is_a_ring_of_float32() -> None:
+    assert dense_bytes(1000, 4) == 6000
+    assert dense_bytes(1000, 2) == 4000
+    assert dense_bytes(1000, 1) == 0
+
+
+def test_factor_and_bits_of_what_was_sent() -> None:
+    traffic = Traffic(sent_bytes=500, received_bytes=1, dense_bytes=4000, elements=1000, rounds=1)
+    assert traffic.compression_factor == 8.0
+    assert traffic.bits_per_element == 4.0
+    assert Traffic().compression_factor == 1.0
+
+
+@pytest.mark.parametrize(
+    ("op", "kind", "rounds", "messages"),
+    [
+        (Reduce(torch.zeros(1000), "sum"), "ring", 6, 6),
+        (Reduce(torch.zeros(10), "max"), "gather", 1, 3),
+        (all_to_all(100), "all_to_all", 1, 3),
+        (gather(100), "all_gather", 1, 3),
+        (gather(100, [0, 7, 8, 9], [0, 1, 2, 3]), "all_gather", 2, 6),
+        (all_to_all(LARGE_BYTES), "pairs", 3, 3),
+        (all_to_all(LARGE_BYTES, [0, 7, 8, 9], [0, 1, 2, 3]), "pairs", 4, 6),
+    ],
+)
+def test_rounds_and_messages_of_an_operation(op: Op, kind: str, rounds: int, messages: int) -> None:
+    """Of a ring 2 (N - 1) that wait for each other, of pairs N - 1, else one; lengths are told by one more each."""
+    assert _shape(op, N) == (kind, op_bytes(op, N)[0], rounds, messages)

@@ -1,0 +1,101 @@
+"""The words by which a cluster is made, without making one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from gradwire.lab import Topology, network
+from gradwire.lab.command import environment
+from gradwire.lab.network import Network
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What iproute2 would have been told, a command a line."""
+    found: list[str] = []
+
+    def run(words: Sequence[str], text: str | None = None) -> str:
+        found.extend(
+            [" ".join(words)] if text is None else [f"{' '.join(words)}: {line}" for line in text.splitlines()]
+        )
+        return ""
+
+    monkeypatch.setattr(network, "_run", run)
+    monkeypatch.setattr(network.subprocess, "run", lambda words, **_: found.append(" ".join(words)))
+    return found
+
+
+def limits(said: Sequence[str]) -> dict[tuple[str, str], str]:
+    """Return what limits each interface, by namespace and name."""
+    found = {}
+    for line in said:
+        words = line.split()
+        if words[0] == "tc" and "tbf" in words:
+            found[words[2], words[words.index("dev") + 1]] = " ".join(words[words.index("tbf") + 1 :])
+    return found
+
+
+def test_a_link_is_limited_to_its_rate_at_both_ends(said: list[str]) -> None:
+    Network("gw", Topology.parse("hosts=2,bandwidth=100mbit,asymmetric=8mbit,host1=10mbit:1gbit")).build()
+    # A burst of a millisecond, 16 KiB at least, and a queue of 50 ms.
+    assert limits(said) == {
+        ("gw-h0", "eth0"): "rate 8000000bit burst 16384 latency 50ms",
+        ("gw-s0", "h0"): "rate 100000000bit burst 16384 latency 50ms",
+        ("gw-h1", "eth0"): "rate 10000000bit burst 16384 latency 50ms",
+        ("gw-s0", "h1"): "rate 1000000000bit burst 125000 latency 50ms",
+    }
+
+
+def test_groups_have_switches_whose_links_are_limited(said: list[str]) -> None:
+    Network("gw", Topology.parse("hosts=4,groups=2,between=1gbit")).build()
+    limit = "rate 1000000000bit burst 125000 latency 50ms"
+    ends = [("gw-s0", "uplink"), ("gw-c", "s0"), ("gw-s1", "uplink"), ("gw-c", "s1")]
+    assert limits(said) == dict.fromkeys(ends, limit)
+    pairs = [line.partition(": link add ")[2] for line in said if "type veth" in line]
+    assert [pair.split()[2:] for pair in pairs] == [
+        [a, "type", "veth", "peer", "name", name, "netns", b]
+        for a, name, b in (
+            ("gw-h0", "h0", "gw-s0"),
+            ("gw-h1", "h1", "gw-s0"),
+            ("gw-h2", "h2", "gw-s1"),
+            ("gw-h3", "h3", "gw-s1"),
+            ("gw-s0", "s0", "gw-c"),
+            ("gw-s1", "s1", "gw-c"),
+        )
+    ]
+
+
+def test_a_delay_acts_on_what_a_host_sends_and_the_rate_lies_within(said: list[str]) -> None:
+    Network("gw", Topology.parse("hosts=2,bandwidth=1gbit,delay=5ms")).build()
+    delays = [line for line in said if "netem" in line]
+    assert delays == [
+        f"tc -n gw-h{host} qdisc add dev eth0 root handle 1: netem delay 5ms limit 100000" for host in range(2)
+    ]
+    assert "tc -n gw-h0 qdisc add dev eth0 parent 1: tbf rate 1000000000bit burst 125000 latency 50ms" in said
+
+
+def test_another_bandwidth_replaces_the_limits_of_all_without_their_own(said: list[str]) -> None:
+    lab = Network("gw", Topology.parse("hosts=2,bandwidth=1gbit,host1=10mbit"))
+    lab.build()
+    said.clear()
+    lab.set_bandwidth(None)
+    assert set(limits(said)) == {("gw-h1", "eth0"), ("gw-s0", "h1")}
+    assert "tc -n gw-h0 qdisc del dev eth0 root" in said
+    lab.set_bandwidth(2e8)
+    assert limits(said)["gw-h0", "eth0"].startswith("rate 200000000bit ")
+
+
+def test_hosts_have_addresses_of_one_network(said: list[str]) -> None:
+    lab = Network("gw", Topology(hosts=3))
+    lab.build()
+    assert [lab.address(host) for host in range(3)] == ["10.77.0.1", "10.77.0.2", "10.77.0.3"]
+    for host in range(3):
+        assert f"ip -n gw-h{host} -batch -: addr add 10.77.0.{host + 1}/16 dev eth0" in said
+
+
+def test_the_environment_is_torchruns_without_a_network() -> None:
+    found = [environment(Network("gw", Topology(hosts=3)), host) for host in range(3)]
+    assert [one["RANK"] for one in found] == ["0", "1", "2"]
+    assert {(one["WORLD_SIZE"], one["MASTER_ADDR"], one["LOCAL_RANK"]) for one in found} == {("3", "10.77.0.1", "0")}

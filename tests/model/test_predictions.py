@@ -1,0 +1,228 @@
+"""From rows of the step benchmark to predictions: units, roles and intervals."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from gradwire.bench import predict
+from gradwire.drivers import Stage
+from gradwire.errors import HyperparameterError
+from gradwire.experiments.errors import RunError
+from gradwire.model.calibrate import BOUNDS, Observation, calibrate, log_error
+from gradwire.model.exchange import BucketJobs, ExchangeProfile
+from gradwire.model.forecast import Scenario, forecast
+from gradwire.model.machine import DEFAULT, LinkModel, Machine
+from gradwire.model.profile import Profile
+from gradwire.model.schedule import Load
+from gradwire.model.timeline import ReadyBucket, Timeline
+
+RATES = (None, 1e9, 1e8, 1e7)
+VARIANTS = ("compute", "ddp fp32", "gradwire terngrad", "ddp powersgd", "gradwire auto")
+
+
+def timeline(forward_s: float) -> Timeline:
+    bucket = ReadyBucket(names=("weight",), numel=100, ready_s=0.01)
+    return Timeline(forward_s=forward_s, buckets=(bucket,), backward_s=0.02, after_s=0.01)
+
+
+def exchange(hosts: int, spec: str = "x", sent: int = 100_000) -> ExchangeProfile:
+    stages = (Stage(1e-3, "all_to_all", sent, 1, hosts - 1), Stage(2e-3))
+    return ExchangeProfile(spec, hosts, (BucketJobs((), (stages,), False),))
+
+
+def row(model: str, hosts: int, rate: float | None, variant: str, step_s: float) -> dict[str, Any]:
+    place = f"hosts={hosts}" + (f",bandwidth={rate / 1e6:g}mbit" if rate else "")
+    found = {"model": model, "hosts": hosts, "lab": place, "variant": variant, "bandwidth_bits_per_s": rate, "cores": 8}
+    # Each cell's timeline tells which it is, by its forward.
+    told = {"timeline": timeline(1 / (rate or 1e12)).to_json()} if variant == "compute" else {}
+    return {**found, "step_time_s": step_s, **told}
+
+
+def grid(models: Sequence[str] = ("lenet", "mlp")) -> list[dict[str, Any]]:
+    cells = [(model, hosts, rate) for model in models for hosts in (2, 4) for rate in RATES]
+    # No two steps take the same time, so that each can be told from all others.
+    return [
+        row(*cell, variant, 0.05 * (1 + i) + 1e-4 * k)
+        for k, cell in enumerate(cells)
+        for i, variant in enumerate(VARIANTS)
+    ]
+
+
+@pytest.fixture
+def no_kernels(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """Exchanges without a rehearsal; what was asked for."""
+    asked: list[tuple[Any, ...]] = []
+
+    def made(model: str, hosts: int, spec: str, variant: str, at: Timeline) -> ExchangeProfile:
+        asked.append((model, hosts, spec, variant))
+        return exchange(hosts, spec)
+
+    monkeypatch.setattr(predict, "_exchange", made)
+    return asked
+
+
+def test_bits_a_second_become_bytes_a_second(no_kernels: object) -> None:
+    for case in predict.cases_of(grid()):
+        rate = case.row["bandwidth_bits_per_s"]
+        assert case.observation.link.bandwidth_bytes_per_s == (None if rate is None else rate / 8)
+        assert case.observation.load == Load(ranks=case.row["hosts"], cores=8)
+        assert case.observation.step_s == case.row["step_time_s"]
+        assert case.observation.exchange.world_size == case.row["hosts"]
+
+
+def test_a_lab_has_its_latency_and_loopback_none(no_kernels: object) -> None:
+    rows = [row("lenet", 2, 1e9, variant, 0.1) for variant in VARIANTS[:2]]
+    for one in rows:
+        one["lab"] = "hosts=2,bandwidth=1gbit,delay=5ms"
+    (case,) = predict.cases_of(rows)
+    assert case.observation.link == LinkModel(bandwidth_bytes_per_s=1.25e8, latency_s=0.005)
+    for one in rows:
+        one |= {"lab": "loopback,hosts=2", "bandwidth_bits_per_s": None}
+    (case,) = predict.cases_of(rows)
+    assert case.observation.link == LinkModel()
+
+
+def test_what_the_model_cannot_know_is_left_out_and_ddp_is_the_method_that_equals_it(
+    no_kernels: list[tuple[Any, ...]],
+) -> None:
+    assert {case.row["variant"] for case in predict.cases_of(grid())} == {"ddp fp32", "gradwire terngrad"}
+    assert set(no_kernels) == {
+        (model, hosts, spec, variant)
+        for model in ("lenet", "mlp")
+        for hosts in (2, 4)
+        for spec, variant in (("fp32", "ddp fp32"), ("terngrad", "gradwire terngrad"))
+    }
+
+
+def test_the_timeline_is_that_of_the_fastest_link(no_kernels: object) -> None:
+    """Whatever the order of the rows: a user profiles once."""
+    rows = grid()
+    for given in (rows, rows[::-1]):
+        assert {case.observation.timeline.forward_s for case in predict.cases_of(given)} == {1e-12}
+    limited = [one for one in rows if one["bandwidth_bits_per_s"] is not None]
+    assert {case.observation.timeline.forward_s for case in predict.cases_of(limited)} == {1e-9}
+
+
+def test_without_a_step_that_computes_alone_there_is_no_prediction(no_kernels: object) -> None:
+    with pytest.raises(RunError, match="no step without an exchange was measured for lenet on 2 hosts"):
+        predict.cases_of([one for one in grid() if one["variant"] != "compute"])
+
+
+def test_ddp_alone_has_no_codec() -> None:
+    """By a real rehearsal of a small model."""
+    names = ("0.weight", "0.bias", "2.weight", "2.bias", "5.weight", "5.bias", "7.weight", "7.bias")
+    at = dataclasses.replace(timeline(0.1), buckets=(ReadyBucket(names=names, numel=431_080, ready_s=0.01),))
+    bare, ours = (predict._exchange("lenet", 2, "fp32", variant, at) for variant in ("ddp fp32", "gradwire fp32"))
+    assert bare.codec_s == 0 < ours.codec_s
+    assert bare.sent_bytes == ours.sent_bytes == 4 * 431_080
+
+
+def test_no_cell_that_calibrates_is_judged(no_kernels: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Observation] = []
+
+    def noted(observations: Sequence[Observation], source: str) -> Machine:
+        seen.extend(observations)
+        return dataclasses.replace(DEFAULT, source=source)
+
+    monkeypatch.setattr(predict, "calibrate", noted)
+    rows = grid()
+    machine, found = predict.judge(rows)
+    cases = predict.cases_of(rows)
+    used = [case.observation in seen for case in cases]
+    assert [one["role"] for one in found] == ["calibration" if was else "judged" for was in used]
+    cells = {
+        role: {c.cell for c, one in zip(cases, found) if one["role"] == role} for role in ("calibration", "judged")
+    }
+    assert not cells["calibration"] & cells["judged"]
+    # Every third of sixteen cells: both models, both numbers of hosts, and links of several speeds.
+    assert len(cells["calibration"]) == 6
+    assert len(cells["judged"]) == 10
+    assert machine.source == f"{len(seen)} measured steps of 6 cells"
+    assert len(seen) == 12
+
+
+def test_an_error_is_relative_to_what_was_measured(no_kernels: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(predict, "calibrate", lambda observations, source: DEFAULT)
+    _, found = predict.judge(grid())
+    for one, case in zip(found, predict.cases_of(grid())):
+        assert one["measured_s"] == case.row["step_time_s"]
+        assert one["predicted_s"] == case.observation.predict(DEFAULT)
+        assert one["measured_s"] * (1 + one["relative_error"]) == pytest.approx(one["predicted_s"])
+        assert (one["model"], one["hosts"], one["variant"]) == tuple(case.row[k] for k in ("model", "hosts", "variant"))
+
+
+def observed(noise: Sequence[float]) -> list[Observation]:
+    """Steps of the default machine, each off by its share of ``noise``."""
+    found = []
+    for i, off in enumerate(noise):
+        hosts, rate = 2 + i % 3, (None, 1e7, 1e6)[i % 3]
+        link = LinkModel(bandwidth_bytes_per_s=rate)
+        one = Observation(timeline(0.01), exchange(hosts, sent=10_000 * (1 + i)), link, Load(ranks=1, cores=2), 1.0)
+        found.append(dataclasses.replace(one, step_s=one.predict(DEFAULT) * math.exp(off)))
+    return found
+
+
+def test_the_residual_is_the_deviation_of_what_was_measured_from_the_fit() -> None:
+    measured = observed([0.2 if i % 2 else -0.2 for i in range(len(BOUNDS) + 9)])
+    fitted = calibrate(measured, "noisy")
+    errors = [log_error(one, fitted) for one in measured]
+    assert fitted.residual == pytest.approx(math.sqrt(sum(e * e for e in errors) / len(errors)))
+    # Noise that no number of the model can explain, as it changes from step to step of one cluster.
+    assert 0.1 < fitted.residual < 0.25
+    assert (fitted.most_workers, fitted.slowest_bytes_per_s, fitted.fastest_bytes_per_s) == (4, 1e6, 1e7)
+
+
+def test_loopback_leaves_the_links_efficiencies_as_they_are() -> None:
+    measured = observed([0.1 * (i % 3) for i in range(len(BOUNDS) + 3)])
+    start = dataclasses.replace(DEFAULT, ring_efficiency=0.77, crowd_efficiency=0.55)
+    fitted = calibrate(measured, "x", start, fit_links=False)
+    assert (fitted.ring_efficiency, fitted.crowd_efficiency) == (0.77, 0.55)
+    assert fitted.call_s != start.call_s
+    with pytest.raises(HyperparameterError, match=r"9 measured steps cannot fix 9 numbers"):
+        calibrate(measured[: len(BOUNDS)], "few")
+
+
+def forecasts(machine: Machine, setting: Scenario | None = None) -> Any:
+    names = ("weight",)
+    at = dataclasses.replace(timeline(0.1), buckets=(ReadyBucket(names=names, numel=40_000, ready_s=0.01),))
+    known = Profile(source="test", parameters={"weight": ((200, 200), (200, 1))}, timeline=at)
+    chosen = setting or Scenario(hosts=4, link=LinkModel(bandwidth_bytes_per_s=1e6))
+    found, _ = forecast(known, ["fp32", "bf16"], chosen, machine, repeats=1)
+    return {one.method: one for one in found}
+
+
+def test_an_interval_holds_four_fifths_of_a_normal_residual() -> None:
+    for residual in (0.05, 0.3):
+        for one in forecasts(dataclasses.replace(DEFAULT, residual=residual)).values():
+            # Phi(1.2816) = 0.9: a tenth lies beyond each end.
+            assert math.log(one.high_s / one.step_s) == pytest.approx(1.2816 * residual)
+            assert math.log(one.step_s / one.low_s) == pytest.approx(1.2816 * residual)
+
+
+def test_speed_ups_bytes_and_throughput_of_a_forecast() -> None:
+    found = forecasts(DEFAULT)
+    alone = found["ddp fp32"]
+    assert alone.speedup == 1.0
+    for one in found.values():
+        assert one.speedup == pytest.approx(alone.step_s / one.step_s)
+        assert one.worker_steps_per_s == pytest.approx(4 / one.step_s)
+    # A ring among four: three quarters of the vector, twice.
+    assert alone.sent_bytes == found["fp32"].sent_bytes == 240_000
+    assert found["bf16"].sent_bytes == 120_000
+    # At 1 MB/s the bytes alone take 0.24 s, against 0.13 s of computing.
+    assert alone.floor_s == pytest.approx(0.24)
+    assert found["bf16"].floor_s == pytest.approx(0.13)
+
+
+def test_ranks_that_share_a_core_take_as_much_longer() -> None:
+    """Two ranks on each core: computing takes twice its time."""
+    setting = Scenario(hosts=2, ranks_per_host=4, cores=2, link=LinkModel())
+    assert forecasts(DEFAULT, setting)["ddp fp32"].floor_s == pytest.approx(2 * 0.13)
+    alone = Scenario(hosts=2, ranks_per_host=4, link=LinkModel())
+    assert forecasts(DEFAULT, alone)["ddp fp32"].floor_s == pytest.approx(0.13)
+    assert alone.world_size == setting.world_size == 8

@@ -1,0 +1,398 @@
+"""Put known faults into a copy of the package, one at a time, and check that the tests notice each of them.
+
+Run as a program (``make mutants``), this applies every fault of ``faults/*.toml`` to a copy of the package, runs the
+tests that the fault names, and prints a table of faults that were caught and that survived. The working tree is never
+changed. A fault is a table ``[[fault]]`` with these keys:
+
+==========  ============================================================================================================
+``name``    unique; ``--only`` selects by a part of it
+``file``    the file, from the package's folder on
+``old``     the text that is replaced; it occurs exactly once in the file
+``new``     the text in its place
+``tests``   node ids of the tests that must fail, the fastest first
+``means``   what would be wrong, in one line
+``spared``  optional: the reason why no test can catch this fault; it counts as one that survived
+==========  ============================================================================================================
+
+The outcome of a fault is kept as long as neither the package nor the tests change, so that a run that was interrupted
+goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import collections
+import contextlib
+import hashlib
+import json
+import multiprocessing
+import os
+import queue
+import re
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+LIST = HERE / "faults"
+
+CAUGHT, SURVIVED, STALE, BROKEN, SPARED = "caught", "survived", "stale", "broken", "spared"
+SHARE = 0.9
+"""Of all faults, those that must be caught at least."""
+WRITTEN = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+TEST_S, FAULT_S, ALL_S = 120, 300, 1800
+"""Seconds for one test, for those of a fault, and for those of all: a fault may make them wait forever."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """One change of one file, and the tests that must fail under it."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+    means: str
+    spared: str | None = None
+
+    @property
+    def layer(self) -> str:
+        """The part of the package that the file belongs to."""
+        return self.file.partition("/")[0].removesuffix(".py")
+
+    def problem(self, package: Path) -> str | None:
+        """Say why the fault cannot be applied to a package; None where it can."""
+        path = package / self.file
+        if not path.is_file():
+            return f"there is no file {self.file}"
+        text = path.read_text()
+        if (count := text.count(self.old)) != 1:
+            return f"its source text occurs {count} times in {self.file}, not once"
+        if self.old == self.new:
+            return "it changes nothing"
+        if path.suffix == ".py":
+            try:
+                ast.parse(text.replace(self.old, self.new))
+            except SyntaxError as error:
+                return f"the changed file is not Python: {error}"
+        return None
+
+    def missing_tests(self, root: Path) -> list[str]:
+        """Return the named tests that no file defines."""
+        return [test for test in self.tests if not _defined(root, test)]
+
+    def apply(self, package: Path) -> None:
+        """Change the file."""
+        path = package / self.file
+        path.write_text(path.read_text().replace(self.old, self.new))
+
+
+def _defined(root: Path, test: str) -> bool:
+    path, _, name = test.partition("::")
+    if not (root / path).is_file():
+        return False
+    function = re.escape(name.partition("[")[0])
+    return not name or re.search(rf"^def {function}\(", (root / path).read_text(), re.MULTILINE) is not None
+
+
+def read_faults(folder: Path = LIST) -> list[Fault]:
+    """Read all lists of a folder; raises ValueError for a name that is used twice or a key that is unknown."""
+    faults = []
+    for path in sorted(folder.glob("*.toml")):
+        for record in tomllib.loads(path.read_text())["fault"]:
+            try:
+                faults.append(Fault(**{**record, "tests": tuple(record["tests"])}))
+            except (TypeError, KeyError) as error:
+                raise ValueError(f"{path.name}: {record.get('name', record)}: {error}") from error
+    twice = [name for name, count in collections.Counter(fault.name for fault in faults).items() if count > 1]
+    if twice:
+        raise ValueError(f"names that are used twice: {', '.join(twice)}")
+    return faults
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What became of a fault."""
+
+    status: str
+    seconds: float
+    detail: str = ""
+
+
+CONTEXT = multiprocessing.get_context("forkserver")
+"""Each run of pytest begins as a copy of one process, which may have imported what takes long, but not the package."""
+PRELOADED = ["pytest", "hypothesis", "torch", "torch.distributed", "sklearn.datasets", "matplotlib"]
+
+
+def run_pytest(command: Sequence[str], variables: dict[str, str], root: Path, log: Path) -> None:
+    """Be a process that runs pytest, as a shell would start it."""
+    os.setsid()
+    for descriptor, target in ((0, os.open(os.devnull, os.O_RDONLY)), (1, os.open(log, WRITTEN)), (2, 1)):
+        os.dup2(target, descriptor)
+    os.chdir(root)
+    os.environ.update(variables)
+    sys.path[:] = [*variables["PYTHONPATH"].split(os.pathsep), *(path for path in sys.path if path != str(HERE))]
+    import pytest
+
+    sys.stdout.flush()
+    code = int(pytest.main(list(command)))
+    sys.stdout.flush()
+    os._exit(code)
+
+
+class Slot:
+    """A copy of the package, with compiled kernels of its own, in which one fault at a time is tried."""
+
+    def __init__(self, root: Path, package: Path, folder: Path) -> None:
+        self.root, self.package, self.folder = root, package, folder
+        self.copy = folder / "src" / package.name
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Make the copy what the package is; files keep their times, so that what was compiled of them stays valid."""
+        shutil.copytree(self.package, self.copy, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
+        for path in self.copy.rglob("*"):
+            if path.is_file() and path.suffix != ".pyc" and not (self.package / path.relative_to(self.copy)).exists():
+                path.unlink()
+
+    def run(
+        self, tests: Sequence[str], *words: str, compiled: Path | None = None, limit_s: float = FAULT_S
+    ) -> tuple[int, str]:
+        """Run tests on the copy; return pytest's exit code, or 124 where they took too long, and what it printed."""
+        command = ["-q", "-p", "no:cacheprovider", f"--timeout={TEST_S}", *words, *tests]
+        paths = os.pathsep.join([str(self.copy.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+        variables = {"PYTHONPATH": paths, "NUMBA_CACHE_DIR": str(compiled or self.folder / "numba")}
+        log = self.folder / "log.txt"
+        process = CONTEXT.Process(target=run_pytest, args=(command, variables, self.root, log))
+        process.start()
+        process.join(limit_s)
+        late = process.is_alive()
+        if process.pid:
+            # With whatever a fault made the tests leave behind.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        process.join()
+        return 124 if late else process.exitcode or 0, log.read_text(errors="replace")
+
+    def try_fault(self, fault: Fault) -> Outcome:
+        """Apply a fault, run its tests, and take it back."""
+        began_s = time.monotonic()
+        problem = fault.problem(self.copy)
+        missing = fault.missing_tests(self.root)
+        if problem or missing:
+            return Outcome(status=STALE, seconds=0.0, detail=problem or f"no such test: {', '.join(missing)}")
+        path = self.copy / fault.file
+        whole, times = path.read_bytes(), (path.stat().st_atime_ns, path.stat().st_mtime_ns)
+        fault.apply(self.copy)
+        # Numba looks at a kernel's own file only, so compiled code of its callers would hide the fault.
+        compiled = self.folder / "numba-of-a-fault" if fault.layer == "kernels" else None
+        try:
+            code, told = self.run(fault.tests, "-x", compiled=compiled)
+        finally:
+            path.write_bytes(whole)
+            os.utime(path, ns=times)
+            if compiled:
+                shutil.rmtree(compiled, ignore_errors=True)
+        seconds = time.monotonic() - began_s
+        if code == 1:
+            return Outcome(status=CAUGHT, seconds=seconds, detail=_first_failure(told))
+        if code == 0:
+            return Outcome(status=SPARED if fault.spared else SURVIVED, seconds=seconds, detail=fault.spared or "")
+        reason = "the tests took too long" if code == 124 else f"pytest ended with code {code}"
+        return Outcome(status=BROKEN, seconds=seconds, detail=f"{reason}: {' '.join(told.split())[-300:]}")
+
+    def passing(self, tests: Sequence[str]) -> dict[str, str]:
+        """Run tests on the package as it is; return those that do not pass, with the reason."""
+        _, told = self.run(tests, "-rA", limit_s=ALL_S)
+        passed = re.findall(r"^PASSED (\S.*)$", told, re.MULTILINE)
+        failed = re.findall(r"^(?:FAILED|ERROR) (\S.*?)(?: - .*)?$", told, re.MULTILINE)
+        wrong = {}
+        for test in tests:
+            if any(_belongs(one, test) for one in failed):
+                wrong[test] = "it fails"
+            elif not any(_belongs(one, test) for one in passed):
+                wrong[test] = "it did not run"
+        return wrong
+
+
+def _belongs(node: str, test: str) -> bool:
+    return node == test or node.startswith((f"{test}[", f"{test}::"))
+
+
+def _first_failure(told: str) -> str:
+    found = re.search(r"^(?:FAILED|ERROR) (\S+)", told, re.MULTILINE)
+    return found.group(1) if found else ""
+
+
+def digest(*folders: Path) -> str:
+    """Compute a digest of all files that an outcome depends on."""
+    found = hashlib.sha256()
+    for folder in folders:
+        for path in sorted(folder.rglob("*")):
+            if path.is_file() and "__pycache__" not in path.parts and LIST.name not in path.parts:
+                found.update(str(path.relative_to(folder)).encode() + b"\0" + path.read_bytes())
+    return found.hexdigest()
+
+
+class Store:
+    """Outcomes on disk, by the fault and what it was tried on."""
+
+    def __init__(self, path: Path, tried_on: str) -> None:
+        self.path, self.tried_on = path, tried_on
+        try:
+            record = json.loads(path.read_text())
+        except (OSError, ValueError):
+            record = {}
+        self.known: dict[str, Any] = record.get("known", {}) if record.get("tried_on") == tried_on else {}
+
+    def _key(self, fault: Fault) -> str:
+        return hashlib.sha256(repr(fault).encode()).hexdigest()
+
+    def get(self, fault: Fault) -> Outcome | None:
+        """Return the outcome of an earlier run."""
+        found = self.known.get(self._key(fault))
+        return Outcome(**found) if found else None
+
+    def put(self, fault: Fault, outcome: Outcome) -> None:
+        """Keep an outcome."""
+        self.known[self._key(fault)] = vars(outcome)
+        self.path.write_text(json.dumps({"tried_on": self.tried_on, "known": self.known}))
+
+
+def run(
+    faults: Sequence[Fault],
+    *,
+    root: Path = ROOT,
+    package: Path = ROOT / "src" / "gradwire",
+    work: Path = ROOT / ".cache" / "mutants",
+    jobs: int = 2,
+    fresh: bool = False,
+    say: Callable[[str], None] = print,
+) -> bool:
+    """Try faults, print what became of them, and return whether that is enough.
+
+    Args:
+        faults: To try.
+        root: Where tests are run.
+        package: What is copied and changed.
+        work: For copies, compiled kernels and outcomes.
+        jobs: Faults that are tried side by side.
+        fresh: Forget the outcomes of earlier runs.
+        say: Called with each line.
+    """
+    work.mkdir(parents=True, exist_ok=True)
+    store = Store(work / "outcomes.json", digest(package, root / "tests"))
+    outcomes = {} if fresh else {f.name: found for f in faults if (found := store.get(f)) is not None}
+    left = [fault for fault in faults if fault.name not in outcomes]
+    if outcomes:
+        say(f"{len(outcomes)} outcomes of an earlier run on the same files are kept")
+    slots: queue.SimpleQueue[Slot] = queue.SimpleQueue()
+    for number in range(jobs if left else 0):
+        slots.put(Slot(root, package, work / f"slot-{number}"))
+
+    def in_a_slot(job: Callable[[Slot], Any]) -> Any:
+        slot = slots.get()
+        try:
+            return job(slot)
+        finally:
+            slots.put(slot)
+
+    with ThreadPoolExecutor(jobs) as pool:
+        if left and not _all_pass(
+            left, root, jobs, lambda tests: pool.submit(in_a_slot, lambda s: s.passing(tests)), say
+        ):
+            return False
+
+        def attempt(fault: Fault) -> None:
+            outcome = in_a_slot(lambda slot: slot.try_fault(fault))
+            outcomes[fault.name] = outcome
+            store.put(fault, outcome)
+            say(f"{outcome.status:9}{outcome.seconds:6.1f} s  {fault.file}: {fault.name}")
+
+        # The longest first would keep both busy to the end, but nobody knows which those are.
+        for done in [pool.submit(attempt, fault) for fault in left]:
+            done.result()
+    return summarise(faults, outcomes, say)
+
+
+def _all_pass(
+    faults: Sequence[Fault],
+    root: Path,
+    jobs: int,
+    start: Callable[[list[str]], Future[dict[str, str]]],
+    say: Callable[[str], None],
+) -> bool:
+    """Check that without any fault every named test passes: else its failure would prove nothing."""
+    tests = sorted({test for fault in faults for test in fault.tests if not fault.missing_tests(root)})
+    files = sorted({test.partition("::")[0] for test in tests})
+    parts = [[t for t in tests if files.index(t.partition("::")[0]) % jobs == part] for part in range(jobs)]
+    say(f"{len(tests)} tests are to pass without a fault first")
+    wrong: dict[str, str] = {}
+    for done in [start(part) for part in parts if part]:
+        wrong |= done.result()
+    for test, why in wrong.items():
+        say(f"without any fault: {test}: {why}")
+    return not wrong
+
+
+def summarise(faults: Sequence[Fault], outcomes: dict[str, Outcome], say: Callable[[str], None]) -> bool:
+    """Print the table, and all that is wrong; return whether nothing is."""
+    layers: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+    for fault in faults:
+        layers[fault.layer][outcomes[fault.name].status] += 1
+    shown = (CAUGHT, SURVIVED, SPARED, STALE, BROKEN)
+    say("\n" + f"{'layer':14}" + "".join(f"{status:>10}" for status in shown))
+    total: collections.Counter[str] = sum(layers.values(), collections.Counter())
+    for layer, counted in [*sorted(layers.items()), ("all", total)]:
+        say(f"{layer:14}" + "".join(f"{counted[status]:10}" for status in shown))
+    caught = total[CAUGHT]
+    say(f"{caught} of {len(faults)} faults were caught")
+    for fault in faults:
+        outcome = outcomes[fault.name]
+        if outcome.status in (SURVIVED, STALE, BROKEN):
+            say(f"{outcome.status}: {fault.name} ({fault.file}): {outcome.detail or fault.means}")
+        elif outcome.status == CAUGHT and fault.spared:
+            say(f"caught after all: {fault.name}: remove its 'spared'")
+    wrong = total[SURVIVED] + total[STALE] + total[BROKEN]
+    wrong += sum(outcomes[f.name].status == CAUGHT and f.spared is not None for f in faults)
+    return not wrong and caught >= SHARE * len(faults)
+
+
+def selected(faults: Iterable[Fault], words: Sequence[str]) -> list[Fault]:
+    """Return the faults whose name or file contains one of the words; all of them without words."""
+    return [f for f in faults if not words or any(word in f.name or word in f.file for word in words)]
+
+
+def main() -> None:
+    """Run from the command line; the exit code is 1 where a fault survives."""
+    parser = argparse.ArgumentParser(description="Check that the tests catch known faults.")
+    parser.add_argument("--only", nargs="*", default=[], metavar="WORD", help="faults with this in their name or file")
+    parser.add_argument("--jobs", type=int, default=2, help="faults that are tried side by side")
+    parser.add_argument("--fresh", action="store_true", help="forget the outcomes of earlier runs")
+    options = parser.parse_args()
+    faults = selected(read_faults(), options.only)
+    if not faults:
+        parser.error(f"no fault is named {' or '.join(options.only)}")
+    CONTEXT.set_forkserver_preload(PRELOADED)
+    began_s = time.monotonic()
+    enough = run(faults, jobs=options.jobs, fresh=options.fresh, say=lambda line: print(line, flush=True))
+    print(f"{time.monotonic() - began_s:.0f} s")
+    sys.exit(0 if enough else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""A link's parameters: what is exchanged, laid out how, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import gradwire as gw
+from gradwire.runtime.failures import place
+from gradwire.runtime.grad_scaler import check_scaler, scale_of
+from gradwire.runtime.parameters import check_parameters, gradient, named_parameters, own_buckets
+
+
+def test_only_what_requires_a_gradient_is_exchanged_by_name_or_number() -> None:
+    model = nn.Linear(2, 3)
+    model.bias.requires_grad_(False)
+    assert list(named_parameters(model.named_parameters())) == ["weight"]
+    assert list(named_parameters(model.parameters())) == ["0"]
+    assert list(named_parameters(reversed(list(model.parameters())))) == ["1"]
+    with pytest.raises(gw.HyperparameterError, match="same name"):
+        named_parameters([("a", model.weight), ("a", model.bias)])
+
+
+@pytest.mark.parametrize(
+    ("parameters", "world_size", "words"),
+    [
+        ({"p": torch.zeros(2)}, 1, "group of one rank"),
+        ({}, 2, "no parameter requires a gradient"),
+        ({"p": torch.zeros(2, device="meta")}, 2, "parameter 'p' is on meta"),
+        ({"p": torch.zeros(2, dtype=torch.int64)}, 2, "parameter 'p' is torch.int64"),
+        ({"ok": torch.zeros(2), "p": torch.tensor([0.0, torch.nan])}, 2, "parameter 'p' holds a NaN or inf"),
+    ],
+)
+def test_what_cannot_be_exchanged_is_refused(parameters: dict[str, torch.Tensor], world_size: int, words: str) -> None:
+    with pytest.raises(gw.IncompatibleError, match=words):
+        check_parameters(parameters, world_size)
+
+
+def test_a_gradient_lies_as_its_parameter_does_and_zeros_stand_for_none() -> None:
+    p = nn.Parameter(torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last))
+    assert not gradient(p).any()
+    values = torch.randn(2, 3, 4, 5)
+    p.grad = values.clone()
+    found = gradient(p)
+    assert found.stride() == p.stride() != values.stride()
+    assert torch.equal(found, values)
+    assert found is p.grad
+    p.grad = torch.zeros(2, 3, 4, 5).to_sparse()
+    with pytest.raises(gw.IncompatibleError, match="sparse gradient"):
+        gradient(p)
+
+
+def test_buckets_take_parameters_from_the_last_on_up_to_so_many_elements_of_one_type() -> None:
+    half = torch.bfloat16
+    parameters = {
+        "a": torch.zeros(6),
+        "b": torch.zeros(4),
+        "c": torch.zeros(5, dtype=half),
+        "d": torch.zeros(3),
+        "e": torch.zeros(7),
+        "f": torch.zeros(30),
+        "g": torch.zeros(1, dtype=half),
+    }
+    # Float32: f alone is more than fits, e and d fill ten, b and a another ten.
+    assert own_buckets(parameters, 10) == [["g", "c"], ["f"], ["e", "d"], ["b", "a"]]
+    assert own_buckets(parameters, 1000) == [["g", "c"], ["f", "e", "d", "b", "a"]]
+
+
+def test_a_place_is_told_by_bucket_chunk_first_parameter_and_round() -> None:
+    assert place(3, None, 17, ["fc.weight", "fc.bias"]) == "bucket 3 (fc.weight and 1 more), round 17"
+    assert place(0, 2, 5, ["fc.weight"]) == "bucket 0, chunk 2 (fc.weight), round 5"
+    assert place(0, None, 5, []) == "bucket 0 (nothing), round 5"
+
+
+def test_the_scale_of_a_loss_is_the_scalers() -> None:
+    class Scaler:
+        def get_scale(self) -> float:
+            return 1024.0
+
+    assert scale_of(Scaler()) == 1024.0
+    assert scale_of(None) == scale_of(False) == 1.0
+    check_scaler(Scaler())
+    with pytest.raises(gw.HyperparameterError, match=r"grad_scaler: the torch\.amp\.GradScaler"):
+        check_scaler(True)

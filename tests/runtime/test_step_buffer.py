@@ -1,0 +1,54 @@
+"""A step's buckets become one vector in the step's own order, and come back as they were."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import gradwire as gw
+from gradwire.runtime.step_buffer import StepBuffer
+from gradwire.segments import Parameter
+
+SIZES = {"a": 2, "b": 3, "c": 1}
+
+
+def buffer(order: str = "abc") -> StepBuffer:
+    return StepBuffer(list(order), {name: Parameter(name, (n,), (1,)) for name, n in SIZES.items()})
+
+
+def test_buckets_lie_in_the_steps_order_whatever_theirs() -> None:
+    step = buffer("cab")
+    first, second = torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.tensor([5.0, 6.0])
+    futures = [step.add(["b", "c"], first), step.add(["a"], second)]
+    assert step.vector().tolist() == [4.0, 5.0, 6.0, 1.0, 2.0, 3.0]
+    assert not any(future.done() for future in futures)
+    ended: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    ended.set_result(torch.arange(10.0, 70.0, 10.0))
+    step.give_back(ended)
+    assert [future.value().tolist() for future in futures] == [[40.0, 50.0, 60.0, 10.0], [20.0, 30.0]]
+    assert futures[0].value() is first, "the bucket itself is filled"
+
+
+def test_a_step_begins_anew_after_it_was_given_back() -> None:
+    step = buffer()
+    for value in (1.0, 2.0):
+        future = step.add(["a", "b", "c"], torch.full((6,), value))
+        ended: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        ended.set_result(step.vector().clone())
+        step.give_back(ended)
+        assert future.value().tolist() == [value] * 6
+    with pytest.raises(gw.IncompatibleError, match="no gradient for 'a'"):
+        step.vector()
+
+
+def test_a_failure_reaches_every_bucket() -> None:
+    step = buffer()
+    futures = [step.add(["a", "b"], torch.zeros(5)), step.add(["c"], torch.zeros(1))]
+    ended: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    ended.set_exception(ValueError("broken"))  # type: ignore[arg-type]
+    step.give_back(ended)
+    for future in futures:
+        with pytest.raises(ValueError, match="broken"):
+            future.value()
+    futures = [step.add(["a", "b", "c"], torch.zeros(6))]
+    assert step.vector().tolist() == [0.0] * 6

@@ -1,0 +1,91 @@
+"""What methods around another take over from it, and what they see of its outcome."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+import gradwire as gw
+from gradwire.drivers import Meter, simulate_ranks
+from gradwire.kernels import get_kernels
+from gradwire.methods import Method
+from gradwire.protocols import Context, Memory
+from gradwire.protocols.bucket_plan import BucketPlan, make_plan
+from gradwire.segments import Parameter, lay_out
+from gradwire.wrappers.wrapper import PIECE, pieces
+
+INHERITED = ("collectives", "whole_step", "joined", "kernels", "direction", "owns_momentum", "min_numel")
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [gw.QSGDinf(block_size=256), gw.QSGDinf(block_size=256, blocks="model"), gw.QSGDMaxNorm(), gw.FP32()],
+    ids=repr,
+)
+def test_what_a_method_around_another_takes_over(inner: Method) -> None:
+    around = gw.DIANA(compressor=inner, alpha=0.5)
+    assert {name: getattr(around, name) for name in INHERITED} == {name: getattr(inner, name) for name in INHERITED}
+    assert around.needs_loss_scale
+    assert around.innermost == inner
+    assert gw.DQGD(compressor=gw.QSGDinf()).innermost == gw.QSGDinf()
+
+
+def test_pieces_cover_runs_once() -> None:
+    runs = [(3, 10), (20, 20 + 2 * PIECE), (5 * PIECE, 5 * PIECE + PIECE + 1)]
+    found = list(pieces(runs))
+    assert [i for a, b in found for i in range(a, b)] == [i for a, b in runs for i in range(a, b)]
+    assert max(b - a for a, b in found) == PIECE
+
+
+def plan_for(method: Method, sizes: tuple[int, ...], **options: int) -> BucketPlan:
+    segments = [
+        dataclasses.replace(s, dense=s.numel < 100)
+        for s in lay_out(Parameter(str(i), (n,), (1,)) for i, n in enumerate(sizes))
+    ]
+    return make_plan(
+        method,
+        segments,
+        kernels=get_kernels("reference"),
+        world_size=2,
+        collective=method.collectives[0],
+        seed=0,
+        **{"chunk_numel": 1 << 20, **options},
+    )
+
+
+def run(plan: BucketPlan, rows: torch.Tensor) -> list[bool | None]:
+    memories = [Memory(), Memory()]
+    contexts = [Context(rank, 2, 0, memory=memory) for rank, memory in enumerate(memories)]
+    outcomes = simulate_ranks([plan.whole(c, row) for c, row in zip(contexts, rows)], [Meter(), Meter()])
+    return [outcome.finite for outcome in outcomes]
+
+
+@pytest.mark.parametrize("place", [0, 399])
+def test_an_infinity_in_a_plain_sum_is_seen_by_what_remembers(place: int) -> None:
+    """Float32 sums are looked at by nobody else."""
+    plan = plan_for(gw.DIANA(compressor=gw.FP32()), (400, 10))
+    rows = torch.randn(2, 410, generator=torch.Generator().manual_seed(0))
+    assert run(plan, rows.clone()) == [True, True]
+    rows[1, place] = torch.inf
+    assert run(plan, rows) == [False, False]
+
+
+def test_every_chunk_is_wrapped() -> None:
+    """The first round of error feedback leaves behind, in every chunk, what was not sent."""
+    method = gw.ErrorFeedback(compressor=gw.QSGDinf(levels=7, block_size=16))
+    plan = plan_for(method, (400, 10, 400), chunk_numel=160)
+    assert plan.chunks == 6
+    memory = Memory()
+    flat = torch.randn(810, generator=torch.Generator().manual_seed(0))
+    given = flat.clone()
+    contexts = [Context(0, 2, 0, memory=memory), Context(1, 2, 0)]
+    rows = [flat, torch.zeros(810)]
+    simulate_ranks([plan.whole(c, row) for c, row in zip(contexts, rows)], [Meter(), Meter()])
+    memory.commit()
+    residual = memory.state()["rank"]
+    for name, part, mean in (("0", given[:400], flat[:400]), ("2", given[410:], flat[410:])):
+        # The other worker has nothing: the mean is half of what this one sent. Two roundings of numbers below 8.
+        torch.testing.assert_close(residual[f"residual/{name}"], part - 2 * mean, rtol=0, atol=8 * 2.0**-22)
+    assert "residual/1" not in residual
