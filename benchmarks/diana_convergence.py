@@ -41,8 +41,8 @@ METHODS: dict[str, gw.Method] = {
 
 def omega_of(method: gw.Method) -> float | None:
     """Return the variance constant, where one is known; 0 for float32."""
-    inner = getattr(method, "compressor", method)
-    return 0.0 if isinstance(inner, gw.FP32) else inner.worst_error
+    inner: gw.Method = getattr(method, "compressor", method)
+    return inner.omega
 
 
 def run(problem: LogisticProblem, optimum: Optimum, method: gw.Method, steps: int) -> dict[str, Any]:

@@ -44,6 +44,11 @@ class Case:
     coded: bool = False
     cycle: int = 1
 
+    @property
+    def unbiased(self) -> bool:
+        """Whether the mean over draws is ``target``: what is declared, or holds for the clipped gradient alone."""
+        return self.method.unbiased or self.target is not exactly
+
     def __repr__(self) -> str:
         return repr(self.method)
 

@@ -7,6 +7,7 @@ import math
 import re
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -39,7 +40,13 @@ def test_methods_are_frozen_and_keyword_only(method: gw.Method) -> None:
 def test_declared_properties() -> None:
     info = gw.methods()
     assert set(info) == set(CASES)
-    assert info["terngrad"].unbiased
+    assert not info["terngrad"].unbiased
+    for name, told in info.items():
+        method = gw.method(name)
+        for field in ("unbiased", "unbiased_note", "omega", "omega_formula", "delta", "delta_formula"):
+            assert getattr(told, field) == getattr(method, field)
+        assert told.omega is None or told.unbiased
+        assert told.delta is None or 0 < told.delta <= 1
     assert info["terngrad"].bit_stable
     assert info["terngrad"].bits_per_element == 2.4
     assert not info["fp32"].bit_stable
@@ -170,14 +177,71 @@ def test_a_word_behind_a_field_is_not_taken_for_a_method(spec: str, told: str) -
         gw.method(spec)
 
 
-@pytest.mark.parametrize(("levels", "block_size"), [(1, 16), (7, 64), (7, 512), (3, 4096), (16, 48)])
-def test_the_omega_that_is_shown_is_the_one_that_is_used(levels: int, block_size: int) -> None:
-    names = {"sqrt": math.sqrt, "min": min, "max": max, "d": block_size, "s": levels}
-    method = gw.QSGDinf(levels=levels, block_size=block_size)
-    shown = eval(str(method.properties.omega).replace("^", "**"), {"__builtins__": {}}, names)
-    assert shown == pytest.approx(method.worst_error)
-    bound = eval(str(gw.QSGD.properties.omega).replace("^", "**").partition(" for")[0], {"__builtins__": {}}, names)
-    assert gw.QSGD(levels=levels, block_size=block_size).worst_error <= bound + 1e-12
+def evaluated(formula: str, d: int, s: int) -> float:
+    """Return the value of a formula for blocks of d and s levels."""
+    names = {"sqrt": math.sqrt, "min": min, "max": max, "d": d, "s": s}
+    shown, _, where = formula.replace("^", "**").partition(" with ")
+    for equation in filter(None, where.split(", ")):
+        name, _, value = equation.partition(" = ")
+        names[name] = eval(value, {"__builtins__": {}}, names)
+    return float(eval(shown, {"__builtins__": {}}, names))
+
+
+EXACT = [
+    *(gw.QSGDinf(levels=s, block_size=d) for s, d in ((1, 16), (7, 64), (7, 512), (3, 4096), (16, 48))),
+    *(gw.PQuantisation(p=p, block_size=d) for p in (1, 2, "inf") for d in (16, 512)),
+    gw.Natural(),
+    gw.FP32(),
+    gw.DQGD(compressor=gw.QSGDinf(levels=3, block_size=64)),
+    gw.Coded(compressor=gw.QSGDinf(levels=3, block_size=64)),
+]
+
+
+@pytest.mark.parametrize("method", EXACT, ids=repr)
+def test_the_omega_that_is_shown_is_the_one_that_is_used(method: gw.Method) -> None:
+    inner = getattr(method, "compressor", method)
+    shown = evaluated(method.omega_formula, getattr(inner, "block_size", 0), getattr(inner, "levels", 0))
+    assert shown == pytest.approx(method.omega, rel=1e-12)
+
+
+@pytest.mark.parametrize("block_size", [16, 64, 512, 4096])
+@pytest.mark.parametrize("levels", [1, 2, 3, 5, 9, 16, 40])
+def test_the_bound_that_is_shown_is_close_above_what_is_used(levels: int, block_size: int) -> None:
+    even = gw.QSGD(levels=levels, block_size=block_size)
+    shown = evaluated(even.omega_formula, block_size, levels)
+    assert shown - 1 / levels**4 - 1e-12 <= even.omega <= shown + 1e-12
+    for norm in ("l2", "max"):
+        for kind in (gw.NUQSGD, gw.NaturalDithering):
+            method = kind(levels=levels, block_size=block_size, norm=norm)
+            shown = evaluated(method.omega_formula, block_size, levels)
+            assert 0.35 * shown <= method.omega <= shown * (1 + 1e-12)
+
+
+@pytest.mark.parametrize(("block_size", "numel"), [(64, 64), (64, 1000), (None, 100), (64, 20)])
+def test_the_delta_that_is_shown_is_the_one_that_is_used(block_size: int | None, numel: int) -> None:
+    method = gw.ScaledSign(block_size=block_size)
+    assert method.delta_of(numel) == evaluated(method.delta_formula, min(numel, block_size or numel), 0)
+    small = gw.QSGDinf(block_size=256)
+    assert small.delta_formula == "1 - omega"
+    assert small.delta == 1 - small.omega
+    for cast, x in ((gw.FP16(), 1 + 2.0**-11), (gw.BF16(), 1 + 2.0**-8)):
+        assert cast.delta == evaluated(cast.delta_formula, 0, 0)
+        # Halfway between two numbers of the format: nearly the worst.
+        error = (float(gw.simulate(torch.tensor([[x]]), cast).mean) / x - 1) ** 2
+        assert 0.98 * (1 - cast.delta) <= error <= 1 - cast.delta
+
+
+def test_constants_depend_on_the_size_of_a_parameter_where_a_block_is_one() -> None:
+    whole = gw.QSGDinf(levels=7, block_size=None)
+    assert whole.omega is None
+    assert whole.omega_of(256) == gw.QSGDinf(levels=7, block_size=256).omega
+    joined = gw.QSGDinf(levels=7, block_size=256, blocks="model")
+    assert joined.omega_of(16) == joined.omega
+    own = gw.TernGrad(clip=None, share_scaler=False)
+    assert own.unbiased
+    assert own.omega_of(400) == pytest.approx(evaluated(own.omega_formula, 400, 1)) == pytest.approx(9.5)
+    assert own.omega is gw.TernGrad(clip=None).omega_of(400) is None
+    assert not gw.TernGrad().unbiased
 
 
 def test_properties_are_shown_of_what_was_asked_for() -> None:

@@ -36,11 +36,11 @@ class Auto(Method):
     properties: ClassVar[Properties] = Properties(
         summary="The fastest of a list, by trial in the first steps",
         paper="none",
-        unbiased=False,
         bit_stable=False,
         bits_per_element=32.0,
     )
     collectives: ClassVar[tuple[str, ...]] = ()
+    unbiased: ClassVar[bool] = False
 
     candidates: tuple[str, ...] = ("fp32", "bf16", "terngrad", "coded")
     turns: int = 4

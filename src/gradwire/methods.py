@@ -1,4 +1,4 @@
-"""What every method is: a frozen set of hyper-parameters with declared properties."""
+"""The base class of all methods: a frozen set of hyper-parameters with declared properties."""
 
 from __future__ import annotations
 
@@ -15,37 +15,35 @@ __all__ = ["Inherited", "Method", "Properties", "require"]
 
 @dataclass(frozen=True, kw_only=True)
 class Properties:
-    """What a method promises; the shared tests hold it to each line.
+    """What a method declares whatever its fields are; the shared tests hold it to each line.
+
+    What depends on the fields is declared on the method itself: :attr:`Method.unbiased`, :attr:`Method.omega`,
+    :attr:`Method.delta`.
 
     Attributes:
         summary: One sentence.
         paper: Authors, title, venue, year.
-        unbiased: The mean over draws equals the mean of the gradients (of the clipped ones where the method clips).
-        unbiased_note: What ``unbiased`` alone would not say, such as "for the clipped gradient".
-        omega: Variance constant, E|Q(g) - g|^2 <= omega |g|^2, as a formula; None where none is known.
-        delta: Contraction constant of a biased operator, likewise.
-        state: What is remembered between steps.
         bit_stable: The result is the same bits for any bucket layout, number of lanes and chunk size, and from the
             simulation, since all arithmetic is the method's own; False where the backend's float sum takes part.
-        bits_per_element: Bits sent for each element and direction with four workers and large parameters, on the
-            scale where a float32 all-reduce has 32.
+        bits_per_element: Bits that the default sends for each element and direction with four workers and large
+            parameters, on the scale where a float32 all-reduce has 32.
+        state: What is remembered between steps.
         stream: The random stream drawn from: "rank", "shared", "owner" or "none".
     """
 
     summary: str
     paper: str
-    unbiased: bool
     bit_stable: bool
     bits_per_element: float
-    unbiased_note: str | None = None
-    omega: str | None = None
-    delta: str | None = None
     state: str = "none"
     stream: str = "none"
 
 
 class Inherited:
-    """What a wrapper has of the method in one of its fields, under the same name; the class itself has ``default``."""
+    """An attribute that a wrapper takes, under the same name, from the method in one of its fields.
+
+    On the class itself it is ``default``.
+    """
 
     def __init__(self, field: str, default: object = None) -> None:
         self._field, self._default = field, default
@@ -72,8 +70,14 @@ class Method:
     collectives: ClassVar[tuple[str, ...]]
     """The protocols that can carry the method, the default first."""
 
-    worst_error: ClassVar[float | None] = None
-    """Smallest known q with E|C(x) - x|^2 <= q |x|^2 for every vector x; None where none is known."""
+    unbiased: ClassVar[bool]
+    """Whether the outcome is the mean of the gradients, whatever they are, on average over draws."""
+
+    unbiased_note: ClassVar[str | None] = None
+    """What to show in place of "yes" or "no", where ``unbiased`` alone does not say enough."""
+
+    omega_formula: ClassVar[str | None] = None
+    """``omega`` for vectors, or blocks, of d elements as a formula to be shown, or a bound where it is too long."""
 
     worst_step: ClassVar[float | None] = None
     """Smallest known c with |C(x_i) - x_i| <= c M in every element of every worker i and for every draw, where M is the
@@ -92,25 +96,54 @@ class Method:
     """Whether the outcome holds gradients of earlier steps, so that no optimizer's momentum belongs beside it."""
 
     needs_loss_scale: ClassVar[bool] = False
-    """Whether gradients of several rounds are added up, or units are the method's own, so that the scale of automatic
-    mixed precision, which changes from time to time, has to be taken out."""
+    """Whether the loss scale of automatic mixed precision, which changes from time to time, has to be taken out, since
+    gradients of several rounds are added up or a field has their unit."""
 
     kernels: ClassVar[tuple[str, ...]]
-    """The families of kernels, and the entropy coder, that it calls: these are compiled before the first step."""
+    """The families of kernels, and the entropy coder, that it calls. They are compiled before the first step."""
 
     remembers: ClassVar[tuple[str, ...]] = ()
-    """Kinds of vectors and names of values that it keeps in :class:`gradwire.protocols.Memory`."""
+    """The kinds of vectors and the names of values that it keeps in :class:`gradwire.protocols.Memory`."""
 
     min_numel: ClassVar[int] = 1024
     """Parameters with fewer elements travel in float32, unless the user says otherwise."""
 
     needs_optimizer: ClassVar[bool] = False
-    """Whether it acts on the steps of an optimizer, too."""
+    """Whether it also acts on the steps of an optimizer."""
+
+    def omega_of(self, numel: int | None = None) -> float | None:
+        """Return the variance constant for parameters of ``numel`` elements, or of any number of them.
+
+        Returns:
+            The smallest known omega with E|Q(x) - x|^2 <= omega |x|^2 for every vector x; None where none is known, and
+            for biased operators and methods whose outcome depends on earlier rounds.
+        """
+        return None
+
+    def delta_of(self, numel: int | None = None) -> float | None:
+        """Return the contraction constant for parameters of ``numel`` elements, or of any number of them.
+
+        Returns:
+            The largest known delta > 0 with E|C(x) - x|^2 <= (1 - delta) |x|^2 for every vector x; None where none is
+            known. For an unbiased operator with omega < 1 it is 1 - omega.
+        """
+        omega = self.omega_of(numel)
+        return None if omega is None or omega >= 1 else 1 - omega
 
     @property
-    def unbiased(self) -> bool:
-        """Whether the outcome is the mean of the gradients, whatever they are, on average over draws."""
-        return self.properties.unbiased
+    def omega(self) -> float | None:
+        """The variance constant whatever the size of a parameter, see :meth:`omega_of`."""
+        return self.omega_of()
+
+    @property
+    def delta(self) -> float | None:
+        """The contraction constant whatever the size of a parameter, see :meth:`delta_of`."""
+        return self.delta_of()
+
+    @property
+    def delta_formula(self) -> str | None:
+        """``delta`` as a formula to be shown."""
+        return None if self.omega is None or self.delta is None else "1 - omega"
 
     def check_optimizer(self, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> None:
         """Refuse an optimizer that :meth:`bind` could not hook into.

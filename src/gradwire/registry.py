@@ -91,7 +91,12 @@ METHODS: tuple[type[Method], ...] = (
 
 @dataclass(frozen=True, kw_only=True)
 class MethodInfo:
-    """A method's declared properties, as ``gradwire methods`` prints them."""
+    """A method's declared properties, as ``gradwire methods`` prints them.
+
+    ``omega`` and ``delta`` are numbers that hold whatever the size of a parameter, or None where there is none; the
+    formulas say what they are for vectors, or blocks, of d elements. The other attributes are those of
+    :class:`gradwire.methods.Properties` and :class:`gradwire.methods.Method`.
+    """
 
     name: str
     spec: str
@@ -99,33 +104,44 @@ class MethodInfo:
     unbiased: bool
     unbiased_note: str | None
     bits_per_element: float
-    omega: str | None
-    delta: str | None
+    omega: float | None
+    omega_formula: str | None
+    delta: float | None
+    delta_formula: str | None
     bit_stable: bool
     state: str
     stream: str
     collectives: tuple[str, ...]
     paper: str
 
+    @classmethod
+    def of(cls, method: Method) -> MethodInfo:
+        """Return the declared properties of a method; ``bits_per_element`` are those of its class's defaults.
 
-def methods() -> dict[str, MethodInfo]:
-    """Map each method's lower-case name to its declared properties."""
-    table = {}
-    for kind in METHODS:
-        default, p = kind(), kind.properties
-        table[kind.name] = MethodInfo(
-            name=kind.name,
-            spec=repr(default),
+        Example:
+            >>> MethodInfo.of(QSGDinf(levels=1, block_size=64)).omega
+            3.5
+        """
+        p = type(method).properties
+        return cls(
+            name=type(method).name,
+            spec=repr(method),
             summary=p.summary,
-            unbiased=p.unbiased,
-            unbiased_note=p.unbiased_note,
+            unbiased=method.unbiased,
+            unbiased_note=method.unbiased_note,
             bits_per_element=p.bits_per_element,
-            omega=p.omega,
-            delta=p.delta,
+            omega=method.omega,
+            omega_formula=method.omega_formula,
+            delta=method.delta,
+            delta_formula=method.delta_formula,
             bit_stable=p.bit_stable,
             state=p.state,
             stream=p.stream,
-            collectives=tuple(default.collectives),
+            collectives=tuple(method.collectives),
             paper=p.paper,
         )
-    return table
+
+
+def methods() -> dict[str, MethodInfo]:
+    """Map each method's lower-case name to the declared properties of its default."""
+    return {kind.name: MethodInfo.of(kind()) for kind in METHODS}

@@ -45,8 +45,8 @@ def test_the_variance_is_the_papers(p: str) -> None:
     norm = torch.linalg.vector_norm(blocks, float(p), dim=1)
     assert float(law(g).sum()) == pytest.approx(float((blocks.abs().sum(1) * norm - blocks.square().sum(1)).sum()))
     omega = {"1": 47.0, "2": math.sqrt(48) - 1, "inf": (math.sqrt(48) - 1) / 2}[p]
-    assert INNER[p].worst_error == pytest.approx(omega)
-    assert gw.PQuantisation(p=p if p == "inf" else int(p), block_size=48).worst_error == pytest.approx(omega)
+    assert INNER[p].omega == pytest.approx(omega)
+    assert gw.PQuantisation(p=p if p == "inf" else int(p), block_size=48).omega == pytest.approx(omega)
     assert bool((law(g).view(-1, 48).sum(1) <= omega * blocks.square().sum(1) * (1 + 1e-9)).all())
     # One value among others of 1 / (1 + sqrt(d)) for the maximum; all alike for the sums.
     worst = torch.full((1, 48), 1 / (1 + math.sqrt(48)) if p == "inf" else 1.0)
@@ -118,7 +118,7 @@ def test_the_shift_of_all_is_the_mean_of_shifts() -> None:
 def test_contraction_is_no_slower_than_the_theorem(p: str) -> None:
     """Property 4: the Lyapunov function, on average over runs, with the corollary's alpha, c and gamma."""
     problem = Quadratic()
-    a = 1 / (1 + INNER[p].worst_error)
+    a = 1 / (1 + INNER[p].omega)
     alpha, c = a / 2, 4 * (1 - a) / (N * a * a)
     gamma = min(alpha / problem.mu, 2 / ((problem.mu + problem.worst) * (1 + c * alpha)))
     method = gw.DIANA(compressor=INNER[p], alpha=alpha)
@@ -143,7 +143,7 @@ def test_contraction_is_no_slower_than_the_theorem(p: str) -> None:
 def test_noisy_gradients_end_on_the_theorems_floor() -> None:
     """Properties 3 and 8: E V^k <= (1 - gamma mu)^k V^0 + (gamma / mu)(1 + n c alpha) sigma^2 / n, and not at zero."""
     problem, variance = Quadratic(), 4.0
-    a = 1 / (1 + INNER["inf"].worst_error)
+    a = 1 / (1 + INNER["inf"].omega)
     alpha, c = a / 2, 4 * (1 - a) / (N * a * a)
     gamma = min(alpha / problem.mu, 2 / ((problem.mu + problem.worst) * (1 + c * alpha)))
     link = gw.SimulatedLink([("x", torch.empty(D))], gw.DIANA(compressor=INNER["inf"], alpha=alpha), N, min_numel=0)
@@ -165,7 +165,7 @@ def test_noisy_gradients_end_on_the_theorems_floor() -> None:
 @pytest.mark.parametrize("p", ["2", "inf"])
 def test_diana_goes_on_where_dqgd_stops(p: str) -> None:
     """Property 5: DQGD's plateau lies under its bound; DIANA ends ten orders below it."""
-    problem, omega = Quadratic(), INNER[p].worst_error
+    problem, omega = Quadratic(), INNER[p].omega
     plateau_gamma = 1 / (problem.worst * (1 + 2 * omega / N))
     plain = descend(problem, gw.DQGD(compressor=INNER[p]), plateau_gamma, 500)
     plateau = sum(plain[-300:]) / 300
@@ -184,14 +184,14 @@ def test_diana_goes_on_with_one_value_of_a_block_too() -> None:
     problem, inner = Quadratic(), gw.PQuantisation(p=1, block_size=16)
     method = gw.DIANA(compressor=inner)
     assert method.rate == 1 / 16
-    found = descend(problem, method, 1 / (problem.worst * (1 + 6 * inner.worst_error / N)), 1000)
+    found = descend(problem, method, 1 / (problem.worst * (1 + 6 * inner.omega / N)), 1000)
     assert found[-1] < 1e-10 * found[0]
     assert found[600] < 1e-2 * found[300] < 1e-4 * found[0]
 
 
 def test_both_converge_where_all_gradients_vanish_together() -> None:
     problem = Quadratic(alike=True)
-    gamma = 1 / (problem.worst * (1 + 2 * INNER["inf"].worst_error / N))
+    gamma = 1 / (problem.worst * (1 + 2 * INNER["inf"].omega / N))
     for method in (gw.DQGD(compressor=INNER["inf"]), gw.DIANA(compressor=INNER["inf"])):
         found = descend(problem, method, gamma, 250)
         assert found[-1] < 1e-9 * found[0]
@@ -220,7 +220,7 @@ def test_with_the_identity_it_is_the_mean() -> None:
 def test_how_fast_a_shift_learns(share: float) -> None:
     """Property 5, end: E|h - g|^2 shrinks at least by 1 - 2 alpha + alpha^2 (1 + omega) a round."""
     inner = gw.QSGD(levels=1, block_size=64)
-    alpha = share / (1 + inner.worst_error)
+    alpha = share / (1 + inner.omega)
     g = torch.randn(1, 64 * 50, generator=torch.Generator().manual_seed(2))
     link = gw.SimulatedLink([("w", torch.empty(g.numel()))], gw.DIANA(compressor=inner, alpha=alpha), 1, min_numel=0)
     sizes = [float(g.square().sum())]
@@ -228,7 +228,7 @@ def test_how_fast_a_shift_learns(share: float) -> None:
         link.reduce_(g.clone())
         shift = link.state_dict()["rank 0"]["shift/w"]
         sizes.append(float((shift - g[0]).square().sum()))
-    rate = 1 - 2 * alpha + alpha**2 * (1 + inner.worst_error)
+    rate = 1 - 2 * alpha + alpha**2 * (1 + inner.omega)
     assert sizes[-1] / sizes[0] < rate**30 * 1.1
     assert sizes[-1] < sizes[10] < sizes[0]
 
@@ -240,7 +240,7 @@ def test_a_shift_that_learns_too_fast_diverges() -> None:
     for share in (1.0, 2.5):
         h = torch.zeros_like(g)
         for round in range(60):
-            h = h + share / (1 + inner.worst_error) * gw.simulate(g - h, inner, round=round).mean
+            h = h + share / (1 + inner.omega) * gw.simulate(g - h, inner, round=round).mean
         sizes[share] = float((h - g).square().sum() / g.square().sum())
     assert sizes[1.0] < 1e-2
     assert sizes[2.5] > 1e2

@@ -33,7 +33,7 @@ def test_conservation(inner: gw.Method) -> None:
 
 def test_residuals_stay_bounded() -> None:
     method = gw.ErrorFeedback(compressor=gw.QSGDinf(levels=2, block_size=16))
-    q = method.compressor.worst_error
+    q = method.compressor.omega
     link = gw.SimulatedLink([("w", torch.empty(1600))], method, 2, min_numel=0)
     generator = torch.Generator().manual_seed(1)
     for _ in range(200):

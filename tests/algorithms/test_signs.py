@@ -63,8 +63,8 @@ def test_the_declared_contraction_holds_for_the_worst_vector(method: gw.ScaledSi
     p[17] = 4.0
     error = float((p - one_round(p, method)).square().sum() / p.square().sum())
     assert error == pytest.approx(1 - 1 / 64)
-    assert error <= method.worst_error < 1
-    assert gw.ScaledSign(block_size=64).worst_error == 1 - 1 / 64
+    assert error <= 1 - method.delta < 1
+    assert gw.ScaledSign(block_size=64).delta == method.delta_of(64) == 1 / 64
 
 
 def test_equal_magnitudes_come_back_exactly() -> None:

@@ -213,7 +213,14 @@ def test_methods_lists_properties() -> None:
     one = call("methods", "terngrad").stdout
     assert "Wen" in one
     assert "unbiased:          for the clipped gradient" in one
-    assert "omega |g|^2" in one
+    assert "omega |g|^2" not in one
+    for spec, number in (("QSGDinf(levels=31, block_size=64)", "0.0161"), ("QSGDinf(levels=1, block_size=64)", "3.5")):
+        one = call("methods", spec).stdout
+        assert f"omega:             {number}\n" in one
+        assert "omega formula:     (sqrt(1 + (d - 1) / s^2) - 1) / 2\n" in one
+        assert "omega |g|^2" in one
+        assert "unbiased:          yes\n" in one
+    assert "unbiased:          yes\n" in call("methods", "TernGrad(clip=None)").stdout
     (row,) = json.loads(call("methods", "terngrad", "--json").stdout)
     assert (row["collectives"], row["unbiased_note"]) == ("two_shot, all_gather", "for the clipped gradient")
 

@@ -39,9 +39,9 @@ def test_the_papers_bounds_of_the_variance(s: int, size: int) -> None:
     """QSGD 2 and 3: min(d / s^2, sqrt(d) / s), and d / 4 s^2, of |v|^2; so at most |v|^2 from s = sqrt(d) on."""
     bound = min(size / s**2, math.sqrt(size) / s)
     method = gw.QSGD(levels=s, block_size=size)
-    assert method.worst_error is not None
-    assert method.worst_error <= bound
-    assert method.worst_error <= size / (4 * s * s)
+    assert method.omega is not None
+    assert method.omega <= bound
+    assert method.omega <= size / (4 * s * s)
     if s == 1:
         # |Q|^2 is |v|_1 |v|_2 in the mean: sqrt(d) |v|^2 where all magnitudes are equal, as here.
         ones = torch.ones(1, size * max(1, 8192 // size))
@@ -208,12 +208,14 @@ def test_nuqsgd_bound() -> None:
     for s in (1, 2, 3, 5):
         for size in (16, 128, 2048):
             bound = nuqsgd_bound(s, size)
-            declared = gw.NUQSGD(levels=s, block_size=size).worst_error
-            assert declared == pytest.approx(bound)
+            declared = gw.NUQSGD(levels=s, block_size=size).omega
+            # The bound lets values be split; among many that makes no difference.
+            assert 0.9 * bound <= declared <= bound * (1 + 1e-12)
+            assert size < 2048 or declared >= 0.998 * bound
             rows = [torch.randn(size, generator=generator) for _ in range(5)]
             rows += [torch.ones(size), torch.rand(size, generator=generator) ** 8]
             law = levels([0, *(2.0**j for j in range(s))], size, "l2")
-            assert all(float(law(v[None]).sum() / v.square().sum()) <= bound + 1e-6 for v in rows)
+            assert all(float(law(v[None]).sum() / v.square().sum()) <= declared + 1e-6 for v in rows)
     # The published form, 1/8 + x/4 for x < 2 and else sqrt(x) - 7/8, at d = 512 and x = 2 (levels=5).
     law, worst = levels([0, 1, 2, 4, 8, 16], 512, "l2"), 0.0
     for count in range(11, 512, 50):
@@ -264,36 +266,6 @@ def test_one_level_of_nuqsgd_is_qsgd(zero: bool) -> None:
         found, expected = (gw.simulate(g, m, round=round).mean for m in (ours, theirs))
         assert torch.equal(found, expected) == zero
         assert (int(found.count_nonzero()) == 2048) != zero
-
-
-@pytest.mark.parametrize(
-    ("method", "vectors"),
-    [
-        (gw.QSGDinf(levels=7, block_size=256), 400),
-        (gw.QSGDinf(levels=1, block_size=64), 400),
-        (gw.QSGD(levels=16, block_size=512), 400),
-        (gw.QSGD(levels=30, block_size=256), 400),
-        (gw.NUQSGD(levels=7, block_size=512), 400),
-    ],
-    ids=repr,
-)
-def test_the_worst_error_is_no_less_than_any_found(method: gw.Method, vectors: int) -> None:
-    """Searched where it is suspected: one large value, or none, and all others alike."""
-    bound = method.worst_error
-    assert bound is not None
-    size, found = method.block_size, 0.0
-    s = method.levels
-    ends = [0, *(2.0**j for j in range(s))] if isinstance(method, gw.NUQSGD) else range(s + 1)
-    law = levels(ends, size, getattr(method, "norm", "l2"))
-    for a in torch.logspace(-6, 0, vectors).tolist():
-        for count in (1, size // 16, size // 4, size - 1):
-            v = torch.zeros(1, size)
-            v[0, 1 : 1 + count] = a
-            v[0, 0] = 1.0
-            found = max(
-                found, float(law(v).sum() / v.square().sum()), float(law(v[:, 1:]).sum() / v[:, 1:].square().sum())
-            )
-    assert 0.6 * bound <= found <= bound * (1 + 1e-6)
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ def spread(g: torch.Tensor, case: Case) -> float:
     return float((law * width.square()).sum().sqrt() / law.sum()) + 2 * float(law.square().sum().sqrt() / law.sum())
 
 
-@pytest.mark.parametrize("case", [c for c in MEANS if c.method.properties.unbiased and not c.memory], ids=repr)
+@pytest.mark.parametrize("case", [c for c in MEANS if c.unbiased and not c.memory], ids=repr)
 def test_unbiased(case: Case) -> None:
     """The mean over rounds tends to the (clipped) mean; tolerance from the variance and the number of draws."""
     world_size, numel, draws = 3, 400, 600

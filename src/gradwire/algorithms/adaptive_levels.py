@@ -42,6 +42,7 @@ class _Adaptive(Algorithm):
     collectives: ClassVar[tuple[str, ...]] = ("all_gather",)
     kernels: ClassVar[tuple[str, ...]] = ("moments", "levels")
     whole_step: ClassVar[bool] = True
+    unbiased: ClassVar[bool] = True
     remembers: ClassVar[tuple[str, ...]] = ("levels", "levels_of")
     tag: ClassVar[int]
     weighted: ClassVar[bool]
@@ -203,7 +204,6 @@ def _properties(summary: str) -> Properties:
     return Properties(
         summary=summary,
         paper="Faghri et al., AQSGD, NeurIPS 2020",
-        unbiased=True,
         bit_stable=True,
         bits_per_element=2 * (3.2 + 32 / 8192),
         state="levels, the same on all ranks",

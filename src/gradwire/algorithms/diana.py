@@ -60,18 +60,25 @@ class DQGD(Wrapper):
     compressor: Method = field(default_factory=_block_quantisation)
 
     name: ClassVar[str] = "dqgd"
+    unbiased: ClassVar[bool] = True
     properties: ClassVar[Properties] = Properties(
         summary="An unbiased quantisation of each gradient, no memory",
         paper="Khirirat et al., 2018",
-        unbiased=True,
         bit_stable=True,
         bits_per_element=2 * (1.6 + 32 / 64),
-        omega="the compressor's",
         stream="the compressor's",
     )
 
     def __post_init__(self) -> None:
         _check_unbiased("DQGD", self.compressor)
+
+    @property
+    def omega_formula(self) -> str | None:  # type: ignore[override]
+        """The compressor's."""
+        return self.compressor.omega_formula
+
+    def omega_of(self, numel: int | None = None) -> float | None:
+        return self.compressor.omega_of(numel)
 
     def plan(self, setting: PlanSetting) -> BucketPlan:
         return setting.plan(self.compressor)
@@ -100,7 +107,7 @@ class DIANA(Wrapper):
 
     Args:
         compressor: An unbiased operator Q.
-        alpha: How fast shifts learn; None: 1 / (1 + omega), the fastest for a constant gradient, with omega the
+        alpha: Learning rate of the shifts; None: 1 / (1 + omega), the fastest for a constant gradient, with omega the
             compressor's variance constant. Above 2 / (1 + omega) shifts may diverge.
         momentum: Of v, 0 to below 1. Leave it at 0 where the optimizer has one.
         shifts: "float64" or "float32": half the memory, enough where minibatches are noisy.
@@ -115,7 +122,8 @@ class DIANA(Wrapper):
         IncompatibleError: when attached with ``prox``: no ``torch.optim.SGD`` was given, or it misses a parameter.
 
     Reference: K. Mishchenko, E. Gorbunov, M. Takac, P. Richtarik, "Distributed Learning with Compressed Gradient
-    Differences", 2019, algorithm 1. Theory asks for alpha <= 1 / (1 + omega) (theorem 2).
+    Differences", 2019, algorithm 1. Theorem 2 asks for alpha strictly below 1 / (1 + omega), which the default equals:
+    an alpha slightly below it has the paper's guarantee.
 
     Example:
         >>> import torch, gradwire as gw
@@ -135,20 +143,20 @@ class DIANA(Wrapper):
     name: ClassVar[str] = "diana"
     needs_loss_scale: ClassVar[bool] = True
     remembers: ClassVar[tuple[str, ...]] = ("workers", "shift", "mean_shift", "velocity")
+    unbiased: ClassVar[bool] = True
+    omega_formula: ClassVar[str | None] = "the compressor's, of g - h"
     properties: ClassVar[Properties] = Properties(
         summary="Quantised differences to a learned reference: the optimum itself, with heterogeneous workers",
         paper="Mishchenko et al., DIANA, 2019",
-        unbiased=True,
         bit_stable=True,
         bits_per_element=2 * (1.6 + 32 / 64),
-        omega="the compressor's, of g - h",
         state="a shift per parameter and rank, their mean, a momentum",
         stream="the compressor's",
     )
 
     def __post_init__(self) -> None:
         _check_unbiased("DIANA", self.compressor)
-        omega = self.omega
+        omega = self.compressor.omega
         given = self.prox is None or isinstance(self.prox, L1 | Box)
         require(given, "DIANA", f"prox is None, L1(strength=...) or Box(low=..., high=...), not {self.prox!r}")
         require(
@@ -181,18 +189,13 @@ class DIANA(Wrapper):
         return self.momentum > 0
 
     @property
-    def omega(self) -> float | None:
-        """The compressor's variance constant: E|Q(x) - x|^2 <= omega |x|^2; None where none is known."""
-        return 0.0 if isinstance(self.compressor, Cast) else self.compressor.worst_error
-
-    @property
     def rate(self) -> float:
         """The alpha that is used."""
         if self.alpha is not None:
             return self.alpha
-        if self.omega is None:
+        if self.compressor.omega is None:
             raise HyperparameterError("DIANA: alpha is needed")
-        return 1 / (1 + self.omega)
+        return 1 / (1 + self.compressor.omega)
 
     @property
     def needs_optimizer(self) -> bool:  # type: ignore[override]

@@ -59,13 +59,12 @@ class EFSignSGD(ErrorFeedback):
     block_size: int | None = None
 
     name: ClassVar[str] = "ef_signsgd"
+    unbiased_note: ClassVar[str | None] = None
     properties: ClassVar[Properties] = Properties(
         summary="Scaled signs; what they leave out is added to the next gradient",
         paper="Karimireddy et al., ICML 2019",
-        unbiased=False,
         bit_stable=True,
         bits_per_element=2.0,
-        delta="|p|_1^2 / (d |p|_2^2), at least 1/d for blocks of d; 2/pi for a Gaussian",
         state="a residual per parameter and rank",
     )
 
@@ -89,4 +88,4 @@ class EFSignSGD(ErrorFeedback):
 
     def caution(self, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> str | None:
         longest = max((p.numel() for p in parameters.values()), default=1)
-        return momentum_beside_residual(self, optimizer, 1 / min(self.block_size or longest, max(longest, 1)))
+        return momentum_beside_residual(self, optimizer, self.compressor.delta_of(longest) or 0.0)

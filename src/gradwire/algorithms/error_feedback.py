@@ -105,14 +105,14 @@ class ErrorFeedback(ResidualAlgorithm, Wrapper):
     momentum: float = 0.0
 
     name: ClassVar[str] = "errorfeedback"
+    unbiased: ClassVar[bool] = False
+    unbiased_note: ClassVar[str | None] = "no; nothing is lost"
+    delta_formula: ClassVar[str | None] = "the compressor's, of g + e"
     properties: ClassVar[Properties] = Properties(
         summary="Adds what the compressor left out to the next gradient",
         paper="Karimireddy et al., ICML 2019",
-        unbiased=False,
-        unbiased_note="nothing is lost",
         bit_stable=True,
         bits_per_element=2 * (4 + 32 / 256),
-        delta="the compressor's",
         state="a residual per parameter and rank",
         stream="the compressor's",
     )
@@ -138,10 +138,10 @@ class ErrorFeedback(ResidualAlgorithm, Wrapper):
         )
         if c is not None and c < 1:
             return
-        q = inner.worst_error
+        q = inner.omega
         reason = "no bound on its error is known" if q is None else f"its squared error may be {q:.3g} times the signal"
         require(
-            q is not None and q < 1,
+            inner.delta is not None,
             owner,
             f"{inner!r} is no contraction ({reason}), so its residual may grow without bound; use smaller blocks, more "
             "levels, or the method without error feedback",
@@ -155,7 +155,7 @@ class ErrorFeedback(ResidualAlgorithm, Wrapper):
         elif inner.worst_step is not None and inner.worst_step < 1:
             delta = 1.0
         else:
-            delta = 1 - (inner.worst_error or 0.0)
+            delta = inner.delta or 0.0
         return momentum_beside_residual(self, optimizer, delta)
 
     def plan(self, setting: PlanSetting) -> BucketPlan:

@@ -83,11 +83,11 @@ class GRandK(Wrapper):
     rescale: bool = False
 
     name: ClassVar[str] = "grandk"
+    unbiased: ClassVar[bool] = False
+    unbiased_note: ClassVar[str | None] = "no; with rescale=True over a cycle"
     properties: ClassVar[Properties] = Properties(
         summary="A random part of the elements a round, the same on all workers; each once in a cycle",
         paper="Vineeth, Quantization for Distributed Optimization, 2021",
-        unbiased=False,
-        unbiased_note="with rescale=True over a cycle",
         bit_stable=True,
         bits_per_element=(16 / 3 + 8) / 2 / 64,
         stream="shared, and the compressor's",

@@ -69,13 +69,13 @@ class MultiScale(Algorithm):
     tag: ClassVar[int] = 21
     collectives: ClassVar[tuple[str, ...]] = ("two_shot", "all_gather")
     kernels: ClassVar[tuple[str, ...]] = ("moments", "levels")
+    unbiased: ClassVar[bool] = True
+    omega_formula: ClassVar[str | None] = "as qsgdmaxnorm with the fewest levels, at most"
     properties: ClassVar[Properties] = Properties(
         summary="More levels for coordinates that are small on all workers, exact integer sums",
         paper="Vineeth, Quantization for Distributed Optimization, 2021",
-        unbiased=True,
         bit_stable=True,
         bits_per_element=(16 / 3 + 8 + 2) / 2,
-        omega="as qsgdmaxnorm with the fewest levels, at most",
         stream="rank",
     )
 

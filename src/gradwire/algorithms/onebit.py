@@ -75,13 +75,13 @@ class OneBit(ResidualAlgorithm):
     tag: ClassVar[int] = 19
     collectives: ClassVar[tuple[str, ...]] = ("all_gather",)
     kernels: ClassVar[tuple[str, ...]] = ("signs",)
+    unbiased: ClassVar[bool] = False
+    delta_formula: ClassVar[str | None] = "at least 1/m for columns or blocks of m, of g + e"
     properties: ClassVar[Properties] = Properties(
         summary="A bit an element and two means a column, with error feedback",
         paper="Seide et al., 1-bit SGD, Interspeech 2014",
-        unbiased=False,
         bit_stable=True,
         bits_per_element=2.0,
-        delta="at least 1/m for columns or blocks of m; 2/pi for a long Gaussian one",
         state="a residual per parameter and rank",
     )
 

@@ -65,12 +65,12 @@ class SignSGD(Algorithm):
     collectives: ClassVar[tuple[str, ...]] = ("two_shot", "all_gather")
     kernels: ClassVar[tuple[str, ...]] = ("signs",)
     direction: ClassVar[bool] = True
+    unbiased: ClassVar[bool] = False
     needs_loss_scale: ClassVar[bool] = True
     min_numel: ClassVar[int] = 0
     properties: ClassVar[Properties] = Properties(
         summary="The sign that most workers have; a direction, not a mean",
         paper="Bernstein et al., signSGD with majority vote, ICLR 2019",
-        unbiased=False,
         bit_stable=True,
         bits_per_element=1.0,
     )
@@ -126,7 +126,6 @@ class Signum(SignSGD):
     properties: ClassVar[Properties] = Properties(
         summary="The sign that most workers' momentum has; a direction, not a mean",
         paper="Bernstein et al., signSGD with majority vote, ICLR 2019",
-        unbiased=False,
         bit_stable=True,
         bits_per_element=1.0,
         state="a momentum per parameter and rank",

@@ -1,4 +1,4 @@
-"""What ``gradwire methods`` prints."""
+"""The output of ``gradwire methods``."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from gradwire.cli.show import print_table
 __all__ = ["method_rows", "print_methods", "unbiased_text"]
 
 NOTES = {
-    "omega": "E|Q(g) - g|^2 <= omega |g|^2, for a vector of d elements: the variance that it adds",
-    "delta": "E|Q(g) - g|^2 <= (1 - delta) |g|^2: how much of a vector it keeps at least",
+    "omega": "E|Q(g) - g|^2 <= omega |g|^2 for a vector, or blocks, of d elements: the variance that it adds",
+    "delta": "E|Q(g) - g|^2 <= (1 - delta) |g|^2: the share of a vector that it keeps at least",
     "bits per element": "sent for each element and direction with 4 workers; a float32 all-reduce has 32",
 }
 
@@ -24,33 +24,23 @@ DIRECTION = "a direction to step in, with entries -1 and 1, not the mean: it nee
 
 def method_rows(names: Sequence[str]) -> list[dict[str, Any]]:
     """Return the declared properties of the named methods, or of all, as flat objects."""
-    table = gw.methods()
+    defaults = {name: info.spec for name, info in gw.methods().items()}
     rows = []
-    for name in names or list(table):
+    for name in names or list(defaults):
         chosen = gw.method(name)
-        known = type(chosen).name
-        info = table.get(known) or _chooser(chosen)
-        rows.append({**dataclasses.asdict(info), "spec": repr(chosen), "collectives": ", ".join(chosen.collectives)})
-        if repr(chosen) != info.spec:
-            # Those that are known are of the defaults.
+        info = gw.MethodInfo.of(chosen)
+        rows.append({**dataclasses.asdict(info), "collectives": ", ".join(info.collectives)})
+        if info.spec != defaults.get(info.name):
+            # They are declared for the defaults alone.
             rows[-1]["bits_per_element"] = None
-        if known not in table:
+        if info.name not in defaults:
             rows[-1] |= {"unbiased": None, "bits_per_element": None, "bit_stable": None}
     return rows
 
 
-def _chooser(method: gw.Method) -> gw.MethodInfo:
-    p = method.properties
-    fields = {f.name: getattr(p, f.name) for f in dataclasses.fields(p)}
-    return gw.MethodInfo(name=type(method).name, spec=repr(method), collectives=(), **fields)
-
-
 def unbiased_text(row: Mapping[str, Any]) -> str:
-    """Say whether a method is unbiased, with its note."""
-    note = row["unbiased_note"]
-    if row["unbiased"]:
-        return note or "yes"
-    return f"no; {note}" if note else "no"
+    """Return whether a method is unbiased, in words."""
+    return row["unbiased_note"] or ("yes" if row["unbiased"] else "no")
 
 
 def print_methods(rows: Sequence[Mapping[str, Any]]) -> None:
@@ -83,5 +73,5 @@ def _print_one(row: Mapping[str, Any]) -> None:
     if isinstance(chosen, gw.Auto):
         print("It tries the candidates in so many turns of so many steps each, and keeps the fastest.")
     for key, text in NOTES.items():
-        if lines.get(key) is not None:
+        if any(lines.get(name) is not None for name in (key, f"{key} formula")):
             print(f"{key}: {text}")

@@ -1,4 +1,4 @@
-"""No compression, or a cast to sixteen bits: what DDP and its own hooks do, with the backend's sum."""
+"""No compression, or a cast to 16 bits, summed by the backend: the arithmetic of DDP and of its own hooks."""
 
 from __future__ import annotations
 
@@ -38,11 +38,14 @@ class FP32(Cast):
     properties: ClassVar[Properties] = Properties(
         summary="Float32 all-reduce: plain DDP, bit for bit",
         paper="the baseline",
-        unbiased=True,
         bit_stable=False,
         bits_per_element=32.0,
-        omega="0",
     )
+    unbiased: ClassVar[bool] = True
+    omega_formula: ClassVar[str | None] = "0"
+
+    def omega_of(self, numel: int | None = None) -> float:
+        return 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +53,8 @@ class FP16(Cast):
     """IEEE half precision: mean = all_reduce_sum(half(g_i) / N).
 
     Values above 65504 become inf, on every rank; below 6e-8 they become 0. Use it under a GradScaler.
-    Same arithmetic as PyTorch's ``fp16_compress_hook``.
+    Same arithmetic as PyTorch's ``fp16_compress_hook``. The declared ``delta`` is for values from 2^-14 to 65504, which
+    are rounded with a relative error of at most 2^-11 on each rank; the backend's sum rounds again.
     """
 
     name: ClassVar[str] = "fp16"
@@ -58,18 +62,23 @@ class FP16(Cast):
     properties: ClassVar[Properties] = Properties(
         summary="Half-precision all-reduce, as PyTorch's fp16 hook",
         paper="Micikevicius et al., Mixed Precision Training, ICLR 2018",
-        unbiased=False,
         bit_stable=False,
         bits_per_element=16.0,
-        delta="relative error 2^-11 a rank, in range",
     )
+    unbiased: ClassVar[bool] = False
+    delta_formula: ClassVar[str | None] = "1 - 2^-22"
+
+    def delta_of(self, numel: int | None = None) -> float:
+        return 1 - 2.0**-22
 
 
 @dataclass(frozen=True, kw_only=True)
 class BF16(Cast):
     """Brain float: mean = all_reduce_sum(bfloat16(g_i) / N); float32's range with eight bits of precision.
 
-    Same arithmetic as PyTorch's ``bf16_compress_hook``, which a CPU build refuses to register.
+    Same arithmetic as PyTorch's ``bf16_compress_hook``, which a CPU build refuses to register. The declared ``delta``
+    is for normal numbers, which are rounded with a relative error of at most 2^-8 on each rank; the backend's sum
+    rounds again.
     """
 
     name: ClassVar[str] = "bf16"
@@ -77,8 +86,11 @@ class BF16(Cast):
     properties: ClassVar[Properties] = Properties(
         summary="Brain-float all-reduce, as PyTorch's bf16 hook",
         paper="Kalamkar et al., A Study of BFLOAT16 for Deep Learning Training, 2019",
-        unbiased=False,
         bit_stable=False,
         bits_per_element=16.0,
-        delta="relative error 2^-8 a rank",
     )
+    unbiased: ClassVar[bool] = False
+    delta_formula: ClassVar[str | None] = "1 - 2^-16"
+
+    def delta_of(self, numel: int | None = None) -> float:
+        return 1 - 2.0**-16

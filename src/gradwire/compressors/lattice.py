@@ -78,10 +78,10 @@ class Lattice(Compressor):
     tag: ClassVar[int] = 25
     collectives: ClassVar[tuple[str, ...]] = ("all_gather",)
     kernels: ClassVar[tuple[str, ...]] = ("moments", "lattice")
+    unbiased: ClassVar[bool] = True
     properties: ClassVar[Properties] = Properties(
         summary="Colours of lattice points, decoded next to the receiver's own vector",
         paper="Davies et al., New Bounds for Distributed Mean Estimation, ICLR 2021",
-        unbiased=True,
         bit_stable=True,
         bits_per_element=2 * 4,
         stream="shared",

@@ -1,7 +1,8 @@
-"""What compressors that round blocks to levels have in common."""
+"""The base of compressors that round blocks to levels."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import ClassVar
 
 from gradwire.compressors.base import Compressor
@@ -31,15 +32,26 @@ def check_blocks(owner: str, block_size: int | None, blocks: str) -> None:
 
 
 class LevelCompressor(Compressor):
-    """A compressor that rounds blocks to levels: what follows from its fields ``block_size`` and ``blocks``.
+    """A compressor that rounds blocks to levels without bias, with the fields ``block_size`` and ``blocks``.
 
-    No dataclass, so that each method's own fields keep their order in its spec.
+    It is no dataclass, so that each method's own fields keep their order in its spec.
     """
 
     block_size: int | None
     blocks: str
 
     collectives: ClassVar[tuple[str, ...]] = ("all_gather",)
+    unbiased: ClassVar[bool] = True
+
+    @abstractmethod
+    def block_omega(self, numel: int) -> float | None:
+        """Return the variance constant for blocks of ``numel`` values; None where none is known."""
+
+    def omega_of(self, numel: int | None = None) -> float | None:
+        size = self.block_size
+        if numel is not None and self.blocks == "parameter":
+            size = max(1, min(numel, size or numel))
+        return None if size is None else self.block_omega(size)
 
     @property
     def whole_step(self) -> bool:  # type: ignore[override]

@@ -52,16 +52,19 @@ class Natural(Compressor):
     tag: ClassVar[int] = 23
     collectives: ClassVar[tuple[str, ...]] = ("all_gather",)
     kernels: ClassVar[tuple[str, ...]] = ("moments", "natural")
-    worst_error: ClassVar[float | None] = 1 / 8
+    unbiased: ClassVar[bool] = True
+    omega_formula: ClassVar[str | None] = "1/8"
     properties: ClassVar[Properties] = Properties(
         summary="Sign and exponent, the mantissa rounded away without bias",
         paper="Horvath et al., Natural Compression, MSML 2022",
-        unbiased=True,
         bit_stable=True,
         bits_per_element=2 * 9,
-        omega="1/8",
         stream="rank",
     )
+
+    def omega_of(self, numel: int | None = None) -> float:
+        """Return 1/8, attained at (4/3) 2^a."""
+        return 1 / 8
 
     def codec(self, kernels: Kernels, segments: Sequence[Segment], world_size: int, seed: int) -> NaturalCodec:
         table = SegmentTable(

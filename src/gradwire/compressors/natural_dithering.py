@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 from gradwire.codecs import LevelCodec
 from gradwire.compressors.level_compressor import LevelCompressor, check_blocks
 from gradwire.compressors.nuqsgd import MOST_LEVELS
+from gradwire.compressors.worst_case import powers_constant, powers_formula
 from gradwire.kernels import Grid
 from gradwire.methods import Properties, require
 from gradwire.segments import Segment
@@ -28,9 +28,10 @@ class NaturalDithering(LevelCompressor):
 
         D(v)_k = R sign(v_k) h with probability (|v_k| / R - l) / (h - l), else R sign(v_k) l
 
-    Unbiased; E|D(v) - v|^2 <= (1/8 + t min(1, t)) |v|^2 with t = d^(1/min(p, 2)) 2^(1-s). It is :class:`Natural` after
-    the dithering of :class:`QSGD` with 2^(s-1) even levels, in law: s natural levels buy the variance of about 2^(s-1)
-    even ones. With ``norm="l2"`` it is :class:`NUQSGD` with a zero.
+    Unbiased; E|D(v) - v|^2 <= (1/8 + t min(1, t)) |v|^2 with t = d^(1/min(p, 2)) 2^(1-s) (theorem 7); ``omega`` is the
+    exact supremum, which is lower. In law it is :class:`Natural` after the dithering of :class:`QSGD` with 2^(s-1) even
+    levels: s natural levels have about the variance of 2^(s-1) even ones. It is the same operator as :class:`NUQSGD`
+    with a zero.
 
     Args:
         levels: Number s of magnitudes above zero; 2s + 1 code values. The paper's experiments have 8.
@@ -60,10 +61,8 @@ class NaturalDithering(LevelCompressor):
     properties: ClassVar[Properties] = Properties(
         summary="Powers of two times each block's norm, rounded without bias",
         paper="Horvath et al., Natural Compression, MSML 2022",
-        unbiased=True,
         bit_stable=True,
         bits_per_element=2 * 32 / 7,
-        omega="1/8 + t min(1, t), t = sqrt(d) 2^(1-s)",
         stream="rank",
     )
 
@@ -78,12 +77,13 @@ class NaturalDithering(LevelCompressor):
         check_blocks("NaturalDithering", self.block_size, self.blocks)
 
     @property
-    def worst_error(self) -> float | None:  # type: ignore[override]
-        """The bound above; None where a block is as long as a parameter."""
-        if self.block_size is None:
-            return None
-        t = math.sqrt(self.block_size) * 2.0 ** (1 - self.levels)
-        return 1 / 8 + t * min(1.0, t)
+    def omega_formula(self) -> str | None:  # type: ignore[override]
+        """That of :class:`NUQSGD` with a zero."""
+        return powers_formula(self.norm)
+
+    def block_omega(self, numel: int) -> float:
+        """Return the exact supremum, the same as that of :class:`NUQSGD` with a zero."""
+        return powers_constant(self.levels, numel, self.norm)
 
     def codec(self, kernels: Kernels, segments: Sequence[Segment], world_size: int, seed: int) -> LevelCodec:
         grid = Grid.symmetric([2.0 ** (j - self.levels) for j in range(1, self.levels + 1)])

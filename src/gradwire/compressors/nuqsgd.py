@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from gradwire.codecs import LevelCodec
 from gradwire.compressors.level_compressor import LevelCompressor, check_blocks
+from gradwire.compressors.worst_case import powers_constant, powers_formula
 from gradwire.kernels import Grid
 from gradwire.methods import Properties, require
 from gradwire.segments import Segment
@@ -32,7 +32,8 @@ class NUQSGD(LevelCompressor):
         Q(v)_k = R sign(v_k) chosen                 mean = (1 / N) sum_i Q(v_i)
 
     Unbiased; E|Q(v) - v|^2 = R^2 sum_k (h_k - r_k) (r_k - l_k). With x = d / 4^(s-1) the relative variance is at most
-    1/8 + 2x/9 where x < 81/16, else sqrt(x) - 1. The paper counts s - 1 where we count s.
+    1/8 + 2x/9 where x < 81/16, else sqrt(x) - 1; ``omega`` is the exact supremum, for either norm, with a zero and
+    without. The paper counts s - 1 where we count s.
 
     Args:
         levels: Number s of magnitudes above zero: 3 for three bits with a zero, 4 without.
@@ -66,10 +67,8 @@ class NUQSGD(LevelCompressor):
     properties: ClassVar[Properties] = Properties(
         summary="Powers of two times each block's Euclidean norm, rounded without bias",
         paper="Ramezani-Kebrya et al., NUQSGD, JMLR 2021",
-        unbiased=True,
         bit_stable=True,
         bits_per_element=2 * (4 + 32 / 512),
-        omega="1/8 + 2x/9 for x = d / 4^(s-1) < 81/16, else sqrt(x) - 1",
         stream="rank",
     )
 
@@ -85,12 +84,13 @@ class NUQSGD(LevelCompressor):
         check_blocks("NUQSGD", self.block_size, self.blocks)
 
     @property
-    def worst_error(self) -> float | None:  # type: ignore[override]
-        """The bound above for the Euclidean norm and a zero; None otherwise."""
-        if self.block_size is None or self.norm != "l2" or not self.zero:
-            return None
-        x = self.block_size / 4.0 ** (self.levels - 1)
-        return 1 / 8 + 2 * x / 9 if x < 81 / 16 else math.sqrt(x) - 1
+    def omega_formula(self) -> str | None:  # type: ignore[override]
+        """A bound just above ``omega``, where there is a zero."""
+        return powers_formula(self.norm) if self.zero else None
+
+    def block_omega(self, numel: int) -> float:
+        """Return the exact supremum."""
+        return powers_constant(self.levels, numel, self.norm, self.zero)
 
     def codec(self, kernels: Kernels, segments: Sequence[Segment], world_size: int, seed: int) -> LevelCodec:
         grid = Grid.symmetric([2.0 ** (j - self.levels) for j in range(1, self.levels + 1)], zero=self.zero)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from gradwire.codecs import LevelCodec
 from gradwire.compressors.level_compressor import LevelCompressor, check_blocks
+from gradwire.compressors.worst_case import even_constant
 from gradwire.kernels import Grid
 from gradwire.methods import Properties, require
 from gradwire.segments import Segment
@@ -65,10 +66,8 @@ class PQuantisation(LevelCompressor):
     properties: ClassVar[Properties] = Properties(
         summary="Zero or the p-norm of its block for every value, at random without bias",
         paper="Mishchenko et al., DIANA, 2019",
-        unbiased=True,
         bit_stable=True,
         bits_per_element=2 * (1.6 + 32 / 64),
-        omega="d - 1, sqrt(d) - 1, (sqrt(d) - 1) / 2 for p = 1, 2, inf in blocks of d",
         stream="rank",
     )
 
@@ -87,20 +86,24 @@ class PQuantisation(LevelCompressor):
 
     @property
     def kernels(self) -> tuple[str, ...]:  # type: ignore[override]
-        """Levels, and what their scale is taken from."""
+        """The kernels of levels, and those that compute their scale."""
         return ("moments", "levels", *(("signs",) if self.p == 1 else ()))
 
     @property
-    def worst_error(self) -> float | None:  # type: ignore[override]
-        """1 / alpha_p - 1, attained where all magnitudes are equal (p = 1, 2), or all but one (p = infinity).
+    def omega_formula(self) -> str | None:  # type: ignore[override]
+        """1 / alpha_p - 1."""
+        return {1: "d - 1", 2: "sqrt(d) - 1", "inf": "(sqrt(d) - 1) / 2"}[self.p]
 
-        None where a block is as long as a parameter.
-        """
-        if self.block_size is None:
-            return None
-        root = math.sqrt(self.block_size)
-        return {1: self.block_size - 1.0, 2: root - 1, "inf": (root - 1) / 2}[self.p]
+    @property
+    def norm(self) -> str:
+        """The norm of a block, by the name that codecs know."""
+        return "max" if self.p == "inf" else f"l{self.p}"
+
+    def block_omega(self, numel: int) -> float:
+        """Return 1 / alpha_p - 1, attained where all magnitudes are equal (p = 1, 2), or all but one (p = infinity)."""
+        return even_constant(1, numel, self.norm)
 
     def codec(self, kernels: Kernels, segments: Sequence[Segment], world_size: int, seed: int) -> LevelCodec:
-        norm = "max" if self.p == "inf" else f"l{self.p}"
-        return LevelCodec(kernels, segments, world_size, seed, grid=Grid.even(1), norm=norm, block_size=self.block_size)
+        return LevelCodec(
+            kernels, segments, world_size, seed, grid=Grid.even(1), norm=self.norm, block_size=self.block_size
+        )

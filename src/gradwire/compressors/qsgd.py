@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from gradwire.codecs import LevelCodec
 from gradwire.compressors.level_compressor import LevelCompressor, check_blocks
+from gradwire.compressors.worst_case import even_constant
 from gradwire.kernels import Grid
 from gradwire.methods import Properties, require
 from gradwire.segments import Segment
@@ -44,24 +44,19 @@ class EvenLevels(LevelCompressor):
         check_blocks(owner, self.block_size, self.blocks)
 
     @property
-    def worst_error(self) -> float | None:  # type: ignore[override]
-        """Worst relative variance of a block of d values; None where a block is as long as a parameter.
+    def omega_formula(self) -> str | None:  # type: ignore[override]
+        """For the maximum ``omega`` itself, for the Euclidean norm a bound at most 1 / s^4 above it."""
+        if self.norm == "max":
+            return "(sqrt(1 + (d - 1) / s^2) - 1) / 2"
+        return "d / (4 * s^2) if d <= 4 * s^2 else sqrt(d) / s - 1"
 
-        Euclidean norm, with t = sqrt(d) / s: t^2 / 4 up to t = 2, then t - 1 (all magnitudes equal). Maximum: one value
-        at the maximum and the others at the a that maximises (d - 1) (a / s - a^2) / (1 + (d - 1) a^2), or 1/4.
-        """
-        if self.block_size is None:
-            return None
-        d, s = self.block_size, self.levels
-        if self.norm == "l2":
-            t = math.sqrt(d) / s
-            return t * t / 4 if t <= 2 else t - 1
-        a = (math.sqrt(s * s + d - 1) - s) / (d - 1)
-        return max(0.25, (d - 1) * (a / s - a * a) / (1 + (d - 1) * a * a))
+    def block_omega(self, numel: int) -> float | None:
+        """Return the exact supremum."""
+        return even_constant(self.levels, numel, self.norm)
 
     @property
     def worst_step(self) -> float | None:  # type: ignore[override]
-        """One step, 1 / s of the scale, where that is a maximum."""
+        """One step, 1 / s of the scale, where the scale is a maximum."""
         return 1 / self.levels if self.norm == "max" else None
 
     def codec(self, kernels: Kernels, segments: Sequence[Segment], world_size: int, seed: int) -> LevelCodec:
@@ -79,9 +74,10 @@ class QSGD(EvenLevels):
         a_k = s |v_k| / R        l_k = floor(a_k) + [u_k < a_k - floor(a_k)]
         Q(v)_k = R sign(v_k) l_k / s                mean = (1 / N) sum_i Q(v_i)
 
-    Unbiased; E|Q(v) - v|^2 = (R / s)^2 sum_k p_k (1 - p_k) <= min(d / s^2, sqrt(d) / s) |v|^2, p_k = frac(a_k); about
-    s (s + sqrt(d)) values of a block are not zero. With few levels on large blocks that is large: with s = 7 and
-    d = 8192 about nine times the signal. :class:`QSGDinf` is what the paper's experiments use.
+    Unbiased; E|Q(v) - v|^2 = (R / s)^2 sum_k p_k (1 - p_k) <= min(d / s^2, sqrt(d) / s) |v|^2, p_k = frac(a_k);
+    ``omega`` is the exact supremum, at most d / (4 s^2) where d <= 4 s^2, else sqrt(d) / s - 1. About s (s + sqrt(d))
+    values of a block are not zero. With few levels on large blocks the variance is large: with s = 7 and d = 8192 about
+    nine times the signal. The paper's experiments use :class:`QSGDinf`.
 
     Args:
         levels: Number s of magnitudes above zero; 2s + 1 code values. The paper's "4 bits" are 16.
@@ -113,10 +109,8 @@ class QSGD(EvenLevels):
     properties: ClassVar[Properties] = Properties(
         summary="Evenly spaced levels of each block's Euclidean norm, rounded without bias",
         paper="Alistarh et al., QSGD, NIPS 2017",
-        unbiased=True,
         bit_stable=True,
         bits_per_element=2 * (16 / 3 + 32 / 512),
-        omega="min(d / s^2, sqrt(d) / s) for blocks of d",
         stream="rank",
     )
 
@@ -125,9 +119,10 @@ class QSGD(EvenLevels):
 class QSGDinf(EvenLevels):
     r"""QSGD scaled by the maximum: each block over its largest magnitude, rounded at random to s even magnitudes.
 
-    As :class:`QSGD` with R = max_k |v_k|: the largest value of a block comes back exactly. For Gaussian blocks of 512
-    the relative variance is 1.61, 0.200 and 0.037 at s = 1, 3 and 7. With ``levels=1`` and ``block_size=None`` this is
-    TernGrad without clipping and with each worker's own scaler.
+    As :class:`QSGD` with R = max_k |v_k|: the largest value of a block comes back exactly. The relative variance is at
+    most (sqrt(1 + (d - 1) / s^2) - 1) / 2, attained by one value at the maximum and all others at the same magnitude
+    below R / s; for Gaussian blocks of 512 it is 1.61, 0.200 and 0.037 at s = 1, 3 and 7. With ``levels=1`` and
+    ``block_size=None`` this is TernGrad without clipping and with each worker's own scaler.
 
     Args:
         levels: Number s of magnitudes above zero; 2s + 1 code values: 7 for four bits, 3 for three.
@@ -154,9 +149,7 @@ class QSGDinf(EvenLevels):
     properties: ClassVar[Properties] = Properties(
         summary="Evenly spaced levels of each block's maximum, rounded without bias",
         paper="Alistarh et al., QSGD, NIPS 2017, section 4",
-        unbiased=True,
         bit_stable=True,
         bits_per_element=2 * (4 + 32 / 512),
-        omega="max(1/4, (sqrt(1 + (d - 1) / s^2) - 1) / 2)",
         stream="rank",
     )

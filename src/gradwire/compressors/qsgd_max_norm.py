@@ -63,16 +63,18 @@ class QSGDMaxNorm(EvenLevels):
     properties: ClassVar[Properties] = Properties(
         summary="Evenly spaced levels of a maximum over all workers, exact integer sums",
         paper="Vineeth, Quantization for Distributed Optimization, 2021",
-        unbiased=True,
         bit_stable=True,
         bits_per_element=(16 / 3 + 8) / 2,
-        omega="min(d r^2 / (4 s^2), sqrt(d) r / s), r = shared scale over the worker's norm",
         stream="rank",
     )
 
     @property
-    def worst_error(self) -> float | None:  # type: ignore[override]
-        """None: another worker's scale may be any number of times a worker's own."""
+    def omega_formula(self) -> str | None:  # type: ignore[override]
+        """A bound that depends on the other workers."""
+        return "min(d r^2 / (4 s^2), sqrt(d) r / s), r = shared scale over the worker's norm"
+
+    def block_omega(self, numel: int) -> None:
+        """Return None: another worker's scale may be any number of times a worker's own."""
         return None
 
     def codec(self, kernels: Kernels, segments: Sequence[Segment], world_size: int, seed: int) -> SharedLevelCodec:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["LONGEST", "ScaledSign"]
 
 LONGEST = 2.0**35
-"""Elements of a parameter, at least: the kernels take no longer one."""
+"""No parameter has as many elements: the kernels take no longer one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,22 +58,22 @@ class ScaledSign(Compressor):
     tag: ClassVar[int] = 16
     collectives: ClassVar[tuple[str, ...]] = ("all_gather",)
     kernels: ClassVar[tuple[str, ...]] = ("signs",)
+    unbiased: ClassVar[bool] = False
+    delta_formula: ClassVar[str | None] = "1 / d"
     properties: ClassVar[Properties] = Properties(
         summary="Signs times the mean magnitude of each parameter",
         paper="Karimireddy et al., ICML 2019",
-        unbiased=False,
         bit_stable=True,
         bits_per_element=2.0,
-        delta="|v|_1^2 / (d |v|_2^2), at least 1/d for blocks of d; 2/pi for a Gaussian",
     )
 
     def __post_init__(self) -> None:
         check_blocks(type(self).__name__, self.block_size, "parameter")
 
-    @property
-    def worst_error(self) -> float:  # type: ignore[override]
-        """1 - 1/d for blocks of d; for whole parameters with the largest d that the kernels take, below 2^35."""
-        return 1 - 1 / (self.block_size or LONGEST)
+    def delta_of(self, numel: int | None = None) -> float:
+        """Return 1/d for blocks of d, attained by a single value; at least 2^-35, for the longest that kernels take."""
+        longest = LONGEST if numel is None else max(1, numel)
+        return 1 / min(longest, self.block_size or longest)
 
     def codec(self, kernels: Kernels, segments: Sequence[Segment], world_size: int, seed: int) -> SignCodec:
         return SignCodec(kernels, segments, world_size, length=self.block_size or WHOLE, sides=1)

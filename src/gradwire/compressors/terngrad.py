@@ -11,6 +11,7 @@ import torch
 
 from gradwire.codecs import Draw, SummableCodec, Summary, check_workers, usable
 from gradwire.compressors.base import Compressor
+from gradwire.compressors.worst_case import even_constant
 from gradwire.errors import IncompatibleError
 from gradwire.kernels import Coder, DigitLayout, SegmentTable, byte_layout, digit_layout, inverse_scale
 from gradwire.methods import Properties, require
@@ -84,11 +85,8 @@ class TernGrad(Compressor):
     properties: ClassVar[Properties] = Properties(
         summary="Ternary gradients, one scaler a parameter, exact integer sums",
         paper="Wen et al., TernGrad, NeurIPS 2017",
-        unbiased=True,
-        unbiased_note="for the clipped gradient",
         bit_stable=True,
         bits_per_element=2.4,
-        omega="(sqrt(d) - 1) / 2 with its own scaler and clip=None",
         stream="rank",
     )
 
@@ -114,9 +112,23 @@ class TernGrad(Compressor):
         )
 
     @property
-    def unbiased(self) -> bool:
+    def unbiased(self) -> bool:  # type: ignore[override]
         """Whether nothing is clipped."""
         return self.clip is None
+
+    @property
+    def unbiased_note(self) -> str | None:  # type: ignore[override]
+        """What is unbiased where something is clipped."""
+        return None if self.unbiased else "for the clipped gradient"
+
+    @property
+    def omega_formula(self) -> str | None:  # type: ignore[override]
+        """Where nothing is clipped and each worker has its own scaler: another's may be any number of times larger."""
+        return None if self.share_scaler or not self.unbiased else "(sqrt(d) - 1) / 2"
+
+    def omega_of(self, numel: int | None = None) -> float | None:
+        own = self.unbiased and not self.share_scaler
+        return even_constant(1, max(1, numel), "max") if own and numel is not None else None
 
     @property
     def collectives(self) -> tuple[str, ...]:  # type: ignore[override]

@@ -53,16 +53,17 @@ class Coded(Wrapper):
     coder: str = AUTO
 
     name: ClassVar[str] = "coded"
+    unbiased: ClassVar[Inherited] = Inherited("compressor")
+    unbiased_note: ClassVar[Inherited] = Inherited("compressor")
+    omega_formula: ClassVar[Inherited] = Inherited("compressor")
+    delta_formula: ClassVar[Inherited] = Inherited("compressor")
     properties: ClassVar[Inherited] = Inherited(
         "compressor",
         Properties(
             summary="Another method with its digits entropy-coded: the same bits out, fewer on the wire",
             paper="Duda, 2013; Huffman, 1952",
-            unbiased=True,
-            unbiased_note="as the method",
             bit_stable=True,
             bits_per_element=1.74,
-            omega="the method's",
             state="the method's",
             stream="the method's",
         ),
@@ -90,6 +91,12 @@ class Coded(Wrapper):
 
     def with_coder(self, coder: str) -> Coded:
         return replace(self, coder=coder) if self.coder == AUTO else self
+
+    def omega_of(self, numel: int | None = None) -> float | None:
+        return self.compressor.omega_of(numel)
+
+    def delta_of(self, numel: int | None = None) -> float | None:
+        return self.compressor.delta_of(numel)
 
     def plan(self, setting: PlanSetting) -> BucketPlan:
         if setting.coder is None:
