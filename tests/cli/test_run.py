@@ -23,7 +23,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 @pytest.mark.repository
 def test_flags_reach_torchrun_and_words_reach_the_script() -> None:
-    script = EXAMPLES / "plain_ddp.py"
+    script = EXAMPLES / "digits.py"
     words = command({"nproc-per-node": "4", "nnodes": None}, False, script, ["--steps", "3"])
     assert words[1:3] == ["-m", "gradwire.cli.launcher"]
     assert words[3:] == [
@@ -43,7 +43,7 @@ def test_flags_reach_torchrun_and_words_reach_the_script() -> None:
 
 @pytest.mark.ranks
 def test_an_unchanged_script_is_compressed_and_the_saving_is_said_once() -> None:
-    done = gradwire("run", "--nproc-per-node", 2, "--method", "terngrad", EXAMPLES / "plain_ddp.py", "--steps", 60)
+    done = gradwire("run", "--nproc-per-node", 2, "--method", "terngrad", EXAMPLES / "digits.py", "--steps", 60)
     assert done.returncode == 0, done.stderr
     accuracy = float(done.stdout.split("training accuracy ")[1].split()[0])
     assert accuracy > 0.9
@@ -56,7 +56,7 @@ def test_an_unchanged_script_is_compressed_and_the_saving_is_said_once() -> None
 @pytest.mark.ranks
 def test_a_return_to_the_fallback_is_said_beside_the_saving() -> None:
     words = ["--nproc-per-node", 2, "--fallback", "bf16", "--fallback-limit", "0.1"]
-    done = gradwire("run", *words, EXAMPLES / "plain_ddp.py", "--steps", 10)
+    done = gradwire("run", *words, EXAMPLES / "digits.py", "--steps", 10)
     assert done.returncode == 0, done.stderr
     (line,) = [line for line in done.stderr.splitlines() if "times less" in line]
     assert "), returned to BF16() (from round 2 on: what rank" in line

@@ -170,7 +170,7 @@ class TestOnALab:
 
     def test_an_unchanged_script_runs_under_one_torchrun_a_host(self) -> None:
         words = ["--lab", "hosts=2,bandwidth=1gbit", "--nproc-per-node", 2]
-        done = gradwire("run", *words, EXAMPLES / "plain_ddp.py", "--steps", 60)
+        done = gradwire("run", *words, EXAMPLES / "digits.py", "--steps", 60)
         assert done.returncode == 0, done.stderr
         assert float(done.stdout.split("training accuracy ")[1].split()[0]) > 0.9
         (line,) = [line for line in done.stderr.splitlines() if "times less" in line]

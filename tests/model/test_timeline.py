@@ -16,7 +16,7 @@ from gradwire.experiments.errors import UsageError, WorkerError
 from gradwire.model.profile import Profile
 from gradwire.model.timeline import Recorder, Timeline
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "plain_ddp.py"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "digits.py"
 
 
 def recorded(automatic: bool) -> Profile:
