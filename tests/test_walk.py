@@ -28,7 +28,7 @@ def walk() -> list[str]:
 
 
 def files_of_a_step() -> list[str]:
-    """Train three steps; return the files of the package that the third one enters, in the order of their first calls."""
+    """Train three steps; return the files of the package that the third one enters, in the order of first calls."""
     entered: list[str] = []
     listening = threading.Event()
 

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +22,7 @@ from gradwire.experiments.folder import RunFolder, checkpoint_steps
 from gradwire.experiments.machine import check_workers
 from gradwire.experiments.simulate import SimulatedEngine
 from gradwire.experiments.tasks import build
+from ranks import run_script
 
 pytestmark = pytest.mark.ranks
 PLAN = RunConfig(
@@ -56,16 +56,7 @@ def check_ends(*folders: Path) -> None:
 
 
 def test_batch_normalisation_follows_ddp(tmp_path: Path) -> None:
-    words = ["--standalone", "--nproc-per-node", "2", norm_worker.__file__, str(tmp_path / "real.pt")]
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", *words],
-        capture_output=True,
-        text=True,
-        timeout=90,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr
+    run_script(Path(norm_worker.__file__), tmp_path / "real.pt")
     real = torch.load(tmp_path / "real.pt", weights_only=True)
     simulated = norm_worker.train(SimulatedEngine(norm_worker.plan(simulate=True)))
     for name, value in simulated["model"].items():  # type: ignore[attr-defined]

@@ -1,0 +1,17 @@
+"""What the server that forks ranks has loaded before it forks: libraries and compiled kernels, once instead of by rank.
+
+Loading them takes a rank about five seconds of CPU, three of them ``torch._dynamo``, which DDP imports when it is first
+used. The server starts no thread, so that a fork is safe.
+"""
+
+import sklearn.datasets  # noqa: F401
+import torch
+import torch._dynamo
+import torch.distributed
+from torch.nn.parallel import DistributedDataParallel  # noqa: F401
+
+import gradwire  # noqa: F401
+from gradwire.kernels import CODERS, FAMILIES, get_kernels
+
+torch.set_num_threads(1)
+get_kernels().warm_up((*FAMILIES, *CODERS))
