@@ -27,6 +27,7 @@ LAYERS = {
     "segments": set(),
     "ops": set(),
     "processes": set(),
+    "forking": {"errors"},
     "methods": {"errors"},
     "optim": {"errors"},
     "kernels": {"errors"},
@@ -48,7 +49,7 @@ LAYERS = {
     # Above the public interface: these build on `import gradwire`, and on a few parts of the library by name.
     "lab": {"errors", "processes"},
     "report": {"errors", "version"},
-    "experiments": LEAVES | {"__init__", "report", "processes", "lab"},
+    "experiments": LEAVES | {"__init__", "report", "processes", "forking", "lab"},
     "bench": LEAVES
     | {"__init__", "experiments", "processes", "lab", "model", "planning", "kernels", "drivers", "registry"},
     "cli": {"__init__", "errors", "experiments", "report", "version", "lab", "bench", "model"},

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -27,12 +27,14 @@ from typing import IO, Any
 
 import torch.distributed as dist
 
+from gradwire.errors import GradwireError
 from gradwire.experiments.config import RunConfig
 from gradwire.experiments.errors import WorkerError
 from gradwire.experiments.folder import RunFolder
 from gradwire.experiments.train import OnStep, Row
 from gradwire.experiments.worker import ENVIRONMENT, Part
-from gradwire.lab import INTERFACE, PORT, LabError, Network, open_network, start
+from gradwire.forking import Child, ForkedProcess, can_fork, fork_all
+from gradwire.lab import INTERFACE, PORT, LabError, Network, open_network
 from gradwire.processes import termination_unwinds
 
 __all__ = ["GRACE_S", "Crew", "run_workers"]
@@ -46,7 +48,7 @@ class Worker:
     """One child process and what it has told so far."""
 
     rank: int
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | ForkedProcess
     pipe: int
     log: IO[bytes]
     pending: bytes = b""
@@ -108,8 +110,7 @@ class Crew:
             else:
                 self.network = stack.enter_context(open_network(topology))
             stack.callback(self.end)
-            for rank in range(self.plan.workers):
-                self.workers.append(self._start(rank))
+            self._start()
             self._open = stack.pop_all()
         return self
 
@@ -143,9 +144,31 @@ class Crew:
             for host, c in enumerate(counted)
         ]
 
-    def _start(self, rank: int) -> Worker:
-        reader, writer = os.pipe()
-        part = Part(
+    def _start(self) -> None:
+        """Start all workers: forks of one process where the platform has that, else processes of their own."""
+        pipes, logs, parts = [], [], []
+        try:
+            for rank in range(self.plan.workers):
+                pipes.append(os.pipe())
+                logs.append(tempfile.TemporaryFile())  # noqa: SIM115
+                parts.append(self._part(rank, pipes[-1][1]))
+            started: Sequence[ForkedProcess | subprocess.Popen[bytes]] = (
+                self._fork(parts, logs) if can_fork() else self._spawn(parts, logs)
+            )
+        except (OSError, GradwireError) as error:
+            for reader, _ in pipes:
+                os.close(reader)
+            if isinstance(error, LabError):
+                raise
+            raise WorkerError(f"the workers cannot be started: {error}; use fewer --workers") from error
+        finally:
+            for _, writer in pipes:
+                os.close(writer)
+        for rank, (process, (reader, _), log) in enumerate(zip(started, pipes, logs)):
+            self.workers.append(Worker(rank, process, reader, log))
+
+    def _part(self, rank: int, writer: int) -> Part:
+        return Part(
             rank=rank,
             world_size=self.plan.workers,
             address=self.network.address(self.host(0)) if self.network else "127.0.0.1",
@@ -157,32 +180,39 @@ class Crew:
             resume=self.resume,
             stop_after=self.stop_after,
         )
-        log = tempfile.TemporaryFile()  # noqa: SIM115
-        try:
-            process = self._spawn(part, stdout=log, stderr=log, pass_fds=(writer,))
-        except LabError:
-            os.close(reader)
-            raise
-        except OSError as error:
-            os.close(reader)
-            raise WorkerError(f"worker {rank} cannot be started: {error}; use fewer --workers") from error
-        finally:
-            os.close(writer)
-        return Worker(rank, process, reader, log)
 
-    def _spawn(self, part: Part, **options: Any) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "gradwire.experiments.worker"]
-        variables = {ENVIRONMENT: part.to_json()}
+    def _variables(self, part: Part) -> dict[str, str]:
+        """Return what a worker's environment has beside this process's own."""
         if self.network is not None:
-            variables["GLOO_SOCKET_IFNAME"] = INTERFACE
-            return start(self.network, self.host(part.rank), command, variables, **options)
-        return subprocess.Popen(
-            command,
-            env={**loopback(), **os.environ, **variables},
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-            **options,
-        )
+            return {ENVIRONMENT: part.to_json(), "GLOO_SOCKET_IFNAME": INTERFACE}
+        return {**loopback(), **os.environ, ENVIRONMENT: part.to_json()}
+
+    def _fork(self, parts: Sequence[Part], logs: Sequence[IO[bytes]]) -> list[ForkedProcess]:
+        def namespace(rank: int) -> str | None:
+            return None if self.network is None else self.network.namespace_path(self.host(rank))
+
+        children = [
+            Child(
+                variables=self._variables(part), output=log.fileno(), keeps=(part.pipe,), namespace=namespace(part.rank)
+            )
+            for part, log in zip(parts, logs)
+        ]
+        return fork_all("gradwire.experiments.worker", children)
+
+    def _spawn(self, parts: Sequence[Part], logs: Sequence[IO[bytes]]) -> list[subprocess.Popen[bytes]]:
+        command = [sys.executable, "-m", "gradwire.experiments.worker"]
+        return [
+            subprocess.Popen(
+                command,
+                env={**os.environ, **self._variables(part)},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=(part.pipe,),
+                start_new_session=True,
+            )
+            for part, log in zip(parts, logs)
+        ]
 
     def watch(self, on_row: Callable[[Row], None], on_notice: Callable[[str], None], on_step: OnStep) -> None:
         """Pass rows, warnings and progress on until all workers are done; raises WorkerError once one has failed."""

@@ -1,7 +1,7 @@
 """A worker: one process of a real group, under our launcher or under torchrun.
 
-Started by :mod:`gradwire.experiments.launch` as ``python -m gradwire.experiments.worker``, it reads its part
-from the environment (:class:`Part`) and tells its parent about rows and its end over a pipe, one JSON object
+Started by :mod:`gradwire.experiments.launch`, as a fork or as ``python -m gradwire.experiments.worker``, it reads its
+part from the environment (:class:`Part`) and tells its parent about rows and its end over a pipe, one JSON object
 a line.
 """
 
@@ -14,7 +14,7 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,9 +31,10 @@ from gradwire.experiments.engine import build_model, decayed, score_share
 from gradwire.experiments.folder import RunFolder
 from gradwire.experiments.order import share
 from gradwire.experiments.train import OnStep, Row, Trainer
+from gradwire.forking import wait_for_parent
 from gradwire.processes import die_with_parent
 
-__all__ = ["ENVIRONMENT", "DistributedEngine", "Part", "main", "train_in_group"]
+__all__ = ["ENVIRONMENT", "DistributedEngine", "Part", "main", "prepare", "train_in_group"]
 
 ENVIRONMENT = "GRADWIRE_WORKER"
 
@@ -175,9 +176,19 @@ class _Passed(logging.Handler):
             self._tell(record.getMessage())
 
 
+def prepare(variables: Mapping[str, str]) -> None:
+    """Load what all workers of a run need, once, before they are forked; starts no thread."""
+    import torch._dynamo
+
+    torch.set_num_threads(1)
+    part = Part(**json.loads(variables[ENVIRONMENT]))
+    gw.warm_up(RunConfig.from_json(RunFolder(Path(part.folder)).read_config()["plan"]).method)
+
+
 def main() -> None:
     """Run one worker to its end; every end is told to the parent before the process leaves."""
     part = Part(**json.loads(os.environ.pop(ENVIRONMENT)))
+    wait_for_parent(part.parent)
     die_with_parent(part.parent)
     pipe = os.fdopen(part.pipe, "wb", buffering=0)
 

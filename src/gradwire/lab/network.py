@@ -111,6 +111,10 @@ class Network:
         """Return the words to put before a command that is to run on a host."""
         return ["ip", "netns", "exec", self.namespace(host)]
 
+    def namespace_path(self, host: int) -> str:
+        """Return the path of a host's namespace, for processes that enter it themselves."""
+        return f"/run/netns/{self.namespace(host)}"
+
     def _switch(self, group: int) -> str:
         return f"{self.name}-s{group}"
 
