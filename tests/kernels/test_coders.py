@@ -266,6 +266,7 @@ def test_of_each_part_the_variant_with_the_least_time_serves(
         return {variant: float((place - turn) % len(calls)) for place, variant in enumerate(calls)}
 
     monkeypatch.setattr(select, "fastest", told)
+    monkeypatch.setattr(select, "_measured", select.measure)
     found = select.select.__wrapped__(name)
     parts = VARIANTS[name]
     assert asdict(found.variants) == {part: names[turn % len(names)] for part, names in parts.items()}
@@ -281,7 +282,9 @@ def test_a_backend_of_explicit_vectors_leaves_plain_loops_out_where_it_can() -> 
             assert ("scalar" in times) == (VARIANTS[name][part] == ("scalar",))
 
 
-def test_a_variant_that_differs_or_does_not_compile_is_left_out_aloud(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_variant_that_differs_or_does_not_compile_is_left_out_aloud(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def agrees(coder: SectionCoder) -> bool:
         variants = coder.variants
         if variants is not None and variants.encode == "simd":
@@ -289,6 +292,8 @@ def test_a_variant_that_differs_or_does_not_compile_is_left_out_aloud(monkeypatc
         return variants is None or not variants.decode.startswith("simd")
 
     monkeypatch.setattr(select, "agrees", agrees)
+    monkeypatch.setattr(select, "default_file", lambda: tmp_path / "times.json")
+    monkeypatch.setattr(select, "_measured", select._measured.__wrapped__)
     with pytest.warns(UserWarning, match="does not serve here") as caught:
         found = select.select.__wrapped__("rans")
     differs = "does not serve here (its results differ from the reference); others do, which may be slower"
@@ -299,6 +304,51 @@ def test_a_variant_that_differs_or_does_not_compile_is_left_out_aloud(monkeypatc
     ]
     assert set(found.ns_per_byte["decode"]) == set(found.ns_per_byte["encode"]) == {"scalar"}
     assert (found.variants.encode, found.variants.decode) == ("scalar", "scalar")
+    with pytest.warns(UserWarning, match="does not serve here"):
+        select.select.__wrapped__("rans")  # in the next process, too
+
+
+def test_times_are_kept_and_what_they_choose_is_compared_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = []
+
+    def told(calls: Mapping[str, Callable[[], object]], turns: int = 0) -> dict[str, float]:
+        measured.append(list(calls))
+        return {variant: float(variant != "simd-widened") + place for place, variant in enumerate(reversed(calls))}
+
+    monkeypatch.setattr(select, "fastest", told)
+    monkeypatch.setattr(select, "default_file", lambda: tmp_path / "times.json")
+    monkeypatch.setattr(select, "_measured", select._measured.__wrapped__)
+    first = select.select.__wrapped__("rans")
+    assert len(measured) == 3
+    assert select.select.__wrapped__("rans") == first
+    assert select.select.__wrapped__("rans", False).variants.encode == "simd"
+    assert len(measured) == 3
+    select.select.__wrapped__("huffman")
+    select.select.__wrapped__("rans")
+    assert len(measured) == 6
+    for damage in (
+        lambda text: text[:100],
+        lambda text: text.replace('"simd-picked"', '"simd-guessed"'),
+        lambda text: text.replace("rans decode", "rans encode"),
+        lambda text: text.replace('"machine": "', '"machine": "not '),
+    ):
+        file = tmp_path / "times.json"
+        file.write_text(damage(file.read_text()))
+        before = len(measured)
+        assert select.select.__wrapped__("rans") == first
+        assert len(measured) == before + 3
+    right, refused = select.agrees, []
+
+    def agrees(coder: SectionCoder) -> bool:
+        if coder.variants == first.variants and not refused:
+            refused.append(coder)
+            return False
+        return right(coder)
+
+    monkeypatch.setattr(select, "agrees", agrees)
+    before = len(measured)
+    assert select.select.__wrapped__("rans") == first
+    assert (len(measured), len(refused)) == (before + 3, 1)
 
 
 def test_a_wrong_variant_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:

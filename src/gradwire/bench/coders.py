@@ -8,9 +8,10 @@ import torch
 
 from gradwire.bench.timing import Bench
 from gradwire.kernels import GROUP_SIZE, Kernels, SegmentTable, inverse_scale
-from gradwire.kernels.entropy import CODERS, get_coder
+from gradwire.kernels.entropy import CODERS
+from gradwire.kernels.entropy.select import SAMPLE, select, variant_calls
 
-__all__ = ["CODER_GOALS", "bench_coders"]
+__all__ = ["CODER_GOALS", "bench_coder_choices", "bench_coders"]
 
 CODER_GOALS = {"rans encode": 0.20, "rans decode": 0.15, "huffman encode": 0.25, "huffman decode": 0.28}
 
@@ -36,9 +37,18 @@ def bench_coders(bench: Bench, kernels: Kernels, elements: int) -> None:
     for layout, clip in (("clip 2.5", 2.5), ("clip none", None)):
         symbols = trits_of_a_gaussian(kernels, elements // GROUP_SIZE * GROUP_SIZE, clip)
         for name in CODERS:
-            coder = get_coder(name, kernels.name)
+            coder = kernels.coder(name)
             room, back = torch.zeros(coder.bound(len(symbols)), dtype=torch.uint8), torch.zeros_like(symbols)
             section = room[: coder.encode(symbols, room)].clone()
             inner = max(1, 2_000_000 // elements)
             bench.run(f"{name} encode", layout, 5 * len(symbols), partial(coder.encode, symbols, room), inner)
             bench.run(f"{name} decode", layout, 5 * len(symbols), partial(coder.decode, section, back), inner)
+
+
+def bench_coder_choices(bench: Bench) -> None:
+    """Time every variant of the coders' parts at the work by which "auto" chooses, and say which it has chosen."""
+    for name in CODERS:
+        for part, call_of in variant_calls(name).items():
+            for variant, call in call_of.items():
+                bench.run(f"{name} {part} of 64 KiB", variant, 5 * SAMPLE, call, inner=20)
+                bench.rows[-1]["chosen"] = variant == getattr(select(name).variants, part)

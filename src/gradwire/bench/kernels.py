@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gradwire.bench.coders import CODER_GOALS, bench_coders
+from gradwire.bench.coders import CODER_GOALS, bench_coder_choices, bench_coders
 from gradwire.bench.methods import bench_methods
 from gradwire.bench.timing import Bench
 from gradwire.experiments.machine import hardware, versions
@@ -181,6 +181,7 @@ def measure_kernels(
         bench_methods(bench, kernels, elements)
         if backend == "auto":
             bench_choices(bench)
+            bench_coder_choices(bench)
     finally:
         torch.set_num_threads(threads)
     found = {"backend": kernels.name, "warm_up_s": warm_up_s, "cpu": hardware()["processor"]}

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
-import platform
-import tempfile
 import threading
 import time
 import warnings
@@ -17,9 +12,10 @@ from typing import Any
 
 from gradwire.kernels.api import Backend, Kernels
 from gradwire.kernels.front import Family
+from gradwire.kernels.kept_times import default_file, read_times, write_times
 from gradwire.kernels.self_test import SELF_TESTS, agree
 
-__all__ = ["Automatic", "Choice", "chosen", "machine_name", "source_digest"]
+__all__ = ["Automatic", "Choice", "chosen"]
 
 FASTEST, PLAIN, REFERENCE = "cpu", "cpu-plain", "reference"
 
@@ -105,16 +101,16 @@ class Automatic:
             return Choice(PLAIN, "the vectors of another family do not serve here")
         file = default_file() if self._file == "default" else self._file
         file = None if file is None else Path(file)
-        times = _read(file).get(family)
+        times = _known(read_times(file).get(family))
         backend = FASTEST if times is None else _fastest(times)
         # What serves is compared on every start: what it is compiled to depends on more than the sources.
         reason = self._refusal(backend, family)
         if reason is None and times is None:
             times = self._measure(family)
-            _write(file, family, times)
+            write_times(file, {family: times})
             backend = _fastest(times)
         if reason is None:
-            times = times or {}
+            times = dict(times or {})
             return Choice(backend, "the only one that agrees" if len(times) < 2 else "the fastest that agrees", times)
         self._only_plain = True
         warnings.warn(
@@ -149,62 +145,6 @@ def _fastest(times: Mapping[str, float]) -> str:
     return PLAIN if plain is not None and plain < (1 - NOISE) * times[FASTEST] else FASTEST
 
 
-def machine_name() -> str:
-    """Return the name of the processor, as the operating system and the compiler tell it."""
-    from llvmlite.binding import get_host_cpu_name
-
-    model = platform.processor()
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), model)
-    except OSError:
-        pass
-    return f"{model} ({get_host_cpu_name()})"
-
-
-def source_digest() -> str:
-    """Return a digest of all that kernels are compiled from, and of the compiler's versions."""
-    import llvmlite
-    import numba
-
-    home = Path(__file__).parent
-    digest = hashlib.sha256(f"{numba.__version__} {llvmlite.__version__}".encode())
-    for path in sorted(home.rglob("*.py")):
-        digest.update(path.relative_to(home).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
-    return digest.hexdigest()[:16]
-
-
-def default_file() -> Path | None:
-    """Return the file beside the compiled code in which times are kept, or None where Numba keeps nothing."""
-    from gradwire.kernels.moments.loops import moments_range
-
-    folder = moments_range.stats.cache_path
-    return Path(folder) / "gradwire-kernel-times.json" if folder else None
-
-
-def _read(file: Path | None) -> dict[str, dict[str, float]]:
-    """Return the kept times of families; none where the file is damaged, or of another machine or version."""
-    try:
-        kept = json.loads(file.read_text()) if file is not None else {}
-        if kept["machine"] != machine_name() or kept["sources"] != source_digest():
-            return {}
-        times = {family: {str(k): float(v) for k, v in row.items()} for family, row in kept["times_s"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return {}
-    known = {FASTEST, PLAIN}
-    return {f: row for f, row in times.items() if FASTEST in row and known >= set(row) and min(row.values()) > 0}
-
-
-def _write(file: Path | None, family: str, times: Mapping[str, float]) -> None:
-    """Keep the times of a family, beside what is kept of others; a file that cannot be written is none."""
-    if file is None:
-        return
-    kept = {"machine": machine_name(), "sources": source_digest(), "times_s": {**_read(file), family: dict(times)}}
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=file.parent, prefix=file.name)
-        with os.fdopen(handle, "w") as stream:
-            json.dump(kept, stream, indent=1)
-        os.replace(name, file)
-    except OSError:
-        pass
+def _known(times: Mapping[str, float] | None) -> Mapping[str, float] | None:
+    """Return kept times if they are of these backends, else None."""
+    return times if times is not None and FASTEST in times and {FASTEST, PLAIN} >= set(times) else None

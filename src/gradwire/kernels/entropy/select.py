@@ -1,7 +1,8 @@
 """Which variants of a coder's parts serve on this machine: those that agree with the reference, of them the fastest.
 
 What is fast does not follow from the instruction set alone: an expansion of 16-bit words that one CPU has as an
-instruction is sixteen branches on another, and then takes six times as long. So all are timed, once a process.
+instruction is sixteen branches on another, and then takes six times as long. So all are timed, once on a machine: times
+are kept beside the compiled code. What they choose is compared with the reference in every process.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -20,13 +22,17 @@ from gradwire.kernels.entropy.base import Bytes, Coder
 from gradwire.kernels.entropy.reference import reference_body
 from gradwire.kernels.entropy.section import Body, SectionCoder
 from gradwire.kernels.entropy.variants import PARTS, SCALAR, VARIANTS, Variants
+from gradwire.kernels.kept_times import default_file, read_times, write_times
 
-__all__ = ["Selected", "agrees", "fastest", "select", "time_coders"]
+__all__ = ["Selected", "agrees", "fastest", "measure", "select", "time_coders", "variant_calls"]
 
 SAMPLE = 1 << 16
 """Bytes that are coded for a time: some dozens of microseconds."""
 
 TURNS = 9
+
+Times: TypeAlias = Mapping[str, Mapping[str, float]]
+"""Seconds by part and variant."""
 
 
 @dataclass(frozen=True)
@@ -44,47 +50,91 @@ class Selected:
 
 @cache
 def select(coder: str, scalar: bool = True) -> Selected:
-    """Time all variants of a coder's parts, and return the fastest of each.
+    """Return the fastest variant of each of a coder's parts that agrees with the reference.
 
     Args:
         coder: "rans" or "huffman".
         scalar: Whether plain loops may serve where a part has explicit vectors, too.
 
     Raises:
+        BackendError: numba is not installed, or no variant of a part serves.
+    """
+    times = _allowed(_measured(coder), scalar)
+    missing = [part for part in PARTS if not times.get(part)]
+    if missing:
+        raise BackendError(f"no variant of {coder}'s {', '.join(missing)} serves on this machine")
+    per_byte = {part: {variant: 1e9 * s / SAMPLE for variant, s in found.items()} for part, found in times.items()}
+    return Selected(_best(times), per_byte)
+
+
+def _allowed(times: Times, scalar: bool) -> Times:
+    """Return the times without those of plain loops, where something else serves and they may not."""
+    return {
+        part: {variant: s for variant, s in found.items() if scalar or variant != SCALAR or len(found) == 1}
+        for part, found in times.items()
+    }
+
+
+def _best(times: Times) -> Variants:
+    return Variants(**{part: min(found, key=lambda variant: found[variant]) for part, found in times.items()})
+
+
+@cache
+def _measured(coder: str) -> Times:
+    """Return the seconds of each variant that serves, by part: kept ones, if those that they choose still agree."""
+    file, parts = default_file(), VARIANTS[coder]
+    kept = read_times(file)
+    times: Times = {part: kept.get(f"{coder} {part}", {}) for part in PARTS}
+    # A variant that failed is tried, and told of, again.
+    if all(set(times[part]) == set(parts[part]) for part in PARTS):
+        chosen = {_best(_allowed(times, scalar)) for scalar in (True, False)}
+        if all(_refusal(coder, variants) is None for variants in chosen):
+            return times
+    times = measure(coder)
+    write_times(file, {f"{coder} {part}": found for part, found in times.items() if found})
+    return times
+
+
+def measure(coder: str) -> Times:
+    """Time the variants of a coder's parts; those that do not serve are left out, with a warning.
+
+    Raises:
         BackendError: numba is not installed.
     """
+    return {part: fastest(calls) for part, calls in variant_calls(coder).items()}
+
+
+def variant_calls(coder: str) -> dict[str, dict[str, Callable[[], object]]]:
+    """Return, by part and variant, the work whose time decides; variants that do not serve are left out aloud."""
     from gradwire.kernels.entropy.cpu import compiled_body
 
     plain = Variants(SCALAR, SCALAR, SCALAR)
-    calls: dict[str, dict[str, Callable[[], object]]] = {}
+    found: dict[str, dict[str, Callable[[], object]]] = {part: {} for part in PARTS}
     for part in PARTS:
-        calls[part] = {}
         for variant in VARIANTS[coder][part]:
-            if variant == SCALAR and not scalar and len(VARIANTS[coder][part]) > 1:
-                continue
             variants = replace(plain, **{part: variant})
-            try:
-                body = compiled_body(coder, variants)
-                reason = None if agrees(SectionCoder(body)) else "its results differ from the reference"
-            except BackendError:
-                raise
-            except Exception as error:  # whatever the compiler raises on a machine we have not seen
-                reason = f"its code does not compile: {type(error).__name__}: {error}"
+            reason = _refusal(coder, variants)
             if reason is None:
-                calls[part][variant] = _call(body, part)
+                found[part][variant] = _call(compiled_body(coder, variants), part)
             else:
                 warnings.warn(
                     f"variant {variant!r} of {coder}'s {part} does not serve here ({reason}); others do, which may be "
                     "slower",
-                    stacklevel=3,
+                    stacklevel=2,
                 )
-    times = {part: fastest(found) for part, found in calls.items()}
-    best = {part: min(found, key=lambda variant: found[variant]) for part, found in times.items() if found}
-    missing = [part for part in PARTS if part not in best]
-    if missing:
-        raise BackendError(f"no variant of {coder}'s {', '.join(missing)} serves on this machine")
-    per_byte = {part: {variant: 1e9 * s / SAMPLE for variant, s in found.items()} for part, found in times.items()}
-    return Selected(Variants(**best), per_byte)
+    return found
+
+
+def _refusal(coder: str, variants: Variants) -> str | None:
+    """Say why variants cannot serve, or None."""
+    from gradwire.kernels.entropy.cpu import compiled_body
+
+    try:
+        return None if agrees(SectionCoder(compiled_body(coder, variants))) else "its results differ from the reference"
+    except BackendError:
+        raise
+    except Exception as error:  # whatever the compiler raises on a machine we have not seen
+        return f"its code does not compile: {type(error).__name__}: {error}"
 
 
 def fastest(calls: Mapping[str, Callable[[], object]], turns: int = TURNS) -> dict[str, float]:
