@@ -83,7 +83,6 @@ BACKENDS: dict[str, Callable[[int], Backend]] = {
     "reference": lambda threads: Modules("reference"),
     "cpu": lambda threads: CompiledLoops(True, threads),
     "cpu-plain": lambda threads: CompiledLoops(False, threads),
-    "trivial": lambda threads: Modules("trivial"),
     "meta": lambda threads: Nothing(),
 }
 """Makers of backends, given a number of threads."""
