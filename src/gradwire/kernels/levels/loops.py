@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import njit
 
-from gradwire.kernels.numba_core.compiled import MIN_STREAMED, STREAMED_GROUPS, TILE_GROUPS, Compiled, rows_of
+from gradwire.kernels.numba_core.compiled import MIN_STREAMED, STREAMED_GROUPS, TILE_GROUPS, Compiled, one_row, rows_of
 from gradwire.kernels.numba_core.overloads import either, kept
 from gradwire.kernels.numba_core.segments import draw_of, find_segment, next_piece, noise_at
 from gradwire.kernels.numba_core.vectors import prefer_wide
@@ -20,7 +20,7 @@ from gradwire.kernels.table import GROUP_SIZE
 __all__ = ["LevelsLoops", "dequantise_range", "quantise_range", "sum_digits_range"]
 
 # Of all that this is compiled from: what Numba keeps on disk is kept under this name (``make digests``).
-DIGEST = "486bd9fc9701c0c8"
+DIGEST = "acb5a53602378fe9"
 
 quantise_even = either("quantise_even", "levels.scalar", "levels.simd")
 quantise_steps = either("quantise_steps", "levels.scalar", "levels.simd")
@@ -52,7 +52,7 @@ class LevelsLoops(Compiled):
         self.split(table.groups, layout.digits, GROUP_SIZE, work)
 
     def dequantise(self, words, blocks, scale, grid, layout, begin, end, x, accumulate):
-        table, packed, factors, target = blocks.table, rows_of(words[None]), scale.numpy(), x.numpy()
+        table, packed, factors, target = blocks.table, one_row(words), scale.numpy(), x.numpy()
         digits = word_table(layout)
 
         def work(first: int, last: int) -> None:

@@ -12,13 +12,13 @@ from llvmlite import ir
 from gradwire.kernels.levels.grid import UNIT
 from gradwire.kernels.numba_core.philox_simd import PhiloxVectors, five_words
 from gradwire.kernels.numba_core.vectors import F32, I16, I32, I64, Emitter, loop, vector, vector_body
+from gradwire.kernels.packing.simd import write_scaled
 from gradwire.kernels.table import GROUP_SIZE, LANES, PLANES
 
 __all__ = ["quantise_even", "quantise_steps", "write_levels"]
 
 _SIGN = 0x80000000
 _AHEAD = 2560  # elements from here to what is fetched from memory meanwhile
-_UNROLL = 2
 _NUMBER = lambda value: ir.Constant(I64, value)  # noqa: E731
 
 
@@ -161,7 +161,7 @@ def write_levels(e, floats, first, count, grid, scales, x, at, accumulate, strea
     b, zero = e.b, _NUMBER(0)
     source, target = floats.pointer(first, F32), x.pointer(at, F32)
     values, factors, number = grid.values.pointer(0, F32), scales.values.pointer(0, F32), grid.values.length
-    added, size = e.splat(accumulate), scales.size
+    size = scales.size
 
     def smaller(first: Any, second: Any) -> Any:
         return b.select(b.icmp_signed("<", first, second), first, second)
@@ -178,44 +178,7 @@ def write_levels(e, floats, first, count, grid, scales, x, at, accumulate, strea
             def scaled(digit: Any) -> Any:
                 return b.select(finite, b.fmul(level(digit), factor), factor)
 
-            def some(start: Any, lanes: Any) -> None:
-                mask = e.first_lanes(lanes)
-                to = e.at(target, start, F32)
-                value = scaled(e.masked_load(e.at(source, start, F32), F32, mask))
-                before = e.masked_load(to, F32, b.and_(mask, added))
-                e.masked_store(b.select(added, b.fadd(before, value), value), to, mask)
-
-            def whole(start: Any, stop: Any, vectors: int, past: bool) -> None:
-                def turn(index: Any, _: Any) -> list[Any]:
-                    places = [b.add(b.add(start, index), _NUMBER(LANES * unit)) for unit in range(vectors)]
-                    found = [scaled(e.load(e.at(source, p, F32), F32, align=4)) for p in places]
-                    for p, value in zip(places, found):
-                        to = e.at(target, p, F32)
-                        if past:
-                            e.stream(value, to)
-                        else:
-                            before = e.masked_load(to, F32, added)
-                            e.store(b.select(added, b.fadd(before, value), value), to, align=4)
-                    return []
-
-                loop(b, b.sub(stop, start), LANES * vectors, [], turn)
-
-            # Elements up to an address that takes whole cache lines.
-            address = b.ptrtoint(e.at(target, begin, F32), I64)
-            head = b.and_(b.lshr(b.sub(zero, address), _NUMBER(2)), _NUMBER(LANES - 1))
-            head = b.select(streamed, smaller(head, b.sub(end, begin)), zero)
-            with b.if_then(b.icmp_signed("!=", head, zero)):
-                some(begin, head)
-            inner = b.add(begin, head)
-            pairs = b.add(inner, b.and_(b.sub(end, inner), _NUMBER(-LANES * _UNROLL)))
-            lines = b.add(inner, b.and_(b.sub(end, inner), _NUMBER(-LANES)))
-            with b.if_else(streamed) as (then, otherwise):
-                for branch, past in ((then, True), (otherwise, False)):
-                    with branch:
-                        whole(inner, pairs, _UNROLL, past)
-                        whole(pairs, lines, 1, past)
-            with b.if_then(b.icmp_signed("<", lines, end)):
-                some(lines, b.sub(end, lines))
+            write_scaled(e, source, target, (begin, end), scaled, accumulate, streamed)
             return [end, b.add(place, _NUMBER(1)), size]
 
         over = b.sub(count, scales.left)

@@ -12,7 +12,7 @@ import torch
 
 from gradwire.kernels.table import GROUP_SIZE, SegmentTable
 
-__all__ = ["MIN_STREAMED", "STREAMED_GROUPS", "TILE_GROUPS", "ByteRows", "Compiled", "rows_of"]
+__all__ = ["MIN_STREAMED", "STREAMED_GROUPS", "TILE_GROUPS", "ByteRows", "Compiled", "one_row", "rows_of"]
 
 TILE_GROUPS = 40
 """Groups whose digits are in hand between two steps of work: 12.5 KiB of four bytes, well within the L1 cache."""
@@ -69,6 +69,11 @@ class Compiled:
             work(first, len(table) if end == table.groups else last)
 
         self.split(table.groups, 1, GROUP_SIZE, some)
+
+
+def one_row(octets: torch.Tensor) -> ByteRows:
+    """View a vector of bytes as a matrix of one row."""
+    return ByteRows(octets.numpy(), 0, 1)
 
 
 def rows_of(rows: torch.Tensor) -> ByteRows:

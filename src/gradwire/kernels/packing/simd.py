@@ -12,7 +12,7 @@ from numba import types
 from gradwire.kernels.numba_core.vectors import F32, F64, I8, I16, I32, I64, Emitter, loop, vector, vector_body
 from gradwire.kernels.table import LANES
 
-__all__ = ["end_streams", "pack_blocks", "sum_words", "unpack_blocks"]
+__all__ = ["end_streams", "pack_blocks", "sum_words", "unpack_blocks", "write_scaled"]
 
 _AHEAD_BYTES = 1024
 _FLAT = vector(I32, LANES)
@@ -177,6 +177,58 @@ def sum_words(e, rows, at, word, blocks, layout, floats):
         number = b.and_(b.sub(rows.number, done), ir.Constant(I64, -together))
         some(done, number, together)
         done = b.add(done, number)
+
+
+def write_scaled(
+    e: Emitter, source: Any, target: Any, run: tuple[Any, Any], scaled: Callable[[Any], Any], adds: Any, streamed: Any
+) -> None:
+    """Write ``scaled`` of floats ``run[0]`` to before ``run[1]`` of ``source`` to the same places of ``target``.
+
+    ``adds`` says whether to add them; ``streamed``, whether to send whole cache lines past the caches instead.
+    """
+    b, (begin, end), added = e.b, run, e.splat(adds)
+
+    def smaller(first: Any, second: Any) -> Any:
+        return b.select(b.icmp_signed("<", first, second), first, second)
+
+    def some(start: Any, lanes: Any) -> None:
+        mask, to = e.first_lanes(lanes), e.at(target, start, F32)
+        value = scaled(e.masked_load(e.at(source, start, F32), F32, mask))
+        before = e.masked_load(to, F32, b.and_(mask, added))
+        e.masked_store(b.select(added, b.fadd(before, value), value), to, mask)
+
+    def whole(start: Any, stop: Any, vectors: int, past: bool) -> None:
+        def turn(index: Any, _: Any) -> list[Any]:
+            places = [b.add(b.add(start, index), ir.Constant(I64, LANES * unit)) for unit in range(vectors)]
+            found = [scaled(e.load(e.at(source, p, F32), F32, align=4)) for p in places]
+            for p, value in zip(places, found):
+                to = e.at(target, p, F32)
+                if past:
+                    e.stream(value, to)
+                else:
+                    before = e.masked_load(to, F32, added)
+                    e.store(b.select(added, b.fadd(before, value), value), to, align=4)
+            return []
+
+        loop(b, b.sub(stop, start), LANES * vectors, [], turn)
+
+    # Elements up to an address that takes whole cache lines.
+    zero = ir.Constant(I64, 0)
+    address = b.ptrtoint(e.at(target, begin, F32), I64)
+    head = b.and_(b.lshr(b.sub(zero, address), ir.Constant(I64, 2)), ir.Constant(I64, LANES - 1))
+    head = b.select(streamed, smaller(head, b.sub(end, begin)), zero)
+    with b.if_then(b.icmp_signed("!=", head, zero)):
+        some(begin, head)
+    inner = b.add(begin, head)
+    pairs = b.add(inner, b.and_(b.sub(end, inner), ir.Constant(I64, -2 * LANES)))
+    lines = b.add(inner, b.and_(b.sub(end, inner), ir.Constant(I64, -LANES)))
+    with b.if_else(streamed) as (then, otherwise):
+        for branch, past in ((then, True), (otherwise, False)):
+            with branch:
+                whole(inner, pairs, 2, past)
+                whole(pairs, lines, 1, past)
+    with b.if_then(b.icmp_signed("<", lines, end)):
+        some(lines, b.sub(end, lines))
 
 
 @vector_body()

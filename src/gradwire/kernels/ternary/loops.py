@@ -11,24 +11,25 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from gradwire.kernels.numba_core.compiled import MIN_STREAMED, STREAMED_GROUPS, TILE_GROUPS, Compiled, rows_of
+from gradwire.kernels.numba_core.compiled import MIN_STREAMED, STREAMED_GROUPS, TILE_GROUPS, Compiled, one_row, rows_of
 from gradwire.kernels.numba_core.overloads import either, kept
 from gradwire.kernels.numba_core.segments import draw_of, find_segment, next_piece, noise_at
 from gradwire.kernels.numba_core.vectors import prefer_wide
 from gradwire.kernels.packing.divisions import word_table
-from gradwire.kernels.packing.loops import pack, tile_groups, unpack
+from gradwire.kernels.packing.loops import end_streams, pack, tile_groups, unpack
 from gradwire.kernels.table import GROUP_BYTES, GROUP_SIZE, PLANES
 
 __all__ = ["TernaryLoops", "decode_range", "encode_range", "sum_range"]
 
 # Of all that this is compiled from: what Numba keeps on disk is kept under this name (``make digests``).
-DIGEST = "c1f4192ef43cdb98"
+DIGEST = "ac7724744be61207"
 
 encode_groups = either("encode_groups", "ternary.scalar", "ternary.simd")
 sum_to_digits = either("sum_to_digits", "ternary.scalar", "ternary.simd")
 sum_to_words = either("sum_to_words", "ternary.scalar", "ternary.simd")
 decode_groups = either("decode_groups", "ternary.scalar", "ternary.simd")
 decode_streamed = either("decode_streamed", "ternary.scalar", "ternary.simd")
+write_digits = either("write_digits", "ternary.scalar", "ternary.simd")
 
 
 class TernaryLoops(Compiled):
@@ -54,7 +55,7 @@ class TernaryLoops(Compiled):
         self.split(groups, layout.digits, GROUP_SIZE * number, work)
 
     def decode(self, words, layout, table, scale, begin, end, x, accumulate):
-        packed, factors, target = rows_of(words[None]), scale.numpy(), x.numpy()
+        packed, factors, target = one_row(words), scale.numpy(), x.numpy()
         digits = word_table(layout, clamp=False)
 
         def work(first: int, last: int) -> None:
@@ -109,18 +110,6 @@ def _decode_long(simd, words, first, word, layout, count, scale, x, at):
     _decode_some(simd, words, first, word, layout, 80, scale, x, at)
     done = 1 + inner
     _decode_some(simd, words, first + done * size, word, layout, count - 80 * done, scale, x, at + 80 * done)
-
-
-@njit(nogil=True)
-def _write(floats, middle, factor, x, at, accumulate):
-    """Write digits, less the middle one, times the factor to ``x[at]`` and on, or add them."""
-    target = x[at : at + floats.size]
-    if accumulate:
-        for i in range(target.size):
-            target[i] += (floats[i] - middle) * factor
-    else:
-        for i in range(target.size):
-            target[i] = (floats[i] - middle) * factor
 
 
 @njit(nogil=True)
@@ -179,6 +168,7 @@ def decode_range(simd, words, layout, table, scale, begin, end, skip, x, accumul
         return
     tile, middle = tile_groups(layout.digits, TILE_GROUPS), np.float32(layout.base // 2)
     floats = np.empty(80 * tile + 16 * layout.digits, np.float32)
+    streamed = end - begin >= STREAMED_GROUPS and not accumulate
     segment = find_segment(table, begin)
     for tile_begin in range(begin, end, tile):
         group, tile_end = tile_begin, min(end, tile_begin + tile)
@@ -188,7 +178,9 @@ def decode_range(simd, words, layout, table, scale, begin, end, skip, x, accumul
             segment = piece.segment
             first, at, count, factor = 80 * (group - tile_begin), piece.at, piece.numel, scale[segment]
             if np.isfinite(factor):
-                _write(floats[first : first + count], middle, factor, x, at, accumulate)
+                long = streamed and count >= MIN_STREAMED
+                write_digits(simd, floats, first, count, middle, factor, x, at, accumulate, long)
             else:
                 _fill(factor, x, at, at + count, accumulate)
             group = piece.stop
+    end_streams(simd)

@@ -9,7 +9,7 @@ from numba import njit
 from gradwire.kernels.numba_core.philox_scalar import five_words
 from gradwire.kernels.packing.scalar import pack_blocks, word_at, word_width
 
-__all__ = ["decode_groups", "decode_streamed", "encode_groups", "sum_to_digits", "sum_to_words"]
+__all__ = ["decode_groups", "decode_streamed", "encode_groups", "sum_to_digits", "sum_to_words", "write_digits"]
 
 _u8, _u16, _u32, _u64 = np.uint8, np.uint16, np.uint32, np.uint64
 _i32, _f32 = np.int32, np.float32
@@ -82,3 +82,14 @@ def decode_groups(words, first, word, layout, count, scale, x, at):
 @njit(nogil=True)
 def decode_streamed(words, first, word, layout, groups, scale, x, at):
     decode_groups(words, first, word, layout, 80 * groups, scale, x, at)
+
+
+@njit(nogil=True)
+def write_digits(floats, first, count, middle, factor, x, at, accumulate, streamed):
+    source, target = floats[first : first + count], x[at : at + count]
+    if accumulate:
+        for i in range(target.size):
+            target[i] += (source[i] - middle) * factor
+    else:
+        for i in range(target.size):
+            target[i] = (source[i] - middle) * factor

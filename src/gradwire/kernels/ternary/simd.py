@@ -11,9 +11,10 @@ from numba import types
 
 from gradwire.kernels.numba_core.philox_simd import PhiloxVectors, five_words
 from gradwire.kernels.numba_core.vectors import F32, I8, I16, I32, I64, Emitter, loop, vector, vector_body
+from gradwire.kernels.packing.simd import write_scaled
 from gradwire.kernels.table import GROUP_BYTES, GROUP_SIZE, LANES, PLANES
 
-__all__ = ["decode_groups", "decode_streamed", "encode_groups", "sum_to_digits", "sum_to_words"]
+__all__ = ["decode_groups", "decode_streamed", "encode_groups", "sum_to_digits", "sum_to_words", "write_digits"]
 
 # high_product(v, c) = floor(v / 3^k) for all bytes v: c = ceil(2^16 / 3^k).
 _THIRDS = (21846, 7282, 2428, 810)
@@ -226,6 +227,18 @@ def decode_groups(e, words, first, word, layout, count, scale, x, at):
     loop(b, pairs, 1, [], pair)
     source_left = e.at(source, b.mul(pairs, ir.Constant(I64, 2 * LANES)), element)
     loop(b, b.sub(count, done), GROUP_SIZE, [source_left], masked)
+
+
+@vector_body()
+def write_digits(e, floats, first, count, middle, factor, x, at, accumulate, streamed):
+    """Write ``count`` digits from ``floats[first]`` on, less the middle one, times the factor to ``x[at]``, or add."""
+    b, middles, factors = e.b, e.splat(middle), e.splat(factor)
+    run = ir.Constant(I64, 0), count
+
+    def scaled(digit: Any) -> Any:
+        return b.fmul(b.fsub(digit, middles), factors)
+
+    write_scaled(e, floats.pointer(first, F32), x.pointer(at, F32), run, scaled, accumulate, streamed)
 
 
 @vector_body(types.void, "word")
