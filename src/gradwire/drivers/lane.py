@@ -32,7 +32,18 @@ CLOSE_S = 2.0
 
 MOST_TAGS = 1 << 20
 
-_OPS: dict[str, Any] = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+def _options(op: Any) -> Any:
+    made = dist.AllreduceOptions()
+    made.reduceOp = op
+    return made
+
+
+_REDUCES: dict[str, Any] = {
+    "sum": _options(dist.ReduceOp.SUM),
+    "max": _options(dist.ReduceOp.MAX),
+    "min": _options(dist.ReduceOp.MIN),
+}
 
 
 class WireError(Exception):
@@ -170,9 +181,7 @@ class Lane:
         raise TypeError(f"{type(op).__name__}: this operation needs buffers of the lane, and so its thread")
 
     def _start_reduce(self, op: Reduce) -> torch.futures.Future[Any]:
-        options = dist.AllreduceOptions()
-        options.reduceOp = _OPS[op.op]
-        return self._live().allreduce([op.value], options).get_future()  # type: ignore[no-any-return]
+        return self._live().allreduce([op.value], _REDUCES[op.op]).get_future()  # type: ignore[no-any-return]
 
     def _loop(self) -> None:
         while (item := self._jobs.get()) is not None:

@@ -222,8 +222,8 @@ class CastPlan(BucketPlan):
         if dtype is None and segments is not None:
             size = sum(s.numel for s in segments) * flat.element_size() * (context.world_size - 1)
             if size <= FEW_BYTES:
-                return (yield from gathered_mean(context, flat, segments))
-        return (yield from all_reduce(context, flat, dtype or flat.dtype, segments))
+                return gathered_mean(context, flat, segments)
+        return all_reduce(context, flat, dtype or flat.dtype, segments)
 
 
 @dataclass(frozen=True, eq=False)

@@ -71,10 +71,15 @@ class LinkRuntime:
         self.round += 1
         self.rounds_here += 1
 
-    def context(self, plan: BucketPlan, bucket: int, chunk: int | None, round: int) -> Context:
+    def context(self, plan: BucketPlan, bucket: int, chunk: int | None, round: int, wants_sent: bool) -> Context:
         """Return what a protocol may know while it exchanges a chunk (None: prepares the whole bucket)."""
         with self._lock:
-            space = self._spaces.setdefault(plan, {}).setdefault(chunk, Workspace())
+            spaces = self._spaces.get(plan)
+            if spaces is None:
+                spaces = self._spaces[plan] = {}
+            space = spaces.get(chunk)
+            if space is None:
+                space = spaces[chunk] = Workspace()
         return Context(
             rank=self.rank,
             world_size=self.world_size,
@@ -82,7 +87,7 @@ class LinkRuntime:
             bucket=bucket,
             chunk=chunk or 0,
             workspace=space,
-            wants_sent=self.diagnostics.wanted(round),
+            wants_sent=wants_sent,
             memory=self.memory,
             loss_scale=scale_of(self._grad_scaler),
             warn=self.warnings.once,
