@@ -6,6 +6,7 @@ command a line and answers each with one JSON line.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import sys
@@ -62,6 +63,13 @@ class Rank:
         cpu_s = time.process_time() - busy
         counted = {key: value - before[key] for key, value in chosen.counts().items()}
         return {"times_s": times, "cpu_s": cpu_s, "counted": counted}
+
+    def trace(self, variant: str, count: int) -> dict[str, Any]:
+        """Take steps; return this process's spans in them, and what the link counted."""
+        chosen = self.variants[variant]
+        before = chosen.counts()
+        spans = [dataclasses.asdict(span) for span in chosen.trace(count)]
+        return {"spans": spans, "sent_bytes": chosen.counts().get("sent_bytes", 0) - before.get("sent_bytes", 0)}
 
     def forget_timeline(self, variant: str) -> dict[str, Any]:
         """Begin a new timeline."""

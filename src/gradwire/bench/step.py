@@ -122,8 +122,8 @@ def measure_grid(grid: StepGrid, path: Path, say: Callable[[str], None], deadlin
             continue
         # The timeline and the floor belong to the cell: computing alone is measured beside whatever is.
         names = list(dict.fromkeys([COMPUTE, *missing]))
-        with contextlib.suppress(OutOfTimeError), _family(grid, model, family[0], deadline) as (ranks, network):
-            timeline = _sleeps(grid, model, ranks, found.values())
+        with contextlib.suppress(OutOfTimeError), open_cluster(grid, model, family[0], deadline) as (ranks, network):
+            timeline = tell_to_sleep(grid, model, ranks, found.values())
             numel = [ranks.ask("build", variant=name)[0]["numel"] for name in names][-1]
             for topology in family:
                 chosen = [n for n in names if n in wanted[topology.spec()]]
@@ -144,16 +144,17 @@ def measure_grid(grid: StepGrid, path: Path, say: Callable[[str], None], deadlin
 
 
 @contextlib.contextmanager
-def _family(
-    grid: StepGrid, model: str, topology: Topology, deadline: Deadline | None
+def open_cluster(
+    grid: StepGrid, model: str, topology: Topology, deadline: Deadline | None = None
 ) -> Iterator[tuple[Ranks, Network | None]]:
+    """Start the ranks of a model for the body, on an emulated cluster without limits or on loopback."""
     with contextlib.ExitStack() as stack:
         network = None if grid.loopback else stack.enter_context(open_network(topology.with_bandwidth(None)))
         yield stack.enter_context(open_ranks(model, topology.hosts, network, deadline)), network
 
 
-def _sleeps(grid: StepGrid, model: str, ranks: Ranks, rows: Iterable[Row]) -> Row | None:
-    """Tell the ranks what to sleep through, if they are to sleep: the timeline in a row, or a new one."""
+def tell_to_sleep(grid: StepGrid, model: str, ranks: Ranks, rows: Iterable[Row] = ()) -> Row | None:
+    """Tell the ranks what to sleep through, if they are to sleep: the timeline in a row, or a new one; return it."""
     if grid.compute != "sleep":
         return None
     kept = [r["timeline"] for r in rows if r["model"] == model and compute_of(r) == "sleep" and r.get("timeline")]

@@ -12,6 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 import gradwire as gw
 from gradwire.bench.compute import Compute, make_compute
 from gradwire.bench.models import Batch, BenchModel
+from gradwire.drivers import Span, Trace
 from gradwire.experiments.errors import UsageError
 from gradwire.model.timeline import Recorder, Timeline
 
@@ -88,29 +89,48 @@ class Variant:
         """Elements of all parameters."""
         return sum(parameter.numel() for parameter in self.compute.ddp.parameters())
 
-    def steps(self, count: int) -> list[float]:
+    def trace(self, count: int) -> list[Span]:
+        """Take steps and return what this thread and the link's lanes did in them."""
+        trace = Trace()
+        if self.link is not None:
+            self.link.trace(trace)
+        try:
+            self.steps(count, trace)
+        finally:
+            if self.link is not None:
+                self.link.trace(None)
+        return trace.spans()
+
+    def steps(self, count: int, trace: Trace | None = None) -> list[float]:
         """Take steps and return the seconds of each.
 
         All ranks begin together. The exchange keeps them together; without one, a barrier does, and its time does not
         count.
         """
         dist.barrier()
-        times, last = [], time.perf_counter()
+        times: list[float] = []
+        last = time.perf_counter()
         for _ in range(count):
             if self.recorder:
                 dist.barrier()
                 last = time.perf_counter()
                 self.recorder.begin()
+            marks = [last]
             loss = self.compute.forward()
+            marks.append(time.perf_counter())
             if self.recorder:
                 self.recorder.forward_ended()
             loss.backward()
+            marks.append(time.perf_counter())
             if self.recorder:
                 self.recorder.backward_ended()
             self.compute.update()
             if self.recorder:
                 self.recorder.end()
             now = time.perf_counter()
+            if trace is not None:
+                for name, began_s, ended_s in zip(("forward", "backward", "update"), marks, (*marks[1:], now)):
+                    trace.add(COMPUTE, name, began_s, ended_s, f"step {len(times)}")
             times.append(now - last)
             last = now
         return times

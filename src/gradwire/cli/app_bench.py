@@ -79,6 +79,46 @@ def step(
 
 
 @bench.command()
+def timeline(
+    model: Annotated[str, typer.Option(help="mlp, resnet, transformer, lenet")] = "mlp",
+    lab: Annotated[
+        str, typer.Option(metavar="SPEC", help="The cluster; with --loopback its number of hosts alone counts")
+    ] = "hosts=4,bandwidth=100mbit",
+    loopback: Annotated[bool, typer.Option("--loopback", help="No emulated cluster, no limits, no root")] = False,
+    method: Annotated[str, typer.Option("--method", "-m", metavar="SPEC", help=o.METHOD_HELP)] = "terngrad",
+    compute: Annotated[str, typer.Option(metavar="real|sleep", help="As for bench step")] = "sleep",
+    steps: Annotated[int, typer.Option(help="To be recorded, after a few that are not")] = 3,
+    rank: Annotated[int, typer.Option(help="Whose last step the figure shows")] = 0,
+    out: Annotated[
+        Path,
+        typer.Option("--out", "-o", metavar="FILE", help="All ranks' spans, for Perfetto or Chrome's tracing page"),
+    ] = Path("timeline.json"),
+    figure: Annotated[Path | None, typer.Option(metavar="FILE", help="One rank's lanes, PNG or SVG")] = None,
+    as_json: o.AsJson = False,
+    debug: o.Debug = False,
+) -> None:
+    """Record what each lane does in a step: encode, wait for its turn, send, decode; and where the link is idle.
+
+    Example: [cyan]sudo env "PATH=$PATH" gradwire bench timeline --method coded --figure coded.png[/cyan]
+    """
+    with handled(debug):
+        from gradwire.cli import bench_commands
+
+        bench_commands.timeline(
+            model=model,
+            lab=lab,
+            loopback=loopback,
+            method=method,
+            compute=compute,
+            steps=steps,
+            rank=rank,
+            out=out,
+            figure=figure,
+            as_json=as_json,
+        )
+
+
+@bench.command()
 def kernels(
     elements: Annotated[int, typer.Option(help="Of the large vectors")] = 20_000_000,
     repetitions: Annotated[int, typer.Option(help="Of each kernel")] = 15,

@@ -10,14 +10,16 @@ from typing import Any
 from gradwire.bench.kernels import measure_kernels
 from gradwire.bench.models import MODELS
 from gradwire.bench.step import BANDWIDTHS, BYTES_TOLERANCE, HOSTS, StepGrid, compute_of, measure_grid
+from gradwire.bench.timeline import summarise, trace_steps, write_trace
 from gradwire.bench.variants import VARIANTS
 from gradwire.cli.options import check_figure
-from gradwire.cli.show import print_json, print_steps
+from gradwire.cli.show import print_json, print_steps, print_timeline
 from gradwire.experiments.errors import RunError, UsageError
 from gradwire.lab import Topology, parse_rate
 from gradwire.report.steps import draw_steps
+from gradwire.report.timeline import draw_timeline
 
-__all__ = ["kernels", "step"]
+__all__ = ["kernels", "step", "timeline"]
 
 
 def step(
@@ -83,6 +85,49 @@ def flat(row: Mapping[str, Any]) -> dict[str, Any]:
     """Leave out what is not a plain value; a row from before ranks could sleep gets the field that it lacks."""
     nested = ("timeline", "record", "turn_medians_s")
     return {key: value for key, value in row.items() if key not in nested} | {"compute": compute_of(row)}
+
+
+def timeline(
+    *,
+    model: str,
+    lab: str,
+    loopback: bool,
+    method: str,
+    compute: str,
+    steps: int,
+    rank: int,
+    out: Path,
+    figure: Path | None,
+    as_json: bool,
+) -> None:
+    """Record, write the trace, print the summary, draw.
+
+    Raises:
+        UsageError: there is no such rank, or the exchange has no lanes of ours.
+    """
+    check_figure(figure)
+    topology = Topology.parse(lab)
+    if loopback:
+        topology = Topology(hosts=topology.hosts)
+    if not 0 <= rank < topology.hosts:
+        raise UsageError(f"--rank {rank}: there are ranks 0 to {topology.hosts - 1}")
+    grid = StepGrid(
+        models=[model], topologies=[topology], variants=[f"gradwire {method}"], loopback=loopback, compute=compute
+    )
+    traces = trace_steps(grid, steps)
+    write_trace(out, traces)
+    rows = summarise(traces, topology.bandwidth)
+    if as_json:
+        print_json(rows)
+    else:
+        print_timeline(rows)
+        print(f"trace: {out}")
+    if figure is not None:
+        parts, lanes = traces[rank].steps()[-1]
+        spans = [("compute", name, *ends) for name, ends in parts.items()]
+        spans += sorted((s.track, s.name, s.began_s, s.ended_s) for s in lanes)
+        draw_timeline(figure, spans, f"{model}, {topology.spec()}, {method}, compute {compute}: rank {rank}")
+        print(f"figure: {figure}", file=sys.stderr)
 
 
 def kernels(elements: int, repetitions: int, backend: str, *, as_json: bool) -> None:

@@ -20,6 +20,7 @@ __all__ = [
     "print_runs",
     "print_steps",
     "print_table",
+    "print_timeline",
     "print_verdicts",
 ]
 
@@ -91,6 +92,29 @@ def print_steps(rows: Sequence[Mapping[str, Any]]) -> None:
             f"{row['ratio_to_floor']:.2f}",
             "-" if sent is None else bytes_text(sent),
             "-" if speedup is None else f"{speedup:.2f} x",
+        )
+    print_table(table)
+
+
+def print_timeline(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print one line a rank and step: the parts of the step, and where the link was idle."""
+    table = _table(
+        "rank", "step", "whole", "forward", "idle", "rows", "floor", "idle between", "idle after", "update",
+        "encode", "wait", "messages", "decode",
+    )  # fmt: skip
+    keys: tuple[str, ...] = (
+        "step_time_s",
+        "forward_s",
+        "before_rows_s",
+        "rows_s",
+        "wire_floor_s",
+        "between_rows_s",
+        "after_rows_s",
+    )
+    keys += ("update_s", "encode_s", "wait_for_turn_s", "small_messages_s", "decode_s")
+    for row in rows:
+        table.add_row(
+            str(row["rank"]), str(row["step"]), *("-" if row[k] is None else seconds_text(row[k]) for k in keys)
         )
     print_table(table)
 

@@ -4,6 +4,7 @@ from gradwire.drivers.dry_run import dry_run
 from gradwire.drivers.lane import Job, Lane, WireError
 from gradwire.drivers.local_profiler import LocalProfiler, Stage, profile_locally
 from gradwire.drivers.simulation import simulate_ranks
+from gradwire.drivers.trace import Span, Trace
 from gradwire.drivers.traffic import Meter, Traffic, dense_bytes
 from gradwire.drivers.transfer_order import TransferOrder
 
@@ -12,7 +13,9 @@ __all__ = [
     "Lane",
     "LocalProfiler",
     "Meter",
+    "Span",
     "Stage",
+    "Trace",
     "Traffic",
     "TransferOrder",
     "WireError",

@@ -112,7 +112,8 @@ class BucketExchange:
             self.runtime.failures.refuse()
             run(lane)
 
-        return Job(guarded, partial(self._fail, chunk))
+        label = f"bucket {self.bucket}" if chunk is None else f"bucket {self.bucket}, chunk {chunk}"
+        return Job(guarded, partial(self._fail, chunk), label)
 
     def _fail(self, chunk: int | None, error: Exception) -> None:
         where = place(self.bucket, chunk, self.round, [s.parameter.name for s in self.segments])

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gradwire.drivers import Lane, Traffic, TransferOrder
+from gradwire.drivers import Lane, Trace, Traffic, TransferOrder
 from gradwire.errors import ExchangeError
 from gradwire.methods import Method, require
 from gradwire.planning import Options
@@ -250,6 +250,11 @@ class Link:
                 row["residual_norm"] = residual
         counts = {"rounds": runtime.round, "skipped_rounds": runtime.skipped_rounds}
         return {"parameters": rows, **counts, **runtime.seconds()}
+
+    def trace(self, trace: Trace | None) -> None:
+        """Let the lanes record what they do from now on; None ends that. What casts do is not recorded."""
+        for lane in self._runtime.lanes:
+            lane.trace = trace
 
     def record(self) -> dict[str, Any]:
         """What runs, in plain values, for a run's record: also what "auto" chose."""
