@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from fractions import Fraction
 
 import pytest
 import torch
@@ -419,3 +420,15 @@ def test_an_operator_is_part_of_the_spec() -> None:
     assert gw.method(repr(method)) == method
     with pytest.raises(HyperparameterError, match="prox is None"):
         gw.DIANA(prox=0.1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("numel", [16, 64, 512])
+def test_theorem_2_has_a_constant_for_every_alpha_below_the_default_and_none_at_it(numel: int) -> None:
+    """(1 + N c alpha^2) / (1 + N c alpha) <= 1 / (1 + omega) for some c > 0; N c is one number here."""
+    limit = Fraction(gw.DIANA(compressor=gw.QSGDinf(levels=1, block_size=numel)).rate)
+    for share in (Fraction(1, 2), Fraction(9, 10), Fraction(999, 1000)):
+        alpha = share * limit
+        c = (1 - limit) / (alpha * (limit - alpha))
+        assert (1 + c * alpha**2) / (1 + c * alpha) == limit
+    for power in range(0, 100, 10):
+        assert (1 + 10**power * limit**2) / (1 + 10**power * limit) > limit

@@ -109,7 +109,8 @@ class DIANA(Wrapper):
         compressor: An unbiased operator Q.
         alpha: Learning rate of the shifts; None: 1 / (1 + omega), the fastest for a constant gradient, with omega the
             compressor's variance constant. Above 2 / (1 + omega) shifts may diverge.
-        momentum: Of v, 0 to below 1. Leave it at 0 where the optimizer has one.
+        momentum: Of v, at least 0 and below 1; above 0 the optimizer must have none. Parameters that travel in float32,
+            and rounds of warm-up, are left without.
         shifts: "float64" or "float32": half the memory, enough where minibatches are noisy.
         prox: A proximal operator, ``L1(strength=...)`` or ``Box(low=..., high=...)``, applied with the learning rate
             after each step of the optimizer, which ``attach(..., optimizer=...)`` must then be given:

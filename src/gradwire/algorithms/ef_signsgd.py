@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
-import torch
-
-from gradwire.algorithms.error_feedback import ErrorFeedback, momentum_beside_residual
+from gradwire.algorithms.error_feedback import ErrorFeedback
 from gradwire.compressors import ScaledSign
 from gradwire.compressors.level_compressor import check_blocks
 from gradwire.errors import HyperparameterError
@@ -85,7 +82,3 @@ class EFSignSGD(ErrorFeedback):
         object.__setattr__(self, "block_size", next(iter(sizes), None))
         object.__setattr__(self, "compressor", ScaledSign(block_size=self.block_size))
         super().__post_init__()
-
-    def caution(self, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> str | None:
-        longest = max((p.numel() for p in parameters.values()), default=1)
-        return momentum_beside_residual(self, optimizer, self.compressor.delta_of(longest) or 0.0)

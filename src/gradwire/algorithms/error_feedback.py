@@ -149,13 +149,14 @@ class ErrorFeedback(ResidualAlgorithm, Wrapper):
 
     def caution(self, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> str | None:
         inner = self.compressor
-        if isinstance(inner, GRandK):
+        if isinstance(inner, GRandK) and inner.cycle > 1:
             # A vector may lie wholly in what a round does not send.
-            delta = 1.0 if inner.cycle == 1 else 0.0
+            delta = 0.0
         elif inner.worst_step is not None and inner.worst_step < 1:
+            # Its residual is bounded otherwise, in each element.
             delta = 1.0
         else:
-            delta = inner.delta or 0.0
+            delta = inner.delta_of(max((p.numel() for p in parameters.values()), default=1)) or 0.0
         return momentum_beside_residual(self, optimizer, delta)
 
     def plan(self, setting: PlanSetting) -> BucketPlan:

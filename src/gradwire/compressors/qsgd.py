@@ -132,7 +132,7 @@ class QSGDinf(EvenLevels):
     Raises:
         HyperparameterError: ``levels`` or ``block_size`` is out of range, or ``blocks`` another word.
 
-    Reference: D. Alistarh et al., NIPS 2017, section 4 ("we normalise by the maximum"); N. Ramezani-Kebrya et al.,
+    Reference: D. Alistarh et al., NIPS 2017, section 4 ("we normalise by the maximum"); A. Ramezani-Kebrya et al.,
     JMLR 2021, call it QSGDinf.
 
     Example:
