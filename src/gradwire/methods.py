@@ -15,7 +15,7 @@ __all__ = ["Inherited", "Method", "Properties", "require"]
 
 @dataclass(frozen=True, kw_only=True)
 class Properties:
-    """What a method declares whatever its fields are; the shared tests hold it to each line.
+    """The properties that a method declares for all values of its fields; the shared tests check each of them.
 
     What depends on the fields is declared on the method itself: :attr:`Method.unbiased`, :attr:`Method.omega`,
     :attr:`Method.delta`.
@@ -74,7 +74,7 @@ class Method:
     """Whether the outcome is the mean of the gradients, whatever they are, on average over draws."""
 
     unbiased_note: ClassVar[str | None] = None
-    """What to show in place of "yes" or "no", where ``unbiased`` alone does not say enough."""
+    """The text to show in place of "yes" or "no" where ``unbiased`` alone does not say enough."""
 
     omega_formula: ClassVar[str | None] = None
     """``omega`` for vectors, or blocks, of d elements as a formula to be shown, or a bound where it is too long."""

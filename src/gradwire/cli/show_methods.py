@@ -44,7 +44,7 @@ def unbiased_text(row: Mapping[str, Any]) -> str:
 
 
 def print_methods(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print one line a method, or all that is known of a single one."""
+    """Print one line for each method, or all properties of a single one."""
     if len(rows) == 1:
         _print_one(rows[0])
         return

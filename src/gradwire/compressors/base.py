@@ -1,4 +1,4 @@
-"""What every compressor is: a method that is an operator on one vector."""
+"""The base class of compressors: methods that are operators on one vector."""
 
 from __future__ import annotations
 
@@ -26,4 +26,4 @@ class Compressor(Method):
 
     @abstractmethod
     def codec(self, kernels: Kernels, segments: Sequence[Segment], world_size: int, seed: int) -> Codec:
-        """Bind the compressor to segments."""
+        """Return the codec that encodes and decodes the segments of a bucket."""

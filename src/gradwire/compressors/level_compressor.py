@@ -13,10 +13,10 @@ __all__ = ["LevelCompressor", "check_blocks"]
 
 
 def check_blocks(owner: str, block_size: int | None, blocks: str) -> None:
-    """Check the two fields that say which values share a scale.
+    """Check the fields ``block_size`` and ``blocks``, which determine the values that share a scale.
 
     Raises:
-        HyperparameterError: ``block_size`` is not None or a multiple of 16, or ``blocks`` not one of the two words.
+        HyperparameterError: ``block_size`` is not None or a multiple of 16, or ``blocks`` is neither of the two words.
     """
     whole = isinstance(block_size, int) and not isinstance(block_size, bool)
     require(
@@ -55,7 +55,7 @@ class LevelCompressor(Compressor):
 
     @property
     def whole_step(self) -> bool:  # type: ignore[override]
-        """Blocks that cross parameters need the gradients of all of them."""
+        """Whether blocks cross parameters: they then need the gradients of all of them."""
         return self.joined
 
     @property

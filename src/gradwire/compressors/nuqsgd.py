@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["NUQSGD"]
 
 MOST_LEVELS = 100
-"""2^-99 is the smallest level that a scale above 2^-100 can be told from zero by."""
+"""The smallest level is then 2^-99; the kernels could not tell smaller ones from zero."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 __all__ = ["PQuantisation"]
 
 MOST_SUMMED = 4096
-"""Longest block for p = 1: chances come in steps of 2^-24, and so a value errs by up to d 2^-24 mean magnitudes."""
+"""Longest block for p = 1. Probabilities are multiples of 2^-24, so that the mean of a value is off by up to d 2^-24
+mean magnitudes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,8 +81,8 @@ class PQuantisation(LevelCompressor):
         require(
             self.p != 1 or (self.block_size is not None and self.block_size <= MOST_SUMMED),
             owner,
-            f"with p=1 use a block_size of at most {MOST_SUMMED}, not {self.block_size!r}: of a block one value is not "
-            "zero on average, and chances in longer ones are too small for 24 random bits",
+            f"with p=1 use a block_size of at most {MOST_SUMMED}, not {self.block_size!r}: one value of a "
+            "block is not zero on average, and probabilities in longer blocks are too small for 24 random bits",
         )
 
     @property

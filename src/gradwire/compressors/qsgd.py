@@ -86,7 +86,7 @@ class QSGD(EvenLevels):
             the order of ``named_parameters``; the exchange then begins when the whole gradient is there.
 
     Raises:
-        HyperparameterError: ``levels`` or ``block_size`` is out of range, or ``blocks`` another word.
+        HyperparameterError: ``levels`` or ``block_size`` is out of range, or ``blocks`` is neither of the two words.
 
     Wire: float32 norms, then digits of base 2s + 1, packed (``docs/wire-format.md``); every worker receives every
     worker's. An entropy coder (:class:`Coded`) takes 5.33 bits at s = 16 and d = 512 to about 2. Draws from the rank's
@@ -130,7 +130,7 @@ class QSGDinf(EvenLevels):
         blocks: "parameter" or "model", as for :class:`QSGD`.
 
     Raises:
-        HyperparameterError: ``levels`` or ``block_size`` is out of range, or ``blocks`` another word.
+        HyperparameterError: ``levels`` or ``block_size`` is out of range, or ``blocks`` is neither of the two words.
 
     Reference: D. Alistarh et al., NIPS 2017, section 4 ("we normalise by the maximum"); A. Ramezani-Kebrya et al.,
     JMLR 2021, call it QSGDinf.

@@ -118,12 +118,12 @@ class TernGrad(Compressor):
 
     @property
     def unbiased_note(self) -> str | None:  # type: ignore[override]
-        """What is unbiased where something is clipped."""
+        """That the outcome is unbiased for the clipped gradient, where something is clipped."""
         return None if self.unbiased else "for the clipped gradient"
 
     @property
     def omega_formula(self) -> str | None:  # type: ignore[override]
-        """Where nothing is clipped and each worker has its own scaler: another's may be any number of times larger."""
+        """The bound without clipping and sharing; a shared scaler may be any number of times a worker's own."""
         return None if self.share_scaler or not self.unbiased else "(sqrt(d) - 1) / 2"
 
     def omega_of(self, numel: int | None = None) -> float | None:
@@ -160,10 +160,10 @@ class TernarySummary:
 
 
 class TernaryCodec(SummableCodec):
-    """Trits of many segments; a unit is a group of 80 elements, sixteen bytes.
+    """The codec of trits of many segments; a unit is a group of 80 elements in sixteen bytes.
 
-    Without shared scalers a payload is float32 scalers (padded to sixteen bytes) and then all trits, and only
-    :meth:`decode_rows` applies.
+    Without shared scalers a payload consists of the float32 scalers, padded to sixteen bytes, and all trits, and it is
+    decoded by :meth:`decode_rows` alone.
     """
 
     def __init__(self, kernels: Kernels, table: SegmentTable, world_size: int, method: TernGrad) -> None:
