@@ -72,7 +72,7 @@ def exchange_of(
     options: Options | None = None,
     repeats: int = 5,
 ) -> ExchangeProfile:
-    """BucketPlan and profile_locally every bucket on this machine.
+    """Plan and profile every bucket on this machine.
 
     Args:
         parameters: By name; their values are not read, so ``meta`` tensors do.

@@ -90,7 +90,7 @@ class Planner:
             self._last_used.clear()
 
     def check(self) -> None:
-        """BucketPlan all parameters once, without data or kernels, so that what has no plan is refused before a step.
+        """Plan all parameters once, without data or kernels, so that what has no plan is refused before a step.
 
         Raises:
             IncompatibleError: the method cannot work with so many workers, or a method around it with its payload.

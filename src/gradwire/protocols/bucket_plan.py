@@ -91,7 +91,7 @@ def make_plan(
     warm_up: bool = False,
     coder: Coder | None = None,
 ) -> BucketPlan:
-    """BucketPlan the exchange of one bucket.
+    """Plan the exchange of one bucket.
 
     Args:
         collective: One of the method's protocols, by name.
@@ -137,7 +137,7 @@ class PlanSetting:
     coder: Coder | None = None
 
     def plan(self, method: Method, *, warm_up: bool = False) -> BucketPlan:
-        """BucketPlan the exchange of the same bucket by another method."""
+        """Plan the exchange of the same bucket by another method."""
         return make_plan(
             method,
             self.segments,
@@ -165,7 +165,7 @@ class Algorithm(Method):
 
     @abstractmethod
     def plan(self, setting: PlanSetting) -> BucketPlan:
-        """BucketPlan the exchange of one bucket."""
+        """Plan the exchange of one bucket."""
 
     def warm_up_plan(self, setting: PlanSetting) -> BucketPlan:
         """Return the plan of a bucket in rounds of warm-up, where everything travels in float32.

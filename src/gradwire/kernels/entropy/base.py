@@ -63,7 +63,7 @@ class Coder(Protocol):
         ...
 
     def bound(self, symbols: int) -> int:
-        """Give the most bytes that :meth:`encode` may need, header, table and check included: ``24 + symbols``."""
+        """Return the most bytes that :meth:`encode` may need, header, table and check included: ``24 + symbols``."""
         ...
 
     def encode(self, symbols: torch.Tensor, out: torch.Tensor) -> int:
@@ -91,7 +91,7 @@ class Coder(Protocol):
 
 
 def entropy_bits(symbols: torch.Tensor) -> float:
-    """Give the empirical order-0 entropy of bytes, in bits for all of them: ``sum over s of c_s log2(n / c_s)``.
+    """Return the empirical order-0 entropy of bytes, in bits for all of them: ``sum over s of c_s log2(n / c_s)``.
 
     Example:
         >>> entropy_bits(torch.tensor([0, 0, 1, 1], dtype=torch.uint8))
@@ -103,7 +103,7 @@ def entropy_bits(symbols: torch.Tensor) -> float:
 
 
 def bytes_of(name: str, tensor: torch.Tensor, at_least: int = 0) -> Bytes:
-    """Give a tensor's memory as an array; refuse one that is no contiguous vector of bytes on the CPU."""
+    """Return a tensor's memory as an array; refuse one that is no contiguous vector of bytes on the CPU."""
     if tensor.dtype != torch.uint8 or tensor.ndim != 1 or not tensor.is_contiguous() or tensor.device.type != "cpu":
         raise HyperparameterError(
             f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)} on {tensor.device}: a contiguous vector of "
@@ -132,7 +132,7 @@ class Frame:
     body_bytes: int
 
     def pack(self) -> bytes:
-        """Give the first 16 bytes of the header."""
+        """Return the first 16 bytes of the header."""
         return _FIELDS.pack(CODER_IDS[self.coder], self.mode, 0, self.symbols, self.body_bytes, 0)
 
 

@@ -22,7 +22,7 @@ _MASK = 2**64 - 1
 
 
 def reference_check(head: bytes, body: Bytes) -> int:
-    """Give the check of 16 bytes of header and a body.
+    """Return the check of 16 bytes of header and a body.
 
     Example:
         >>> hex(reference_check(bytes(16), np.zeros(0, np.uint8)))

@@ -19,7 +19,7 @@ CODER_BACKENDS = ("auto", "reference", "cpu", "cpu-plain")
 
 @cache
 def get_coder(name: str, backend: str = "auto") -> Coder:
-    """Give an entropy coder; the same object for the same arguments. It may be used by several threads at once.
+    """Return an entropy coder; the same object for the same arguments. It may be used by several threads at once.
 
     Args:
         name: ``rans`` (within a percent of the entropy from some hundred thousand symbols of 2.5 bits and more on) or

@@ -67,7 +67,7 @@ def choose_lengths(counts: Any, lengths: Any, order: Any, weights: Any, leaves: 
 
 
 def assign_codes(lengths: Any, codes: Any) -> bool:
-    """Give each symbol its canonical code (int64 ``[256]``), bits reversed; tell whether the lengths fill the code.
+    """Return each symbol its canonical code (int64 ``[256]``), bits reversed; tell whether the lengths fill the code.
 
     Example:
         >>> lengths, codes = np.zeros(256, np.int64), np.zeros(256, np.int64)

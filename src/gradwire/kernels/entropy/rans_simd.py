@@ -40,7 +40,7 @@ class Picked(NamedTuple):
 
 
 def _next_words(e: Emitter, form: Any, pointer: Any, short: Any) -> Any:
-    """Give the words from ``pointer`` on to the lanes that are short, in 32 bits; what others get is unspecified."""
+    """Return the words from ``pointer`` on to the lanes that are short, in 32 bits; what others get is unspecified."""
     b, wide = e.b, vector(I32, e.lanes)
     if form is Expanded:
         return b.zext(e.expand_load(pointer, I16, short), wide)
@@ -178,7 +178,7 @@ def match_row(typing_context, data, at, value):
 
 @intrinsic
 def lowest(typing_context, bits):
-    """Give the place of the lowest bit that is set."""
+    """Return the place of the lowest bit that is set."""
 
     def codegen(context, builder, signature, arguments):
         return Emitter(builder).call("llvm.cttz.i64", I64, [arguments[0], ir.Constant(ir.IntType(1), 0)])

@@ -108,13 +108,13 @@ def _in_order(frequencies: Integers) -> Integers:
 
 
 def _starts(frequencies: Integers) -> Integers:
-    """Give the first slot of each symbol and, at 256, of the escape, which comes first."""
+    """Return the first slot of each symbol and, at 256, of the escape, which comes first."""
     before = np.cumsum(_in_order(frequencies)) - _in_order(frequencies)
     return np.concatenate([before[1:], before[:1]])
 
 
 def _owners(frequencies: Integers) -> Integers:
-    """Give the symbol or escape that owns each slot."""
+    """Return the symbol or escape that owns each slot."""
     return np.repeat(np.concatenate([[ESCAPE], np.arange(ESCAPE)]), _in_order(frequencies))
 
 
