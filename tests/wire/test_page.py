@@ -14,6 +14,7 @@ from gradwire.kernels.entropy import get_coder
 from gradwire.ops import AllGather, Op
 from gradwire.planning import Options, Planner
 from gradwire.protocols import Context, Memory
+from gradwire.wire import HEADER_BYTES
 
 NUMEL, BLOCK, WORKERS = 203, 32, 2
 WORDS = {1: "B", 2: "<u2", 4: "<u4"}
@@ -111,4 +112,31 @@ def test_a_section_of_levels_is_read_as_the_page_says(method: gw.Method, coded: 
             get_coder("rans", "reference").decode(section, room)
             body = body[16 : 16 + plain] + bytes(room.tolist())
         total = total + np.fromiter(decode(body, values, base, width, digits), np.float32)
+    assert torch.equal(torch.from_numpy(total), mean)
+
+
+SIGNS = [
+    (gw.ScaledSign(), NUMEL),
+    (gw.ScaledSign(block_size=BLOCK), BLOCK),
+    (gw.EFSignSGD(block_size=BLOCK), BLOCK),
+    (gw.OneBit(), NUMEL),
+    (gw.OneBit(block_size=BLOCK), BLOCK),
+]
+
+
+@pytest.mark.parametrize(("method", "run"), SIGNS, ids=repr)
+def test_a_section_of_signs_is_read_as_the_page_says(method: gw.Method, run: int) -> None:
+    """Values of runs padded to sixteen bytes, all of bit 1 before all of bit 0, then ten bytes for 80 elements."""
+    gradients = torch.randn(WORKERS, NUMEL, generator=torch.Generator().manual_seed(3))
+    sent, mean = payloads(method, gradients)
+    runs, sides = -(-NUMEL // run), 2 if isinstance(method, gw.OneBit) else 1
+    total = np.zeros(NUMEL, np.float32)
+    for data in sent:
+        body = data[HEADER_BYTES:]
+        values = np.frombuffer(body[: 4 * sides * runs], "<f4").reshape(sides, runs) * np.float32(1 / WORKERS)
+        bits = body[-(-4 * sides * runs // 16) * 16 :]
+        for e in range(NUMEL):
+            group, i = divmod(e, 80)
+            above = bits[10 * group + i // 8] >> i % 8 & 1
+            total[e] += values[0, e // run] if above else values[1, e // run] if sides == 2 else -values[0, e // run]
     assert torch.equal(torch.from_numpy(total), mean)
