@@ -12,18 +12,18 @@ from torch import Tensor
 
 from gradwire.experiments import tasks
 
-__all__ = ["arguments", "gradients"]
+__all__ = ["gradients", "parser"]
 
 BATCH = 32
 """Of a worker."""
 
 
-def arguments(doc: str | None) -> argparse.Namespace:
-    """Read where the data lies, and where the record goes."""
+def parser(doc: str | None) -> argparse.ArgumentParser:
+    """Return a parser of where the data lies, and where the record goes."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", required=True, help="folder with CIFAR-10's data batches")
     parser.add_argument("--json", type=Path)
-    return parser.parse_args()
+    return parser
 
 
 def gradients(data: str, workers: int) -> Iterator[tuple[int, Tensor]]:

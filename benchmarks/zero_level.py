@@ -13,7 +13,7 @@ import sys
 from typing import Any
 
 import torch
-from cifar_gradients import arguments, gradients
+from cifar_gradients import gradients, parser
 from runs import write
 
 BLOCKS = (64, 1024, 8192, 32768)
@@ -39,7 +39,7 @@ def variance(levels: torch.Tensor, g: torch.Tensor, block_size: int, norm: float
 
 def main() -> int:
     """Train, measure, print."""
-    chosen = arguments(__doc__)
+    chosen = parser(__doc__).parse_args()
     rows: list[dict[str, Any]] = []
     for step, (g,) in gradients(chosen.data, workers=1):
         for block_size in BLOCKS if step in STEPS else ():
