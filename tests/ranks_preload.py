@@ -11,7 +11,8 @@ import torch.distributed
 from torch.nn.parallel import DistributedDataParallel  # noqa: F401
 
 import gradwire  # noqa: F401
-from gradwire.kernels import CODERS, FAMILIES, get_kernels
+from gradwire.kernels import CODERS, FAMILIES, checksum, get_kernels
 
 torch.set_num_threads(1)
 get_kernels().warm_up((*FAMILIES, *CODERS))
+checksum.warm_up()

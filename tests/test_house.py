@@ -40,7 +40,7 @@ LAYERS = {
     "registry": LEAVES | {"compressors", "wrappers", "algorithms"},
     "spec": LEAVES | {"optim", "registry"},
     "auto": LEAVES | {"spec", "wrappers", "algorithms"},
-    "drivers": LEAVES | {"protocols"},
+    "drivers": LEAVES | {"wire", "protocols"},
     "planning": LEAVES | {"kernels", "compressors", "protocols", "spec", "drivers"},
     "model": LEAVES | {"kernels", "spec", "auto", "drivers", "planning"},
     "runtime": METHODS_OF | {"protocols", "spec", "auto", "drivers", "planning", "model"},

@@ -319,7 +319,7 @@ def test_levels_are_fitted_on_schedule_exchanged_and_kept() -> None:
     changed = [round for round in range(1, 8) if seen[round] != seen[round - 1]]
     assert changed == [3, 5]
     # An update sends, to the other worker, three float32 of four blocks and eight float64 levels.
-    assert [b - min(per_round) for b in per_round] == [112 if r in (0, 3, 5) else 0 for r in range(8)]
+    assert [b - min(per_round) for b in per_round] == [112 + 2 * 32 if r in (0, 3, 5) else 0 for r in range(8)]
     other = gw.SimulatedLink([("w", torch.empty(4000))], method, 2)
     other.load_state_dict(link.state_dict())
     g = torch.randn(2, 4000, generator=generator)

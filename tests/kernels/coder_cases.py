@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
+from gradwire.kernels.checksum.reference import reference_check
 from gradwire.kernels.entropy import Coder, get_coder
-from gradwire.kernels.entropy.checksum import reference_check
 from gradwire.kernels.entropy.cpu import compiled_body
 from gradwire.kernels.entropy.section import SectionCoder
 from gradwire.kernels.entropy.variants import VARIANTS, Variants

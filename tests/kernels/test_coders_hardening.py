@@ -15,8 +15,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from gradwire.errors import PayloadError
+from gradwire.kernels.checksum.reference import reference_check
 from gradwire.kernels.entropy import get_coder
-from gradwire.kernels.entropy.checksum import reference_check
 from gradwire.kernels.entropy.cpu import compiled_check
 from gradwire.kernels.entropy.reference import ReferenceRans
 

@@ -27,6 +27,7 @@ def test_a_driver_carries_the_digest_of_its_sources(path: Path) -> None:
         ("numba_core/philox_simd.py", "natural/loops.py"),
         ("packing/simd.py", "levels/loops.py"),
         ("signs/scalar.py", "signs/loops.py"),
+        ("checksum/simd.py", "checksum/loops.py"),
         ("entropy/rans_simd.py", "entropy/rans_loops.py"),
         ("entropy/huffman_codes.py", "entropy/huffman_loops.py"),
     ],

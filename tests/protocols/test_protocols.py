@@ -16,6 +16,7 @@ from gradwire.ops import AllGather, AllToAll, Reduce
 from gradwire.protocols import Context, Memory, Workspace
 from gradwire.protocols.bucket_plan import cut, make_plan
 from gradwire.segments import Parameter, Segment, flat_view, lay_out
+from gradwire.wire import HEADER_BYTES, pretend_senders
 
 SIZES = (3000, 5, 81, 7000, 160)
 
@@ -151,8 +152,15 @@ def test_integers_add_up_in_a_width_that_fits_or_are_refused_when_attached(spec:
 # ---------------------------------------------------------------------- hostile payloads
 
 
+def from_its_like(op: Any) -> torch.Tensor:
+    """Return what would arrive at rank 0 of three if the others sent what it sends itself."""
+    rows = (op.send[0] if isinstance(op, AllToAll) else op.send).expand(3, -1).clone()
+    pretend_senders(rows)
+    return rows
+
+
 @pytest.mark.parametrize("collective", ["two_shot", "all_gather"])
-@pytest.mark.parametrize("damage", ["header", "round", "version", "short", "long", "zeros"])
+@pytest.mark.parametrize("damage", ["header", "round", "version", "short", "long", "body", "swapped", "zeros"])
 def test_a_damaged_payload_is_an_error_and_decodes_nothing(collective: str, damage: str) -> None:
     plan = plan_for(gw.TernGrad(), 3, collective)
     flat = torch.randn(sum(SIZES))
@@ -160,8 +168,7 @@ def test_a_damaged_payload_is_an_error_and_decodes_nothing(collective: str, dama
     generator = plan.whole(Context(0, 3, 0), flat)
     op = next(generator)
     assert isinstance(op, Reduce)
-    op = generator.send(op.value)
-    rows = op.send.clone() if isinstance(op, AllToAll) else op.send.expand(3, -1).clone()
+    rows = from_its_like(generator.send(op.value))
     if damage == "header":
         rows[1, 0] ^= 0xFF
     elif damage == "round":
@@ -172,25 +179,30 @@ def test_a_damaged_payload_is_an_error_and_decodes_nothing(collective: str, dama
         rows = rows[:, :-16]
     elif damage == "long":
         rows = torch.cat([rows, rows], dim=1)
+    elif damage == "body":
+        rows[1, 40] ^= 1
+    elif damage == "swapped":
+        rows = rows[[0, 2, 1]]
     else:
         rows.zero_()
-    with pytest.raises(gw.PayloadError):
+    with pytest.raises(gw.PayloadError, match="bucket 0, chunk 0, round 0"):
         generator.send(rows)
     assert torch.equal(flat, before)
 
 
 def test_bytes_that_no_encoder_writes_stay_in_bounds() -> None:
-    """A body of 0xFF has valid headers around it; values are unspecified, memory is safe, other parameters intact."""
+    """A body of 0xFF, sealed as it is: values are unspecified, memory is safe, other parameters intact."""
     plan = plan_for(gw.TernGrad(), 3, "two_shot")
     flat = torch.randn(sum(SIZES))
     generator = plan.whole(Context(0, 3, 0), flat)
-    op = generator.send(next(generator).value)
-    rows = op.send.clone()
-    rows[:, 16 : 16 + 64] = 0xFF
+    rows = from_its_like(generator.send(next(generator).value))
+    rows[:, HEADER_BYTES : HEADER_BYTES + 64] = 0xFF
+    pretend_senders(rows)
     op = generator.send(rows)
     assert isinstance(op, AllGather)
-    gathered = op.send.expand(3, -1).clone()
-    gathered[:, 16 : 16 + 64] = 0xFF
+    gathered = from_its_like(op)
+    gathered[:, HEADER_BYTES : HEADER_BYTES + 64] = 0xFF
+    pretend_senders(gathered)
     with pytest.raises(StopIteration):
         generator.send(gathered)
     assert bool(torch.isfinite(flat).all())

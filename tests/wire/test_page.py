@@ -80,6 +80,24 @@ def magnitudes(method: gw.Method) -> np.ndarray:
     return np.arange(-s, s + 1, dtype=np.float32) / np.float32(s)
 
 
+def checksum(head: bytes, body: bytes) -> int:
+    """Compute the checksum of a payload."""
+    mask = 2**64 - 1
+
+    def step(x: int) -> int:
+        y = x * 0x9FB21C651E98DF25 & mask
+        return y ^ y >> 32
+
+    sums = [0x9E3779B97F4A7C15 * (j + 1) & mask for j in range(16)]
+    for at in range(0, len(body), 128):
+        row = body[at : at + 128].ljust(128, bytes(1))
+        sums = [step(a ^ w) for a, w in zip(sums, struct.unpack("<16Q", row))]
+    h = 0xC2B2AE3D27D4EB4F
+    for v in (*struct.unpack(f"<{len(head) // 8}Q", head), *sums):
+        h = step(h ^ v)
+    return h
+
+
 METHODS = [
     gw.QSGD(levels=5, block_size=BLOCK),
     gw.QSGDinf(levels=7, block_size=BLOCK),
@@ -96,10 +114,13 @@ def test_a_section_of_levels_is_read_as_the_page_says(method: gw.Method, coded: 
     sent, mean = payloads(gw.Coded(compressor=method, coder="rans") if coded else method, gradients)
     values = magnitudes(method)
     base, total = len(values), np.zeros(NUMEL, np.float32)
-    for data in sent:
+    for rank, data in enumerate(sent):
         magic, version, _, round_, _, _, size = struct.unpack("<2sBBIHHI", data[:16])
-        assert (magic, version, round_, size) == (b"GW", 1, 0, len(data) - 16)
-        body = data[16:]
+        assert (magic, version, round_, size) == (b"GW", 2, 0, len(data) - 32)
+        sender, receiver, exchange, zero, check = struct.unpack("<HHHHQ", data[16:32])
+        assert (sender, receiver, exchange, zero) == (rank, 0xFFFF, 0, 0)
+        assert check == checksum(data[:24], data[32:])
+        body = data[32:]
         width, digits = layout(base, (1,) if coded else (1, 2, 4))
         if coded:
             (length,) = struct.unpack("<I", body[:4])

@@ -17,6 +17,7 @@ from gradwire.ops import AllGather, AllToAll, Reduce
 from gradwire.protocols import Context, Memory
 from gradwire.protocols.bucket_plan import make_plan
 from gradwire.segments import Parameter, Segment, lay_out
+from gradwire.wire import pretend_senders
 
 INNER = [
     "TernGrad()",
@@ -103,7 +104,9 @@ def first_rows(generator: Any) -> tuple[Any, torch.Tensor]:
     assert isinstance(op, AllToAll | AllGather)
     assert op.lengths is not None
     assert int(op.lengths[0]) == 0
-    return op, op.send.clone() if isinstance(op, AllToAll) else op.send.expand(3, -1).clone()
+    rows = (op.send[0] if isinstance(op, AllToAll) else op.send).expand(3, -1).clone()
+    pretend_senders(rows)
+    return op, rows
 
 
 @settings(max_examples=150)
@@ -123,23 +126,68 @@ def test_damage_is_an_error_and_decodes_nothing(
     before = flat.clone()
     generator = plan_for(method, collective).whole(Context(0, 3, 0), flat)
     _, rows = first_rows(generator)
-    length = 16 + int.from_bytes(bytes(rows[sender, 12:16].tolist()), "little")
+    length = 32 + int.from_bytes(bytes(rows[sender, 12:16].tolist()), "little")
     if kind == "length":
-        damaged = (length - 16 + change) & 0xFFFF
+        damaged = (length - 32 + change) & 0xFFFF
         rows[sender, 12:14] = torch.tensor([damaged & 255, damaged >> 8], dtype=torch.uint8)
     else:
-        # Float32 sections have no check of their own, as in payloads without a coder: the table and the coded part.
-        table = 16 + 16
-        at = min(int(place * length), table - 1 if place < 0.3 else length - 1)
-        coded = slice(table, length - 1)
-        at = at if at < table else max(coded.start, min(at, coded.stop))
-        if at >= table:
-            at = table + int(place * 400)
+        at = min(int(place * length), length - 1)
         old = int(rows[sender, at])
         rows[sender, at] = 0 if kind == "zero" and old else old ^ change
     with pytest.raises(PayloadError):
         generator.send(rows)
     assert torch.equal(flat, before)
+
+
+def body_of(collective: str, change: Any) -> str:
+    """Change rank 1's payload before it is sealed; return what rank 0 says of it."""
+    # Few large values, so that the coded body is far below the most that it may take.
+    flat = torch.randn(sum(SIZES), generator=torch.Generator().manual_seed(1)) ** 9
+    generator = plan_for(gw.Coded(compressor=gw.TernGrad(clip=None), coder="huffman"), collective).whole(
+        Context(0, 3, 0), flat
+    )
+    op, rows = first_rows(generator)
+    length = 32 + int.from_bytes(bytes(rows[1, 12:16].tolist()), "little")
+    first = int.from_bytes(bytes(rows[1, 32:36].tolist()), "little")
+    room = torch.zeros(3, max(rows.shape[1], length + 64), dtype=torch.uint8)
+    room[:, : rows.shape[1]] = rows
+    op.arrived[1:] = length
+    change(room[1], op.arrived, length, 48 + first)
+    pretend_senders(room)
+    with pytest.raises(PayloadError) as caught:
+        generator.send(room)
+    return str(caught.value)
+
+
+def lengthen(row: torch.Tensor, arrived: torch.Tensor, by: int) -> None:
+    size = int.from_bytes(bytes(row[12:16].tolist()), "little") + by
+    row[12:16] = torch.frombuffer(bytearray(size.to_bytes(4, "little")), dtype=torch.uint8)
+    arrived[1] += by
+
+
+@pytest.mark.parametrize("collective", ["two_shot", "all_gather"])
+def test_a_coded_body_that_no_encoder_writes_is_refused_though_its_checksum_is_right(collective: str) -> None:
+    """Zeros behind a section and behind the table, bytes behind the last section, and the length announced before."""
+
+    def behind_a_section(row: torch.Tensor, arrived: torch.Tensor, length: int, end: int) -> None:
+        assert end % 16, "nothing lies behind this section: take other sizes"
+        row[end] = 1
+
+    def behind_the_table(row: torch.Tensor, arrived: torch.Tensor, length: int, end: int) -> None:
+        row[47] = 1
+
+    def trailing(row: torch.Tensor, arrived: torch.Tensor, length: int, end: int) -> None:
+        row[length : length + 16] = 0
+        lengthen(row, arrived, 16)
+
+    def announced(row: torch.Tensor, arrived: torch.Tensor, length: int, end: int) -> None:
+        arrived[1] += 16
+
+    about = "payload from rank 1 for bucket 0, chunk 0, round 0: "
+    assert body_of(collective, behind_a_section) == about + "a section is not followed by zeros"
+    assert body_of(collective, behind_the_table) == about + "its table of lengths is not followed by zeros"
+    assert body_of(collective, trailing) == about + "16 bytes too many"
+    assert "bytes came where its header says" in body_of(collective, announced)
 
 
 def test_bytes_on_the_wire_differ_by_rank_and_are_counted_as_sent() -> None:

@@ -15,8 +15,8 @@ from gradwire.codecs import LevelCodec
 from gradwire.compressors import Cast, Compressor, QSGDinf, check_blocks
 from gradwire.kernels import Grid
 from gradwire.methods import Properties, require
-from gradwire.ops import AllGather, Exchange
-from gradwire.protocols import Context
+from gradwire.ops import Exchange
+from gradwire.protocols import Context, gathered_values
 from gradwire.protocols.bucket_plan import Algorithm, BucketPlan, PlanSetting, SectionPlan
 from gradwire.segments import Segment
 
@@ -126,8 +126,8 @@ class _Fitted(SectionPlan):
         due = self._method.is_update(context.round)
         if flat.is_meta:
             if due:
-                yield from _gather(context, self._method.statistics.room(self.codec))
-                yield from _gather(context, self._method.no_levels())
+                yield from self._gather(context, 2, self._method.statistics.room(self.codec).to("meta"))
+                yield from self._gather(context, 3, self._method.no_levels().to("meta"))
         elif due or levels is None:
             mine = self._method.statistics.measure(self.codec, summary, flat)
             levels = yield from self._fit(context, mine, None if levels is None else levels.tolist())
@@ -142,20 +142,15 @@ class _Fitted(SectionPlan):
 
         Every rank could solve the problem, but error functions may differ in the last bit between machines.
         """
-        everyone = yield from _gather(context, mine)
+        everyone = yield from self._gather(context, 2, mine)
         levels = self._method.no_levels()
         if context.rank == 0:
             distribution = self._method.statistics.distribution(everyone)
             levels = torch.tensor(_apart(self._method.fit(distribution, before)), dtype=torch.float64)
-        return (yield from _gather(context, levels))[0].clone()
+        return (yield from self._gather(context, 3, levels))[0].clone()
 
-
-def _gather(context: Context, values: torch.Tensor) -> Exchange[torch.Tensor]:
-    """Return every rank's values, ``[world_size, ...]``."""
-    mine = values.contiguous().view(torch.uint8).reshape(-1)
-    room = torch.empty((context.world_size, mine.numel()), dtype=torch.uint8)
-    rows = yield AllGather(mine, room)
-    return rows.contiguous().view(values.dtype).reshape(context.world_size, *values.shape)
+    def _gather(self, context: Context, exchange: int, values: torch.Tensor) -> Exchange[torch.Tensor]:
+        return gathered_values(replace(context, exchange=exchange), self.tag, values)
 
 
 def _apart(levels: Sequence[float]) -> list[float]:

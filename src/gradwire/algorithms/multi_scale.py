@@ -162,7 +162,7 @@ class _MultiScalePlan(SectionPlan):
             for where, part in self._in_pieces(context, steps):
                 self._count(flat[where].abs(), limit[at : at + len(part)], part)
                 at += len(part)
-        beside = replace(context, workspace=context.workspace.part("mask"), wants_sent=False)
+        beside = replace(context, workspace=context.workspace.part("mask"), wants_sent=False, exchange=2)
         section = Section(self._masks[context.chunk], NoSummary())
         yield from PROTOCOLS[self.collective](beside, self.tag, [section], steps)
         if flat.is_meta:

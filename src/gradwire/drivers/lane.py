@@ -16,13 +16,16 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from gradwire.drivers.trace import Trace
-from gradwire.drivers.traffic import Meter, gathers, large, op_bytes
+from gradwire.drivers.traffic import LENGTH_BYTES, Meter, gathers, large, op_bytes
 from gradwire.drivers.transfer_order import TransferOrder
+from gradwire.errors import PayloadError
 from gradwire.ops import AllGather, AllToAll, Exchange, Op, Reduce
+from gradwire.wire import open_sealed, sealed
 
 __all__ = ["Job", "Lane", "WireError"]
 
@@ -84,7 +87,8 @@ class Lane:
         self._backend: Any = dist.ProcessGroupGloo(store, rank, world_size, timeout)
         self.rank, self.world_size = rank, world_size
         self._turns, self._ticket = turns or TransferOrder(), 0
-        self._exchanges, self._turn_s = 0, 0.0
+        self._exchanges = self._reductions = 0
+        self._turn_s = 0.0
         self.meter = Meter()
         self.name, self._label = name, ""
         self.trace: Trace | None = None
@@ -240,12 +244,17 @@ class Lane:
         if isinstance(op, AllGather):
             return self._gather(op.send, op.recv)
         if gathers(op):
-            rows = op.value.new_empty((self.world_size, op.value.numel()))
-            self._gather(op.value.reshape(-1), rows)
-            best = rows.amax(0) if op.op == "max" else rows.amin(0)
-            return best.view(op.value.shape)
+            return self._reduce_by_gather(op)
         self._start_reduce(op).wait()
         return op.value
+
+    def _reduce_by_gather(self, op: Reduce) -> torch.Tensor:
+        # All ranks run the same jobs on a lane in the same order, so the number of the reduction says which one it is.
+        self._reductions += 1
+        mine = sealed(op.value, self.rank, self._reductions)
+        received = self._gather(mine, mine.new_empty((self.world_size, mine.numel())))
+        rows = open_sealed(received, op.value.dtype, f"values for a {op.op}imum", self._reductions)
+        return (rows.amax(0) if op.op == "max" else rows.amin(0)).view(op.value.shape)
 
     def _gather(self, send: torch.Tensor, recv: torch.Tensor) -> torch.Tensor:
         # As an all-to-all of equal rows: the same bytes as a ring, in one step instead of N - 1. On Gloo with four
@@ -264,14 +273,12 @@ class Lane:
     def _of_lengths(self, op: AllToAll | AllGather, lengths: torch.Tensor) -> torch.Tensor:
         """Tell lengths, then send rows of these lengths: one at a time where the room is large, else all at once."""
         n, rank = self.world_size, self.rank
-        told = torch.empty(n, dtype=torch.int64)
+        received = torch.empty((n, LENGTH_BYTES), dtype=torch.uint8)
         if large(op):
             self._wait_for_turn()
-        self._all_to_all(lengths.view(n, 1), told.view(n, 1))
+        self._all_to_all(_announce(lengths), received)
         slots = op.recv.view(n, -1)
-        told[rank] = 0
-        if bool((told < 0).any()) or int(told.max()) > slots.shape[1]:
-            raise RuntimeError(f"a rank announced a row of {int(told.max())} bytes where {slots.shape[1]} fit")
+        told = _announced(received, rank, slots.shape[1])
         if op.arrived is not None:
             op.arrived.copy_(told)
         rows = op.send if isinstance(op, AllToAll) else [op.send] * n
@@ -328,3 +335,27 @@ class Lane:
         if self._backend is None:
             raise RuntimeError("this lane was closed after a failure")
         return self._backend
+
+
+def _announce(lengths: torch.Tensor) -> torch.Tensor:
+    """Return what tells each rank a length, uint8 ``[ranks, 8]``: 32 bits, and their complement behind them."""
+    words = lengths.numpy().astype(np.uint32)
+    return torch.from_numpy(np.stack([words, ~words], 1)).view(torch.uint8)
+
+
+def _announced(received: torch.Tensor, rank: int, most: int) -> torch.Tensor:
+    """Read the lengths that ranks announced, 0 for this rank itself, int64 ``[ranks]``.
+
+    Raises:
+        PayloadError: one changed on the way, or is of more bytes than fit.
+    """
+    words, complements = received.numpy().view(np.uint32).T
+    for sender, (length, complement) in enumerate(zip(words.tolist(), complements.tolist())):
+        if sender != rank and (length ^ complement != 0xFFFFFFFF or length > most):
+            raise PayloadError(
+                f"rank {sender} announced a row of {length} bytes, with {complement ^ 0xFFFFFFFF} to confirm it, where "
+                f"at most {most} fit"
+            )
+    told = torch.from_numpy(words.astype(np.int64))
+    told[rank] = 0
+    return told

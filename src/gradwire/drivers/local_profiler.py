@@ -15,6 +15,7 @@ from gradwire.drivers.traffic import gathers, large, op_bytes
 from gradwire.ops import AllGather, AllToAll, Exchange, Op, Reduce
 from gradwire.protocols import Context, Memory, Workspace
 from gradwire.protocols.bucket_plan import BucketPlan
+from gradwire.wire import pretend_senders
 
 __all__ = ["LocalProfiler", "Stage", "profile_locally"]
 
@@ -142,4 +143,6 @@ def _echo(op: Op) -> torch.Tensor:
     if isinstance(op, Reduce):
         return op.value
     own = op.send if isinstance(op, AllGather) else op.send[0]
-    return op.recv.copy_(own.expand_as(op.recv))
+    reply = op.recv.copy_(own.expand_as(op.recv))
+    pretend_senders(reply)
+    return reply

@@ -6,8 +6,19 @@ from dataclasses import dataclass
 from typing import TypeGuard
 
 from gradwire.ops import AllGather, AllToAll, Op, Reduce
+from gradwire.wire import SEAL_BYTES
 
-__all__ = ["GATHERED_REDUCE_BYTES", "LARGE_BYTES", "Meter", "Traffic", "dense_bytes", "gathers", "large", "op_bytes"]
+__all__ = [
+    "GATHERED_REDUCE_BYTES",
+    "LARGE_BYTES",
+    "LENGTH_BYTES",
+    "Meter",
+    "Traffic",
+    "dense_bytes",
+    "gathers",
+    "large",
+    "op_bytes",
+]
 
 GATHERED_REDUCE_BYTES = 1 << 16
 """Order-free reductions up to this size go by one gather instead of a ring.
@@ -17,7 +28,7 @@ all-to-all 0.5 ms.
 """
 
 LENGTH_BYTES = 8
-"""Bytes by which a rank tells another how long the row is that follows."""
+"""Bytes by which a rank tells another how long the row is that follows: the length, and its complement."""
 
 LARGE_BYTES = 1 << 16
 """Rows from this size on are sent one at a time, and in turn with other lanes'."""
@@ -71,7 +82,8 @@ def op_bytes(op: Op, world_size: int) -> tuple[int, int]:
     """Bytes that one rank sends and receives for an operation.
 
     All-to-all and all-gather: (N - 1) rows each way; rows of different lengths count as they are, and eight bytes for
-    telling each length. Ring all-reduce of M bytes: 2 M (N - 1) / N each way.
+    telling each length. Ring all-reduce of M bytes: 2 M (N - 1) / N each way; by a gather, (N - 1) times M and
+    eight bytes of checksum.
     """
     others = world_size - 1
     if not isinstance(op, Reduce) and op.lengths is not None and op.arrived is not None:
@@ -79,7 +91,7 @@ def op_bytes(op: Op, world_size: int) -> tuple[int, int]:
         return int(op.lengths.sum()) + told, int(op.arrived.sum()) + told
     if isinstance(op, Reduce):
         size = op.value.numel() * op.value.element_size()
-        count = size * others if gathers(op) else round(2 * size * others / world_size)
+        count = (size + SEAL_BYTES) * others if gathers(op) else round(2 * size * others / world_size)
     elif isinstance(op, AllToAll):
         count = op.send.shape[1] * others
     elif isinstance(op, AllGather):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from gradwire.drivers import Meter, dry_run
-from gradwire.kernels import CODERS, Kernels, chosen, get_kernels
+from gradwire.kernels import CODERS, Kernels, checksum, chosen, get_kernels
 from gradwire.methods import Method, require
 from gradwire.planning.coder_times import measure_coders
 from gradwire.planning.options import Options, dense_names
@@ -69,7 +69,8 @@ class Planner:
             HyperparameterError: there is no such backend.
             BackendError: the backend is not installed.
         """
-        return self.kernels.warm_up(self.method.kernels) if self.method.kernels else 0.0
+        compiled_s = self.kernels.warm_up(self.method.kernels) if self.method.kernels else 0.0
+        return compiled_s + (checksum.warm_up() if self.method.kernels or self.dense else 0.0)
 
     def measure_coders(self) -> dict[str, float]:
         """Return the seconds that each open coder takes here; see :func:`gradwire.planning.measure_coders`."""
@@ -197,4 +198,4 @@ def warm_up(method: str | Method = "terngrad", backend: str = "auto") -> float:
         Seconds it took: several when nothing was kept, near zero otherwise.
     """
     families = read_method(method).kernels
-    return get_kernels(backend).warm_up(families) if families else 0.0
+    return get_kernels(backend).warm_up(families) + checksum.warm_up() if families else 0.0

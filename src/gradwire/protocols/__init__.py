@@ -1,6 +1,6 @@
 """How payloads become the mean. Protocols are generators and do no input or output."""
 
-from gradwire.protocols.all_reduce import all_reduce, gathered_mean
+from gradwire.protocols.all_reduce import all_reduce, gathered_mean, gathered_values
 from gradwire.protocols.context import Context, Outcome, Workspace
 from gradwire.protocols.memory import Memory
 from gradwire.protocols.sections import PROTOCOLS, Section, all_gather, two_shot
@@ -15,5 +15,6 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "gathered_mean",
+    "gathered_values",
     "two_shot",
 ]

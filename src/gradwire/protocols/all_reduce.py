@@ -6,11 +6,13 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from gradwire.ops import AllToAll, Exchange, Reduce
+from gradwire.ops import AllGather, AllToAll, Exchange, Reduce
 from gradwire.protocols.context import Context, Outcome
+from gradwire.protocols.sizes import laid_out
 from gradwire.segments import Segment
+from gradwire.wire import EVERYONE, Rows, padded
 
-__all__ = ["all_reduce", "gathered_mean"]
+__all__ = ["all_reduce", "gathered_mean", "gathered_values"]
 
 
 def all_reduce(
@@ -41,29 +43,57 @@ def all_reduce(
     return Outcome(sent=_add(original, segments))
 
 
-def gathered_mean(context: Context, flat: torch.Tensor, segments: Sequence[Segment]) -> Exchange[Outcome]:
+def gathered_mean(context: Context, tag: int, flat: torch.Tensor, segments: Sequence[Segment]) -> Exchange[Outcome]:
     """Replace some segments by the mean over ranks, every rank adding all ranks' values in the order of ranks.
 
     One message where a ring needs 2 (N - 1) that wait for each other: for values too few to fill a link.
 
-    Bytes sent by a rank: (N - 1) times the payload.
+    Bytes sent by a rank: (N - 1) (header + values).
     """
     runs = [flat[s.offset : s.offset + s.numel] for s in segments]
     part = torch.cat(runs)
     original = part.clone() if context.wants_sent else None
-    shape = (context.world_size, part.numel() * part.element_size())
-    send = context.workspace.get("values", *shape)
-    send.view(part.dtype).copy_(part.expand(context.world_size, -1))
-    rows = (yield AllToAll(send, context.workspace.get("values, received", *shape))).view(part.dtype)
+    world, size = context.world_size, part.numel() * part.element_size()
+    layout = laid_out(Rows([padded(size)]), flat)
+    head = layout.header(tag=tag, round=context.round, bucket=context.bucket, chunk=context.chunk)
+    values = context.workspace.get("values", world, padded(size))
+    values[:, :size].view(part.dtype).copy_(part.expand(world, -1))
+    send = context.workspace.get("values, sent", world, layout.row_bytes)
+    layout.write(send, head, [values], context.rank, range(world))
+    received = yield AllToAll(send, context.workspace.get("values, received", world, layout.row_bytes))
+    (rows,) = layout.read(received, head, context.rank)
+    rows = rows[:, :size].view(part.dtype)
     total = rows[0].clone()
     for row in rows[1:]:
         total.add_(row)
-    total.mul_(1.0 / context.world_size)
+    total.mul_(1.0 / world)
     torch._foreach_copy_(runs, list(total.split([r.numel() for r in runs])))
     if original is None:
         return Outcome()
 
     return Outcome(sent=_add(original, segments))
+
+
+def gathered_values(context: Context, tag: int, values: torch.Tensor) -> Exchange[torch.Tensor]:
+    """Return every rank's values, ``[world_size, *values.shape]``, for statistics beside the gradient.
+
+    Several exchanges of one chunk are told apart by ``context.exchange``.
+
+    Bytes sent by a rank: (N - 1) (header + values, rounded up to 16 bytes).
+    """
+    mine = values.contiguous().view(torch.uint8).reshape(1, -1)
+    size = mine.shape[1]
+    layout = laid_out(Rows([padded(size)]), values)
+    head = layout.header(
+        tag=tag, round=context.round, bucket=context.bucket, chunk=context.chunk, exchange=context.exchange
+    )
+    body = mine.new_zeros((1, padded(size)))
+    body[:, :size] = mine
+    send = mine.new_empty((1, layout.row_bytes))
+    layout.write(send, head, [body], context.rank, [EVERYONE])
+    received = yield AllGather(send[0], send.new_empty((context.world_size, layout.row_bytes)))
+    (rows,) = layout.read(received, head, EVERYONE)
+    return rows[:, :size].contiguous().view(values.dtype).reshape(context.world_size, *values.shape)
 
 
 def _add(original: torch.Tensor, segments: Sequence[Segment] | None) -> Callable[[torch.Tensor, float], None]:

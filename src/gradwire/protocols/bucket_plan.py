@@ -222,7 +222,7 @@ class CastPlan(BucketPlan):
         if dtype is None and segments is not None:
             size = sum(s.numel for s in segments) * flat.element_size() * (context.world_size - 1)
             if size <= FEW_BYTES:
-                return gathered_mean(context, flat, segments)
+                return gathered_mean(context, DENSE_TAG, flat, segments)
         return all_reduce(context, flat, dtype or flat.dtype, segments)
 
 

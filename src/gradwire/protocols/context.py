@@ -56,6 +56,8 @@ class Context:
         memory: What this rank remembers; a memory of its own, empty, where nobody keeps one.
         loss_scale: By which automatic mixed precision has multiplied the gradients. What is remembered is unscaled.
         warn: ``warn(kind, text)`` tells people of something, if it is the first of its kind.
+        exchange: Number of the job's next exchange of payloads, which tells those of one chunk apart: a protocol uses
+            it, and the next one for a second phase.
     """
 
     rank: int
@@ -68,6 +70,7 @@ class Context:
     memory: Memory = field(default_factory=Memory)
     loss_scale: float = 1.0
     warn: Callable[[str, str], None] = _nobody
+    exchange: int = 0
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,7 +11,7 @@ from gradwire.codecs import CheckedCodec, Codec, Draw, SummableCodec, Summary
 from gradwire.ops import AllGather, AllToAll, Exchange, Reduce
 from gradwire.protocols.context import Context, Outcome
 from gradwire.protocols.sizes import SizedCodec, SizedRows
-from gradwire.wire import CodedRows, Rows
+from gradwire.wire import EVERYONE, CodedRows, Header, Rows
 
 __all__ = ["PROTOCOLS", "Section", "all_gather", "two_shot"]
 
@@ -46,20 +46,24 @@ def two_shot(context: Context, tag: int, sections: Sequence[Section], flat: torc
     bodies = _encode(context, sections, flat, [world * n for n in shares])
     sections = _remember(context, sections, flat)
     send = space.get("up", world, up.row_bytes)
-    head = up.header(tag=tag, round=context.round, bucket=context.bucket, chunk=context.chunk)
-    lengths = up.write(send, head, [_shared_out(s.codec, body, world) for s, body in zip(sections, bodies)])
-    rows = yield AllToAll(send, space.get("up, received", world, up.row_bytes), *_told(context, lengths))
+    head = _header(context, up, tag, context.exchange)
+    shared_out = [_shared_out(s.codec, body, world) for s, body in zip(sections, bodies)]
+    told, arrived = _told(context, up.write(send, head, shared_out, context.rank, range(world)))
+    rows = yield AllToAll(send, space.get("up, received", world, up.row_bytes), told, arrived)
 
     mine = space.get("down", 1, down.row_bytes)
     reduced = [space.get(f"reduced {i}", size) for i, size in enumerate(down.sizes)]
-    for (codec, share), part, out in zip(pairs, up.read(rows, head), reduced):
+    for (codec, share), part, out in zip(pairs, up.read(rows, head, context.rank, arrived), reduced):
         codec.reduce(part, context.rank * share, out)
-    head = down.header(tag=tag, round=context.round, bucket=context.bucket, chunk=context.chunk)
-    lengths = down.write(mine, head, [out.view(1, -1) for out in reduced])
+    head = _header(context, down, tag, context.exchange + 1)
+    told, arrived = _told(
+        context, down.write(mine, head, [out.view(1, -1) for out in reduced], context.rank, [EVERYONE])
+    )
     room = space.get("down, received", world, down.row_bytes)
-    gathered = yield AllGather(mine[0], room, *_told(context, lengths), last=True)
+    gathered = yield AllGather(mine[0], room, told, arrived, last=True)
 
-    for codec, section, part, share in zip(codecs, sections, down.read(gathered, head), shares):
+    parts = down.read(gathered, head, EVERYONE, arrived)
+    for codec, section, part, share in zip(codecs, sections, parts, shares):
         for owner, data in enumerate(part):
             begin, end = min(owner * share, codec.units), min((owner + 1) * share, codec.units)
             codec.decode_mean(data, section.summary, begin, end, flat)
@@ -81,11 +85,13 @@ def all_gather(context: Context, tag: int, sections: Sequence[Section], flat: to
     bodies = _encode(context, sections, flat, [s.codec.units for s in sections])
     sections = _remember(context, sections, flat)
     send = space.get("up", 1, layout.row_bytes)
-    head = layout.header(tag=tag, round=context.round, bucket=context.bucket, chunk=context.chunk)
-    lengths = layout.write(send, head, [body.view(1, -1) for body in bodies])
+    head = _header(context, layout, tag, context.exchange)
+    told, arrived = _told(
+        context, layout.write(send, head, [body.view(1, -1) for body in bodies], context.rank, [EVERYONE])
+    )
     room = space.get("up, received", context.world_size, layout.row_bytes)
-    rows = yield AllGather(send[0], room, *_told(context, lengths), last=True)
-    parts = zip(sections, layout.read(rows, head))
+    rows = yield AllGather(send[0], room, told, arrived, last=True)
+    parts = zip(sections, layout.read(rows, head, EVERYONE, arrived))
     could_read = [section.codec.decode_rows(part, section.summary, flat) for section, part in parts]
     if any(codec.checked for codec in codecs):
         failed = yield Reduce(torch.tensor([float(answer is False) for answer in could_read]), "max")
@@ -116,6 +122,11 @@ def _rows(context: Context, sections: Sequence[tuple[Codec, int, int]]) -> Rows 
     coder = next((codec.coder for codec, _, _ in sections if codec.coder is not None), None)
     rows = Rows(sizes) if coder is None else CodedRows(sizes, plain, coder, context.workspace.get)
     return SizedRows(rows) if any(isinstance(codec, SizedCodec) for codec, _, _ in sections) else rows
+
+
+def _header(context: Context, layout: Rows | CodedRows | SizedRows, tag: int, exchange: int) -> Header:
+    """Return the header of the payloads of one exchange of a job."""
+    return layout.header(tag=tag, round=context.round, bucket=context.bucket, chunk=context.chunk, exchange=exchange)
 
 
 def _told(context: Context, lengths: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:

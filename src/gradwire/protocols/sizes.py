@@ -12,7 +12,7 @@ import torch
 from gradwire.codecs import Codec, Draw, SummableCodec, Summary
 from gradwire.wire import CodedRows, Header, Rows
 
-__all__ = ["SizedCodec", "SizedRows"]
+__all__ = ["SizedCodec", "SizedRows", "laid_out"]
 
 
 class SizedCodec(SummableCodec):
@@ -70,14 +70,23 @@ class SizedRows:
         self._rows = rows
         self.sizes, self.row_bytes = rows.sizes, rows.row_bytes
 
-    def header(self, *, tag: int, round: int, bucket: int, chunk: int) -> Header:
+    def header(self, *, tag: int, round: int, bucket: int, chunk: int, exchange: int = 0) -> Header:
         """Return the header of these payloads."""
-        return self._rows.header(tag=tag, round=round, bucket=bucket, chunk=chunk)
+        return self._rows.header(tag=tag, round=round, bucket=bucket, chunk=chunk, exchange=exchange)
 
-    def write(self, rows: torch.Tensor, header: Header, bodies: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    def write(
+        self, rows: torch.Tensor, header: Header, bodies: Sequence[torch.Tensor], sender: int, receivers: Sequence[int]
+    ) -> torch.Tensor | None:
         """Return the bytes of each row where they depend on data: the most that there may be."""
         return torch.full((len(rows),), self.row_bytes) if isinstance(self._rows, CodedRows) else None
 
-    def read(self, rows: torch.Tensor, header: Header) -> list[torch.Tensor]:
+    def read(
+        self, rows: torch.Tensor, header: Header, receiver: int, arrived: torch.Tensor | None = None
+    ) -> list[torch.Tensor]:
         """Return as many sections of as many bytes as there would be."""
         return [rows.new_empty(len(rows), size) for size in self.sizes]
+
+
+def laid_out(rows: Rows, values: torch.Tensor) -> Rows | SizedRows:
+    """Return the layout for payloads of ``values``: of sizes alone where these have no data."""
+    return SizedRows(rows) if values.is_meta else rows

@@ -4,7 +4,23 @@ Another language can read it from ``docs/wire-format.md``.
 """
 
 from gradwire.wire.coded import CodedRows
-from gradwire.wire.header import HEADER_BYTES, WIRE_VERSION, Header, check_rows
+from gradwire.wire.header import EVERYONE, HEADER_BYTES, WIRE_VERSION, Header, check_rows, pretend_senders, seal_rows
 from gradwire.wire.rows import ALIGNMENT, Rows, padded
+from gradwire.wire.sealed import SEAL_BYTES, open_sealed, sealed
 
-__all__ = ["ALIGNMENT", "HEADER_BYTES", "WIRE_VERSION", "CodedRows", "Header", "Rows", "check_rows", "padded"]
+__all__ = [
+    "ALIGNMENT",
+    "EVERYONE",
+    "HEADER_BYTES",
+    "SEAL_BYTES",
+    "WIRE_VERSION",
+    "CodedRows",
+    "Header",
+    "Rows",
+    "check_rows",
+    "open_sealed",
+    "padded",
+    "pretend_senders",
+    "seal_rows",
+    "sealed",
+]

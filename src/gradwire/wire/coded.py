@@ -16,7 +16,7 @@ import torch
 
 from gradwire.errors import PayloadError
 from gradwire.kernels import Coder
-from gradwire.wire.header import HEADER_BYTES, Header, check_rows, read_length
+from gradwire.wire.header import HEADER_BYTES, Header, check_rows, read_length, seal_rows
 from gradwire.wire.rows import padded
 
 __all__ = ["CodedRows"]
@@ -41,12 +41,14 @@ class CodedRows:
         self.body_bytes = self._table + sum(most)
         self.row_bytes = HEADER_BYTES + self.body_bytes
 
-    def header(self, *, tag: int, round: int, bucket: int, chunk: int) -> Header:
+    def header(self, *, tag: int, round: int, bucket: int, chunk: int, exchange: int = 0) -> Header:
         """Make the header of these payloads, with the most that may follow as length."""
-        return Header(tag, round, bucket, chunk, self.body_bytes)
+        return Header(tag, round, bucket, chunk, self.body_bytes, exchange)
 
-    def write(self, rows: torch.Tensor, header: Header, bodies: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Fill payloads, row r from row r of each body; give the bytes of each row, int64."""
+    def write(
+        self, rows: torch.Tensor, header: Header, bodies: Sequence[torch.Tensor], sender: int, receivers: Sequence[int]
+    ) -> torch.Tensor:
+        """Fill payloads, row i for ``receivers[i]``, from row i of each body; return the bytes of each row, int64."""
         used = []
         for r, row in enumerate(rows):
             lengths, at = [], HEADER_BYTES + self._table
@@ -59,43 +61,52 @@ class CodedRows:
             table = row[HEADER_BYTES : HEADER_BYTES + self._table]
             table.zero_()
             table[: 4 * len(lengths)] = torch.tensor(lengths, dtype=torch.int32).view(torch.uint8)
-            replace(header, body_bytes=at - HEADER_BYTES).write(row[None])
+            seal_rows(row[None, :at], replace(header, body_bytes=at - HEADER_BYTES), sender, receivers[r : r + 1])
             used.append(at)
         return torch.tensor(used, dtype=torch.int64)
 
-    def read(self, rows: torch.Tensor, header: Header) -> list[torch.Tensor]:
-        """Check and decode payloads; give each section, ``[ranks, size]``.
+    def read(
+        self, rows: torch.Tensor, header: Header, receiver: int, arrived: torch.Tensor | None = None
+    ) -> list[torch.Tensor]:
+        """Check and decode payloads, row r from rank r; return each section, ``[ranks, size]``.
+
+        Args:
+            receiver: This rank, or :data:`EVERYONE` where all ranks were sent the same.
+            arrived: Bytes of each row that came, 0 for this rank's own, which did not travel.
 
         Raises:
-            PayloadError: a row is not a payload that these sizes can make.
+            PayloadError: a row is not as long as was announced, not as it was sent, or not a payload that these sizes
+                can make.
         """
         out = [self._room(f"decoded {i} of {size}", len(rows), size) for i, size in enumerate(self.sizes)]
-        for sender, row in enumerate(rows):
-            length = read_length(row)
+        announced = [0] * len(rows) if arrived is None else arrived.tolist()
+        for sender, (row, count) in enumerate(zip(rows, announced)):
+            about, length = f"payload from rank {sender} for {header.place()}", read_length(row)
             if not self._table <= length <= self.body_bytes:
-                raise PayloadError(f"payload from rank {sender}: {length} bytes where at most {self.body_bytes} fit")
-            check_rows(row[None, : HEADER_BYTES + length], replace(header, body_bytes=length), sender)
-            self._read_row(sender, row[: HEADER_BYTES + length], [section[sender] for section in out])
+                raise PayloadError(f"{about}: a body of {length} bytes where at most {self.body_bytes} fit")
+            if count and count != HEADER_BYTES + length:
+                raise PayloadError(f"{about}: {count} bytes came where its header says {HEADER_BYTES + length}")
+            row = row[: HEADER_BYTES + length]
+            check_rows(row[None], replace(header, body_bytes=length), receiver, sender)
+            self._read_row(about, row, [section[sender] for section in out])
         return out
 
-    def _read_row(self, sender: int, row: torch.Tensor, out: Sequence[torch.Tensor]) -> None:
+    def _read_row(self, about: str, row: torch.Tensor, out: Sequence[torch.Tensor]) -> None:
         at = HEADER_BYTES + self._table
         table = row[HEADER_BYTES:at].clone().view(torch.int32).tolist()
         lengths = table[: len(self.sizes)]
         if any(table[len(self.sizes) :]):
-            raise PayloadError(f"payload from rank {sender}: its table of lengths is damaged")
+            raise PayloadError(f"{about}: its table of lengths is not followed by zeros")
         for length, size, plain, section in zip(lengths, self.sizes, self.plain, out):
             if length < plain or at + padded(length) > row.numel():
-                raise PayloadError(f"payload from rank {sender}: a section of {length} bytes does not fit")
+                raise PayloadError(f"{about}: a section of {length} bytes does not fit")
+            if size == plain != length:
+                raise PayloadError(f"{about}: a section of {length} bytes where {plain} are expected")
             section[:plain].copy_(row[at : at + plain])
             if size > plain:
                 self.coder.decode(row[at + plain : at + length], section[plain:])
-            elif length != plain:
-                raise PayloadError(
-                    f"payload from rank {sender}: a section of {length} bytes where {plain} are expected"
-                )
             if bool(row[at + length : at + padded(length)].any()):
-                raise PayloadError(f"payload from rank {sender}: a section is not followed by zeros")
+                raise PayloadError(f"{about}: a section is not followed by zeros")
             at += padded(length)
         if at != row.numel():
-            raise PayloadError(f"payload from rank {sender}: {row.numel() - at} bytes too many")
+            raise PayloadError(f"{about}: {row.numel() - at} bytes too many")

@@ -1,4 +1,4 @@
-"""The sixteen bytes before every payload, and the check of them.
+"""The 32 bytes before every payload, and the check of them and of what follows.
 
 Layout, little endian::
 
@@ -10,80 +10,160 @@ Layout, little endian::
     8       2      bucket mod 2^16
     10      2      chunk mod 2^16
     12      4      bytes of the body that follows
+    16      2      rank of the sender mod 2^16
+    18      2      rank of the receiver mod 2^16, or 0xFFFF: all ranks
+    20      2      number of the exchange within the chunk
+    22      2      zero
+    24      8      checksum of bytes 0 to 23 and of the body
 
-A receiver knows every field beforehand, so a header that differs in any bit is an error, named by field: bytes of
-another bucket, round, method or version are never decoded.
+A receiver knows the first 24 bytes beforehand, so a header that differs in any bit is an error, named by field, and
+the checksum finds what differs in a body: bytes of another sender, bucket, round, method or version, or bytes that
+changed on the way, are never decoded.
 """
 
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from gradwire.errors import PayloadError
+from gradwire.kernels.checksum import checksums
 
-__all__ = ["HEADER_BYTES", "WIRE_VERSION", "Header", "check_rows", "read_length"]
+__all__ = [
+    "EVERYONE",
+    "HEADER_BYTES",
+    "WIRE_VERSION",
+    "Header",
+    "check_rows",
+    "pretend_senders",
+    "read_length",
+    "seal_rows",
+]
 
-WIRE_VERSION = 1
-HEADER_BYTES = 16
+WIRE_VERSION = 2
+HEADER_BYTES = 32
+EVERYONE = 0xFFFF
+"""Receiver of a payload that goes to all ranks alike."""
+
 MAGIC = b"GW"
-_STRUCT = struct.Struct("<2sBBIHHI")
+_STRUCT = struct.Struct("<2sBBIHHIHHHH")
+_LENGTH_AT, _SENDER_AT = 12, 16
+_CHECKSUM_AT = _STRUCT.size
 
 
 @dataclass(frozen=True)
 class Header:
-    """What a header says beside magic and version."""
+    """What the payloads of one exchange have in common.
+
+    Attributes:
+        tag: Of the method.
+        round: Synchronised backwards so far.
+        bucket: Index of the bucket in its step.
+        chunk: Index of the chunk in its bucket.
+        body_bytes: Bytes that follow the header.
+        exchange: Number of the exchange within the chunk.
+    """
 
     tag: int
     round: int
     bucket: int
     chunk: int
     body_bytes: int
+    exchange: int = 0
 
-    def to_bytes(self) -> bytes:
-        """Write the sixteen bytes."""
-        return _STRUCT.pack(MAGIC, WIRE_VERSION, *self.fields())
+    def to_bytes(self, sender: int, receiver: int = EVERYONE) -> bytes:
+        """Return the 24 bytes before the checksum."""
+        return _STRUCT.pack(MAGIC, WIRE_VERSION, *self.fields(sender, receiver), 0)
 
-    def fields(self) -> tuple[int, ...]:
-        """Return tag, round, bucket, chunk and length as they are written."""
-        return self.tag, self.round & 0xFFFFFFFF, self.bucket & 0xFFFF, self.chunk & 0xFFFF, self.body_bytes
+    def fields(self, sender: int, receiver: int) -> tuple[int, ...]:
+        """Return what follows the version, as it is written."""
+        return (
+            self.tag,
+            self.round & 0xFFFFFFFF,
+            self.bucket & 0xFFFF,
+            self.chunk & 0xFFFF,
+            self.body_bytes,
+            sender & 0xFFFF,
+            receiver & 0xFFFF,
+            self.exchange,
+        )
 
-    def write(self, rows: torch.Tensor) -> None:
-        """Write the sixteen bytes at the start of each row."""
-        # By numpy: this happens several times a bucket, and costs a tenth of the same in tensor operations.
-        rows.numpy()[:, :HEADER_BYTES] = np.frombuffer(self.to_bytes(), np.uint8)
+    def place(self) -> str:
+        """Say which exchange it is, for people."""
+        return f"bucket {self.bucket}, chunk {self.chunk}, round {self.round}"
+
+
+def seal_rows(rows: torch.Tensor, header: Header, sender: int, receivers: Sequence[int]) -> None:
+    """Write the header of each row (uint8 ``[len(receivers), bytes]``) around the bodies that are there already."""
+    octets = rows.numpy()
+    heads = _heads([header.to_bytes(sender, receiver) for receiver in receivers])
+    octets[:, :_CHECKSUM_AT] = heads.view(np.uint8)
+    found = checksums(heads, octets[:, HEADER_BYTES:])
+    octets[:, _CHECKSUM_AT:HEADER_BYTES] = found[:, None].view(np.uint8)
+
+
+def check_rows(rows: torch.Tensor, expected: Header, receiver: int, first: int = 0) -> None:
+    """Check the header and the body of each row (uint8 ``[ranks, bytes]``), row r from rank ``first + r``.
+
+    Raises:
+        PayloadError: naming the sender, the bucket, the chunk and the round, and the first field that differs.
+    """
+    size = HEADER_BYTES + expected.body_bytes
+    if rows.dim() != 2 or rows.shape[1] != size:
+        raise PayloadError(
+            f"payloads of {size} bytes were expected for {expected.place()}, {tuple(rows.shape)} arrived"
+        )
+    octets = rows.numpy()
+    heads = _heads([expected.to_bytes(first + r, receiver) for r in range(len(rows))])
+    if not np.array_equal(octets[:, :_CHECKSUM_AT], heads.view(np.uint8)):
+        for sender, row in enumerate(octets, first):
+            _explain(sender, receiver, row[:_CHECKSUM_AT].tobytes(), expected)
+    found = np.ascontiguousarray(octets[:, _CHECKSUM_AT:HEADER_BYTES]).view(np.uint64)[:, 0]
+    differs = np.flatnonzero(found != checksums(heads, octets[:, HEADER_BYTES:]))
+    if len(differs):
+        raise PayloadError(
+            f"payload from rank {first + differs[0]} for {expected.place()}: its checksum differs, so that bytes "
+            "changed on the way"
+        )
+
+
+def pretend_senders(rows: torch.Tensor) -> None:
+    """Rewrite payloads of one rank as though row r came from rank r, for replies that are made up.
+
+    What is no payload stays as it is.
+    """
+    for sender, row in enumerate(rows.view(torch.uint8).numpy()):
+        if row[: len(MAGIC)].tobytes() != MAGIC or len(row) < HEADER_BYTES:
+            continue
+        payload = row[: HEADER_BYTES + int.from_bytes(row[_LENGTH_AT : _LENGTH_AT + 4].tobytes(), "little")]
+        payload[_SENDER_AT : _SENDER_AT + 2] = np.frombuffer(sender.to_bytes(2, "little"), np.uint8)
+        head = np.frombuffer(payload[:_CHECKSUM_AT].tobytes(), np.uint64)[None]
+        payload[_CHECKSUM_AT:HEADER_BYTES] = checksums(head, payload[None, HEADER_BYTES:]).view(np.uint8)
 
 
 def read_length(row: torch.Tensor) -> int:
     """Return the length that a payload's header states, unchecked."""
-    return int.from_bytes(bytes(row[HEADER_BYTES - 4 : HEADER_BYTES].tolist()), "little")
+    return int.from_bytes(bytes(row[_LENGTH_AT : _LENGTH_AT + 4].tolist()), "little")
 
 
-def check_rows(rows: torch.Tensor, expected: Header, first: int = 0) -> None:
-    """Check the header of each row (uint8 ``[ranks, bytes]``), row r from rank ``first + r``.
-
-    Raises:
-        PayloadError: naming the sender and the first field that differs.
-    """
-    size = HEADER_BYTES + expected.body_bytes
-    if rows.dim() != 2 or rows.shape[1] != size:
-        raise PayloadError(f"payloads of {size} bytes were expected, {tuple(rows.shape)} arrived")
-    if rows.numpy()[:, :HEADER_BYTES].tobytes() == expected.to_bytes() * len(rows):
-        return
-    for sender, row in enumerate(rows, first):
-        _explain(sender, bytes(row[:HEADER_BYTES].tolist()), expected)
+def _heads(heads: Sequence[bytes]) -> np.ndarray[tuple[int, int], np.dtype[np.uint64]]:
+    return np.frombuffer(b"".join(heads), np.uint64).reshape(len(heads), _CHECKSUM_AT // 8)
 
 
-def _explain(sender: int, head: bytes, expected: Header) -> None:
-    magic, version, tag, round_, bucket, chunk, body_bytes = _STRUCT.unpack(head)
+def _explain(sender: int, receiver: int, head: bytes, expected: Header) -> None:
+    magic, version, *found, zero = _STRUCT.unpack(head)
+    about = f"payload from rank {sender} for {expected.place()}"
     if magic != MAGIC:
-        raise PayloadError(f"payload from rank {sender}: not a gradwire payload (it starts with {magic!r})")
-    found = (version, tag, round_, bucket, chunk, body_bytes)
-    wanted = (WIRE_VERSION, *expected.fields())
-    names = ("wire version", "method tag", "round", "bucket", "chunk", "body length in bytes")
-    for name, have, want in zip(names, found, wanted):
+        raise PayloadError(f"{about}: not a gradwire payload (it starts with {magic!r})")
+    names = (
+        "wire version", "method tag", "round", "bucket", "chunk", "body length in bytes", "sender", "receiver",
+        "exchange", "reserved field",
+    )  # fmt: skip
+    wanted = (WIRE_VERSION, *expected.fields(sender, receiver), 0)
+    for name, have, want in zip(names, (version, *found, zero), wanted):
         if have != want:
-            raise PayloadError(f"payload from rank {sender}: {name} is {have}, expected {want}")
+            raise PayloadError(f"{about}: {name} is {have}, expected {want}")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from gradwire.wire.header import HEADER_BYTES, Header, check_rows
+from gradwire.wire.header import HEADER_BYTES, Header, check_rows, seal_rows
 
 __all__ = ["ALIGNMENT", "Rows", "padded"]
 
@@ -31,25 +31,33 @@ class Rows:
         self.body_bytes = sum(self.sizes)
         self.row_bytes = HEADER_BYTES + self.body_bytes
 
-    def header(self, *, tag: int, round: int, bucket: int, chunk: int) -> Header:
+    def header(self, *, tag: int, round: int, bucket: int, chunk: int, exchange: int = 0) -> Header:
         """Make the header of these payloads."""
-        return Header(tag, round, bucket, chunk, self.body_bytes)
+        return Header(tag, round, bucket, chunk, self.body_bytes, exchange)
 
     def sections(self, rows: torch.Tensor) -> list[torch.Tensor]:
         """View each section of a matrix of payloads, ``[ranks, row_bytes]`` -> list of ``[ranks, size]``."""
         return list(rows[:, HEADER_BYTES:].split(self.sizes, dim=1))
 
-    def write(self, rows: torch.Tensor, header: Header, bodies: Sequence[torch.Tensor]) -> None:
-        """Fill payloads: the header in each row, then row r of each body (``[ranks, size]``); all of one length."""
-        header.write(rows)
+    def write(
+        self, rows: torch.Tensor, header: Header, bodies: Sequence[torch.Tensor], sender: int, receivers: Sequence[int]
+    ) -> None:
+        """Fill payloads, row i for ``receivers[i]``, with row i of each body (``[rows, size]``); all of one length."""
         for section, body in zip(self.sections(rows), bodies):
             section.copy_(body)
+        seal_rows(rows, header, sender, receivers)
 
-    def read(self, rows: torch.Tensor, header: Header) -> list[torch.Tensor]:
-        """Check the headers and view the sections.
+    def read(
+        self, rows: torch.Tensor, header: Header, receiver: int, arrived: torch.Tensor | None = None
+    ) -> list[torch.Tensor]:
+        """Check payloads, row r from rank r, and view the sections.
+
+        Args:
+            receiver: This rank, or :data:`EVERYONE` where all ranks were sent the same.
+            arrived: As for :meth:`CodedRows.read`; None, since all rows have one length.
 
         Raises:
-            PayloadError: a row is not the payload that the header describes.
+            PayloadError: a row is not the payload that the header describes, or not as it was sent.
         """
-        check_rows(rows, header)
+        check_rows(rows, header, receiver)
         return self.sections(rows)

@@ -12,7 +12,8 @@ from gradwire.kernels.entropy.section import Body
 from gradwire.kernels.entropy.variants import SCALAR, Variants
 
 try:
-    from gradwire.kernels.entropy import checksum_loops, huffman_loops, rans_loops
+    from gradwire.kernels.checksum import loops as checksum_loops
+    from gradwire.kernels.entropy import huffman_loops, rans_loops
 except ImportError as error:
     raise BackendError(f"coder backend 'cpu' needs numba ({error}): pip install 'numba>=0.61'") from error
 

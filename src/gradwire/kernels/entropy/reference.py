@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from gradwire.kernels.checksum.reference import reference_check
 from gradwire.kernels.entropy import huffman_codes as huffman
 from gradwire.kernels.entropy import rans_tables as tables
 from gradwire.kernels.entropy.base import Bytes
-from gradwire.kernels.entropy.checksum import reference_check
 from gradwire.kernels.entropy.rans_tables import ESCAPE, SCALE, SCALE_BITS
 from gradwire.kernels.entropy.section import Body
 

@@ -13,9 +13,11 @@ from typing import TypeVar
 import torch
 
 from gradwire.drivers import Job, Lane, WireError
+from gradwire.errors import PayloadError
 from gradwire.model.probing import Probed
 from gradwire.ops import AllGather, AllToAll, Exchange
 from gradwire.runtime.selection.host_identity import host_number
+from gradwire.wire import open_sealed, sealed
 
 __all__ = ["ControlChannel"]
 
@@ -44,17 +46,17 @@ class ControlChannel:
 
     def __init__(self, lane: Lane, failed: Callable[[Exception, str], Exception]) -> None:
         self._lane, self._failed = lane, failed
+        self._messages = 0
 
     def gather(self, values: Sequence[float]) -> list[list[float]]:
         """Return every rank's values, by rank.
 
         Raises:
             ExchangeError: a rank is gone.
+            PayloadError: what a rank told changed on the way.
         """
-        mine = torch.tensor(values, dtype=torch.float64).view(torch.uint8)
-        rows = self._call(_all_gather(mine, self._lane.world_size))
-        found: list[list[float]] = rows.view(torch.float64).view(self._lane.world_size, -1).tolist()
-        return found
+        mine, number = self._sealed(values)
+        return self._opened(self._call(_all_gather(mine, self._lane.world_size)), number)
 
     def gathering(self, values: Sequence[float], about: str) -> Callable[[], list[list[float]]]:
         """Start to gather, without a wait; what is returned waits, and gives every rank's values.
@@ -65,7 +67,7 @@ class ControlChannel:
             ExchangeError: a rank is gone, when the answer is asked for.
         """
         n = self._lane.world_size
-        mine = torch.tensor(values, dtype=torch.float64).view(torch.uint8)
+        mine, number = self._sealed(values)
         recv = torch.empty((n, mine.numel()), dtype=torch.uint8)
         done = threading.Event()
         errors: list[Exception] = []
@@ -83,10 +85,21 @@ class ControlChannel:
             done.wait()
             if errors:
                 raise self._failed(errors[0], about) from errors[0]
-            rows: list[list[float]] = recv.view(torch.float64).tolist()
-            return rows
+            return self._opened(recv, number, about)
 
         return answer
+
+    def _sealed(self, values: Sequence[float]) -> tuple[torch.Tensor, int]:
+        """Return the bytes of a message, with a checksum that holds its number too, and the number."""
+        self._messages += 1
+        return sealed(torch.tensor(values, dtype=torch.float64), self._lane.rank, self._messages), self._messages
+
+    def _opened(self, rows: torch.Tensor, number: int, about: str = "the choice of a method") -> list[list[float]]:
+        try:
+            found: list[list[float]] = open_sealed(rows, torch.float64, "numbers", number).tolist()
+        except PayloadError as error:
+            raise self._failed(error, about) from error
+        return found
 
     def probe(self, most_bytes: int = MOST_BYTES) -> Probed:
         """Time all-to-alls of small and of large rows; every rank gives the same.

@@ -1,4 +1,4 @@
-"""The check over a coded section, as defined in docs/wire-format.md: constants and the slow, clear form.
+"""The checksum of payloads and coded sections, as docs/wire-format.md defines it: constants and the slow, clear form.
 
 A step is a bijection of 64 bits (an odd product, then the upper half folded into the lower), so bodies of one length
 that differ in one word leave different sums, and others but by chance.
@@ -6,11 +6,14 @@ that differ in one word leave different sums, and others but by chance.
 
 from __future__ import annotations
 
-import numpy as np
+from typing import TypeAlias
 
-from gradwire.kernels.entropy.base import Bytes
+import numpy as np
+import numpy.typing as npt
 
 __all__ = ["LANES", "MULTIPLIER", "ROW_BYTES", "SEED", "START", "reference_check"]
+
+Bytes: TypeAlias = npt.NDArray[np.uint8]
 
 LANES = 16
 ROW_BYTES = 8 * LANES
@@ -22,7 +25,7 @@ _MASK = 2**64 - 1
 
 
 def reference_check(head: bytes, body: Bytes) -> int:
-    """Return the check of 16 bytes of header and a body.
+    """Return the checksum of a header, a multiple of 8 bytes, and a body.
 
     Example:
         >>> hex(reference_check(bytes(16), np.zeros(0, np.uint8)))
@@ -35,7 +38,7 @@ def reference_check(head: bytes, body: Bytes) -> int:
         sums = (sums ^ row) * np.uint64(MULTIPLIER)
         sums ^= sums >> np.uint64(32)
     check = SEED
-    for value in [int.from_bytes(head[:8], "little"), int.from_bytes(head[8:16], "little"), *map(int, sums)]:
+    for value in (*np.frombuffer(head, "<u8").tolist(), *sums.tolist()):
         check = (check ^ value) * MULTIPLIER & _MASK
         check ^= check >> 32
     return check

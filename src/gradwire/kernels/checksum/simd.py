@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, misc, untyped-decorator"
-"""The rows of the check in explicit vectors."""
+"""The rows of the checksum in explicit vectors."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from gradwire.kernels.entropy.checksum import LANES, MULTIPLIER, ROW_BYTES
+from gradwire.kernels.checksum.reference import LANES, MULTIPLIER, ROW_BYTES
 from gradwire.kernels.numba_core.vectors import I8, I64, Emitter, data_pointer, loop
 
 __all__ = ["check_rows"]

@@ -1,29 +1,29 @@
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, misc, untyped-decorator"
-"""The compiled check: one pass over a body, in vectors or plain loops by the type of the first argument."""
+"""The compiled checksum: one pass over a body, in vectors or plain loops by the type of the first argument."""
 
 from __future__ import annotations
 
 import numpy as np
 from numba import njit
 
-from gradwire.kernels.entropy import checksum
+from gradwire.kernels.checksum import reference
 from gradwire.kernels.numba_core.overloads import either
 from gradwire.kernels.numba_core.vectors import prefer_wide
 
-__all__ = ["check"]
+__all__ = ["check", "row_checksums"]
 
 # Of all that this is compiled from, so that Numba drops what it kept when that changes (``make digests``).
-DIGEST = "94a498b10cbe6a32"
+DIGEST = "21b58cda552eb749"
 
 _u64 = np.uint64
-_START, _SEED, _FACTOR = _u64(checksum.START), _u64(checksum.SEED), _u64(checksum.MULTIPLIER)
+_START, _SEED, _FACTOR = _u64(reference.START), _u64(reference.SEED), _u64(reference.MULTIPLIER)
 
-_check_rows = either("check_rows", "entropy.checksum_scalar", "entropy.checksum_simd")
+_check_rows = either("check_rows", "checksum.scalar", "checksum.simd")
 
 
 @njit(nogil=True, cache=True)
 def check(variant, head, body):
-    """Compute the check of 16 bytes of header (uint64 ``[2]``) and a body (uint8)."""
+    """Compute the checksum of the words of a header (uint64) and a body (uint8)."""
     prefer_wide()
     sums = np.empty(16, np.uint64)
     for lane in range(16):
@@ -42,3 +42,10 @@ def check(variant, head, body):
         total = (total ^ value) * _FACTOR
         total ^= total >> _u64(32)
     return total
+
+
+@njit(nogil=True, cache=True)
+def row_checksums(variant, flat, stride, length, heads, out):
+    """Write the checksum of ``length`` bytes from each multiple of ``stride`` on, and of each row of heads."""
+    for row in range(len(heads)):
+        out[row] = check(variant, heads[row], flat[row * stride : row * stride + length])

@@ -1,12 +1,12 @@
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, misc, untyped-decorator"
-"""The rows of the check in plain Numba, with the signature and promises of ``checksum_simd.py``."""
+"""The rows of the checksum in plain Numba, with the signature and promises of ``simd.py``."""
 
 from __future__ import annotations
 
 import numpy as np
 from numba import njit
 
-from gradwire.kernels.entropy.checksum import MULTIPLIER
+from gradwire.kernels.checksum.reference import MULTIPLIER
 
 __all__ = ["check_rows"]
 

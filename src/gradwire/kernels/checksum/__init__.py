@@ -1,0 +1,5 @@
+"""The 64-bit checksum of payloads, as defined in docs/wire-format.md."""
+
+from gradwire.kernels.checksum.front import checksums, warm_up
+
+__all__ = ["checksums", "warm_up"]

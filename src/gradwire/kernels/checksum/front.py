@@ -1,0 +1,82 @@
+"""Checksums of rows of bytes, by the compiled code that serves on this machine."""
+
+from __future__ import annotations
+
+import time
+from functools import cache
+
+import numpy as np
+import numpy.typing as npt
+
+from gradwire.errors import BackendError
+from gradwire.kernels.checksum.reference import reference_check
+
+__all__ = ["checksums", "warm_up"]
+
+Words = npt.NDArray[np.uint64]
+Bytes = npt.NDArray[np.uint8]
+
+
+def checksums(heads: Words, rows: Bytes) -> Words:
+    """Return the checksum of each row of bytes together with the words that say what the row is.
+
+    Every backend computes the same bits: this is not a matter of choice, and so not an operation of a backend.
+
+    Args:
+        heads: ``[rows, words]``.
+        rows: ``[rows, bytes]``; the bytes of a row are neighbours in memory.
+
+    Returns:
+        ``[rows]``. Rows or heads that differ have different checksums: certainly where they differ in one 64-bit word
+        alone, else but for chance (2^-64).
+
+    Raises:
+        BackendError: numba is not installed.
+    """
+    from gradwire.kernels.checksum.loops import row_checksums
+
+    found = np.empty(len(heads), np.uint64)
+    flat, stride = _joined(rows)
+    row_checksums(_variant(), flat, stride, rows.shape[1], heads, found)
+    return found
+
+
+def warm_up() -> float:
+    """Compile what :func:`checksums` calls, or load it from Numba's cache; return the seconds that it took."""
+    began = time.perf_counter()
+    _variant()
+    return time.perf_counter() - began
+
+
+@cache
+def _variant() -> bool | None:
+    """Choose explicit vectors (True) or plain loops (None): of those that agree with the reference, the fastest."""
+    try:
+        from gradwire.kernels.checksum.loops import row_checksums
+    except ImportError as error:
+        raise BackendError(f"checksums of payloads need numba ({error}): pip install 'numba>=0.61'") from error
+    sample = (np.arange(1 << 16) * 37 >> 3).astype(np.uint8)
+    heads, found = np.array([[1, 2, 3]], np.uint64), np.zeros(1, np.uint64)
+    times: dict[bool | None, float] = {}
+    for variant in (True, None):
+        try:
+            row_checksums(variant, sample, 300, 300, heads, found)
+        except Exception:  # whatever the compiler raises on a machine that we have not seen
+            continue
+        if int(found[0]) != reference_check(heads.tobytes(), sample[:300]):
+            continue
+        for _ in range(5):
+            began = time.perf_counter()
+            row_checksums(variant, sample, len(sample), len(sample), heads, found)
+            times[variant] = min(times.get(variant, np.inf), time.perf_counter() - began)
+    if not times:
+        raise BackendError("the compiled checksum differs from its reference: install another version of numba")
+    return min(times, key=times.__getitem__)
+
+
+def _joined(rows: Bytes) -> tuple[Bytes, int]:
+    """Return all rows as one vector, gaps included, and the distance from one to the next."""
+    number, length = rows.shape
+    stride = rows.strides[0] if number > 1 else length
+    whole = np.lib.stride_tricks.as_strided(rows, ((number - 1) * stride + length,), (1,)) if length else rows[0, :0]
+    return whole, stride

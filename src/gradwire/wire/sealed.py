@@ -1,0 +1,45 @@
+"""Small messages without a header: a few values with their checksum behind them.
+
+Layout: the bytes of the values, then the checksum of them and of the words ``(sender, *place)``.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from gradwire.errors import PayloadError
+from gradwire.kernels.checksum import checksums
+
+__all__ = ["SEAL_BYTES", "open_sealed", "sealed"]
+
+SEAL_BYTES = 8
+
+
+def sealed(values: torch.Tensor, sender: int, *place: int) -> torch.Tensor:
+    """Return the bytes of ``values``, and behind them the checksum, uint8 ``[bytes + 8]``.
+
+    Args:
+        place: What tells this message from all others of its sender: sender and receiver count alike.
+    """
+    octets = values.detach().contiguous().view(torch.uint8).reshape(1, -1).numpy()
+    found = checksums(np.array([(sender, *place)], np.uint64), octets)
+    return torch.from_numpy(np.concatenate([octets[0], found.view(np.uint8)]))
+
+
+def open_sealed(rows: torch.Tensor, dtype: torch.dtype, about: str, *place: int) -> torch.Tensor:
+    """Check messages, row r (uint8 ``[ranks, bytes + 8]``) from rank r, and return their values ``[ranks, numel]``.
+
+    Raises:
+        PayloadError: naming the sender and what the message is ``about``.
+    """
+    octets = rows.contiguous().numpy()
+    bodies, sums = octets[:, :-SEAL_BYTES], np.ascontiguousarray(octets[:, -SEAL_BYTES:]).view(np.uint64)[:, 0]
+    heads = np.array([(sender, *place) for sender in range(len(rows))], np.uint64)
+    differs = np.flatnonzero(sums != checksums(heads, bodies))
+    if len(differs):
+        raise PayloadError(
+            f"{about} from rank {differs[0]}: its checksum differs, so that bytes changed on the way, or it is another "
+            "message"
+        )
+    return torch.from_numpy(np.ascontiguousarray(bodies)).view(dtype)

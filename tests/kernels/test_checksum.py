@@ -1,0 +1,43 @@
+"""The checksum of payloads: the same bits from the reference and from both compiled variants."""
+
+from __future__ import annotations
+
+import doctest
+
+import numpy as np
+import pytest
+
+from gradwire.kernels import checksum
+from gradwire.kernels.checksum import loops, reference
+
+LENGTHS = (0, 1, 7, 8, 16, 127, 128, 129, 255, 256, 4096, 5003)
+
+
+def test_docstring_examples_hold() -> None:
+    assert doctest.testmod(reference).failed == 0
+
+
+@pytest.mark.parametrize("variant", [True, None])
+@pytest.mark.parametrize("words", [1, 2, 3])
+@pytest.mark.parametrize("length", LENGTHS)
+def test_every_variant_gives_the_bits_of_the_reference(variant: bool | None, words: int, length: int) -> None:
+    draw = np.random.default_rng(length)
+    rows = draw.integers(0, 256, (3, length + 5), np.uint8)
+    heads = draw.integers(0, 2**64, (3, words), np.uint64)
+    expected = [reference.reference_check(h.tobytes(), row[5:]) for h, row in zip(heads, rows)]
+    found = np.zeros(3, np.uint64)
+    # As payloads lie: with something before each body.
+    loops.row_checksums(variant, rows.reshape(-1)[5:], length + 5, length, heads, found)
+    assert found.tolist() == expected
+    assert checksum.checksums(heads, rows[:, 5:]).tolist() == expected
+    assert checksum.checksums(heads[:1], rows[:1, 5:]).tolist() == expected[:1]
+
+
+def test_a_step_is_a_bijection_so_that_no_single_word_can_change_unseen() -> None:
+    """The product is with an odd number, and the fold undoes itself: both have an inverse."""
+    assert reference.MULTIPLIER % 2 == 1
+    inverse = pow(reference.MULTIPLIER, -1, 2**64)
+    for x in (0, 1, 2**63, 2**64 - 1, 0x0123456789ABCDEF):
+        y = x * reference.MULTIPLIER % 2**64
+        folded = y ^ y >> 32
+        assert (folded ^ folded >> 32) * inverse % 2**64 == x
