@@ -14,7 +14,7 @@ from gradwire.drivers import Meter, dry_run, simulate_ranks
 from gradwire.kernels import get_kernels
 from gradwire.ops import AllGather, AllToAll, Reduce
 from gradwire.protocols import Context, Memory, Workspace
-from gradwire.protocols.bucket_plan import cut, make_plan
+from gradwire.protocols.bucket_plan import Algorithm, cut, make_plan
 from gradwire.segments import Parameter, Segment, flat_view, lay_out
 from gradwire.wire import HEADER_BYTES, pretend_senders
 
@@ -27,6 +27,8 @@ def plan_segments() -> list[Segment]:
 
 
 def plan_for(method: gw.Method, world_size: int, collective: str, backend: str = "cpu", **options: Any) -> Any:
+    if isinstance(method, Algorithm) and method.open_coders:
+        method = method.with_coder(method.open_coders[0])
     segments = plan_segments()
     defaults: dict[str, Any] = {"seed": 0, "chunk_numel": 1 << 20}
     kernels = get_kernels(backend)
