@@ -46,7 +46,7 @@ def raise_loopback() -> None:
 
 
 def interface_bytes() -> int:
-    """Bytes that left through the loopback interface since the namespace began."""
+    """Return the bytes that left through the loopback interface since the namespace began."""
     line = next(x for x in Path("/proc/net/dev").read_text().splitlines() if x.strip().startswith("lo:"))
     return int(line.split(":")[1].split()[8])
 

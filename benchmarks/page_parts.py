@@ -53,6 +53,6 @@ def ms(seconds: float) -> str:
 
 
 def provenance(row: Row) -> str:
-    """Say on what, with what and when."""
+    """Describe on what, with what and when."""
     versions = ", ".join(f"{n} {row[f'{n}_version']}" for n in ("gradwire", "torch", "numba", "python"))
     return f"{row['processor']}, {row['cores']} cores; {versions}; {row['date_utc'][:10]}"

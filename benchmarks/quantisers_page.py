@@ -46,7 +46,7 @@ def load(name: str) -> Found | None:
 
 
 def where(found: Found) -> str:
-    """Say on what, with what and when."""
+    """Describe on what, with what and when."""
     versions = ", ".join(f"{k} {v}" for k, v in found["versions"].items())
     return f"{found['cpu']}; {found['cores']} cores; {versions}; {found['date_utc']}"
 
@@ -158,7 +158,7 @@ def diana() -> list[str]:
 
 
 def predicted(cell: dict[tuple[str, float, str], Found]) -> str:
-    """Say in how many steps exact gradients reach the goal with DIANA's step sizes, beside what DIANA took."""
+    """Describe in how many steps exact gradients reach the goal with DIANA's step sizes, beside what DIANA took."""
     found = load("diana_steps")
     if not found:
         return ""
@@ -224,7 +224,7 @@ def aqsgd() -> list[str]:
 
 
 def aqsgd_text(cell: dict[tuple[str, int], Found]) -> list[str]:
-    """Say what the table shows, in numbers of its own."""
+    """Describe what the table shows, in numbers of its own."""
     ends = {m: [cell.get((m, size)) for size in (64, 32768)] for m in AQSGD}
     if any(row is None for rows in ends.values() for row in rows):
         return []
@@ -248,7 +248,7 @@ def aqsgd_text(cell: dict[tuple[str, int], Found]) -> list[str]:
 
 
 def zero(block_size: int) -> list[str]:
-    """Say what a level at zero does for QSGDinf."""
+    """Describe what a level at zero does for QSGDinf."""
     found = load("zero_level")
     if not found:
         return []
@@ -263,7 +263,7 @@ def zero(block_size: int) -> list[str]:
 
 
 def fits(low: int, high: int) -> list[str]:
-    """Say how far gradients are from the normals that levels are fitted to, and what else they may be fitted to."""
+    """Describe how far gradients are from the normals that levels are fitted to, and the alternative."""
     found = load("fitted_levels")
     if not found:
         return []

@@ -66,7 +66,7 @@ def write(path: Path | None, **found: Any) -> None:
 
 
 def machine() -> dict[str, Any]:
-    """Say what ran, and when."""
+    """Describe what ran, and when."""
     import numba
     import torch
 

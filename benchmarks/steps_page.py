@@ -119,7 +119,7 @@ def losses(cells: dict[Key, Cell]) -> list[str]:
 
 
 def bytes_(rows: Sequence[Row]) -> list[str]:
-    """Say how the interfaces' counts agree with the library's."""
+    """Describe how the interfaces' counts agree with the library's."""
     gaps = sorted(abs(r["interface_over_library"]) for r in rows if r["interface_over_library"] is not None)
     wrong = [r for r in rows if r["bytes_agree"] is False]
     if not gaps:

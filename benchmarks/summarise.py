@@ -25,7 +25,7 @@ def load(name: str) -> dict[str, Any] | None:
 
 
 def where(found: dict[str, Any]) -> str:
-    """Say on what, with what and when."""
+    """Describe on what, with what and when."""
     versions = ", ".join(f"{k} {v}" for k, v in found.get("versions", {}).items())
     parts = [found.get("cpu", ""), f"{found['cores']} cores" if "cores" in found else "", versions, found["date_utc"]]
     return "; ".join(part for part in parts if part)

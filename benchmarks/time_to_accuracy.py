@@ -44,12 +44,12 @@ class Goal:
     options: tuple[str, ...] = ()
 
     def reached(self, row: dict[str, Any]) -> bool:
-        """Tell whether an evaluation is good enough."""
+        """Return whether an evaluation is good enough."""
         value = float(row[self.field])
         return value >= self.target if self.field == "accuracy" else value <= self.target
 
     def words(self) -> str:
-        """Say what is to be reached."""
+        """Describe what is to be reached."""
         return f"accuracy {100 * self.target:g} %" if self.field == "accuracy" else f"loss {self.target:g}"
 
 
@@ -157,7 +157,7 @@ def run_all(arguments: argparse.Namespace) -> None:
 
 
 def told(cell: Cell, row: dict[str, Any] | None) -> str:
-    """Say how a run ended."""
+    """Describe how a run ended."""
     if row is None:
         return "ended without an evaluation"
     found = f"step {row['step']}, {row['elapsed_s']:.1f} s, {row['sent_bytes'] / 1e6:.1f} MB"

@@ -19,7 +19,7 @@ def exactly(g: torch.Tensor) -> torch.Tensor:
 
 
 def ternary(clip: float | None, shared: bool = True, clip_by: str = "rms") -> tuple[Law, Law]:
-    """What TernGrad is unbiased for, and the variance s |f| - f^2 of each worker's element."""
+    """Return what TernGrad is unbiased for, and the variance s |f| - f^2 of each worker's element."""
 
     def target(g: torch.Tensor) -> torch.Tensor:
         if clip is None:

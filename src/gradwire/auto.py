@@ -69,7 +69,7 @@ class Auto(Method):
 
 
 def not_comparable(one: Method) -> str | None:
-    """Say why the time of a step alone cannot tell whether a method is better than others; None where it can."""
+    """Explain why the time of a step alone cannot tell whether a method is better than others; None where it can."""
     if one.direction:
         return "gives a direction, which needs a learning rate of its own"
     if _sends_parts(one):

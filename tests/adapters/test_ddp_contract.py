@@ -348,7 +348,7 @@ def test_a_loop_without_ddp(three_ranks: Any) -> None:
     for _, diagnostics in found:
         assert diagnostics["rounds"] == 4
         row = diagnostics["parameters"]["0.weight"]
-        # Relative variance of a clipped Gaussian is about 1 (the sheet, property 8), so the error is about 1 too, and
+        # Relative variance of a clipped Gaussian is about 1 (property 8), so the error is about 1 too, and
         # the cosine 1 / sqrt(2); a method that sent nothing would have error 1 and cosine 0.
         assert 0.5 < row["relative_error"] < 2
         assert 0.5 < row["cosine"] < 0.95

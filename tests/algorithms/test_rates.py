@@ -23,7 +23,7 @@ def link_of(method: str | gw.Method, workers: int, numel: int) -> gw.SimulatedLi
     return gw.SimulatedLink([("x", torch.empty(numel))], method, workers, min_numel=0)
 
 
-# What each operator's own sheet says of its relative variance, for vectors of 40 values.
+# What each operator's paper says of its relative variance, for vectors of 40 values.
 SHARED = SIZE * WORKERS / (4 * 7**2)
 PLATEAUS = [
     (gw.QSGD(levels=7, block_size=None), SIZE / 7**2),
@@ -126,7 +126,7 @@ D, START = 60, 3.0
 
 
 def sign_descent(step: float, steps: int, noise: float, voters: int, liars: int = 0) -> list[torch.Tensor]:
-    """Exact gradients along the way of a vote on noisy ones; liars send the opposite of theirs."""
+    """Return the exact gradients along the way of a vote on noisy ones; liars send the opposite of theirs."""
     link, x, found = link_of("signsgd", voters, D), torch.full((D,), START), []
     for k in range(steps):
         found.append(x)

@@ -32,7 +32,7 @@ def residual(link: gw.SimulatedLink, rank: int = 0) -> torch.Tensor:
 
 
 def one_round(p: torch.Tensor, method: gw.Method | str) -> torch.Tensor:
-    """What the operator makes of one worker's vector: no residual precedes it."""
+    """Return what the operator makes of one worker's vector: no residual precedes it."""
     return gw.simulate([{"w": p}], method).mean["w"]
 
 

@@ -69,7 +69,7 @@ def call(*words: object) -> Result:
 
 @pytest.fixture
 def reached(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What a command called with what, instead of the work."""
+    """Return what a command called with what, instead of the work."""
     found: dict[str, Any] = {}
 
     def stop(name: str) -> Any:

@@ -16,7 +16,7 @@ def gaussian(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def alone(g: torch.Tensor, rank: int, method: gw.Method, round: int) -> torch.Tensor:
-    """What worker ``rank`` contributed: the mean where all others hold zeros, times N."""
+    """Return what worker ``rank`` contributed: the mean where all others hold zeros, times N."""
     only = torch.zeros_like(g)
     only[rank] = g[rank]
     # One element keeps every worker's scale the same.

@@ -82,7 +82,7 @@ def model_of(run: Path) -> dict[str, torch.Tensor]:
 
 
 def same(a: Path, b: Path) -> bool:
-    """Tell whether two runs ended in the same bits."""
+    """Return whether two runs ended in the same bits."""
     left, right = model_of(a), model_of(b)
     return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
 
@@ -106,7 +106,7 @@ def children(process: int) -> list[int]:
 
 
 def alive(process: int) -> bool:
-    """Tell whether a process exists and is more than a zombie."""
+    """Return whether a process exists and is more than a zombie."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except OSError:

@@ -36,7 +36,7 @@ class Fenced:
                 raise OSError(ctypes.get_errno(), "mprotect")
 
     def place(self, size: int, high: bool) -> torch.Tensor:
-        """Give ``size`` bytes that end where the upper page begins, or begin where the lower one ends."""
+        """Return ``size`` bytes that end where the upper page begins, or begin where the lower one ends."""
         first = (self.pages + 1) * PAGE - size if high else PAGE
         return torch.from_numpy(self.bytes[first : first + size])
 
@@ -65,7 +65,7 @@ def forge(section: torch.Tensor, generator: np.random.Generator) -> torch.Tensor
 
 
 def outcome(coder: Coder, data: torch.Tensor, out: torch.Tensor) -> str | torch.Tensor:
-    """Give what a decoder makes of a section: its output, or the sentence of its error."""
+    """Return what a decoder makes of a section: its output, or the sentence of its error."""
     try:
         coder.decode(data, out)
     except PayloadError as error:

@@ -44,7 +44,7 @@ def trits(number: int, fired: float, seed: int = 0) -> torch.Tensor:
 
 @st.composite
 def symbols(draw: st.DrawFn, largest: int = 3000) -> torch.Tensor:
-    """Bytes from a few to all values, evenly spread to very uneven."""
+    """Return the bytes from a few to all values, evenly spread to very uneven."""
     number = draw(st.one_of(st.integers(0, largest), st.sampled_from([127, 128, 129, 1024, 2048])))
     alphabet, power = draw(st.integers(1, 256)), draw(st.sampled_from([1.0, 2.0, 6.0, 20.0]))
     generator = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
@@ -73,7 +73,7 @@ def decoded(coder: Coder, section: torch.Tensor, number: int) -> torch.Tensor:
 
 
 def resealed(section: torch.Tensor) -> torch.Tensor:
-    """Give a section the length and the check that its bytes ask for, as an attacker would."""
+    """Return a section the length and the check that its bytes ask for, as an attacker would."""
     forged = section.clone().numpy()
     forged[8:12] = np.array([len(forged) - 24], "<u4").view(np.uint8)
     check = reference_check(forged[:16].tobytes(), forged[24:])

@@ -47,7 +47,7 @@ def normal(numel: int, seed: int, shift: int = 0, spread: float = 1.0) -> torch.
 
 
 def unaligned_bytes(numel: int, shift: int = 0) -> torch.Tensor:
-    """Bytes of 255 that start ``shift`` bytes after an aligned address, with a guard behind."""
+    """Return the bytes of 255 that start ``shift`` bytes after an aligned address, with a guard behind."""
     return torch.full((numel + shift + 64,), 255, dtype=torch.uint8)[shift : shift + numel]
 
 

@@ -13,7 +13,7 @@ from gradwire.lab.network import Network
 
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What iproute2 would have been told, a command a line."""
+    """Return what iproute2 would have been told, a command a line."""
     found: list[str] = []
 
     def run(words: Sequence[str], text: str | None = None) -> str:

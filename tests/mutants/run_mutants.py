@@ -75,7 +75,7 @@ class Fault:
         return self.file.partition("/")[0].removesuffix(".py")
 
     def problem(self, package: Path) -> str | None:
-        """Say why the fault cannot be applied to a package; None where it can."""
+        """Explain why the fault cannot be applied to a package; None where it can."""
         path = package / self.file
         if not path.is_file():
             return f"there is no file {self.file}"

@@ -116,7 +116,7 @@ def broken(where: str) -> tuple[weakref.ref[Any], Exception | None]:
 
 
 def let_go_of(where: str) -> tuple[bool, str, str]:
-    """Tell whether the module of a broken link is freed while somebody holds its error, and what that says."""
+    """Return whether the module of a broken link is freed while somebody holds its error, and what that says."""
     module, kept = broken(where)
     gc.collect()
     return module() is None, str(kept), repr(kept.__cause__ if kept else None)

@@ -331,7 +331,7 @@ def test_a_module_goes_on_by_the_fallback(three_ranks: Ranks) -> None:
 
 
 def train_module(rounds: int) -> tuple[dict[str, Any], list[bool]]:
-    """What the link records, and in which steps the module's gradients were the mean that DDP alone gives."""
+    """Return what the link records, and in which steps the module's gradients were the mean that DDP alone gives."""
     torch.manual_seed(0)
     inner = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64))
     plain, module = DistributedDataParallel(copy.deepcopy(inner)), DistributedDataParallel(inner, bucket_cap_mb=0.01)

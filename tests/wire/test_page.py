@@ -21,7 +21,7 @@ WORDS = {1: "B", 2: "<u2", 4: "<u4"}
 
 
 def layout(base: int, widths: tuple[int, ...] = (1, 2, 4)) -> tuple[int, int]:
-    """Bytes of a word and its digits: the fewest bits a digit."""
+    """Return the bytes of a word and its digits: the fewest bits a digit."""
     found = []
     for width in widths:
         digits = 0

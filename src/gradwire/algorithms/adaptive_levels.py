@@ -75,7 +75,7 @@ class _Adaptive(Algorithm):
         return QSGDinf()
 
     def is_update(self, round: int) -> bool:
-        """Whether the levels are fitted anew in that round."""
+        """Return whether the levels are fitted anew in that round."""
         last = max(self.updates, default=0)
         return round in self.updates or (round > last and round % self.every == 0)
 

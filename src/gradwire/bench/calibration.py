@@ -30,7 +30,7 @@ STEPS_SHARE, CODECS_SHARE = 0.7, 0.85
 
 
 def default_path() -> Path:
-    """Where a machine's calibration is kept."""
+    """Return where a machine's calibration is kept."""
     base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return Path(base) / "gradwire" / "calibration.json"
 

@@ -112,7 +112,7 @@ class Ranks:
         return pipe.readline()
 
     def _account(self, rank: int) -> str:
-        """Say how the benchmark ended: a rank that was killed tells more than those that miss it."""
+        """Describe how the benchmark ended: a rank that was killed tells more than those that miss it."""
         self._processes[rank].wait()
         for other, process in enumerate(self._processes):
             code = process.poll()

@@ -299,7 +299,7 @@ def _place(grid: StepGrid, topology: Topology) -> str:
 
 
 def compute_of(row: Mapping[str, Any]) -> str:
-    """Tell whether a row's ranks computed or slept; rows from before there was a choice computed."""
+    """Return whether a row's ranks computed or slept; rows from before there was a choice computed."""
     found: str = row.get("compute", "real")
     return found
 

@@ -45,7 +45,7 @@ def check_variant(name: str) -> str:
 
 
 def dense_wire_bytes(name: str, numel: int, world_size: int) -> int | None:
-    """Bytes that a rank sends in a step of a cast hook: a ring all-reduce; None where that is not what runs."""
+    """Return the bytes that a rank sends in a step of a cast hook, a ring all-reduce; None for other hooks."""
     widths = {"ddp fp32": 4, "ddp fp16": 2}
     if name == COMPUTE:
         return 0

@@ -60,7 +60,7 @@ def attach_everywhere(settings: LinkSettings) -> list[Any]:
 
 
 def summary(links: Sequence[Any]) -> str:
-    """Say in one line what the links sent."""
+    """Describe in one line what the links sent."""
     if not links:
         return "gradwire: the script built no DistributedDataParallel module; nothing was compressed"
     sent = sum(link.traffic().sent_bytes for link in links)
@@ -77,7 +77,7 @@ def summary(links: Sequence[Any]) -> str:
 
 
 def _came_to(link: Any) -> str:
-    """Say what a link's gradients travelled by."""
+    """Describe what a link's gradients travelled by."""
     from gradwire.report.link_notes import choice_text, fallback_reason, fallback_text
 
     spec, record = repr(link.method), link.record()

@@ -61,7 +61,7 @@ def read_reports(folder: Path) -> dict[int, Report]:
 
 
 def account(exit_codes: Mapping[int, int], reports: Mapping[int, Report]) -> str:
-    """Say which rank failed, where and why: the account that tells most.
+    """Describe which rank failed, where and why: the account that tells most.
 
     Args:
         exit_codes: Of the ranks that torchrun found failed, negative for a signal.

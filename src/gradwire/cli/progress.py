@@ -36,7 +36,7 @@ class Rate:
         self._seen: deque[tuple[float, int]] = deque()
 
     def saw(self, step: int) -> None:
-        """Take note that so many steps are done."""
+        """Note that so many steps are done."""
         now_s = self._clock()
         self._seen.append((now_s, step))
         # The oldest that stays lies at least a window back, so that the window is full.
@@ -130,7 +130,7 @@ class Progressing:
             threading.Thread(target=self._tick_on, args=(self._stop, self._every_s), daemon=True).start()
 
     def step(self, step: int, activity: str) -> None:
-        """Take note that so many steps are done, and of what goes on now, such as "training"."""
+        """Note that so many steps are done, and of what goes on now, such as "training"."""
         with self._lock:
             self._step, self._activity = step, activity
             self._rate.saw(step)

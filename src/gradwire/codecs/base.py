@@ -85,7 +85,7 @@ class Codec(ABC):
         )
 
     def plain_payload_bytes(self, units: int) -> int:
-        """Bytes at the start of a rank's codes that no coder touches: all, unless said otherwise."""
+        """Return the bytes at the start of a rank's codes that no coder touches: all, unless said otherwise."""
         return self.payload_bytes(units)
 
     @abstractmethod
@@ -94,7 +94,7 @@ class Codec(ABC):
 
     @abstractmethod
     def payload_bytes(self, units: int) -> int:
-        """Exact bytes of a rank's codes for that many units."""
+        """Return the exact bytes of a rank's codes for that many units."""
 
     @abstractmethod
     def encode(self, flat: torch.Tensor, summary: Summary, draw: Draw, out: torch.Tensor) -> None:
@@ -123,7 +123,7 @@ class Codec(ABC):
 
     @abstractmethod
     def is_finite(self, summary: Summary, flat: torch.Tensor) -> bool:
-        """Tell whether the mean, just decoded into ``flat``, is finite in this section."""
+        """Return whether the mean, just decoded into ``flat``, is finite in this section."""
 
 
 class CheckedCodec(Codec):
@@ -138,19 +138,19 @@ class CheckedCodec(Codec):
 
     @abstractmethod
     def unread(self) -> str:
-        """Say in a sentence for people why some rank could not read this section, and what to change."""
+        """Describe in a sentence for people why some rank could not read this section, and what to change."""
 
 
 class SummableCodec(Codec):
     """A codec whose codes an owner of a share can reduce to codes of the mean: these can travel in two phases."""
 
     def plain_mean_bytes(self, units: int) -> int:
-        """Bytes at the start of reduced codes that no coder touches."""
+        """Return the bytes at the start of reduced codes that no coder touches."""
         return self.mean_bytes(units)
 
     @abstractmethod
     def mean_bytes(self, units: int) -> int:
-        """Exact bytes of the reduced codes for that many units (a multiple of ``grain``)."""
+        """Return the exact bytes of the reduced codes for that many units (a multiple of ``grain``)."""
 
     @abstractmethod
     def reduce(self, rows: torch.Tensor, begin: int, out: torch.Tensor) -> None:

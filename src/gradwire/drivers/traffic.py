@@ -66,12 +66,12 @@ class Traffic:
 
 
 def gathers(op: Reduce) -> bool:
-    """Tell whether a driver carries this reduction by a gather."""
+    """Return whether a driver carries this reduction by a gather."""
     return op.op != "sum" and op.value.numel() * op.value.element_size() <= GATHERED_REDUCE_BYTES
 
 
 def large(op: Op) -> TypeGuard[AllToAll | AllGather]:
-    """Tell whether a driver sends this operation's rows one at a time."""
+    """Return whether a driver sends this operation's rows one at a time."""
     if isinstance(op, Reduce):
         return False
     row = op.send if isinstance(op, AllGather) else op.send[0]
@@ -79,7 +79,7 @@ def large(op: Op) -> TypeGuard[AllToAll | AllGather]:
 
 
 def op_bytes(op: Op, world_size: int) -> tuple[int, int]:
-    """Bytes that one rank sends and receives for an operation.
+    """Return the bytes that one rank sends and receives for an operation.
 
     All-to-all and all-gather: (N - 1) rows each way; rows of different lengths count as they are, and eight bytes for
     telling each length. Ring all-reduce of M bytes: 2 M (N - 1) / N each way; by a gather, (N - 1) times M and
@@ -100,7 +100,7 @@ def op_bytes(op: Op, world_size: int) -> tuple[int, int]:
 
 
 def dense_bytes(elements: int, world_size: int) -> int:
-    """Bytes that one rank sends in a float32 ring all-reduce of that many elements."""
+    """Return the bytes that one rank sends in a float32 ring all-reduce of that many elements."""
     return round(8 * elements * (world_size - 1) / world_size)
 
 

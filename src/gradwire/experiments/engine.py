@@ -39,7 +39,7 @@ class Engine(Protocol):
         """Return the bytes since the engine was built."""
 
     def record(self) -> dict[str, Any]:
-        """Say what the link chose."""
+        """Describe what the link chose."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's link state, tensors only."""

@@ -70,7 +70,7 @@ class Worker:
         return lines[-1] if lines else "it wrote nothing"
 
     def account(self) -> tuple[int, str]:
-        """Say how the worker failed, with a rank of how much that tells (lower tells more)."""
+        """Describe how the worker failed, with a rank of how much that tells (lower tells more)."""
         code = self.process.poll()
         if self.failure is None:
             if code is not None and code < 0:
@@ -283,7 +283,7 @@ class Crew:
 
 
 def failed(worker: Worker) -> bool:
-    """Tell whether a worker has ended, or says so, without being done."""
+    """Return whether a worker has ended, or says so, without being done."""
     return worker.failure is not None or (worker.process.poll() is not None and not worker.done)
 
 

@@ -28,7 +28,7 @@ __all__ = ["Audience", "compare", "resume", "speaks", "train", "under_torchrun"]
 
 
 def under_torchrun() -> bool:
-    """Tell whether torchrun (or another launcher with its variables) started this process."""
+    """Return whether torchrun (or another launcher with its variables) started this process."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
@@ -203,5 +203,5 @@ def compare(
 
 
 def speaks() -> bool:
-    """Tell whether this process reports to the user: all but the higher ranks under torchrun."""
+    """Return whether this process reports to the user: all but the higher ranks under torchrun."""
     return os.environ.get("RANK", "0") == "0"

@@ -104,7 +104,7 @@ class SimulatedEngine:
         return self.link.traffic()
 
     def record(self) -> dict[str, Any]:
-        """Say what the link chose."""
+        """Describe what the link chose."""
         return dict(self.link.record())
 
     def state_dict(self) -> dict[str, Any]:

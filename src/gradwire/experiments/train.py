@@ -164,7 +164,7 @@ class Trainer:
         self._losses, self._times_s = [], []
 
     def _tell(self, activity: str) -> None:
-        """Say how far the training is, unless that was said a moment ago."""
+        """Describe how far the training is, unless that was said a moment ago."""
         when_s, before = self._told
         if self.engine.rank == 0 and (activity != before or now_s() - when_s >= TELL_EVERY_S):
             self._told = now_s(), activity

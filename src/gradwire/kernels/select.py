@@ -120,7 +120,7 @@ class Automatic:
         return Choice(PLAIN, f"cpu does not serve: {reason}")
 
     def _refusal(self, backend: str, family: str) -> str | None:
-        """Say why a backend cannot serve a family, or None."""
+        """Explain why a backend cannot serve a family, or None."""
         try:
             if agree(family, self._kernels[backend], self._kernels[REFERENCE]):
                 return None

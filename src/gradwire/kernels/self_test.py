@@ -128,5 +128,5 @@ SELF_TESTS: dict[str, Callable[..., list[torch.Tensor]]] = {
 
 
 def agree(family: str, first: Kernels, second: Kernels) -> bool:
-    """Tell whether two backends give the same bits in a family's self test."""
+    """Return whether two backends give the same bits in a family's self test."""
     return all(torch.equal(a, b) for a, b in zip(*(SELF_TESTS[family](kernels) for kernels in (first, second))))

@@ -77,7 +77,7 @@ class Counters:
 
 
 def missing() -> str | None:
-    """Say why no lab can be built here, with the remedy; None where one can."""
+    """Explain why no lab can be built here, with the remedy; None where one can."""
     if sys.platform != "linux":
         return f"an emulated cluster needs Linux's network namespaces, and this is {sys.platform}: use a Linux machine"
     tools = [name for name in ("ip", "tc") if shutil.which(name) is None]

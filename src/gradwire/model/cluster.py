@@ -64,7 +64,7 @@ class Fabric:
         check(self, above=("bandwidth_bytes_per_s",), finite=("latency_s",))
 
     def hop_s(self, chunk_bytes: float) -> float:
-        """Seconds until a pipeline's first chunk has crossed one link."""
+        """Return the seconds until a pipeline's first chunk has crossed one link."""
         return self.latency_s + chunk_bytes / self.bandwidth_bytes_per_s
 
 
@@ -239,7 +239,7 @@ def step(workload: Workload, cluster: Cluster, message: Message, pattern: Patter
 
 
 def direction(cluster: Cluster, size_bytes: float, pattern: Pattern) -> tuple[float, float]:
-    """Seconds inside and between hosts for one direction, by :func:`step`'s table."""
+    """Return the seconds inside and between hosts for one direction, by :func:`step`'s table."""
     h, g, n = cluster.hosts, cluster.gpus_per_host, cluster.world_size
     near, far = cluster.inside, cluster.between
 

@@ -31,7 +31,7 @@ class LinkModel:
     ranks_per_host: int = 1
 
     def leaving(self, sent_bytes: float, ring: bool, world_size: int) -> float:
-        """Bytes of a rank's that leave its host: of a ring only one rank's do, else those for other hosts' ranks."""
+        """Return the bytes of a rank that leave its host: one rank's of a ring, else those for ranks on other hosts."""
         here = self.ranks_per_host
         if world_size <= here:
             return 0.0
@@ -77,7 +77,7 @@ class Machine:
     fastest_bytes_per_s: float | None = None
 
     def beyond(self, workers: int, link: LinkModel) -> str | None:
-        """Say in which respect a prediction lies far outside of the steps that were fitted; None where it does not."""
+        """Describe how a prediction lies far outside of the fitted steps; None where it does not."""
         if self.most_workers is None:
             return None
         if workers > FAR * self.most_workers:

@@ -100,7 +100,7 @@ class _Job:
     done: bool = False
 
     def has_turn(self) -> bool:
-        """Tell whether all jobs submitted before are done, and forget them then."""
+        """Return whether all jobs submitted before are done, and forget them then."""
         while self.before is not None and self.before.done:
             self.before = self.before.before
         return self.before is None

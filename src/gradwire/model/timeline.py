@@ -115,7 +115,7 @@ class Recorder:
         return future
 
     def begin(self) -> None:
-        """A step begins."""
+        """Note that a step begins."""
         self._marks, self._buckets = [time.perf_counter()], []
 
     def forward_ended(self) -> None:
@@ -123,11 +123,11 @@ class Recorder:
         self._marks.append(time.perf_counter())
 
     def backward_ended(self) -> None:
-        """The optimizer begins."""
+        """Note that the optimizer begins."""
         self._marks.append(time.perf_counter())
 
     def end(self) -> None:
-        """The step ends."""
+        """Note that the step ends."""
         self._marks.append(time.perf_counter())
         self._steps.append((self._marks, self._buckets))
 

@@ -113,7 +113,7 @@ class Planner:
         return {family: row for family, row in chosen().items() if family in ours}
 
     def is_warm_up(self, round: int) -> bool:
-        """Tell whether that round travels in float32."""
+        """Return whether that round travels in float32."""
         return round < self.options.warmup_steps
 
     def plan(self, names: Sequence[str], round: int) -> BucketPlan:

@@ -63,7 +63,7 @@ def lowest_accuracy(runs: Sequence[Run]) -> float:
 
 
 def spans_decades(runs: Sequence[Run]) -> bool:
-    """Tell whether evaluation losses range so far that a logarithmic axis reads better."""
+    """Return whether evaluation losses range so far that a logarithmic axis reads better."""
     losses = [row["loss"] for run in runs for row in run.of("eval")]
     return bool(losses) and min(losses) > 0 and max(losses) / min(losses) > 12
 

@@ -9,7 +9,7 @@ __all__ = ["choice_details", "choice_text", "coder_text", "fallback_reason", "fa
 
 
 def choice_text(chosen: str | None, reason: str | None) -> str | None:
-    """Say in one line what was chosen; None where there was nothing to choose.
+    """Describe in one line what was chosen; None where there was nothing to choose.
 
     Example:
         >>> choice_text("bf16", "the fastest of 3 in 4 turns of 3 steps")
@@ -21,7 +21,7 @@ def choice_text(chosen: str | None, reason: str | None) -> str | None:
 
 
 def choice_details(choice: Mapping[str, Any]) -> str:
-    """Say what was chosen, what each candidate's step took, and what was not tried, in one line."""
+    """Describe what was chosen, what each candidate's step took, and what was not tried, in one line."""
     parts = [choice_text(choice.get("chosen"), choice.get("reason")) or "nothing was chosen"]
     steps = [f"{spec} {step_s * 1e3:.3g} ms" for spec, step_s in (choice.get("step_s") or {}).items()]
     if steps:
@@ -31,7 +31,7 @@ def choice_details(choice: Mapping[str, Any]) -> str:
 
 
 def coder_text(coder: Mapping[str, Any]) -> str:
-    """Say in one line which entropy coder ran, why, and what each took, from a link's record.
+    """Describe in one line which entropy coder ran, why, and what each took, from a link's record.
 
     Example:
         >>> times = {"rans": 0.002, "huffman": 0.001}
@@ -43,7 +43,7 @@ def coder_text(coder: Mapping[str, Any]) -> str:
 
 
 def fallback_reason(returned: Mapping[str, Any]) -> str:
-    """Say when and why ranks returned to the fallback, from a link's record."""
+    """Describe when and why ranks returned to the fallback, from a link's record."""
     return (
         f"from round {returned['since_round']} on: what rank {returned['rank']} sent was off by "
         f"{returned['relative_error']:.3g} times the gradient's norm"
@@ -51,7 +51,7 @@ def fallback_reason(returned: Mapping[str, Any]) -> str:
 
 
 def fallback_text(method: str | None, reason: str | None) -> str | None:
-    """Say in one line what ranks returned to; None where they did not.
+    """Describe in one line what ranks returned to; None where they did not.
 
     Example:
         >>> fallback_text("BF16()", "from round 2 on")
@@ -61,7 +61,7 @@ def fallback_text(method: str | None, reason: str | None) -> str | None:
 
 
 def link_texts(row: Mapping[str, Any]) -> list[str]:
-    """Say what a run's link came to do, from the run's flat numbers."""
+    """Describe what a run's link came to do, from the run's flat numbers."""
     texts = (
         choice_text(row["chosen_method"], row["choice_reason"]),
         fallback_text(row["fallback_method"], row["fallback_reason"]),

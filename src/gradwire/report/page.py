@@ -134,7 +134,7 @@ def _facts(runs: Sequence[Run]) -> list[tuple[str, str]]:
 
 
 def _interfaces(counted: Sequence[dict[str, int]] | None) -> str:
-    """Say in one line what the hosts' interfaces moved, whatever they are told by the library."""
+    """Describe in one line what the hosts' interfaces moved, whatever they are told by the library."""
     if not counted:
         return NONE
     sent = [row["sent_payload_bytes"] for row in counted]

@@ -49,7 +49,7 @@ def rate_text(bits_per_s: float | None) -> str:
 
 
 def ratio_text(ratio: float) -> str:
-    """Say how a time compares: "1.4 times as long", "the same, within 3 %"."""
+    """Describe how a time compares: "1.4 times as long", "the same, within 3 %"."""
     if abs(ratio - 1.0) < SAME:
         return f"the same, within {SAME:.0%}"
     return f"{ratio:.2f} times as long"
@@ -75,7 +75,7 @@ def verdicts(runs: Sequence[Run]) -> list[tuple[str, str]]:
 
 
 def verdict(run: Run, base: Run | None) -> str:
-    """Say what the method saved, what it cost, and whether that paid."""
+    """Describe what the method saved, what it cost, and whether that paid."""
     numbers = summarize(run)
     saved = _bytes(numbers)
     if base is None:
@@ -107,7 +107,7 @@ def _step_time(numbers: RunSummary, base: RunSummary) -> str:
 
 
 def _accuracy(run: Run, base: Run) -> tuple[str, float | None]:
-    """Say when fp32's final accuracy was reached; the ratio of times, None if it was not."""
+    """Describe when fp32's final accuracy was reached; the ratio of times, None if it was not."""
     target = summarize(base).final_accuracy
     if target is None:
         return "The fp32 run has no evaluation to compare with.", None

@@ -38,7 +38,7 @@ class Diagnostics:
         self._rows: dict[str, dict[str, float]] = {}
 
     def wanted(self, round: int) -> bool:
-        """Tell whether that round is to be measured."""
+        """Return whether that round is to be measured."""
         return self.interval > 0 and round % self.interval == 0
 
     def measure(

@@ -17,7 +17,7 @@ Error = TypeVar("Error", bound=BaseException)
 
 
 def place(bucket: int, chunk: int | None, round: int, names: Sequence[str]) -> str:
-    """Say where an exchange was, for people."""
+    """Describe where an exchange was, for people."""
     part = "" if chunk is None else f", chunk {chunk}"
     first = names[0] if names else "nothing"
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""

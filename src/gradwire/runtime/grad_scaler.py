@@ -56,7 +56,7 @@ def check_unscaled(method: Method, grad_scaler: Any) -> None:
 
 
 def _scaling() -> bool:
-    """Tell whether there is a scaler that has scaled a loss; one that waits for collection counts, too."""
+    """Return whether there is a scaler that has scaled a loss; one that waits for collection counts, too."""
     # type(), since some objects are proxies whose class is not to be asked.
     scalers = (o for o in gc.get_objects() if issubclass(type(o), torch.amp.GradScaler))
     return any(scaler.is_enabled() and getattr(scaler, "_scale", None) is not None for scaler in scalers)

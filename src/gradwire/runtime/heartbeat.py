@@ -83,7 +83,7 @@ class Heartbeat:
             return
 
     def explain(self) -> str:
-        """Say why a collective broke: a reported failure, else the ranks that fell silent.
+        """Explain why a collective broke: a reported failure, else the ranks that fell silent.
 
         Waits up to :data:`SILENCE_S` seconds.
         """

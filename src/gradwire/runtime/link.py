@@ -226,7 +226,7 @@ class Link:
         return self._runtime.failures.told()
 
     def traffic(self) -> Traffic:
-        """Bytes that this rank sent and received so far."""
+        """Return the bytes that this rank sent and received so far."""
         return self._runtime.traffic(self.buffer_bytes())
 
     def diagnostics(self) -> dict[str, Any]:
@@ -257,7 +257,7 @@ class Link:
             lane.trace = trace
 
     def record(self) -> dict[str, Any]:
-        """What runs, in plain values, for a run's record: also what "auto" chose."""
+        """Return what runs, in plain values, for a run's record: also what "auto" chose."""
         planner = self._selection.planner
         return {
             "gradwire": __version__,

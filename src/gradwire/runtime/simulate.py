@@ -139,7 +139,7 @@ class SimulatedLink:
             flat_view(p.grad).copy_(part)
 
     def traffic(self) -> Traffic:
-        """Bytes that worker 0 would have sent and received."""
+        """Return the bytes that worker 0 would have sent and received."""
         meter, elements = self._meters[0], self.numel * self.round
         return Traffic(
             meter.sent_bytes,
@@ -150,7 +150,7 @@ class SimulatedLink:
         )
 
     def record(self) -> dict[str, Any]:
-        """What runs, in plain values, as :meth:`Link.record`."""
+        """Return what runs, in plain values, as :meth:`Link.record`."""
         return {
             "gradwire": __version__,
             "torch": torch.__version__,

@@ -33,7 +33,7 @@ class StepBuffer:
         self._vector: torch.Tensor | None = None
 
     def add(self, names: Sequence[str], flat: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
-        """Take note of a bucket; its future is done when the step is given back."""
+        """Note a bucket; its future is done when the step is given back."""
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         self._buckets.append((names, flat, future))
         return future

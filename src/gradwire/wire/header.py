@@ -93,7 +93,7 @@ class Header:
         )
 
     def place(self) -> str:
-        """Say which exchange it is, for people."""
+        """Describe which exchange it is, for people."""
         return f"bucket {self.bucket}, chunk {self.chunk}, round {self.round}"
 
 

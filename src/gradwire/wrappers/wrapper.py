@@ -89,7 +89,7 @@ class WrappedPlan(BucketPlan):
         """Change the bucket."""
 
     def after(self, context: Context, flat: torch.Tensor, outcome: Outcome) -> Outcome:
-        """Take note of what was sent, and change the mean, on ``runs[context.chunk]``; give what all of this did."""
+        """Note what was sent, and change the mean, on ``runs[context.chunk]``; give what all of this did."""
         return outcome
 
     def prepare(self, context: Context, flat: torch.Tensor) -> Exchange[Any]:

@@ -97,7 +97,7 @@ class Task(ABC):
         """Look whether the data is there, without reading all of it; raises DataError or UsageError."""
 
     def order(self, seed: int, samples: int, workers: int) -> Order:
-        """Say which samples each step and worker takes; without a word from the task, anyone any sample."""
+        """Describe which samples each step and worker takes; without a word from the task, anyone any sample."""
         return DataOrder(seed, samples, self.batch)
 
     @property

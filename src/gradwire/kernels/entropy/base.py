@@ -77,7 +77,7 @@ class Coder(Protocol):
         ...
 
     def decode(self, data: torch.Tensor, out: torch.Tensor) -> None:
-        """Undo :meth:`encode`: all of ``data`` (uint8) into all of ``out`` (uint8).
+        """Invert :meth:`encode`: all of ``data`` (uint8) into all of ``out`` (uint8).
 
         Raises:
             PayloadError: the bytes are not what an encoder wrote for that many symbols; ``out`` is then unspecified.

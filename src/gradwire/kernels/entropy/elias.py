@@ -62,7 +62,7 @@ def elias_encode(levels: torch.Tensor, out: torch.Tensor, form: str = "dense") -
 
 
 def elias_decode(data: torch.Tensor, out: torch.Tensor, form: str = "dense") -> None:
-    """Undo :func:`elias_encode`: all of ``data`` (uint8) into all of ``out`` (int32 ``[n]``).
+    """Invert :func:`elias_encode`: all of ``data`` (uint8) into all of ``out`` (int32 ``[n]``).
 
     Raises:
         PayloadError: the bytes are not what an encoder wrote for that many levels; ``out`` is then unspecified.

@@ -110,7 +110,7 @@ def _get_omega(data, at, stop):
 
 @njit(nogil=True, cache=True)
 def read_levels(data, sparse, coded, out):
-    """Undo :func:`write_levels` of ``coded`` levels; tell whether the codes are valid and end where ``data`` does."""
+    """Invert :func:`write_levels` of ``coded`` levels; tell whether the codes are valid and end where ``data`` does."""
     at, stop, index = 0, 8 * data.size, np.int64(-1)
     if sparse:
         out[:] = 0

@@ -235,7 +235,7 @@ def _decode_rest(body, table, size, out, at, stop, place, end, area):
 
 @njit(nogil=True, cache=True)
 def huffman_decode(body, out):
-    """Undo :func:`huffman_encode`; return 0, or the key in ``REFUSALS`` of what is wrong."""
+    """Invert :func:`huffman_encode`; return 0, or the key in ``REFUSALS`` of what is wrong."""
     each = out.size // _STREAMS
     rest = out.size - _STREAMS * each
     if body.size < _AT + _PAD + rest:

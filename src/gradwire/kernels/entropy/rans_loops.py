@@ -110,7 +110,7 @@ def rans_encode(variant, symbols, room):
 
 @njit(nogil=True, cache=True)
 def rans_decode(variant, body, out):
-    """Undo :func:`rans_encode`; return 0, or the key in ``REFUSALS`` of what is wrong."""
+    """Invert :func:`rans_encode`; return 0, or the key in ``REFUSALS`` of what is wrong."""
     prefer_wide()
     rows = out.size // _LANES
     if body.size < _FIXED or rows == 0:

@@ -48,7 +48,7 @@ class Body(Protocol):
         ...
 
     def decode(self, body: Bytes, out: Bytes) -> int:
-        """Undo :meth:`encode`; return 0, or the key in ``REFUSALS`` of what is wrong with ``body``."""
+        """Invert :meth:`encode`; return 0, or the key in ``REFUSALS`` of what is wrong with ``body``."""
         ...
 
 
@@ -105,5 +105,5 @@ class SectionCoder:
 
 
 def _constant(symbols: Bytes) -> bool:
-    """Tell whether there are symbols and all are equal; the first few decide for most."""
+    """Return whether there are symbols and all are equal; the first few decide for most."""
     return len(symbols) > 0 and all(bool((part == symbols[0]).all()) for part in (symbols[:256], symbols))

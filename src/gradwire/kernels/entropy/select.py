@@ -126,7 +126,7 @@ def variant_calls(coder: str) -> dict[str, dict[str, Callable[[], object]]]:
 
 
 def _refusal(coder: str, variants: Variants) -> str | None:
-    """Say why variants cannot serve, or None."""
+    """Explain why variants cannot serve, or None."""
     from gradwire.kernels.entropy.cpu import compiled_body
 
     try:
@@ -162,7 +162,7 @@ def time_coders(coders: Mapping[str, Coder], symbols: torch.Tensor, turns: int =
 
 
 def agrees(coder: SectionCoder) -> bool:
-    """Tell whether a coder writes the reference's bytes of a small case with rare symbols, and reads them again."""
+    """Return whether a coder writes the reference's bytes of a small case with rare symbols, and reads them again."""
     symbols, expected = _small_case(coder.name)
     out, back = torch.empty(coder.bound(len(symbols)), dtype=torch.uint8), torch.empty_like(symbols)
     section = out[: coder.encode(symbols, out)]

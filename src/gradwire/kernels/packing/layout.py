@@ -62,7 +62,7 @@ class DigitLayout:
         return -(-values // self.values_per_block)
 
     def packed_bytes(self, values: int) -> int:
-        """Bytes that a run of ``values`` takes, exactly."""
+        """Return the bytes that a run of ``values`` takes, exactly."""
         return self.blocks(values) * self.block_bytes
 
 
@@ -91,7 +91,7 @@ def digit_layout(base: int) -> DigitLayout:
 
 
 def byte_layout(base: int) -> DigitLayout:
-    """Give the layout of as many digits as a byte holds: what an entropy coder of bytes can see.
+    """Return the layout of as many digits as a byte holds: what an entropy coder of bytes can see.
 
     Example:
         >>> [byte_layout(base).digits for base in (3, 9, 15, 17, 255)]
@@ -103,14 +103,14 @@ def byte_layout(base: int) -> DigitLayout:
 
 
 def sum_layout(world_size: int) -> DigitLayout:
-    """Give the layout of sums of ``world_size`` trits: base ``2 * world_size + 1``."""
+    """Return the layout of sums of ``world_size`` trits: base ``2 * world_size + 1``."""
     if not 1 <= world_size <= MAX_WORLD_SIZE:
         raise HyperparameterError(f"world_size {world_size} is outside 1..{MAX_WORLD_SIZE}: sums are kept in 16 bits")
     return digit_layout(2 * world_size + 1)
 
 
 def packed_bytes(values: int, world_size: int) -> int:
-    """Bytes of ``values`` sums of ``world_size`` trits, exactly.
+    """Return the bytes of ``values`` sums of ``world_size`` trits, exactly.
 
     Example:
         >>> packed_bytes(800, world_size=1), packed_bytes(800, world_size=4)

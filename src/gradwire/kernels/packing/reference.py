@@ -20,7 +20,7 @@ def pack_digits(values: torch.Tensor, layout: DigitLayout, out: torch.Tensor) ->
 
 
 def unpack_digits(words: torch.Tensor, layout: DigitLayout, groups: int, clamp: bool = True) -> torch.Tensor:
-    """Undo :func:`pack_digits`: return the digits of whole groups, int64 ``[groups, 80]``.
+    """Invert :func:`pack_digits`: return the digits of whole groups, int64 ``[groups, 80]``.
 
     The highest digit of a word that :func:`pack_digits` does not write is taken for the largest if ``clamp``, else for
     what it is.

@@ -60,7 +60,7 @@ class Selection(Protocol):
     """Says which planner serves a round."""
 
     def begin(self, round: int, network: Channel) -> str | None:
-        """Take note that a round's first bucket is ready on this rank.
+        """Note that a round's first bucket is ready on this rank.
 
         Returns:
             Why the method has changed for another, whose memory is another; None where that is not so.
@@ -71,13 +71,13 @@ class Selection(Protocol):
         """The one that serves the current round."""
 
     def record(self) -> dict[str, Any] | None:
-        """What was chosen and why, in plain values."""
+        """Return what was chosen and why, in plain values."""
 
     def returned(self) -> dict[str, Any] | None:
-        """Where a plain method took the place of what was chosen: which, since when and why, in plain values."""
+        """Return where a plain method took the place of what was chosen: which, since when and why, in plain values."""
 
     def state(self) -> dict[str, torch.Tensor]:
-        """What was chosen, for a checkpoint; keys of :data:`STATE` and :data:`OWN_STATE`."""
+        """Return what was chosen, for a checkpoint; keys of :data:`STATE` and :data:`OWN_STATE`."""
 
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
         """Take what :meth:`state` gave."""
@@ -248,7 +248,7 @@ class Autotuner:
             self._schedule += [Trial(spec, True) for spec in chosen for _ in range(self.method.steps)]
 
     def _over_the_link(self, spec: str, probed: Probed) -> tuple[float, float]:
-        """Bytes of a step that leave a host, and the seconds below which they cannot: 0 where no link limits."""
+        """Return the bytes of a step that leave a host, and the least seconds that takes: 0 where no link limits."""
         rate, here, n = probed.host_bytes_per_s, probed.ranks_per_host, probed.world_size
         link, meter = LinkModel(ranks_per_host=here), self._counted[spec]
         others = meter.sent_bytes - meter.ring_bytes
