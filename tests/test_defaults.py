@@ -37,7 +37,7 @@ def test_defaults(name: str) -> None:
 def test_shifts_learn_as_fast_as_the_theorem_allows(levels: int) -> None:
     """By 1 / (1 + omega), or a little less, where nothing is said."""
     compressor = gw.QSGDinf(levels=levels, block_size=64)
-    most = 1 / (1 + float(compressor.worst_error or 0.0))
+    most = 1 / (1 + float(compressor.omega or 0.0))
     assert 0.9 * most < gw.DIANA(compressor=compressor).rate <= most
     assert gw.DIANA(compressor=compressor, alpha=0.125).rate == 0.125
 

@@ -209,6 +209,18 @@ def test_the_state_of_another_optimizer_is_refused_by_name_of_what_it_lacks() ->
     assert optimizer.param_groups[0]["lr"] == 0.1
 
 
+@pytest.mark.parametrize(
+    ("setting", "value"), [("lr", -1.0), ("momentum", 1.0), ("prox", {"name": "L1", "strength": -1.0})]
+)
+def test_a_saved_state_is_checked_as_settings_are(setting: str, value: object) -> None:
+    optimizer = gw.ProximalSGD([nn.Parameter(torch.ones(2))], lr=0.5)
+    state = optimizer.state_dict()
+    state["param_groups"][0][setting] = value
+    with pytest.raises(gw.HyperparameterError):
+        optimizer.load_state_dict(state)
+    assert optimizer.param_groups[0]["lr"] == 0.5
+
+
 def test_sparse_gradients_are_refused() -> None:
     parameter = nn.Parameter(torch.ones(3))
     parameter.grad = torch.zeros(3).to_sparse()

@@ -36,9 +36,9 @@ def all_to_all(size: int, lengths: list[int] | None = None, arrived: list[int] |
         # Twice three quarters of the vector, in both directions.
         (Reduce(torch.zeros(1000), "sum"), (6000, 6000)),
         (Reduce(torch.zeros(1000, dtype=torch.bfloat16), "sum"), (3000, 3000)),
-        # A small maximum goes by a gather, a large one by a ring.
-        (Reduce(torch.zeros(10), "max"), (120, 120)),
-        (Reduce(torch.zeros(GATHERED_REDUCE_BYTES // 4), "min"), (3 * GATHERED_REDUCE_BYTES,) * 2),
+        # A small maximum goes by a gather, with eight bytes of checksum, a large one by a ring.
+        (Reduce(torch.zeros(10), "max"), (3 * (40 + 8),) * 2),
+        (Reduce(torch.zeros(GATHERED_REDUCE_BYTES // 4), "min"), (3 * (GATHERED_REDUCE_BYTES + 8),) * 2),
         (Reduce(torch.zeros(GATHERED_REDUCE_BYTES), "max"), (6 * GATHERED_REDUCE_BYTES,) * 2),
     ],
 )
@@ -57,7 +57,7 @@ def test_a_meter_adds_up_and_tells_what_went_round_a_ring() -> None:
     meter.count(all_to_all(100, [0, 7, 8, 9], [0, 1, 2, 3]), N)
     meter.count(Reduce(torch.zeros(1000), "sum"), N)
     meter.count(Reduce(torch.zeros(10), "max"), N)
-    assert (meter.sent_bytes, meter.received_bytes, meter.ring_bytes) == (48 + 6000 + 120, 30 + 6000 + 120, 6000)
+    assert (meter.sent_bytes, meter.received_bytes, meter.ring_bytes) == (48 + 6000 + 144, 30 + 6000 + 144, 6000)
 
 
 def test_which_operations_are_gathered_and_which_go_in_turn() -> None:

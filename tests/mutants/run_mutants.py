@@ -33,6 +33,7 @@ import re
 import shutil
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -53,7 +54,7 @@ CAUGHT, SURVIVED, STALE, BROKEN, SPARED = "caught", "survived", "stale", "broken
 SHARE = 0.9
 """Of all faults, those that must be caught at least."""
 WRITTEN = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-TEST_S, FAULT_S, ALL_S = 120, 300, 1800
+TEST_S, FAULT_S, ALL_S = 300, 400, 1800
 """Seconds for one test, for those of a fault, and for those of all: a fault may make them wait forever."""
 
 
@@ -208,6 +209,9 @@ class Slot:
             if compiled:
                 shutil.rmtree(compiled, ignore_errors=True)
         seconds = time.monotonic() - began_s
+        if code == 1 and "from pytest-timeout" in told:
+            # As likely a busy machine as the fault.
+            code = 124
         if code == 1:
             return Outcome(status=CAUGHT, seconds=seconds, detail=_first_failure(told))
         if code == 0:
@@ -249,15 +253,17 @@ def digest(*folders: Path) -> str:
 
 
 class Store:
-    """Outcomes on disk, by the fault and what it was tried on."""
+    """Outcomes on disk, by the fault, as long as what they were tried on (a digest) stays as it is."""
 
     def __init__(self, path: Path, tried_on: str) -> None:
-        self.path, self.tried_on = path, tried_on
+        self.path, self.tried_on, self._lock = path, tried_on, threading.Lock()
         try:
             record = json.loads(path.read_text())
         except (OSError, ValueError):
             record = {}
-        self.known: dict[str, Any] = record.get("known", {}) if record.get("tried_on") == tried_on else {}
+        same = record.get("tried_on") == tried_on
+        self.known: dict[str, Any] = record["known"] if same else {}
+        self.passing: set[str] = set(record["passing"]) if same else set()
 
     def _key(self, fault: Fault) -> str:
         return hashlib.sha256(repr(fault).encode()).hexdigest()
@@ -269,8 +275,19 @@ class Store:
 
     def put(self, fault: Fault, outcome: Outcome) -> None:
         """Keep an outcome."""
-        self.known[self._key(fault)] = vars(outcome)
-        self.path.write_text(json.dumps({"tried_on": self.tried_on, "known": self.known}))
+        with self._lock:
+            self.known[self._key(fault)] = vars(outcome)
+            self._save()
+
+    def all_passed(self, tests: Iterable[str]) -> None:
+        """Keep that tests pass without a fault."""
+        with self._lock:
+            self.passing |= set(tests)
+            self._save()
+
+    def _save(self) -> None:
+        record = {"tried_on": self.tried_on, "known": self.known, "passing": sorted(self.passing)}
+        self.path.write_text(json.dumps(record))
 
 
 def run(
@@ -295,8 +312,10 @@ def run(
         say: Called with each line.
     """
     work.mkdir(parents=True, exist_ok=True)
+    if fresh:
+        (work / "outcomes.json").unlink(missing_ok=True)
     store = Store(work / "outcomes.json", digest(package, root / "tests"))
-    outcomes = {} if fresh else {f.name: found for f in faults if (found := store.get(f)) is not None}
+    outcomes = {f.name: found for f in faults if (found := store.get(f)) is not None}
     left = [fault for fault in faults if fault.name not in outcomes]
     if outcomes:
         say(f"{len(outcomes)} outcomes of an earlier run on the same files are kept")
@@ -312,10 +331,14 @@ def run(
             slots.put(slot)
 
     with ThreadPoolExecutor(jobs) as pool:
-        if left and not _all_pass(
-            left, root, jobs, lambda tests: pool.submit(in_a_slot, lambda s: s.passing(tests)), say
-        ):
+
+        def start(tests: list[str]) -> Future[dict[str, str]]:
+            return pool.submit(in_a_slot, lambda slot: slot.passing(tests))
+
+        tests = {test for fault in left for test in fault.tests if not fault.missing_tests(root)} - store.passing
+        if not _all_pass(sorted(tests), jobs, start, say):
             return False
+        store.all_passed(tests)
 
         def attempt(fault: Fault) -> None:
             outcome = in_a_slot(lambda slot: slot.try_fault(fault))
@@ -330,14 +353,14 @@ def run(
 
 
 def _all_pass(
-    faults: Sequence[Fault],
-    root: Path,
+    tests: Sequence[str],
     jobs: int,
     start: Callable[[list[str]], Future[dict[str, str]]],
     say: Callable[[str], None],
 ) -> bool:
-    """Check that without any fault every named test passes: else its failure would prove nothing."""
-    tests = sorted({test for fault in faults for test in fault.tests if not fault.missing_tests(root)})
+    """Check that tests pass without any fault: else their failure would prove nothing."""
+    if not tests:
+        return True
     files = sorted({test.partition("::")[0] for test in tests})
     parts = [[t for t in tests if files.index(t.partition("::")[0]) % jobs == part] for part in range(jobs)]
     say(f"{len(tests)} tests are to pass without a fault first")

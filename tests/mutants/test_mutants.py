@@ -14,7 +14,8 @@ pytestmark = pytest.mark.repository
 PACKAGE = ROOT / "src" / "gradwire"
 FAULTS = read_faults()
 LAYERS = """
-adapters algorithms bench cli codecs compressors drivers experiments lab model planning report runtime wrappers
+adapters algorithms bench cli codecs compressors drivers experiments kernels lab model planning protocols report
+runtime wire wrappers
 """.split()  # noqa: SIM905
 
 

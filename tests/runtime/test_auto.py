@@ -240,6 +240,13 @@ def test_wrong_lists_are_refused(arguments: dict[str, Any], sentence: str) -> No
         gw.Auto(**arguments)
 
 
+@pytest.mark.parametrize("spec", ["errorfeedback", "diana", "Coded(compressor=ErrorFeedback())"])
+def test_candidates_that_remember_something_are_refused(spec: str) -> None:
+    """What they remember of a trial's rounds would be lost, or taken up later."""
+    with pytest.raises(gw.HyperparameterError, match="remembers something between steps: it cannot be tried"):
+        gw.Auto(candidates=("fp32", spec))
+
+
 def test_a_spec_reads_back() -> None:
     chosen = gw.Auto(candidates=("fp32", "TernGrad(clip=None)"), turns=1)
     assert gw.method(repr(chosen)) == chosen
