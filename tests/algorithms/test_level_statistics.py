@@ -19,6 +19,7 @@ from gradwire.kernels import SegmentTable, get_kernels
 from gradwire.protocols import Context, Memory
 from gradwire.protocols.bucket_plan import BucketPlan, make_plan
 from gradwire.segments import Parameter, lay_out
+from gradwire.wire import HEADER_BYTES, padded
 
 METHODS = [gw.ALQ, gw.ALQN, gw.AMQ, gw.AMQN]
 
@@ -193,7 +194,8 @@ def test_the_dry_run_counts_the_statistics_of_an_update(model: str, kept: int) -
     usual = dry_run(plan_of(method, "meta"), 4009, 3).sent_bytes
     assert usual == dry[1].sent_bytes
     told = 8 * (BINS + 1) if model == "histogram" else 12 * min(kept, 8)
-    assert dry[0].sent_bytes - usual == 2 * (told + 8 * 16)
+    # Statistics and sixteen levels, each behind a header, to two others.
+    assert dry[0].sent_bytes - usual == 2 * (HEADER_BYTES + padded(told) + HEADER_BYTES + 8 * 16)
 
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda m: m.__name__)
