@@ -27,7 +27,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from ranks import Ranks
+from ranks import Ranks, start_server
 
 torch.set_num_threads(1)
 
@@ -42,6 +42,13 @@ settings.load_profile("same")
 for _number, _usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(_number) is signal.SIG_IGN:
         signal.signal(_number, _usual)
+
+
+@pytest.fixture(autouse=True)
+def _forks(request: pytest.FixtureRequest) -> None:
+    """What the first rank waits for, outside of the time that a test may take."""
+    if request.node.get_closest_marker("ranks") is not None:
+        start_server()
 
 
 @pytest.fixture(scope="session")

@@ -62,6 +62,14 @@ def _context() -> Any:
     return context
 
 
+@cache
+def start_server() -> None:
+    """Start the server that forks ranks, and wait until it has loaded, and compiled, what they need."""
+    first = _context().Process(target=int)
+    first.start()
+    first.join()
+
+
 def _rank_main(rank: int, world_size: int, port: int, group_timeout_s: float, pipe: Connection) -> None:
     import torch
 

@@ -18,10 +18,11 @@ from gradwire.registry import METHODS
 PACKAGE = Path(gradwire.__file__).parent
 ROOT = Path(__file__).parent.parent
 
-LEAVES = {"errors", "seeds", "segments", "methods", "ops", "version"}
+LEAVES = {"digests", "errors", "seeds", "segments", "methods", "ops", "version"}
 METHODS_OF = LEAVES | {"optim", "kernels", "wire", "codecs", "compressors"}
 LAYERS = {
     "errors": set(),
+    "digests": {"errors"},
     "seeds": set(),
     "version": set(),
     "segments": set(),

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire as gw
+from gradwire.digests import unpack
 from oracle import batch, digest, layers, simulated_run, square_loss
 
 pytestmark = pytest.mark.ranks
@@ -313,7 +314,7 @@ def test_resuming_is_bit_identical(three_ranks: Any, tmp_path: Any, stop: int) -
     parts = three_ranks(run_resumed, str(tmp_path / "state"), stop)
     assert parts == whole
     assert len(set(whole)) == 1
-    state = torch.load(tmp_path / "state" / "common.pt", weights_only=True)
+    state = unpack(torch.load(tmp_path / "state" / "common.pt", weights_only=True), "common.pt")
     assert int(state["global"]["round"]) == stop
 
 

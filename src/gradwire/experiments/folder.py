@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from gradwire.digests import pack, unpack
+from gradwire.errors import IncompatibleError
 from gradwire.experiments.errors import RunError, UsageError
 
 __all__ = ["RECORD", "ROW_FIELDS", "RunFolder", "checkpoint_steps"]
@@ -158,7 +160,7 @@ class RunFolder:
     def save_part(self, step: int, name: str, state: object) -> None:
         """Write one part of the pending checkpoint to the disk; raises RunError."""
         buffer = io.BytesIO()
-        torch.save(state, buffer)
+        torch.save(pack(state)[0], buffer)
         write_durably(self.pending(step) / f"{name}.pt", buffer.getvalue())
 
     def commit_checkpoint(self, step: int) -> None:
@@ -187,7 +189,9 @@ class RunFolder:
             raise RunError(f"{self.path} holds no checkpoint to resume from")
         path = self.path / "checkpoint" / f"step-{steps[-1]}" / f"{name}.pt"
         try:
-            return torch.load(path, weights_only=True)
+            return unpack(torch.load(path, weights_only=True), str(path))
+        except IncompatibleError as error:
+            raise RunError(str(error)) from error
         except FileNotFoundError:
             raise RunError(f"{path} is missing; was the run started with another number of workers?") from None
         except Exception as error:

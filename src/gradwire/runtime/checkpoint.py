@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from gradwire.digests import pack, unpack
 from gradwire.errors import GradwireError, IncompatibleError
 from gradwire.runtime.link import Link
 
@@ -55,10 +56,15 @@ def save(link: Link, folder: str | os.PathLike[str]) -> None:
     number = _share(link, problem, uuid.uuid4().int >> 65)[0]
     own, state = _own(target, link.rank, number), link.state_dict()
     try:
-        _share(link, _problem({"rank": state.pop("rank")}, own))
+        part, digest = pack({"rank": state.pop("rank"), "number": torch.tensor(number), "of": torch.tensor(link.rank)})
+        digests = [told[1] for told in _tell(link, _problem(part, own), number, digest)]
         # All ranks' files are there. From its replacement on, common.pt stands for this save instead of the last one.
-        common = {"save": {"number": torch.tensor(number)}, "world_size": {"value": torch.tensor(link.world_size)}}
-        _share(link, _problem({**common, **state}, target / "common.pt") if link.rank == 0 else None)
+        common = {
+            "save": {"number": torch.tensor(number)},
+            "world_size": {"value": torch.tensor(link.world_size)},
+            "digests": {str(rank): torch.tensor(list(found), dtype=torch.uint8) for rank, found in enumerate(digests)},
+        }
+        _share(link, _problem(pack({**common, **state})[0], target / "common.pt") if link.rank == 0 else None)
     except IncompatibleError:
         own.unlink(missing_ok=True)
         raise
@@ -82,16 +88,17 @@ def load(link: Link, folder: str | os.PathLike[str]) -> None:
     number = 0
     try:
         state = _read(source / "common.pt")
-        # Saves of old have no number.
-        number = int(state.pop("save", {"number": torch.tensor(0)})["number"])
+        number = _whole(state.pop("save")["number"], "save's number", 0, 1 << 63)
+        world_size = _whole(state.pop("world_size")["value"], "world size", 2, 1 << 31)
+        digests = state.pop("digests")
         state["rank"] = {}
-        if link.rank < int(state.pop("world_size")["value"]):
+        if link.rank < world_size:
             own = _own(source, link.rank, number)
-            if number and not own.exists():
+            if not own.exists():
                 raise IncompatibleError(
                     f"{own} does not exist, though {source / 'common.pt'} was saved with it: copy such a folder whole"
                 )
-            state["rank"] = _read(own)["rank"]
+            state["rank"] = _read(own, bytes(digests[str(link.rank)].tolist()))["rank"]
     except GradwireError as error:
         problem = str(error)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -107,7 +114,19 @@ def load(link: Link, folder: str | os.PathLike[str]) -> None:
 
 def _own(folder: Path, rank: int, number: int) -> Path:
     """Return the file of one rank in one save."""
-    return folder / (f"rank-{rank}-{number:016x}.pt" if number else f"rank-{rank}.pt")
+    return folder / f"rank-{rank}-{number:016x}.pt"
+
+
+def _whole(value: object, what: str, least: int, above: int) -> int:
+    """Return a whole number that a file holds.
+
+    Raises:
+        IncompatibleError: it is none, or not from ``least`` to below ``above``.
+    """
+    whole = isinstance(value, torch.Tensor) and value.dtype == torch.int64 and value.dim() == 0
+    if not whole or not least <= int(value) < above:  # type: ignore[call-overload]
+        raise IncompatibleError(f"the {what} in the checkpoint is {value!r}: a whole number from {least} on is needed")
+    return int(value)  # type: ignore[call-overload, no-any-return]
 
 
 def _sweep(folder: Path, number: int) -> None:
@@ -134,19 +153,39 @@ def _share(link: Link, problem: str | None, number: int = 0) -> list[int]:
     Raises:
         IncompatibleError: on every rank alike, naming the first rank that has a problem.
     """
-    told: list[tuple[str | None, int]] = [(None, 0)] * link.world_size
-    dist.all_gather_object(told, (problem, number), group=link.group)
-    for rank, (found, _) in enumerate(told):
+    return [theirs for theirs, _ in _tell(link, problem, number, b"")]
+
+
+def _tell(link: Link, problem: str | None, number: int, digest: bytes) -> list[tuple[int, bytes]]:
+    """Tell all ranks of one another's problems, numbers and digests, and return the latter two by rank (collective).
+
+    Raises:
+        IncompatibleError: on every rank alike, naming the first rank that has a problem.
+    """
+    told: list[tuple[str | None, int, bytes]] = [(None, 0, b"")] * link.world_size
+    dist.all_gather_object(told, (problem, number, digest), group=link.group)
+    for rank, (found, _, _) in enumerate(told):
         if found is not None:
             raise IncompatibleError(f"rank {rank}: {found}")
-    return [theirs for _, theirs in told]
+    return [(theirs, found) for _, theirs, found in told]
 
 
-def _read(path: Path) -> dict[str, dict[str, torch.Tensor]]:
+def _read(path: Path, expected: bytes | None = None) -> dict[str, dict[str, torch.Tensor]]:
+    """Read a file of a save, and verify its digest.
+
+    Raises:
+        IncompatibleError: it does not exist, is not whole, or has changed since it was saved.
+    """
     try:
-        state: dict[str, dict[str, torch.Tensor]] = torch.load(path, weights_only=True)
+        packed = torch.load(path, weights_only=True)
     except FileNotFoundError:
         raise IncompatibleError(f"{path} does not exist: save the link's state with gradwire.save first") from None
+    except Exception as error:
+        raise IncompatibleError(f"{path} is not a whole state of a link: {error}") from error
+    try:
+        state: dict[str, dict[str, torch.Tensor]] = unpack(packed, str(path), expected)
+    except GradwireError:
+        raise
     except Exception as error:
         raise IncompatibleError(f"{path} is not a whole state of a link: {error}") from error
     return state

@@ -1,0 +1,57 @@
+"""Files of state that carry a digest of themselves, so that no changed byte is ever taken for a value."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from typing import Any
+
+import torch
+
+from gradwire.errors import IncompatibleError
+
+__all__ = ["digest_of", "pack", "unpack"]
+
+DIGEST_BYTES = 32
+
+
+def digest_of(body: bytes) -> bytes:
+    """Return the BLAKE2b digest (32 bytes) of a file's body."""
+    return hashlib.blake2b(body, digest_size=DIGEST_BYTES).digest()
+
+
+def pack(value: object) -> tuple[dict[str, torch.Tensor], bytes]:
+    """Pack a value for :func:`torch.save`.
+
+    Returns:
+        ``body`` (uint8), what ``torch.save`` makes of the value, and ``digest`` (uint8 ``[32]``) of that body; and the
+        digest once more as bytes.
+    """
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    body = buffer.getvalue()
+    digest = digest_of(body)
+    packed = {"body": body, "digest": digest}
+    return {name: torch.frombuffer(bytearray(data), dtype=torch.uint8) for name, data in packed.items()}, digest
+
+
+def unpack(packed: object, name: str, expected: bytes | None = None) -> Any:
+    """Return the value that :func:`pack` packed.
+
+    Args:
+        packed: What ``torch.load(..., weights_only=True)`` read.
+        name: Of the file, for the error.
+        expected: The digest that another file says this one has; None: its own alone is checked.
+
+    Raises:
+        IncompatibleError: it was not packed so, its bytes have changed since, or it is another file than expected.
+    """
+    whole = isinstance(packed, dict) and packed.keys() == {"body", "digest"}
+    if not whole or not all(isinstance(t, torch.Tensor) and t.dtype == torch.uint8 for t in packed.values()):  # type: ignore[attr-defined]
+        raise IncompatibleError(f"{name} carries no digest: it is none of gradwire's, or of an earlier version")
+    body, digest = (bytes(packed[key].numpy().tobytes()) for key in ("body", "digest"))  # type: ignore[index]
+    if digest_of(body) != digest:
+        raise IncompatibleError(f"{name} has changed since it was saved: its digest is another; restore it from a copy")
+    if expected is not None and digest != expected:
+        raise IncompatibleError(f"{name} is not the file that was saved here: its digest is another one's")
+    return torch.load(io.BytesIO(body), weights_only=True)
