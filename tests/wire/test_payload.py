@@ -59,6 +59,11 @@ def test_large_counters_wrap() -> None:
     assert Header(1, 2**32 + 258, 2**16 + 3, 2**16 + 4, 32).to_bytes(2**16 + 1, 2) == HEADER.to_bytes(1, 2)
 
 
+def test_rounds_are_told_apart_up_to_2_to_the_32() -> None:
+    heads = {replace(HEADER, round=258 + (1 << bit)).to_bytes(1, 2) for bit in range(9, 32)}
+    assert len(heads | {HEADER.to_bytes(1, 2)}) == 24
+
+
 def test_rows_round_trip() -> None:
     layout = Rows([16, 16])
     first, second = layout.read(rows(), HEADER, 5)
