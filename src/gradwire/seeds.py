@@ -12,14 +12,43 @@ is ever drawn from or seeded, so a rank, a backend or another machine can repeat
 from __future__ import annotations
 
 import hashlib
+from dataclasses import dataclass
 
-__all__ = ["OWNER", "SHARED", "parameter_key"]
+__all__ = ["OWNER", "SHARED", "LinkNumber", "link_seed", "parameter_key"]
 
 SHARED = 0xFFFFFFFF
 """Stream of draws that all ranks make alike."""
 
 OWNER = 0xFFFFFFFE
 """Stream of draws that whichever rank owns a shard makes; independent of which rank that is."""
+
+
+@dataclass
+class LinkNumber:
+    """Which of a process's links draws; a checkpoint may replace it.
+
+    Attributes:
+        value: 0 for the first of the links that are open at the same time, 1 for the next, and so on.
+    """
+
+    value: int = 0
+
+
+def link_seed(seed: int, number: int) -> int:
+    """Return the seed of a link: links that are open at the same time draw independently, whatever their parameters.
+
+    Link 0 has the user's own seed. That of another is the BLAKE2b hash (16 bytes, little endian) of seed and number.
+
+    Example:
+        >>> link_seed(7, 0)
+        7
+        >>> link_seed(7, 1) == link_seed(7, 2)
+        False
+    """
+    if number == 0:
+        return seed
+    digest = hashlib.blake2b(f"{seed}\x00link\x00{number}".encode(), digest_size=16).digest()
+    return int.from_bytes(digest, "little")
 
 
 def parameter_key(seed: int, name: str, purpose: str = "") -> tuple[int, int]:

@@ -375,7 +375,11 @@ def test_levels_that_do_not_say_what_they_were_fitted_for_are_fitted_anew() -> N
     link, fresh = (gw.SimulatedLink([("w", torch.empty(4000))], gw.ALQ(), 2) for _ in range(2))
     link.load_state_dict(
         {
-            "global": {"round": torch.tensor(3), "levels": torch.linspace(-1, 1, 8, dtype=torch.float64)},
+            "global": {
+                "round": torch.tensor(3),
+                "link": torch.tensor(0),
+                "levels": torch.linspace(-1, 1, 8, dtype=torch.float64),
+            },
             "replicated": {},
             "rank 0": {},
         }

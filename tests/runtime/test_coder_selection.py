@@ -183,7 +183,7 @@ def test_states_without_a_coder_and_of_other_methods_are_taken() -> None:
         (encoded("{"), "is no choice of coders"),
         (torch.tensor(1), "is no choice of coders"),
         (torch.zeros(3), "is no choice of coders"),
-        ("rans", "is no choice of coders"),
+        ("rans", "'coder' in 'global' is a str, not a dense tensor"),
     ],
 )
 def test_a_choice_that_is_none_is_refused_and_changes_nothing(value: Any, sentence: str) -> None:

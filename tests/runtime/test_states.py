@@ -57,6 +57,62 @@ def test_a_simulation_refuses_what_is_not_a_simulations_whole_state(broken: Any,
             gw.simulate(gradients(), "diana", state=state)
 
 
+def changed(scope: str, key: str, value: Any) -> dict[str, Any]:
+    state: dict[str, Any] = learned()
+    state[scope] = {**state[scope], key: value}
+    return state
+
+
+@pytest.mark.parametrize(
+    ("scope", "key", "value", "part"),
+    [
+        *(
+            ("global", "round", value, "the state's 'round' is ")
+            for value in (
+                "3", -1, 3, 2.5, torch.tensor(-1), torch.tensor(2.5), torch.tensor(3.0), torch.tensor(2**62),
+                torch.tensor(2**48), torch.tensor([3]), torch.tensor(3, dtype=torch.int32), torch.tensor(True), None,
+            )
+        ),
+        ("global", "link", torch.tensor(-1), "the state's 'link' is -1"),
+        ("global", "link", torch.tensor(1 << 16), "the state's 'link' is 65536"),
+        ("global", "workers", 2, "'workers' in 'global' is a int, not a dense tensor"),
+        ("rank 0", "shift/w", torch.zeros(SIZE - 1), r"float32 \[639\]: 640 floats are needed"),
+        ("rank 0", "shift/w", torch.zeros(SIZE + 1), "640 floats are needed"),
+        ("rank 0", "shift/w", torch.zeros(SIZE, dtype=torch.int64), "int64 .*640 floats are needed"),
+        ("rank 0", "shift/w", torch.full((SIZE,), torch.nan), "holds a NaN or inf"),
+        ("rank 0", "shift/w", [0.0] * SIZE, "is a list, not a dense tensor"),
+        ("replicated", "mean_shift/w", torch.full((SIZE,), torch.inf), "holds a NaN or inf"),
+        ("replicated", "mean_shift/v", torch.zeros(SIZE), "belongs to no parameter of this link"),
+        ("replicated", "mean_shift", torch.zeros(SIZE), "belongs to no parameter of this link"),
+        ("rank 1", 5, torch.zeros(SIZE), "is not a dict of tensors by name"),
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_every_value_of_a_state_is_checked_before_anything_is_taken(
+    scope: str, key: Any, value: Any, part: str
+) -> None:
+    link = gw.SimulatedLink([("w", torch.empty(SIZE))], "diana", 2, min_numel=0)
+    with pytest.raises(gw.IncompatibleError, match=part):
+        link.load_state_dict(changed(scope, key, value))
+    assert link.round == 0
+    assert link.state_dict()["replicated"] == {}
+
+
+def test_a_state_without_the_number_of_its_link_is_refused() -> None:
+    state = learned()
+    del state["global"]["link"]
+    link = gw.SimulatedLink([("w", torch.empty(SIZE))], "diana", 2, min_numel=0)
+    with pytest.raises(gw.IncompatibleError, match="saved by an earlier version"):
+        link.load_state_dict(state)
+
+
+def test_the_largest_round_is_taken() -> None:
+    link = gw.SimulatedLink([("w", torch.empty(SIZE))], "diana", 2, min_numel=0)
+    link.load_state_dict(changed("global", "round", torch.tensor(2**48 - 1)))
+    link.reduce_(gradients())
+    assert link.round == 2**48
+
+
 REMEMBERING = [
     gw.method(spec)
     for spec in (
@@ -108,7 +164,8 @@ def test_what_another_method_remembered_is_dropped_and_named(caplog: pytest.LogC
     assert "ErrorFeedback" in sentence
     link.reduce_(gradients())
     state = link.state_dict()
-    assert (set(state["global"]), set(state["replicated"]), set(state["rank 1"])) == ({"round"}, set(), {"residual/w"})
+    assert (set(state["global"]), set(state["replicated"])) == ({"round", "link"}, set())
+    assert set(state["rank 1"]) == {"residual/w"}
     assert int(state["global"]["round"]) == 3
 
 

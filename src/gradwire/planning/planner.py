@@ -14,6 +14,7 @@ from gradwire.methods import Method, require
 from gradwire.planning.coder_times import measure_coders
 from gradwire.planning.options import Options, dense_names
 from gradwire.protocols.bucket_plan import Algorithm, BucketPlan, make_plan
+from gradwire.seeds import LinkNumber, link_seed
 from gradwire.segments import Parameter, Segment, lay_out
 from gradwire.spec import method as read_method
 
@@ -28,6 +29,7 @@ class Planner:
         parameters: All of them, by name.
         world_size: Ranks that take part.
         options: Checked here against the method and the names.
+        number: Of the link, on which its random numbers depend; 0 if None. A change takes effect with the next plan.
 
     Attributes:
         open_coders: Entropy coders of which one is to be settled; see :meth:`settle`.
@@ -39,8 +41,14 @@ class Planner:
     """
 
     def __init__(
-        self, method: Method, parameters: Mapping[str, torch.Tensor], world_size: int, options: Options
+        self,
+        method: Method,
+        parameters: Mapping[str, torch.Tensor],
+        world_size: int,
+        options: Options,
+        number: LinkNumber | None = None,
     ) -> None:
+        self._number = number or LinkNumber()
         self.method, self.options, self.world_size = method, options, world_size
         self.open_coders = method.open_coders if isinstance(method, Algorithm) else ()
         self.coder = next((name for name in method.kernels if name in CODERS), None) if not self.open_coders else None
@@ -50,8 +58,8 @@ class Planner:
         self.chosen: dict[str, int] = {}
         self._collectives = options.collectives(method)
         require(bool(self._collectives), method.name, "it chooses among methods and has no plan of its own: name one")
-        self._plans: dict[tuple[tuple[str, ...], bool], BucketPlan] = {}
-        self._last_used: dict[tuple[tuple[str, ...], bool], int] = {}
+        self._plans: dict[tuple[tuple[str, ...], bool, int], BucketPlan] = {}
+        self._last_used: dict[tuple[tuple[str, ...], bool, int], int] = {}
         self._laid_out: dict[tuple[str, ...], list[Segment]] = {}
 
     @property
@@ -118,13 +126,13 @@ class Planner:
 
     def plan(self, names: Sequence[str], round: int) -> BucketPlan:
         """Return the plan of a bucket that holds these whole parameters, in this order."""
-        key = (tuple(names), self.is_warm_up(round))
+        key = (tuple(names), self.is_warm_up(round), self._number.value)
         if key not in self._plans:
             # DDP lays its buckets out anew after the first step, and warm-up ends: what no round uses any more goes.
             for old in [k for k, last in self._last_used.items() if last < round]:
                 del self._plans[old], self._last_used[old]
                 self._laid_out.pop(old[0], None)
-            self._plans[key] = self._make(*key)
+            self._plans[key] = self._make(*key[:2])
         self._last_used[key] = round
         return self._plans[key]
 
@@ -176,7 +184,7 @@ class Planner:
             kernels=kernels,
             world_size=self.world_size,
             collective=collective,
-            seed=self.options.seed,
+            seed=link_seed(self.options.seed, self._number.value),
             chunk_numel=self.options.chunk_numel,
             warm_up=warm_up,
         )

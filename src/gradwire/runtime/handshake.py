@@ -25,12 +25,14 @@ class Terms:
         fields: To be the same on all ranks; lists are compared item by item.
         told: What this rank measured, told to the others and compared with nothing.
         everyone: What each rank told, by rank; set when the agreement is reached.
+        open_links: Numbers of the links that are open on this rank; on any rank, when the agreement is reached.
         token: Unique to this agreement, the same on all ranks; set when it is reached.
     """
 
     fields: dict[str, object] = field(default_factory=dict)
     told: Told = field(default_factory=dict)
     everyone: list[Told] = field(default_factory=list)
+    open_links: set[int] = field(default_factory=set)
     token: str = ""
 
 
@@ -56,16 +58,18 @@ def agreement(group: dist.ProcessGroup) -> Iterator[Terms]:
             raise own
         terms.everyone = [terms.told]
         return
-    gathered: list[tuple[str, dict[str, object], str, Told]] = [("", {}, "", {})] * group.size()
-    dist.all_gather_object(gathered, (uuid.uuid4().hex, terms.fields, _text(own), terms.told), group=group)
+    mine = (uuid.uuid4().hex, terms.fields, _text(own), terms.told, terms.open_links)
+    gathered: list[tuple[str, dict[str, object], str, Told, set[int]]] = [mine] * group.size()
+    dist.all_gather_object(gathered, mine, group=group)
     if own is not None:
         raise own
-    for rank, (_, _, problem, _) in enumerate(gathered):
+    for rank, (_, _, problem, _, _) in enumerate(gathered):
         if problem:
             raise IncompatibleError(f"rank {rank}: {problem}")
-    terms.token, first, _, _ = gathered[0]
-    terms.everyone = [told for *_, told in gathered]
-    for rank, (_, theirs, _, _) in enumerate(gathered[1:], start=1):
+    terms.token, first, *_ = gathered[0]
+    terms.everyone = [told for *_, told, _ in gathered]
+    terms.open_links = set().union(*(numbers for *_, numbers in gathered))
+    for rank, (_, theirs, *_) in enumerate(gathered[1:], start=1):
         for name, wanted in first.items():
             if theirs.get(name) != wanted:
                 raise RankMismatchError(_sentence(rank, name, theirs.get(name), wanted))

@@ -22,13 +22,15 @@ from gradwire.runtime.grad_scaler import check_scaler, check_unscaled
 from gradwire.runtime.handshake import agreement, default_group
 from gradwire.runtime.heartbeat import Heartbeat
 from gradwire.runtime.link_runtime import LinkRuntime
+from gradwire.runtime.open_links import lowest_free, numbers_in_use, register, share_a_number
 from gradwire.runtime.parameters import check_parameters, gradient, named_parameters, own_buckets
 from gradwire.runtime.selection.autotune import OWN_STATE
 from gradwire.runtime.selection.build import make_selection
 from gradwire.runtime.selection.coder import CoderSelection
 from gradwire.runtime.selection.control_channel import ControlChannel
-from gradwire.runtime.state import check_state, remembered
+from gradwire.runtime.state import LINK_STATE, check_state, remembered
 from gradwire.runtime.step_buffer import StepBuffer
+from gradwire.seeds import LinkNumber
 from gradwire.segments import flat_view
 from gradwire.spec import method as read_method
 from gradwire.version import __version__
@@ -72,6 +74,9 @@ class Link:
 
     Attributes:
         close: Call it to end the link's threads and connections; done also when the link is dropped.
+        number: Which of the links that are open in this process it is, counted from 0 in the order in which they were
+            attached. Random numbers depend on it, so that links draw independently though their parameters bear the
+            same names. The number of a closed link is used again; a checkpoint restores the number of its link.
 
     Raises:
         HyperparameterError: a spec, an option or an exclude pattern is wrong.
@@ -95,6 +100,7 @@ class Link:
         self.rank, self.world_size = self.group.rank(), self.group.size()
         self.grad_scaler, self.optimizer = grad_scaler, optimizer
         count = LANES if lanes is None else lanes
+        self.number = LinkNumber()
         with agreement(self.group) as mine:
             self.method = read_method(method)
             check_scaler(grad_scaler)
@@ -105,11 +111,13 @@ class Link:
             diagnostics = Diagnostics(DIAGNOSTICS_INTERVAL, scaled=bool(grad_scaler))
             self._coders = CoderSelection()
             self._selection = make_selection(
-                self.method, self.options, self._parameters, self.world_size, diagnostics, self._coders
+                self.method, self.options, self._parameters, self.world_size, diagnostics, self._coders, self.number
             )
             check_optimizer(self.method, optimizer, self._parameters)
             timeout = self.group._get_backend(torch.device("cpu")).options._timeout
             mine.fields, mine.told = self._fields(count), self._coders.measure()
+            mine.open_links = numbers_in_use()
+        self.number.value = lowest_free(mine.open_links)
         self._coders.agree(mine.everyone)
         store = dist.PrefixStore(f"gradwire/{mine.token}", dist.distributed_c10d._get_default_store())
         order = TransferOrder()
@@ -130,6 +138,7 @@ class Link:
             caution_about(self.method, optimizer, compressed, self._runtime.warnings)
         # Threads and connections end with the link, also where it is dropped or the interpreter ends without close().
         self.close = weakref.finalize(self, _close, own_lanes, heartbeat, unbind)
+        register(self)
 
     # ------------------------------------------------------------------ exchanging
 
@@ -158,6 +167,9 @@ class Link:
             if index == 0:
                 if runtime.rounds_here == 0:
                     check_unscaled(self.method, self.grad_scaler)
+                    shared = share_a_number(self)
+                    if shared is not None:
+                        runtime.warnings.once(shared, shared)
                 changed = self._selection.begin(runtime.round, self._channel)
                 if changed is not None:
                     runtime.forget(changed)
@@ -264,6 +276,7 @@ class Link:
             "torch": torch.__version__,
             "method": repr(self.method),
             "world_size": self.world_size,
+            "link_number": self.number.value,
             "backend": planner.backend,
             "kernels": planner.chosen_kernels,
             "lanes": len(self._runtime.lanes),
@@ -294,6 +307,7 @@ class Link:
         """
         state = self._runtime.memory.state()
         state["global"].update(self._coders.state(), round=torch.tensor(self._runtime.round))
+        state["global"][LINK_STATE] = torch.tensor(self.number.value)
         for key, value in self._selection.state().items():
             state["rank" if key in OWN_STATE else "global"][key] = value
         return state
@@ -304,9 +318,10 @@ class Link:
         Raises:
             IncompatibleError: it is not a link's state, or not all of one, or its choice is no candidate here.
         """
-        check_state(state, simulated=False)
+        check_state(state, self._parameters, simulated=False)
         self._coders.load(state["global"])
         self._selection.load({**state["global"], **state["rank"]})
+        self.number.value = int(state["global"][LINK_STATE])
         self._runtime.rewind(int(state["global"]["round"]))
         self._runtime.memory.load(remembered(state, self.method))
 

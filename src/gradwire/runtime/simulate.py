@@ -17,8 +17,9 @@ from gradwire.planning.planner import Planner
 from gradwire.protocols import Context, Memory, Workspace
 from gradwire.runtime.selection.autotune import say_dropped
 from gradwire.runtime.selection.coder import CoderSelection
-from gradwire.runtime.state import check_state, remembered
+from gradwire.runtime.state import LINK_STATE, check_state, remembered
 from gradwire.runtime.warn_once import WarnOnce
+from gradwire.seeds import LinkNumber
 from gradwire.segments import flat_view
 from gradwire.spec import method as read_method
 from gradwire.version import __version__
@@ -36,6 +37,9 @@ class SimulatedLink:
         method: A method or its spec.
         world_size: Number of workers N.
         options: See :class:`Options`; ``check`` has no meaning here.
+
+    Attributes:
+        number: As of a :class:`Link`: 0, or that of a link whose state was loaded.
 
     Raises:
         HyperparameterError: a spec, an option or an exclude pattern is wrong, or ``parameters`` are not pairs of
@@ -73,7 +77,9 @@ class SimulatedLink:
             raise IncompatibleError("there is no parameter to exchange")
         self._names = list(self._parameters)
         self._coders = CoderSelection()
-        self._planner = self._coders.watch(Planner(self.method, self._parameters, world_size, self.options))
+        self.number = LinkNumber()
+        planner = Planner(self.method, self._parameters, world_size, self.options, self.number)
+        self._planner = self._coders.watch(planner)
         self._planner.check()
         self._coders.agree([self._coders.measure()])
         self._spaces = [[Workspace()] for _ in range(world_size)]
@@ -167,7 +173,12 @@ class SimulatedLink:
     def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
         """Return the state, in the form of :meth:`Link.state_dict`, with a "rank R" for every worker."""
         states = [memory.state() for memory in self._memories]
-        shared = {**states[0]["global"], **self._coders.state(), "round": torch.tensor(self.round)}
+        shared = {
+            **states[0]["global"],
+            **self._coders.state(),
+            "round": torch.tensor(self.round),
+            LINK_STATE: torch.tensor(self.number.value),
+        }
         own = {f"rank {r}": state["rank"] for r, state in enumerate(states)}
         return {"global": shared, "replicated": states[0]["replicated"], **own}
 
@@ -179,10 +190,10 @@ class SimulatedLink:
         Raises:
             IncompatibleError: it is no simulation's state, or not all of one, or its coder is none.
         """
-        check_state(state, simulated=True)
+        check_state(state, self._parameters, simulated=True)
         self._coders.load(state["global"])
         say_dropped(state["global"])
-        self.round = int(state["global"]["round"])
+        self.round, self.number.value = int(state["global"]["round"]), int(state["global"][LINK_STATE])
         found = remembered(state, self.method)
         for r, memory in enumerate(self._memories):
             memory.load({**found, "rank": found.get(f"rank {r}", {})})

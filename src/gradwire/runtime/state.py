@@ -13,28 +13,47 @@ from gradwire.methods import Method
 from gradwire.runtime.selection.autotune import OWN_STATE, STATE
 from gradwire.runtime.selection.coder import CODER_STATE
 
-__all__ = ["check_state", "remembered"]
+__all__ = ["LINK_STATE", "check_state", "remembered"]
 
 State: TypeAlias = Mapping[str, Mapping[str, torch.Tensor]]
 
-OWN_VALUES = ("round", CODER_STATE, *STATE, *OWN_STATE)
+LINK_STATE = "link"
+"""Key of the link's number."""
+
+MOST_ROUNDS = 1 << 48
+"""No training gets that far: a microsecond a round would take nine years."""
+
+MOST_LINKS = 1 << 16
+
+JOINED_PARAMETER = "(model)"
+"""Name under which all compressed parameters, joined, remember something."""
+
+OWN_VALUES = ("round", LINK_STATE, CODER_STATE, *STATE, *OWN_STATE)
 """Values that are the link's, not its method's."""
 
 
-def check_state(state: State, *, simulated: bool) -> None:
-    """Refuse what is no state of a link, or has not the ranks' parts that this kind of link takes.
+def check_state(state: State, parameters: Mapping[str, torch.Tensor], *, simulated: bool) -> None:
+    """Refuse what is no state of a link of these parameters, or has not the ranks' parts that this kind of link takes.
+
+    Every value is checked for its type and range, before anything is taken.
 
     Without a rank's own part, memories that all ranks share would be taken beside others that are zero, and what one
     method keeps of the two would never agree again.
 
     Raises:
-        IncompatibleError: naming what is missing and where to find it.
+        IncompatibleError: naming what is missing and where to find it, or the value that cannot be.
     """
     try:
-        int(state["global"]["round"])
-        ranks = set(state) - {"global", "replicated"}
-    except (KeyError, TypeError, ValueError):
+        rounds, ranks = state["global"]["round"], set(state) - {"global", "replicated"}
+    except (KeyError, TypeError):
         raise IncompatibleError("this is not the state of a link: it has no global round") from None
+    _check_number("round", rounds, MOST_ROUNDS)
+    if LINK_STATE not in state["global"]:
+        raise IncompatibleError(
+            "this state does not say which of its process's links it is of: it was saved by an earlier version, whose "
+            "random numbers were others"
+        )
+    _check_number(LINK_STATE, state["global"][LINK_STATE], MOST_LINKS)
     if "replicated" not in state:
         raise IncompatibleError("this state has no part 'replicated': pass all of what state_dict() gave")
     if simulated:
@@ -48,6 +67,45 @@ def check_state(state: State, *, simulated: bool) -> None:
             f"a link's state has one part 'rank', this rank's own, and this one has {_listed(ranks)}: of a "
             "simulation's state, pass 'global', 'replicated', and under 'rank' what is under 'rank 1' on rank 1"
         )
+
+    for scope, part in state.items():
+        _check_part(scope, part, {name: p.numel() for name, p in parameters.items()})
+
+
+def _check_number(name: str, value: object, most: int) -> None:
+    """Check that a value is a whole number, at least 0 and below ``most``, in an integer tensor."""
+    whole = isinstance(value, torch.Tensor) and value.dtype == torch.int64 and value.dim() == 0
+    if not whole or not 0 <= int(value) < most:  # type: ignore[call-overload]
+        shown = f"{value.tolist()!r} ({value.dtype})" if isinstance(value, torch.Tensor) else repr(value)
+        raise IncompatibleError(
+            f"the state's {name!r} is {shown}: a whole number from 0 to {most - 1} is needed, as an int64 tensor "
+            "without dimensions"
+        )
+
+
+def _check_part(scope: str, part: object, sizes: Mapping[str, int]) -> None:
+    """Check one part of a state: tensors by name; vectors of known parameters, as long as these, of finite floats."""
+    if not isinstance(part, Mapping) or not all(isinstance(key, str) for key in part):
+        raise IncompatibleError(f"the state's part {scope!r} is not a dict of tensors by name")
+    for key, value in part.items():
+        what = f"the state's {key!r} in {scope!r}"
+        if not isinstance(value, torch.Tensor) or value.layout != torch.strided or value.is_meta:
+            raise IncompatibleError(f"{what} is a {type(value).__name__}, not a dense tensor")
+        if key in OWN_VALUES:
+            continue
+        if value.is_floating_point() and not bool(torch.isfinite(value).all()):
+            raise IncompatibleError(f"{what} holds a NaN or inf, which no link remembers")
+        if scope == "global":
+            continue
+        _, slash, name = key.partition("/")
+        if not slash or (name not in sizes and name != JOINED_PARAMETER):
+            raise IncompatibleError(
+                f"{what} belongs to no parameter of this link: load the state of a link of the same parameters"
+            )
+        fits = value.numel() == sizes[name] if name in sizes else value.numel() <= sum(sizes.values())
+        if not fits or not value.is_floating_point():
+            needed = f"{sizes[name]}" if name in sizes else f"at most {sum(sizes.values())}"
+            raise IncompatibleError(f"{what} is {value.dtype} {list(value.shape)}: {needed} floats are needed")
 
 
 def remembered(state: State, method: Method) -> dict[str, dict[str, torch.Tensor]]:

@@ -14,6 +14,7 @@ from gradwire.runtime.selection.autotune import Autotuner, FixedSelection, Selec
 from gradwire.runtime.selection.coder import CoderSelection
 from gradwire.runtime.selection.fallback import Fallback, MeasuredErrors, check_fallback
 from gradwire.runtime.warn_once import say_compiled
+from gradwire.seeds import LinkNumber
 from gradwire.spec import method as read_method
 
 __all__ = ["make_selection"]
@@ -26,6 +27,7 @@ def make_selection(
     world_size: int,
     errors: MeasuredErrors,
     coders: CoderSelection,
+    number: LinkNumber,
 ) -> Selection:
     """Return what says by which method a round travels.
 
@@ -36,13 +38,14 @@ def make_selection(
         world_size: Ranks that take part.
         errors: Of what the method sends, for a fallback.
         coders: Settles what methods leave open, before the first round.
+        number: Of the link.
 
     Raises:
         IncompatibleError: the method cannot do what the options ask.
     """
 
     def ready(one: Method, its: Options) -> Planner:
-        made = coders.watch(Planner(one, parameters, world_size, its))
+        made = coders.watch(Planner(one, parameters, world_size, its, number))
         made.check()
         say_compiled(made.compile())
         return made
