@@ -32,11 +32,16 @@ def simulated_run(
     micro_steps: int = 1,
     skip_non_finite: bool = False,
     learning_rate: float = 0.05,
+    number: int = 0,
     **options: Any,
 ) -> nn.Module:
-    """Train by SGD with momentum through :class:`gradwire.SimulatedLink`; ``micro_steps`` losses add up in a step."""
+    """Train by SGD with momentum through :class:`gradwire.SimulatedLink`; ``micro_steps`` losses add up in a step.
+
+    ``number`` is that of the real link: how many others were open when it was attached.
+    """
     named = list(module.named_parameters())
     link = gw.SimulatedLink(named, method, world_size, **options)
+    link.number.value = number
     optimizer = torch.optim.SGD(module.parameters(), lr=learning_rate, momentum=0.9)
     for step in range(steps):
         rows, used = [], [False] * len(named)

@@ -211,7 +211,10 @@ def run_two_modules() -> list[str]:
 
 def test_two_modules_in_one_process(three_ranks: Any) -> None:
     found = three_ranks(run_two_modules)
-    expected = [digest(simulated_run(layers(3, 64, s), square_loss, "terngrad", 3, STEPS)) for s in (1, 2)]
+    expected = [
+        digest(simulated_run(layers(3, 64, seed), square_loss, "terngrad", 3, STEPS, number=number))
+        for number, seed in enumerate((1, 2))
+    ]
     assert found == [expected] * 3
 
 
