@@ -78,7 +78,7 @@ def write_small_libsvm(path: Path, rows: int = 90, features: int = 12) -> Path:
 def model_of(run: Path) -> dict[str, torch.Tensor]:
     """Return the weights of a run's newest checkpoint."""
     (path,) = (run / "checkpoint").glob("step-*/shared.pt")
-    state: dict[str, torch.Tensor] = unpack(torch.load(path, weights_only=True), str(path))["model"]
+    state: dict[str, torch.Tensor] = unpack(torch.load(path, weights_only=True), str(path))["state"]["model"]
     return state
 
 

@@ -5,14 +5,63 @@ from __future__ import annotations
 import errno
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from gradwire.experiments.errors import RunError, UsageError
 from gradwire.experiments.folder import ROW_FIELDS, RunFolder, checkpoint_steps
 
 ROW = dict.fromkeys(ROW_FIELDS, 1)
+
+
+def change_parts(tmp_path: Path, change: Callable[[dict[str, Path]], None]) -> str:
+    """Change the files of a checkpoint of two ranks; return what reading rank 1's part says."""
+    run = RunFolder(tmp_path)
+    run.begin_checkpoint(5)
+    for name in ("rank-0", "rank-1"):
+        run.save_part(5, name, {"link": torch.full((100,), float(name[-1]))})
+    run.commit_checkpoint(5)
+    assert float(run.load_part("rank-1")["link"][0]) == 1.0
+    change({path.stem: path for path in (tmp_path / "checkpoint" / "step-5").iterdir()})
+    with pytest.raises(RunError) as caught:
+        run.load_part("rank-1")
+    return str(caught.value)
+
+
+def swap(files: dict[str, Path]) -> None:
+    zero, one = (files[name].read_bytes() for name in ("rank-0", "rank-1"))
+    files["rank-0"].write_bytes(one)
+    files["rank-1"].write_bytes(zero)
+
+
+def flip(files: dict[str, Path]) -> None:
+    data = bytearray(files["rank-1"].read_bytes())
+    data[len(data) // 2] ^= 1
+    files["rank-1"].write_bytes(data)
+
+
+def of_another_step(files: dict[str, Path]) -> None:
+    folder = files["rank-1"].parent
+    folder.rename(folder.with_name("step-6"))
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (swap, "is not the file that was saved here"),
+        (of_another_step, "is not the file that was saved here"),
+        (flip, "rank-1.pt "),
+    ],
+)
+def test_a_part_that_changed_or_lies_in_anothers_place_is_refused(
+    tmp_path: Path, change: Callable[[dict[str, Path]], None], sentence: str
+) -> None:
+    found = change_parts(tmp_path, change)
+    assert sentence in found
+    assert "rank-1.pt" in found
 
 
 def checkpoint(run: RunFolder, step: int) -> None:

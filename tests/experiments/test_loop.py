@@ -212,7 +212,7 @@ def test_of_several_checkpoints_the_newest_is_read(tmp_path: Path) -> None:
     """As where a run was ended between the new one's name and the old one's removal."""
     run = RunFolder(tmp_path)
     for step in (9, 10):
-        folder = tmp_path / "checkpoint" / f"step-{step}"
-        folder.mkdir(parents=True)
-        torch.save({"step": step}, folder / "shared.pt")
+        run.begin_checkpoint(step)
+        run.save_part(step, "shared", {"step": step})
+        run.pending(step).replace(tmp_path / "checkpoint" / f"step-{step}")
     assert run.load_part("shared") == {"step": 10}

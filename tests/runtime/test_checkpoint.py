@@ -185,6 +185,33 @@ def test_a_file_that_changed_on_disk_is_refused_by_all_ranks(three_ranks: Any, t
         assert "common.pt" in sentence or "rank-" in sentence, (name, sentence)
 
 
+def load_a_part_that_one_rank_cannot_take(folder: str) -> tuple[str, int]:
+    import torch.distributed as dist
+
+    parameter, link = make()
+    state_dict = link.state_dict
+
+    def forged() -> dict[str, dict[str, torch.Tensor]]:
+        state = state_dict()
+        if link.rank == 1:
+            state["rank"]["shift/w"] = torch.zeros(SIZE + 1)
+        return state
+
+    link.state_dict = forged  # type: ignore[method-assign]
+    gw.save(link, folder)
+    go(parameter, link, 2)
+    dist.barrier()
+    found = refusal(lambda: gw.load(link, folder))
+    link.close()
+    return found, link.round
+
+
+def test_what_one_rank_refuses_no_rank_takes(three_ranks: Any, tmp_path: Path) -> None:
+    for found, round in three_ranks(load_a_part_that_one_rank_cannot_take, str(tmp_path)):
+        assert found.startswith("IncompatibleError: rank 1: the state's 'shift/w' in 'rank'")
+        assert round == 2, "a rank went back to the round of a state that another refused"
+
+
 @pytest.mark.parametrize(
     ("section", "key", "value"),
     [

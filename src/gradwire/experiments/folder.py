@@ -160,7 +160,8 @@ class RunFolder:
     def save_part(self, step: int, name: str, state: object) -> None:
         """Write one part of the pending checkpoint to the disk; raises RunError."""
         buffer = io.BytesIO()
-        torch.save(pack(state)[0], buffer)
+        # With its name and step, so that parts that changed places are found, whose digests are right.
+        torch.save(pack({"part": name, "step": step, "state": state})[0], buffer)
         write_durably(self.pending(step) / f"{name}.pt", buffer.getvalue())
 
     def commit_checkpoint(self, step: int) -> None:
@@ -189,7 +190,10 @@ class RunFolder:
             raise RunError(f"{self.path} holds no checkpoint to resume from")
         path = self.path / "checkpoint" / f"step-{steps[-1]}" / f"{name}.pt"
         try:
-            return unpack(torch.load(path, weights_only=True), str(path))
+            found = unpack(torch.load(path, weights_only=True), str(path))
+            if not isinstance(found, dict) or (found.get("part"), found.get("step")) != (name, steps[-1]):
+                raise IncompatibleError(f"{path} is not the file that was saved here: it is another part or step")
+            return found["state"]
         except IncompatibleError as error:
             raise RunError(str(error)) from error
         except FileNotFoundError:

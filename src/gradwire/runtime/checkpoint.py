@@ -99,6 +99,8 @@ def load(link: Link, folder: str | os.PathLike[str]) -> None:
                     f"{own} does not exist, though {source / 'common.pt'} was saved with it: copy such a folder whole"
                 )
             state["rank"] = _read(own, bytes(digests[str(link.rank)].tolist()))["rank"]
+        # Before any rank takes anything: what only one of them refuses would be taken by the others.
+        link.check_state_dict(state)
     except GradwireError as error:
         problem = str(error)
     except (KeyError, TypeError, ValueError, AttributeError) as error:

@@ -318,12 +318,20 @@ class Link:
         Raises:
             IncompatibleError: it is not a link's state, or not all of one, or its choice is no candidate here.
         """
-        check_state(state, self._parameters, simulated=False)
+        self.check_state_dict(state)
         self._coders.load(state["global"])
         self._selection.load({**state["global"], **state["rank"]})
         self.number.value = int(state["global"][LINK_STATE])
         self._runtime.rewind(int(state["global"]["round"]))
         self._runtime.memory.load(remembered(state, self.method))
+
+    def check_state_dict(self, state: dict[str, dict[str, torch.Tensor]]) -> None:
+        """Check the types and ranges of all values of a state, without taking any of them.
+
+        Raises:
+            IncompatibleError: it is not a link's state, or not all of one, or a value cannot be.
+        """
+        check_state(state, self._parameters, simulated=False)
 
     # ------------------------------------------------------------------ pickling
 
