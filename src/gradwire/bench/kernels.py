@@ -19,7 +19,7 @@ from gradwire.bench.coders import CODER_GOALS, bench_coder_choices, bench_coders
 from gradwire.bench.methods import bench_methods
 from gradwire.bench.timing import Bench
 from gradwire.experiments.machine import hardware, versions
-from gradwire.kernels import Kernels, SegmentTable, chosen, get_kernels, inverse_scale, packed_bytes
+from gradwire.kernels import Kernels, SegmentTable, checksum, chosen, get_kernels, inverse_scale, packed_bytes
 from gradwire.kernels.select import SIZE
 from gradwire.kernels.self_test import NUMEL as SELF_TEST_NUMEL
 from gradwire.kernels.self_test import SELF_TESTS
@@ -27,6 +27,7 @@ from gradwire.kernels.self_test import SELF_TESTS
 __all__ = ["measure_kernels"]
 
 GOALS = {"moments": 0.50, "encode": 0.60, "sum of 4": 0.17, "decode base 9": 0.35, **CODER_GOALS}
+MLP_SIZES = (784 * 2048, 2048, 2048 * 2048, 2048, 2048 * 2048, 2048, 20480, 10)
 TINY = (64, 64, 128, 256, 512, 100, 37)
 
 
@@ -120,7 +121,7 @@ def bench_reference(bench: Bench, elements: int) -> None:
 
 def bench_step(bench: Bench, kernels: Kernels) -> None:
     """Time what one rank of four computes for a step: moments and encode, sum of a quarter, decode."""
-    table = table_of([784 * 2048, 2048, 2048 * 2048, 2048, 2048 * 2048, 2048, 20480, 10])
+    table = table_of(list(MLP_SIZES))
     x, n, groups = gradients(table), table.extent, table.groups
     quarter = (groups // 4) * 16
     rows, own = torch.zeros(4, quarter, dtype=torch.uint8), torch.zeros(16 * groups, dtype=torch.uint8)
@@ -136,6 +137,31 @@ def bench_step(bench: Bench, kernels: Kernels) -> None:
         kernels.decode(words, 4, table, limit, 0, groups, out)
 
     bench.run("codec of a 10 M step", "mlp", n, step)
+
+
+def bench_checksum(bench: Bench, elements: int) -> None:
+    """Time the checksum of bytes as long as a vector, and those that one rank of four computes for a step."""
+    draw = np.random.default_rng(0)
+
+    def rows(number: int, length: int) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
+        return draw.integers(0, 256, (number, length), np.uint8)
+
+    def heads(number: int) -> np.ndarray[tuple[int, ...], np.dtype[np.uint64]]:
+        return np.zeros((number, 3), np.uint64)
+
+    whole = rows(1, 4 * elements)
+    bench.run("checksum", "flat", elements, lambda: checksum.checksums(heads(1), whole))
+    # Codes of a quarter to, and from, each of four ranks, itself included; then sums of a quarter to and from all.
+    table = table_of(list(MLP_SIZES))
+    up, down = rows(4, 16 * table.groups // 4), rows(4, packed_bytes(80 * table.groups, 4) // 4)
+
+    def step() -> None:
+        checksum.checksums(heads(4), up)
+        checksum.checksums(heads(4), up)
+        checksum.checksums(heads(1), down[:1])
+        checksum.checksums(heads(4), down)
+
+    bench.run("checksums of a 10 M step", "mlp", table.extent, step)
 
 
 def bench_choices(bench: Bench) -> None:
@@ -177,6 +203,7 @@ def measure_kernels(
         bench_layout(bench, kernels, "2000 tiny", table_of(tiny))
         bench_reference(bench, min(elements, 1_000_000))
         bench_step(bench, kernels)
+        bench_checksum(bench, elements)
         bench_coders(bench, kernels, elements)
         bench_methods(bench, kernels, elements)
         if backend == "auto":
