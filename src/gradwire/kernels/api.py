@@ -11,13 +11,8 @@ from gradwire.errors import HyperparameterError
 from gradwire.kernels.entropy.base import CODERS, Coder
 from gradwire.kernels.entropy.dispatch import get_coder
 from gradwire.kernels.front import Family
-from gradwire.kernels.lattice.operations import LatticeOperations
-from gradwire.kernels.levels.operations import LevelOperations
-from gradwire.kernels.moments.operations import MomentOperations
-from gradwire.kernels.natural.operations import NaturalOperations
+from gradwire.kernels.operations import Operations
 from gradwire.kernels.self_test import SELF_TESTS
-from gradwire.kernels.signs.operations import SignOperations
-from gradwire.kernels.ternary.operations import TernaryOperations
 
 __all__ = ["FAMILIES", "Backend", "Kernels", "known_families"]
 
@@ -48,16 +43,8 @@ class Backend(Protocol):
         ...
 
 
-class Kernels(
-    MomentOperations, TernaryOperations, LevelOperations, NaturalOperations, LatticeOperations, SignOperations
-):
-    """Arithmetic on blocks and bits. Every backend gives the same bits; ``reference`` defines them.
-
-    Tensors lie in CPU memory and are contiguous unless said otherwise; outputs are the caller's, except for statistics
-    of segments. Vectors and byte buffers may start at any element of a larger tensor. ``N`` stands for ``world_size``,
-    ``S`` for ``len(table)``. All operations raise :class:`~gradwire.errors.HyperparameterError` for tensors of another
-    type or shape than they state, before memory is touched.
-    """
+class Kernels(Operations):
+    """The operations on vectors, as a backend computes them, and the entropy coders that go with it."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend

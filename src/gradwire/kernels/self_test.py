@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,12 +12,10 @@ from gradwire.kernels.levels.blocks import BlockTable
 from gradwire.kernels.levels.grid import Grid
 from gradwire.kernels.levels.operations import packed_groups, summed
 from gradwire.kernels.natural.operations import natural_bytes
+from gradwire.kernels.operations import Operations
 from gradwire.kernels.packing.layout import digit_layout, packed_bytes
 from gradwire.kernels.signs.runs import RunTable
 from gradwire.kernels.table import SIGN_BYTES, SegmentTable
-
-if TYPE_CHECKING:
-    from gradwire.kernels.api import Kernels
 
 __all__ = ["NUMEL", "SELF_TESTS", "agree"]
 
@@ -35,12 +32,12 @@ def _case(size: int) -> tuple[torch.Tensor, SegmentTable]:
     return x, SegmentTable([1, 10 + 250 * size], [250 * size, 37 * size], [80, 0], [(1, 2), (3, 4)])
 
 
-def _moments(kernels: Kernels, size: int = 1) -> list[torch.Tensor]:
+def _moments(kernels: Operations, size: int = 1) -> list[torch.Tensor]:
     moments = kernels.moments(*_case(size))
     return [moments.max_abs, moments.mean, moments.std, moments.norm]
 
 
-def _ternary(kernels: Kernels, size: int = 1) -> list[torch.Tensor]:
+def _ternary(kernels: Operations, size: int = 1) -> list[torch.Tensor]:
     x, table = _case(size)
     limit, inverse = torch.tensor([0.9, 0.5]), torch.full((2,), 2.0**24)
     rows = torch.empty(4, 16 * table.groups, dtype=torch.uint8)
@@ -56,7 +53,7 @@ def _ternary(kernels: Kernels, size: int = 1) -> list[torch.Tensor]:
     return results
 
 
-def _levels(kernels: Kernels, size: int = 1) -> list[torch.Tensor]:
+def _levels(kernels: Operations, size: int = 1) -> list[torch.Tensor]:
     x, table = _case(size)
     blocks, results = BlockTable(table, 48 if size == 1 else 512), []
     scale = torch.linspace(0.4, 1.1, blocks.blocks)
@@ -74,7 +71,7 @@ def _levels(kernels: Kernels, size: int = 1) -> list[torch.Tensor]:
     return results
 
 
-def _natural(kernels: Kernels, size: int = 1) -> list[torch.Tensor]:
+def _natural(kernels: Operations, size: int = 1) -> list[torch.Tensor]:
     x, table = _case(size)
     rows, decoded = torch.empty(3, natural_bytes(table.groups), dtype=torch.uint8), x.clone()
     for rank, row in enumerate(rows):
@@ -84,7 +81,7 @@ def _natural(kernels: Kernels, size: int = 1) -> list[torch.Tensor]:
     return [rows, decoded]
 
 
-def _lattice(kernels: Kernels, size: int = 1) -> list[torch.Tensor]:
+def _lattice(kernels: Operations, size: int = 1) -> list[torch.Tensor]:
     x, table = _case(size)
     side, shifts, results = torch.tensor([0.3, 0.2]), dither_shifts(3), []
     for colours in (8, 16):
@@ -102,7 +99,7 @@ def _lattice(kernels: Kernels, size: int = 1) -> list[torch.Tensor]:
     return results
 
 
-def _signs(kernels: Kernels, size: int = 1) -> list[torch.Tensor]:
+def _signs(kernels: Operations, size: int = 1) -> list[torch.Tensor]:
     x, table = _case(size)
     sums, runs = kernels.sign_sums(x, table), RunTable(table, 37 * size)
     rows = torch.empty(3, SIGN_BYTES * table.groups, dtype=torch.uint8)
@@ -127,6 +124,6 @@ SELF_TESTS: dict[str, Callable[..., list[torch.Tensor]]] = {
 """By family; each runs all operations of its family, on ``NUMEL * size`` elements where a second argument says so."""
 
 
-def agree(family: str, first: Kernels, second: Kernels) -> bool:
+def agree(family: str, first: Operations, second: Operations) -> bool:
     """Return whether two backends give the same bits in a family's self test."""
     return all(torch.equal(a, b) for a, b in zip(*(SELF_TESTS[family](kernels) for kernels in (first, second))))

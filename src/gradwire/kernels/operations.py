@@ -1,0 +1,22 @@
+"""What can be asked of the kernels: the operations of all families, whoever computes them."""
+
+from gradwire.kernels.lattice.operations import LatticeOperations
+from gradwire.kernels.levels.operations import LevelOperations
+from gradwire.kernels.moments.operations import MomentOperations
+from gradwire.kernels.natural.operations import NaturalOperations
+from gradwire.kernels.signs.operations import SignOperations
+from gradwire.kernels.ternary.operations import TernaryOperations
+
+__all__ = ["Operations"]
+
+
+class Operations(
+    MomentOperations, TernaryOperations, LevelOperations, NaturalOperations, LatticeOperations, SignOperations
+):
+    """Arithmetic on blocks and bits. Every backend gives the same bits; ``reference`` defines them.
+
+    Tensors lie in CPU memory and are contiguous unless said otherwise; outputs are the caller's, except for statistics
+    of segments. Vectors and byte buffers may start at any element of a larger tensor. ``N`` stands for ``world_size``,
+    ``S`` for ``len(table)``. All operations raise :class:`~gradwire.errors.HyperparameterError` for tensors of another
+    type or shape than they state, before memory is touched.
+    """
