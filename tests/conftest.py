@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -42,6 +43,18 @@ settings.load_profile("same")
 for _number, _usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(_number) is signal.SIG_IGN:
         signal.signal(_number, _usual)
+
+
+WARM_UP = "import sys; from gradwire.kernels import get_kernels; get_kernels().warm_up(sys.argv[1:])"
+HALVES = (("moments", "ternary", "natural", "signs"), ("levels", "lattice", "rans", "huffman"))
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Before several runners start, compile all kernels once: each of them would, and that takes over a minute."""
+    if getattr(session.config.option, "numprocesses", None):
+        compiling = [subprocess.Popen([sys.executable, "-c", WARM_UP, *half]) for half in HALVES]
+        for process in compiling:
+            process.wait()
 
 
 @pytest.fixture(autouse=True)

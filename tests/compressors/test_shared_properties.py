@@ -59,7 +59,7 @@ def spread(g: torch.Tensor, case: Case) -> float:
 @pytest.mark.parametrize("case", [c for c in MEANS if c.unbiased and not c.memory], ids=repr)
 def test_unbiased(case: Case) -> None:
     """The mean over rounds tends to the (clipped) mean; tolerance from the variance and the number of draws."""
-    world_size, numel, draws = 3, 400, 600
+    world_size, numel, draws = 3, 400, 400
     g = gradients(world_size, numel)
     link = gw.SimulatedLink([("0", torch.empty(numel))], case.method, world_size, min_numel=0)
     total = torch.zeros(numel, dtype=torch.float64)
@@ -192,7 +192,7 @@ def test_bit_stable_methods_do_not_depend_on_layout(
         assert torch.equal(first[name], second[name])
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4, 8, 64])
+@pytest.mark.parametrize("world_size", [2, 4, 8, 64])
 @pytest.mark.parametrize("case", [c for c in ALL_CASES if not c.coded], ids=repr)
 def test_declared_bits(case: Case, world_size: int) -> None:
     """Measured bytes against the formula of the method, on a million elements, headers included."""
@@ -204,15 +204,17 @@ def test_declared_bits(case: Case, world_size: int) -> None:
         # Little is sent: to each rank two headers, and two shares that are rounded up by at most seven groups of 80
         # elements, with 16/3 bits or 16.
         slack = (world_size - 1) * (2 * 16 + 560 * (16 / 3 + 16) / 8)
-    link = gw.SimulatedLink([("0", torch.empty(numel))], case.method, world_size, min_numel=0)
-    # What is exchanged once, at the start, is no part of a step's bytes.
-    first = link.reduce_(torch.ones(world_size, numel)) is None or link.traffic().sent_bytes
-    link.reduce_(torch.ones(world_size, numel))
-    sent = link.traffic().sent_bytes - first
+    link, g = gw.SimulatedLink([("0", torch.empty(numel))], case.method, world_size, min_numel=0), torch.empty(0)
+    # What a method with a memory exchanges once, at the start, is no part of a step's bytes.
+    rounds, sent = 1 if case.method.properties.state == "none" else 2, 0
+    for _ in range(rounds):
+        g = torch.ones(world_size, numel, out=g)
+        link.reduce_(g)
+        sent = link.traffic().sent_bytes - sent
     expected = case.bits(world_size) * numel / 8
     assert sent == pytest.approx(expected, rel=0, abs=slack + expected * (0.01 if world_size < 64 else 0.05))
     assert link.traffic().received_bytes == link.traffic().sent_bytes
-    assert link.traffic().elements == 2 * numel
+    assert link.traffic().elements == rounds * numel
     if world_size == 4 and case is TABLE[case.method.name][0]:
         scale = 32 / (8 * numel * 3 / 4)
         assert sent * scale == pytest.approx(case.method.properties.bits_per_element, rel=0.01)

@@ -37,13 +37,16 @@ def plan_for(method: gw.Method, world_size: int, collective: str, backend: str =
     )
 
 
-def combinations() -> list[tuple[gw.Method, str, int]]:
-    return [(m, c, w) for m in ALL for c in m.collectives for w in (2, 3, 4, 5, 8)]
+SETTINGS = [
+    *((w, 1000, False) for w in (2, 3, 4, 5, 8)),
+    *((w, 1 << 20, False) for w in (2, 5, 8)),
+    # In rounds of warm-up all methods send float32.
+    *((w, 1000, True) for w in (2, 5)),
+]
 
 
-@pytest.mark.parametrize("warm_up", [False, True])
-@pytest.mark.parametrize("chunk_numel", [1 << 20, 1000])
-@pytest.mark.parametrize(("method", "collective", "world_size"), combinations(), ids=repr)
+@pytest.mark.parametrize(("world_size", "chunk_numel", "warm_up"), SETTINGS)
+@pytest.mark.parametrize(("method", "collective"), [(m, c) for m in ALL for c in m.collectives], ids=repr)
 def test_the_dry_run_is_exact(
     method: gw.Method, collective: str, world_size: int, chunk_numel: int, warm_up: bool
 ) -> None:

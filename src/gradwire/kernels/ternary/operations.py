@@ -21,14 +21,13 @@ def inverse_scale(scale: torch.Tensor) -> torch.Tensor:
     Raises:
         HyperparameterError: a finite scale other than zero is smaller.
     """
-    usable = torch.isfinite(scale) & (scale != 0)
-    if bool((scale[usable] < 2.0**-100).any()):
+    usable = (scale > 0) & (scale < torch.inf)
+    if bool((usable & (scale < 2.0**-100)).any()):
         raise HyperparameterError(f"scale {scale[usable].min().item()} is below 2^-100: treat such a segment as zero")
     inverse = (2.0**24 / scale.to(torch.float64)).to(torch.float32)
     # Rounded to nearest, the product may fall short of 2^24 by one rounding: step up where it does.
-    higher = torch.nextafter(inverse, torch.full_like(inverse, torch.inf))
-    inverse = torch.where(scale * inverse < 2.0**24, higher, inverse)
-    return torch.where(usable, inverse, torch.zeros_like(inverse))
+    inverse.view(torch.int32).add_(scale * inverse < 2.0**24)
+    return inverse.masked_fill_(~usable, 0.0)
 
 
 class TernaryOperations(Front):
