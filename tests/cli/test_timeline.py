@@ -10,7 +10,7 @@ import pytest
 from schema_help import fits, schema
 from typer.testing import CliRunner, Result
 
-from gradwire.bench.timeline import RankTrace, chrome_trace, summarise, union
+from gradwire.bench.timeline import RankTrace, chrome_trace, earliest, summarise, union
 from gradwire.cli.app import app
 from gradwire.drivers import Span, Trace
 
@@ -66,7 +66,31 @@ def test_the_links_idle_times_are_those_between_rows() -> None:
         parts = ("forward_s", "before_rows_s", "rows_s", "between_rows_s", "after_rows_s", "update_s")
         assert sum(row[part] for part in parts) == pytest.approx(row["step_time_s"])
         fits([row], schema("bench_timeline"))
+        # All becomes ready before the end: without bytes in the spans, the step is what was computed.
+        assert row["earliest_s"] == pytest.approx(0.012 + 0.01)
     assert summarise([trace], None)[0]["wire_floor_s"] is None
+    assert summarise([trace], None)[0]["earliest_s"] is None
+
+
+@pytest.mark.parametrize(
+    ("bandwidth", "expected"),
+    [
+        # 500 kB from 20 ms on take 80 ms at 50 Mbit/s, 300 kB of them from 80 ms on 48.
+        (5e7, 128 + 10),
+        (1e7, 20 + 400 + 10),
+        (1e12, 80 + 10),
+    ],
+)
+def test_a_step_ends_no_earlier_than_the_bytes_of_what_is_ready_last(bandwidth: float, expected: float) -> None:
+    parts = {"forward": (5.0, 5.01), "backward": (5.01, 5.09), "update": (5.09, 5.1)}
+    lanes = [
+        Span("lane 1", "send rows", 5.09, 5.1, "bucket 1, chunk 0, AllToAll", 300_000),
+        Span("lane 1", "encode", 5.08, 5.09, "bucket 1, chunk 0"),
+        Span("lane 0", "encode", 5.02, 5.03, "bucket 0"),
+        Span("lane 0", "small message", 5.03, 5.04, "bucket 0, AllGather", 20_000),
+        Span("lane 0", "send rows", 5.04, 5.05, "bucket 0, chunk 0, AllToAll", 180_000),
+    ]
+    assert earliest(parts, lanes, bandwidth) == pytest.approx(expected / 1e3, rel=1e-4)
 
 
 def test_a_step_without_large_rows_is_idle_from_forward_to_the_end_of_backward() -> None:

@@ -12,7 +12,7 @@ from gradwire.bench.variants import COMPUTE
 from gradwire.drivers import Span
 from gradwire.experiments.errors import UsageError
 
-__all__ = ["Interval", "RankTrace", "chrome_trace", "summarise", "trace_steps", "union", "write_trace"]
+__all__ = ["Interval", "RankTrace", "chrome_trace", "earliest", "summarise", "trace_steps", "union", "write_trace"]
 
 WARM_UP = 5
 """Steps before those that are recorded: DDP lays its buckets out anew after the first, and buffers grow."""
@@ -80,7 +80,8 @@ def summarise(traces: Sequence[RankTrace], bandwidth_bits_per_s: float | None) -
 
     ``rows_s`` is the time in which some lane sent or received large rows. Idle are ``before_rows_s``, from the end of
     the forward pass to the first row, ``between_rows_s``, the gaps from the first to the last row, and
-    ``after_rows_s``, from the last row to the end of the backward pass. ``encode_s``, ``decode_s``,
+    ``after_rows_s``, from the last row to the end of the backward pass. ``earliest_s`` is the least that the step could
+    take, see :func:`earliest`. ``encode_s``, ``decode_s``,
     ``wait_for_turn_s`` and ``small_messages_s`` are sums over lanes, which work side by side.
     """
     found = []
@@ -104,6 +105,7 @@ def summarise(traces: Sequence[RankTrace], bandwidth_bits_per_s: float | None) -
                     "update_s": parts["update"][1] - parts["update"][0],
                     "sent_bytes_per_step": sent_bytes,
                     "wire_floor_s": 8 * sent_bytes / bandwidth_bits_per_s if bandwidth_bits_per_s else None,
+                    "earliest_s": earliest(parts, lanes, bandwidth_bits_per_s) if bandwidth_bits_per_s else None,
                     **{
                         f"{key}_s": sum(s.ended_s - s.began_s for s in lanes if s.name == name)
                         for key, name in (
@@ -116,6 +118,28 @@ def summarise(traces: Sequence[RankTrace], bandwidth_bits_per_s: float | None) -
                 }
             )
     return found
+
+
+def earliest(parts: dict[str, Interval], lanes: Sequence[Span], bandwidth_bits_per_s: float) -> float:
+    """Return the least duration of a step whose buckets become ready when they did, if nothing but the link took time.
+
+    The bytes of a bucket, and of those that become ready later, cannot leave before it is ready, when its first span
+    begins. So the step takes no less than any of these moments and the time of the bytes from there on, plus the
+    update. The last bucket is ready near the end of the backward pass: the more of the model it holds, the further this
+    bound is above the larger of computing and of sending.
+    """
+    ready: dict[str, float] = {}
+    size: dict[str, int] = {}
+    for span in sorted(lanes, key=lambda span: span.began_s):
+        bucket = span.detail.partition(",")[0]
+        ready.setdefault(bucket, span.began_s)
+        size[bucket] = size.get(bucket, 0) + span.sent_bytes
+    begin, computed = parts["forward"][0], max(ready.values(), default=parts["forward"][1])
+    left = 0
+    for bucket in reversed(ready):
+        left += size[bucket]
+        computed = max(computed, ready[bucket] + 8 * left / bandwidth_bits_per_s)
+    return computed - begin + parts["update"][1] - parts["update"][0]
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:

@@ -99,11 +99,12 @@ def print_steps(rows: Sequence[Mapping[str, Any]]) -> None:
 def print_timeline(rows: Sequence[Mapping[str, Any]]) -> None:
     """Print one line a rank and step: the parts of the step, and where the link was idle."""
     table = _table(
-        "rank", "step", "whole", "forward", "idle", "rows", "floor", "idle between", "idle after", "update",
+        "rank", "step", "whole", "earliest", "forward", "idle", "rows", "floor", "idle between", "idle after", "update",
         "encode", "wait", "messages", "decode",
     )  # fmt: skip
     keys: tuple[str, ...] = (
         "step_time_s",
+        "earliest_s",
         "forward_s",
         "before_rows_s",
         "rows_s",

@@ -228,8 +228,8 @@ class Lane:
             if self._turn_s:
                 self.trace.add(self.name, "wait for turn", began_s, began, self._label)
             kind = "send rows" if large(op) else "small message"
-            detail = f"{self._label}, {type(op).__name__}, {op_bytes(op, self.world_size)[0]} bytes"
-            self.trace.add(self.name, kind, began, time.perf_counter(), detail)
+            sent_bytes, detail = op_bytes(op, self.world_size)[0], f"{self._label}, {type(op).__name__}"
+            self.trace.add(self.name, kind, began, time.perf_counter(), detail, sent_bytes)
         if not isinstance(op, Reduce) and op.last:
             self._turns.give_back(self._ticket)
         return reply

@@ -18,6 +18,7 @@ class Span:
         began_s: By ``time.perf_counter``, which on Linux is the same clock for all processes of a machine.
         ended_s: By the same clock.
         detail: Which bucket and operation.
+        sent_bytes: That were sent in it.
     """
 
     track: str
@@ -25,6 +26,7 @@ class Span:
     began_s: float
     ended_s: float
     detail: str = ""
+    sent_bytes: int = 0
 
 
 class Trace:
@@ -34,9 +36,9 @@ class Trace:
         self._lock = threading.Lock()
         self._spans: list[Span] = []
 
-    def add(self, track: str, name: str, began_s: float, ended_s: float, detail: str = "") -> None:
+    def add(self, track: str, name: str, began_s: float, ended_s: float, detail: str = "", sent_bytes: int = 0) -> None:
         """Add a span."""
-        span = Span(track, name, began_s, ended_s, detail)
+        span = Span(track, name, began_s, ended_s, detail, sent_bytes)
         with self._lock:
             self._spans.append(span)
 
