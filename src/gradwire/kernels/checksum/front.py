@@ -77,6 +77,7 @@ def _variant() -> bool | None:
 def _joined(rows: Bytes) -> tuple[Bytes, int]:
     """Return all rows as one vector, gaps included, and the distance from one to the next."""
     number, length = rows.shape
-    stride = rows.strides[0] if number > 1 else length
-    whole = np.lib.stride_tricks.as_strided(rows, ((number - 1) * stride + length,), (1,)) if length else rows[0, :0]
-    return whole, stride
+    if number == 1 or not length:
+        return rows[0], length
+    stride = rows.strides[0]
+    return np.lib.stride_tricks.as_strided(rows, ((number - 1) * stride + length,), (1,)), stride
