@@ -111,7 +111,7 @@ def test_bytes_that_disagree_fail_the_benchmark_after_its_table(gap: float | Non
 def test_measured_rows_fit_the_schema(tmp_path: Path) -> None:
     words = ["--model", "lenet", "--hosts", 2, "--loopback", "--budget", 0.2, "--out", tmp_path / "rows.jsonl"]
     chosen = ["--variant", "compute", "--variant", "ddp fp16", "--variant", "gradwire terngrad"]
-    done = gradwire("bench", "step", *words, *chosen, "--json")
+    done = gradwire("bench", "step", *words, *chosen, "--json", fresh=True)
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout)
     fits(rows, schema("bench_step"))

@@ -15,6 +15,7 @@ from typer.testing import CliRunner, Result
 import gradwire as gw
 from gradwire.cli.app import app
 from gradwire.cli.show_methods import method_rows, unbiased_text
+from interpreters import forking
 
 SIMULATED = ["--simulate", "--steps", "6", "--eval-every", "3"]
 
@@ -152,7 +153,7 @@ def test_a_direction_is_said_to_need_a_learning_rate_of_its_own(tmp_path: Path) 
 @pytest.mark.ranks
 def test_what_workers_warn_of_is_passed_on_once(tmp_path: Path) -> None:
     words = ["--method", "Lattice(distance=0.0001)", "--workers", 2, "--steps", 4, "--out", tmp_path / "run"]
-    done = gradwire("train", "digits", *words)
+    done = gradwire("train", "digits", *words, fresh=True)
     assert done.returncode == 1
     assert " ".join(done.stderr.split()).count("set a larger distance") == 1
 
@@ -259,9 +260,9 @@ def test_the_readme_says_of_bias_what_the_table_says() -> None:
 
 
 def test_the_package_itself_is_the_command_line() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "gradwire", "methods", "fp32"], capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, "-m", "gradwire", "methods", "fp32"]
+    with forking(fresh=True):
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, "float32" in done.stdout.lower()) == (0, True), done.stderr
 
 

@@ -15,6 +15,7 @@ import torch
 
 from gradwire.digests import unpack
 from gradwire.experiments.config import RunConfig
+from interpreters import forking, is_server
 
 
 class Listener:
@@ -88,22 +89,24 @@ def same(a: Path, b: Path) -> bool:
     return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
 
 
-def gradwire(*words: object, **options: Any) -> subprocess.CompletedProcess[str]:
-    """Run the command line to its end in a process of its own."""
+def gradwire(*words: object, fresh: bool = False, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run the command line to its end in a process of its own; ``fresh``: it and all that it starts import anew."""
     command = [sys.executable, "-m", "gradwire.cli.main", *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, **options)
+    with forking(fresh):
+        return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, **options)
 
 
 def start_gradwire(*words: object) -> subprocess.Popen[str]:
     """Start the command line."""
     command = [sys.executable, "-m", "gradwire.cli.main", *map(str, words)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    with forking():
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def children(process: int) -> list[int]:
-    """Return the process ids of a process's children."""
+    """Return the process ids of a process's children, without the server that starts them as forks."""
     found = Path(f"/proc/{process}/task/{process}/children").read_text().split()
-    return [int(child) for child in found]
+    return [int(child) for child in found if not is_server(int(child))]
 
 
 def alive(process: int) -> bool:

@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 from run_help import Listener, gradwire, model_of, same
+from typer.testing import CliRunner
 
 import gradwire as gw
+from gradwire.cli.app import app
 from gradwire.experiments import run
 from gradwire.experiments.config import RunConfig
 from gradwire.experiments.errors import DataError, UsageError
@@ -180,13 +182,12 @@ def test_real_and_simulated_workers_end_in_the_same_bits(plan: RunConfig, tmp_pa
 
 def test_the_command_line_compares_methods_on_it(small_libsvm: Path, tmp_path: Path) -> None:
     words = ["--data", small_libsvm, "--simulate", "--workers", 2, "--steps", 4, "--l1", 0.01, "--split", "random"]
-    done = gradwire(
-        "compare", "logreg", *words, "--method", "fp32", "--method", "terngrad", "--out", tmp_path / "a", "--json"
-    )
+    methods = ["--method", "fp32", "--method", "terngrad"]
+    done = gradwire("compare", "logreg", *words, *methods, "--out", tmp_path / "a", "--json", fresh=True)
     assert done.returncode == 0, done.stderr
     assert [row["label"] for row in json.loads(done.stdout)] == ["fp32", "terngrad"]
     settings = json.loads((tmp_path / "a" / "terngrad" / "config.json").read_text())["plan"]["settings"]
     assert (settings["l1"], settings["split"], settings["batch"]) == (0.01, "random", 0)
-    refused = gradwire("train", "digits", "--l2", 0.1)
-    assert refused.returncode == 2
+    refused = CliRunner().invoke(app, ["train", "digits", "--l2", "0.1"])
+    assert refused.exit_code == 2
     assert "task digits has no setting 'l2'" in refused.stderr

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import resource
-import subprocess
-import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from run_help import Listener, model_of, same
+from run_help import Listener, gradwire, model_of, same
 
 from gradwire.experiments import run
 from gradwire.experiments.config import RunConfig
@@ -165,18 +164,11 @@ def test_lenet_trains_on_idx_files_with_an_average(small_mnist: Path, tmp_path: 
 
 
 def test_a_disk_that_fills_up_leaves_rows_and_checkpoint(tmp_path: Path) -> None:
-    words = ["train", "digits", "--simulate", "--steps", "400", "--checkpoint-every", "5", "--log-every", "1"]
-    code = (
-        "import resource, signal; resource.setrlimit(resource.RLIMIT_FSIZE, (1_200_000, 1_200_000));"
-        "from gradwire.cli.main import main; main()"
+    run.train(
+        replace(PLAN, task=build("digits", steps=400), log_every=1), Listener(), folder=tmp_path / "a", stop_after=10
     )
-    assert resource.RLIMIT_FSIZE
-    limited = code.replace("1_200_000", "30_000")
-    first = [sys.executable, "-c", code, *words, "--stop-after", "10", "--out", str(tmp_path / "a")]
-    done = subprocess.run(first, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr
-    again = [sys.executable, "-c", limited, "train", "--resume", str(tmp_path / "a")]
-    failed = subprocess.run(again, capture_output=True, text=True, timeout=60, check=False)
+    small = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (30_000, 30_000))
+    failed = gradwire("train", "--resume", tmp_path / "a", preexec_fn=small, fresh=True)
     assert failed.returncode == 1
     assert "File too large" in failed.stderr
     assert "Traceback" not in failed.stderr
