@@ -17,6 +17,8 @@ import atexit
 import contextlib
 import ctypes
 import inspect
+import itertools
+import multiprocessing.util
 import os
 import pickle
 import runpy
@@ -43,18 +45,32 @@ STARTERS = ("gradwire", "gradwire.cli.main", "gradwire.cli.launcher", "torch.dis
 _Popen, _execve = subprocess.Popen, os.execve
 _lock = threading.Lock()
 _server: socket.socket | None = None
+_imported: Mapping[str, str] = {}
 _fresh = False
+_is_fork = False
+
+
+def can_fork() -> bool:
+    """Return whether this platform has what forks need."""
+    return sys.platform == "linux"
 
 
 def _prctl(*words: Any) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(*words, 0, 0, 0)
 
 
+def _without_flags(words: Sequence[str]) -> list[str]:
+    """Return what follows ``python`` and flags such as ``-u``; those that multiprocessing adds are this process's."""
+    return list(itertools.dropwhile(lambda word: word.startswith("-") and word not in ("-m", "-c"), words[1:]))
+
+
 def _known(words: Sequence[str]) -> bool:
     """Return whether a command can be a fork."""
     if not words or words[0] != sys.executable:
         return False
-    rest = words[2:] if words[1:2] == ["-u"] else words[1:]
+    rest = _without_flags(words)
+    if rest[:1] == ["-c"]:
+        return rest[1].startswith("from multiprocessing.forkserver import main")
     if rest[:1] == ["-m"]:
         return rest[1] == "torch.distributed.run" or rest[1].split(".")[0] == "gradwire"
     return bool(rest) and rest[0].endswith(".py") and Path(rest[0]).is_file()
@@ -75,13 +91,15 @@ class Popen(_Popen):  # type: ignore[type-arg]
 
     def _forked(self, given: Mapping[str, Any]) -> bool:
         words = given["args"]
-        if _fresh or given["shell"] or isinstance(words, (str, bytes)) or sys.platform != "linux":
+        if _fresh or given["shell"] or isinstance(words, (str, bytes)) or not can_fork():
+            return False
+        if _server is None and _is_fork:
             return False
         words, namespace = [os.fspath(word) for word in words], None
         if words[:3] == ["ip", "netns", "exec"]:
             namespace, words = words[3], words[4:]
         environment = dict(os.environ if given["env"] is None else given["env"])
-        if not _known(words) or _imported_with(environment) != _imported_with(os.environ):
+        if not _known(words) or _imported_with(environment) != (_imported or _imported_with(os.environ)):
             return False
         pairs = ((given["p2cread"], 0), (given["c2pwrite"], 1), (given["errwrite"], 2))
         kept = {number: number if fd == -1 else fd for fd, number in pairs} | {fd: fd for fd in given["pass_fds"]}
@@ -119,7 +137,7 @@ def _ask(message: bytes, descriptors: Sequence[int]) -> int:
 
 def _start_server() -> socket.socket:
     """Start the server of a process that may run threads: an interpreter of its own."""
-    global _server
+    global _server, _imported
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
@@ -134,7 +152,7 @@ def _start_server() -> socket.socket:
     ours.setblocking(True)
     for size in (socket.SO_SNDBUF, socket.SO_RCVBUF):
         ours.setsockopt(socket.SOL_SOCKET, size, LARGEST)
-    _server = ours
+    _server, _imported = ours, _imported_with(os.environ)
     return ours
 
 
@@ -182,7 +200,7 @@ def forks_for(request: Any) -> Iterator[None]:
 
     Where it is marked as one that starts processes, the server starts outside of the time that the test may take.
     """
-    if sys.platform == "linux" and any(map(request.node.get_closest_marker, ("ranks", "lab"))):
+    if can_fork() and any(map(request.node.get_closest_marker, ("ranks", "lab"))):
         start_server()
     with forking():
         yield
@@ -200,6 +218,24 @@ def is_server(process: int) -> bool:
         return Path(f"/proc/{process}/comm").read_text().strip() == NAME
     except OSError:
         return False
+
+
+@contextlib.contextmanager
+def spawning() -> Iterator[None]:
+    """Let the server of multiprocessing that is started in the body be a fork, too."""
+    before = multiprocessing.util.spawnv_passfds
+    multiprocessing.util.spawnv_passfds = _spawn  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        multiprocessing.util.spawnv_passfds = before
+
+
+def _spawn(path: bytes | str, words: Sequence[Any], descriptors: Sequence[int]) -> int:
+    process = Popen([os.fsdecode(word) for word in words], pass_fds=descriptors)
+    # Whoever asked waits for it by its number.
+    process.returncode = 0
+    return process.pid
 
 
 def serve(channel: socket.socket) -> NoReturn:
@@ -265,12 +301,14 @@ def _run(words: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
     """Run a command in this process, and leave as an interpreter would."""
     os.environ.clear()
     os.environ.update(environment)
-    rest = list(words[1:])
-    if rest[0] == "-u":
+    rest = _without_flags(words)
+    if words[1] == "-u":
         for stream in (sys.stdout, sys.stderr):
             stream.reconfigure(write_through=True)  # type: ignore[union-attr]
-        rest = rest[1:]
     main = sys.modules["__main__"] = types.ModuleType("__main__")
+    if rest[0] == "-c":
+        sys.argv = ["-c", *rest[2:]]
+        _leave_after(exec, rest[1], main.__dict__)
     if rest[0] == "-m":
         if rest[1] in STARTERS and _server is None:
             _fork_server()
@@ -343,6 +381,8 @@ def preload() -> None:
 
 def main() -> NoReturn:
     """Load, and serve over the socket whose number the first word is."""
+    global _is_fork, _imported
+    _is_fork, _imported = True, _imported_with(os.environ)
     subprocess.Popen = Popen  # type: ignore[misc]
     os.execve = _become_by_exec  # type: ignore[assignment]
     channel = socket.socket(fileno=int(sys.argv[1]))

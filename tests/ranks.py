@@ -26,6 +26,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+import interpreters
+
 TIMEOUT_S = 90
 
 
@@ -50,6 +52,10 @@ def _context() -> Any:
     """Return the context that starts processes: forks of a server that has loaded what every rank needs."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["ranks_preload"])
+    if interpreters.can_fork():
+        with interpreters.spawning():
+            forkserver.ensure_running()
+        return context
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parent), before]))
     try:
