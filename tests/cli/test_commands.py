@@ -15,7 +15,6 @@ from typer.testing import CliRunner, Result
 import gradwire as gw
 from gradwire.cli.app import app
 from gradwire.cli.show_methods import method_rows, unbiased_text
-from interpreters import forking
 
 SIMULATED = ["--simulate", "--steps", "6", "--eval-every", "3"]
 
@@ -259,10 +258,10 @@ def test_the_readme_says_of_bias_what_the_table_says() -> None:
         assert said[row["name"]] == unbiased_text(row)
 
 
+@pytest.mark.ranks
 def test_the_package_itself_is_the_command_line() -> None:
     command = [sys.executable, "-m", "gradwire", "methods", "fp32"]
-    with forking(fresh=True):
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, "float32" in done.stdout.lower()) == (0, True), done.stderr
 
 
