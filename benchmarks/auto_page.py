@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from auto_cells import relative
-from coder_steps import ROWS
-from page_parts import UNLIMITED, cells_of, ms, provenance, result, rows_of, speed
+from page_parts import UNLIMITED, cells_of, ms, result, rows_of, speed
 
 from gradwire.auto import Auto
 
@@ -47,24 +46,22 @@ def auto_section() -> list[str]:
 
 def coder_section() -> list[str]:
     """Describe where a coder pays, and whether "auto" takes it there."""
-    rows = rows_of(ROWS.stem)
-    if not rows:
+    rows = rows_of("step_grid")
+    if not any(row["variant"] == "gradwire coded" for row in rows):
         return []
     lines = [
-        "### With a coder in the list",
+        "### Packed or coded",
         "",
-        '`sudo python benchmarks/coder_steps.py`: TernGrad packed and entropy-coded, the same bits out, 4 hosts; "auto" tries'
-        " `fp32`, `bf16`, `terngrad`, `coded`. Below 0 the coder makes the step shorter: mean of turns taken side by side, with two"
-        f" standard errors. Rows: `benchmarks/results/{ROWS.name}`. {provenance(rows[0])}.",
+        "In the same cells: TernGrad packed and entropy-coded, the same bits out. Below 0 the coder makes the step shorter: mean of turns"
+        " taken side by side, with two standard errors.",
         "",
-        "| model | link | ddp fp32, ms | best cast, ms | terngrad, ms | coded, ms | coded over terngrad | auto chose | auto, ms"
-        " | auto over the best of these |",
-        "|---|---|---:|---:|---:|---:|---:|---|---:|---:|",
+        "| model | hosts | link | terngrad, ms | coded, ms | coded over terngrad | auto chose | auto, ms | auto over the best of all but PowerSGD |",
+        "|---|---:|---|---:|---:|---:|---|---:|---:|",
     ]
     right, clear = 0, 0
-    for (model, _, rate), cell in cells_of(rows).items():
-        took = {name: row["step_time_s"] for name, row in cell.items()}
-        others = {name: s for name, s in took.items() if name != "gradwire auto"}
+    for (model, hosts, rate), cell in cells_of(rows).items():
+        took = {name: row["step_time_s"] for name, row in cell.items() if name != "compute"}
+        others = {name: s for name, s in took.items() if name not in ("gradwire auto", "ddp powersgd")}
         best = min(others, key=lambda name: others[name])
         gain, error = relative(cell, "gradwire coded", "gradwire terngrad")
         lost, spread = relative(cell, "gradwire auto", best)
@@ -73,8 +70,7 @@ def coder_section() -> list[str]:
             clear += 1
             right += choice == ("coded" if gain < 0 else "terngrad")
         lines.append(
-            f"| {model} | {speed(rate)} | {ms(took['ddp fp32'])} |"
-            f" {ms(min(took[c] for c in ('ddp fp32', 'ddp fp16', 'gradwire bf16')))} | {ms(took['gradwire terngrad'])} |"
+            f"| {model} | {hosts} | {speed(rate)} | {ms(took['gradwire terngrad'])} |"
             f" {ms(took['gradwire coded'])} | {100 * gain:+.0f} ± {200 * error:.0f} % | `{choice}` |"
             f" {ms(took['gradwire auto'])} | {100 * lost:+.0f} ± {200 * spread:.0f} % ({best}) |"
         )

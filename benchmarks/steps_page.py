@@ -14,11 +14,12 @@ COLUMNS = (
     "ddp fp32",
     "ddp fp16",
     "ddp powersgd",
-    "gradwire fp32",
     "gradwire bf16",
     "gradwire terngrad",
+    "gradwire coded",
+    "gradwire auto",
 )
-CASTS = ("ddp fp32", "ddp fp16", "gradwire fp32", "gradwire bf16")
+CASTS = ("ddp fp32", "ddp fp16", "gradwire bf16")
 AUTO = "gradwire auto"
 NOISE = 0.02
 """Less than this is no loss: repeated cells differ by as much."""
@@ -100,8 +101,10 @@ def losses(cells: dict[Key, Cell]) -> list[str]:
     for variant, against, names in (
         ("gradwire terngrad", "DDP without a hook", ("ddp fp32",)),
         ("gradwire bf16", "DDP without a hook", ("ddp fp32",)),
-        ("gradwire fp32", "DDP without a hook", ("ddp fp32",)),
-        ("gradwire terngrad", "the best of DDP fp32, DDP fp16, gradwire fp32 and bf16", CASTS),
+        ("gradwire terngrad", "the best of DDP fp32, DDP fp16 and gradwire bf16", CASTS),
+        ("gradwire coded", "the best of DDP fp32, DDP fp16 and gradwire bf16", CASTS),
+        (AUTO, "the best of DDP fp32, DDP fp16 and gradwire bf16", CASTS),
+        (AUTO, "DDP with PyTorch's PowerSGD hook", ("ddp powersgd",)),
     ):
         lost = []
         total = 0
@@ -176,6 +179,37 @@ def asleep() -> list[str]:
         ]
         compute = ms(cell["compute"]["step_time_s"]) if "compute" in cell else "-"
         lines.append(f"| {model} | {hosts} | {speed(rate)} | {compute} | " + " | ".join(shown) + " |")
+    return [*lines, "", *lanes()]
+
+
+def lanes() -> list[str]:
+    """Return where the time of a step goes that is over its floor."""
+    found = result("timelines")
+    if not found:
+        return []
+    lines = [
+        "### Where the time over the floor goes",
+        "",
+        f"`sudo python benchmarks/timelines.py`: the MLP on {found['hosts']} hosts, medians of all ranks and {found['rows'][0]['steps']} steps,"
+        " milliseconds. *Earliest* is the least that the step could take if nothing but the link took time after each bucket is ready:"
+        " the model's first layers hold 58 % of it and are ready last, so their bytes leave when the backward pass is over."
+        " *Rows* is the time in which rows are on their way, beside bytes / bandwidth. *Before* is from the end of the forward pass to"
+        " the first row; encode, messages and decode are sums over two lanes, which overlap.",
+        "",
+        "| exchange | link | step | fastest - slowest | earliest | bytes / bandwidth | rows | before | between | after | update | encode | messages | decode |",
+        "|---|---|" + "---:|" * 12,
+    ]
+    names = ("earliest_s", "wire_floor_s", "rows_s", "before_rows_s", "between_rows_s", "after_rows_s", "update_s")
+    names += ("encode_s", "small_messages_s", "decode_s")
+    for row in found["rows"]:
+        parts = " | ".join(ms(row[name]) for name in names)
+        link = speed({"100mbit": 1e8, "1gbit": 1e9}[row["bandwidth"]])
+        lines.append(
+            f"| {row['method']} | {link} | {ms(row['step_time_s'])} | {ms(row['fastest_s'])} - {ms(row['slowest_s'])} | {parts} |"
+        )
+    lines += ["", f"{found['cpu']}, {found['cores']} cores; {found['date_utc'][:10]}.", ""]
+    for row in found["rows"]:
+        lines.append(f"![{row['method']}, {row['bandwidth']}](figures/lanes_{row['method']}_{row['bandwidth']}.png)")
     return [*lines, ""]
 
 

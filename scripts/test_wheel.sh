@@ -26,6 +26,6 @@ cp -r "$repo/tests" "$work/empty/tests"
 cp "$repo/pyproject.toml" "$work/empty/"
 # What the wheel may lack is a file: the tests of arithmetic, which ran against the same sources, need not run again.
 "$python" -m pytest -n 2 --dist loadfile -q -m "not ranks and not repository" \
-    --ignore tests/kernels --ignore tests/protocols --ignore tests/algorithms --ignore tests/compressors tests
+    tests/cli tests/report tests/bench tests/experiments tests/model tests/planning tests/test_doctests.py
 # And real ranks, in every mode of DDP.
 "$python" -m pytest -q tests/adapters/test_ddp_modes.py

@@ -50,8 +50,9 @@ HALVES = (("moments", "ternary", "natural", "signs"), ("levels", "lattice", "ran
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Before several runners start, compile all kernels once: each of them would, and that takes over a minute."""
-    if getattr(session.config.option, "numprocesses", None):
+    """Before several runners start on all tests, compile all kernels once: each would, and it takes over a minute."""
+    everything = session.config.args_source is pytest.Config.ArgsSource.TESTPATHS
+    if everything and getattr(session.config.option, "numprocesses", None):
         compiling = [subprocess.Popen([sys.executable, "-c", WARM_UP, *half]) for half in HALVES]
         for process in compiling:
             process.wait()

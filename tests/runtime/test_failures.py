@@ -97,6 +97,8 @@ def broken(where: str) -> tuple[weakref.ref[Any], Exception | None]:
     rank = torch.distributed.get_rank()
     ddp = DistributedDataParallel(layers(6))
     link = gw.attach(ddp, "terngrad")
+    # A rank that breaks its link while the other still connects would end the other's attach instead.
+    torch.distributed.barrier()
 
     def fail(*arguments: Any, **more: Any) -> None:
         try:
