@@ -118,7 +118,29 @@ def losses(cells: dict[Key, Cell]) -> list[str]:
                 lost.append(f"{model}, {hosts} hosts, {speed(rate)} ({ratio:.2f} times the step)")
         lines.append(f"- `{variant}` against {against}: slower by more than {100 * NOISE:g} % in {len(lost)} of {total}"
                      f" cells{': ' + '; '.join(lost) if lost else ''}.")  # fmt: skip
-    return [*lines, ""]
+    return [*lines, "", *why_small_models_lose()]
+
+
+def why_small_models_lose() -> list[str]:
+    """Explain what a small model pays for, by the cells in which nothing but the exchange uses the cores."""
+    cells = cells_of(rows_of("step_sleep"))
+    found = {hosts: cells[("lenet", hosts, UNLIMITED)] for hosts in (2, 4, 8) if ("lenet", hosts, UNLIMITED) in cells}
+    if not found:
+        return []
+    base = {hosts: cell["ddp fp32"]["step_time_s"] for hosts, cell in found.items()}
+    more = {
+        name: ", ".join(f"{ms(cell[name]['step_time_s'] - base[hosts])}" for hosts, cell in found.items())
+        for name in ("gradwire bf16", "gradwire terngrad", "gradwire coded")
+    }
+    return [
+        "Small models pay for messages, not for bytes. Where workers sleep instead of computing, and links are unlimited,"
+        f" lenet on {', '.join(map(str, found))} hosts takes longer than with DDP without a hook by, in milliseconds:"
+        f" {'; '.join(f'`{name}` {text}' for name, text in more.items())}. An all-reduce hands a bucket to the backend once. TernGrad's"
+        " ranks wait for each other up to three times a bucket (scalers, shards, sums), and five times with a coder, which tells lengths"
+        " first. On two hosts each worker has a core of its own, and a round of messages takes less than a millisecond; on more, whoever waits"
+        ' for a message also waits for a core. `method="auto"` takes a cast in such cells.',
+        "",
+    ]
 
 
 def bytes_(rows: Sequence[Row]) -> list[str]:
