@@ -1,4 +1,4 @@
-"""Write ``docs/results.md``, ``benchmarks.md``, ``quantisers.md`` and the README's table from the committed results; ``--check`` only compares.
+"""Write ``docs/results.md``, ``benchmarks.md``, ``quantisers.md``, the README's table and the steps' figure from the committed results; ``--check`` only compares the texts.
 
 python benchmarks/summarise.py [--check]
 """
@@ -210,6 +210,7 @@ def main() -> int:
         return int(bool(stale))
     for path, text in wanted.items():
         path.write_text(text)
+    steps_page.draw()
     return 0
 
 
