@@ -132,13 +132,14 @@ def why_small_models_lose() -> list[str]:
         name: ", ".join(f"{ms(cell[name]['step_time_s'] - base[hosts])}" for hosts, cell in found.items())
         for name in ("gradwire bf16", "gradwire terngrad", "gradwire coded")
     }
+    chosen = [f"`{cell[AUTO]['record']['choice']['chosen']}`" for cell in found.values()]
     return [
         "Small models pay for messages, not for bytes. Where workers sleep instead of computing, and links are unlimited,"
         f" lenet on {', '.join(map(str, found))} hosts takes longer than with DDP without a hook by, in milliseconds:"
         f" {'; '.join(f'`{name}` {text}' for name, text in more.items())}. An all-reduce hands a bucket to the backend once. TernGrad's"
         " ranks wait for each other up to three times a bucket (scalers, shards, sums), and five times with a coder, which tells lengths"
-        " first. On two hosts each worker has a core of its own, and a round of messages takes less than a millisecond; on more, whoever waits"
-        ' for a message also waits for a core. `method="auto"` takes a cast in such cells.',
+        " first. On two hosts each worker has a core of its own; on more, whoever waits for a message also waits for a core."
+        f' `method="auto"` chose {", ".join(chosen)} there.',
         "",
     ]
 
@@ -209,12 +210,17 @@ def lanes() -> list[str]:
     found = result("timelines")
     if not found:
         return []
+    timeline = next(
+        row["timeline"] for row in rows_of("step_sleep") if row["model"] == found["model"] and row.get("timeline")
+    )
+    sizes = [bucket["numel"] for bucket in timeline["buckets"]]
     lines = [
         "### Where the time over the floor goes",
         "",
         f"`sudo python benchmarks/timelines.py`: the MLP on {found['hosts']} hosts, medians of all ranks and {found['rows'][0]['steps']} steps,"
         " milliseconds. *Earliest* is the least that the step could take if nothing but the link took time after each bucket is ready:"
-        " the model's first layers hold 58 % of it and are ready last, so their bytes leave when the backward pass is over."
+        f" the model's first layers hold {100 * sizes[-1] / sum(sizes):.0f} % of it and are ready last, so their bytes leave when the"
+        " backward pass is over."
         " *Rows* is the time in which rows are on their way, beside bytes / bandwidth. *Before* is from the end of the forward pass to"
         " the first row; encode, messages and decode are sums over two lanes, which overlap.",
         "",
