@@ -28,6 +28,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from interpreters import forks_for
 from ranks import Ranks, start_server
 
 torch.set_num_threads(1)
@@ -45,6 +46,7 @@ for _number, _usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIG
         signal.signal(_number, _usual)
 
 
+STARTING_COMMANDS = {"bench", "cli", "experiments", "lab", "model"}
 WARM_UP = "import sys; from gradwire.kernels import get_kernels; get_kernels().warm_up(sys.argv[1:])"
 HALVES = (("moments", "ternary", "natural", "signs"), ("levels", "lattice", "rans", "huffman"))
 
@@ -63,6 +65,16 @@ def _forks(request: pytest.FixtureRequest) -> None:
     """What the first rank waits for, outside of the time that a test may take."""
     if request.node.get_closest_marker("ranks") is not None:
         start_server()
+
+
+@pytest.fixture(autouse=True)
+def _commands_are_forks(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Start the commands of these folders' tests as forks of one process that has imported what they need."""
+    if request.path.parent.name in STARTING_COMMANDS:
+        with forks_for(request):
+            yield
+    else:
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -196,7 +196,7 @@ def forking(fresh: bool = False) -> Iterator[None]:
 
 @contextlib.contextmanager
 def forks_for(request: Any) -> Iterator[None]:
-    """Let the commands of a test be forks: what a fixture of each folder with such tests does.
+    """Let the commands of a test be forks, for a fixture.
 
     Where it is marked as one that starts processes, the server starts outside of the time that the test may take.
     """

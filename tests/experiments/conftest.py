@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 import pytest
 from run_help import Listener, write_small_libsvm, write_small_mnist
-
-from interpreters import forks_for
 
 
 @pytest.fixture
@@ -27,9 +24,3 @@ def small_mnist(tmp_path: Path) -> Path:
 @pytest.fixture
 def small_libsvm(tmp_path: Path) -> Path:
     return write_small_libsvm(tmp_path / "small.txt")
-
-
-@pytest.fixture(autouse=True)
-def _commands_are_forks(request: pytest.FixtureRequest) -> Iterator[None]:
-    with forks_for(request):
-        yield
