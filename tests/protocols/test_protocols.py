@@ -38,10 +38,10 @@ def plan_for(method: gw.Method, world_size: int, collective: str, backend: str =
 
 
 SETTINGS = [
-    *((w, 1000, False) for w in (2, 3, 4, 5, 8)),
+    *((w, 3000, False) for w in (2, 3, 4, 5, 8)),
     *((w, 1 << 20, False) for w in (2, 5, 8)),
     # In rounds of warm-up all methods send float32.
-    *((w, 1000, True) for w in (2, 5)),
+    *((w, 3000, True) for w in (2, 5)),
 ]
 
 
