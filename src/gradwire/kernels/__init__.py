@@ -18,6 +18,7 @@ from gradwire.kernels.packing.layout import (
     packed_bytes,
     sum_layout,
 )
+from gradwire.kernels.rotation.blocks import LEAST_BLOCK, MOST_BLOCK, RotationTable
 from gradwire.kernels.select import chosen
 from gradwire.kernels.signs.operations import SignSums
 from gradwire.kernels.signs.runs import RunTable
@@ -30,7 +31,9 @@ __all__ = [
     "FAMILIES",
     "GROUP_BYTES",
     "GROUP_SIZE",
+    "LEAST_BLOCK",
     "MAX_WORLD_SIZE",
+    "MOST_BLOCK",
     "SIGN_BYTES",
     "WHOLE",
     "BlockTable",
@@ -39,6 +42,7 @@ __all__ = [
     "Grid",
     "Kernels",
     "Moments",
+    "RotationTable",
     "RunTable",
     "SegmentTable",
     "SignSums",

@@ -4,6 +4,7 @@ from gradwire.kernels.lattice.operations import LatticeOperations
 from gradwire.kernels.levels.operations import LevelOperations
 from gradwire.kernels.moments.operations import MomentOperations
 from gradwire.kernels.natural.operations import NaturalOperations
+from gradwire.kernels.rotation.operations import RotationOperations
 from gradwire.kernels.signs.operations import SignOperations
 from gradwire.kernels.ternary.operations import TernaryOperations
 
@@ -11,7 +12,13 @@ __all__ = ["Operations"]
 
 
 class Operations(
-    MomentOperations, TernaryOperations, LevelOperations, NaturalOperations, LatticeOperations, SignOperations
+    MomentOperations,
+    TernaryOperations,
+    LevelOperations,
+    NaturalOperations,
+    LatticeOperations,
+    SignOperations,
+    RotationOperations,
 ):
     """Arithmetic on blocks and bits. Every backend gives the same bits; ``reference`` defines them.
 

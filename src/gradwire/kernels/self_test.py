@@ -14,6 +14,7 @@ from gradwire.kernels.levels.operations import packed_groups, summed
 from gradwire.kernels.natural.operations import natural_bytes
 from gradwire.kernels.operations import Operations
 from gradwire.kernels.packing.layout import digit_layout, packed_bytes
+from gradwire.kernels.rotation.blocks import RotationTable
 from gradwire.kernels.signs.runs import RunTable
 from gradwire.kernels.table import SIGN_BYTES, SegmentTable
 
@@ -113,6 +114,23 @@ def _signs(kernels: Operations, size: int = 1) -> list[torch.Tensor]:
     return [kernels.finite(x, table), sums.above, sums.below, sums.count, rows, voted, decoded]
 
 
+def _rotation(kernels: Operations, size: int = 1) -> list[torch.Tensor]:
+    (x, table), block, results = _case(size), 256 if size == 1 else 4096, []
+    blocks = RotationTable(table.offset, table.numel, [3 * block, 0], table.key, block)
+    factor, z = torch.linspace(0.0, 2.0, blocks.blocks), torch.empty(blocks.coordinates)
+    for stream, levels in enumerate(((0.5, 1.5), (0.5, 1.5, 4.0, 8.0), (0.8,))):
+        kernels.rotate(x, blocks, factor, _ROUND, stream, z)
+        grid = Grid.nearest(levels)
+        layout = digit_layout(grid.base)
+        words = torch.empty(packed_groups(-(-blocks.coordinates // 80), layout), dtype=torch.uint8)
+        kept = kernels.encode_rotated(x, blocks, factor, grid, layout, _ROUND, stream, words)
+        decoded = x.clone()
+        results += [z.clone(), kept, words, decoded]
+        kernels.rotate_back(z, blocks, kept, _ROUND, stream, decoded, accumulate=stream == 1)
+        kernels.decode_rotated(words, blocks, kept, grid, layout, _ROUND, stream, decoded, accumulate=stream != 1)
+    return results
+
+
 SELF_TESTS: dict[str, Callable[..., list[torch.Tensor]]] = {
     "moments": _moments,
     "ternary": _ternary,
@@ -120,6 +138,7 @@ SELF_TESTS: dict[str, Callable[..., list[torch.Tensor]]] = {
     "natural": _natural,
     "lattice": _lattice,
     "signs": _signs,
+    "rotation": _rotation,
 }
 """By family; each runs all operations of its family, on ``NUMEL * size`` elements where a second argument says so."""
 

@@ -11,7 +11,7 @@ from gradwire.kernels.levels.grid import Grid
 from gradwire.kernels.packing.layout import DigitLayout, digit_layout
 from gradwire.kernels.table import GROUP_SIZE
 
-__all__ = ["LevelOperations", "packed_groups", "summed"]
+__all__ = ["LevelOperations", "check_base", "packed_groups", "summed"]
 
 
 def packed_groups(groups: int, layout: DigitLayout) -> int:
@@ -47,7 +47,7 @@ class LevelOperations(Front):
         check_vector("x", x, torch.float32, blocks.table.extent, at_least=True)
         check_vector("inverse", inverse, torch.float32, blocks.blocks)
         check_vector("out", out, torch.uint8, packed_groups(blocks.table.groups, layout))
-        _check_base(grid, layout)
+        check_base(grid, layout)
         check_draw(round, stream)
         family = self._serve("levels")
         if blocks.table.groups:
@@ -74,7 +74,7 @@ class LevelOperations(Front):
         check_vector("x", x, torch.float32, blocks.table.extent, at_least=True)
         check_vector("scale", scale, torch.float32, blocks.blocks)
         check_vector("words", words, torch.uint8, packed_groups(end - begin, layout))
-        _check_base(grid, layout)
+        check_base(grid, layout)
         family = self._serve("levels")
         if begin < end:
             family.dequantise(words, blocks, scale.detach(), grid, layout, begin, end, x.detach(), accumulate)
@@ -93,6 +93,11 @@ class LevelOperations(Front):
             family.sum_digits(rows, groups, layout, down, out)
 
 
-def _check_base(grid: Grid, layout: DigitLayout) -> None:
+def check_base(grid: Grid, layout: DigitLayout) -> None:
+    """Refuse a layout whose digits are not as many as the levels.
+
+    Raises:
+        HyperparameterError: they are not.
+    """
     if layout.base != grid.base:
         raise HyperparameterError(f"digits of base {layout.base} cannot hold the {grid.base} levels of {grid!r}")

@@ -1,0 +1,1 @@
+"""Random rotations of blocks: signs, then a Walsh-Hadamard transform."""
