@@ -43,7 +43,7 @@ def test_what_holds_no_patterns_is_refused(exclude: Any) -> None:
         ("no_such", {}, HyperparameterError, "unknown method"),
         ("terngrad", {"chunk": 1}, HyperparameterError, "did you mean 'chunk_numel'"),
         ("terngrad", {"collective": "ring"}, HyperparameterError, "unknown collective 'ring'"),
-        ("qsgd", {"collective": "two_shot"}, IncompatibleError, "cannot travel by two_shot"),
+        ("natural", {"collective": "two_shot"}, IncompatibleError, "cannot travel by two_shot"),
         ("Auto(candidates=('fp32', 'qsgd'))", {"collective": "two_shot"}, IncompatibleError, "cannot travel by"),
         ("DIANA(prox=L1(strength=0.1))", {}, IncompatibleError, "no optimizer"),
         ("signum", {"fallback": "bf16", "fallback_limit": 2.0}, IncompatibleError, "fallback= has no place here"),

@@ -70,6 +70,10 @@ class Method:
     collectives: ClassVar[tuple[str, ...]]
     """The protocols that can carry the method, the default first."""
 
+    re_encoding: ClassVar[bool] = False
+    """Whether owners of shares encode the mean once more where it travels by two-shot, so that another protocol gives
+    another outcome. By default, two workers or fewer then gather, which sends no more, and others take the first."""
+
     unbiased: ClassVar[bool]
     """Whether the outcome is the mean of the gradients, whatever they are, on average over draws."""
 
@@ -78,6 +82,13 @@ class Method:
 
     omega_formula: ClassVar[str | None] = None
     """``omega`` for vectors, or blocks, of d elements as a formula to be shown, or a bound where it is too long."""
+
+    cut: ClassVar[int] = 80
+    """Parameters are cut into chunks at multiples of this many elements: a group of the kernels, and whole units of
+    every codec that declares nothing else."""
+
+    share_cut: ClassVar[int] = 80
+    """The same where owners of shares encode the mean once more: no share ends within what is encoded together."""
 
     worst_step: ClassVar[float | None] = None
     """Smallest known c with |C(x_i) - x_i| <= c M in every element of every worker i and for every draw, where M is the

@@ -14,7 +14,8 @@ from gradwire.drivers import Meter, dry_run, simulate_ranks
 from gradwire.kernels import get_kernels
 from gradwire.ops import AllGather, AllToAll, Reduce
 from gradwire.protocols import Context, Memory, Workspace
-from gradwire.protocols.bucket_plan import Algorithm, cut, make_plan
+from gradwire.protocols.bucket_plan import Algorithm, make_plan
+from gradwire.protocols.pieces import cut
 from gradwire.segments import Parameter, Segment, flat_view, lay_out
 from gradwire.wire import HEADER_BYTES, pretend_senders
 
@@ -77,7 +78,10 @@ def test_the_dry_run_is_exact(
 def test_the_outcome_is_the_mean_of_what_ranks_say_they_sent(
     method: gw.Method, collective: str, chunk_numel: int
 ) -> None:
-    """Also of dense segments; diagnostics and error feedback rest on it."""
+    """Also of dense segments; diagnostics and error feedback rest on it.
+
+    But for the error of an owner who encodes the mean once more, which is nobody's.
+    """
     g = torch.randn(3, sum(SIZES), generator=torch.Generator().manual_seed(1))
     rows, sent = g.clone(), torch.zeros_like(g)
     plan = plan_for(method, 3, collective, chunk_numel=chunk_numel)
@@ -92,7 +96,8 @@ def test_the_outcome_is_the_mean_of_what_ranks_say_they_sent(
             outcome.sent(out, 1.0)
     # Sums of a few values in float32; casts sum in their own type: two roundings of sums up to four in 8 or 11 bits.
     precision = {"bf16": 2**-5, "fp16": 2**-8}.get(method.name, 1e-5)
-    assert torch.allclose(sent.mean(0), rows[0], rtol=1e-5, atol=precision)
+    if not method.re_encoding or collective != "two_shot":
+        assert torch.allclose(sent.mean(0), rows[0], rtol=1e-5, atol=precision)
     dense = torch.zeros(sum(SIZES), dtype=torch.bool)
     for segment in plan_segments():
         dense[segment.offset : segment.offset + segment.numel] = segment.dense
@@ -113,13 +118,15 @@ def test_dense_segments_are_the_mean_in_the_order_of_ranks(collective: str) -> N
 
 @pytest.mark.parametrize("method", COMPRESSORS, ids=repr)
 def test_another_protocol_gives_the_same_bits(method: gw.Method) -> None:
+    """But where two-shot encodes the mean once more: there every rank still has the same bits."""
     found = []
     for collective in method.collectives:
         rows = torch.randn(4, sum(SIZES), generator=torch.Generator().manual_seed(2))
         plan = plan_for(method, 4, collective, chunk_numel=1000)
         simulate_ranks([plan.whole(Context(r, 4, 3), row) for r, row in enumerate(rows)], [Meter()] * 4)
         found.append(rows[0].clone())
-    assert all(torch.equal(found[0], f) for f in found)
+        assert all(torch.equal(rows[0], row) for row in rows)
+    assert all(torch.equal(found[0], f) for f in found[1:]) != method.re_encoding
 
 
 def test_auto_takes_the_fewest_bytes() -> None:
@@ -235,7 +242,7 @@ def test_ranks_that_disagree_are_an_error_in_simulation() -> None:
 @pytest.mark.parametrize("chunk_numel", [1, 80, 81, 1000, 5000, 1 << 20])
 def test_cut_covers_every_element_once(chunk_numel: int) -> None:
     segments = lay_out(Parameter(f"p{i}", (n,), (1,)) for i, n in enumerate(SIZES))
-    chunks = cut(segments, chunk_numel)
+    chunks = cut(segments, chunk_numel, 80)
     seen = []
     for chunk in chunks:
         assert chunk

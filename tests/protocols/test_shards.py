@@ -14,7 +14,8 @@ from gradwire.kernels import get_kernels
 from gradwire.methods import Method
 from gradwire.ops import AllGather, AllToAll
 from gradwire.protocols import Context
-from gradwire.protocols.bucket_plan import BucketPlan, join, make_plan
+from gradwire.protocols.bucket_plan import BucketPlan, make_plan
+from gradwire.protocols.pieces import join
 from gradwire.segments import Parameter, lay_out
 
 SIZES = (7, 2161, 81)

@@ -16,7 +16,7 @@ from gradwire.protocols.bucket_plan import BucketPlan, make_plan
 from gradwire.segments import Parameter, lay_out
 from gradwire.wrappers.wrapper import PIECE, pieces
 
-INHERITED = ("collectives", "whole_step", "joined", "kernels", "direction", "owns_momentum", "min_numel")
+INHERITED = ("whole_step", "joined", "kernels", "direction", "owns_momentum", "min_numel")
 
 
 @pytest.mark.parametrize(
@@ -27,6 +27,10 @@ INHERITED = ("collectives", "whole_step", "joined", "kernels", "direction", "own
 def test_what_a_method_around_another_takes_over(inner: Method) -> None:
     around = gw.DIANA(compressor=inner, alpha=0.5)
     assert {name: getattr(around, name) for name in INHERITED} == {name: getattr(inner, name) for name in INHERITED}
+    # A protocol whose error nobody sent is none for what remembers what was sent.
+    exact = tuple(c for c in inner.collectives if c != "two_shot" or not inner.re_encoding)
+    assert around.collectives == exact
+    assert gw.DQGD(compressor=inner).collectives == inner.collectives
     assert around.needs_loss_scale
     assert around.innermost == inner
     assert gw.DQGD(compressor=gw.QSGDinf()).innermost == gw.QSGDinf()

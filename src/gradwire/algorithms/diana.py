@@ -15,7 +15,7 @@ from gradwire.methods import Method, Properties, require
 from gradwire.optim import L1, Box, Prox
 from gradwire.protocols import Context, Outcome
 from gradwire.protocols.bucket_plan import BucketPlan, PlanSetting
-from gradwire.wrappers.wrapper import WrappedPlan, Wrapper, pieces
+from gradwire.wrappers.wrapper import AsSent, WrappedPlan, Wrapper, pieces
 
 __all__ = ["DIANA", "DQGD"]
 
@@ -142,6 +142,8 @@ class DIANA(Wrapper):
     prox: Prox | None = None
 
     name: ClassVar[str] = "diana"
+    collectives: ClassVar[AsSent] = AsSent("compressor")
+    re_encoding: ClassVar[bool] = False
     needs_loss_scale: ClassVar[bool] = True
     remembers: ClassVar[tuple[str, ...]] = ("workers", "shift", "mean_shift", "velocity")
     unbiased: ClassVar[bool] = True

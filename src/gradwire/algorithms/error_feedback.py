@@ -15,7 +15,7 @@ from gradwire.compressors import Cast, Compressor, QSGDinf
 from gradwire.methods import Method, Properties, require
 from gradwire.protocols import Context, Outcome
 from gradwire.protocols.bucket_plan import Algorithm, BucketPlan, PlanSetting
-from gradwire.wrappers.wrapper import WrappedPlan, Wrapper, pieces
+from gradwire.wrappers.wrapper import AsSent, WrappedPlan, Wrapper, pieces
 
 __all__ = ["SMALL_DELTA", "ErrorFeedback", "Feedback", "ResidualAlgorithm", "momentum_beside_residual"]
 
@@ -105,6 +105,8 @@ class ErrorFeedback(ResidualAlgorithm, Wrapper):
     momentum: float = 0.0
 
     name: ClassVar[str] = "errorfeedback"
+    collectives: ClassVar[AsSent] = AsSent("compressor")
+    re_encoding: ClassVar[bool] = False
     unbiased: ClassVar[bool] = False
     unbiased_note: ClassVar[str | None] = "no; nothing is lost"
     delta_formula: ClassVar[str | None] = "the compressor's, of g + e"

@@ -14,7 +14,8 @@ from gradwire.compressors import Compressor, QSGDMaxNorm
 from gradwire.kernels import SegmentTable
 from gradwire.methods import Method, Properties, require
 from gradwire.protocols import Context, Outcome
-from gradwire.protocols.bucket_plan import BucketPlan, PlanSetting, join
+from gradwire.protocols.bucket_plan import BucketPlan, PlanSetting
+from gradwire.protocols.pieces import join
 from gradwire.seeds import parameter_key
 from gradwire.segments import Parameter, Segment
 from gradwire.wrappers.wrapper import Wrapper

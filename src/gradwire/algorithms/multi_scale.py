@@ -149,8 +149,8 @@ class _MultiScalePlan(SectionPlan):
         return steps.to(torch.float32).mul_(self._factors[1] - 1).add_(1)
 
     def run(self, context: Context, flat: torch.Tensor, prepared: Any) -> Exchange[Outcome]:
-        chunk, runs = self._chunks[context.chunk], self.runs[context.chunk]
-        if not isinstance(chunk.compressed, SharedLevelCodec):
+        chunk, runs = self._chunks[context.chunk].whole, self.runs[context.chunk]
+        if chunk is None or not isinstance(chunk.compressed, SharedLevelCodec):
             return (yield from super().run(context, flat, prepared))
         summary, shared = prepared
         numel = sum(b - a for a, b in runs)

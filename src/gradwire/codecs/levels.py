@@ -131,7 +131,9 @@ class LevelCodec(Codec):
             # Beyond float32 the largest finite scale serves: it is above every element all the same.
             norm = self._norm(flat, moments).clamp(max=_LARGEST).to(torch.float32)
             scale = torch.where(torch.isfinite(scale), torch.maximum(norm, scale), scale)
-        return LevelSummary(usable(scale), torch.from_numpy(self.blocks.first[:-1].copy()), self.grid, moments)
+        # Blocks are counted from the start of a parameter, also where only a piece of it is here, in a rank's share.
+        first = self.blocks.first[:-1] - self.table.start // self.blocks.block_size
+        return LevelSummary(usable(scale), torch.from_numpy(first), self.grid, moments)
 
     def _norm(self, flat: torch.Tensor, moments: Moments) -> torch.Tensor:
         if self.norm == "l2":

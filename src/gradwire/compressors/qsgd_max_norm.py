@@ -60,6 +60,7 @@ class QSGDMaxNorm(EvenLevels):
     name: ClassVar[str] = "qsgdmaxnorm"
     tag: ClassVar[int] = 20
     collectives: ClassVar[tuple[str, ...]] = ("two_shot", "all_gather")
+    re_encoding: ClassVar[bool] = False
     properties: ClassVar[Properties] = Properties(
         summary="Evenly spaced levels of a maximum over all workers, exact integer sums",
         paper="Vineeth, Quantization for Distributed Optimization, 2021",

@@ -57,6 +57,9 @@ class Planner:
         self._kernels: Kernels | None = None
         self.chosen: dict[str, int] = {}
         self._collectives = options.collectives(method)
+        if method.re_encoding and len(self._collectives) > 1:
+            # By the number of workers alone: a choice by bytes would let the layout of buckets decide the outcome.
+            self._collectives = ("all_gather" if world_size <= 2 else self._collectives[0],)
         require(bool(self._collectives), method.name, "it chooses among methods and has no plan of its own: name one")
         self._plans: dict[tuple[tuple[str, ...], bool, int], BucketPlan] = {}
         self._last_used: dict[tuple[tuple[str, ...], bool, int], int] = {}

@@ -3,7 +3,7 @@
 from gradwire.protocols.all_reduce import all_reduce, gathered_mean, gathered_values
 from gradwire.protocols.context import Context, Outcome, Workspace
 from gradwire.protocols.memory import Memory
-from gradwire.protocols.sections import PROTOCOLS, Section, all_gather, two_shot
+from gradwire.protocols.sections import PROTOCOLS, Section, Share, all_gather, two_shot, two_shot_re_encoded
 
 __all__ = [
     "PROTOCOLS",
@@ -11,10 +11,12 @@ __all__ = [
     "Memory",
     "Outcome",
     "Section",
+    "Share",
     "Workspace",
     "all_gather",
     "all_reduce",
     "gathered_mean",
     "gathered_values",
     "two_shot",
+    "two_shot_re_encoded",
 ]

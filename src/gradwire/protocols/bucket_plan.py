@@ -7,33 +7,40 @@ A plan is made once for a bucket's layout and used every round. A driver runs :m
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 
-from gradwire.codecs import Codec, DenseCodec, NoSummary
+from gradwire.codecs import Codec, DenseCodec, NoSummary, SummableCodec
 from gradwire.compressors import FP32, Cast, Compressor
 from gradwire.errors import IncompatibleError
 from gradwire.methods import Method
 from gradwire.ops import Exchange, Reduce
-from gradwire.protocols import PROTOCOLS, Context, Outcome, Section, all_reduce, gathered_mean
+from gradwire.protocols import (
+    PROTOCOLS,
+    Context,
+    Outcome,
+    Section,
+    Share,
+    all_reduce,
+    gathered_mean,
+    two_shot_re_encoded,
+)
+from gradwire.protocols.pieces import Pieces, cut, join, share_out
 from gradwire.segments import Segment
 
 if TYPE_CHECKING:
     from gradwire.kernels import Coder, Kernels
 
-__all__ = ["DENSE_TAG", "Algorithm", "BucketPlan", "PlanSetting", "SectionPlan", "cut", "join", "make_plan"]
+__all__ = ["DENSE_TAG", "Algorithm", "BucketPlan", "PlanSetting", "SectionPlan", "make_plan"]
 
 DENSE_TAG = 127
 """Wire tag of payloads that hold nothing but float32, as in warm-up rounds."""
 
 FEW_BYTES = 1 << 19
 """Values that a cast leaves alone go to each rank in a message of their own up to this many bytes; beyond by a ring."""
-
-CUT = 80
-"""Parameters are cut at multiples of this many elements: a ternary group, and whole units of every other codec."""
 
 
 class BucketPlan(ABC):
@@ -185,6 +192,16 @@ class Operator(Protocol):
 
     tag: ClassVar[int]
 
+    @property
+    def cut(self) -> int:
+        """Parameters are cut into chunks at multiples of this many elements."""
+        ...
+
+    @property
+    def share_cut(self) -> int:
+        """The same where owners of shares encode the mean once more."""
+        ...
+
     def codec(self, kernels: Kernels, segments: Sequence[Segment], world_size: int, seed: int) -> Codec:
         """Bind the operator to segments."""
         ...
@@ -227,37 +244,74 @@ class CastPlan(BucketPlan):
 
 
 @dataclass(frozen=True, eq=False)
-class _Chunk:
-    """Codecs of one chunk; ``index`` tells which of the bucket's compressed segments its own belong to."""
+class _Part:
+    """Codecs of a chunk, or of a rank's share of it.
+
+    ``index`` tells which of the bucket's compressed segments its own belong to.
+    """
 
     compressed: Any | None
     index: torch.Tensor
     dense: DenseCodec | None
 
+    def sections(self, prepared: Any) -> list[Section]:
+        """Return the codecs with the summaries of this round."""
+        found = []
+        if self.compressed is not None:
+            summary, shared = prepared
+            found.append(Section(self.compressed, summary.select(self.index, shared)))
+        if self.dense is not None:
+            found.append(Section(self.dense, NoSummary()))
+        return found
+
+
+@dataclass(frozen=True, eq=False)
+class _Chunk:
+    """A chunk whole, or for each rank its share of it: for the way up, and for the mean's way down."""
+
+    whole: _Part | None
+    shares: Sequence[tuple[_Part, _Part]] = ()
+
 
 class SectionPlan(BucketPlan):
-    """A compressor's section and a dense one, by two-shot or all-gather."""
+    """A compressor's section and a dense one, by two-shot or all-gather.
+
+    Where codes do not add up, two-shot cuts each chunk into a share a rank, and its owner encodes the mean once more.
+    """
 
     def __init__(self, method: Operator, setting: PlanSetting) -> None:
-        segments, kernels, collective = setting.segments, setting.kernels, setting.collective
-        world_size, seed, chunk_numel = setting.world_size, setting.seed, setting.chunk_numel
-        self.collective = collective
-        compressed = [s for s in segments if not s.dense and s.numel]
+        self.method, self.setting, self.collective = method, setting, setting.collective
+        compressed = [s for s in setting.segments if not s.dense and s.numel]
         self.tag = method.tag if compressed else DENSE_TAG
-        self.codec = method.codec(kernels, compressed, world_size, seed) if compressed else None
+        self.codec = self._bind(compressed, setting.world_size) if compressed else None
+        re_encodes = self.collective == "two_shot" and not isinstance(self.codec, SummableCodec | None)
+        self.grain = method.share_cut if re_encodes else method.cut
         position = {s: i for i, s in enumerate(compressed)}
         self._chunks = []
         self.runs = []
-        for pieces in cut([s for s in segments if s.numel], chunk_numel):
+        for pieces in cut([s for s in setting.segments if s.numel], setting.chunk_numel, self.grain):
             ours = [(piece, position[whole]) for piece, whole in pieces if not piece.dense]
-            rest = [piece for piece, _ in pieces if piece.dense]
-            codec = method.codec(kernels, [p for p, _ in ours], world_size, seed) if ours else None
-            if codec is not None and setting.coder is not None:
-                codec.use_coder(setting.coder)
-            index = torch.tensor([i for _, i in ours], dtype=torch.int64)
-            self._chunks.append(_Chunk(codec, index, DenseCodec(rest, world_size) if rest else None))
+            rest = [(piece, 0) for piece, _ in pieces if piece.dense]
+            self._chunks.append(self._shared_out(ours, rest) if re_encodes else _Chunk(self._part(ours, rest)))
             self.runs.append(join((p.offset, p.offset + p.numel) for p, _ in ours))
         self.chunks = len(self._chunks)
+
+    def _bind(self, segments: Sequence[Segment], world_size: int) -> Codec:
+        return self.method.codec(self.setting.kernels, segments, world_size, self.setting.seed)
+
+    def _part(self, ours: Pieces, rest: Pieces, world_size: int | None = None) -> _Part:
+        world_size = world_size or self.setting.world_size
+        codec = self._bind([p for p, _ in ours], world_size) if ours else None
+        if codec is not None and self.setting.coder is not None:
+            codec.use_coder(self.setting.coder)
+        index = torch.tensor([i for _, i in ours], dtype=torch.int64)
+        return _Part(codec, index, DenseCodec([p for p, _ in rest], world_size) if rest else None)
+
+    def _shared_out(self, ours: Pieces, rest: Pieces) -> _Chunk:
+        world_size = self.setting.world_size
+        parts = zip(share_out(ours, world_size, self.grain), share_out(rest, world_size, 1))
+        # One who encodes the mean is the only worker of it.
+        return _Chunk(None, [(self._part(*part), self._part(*part, world_size=1)) for part in parts])
 
     def prepare(self, context: Context, flat: torch.Tensor) -> Exchange[Any]:
         if self.codec is None:
@@ -268,45 +322,7 @@ class SectionPlan(BucketPlan):
 
     def run(self, context: Context, flat: torch.Tensor, prepared: Any) -> Exchange[Outcome]:
         chunk = self._chunks[context.chunk]
-        sections = []
-        if chunk.compressed is not None:
-            summary, shared = prepared
-            sections.append(Section(chunk.compressed, summary.select(chunk.index, shared)))
-        if chunk.dense is not None:
-            sections.append(Section(chunk.dense, NoSummary()))
-        return (yield from PROTOCOLS[self.collective](context, self.tag, sections, flat))
-
-
-def join(runs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Join neighbours among ascending runs."""
-    joined: list[tuple[int, int]] = []
-    for begin, end in runs:
-        if joined and joined[-1][1] == begin:
-            joined[-1] = (joined[-1][0], end)
-        else:
-            joined.append((begin, end))
-    return joined
-
-
-def cut(segments: Sequence[Segment], chunk_numel: int) -> list[list[tuple[Segment, Segment]]]:
-    """Cut segments into chunks of at most ``chunk_numel`` elements, at multiples of :data:`CUT` in the parameter.
-
-    Returns:
-        For each chunk, its pieces, each with the segment that it is a piece of.
-    """
-    size = max(CUT, -(-chunk_numel // CUT) * CUT)
-    chunks: list[list[tuple[Segment, Segment]]] = []
-    room = 0
-    for whole in segments:
-        done = 0
-        while done < whole.numel:
-            if room < min(CUT, whole.numel - done):
-                chunks.append([])
-                room = size
-            left = whole.numel - done
-            take = left if left <= room else room // CUT * CUT
-            piece = replace(whole, offset=whole.offset + done, start=whole.start + done, numel=take)
-            chunks[-1].append((piece, whole))
-            done += take
-            room -= take
-    return chunks
+        if chunk.whole is not None:
+            return PROTOCOLS[self.collective](context, self.tag, chunk.whole.sections(prepared), flat)
+        shares = [Share(up.sections(prepared), down.sections(prepared)) for up, down in chunk.shares]
+        return two_shot_re_encoded(context, self.tag, shares, flat)

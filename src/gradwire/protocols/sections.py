@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from gradwire.codecs import CheckedCodec, Codec, Draw, SummableCodec, Summary
+from gradwire.kernels import Coder
 from gradwire.ops import AllGather, AllToAll, Exchange, Reduce
 from gradwire.protocols.context import Context, Outcome
 from gradwire.protocols.sizes import SizedCodec, SizedRows
+from gradwire.seeds import OWNER
 from gradwire.wire import EVERYONE, CodedRows, Header, Rows
 
-__all__ = ["PROTOCOLS", "Section", "all_gather", "two_shot"]
+__all__ = ["PROTOCOLS", "Section", "Share", "all_gather", "two_shot", "two_shot_re_encoded"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,6 +24,14 @@ class Section:
 
     codec: Codec
     summary: Summary
+
+
+@dataclass(frozen=True, eq=False)
+class Share:
+    """The sections of what one rank owns, as workers encode it and as the owner encodes the mean."""
+
+    up: Sequence[Section]
+    down: Sequence[Section]
 
 
 def two_shot(context: Context, tag: int, sections: Sequence[Section], flat: torch.Tensor) -> Exchange[Outcome]:
@@ -43,7 +53,7 @@ def two_shot(context: Context, tag: int, sections: Sequence[Section], flat: torc
     down = _rows(context, [(c, c.mean_bytes(n), c.plain_mean_bytes(n)) for c, n in pairs])
     space = context.workspace
 
-    bodies = _encode(context, sections, flat, [world * n for n in shares])
+    bodies = _encode(context, sections, flat, [world * n for n in shares], Draw(context.round, context.rank))
     sections = _remember(context, sections, flat)
     send = space.get("up", world, up.row_bytes)
     head = _header(context, up, tag, context.exchange)
@@ -80,9 +90,9 @@ def all_gather(context: Context, tag: int, sections: Sequence[Section], flat: to
     """
     sections = _sized(sections, flat)
     codecs = [s.codec for s in sections]
-    layout = _rows(context, [(c, c.payload_bytes(c.units), c.plain_payload_bytes(c.units)) for c in codecs])
+    layout = _whole_rows(context, sections)
     space = context.workspace
-    bodies = _encode(context, sections, flat, [s.codec.units for s in sections])
+    bodies = _encode(context, sections, flat, [s.codec.units for s in sections], Draw(context.round, context.rank))
     sections = _remember(context, sections, flat)
     send = space.get("up", 1, layout.row_bytes)
     head = _header(context, layout, tag, context.exchange)
@@ -102,6 +112,51 @@ def all_gather(context: Context, tag: int, sections: Sequence[Section], flat: to
     return _outcome(context, sections, bodies, flat)
 
 
+def two_shot_re_encoded(context: Context, tag: int, shares: Sequence[Share], flat: torch.Tensor) -> Exchange[Outcome]:
+    """Replace ``flat`` by an estimate of the mean over ranks: the owner of a share encodes the mean of it once more.
+
+    As :func:`two_shot`, for codes that do not add up: the owner decodes them, averages in float32, and encodes the mean
+    from the owner's stream. So both directions are as narrow as the codes, and the mean has the error of one more
+    encoding, the same on every rank.
+
+    Bytes sent by a rank: (N - 1) times header and codes of a share, twice; shares are as long as the longest.
+    """
+    world, rank, space = context.world_size, context.rank, context.workspace
+    ups, downs = ([_sized(part, flat) for part in parts] for parts in zip(*((s.up, s.down) for s in shares)))
+    draw, owners = Draw(context.round, rank), Draw(context.round, OWNER)
+
+    layouts, width = _equal_rows(context, ups)
+    heads = [_header(context, layout, tag, context.exchange) for layout in layouts]
+    send, lengths, bodies = space.get("up", world, width), [], []
+    for to, (sections, layout, head) in enumerate(zip(ups, layouts, heads)):
+        units = [s.codec.units for s in sections]
+        bodies.append(_encode(context, sections, flat, units, draw, f"share {to} "))
+        rows = [body.view(1, -1) for body in bodies[-1]]
+        lengths.append(layout.write(send[to : to + 1, : layout.row_bytes], head, rows, rank, [to]))
+    ups = [_remember(context, sections, flat) for sections in ups]
+    told, arrived = _told(context, None if lengths[0] is None else torch.cat([n for n in lengths if n is not None]))
+    received = yield AllToAll(send, space.get("up, received", world, width), told, arrived)
+    parts = layouts[rank].read(received[:, : layouts[rank].row_bytes], heads[rank], rank, arrived)
+    for section, part in zip(ups[rank], parts):
+        section.codec.decode_rows(part, section.summary, flat)
+
+    layouts, width = _equal_rows(context, downs)
+    heads = [_header(context, layout, tag, context.exchange + 1) for layout in layouts]
+    ours = [replace(s, summary=s.codec.summarise(flat)) for s in downs[rank]]
+    means = _encode(context, ours, flat, [s.codec.units for s in ours], owners, "mean's ")
+    mine, layout = space.get("down", 1, width), layouts[rank]
+    rows = [body.view(1, -1) for body in means]
+    told, arrived = _told(context, layout.write(mine[:, : layout.row_bytes], heads[rank], rows, rank, [EVERYONE]))
+    gathered = yield AllGather(mine[0], space.get("down, received", world, width), told, arrived, last=True)
+    for owner, (sections, layout, head) in enumerate(zip(downs, layouts, heads)):
+        row, came = gathered[owner : owner + 1, : layout.row_bytes], None
+        came = None if arrived is None else arrived[owner : owner + 1]
+        for section, part in zip(sections, layout.read(row, head, EVERYONE, came, first=owner)):
+            summary = section.codec.remember(section.summary, flat, owners, False)
+            section.codec.decode_rows(part, summary, flat)
+    return _outcome(context, [s for part in ups for s in part], [b for part in bodies for b in part], flat)
+
+
 PROTOCOLS = {"two_shot": two_shot, "all_gather": all_gather}
 
 
@@ -116,12 +171,37 @@ def _sized(sections: Sequence[Section], flat: torch.Tensor) -> Sequence[Section]
     return [replace(s, codec=SizedCodec(s.codec)) for s in sections] if flat.is_meta else sections
 
 
-def _rows(context: Context, sections: Sequence[tuple[Codec, int, int]]) -> Rows | CodedRows | SizedRows:
+def _rows(
+    context: Context, sections: Sequence[tuple[Codec, int, int]], coder: Coder | None = None, padding: int = 0
+) -> Rows | CodedRows | SizedRows:
     """Lay out sections given by codec, bytes and plain bytes: entropy-coded where a codec asks for it."""
     sizes, plain = [size for _, size, _ in sections], [count for _, _, count in sections]
-    coder = next((codec.coder for codec, _, _ in sections if codec.coder is not None), None)
-    rows = Rows(sizes) if coder is None else CodedRows(sizes, plain, coder, context.workspace.get)
-    return SizedRows(rows) if any(isinstance(codec, SizedCodec) for codec, _, _ in sections) else rows
+    coder = coder or _coder([codec for codec, _, _ in sections])
+    rows = Rows(sizes, padding) if coder is None else CodedRows(sizes, plain, coder, context.workspace.get)
+    return SizedRows(rows) if context.workspace.device == "meta" else rows
+
+
+def _coder(codecs: Iterable[Codec]) -> Coder | None:
+    return next((codec.coder for codec in codecs if codec.coder is not None), None)
+
+
+def _whole_rows(
+    context: Context, sections: Sequence[Section], coder: Coder | None = None, padding: int = 0
+) -> Rows | CodedRows | SizedRows:
+    """Lay out whole sections."""
+    codecs = [s.codec for s in sections]
+    sizes = [(c, c.payload_bytes(c.units), c.plain_payload_bytes(c.units)) for c in codecs]
+    return _rows(context, sizes, coder, padding)
+
+
+def _equal_rows(
+    context: Context, shares: Sequence[Sequence[Section]]
+) -> tuple[list[Rows | CodedRows | SizedRows], int]:
+    """Lay out the sections of each share in payloads of one length, or of the length that a coder makes of them."""
+    coder = _coder(s.codec for sections in shares for s in sections)
+    lengths = [_whole_rows(context, sections, coder).row_bytes for sections in shares]
+    width = max(lengths)
+    return [_whole_rows(context, sections, coder, width - n) for sections, n in zip(shares, lengths)], width
 
 
 def _header(context: Context, layout: Rows | CodedRows | SizedRows, tag: int, exchange: int) -> Header:
@@ -152,12 +232,11 @@ def _shared_out(codec: Codec, body: torch.Tensor, world_size: int) -> torch.Tens
 
 
 def _encode(
-    context: Context, sections: Sequence[Section], flat: torch.Tensor, units: Sequence[int]
+    context: Context, sections: Sequence[Section], flat: torch.Tensor, units: Sequence[int], draw: Draw, name: str = ""
 ) -> list[torch.Tensor]:
-    draw = Draw(context.round, context.rank)
     bodies = []
     for i, (section, count) in enumerate(zip(sections, units)):
-        body = context.workspace.get(f"body {i}", section.codec.payload_bytes(count))
+        body = context.workspace.get(f"{name}body {i}", section.codec.payload_bytes(count))
         section.codec.encode(flat, section.summary, draw, body)
         bodies.append(body)
     return bodies

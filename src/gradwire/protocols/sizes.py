@@ -81,7 +81,7 @@ class SizedRows:
         return torch.full((len(rows),), self.row_bytes) if isinstance(self._rows, CodedRows) else None
 
     def read(
-        self, rows: torch.Tensor, header: Header, receiver: int, arrived: torch.Tensor | None = None
+        self, rows: torch.Tensor, header: Header, receiver: int, arrived: torch.Tensor | None = None, first: int = 0
     ) -> list[torch.Tensor]:
         """Return as many sections of as many bytes as there would be."""
         return [rows.new_empty(len(rows), size) for size in self.sizes]

@@ -66,9 +66,9 @@ class CodedRows:
         return torch.tensor(used, dtype=torch.int64)
 
     def read(
-        self, rows: torch.Tensor, header: Header, receiver: int, arrived: torch.Tensor | None = None
+        self, rows: torch.Tensor, header: Header, receiver: int, arrived: torch.Tensor | None = None, first: int = 0
     ) -> list[torch.Tensor]:
-        """Check and decode payloads, row r from rank r; return each section, ``[ranks, size]``.
+        """Check and decode payloads, row r from rank ``first + r``; return each section, ``[ranks, size]``.
 
         Args:
             receiver: This rank, or :data:`EVERYONE` where all ranks were sent the same.
@@ -80,7 +80,7 @@ class CodedRows:
         """
         out = [self._room(f"decoded {i} of {size}", len(rows), size) for i, size in enumerate(self.sizes)]
         announced = [0] * len(rows) if arrived is None else arrived.tolist()
-        for sender, (row, count) in enumerate(zip(rows, announced)):
+        for sender, (row, count) in enumerate(zip(rows, announced), first):
             about, length = f"payload from rank {sender} for {header.place()}", read_length(row)
             if not self._table <= length <= self.body_bytes:
                 raise PayloadError(f"{about}: a body of {length} bytes where at most {self.body_bytes} fit")
@@ -88,7 +88,7 @@ class CodedRows:
                 raise PayloadError(f"{about}: {count} bytes came where its header says {HEADER_BYTES + length}")
             row = row[: HEADER_BYTES + length]
             check_rows(row[None], replace(header, body_bytes=length), receiver, sender)
-            self._read_row(about, row, [section[sender] for section in out])
+            self._read_row(about, row, [section[sender - first] for section in out])
         return out
 
     def _read_row(self, about: str, row: torch.Tensor, out: Sequence[torch.Tensor]) -> None:

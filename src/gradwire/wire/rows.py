@@ -24,11 +24,12 @@ class Rows:
 
     Args:
         sizes: Bytes of each section, multiples of :data:`ALIGNMENT`.
+        padding: Zeros behind them, so that payloads of other sections are as long.
     """
 
-    def __init__(self, sizes: Sequence[int]) -> None:
-        self.sizes = tuple(sizes)
-        self.body_bytes = sum(self.sizes)
+    def __init__(self, sizes: Sequence[int], padding: int = 0) -> None:
+        self.sizes, self.padding = tuple(sizes), padding
+        self.body_bytes = sum(self.sizes) + padding
         self.row_bytes = HEADER_BYTES + self.body_bytes
 
     def header(self, *, tag: int, round: int, bucket: int, chunk: int, exchange: int = 0) -> Header:
@@ -37,7 +38,7 @@ class Rows:
 
     def sections(self, rows: torch.Tensor) -> list[torch.Tensor]:
         """View each section of a matrix of payloads, ``[ranks, row_bytes]`` -> list of ``[ranks, size]``."""
-        return list(rows[:, HEADER_BYTES:].split(self.sizes, dim=1))
+        return list(rows[:, HEADER_BYTES : self.row_bytes - self.padding].split(self.sizes, dim=1))
 
     def write(
         self, rows: torch.Tensor, header: Header, bodies: Sequence[torch.Tensor], sender: int, receivers: Sequence[int]
@@ -45,12 +46,13 @@ class Rows:
         """Fill payloads, row i for ``receivers[i]``, with row i of each body (``[rows, size]``); all of one length."""
         for section, body in zip(self.sections(rows), bodies):
             section.copy_(body)
+        rows[:, self.row_bytes - self.padding :] = 0
         seal_rows(rows, header, sender, receivers)
 
     def read(
-        self, rows: torch.Tensor, header: Header, receiver: int, arrived: torch.Tensor | None = None
+        self, rows: torch.Tensor, header: Header, receiver: int, arrived: torch.Tensor | None = None, first: int = 0
     ) -> list[torch.Tensor]:
-        """Check payloads, row r from rank r, and view the sections.
+        """Check payloads, row r from rank ``first + r``, and view the sections.
 
         Args:
             receiver: This rank, or :data:`EVERYONE` where all ranks were sent the same.
@@ -59,5 +61,5 @@ class Rows:
         Raises:
             PayloadError: a row is not the payload that the header describes, or not as it was sent.
         """
-        check_rows(rows, header, receiver)
+        check_rows(rows, header, receiver, first)
         return self.sections(rows)

@@ -15,10 +15,23 @@ from gradwire.protocols import Context, Outcome
 from gradwire.protocols.bucket_plan import Algorithm, BucketPlan, PlanSetting
 from gradwire.segments import Segment
 
-__all__ = ["WrappedPlan", "Wrapper", "pieces"]
+__all__ = ["AsSent", "WrappedPlan", "Wrapper", "pieces"]
 
 PIECE = 1 << 16
 """Elements: temporaries of a piece stay in a cache, and in memory that the allocator keeps."""
+
+
+class AsSent(Inherited):
+    """The inner method's protocols by which the outcome is the mean of what ranks sent: a residual or a shift needs it.
+
+    The error of an owner who encodes the mean once more would be in no rank's memory.
+    """
+
+    def __get__(self, instance: Method | None, owner: type[Method]) -> Any:
+        found = super().__get__(instance, owner)
+        if instance is None or not getattr(instance, self._field).re_encoding:
+            return found
+        return tuple(collective for collective in found if collective != "two_shot")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +41,7 @@ class Wrapper(Algorithm):
     compressor: Method
 
     collectives: ClassVar[Inherited] = Inherited("compressor")
+    re_encoding: ClassVar[Inherited] = Inherited("compressor", False)
     whole_step: ClassVar[Inherited] = Inherited("compressor")
     joined: ClassVar[Inherited] = Inherited("compressor")
     kernels: ClassVar[Inherited] = Inherited("compressor")

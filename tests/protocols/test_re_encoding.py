@@ -1,0 +1,139 @@
+"""Two-shot where codes do not add up: the owner of a share encodes the mean once more."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import gradwire as gw
+from gradwire.drivers import Meter, simulate_ranks
+from gradwire.kernels import get_kernels
+from gradwire.protocols import Context
+from gradwire.protocols.bucket_plan import make_plan
+from gradwire.protocols.pieces import share_out
+from gradwire.segments import Parameter, Segment
+
+METHODS = ("EDEN(bits=2)", "QSGDinf(block_size=64)", "QSGD(block_size=512)", "NUQSGD(blocks='model')")
+
+
+def gradients(world_size: int, numel: int) -> torch.Tensor:
+    return torch.randn(world_size, numel, generator=torch.Generator().manual_seed(world_size))
+
+
+@pytest.mark.parametrize("spec", METHODS)
+def test_traffic_does_not_grow_with_the_workers(spec: str) -> None:
+    numel, sent = 1 << 19, {}
+    for collective in ("all_gather", "two_shot"):
+        for world_size in (4, 16):
+            link = gw.SimulatedLink([("a", torch.empty(numel))], spec, world_size, collective=collective)
+            link.reduce_(torch.ones(world_size, numel))
+            sent[collective, world_size] = link.traffic().sent_bytes
+    assert sent["all_gather", 16] > 4.9 * sent["all_gather", 4]
+    # (N - 1) / N of a payload twice, but for headers, and shares of whole blocks.
+    assert sent["two_shot", 16] < 1.3 * sent["two_shot", 4]
+
+
+@pytest.mark.parametrize("spec", METHODS)
+def test_the_mean_has_the_error_of_one_more_encoding(spec: str) -> None:
+    """The squared error is that of gathering, and that of one worker who encodes what was gathered."""
+    numel, rounds = 81_920, 4
+    g = gradients(3, numel)
+    mean = g.double().mean(0)
+    gathers, shoots = (
+        gw.SimulatedLink([("a", torch.empty(numel))], spec, 3, collective=c) for c in ("all_gather", "two_shot")
+    )
+    encodes = gw.SimulatedLink([("a", torch.empty(numel))], spec, 1, collective="all_gather", seed=1)
+    gathered = shot = encoded = 0.0
+    for _ in range(rounds):
+        estimate = gathers.reduce_(g.clone())
+        gathered += float((estimate.double() - mean).square().sum())
+        encoded += float((encodes.reduce_(estimate[None].clone()).double() - estimate).square().sum())
+        shot += float((shoots.reduce_(g.clone()).double() - mean).square().sum())
+    # Each is a sum of over 300 000 errors.
+    assert shot == pytest.approx(gathered + encoded, rel=0.03)
+
+
+def test_an_owner_of_all_encodes_what_lies_on_its_grid_without_an_error() -> None:
+    """Levels of the largest value: one worker's estimate is on the grid of its own largest value."""
+    g = gradients(1, 4000)
+    found = [
+        gw.SimulatedLink([("a", torch.empty(4000))], "QSGDinf()", 1, collective=c).reduce_(g.clone())
+        for c in ("all_gather", "two_shot")
+    ]
+    assert torch.allclose(*found, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("spec", METHODS)
+def test_all_ranks_end_with_the_same_bits_and_others_stay_exact(spec: str) -> None:
+    numel, world_size = 9000, 3
+    segments = [
+        Segment(Parameter("a", (8000,), (1,)), 0, 0, 8000),
+        Segment(Parameter("b", (1000,), (1,)), 8000, 0, 1000, dense=True),
+    ]
+    plan = make_plan(
+        gw.method(spec), segments, kernels=get_kernels("auto"), world_size=world_size, collective="two_shot", seed=0,
+        chunk_numel=4096,
+    )  # fmt: skip
+    g = gradients(world_size, numel)
+    rows = g.clone()
+    simulate_ranks([plan.whole(Context(r, world_size, 0), row) for r, row in enumerate(rows)], [Meter()] * world_size)
+    assert all(torch.equal(rows[0], row) for row in rows)
+    third = torch.tensor(1 / 3)
+    assert torch.equal(rows[0][8000:], g[0][8000:] * third + g[1][8000:] * third + g[2][8000:] * third)
+
+
+def test_blocks_as_long_as_a_parameter_are_gathered() -> None:
+    assert gw.QSGD(block_size=None).collectives == ("all_gather",)
+    with pytest.raises(gw.IncompatibleError, match="cannot travel by two_shot"):
+        gw.SimulatedLink([("a", torch.empty(9000))], "QSGD(block_size=None)", 4, collective="two_shot")
+
+
+@pytest.mark.parametrize("spec", METHODS)
+def test_chunks_do_not_decide_a_bit(spec: str) -> None:
+    """Blocks stay whole in every share."""
+    g, found = gradients(3, 60_000), []
+    for chunk_numel in (1, 10_000, 1 << 20):
+        parameters = [("a", torch.empty(50_000)), ("b", torch.empty(10_000))]
+        link = gw.SimulatedLink(parameters, spec, 3, collective="two_shot", chunk_numel=chunk_numel)
+        found.append(link.reduce_(g.clone()))
+    assert all(torch.equal(found[0], other) for other in found[1:])
+
+
+def test_by_default_the_number_of_workers_alone_decides() -> None:
+    for world_size, expected in ((2, "all_gather"), (3, "two_shot")):
+        for numel in (100, 100_000):
+            link = gw.SimulatedLink([("a", torch.empty(numel))], "eden", world_size, min_numel=0)
+            link.reduce_(torch.ones(world_size, numel))
+            assert set(link.record()["collectives"]) == {expected}
+    link = gw.SimulatedLink([("a", torch.empty(9000))], "qsgd", 4)
+    link.reduce_(torch.ones(4, 9000))
+    assert set(link.record()["collectives"]) == {"all_gather"}
+
+
+@pytest.mark.parametrize("method", [gw.DIANA(), gw.ErrorFeedback()], ids=repr)
+def test_what_remembers_differences_refuses_an_owners_error(method: gw.Method) -> None:
+    assert method.compressor.collectives == ("all_gather", "two_shot")  # type: ignore[attr-defined]
+    assert method.collectives == ("all_gather",)
+    with pytest.raises(gw.IncompatibleError, match="cannot travel by two_shot"):
+        gw.SimulatedLink([("a", torch.empty(9000))], method, 4, collective="two_shot")
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 7, 64])
+@pytest.mark.parametrize("grain", [1, 80, 4096])
+def test_shares_are_whole_grains_and_about_equal(ranks: int, grain: int) -> None:
+    pieces, at = [], 0
+    for number, (start, numel) in enumerate(((0, 10_000), (4096 * 80, 4096), (0, 3), (0, 70_001))):
+        pieces.append((Segment(Parameter(str(number), (numel,), (1,)), at, start, numel), number))
+        at += numel
+    shares = share_out(pieces, ranks, grain)
+    assert len(shares) == ranks
+    told = [(piece.offset, piece.numel) for share in shares for piece, _ in share]
+    # One after the other, without gaps.
+    assert [offset for offset, _ in told] == [sum(n for _, n in told[:i]) for i in range(len(told))]
+    assert sum(n for _, n in told) == at
+    for share in shares:
+        assert sum(piece.numel for piece, _ in share) <= -(-at // ranks) + grain
+        for piece, number in share:
+            whole = pieces[number][0]
+            assert (piece.start - whole.start) == piece.offset - whole.offset
+            assert (piece.start - whole.start) % grain == 0
