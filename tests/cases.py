@@ -9,7 +9,7 @@ import torch
 
 import gradwire as gw
 from gradwire.kernels import digit_layout
-from laws import exactly, fitted, lattice, levels, multi_scale, natural, ternary
+from laws import exactly, fitted, lattice, levels, multi_scale, natural, rotated, ternary
 
 Law = Callable[[torch.Tensor], torch.Tensor]
 
@@ -30,6 +30,8 @@ class Case:
         coded: Whether bytes depend on what is sent; ``bits`` are then of Gaussian gradients.
         memory: Whether a round's law depends on the rounds before; ``variance`` is then that of the first.
         cycle: Rounds in which every element is sent once.
+        mean_variance: Of each element of the mean where its owner encodes it once more, among three workers or more.
+        grain: Elements that a rank's share is rounded up to, where that is more than a few.
     """
 
     method: gw.Method
@@ -43,6 +45,16 @@ class Case:
     memory: bool = False
     coded: bool = False
     cycle: int = 1
+    mean_variance: Law | None = None
+    grain: int = 0
+
+    def noise(self, g: torch.Tensor) -> torch.Tensor:
+        """Return the variance of each element of the mean."""
+        if self.variance is None:
+            return torch.zeros(g.shape[1]).double()
+        # Workers are independent: their variances add up.
+        of_workers = self.variance(g).sum(0) / len(g) ** 2
+        return of_workers if self.mean_variance is None or len(g) < 3 else of_workers + self.mean_variance(g)
 
     @property
     def unbiased(self) -> bool:
@@ -59,6 +71,11 @@ def ring(bits: float) -> Callable[[int], float]:
 
 def gather(bits: float) -> Callable[[int], float]:
     return lambda n: bits * (n - 1)
+
+
+def narrow(bits: float) -> Callable[[int], float]:
+    """To all, or to an owner and the mean back from it, whichever is less."""
+    return lambda n: min(n - 1, 2 * (n - 1) / n) * bits
 
 
 def vote(n: int) -> float:
@@ -84,6 +101,14 @@ def shared_bits(s: int, mask: int = 0) -> Callable[[int], float]:
 def max_bits(block_size: int) -> Callable[[int], float]:
     """A float32 a block through a maximum over the workers: above 64 KiB by a ring, as for 64 workers it is not."""
     return lambda n: (gather if n == 64 else ring)(32 / block_size)(n)
+
+
+def rotation(method: gw.EDEN | gw.DRIVE, bits: int) -> Case:
+    size = method.block_size
+    variance, mean_variance = rotated(bits, size)
+    return Case(
+        method, narrow(bits + 32 / size), variance=variance, mean_variance=mean_variance, constants=False, grain=size
+    )
 
 
 TABLE: dict[str, list[Case]] = {
@@ -144,6 +169,14 @@ TABLE: dict[str, list[Case]] = {
             lambda n: shared_bits(7, mask=2)(n) + max_bits(48)(n),
             variance=multi_scale((7, 21, 90), 48),
         ),
+    ],
+    "eden": [
+        rotation(gw.EDEN(), 4),
+        rotation(gw.EDEN(bits=1, block_size=256), 1),
+    ],
+    "drive": [
+        rotation(gw.DRIVE(), 1),
+        Case(gw.DRIVE(least_error=True, block_size=512), narrow(1 + 32 / 512), error=0.7, constants=False, grain=512),
     ],
     "natural": [Case(gw.Natural(), gather(9), variance=natural)],
     "naturaldithering": [

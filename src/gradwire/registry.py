@@ -13,6 +13,7 @@ from gradwire.algorithms.multi_scale import MultiScale
 from gradwire.algorithms.onebit import OneBit
 from gradwire.algorithms.signsgd import SignSGD, Signum
 from gradwire.compressors.cast import BF16, FP16, FP32
+from gradwire.compressors.eden import DRIVE, EDEN
 from gradwire.compressors.lattice import Lattice
 from gradwire.compressors.natural import Natural
 from gradwire.compressors.natural_dithering import NaturalDithering
@@ -33,6 +34,8 @@ __all__ = [
     "BF16",
     "DIANA",
     "DQGD",
+    "DRIVE",
+    "EDEN",
     "FP16",
     "FP32",
     "NUQSGD",
@@ -74,6 +77,8 @@ METHODS: tuple[type[Method], ...] = (
     DIANA,
     Coded,
     QSGDMaxNorm,
+    EDEN,
+    DRIVE,
     MultiScale,
     Natural,
     NaturalDithering,

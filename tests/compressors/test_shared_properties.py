@@ -19,7 +19,7 @@ def crossed(cases: list[Case], world_sizes: tuple[int, ...]) -> list[tuple[Case,
     """Cross cases with world sizes; 64 is for those whose codes add up, since their digits widen with the workers."""
     return [
         *((case, world_size) for case in cases for world_size in world_sizes),
-        *((case, 64) for case in cases if "two_shot" in case.method.collectives),
+        *((case, 64) for case in cases if case.method.collectives[0] == "two_shot"),
     ]
 
 
@@ -39,8 +39,7 @@ def test_error_is_what_is_declared(case: Case, world_size: int) -> None:
         assert error <= case.error * math.sqrt(world_size)
         assert error > 0 or case.method.name == "fp32"
         return
-    # Workers are independent: their variances add up.
-    law = case.variance(g).sum(0) / world_size**2
+    law = case.noise(g)
     # As many draws as leave a method without any error outside.
     draws = math.ceil((5 * spread(g, case) / 0.8) ** 2)
     target, noise = case.target(g).double().mean(0), 0.0
@@ -71,8 +70,7 @@ def test_unbiased(case: Case) -> None:
     total = torch.zeros(numel, dtype=torch.float64)
     for _ in range(draws):
         total += link.reduce_(g.clone()).double()
-    law = torch.zeros(world_size, numel).double() if case.variance is None else case.variance(g)
-    deviation = (law.sum(0) / world_size**2 / draws).sqrt()
+    deviation = (case.noise(g) / draws).sqrt()
     z = (total / draws - case.target(g).double().mean(0)) / deviation.clamp(min=1e-7)
     if case.variance is None:
         assert float(z.abs().max()) < 4.8
@@ -136,7 +134,8 @@ def test_edges(case: Case, world_size: int) -> None:
             assert torch.equal(gw.simulate(constant, method).mean, constant[0])
     tiny = torch.full((world_size, 100), 1e-42)
     assert bool(torch.isfinite(gw.simulate(tiny, method).mean).all())
-    huge = torch.full((world_size, 100), 1e38)
+    # An estimate from rotated coordinates may be several times as large as any element.
+    huge = torch.full((world_size, 100), 1e38 if case.mean_variance is None else 1e36)
     if method.name != "fp16":
         assert bool(torch.isfinite(gw.simulate(huge, method).mean).all())
     shapes = [{"a": torch.ones(3, 5), "b": torch.ones(()), "c": torch.ones(2, 0)} for _ in range(world_size)]
@@ -209,6 +208,8 @@ def test_declared_bits(case: Case, world_size: int) -> None:
         # Little is sent: to each rank two headers, and two shares that are rounded up by at most seven groups of 80
         # elements, with 16/3 bits or 16.
         slack = (world_size - 1) * (2 * 16 + 560 * (16 / 3 + 16) / 8)
+    # Each way a share is rounded up to whole blocks.
+    slack += 2 * (world_size - 1) * case.grain * case.method.properties.bits_per_element / 8
     link, g = gw.SimulatedLink([("0", torch.empty(numel))], case.method, world_size, min_numel=0), torch.empty(0)
     # What a method with a memory exchanges once, at the start, is no part of a step's bytes.
     rounds, sent = 1 if case.method.properties.state == "none" else 2, 0
@@ -222,4 +223,5 @@ def test_declared_bits(case: Case, world_size: int) -> None:
     assert link.traffic().elements == rounds * numel
     if world_size == 4 and case is TABLE[case.method.name][0]:
         scale = 32 / (8 * numel * 3 / 4)
-        assert sent * scale == pytest.approx(case.method.properties.bits_per_element, rel=0.01)
+        bits = case.method.properties.bits_per_element
+        assert sent * scale == pytest.approx(bits, rel=0, abs=slack * scale + 0.01 * bits)

@@ -7,6 +7,7 @@ from gradwire.codecs.levels import LevelCodec, LevelSummary, as_levels
 from gradwire.codecs.majority_vote import MajorityVoteCodec, zero_throughout
 from gradwire.codecs.minimum import MinimumCodec
 from gradwire.codecs.natural import NaturalCodec
+from gradwire.codecs.rotated_levels import RotatedLevelCodec, RotatedSummary
 from gradwire.codecs.scales import SMALLEST_SCALE, usable
 from gradwire.codecs.shared_levels import MOST_SUM, SharedLevelCodec
 from gradwire.codecs.signs import SignCodec, SignSummary, sign_table
@@ -27,6 +28,8 @@ __all__ = [
     "MinimumCodec",
     "NaturalCodec",
     "NoSummary",
+    "RotatedLevelCodec",
+    "RotatedSummary",
     "SharedLevelCodec",
     "SignCodec",
     "SignSummary",

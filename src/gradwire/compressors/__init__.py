@@ -2,6 +2,7 @@
 
 from gradwire.compressors.base import Compressor
 from gradwire.compressors.cast import BF16, FP16, FP32, Cast
+from gradwire.compressors.eden import DRIVE, EDEN, RotatedLevels
 from gradwire.compressors.lattice import Lattice
 from gradwire.compressors.level_compressor import LevelCompressor, check_blocks
 from gradwire.compressors.natural import Natural
@@ -14,6 +15,8 @@ from gradwire.compressors.terngrad import TernGrad
 
 __all__ = [
     "BF16",
+    "DRIVE",
+    "EDEN",
     "FP16",
     "FP32",
     "NUQSGD",
@@ -26,6 +29,7 @@ __all__ = [
     "NaturalDithering",
     "QSGDMaxNorm",
     "QSGDinf",
+    "RotatedLevels",
     "ScaledSign",
     "TernGrad",
     "check_blocks",
