@@ -238,7 +238,31 @@ def lanes() -> list[str]:
     lines += ["", f"{found['cpu']}, {found['cores']} cores; {found['date_utc'][:10]}.", ""]
     for row in found["rows"]:
         lines.append(f"![{row['method']}, {row['bandwidth']}](figures/lanes_{row['method']}_{row['bandwidth']}.png)")
-    return [*lines, ""]
+    return [*lines, "", *row_order_lines()]
+
+
+def row_order_lines() -> list[str]:
+    """Describe how near to the floor of its bytes an exchange of rows comes, in any order that was tried."""
+    found = result("row_orders")
+    if not found:
+        return []
+    sizes = sorted({row["row_bytes"] for row in found["rows"]})
+    lines = [
+        f"`gradwire lab --hosts {found['hosts']} --bandwidth {found['bandwidth']} -- python benchmarks/row_orders.py ...`"
+        " sends rows and does nothing else: time over bytes / bandwidth, and in brackets the fastest and the slowest of"
+        f" {found['repeats'] - 1}. Lanes send in turn. A step cannot be nearer to its floor than its rows are.",
+        "",
+        "| order | " + " | ".join(f"{size / 1e3:.0f} kB a row" for size in sizes) + " |",
+        "|---|" + "---:|" * len(sizes),
+    ]
+    for order in dict.fromkeys(row["order"] for row in found["rows"]):
+        cells = {row["row_bytes"]: row for row in found["rows"] if row["order"] == order}
+        shown = [
+            f"{c['of_floor']:.2f} ({c['fastest_of_floor']:.2f} - {c['slowest_of_floor']:.2f})"
+            for c in (cells[size] for size in sizes)
+        ]
+        lines.append(f"| {order} | {' | '.join(shown)} |")
+    return [*lines, "", f"{found['cpu']}, {found['cores']} cores; {found['date_utc'][:10]}.", ""]
 
 
 def readme_lines(cells: dict[Key, Cell]) -> list[str]:
