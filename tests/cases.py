@@ -31,6 +31,7 @@ class Case:
         memory: Whether a round's law depends on the rounds before; ``variance`` is then that of the first.
         cycle: Rounds in which every element is sent once.
         mean_variance: Of each element of the mean where its owner encodes it once more, among three workers or more.
+        vectors: Whether a parameter with one dimension is compressed, as those of the shared tests are.
         grain: Elements that a rank's share is rounded up to, where that is more than a few.
     """
 
@@ -47,6 +48,7 @@ class Case:
     cycle: int = 1
     mean_variance: Law | None = None
     grain: int = 0
+    vectors: bool = True
 
     def noise(self, g: torch.Tensor) -> torch.Tensor:
         """Return the variance of each element of the mean."""
@@ -178,6 +180,7 @@ TABLE: dict[str, list[Case]] = {
         rotation(gw.DRIVE(), 1),
         Case(gw.DRIVE(least_error=True, block_size=512), narrow(1 + 32 / 512), error=0.7, constants=False, grain=512),
     ],
+    "powersgd": [Case(gw.PowerSGD(), ring(32), error=2e-7, memory=True, vectors=False)],
     "natural": [Case(gw.Natural(), gather(9), variance=natural)],
     "naturaldithering": [
         Case(

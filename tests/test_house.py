@@ -29,7 +29,7 @@ LAYERS = {
     "ops": set(),
     "processes": set(),
     "forking": {"errors"},
-    "methods": {"errors"},
+    "methods": {"errors", "segments"},
     "optim": {"errors"},
     "kernels": {"errors"},
     "wire": {"errors", "kernels"},

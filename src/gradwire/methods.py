@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from gradwire.errors import HyperparameterError
+
+if TYPE_CHECKING:
+    from gradwire.segments import Parameter
 
 __all__ = ["Inherited", "Method", "Properties", "require"]
 
@@ -121,6 +124,10 @@ class Method:
 
     needs_optimizer: ClassVar[bool] = False
     """Whether it also acts on the steps of an optimizer."""
+
+    def remembered_numel(self, kind: str, parameter: Parameter) -> int:
+        """Return how many numbers of a kind in :attr:`remembers` it keeps of a parameter: by default one an element."""
+        return parameter.numel
 
     def omega_of(self, numel: int | None = None) -> float | None:
         """Return the variance constant for parameters of ``numel`` elements, or of any number of them.

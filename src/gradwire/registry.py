@@ -11,6 +11,7 @@ from gradwire.algorithms.error_feedback import ErrorFeedback
 from gradwire.algorithms.grandk import GRandK
 from gradwire.algorithms.multi_scale import MultiScale
 from gradwire.algorithms.onebit import OneBit
+from gradwire.algorithms.powersgd import PowerSGD
 from gradwire.algorithms.signsgd import SignSGD, Signum
 from gradwire.compressors.cast import BF16, FP16, FP32
 from gradwire.compressors.eden import DRIVE, EDEN
@@ -51,6 +52,7 @@ __all__ = [
     "NaturalDithering",
     "OneBit",
     "PQuantisation",
+    "PowerSGD",
     "QSGDMaxNorm",
     "QSGDinf",
     "ScaledSign",
@@ -90,6 +92,7 @@ METHODS: tuple[type[Method], ...] = (
     OneBit,
     PQuantisation,
     GRandK,
+    PowerSGD,
 )
 """Every method of the package; adding one adds a line here."""
 

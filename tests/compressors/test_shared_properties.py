@@ -37,7 +37,7 @@ def test_error_is_what_is_declared(case: Case, world_size: int) -> None:
         found = gw.simulate(g, case.method)
         error = float((found.mean - g.mean(0)).norm() / g.mean(0).norm())
         assert error <= case.error * math.sqrt(world_size)
-        assert error > 0 or case.method.name == "fp32"
+        assert error > 0 or case.method.name == "fp32" or not case.vectors
         return
     law = case.noise(g)
     # As many draws as leave a method without any error outside.
@@ -91,7 +91,7 @@ def test_symmetric_under_a_change_of_sign(case: Case, world_size: int) -> None:
 
 @pytest.mark.parametrize("method", ALL, ids=repr)
 def test_same_seed_and_round_same_bits(method: gw.Method) -> None:
-    g = gradients(4, 3000)
+    g = gradients(4, 3000).view(4, 60, 50)
     one = gw.simulate(g, method, seed=5, round=9).mean
     assert torch.equal(one, gw.simulate(g, method, seed=5, round=9).mean)
     if method.properties.stream != "none":
@@ -221,7 +221,7 @@ def test_declared_bits(case: Case, world_size: int) -> None:
     assert sent == pytest.approx(expected, rel=0, abs=slack + expected * (0.01 if world_size < 64 else 0.05))
     assert link.traffic().received_bytes == link.traffic().sent_bytes
     assert link.traffic().elements == rounds * numel
-    if world_size == 4 and case is TABLE[case.method.name][0]:
+    if world_size == 4 and case.vectors and case is TABLE[case.method.name][0]:
         scale = 32 / (8 * numel * 3 / 4)
         bits = case.method.properties.bits_per_element
         assert sent * scale == pytest.approx(bits, rel=0, abs=slack * scale + 0.01 * bits)

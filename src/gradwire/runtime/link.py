@@ -331,7 +331,7 @@ class Link:
         Raises:
             IncompatibleError: it is not a link's state, or not all of one, or a value cannot be.
         """
-        check_state(state, self._parameters, simulated=False)
+        check_state(state, self._parameters, self.method, simulated=False)
 
     # ------------------------------------------------------------------ pickling
 

@@ -190,7 +190,7 @@ class SimulatedLink:
         Raises:
             IncompatibleError: it is no simulation's state, or not all of one, or its coder is none.
         """
-        check_state(state, self._parameters, simulated=True)
+        check_state(state, self._parameters, self.method, simulated=True)
         self._coders.load(state["global"])
         say_dropped(state["global"])
         self.round, self.number.value = int(state["global"]["round"]), int(state["global"][LINK_STATE])

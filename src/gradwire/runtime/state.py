@@ -12,6 +12,7 @@ from gradwire.errors import IncompatibleError
 from gradwire.methods import Method
 from gradwire.runtime.selection.autotune import OWN_STATE, STATE
 from gradwire.runtime.selection.coder import CODER_STATE
+from gradwire.segments import Parameter
 
 __all__ = ["LINK_STATE", "check_state", "remembered"]
 
@@ -32,7 +33,7 @@ OWN_VALUES = ("round", LINK_STATE, CODER_STATE, *STATE, *OWN_STATE)
 """Values that are the link's, not its method's."""
 
 
-def check_state(state: State, parameters: Mapping[str, torch.Tensor], *, simulated: bool) -> None:
+def check_state(state: State, parameters: Mapping[str, torch.Tensor], method: Method, *, simulated: bool) -> None:
     """Refuse what is no state of a link of these parameters, or has not the ranks' parts that this kind of link takes.
 
     Every value is checked for its type and range, before anything is taken.
@@ -69,7 +70,7 @@ def check_state(state: State, parameters: Mapping[str, torch.Tensor], *, simulat
         )
 
     for scope, part in state.items():
-        _check_part(scope, part, {name: p.numel() for name, p in parameters.items()})
+        _check_part(scope, part, {name: Parameter.of(name, p) for name, p in parameters.items()}, method)
 
 
 def _check_number(name: str, value: object, most: int) -> None:
@@ -83,7 +84,7 @@ def _check_number(name: str, value: object, most: int) -> None:
         )
 
 
-def _check_part(scope: str, part: object, sizes: Mapping[str, int]) -> None:
+def _check_part(scope: str, part: object, parameters: Mapping[str, Parameter], method: Method) -> None:
     """Check one part of a state: tensors by name; vectors of known parameters, as long as these, of finite floats."""
     if not isinstance(part, Mapping) or not all(isinstance(key, str) for key in part):
         raise IncompatibleError(f"the state's part {scope!r} is not a dict of tensors by name")
@@ -97,15 +98,19 @@ def _check_part(scope: str, part: object, sizes: Mapping[str, int]) -> None:
             raise IncompatibleError(f"{what} holds a NaN or inf, which no link remembers")
         if scope == "global":
             continue
-        _, slash, name = key.partition("/")
-        if not slash or (name not in sizes and name != JOINED_PARAMETER):
+        kind, slash, name = key.partition("/")
+        if not slash or (name not in parameters and name != JOINED_PARAMETER):
             raise IncompatibleError(
                 f"{what} belongs to no parameter of this link: load the state of a link of the same parameters"
             )
-        fits = value.numel() == sizes[name] if name in sizes else value.numel() <= sum(sizes.values())
+        most = parameters[name].numel if name in parameters else sum(p.numel for p in parameters.values())
+        # What another method keeps is dropped, whatever its size.
+        exact = name in parameters and kind in method.remembers
+        needed = method.remembered_numel(kind, parameters[name]) if exact else most
+        fits = value.numel() == needed if exact else value.numel() <= needed
         if not fits or not value.is_floating_point():
-            needed = f"{sizes[name]}" if name in sizes else f"at most {sum(sizes.values())}"
-            raise IncompatibleError(f"{what} is {value.dtype} {list(value.shape)}: {needed} floats are needed")
+            told = f"{needed}" if exact else f"at most {needed}"
+            raise IncompatibleError(f"{what} is {value.dtype} {list(value.shape)}: {told} floats are needed")
 
 
 def remembered(state: State, method: Method) -> dict[str, dict[str, torch.Tensor]]:

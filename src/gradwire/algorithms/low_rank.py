@@ -1,0 +1,115 @@
+"""Arithmetic of low-rank factors with the same bits on every machine: no sum is left to a linear-algebra library."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from gradwire.kernels.philox import uniform_integers
+from gradwire.seeds import SHARED, parameter_key
+from gradwire.segments import Parameter, Segment
+
+__all__ = ["Matrix", "draw_columns", "matrices", "multiply_out", "orthonormalise"]
+
+_VANISHED = 1e-6
+"""A column of which less than this is left, once its part along the earlier ones is taken away, is rounding alone."""
+
+_PIECE = 1 << 16
+"""Elements of a product that are made at a time, so that they stay in the cache."""
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A parameter as a matrix of ``rows`` by ``columns``, row by row in memory order, and the rank it is given."""
+
+    segment: Segment
+    rows: int
+    columns: int
+    rank: int
+
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
+        """View the parameter's elements of a bucket's vector."""
+        s = self.segment
+        return flat[s.offset : s.offset + s.numel].view(self.rows, self.columns)
+
+
+def shape_of(parameter: Parameter) -> tuple[int, int]:
+    """Return the rows and columns of a parameter: its outermost dimension in memory by all others.
+
+    A parameter with fewer than two dimensions has one row.
+    """
+    sizes = [(stride, size) for stride, size in zip(parameter.stride, parameter.shape) if size > 1]
+    if len(sizes) < 2:
+        return 1, parameter.numel
+    rows = max(sizes)[1]
+    return rows, parameter.numel // rows
+
+
+def matrices(segments: Sequence[Segment], rank: int, least_saving: float) -> list[Matrix]:
+    """Return the parameters that two factors of that rank describe in ``least_saving`` times fewer numbers."""
+    found = []
+    for segment in segments:
+        rows, columns = shape_of(segment.parameter)
+        use = min(rank, rows, columns)
+        if not segment.dense and rows > 1 and rows * columns >= least_saving * use * (rows + columns):
+            found.append(Matrix(segment, rows, columns, use))
+    return found
+
+
+def draw_columns(matrix: Matrix, seed: int, round: int) -> torch.Tensor:
+    """Return ``[columns, rank]`` numbers, uniform in [-1, 1), the same on all ranks."""
+    numel = matrix.columns * matrix.rank
+    groups = torch.arange(-(-numel // 80))
+    key = torch.tensor(parameter_key(seed, matrix.segment.parameter.name, "factor"))
+    drawn = uniform_integers(groups, key.expand(len(groups), 2), round, SHARED).reshape(-1)[:numel]
+    return ((drawn - (1 << 23)).to(torch.float32) / (1 << 23)).view(matrix.columns, matrix.rank)
+
+
+def orthonormalise(factor: torch.Tensor) -> torch.Tensor:
+    """Return columns with the same span, orthonormal, by the modified Gram-Schmidt process in float64.
+
+    A column that is a combination of those before, up to rounding, becomes zero. Sums are made by halves: elements i
+    and i + n/2 of n, a power of two with zeros behind the rows, are added until one is left. So bits depend on the
+    factor alone.
+
+    Args:
+        factor: float32 ``[rows, rank]``.
+    """
+    rows, rank = factor.shape
+    q = torch.zeros(1 << max(0, rows - 1).bit_length(), rank, dtype=torch.float64)
+    q[:rows] = factor
+    before = _sum(q * q).sqrt()
+    for i in range(rank):
+        left = float(_sum(q[:, i : i + 1] * q[:, i : i + 1]).sqrt())
+        if not math.isfinite(left):
+            q[:, i:] = math.nan
+            break
+        if left <= _VANISHED * float(before[i]):
+            q[:, i] = 0
+            continue
+        q[:, i] /= left
+        along = _sum(q[:, i : i + 1] * q[:, i + 1 :])
+        q[:, i + 1 :] -= q[:, i : i + 1] * along
+    return q[:rows].to(torch.float32)
+
+
+def multiply_out(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:
+    """Write ``left @ right.T`` into ``out``: products are added column by column, each rounded by itself."""
+    height = max(1, _PIECE // right.shape[0])
+    columns = [right[:, k].contiguous() for k in range(right.shape[1])]
+    for begin in range(0, left.shape[0], height):
+        part, rows = out[begin : begin + height], left[begin : begin + height]
+        torch.mul(rows[:, :1], columns[0], out=part)
+        for k in range(1, len(columns)):
+            part.add_(rows[:, k : k + 1] * columns[k])
+
+
+def _sum(x: torch.Tensor) -> torch.Tensor:
+    """Add the rows of a matrix, a power of two of them."""
+    while len(x) > 1:
+        half = len(x) // 2
+        x = x[:half] + x[half:]
+    return x[0]
