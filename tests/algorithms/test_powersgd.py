@@ -213,7 +213,7 @@ def test_only_what_factors_shorten_is_compressed() -> None:
 def test_columns_become_orthonormal_and_what_depends_on_others_zero(rows: int) -> None:
     factor = torch.randn(rows, 4, generator=torch.Generator().manual_seed(rows))
     factor[:, 3] = 2 * factor[:, 0] - factor[:, 1]
-    found = orthonormalise(factor).double()
+    found = orthonormalise([factor])[0].double()
     kept = min(rows, 3)
     gram = found.T @ found
     expected = torch.zeros(4, 4, dtype=torch.float64)
@@ -223,7 +223,10 @@ def test_columns_become_orthonormal_and_what_depends_on_others_zero(rows: int) -
     assert torch.allclose(along, factor.double(), rtol=0, atol=1e-5)
     spoilt = factor.clone()
     spoilt[0, 1] = torch.nan
-    assert bool(torch.isnan(orthonormalise(spoilt)[:, 1:]).all())
+    assert bool(torch.isnan(orthonormalise([spoilt])[0][:, 1]).all())
+    # Neither what is done beside it nor what spoils that changes a bit.
+    others = [torch.randn(n, 4, generator=torch.Generator().manual_seed(n)) for n in (rows + 1, max(1, rows - 1), 3)]
+    assert torch.equal(orthonormalise([others[0], spoilt, factor, *others])[2].double(), found)
 
 
 def test_a_product_is_added_column_by_column() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -68,32 +67,41 @@ def draw_columns(matrix: Matrix, seed: int, round: int) -> torch.Tensor:
     return ((drawn - (1 << 23)).to(torch.float32) / (1 << 23)).view(matrix.columns, matrix.rank)
 
 
-def orthonormalise(factor: torch.Tensor) -> torch.Tensor:
+def orthonormalise(factors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return columns with the same span, orthonormal, by the modified Gram-Schmidt process in float64.
 
     A column that is a combination of those before, up to rounding, becomes zero. Sums are made by halves: elements i
     and i + n/2 of n, a power of two with zeros behind the rows, are added until one is left. So bits depend on the
-    factor alone.
+    factor alone: neither more zeros nor other factors beside it change any.
 
     Args:
-        factor: float32 ``[rows, rank]``.
+        factors: float32 ``[rows, rank]`` each; those of one rank, and rows up to one power of two, are done together.
     """
-    rows, rank = factor.shape
-    q = torch.zeros(1 << max(0, rows - 1).bit_length(), rank, dtype=torch.float64)
-    q[:rows] = factor
+    found: list[torch.Tensor] = [torch.empty(0)] * len(factors)
+    alike: dict[tuple[int, int], list[int]] = {}
+    for i, factor in enumerate(factors):
+        alike.setdefault((1 << max(0, len(factor) - 1).bit_length(), factor.shape[1]), []).append(i)
+    for (rows, rank), numbers in alike.items():
+        # Rows lie first, so that a half is one piece of memory; then columns, then factors.
+        q = torch.zeros(rows, rank, len(numbers), dtype=torch.float64)
+        for place, i in enumerate(numbers):
+            q[: len(factors[i]), :, place] = factors[i]
+        _gram_schmidt(q)
+        for place, i in enumerate(numbers):
+            found[i] = q[: len(factors[i]), :, place].to(torch.float32).contiguous()
+    return found
+
+
+def _gram_schmidt(q: torch.Tensor) -> None:
     before = _sum(q * q).sqrt()
-    for i in range(rank):
-        left = float(_sum(q[:, i : i + 1] * q[:, i : i + 1]).sqrt())
-        if not math.isfinite(left):
-            q[:, i:] = math.nan
-            break
-        if left <= _VANISHED * float(before[i]):
-            q[:, i] = 0
-            continue
-        q[:, i] /= left
-        along = _sum(q[:, i : i + 1] * q[:, i + 1 :])
-        q[:, i + 1 :] -= q[:, i : i + 1] * along
-    return q[:rows].to(torch.float32)
+    for i in range(q.shape[1]):
+        column = q[:, i]
+        left = _sum(column * column).sqrt()
+        vanished = left <= _VANISHED * before[i]
+        column.div_(torch.where(vanished, 1.0, left)).masked_fill_(vanished, 0.0)
+        if i + 1 < q.shape[1]:
+            along = _sum(column[:, None] * q[:, i + 1 :])
+            q[:, i + 1 :].sub_(column[:, None] * along)
 
 
 def multiply_out(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:

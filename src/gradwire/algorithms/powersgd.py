@@ -154,9 +154,9 @@ class _FactorPlan(BucketPlan):
 
         # Right factors lie before what is not compressed.
         right = flat.new_empty(self.factors + self.beside)
-        bases = [
-            orthonormalise(p.view(m.rows, m.rank)) for p, m, _ in zip(_views(self.left, left), self.matrices, ours)
-        ]
+        bases = orthonormalise(
+            [p.view(m.rows, m.rank) for p, m, _ in zip(_views(self.left, left), self.matrices, ours)]
+        )
         for part, m, values, basis in zip(_views(self.right, right), self.matrices, ours, bases):
             torch.mm(values.t(), basis, out=part.view(m.columns, m.rank))
         beside = [flat[s.offset : s.offset + s.numel] for s in self.rest]
@@ -172,16 +172,14 @@ class _FactorPlan(BucketPlan):
             multiply_out(basis, part.view(m.columns, m.rank), values)
         if self.matrices:
             context.memory.stage(FACTOR, self.right, replicated=True).copy_(right[: self.factors])
-        finite = bool(torch.isfinite(right).all()) and all(bool(torch.isfinite(basis).all()) for basis in bases)
+        finite = bool(torch.isfinite(right).all()) and bool(torch.isfinite(left).all())
         if own is None:
             return Outcome(finite)
 
-        # What a worker contributed to a matrix is the product itself, as in the paper: only the mean of the residuals
-        # decides what comes of them.
-        products = [values.clone() for values in ours]
-
         def sent(out: torch.Tensor, weight: float) -> None:
-            for m, product in zip(self.matrices, products):
+            # What a worker contributed to a matrix is the product itself, as in the paper: only the mean of the
+            # residuals decides what comes of them. It is what the bucket still holds when this is asked.
+            for m, product in zip(self.matrices, ours):
                 m.of(out).add_(product, alpha=weight)
             at = 0
             for s in self.rest:
@@ -196,9 +194,10 @@ class _FactorPlan(BucketPlan):
             return []
         held = context.memory.read(FACTOR, self.right, replicated=True)
         factors = [part.view(m.columns, m.rank) for part, m in zip(_views(self.right, held), self.matrices)]
+        largest = torch.stack(torch._foreach_norm(factors, float("inf"))).tolist()
         return [
-            f if bool(f.any()) else draw_columns(m, self.setting.seed, context.round)
-            for f, m in zip(factors, self.matrices)
+            f if most else draw_columns(m, self.setting.seed, context.round)
+            for f, m, most in zip(factors, self.matrices, largest)
         ]
 
     def _mean(self, context: Context, values: torch.Tensor) -> Exchange[None]:
