@@ -241,6 +241,44 @@ def lanes() -> list[str]:
     return [*lines, "", *row_order_lines()]
 
 
+def low_rank_lines() -> list[str]:
+    """Describe factors of a low rank, here and in PyTorch's hook, beside rotated blocks and trits."""
+    rows = rows_of("step_low_rank")
+    if not rows:
+        return []
+    cells = cells_of(rows)
+    variants = [v for v in dict.fromkeys(row["variant"] for row in rows) if v != "compute"]
+    hook, own = "ddp powersgd", "gradwire powersgd"
+    pairs = [(key, cell) for key, cell in cells.items() if hook in cell and own in cell]
+    lost = [(key, cell) for key, cell in pairs if cell[own]["step_time_s"] > cell[hook]["step_time_s"]]
+    lines = [
+        "## Factors of a low rank, rotated blocks",
+        "",
+        "`gradwire bench step --variant ... --cell-budget 12 --out benchmarks/results/step_low_rank.jsonl`; computing as usual,"
+        f" milliseconds. {provenance(rows[0])}.",
+        "",
+        "| model | hosts | link | " + " | ".join(variants) + " |",
+        "|---|---:|---|" + "---:|" * len(variants),
+    ]
+    for (model, hosts, rate), cell in cells.items():
+        best = min((row["step_time_s"] for name, row in cell.items() if name != "compute"), default=0.0)
+        times = [cell[v]["step_time_s"] if v in cell else None for v in variants]
+        shown = ["-" if t is None else f"**{ms(t)}**" if t == best else ms(t) for t in times]
+        lines.append(f"| {model} | {hosts} | {speed(rate)} | " + " | ".join(shown) + " |")
+    worse = "; ".join(
+        f"{model}, {hosts} hosts, {speed(rate)} ({cell[own]['step_time_s'] / cell[hook]['step_time_s']:.2f} times the step)"
+        for (model, hosts, rate), cell in lost
+    )
+    return [
+        *lines,
+        "",
+        f"`{own}` (rank 2) takes no longer than PyTorch's hook in {len(pairs) - len(lost)} of {len(pairs)} cells. Longer in:"
+        f" {worse or 'none'}. The hook has one bucket for the whole model, which it waits for; here factors of DDP's buckets are"
+        " on their way while the backward pass goes on, in four small messages a bucket, which is what small models pay for.",
+        "",
+    ]
+
+
 def row_order_lines() -> list[str]:
     """Describe how near to the floor of its bytes an exchange of rows comes, in any order that was tried."""
     found = result("row_orders")
@@ -388,7 +426,7 @@ def page() -> str:
             *goals(cells),
             *bytes_(rows),
         ]
-    for part in (asleep, model_section, auto_section, coder_section, accuracy_section):
+    for part in (asleep, low_rank_lines, model_section, auto_section, coder_section, accuracy_section):
         lines += part()
     projection = RESULTS / "projection.md"
     if projection.exists():
