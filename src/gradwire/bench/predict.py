@@ -66,7 +66,7 @@ def cases_of(
     for row in rows:
         variant = row["variant"]
         spec = OWN.get(variant) or variant.partition(" ")[2]
-        if variant == COMPUTE or spec in ("powersgd", "auto"):
+        if variant in (COMPUTE, "ddp powersgd") or spec == "auto":
             continue
         key = row["model"], row["hosts"], variant
         timeline = timelines.get(key[:2])
