@@ -49,7 +49,7 @@ def of_the_hook(rank_of_matrix: int) -> list[torch.Tensor]:
         if state.iter == DENSE_STEPS and bucket.index() not in state.q_memory_dict:
             described = [Parameter.of(names[id(p)], p) for p in bucket.parameters()]
             found = matrices(lay_out(described), rank_of_matrix, 2.0)
-            factors = [draw_columns(m, 0, DENSE_STEPS).reshape(-1) for m in found]
+            factors = [draw_columns(m, 0, DENSE_STEPS).t().reshape(-1) for m in found]
             state.q_memory_dict[bucket.index()] = torch.cat(factors)
             state.p_memory_dict[bucket.index()] = torch.empty(sum(m.rows * m.rank for m in found))
         return powerSGD_hook.powerSGD_hook(state, bucket)

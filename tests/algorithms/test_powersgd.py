@@ -36,7 +36,7 @@ def oracle(rounds: list[torch.Tensor], rank: int, seed: int = 0) -> list[torch.T
     count, rows, columns = rounds[0].shape
     segment = lay_out([Parameter("w", (rows, columns), (columns, 1))])
     (matrix,) = matrices(segment, rank, 1.0)
-    q = draw_columns(matrix, seed, 0).double().numpy()
+    q = draw_columns(matrix, seed, 0).double().numpy().T
     residual, found = np.zeros((count, rows, columns)), []
     for g in rounds:
         m = g.double().numpy() + residual
@@ -213,7 +213,7 @@ def test_only_what_factors_shorten_is_compressed() -> None:
 def test_columns_become_orthonormal_and_what_depends_on_others_zero(rows: int) -> None:
     factor = torch.randn(rows, 4, generator=torch.Generator().manual_seed(rows))
     factor[:, 3] = 2 * factor[:, 0] - factor[:, 1]
-    found = orthonormalise([factor])[0].double()
+    found = orthonormalise([factor.t()])[0].t().double()
     kept = min(rows, 3)
     gram = found.T @ found
     expected = torch.zeros(4, 4, dtype=torch.float64)
@@ -223,16 +223,16 @@ def test_columns_become_orthonormal_and_what_depends_on_others_zero(rows: int) -
     assert torch.allclose(along, factor.double(), rtol=0, atol=1e-5)
     spoilt = factor.clone()
     spoilt[0, 1] = torch.nan
-    assert bool(torch.isnan(orthonormalise([spoilt])[0][:, 1]).all())
+    assert bool(torch.isnan(orthonormalise([spoilt.t()])[0][1]).all())
     # Neither what is done beside it nor what spoils that changes a bit.
-    others = [torch.randn(n, 4, generator=torch.Generator().manual_seed(n)) for n in (rows + 1, max(1, rows - 1), 3)]
-    assert torch.equal(orthonormalise([others[0], spoilt, factor, *others])[2].double(), found)
+    others = [torch.randn(4, n, generator=torch.Generator().manual_seed(n)) for n in (rows + 1, max(1, rows - 1), 3)]
+    assert torch.equal(orthonormalise([others[0], spoilt.t(), factor.t(), *others])[2].t().double(), found)
 
 
 def test_a_product_is_added_column_by_column() -> None:
     left, right = (torch.randn(n, 3, generator=torch.Generator().manual_seed(n)) for n in (700, 300))
     out = torch.empty(700, 300)
-    multiply_out(left, right, out)
+    multiply_out(left.t(), right.t(), out)
     expected = left[:, :1] * right[:, 0]
     expected = expected + left[:, 1:2] * right[:, 1]
     expected = expected + left[:, 2:3] * right[:, 2]

@@ -59,36 +59,37 @@ def matrices(segments: Sequence[Segment], rank: int, least_saving: float) -> lis
 
 
 def draw_columns(matrix: Matrix, seed: int, round: int) -> torch.Tensor:
-    """Return ``[columns, rank]`` numbers, uniform in [-1, 1), the same on all ranks."""
+    """Return ``[rank, columns]`` numbers, uniform in [-1, 1), the same on all ranks."""
     numel = matrix.columns * matrix.rank
     groups = torch.arange(-(-numel // 80))
     key = torch.tensor(parameter_key(seed, matrix.segment.parameter.name, "factor"))
     drawn = uniform_integers(groups, key.expand(len(groups), 2), round, SHARED).reshape(-1)[:numel]
-    return ((drawn - (1 << 23)).to(torch.float32) / (1 << 23)).view(matrix.columns, matrix.rank)
+    return ((drawn - (1 << 23)).to(torch.float32) / (1 << 23)).view(matrix.rank, matrix.columns)
 
 
 def orthonormalise(factors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return columns with the same span, orthonormal, by the modified Gram-Schmidt process in float64.
+    """Return vectors with the same span, orthonormal, by the modified Gram-Schmidt process in float64.
 
-    A column that is a combination of those before, up to rounding, becomes zero. Sums are made by halves: elements i
-    and i + n/2 of n, a power of two with zeros behind the rows, are added until one is left. So bits depend on the
+    A vector that is a combination of those before, up to rounding, becomes zero. Sums are made by halves: elements i
+    and i + n/2 of n, a power of two with zeros behind a vector, are added until one is left. So bits depend on the
     factor alone: neither more zeros nor other factors beside it change any.
 
     Args:
-        factors: float32 ``[rows, rank]`` each; those of one rank, and rows up to one power of two, are done together.
+        factors: float32 ``[rank, length]`` each; those of one rank, and lengths up to one power of two, are done
+            together.
     """
     found: list[torch.Tensor] = [torch.empty(0)] * len(factors)
     alike: dict[tuple[int, int], list[int]] = {}
     for i, factor in enumerate(factors):
-        alike.setdefault((1 << max(0, len(factor) - 1).bit_length(), factor.shape[1]), []).append(i)
-    for (rows, rank), numbers in alike.items():
-        # Rows lie first, so that a half is one piece of memory; then columns, then factors.
-        q = torch.zeros(rows, rank, len(numbers), dtype=torch.float64)
+        alike.setdefault((1 << max(0, factor.shape[1] - 1).bit_length(), factor.shape[0]), []).append(i)
+    for (length, rank), numbers in alike.items():
+        # Places in a vector lie first, so that a half is one piece of memory; then vectors, then factors.
+        q = torch.zeros(length, rank, len(numbers), dtype=torch.float64)
         for place, i in enumerate(numbers):
-            q[: len(factors[i]), :, place] = factors[i]
+            q[: factors[i].shape[1], :, place] = factors[i].t()
         _gram_schmidt(q)
         for place, i in enumerate(numbers):
-            found[i] = q[: len(factors[i]), :, place].to(torch.float32).contiguous()
+            found[i] = q[: factors[i].shape[1], :, place].t().to(torch.float32).contiguous()
     return found
 
 
@@ -105,14 +106,17 @@ def _gram_schmidt(q: torch.Tensor) -> None:
 
 
 def multiply_out(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:
-    """Write ``left @ right.T`` into ``out``: products are added column by column, each rounded by itself."""
-    height = max(1, _PIECE // right.shape[0])
-    columns = [right[:, k].contiguous() for k in range(right.shape[1])]
-    for begin in range(0, left.shape[0], height):
-        part, rows = out[begin : begin + height], left[begin : begin + height]
-        torch.mul(rows[:, :1], columns[0], out=part)
-        for k in range(1, len(columns)):
-            part.add_(rows[:, k : k + 1] * columns[k])
+    """Write ``left.T @ right`` into ``out``: the vectors' products are added in order, each rounded by itself.
+
+    Args:
+        left, right: float32 ``[rank, rows]`` and ``[rank, columns]``.
+    """
+    height = max(1, _PIECE // right.shape[1])
+    for begin in range(0, left.shape[1], height):
+        part, rows = out[begin : begin + height], left[:, begin : begin + height, None]
+        torch.mul(rows[0], right[0], out=part)
+        for k in range(1, len(right)):
+            part.add_(rows[k] * right[k])
 
 
 def _sum(x: torch.Tensor) -> torch.Tensor:

@@ -145,9 +145,10 @@ class _FactorPlan(BucketPlan):
 
     def run(self, context: Context, flat: torch.Tensor, prepared: None) -> Exchange[Outcome]:
         ours = [m.of(flat) for m in self.matrices] if not flat.is_meta else []
+        # Factors lie vector by vector: so a library reads the matrix row by row, several times as fast.
         left = flat.new_empty(sum(s.numel for s in self.left))
         for part, m, values, factor in zip(_views(self.left, left), self.matrices, ours, self._held(context)):
-            torch.mm(values, factor, out=part.view(m.rows, m.rank))
+            torch.mm(factor, values.t(), out=part.view(m.rank, m.rows))
         if self.matrices:
             before = replace(context, workspace=context.workspace.part("left"), exchange=LEFT_EXCHANGE)
             yield from self._mean(before, left)
@@ -155,10 +156,10 @@ class _FactorPlan(BucketPlan):
         # Right factors lie before what is not compressed.
         right = flat.new_empty(self.factors + self.beside)
         bases = orthonormalise(
-            [p.view(m.rows, m.rank) for p, m, _ in zip(_views(self.left, left), self.matrices, ours)]
+            [p.view(m.rank, m.rows) for p, m, _ in zip(_views(self.left, left), self.matrices, ours)]
         )
         for part, m, values, basis in zip(_views(self.right, right), self.matrices, ours, bases):
-            torch.mm(values.t(), basis, out=part.view(m.columns, m.rank))
+            torch.mm(basis, values, out=part.view(m.rank, m.columns))
         beside = [flat[s.offset : s.offset + s.numel] for s in self.rest]
         if beside:
             torch.cat(beside, out=right[self.factors :])
@@ -169,7 +170,7 @@ class _FactorPlan(BucketPlan):
         if beside:
             torch._foreach_copy_(beside, list(right[self.factors :].split([len(b) for b in beside])))
         for part, m, values, basis in zip(_views(self.right, right), self.matrices, ours, bases):
-            multiply_out(basis, part.view(m.columns, m.rank), values)
+            multiply_out(basis, part.view(m.rank, m.columns), values)
         if self.matrices:
             context.memory.stage(FACTOR, self.right, replicated=True).copy_(right[: self.factors])
         finite = bool(torch.isfinite(right).all()) and bool(torch.isfinite(left).all())
@@ -193,7 +194,7 @@ class _FactorPlan(BucketPlan):
         if not self.matrices or context.workspace.device == "meta":
             return []
         held = context.memory.read(FACTOR, self.right, replicated=True)
-        factors = [part.view(m.columns, m.rank) for part, m in zip(_views(self.right, held), self.matrices)]
+        factors = [part.view(m.rank, m.columns) for part, m in zip(_views(self.right, held), self.matrices)]
         largest = torch.stack(torch._foreach_norm(factors, float("inf"))).tolist()
         return [
             f if most else draw_columns(m, self.setting.seed, context.round)
