@@ -254,7 +254,7 @@ def low_rank_lines() -> list[str]:
     lines = [
         "## Factors of a low rank, rotated blocks",
         "",
-        "`gradwire bench step --variant ... --cell-budget 12 --out benchmarks/results/step_low_rank.jsonl`; computing as usual,"
+        "`gradwire bench step --variant ... --cell-budget 11 --out benchmarks/results/step_low_rank.jsonl`; computing as usual,"
         f" milliseconds. {provenance(rows[0])}.",
         "",
         "| model | hosts | link | " + " | ".join(variants) + " |",

@@ -11,10 +11,10 @@ from gradwire.kernels.philox import uniform_integers
 from gradwire.seeds import SHARED, parameter_key
 from gradwire.segments import Parameter, Segment
 
-__all__ = ["Matrix", "draw_columns", "matrices", "multiply_out", "orthonormalise"]
+__all__ = ["Matrix", "draw_columns", "matrices", "multiply_out", "orthonormalise", "shape_of"]
 
 _VANISHED = 1e-6
-"""A column of which less than this is left, once its part along the earlier ones is taken away, is rounding alone."""
+"""A vector of which at most this share is left, once its part along the earlier ones is taken away, is rounding."""
 
 _PIECE = 1 << 16
 """Elements of a product that are made at a time, so that they stay in the cache."""
