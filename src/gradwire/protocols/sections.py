@@ -149,7 +149,7 @@ def two_shot_re_encoded(context: Context, tag: int, shares: Sequence[Share], fla
     told, arrived = _told(context, layout.write(mine[:, : layout.row_bytes], heads[rank], rows, rank, [EVERYONE]))
     gathered = yield AllGather(mine[0], space.get("down, received", world, width), told, arrived, last=True)
     for owner, (sections, layout, head) in enumerate(zip(downs, layouts, heads)):
-        row, came = gathered[owner : owner + 1, : layout.row_bytes], None
+        row = gathered[owner : owner + 1, : layout.row_bytes]
         came = None if arrived is None else arrived[owner : owner + 1]
         for section, part in zip(sections, layout.read(row, head, EVERYONE, came, first=owner)):
             summary = section.codec.remember(section.summary, flat, owners, False)

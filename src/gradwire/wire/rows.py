@@ -46,7 +46,8 @@ class Rows:
         """Fill payloads, row i for ``receivers[i]``, with row i of each body (``[rows, size]``); all of one length."""
         for section, body in zip(self.sections(rows), bodies):
             section.copy_(body)
-        rows[:, self.row_bytes - self.padding :] = 0
+        if self.padding:
+            rows[:, self.row_bytes - self.padding :] = 0
         seal_rows(rows, header, sender, receivers)
 
     def read(
