@@ -7,7 +7,7 @@ import torch
 
 import gradwire as gw
 from factors import COLUMNS, ROWS, link, step, workers
-from gradwire.algorithms.low_rank import matrices, multiply_out, orthonormalise, shape_of
+from gradwire.algorithms.low_rank import matrices, shape_of
 from gradwire.drivers import Meter, simulate_ranks
 from gradwire.kernels import get_kernels
 from gradwire.protocols import Context, Memory
@@ -39,7 +39,7 @@ def test_zeros_stay_zero_and_the_factor_is_drawn_anew(method: gw.Method) -> None
 @pytest.mark.parametrize("method", METHODS, ids=repr)
 @pytest.mark.parametrize("count", [3, 5, 7])
 def test_many_buckets_do_as_one(count: int, method: gw.Method) -> None:
-    """All ranks end with the same bits, and the layout changes no more than a library's rounding."""
+    """All ranks end with the same bits, which the layout does not change."""
     shapes = [(40, 30), (50,), (64, 100), (8, 75), (7, 2)]
     parameters = [Parameter(str(i), s, (s[1], 1) if len(s) > 1 else (1,)) for i, s in enumerate(shapes)]
     found = []
@@ -50,7 +50,7 @@ def test_many_buckets_do_as_one(count: int, method: gw.Method) -> None:
             for number, bucket in enumerate(buckets):
                 segments = lay_out(parameters[i] for i in bucket)
                 plan = make_plan(
-                    method, segments, kernels=get_kernels("meta"), world_size=count, collective="two_shot",
+                    method, segments, kernels=get_kernels("cpu"), world_size=count, collective="two_shot",
                     seed=0, chunk_numel=1 << 20,
                 )  # fmt: skip
                 rows = torch.cat([gradient(parameters[i], count, round) for i in bucket], 1)
@@ -63,7 +63,7 @@ def test_many_buckets_do_as_one(count: int, method: gw.Method) -> None:
                 memory.commit()
         found.append(totals)
     assert found[0].keys() == found[1].keys()
-    assert all(torch.allclose(found[0][key], found[1][key], rtol=0, atol=1e-5) for key in found[0])
+    assert all(torch.equal(found[0][key], found[1][key]) for key in found[0])
 
 
 def gradient(parameter: Parameter, count: int, round: int) -> torch.Tensor:
@@ -92,36 +92,6 @@ def test_only_what_factors_shorten_is_compressed() -> None:
     segments = lay_out(Parameter(str(i), s, (s[1], 1)) for i, s in enumerate([(10, 10), (100, 4), (64, 64), (1, 900)]))
     found = {rank: [m.segment.parameter.name for m in matrices(segments, rank, 2.0)] for rank in (1, 2, 8)}
     assert found == {1: ["0", "1", "2"], 2: ["0", "2"], 8: ["2"]}
-
-
-@pytest.mark.parametrize("rows", [1, 5, 64, 1000])
-def test_columns_become_orthonormal_and_what_depends_on_others_zero(rows: int) -> None:
-    factor = torch.randn(rows, 4, generator=torch.Generator().manual_seed(rows))
-    factor[:, 3] = 2 * factor[:, 0] - factor[:, 1]
-    found = orthonormalise([factor.t()])[0].t().double()
-    kept = min(rows, 3)
-    gram = found.T @ found
-    expected = torch.zeros(4, 4, dtype=torch.float64)
-    expected[:kept, :kept] = torch.eye(kept)
-    assert torch.allclose(gram, expected, rtol=0, atol=1e-6)
-    along = found @ (found.T @ factor.double())
-    assert torch.allclose(along, factor.double(), rtol=0, atol=1e-5)
-    spoilt = factor.clone()
-    spoilt[0, 1] = torch.nan
-    assert bool(torch.isnan(orthonormalise([spoilt.t()])[0][1]).all())
-    # Neither what is done beside it nor what spoils that changes a bit.
-    others = [torch.randn(4, n, generator=torch.Generator().manual_seed(n)) for n in (rows + 1, max(1, rows - 1), 3)]
-    assert torch.equal(orthonormalise([others[0], spoilt.t(), factor.t(), *others])[2].t().double(), found)
-
-
-def test_a_product_is_added_column_by_column() -> None:
-    left, right = (torch.randn(n, 3, generator=torch.Generator().manual_seed(n)) for n in (700, 300))
-    out = torch.empty(700, 300)
-    multiply_out(left.t(), right.t(), out)
-    expected = left[:, :1] * right[:, 0]
-    expected = expected + left[:, 1:2] * right[:, 1]
-    expected = expected + left[:, 2:3] * right[:, 2]
-    assert torch.equal(out, expected)
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ from typing import ClassVar
 
 import torch
 
-from gradwire.algorithms.factors import FactorPlan, LowRankAlgorithm
-from gradwire.algorithms.low_rank import multiply_out, orthonormalise, shape_of
+from gradwire.algorithms.factors import FactorPlan, LowRankAlgorithm, all_finite
+from gradwire.algorithms.low_rank import shape_of
 from gradwire.methods import Properties
 from gradwire.ops import Exchange
 from gradwire.protocols import Context, Outcome
@@ -79,7 +79,7 @@ class ACPSGD(LowRankAlgorithm):
     properties: ClassVar[Properties] = Properties(
         summary="One factor of each matrix a round, left and right ones in turns, with error feedback",
         paper="Zhang et al., ICDCS 2023",
-        bit_stable=False,
+        bit_stable=True,
         bits_per_element=32 * 2 * 1000 / 1e6,
         state="a residual per parameter and rank, two factors per parameter",
         stream="shared",
@@ -106,35 +106,34 @@ class _AlternatePlan(FactorPlan):
     """Factors of one side, with what is not compressed."""
 
     def run(self, context: Context, flat: torch.Tensor, prepared: None) -> Exchange[Outcome]:
-        even = context.round % 2 == 0
+        even, kernels, table = context.round % 2 == 0, self.setting.kernels, self.table
         (known, before), (side, kind) = ((self.right, RIGHT), (self.left, LEFT))[:: 1 if even else -1]
-        bases = orthonormalise(known.held(context, before, self.setting.seed))
         values = self.room(flat, side)
-        side.multiply(bases, flat, values)
+        factors = values[: side.numel]
+        basis = values
+        if not flat.is_meta:
+            basis = kernels.orthonormalise(known.held(context, before, self.setting.seed), table, known.name)
+            multiply = kernels.multiply_right if even else kernels.multiply_left
+            multiply(flat, table, basis, factors)
         own = values.clone() if context.wants_sent else None
         yield from self.mean(context, values, side)
         if flat.is_meta:
             return Outcome()
+
+        def product(of: torch.Tensor, out: torch.Tensor, weight: float | None) -> None:
+            left, right = (of, basis) if even else (basis, of)
+            kernels.multiply_out(left, right, table, out, weight)
+
         self.take_rest(flat, side, values)
-        for m, basis, factor in zip(self.matrices, bases, side.views(values)):
-            _multiply(basis, factor, even, m.of(flat))
+        product(factors, flat, None)
         if self.matrices:
             side.keep(context, kind, values)
-        finite = bool(torch.isfinite(values).all())
+        finite = all_finite(values)
         if own is None:
             return Outcome(finite)
 
         def sent(out: torch.Tensor, weight: float) -> None:
-            for m, basis, factor in zip(self.matrices, bases, side.views(own)):
-                product = torch.empty(m.rows, m.columns)
-                _multiply(basis, factor, even, product)
-                m.of(out).add_(product, alpha=weight)
+            product(own[: side.numel], out, weight)
             self.add_rest(own[side.numel :], weight, out)
 
         return Outcome(finite, sent)
-
-
-def _multiply(basis: torch.Tensor, factor: torch.Tensor, even: bool, out: torch.Tensor) -> None:
-    """Write the product of a basis, on the right in even rounds, and a factor into ``out``."""
-    left, right = (factor, basis) if even else (basis, factor)
-    multiply_out(left, right, out)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -10,7 +11,7 @@ import torch
 from gradwire.algorithms.error_feedback import ResidualAlgorithm, momentum_beside_residual
 from gradwire.algorithms.float_means import Beside, mean_of_floats
 from gradwire.algorithms.local_momentum import checked_momentum
-from gradwire.algorithms.low_rank import Matrix, draw_factor, matrices
+from gradwire.algorithms.low_rank import Matrix, draw_factor, matrices, matrix_table
 from gradwire.compressors import TernGrad
 from gradwire.methods import require
 from gradwire.ops import Exchange
@@ -19,7 +20,7 @@ from gradwire.protocols.bucket_plan import BucketPlan, PlanSetting
 from gradwire.protocols.pieces import join
 from gradwire.segments import Segment
 
-__all__ = ["DTYPES", "FactorPlan", "LowRankAlgorithm", "Side"]
+__all__ = ["DTYPES", "FactorPlan", "LowRankAlgorithm", "Side", "all_finite"]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """Of factors on the wire. Products of gradients leave the range of float16."""
@@ -37,7 +38,7 @@ class LowRankAlgorithm(ResidualAlgorithm):
 
     tag: ClassVar[int]
     collectives: ClassVar[tuple[str, ...]] = ("two_shot", "all_gather")
-    kernels: ClassVar[tuple[str, ...]] = ()
+    kernels: ClassVar[tuple[str, ...]] = ("low_rank",)
     unbiased: ClassVar[bool] = False
     unbiased_note: ClassVar[str | None] = "no; nothing is lost"
 
@@ -66,55 +67,53 @@ class LowRankAlgorithm(ResidualAlgorithm):
         return momentum_beside_residual(self, optimizer, 1.0)
 
 
+def all_finite(values: torch.Tensor) -> bool:
+    """Return whether all values are finite, of which there may be none."""
+    # A NaN is passed on by the maximum.
+    return not values.numel() or math.isfinite(float(values.abs().amax()))
+
+
 class Side:
     """The left factors of a bucket's matrices, or the right ones, one after the other.
 
-    Factors lie vector by vector, ``[rank, rows]`` or ``[rank, columns]``: so a library reads the matrix row by row,
-    several times as fast.
-
     Attributes:
-        segments: Where each factor lies, under its parameter's name.
+        name: "left" or "right".
+        segments: Where each factor lies, ``[rank, rows]`` or ``[rank, columns]``, under its parameter's name.
         numel: Numbers of all factors.
     """
 
-    def __init__(self, found: Sequence[Matrix], left: bool) -> None:
-        self._matrices, self._left = found, left
+    def __init__(self, found: Sequence[Matrix], name: str) -> None:
+        self._matrices, self.name = found, name
         self.segments: list[Segment] = []
         self.numel = 0
         for m in found:
-            numel = m.rank * (m.rows if left else m.columns)
+            numel = m.rank * (m.rows if name == "left" else m.columns)
             self.segments.append(Segment(m.segment.parameter, self.numel, 0, numel))
             self.numel += numel
+        vectors = [s.numel // m.rank for s, m in zip(self.segments, found) for _ in range(m.rank)]
+        self._lengths = torch.tensor(vectors, dtype=torch.int64)
 
-    def views(self, values: torch.Tensor) -> list[torch.Tensor]:
-        """View each factor, ``[rank, length]``."""
-        parts = (values[s.offset : s.offset + s.numel] for s in self.segments)
-        return [part.view(m.rank, -1) for part, m in zip(parts, self._matrices)]
-
-    def multiply(self, others: Sequence[torch.Tensor], flat: torch.Tensor, out: torch.Tensor) -> None:
-        """Write the products of the bucket's matrices and the other side's factors into ``out``."""
-        for m, other, part in zip(self._matrices, others, self.views(out)):
-            values = m.of(flat)
-            torch.mm(other, values.t() if self._left else values, out=part)
-
-    def held(self, context: Context, kind: str, seed: int) -> list[torch.Tensor]:
+    def held(self, context: Context, kind: str, seed: int) -> torch.Tensor:
         """Return the factors that are remembered; a vector that is zero is drawn.
 
         So are all of them at first and after a gradient of zeros, and those that depended on the others in the round
         before: it would stay zero.
         """
-        if not self._matrices or context.workspace.device == "meta":
-            return []
-        factors = self.views(context.memory.read(kind, self.segments, replicated=True))
-        largest = torch.stack(torch._foreach_norm([v for f in factors for v in f], float("inf"))).tolist()
-        at = 0
-        for i, (m, factor) in enumerate(zip(self._matrices, factors)):
-            zero = torch.tensor([most == 0 for most in largest[at : at + m.rank]])
+        held = context.memory.read(kind, self.segments, replicated=True)
+        if not self._matrices:
+            return held
+        nothing = torch.segment_reduce(held.abs(), "max", lengths=self._lengths) == 0
+        if not bool(nothing.any()):
+            return held
+        held, at = held.clone(), 0
+        for m, segment in zip(self._matrices, self.segments):
+            zero = nothing[at : at + m.rank]
             at += m.rank
             if bool(zero.any()):
+                factor = held[segment.offset : segment.offset + segment.numel].view(m.rank, -1)
                 drawn = draw_factor(m.segment.parameter.name, factor.shape[1], m.rank, seed, context.round)
-                factors[i] = torch.where(zero[:, None], drawn, factor)
-        return factors
+                factor.copy_(torch.where(zero[:, None], drawn, factor))
+        return held
 
     def keep(self, context: Context, kind: str, values: torch.Tensor) -> None:
         """Remember factors, from the end of the round on."""
@@ -126,6 +125,7 @@ class FactorPlan(BucketPlan):
 
     Attributes:
         matrices: The parameters that are compressed.
+        table: Where they lie, for the kernels.
         left, right: The sides of their factors.
         rest: All other segments.
     """
@@ -138,7 +138,8 @@ class FactorPlan(BucketPlan):
         whole = {m.segment for m in self.matrices}
         self.rest = [s for s in setting.segments if s not in whole and s.numel]
         self.runs = [join((m.segment.offset, m.segment.offset + m.segment.numel) for m in self.matrices)]
-        self.left, self.right = Side(self.matrices, left=True), Side(self.matrices, left=False)
+        self.table = matrix_table(self.matrices)
+        self.left, self.right = Side(self.matrices, "left"), Side(self.matrices, "right")
         self._beside = Beside(self.rest)
 
     def prepare(self, context: Context, flat: torch.Tensor) -> Exchange[None]:

@@ -7,9 +7,9 @@ from typing import ClassVar
 
 import torch
 
-from gradwire.algorithms.factors import DTYPES, FactorPlan, LowRankAlgorithm
+from gradwire.algorithms.factors import DTYPES, FactorPlan, LowRankAlgorithm, all_finite
 from gradwire.algorithms.float_means import first_of_two
-from gradwire.algorithms.low_rank import multiply_out, orthonormalise, shape_of
+from gradwire.algorithms.low_rank import shape_of
 from gradwire.methods import Properties, require
 from gradwire.ops import Exchange
 from gradwire.protocols import Context, Outcome
@@ -38,8 +38,7 @@ class PowerSGD(LowRankAlgorithm):
 
     A matrix has the outermost dimension in memory as rows and all others as columns. It is compressed where two factors
     have ``least_saving`` times fewer numbers; all else, vectors among it, travels in float32 beside the right factors.
-    Sums over workers, the Gram-Schmidt process and the product are made in a stated order, so that workers on unlike
-    machines end with the same bits; a worker's own products M Q and M^T P are its library's.
+    All sums are made in a stated order, so that the bits are the same on every machine and in every layout.
 
     Args:
         matrix_rank: Columns r of a factor.
@@ -76,7 +75,7 @@ class PowerSGD(LowRankAlgorithm):
     properties: ClassVar[Properties] = Properties(
         summary="Matrices as products of two factors of a low rank, with error feedback",
         paper="Vogels et al., PowerSGD, NeurIPS 2019",
-        bit_stable=False,
+        bit_stable=True,
         bits_per_element=32 * 2 * 2000 / 1e6,
         state="a residual per parameter and rank, a factor per parameter",
         stream="shared",
@@ -107,34 +106,33 @@ class _PowerPlan(FactorPlan):
     """Left factors, then right ones with what is not compressed."""
 
     def run(self, context: Context, flat: torch.Tensor, prepared: None) -> Exchange[Outcome]:
-        held = self.right.held(context, FACTOR, self.setting.seed)
-        left = flat.new_empty(self.left.numel)
+        kernels, table = self.setting.kernels, self.table
+        left, right = flat.new_empty(self.left.numel), self.room(flat, self.right)
+        factors = right[: self.right.numel]
         if not flat.is_meta:
-            self.left.multiply(held, flat, left)
+            kernels.multiply_right(flat, table, self.right.held(context, FACTOR, self.setting.seed), left)
         if self.matrices:
             yield from self.mean(first_of_two(context), left, self.left)
 
-        right = self.room(flat, self.right)
-        bases = [] if flat.is_meta else orthonormalise(self.left.views(left))
-        self.right.multiply(bases, flat, right)
+        basis = left if flat.is_meta else kernels.orthonormalise(left, table, "left")
+        if not flat.is_meta:
+            kernels.multiply_left(flat, table, basis, factors)
         own = right[self.right.numel :].clone() if context.wants_sent else None
         yield from self.mean(context, right, self.right)
         if flat.is_meta:
             return Outcome()
         self.take_rest(flat, self.right, right)
-        for m, basis, part in zip(self.matrices, bases, self.right.views(right)):
-            multiply_out(basis, part, m.of(flat))
+        kernels.multiply_out(basis, factors, table, flat)
         if self.matrices:
             self.right.keep(context, FACTOR, right)
-        finite = bool(torch.isfinite(right).all()) and bool(torch.isfinite(left).all())
+        finite = all_finite(right) and all_finite(left)
         if own is None:
             return Outcome(finite)
 
         def sent(out: torch.Tensor, weight: float) -> None:
             # What a worker contributed to a matrix is the product itself, as in the paper: only the mean of the
-            # residuals decides what comes of them. It is what the bucket still holds when this is asked.
-            for m in self.matrices:
-                m.of(out).add_(m.of(flat), alpha=weight)
+            # residuals decides what comes of them.
+            kernels.multiply_out(basis, factors, table, out, weight)
             self.add_rest(own, weight, out)
 
         return Outcome(finite, sent)

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from gradwire.algorithms.low_rank import multiply_out, shape_of
+from gradwire.algorithms.low_rank import shape_of
 from gradwire.codecs import Codec, Draw, SparseSummary, Summary, probabilities
 from gradwire.errors import PayloadError
+from gradwire.kernels import MatrixTable
 from gradwire.kernels.philox import uniform_integers
 from gradwire.seeds import parameter_key
 from gradwire.segments import Segment
@@ -39,6 +40,7 @@ class SingularCodec(Codec):
     def __init__(
         self, kernels: Kernels, segments: Sequence[Segment], world_size: int, seed: int, *, budget: float
     ) -> None:
+        self._kernels = kernels
         self.segments, self.world_size, self.budget = list(segments), world_size, budget
         self.shapes = [shape_of(s.parameter) for s in segments]
         self.keys = [parameter_key(seed, s.parameter.name, "atoms") for s in segments]
@@ -98,9 +100,8 @@ class SingularCodec(Codec):
         numbers = row[4 : 4 + 2 * len(self.segments)].clone().view(torch.uint16).to(torch.int32).tolist()
         at, finite = self._begin, True
         for segment, (rows, columns), count, most in zip(self.segments, self.shapes, numbers, self.most):
-            target = flat[segment.offset : segment.offset + segment.numel].view(rows, columns)
             if count == SPOILT:
-                target.fill_(torch.inf)
+                flat[segment.offset : segment.offset + segment.numel] = torch.inf
                 finite = False
                 continue
             size = 4 * count * (rows + columns)
@@ -108,10 +109,8 @@ class SingularCodec(Codec):
                 raise PayloadError(f"{count} atoms of {segment.parameter.name} where at most {most} are sent")
             if count:
                 values = row[at : at + size].clone().view(torch.float32)
-                left, right = values[: count * rows].view(count, rows), values[count * rows :].view(count, columns)
-                product = torch.empty(rows, columns)
-                multiply_out(left, right, product)
-                target.add_(product, alpha=weight)
+                table = MatrixTable([segment.offset], [rows], [columns], [count])
+                self._kernels.multiply_out(values[: count * rows], values[count * rows :], table, flat, weight)
                 finite = finite and bool(torch.isfinite(values).all())
             at += size
         if at != int(row[:4].clone().view(torch.int32)):

@@ -60,7 +60,7 @@ class SpectralATOMO(Algorithm):
     cut: ClassVar[int] = 1 << 40
     share_cut: ClassVar[int] = 1 << 40
     collectives: ClassVar[tuple[str, ...]] = ("all_gather",)
-    kernels: ClassVar[tuple[str, ...]] = ()
+    kernels: ClassVar[tuple[str, ...]] = ("low_rank",)
     unbiased: ClassVar[bool] = True
     properties: ClassVar[Properties] = Properties(
         summary="Pairs of singular vectors kept at random with the probabilities of the least variance",

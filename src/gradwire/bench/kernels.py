@@ -17,7 +17,7 @@ import torch
 
 from gradwire.bench.coders import CODER_GOALS, bench_coder_choices, bench_coders
 from gradwire.bench.methods import bench_methods
-from gradwire.bench.sparse import SPARSE_GOALS, bench_sparse
+from gradwire.bench.sparse import SPARSE_GOALS, bench_low_rank, bench_sparse
 from gradwire.bench.timing import Bench
 from gradwire.experiments.machine import hardware, versions
 from gradwire.kernels import Kernels, SegmentTable, checksum, chosen, get_kernels, inverse_scale, packed_bytes
@@ -207,6 +207,7 @@ def measure_kernels(
         bench_checksum(bench, elements)
         bench_coders(bench, kernels, elements)
         bench_sparse(bench, kernels, elements)
+        bench_low_rank(bench, kernels, elements)
         bench_methods(bench, kernels, elements)
         if backend == "auto":
             bench_choices(bench)

@@ -1,16 +1,17 @@
-"""Rows of the kernel benchmark for sparse methods: selection of elements, and positions as bits."""
+"""Rows of the kernel benchmark for sparse methods and methods of a low rank."""
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
 import numpy as np
 import torch
 
 from gradwire.bench.timing import Bench
-from gradwire.kernels import Kernels, SegmentTable, index_bytes
+from gradwire.kernels import Kernels, MatrixTable, SegmentTable, index_bytes
 
-__all__ = ["SPARSE_GOALS", "bench_sparse"]
+__all__ = ["SPARSE_GOALS", "bench_low_rank", "bench_sparse"]
 
 SPARSE_GOALS = {
     "select 0.001": 0.70,
@@ -21,6 +22,7 @@ SPARSE_GOALS = {
 
 DENSITIES = (0.001, 0.01, 0.1)
 BLOCK, KEPT = 4096, 64
+RANK = 2
 SLOW_ELEMENTS = 100_000  # for the reference, which is there to be read
 
 
@@ -67,3 +69,25 @@ def _bench_formats(bench: Bench, kernels: Kernels, index: torch.Tensor, numel: i
         bench.run(f"{format} encode", "density 0.01", numel, encode)
         decode = partial(kernels.decode_indices, packed, format, parameter, len(index), numel, back)
         bench.run(f"{format} decode", "density 0.01", numel, decode)
+
+
+def bench_low_rank(bench: Bench, kernels: Kernels, elements: int) -> None:
+    """Time products of one square matrix and factors of rank 2 beside those of the library."""
+    side = math.isqrt(min(elements, SLOW_ELEMENTS) if kernels.name == "reference" else elements)
+    if kernels.name == "meta" or not side:
+        return
+    case, numel = f"{side} x {side}", side * side
+    x = torch.randn(numel, generator=torch.Generator().manual_seed(0))
+    table = MatrixTable([0], [side], [side], [RANK])
+    left, right = torch.ones(RANK * side), torch.ones(RANK * side)
+    bench.run("matrix by right factor", case, numel, partial(kernels.multiply_right, x, table, right, left))
+    bench.run("left factor by matrix", case, numel, partial(kernels.multiply_left, x, table, left, right))
+    matrix, p, q = x.view(side, side), left.view(RANK, side), right.view(RANK, side)
+    bench.run("torch.mm, right factor", case, numel, partial(torch.mm, q, matrix.t(), out=p))
+    bench.run("torch.mm, left factor", case, numel, partial(torch.mm, p, matrix, out=q))
+    left.fill_(1.0)
+    right.fill_(1.0)
+    out = torch.empty(numel)
+    bench.run("product of factors", case, numel, partial(kernels.multiply_out, left, right, table, out))
+    bench.run("product of factors, added", case, numel, partial(kernels.multiply_out, left, right, table, out, -1.0))
+    bench.run("orthonormal vectors", case, RANK * side, partial(kernels.orthonormalise, left, table, "left"))

@@ -16,6 +16,7 @@ from gradwire.kernels.lattice.operations import dither_shifts
 from gradwire.kernels.levels.blocks import WHOLE, BlockTable
 from gradwire.kernels.levels.grid import Grid
 from gradwire.kernels.levels.operations import packed_groups, summed
+from gradwire.kernels.low_rank.matrices import MatrixTable
 from gradwire.kernels.moments.operations import Moments
 from gradwire.kernels.natural.operations import natural_bytes, natural_sign_bytes
 from gradwire.kernels.packing.layout import (
@@ -55,6 +56,7 @@ __all__ = [
     "Grid",
     "IndexFormat",
     "Kernels",
+    "MatrixTable",
     "Moments",
     "RotationTable",
     "RunTable",

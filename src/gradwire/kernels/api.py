@@ -16,7 +16,19 @@ from gradwire.kernels.self_test import SELF_TESTS
 
 __all__ = ["FAMILIES", "Backend", "Kernels", "known_families"]
 
-FAMILIES = ("moments", "ternary", "levels", "natural", "lattice", "signs", "rotation", "selection", "indices", "sketch")
+FAMILIES = (
+    "moments",
+    "ternary",
+    "levels",
+    "natural",
+    "lattice",
+    "signs",
+    "rotation",
+    "selection",
+    "indices",
+    "sketch",
+    "low_rank",
+)
 """Families of kernels; a method names those that it calls, and each is compiled when it is first needed."""
 
 

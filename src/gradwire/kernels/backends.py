@@ -58,7 +58,7 @@ class CompiledLoops:
     def family(self, name: str) -> Family:
         if name not in self._families:
             loops = import_module(f"gradwire.kernels.{name}.loops")
-            self._families[name] = getattr(loops, f"{name.capitalize()}Loops")(self._simd, self._threads)
+            self._families[name] = getattr(loops, f"{name.title().replace('_', '')}Loops")(self._simd, self._threads)
         return self._families[name]
 
 

@@ -3,6 +3,7 @@
 from gradwire.kernels.indices.operations import IndexOperations
 from gradwire.kernels.lattice.operations import LatticeOperations
 from gradwire.kernels.levels.operations import LevelOperations
+from gradwire.kernels.low_rank.operations import LowRankOperations
 from gradwire.kernels.moments.operations import MomentOperations
 from gradwire.kernels.natural.operations import NaturalOperations
 from gradwire.kernels.rotation.operations import RotationOperations
@@ -25,6 +26,7 @@ class Operations(
     SelectionOperations,
     IndexOperations,
     SketchOperations,
+    LowRankOperations,
 ):
     """Arithmetic on blocks and bits. Every backend gives the same bits; ``reference`` defines them.
 

@@ -12,6 +12,7 @@ from gradwire.kernels.lattice.operations import dither_shifts
 from gradwire.kernels.levels.blocks import BlockTable
 from gradwire.kernels.levels.grid import Grid
 from gradwire.kernels.levels.operations import packed_groups, summed
+from gradwire.kernels.low_rank.matrices import MatrixTable
 from gradwire.kernels.natural.operations import natural_bytes
 from gradwire.kernels.operations import Operations
 from gradwire.kernels.packing.layout import digit_layout, packed_bytes
@@ -176,6 +177,24 @@ def _sketch(kernels: Operations, size: int = 1) -> list[torch.Tensor]:
     return results
 
 
+def _low_rank(kernels: Operations, size: int = 1) -> list[torch.Tensor]:
+    x, rank = _case(size)[0], 3 if size == 1 else 2
+    wide = 37 if size == 1 else 512
+    shapes = [(NUMEL * size // (2 * wide), wide), (13, 8)]
+    (rows, columns), small = shapes
+    offset, ranks = [1, 2 + rows * columns], [min(rank, rows, columns), 2]
+    table = MatrixTable(offset, [rows, small[0]], [columns, small[1]], ranks)
+    right, left = torch.cos(torch.arange(float(table.right_numel))), torch.empty(table.left_numel)
+    kernels.multiply_right(x, table, right, left)
+    basis = kernels.orthonormalise(left, table, "left")
+    kernels.multiply_left(x, table, basis, right)
+    product = x.clone()
+    kernels.multiply_out(basis, right, table, product)
+    results = [left, basis, right.clone(), product.clone(), kernels.orthonormalise(right, table, "right")]
+    kernels.multiply_out(basis, right, table, product, -0.5)
+    return [*results, product]
+
+
 SELF_TESTS: dict[str, Callable[..., list[torch.Tensor]]] = {
     "moments": _moments,
     "ternary": _ternary,
@@ -187,6 +206,7 @@ SELF_TESTS: dict[str, Callable[..., list[torch.Tensor]]] = {
     "selection": _selection,
     "indices": _indices,
     "sketch": _sketch,
+    "low_rank": _low_rank,
 }
 """By family; each runs all operations of its family, on ``NUMEL * size`` elements where a second argument says so."""
 

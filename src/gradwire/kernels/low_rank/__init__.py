@@ -1,0 +1,1 @@
+"""Products of matrices and thin factors, and orthonormal factors."""
