@@ -429,6 +429,29 @@ TABLE: dict[str, list[Case]] = {
             amplifies=True,
         ),
     ],
+    "scheduled": [
+        Case(gw.Scheduled(), gather(0.25 * (32 + 3.3)), error=1.0, constants=False, coded=True),
+        # The shared tests stay in the first of these stages,
+        Case(
+            gw.Scheduled(compressor=gw.QSGDinf(), field="levels", start=1, schedule="linear", rounds=100_000),
+            gather(1.6 + 32 / 512),
+            variance=levels(range(2), 512, "max"),
+        ),
+        # and go through all of those.
+        Case(
+            gw.Scheduled(
+                compressor=gw.ErrorFeedback(compressor=gw.TopK(density=0.01)),
+                start=(0.5, 0.1),
+                schedule="step",
+                rounds=3,
+            ),
+            gather(0.1 * (32 + 4.75)),
+            error=1.0,
+            constants=False,
+            coded=True,
+            memory=True,
+        ),
+    ],
     "coded": [
         Case(gw.Coded(), lambda n: 1.74 * 0.75 * n, *ternary(2.5), coded=True),
         Case(

@@ -40,6 +40,7 @@ from gradwire.compressors.top_k import TopK
 from gradwire.methods import Method
 from gradwire.wrappers.coded import Coded
 from gradwire.wrappers.rotated import Rotated
+from gradwire.wrappers.scheduled import Scheduled
 
 __all__ = [
     "ACPSGD",
@@ -80,6 +81,7 @@ __all__ = [
     "Rotated",
     "SIDCo",
     "ScaledSign",
+    "Scheduled",
     "SignSGD",
     "Signum",
     "SketchedSGD",
@@ -135,6 +137,7 @@ METHODS: tuple[type[Method], ...] = (
     DGC,
     SIDCo,
     SketchedSGD,
+    Scheduled,
 )
 """Every method of the package; adding one adds a line here."""
 

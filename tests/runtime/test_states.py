@@ -138,6 +138,7 @@ REMEMBERING = [
         "AMQ()",
         "AMQN()",
         "Coded(compressor=ErrorFeedback())",
+        "Scheduled(compressor=ErrorFeedback(compressor=TopK()), rounds=4)",
     )
 ]
 

@@ -148,7 +148,8 @@ class DGC(Algorithm):
     def plan(self, setting: PlanSetting) -> BucketPlan:
         stages = [*(self.warmup_densities if self.warmup_rounds else ()), self.density]
         plans = [self._stage(setting, density) for density in stages]
-        return self._clipped(plans[0] if len(plans) == 1 else ScheduledPlan(plans, self.warmup_rounds), setting)
+        first = [i * self.warmup_rounds for i in range(len(plans))]
+        return self._clipped(plans[0] if len(plans) == 1 else ScheduledPlan(plans, first), setting)
 
     def warm_up_plan(self, setting: PlanSetting) -> BucketPlan:
         return self._clipped(self._with_momentum(super().warm_up_plan(setting), setting, masked=False), setting)

@@ -17,6 +17,9 @@ from gradwire.protocols import Context, Memory, Workspace
 from gradwire.protocols.bucket_plan import BucketPlan
 from gradwire.wire import pretend_senders
 
+LATE_ROUND = 1 << 40
+"""In the last stage of every schedule."""
+
 __all__ = ["LocalProfiler", "Stage", "profile_locally"]
 
 T = TypeVar("T")
@@ -55,7 +58,7 @@ class LocalProfiler:
     def __init__(self, plan: BucketPlan, flat: torch.Tensor, world_size: int) -> None:
         self._plan, self._flat, self._world_size = plan, flat, world_size
         self._spaces, self._memory = [Workspace() for _ in range(plan.chunks + 1)], Memory()
-        self._work, self._round = torch.empty_like(flat), 0
+        self._work, self._round = torch.empty_like(flat), LATE_ROUND
 
     def play(self) -> list[list[Stage]]:
         """Run a round with one torch thread, as a worker does: with more, a cast waits for the pool.
