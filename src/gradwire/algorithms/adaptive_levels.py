@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
@@ -17,7 +17,7 @@ from gradwire.kernels import Grid
 from gradwire.methods import Properties, require
 from gradwire.ops import Exchange
 from gradwire.protocols import Context, gathered_values
-from gradwire.protocols.bucket_plan import Algorithm, BucketPlan, PlanSetting, SectionPlan
+from gradwire.protocols.bucket_plan import Algorithm, BucketPlan, PlanSetting, Prepared, SectionPlan
 from gradwire.segments import Segment
 
 if TYPE_CHECKING:
@@ -115,9 +115,9 @@ class _Fitted(SectionPlan):
         super().__init__(method, setting)
         self._method = method
 
-    def prepare(self, context: Context, flat: torch.Tensor) -> Exchange[Any]:
+    def prepare(self, context: Context, flat: torch.Tensor) -> Exchange[Prepared]:
         if not isinstance(self.codec, LevelCodec):
-            return None
+            return []
         summary = self.codec.summarise(flat)
         levels, purpose = context.memory.value("levels"), context.memory.value("levels_of")
         if purpose is None or not torch.equal(purpose, self._method.purpose):
@@ -135,7 +135,7 @@ class _Fitted(SectionPlan):
             context.memory.stage_value("levels_of", self._method.purpose)
         if levels is not None:
             summary = replace(summary, grid=Grid.ordered(levels.tolist()))
-        return summary, None
+        return [(summary, None)]
 
     def _fit(self, context: Context, mine: torch.Tensor, before: Sequence[float] | None) -> Exchange[torch.Tensor]:
         """Gather all workers' statistics, and return the levels that rank 0 fits to them.

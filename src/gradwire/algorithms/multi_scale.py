@@ -150,14 +150,14 @@ class _MultiScalePlan(SectionPlan):
 
     def run(self, context: Context, flat: torch.Tensor, prepared: Any) -> Exchange[Outcome]:
         chunk, runs = self._chunks[context.chunk].whole, self.runs[context.chunk]
-        if chunk is None or not isinstance(chunk.compressed, SharedLevelCodec):
+        if chunk is None or not chunk.compressed:
             return (yield from super().run(context, flat, prepared))
-        summary, shared = prepared
+        (bound,), ((summary, shared),) = chunk.compressed, prepared
         numel = sum(b - a for a, b in runs)
         steps = torch.empty(numel, dtype=torch.uint8, device=flat.device)
         if not flat.is_meta:
             limit = context.workspace.get("limit", 4 * numel).view(torch.float32)
-            chunk.compressed.spread(summary.select(chunk.index, shared), limit)
+            bound.codec.spread(summary.select(bound.index, shared), limit)
             at = 0
             for where, part in self._in_pieces(context, steps):
                 self._count(flat[where].abs(), limit[at : at + len(part)], part)

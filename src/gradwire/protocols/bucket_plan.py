@@ -7,13 +7,13 @@ A plan is made once for a bucket's layout and used every round. A driver runs :m
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
 
 import torch
 
-from gradwire.codecs import Codec, DenseCodec, NoSummary, SummableCodec
+from gradwire.codecs import Codec, DenseCodec, NoSummary, SummableCodec, Summary
 from gradwire.compressors import FP32, Cast, Compressor
 from gradwire.errors import IncompatibleError
 from gradwire.methods import Method
@@ -34,7 +34,7 @@ from gradwire.segments import Segment, divide
 if TYPE_CHECKING:
     from gradwire.kernels import Coder, Kernels
 
-__all__ = ["DENSE_TAG", "Algorithm", "BucketPlan", "PlanSetting", "SectionPlan", "make_plan"]
+__all__ = ["DENSE_TAG", "Algorithm", "BucketPlan", "PlanSetting", "Prepared", "SectionPlan", "make_plan"]
 
 DENSE_TAG = 127
 """Wire tag of payloads that hold nothing but float32, as in warm-up rounds."""
@@ -244,23 +244,35 @@ class CastPlan(BucketPlan):
         return all_reduce(context, flat, dtype or flat.dtype, segments)
 
 
-@dataclass(frozen=True, eq=False)
-class _Part:
-    """Codecs of a chunk, or of a rank's share of it.
+Prepared: TypeAlias = Sequence[tuple[Summary, torch.Tensor | None]]
+"""Of each operator, the summary of whole parameters, and the maximum over ranks of what they share."""
 
-    ``index`` tells which of the bucket's compressed segments its own belong to.
+
+@dataclass(frozen=True, eq=False)
+class Bound:
+    """The codec of what an operator compresses of a chunk, or of a rank's share of it.
+
+    ``operator`` is the operator's number, and ``index`` tells which of its segments in the bucket each piece is of.
     """
 
-    compressed: Any | None
+    codec: Any
+    operator: int
     index: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class _Part:
+    """Codecs of a chunk, or of a rank's share of it."""
+
+    compressed: Sequence[Bound]
     dense: DenseCodec | None
 
-    def sections(self, prepared: Any) -> list[Section]:
+    def sections(self, prepared: Prepared) -> list[Section]:
         """Return the codecs with the summaries of this round."""
         found = []
-        if self.compressed is not None:
-            summary, shared = prepared
-            found.append(Section(self.compressed, summary.select(self.index, shared)))
+        for bound in self.compressed:
+            summary, shared = prepared[bound.operator]
+            found.append(Section(bound.codec, summary.select(bound.index, shared)))
         if self.dense is not None:
             found.append(Section(self.dense, NoSummary()))
         return found
@@ -278,35 +290,58 @@ class SectionPlan(BucketPlan):
     """A compressor's section and a dense one, by two-shot or all-gather.
 
     Where codes do not add up, two-shot cuts each chunk into a share a rank, and its owner encodes the mean once more.
+
+    Args:
+        method: Compresses all segments that are not dense.
+        setting: Of the bucket.
+        others: By the name of a parameter, an operator in the place of ``method``, with its tag and cuts. Each operator
+            that any parameter of a chunk has is a section, in the order in which the bucket first has them.
+
+    Attributes:
+        codecs: Of each operator, bound to all that it compresses of the bucket.
     """
 
-    def __init__(self, method: Operator, setting: PlanSetting) -> None:
+    def __init__(self, method: Operator, setting: PlanSetting, others: Mapping[str, Operator] | None = None) -> None:
         self.method, self.setting, self.collective = method, setting, setting.collective
+        others, ours_of = others or {}, dict[Operator, list[Segment]]()
         compressed, _ = divide(setting.segments)
+        for s in compressed:
+            ours_of.setdefault(others.get(s.parameter.name, method), []).append(s)
+        self._operators = list(ours_of)
         self.tag = method.tag if compressed else DENSE_TAG
-        self.codec = self._bind(compressed, setting.world_size) if compressed else None
-        re_encodes = self.collective == "two_shot" and not isinstance(self.codec, SummableCodec | None)
+        self.codecs = [self._bind(i, ours, setting.world_size) for i, ours in enumerate(ours_of.values())]
+        re_encodes = self.collective == "two_shot" and not all(isinstance(c, SummableCodec) for c in self.codecs)
         self.grain = method.share_cut if re_encodes else method.cut
-        position = {s: i for i, s in enumerate(compressed)}
+        position = {s: (i, j) for i, ours in enumerate(ours_of.values()) for j, s in enumerate(ours)}
         self._chunks = []
         self.runs = []
         for pieces in cut([s for s in setting.segments if s.numel], setting.chunk_numel, self.grain):
             ours = [(piece, position[whole]) for piece, whole in pieces if not piece.dense]
-            rest = [(piece, 0) for piece, _ in pieces if piece.dense]
+            rest = [(piece, (0, 0)) for piece, _ in pieces if piece.dense]
             self._chunks.append(self._shared_out(ours, rest) if re_encodes else _Chunk(self._part(ours, rest)))
             self.runs.append(join((p.offset, p.offset + p.numel) for p, _ in ours))
         self.chunks = len(self._chunks)
 
-    def _bind(self, segments: Sequence[Segment], world_size: int) -> Codec:
-        return self.method.codec(self.setting.kernels, segments, world_size, self.setting.seed)
+    @property
+    def codec(self) -> Codec | None:
+        """The codec of the whole bucket where there is one operator; None where nothing is compressed."""
+        return self.codecs[0] if self.codecs else None
+
+    def _bind(self, operator: int, segments: Sequence[Segment], world_size: int) -> Codec:
+        return self._operators[operator].codec(self.setting.kernels, segments, world_size, self.setting.seed)
 
     def _part(self, ours: Pieces, rest: Pieces, world_size: int | None = None) -> _Part:
         world_size = world_size or self.setting.world_size
-        codec = self._bind([p for p, _ in ours], world_size) if ours else None
-        if codec is not None and self.setting.coder is not None:
-            codec.use_coder(self.setting.coder)
-        index = torch.tensor([i for _, i in ours], dtype=torch.int64)
-        return _Part(codec, index, DenseCodec([p for p, _ in rest], world_size) if rest else None)
+        bound = []
+        for operator in range(len(self._operators)):
+            own = [(p, i) for p, (of, i) in ours if of == operator]
+            if not own:
+                continue
+            codec = self._bind(operator, [p for p, _ in own], world_size)
+            if self.setting.coder is not None:
+                codec.use_coder(self.setting.coder)
+            bound.append(Bound(codec, operator, torch.tensor([i for _, i in own], dtype=torch.int64)))
+        return _Part(bound, DenseCodec([p for p, _ in rest], world_size) if rest else None)
 
     def _shared_out(self, ours: Pieces, rest: Pieces) -> _Chunk:
         world_size = self.setting.world_size
@@ -314,14 +349,14 @@ class SectionPlan(BucketPlan):
         # One who encodes the mean is the only worker of it.
         return _Chunk(None, [(self._part(*part), self._part(*part, world_size=1)) for part in parts])
 
-    def prepare(self, context: Context, flat: torch.Tensor) -> Exchange[Any]:
-        if self.codec is None:
-            return None
-        summary = self.codec.summarise(flat)
-        shared = None if summary.shared is None else (yield Reduce(summary.shared.clone(), "max"))
-        return summary, shared
+    def prepare(self, context: Context, flat: torch.Tensor) -> Exchange[Prepared]:
+        found = []
+        for codec in self.codecs:
+            summary = codec.summarise(flat)
+            found.append((summary, None if summary.shared is None else (yield Reduce(summary.shared.clone(), "max"))))
+        return found
 
-    def run(self, context: Context, flat: torch.Tensor, prepared: Any) -> Exchange[Outcome]:
+    def run(self, context: Context, flat: torch.Tensor, prepared: Prepared) -> Exchange[Outcome]:
         chunk = self._chunks[context.chunk]
         if chunk.whole is not None:
             return PROTOCOLS[self.collective](context, self.tag, chunk.whole.sections(prepared), flat)

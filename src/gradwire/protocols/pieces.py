@@ -10,8 +10,9 @@ from gradwire.segments import Segment
 
 __all__ = ["Pieces", "cut", "join", "share_out"]
 
-Pieces: TypeAlias = Sequence[tuple[Segment, int]]
-"""Pieces of segments, each with a mark that stands beside all that it is cut into: the number of its segment."""
+Pieces: TypeAlias = Sequence[tuple[Segment, tuple[int, int]]]
+"""Pieces of segments, each with a mark that stands beside all that it is cut into: the number of its operator, and that
+of its segment among the operator's."""
 
 
 def join(runs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -51,7 +52,7 @@ def cut(segments: Sequence[Segment], chunk_numel: int, grain: int) -> list[list[
 def share_out(pieces: Pieces, ranks: int, grain: int) -> list[Pieces]:
     """Cut pieces into a run for each rank, about equally long, at multiples of ``grain`` in the parameter."""
     total, done = sum(piece.numel for piece, _ in pieces), 0
-    shares: list[list[tuple[Segment, int]]] = [[] for _ in range(ranks)]
+    shares: list[list[tuple[Segment, tuple[int, int]]]] = [[] for _ in range(ranks)]
     for piece, mark in pieces:
         at = 0
         while at < piece.numel:
