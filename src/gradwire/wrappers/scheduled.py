@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar
-
-import torch
+from typing import ClassVar
 
 from gradwire.compressors import Compressor, TopK
-from gradwire.errors import HyperparameterError, IncompatibleError
+from gradwire.errors import IncompatibleError
 from gradwire.methods import Inherited, Method, Properties, require
 from gradwire.protocols.bucket_plan import Algorithm, BucketPlan, PlanSetting
-from gradwire.segments import Parameter
+from gradwire.wrappers.dial import Dialled, is_number
 from gradwire.wrappers.schedule import CURVES, ScheduledPlan, first_rounds, points_of
-from gradwire.wrappers.wrapper import Wrapper
 
 __all__ = ["MOST_STAGES", "Scheduled"]
 
@@ -26,28 +22,9 @@ MOST_STAGES = 64
 
 STEP = "step"
 
-ALIKE = (
-    "collectives",
-    "re_encoding",
-    "cut",
-    "share_cut",
-    "whole_step",
-    "joined",
-    "direction",
-    "owns_momentum",
-    "needs_loss_scale",
-    "needs_optimizer",
-    "remembers",
-    "min_numel",
-)
-"""What the link asks of a method once, for all rounds."""
-
-PROBE = Parameter("(probe)", (1 << 12, 1 << 12), (1 << 12, 1))
-"""A matrix that is larger than any dial."""
-
 
 @dataclass(frozen=True, kw_only=True)
-class Scheduled(Wrapper):
+class Scheduled(Dialled):
     r"""Any method with a dial, such as a density or a number of bits, that changes with the round.
 
     The dial goes from ``start`` to the value that ``compressor`` holds, which it has from round T = ``rounds`` on. With
@@ -93,7 +70,7 @@ class Scheduled(Wrapper):
 
     Reference: Y. Lin, S. Han, H. Mao, Y. Wang, W. J. Dally, "Deep Gradient Compression", ICLR 2018, section 3.3;
     J. Cervino, M. A. Turja, H. Mostafa, N. Himayat, A. Ribeiro, "Distributed Training of Large Graph Neural Networks
-    with Variable Communication Rates", 2024, section 4.
+    with Variable Communication Rates", 2024.
 
     Example:
         >>> import torch, gradwire as gw
@@ -136,15 +113,14 @@ class Scheduled(Wrapper):
         step = self.schedule == STEP
         known = (*CURVES, STEP)
         require(self.schedule in known, "Scheduled", f"schedule is one of {known}, not {self.schedule!r}")
-        require(isinstance(self.field, str), "Scheduled", f"field is the name of a field, not {self.field!r}")
-        end = self._dial
-        require(_number(self.rounds) and self.rounds > 0, "Scheduled", f"rounds is above 0, not {self.rounds!r}")
+        end = self.dial
+        require(is_number(self.rounds) and self.rounds > 0, "Scheduled", f"rounds is above 0, not {self.rounds!r}")
         if step:
-            listed = isinstance(start, tuple | list) and bool(start) and all(_number(value) for value in start)
+            listed = isinstance(start, tuple | list) and bool(start) and all(is_number(value) for value in start)
             require(listed, "Scheduled", f"start is a tuple of values for schedule='step', not {start!r}")
             object.__setattr__(self, "start", tuple(start))  # type: ignore[arg-type]
         else:
-            require(_number(start), "Scheduled", f"start is a number for schedule={self.schedule!r}, not {start!r}")
+            require(is_number(start), "Scheduled", f"start is a number for schedule={self.schedule!r}, not {start!r}")
             needs_sign = self.schedule in ("exponential", "reciprocal")
             require(
                 not needs_sign or start * end > 0,  # type: ignore[operator]
@@ -158,104 +134,30 @@ class Scheduled(Wrapper):
         told = f"as many as start has values, {given}" if given else f"1 to {MOST_STAGES}"
         require(fits, "Scheduled", f"stages is {told}, and at most rounds={self.rounds!r}, not {count!r}")
         object.__setattr__(self, "stages", count)
-        self._check_stages()
-
-    @property
-    def _dial(self) -> float:
-        """Find the last value of the dial."""
-        value = getattr(_holder(self.compressor, self.field), self.field)
-        require(
-            _number(value), "Scheduled", f"{self.field}={value!r} of {self.compressor!r} is no number to begin with"
-        )
-        return value  # type: ignore[no-any-return]
+        self.check_variants()
 
     @cached_property
     def stage_methods(self) -> tuple[tuple[int, Method], ...]:
         """The first round of each stage, and its method; equal values one after the other are one stage."""
-        end, rounds, count = self._dial, self.rounds, int(self.stages or 1)
+        end, rounds, count = self.dial, self.rounds, int(self.stages or 1)
         if isinstance(self.start, tuple):
             values = list(self.start)
         else:
             values = points_of(self.schedule, self.start, end, rounds, count)
-        whole = "float" not in _fields(_holder(self.compressor, self.field))[self.field]
         found: list[tuple[int, Method]] = []
         for first, value in zip(first_rounds(rounds, count), [*values, end]):
-            method = _turned(self.compressor, self.field, math.floor(value + 0.5) if whole else value)
+            method = self.turned(value)
             if not found or found[-1][1] != method:
                 found.append((first, method))
         return tuple(found)
 
-    def _check_stages(self) -> None:
-        last = self.compressor
-        for _, method in self.stage_methods:
-            at = f"{self.field}={getattr(_holder(method, self.field), self.field)!r}"
-            for name in ALIKE:
-                ours, theirs = getattr(method, name), getattr(last, name)
-                require(
-                    ours == theirs,
-                    "Scheduled",
-                    f"with {at}, {last!r} has {name}={ours!r}, and not {theirs!r} as at the end",
-                )
-            for kind in last.remembers:
-                sizes = [m.remembered_numel(kind, PROBE) for m in (method, last)]
-                require(
-                    sizes[0] == sizes[1],
-                    "Scheduled",
-                    f"with {at}, {last!r} keeps a {kind} of another size than at the end, so that it could not go on "
-                    f"from stage to stage; schedule another field than {self.field!r}",
-                )
-
     @property
-    def _methods(self) -> list[Method]:
+    def variants(self) -> list[Method]:
+        """The method of each stage."""
         return [method for _, method in self.stage_methods]
 
-    @property
-    def unbiased(self) -> bool:  # type: ignore[override]
-        """Whether the method is with all values of the dial."""
-        return all(method.unbiased for method in self._methods)
-
-    @property
-    def kernels(self) -> tuple[str, ...]:  # type: ignore[override]
-        """Those of all stages."""
-        return tuple(dict.fromkeys(family for method in self._methods for family in method.kernels))
-
-    @property
-    def open_coders(self) -> tuple[str, ...]:  # type: ignore[override]
-        """Those of the method."""
-        return self.compressor.open_coders if isinstance(self.compressor, Algorithm) else ()
-
-    def with_coder(self, coder: str) -> Algorithm:
-        inner = self.compressor
-        return replace(self, compressor=inner.with_coder(coder)) if isinstance(inner, Algorithm) else self
-
-    @property
-    def omega_formula(self) -> str | None:  # type: ignore[override]
-        """That of the method, where it has one with all values."""
-        return None if self.omega is None else _of_worst(self.compressor.omega_formula)
-
-    @property
-    def delta_formula(self) -> str | None:
-        """That of the method, where it has one with all values."""
-        return None if self.delta is None else _of_worst(self.compressor.delta_formula)
-
-    def omega_of(self, numel: int | None = None) -> float | None:
-        return _all_known([method.omega_of(numel) for method in self._methods], max)
-
-    def delta_of(self, numel: int | None = None) -> float | None:
-        return _all_known([method.delta_of(numel) for method in self._methods], min)
-
-    def usual_delta_of(self, numel: int | None = None) -> float | None:
-        return _all_known([method.usual_delta_of(numel) for method in self._methods], min)
-
-    def remembered_numel(self, kind: str, parameter: Parameter) -> int:
-        return self.compressor.remembered_numel(kind, parameter)
-
-    def caution(self, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> str | None:
-        told = (method.caution(optimizer, parameters) for method in reversed(self._methods))
-        return next((sentence for sentence in told if sentence is not None), None)
-
     def plan(self, setting: PlanSetting) -> BucketPlan:
-        plans = [setting.plan(method) for method in self._methods]
+        plans = [setting.plan(method) for method in self.variants]
         try:
             return ScheduledPlan(plans, [first for first, _ in self.stage_methods])
         except ValueError as error:
@@ -263,42 +165,3 @@ class Scheduled(Wrapper):
                 f"{self!r}: {error}, since what is compressed, or how it is cut, depends on {self.field!r}: schedule "
                 "another field"
             ) from None
-
-
-def _number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _fields(method: Method) -> dict[str, str]:
-    """Map the names of a method's fields to their types, as they are written."""
-    return {f.name: str(f.type) for f in dataclasses.fields(method)}
-
-
-def _holder(method: Method, name: str) -> Method:
-    """Find the outermost method with a field of that name, among one and those that it is around."""
-    inner: object = method
-    while isinstance(inner, Method):
-        if name in _fields(inner):
-            return inner
-        inner = getattr(inner, "compressor", None)
-    raise HyperparameterError(f"Scheduled: {method!r} has no field {name!r}")
-
-
-def _turned(method: Method, name: str, value: float) -> Method:
-    """Return a method with its dial at another value.
-
-    Raises:
-        HyperparameterError: it does not take that value.
-    """
-    if name in _fields(method):
-        return replace(method, **{name: value})
-    inner: Method = method.compressor  # type: ignore[attr-defined]
-    return replace(method, compressor=_turned(inner, name, value))  # type: ignore[call-arg]
-
-
-def _all_known(found: list[float | None], worst: Any) -> float | None:
-    return None if None in found else worst(found)
-
-
-def _of_worst(formula: str | None) -> str | None:
-    return None if formula is None else f"{formula}, of the worst stage"
