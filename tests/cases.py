@@ -452,6 +452,24 @@ TABLE: dict[str, list[Case]] = {
             memory=True,
         ),
     ],
+    "l_greco": [
+        Case(gw.LGreCo(), gather(4 + 32 / 512), variance=levels(range(8), 512, "max")),
+        Case(
+            gw.LGreCo(compressor=gw.TopK(density=0.1), field="density", values=(0.01, 0.03, 0.3), every=1),
+            gather(0.1 * (32 + 4.75)),
+            error=0.9,
+            constants=False,
+            coded=True,
+            memory=True,
+        ),
+        # With one layer the uniform value is the one with the fewest bytes.
+        Case(
+            gw.LGreCo(compressor=gw.QSGD(levels=5, block_size=64), values=(2, 17), every=1),
+            gather(32 / 9 + 32 / 64),
+            variance=levels(range(6), 64, "l2"),
+            constants=False,
+        ),
+    ],
     "coded": [
         Case(gw.Coded(), lambda n: 1.74 * 0.75 * n, *ternary(2.5), coded=True),
         Case(

@@ -13,6 +13,7 @@ from gradwire.algorithms.ef_signsgd import EFSignSGD
 from gradwire.algorithms.error_feedback import ErrorFeedback
 from gradwire.algorithms.grandk import GRandK
 from gradwire.algorithms.gtopk import GTopK
+from gradwire.algorithms.l_greco import LGreCo
 from gradwire.algorithms.multi_scale import MultiScale
 from gradwire.algorithms.onebit import OneBit
 from gradwire.algorithms.powersgd import PowerSGD
@@ -67,6 +68,7 @@ __all__ = [
     "ErrorFeedback",
     "GRandK",
     "GTopK",
+    "LGreCo",
     "Lattice",
     "MethodInfo",
     "MultiScale",
@@ -138,6 +140,7 @@ METHODS: tuple[type[Method], ...] = (
     SIDCo,
     SketchedSGD,
     Scheduled,
+    LGreCo,
 )
 """Every method of the package; adding one adds a line here."""
 

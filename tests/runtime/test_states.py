@@ -138,6 +138,9 @@ REMEMBERING = [
         "AMQ()",
         "AMQN()",
         "Coded(compressor=ErrorFeedback())",
+        "l_greco",
+        "LGreCo(every=1)",
+        "ErrorFeedback(compressor=LGreCo(compressor=TopK(), field='density', values=(0.1,), every=2))",
         "Scheduled(compressor=ErrorFeedback(compressor=TopK()), rounds=4)",
     )
 ]

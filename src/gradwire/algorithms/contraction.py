@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from gradwire.algorithms.l_greco import LGreCo
 from gradwire.algorithms.multi_scale import MultiScale
 from gradwire.algorithms.rand_k import RandK
 from gradwire.compressors import Cast, Compressor
@@ -30,7 +31,7 @@ def check_contraction(owner: str, inner: Method, consequence: str, unseen: str) 
         f"{inner!r} multiplies what it keeps by d/k, and with it the residual's error: it diverges; use rescale=False",
     )
     require(
-        isinstance(inner, Compressor | MultiScale | RandK | Rotated),
+        isinstance(inner, Compressor | MultiScale | RandK | Rotated | LGreCo),
         owner,
         f"compressor is an operator on one vector, such as QSGDinf(block_size=256), not {inner!r}"
         + (f": the backend sums in sixteen bits, and {unseen} sees what that loses" * isinstance(inner, Cast)),

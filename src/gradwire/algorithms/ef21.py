@@ -114,8 +114,8 @@ class EF21(ShiftAlgorithm, Wrapper):
 
     @property
     def remembers(self) -> tuple[str, ...]:  # type: ignore[override]
-        """The estimates, and the momentum where there is one."""
-        return (*SHIFTS, "momentum") if self.momentum else SHIFTS
+        """The estimates, the momentum where there is one, and what the compressor remembers."""
+        return (*SHIFTS, *(("momentum",) if self.momentum else ()), *self.compressor.remembers)
 
     def plan(self, setting: PlanSetting) -> BucketPlan:
         return self._after_momentum(self.differences(setting, 1.0), setting)

@@ -84,8 +84,8 @@ class ErrorFeedback(ResidualAlgorithm, Wrapper):
     residual grows without bound, so it is refused.
 
     Args:
-        compressor: The method C: an operator on one vector, :class:`Rotated` around one, :class:`MultiScale`,
-            :class:`RandK`, or :class:`GRandK`.
+        compressor: The method C: an operator on one vector, :class:`Rotated` or :class:`LGreCo` around one,
+            :class:`MultiScale`, :class:`RandK`, or :class:`GRandK`.
         momentum: At least 0 and below 1; above 0 the optimizer must have none.
 
     Raises:
@@ -136,6 +136,11 @@ class ErrorFeedback(ResidualAlgorithm, Wrapper):
             )
             return
         check_contraction(owner, inner, "so its residual may grow without bound", "no residual")
+
+    @property
+    def remembers(self) -> tuple[str, ...]:  # type: ignore[override]
+        """What every residual algorithm remembers, and what the compressor does."""
+        return (*super().remembers, *self.compressor.remembers)
 
     def caution(self, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> str | None:
         inner = self.compressor
