@@ -125,9 +125,10 @@ def test_a_layer_has_the_outcome_of_its_operator_alone(inner: gw.Method, field: 
 def test_ranks_choose_alike_whatever_each_of_them_sees() -> None:
     """4: plans that share nothing but what they tell each other."""
     segments = lay_out(Parameter(name, (n,), (1,)) for name, n in SIZES.items())
+    method = gw.LGreCo(every=1, values=(1, 3, 15, 31))
     plans = [
         make_plan(
-            gw.LGreCo(every=1, values=(1, 3, 15)),
+            method,
             segments,
             kernels=get_kernels("reference"),
             world_size=3,
@@ -138,9 +139,14 @@ def test_ranks_choose_alike_whatever_each_of_them_sees() -> None:
         for _ in range(3)
     ]
     memories, g = [Memory() for _ in range(3)], gradients(3)
-    # Rank 2 alone would choose otherwise.
-    g[2, : SIZES["wide"]] *= 1e-3
-    g[2, -SIZES["small"] :] *= 1e4
+    # Each has a layer of its own that is large, so that each alone would choose otherwise.
+    for row, layer in zip(g, range(3)):
+        row.split(list(SIZES.values()))[layer].mul_((10, 300, 1000)[layer])
+    alone = []
+    for row in g:
+        link = linked(method, 1)
+        link.reduce_(row[None].clone())
+        alone.append(chosen(link))
     contexts = [Context(r, 3, 0, memory=memory) for r, memory in enumerate(memories)]
     simulate_ranks([p.whole(c, row) for p, c, row in zip(plans, contexts, g)], [Meter() for _ in range(3)])
     for memory in memories:
@@ -148,6 +154,8 @@ def test_ranks_choose_alike_whatever_each_of_them_sees() -> None:
     dials = [{k: float(v) for k, v in memory.state()["global"].items()} for memory in memories]
     assert len(dials[0]) == 3
     assert dials[0] == dials[1] == dials[2]
+    together = {key.removeprefix("dial/"): dial for key, dial in dials[0].items()}
+    assert all(choice != together for choice in alone)
     assert torch.equal(g[0], g[1])
     assert torch.equal(g[0], g[2])
 
@@ -238,14 +246,16 @@ def test_candidates_are_tried_with_draws_of_their_own() -> None:
     )
     g = gradients(1)
     tried = plan._errors(Context(0, 1, 0, memory=Memory()), g[0].clone())
-    names = sorted(SIZES)
+    names, alike = sorted(SIZES), 0
     for i, operator in enumerate(method.variants):
         mean = linked(operator, 1, collective="all_gather").reduce_(g.clone())
         for name, got, given in zip(SIZES, mean.split(list(SIZES.values())), g[0].split(list(SIZES.values()))):
             found, sent = float(tried[names.index(name), i]), float((got - given).double().square().sum())
-            assert found != sent
             # Of the same law: sums of 500 squares and more, in blocks of unlike scales.
             assert found == pytest.approx(sent, rel=0.5)
+            alike += found == pytest.approx(sent, rel=1e-3)
+    # Of the same draws all twelve would agree to the last digits of float32; by chance one in forty comes so close.
+    assert alike <= 2
 
 
 def test_gradients_of_a_scaled_loss_are_added_up_unscaled() -> None:
@@ -290,6 +300,28 @@ def linked_bytes(method: gw.Method, round: int) -> int:
         chunk_numel=1 << 20,
     )
     return dry_run(plan, sum(SIZES.values()), 3, round).sent_bytes
+
+
+def trained_on_real_ranks() -> tuple[dict[str, float | None], list[float]]:
+    like = [(name, torch.nn.Parameter(torch.zeros(n))) for name, n in SIZES.items()]
+    link, mean = gw.Link(like, sparse(every=2), min_numel=0), []
+    for round in range(3):
+        row = gradients(3, seed=round)[link.rank]
+        for (_, p), part in zip(like, row.split(list(SIZES.values()))):
+            p.grad = part.clone()
+        link.reduce_()
+        mean = torch.cat([p.grad for _, p in like if p.grad is not None]).tolist()
+    shown = {name: row.get("dial") for name, row in link.diagnostics()["parameters"].items()}
+    link.close()
+    return shown, mean
+
+
+@pytest.mark.ranks
+def test_people_see_the_choice_in_force_of_real_ranks(three_ranks: Any) -> None:
+    simulated = linked(sparse(every=2))
+    for round in range(3):
+        mean = simulated.reduce_(gradients(3, seed=round))
+    assert three_ranks(trained_on_real_ranks) == [(chosen(simulated), mean.tolist())] * 3
 
 
 @pytest.mark.parametrize(

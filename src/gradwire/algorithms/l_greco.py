@@ -58,7 +58,8 @@ class LGreCo(Dialled):
     (:class:`Coded`) is not weighed. Candidates are tried with draws of their own, so that a choice says nothing of the
     errors to come, and an unbiased operator stays unbiased.
 
-    ``link.state_dict()["global"]`` holds "dial/NAME" of each parameter for which a choice was made.
+    ``link.diagnostics()`` shows the value in force as ``dial`` of each parameter; ``link.state_dict()["global"]`` holds
+    it under "dial/NAME".
 
     **Memory.** One float32 vector for every parameter and rank, unscaled under automatic mixed precision, and one
     number a parameter, the same on all ranks; a round with a non-finite value changes none.

@@ -247,7 +247,8 @@ class Link:
         Returns:
             ``parameters``: by name, ``relative_error`` and ``cosine`` of what this rank sent against its gradient, and
             ``gradient_norm``, at the last measured round (every 100th), and ``residual_norm``, of the residual that it
-            keeps now, where the method keeps one. Norms are of unscaled gradients, and where the method applies
+            keeps now, where the method keeps one; ``dial``, the value in force, where the method chooses one for each
+            parameter (``l_greco``). Norms are of unscaled gradients, and where the method applies
             momentum before compression, of that instead. ``skipped_rounds``: rounds with a non-finite value somewhere,
             where the method looks. ``encode_s``, ``wire_s``, ``decode_s``: seconds this rank's lanes spent so far.
 
@@ -260,6 +261,9 @@ class Link:
             residual = runtime.memory.norm("residual", name)
             if residual is not None:
                 row["residual_norm"] = residual
+            dial = runtime.memory.value(f"dial/{name}")
+            if dial is not None:
+                row["dial"] = float(dial)
         counts = {"rounds": runtime.round, "skipped_rounds": runtime.skipped_rounds}
         return {"parameters": rows, **counts, **runtime.seconds()}
 
