@@ -19,7 +19,7 @@ from gradwire.registry import METHODS
 PACKAGE = Path(gradwire.__file__).parent
 ROOT = Path(__file__).parent.parent
 
-LEAVES = {"digests", "errors", "seeds", "segments", "methods", "ops", "version"}
+LEAVES = {"digests", "errors", "link_cost", "seeds", "segments", "methods", "ops", "version"}
 METHODS_OF = LEAVES | {"optim", "kernels", "wire", "codecs", "compressors"}
 LAYERS = {
     "errors": set(),
@@ -27,6 +27,7 @@ LAYERS = {
     "seeds": set(),
     "version": set(),
     "segments": set(),
+    "link_cost": {"errors"},
     "ops": set(),
     "processes": set(),
     "forking": {"errors"},
@@ -47,7 +48,18 @@ LAYERS = {
     "model": LEAVES | {"kernels", "spec", "auto", "drivers", "planning"},
     "runtime": METHODS_OF | {"protocols", "spec", "auto", "drivers", "planning", "model"},
     "adapters": LEAVES | {"planning", "runtime"},
-    "__init__": {"adapters", "auto", "drivers", "errors", "methods", "optim", "registry", "spec", "version"},
+    "__init__": {
+        "adapters",
+        "auto",
+        "drivers",
+        "errors",
+        "link_cost",
+        "methods",
+        "optim",
+        "registry",
+        "spec",
+        "version",
+    },
     # Above the public interface: these build on `import gradwire`, and on a few parts of the library by name.
     "lab": {"errors", "processes"},
     "report": {"errors", "version"},

@@ -13,6 +13,7 @@ from gradwire.errors import (
     PayloadError,
     RankMismatchError,
 )
+from gradwire.link_cost import LinkCost
 from gradwire.methods import Method, Properties
 from gradwire.optim import L1, Box, ProximalSGD
 from gradwire.registry import *  # noqa: F403
@@ -29,6 +30,7 @@ __all__ = [
     "GradwireError",
     "HyperparameterError",
     "IncompatibleError",
+    "LinkCost",
     "Method",
     "PayloadError",
     "Properties",

@@ -67,6 +67,11 @@ class Auto(Method):
         """All candidates'."""
         return tuple(dict.fromkeys(name for spec in self.candidates for name in method(spec).kernels))
 
+    @property
+    def needs_link_cost(self) -> bool:  # type: ignore[override]
+        """Whether a candidate does."""
+        return any(method(spec).needs_link_cost for spec in self.candidates)
+
 
 def not_comparable(one: Method) -> str | None:
     """Explain why the time of a step alone cannot tell whether a method is better than others; None where it can."""

@@ -129,6 +129,12 @@ class Method:
     needs_optimizer: ClassVar[bool] = False
     """Whether it also acts on the steps of an optimizer."""
 
+    needs_link_cost: ClassVar[bool] = False
+    """Whether its codecs must be told what a message costs on the link: :class:`gradwire.LinkCost`."""
+
+    gauges: ClassVar[tuple[str, ...]] = ()
+    """Numbers that it reports of every round on every rank, as :meth:`gradwire.Link.gauges` returns them."""
+
     def remembered_numel(self, kind: str, parameter: Parameter) -> int:
         """Return how many numbers of a kind in :attr:`remembers` it keeps of a parameter: by default one an element."""
         return parameter.numel

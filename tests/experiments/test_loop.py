@@ -59,6 +59,9 @@ class Scripted:
         taken = len(self.steps)
         return gw.Traffic(sent_bytes=100 * taken, received_bytes=50 * taken, dense_bytes=400 * taken, elements=taken)
 
+    def gauges(self) -> list[dict[str, float]]:
+        return []
+
     def record(self) -> dict[str, Any]:
         return {"taken": len(self.steps)}
 

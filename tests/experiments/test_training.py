@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import statistics
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -70,6 +71,66 @@ def test_rows_have_all_fields_and_bytes_grow(tmp_path: Path, listener: Listener)
     assert config["link"]["backend"]
     assert config["world_size"] == 4
     assert (folder / "report.html").stat().st_size > 1000
+
+
+THRESHOLD = replace(PLAN, method="Threshold(threshold=0.005)")
+
+
+def gauges_of(folder: Path) -> list[dict[str, dict[str, float]]]:
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert all("gauges" in row for row in rows if row["event"] == "train")
+    assert all(tuple(row) == ROW_FIELDS for row in rows if row["event"] == "eval")
+    return [row["gauges"] for row in rows if row["event"] == "train"]
+
+
+def test_rows_tell_what_the_method_reports_of_their_steps(
+    tmp_path: Path, listener: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[float] = []
+    told = SimulatedEngine.gauges
+
+    def noted(self: SimulatedEngine) -> list[dict[str, float]]:
+        found = told(self)
+        seen.extend(gauges["density"] for gauges in found)
+        return found
+
+    monkeypatch.setattr(SimulatedEngine, "gauges", noted)
+    rows = gauges_of(run.train(THRESHOLD, listener, folder=tmp_path / "a"))
+    assert len(seen) == 12 * THRESHOLD.workers
+    assert len(rows) == 3
+    for i, row in enumerate(rows):
+        part = seen[16 * i : 16 * i + 16]
+        assert row["density"]["mean"] == pytest.approx(statistics.fmean(part))
+        # Sums of squares lose digits to the square of the mean.
+        assert row["density"]["deviation"] == pytest.approx(statistics.pstdev(part), rel=1e-6)
+        assert 0 < row["density"]["deviation"] < row["density"]["mean"] < 1
+
+
+def test_reports_of_a_continued_run_are_those_of_the_whole(
+    tmp_path: Path, listener: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checkpoint of step 5 lies between the rows of steps 4 and 8."""
+    whole = run.train(THRESHOLD, listener, folder=tmp_path / "whole")
+    real = SimulatedEngine.backward
+
+    def interrupted(self: SimulatedEngine, step: int) -> float:
+        if step == 6:
+            raise TrainingError("power went off")
+        return real(self, step)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(SimulatedEngine, "backward", interrupted)
+        with pytest.raises(TrainingError, match="power"):
+            run.train(THRESHOLD, listener, folder=tmp_path / "half")
+    assert checkpoint_steps(tmp_path / "half") == [5]
+    assert gauges_of(run.resume(tmp_path / "half", listener)) == gauges_of(whole)
+
+
+def test_simulated_workers_have_no_link_to_measure(tmp_path: Path, listener: Listener) -> None:
+    plan = replace(PLAN, method="CAT(fixed_bytes=None)")
+    with pytest.raises(UsageError, match="simulated workers have none"):
+        run.train(plan, listener, folder=tmp_path / "a")
+    assert not (tmp_path / "a").exists()
 
 
 def test_two_halves_make_the_whole(tmp_path: Path, listener: Listener) -> None:

@@ -48,6 +48,19 @@ def test_a_resumed_run_ends_in_the_bits_of_one_that_never_stopped(tmp_path: Path
     check_ends(simulated, half)
 
 
+def test_real_workers_report_what_simulated_ones_do(tmp_path: Path) -> None:
+    plan, rows = replace(PLAN, workers=2, method="Threshold(threshold=0.005)"), []
+    for simulate in (True, False):
+        folder = run.train(replace(plan, simulate=simulate), Listener(), folder=tmp_path / str(simulate))
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        rows.append([row["gauges"]["density"] for row in lines if row["event"] == "train"])
+    simulated, real = rows
+    assert len(real) == len(simulated) == 2
+    for one, other in zip(real, simulated):
+        # Means over ranks are divided before and after they are added up.
+        assert one == pytest.approx(other, rel=1e-9)
+
+
 def check_ends(*folders: Path) -> None:
     """Check that runs end with the same numbers."""
     ends = [json.loads((f / "metrics.jsonl").read_text().splitlines()[-1]) for f in folders]

@@ -15,9 +15,13 @@ def write_run(
     accuracies: tuple[float, ...] = (0.1, 0.8, 0.9),
     step_time_s: float = 0.010,
     sent_bytes: int = 3000,
+    gauges: tuple[str, ...] = (),
     **config: Any,
 ) -> Path:
-    """Write a run of ten steps between evaluations; each step would send 300 bytes at float32."""
+    """Write a run of ten steps between evaluations; each step would send 300 bytes at float32.
+
+    Gauges rise by a quarter from row to row, from a quarter on, with a deviation of an eighth.
+    """
     folder.mkdir(parents=True)
     record: dict[str, Any] = {
         "method": method,
@@ -38,13 +42,15 @@ def write_run(
     with (folder / "metrics.jsonl").open("w") as file:
         for i, accuracy in enumerate(accuracies):
             if i:
-                file.write(row(i, "train", None, step_time_s, sent_bytes))
+                file.write(row(i, "train", None, step_time_s, sent_bytes, gauges))
             file.write(row(i, "eval", accuracy, step_time_s, sent_bytes))
     return folder
 
 
-def row(i: int, event: str, accuracy: float | None, step_time_s: float, sent_bytes: int) -> str:
-    content = {
+def row(
+    i: int, event: str, accuracy: float | None, step_time_s: float, sent_bytes: int, gauges: tuple[str, ...] = ()
+) -> str:
+    content: dict[str, Any] = {
         "step": 10 * i,
         "event": event,
         "loss": 2.0 / (1 + i),
@@ -56,4 +62,6 @@ def row(i: int, event: str, accuracy: float | None, step_time_s: float, sent_byt
         "dense_bytes": i * 3000,
         "bits_per_element": 32.0 * sent_bytes / 3000 if i else None,
     }
+    if gauges:
+        content["gauges"] = {name: {"mean": i / 4, "deviation": 1 / 8} for name in gauges}
     return json.dumps(content) + "\n"

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from gradwire.errors import IncompatibleError
 from gradwire.report import load_runs
-from gradwire.report.figures import AXES, draw, lowest_accuracy, spans_decades
+from gradwire.report.figures import AXES, draw, gauge_figure, lowest_accuracy, spans_decades
 from gradwire.report.scaling import draw_scaling
 from gradwire.report.steps import draw_steps
 
@@ -103,6 +103,26 @@ def test_progress_is_drawn_against_steps_seconds_and_megabytes(tmp_path: Path) -
         train = panel.get_lines()[0]
         assert list(train.get_ydata()) == pytest.approx([1.0, 2 / 3]), "training losses are drawn behind"
     assert not expected
+
+
+def test_what_methods_report_is_drawn_by_step_with_a_band(tmp_path: Path, drawn: list[Figure]) -> None:
+    runs = load_runs(
+        [
+            write_run(tmp_path / "a"),
+            write_run(tmp_path / "b", name="sidco", gauges=("density",)),
+            write_run(tmp_path / "c", name="cat", gauges=("elements", "density")),
+        ]
+    )
+    assert gauge_figure(runs[:1]) is None
+    with pytest.raises(ValueError, match="substring"):  # nothing was written where the figure's text is looked for
+        gauge_figure(runs)
+    density, elements = drawn[0].axes
+    assert (density.get_ylabel(), elements.get_ylabel()) == ("density", "elements")
+    assert lines(density) == {name: [(10, 0.25), (20, 0.5)] for name in ("sidco", "cat")}
+    assert lines(elements) == {"cat": [(10, 0.25), (20, 0.5)]}
+    (band,) = elements.collections
+    low, high = (sorted({float(y) for x, y in band.get_paths()[0].vertices if x == at}) for at in (10, 20))
+    assert (low, high) == ([0.125, 0.375], [0.375, 0.625])
 
 
 def test_on_a_logarithmic_axis_what_sent_nothing_yet_is_left_out(tmp_path: Path) -> None:

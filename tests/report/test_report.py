@@ -17,6 +17,7 @@ from matplotlib.figure import Figure
 
 from gradwire.report import ReportError, load_runs, summarize, write_report
 from gradwire.report.figures import scale_bytes
+from gradwire.report.page import render
 from gradwire.report.verdict import bytes_text, rate_text, seconds_text, verdict, verdicts
 
 TERNGRAD = "TernGrad(clip=2.5)"
@@ -260,6 +261,25 @@ def test_the_coder_that_ran_and_why_is_among_the_facts(tmp_path: Path) -> None:
     text = write_report([ended, other], tmp_path / "page.html").read_text()
     assert "huffman (the least time): rans 2.2 ms, huffman 0.5 ms" in text
     assert "encode_decode_s" not in text
+
+
+def test_what_methods_report_is_shown_and_described(tmp_path: Path) -> None:
+    plain, telling = write_run(tmp_path / "a"), write_run(tmp_path / "b", name="cat", gauges=("elements",))
+    page = render(load_runs([plain, telling]))
+    assert "What the methods report" in page
+    assert 'aria-label="elements by step"' in page
+    assert "0.375 on average, 0.25 to 0.5 from row to row, deviation 0.125 between steps" in page
+    assert "<dt>elements (fp32)</dt><dd>–</dd>" in page
+    assert "What the methods report" not in render(load_runs([plain]))
+
+
+@pytest.mark.parametrize("gauges", [3, {"elements": 3}, {"elements": {"mean": 1.0}}, {"elements": {"mean": "1"}}])
+def test_gauges_that_are_none_are_refused(tmp_path: Path, gauges: object) -> None:
+    folder = write_run(tmp_path / "a")
+    first, *_ = (folder / "metrics.jsonl").read_text().splitlines()
+    (folder / "metrics.jsonl").write_text(json.dumps({**json.loads(first), "gauges": gauges}) + "\n")
+    with pytest.raises(ReportError, match="line 1 is not a row of metrics: gauges are wrong"):
+        load_runs([folder])
 
 
 def test_what_auto_took_is_said_and_a_trial_that_did_not_end_too(tmp_path: Path) -> None:

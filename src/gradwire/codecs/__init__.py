@@ -12,6 +12,7 @@ from gradwire.codecs.base import (
     SummableCodec,
     Summary,
     check_workers,
+    unread,
 )
 from gradwire.codecs.bounded_support import BoundedSupportCodec
 from gradwire.codecs.cast import CastCodec
@@ -91,6 +92,7 @@ __all__ = [
     "kept_magnitude",
     "probabilities",
     "sign_table",
+    "unread",
     "usable",
     "zero_throughout",
 ]

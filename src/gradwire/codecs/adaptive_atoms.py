@@ -10,6 +10,7 @@ import torch
 
 from gradwire.codecs.atom_elements import AtomElementCodec
 from gradwire.codecs.atoms import kept_magnitude
+from gradwire.codecs.base import Draw
 from gradwire.codecs.descent_per_byte import MessageCost, best_count, element_bits, largest_magnitudes
 from gradwire.codecs.scales import SMALLEST_SCALE
 from gradwire.segments import Segment
@@ -29,9 +30,10 @@ class AdaptiveAtomCodec(AtomElementCodec):
         super().__init__(kernels, segments, world_size, seed, density=1.0, norm=None)
         self.cost = cost
 
-    def magnitudes(self, flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def magnitudes(self, flat: torch.Tensor, draw: Draw) -> tuple[torch.Tensor, torch.Tensor]:
         moments, sums = self.kernels.moments(flat, self.drawn), self.kernels.sign_sums(flat, self.drawn)
         scale, factor = torch.zeros(len(self.drawn)), torch.ones(len(self.drawn))
+        cost = self.cost.on(draw.link)
         for i, (at, n) in enumerate(zip(self.drawn.offset.tolist(), self.drawn.numel.tolist())):
             if not bool(torch.isfinite(moments.max_abs[i])):
                 scale[i] = torch.inf
@@ -39,7 +41,8 @@ class AdaptiveAtomCodec(AtomElementCodec):
             norms = float(sums.above[i] + sums.below[i]), float(moments.norm[i])
             largest = partial(largest_magnitudes, self.kernels, flat, at, n)
             bits = element_bits("stochastic", n)
-            count, factor[i] = best_count("stochastic", bits, 0.0, self.cost, *norms, n, largest)
+            count, factor[i] = best_count("stochastic", bits, 0.0, cost, *norms, n, largest)
+            draw.gauge("elements", count, 1)
             c = kept_magnitude(largest(count), norms[0], float(count))
             scale[i] = max(c, SMALLEST_SCALE) if c else 0.0
         return scale, factor

@@ -63,7 +63,7 @@ class AtomElementCodec(SparseCodec):
         self._trits = torch.empty(GROUP_BYTES * self.drawn.groups, dtype=torch.uint8)
 
     def encode(self, flat: torch.Tensor, summary: Summary, draw: Draw, out: torch.Tensor) -> None:
-        size, (scale, factor) = len(self.drawn), self.magnitudes(flat)
+        size, (scale, factor) = len(self.drawn), self.magnitudes(flat, draw)
         limit = torch.full((size,), torch.inf)
         inverse = inverse_scale(scale)
         groups = self.drawn.groups
@@ -84,7 +84,7 @@ class AtomElementCodec(SparseCodec):
         larger = torch.copysign(torch.maximum(values.abs(), least), values)
         self.write(chosen, larger * torch.repeat_interleave(factor, counts), draw, out)
 
-    def magnitudes(self, flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def magnitudes(self, flat: torch.Tensor, draw: Draw) -> tuple[torch.Tensor, torch.Tensor]:
         """Return c of each segment, 0 where all elements other than zero are kept, and a factor of what is sent."""
         moments = self.kernels.moments(flat, self.drawn)
         if self.norm is not None:

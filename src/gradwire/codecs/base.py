@@ -11,9 +11,20 @@ import torch
 
 from gradwire.errors import IncompatibleError
 from gradwire.kernels import MAX_WORLD_SIZE, Coder
+from gradwire.link_cost import LinkCost
 from gradwire.wire import Packing, packing
 
-__all__ = ["CheckedCodec", "Codec", "Draw", "LeftOut", "MergeableCodec", "SummableCodec", "Summary", "check_workers"]
+__all__ = [
+    "CheckedCodec",
+    "Codec",
+    "Draw",
+    "LeftOut",
+    "MergeableCodec",
+    "SummableCodec",
+    "Summary",
+    "check_workers",
+    "unread",
+]
 
 
 def check_workers(owner: str, world_size: int) -> None:
@@ -29,6 +40,10 @@ def check_workers(owner: str, world_size: int) -> None:
         )
 
 
+def unread(name: str, total: float, count: float) -> None:
+    """Take a gauge that nobody reads."""
+
+
 @dataclass(frozen=True)
 class Draw:
     """What an encoder is told of the moment.
@@ -36,11 +51,16 @@ class Draw:
     Attributes:
         round, stream: Which random numbers it uses; see :mod:`gradwire.seeds`.
         loss_scale: By which automatic mixed precision has multiplied the vector.
+        link: What a message costs, the same on all ranks; None where nobody knows.
+        gauge: ``gauge(name, total, count)`` adds to one of the numbers that the method declares in
+            :attr:`gradwire.Method.gauges`.
     """
 
     round: int
     stream: int
     loss_scale: float = 1.0
+    link: LinkCost | None = None
+    gauge: Callable[[str, float, float], None] = unread
 
 
 class Summary(Protocol):

@@ -10,8 +10,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from gradwire.codecs.base import Draw
 from gradwire.codecs.sparse import Rule
+from gradwire.errors import IncompatibleError
 from gradwire.kernels import SegmentTable
+from gradwire.link_cost import LinkCost
 
 if TYPE_CHECKING:
     from gradwire.kernels import Kernels
@@ -24,17 +27,35 @@ FIRST = 1 << 10
 
 @dataclass(frozen=True)
 class MessageCost:
-    """What a message of some bytes costs, in bytes: c0 + bytes, these in whole packets where ``packet`` is given."""
+    """What a message of some bytes costs, in bytes: c0 + bytes, these in whole packets where ``packet`` is given.
 
-    fixed: float
+    Without a number in ``fixed`` c0 is the link's, from :meth:`on`.
+    """
+
+    fixed: float | None
     packet: int | None = None
+
+    def on(self, link: LinkCost | None) -> MessageCost:
+        """Return the cost on a link.
+
+        Raises:
+            IncompatibleError: it is the link's, and nobody knows that.
+        """
+        if self.fixed is not None:
+            return self
+        if link is None:
+            raise IncompatibleError(
+                "CAT(fixed_bytes=None) takes what a message costs from the link, and there is none to measure: give "
+                "fixed_bytes, or link_cost=gw.LinkCost(message_s=..., bytes_per_s=...) to the simulation"
+            )
+        return MessageCost(link.fixed_bytes, self.packet)
 
     def of(self, payload: torch.Tensor) -> torch.Tensor:
         """Return the costs of payloads in bytes, float64."""
         size = payload.double()
         if self.packet is not None:
             size = (size / self.packet).ceil() * self.packet
-        return size + self.fixed
+        return size + (self.fixed or 0.0)
 
 
 def descent(scheme: str, largest: torch.Tensor, norm1: float, norm2: float) -> torch.Tensor:
@@ -107,6 +128,8 @@ def largest_magnitudes(kernels: Kernels, x: torch.Tensor, offset: int, numel: in
 class BestRatioRule(Rule):
     """The largest elements of a segment, as many as descend most for their cost."""
 
+    gauges = ("elements",)
+
     def __init__(self, scheme: str, cost: MessageCost) -> None:
         self.scheme, self.cost = scheme, cost
 
@@ -114,8 +137,9 @@ class BestRatioRule(Rule):
         return torch.from_numpy(table.numel.copy())
 
     def choose(
-        self, kernels: Kernels, scores: torch.Tensor, table: SegmentTable, loss_scale: float
+        self, kernels: Kernels, scores: torch.Tensor, table: SegmentTable, draw: Draw
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        cost = self.cost.on(draw.link)
         moments, sums = kernels.moments(scores, table), kernels.sign_sums(scores, table)
         norm1 = sums.above + sums.below
         counts = []
@@ -124,7 +148,7 @@ class BestRatioRule(Rule):
             if math.isfinite(float(moments.max_abs[i])) and n:
                 bits, head = element_bits(self.scheme, n), 4.0 if self.scheme == "sign" else 0.0
                 norms = float(norm1[i]), float(moments.norm[i])
-                counts.append(best_count(self.scheme, bits, head, self.cost, *norms, n, largest)[0])
+                counts.append(best_count(self.scheme, bits, head, cost, *norms, n, largest)[0])
             else:
                 counts.append(min(1, n))
         found = torch.tensor(counts, dtype=torch.int64)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from gradwire.codecs.base import Draw
 from gradwire.codecs.sparse import LargestRule, Rule, choose_above
 from gradwire.codecs.tail_fits import tail_threshold
 from gradwire.kernels import SegmentTable
@@ -39,7 +40,7 @@ class FittedRule(Rule):
         return torch.where(torch.from_numpy(table.numel.copy()) < SMALL_BLOCK, aim, (aim * MOST).long())
 
     def choose(
-        self, kernels: Kernels, scores: torch.Tensor, table: SegmentTable, loss_scale: float
+        self, kernels: Kernels, scores: torch.Tensor, table: SegmentTable, draw: Draw
     ) -> tuple[torch.Tensor, torch.Tensor]:
         threshold, most = self.thresholds(scores, table), self.most(table)
         positions, counts = choose_above(kernels, scores, table, threshold, most)

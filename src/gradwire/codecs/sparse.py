@@ -33,9 +33,12 @@ class Rule(ABC):
 
     Attributes:
         fixed: Whether as many as :meth:`most` are kept of every vector.
+        gauges: What is reported of a round: "density", the share of the elements that is kept, or "elements", how many
+            are kept of a block on average.
     """
 
     fixed: bool = False
+    gauges: tuple[str, ...] = ("density",)
 
     @abstractmethod
     def most(self, table: SegmentTable) -> torch.Tensor:
@@ -43,7 +46,7 @@ class Rule(ABC):
 
     @abstractmethod
     def choose(
-        self, kernels: Kernels, scores: torch.Tensor, table: SegmentTable, loss_scale: float
+        self, kernels: Kernels, scores: torch.Tensor, table: SegmentTable, draw: Draw
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the positions kept, int32, ascending within their block, and how many there are of each block."""
 
@@ -52,6 +55,7 @@ class LargestRule(Rule):
     """Of each block of n units max(1, floor(density n)), those of the largest magnitude; of equal ones the first."""
 
     fixed = True
+    gauges = ()
 
     def __init__(self, density: float) -> None:
         self.density = density
@@ -60,7 +64,7 @@ class LargestRule(Rule):
         return (torch.from_numpy(table.numel.copy()).double() * self.density).long().clamp(min=1)
 
     def choose(
-        self, kernels: Kernels, scores: torch.Tensor, table: SegmentTable, loss_scale: float
+        self, kernels: Kernels, scores: torch.Tensor, table: SegmentTable, draw: Draw
     ) -> tuple[torch.Tensor, torch.Tensor]:
         counts = self.most(table)
         positions = torch.empty(int(counts.sum()), dtype=torch.int32)
@@ -78,9 +82,9 @@ class AboveRule(Rule):
         return torch.from_numpy(table.numel.copy())
 
     def choose(
-        self, kernels: Kernels, scores: torch.Tensor, table: SegmentTable, loss_scale: float
+        self, kernels: Kernels, scores: torch.Tensor, table: SegmentTable, draw: Draw
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        threshold = torch.full((len(table),), self.threshold * loss_scale)
+        threshold = torch.full((len(table),), self.threshold * draw.loss_scale)
         return choose_above(kernels, scores, table, threshold, self.most(table))
 
 
@@ -160,9 +164,12 @@ class SparseCodec(MergeableCodec):
 
     def encode(self, flat: torch.Tensor, summary: Summary, draw: Draw, out: torch.Tensor) -> None:
         scores = self.table.score(self.kernels, flat)
-        positions, counts = self.rule.choose(self.kernels, scores, self.blocks, draw.loss_scale)
+        positions, counts = self.rule.choose(self.kernels, scores, self.blocks, draw)
         first = torch.repeat_interleave(self._numbers().to(torch.int32), counts)
         chosen = positions.add_(first)
+        counted = {"density": self.table.elements, "elements": len(self.blocks)}
+        for name in self.rule.gauges:
+            draw.gauge(name, sum(self.table.counts(chosen)), counted[name])
         self.write(chosen, flat[self.table.places(chosen)], draw, out)
 
     def write(self, chosen: torch.Tensor, values: torch.Tensor, draw: Draw, out: torch.Tensor) -> None:

@@ -49,12 +49,17 @@ class CAT(Compressor):
     Args:
         scheme: "topk", "sign" or "stochastic".
         fixed_bytes: c0, what a message costs beside its bytes, in bytes: its seconds times the link's bytes a second.
-            At 100 Mbit/s, a millisecond is 12500.
+            At 100 Mbit/s, a millisecond is 12500. None: measured by all ranks together when the method is attached
+            (:class:`gradwire.LinkCost`), and part of checkpoints, so that a continued training goes on with it. A
+            simulation is told, by its option ``link_cost``.
         packet_bytes: Payload of a packet, as 1472 of UDP over Ethernet; None: bytes count one by one.
         blocks: "model": one T for all parameters together, which needs the whole step; or "parameter".
 
     Raises:
         HyperparameterError: a field is out of range.
+        IncompatibleError: in a simulation: ``fixed_bytes`` is None, and no ``link_cost`` is given.
+
+    Gauges: ``elements``, the T of this rank: of all parameters together, or the mean over parameters.
 
     Wire: a sparse section (``docs/wire-format.md``), whose length depends on the gradient. "stochastic" draws from the
     rank's stream.
@@ -70,7 +75,7 @@ class CAT(Compressor):
     """
 
     scheme: str = "topk"
-    fixed_bytes: float = 1500.0
+    fixed_bytes: float | None = 1500.0
     packet_bytes: int | None = None
     blocks: str = "model"
 
@@ -78,6 +83,7 @@ class CAT(Compressor):
     tag: ClassVar[int] = 39
     collectives: ClassVar[tuple[str, ...]] = ("all_gather",)
     cut: ClassVar[int] = 1 << 40
+    gauges: ClassVar[tuple[str, ...]] = ("elements",)
     unbiased: ClassVar[bool] = False
     properties: ClassVar[Properties] = Properties(
         summary="As many of the largest elements as descend most for what a message costs",
@@ -89,11 +95,10 @@ class CAT(Compressor):
     def __post_init__(self) -> None:
         require(self.scheme in SCHEMES, "CAT", f"scheme is one of {', '.join(SCHEMES)}, not {self.scheme!r}")
         fixed = self.fixed_bytes
-        known = isinstance(fixed, int | float) and not isinstance(fixed, bool)
-        require(
-            known and 0 <= fixed < float("inf"), "CAT", f"fixed_bytes is a number of bytes from 0 on, not {fixed!r}"
-        )
-        object.__setattr__(self, "fixed_bytes", float(fixed))
+        if fixed is not None:
+            known = isinstance(fixed, int | float) and not isinstance(fixed, bool) and 0 <= fixed < float("inf")
+            require(known, "CAT", f"fixed_bytes is a number of bytes from 0 on, or None, not {fixed!r}")
+            object.__setattr__(self, "fixed_bytes", float(fixed))
         size = self.packet_bytes
         whole = isinstance(size, int) and not isinstance(size, bool)
         require(
@@ -106,6 +111,11 @@ class CAT(Compressor):
         """Those of norms, positions and, where elements are drawn, trits."""
         drawn = ("ternary",) if self.scheme == "stochastic" else ()
         return ("moments", "signs", *drawn, "selection", "indices")
+
+    @property
+    def needs_link_cost(self) -> bool:  # type: ignore[override]
+        """Whether what a message costs is the link's to tell."""
+        return self.fixed_bytes is None
 
     @property
     def whole_step(self) -> bool:  # type: ignore[override]

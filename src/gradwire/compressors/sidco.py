@@ -49,6 +49,8 @@ class SIDCo(Sparse):
     Raises:
         HyperparameterError: a field is out of range.
 
+    Gauges: ``density``, the share of the elements that this rank kept.
+
     Wire: as for :class:`TopK`.
 
     Reference: A. M. Abdelmoniem, A. Elzanaty, M.-S. Alouini, M. Canini, "An Efficient Statistical-based Gradient
@@ -72,6 +74,7 @@ class SIDCo(Sparse):
     name: ClassVar[str] = "sidco"
     tag: ClassVar[int] = 36
     unbiased: ClassVar[bool] = False
+    gauges: ClassVar[tuple[str, ...]] = ("density",)
     properties: ClassVar[Properties] = Properties(
         summary="The elements above a threshold that is estimated by fitting a distribution, with their positions",
         paper="Abdelmoniem et al., SIDCo, MLSys 2021",

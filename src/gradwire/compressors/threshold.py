@@ -36,6 +36,8 @@ class Threshold(Sparse):
         HyperparameterError: a field is out of range.
         IncompatibleError: when attached: the elements of a unit are not neighbours in memory.
 
+    Gauges: ``density``, the share of the elements that this rank kept.
+
     Wire: as for :class:`TopK`. At most a bit and a value an element: that is the room set aside.
 
     Reference: A. Dutta et al., "On the Discrepancy between the Theoretical Analysis and Practical Implementations of
@@ -56,6 +58,7 @@ class Threshold(Sparse):
     name: ClassVar[str] = "threshold"
     tag: ClassVar[int] = 33
     unbiased: ClassVar[bool] = False
+    gauges: ClassVar[tuple[str, ...]] = ("density",)
     needs_loss_scale: ClassVar[bool] = True
     properties: ClassVar[Properties] = Properties(
         summary="All elements from a magnitude on, with their positions",

@@ -12,6 +12,7 @@ from typing import TypeVar
 import torch
 
 from gradwire.drivers.traffic import gathers, large, op_bytes
+from gradwire.link_cost import LinkCost
 from gradwire.ops import AllToAll, Exchange, Op, Reduce, SendRecv
 from gradwire.protocols import Context, Memory, Workspace
 from gradwire.protocols.bucket_plan import BucketPlan
@@ -23,6 +24,9 @@ LATE_ROUND = 1 << 40
 __all__ = ["LocalProfiler", "Stage", "profile_locally"]
 
 T = TypeVar("T")
+
+USUAL_LINK = LinkCost(message_s=5e-4, bytes_per_s=1e8)
+"""Of a method that takes its choices by the link, where nobody says which: about 1 Gbit/s."""
 
 
 @dataclass(frozen=True)
@@ -53,9 +57,11 @@ class LocalProfiler:
     Args:
         plan: Made with kernels that compute.
         flat: A bucket of gradients, or anything like them; left as it is.
+        link: What a message costs, for methods whose payloads depend on it.
     """
 
-    def __init__(self, plan: BucketPlan, flat: torch.Tensor, world_size: int) -> None:
+    def __init__(self, plan: BucketPlan, flat: torch.Tensor, world_size: int, *, link: LinkCost | None = None) -> None:
+        self._link = link or USUAL_LINK
         self._plan, self._flat, self._world_size = plan, flat, world_size
         self._spaces, self._memory = [Workspace() for _ in range(plan.chunks + 1)], Memory()
         self._work, self._round = torch.empty_like(flat), LATE_ROUND
@@ -70,8 +76,8 @@ class LocalProfiler:
         with _one_thread():
             self._work.copy_(self._flat)
             context = Context(
-                0, self._world_size, self._round, workspace=self._spaces[-1], memory=self._memory
-            )  # fmt: skip
+                0, self._world_size, self._round, workspace=self._spaces[-1], memory=self._memory, link=self._link
+            )
             prepared, first = _timed(self._plan.prepare(context, self._work), self._world_size)
             found = [first]
             for chunk in range(self._plan.chunks):
@@ -83,18 +89,18 @@ class LocalProfiler:
 
 
 def profile_locally(
-    plan: BucketPlan, flat: torch.Tensor, world_size: int, repeats: int = 5
+    plan: BucketPlan, flat: torch.Tensor, world_size: int, repeats: int = 5, *, link: LinkCost | None = None
 ) -> tuple[list[Stage], list[list[Stage]]]:
     """Play a plan's round several times, and time what lies between operations.
 
     Args:
-        plan: As for :class:`LocalProfiler`, with ``flat``.
+        plan: As for :class:`LocalProfiler`, with ``flat`` and ``link``.
         repeats: Beside a first, which does not count.
 
     Returns:
         Stages of the whole bucket's preparation, and those of each chunk; medians over repetitions.
     """
-    rehearsal = LocalProfiler(plan, flat, world_size)
+    rehearsal = LocalProfiler(plan, flat, world_size, link=link)
     runs = [rehearsal.play() for _ in range(repeats + 1)]
     first, *parts = [[_middle(stages) for stages in zip(*same)] for same in zip(*runs[1:])]
     return first, parts

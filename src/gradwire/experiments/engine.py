@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -37,6 +37,9 @@ class Engine(Protocol):
 
     def traffic(self) -> gw.Traffic:
         """Return the bytes since the engine was built."""
+
+    def gauges(self) -> Sequence[Mapping[str, float]]:
+        """Return what the method reports of the latest step, of each worker that this process plays."""
 
     def record(self) -> dict[str, Any]:
         """Describe what the link chose."""

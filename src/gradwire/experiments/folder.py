@@ -22,7 +22,7 @@ from gradwire.digests import pack, unpack
 from gradwire.errors import IncompatibleError
 from gradwire.experiments.errors import RunError, UsageError
 
-__all__ = ["RECORD", "ROW_FIELDS", "RunFolder", "checkpoint_steps"]
+__all__ = ["GAUGES", "RECORD", "ROW_FIELDS", "RunFolder", "checkpoint_steps"]
 
 ROW_FIELDS = (
     "step",
@@ -36,6 +36,9 @@ ROW_FIELDS = (
     "dense_bytes",
     "bits_per_element",
 )
+GAUGES = "gauges"
+"""A further field of the rows of methods that report numbers of their own: mean and deviation of each, by name."""
+
 TEMPORARY = ".tmp"
 RECORD = 1
 """Version of ``config.json``, under "gradwire_run"."""
@@ -124,7 +127,8 @@ class RunFolder:
 
     def append_row(self, row: Mapping[str, Any]) -> None:
         """Append a row to ``metrics.jsonl``, whole or not at all; raises RunError."""
-        line = (json.dumps({field: row[field] for field in ROW_FIELDS}) + "\n").encode()
+        fields = (*ROW_FIELDS, GAUGES) if GAUGES in row else ROW_FIELDS
+        line = (json.dumps({field: row[field] for field in fields}) + "\n").encode()
         with _writing(self.metrics), self.metrics.open("ab", buffering=0) as file:
             before = file.tell()
             try:

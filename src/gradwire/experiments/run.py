@@ -43,6 +43,11 @@ def check_link(plan: RunConfig) -> None:
     tried = method.candidates if isinstance(method, gw.Auto) and not plan.simulate else (method,)
     # A simulation has no fallback, which the plan has refused.
     options = plan.link_options() | {"fallback": None, "fallback_limit": None}
+    if plan.simulate and method.needs_link_cost:
+        raise UsageError(
+            f"{method!r} takes what a message costs from the link, and simulated workers have none: give CAT's "
+            "fixed_bytes a number, or use real workers"
+        )
     for one in tried:
         gw.SimulatedLink(build_model(plan).named_parameters(), one, plan.workers, **options)
     if not plan.simulate:

@@ -103,6 +103,10 @@ class SimulatedEngine:
         """Return the bytes that one real worker would have sent and received."""
         return self.link.traffic()
 
+    def gauges(self) -> list[dict[str, float]]:
+        """Return what the method reports of every worker's latest step."""
+        return list(self.link.gauges())
+
     def record(self) -> dict[str, Any]:
         """Describe what the link chose."""
         return dict(self.link.record())

@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import gradwire as gw
 from gradwire.experiments.config import RunConfig
 from gradwire.experiments.engine import Engine, now_s
 from gradwire.experiments.errors import TrainingError
-from gradwire.experiments.folder import RunFolder
+from gradwire.experiments.folder import GAUGES, RunFolder
+from gradwire.experiments.spread import Spreads
 
 __all__ = ["OnStep", "Row", "Trainer"]
 
@@ -82,6 +84,7 @@ class Trainer:
         self.base = dict.fromkeys(COUNTERS, 0)
         self._losses: list[float] = []
         self._times_s: list[float] = []
+        self._spreads = Spreads(gw.method(plan.method).gauges)
 
     def run(self, stop_after: int | None = None) -> None:
         """Train from the current step to the last, or to ``stop_after``; end with a checkpoint."""
@@ -122,6 +125,7 @@ class Trainer:
         self.elapsed_s += taken_s
         self._losses.append(loss)
         self._times_s.append(taken_s)
+        self._spreads.add(self.engine.gauges())
 
     def _check_finite(self, loss: float) -> None:
         """Stop at the first step that left the finite numbers.
@@ -139,10 +143,17 @@ class Trainer:
                 f"the loss is {loss} at step {self.step}: use a lower learning rate (--lr), or look at the data"
             )
 
-    def _row(self, event: str, loss: float, accuracy: float | None, step_time_s: float | None) -> None:
+    def _row(
+        self,
+        event: str,
+        loss: float,
+        accuracy: float | None,
+        step_time_s: float | None,
+        gauges: Mapping[str, Mapping[str, float]] | None = None,
+    ) -> None:
         counted = self.counters()
         sent, dense = counted["sent_bytes"], counted["dense_bytes"]
-        row = {
+        row: dict[str, Any] = {
             "step": self.step,
             "event": event,
             "loss": loss,
@@ -154,13 +165,15 @@ class Trainer:
             "dense_bytes": dense,
             "bits_per_element": 32.0 * sent / dense if dense else None,
         }
+        if gauges:
+            row[GAUGES] = gauges
         if self.engine.rank == 0:
             self.folder.append_row(row)
             self.on_row(row)
 
     def _log(self) -> None:
         (loss,) = self.engine.mean([statistics.fmean(self._losses)])
-        self._row("train", loss, None, statistics.median(self._times_s))
+        self._row("train", loss, None, statistics.median(self._times_s), self._spreads.take(self.engine.mean))
         self._losses, self._times_s = [], []
 
     def _tell(self, activity: str) -> None:
@@ -203,7 +216,7 @@ class Trainer:
             self.folder.commit_checkpoint(step)
 
     def _rank_state(self) -> dict[str, Any]:
-        return {"link": self.engine.state_dict()}
+        return {"link": self.engine.state_dict(), GAUGES: self._spreads.sums}
 
     def _shared_state(self) -> dict[str, Any]:
         return {
@@ -225,6 +238,7 @@ class Trainer:
         self.engine.model.load_state_dict(shared["model"])
         self.optimizer.load_state_dict(shared["optimizer"])
         self.engine.load_state_dict(mine["link"])
+        self._spreads.load(mine.get(GAUGES, {}))
         if self.average:
             self.average.shadow = list(shared["average"])
         self.step, self.elapsed_s = shared["step"], shared["elapsed_s"]

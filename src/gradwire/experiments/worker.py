@@ -123,6 +123,10 @@ class DistributedEngine:
         """Return this rank's bytes."""
         return self.link.traffic()
 
+    def gauges(self) -> list[dict[str, float]]:
+        """Return what the method reports of this rank's latest step."""
+        return [self.link.gauges()]
+
     def record(self) -> dict[str, Any]:
         """Describe what the link chose."""
         return dict(self.link.record())

@@ -89,7 +89,7 @@ def exchange_of(
     for bucket in buckets:
         plan = planner.plan(bucket.names, 0)
         flat = torch.randn(bucket.numel, generator=generator)
-        prepare, chunks = profile_locally(plan, flat, world_size, repeats)
+        prepare, chunks = profile_locally(plan, flat, world_size, repeats, link=planner.options.link_cost)
         jobs.append(BucketJobs(tuple(prepare), tuple(tuple(c) for c in chunks), plan.asynchronous))
     return ExchangeProfile(repr(chosen), world_size, tuple(jobs))
 

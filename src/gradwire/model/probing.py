@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from gradwire.link_cost import LinkCost
 from gradwire.model.machine import LinkModel, Machine
 from gradwire.model.schedule import Load
 
@@ -53,6 +54,12 @@ class Probed:
         if self.one_host or self.wire_s <= NOTICEABLE * self.large_s:
             return None
         return self._leaving(self.large_bytes) / self.wire_s
+
+    @property
+    def cost(self) -> LinkCost:
+        """What a message to all other ranks costs, as these two tell: the small one's time, and bytes beyond it."""
+        taken_s = max(self.wire_s, NOTICEABLE * self.large_s)
+        return LinkCost(message_s=self.small_s, bytes_per_s=self.large_bytes / taken_s)
 
     def link(self, machine: Machine, load: Load) -> LinkModel:
         """Solve the model's two equations for the link: its raw bandwidth, a host's, and its latency one way.

@@ -10,6 +10,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from gradwire.errors import HyperparameterError, IncompatibleError
+from gradwire.link_cost import LinkCost
 from gradwire.methods import Method, require
 from gradwire.protocols import PROTOCOLS
 
@@ -38,6 +39,8 @@ class Options:
             gradient; None: never.
         fallback_limit: The relative error above which that is so: |sent - gradient| over all parameters of any rank,
             over the root mean square of |gradient| over ranks.
+        link_cost: What a message costs, for methods that need to know it (``CAT(fixed_bytes=None)``); None: measured
+            when a link is built with such a method.
     """
 
     collective: str = "auto"
@@ -50,6 +53,7 @@ class Options:
     check: bool = False
     fallback: str | None = None
     fallback_limit: float | None = None
+    link_cost: LinkCost | None = None
 
     def __post_init__(self) -> None:
         given = (self.exclude,) if isinstance(self.exclude, str) else self.exclude
@@ -66,6 +70,8 @@ class Options:
             whole = isinstance(value, int) and not isinstance(value, bool)
             require(whole and value >= least, name, f"a whole number of at least {least} is needed, not {value!r}")
         require(isinstance(self.seed, int), "seed", f"a whole number is needed, not {self.seed!r}")
+        stated = self.link_cost is None or isinstance(self.link_cost, LinkCost)
+        require(stated, "link_cost", f"a LinkCost is needed, or None, not {self.link_cost!r}")
         self._check_fallback()
 
     def _check_fallback(self) -> None:

@@ -2,6 +2,7 @@
 
 from gradwire.protocols.all_reduce import all_reduce, gathered_mean, gathered_values
 from gradwire.protocols.context import Context, Outcome, Workspace
+from gradwire.protocols.gauges import Gauges
 from gradwire.protocols.memory import Memory
 from gradwire.protocols.payloads import Section
 from gradwire.protocols.sections import Share, all_gather, two_shot, two_shot_re_encoded
@@ -13,6 +14,7 @@ PROTOCOLS = {"two_shot": two_shot, "all_gather": all_gather, "tree": tree}
 __all__ = [
     "PROTOCOLS",
     "Context",
+    "Gauges",
     "Memory",
     "Outcome",
     "Section",

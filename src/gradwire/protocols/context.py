@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from gradwire.codecs import unread
+from gradwire.link_cost import LinkCost
 from gradwire.protocols.memory import Memory
 
 __all__ = ["Context", "Outcome", "Workspace"]
@@ -56,6 +58,9 @@ class Context:
         memory: What this rank remembers; a memory of its own, empty, where nobody keeps one.
         loss_scale: By which automatic mixed precision has multiplied the gradients. What is remembered is unscaled.
         warn: ``warn(kind, text)`` tells people of something, if it is the first of its kind.
+        gauge: ``gauge(name, total, count)`` adds to a number that is reported of the round; see
+            :class:`gradwire.protocols.Gauges`.
+        link: What a message costs, the same on all ranks; None where nobody knows.
         exchange: Number of the job's next exchange of payloads, which tells those of one chunk apart: a protocol uses
             it, and the next one for a second phase.
     """
@@ -70,6 +75,8 @@ class Context:
     memory: Memory = field(default_factory=Memory)
     loss_scale: float = 1.0
     warn: Callable[[str, str], None] = _nobody
+    gauge: Callable[[str, float, float], None] = unread
+    link: LinkCost | None = None
     exchange: int = 0
 
 

@@ -66,7 +66,7 @@ def equal_rows(context: Context, shares: Sequence[Sequence[Section]]) -> tuple[l
 
 
 def draw_of(context: Context) -> Draw:
-    return Draw(context.round, context.rank, context.loss_scale)
+    return Draw(context.round, context.rank, context.loss_scale, context.link, context.gauge)
 
 
 def header(context: Context, layout: PayloadRows, tag: int, exchange: int) -> Header:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from gradwire.codecs import CheckedCodec, Codec, SummableCodec
+from gradwire.codecs import CheckedCodec, Codec, SummableCodec, unread
 from gradwire.ops import AllGather, AllToAll, Exchange, Reduce
 from gradwire.protocols.context import Context, Outcome
 from gradwire.protocols.payloads import (
@@ -126,7 +126,7 @@ def two_shot_re_encoded(context: Context, tag: int, shares: Sequence[Share], fla
     """
     world, rank, space = context.world_size, context.rank, context.workspace
     ups, downs = ([sized(part, flat) for part in parts] for parts in zip(*((s.up, s.down) for s in shares)))
-    draw, owners = draw_of(context), replace(draw_of(context), stream=OWNER)
+    draw, owners = draw_of(context), replace(draw_of(context), stream=OWNER, gauge=unread)
 
     layouts, width = equal_rows(context, ups)
     heads = [header(context, layout, tag, context.exchange) for layout in layouts]

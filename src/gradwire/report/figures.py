@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import io
 import math
 import re
@@ -15,7 +16,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormat
 
 from gradwire.report.load import Run
 
-__all__ = ["progress_figure"]
+__all__ = ["gauge_figure", "progress_figure"]
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 """Okabe and Ito's colours, which colour-blind readers can tell apart."""
@@ -23,6 +24,13 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 STYLES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.3)), (0, (5, 1.5, 1, 1.5)))
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 WIDTH_INCH, ROW_INCH, FONT_POINTS = 7.4, 2.75, 9.5
+SETTINGS: Any = {
+    "font.size": FONT_POINTS,
+    "font.family": "DejaVu Sans",
+    "svg.hashsalt": "gradwire",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+}
 
 Horizontal = Callable[[dict[str, Any]], float]
 AXES: tuple[tuple[str, Horizontal], ...] = (
@@ -76,9 +84,7 @@ def progress_figure(runs: Sequence[Run]) -> str:
     timed = not all(run.config["simulated"] for run in runs)
     sent = any(row["sent_bytes"] for run in runs for row in run.of("eval"))
     chosen = [axis for axis, wanted in zip(AXES, (True, timed, sent)) if wanted]
-    settings: Any = {"font.size": FONT_POINTS, "svg.hashsalt": "gradwire", "axes.spines.top": False}
-    settings |= {"axes.spines.right": False, "font.family": "DejaVu Sans"}
-    with matplotlib.rc_context(settings):
+    with matplotlib.rc_context(SETTINGS):
         figure = Figure(figsize=(WIDTH_INCH, ROW_INCH * len(chosen) + 0.5), layout="constrained")
         grid = figure.subplots(len(chosen), 2, squeeze=False)
         for (name, horizontal), (left, right) in zip(chosen, grid):
@@ -94,11 +100,41 @@ def progress_figure(runs: Sequence[Run]) -> str:
                 left.set_yscale("log")
             lowest = lowest_accuracy(runs)
             right.set_ylim(lowest, 100.0 + 0.02 * (100.0 - lowest))
-        handles, labels = grid[0][1].get_legend_handles_labels()
-        # Columns are as wide as the longest label; some eighty letters fit side by side.
-        columns = max(1, min(3, len(labels), 80 // (8 + max(map(len, labels), default=1))))
-        figure.legend(handles, labels, loc="outside upper center", ncols=columns, frameon=False)
-        return svg(figure)
+        legend(figure, *grid[0][1].get_legend_handles_labels())
+        return svg(figure, "loss and accuracy of each run")
+
+
+def gauge_figure(runs: Sequence[Run]) -> str | None:
+    """Draw what methods reported of their steps, a panel each; returns an ``<svg>`` element, None where none did.
+
+    Lines are means over the steps and workers of a row, pale bands a deviation to both sides.
+    """
+    names = list(dict.fromkeys(name for run in runs for name in run.gauges))
+    if not names:
+        return None
+    with matplotlib.rc_context(SETTINGS):
+        figure = Figure(figsize=(WIDTH_INCH, ROW_INCH * len(names) + 0.5), layout="constrained")
+        lines: dict[str, Any] = {}
+        for name, axes in zip(names, figure.subplots(len(names), 1, squeeze=False)[:, 0]):
+            for index, run in enumerate(runs):
+                rows, look = run.gauge(name), style(index)
+                if rows:
+                    steps, means, deviations = zip(*rows)
+                    (lines[run.label],) = axes.plot(steps, means, label=run.label, **look)
+                    low, high = zip(*((mean - off, mean + off) for mean, off in zip(means, deviations)))
+                    axes.fill_between(steps, low, high, color=look["color"], alpha=0.18, linewidth=0)
+            axes.set_xlabel("step")
+            axes.set_ylabel(name)
+            axes.grid(alpha=0.25, linewidth=0.6)
+        legend(figure, list(lines.values()), list(lines))
+        return svg(figure, f"{', '.join(names)} by step")
+
+
+def legend(figure: Figure, handles: Sequence[Any], labels: Sequence[str]) -> None:
+    """Name the lines above the panels."""
+    # Columns are as wide as the longest label; some eighty letters fit side by side.
+    columns = max(1, min(3, len(labels), 80 // (8 + max(map(len, labels), default=1))))
+    figure.legend(handles, labels, loc="outside upper center", ncols=columns, frameon=False)
 
 
 def scale_bytes(axes: Axes) -> None:
@@ -114,14 +150,18 @@ def scale_bytes(axes: Axes) -> None:
     axes.xaxis.set_minor_formatter(NullFormatter())
 
 
-def svg(figure: Figure) -> str:
-    """Return a figure as an SVG element without XML prologue, metadata or outside references."""
+def svg(figure: Figure, label: str) -> str:
+    """Return a figure as an SVG element without XML prologue, metadata or outside references.
+
+    Args:
+        label: What it shows, for those who cannot see it.
+    """
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", transparent=False, metadata={"Date": None})
     text = buffer.getvalue()
     text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
-    return re.sub(r'(<svg[^>]*?) width="[^"]*" height="[^"]*"|(<svg)', _responsive, text, count=1)
 
+    def responsive(found: re.Match[str]) -> str:
+        return f'{found.group(1) or found.group(2)} role="img" aria-label="{html.escape(label)}"'
 
-def _responsive(found: re.Match[str]) -> str:
-    return f'{found.group(1) or found.group(2)} role="img" aria-label="loss and accuracy of each run"'
+    return re.sub(r'(<svg[^>]*?) width="[^"]*" height="[^"]*"|(<svg)', responsive, text, count=1)

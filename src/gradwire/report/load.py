@@ -63,6 +63,16 @@ class Run:
         return [row for row in self.rows if row["event"] == event]
 
     @property
+    def gauges(self) -> tuple[str, ...]:
+        """Names of the numbers that the run's method reported of its steps, in the order of their first rows."""
+        return tuple(dict.fromkeys(name for row in self.rows for name in row.get("gauges", {})))
+
+    def gauge(self, name: str) -> list[tuple[int, float, float]]:
+        """Return the step, the mean and the deviation in each row that holds a gauge."""
+        rows = [(row["step"], row["gauges"][name]) for row in self.rows if name in row.get("gauges", {})]
+        return [(step, found["mean"], found["deviation"]) for step, found in rows]
+
+    @property
     def setting(self) -> tuple[Any, ...]:
         """What two runs must share to be compared."""
         config = self.config
@@ -139,11 +149,22 @@ def _row(path: Path, number: int, line: bytes) -> dict[str, Any]:
         row = json.loads(line)
     except ValueError as error:
         raise ReportError(f"{path}, line {number} is corrupt: {error}") from error
+    if not isinstance(row, dict) or not _are_gauges(row.get("gauges", {})):
+        raise ReportError(f"{path}, line {number} is not a row of metrics: gauges are wrong")
     for field, kinds in ROW_FIELDS.items():
-        if not isinstance(row, dict) or not isinstance(row.get(field, ...), kinds):
+        if not isinstance(row.get(field, ...), kinds):
             raise ReportError(f"{path}, line {number} is not a row of metrics: {field} is missing or wrong")
     found: dict[str, Any] = row
     return found
+
+
+def _are_gauges(value: Any) -> bool:
+    """Return whether a value tells a mean and a deviation by name."""
+    rows = value.values() if isinstance(value, dict) else (None,)
+    return all(
+        isinstance(row, dict) and all(isinstance(row.get(part), float | int) for part in ("mean", "deviation"))
+        for row in rows
+    )
 
 
 def _distinct(runs: list[Run]) -> list[Run]:

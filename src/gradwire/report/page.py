@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 from collections.abc import Iterable, Sequence
 from importlib import resources
 from pathlib import Path
@@ -46,7 +47,7 @@ def render(runs: Sequence[Run]) -> str:
         import jinja2
         import markupsafe
 
-        from gradwire.report.figures import progress_figure
+        from gradwire.report.figures import gauge_figure, progress_figure
     except ImportError as error:
         raise BackendError('reports need jinja2 and matplotlib: pip install "gradwire[cli]"') from error
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
@@ -59,6 +60,7 @@ def render(runs: Sequence[Run]) -> str:
         table=[_table_row(run, summarize(run)) for run in runs],
         verdicts=verdicts(runs),
         figure=markupsafe.Markup(progress_figure(runs)),
+        gauges=markupsafe.Markup(gauges) if (gauges := gauge_figure(runs)) else None,
         evaluated_on="; ".join(sorted({str(run.config.get("evaluated_on", NONE)) for run in runs})),
         percentile_note=_percentile_note(runs),
         facts=_facts(runs),
@@ -128,9 +130,24 @@ def _facts(runs: Sequence[Run]) -> list[tuple[str, str]]:
         add("entropy coder", [coder_text(link["coder"]) if link.get("coder") else NONE for link in links])
     if any(link.get("choice") for link in links):
         add("choice", [choice_details(link["choice"]) if link.get("choice") else NONE for link in links])
+    for name in dict.fromkeys(name for run in runs for name in run.gauges):
+        add(name, [_gauge_text(run, name) for run in runs])
     add("method", [str(run.config["method"]) for run in runs])
     add("run folder", [str(run.path) for run in runs])
     return facts
+
+
+def _gauge_text(run: Run, name: str) -> str:
+    """Describe in one line what a run's method reported of its steps."""
+    rows = run.gauge(name)
+    if not rows:
+        return NONE
+    means = [mean for _, mean, _ in rows]
+    spread = statistics.fmean(deviation for *_, deviation in rows)
+    return (
+        f"{statistics.fmean(means):.4g} on average, {min(means):.4g} to {max(means):.4g} from row to row, deviation "
+        f"{spread:.3g} between steps and workers of a row"
+    )
 
 
 def _interfaces(counted: Sequence[dict[str, int]] | None) -> str:

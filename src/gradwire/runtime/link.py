@@ -28,6 +28,7 @@ from gradwire.runtime.selection.autotune import OWN_STATE
 from gradwire.runtime.selection.build import make_selection
 from gradwire.runtime.selection.coder import CoderSelection
 from gradwire.runtime.selection.control_channel import ControlChannel
+from gradwire.runtime.selection.link_cost import CostKeeper
 from gradwire.runtime.state import LINK_STATE, check_state, remembered
 from gradwire.runtime.step_buffer import StepBuffer
 from gradwire.seeds import LinkNumber
@@ -110,6 +111,7 @@ class Link:
             require(isinstance(count, int) and count >= 1, "lanes", f"at least 1 is needed, not {lanes!r}")
             diagnostics = Diagnostics(DIAGNOSTICS_INTERVAL, scaled=bool(grad_scaler))
             self._coders = CoderSelection()
+            self._cost = CostKeeper(self.method, self.options.link_cost)
             self._selection = make_selection(
                 self.method, self.options, self._parameters, self.world_size, diagnostics, self._coders, self.number
             )
@@ -139,6 +141,8 @@ class Link:
         # Threads and connections end with the link, also where it is dropped or the interpreter ends without close().
         self.close = weakref.finalize(self, _close, own_lanes, heartbeat, unbind)
         register(self)
+        self._cost.measure(self._channel)
+        self._runtime.link_cost = self._cost.value
 
     # ------------------------------------------------------------------ exchanging
 
@@ -248,9 +252,10 @@ class Link:
             ``parameters``: by name, ``relative_error`` and ``cosine`` of what this rank sent against its gradient, and
             ``gradient_norm``, at the last measured round (every 100th), and ``residual_norm``, of the residual that it
             keeps now, where the method keeps one; ``dial``, the value in force, where the method chooses one for each
-            parameter (``l_greco``). Norms are of unscaled gradients, and where the method applies
-            momentum before compression, of that instead. ``skipped_rounds``: rounds with a non-finite value somewhere,
-            where the method looks. ``encode_s``, ``wire_s``, ``decode_s``: seconds this rank's lanes spent so far.
+            parameter (``l_greco``). Norms are of unscaled gradients, and where the method applies momentum before
+            compression, of that instead. ``gauges``: see :meth:`gauges`. ``skipped_rounds``: rounds with a non-finite
+            value somewhere, where the method looks. ``encode_s``, ``wire_s``, ``decode_s``: seconds this rank's lanes
+            spent so far.
 
         A residual of more than three times its gradient in a measured round is warned of, once a link, naming the
         parameter with the longest.
@@ -265,7 +270,16 @@ class Link:
             if dial is not None:
                 row["dial"] = float(dial)
         counts = {"rounds": runtime.round, "skipped_rounds": runtime.skipped_rounds}
-        return {"parameters": rows, **counts, **runtime.seconds()}
+        return {"parameters": rows, "gauges": self.gauges(), **counts, **runtime.seconds()}
+
+    def gauges(self) -> dict[str, float]:
+        """Return the numbers that the method reports of this rank's latest round, by name.
+
+        Their names are those of :attr:`gradwire.Method.gauges`, and the method's page says what they mean. A round that
+        was skipped leaves those of the round before. There is none before the first round, in rounds of warm-up, and
+        where a fallback serves.
+        """
+        return dict(self._runtime.gauges.latest)
 
     def trace(self, trace: Trace | None) -> None:
         """Let the lanes record what they do from now on; None ends that. What casts do is not recorded."""
@@ -288,6 +302,7 @@ class Link:
             "dense_parameters": sorted(planner.dense),
             "choice": self._selection.record(),
             "coder": self._coders.record(planner),
+            "link_cost": self._cost.record(),
             "fallback": self._selection.returned(),
             "fallback_to": self.options.fallback,
             **{k: getattr(self.options, k) for k in RECORDED},
@@ -310,7 +325,8 @@ class Link:
         "kind/parameter", the same on all ranks or this rank's own.
         """
         state = self._runtime.memory.state()
-        state["global"].update(self._coders.state(), round=torch.tensor(self._runtime.round))
+        kept = {**self._coders.state(), **self._cost.state()}
+        state["global"].update(kept, round=torch.tensor(self._runtime.round))
         state["global"][LINK_STATE] = torch.tensor(self.number.value)
         for key, value in self._selection.state().items():
             state["rank" if key in OWN_STATE else "global"][key] = value
@@ -324,6 +340,8 @@ class Link:
         """
         self.check_state_dict(state)
         self._coders.load(state["global"])
+        self._cost.load(state["global"])
+        self._runtime.link_cost = self._cost.value
         self._selection.load({**state["global"], **state["rank"]})
         self.number.value = int(state["global"][LINK_STATE])
         self._runtime.rewind(int(state["global"]["round"]))

@@ -9,7 +9,8 @@ from functools import partial
 from typing import Any
 
 from gradwire.drivers import Lane, Traffic, dense_bytes
-from gradwire.protocols import Context, Memory, Workspace
+from gradwire.link_cost import LinkCost
+from gradwire.protocols import Context, Gauges, Memory, Workspace
 from gradwire.protocols.bucket_plan import BucketPlan
 from gradwire.runtime.diagnostics import Diagnostics
 from gradwire.runtime.failures import Failures
@@ -41,6 +42,8 @@ class LinkRuntime:
         memory: What the method remembers on this rank.
         failures: The first failure, if there is one.
         warnings: Warnings that were given.
+        gauges: What the method reports of its rounds.
+        link_cost: What a message costs; None where the method need not know.
     """
 
     def __init__(
@@ -49,7 +52,8 @@ class LinkRuntime:
         self.lanes, self.check = lanes, check
         self.rank, self.world_size = heartbeat.rank, heartbeat.world_size
         self.round = self.rounds_here = self.skipped_rounds = 0
-        self.memory = Memory()
+        self.memory, self.gauges = Memory(), Gauges()
+        self.link_cost: LinkCost | None = None
         self.failures = Failures(heartbeat, lanes)
         self.diagnostics, self.warnings = diagnostics, WarnOnce()
         self._heartbeat, self._grad_scaler = heartbeat, grad_scaler
@@ -91,6 +95,8 @@ class LinkRuntime:
             memory=self.memory,
             loss_scale=scale_of(self._grad_scaler),
             warn=self.warnings.once,
+            gauge=self.gauges.add,
+            link=self.link_cost,
         )
 
     def ended(self, round: int, finite: bool | None) -> None:
@@ -109,6 +115,7 @@ class LinkRuntime:
         if is_over:
             # What a round would remember holds only where all of the round was finite.
             self.memory.discard() if is_skipped else self.memory.commit()
+            self.gauges.end_round(skipped=is_skipped)
             self.diagnostics.check_residuals(round, partial(self.memory.norm, "residual"), self.warnings.once)
 
     def failed_between_buckets(self, error: Exception, purpose: str) -> Exception:

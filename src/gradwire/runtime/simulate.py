@@ -11,12 +11,14 @@ import torch
 from gradwire.auto import Auto
 from gradwire.drivers import Meter, Traffic, dense_bytes, simulate_ranks
 from gradwire.errors import HyperparameterError, IncompatibleError
+from gradwire.link_cost import LinkCost
 from gradwire.methods import Method
 from gradwire.planning.options import Options
 from gradwire.planning.planner import Planner
-from gradwire.protocols import Context, Memory, Workspace
+from gradwire.protocols import Context, Gauges, Memory, Workspace
 from gradwire.runtime.selection.autotune import say_dropped
 from gradwire.runtime.selection.coder import CoderSelection
+from gradwire.runtime.selection.link_cost import CostKeeper
 from gradwire.runtime.state import LINK_STATE, check_state, remembered
 from gradwire.runtime.warn_once import WarnOnce
 from gradwire.seeds import LinkNumber
@@ -36,7 +38,8 @@ class SimulatedLink:
         parameters: (name, tensor) pairs; leave those out that have no gradient.
         method: A method or its spec.
         world_size: Number of workers N.
-        options: See :class:`Options`; ``check`` has no meaning here.
+        options: See :class:`Options`; ``check`` has no meaning here, and ``link_cost`` must be given where the method
+            needs it, since there is no link to measure.
 
     Attributes:
         number: As of a :class:`Link`: 0, or that of a link whose state was loaded.
@@ -85,6 +88,8 @@ class SimulatedLink:
         self._spaces = [[Workspace()] for _ in range(world_size)]
         self._meters = [Meter() for _ in range(world_size)]
         self._memories = [Memory() for _ in range(world_size)]
+        self._gauges = [Gauges() for _ in range(world_size)]
+        self._cost = CostKeeper(self.method, self.options.link_cost)
         self._notices = WarnOnce()
         self._order = self._planner.step_order()
         self.numel = sum(p.numel() for p in self._parameters.values())
@@ -125,11 +130,13 @@ class SimulatedLink:
             finite = finite and outcome.finite is not False
         for memory in self._memories:
             memory.commit() if finite else memory.discard()
+        for gauges in self._gauges:
+            gauges.end_round(skipped=not finite)
 
     def _context(self, rank: int, chunk: int) -> Context:
         return Context(
             rank, self.world_size, self.round, 0, chunk, self._space(rank, chunk), memory=self._memories[rank],
-            warn=self._notices.once,
+            warn=self._notices.once, gauge=self._gauges[rank].add, link=self._cost.value,
         )  # fmt: skip
 
     def _reordered(self, row: torch.Tensor, names: list[str], wanted: list[str]) -> torch.Tensor:
@@ -155,6 +162,10 @@ class SimulatedLink:
             self.round,
         )
 
+    def gauges(self) -> list[dict[str, float]]:
+        """Return what :meth:`Link.gauges` would return on each worker, by worker."""
+        return [dict(gauges.latest) for gauges in self._gauges]
+
     def record(self) -> dict[str, Any]:
         """Return what runs, in plain values, as :meth:`Link.record`."""
         return {
@@ -165,6 +176,7 @@ class SimulatedLink:
             "backend": self._planner.backend,
             "simulated": True,
             "coder": self._coders.record(self._planner),
+            "link_cost": self._cost.record(),
             "collectives": dict(self._planner.chosen),
             "dense_parameters": sorted(self._planner.dense),
             **{k: getattr(self.options, k) for k in ("min_numel", "warmup_steps", "seed", "chunk_numel")},
@@ -176,6 +188,7 @@ class SimulatedLink:
         shared = {
             **states[0]["global"],
             **self._coders.state(),
+            **self._cost.state(),
             "round": torch.tensor(self.round),
             LINK_STATE: torch.tensor(self.number.value),
         }
@@ -192,6 +205,7 @@ class SimulatedLink:
         """
         check_state(state, self._parameters, self.method, simulated=True)
         self._coders.load(state["global"])
+        self._cost.load(state["global"])
         say_dropped(state["global"])
         self.round, self.number.value = int(state["global"]["round"]), int(state["global"][LINK_STATE])
         found = remembered(state, self.method)
@@ -242,6 +256,7 @@ def simulate(
     state: Mapping[str, Mapping[str, torch.Tensor]] | None = None,
     seed: int = 0,
     round: int = 0,
+    link_cost: LinkCost | None = None,
 ) -> Simulation:
     """Exchange given gradients once, with all workers in this process.
 
@@ -251,6 +266,7 @@ def simulate(
         state: From an earlier call; its round takes the place of ``round``.
         seed: Of the random streams.
         round: Which round's random numbers to draw.
+        link_cost: What a message costs, for methods that need to know it.
 
     Raises:
         HyperparameterError: the method or the seed is wrong.
@@ -275,7 +291,7 @@ def simulate(
         if not g.is_floating_point():
             raise IncompatibleError(f"the gradient of {name!r} is {g.dtype}: give floats, as by gradients.float()")
     like = {n: torch.empty_like(g, requires_grad=False) for n, g in workers[0].items()}
-    link = SimulatedLink(like.items(), method, len(workers), seed=seed, min_numel=0)
+    link = SimulatedLink(like.items(), method, len(workers), seed=seed, min_numel=0, link_cost=link_cost)
     link.round = round
     if state is not None:
         link.load_state_dict(state)

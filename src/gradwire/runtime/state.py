@@ -12,6 +12,7 @@ from gradwire.errors import IncompatibleError
 from gradwire.methods import Method
 from gradwire.runtime.selection.autotune import OWN_STATE, STATE
 from gradwire.runtime.selection.coder import CODER_STATE
+from gradwire.runtime.selection.link_cost import LINK_COST_STATE, read_cost
 from gradwire.segments import Parameter
 
 __all__ = ["LINK_STATE", "check_state", "remembered"]
@@ -29,7 +30,7 @@ MOST_LINKS = 1 << 16
 JOINED_PARAMETER = "(model)"
 """Name under which all compressed parameters, joined, remember something."""
 
-OWN_VALUES = ("round", LINK_STATE, CODER_STATE, *STATE, *OWN_STATE)
+OWN_VALUES = ("round", LINK_STATE, CODER_STATE, LINK_COST_STATE, *STATE, *OWN_STATE)
 """Values that are the link's, not its method's."""
 
 
@@ -55,6 +56,8 @@ def check_state(state: State, parameters: Mapping[str, torch.Tensor], method: Me
             "random numbers were others"
         )
     _check_number(LINK_STATE, state["global"][LINK_STATE], MOST_LINKS)
+    if LINK_COST_STATE in state["global"]:
+        read_cost(state["global"][LINK_COST_STATE])
     if "replicated" not in state:
         raise IncompatibleError("this state has no part 'replicated': pass all of what state_dict() gave")
     if simulated:

@@ -51,6 +51,8 @@ class Wrapper(Algorithm):
     remembers: ClassVar[Inherited] = Inherited("compressor")
     min_numel: ClassVar[Inherited] = Inherited("compressor")
     needs_optimizer: ClassVar[Inherited] = Inherited("compressor")
+    needs_link_cost: ClassVar[Inherited] = Inherited("compressor")
+    gauges: ClassVar[Inherited] = Inherited("compressor")
 
     def check_optimizer(self, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> None:
         self.compressor.check_optimizer(optimizer, parameters)

@@ -14,6 +14,7 @@ import torch
 
 from gradwire.drivers import Job, Lane, WireError
 from gradwire.errors import PayloadError
+from gradwire.link_cost import LinkCost
 from gradwire.model.probing import Probed
 from gradwire.ops import AllGather, AllToAll, Exchange
 from gradwire.runtime.selection.host_identity import host_number
@@ -113,6 +114,17 @@ class ControlChannel:
         Raises:
             ExchangeError: a rank is gone.
         """
+        return self._probe(most_bytes, within_a_host=False)
+
+    def cost(self) -> LinkCost:
+        """Measure what a message to all other ranks costs, over whatever connects them; every rank gets the same.
+
+        Raises:
+            ExchangeError: a rank is gone.
+        """
+        return self._probe(MOST_BYTES, within_a_host=True).cost
+
+    def _probe(self, most_bytes: int, *, within_a_host: bool) -> Probed:
         hosts = [row[0] for row in self.gather([host_number()])]
         small_s = median(row[0] for row in self.gather([self._timed(SMALL_BYTES, SMALL_REPEATS)]))
         found = Probed(
@@ -123,7 +135,7 @@ class ControlChannel:
             large_bytes=LARGE_BYTES,
             large_s=0.0,
         )
-        while not found.one_host:
+        while within_a_host or not found.one_host:
             large_s = max(row[0] for row in self.gather([self._timed(found.large_bytes, REPEATS)]))
             found = replace(found, large_s=large_s)
             more = 4 * found.large_bytes

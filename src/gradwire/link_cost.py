@@ -1,0 +1,48 @@
+"""What it costs to send a message over a link."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from gradwire.errors import HyperparameterError
+
+__all__ = ["LinkCost"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkCost:
+    """What it costs every rank to send a message to all others, while all of them send.
+
+    ::
+
+        seconds of a message of n bytes = message_s + n / bytes_per_s
+
+    Attributes:
+        message_s: Seconds of a message beside its bytes.
+        bytes_per_s: Bytes of a message a second. Each of the N - 1 other ranks gets a copy, and the ranks of a host
+            share its link: so this is the bandwidth of a host over the copies that leave it.
+
+    Raises:
+        HyperparameterError: a number is not finite, ``message_s`` is negative, or ``bytes_per_s`` is not above 0.
+
+    Example:
+        >>> LinkCost(message_s=0.001, bytes_per_s=12.5e6).fixed_bytes
+        12500.0
+    """
+
+    message_s: float
+    bytes_per_s: float
+
+    def __post_init__(self) -> None:
+        for name, least in (("message_s", "from 0 on"), ("bytes_per_s", "above 0")):
+            value = getattr(self, name)
+            known = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+            if not known or value < 0 or (value == 0 and name == "bytes_per_s"):
+                raise HyperparameterError(f"LinkCost: {name} is a finite number {least}, not {value!r}")
+            object.__setattr__(self, name, float(value))
+
+    @property
+    def fixed_bytes(self) -> float:
+        """Bytes that take as long as a message takes beside its bytes."""
+        return self.message_s * self.bytes_per_s
