@@ -541,6 +541,17 @@ histogram = gw.ALQ(updates=(0,), model="histogram", bits=2, norm="max", block_si
 TABLE["alq"] += [Case(histogram, gather(2 + 32 / 16), variance=fitted(histogram), symmetric=False)]
 histogram = gw.AMQN(updates=(0,), model="histogram", bits=4, block_size=None, blocks="parameter")
 TABLE["amq_n"] += [Case(histogram, gather(4), variance=fitted(histogram), constants=False, symmetric=False)]
+overlapping = gw.AMQ(updates=(0,), blocks="parameter", block_size=512, overlap=True)
+TABLE["amq"] += [
+    Case(
+        overlapping,
+        gather(3.2 + 32 / 512),
+        variance=fitted(overlapping),
+        constants=False,
+        symmetric=False,
+        memory=True,
+    )
+]
 
 CASES: dict[str, list[gw.Method]] = {name: [case.method for case in row] for name, row in TABLE.items()}
 ALL_CASES = [case for row in TABLE.values() for case in row]

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 import torch
 
 import gradwire as gw
+from gradwire.algorithms.level_fitting import powers
 
 __all__ = [
     "Law",
@@ -138,10 +139,12 @@ def natural(g: torch.Tensor) -> torch.Tensor:
 
 
 def fitted(method: gw.ALQ | gw.AMQ) -> Law:
-    """The variance of rounding to the levels, with their signs, that a first round fits to the gradients."""
+    """The variance of rounding to the levels, with their signs, that a first round fits to the gradients, or finds."""
 
     def variance(g: torch.Tensor) -> torch.Tensor:
-        ends = gw.simulate(g, method).state["global"]["levels"]
+        ends = torch.tensor(powers(0.5, 2**method.bits), dtype=torch.float64)
+        if not method.overlap:
+            ends = gw.simulate(g, method).state["global"]["levels"]
         found = []
         for v in g.double().split(method.block_size or g.shape[1], dim=1):
             scale = torch.linalg.vector_norm(v, {"max": math.inf, "l2": 2}[method.norm], dim=1, keepdim=True)

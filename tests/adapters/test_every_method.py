@@ -20,6 +20,8 @@ STABLE = [row[0].method for row in TABLE.values() if row[0].method.properties.bi
 STABLE += [gw.ErrorFeedback(compressor=gw.GRandK(cycle=4)), gw.GRandK(compressor=gw.MultiScale(), cycle=5)]
 # Levels that are fitted before, between and after the rounds at which a checkpoint is taken.
 STABLE += [gw.ALQ(model="histogram", norm="max", block_size=64, updates=(0, 2, 4))]
+# And such as are fitted at the end of a round.
+STABLE += [gw.AMQ(blocks="parameter", block_size=64, updates=(0, 2, 4), overlap=True)]
 CHOSEN = ["buckets rebuilt", "gradient_as_bucket_view", "no_sync", "four lanes, small chunks", "checked"]
 REMEMBERING = [m for m in STABLE if m.properties.state != "none"]
 # What a mode changes about when and where a bucket is exchanged matters to what a method remembers. The others meet the

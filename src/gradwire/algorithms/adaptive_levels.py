@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
+from gradwire.algorithms.adaptive_plan import AdaptiveLevelPlan
 from gradwire.algorithms.level_fitting import Distribution, best_levels, best_ratio, powers
 from gradwire.algorithms.level_statistics import Histograms, Normals, Statistics
 from gradwire.codecs import LevelCodec
 from gradwire.compressors import Cast, Compressor, QSGDinf, check_blocks
 from gradwire.kernels import Grid
 from gradwire.methods import Properties, require
-from gradwire.ops import Exchange
-from gradwire.protocols import Context, gathered_values
-from gradwire.protocols.bucket_plan import Algorithm, BucketPlan, PlanSetting, Prepared, SectionPlan
+from gradwire.protocols.bucket_plan import Algorithm, BucketPlan, PlanSetting
 from gradwire.segments import Segment
 
 if TYPE_CHECKING:
@@ -38,10 +37,10 @@ class _Adaptive(Algorithm):
     every: int = 10_000
     kept: int = 350
     model: str = "normal"
+    overlap: bool = False
 
     collectives: ClassVar[tuple[str, ...]] = ("all_gather",)
     kernels: ClassVar[tuple[str, ...]] = ("moments", "levels")
-    whole_step: ClassVar[bool] = True
     unbiased: ClassVar[bool] = True
     remembers: ClassVar[tuple[str, ...]] = ("levels", "levels_of")
     tag: ClassVar[int]
@@ -63,6 +62,18 @@ class _Adaptive(Algorithm):
         require(whole(self.kept, 1), owner, f"kept is a number of blocks, not {self.kept!r}")
         known = self.model in ("normal", "histogram")
         require(known, owner, f"model is 'normal' or 'histogram', not {self.model!r}")
+        require(isinstance(self.overlap, bool), owner, f"overlap is True or False, not {self.overlap!r}")
+        require(
+            not self.overlap or self.blocks == "parameter",
+            owner,
+            "overlap=True lets buckets leave as they come, and a block of blocks='model' may lie in two of them: use "
+            "blocks='parameter'",
+        )
+
+    @property
+    def whole_step(self) -> bool:  # type: ignore[override]
+        """Whether levels serve in the round to whose gradients they are fitted."""
+        return not self.overlap
 
     @property
     def joined(self) -> bool:  # type: ignore[override]
@@ -105,65 +116,7 @@ class _Adaptive(Algorithm):
         )
 
     def plan(self, setting: PlanSetting) -> BucketPlan:
-        return _Fitted(self, setting)
-
-
-class _Fitted(SectionPlan):
-    """Sections whose levels are fitted, in some rounds, before they are used."""
-
-    def __init__(self, method: _Adaptive, setting: PlanSetting) -> None:
-        super().__init__(method, setting)
-        self._method = method
-
-    def prepare(self, context: Context, flat: torch.Tensor) -> Exchange[Prepared]:
-        if not isinstance(self.codec, LevelCodec):
-            return []
-        summary = self.codec.summarise(flat)
-        levels, purpose = context.memory.value("levels"), context.memory.value("levels_of")
-        if purpose is None or not torch.equal(purpose, self._method.purpose):
-            # From a checkpoint of a method whose values lie otherwise between -1 and 1.
-            levels = None
-        due = self._method.is_update(context.round)
-        if flat.is_meta:
-            if due:
-                yield from self._gather(context, 2, self._method.statistics.room(self.codec).to("meta"))
-                yield from self._gather(context, 3, self._method.no_levels().to("meta"))
-        elif due or levels is None:
-            mine = self._method.statistics.measure(self.codec, summary, flat)
-            levels = yield from self._fit(context, mine, None if levels is None else levels.tolist())
-            context.memory.stage_value("levels", levels)
-            context.memory.stage_value("levels_of", self._method.purpose)
-        if levels is not None:
-            summary = replace(summary, grid=Grid.ordered(levels.tolist()))
-        return [(summary, None)]
-
-    def _fit(self, context: Context, mine: torch.Tensor, before: Sequence[float] | None) -> Exchange[torch.Tensor]:
-        """Gather all workers' statistics, and return the levels that rank 0 fits to them.
-
-        Every rank could solve the problem, but error functions may differ in the last bit between machines.
-        """
-        everyone = yield from self._gather(context, 2, mine)
-        levels = self._method.no_levels()
-        if context.rank == 0:
-            distribution = self._method.statistics.distribution(everyone)
-            levels = torch.tensor(_apart(self._method.fit(distribution, before)), dtype=torch.float64)
-        return (yield from self._gather(context, 3, levels))[0].clone()
-
-    def _gather(self, context: Context, exchange: int, values: torch.Tensor) -> Exchange[torch.Tensor]:
-        return gathered_values(replace(context, exchange=exchange), self.tag, values)
-
-
-def _apart(levels: Sequence[float]) -> list[float]:
-    """Round to float32 and keep neighbours distinct, ends at -1 and 1."""
-    rounded = torch.tensor(levels, dtype=torch.float32)
-    rounded[0], rounded[-1] = -1.0, 1.0
-    for i in range(1, len(rounded)):
-        if not rounded[i] > rounded[i - 1]:
-            rounded[i] = torch.nextafter(rounded[i - 1], torch.tensor(2.0))
-    if float(rounded[-1]) != 1.0:
-        even = [-1 + 2 * j / (len(levels) - 1) for j in range(len(levels))]
-        return even
-    return [float(x) for x in rounded]
+        return AdaptiveLevelPlan(self, setting)
 
 
 _FIELDS = """
@@ -182,14 +135,17 @@ _FIELDS = """
             and the deviation of its values; or "histogram", how often the values of all blocks were counted in 641
             fixed bins, an int64 each. Values of many layers in one block are far from normal: there the histogram is
             the better model by far, see docs/quantisers.md.
+        overlap: False: the exchange begins when the whole gradient is there, and its statistics decide the levels that
+            it is rounded to. True: buckets leave while backward still runs, with the levels that there are, +-2^-j at
+            first; those that an update round's gradients make serve from the next round on, and are fitted while the
+            optimizer steps. Needs ``blocks="parameter"``.
 
     Raises:
         HyperparameterError: a field is out of range.
 
-    The exchange begins when the whole gradient is there, since all of it shares the levels; they are kept in the
-    checkpoint, and fitted anew after one of another method, width, norm or blocks. The statistics are those of the
-    update round's own gradients on all workers, where the authors draw ten further minibatches. Random numbers come
-    from the rank's stream.
+    All of the gradient shares the levels. They are kept in the checkpoint, and fitted anew after one of another method,
+    width, norm or blocks. The statistics are those of the update round's own gradients on all workers, where the
+    authors draw ten further minibatches. Random numbers come from the rank's stream.
 
     Reference: F. Faghri et al., "Adaptive Gradient Quantization for Data-Parallel SGD", NeurIPS 2020.
     """

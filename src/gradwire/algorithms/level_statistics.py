@@ -17,7 +17,9 @@ al., "Adaptive Gradient Quantization for Data-Parallel SGD", NeurIPS 2020, secti
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,6 +27,7 @@ import torch
 from gradwire.algorithms.level_fitting import Distribution, Mixture
 from gradwire.algorithms.level_histogram import BINS, Histogram, bin_edges, count_values
 from gradwire.codecs import LevelCodec, LevelSummary
+from gradwire.kernels import SegmentTable
 
 __all__ = ["Histograms", "Normals", "Statistics"]
 
@@ -42,12 +45,16 @@ class Statistics(ABC):
     weighted: bool
 
     @abstractmethod
-    def room(self, codec: LevelCodec) -> torch.Tensor:
-        """Return a tensor of the shape and type of what a rank sends."""
+    def room(self, blocks: int) -> torch.Tensor:
+        """Return a tensor of the shape and type of what a rank with so many blocks sends."""
 
     @abstractmethod
-    def measure(self, codec: LevelCodec, summary: LevelSummary, flat: torch.Tensor) -> torch.Tensor:
-        """Return what this rank sends."""
+    def part(self, codec: LevelCodec, summary: LevelSummary, flat: torch.Tensor, blocks: slice) -> Any:
+        """Return all that :meth:`joined` needs to know of some of a codec's blocks."""
+
+    @abstractmethod
+    def joined(self, parts: Sequence[Any]) -> torch.Tensor:
+        """Return what this rank sends, from the parts of all its blocks; their order may decide among equal ones."""
 
     @abstractmethod
     def distribution(self, everyone: torch.Tensor) -> Distribution:
@@ -65,18 +72,25 @@ class Normals(Statistics):
 
     kept: int
 
-    def room(self, codec: LevelCodec) -> torch.Tensor:
-        return torch.zeros((min(self.kept, codec.blocks.blocks), 3), dtype=torch.float32)
+    def room(self, blocks: int) -> torch.Tensor:
+        return torch.zeros((min(self.kept, blocks), 3), dtype=torch.float32)
 
-    def measure(self, codec: LevelCodec, summary: LevelSummary, flat: torch.Tensor) -> torch.Tensor:
-        m, scale, good = summary.moments, *_usable(summary)
-        length = torch.from_numpy(codec.runs.numel.astype(np.float64))
-        share = (length / length.max()).sqrt()
+    def part(self, codec: LevelCodec, summary: LevelSummary, flat: torch.Tensor, blocks: slice) -> torch.Tensor:
+        """Return mean and deviation over the scale, the scale, the length, and whether it can be divided by."""
+        m = summary.moments
+        mean, std, norm, scale, good = (column[blocks] for column in (m.mean, m.std, m.norm, *_usable(summary)))
+        length = torch.from_numpy(codec.runs.numel[blocks].astype(np.float64))
         # The Euclidean scale is the norm in float32; sorting by the norm itself leaves fewer ties.
-        size = (m.norm if codec.norm == "l2" else scale) * share
+        size = norm if codec.norm == "l2" else scale
+        return torch.stack([mean / scale, std / scale, size, length, good.double()], 1)
+
+    def joined(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        mean, std, scale, length, usable = torch.cat(list(parts)).unbind(1)
+        good, share = usable > 0, (length / length.max()).sqrt()
+        size = scale * share
         # Weights are relative: beyond float32, where the largest all count alike, none may be infinite.
         root = (size if self.weighted else share).clamp(max=_LARGEST)
-        table = torch.stack([m.mean / scale, m.std / scale, root], 1)
+        table = torch.stack([mean, std, root], 1)
         table, size = torch.where(good[:, None], table, 0.0), torch.where(good, size.clamp(max=_LARGEST), 0.0)
         return table[torch.argsort(size, descending=True, stable=True)[: self.kept]].float()
 
@@ -92,6 +106,20 @@ class Normals(Statistics):
 
 
 @dataclass(frozen=True)
+class _Counted:
+    """What was counted of some blocks: a value of the largest scale counts 2^digits, for so many values."""
+
+    counts: torch.Tensor
+    largest: torch.Tensor
+    values: int
+
+
+def _digits(values: int) -> int:
+    """Return how fine weights are: as sums over all values allow, and as float64 can tell apart."""
+    return min(62 - values.bit_length(), 50)
+
+
+@dataclass(frozen=True)
 class Histograms(Statistics):
     """Values lie as they were counted, in all blocks; see :mod:`gradwire.algorithms.level_histogram`.
 
@@ -99,18 +127,29 @@ class Histograms(Statistics):
     Integers add up to the same sums in any order, hence in any layout of the gradients.
     """
 
-    def room(self, codec: LevelCodec) -> torch.Tensor:
+    def room(self, blocks: int) -> torch.Tensor:
         return torch.zeros(BINS + 1, dtype=torch.int64)
 
-    def measure(self, codec: LevelCodec, summary: LevelSummary, flat: torch.Tensor) -> torch.Tensor:
-        scale, good = _usable(summary)
+    def part(self, codec: LevelCodec, summary: LevelSummary, flat: torch.Tensor, blocks: slice) -> _Counted:
+        scale, good = (column[blocks] for column in _usable(summary))
+        offset, numel = codec.runs.offset[blocks], codec.runs.numel[blocks]
+        runs = SegmentTable(offset, numel, np.zeros_like(numel), np.zeros((len(numel), 2)))
         largest = torch.where(good, scale, 0.0).max() if self.weighted else scale.new_ones(())
         relative = (scale / largest.clamp(min=1e-300)) ** 2 if self.weighted else torch.ones_like(scale)
-        # As fine as sums of all values' weights allow, and as float64 can tell apart.
-        digits = min(62 - int(codec.runs.numel.sum()).bit_length(), 50)
-        weight = torch.where(good, relative * 2.0**digits, 0.0).round().long()
+        values = int(numel.sum())
+        weight = torch.where(good, relative * 2.0 ** _digits(values), 0.0).round().long()
+        return _Counted(count_values(flat, runs, scale.float(), weight), largest, values)
+
+    def joined(self, parts: Sequence[_Counted]) -> torch.Tensor:
+        largest = torch.stack([part.largest for part in parts]).max()
+        digits = _digits(sum(part.values for part in parts))
         unit = (largest * largest * 2.0**-digits).reshape(1)
-        counts = count_values(flat, codec.runs, scale.float(), weight)
+        if len(parts) == 1:
+            return torch.cat([parts[0].counts, unit.view(torch.int64)])
+        counts = torch.zeros(BINS, dtype=torch.int64)
+        for part in parts:
+            relative = (part.largest / largest.clamp(min=1e-300)) ** 2
+            counts += (part.counts.double() * relative * 2.0 ** (digits - _digits(part.values))).round().long()
         return torch.cat([counts, unit.view(torch.int64)])
 
     def distribution(self, everyone: torch.Tensor) -> Histogram:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from gradwire.drivers.traffic import Meter
 from gradwire.ops import Exchange, Reduce
-from gradwire.protocols import Context, Outcome, Workspace
+from gradwire.protocols import Context, Workspace
 from gradwire.protocols.bucket_plan import BucketPlan
 
 __all__ = ["dry_run"]
@@ -23,16 +25,18 @@ def dry_run(plan: BucketPlan, numel: int, world_size: int, round: int = USUAL_RO
 
     Args:
         round: By default one of those between a schedule's updates; a round of the schedule counts with all that is
-            exchanged in it.
+            exchanged in it, and at its end, as if the step were one bucket.
     """
     meter = Meter()
     flat = torch.empty(numel, dtype=torch.float32, device="meta")
     context = Context(0, world_size, round, workspace=Workspace("meta"))
     _drive(plan.whole(context, flat), world_size, meter)
+    if plan.finishes:
+        _drive(plan.finish(context), world_size, meter)
     return meter
 
 
-def _drive(generator: Exchange[Outcome], world_size: int, meter: Meter) -> None:
+def _drive(generator: Exchange[Any], world_size: int, meter: Meter) -> None:
     try:
         op = next(generator)
         while True:

@@ -84,6 +84,10 @@ class LocalProfiler:
                 own = replace(context, chunk=chunk, workspace=self._spaces[chunk])
                 found.append(_timed(self._plan.run(own, self._work, prepared), self._world_size)[1])
             self._memory.commit()
+            if self._plan.finishes:
+                # Beside what follows the step, and in few rounds: nobody waits for it.
+                _timed(self._plan.finish(context), self._world_size)
+                self._memory.commit()
         self._round += 1
         return found
 

@@ -5,6 +5,7 @@ from gradwire.protocols.context import Context, Outcome, Workspace
 from gradwire.protocols.gauges import Gauges
 from gradwire.protocols.memory import Memory
 from gradwire.protocols.payloads import Section
+from gradwire.protocols.round_parts import RoundParts
 from gradwire.protocols.sections import Share, all_gather, two_shot, two_shot_re_encoded
 from gradwire.protocols.tree import tree
 
@@ -17,6 +18,7 @@ __all__ = [
     "Gauges",
     "Memory",
     "Outcome",
+    "RoundParts",
     "Section",
     "Share",
     "Workspace",

@@ -54,6 +54,7 @@ class BucketPlan(ABC):
         asynchronous: Nothing is to prepare, and each chunk is one collective with local arithmetic before and after.
             So it may start on the thread that brings the bucket and end on the one that brings the reply.
         keeps_dtype: The bucket is exchanged in its own dtype; otherwise in float32.
+        finishes: Whether :meth:`finish` is to be run at the end of a round.
     """
 
     chunks: int
@@ -61,6 +62,7 @@ class BucketPlan(ABC):
     asynchronous: bool = False
     keeps_dtype: bool = False
     runs: Sequence[Sequence[tuple[int, int]]] = ()
+    finishes: bool = False
 
     @abstractmethod
     def prepare(self, context: Context, flat: torch.Tensor) -> Exchange[Any]:
@@ -69,6 +71,15 @@ class BucketPlan(ABC):
     @abstractmethod
     def run(self, context: Context, flat: torch.Tensor, prepared: Any) -> Exchange[Outcome]:
         """Exchange chunk ``context.chunk``, writing the mean into its part of ``flat``."""
+
+    def finish(self, context: Context) -> Exchange[None]:
+        """Do what is left of a round once all its buckets have been exchanged, while the training goes on.
+
+        It is run once a round, on the plan of any of its buckets, and not where a value of the round was not finite. It
+        must not depend on which bucket that is: what it needs of the buckets is in ``context.parts``. What it stages
+        holds from the next round on, whose first bucket waits for its end.
+        """
+        yield from ()
 
     def target_(self, context: Context, gradient: torch.Tensor) -> None:  # noqa: B027
         """Replace a copy of this round's gradient by the vector whose mean over ranks the exchange estimates.

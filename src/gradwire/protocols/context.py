@@ -10,6 +10,7 @@ import torch
 from gradwire.codecs import unread
 from gradwire.link_cost import LinkCost
 from gradwire.protocols.memory import Memory
+from gradwire.protocols.round_parts import RoundParts
 
 __all__ = ["Context", "Outcome", "Workspace"]
 
@@ -60,6 +61,7 @@ class Context:
         warn: ``warn(kind, text)`` tells people of something, if it is the first of its kind.
         gauge: ``gauge(name, total, count)`` adds to a number that is reported of the round; see
             :class:`gradwire.protocols.Gauges`.
+        parts: What the round's buckets leave for its end; notes of its own, empty, where nobody keeps any.
         link: What a message costs, the same on all ranks; None where nobody knows.
         exchange: Number of the job's next exchange of payloads, which tells those of one chunk apart: a protocol uses
             it, and the next one for a second phase.
@@ -76,6 +78,7 @@ class Context:
     loss_scale: float = 1.0
     warn: Callable[[str, str], None] = _nobody
     gauge: Callable[[str, float, float], None] = unread
+    parts: RoundParts = field(default_factory=RoundParts)
     link: LinkCost | None = None
     exchange: int = 0
 

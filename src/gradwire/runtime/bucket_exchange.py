@@ -166,7 +166,7 @@ class BucketExchange:
             self.plan.target_(context, self._gradient)
             measure = self.runtime.diagnostics.measure
             measure(self._gradient, self._sent, self.segments, self.round, context.loss_scale)
-        self.runtime.ended(self.round, self.finite)
+        self.runtime.ended(self.plan, self.round, self.finite)
         self.future.set_result(self.flat)
 
 

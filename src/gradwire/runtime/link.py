@@ -166,6 +166,8 @@ class Link:
         if not self.close.alive:
             raise ExchangeError("this link was closed: wrap the module anew and attach again")
         runtime = self._runtime
+        if index == 0:
+            runtime.settled.wait()
         runtime.failures.refuse()
         try:
             if index == 0:
@@ -324,6 +326,7 @@ class Link:
         ``global`` holds the round and a method's values; ``replicated`` and ``rank`` hold its vectors by
         "kind/parameter", the same on all ranks or this rank's own.
         """
+        self._runtime.settled.wait()
         state = self._runtime.memory.state()
         kept = {**self._coders.state(), **self._cost.state()}
         state["global"].update(kept, round=torch.tensor(self._runtime.round))
@@ -339,6 +342,7 @@ class Link:
             IncompatibleError: it is not a link's state, or not all of one, or its choice is no candidate here.
         """
         self.check_state_dict(state)
+        self._runtime.settled.wait()
         self._coders.load(state["global"])
         self._cost.load(state["global"])
         self._runtime.link_cost = self._cost.value

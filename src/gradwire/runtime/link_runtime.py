@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from gradwire.drivers import Lane, Traffic, dense_bytes
+from gradwire.drivers import Job, Lane, Traffic, dense_bytes
 from gradwire.link_cost import LinkCost
-from gradwire.protocols import Context, Gauges, Memory, Workspace
+from gradwire.protocols import Context, Gauges, Memory, RoundParts, Workspace
 from gradwire.protocols.bucket_plan import BucketPlan
 from gradwire.runtime.diagnostics import Diagnostics
 from gradwire.runtime.failures import Failures
@@ -43,6 +43,8 @@ class LinkRuntime:
         failures: The first failure, if there is one.
         warnings: Warnings that were given.
         gauges: What the method reports of its rounds.
+        settled: Set while no end of a round is on its way; to be waited for before the next round begins, and before
+            what a round leaves is looked at.
         link_cost: What a message costs; None where the method need not know.
     """
 
@@ -52,7 +54,7 @@ class LinkRuntime:
         self.lanes, self.check = lanes, check
         self.rank, self.world_size = heartbeat.rank, heartbeat.world_size
         self.round = self.rounds_here = self.skipped_rounds = 0
-        self.memory, self.gauges = Memory(), Gauges()
+        self.memory, self.gauges, self._parts = Memory(), Gauges(), RoundParts()
         self.link_cost: LinkCost | None = None
         self.failures = Failures(heartbeat, lanes)
         self.diagnostics, self.warnings = diagnostics, WarnOnce()
@@ -60,6 +62,8 @@ class LinkRuntime:
         self._lock = threading.Lock()
         self._last_skipped, self._elements = -1, 0
         self._in_flight, self._is_last = 0, False
+        self.settled = threading.Event()
+        self.settled.set()
         self._spaces: weakref.WeakKeyDictionary[BucketPlan, dict[int | None, Workspace]] = weakref.WeakKeyDictionary()
 
     def began(self, numel: int, last: bool) -> None:
@@ -96,13 +100,14 @@ class LinkRuntime:
             loss_scale=scale_of(self._grad_scaler),
             warn=self.warnings.once,
             gauge=self.gauges.add,
+            parts=self._parts,
             link=self.link_cost,
         )
 
-    def ended(self, round: int, finite: bool | None) -> None:
+    def ended(self, plan: BucketPlan, round: int, finite: bool | None) -> None:
         """Count a bucket that has been exchanged, and commit or discard what the method remembers of the round.
 
-        Rounds do not overlap: backward waits for all its buckets.
+        Rounds do not overlap: backward waits for all its buckets, and the next one for what a plan does at the end.
         """
         self._heartbeat.ended()
         with self._lock:
@@ -117,6 +122,36 @@ class LinkRuntime:
             self.memory.discard() if is_skipped else self.memory.commit()
             self.gauges.end_round(skipped=is_skipped)
             self.diagnostics.check_residuals(round, partial(self.memory.norm, "residual"), self.warnings.once)
+            if plan.finishes and not is_skipped:
+                self._finish(plan, round)
+            else:
+                self._parts.take()
+
+    def _finish(self, plan: BucketPlan, round: int) -> None:
+        """Hand the end of a round to a lane.
+
+        All jobs of the round have ended, and none of the next is submitted before this one has, see ``settled``: so it
+        has the same place among the lane's jobs on every rank, whichever thread brings it.
+        """
+        context = self.context(plan, 0, None, round, False)
+
+        def run(lane: Lane) -> None:
+            self.failures.refuse()
+            lane.drive(plan.finish(context))
+            self.memory.commit()
+            over()
+
+        def fail(error: Exception) -> None:
+            self.failures.record(error, f"the end of round {round}")
+            over()
+
+        def over() -> None:
+            self._heartbeat.ended()
+            self.settled.set()
+
+        self.settled.clear()
+        self._heartbeat.began()
+        self.lanes[0].submit(Job(run, fail, "end of the round"))
 
     def failed_between_buckets(self, error: Exception, purpose: str) -> Exception:
         """Turn the failure of a small exchange between two buckets into the link's error."""
@@ -135,6 +170,7 @@ class LinkRuntime:
 
     def traffic(self, buffer_bytes: int) -> Traffic:
         """Return the bytes that this rank sent and received so far."""
+        self.settled.wait()
         meters = [lane.meter for lane in self.lanes]
         return Traffic(
             sent_bytes=sum(m.sent_bytes for m in meters),

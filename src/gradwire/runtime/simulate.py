@@ -15,7 +15,7 @@ from gradwire.link_cost import LinkCost
 from gradwire.methods import Method
 from gradwire.planning.options import Options
 from gradwire.planning.planner import Planner
-from gradwire.protocols import Context, Gauges, Memory, Workspace
+from gradwire.protocols import Context, Gauges, Memory, RoundParts, Workspace
 from gradwire.runtime.selection.autotune import say_dropped
 from gradwire.runtime.selection.coder import CoderSelection
 from gradwire.runtime.selection.link_cost import CostKeeper
@@ -89,6 +89,7 @@ class SimulatedLink:
         self._meters = [Meter() for _ in range(world_size)]
         self._memories = [Memory() for _ in range(world_size)]
         self._gauges = [Gauges() for _ in range(world_size)]
+        self._parts = [RoundParts() for _ in range(world_size)]
         self._cost = CostKeeper(self.method, self.options.link_cost)
         self._notices = WarnOnce()
         self._order = self._planner.step_order()
@@ -132,11 +133,18 @@ class SimulatedLink:
             memory.commit() if finite else memory.discard()
         for gauges in self._gauges:
             gauges.end_round(skipped=not finite)
+        if plan.finishes and finite:
+            simulate_ranks([plan.finish(self._context(r, 0)) for r in range(self.world_size)], self._meters)
+            for memory in self._memories:
+                memory.commit()
+        for parts in self._parts:
+            parts.take()
 
     def _context(self, rank: int, chunk: int) -> Context:
         return Context(
             rank, self.world_size, self.round, 0, chunk, self._space(rank, chunk), memory=self._memories[rank],
             warn=self._notices.once, gauge=self._gauges[rank].add, link=self._cost.value,
+            parts=self._parts[rank],
         )  # fmt: skip
 
     def _reordered(self, row: torch.Tensor, names: list[str], wanted: list[str]) -> torch.Tensor:

@@ -99,6 +99,7 @@ class WrappedPlan(BucketPlan):
     def __init__(self, inner: BucketPlan, segments: Sequence[Segment]) -> None:
         self.inner, self.segments = inner, segments
         self.chunks, self.collective, self.runs = inner.chunks, inner.collective, inner.runs
+        self.finishes = inner.finishes
         self.all_runs = sorted(run for chunk in inner.runs for run in chunk)
 
     def before(self, context: Context, flat: torch.Tensor) -> None:
@@ -107,6 +108,9 @@ class WrappedPlan(BucketPlan):
     def after(self, context: Context, flat: torch.Tensor, outcome: Outcome) -> Outcome:
         """Note what was sent, and change the mean, on ``runs[context.chunk]``; give what all of this did."""
         return outcome
+
+    def finish(self, context: Context) -> Exchange[None]:
+        return self.inner.finish(context)
 
     def prepare(self, context: Context, flat: torch.Tensor) -> Exchange[Any]:
         if not flat.is_meta:
