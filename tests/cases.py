@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -124,9 +125,9 @@ def max_bits(block_size: int) -> Callable[[int], float]:
     return lambda n: (gather if n == 64 else ring)(32 / block_size)(n)
 
 
-def rotation(method: gw.EDEN | gw.DRIVE, bits: int) -> Case:
+def rotation(method: gw.EDEN | gw.DRIVE, bits: float, relative: float) -> Case:
     size = method.block_size
-    variance, mean_variance = rotated(bits, size)
+    variance, mean_variance = rotated(relative, size)
     return Case(
         method,
         narrow(bits + 32 / size),
@@ -200,11 +201,13 @@ TABLE: dict[str, list[Case]] = {
         ),
     ],
     "eden": [
-        rotation(gw.EDEN(), 4),
-        rotation(gw.EDEN(bits=1, block_size=256), 1),
+        rotation(gw.EDEN(), 4, 0.00959),
+        rotation(gw.EDEN(bits=1, block_size=256), 1, 0.571),
+        rotation(gw.EDEN(bits=1.6, block_size=512), 1.6, 0.235),
+        rotation(gw.EDEN(bits=0.5), 0.5, math.pi - 1),
     ],
     "drive": [
-        rotation(gw.DRIVE(), 1),
+        rotation(gw.DRIVE(), 1, 0.571),
         Case(gw.DRIVE(least_error=True, block_size=512), narrow(1 + 32 / 512), error=0.7, constants=False, grain=512),
     ],
     "quic_fl": [
@@ -477,6 +480,11 @@ TABLE: dict[str, list[Case]] = {
             gather(1.9),
             variance=levels(range(17), 512, "l2"),
             constants=False,
+            coded=True,
+        ),
+        replace(
+            rotation(gw.EDEN(bits=1.5, block_size=1024, spacing="uniform"), 1.5, 0.2163),
+            method=gw.Coded(compressor=gw.EDEN(bits=1.5, block_size=1024, spacing="uniform"), coder="rans"),
             coded=True,
         ),
         # Sign, seven bits, and the exponents of a Gaussian with their entropy, from two workers on.

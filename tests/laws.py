@@ -156,14 +156,13 @@ def fitted(method: gw.ALQ | gw.AMQ) -> Law:
     return variance
 
 
-def rotated(bits: int, block_size: int) -> tuple[Law, Law]:
+def rotated(relative: float, block_size: int) -> tuple[Law, Law]:
     """Return the variance of each worker's element, and of each element of the mean that an owner encodes once more.
 
-    The error of a block, D / (1 - D) of its squared norm, is spread evenly over its coordinates, those of zeros behind
+    The error of a block, ``relative`` of its squared norm, is spread evenly over its coordinates, those of zeros behind
     a parameter's end among them.
     """
-    distortion = {1: 0.3634, 2: 0.1175, 3: 0.03454, 4: 0.009501}[bits]
-    variance = spread_evenly(distortion / (1 - distortion), block_size)
+    variance = spread_evenly(relative, block_size)
 
     def mean_variance(g: torch.Tensor) -> torch.Tensor:
         arrived = g.double().mean(0).square() + variance(g).sum(0) / len(g) ** 2

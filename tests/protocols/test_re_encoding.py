@@ -13,7 +13,7 @@ from gradwire.protocols.bucket_plan import make_plan
 from gradwire.protocols.pieces import share_out
 from gradwire.segments import Parameter, Segment
 
-METHODS = ("EDEN(bits=2)", "QSGDinf(block_size=64)", "QSGD(block_size=512)", "NUQSGD(blocks='model')")
+METHODS = ("EDEN(bits=2)", "EDEN(bits=0.5)", "QSGDinf(block_size=64)", "QSGD(block_size=512)", "NUQSGD(blocks='model')")
 
 
 def gradients(world_size: int, numel: int) -> torch.Tensor:

@@ -30,6 +30,8 @@ INNER = [
     "NUQSGD(zero=False)",
     "ALQ()",
     "Natural()",
+    "EDEN(bits=1, spacing='uniform')",
+    "EDEN(bits=0.5)",
     "ErrorFeedback()",
     "ErrorFeedback(compressor=Natural())",
     "DIANA()",

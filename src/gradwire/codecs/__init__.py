@@ -26,8 +26,9 @@ from gradwire.codecs.minimum import MinimumCodec
 from gradwire.codecs.natural import NaturalCodec
 from gradwire.codecs.random_places import RandomElements
 from gradwire.codecs.random_sparse import RandomSparseCodec
-from gradwire.codecs.rotated_blocks import RotatedSummary
+from gradwire.codecs.rotated_blocks import OwnRotationCodec, RotatedSummary
 from gradwire.codecs.rotated_levels import RotatedLevelCodec
+from gradwire.codecs.rotated_samples import RotatedSampleCodec
 from gradwire.codecs.scales import SMALLEST_SCALE, usable
 from gradwire.codecs.shared_levels import MOST_SUM, SharedLevelCodec
 from gradwire.codecs.signs import SignCodec, SignSummary, sign_table
@@ -69,9 +70,11 @@ __all__ = [
     "MinimumCodec",
     "NaturalCodec",
     "NoSummary",
+    "OwnRotationCodec",
     "RandomElements",
     "RandomSparseCodec",
     "RotatedLevelCodec",
+    "RotatedSampleCodec",
     "RotatedSummary",
     "Rule",
     "SharedLevelCodec",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -11,13 +12,13 @@ import torch
 from gradwire.codecs.base import Codec, Draw, Summary
 from gradwire.codecs.scales import SMALLEST_SCALE
 from gradwire.kernels import Coder, DigitLayout, RotationTable, byte_layout, digit_layout, packed_groups
-from gradwire.seeds import parameter_key
+from gradwire.seeds import OWNER, parameter_key
 from gradwire.segments import Segment
 
 if TYPE_CHECKING:
     from gradwire.kernels import Kernels
 
-__all__ = ["BlockNorms", "RotatedCodec", "RotatedSummary", "draw_of"]
+__all__ = ["BlockNorms", "OwnRotationCodec", "RotatedCodec", "RotatedSummary", "draw_of"]
 
 
 @dataclass(frozen=True)
@@ -111,6 +112,24 @@ class RotatedCodec(Codec):
     def digits(self, data: torch.Tensor) -> torch.Tensor:
         """Return the digits of a payload."""
         return data[self.side_bytes : self.payload_bytes(self.units)]
+
+
+class OwnRotationCodec(RotatedCodec):
+    """Rotated blocks of which each sender has a rotation of its own, and so has the owner who encodes a mean."""
+
+    def decode_rows(self, rows: torch.Tensor, summary: Summary, flat: torch.Tensor) -> None:
+        draw, weight = draw_of(summary), torch.tensor(1.0 / self.world_size, dtype=torch.float32)
+        streams = [OWNER] if draw.stream == OWNER else range(len(rows))
+        for number, (row, stream) in enumerate(zip(rows, streams)):
+            self.decode(row, weight, Draw(draw.round, stream), flat, accumulate=number > 0)
+
+    def add_own(self, data: torch.Tensor, summary: Summary, weight: float, flat: torch.Tensor) -> None:
+        self.decode(data, torch.tensor(weight, dtype=torch.float32), draw_of(summary), flat, accumulate=True)
+
+    @abstractmethod
+    def decode(self, row: torch.Tensor, weight: torch.Tensor, draw: Draw, flat: torch.Tensor, accumulate: bool) -> None:
+        """Write ``weight`` times what a sender's payload stands for into ``flat``, or add it; the draw is that of its
+        rotation."""
 
 
 def draw_of(summary: Summary) -> Draw:

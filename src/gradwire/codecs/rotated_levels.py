@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from gradwire.codecs.base import Draw, Summary
-from gradwire.codecs.rotated_blocks import RotatedCodec, draw_of
+from gradwire.codecs.rotated_blocks import OwnRotationCodec
 from gradwire.kernels import GROUP_SIZE, Grid
-from gradwire.seeds import OWNER
 from gradwire.segments import Segment
 from gradwire.wire import padded
 
@@ -20,13 +19,14 @@ if TYPE_CHECKING:
 __all__ = ["RotatedLevelCodec"]
 
 
-class RotatedLevelCodec(RotatedCodec):
+class RotatedLevelCodec(OwnRotationCodec):
     """Blocks with the coordinates z = H D x / |x|, each rounded to the nearest level of a grid, and a scale a block.
 
     A payload is the float32 scales of the blocks, padded to sixteen bytes, and then the digits of all coordinates,
     packed in the layout of ``digit_layout(grid.base)``. A block is decoded to ``scale D H Q(z)``.
 
-    Each sender has a rotation of its own, and so has the owner of a share who encodes the mean.
+    Where all coordinates of a block are rounded to zero, they are multiplied by the least level above it, which does
+    not change what a block is decoded to on average, and then they are not.
 
     Args:
         grid: Levels for standard normal values; see :meth:`gradwire.kernels.Grid.nearest`.
@@ -54,24 +54,22 @@ class RotatedLevelCodec(RotatedCodec):
 
     def encode(self, flat: torch.Tensor, summary: Summary, draw: Draw, out: torch.Tensor) -> None:
         norms = self.norms(flat)
-        kept = self.kernels.encode_rotated(
-            flat, self.blocks, norms.factor, self.grid, self.layout, draw.round, draw.stream, self.digits(out)
-        )
-        norm = norms.norm
+        norm, kept = norms.norm, self._round(flat, norms.factor, draw, out)
+        lost = norms.usable & (kept == 0)
+        if bool(lost.any()):
+            # Every coordinate is nearer to the level zero than to the next. Some are at least 1 in magnitude, since
+            # their mean square is 1: times that level they are beyond the border at its half.
+            stretch = torch.where(lost, float(self.grid.values[self.grid.positive + 1]), 1.0)
+            kept, norm = self._round(flat, norms.factor * stretch, draw, out), norm * stretch
         self.write_scales(norm / kept if self.unbiased else norm * (kept / self._lengths.square()), norms, out)
 
-    def decode_rows(self, rows: torch.Tensor, summary: Summary, flat: torch.Tensor) -> None:
-        draw, weight = draw_of(summary), torch.tensor(1.0 / self.world_size, dtype=torch.float32)
-        streams = [OWNER] if draw.stream == OWNER else range(len(rows))
-        for number, (row, stream) in enumerate(zip(rows, streams)):
-            self._decode(row, weight, Draw(draw.round, stream), flat, accumulate=number > 0)
+    def _round(self, flat: torch.Tensor, factor: torch.Tensor, draw: Draw, out: torch.Tensor) -> torch.Tensor:
+        """Write the digits of the coordinates of ``factor`` times each block; return ``<z, Q(z)>`` of each."""
+        return self.kernels.encode_rotated(
+            flat, self.blocks, factor, self.grid, self.layout, draw.round, draw.stream, self.digits(out)
+        )
 
-    def add_own(self, data: torch.Tensor, summary: Summary, weight: float, flat: torch.Tensor) -> None:
-        self._decode(data, torch.tensor(weight, dtype=torch.float32), draw_of(summary), flat, accumulate=True)
-
-    def _decode(
-        self, row: torch.Tensor, weight: torch.Tensor, draw: Draw, flat: torch.Tensor, accumulate: bool
-    ) -> None:  # fmt: skip
+    def decode(self, row: torch.Tensor, weight: torch.Tensor, draw: Draw, flat: torch.Tensor, accumulate: bool) -> None:
         scale = self.scales(row) * weight
         self.kernels.decode_rotated(
             self.digits(row), self.blocks, scale, self.grid, self.layout, draw.round, draw.stream, flat, accumulate

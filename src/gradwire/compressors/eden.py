@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from gradwire.codecs import RotatedLevelCodec
+from gradwire.codecs import OwnRotationCodec, RotatedLevelCodec, RotatedSampleCodec
 from gradwire.compressors.base import Compressor
-from gradwire.compressors.normal_levels import MOST_BITS, NORMAL_LEVELS
+from gradwire.compressors.normal_levels import (
+    LEAST_ENTROPY,
+    MOST_BITS,
+    NORMAL_LEVELS,
+    REACH,
+    level_count,
+    uniform_step,
+)
 from gradwire.kernels import LEAST_BLOCK, MOST_BLOCK, Grid
 from gradwire.methods import Properties, require
 from gradwire.segments import Segment
@@ -61,7 +69,7 @@ class RotatedLevels(Compressor):
         return self.block_size
 
     @abstractmethod
-    def codec(self, kernels: Kernels, segments: Sequence[Segment], world_size: int, seed: int) -> RotatedLevelCodec: ...
+    def codec(self, kernels: Kernels, segments: Sequence[Segment], world_size: int, seed: int) -> OwnRotationCodec: ...
 
 
 def coordinates_of(numel: int | None, block_size: int) -> int:
@@ -89,19 +97,31 @@ class EDEN(RotatedLevels):
     nothing, in every round. For such gradients, as those of embeddings of rare tokens, take more bits or an operator
     without bias, such as :class:`QSGDinf`.
 
+    **Between whole bits** Q has as many levels as the packed digits of ``bits`` have room for: 3, 5, 6, 7, 9, 11, 23
+    and 40 take 1.6, 2.46, 2.67, 2.91, 3.2, 3.56, 4.57 and 5.33 bits. That has less error than one number of bits for a
+    part of the coordinates and another for the rest: 0.235 against 0.275 at 1.6 bits. **Below one bit** the signs of a
+    random part of the coordinates are sent, and zero stands for the others: E|Q(x) - x|^2 = (pi / (2 bits) - 1) |x|^2.
+
+    **For a coder** (:class:`Coded`), ``spacing="uniform"`` takes the levels j step, j an integer, with the step whose
+    digits have an entropy of ``bits``: of a rate for which Lloyd and Max's levels have no number, too, and with less
+    error: 1.61, 0.535, 0.0976, 0.0227 and 0.00559 at 0.5, 1, 2, 3 and 4 bits, within 1.54 dB of what any code of so
+    many bits leaves of normal values, 2^(-2 bits). Without a coder their digits take more bits than Lloyd and Max's.
+
     Every worker has rotations of its own, new ones in every round. By two-shot the owner of a share averages the
     workers' estimates in float32 and encodes the mean in the same way, which adds the error of one more encoding, of
     the mean: both directions then have ``bits``, whatever the number of workers.
 
     Args:
-        bits: Bits of a coordinate, 1 to 6.
+        bits: Bits of a coordinate, above 0 to 6; from 0.125 on where levels are evenly spaced. Sixteen coordinates of a
+            block are sent at least.
         block_size: Elements b that are rotated together, a power of two from 256 to 32768.
+        spacing: "lloyd_max", or "uniform".
 
     Raises:
-        HyperparameterError: a field is out of range.
+        HyperparameterError: a field is out of range, or no digits of levels with a table take ``bits``.
 
-    Wire: a float32 scale a block, then the coordinates' digits, packed (``docs/wire-format.md``). The signs are drawn
-    from the rank's stream, for a mean from the owner's.
+    Wire: a float32 scale a block, then the coordinates' digits, packed (``docs/wire-format.md``). Signs and places are
+    drawn from the rank's stream, for a mean from the owner's.
 
     Reference: S. Vargaftik et al., "EDEN: Communication-Efficient and Robust Distributed Mean Estimation for Federated
     Learning", ICML 2022, sections 3 and 4.
@@ -114,8 +134,9 @@ class EDEN(RotatedLevels):
         0.13
     """
 
-    bits: int = 4
+    bits: float = 4
     block_size: int = 4096
+    spacing: str = "lloyd_max"
 
     name: ClassVar[str] = "eden"
     tag: ClassVar[int] = 30
@@ -128,15 +149,47 @@ class EDEN(RotatedLevels):
     )
 
     def __post_init__(self) -> None:
-        whole = isinstance(self.bits, int) and not isinstance(self.bits, bool)
+        known, bits = isinstance(self.bits, int | float) and not isinstance(self.bits, bool), self.bits
         require(
-            whole and 1 <= self.bits <= MOST_BITS, "EDEN", f"bits is 1 to {MOST_BITS} a coordinate, not {self.bits!r}"
+            known and 0 < bits <= MOST_BITS, "EDEN", f"bits is above 0 to {MOST_BITS} a coordinate, not {self.bits!r}"
         )
+        object.__setattr__(self, "bits", int(bits) if bits == int(bits) else float(bits))
+        known = self.spacing in ("lloyd_max", "uniform")
+        require(known, "EDEN", f"spacing is 'lloyd_max' or 'uniform', not {self.spacing!r}")
         check_rotation("EDEN", self.block_size)
+        if self.spacing == "uniform":
+            require(bits >= LEAST_ENTROPY, "EDEN", f"bits is {LEAST_ENTROPY} or more of evenly spaced levels")
+        elif bits > 1 and bits != int(bits):
+            count = level_count(bits)
+            whole = count.bit_length() - 1
+            require(
+                count != 1 << whole,
+                "EDEN",
+                f"packed digits of {bits} bits have room for no more than the {count} levels of bits={whole}: take "
+                f"that, more bits, or spacing='uniform' within Coded()",
+            )
 
-    def codec(self, kernels: Kernels, segments: Sequence[Segment], world_size: int, seed: int) -> RotatedLevelCodec:
-        grid = Grid.nearest(NORMAL_LEVELS[self.bits])
-        return RotatedLevelCodec(kernels, segments, world_size, seed, grid=grid, block_size=self.block_size)
+    @property
+    def samples(self) -> bool:
+        """Whether only a part of the coordinates is sent."""
+        return self.bits < 1 and self.spacing == "lloyd_max"
+
+    @property
+    def kernels(self) -> tuple[str, ...]:  # type: ignore[override]
+        """Those of rotations; where coordinates are sampled, of packing, too."""
+        return ("moments", "rotation", "levels") if self.samples else ("moments", "rotation")
+
+    def codec(self, kernels: Kernels, segments: Sequence[Segment], world_size: int, seed: int) -> OwnRotationCodec:
+        size = self.block_size
+        if self.samples:
+            return RotatedSampleCodec(kernels, segments, world_size, seed, share=self.bits, block_size=size)
+        if self.spacing == "uniform":
+            step = uniform_step(self.bits)
+            grid = Grid.nearest([j * step for j in range(1, math.ceil(REACH / step) + 1)], zero=True)
+        else:
+            count = level_count(self.bits)
+            grid = Grid.nearest(NORMAL_LEVELS[count], zero=count % 2 == 1)
+        return RotatedLevelCodec(kernels, segments, world_size, seed, grid=grid, block_size=size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,7 +254,7 @@ class DRIVE(RotatedLevels):
             segments,
             world_size,
             seed,
-            grid=Grid.nearest(NORMAL_LEVELS[1]),
+            grid=Grid.nearest(NORMAL_LEVELS[2]),
             block_size=self.block_size,
             unbiased=not self.least_error,
         )

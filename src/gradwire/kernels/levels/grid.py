@@ -102,17 +102,21 @@ class Grid:
         return cls(v, v[:-1], v[1:], positive=0, negative=0, signed=True)
 
     @classmethod
-    def nearest(cls, magnitudes: Sequence[float]) -> Grid:
-        """Return +-m for ascending magnitudes above zero, each value rounded to the nearest: no interval is random.
+    def nearest(cls, magnitudes: Sequence[float], *, zero: bool = False) -> Grid:
+        """Return +-m for ascending magnitudes above zero, and 0 in between if ``zero``, without random intervals.
+
+        Each value is rounded to the nearest.
 
         A value halfway between two is rounded to the smaller magnitude. Magnitudes may be above 1.
         """
         m = np.asarray(magnitudes, np.float64)
         if not np.all(np.diff(np.concatenate([[0.0], m]).astype(np.float32)) > 0):
             raise HyperparameterError(f"levels ascend strictly from above zero, in float32 too, not {magnitudes!r}")
-        middle = (m[1:] + m[:-1]) / 2
-        values = np.concatenate([-m[::-1], m])
-        return cls(values, middle, middle, positive=len(m), negative=len(m) - 1, signed=False)
+        inner = np.concatenate([[0.0], m]) if zero else m
+        middle = (inner[1:] + inner[:-1]) / 2
+        values = np.concatenate([-m[::-1], inner])
+        negative = len(m) if zero else len(m) - 1
+        return cls(values, middle, middle, positive=len(m), negative=negative, signed=False)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Grid) and self.signed == other.signed and np.array_equal(self.values, other.values)

@@ -17,7 +17,7 @@ from gradwire.kernels.packing.loops import pack, tile_groups, unpack
 __all__ = ["RotationLoops", "decode_rotated_range", "encode_rotated_range", "rotate_back_range", "rotate_range"]
 
 # Of all that this is compiled from: what Numba keeps on disk is kept under this name (``make digests``).
-DIGEST = "b6f605f83dcef26b"
+DIGEST = "0c726486ada592fb"
 
 rotate_block = either("rotate_block", "rotation.scalar", "rotation.simd")
 rotate_block_back = either("rotate_block_back", "rotation.scalar", "rotation.simd")
