@@ -6,6 +6,7 @@ python benchmarks/quantisers_page.py    # draws the figures; the page is written
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -107,16 +108,22 @@ def vnmse() -> list[str]:
         "",
         f"E|Q(x) - x|^2 / |x|^2 of {found['numel']:,} values, one worker, mean of {found['rounds']} draws; bits are those of a "
         "whole payload. Rotated blocks (EDEN, DRIVE, QUICFL) err as is derived for normal values, whatever the vector: "
-        f"largest deviation {100 * max(off):.1f} %. Biased methods (TernGrad with a clip, signs, DRIVE with the least error) "
+        f"largest deviation {100 * max(off):.1f} %. Of normal values no code of R bits leaves a distortion D, with the best "
+        "scale, below 2^(-2R); in dB, how far above it D = e / (1 + e) is, e the error without a bias. Evenly spaced levels "
+        "behind a coder are 1.53 dB above it where they are fine, and the payload's scales and tables cost the rest. A coder "
+        "makes less of the levels with the least error for their number than of these. Biased methods (TernGrad with a clip, signs, DRIVE with the least error) "
         "leave out a part of the vector in every round, so that their numbers do not compare with the others'.",
         "",
-        "| method | bits | normal | lognormal | derived |",
-        "|---|---:|---:|---:|---:|",
+        "| method | bits | normal | lognormal | derived | dB above 2^(-2R) |",
+        "|---|---:|---:|---:|---:|---:|",
     ]
     for row in rows:
         derived = f"{row['expected']:.3g}" if row["expected"] else "-"
+        above = "-"
+        if row["spec"].startswith(("EDEN", "Coded(compressor=EDEN")):
+            above = f"{10 * math.log10(row['normal'] / (1 + row['normal']) * 4 ** row['bits']):.2f}"
         lines.append(
-            f"| `{row['spec']}` | {row['bits']:.2f} | {row['normal']:.3g} | {row['lognormal']:.3g} | {derived} |"
+            f"| `{row['spec']}` | {row['bits']:.2f} | {row['normal']:.3g} | {row['lognormal']:.3g} | {derived} | {above} |"
         )
     return [*lines, ""]
 

@@ -3,12 +3,14 @@
     python benchmarks/vnmse.py --json benchmarks/results/vnmse.json
 
 One worker, so that nothing but the encoding itself errs; bits are those of a payload, headers included, from bytes that
-were counted. Beside EDEN, DRIVE and QUIC-FL stands what is derived for normal values.
+were counted: of a coder's, those of the normal values. Beside EDEN, DRIVE and QUIC-FL stands what is derived for normal
+values.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from pathlib import Path
 from statistics import mean, stdev
@@ -19,10 +21,15 @@ from runs import write
 
 import gradwire as gw
 from gradwire.compressors.bounded_levels import ERROR
-from gradwire.compressors.normal_levels import DISTORTION
+from gradwire.compressors.normal_levels import DISTORTION, level_count, uniform_levels, uniform_step
 
 SPECS = (
-    *(f"EDEN(bits={bits})" for bits in range(1, 7)),
+    *(f"EDEN(bits={bits})" for bits in (0.25, 0.5, 1, 1.6, 2, 2.47, 2.67, 2.91, 3, 3.2, 3.56, 4, 4.58, 5, 5.34, 6)),
+    *(f"Coded(compressor=EDEN(bits={bits}), coder='rans')" for bits in (2, 3, 4)),
+    *(
+        f"Coded(compressor=EDEN(bits={bits}, spacing='uniform'), coder='rans')"
+        for bits in (0.25, 0.5, 1, 1.5, 2, 2.5, 3, 4, 5, 6)
+    ),
     *(f"QUICFL(bits={bits})" for bits in range(1, 5)),
     "DRIVE(least_error=True)",
     "TernGrad()",
@@ -47,12 +54,19 @@ KINDS = ("normal", "lognormal")
 
 def expected(spec: str) -> float | None:
     """Return the error that is derived for normal values, where it is that of all vectors."""
-    if spec.startswith("EDEN"):
-        distortion = DISTORTION[gw.method(spec).bits]  # type: ignore[attr-defined]
+    method = gw.method(spec)
+    method = method.compressor if isinstance(method, gw.Coded) else method
+    if isinstance(method, gw.EDEN):
+        if method.samples:
+            return math.pi / (2 * method.bits) - 1
+        if method.spacing == "uniform":
+            distortion = uniform_levels(uniform_step(method.bits))[1]
+        else:
+            distortion = DISTORTION[level_count(method.bits)]
         return distortion / (1 - distortion)
-    if spec.startswith("QUICFL"):
-        return ERROR[gw.method(spec).bits]  # type: ignore[attr-defined]
-    return DISTORTION[1] if spec.startswith("DRIVE") else None
+    if isinstance(method, gw.QUICFL):
+        return ERROR[method.bits]
+    return DISTORTION[2] if isinstance(method, gw.DRIVE) else None
 
 
 def measure(spec: str, x: torch.Tensor, rounds: int) -> list[float]:
@@ -64,7 +78,7 @@ def measure(spec: str, x: torch.Tensor, rounds: int) -> list[float]:
 def bits_of(spec: str, numel: int) -> float:
     """Return the bits of an element in what one of two workers sends to the other."""
     link = gw.SimulatedLink([("x", torch.empty(numel))], spec, 2, min_numel=0)
-    link.reduce_(torch.randn(2, numel))
+    link.reduce_(torch.randn(2, numel, generator=torch.Generator().manual_seed(1)))
     return 8 * link.traffic().sent_bytes / numel
 
 
