@@ -487,6 +487,13 @@ TABLE: dict[str, list[Case]] = {
             method=gw.Coded(compressor=gw.EDEN(bits=1.5, block_size=1024, spacing="uniform"), coder="rans"),
             coded=True,
         ),
+        Case(
+            gw.Coded(compressor=gw.TopK(density=0.1), coder="huffman"),
+            gather(0.1 * (32 + 4.75)),
+            error=0.9,
+            constants=False,
+            coded=True,
+        ),
         # Sign, seven bits, and the exponents of a Gaussian with their entropy, from two workers on.
         Case(gw.Coded(compressor=gw.BF16()), ring(10.6), error=2e-2, coded=True),
     ],

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gradwire as gw
+from gradwire.codecs import Draw
 from gradwire.drivers import Meter, simulate_ranks
 from gradwire.errors import HyperparameterError, IncompatibleError, PayloadError
 from gradwire.kernels import get_kernels
@@ -32,6 +33,8 @@ INNER = [
     "Natural()",
     "EDEN(bits=1, spacing='uniform')",
     "EDEN(bits=0.5)",
+    "ErrorFeedback(compressor=TopK(density=0.1))",
+    "GTopK(density=0.1)",
     "ErrorFeedback()",
     "ErrorFeedback(compressor=Natural())",
     "DIANA()",
@@ -240,6 +243,22 @@ def test_digits_beyond_a_byte_are_refused_when_the_link_is_built(inner: str, wor
     with pytest.raises(IncompatibleError, match=remedy) as caught:
         gw.SimulatedLink([("w", torch.empty(2000))], f"Coded(compressor={inner})", workers)
     assert repr(gw.method(inner)) in str(caught.value)
+
+
+def test_a_reader_without_the_coder_refuses_coded_positions() -> None:
+    g = torch.randn(20_000, generator=torch.Generator().manual_seed(0))
+    g[:1500] *= 10
+    segments = lay_out([Parameter("w", (20_000,), (1,))])
+    plain, coded = (gw.TopK(density=0.1).codec(get_kernels("reference"), segments, 1, 0) for _ in range(2))
+    coded.use_coder(get_kernels("reference").coder("huffman"))
+    row = torch.zeros(coded.payload_bytes(coded.units), dtype=torch.uint8)
+    coded.encode(g, coded.summarise(g), Draw(0, 0), row)
+    assert int(row[12]) == 3
+    found = torch.empty(20_000)
+    coded.decode_rows(row[None], coded.summarise(g), found)
+    assert torch.equal(found[found != 0], g[found != 0])
+    with pytest.raises(PayloadError, match="of format 3"):
+        plain.decode_rows(row[None], plain.summarise(g), found)
 
 
 def test_what_leaves_nothing_to_code_is_not_refused() -> None:

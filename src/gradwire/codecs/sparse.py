@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from gradwire.codecs.base import Draw, LeftOut, MergeableCodec, Summary
+from gradwire.codecs.coded_gaps import decode_gaps, encode_gaps
 from gradwire.codecs.sparse_values import KeptValues
 from gradwire.codecs.units import UnitTable
 from gradwire.errors import IncompatibleError, PayloadError
-from gradwire.kernels import FORMATS, SegmentTable, most_index_bytes, smallest_format
+from gradwire.kernels import FORMATS, Coder, SegmentTable, most_index_bytes, smallest_format
 from gradwire.wire import Measured, Packing, padded
 
 if TYPE_CHECKING:
@@ -24,6 +25,9 @@ __all__ = ["MOST_UNITS", "AboveRule", "LargestRule", "Rule", "SparseCodec", "Spa
 
 HEAD = struct.Struct("<IIIBBH")
 """Bytes of the section, units kept, bytes of their positions, format of these, its parameter, two bytes of zeros."""
+
+CODED = len(FORMATS)
+"""The format of positions whose gaps are entropy-coded, see :mod:`gradwire.codecs.coded_gaps`."""
 
 MOST_UNITS = 2**31 - 1
 
@@ -150,6 +154,10 @@ class SparseCodec(MergeableCodec):
         counts = (per_segment * torch.from_numpy(units.length)).tolist()
         self._bound = HEAD.size + padded(self._index_bytes) + padded(values.bytes(counts))
 
+    def use_coder(self, coder: Coder) -> None:
+        # Positions alone are coded, where that is shorter than every other format.
+        self.coder = coder
+
     def packing(self, units: int) -> Packing:
         return Measured(self.payload_bytes(units))
 
@@ -175,13 +183,19 @@ class SparseCodec(MergeableCodec):
     def write(self, chosen: torch.Tensor, values: torch.Tensor, draw: Draw, out: torch.Tensor) -> None:
         """Write the payload of the units ``chosen`` (int32, ascending) and the values of their elements."""
         form = smallest_format(self.kernels.gap_statistics(chosen, self.units))
-        used, counts = HEAD.size, self.table.counts(chosen)
-        end = used + padded(form.bytes)
-        self.kernels.encode_indices(chosen, self.units, form.format, form.parameter, out[used:end])
-        out[used + form.bytes : end] = 0
+        coded = encode_gaps(chosen, self.coder) if self.coder is not None and len(chosen) else None
+        begin, counts = HEAD.size, self.table.counts(chosen)
+        if coded is not None and len(coded) < form.bytes:
+            size, number, parameter = len(coded), CODED, 0
+            out[begin : begin + size] = coded
+        else:
+            size, number, parameter = form.bytes, FORMATS.index(form.format), form.parameter
+            self.kernels.encode_indices(chosen, self.units, form.format, parameter, out[begin : begin + size])
+        end = begin + padded(size)
+        out[begin + size : end] = 0
         used = end + self.values.bytes(counts)
         self.values.write(values, counts, draw, out[end:used])
-        head = HEAD.pack(used, len(chosen), form.bytes, FORMATS.index(form.format), form.parameter, 0)
+        head = HEAD.pack(used, len(chosen), size, number, parameter, 0)
         out[: HEAD.size] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
 
     def read(self, row: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -192,11 +206,15 @@ class SparseCodec(MergeableCodec):
         """
         used, count, size, form, parameter, nothing = HEAD.unpack(row[: HEAD.size].numpy().tobytes())
         end = HEAD.size + padded(size)
-        if nothing or form >= len(FORMATS) or not end <= used <= len(row) or count > self.units:
+        known = form < CODED or (form == CODED and parameter == 0 and self.coder is not None)
+        if nothing or not known or not end <= used <= len(row) or count > self.units:
             raise PayloadError(f"a sparse section of {used} bytes with {count} positions of format {form} is none")
-        chosen = torch.empty(count, dtype=torch.int32)
         data = row[HEAD.size : HEAD.size + size]
-        self.kernels.decode_indices(data, FORMATS[form], parameter, count, self.units, chosen)
+        if form == CODED and self.coder is not None:
+            chosen = decode_gaps(data, self.coder, count, self.units)
+        else:
+            chosen = torch.empty(count, dtype=torch.int32)
+            self.kernels.decode_indices(data, FORMATS[form], parameter, count, self.units, chosen)
         counts = self.table.counts(chosen)
         if used - end != self.values.bytes(counts) or bool(row[HEAD.size + size : end].any()):
             raise PayloadError(f"a sparse section of {used} bytes does not hold {count} positions and their values")

@@ -28,13 +28,18 @@ class _OfPayload(Inherited):
 
 @dataclass(frozen=True, kw_only=True)
 class Coded(Wrapper):
-    r"""Any method whose payload is made of digits, or a cast, with digits or exponents entropy-coded.
+    r"""Any method whose payload is made of digits or positions, or a cast, with these or exponents entropy-coded.
 
     The outcome is the method's own, bit for bit; only bytes and time change (of casts, see below). Digits are joined to
     bytes, five trits or two digits of up to 16 levels, and coded by their own frequencies, so that a payload is about
     as long as its empirical entropy: for trits 1.22 bits an element where the gradient is clipped at 2.5 deviations,
     0.76 where the scaler is the maximum, instead of 1.6. Payloads then differ in length from rank to rank; lengths are
     told first. It pays where a link is slower than the coder: see ``gradwire plan``, or let ``auto`` try.
+
+    **Positions.** Of methods that send a few elements the gaps between positions are coded, of each payload that this
+    shortens, and values travel as they are. Positions of the largest elements lie in clusters, by parameters, rows and
+    columns: at a density of 0.01 they take 6 to 8 % fewer bits, at 0.1 a tenth to a quarter. Of fewer than some
+    thousand positions, the coder's table takes more than that.
 
     **Casts.** Of ``fp32``, ``fp16`` and ``bf16`` exponents are coded, which are skewed; signs and mantissas travel as
     they are. The values that arrive are exactly those of the cast. A backend cannot add up such payloads, so the
@@ -50,7 +55,7 @@ class Coded(Wrapper):
     another order.
 
     Args:
-        compressor: The method; its operator's digits must fit a byte.
+        compressor: The method; its operator's digits, if it has digits, must fit a byte.
         coder: "rans" (close to the entropy where a byte has at least half a bit of it), "huffman" (at least a bit a
             byte), or "auto": the one with the least measured time to encode and decode this method's digits once. All
             ranks take the same, by the times of the slowest rank; see :func:`gradwire.planning.measure_coders`. Bytes
@@ -58,7 +63,7 @@ class Coded(Wrapper):
 
     Raises:
         HyperparameterError: there is no such coder, or ``compressor`` is no method, or is coded already.
-        IncompatibleError: when attached: the operator's payload has no digits that fit a byte.
+        IncompatibleError: when attached: the operator's payload has neither positions nor digits that fit a byte.
 
     Reference: J. Duda, "Asymmetric numeral systems", 2013 (rANS); D. A. Huffman, 1952. The methods' own papers propose
     Elias codes, which are longer: see ``docs/methods.md``.
