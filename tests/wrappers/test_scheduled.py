@@ -91,6 +91,9 @@ def test_whole_numbers_are_rounded_and_equal_stages_are_one() -> None:
     assert dials(method) == [(0, 4), (20, 3), (40, 2), (60, 1)]
     assert all(isinstance(bits, int) for _, bits in dials(method))
     assert dials(around(gw.TopK(density=0.2), start=0.2, rounds=9)) == [(0, 0.2)]
+    # A field that takes both kinds of numbers is rounded where the method has a whole one.
+    fine = around(gw.EDEN(bits=1.6), field="bits", start=3.2, schedule="linear", rounds=2, stages=1)
+    assert [bits for _, bits in dials(fine)] == [3.2, 1.6]
 
 
 def test_the_round_alone_decides_and_rounds_of_warm_up_count() -> None:

@@ -134,7 +134,7 @@ class EDEN(RotatedLevels):
         0.13
     """
 
-    bits: float = 4
+    bits: int | float = 4
     block_size: int = 4096
     spacing: str = "lloyd_max"
 

@@ -78,10 +78,13 @@ class Dialled(Wrapper):
     def turned(self, value: float) -> Method:
         """Return the method with its dial at another value, rounded where it is a whole number.
 
+        That is where the field takes no others, or takes both kinds and holds a whole number, as bits of EDEN may be.
+
         Raises:
             HyperparameterError: it does not take that value.
         """
-        whole = "float" not in _fields(self._holder(self.compressor))[self.field]
+        kinds = _fields(self._holder(self.compressor))[self.field].split(" | ")
+        whole = "float" not in kinds or ("int" in kinds and isinstance(self.dial, int))
         return self._turned(self.compressor, math.floor(value + 0.5) if whole else value)
 
     def check_variants(self) -> None:
