@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
+
+import torch
 
 from gradwire.algorithms.grandk import GRandK
 from gradwire.methods import Method, Properties, require
+from gradwire.segments import Parameter
 from gradwire.spec import method, register
 from gradwire.wrappers.wrapper import Wrapper
 
@@ -22,14 +26,20 @@ class Auto(Method):
     alone would make slower than another's whole step are not tried. ``coded`` is TernGrad behind an entropy coder, the
     same bits out: it is taken where the bytes that it saves are worth its time on this machine and this link.
 
+    Methods that keep residuals, such as :class:`ErrorFeedback` and :class:`PowerSGD`, are tried where they are named.
+    Residuals pass from one candidate to the next: a method without any sends them with its own gradient, once, so that
+    nothing of a trial's rounds is lost. What else a method remembers, such as PowerSGD's factors, begins anew with each
+    turn.
+
     Attributes:
-        candidates: Specs, the ones to prefer at equal speed first.
+        candidates: Specs, the ones to prefer at equal speed first. None of the default keeps a residual.
         turns: In which the candidates alternate.
         steps: Of each candidate in a turn.
 
     Raises:
-        HyperparameterError: fewer than two candidates, one named twice, one that keeps state, gives a direction or
-            leaves out a part of the gradient, or no turns or steps.
+        HyperparameterError: fewer than two candidates, one named twice, one that brings a momentum of its own, gives a
+            direction, leaves out a part of the gradient or remembers all parameters as one vector, or no turns or
+            steps.
     """
 
     name: ClassVar[str] = "auto"
@@ -53,10 +63,9 @@ class Auto(Method):
         require(len(chosen) > 1, "Auto(candidates=...)", "at least two are needed to choose from")
         require(len(set(chosen)) == len(chosen), "Auto(candidates=...)", "a method is named twice")
         for one in chosen:
-            fixed = not isinstance(one, Auto) and one.properties.state == "none"
-            require(fixed, "Auto(candidates=...)", f"{one!r} remembers something between steps: it cannot be tried")
-            apart = None if isinstance(one, Auto) else not_comparable(one)
+            apart = not_comparable(one)
             require(apart is None, "Auto(candidates=...)", f"{one!r} {apart}")
+        self._check_sizes(chosen)
         object.__setattr__(self, "candidates", tuple(self.candidates))
         for field in ("turns", "steps"):
             value = getattr(self, field)
@@ -72,9 +81,44 @@ class Auto(Method):
         """Whether a candidate does."""
         return any(method(spec).needs_link_cost for spec in self.candidates)
 
+    @property
+    def remembers(self) -> tuple[str, ...]:  # type: ignore[override]
+        """All candidates'."""
+        return tuple(dict.fromkeys(kind for spec in self.candidates for kind in method(spec).remembers))
+
+    def remembered_numel(self, kind: str, parameter: Parameter) -> int:
+        return next(m.remembered_numel(kind, parameter) for m in map(method, self.candidates) if kind in m.remembers)
+
+    @property
+    def needs_loss_scale(self) -> bool:  # type: ignore[override]
+        """Whether any candidate does."""
+        return any(method(spec).needs_loss_scale for spec in self.candidates)
+
+    def caution(self, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> str | None:
+        return next((told for spec in self.candidates if (told := method(spec).caution(optimizer, parameters))), None)
+
+    @staticmethod
+    def _check_sizes(chosen: list[Method]) -> None:
+        """Refuse candidates that remember under one name what has different sizes."""
+        probe, sizes = Parameter("p", (512, 256), (256, 1)), dict[str, int]()
+        for one in chosen:
+            for kind in one.remembers:
+                numel = sizes.setdefault(kind, one.remembered_numel(kind, probe))
+                require(
+                    numel == one.remembered_numel(kind, probe),
+                    "Auto(candidates=...)",
+                    f"{one!r} and another candidate keep a {kind!r} of different sizes: name one of them",
+                )
+
 
 def not_comparable(one: Method) -> str | None:
     """Explain why the time of a step alone cannot tell whether a method is better than others; None where it can."""
+    if isinstance(one, Auto):
+        return "tries others itself: it cannot be tried"
+    if one.owns_momentum:
+        return "brings a momentum of its own, for which the optimizer has to have none"
+    if one.joined and one.properties.state != "none":
+        return "remembers all parameters as one vector, which others cannot go on with"
     if one.direction:
         return "gives a direction, which needs a learning rate of its own"
     if _sends_parts(one):

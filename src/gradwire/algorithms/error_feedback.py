@@ -18,7 +18,7 @@ from gradwire.protocols.bucket_plan import Algorithm, BucketPlan, PlanSetting
 from gradwire.segments import Segment
 from gradwire.wrappers.wrapper import AsSent, WrappedPlan, Wrapper, pieces
 
-__all__ = ["SMALL_DELTA", "ErrorFeedback", "Feedback", "ResidualAlgorithm", "momentum_beside_residual"]
+__all__ = ["SMALL_DELTA", "Delivery", "ErrorFeedback", "Feedback", "ResidualAlgorithm", "momentum_beside_residual"]
 
 SMALL_DELTA = 1 / 1024
 """Where a contraction keeps less than this of the worst vector, its residual counts as large."""
@@ -204,3 +204,14 @@ class Feedback(WrappedPlan):
             for a, b in self.runs[context.chunk]:
                 staged[a:b].div_(context.loss_scale)
         return outcome
+
+
+class Delivery(WrappedPlan):
+    """Adds the residuals that another method has left to a bucket, once: none is kept of what the inner plan does."""
+
+    def before(self, context: Context, flat: torch.Tensor) -> None:
+        held = context.memory.read("residual", self.segments)
+        context.memory.stage("residual", self.segments).zero_()
+        # All that is not dense: a cast says of no part that it compresses it.
+        for s in (s for s in self.segments if not s.dense):
+            flat[s.offset : s.offset + s.numel].add_(held[s.offset : s.offset + s.numel], alpha=context.loss_scale)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
@@ -70,6 +70,15 @@ class Memory:
             for (held_kind, _), bank in self._banks.items():
                 if held_kind == kind:
                     bank.held.zero_()
+
+    def keep(self, kinds: Collection[str]) -> None:
+        """Drop all that is held but vectors of these kinds, and what was staged."""
+        held = self.state()
+        kept = {
+            scope: {key: vector for key, vector in held[scope].items() if key.partition("/")[0] in kinds}
+            for scope in ("replicated", "rank")
+        }
+        self.load(kept)
 
     def value(self, name: str) -> torch.Tensor | None:
         """Return a value that was committed, the same on all ranks; None where there is none."""

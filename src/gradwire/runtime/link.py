@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from gradwire.algorithms.error_feedback import Delivery
 from gradwire.drivers import Lane, Trace, Traffic, TransferOrder
 from gradwire.errors import ExchangeError
 from gradwire.methods import Method, require
@@ -176,9 +177,9 @@ class Link:
                     shared = share_a_number(self)
                     if shared is not None:
                         runtime.warnings.once(shared, shared)
-                changed = self._selection.begin(runtime.round, self._channel)
+                changed = self._selection.begin(runtime.round, self._channel, runtime.last_was_skipped)
                 if changed is not None:
-                    runtime.forget(changed)
+                    runtime.forget(changed.reason, changed.keeps)
             future = self._whole_step(names, flat, last) or self._start(index, names, flat, last)
         except Exception as error:
             raise runtime.failures.record(error, place(index, None, runtime.round, names)) from error
@@ -206,6 +207,8 @@ class Link:
     ) -> torch.futures.Future[torch.Tensor]:
         planner = self._selection.planner
         plan, segments = planner.plan(names, self._runtime.round), planner.segments(names)
+        if self._selection.delivers:
+            plan = Delivery(plan, segments)
         return BucketExchange(self._runtime, plan, segments, flat, index).start(last)
 
     def reduce_(self) -> None:

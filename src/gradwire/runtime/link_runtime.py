@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -157,10 +157,16 @@ class LinkRuntime:
         """Turn the failure of a small exchange between two buckets into the link's error."""
         return self.failures.record(error, f"{purpose}, round {self.round}")
 
-    def forget(self, reason: str) -> None:
-        """Drop all that the method remembers, and warn of the reason."""
-        self.warnings.once(reason, reason)
-        self.memory.load({})
+    def forget(self, reason: str | None, keeps: Collection[str] = ()) -> None:
+        """Drop all that the method remembers but vectors of some kinds, and warn of the reason, if there is one."""
+        if reason is not None:
+            self.warnings.once(reason, reason)
+        self.memory.keep(keeps)
+
+    @property
+    def last_was_skipped(self) -> bool:
+        """Whether the round before had a non-finite value, so that nothing of it was committed."""
+        return self._last_skipped == self.round - 1
 
     def rewind(self, round: int) -> None:
         """Continue with another round, as a checkpoint says."""

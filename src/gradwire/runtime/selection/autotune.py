@@ -16,15 +16,18 @@ from gradwire.errors import IncompatibleError
 from gradwire.model.machine import LinkModel
 from gradwire.model.probing import Probed
 from gradwire.planning import Planner
-from gradwire.spec import method
+from gradwire.spec import method as read_method
 
-__all__ = ["OWN_STATE", "STATE", "Autotuner", "Channel", "FixedSelection", "Selection", "say_dropped"]
+__all__ = ["OWN_STATE", "STATE", "Autotuner", "Change", "Channel", "FixedSelection", "Selection", "say_dropped"]
 
 STATE = ("choice", "choice_spec", "fallback", "fallback_told")
 """Keys of a selection's part of a link's state that are the same on all ranks."""
 
 OWN_STATE = ("fallback_measured",)
 """Keys of it that are this rank's own."""
+
+RESIDUAL = "residual"
+"""What passes from one candidate to the next: the vector that a method has left out so far, by parameter."""
 
 TIE = 0.01
 """Relative difference of step times below which the candidate listed first is taken."""
@@ -56,19 +59,36 @@ class Channel(Protocol):
         """Measure what leaves a host while all ranks send, in rows of so many bytes in all; the same on all ranks."""
 
 
+@dataclass(frozen=True)
+class Change:
+    """A change of the method for another, whose memory is another.
+
+    Attributes:
+        reason: To warn people of; None: nothing that they did not ask for.
+        keeps: Kinds of vectors that the other goes on with; all else is dropped.
+    """
+
+    reason: str | None = None
+    keeps: tuple[str, ...] = ()
+
+
 class Selection(Protocol):
     """Says which planner serves a round."""
 
-    def begin(self, round: int, network: Channel) -> str | None:
-        """Note that a round's first bucket is ready on this rank.
+    def begin(self, round: int, network: Channel, skipped: bool = False) -> Change | None:
+        """Note that a round's first bucket is ready on this rank, and whether the round before it was skipped.
 
         Returns:
-            Why the method has changed for another, whose memory is another; None where that is not so.
+            The change of the method, None where there is none or what it remembers goes on.
         """
 
     @property
     def planner(self) -> Planner:
         """The one that serves the current round."""
+
+    @property
+    def delivers(self) -> bool:
+        """Whether the current round also sends the residuals that another method has left."""
 
     def record(self) -> dict[str, Any] | None:
         """Return what was chosen and why, in plain values."""
@@ -93,10 +113,12 @@ class Selection(Protocol):
 class FixedSelection:
     """One planner for ever."""
 
+    delivers = False
+
     def __init__(self, planner: Planner) -> None:
         self.planner = planner
 
-    def begin(self, round: int, network: Channel) -> None:
+    def begin(self, round: int, network: Channel, skipped: bool = False) -> None:
         """Nothing is to be chosen."""
         return
 
@@ -143,6 +165,8 @@ class Autotuner:
 
     def __init__(self, method: Auto, planners: Mapping[str, Planner], clock: Callable[[], float] = time.perf_counter):
         self.method, self._planners, self._clock = method, dict(planners), clock
+        self._rememberers = {spec for spec in self._planners if read_method(spec).remembers}
+        self._keepers = {spec for spec in self._planners if RESIDUAL in read_method(spec).remembers}
         everything = list(next(iter(self._planners.values())).parameters)
         self._counted = {spec: planner.counted(everything) for spec, planner in self._planners.items()}
         self._bytes = {spec: meter.sent_bytes for spec, meter in self._counted.items()}
@@ -151,6 +175,8 @@ class Autotuner:
     def again(self) -> None:
         """Begin a new trial with the next round; to be called on all ranks."""
         self.choice: str | None = None
+        self._owing = True
+        self._last: str | None = None
         self._smallest = min(self._bytes, key=lambda spec: self._bytes[spec])
         # DDP lays its buckets out anew after the first round, and buffers grow in the second.
         self._schedule = [Trial(self._smallest, timed) for timed in (False, False, True, True)]
@@ -165,12 +191,27 @@ class Autotuner:
     @property
     def planner(self) -> Planner:
         """That of the current round's method."""
-        if self.choice is not None:
-            return self._planners[self.choice]
-        return self._planners[self._running.spec if self._running else self._smallest]
+        return self._planners[self._current()]
 
-    def begin(self, round: int, network: Channel) -> None:
+    @property
+    def delivers(self) -> bool:
+        """Whether this round's method keeps no residuals, and another's may have been left."""
+        return self._owing and bool(self._keepers) and self._current() not in self._keepers
+
+    def _current(self) -> str:
+        return self.choice or (self._running.spec if self._running else self._smallest)
+
+    def begin(self, round: int, network: Channel, skipped: bool = False) -> Change | None:
         """Note the time of the round before, and decide which method this one travels by."""
+        before = self._last
+        if before is not None and not skipped:
+            # Residuals are left by those that keep them, and sent by the others.
+            self._owing = before in self._keepers
+        self._try_on(network)
+        self._last = self._current()
+        return Change(keeps=(RESIDUAL,)) if before in self._rememberers and before != self._last else None
+
+    def _try_on(self, network: Channel) -> None:
         if self.choice is not None:
             return
         now_s = self._clock()
@@ -211,7 +252,7 @@ class Autotuner:
             return
         if "choice_spec" in state:
             saved = bytes(state["choice_spec"].tolist()).decode()
-            same = [spec for spec in specs if method(spec) == method(saved)]
+            same = [spec for spec in specs if read_method(spec) == read_method(saved)]
             wrong = f"{saved!r}, which is none of the candidates {', '.join(specs)}"
         else:
             # From before the spec was kept.
@@ -245,7 +286,11 @@ class Autotuner:
         self._samples = {}
         self._schedule = [Trial(spec, False) for spec in chosen]
         for _ in range(self.method.turns):
-            self._schedule += [Trial(spec, True) for spec in chosen for _ in range(self.method.steps)]
+            for before, spec in zip([chosen[-1], *chosen], chosen):
+                if before in self._keepers and spec not in self._keepers:
+                    # It sends what is left, too.
+                    self._schedule.append(Trial(spec, False))
+                self._schedule += [Trial(spec, True)] * self.method.steps
 
     def _over_the_link(self, spec: str, probed: Probed) -> tuple[float, float]:
         """Return the bytes of a step that leave a host, and the least seconds that takes: 0 where no link limits."""

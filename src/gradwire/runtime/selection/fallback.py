@@ -12,7 +12,7 @@ import torch
 from gradwire.errors import ExchangeError, IncompatibleError
 from gradwire.methods import Method
 from gradwire.planning import Planner
-from gradwire.runtime.selection.autotune import Channel, Selection
+from gradwire.runtime.selection.autotune import Change, Channel, Selection
 
 __all__ = ["Fallback", "MeasuredErrors", "check_fallback"]
 
@@ -75,7 +75,12 @@ class Fallback:
         """The fallback's, or the other selection's."""
         return self._chosen.planner if self._since is None else self._fallback
 
-    def begin(self, round: int, network: Channel) -> str | None:
+    @property
+    def delivers(self) -> bool:
+        """As the other selection says, as long as it serves."""
+        return self._since is None and self._chosen.delivers
+
+    def begin(self, round: int, network: Channel, skipped: bool = False) -> Change | None:
         """Gather what was measured in the round before, or judge what was gathered in it."""
         self._round = round
         if self._since is not None:
@@ -84,10 +89,10 @@ class Fallback:
         if told is not None:
             changed = self._judge(told(), round)
             if changed is not None:
-                return changed
+                return Change(changed)
         if round and self._errors.wanted(round - 1):
             self._told = network.gathering(self._found(round - 1), "the check of fallback_limit")
-        return self._chosen.begin(round, network)
+        return self._chosen.begin(round, network, skipped)
 
     def _found(self, round: int) -> tuple[float, float]:
         """Return what was measured in a round, before the last checkpoint or since."""
