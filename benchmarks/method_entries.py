@@ -11,7 +11,20 @@ import torch
 import gradwire as gw
 from gradwire.experiments.tasks import build
 
-__all__ = ["FORMS", "RATES", "Entry", "entries", "entry_of", "family", "label", "rates_of", "short", "tuned_as"]
+__all__ = [
+    "FORMS",
+    "NARROW",
+    "RATES",
+    "Entry",
+    "entries",
+    "entry_of",
+    "family",
+    "label",
+    "narrow",
+    "rates_of",
+    "short",
+    "tuned_as",
+]
 
 MOMENTUM = 0.9
 FORMS = (
@@ -42,10 +55,28 @@ FORMS = (
 )
 """What is trained beside the defaults of all methods, and beside error feedback around those that need it."""
 
+HUNDREDTH = "ErrorFeedback(compressor=TopK(density=0.003, blocks='model', values=BF16()))"
+THOUSANDTH = "ErrorFeedback(compressor=TopK(density=0.0005, blocks='model', values=BF16()))"
+NARROW = {
+    "mnist": (
+        "PowerSGD(matrix_rank=1, factor_dtype='bfloat16')",
+        HUNDREDTH,
+        "GTopK(density=0.005)",
+        "DGC(density=0.002)",
+        THOUSANDTH,
+        "GTopK(density=0.0006, values=BF16())",
+    ),
+    "cifar10": (HUNDREDTH, "DGC(density=0.002)", THOUSANDTH),
+}
+"""By the task, what is trained at a hundred and at a thousand times fewer bytes.
+
+Parameters of any size are compressed: in float32, those of fewer than 1024 elements would be most of the bytes.
+"""
+
 RATES: dict[str, tuple[float, ...]] = {
     "digits": (0.05, 0.15, 0.5),
     "mnist": (0.005, 0.015, 0.05),
-    "text": (0.1, 0.3, 1.0),
+    "text": (0.02, 0.06, 0.2),
     "cifar10": (0.03, 0.1, 0.3),
 }
 """Learning rates of SGD with momentum 0.9, by the task."""
@@ -64,12 +95,14 @@ class Entry:
         momentum: The optimizer's.
         factor: Of the task's learning rates.
         convention: Whose momentum it is, in words.
+        min_numel: Below how many elements a parameter travels in float32; None: as ``attach``.
     """
 
     spec: str
     momentum: float
     factor: float
     convention: str
+    min_numel: int | None = None
 
 
 def short(method: Any) -> str:
@@ -141,9 +174,16 @@ def entry_of(spec: str, task: str) -> Entry:
     return Entry(short(method), 0.0, WITHOUT_MOMENTUM, "none")
 
 
+def narrow(task: str) -> list[Entry]:
+    """Return the lines at a hundred and at a thousand times fewer bytes."""
+    return [dataclasses.replace(entry_of(spec, task), min_numel=0) for spec in NARROW.get(task, ())]
+
+
 def tuned_as(entry: Entry, task: str) -> Entry:
-    """Return the entry whose rate this one takes: coding a method without loss does not change how it trains."""
+    """Return the entry whose rate this one takes: that of the method that it codes, or is by another name."""
     method: Any = gw.method(entry.spec)
+    if method == gw.EDEN(bits=1):
+        return entry_of("drive", task)
     return entry_of(repr(method.compressor), task) if isinstance(method, gw.Coded) else entry
 
 

@@ -125,6 +125,12 @@ def test_compare_hands_every_option_on(reached: dict[str, Any], tmp_path: Path) 
 
 
 @pytest.mark.parametrize("command", ["train", "compare"])
+def test_the_model_of_the_text_is_handed_on(reached: dict[str, Any], command: str) -> None:
+    call(command, "text", "--model", "transformer", "--simulate")
+    assert reached["words"][0].task.model == "transformer"
+
+
+@pytest.mark.parametrize("command", ["train", "compare"])
 def test_workers_may_be_simulated(reached: dict[str, Any], command: str) -> None:
     call(command, "digits", "--simulate")
     plan = reached["words"][0]

@@ -109,6 +109,21 @@ def test_default_text_is_the_same_each_time_and_predicts_the_next_byte() -> None
     assert bytes(targets[0].tolist()) == data[10 : 10 + LENGTH]
 
 
+def test_the_text_has_two_models_and_the_transformer_sees_no_later_byte() -> None:
+    torch.manual_seed(0)
+    model = build("text", model="transformer").build_model()
+    text = torch.randint(0, 256, (2, LENGTH))
+    later = text.clone()
+    later[:, 40:] = 7
+    before, after = model(text), model(later)
+    assert before.shape == (2, LENGTH, 256)
+    assert torch.equal(before[:, :40], after[:, :40])
+    assert not torch.equal(before[:, 40:], after[:, 40:])
+    assert type(build("text").build_model()).__name__ == "Gru"
+    with pytest.raises(UsageError, match="unknown model 'transfomer' of the task text: did you mean transformer"):
+        build("text", model="transfomer")
+
+
 def test_text_files_are_joined_in_the_order_of_names(tmp_path: Path) -> None:
     (tmp_path / "b.txt").write_text("b" * 700)
     (tmp_path / "a.txt").write_text("a" * 700)

@@ -13,6 +13,7 @@ from torch.nn.functional import cross_entropy
 from gradwire.experiments.errors import UsageError, nearest
 from gradwire.experiments.tasks import build
 from gradwire.experiments.tasks.cifar10 import Residual
+from gradwire.experiments.tasks.text import Transformer
 
 __all__ = ["MODELS", "BenchModel", "bench_model"]
 
@@ -39,26 +40,6 @@ class BenchModel:
         """Return the mean cross-entropy of a batch; logits may have a time axis."""
         logits = module(batch[0])
         return cross_entropy(logits.flatten(0, -2), batch[1].flatten())
-
-
-class Transformer(nn.Module):
-    """A byte-level language model: embeddings, causal encoder layers, logits."""
-
-    def __init__(self, width: int = 192, layers: int = 4, heads: int = 4, length: int = 64) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(256, width)
-        self.places = nn.Parameter(torch.zeros(length, width))
-        layer = nn.TransformerEncoderLayer(width, heads, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
-        self.layers = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
-        self.logits = nn.Linear(width, 256)
-
-    def forward(self, text: Tensor) -> Tensor:
-        """Return logits ``[batch, length, 256]`` for ``text`` ``[batch, length]``."""
-        length = text.shape[1]
-        mask = nn.Transformer.generate_square_subsequent_mask(length)
-        hidden = self.layers(self.tokens(text) + self.places[:length], mask=mask, is_causal=True)
-        out: Tensor = self.logits(hidden)
-        return out
 
 
 def _mlp() -> nn.Module:

@@ -79,6 +79,7 @@ def train(
     l2: o.L2 = None,
     l1: o.L1 = None,
     split: o.Split = None,
+    model: o.Model = None,
     threads: o.Threads = 1,
     exclude: o.Exclude = None,
     min_numel: o.MinNumel = None,
@@ -114,6 +115,7 @@ def train(
             return
         settings = {"data": data, "steps": steps, "batch": batch, "lr": lr, "optimizer": optimizer}
         settings |= {"momentum": momentum, "eval_every": eval_every, "ema": ema, "l2": l2, "l1": l1, "split": split}
+        settings["model"] = model
         plan = _plan(
             task,
             method,
@@ -154,6 +156,7 @@ def compare(
     l2: o.L2 = None,
     l1: o.L1 = None,
     split: o.Split = None,
+    model: o.Model = None,
     threads: o.Threads = 1,
     exclude: o.Exclude = None,
     min_numel: o.MinNumel = None,
@@ -178,6 +181,7 @@ def compare(
 
         settings = {"data": data, "steps": steps, "batch": batch, "lr": lr, "optimizer": optimizer}
         settings |= {"momentum": momentum, "eval_every": eval_every, "ema": ema, "l2": l2, "l1": l1, "split": split}
+        settings["model"] = model
         plan = _plan(
             task,
             "fp32",

@@ -24,6 +24,7 @@ __all__ = [
     "LearningRate",
     "LogEvery",
     "MinNumel",
+    "Model",
     "Momentum",
     "Optimizer",
     "Out",
@@ -78,6 +79,7 @@ Split = Annotated[
     str | None,
     typer.Option(help="logreg: label (workers differ as much as they can) or random", rich_help_panel=TRAINING),
 ]
+Model = Annotated[str | None, typer.Option(help="text: gru or transformer", rich_help_panel=TRAINING)]
 Threads = Annotated[int, typer.Option(help="Torch threads of each worker", rich_help_panel=TRAINING)]
 Exclude = Annotated[
     list[str] | None,

@@ -1,9 +1,9 @@
-"""``text``: a byte-level language model; by default on the Python standard library's own source."""
+"""``text``: byte-level language models; by default on the Python standard library's own source."""
 
 from __future__ import annotations
 
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -11,10 +11,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from gradwire.experiments.errors import DataError
+from gradwire.experiments.errors import DataError, UsageError, nearest
 from gradwire.experiments.tasks.base import Source, Task
 
-__all__ = ["Text"]
+__all__ = ["Text", "Transformer"]
 
 LENGTH = 64
 """Bytes that a sample predicts."""
@@ -38,6 +38,29 @@ class Gru(nn.Module):
         hidden, _ = self.recurrent(self.embed(text))
         out: Tensor = self.logits(hidden)
         return out
+
+
+class Transformer(nn.Module):
+    """Embeddings of bytes and places, causal encoder layers, and logits over the next byte."""
+
+    def __init__(self, width: int = 192, layers: int = 4, heads: int = 4, length: int = LENGTH) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(BYTES_VALUES, width)
+        self.places = nn.Parameter(torch.zeros(length, width))
+        layer = nn.TransformerEncoderLayer(width, heads, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
+        self.layers = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+        self.logits = nn.Linear(width, BYTES_VALUES)
+
+    def forward(self, text: Tensor) -> Tensor:
+        """Return logits ``[batch, length, 256]`` for ``text`` ``[batch, length]``."""
+        length = text.shape[1]
+        mask = nn.Transformer.generate_square_subsequent_mask(length)
+        hidden = self.layers(self.tokens(text) + self.places[:length], mask=mask, is_causal=True)
+        out: Tensor = self.logits(hidden)
+        return out
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {"gru": Gru, "transformer": lambda: Transformer(width=96, layers=2)}
 
 
 @dataclass(frozen=True)
@@ -92,11 +115,14 @@ def read_text(path: Path) -> bytes:
 
 @dataclass(frozen=True, kw_only=True)
 class Text(Task):
-    """Settings of the ``text`` task; accuracy is the share of next bytes that are guessed right."""
+    """Settings of the ``text`` task; accuracy is the share of next bytes that are guessed right.
+
+    ``model`` is "gru" (one recurrent layer of width 192) or "transformer" (two encoder layers of width 96).
+    """
 
     name: ClassVar[str] = "text"
     summary: ClassVar[str] = (
-        "byte-level language model (GRU); the Python standard library's source, or --data FILE_OR_FOLDER of .txt"
+        "byte-level language model; the Python standard library's source, or --data FILE_OR_FOLDER of .txt"
     )
     evaluated_on: ClassVar[str] = "the text's last 64 000 bytes (at most a tenth), kept out of training"
 
@@ -106,10 +132,17 @@ class Text(Task):
     optimizer: str = "adam"
     schedule: str = "cosine"
     eval_every: int = 50
+    model: str = "gru"
+
+    def __post_init__(self) -> None:
+        """Refuse settings that make no sense; raises UsageError."""
+        super().__post_init__()
+        if self.model not in MODELS:
+            raise UsageError(f"unknown model {self.model!r} of the task text: {nearest(self.model, MODELS)}")
 
     def build_model(self) -> nn.Module:
         """Build the network."""
-        return Gru()
+        return MODELS[self.model]()
 
     def check_data(self) -> None:
         """Look whether the text is there."""
