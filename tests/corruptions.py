@@ -17,6 +17,7 @@ from gradwire.ops import Exchange, Op, Reduce, SendRecv
 from gradwire.protocols import Context, Memory
 from gradwire.protocols.bucket_plan import Algorithm, BucketPlan, make_plan
 from gradwire.segments import Parameter, lay_out
+from gradwire.wire import HEADER_BYTES
 
 __all__ = ["CHANGES", "OUTCOMES", "Trials"]
 
@@ -45,13 +46,17 @@ def flip_two(row: Row, before: Row, draw: np.random.Generator) -> None:
 
 
 def swap_bytes(row: Row, before: Row, draw: np.random.Generator) -> None:
-    """Exchange two bytes of the body."""
+    """Exchange two bytes of the body, if there is one: a rank may own nothing."""
+    if len(row) == HEADER_BYTES:
+        return
     a, b = 32 + draw.choice(len(row) - 32, 2, replace=False)
     row[[a, b]] = row[[b, a]]
 
 
 def swap_blocks(row: Row, before: Row, draw: np.random.Generator) -> None:
-    """Exchange two blocks of 16 bytes of the body."""
+    """Exchange two blocks of 16 bytes of the body, if there is one."""
+    if len(row) < HEADER_BYTES + 16:
+        return
     blocks = row[32 : 32 + (len(row) - 32) // 16 * 16].reshape(-1, 16)
     a, b = draw.choice(len(blocks), 2, replace=len(blocks) < 2)
     blocks[[a, b]] = blocks[[b, a]]
