@@ -2,8 +2,8 @@
 
     python benchmarks/identity.py --json benchmarks/results/identity.json
 
-Trains a small network on four real ranks over Gloo (three for the order test) and prints a digest of the parameters of
-every run; exits with 1 where digests differ that must not.
+Trains a small network on three to seven real ranks over Gloo and prints a digest of the parameters of every run; exits
+with 1 where digests differ that must not, also between the ranks of a run.
 """
 
 from __future__ import annotations
@@ -15,50 +15,80 @@ import multiprocessing
 import os
 import platform
 import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
-STEPS = 100
 WIDTH = 128
+RATE = 0.05
 
-# Name -> (world size, method or None for plain DDP, options of DDP, options of the link).
-Run = tuple[int, str | None, dict[str, Any], dict[str, Any]]
+
+@dataclass(frozen=True)
+class Run:
+    """A training on real ranks.
+
+    Attributes:
+        ranks: How many.
+        method: None: plain DDP.
+        layers: Of the network; a bucket of 0.06 MB holds one.
+        steps: Of SGD.
+        ddp, link: Options of DDP and of the link.
+    """
+
+    ranks: int
+    method: str | None
+    layers: int = 6
+    steps: int = 100
+    ddp: Mapping[str, Any] = field(default_factory=dict)
+    link: Mapping[str, Any] = field(default_factory=dict)
+
+
+TENTH, FIFTH, LAYER = {"bucket_cap_mb": 0.1}, {"bucket_cap_mb": 0.2}, {"bucket_cap_mb": 0.06}
+LOW_RANK = "PowerSGD(matrix_rank=2)"
+ORDER = "order: terngrad, 20 buckets, 3 ranks, 200 steps, two-shot"
 RUNS: dict[str, Run] = {
-    "plain DDP": (4, None, {}, {}),
-    "fp32": (4, "fp32", {}, {}),
-    "plain DDP, 0.1 MB buckets": (4, None, {"bucket_cap_mb": 0.1}, {}),
-    "fp32, 0.1 MB buckets": (4, "fp32", {"bucket_cap_mb": 0.1}, {}),
-    "terngrad": (4, "terngrad", {}, {}),
-    "terngrad, 0.1 MB buckets": (4, "terngrad", {"bucket_cap_mb": 0.1}, {}),
-    "terngrad, 0.2 MB buckets": (4, "terngrad", {"bucket_cap_mb": 0.2}, {}),
-    "terngrad, four lanes, chunks of 5000": (4, "terngrad", {"bucket_cap_mb": 0.2}, {"lanes": 4, "chunk_numel": 5000}),
-    "terngrad, cpu-plain kernels": (4, "terngrad", {}, {"backend": "cpu-plain"}),
-    "terngrad, reference kernels": (4, "terngrad", {}, {"backend": "reference"}),
-    "terngrad, all_gather": (4, "terngrad", {}, {"collective": "all_gather"}),
-    "order: 20 buckets, 3 ranks, 200 steps, two-shot": (
-        3,
-        "terngrad",
-        {"bucket_cap_mb": 0.06},
-        {"collective": "two_shot", "lanes": 3},
-    ),
+    "plain DDP": Run(4, None),
+    "fp32": Run(4, "fp32"),
+    "plain DDP, 0.1 MB buckets": Run(4, None, ddp=TENTH),
+    "fp32, 0.1 MB buckets": Run(4, "fp32", ddp=TENTH),
+    "terngrad": Run(4, "terngrad"),
+    "terngrad, 0.1 MB buckets": Run(4, "terngrad", ddp=TENTH),
+    "terngrad, 0.2 MB buckets": Run(4, "terngrad", ddp=FIFTH),
+    "terngrad, four lanes, chunks of 5000": Run(4, "terngrad", ddp=FIFTH, link={"lanes": 4, "chunk_numel": 5000}),
+    "terngrad, cpu-plain kernels": Run(4, "terngrad", link={"backend": "cpu-plain"}),
+    "terngrad, reference kernels": Run(4, "terngrad", link={"backend": "reference"}),
+    "terngrad, all_gather": Run(4, "terngrad", link={"collective": "all_gather"}),
+    ORDER: Run(3, "terngrad", 20, 200, LAYER, {"collective": "two_shot", "lanes": 3}),
+    "powersgd, 12 buckets, 200 steps": Run(4, LOW_RANK, 12, 200, LAYER),
+    "powersgd, one bucket, 200 steps": Run(4, LOW_RANK, 12, 200),
+    "powersgd, 12 buckets, 200 steps, cpu-plain kernels": Run(4, LOW_RANK, 12, 200, LAYER, {"backend": "cpu-plain"}),
+    **{
+        f"{name}, {ranks} ranks": Run(ranks, spec, 12, 50, LAYER)
+        for name, spec in (("powersgd", LOW_RANK), ("acp_sgd", "ACPSGD()"), ("gtopk", "GTopK(density=0.01)"))
+        for ranks in (3, 5, 7)
+    },
 }
 SAME = [
     ["plain DDP", "fp32"],
     ["plain DDP, 0.1 MB buckets", "fp32, 0.1 MB buckets"],
     [name for name in RUNS if name.startswith("terngrad")] + ["terngrad, simulated"],
-    ["order: 20 buckets, 3 ranks, 200 steps, two-shot", "order, simulated"],
+    [ORDER, f"{ORDER}, simulated"],
+    [name for name in RUNS if name.startswith("powersgd") and "200" in name]
+    + ["powersgd, 12 buckets, 200 steps, simulated"],
+    *([name, f"{name}, simulated"] for name in RUNS if name.endswith("ranks")),
 ]
 
 
-def network(order: bool) -> Any:
+def network(depth: int) -> Any:
     """Build the network, the same everywhere."""
     import torch
     from torch import nn
 
     torch.manual_seed(0)
     layers: list[nn.Module] = []
-    for _ in range(20 if order else 6):
+    for _ in range(depth):
         layers += [nn.Linear(WIDTH, WIDTH), nn.Tanh()]
     return nn.Sequential(*layers)
 
@@ -88,12 +118,12 @@ def real(rank: int, world_size: int, port: int, names: list[str], pipe: Any) -> 
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
     for name in names:
-        _, method, ddp_options, options = RUNS[name]
-        module = network(name.startswith("order"))
-        ddp = DistributedDataParallel(module, **ddp_options)
-        link = gw.attach(ddp, method, **options) if method else None
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
-        for step in range(200 if name.startswith("order") else STEPS):
+        run = RUNS[name]
+        module = network(run.layers)
+        ddp = DistributedDataParallel(module, **run.ddp)
+        link = gw.attach(ddp, run.method, **run.link) if run.method else None
+        optimizer = torch.optim.SGD(module.parameters(), lr=RATE, momentum=0.9)
+        for step in range(run.steps):
             optimizer.zero_grad()
             loss(ddp, rank, step).backward()
             optimizer.step()
@@ -104,21 +134,21 @@ def real(rank: int, world_size: int, port: int, names: list[str], pipe: Any) -> 
     os._exit(0)
 
 
-def simulated(world_size: int, order: bool) -> str:
-    """Run TernGrad with all workers in this process."""
+def simulated(run: Run) -> str:
+    """Train with all workers in this process."""
     import torch
 
     import gradwire as gw
     from gradwire.segments import flatten
 
     torch.set_num_threads(1)
-    module = network(order)
+    module = network(run.layers)
     parameters = list(module.parameters())
-    link = gw.SimulatedLink(module.named_parameters(), "terngrad", world_size)
-    optimizer = torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
-    for step in range(200 if order else STEPS):
+    link = gw.SimulatedLink(module.named_parameters(), run.method, run.ranks)
+    optimizer = torch.optim.SGD(parameters, lr=RATE, momentum=0.9)
+    for step in range(run.steps):
         rows = []
-        for rank in range(world_size):
+        for rank in range(run.ranks):
             rows.append(flatten(torch.autograd.grad(loss(module, rank, step), parameters)))
         link.scatter_(link.reduce_(torch.stack(rows)))
         optimizer.step()
@@ -129,7 +159,7 @@ def run_real(world_size: int) -> dict[str, list[str]]:
     """Return the digests of all ranks, by run."""
     import torch.distributed as dist
 
-    names = [name for name, run in RUNS.items() if run[0] == world_size]
+    names = [name for name, run in RUNS.items() if run.ranks == world_size]
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("spawn")
     pipes, processes = [], []
@@ -149,9 +179,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    found = run_real(4) | run_real(3)
-    found["terngrad, simulated"] = [simulated(4, order=False)]
-    found["order, simulated"] = [simulated(3, order=True)]
+    found: dict[str, list[str]] = {}
+    for ranks in sorted({run.ranks for run in RUNS.values()}):
+        found |= run_real(ranks)
+    for name in [name for group in SAME for name in group if name not in RUNS]:
+        found[name] = [simulated(RUNS[name.removesuffix(", simulated")])]
     for name, digests in found.items():
         print(f"{name:50s} {' '.join(sorted(set(digests)))}")
     groups = [{"runs": names, "same_bits": len({d for n in names for d in found[n]}) == 1} for names in SAME]
