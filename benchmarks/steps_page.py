@@ -268,7 +268,7 @@ def low_rank_lines() -> list[str]:
     lines = [
         "## Beside PyTorch's PowerSGD hook",
         "",
-        "`gradwire bench step --variant ... --cell-budget 11 --out benchmarks/results/step_low_rank.jsonl`; computing as usual,"
+        "`gradwire bench step --variant ... --cell-budget 14 --out benchmarks/results/step_low_rank.jsonl`; computing as usual,"
         f" milliseconds, the fastest bold. {provenance(rows[0])}.",
         "",
         "| model | hosts | link | " + " | ".join(variants) + " | ours over the hook |",

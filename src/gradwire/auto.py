@@ -24,7 +24,8 @@ class Auto(Method):
 
     Every step of the trial is an ordinary step of training under one of the candidates. Candidates that the link
     alone would make slower than another's whole step are not tried. ``coded`` is TernGrad behind an entropy coder, the
-    same bits out: it is taken where the bytes that it saves are worth its time on this machine and this link.
+    same bits out: it is taken where the bytes that it saves are worth its time on this machine and this link. ``drive``
+    has the fewest bytes of all that are unbiased.
 
     Methods that keep residuals, such as :class:`ErrorFeedback` and :class:`PowerSGD`, are tried where they are named.
     Residuals pass from one candidate to the next: a method without any sends them with its own gradient, once, so that
@@ -52,7 +53,7 @@ class Auto(Method):
     collectives: ClassVar[tuple[str, ...]] = ()
     unbiased: ClassVar[bool] = False
 
-    candidates: tuple[str, ...] = ("fp32", "bf16", "terngrad", "coded")
+    candidates: tuple[str, ...] = ("fp32", "bf16", "terngrad", "coded", "drive")
     turns: int = 4
     steps: int = 3
 
