@@ -52,6 +52,11 @@ def where(found: Row) -> str:
     return f"{found['cpu']}; {found['cores']} cores; {versions}; {found['date_utc']}"
 
 
+def reaches(row: Row) -> bool:
+    """Return whether a method reaches the mark with every seed; one that failed does not."""
+    return row["rate"] is not None and row["mark"]["seeds"] == row["seeds"] + row["failed"]
+
+
 def in_order(rows: Sequence[Row]) -> list[Row]:
     """Return rows with the fewest bytes to the mark first, then those that do not reach it, best accuracy first."""
 
@@ -59,7 +64,7 @@ def in_order(rows: Sequence[Row]) -> list[Row]:
         if row["rate"] is None:
             return 2, 0.0
         sent = row["mark"]["bytes"]["mean"]
-        if row["mark"]["seeds"] < row["seeds"] or sent is None:
+        if not reaches(row) or sent is None:
             return 1, -row["accuracy"]["mean"]
         return 0, sent
 
@@ -118,7 +123,7 @@ def section(task: str, title: str) -> list[str]:
     whole = found["rows"][0]
     option = "" if task == "digits" else f" --task {task}" + (" --data FOLDER" if task != "text" else "")
     seeds = max(row["seeds"] for row in rows)
-    missed = [row for row in rows if row["rate"] is None or row["mark"]["seeds"] < row["seeds"]]
+    missed = [row for row in rows if not reaches(row)]
     chosen = [row for row in rows if row["rate"] is not None]
     ends = sum(row["at_the_grids_end"] for row in chosen)
     lines = [
@@ -184,7 +189,7 @@ def narrow_lines(task: str, rows: Sequence[Row]) -> list[str]:
         lines.append(
             f"- {factor}: {name_of(best)}, {32 / best['bits_per_element']:.0f} times fewer, "
             f"{spread(best['accuracy'], 100, 2)} %, {abs(behind):.2f} points {'below' if behind > 0 else 'above'} float32's "
-            f"{spread(whole['accuracy'], 100, 2)} %{goal}; the momentum is {best['momentum']}."
+            f"{spread(whole['accuracy'], 100, 2)} %{goal}; momentum: {best['momentum']}."
         )
     return [*lines, ""]
 
@@ -303,7 +308,7 @@ def draw_scatter(task: str, title: str, rows: Sequence[Row]) -> None:
     axes.set(xlabel="sent by one worker in the whole training, MB", ylabel="final accuracy, %", title=title)
     axes.grid(alpha=0.3)
     axes.legend(loc="center right", fontsize=8)
-    named = [0, *best, *(i for i, row in enumerate(rows) if row["mark"]["seeds"] < row["seeds"])]
+    named = [0, *best, *(i for i, row in enumerate(rows) if not reaches(row))]
     place_names(axes, points, {i: rows[i]["label"] for i in dict.fromkeys(named)})
     figure.savefig(FIGURES / f"accuracy_{task}.png", dpi=110)
 
@@ -319,7 +324,7 @@ def draw_lines(task: str, title: str, rows: Sequence[Row]) -> None:
     for place, row in zip(places, ordered):
         colour, sent = COLOURS[row["remembers"]], row["sent_bytes"]["mean"] / 1e6
         left.plot(sent, place, "o", mfc="white", mec=colour, ms=5)
-        if row["mark"]["seeds"] == row["seeds"]:
+        if reaches(row):
             reached = row["mark"]["bytes"]["mean"] / 1e6
             left.plot([reached, sent], [place, place], color=colour, lw=0.8, zorder=0)
             left.plot(reached, place, "o", color=colour, ms=5)

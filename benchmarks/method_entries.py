@@ -59,6 +59,7 @@ HUNDREDTH = "ErrorFeedback(compressor=TopK(density=0.003, blocks='model', values
 THOUSANDTH = "ErrorFeedback(compressor=TopK(density=0.0005, blocks='model', values=BF16()))"
 NARROW = {
     "mnist": (
+        "PowerSGD(factor_dtype='bfloat16')",
         "PowerSGD(matrix_rank=1, factor_dtype='bfloat16')",
         HUNDREDTH,
         "GTopK(density=0.005)",

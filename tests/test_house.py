@@ -42,7 +42,7 @@ LAYERS = {
     "algorithms": METHODS_OF | {"protocols", "wrappers"},
     "registry": LEAVES | {"compressors", "wrappers", "algorithms"},
     "spec": LEAVES | {"optim", "registry"},
-    "auto": LEAVES | {"spec", "wrappers", "algorithms"},
+    "auto": LEAVES | {"spec", "protocols", "wrappers", "algorithms"},
     "drivers": LEAVES | {"wire", "protocols"},
     "planning": LEAVES | {"kernels", "compressors", "protocols", "spec", "drivers"},
     "model": LEAVES | {"kernels", "spec", "auto", "drivers", "planning"},

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 
+from gradwire.algorithms.error_feedback import Delivery
 from gradwire.algorithms.grandk import GRandK
 from gradwire.methods import Method, Properties, require
-from gradwire.segments import Parameter
+from gradwire.protocols.bucket_plan import BucketPlan
+from gradwire.segments import Parameter, Segment
 from gradwire.spec import method, register
 from gradwire.wrappers.wrapper import Wrapper
 
-__all__ = ["Auto", "not_comparable"]
+__all__ = ["Auto", "delivering", "not_comparable"]
 
 
 @register
@@ -110,6 +112,11 @@ class Auto(Method):
                     "Auto(candidates=...)",
                     f"{one!r} and another candidate keep a {kind!r} of different sizes: name one of them",
                 )
+
+
+def delivering(plan: BucketPlan, segments: Sequence[Segment]) -> BucketPlan:
+    """Return a plan of a candidate without residuals that also sends those that another one has left."""
+    return Delivery(plan, segments)
 
 
 def not_comparable(one: Method) -> str | None:

@@ -52,7 +52,7 @@ def test_a_rehearsal_sends_the_bytes_of_the_dry_run(spec: str, world_size: int) 
 class Watched:
     """A plan that notes the threads it runs with, and may fail."""
 
-    chunks = 2
+    chunks, finishes = 2, False
 
     def __init__(self, fails: bool = False) -> None:
         self.threads: list[int] = []

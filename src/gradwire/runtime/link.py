@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gradwire.algorithms.error_feedback import Delivery
+from gradwire.auto import delivering
 from gradwire.drivers import Lane, Trace, Traffic, TransferOrder
 from gradwire.errors import ExchangeError
 from gradwire.methods import Method, require
@@ -177,7 +177,8 @@ class Link:
                     shared = share_a_number(self)
                     if shared is not None:
                         runtime.warnings.once(shared, shared)
-                changed = self._selection.begin(runtime.round, self._channel, runtime.last_was_skipped)
+                skipped = 0 <= runtime.last_skipped == runtime.round - 1
+                changed = self._selection.begin(runtime.round, self._channel, skipped)
                 if changed is not None:
                     runtime.forget(changed.reason, changed.keeps)
             future = self._whole_step(names, flat, last) or self._start(index, names, flat, last)
@@ -208,7 +209,7 @@ class Link:
         planner = self._selection.planner
         plan, segments = planner.plan(names, self._runtime.round), planner.segments(names)
         if self._selection.delivers:
-            plan = Delivery(plan, segments)
+            plan = delivering(plan, segments)
         return BucketExchange(self._runtime, plan, segments, flat, index).start(last)
 
     def reduce_(self) -> None:

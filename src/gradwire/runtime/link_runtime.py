@@ -39,6 +39,7 @@ class LinkRuntime:
         round: Synchronised backward passes so far, also those before a checkpoint.
         rounds_here: Rounds that were exchanged in this process.
         skipped_rounds: Rounds with a non-finite value, where the method looks.
+        last_skipped: The last of them, of which nothing was committed; -1 before there is one.
         memory: What the method remembers on this rank.
         failures: The first failure, if there is one.
         warnings: Warnings that were given.
@@ -60,7 +61,7 @@ class LinkRuntime:
         self.diagnostics, self.warnings = diagnostics, WarnOnce()
         self._heartbeat, self._grad_scaler = heartbeat, grad_scaler
         self._lock = threading.Lock()
-        self._last_skipped, self._elements = -1, 0
+        self.last_skipped, self._elements = -1, 0
         self._in_flight, self._is_last = 0, False
         self.settled = threading.Event()
         self.settled.set()
@@ -111,12 +112,12 @@ class LinkRuntime:
         """
         self._heartbeat.ended()
         with self._lock:
-            if finite is False and round != self._last_skipped:
-                self._last_skipped = round
+            if finite is False and round != self.last_skipped:
+                self.last_skipped = round
                 self.skipped_rounds += 1
                 self.diagnostics.discount(round)
             self._in_flight -= 1
-            is_over, is_skipped = self._is_last and not self._in_flight, self._last_skipped == round
+            is_over, is_skipped = self._is_last and not self._in_flight, self.last_skipped == round
         if is_over:
             # What a round would remember holds only where all of the round was finite.
             self.memory.discard() if is_skipped else self.memory.commit()
@@ -163,15 +164,10 @@ class LinkRuntime:
             self.warnings.once(reason, reason)
         self.memory.keep(keeps)
 
-    @property
-    def last_was_skipped(self) -> bool:
-        """Whether the round before had a non-finite value, so that nothing of it was committed."""
-        return self._last_skipped == self.round - 1
-
     def rewind(self, round: int) -> None:
         """Continue with another round, as a checkpoint says."""
         # A round that was skipped here may come again, with other gradients.
-        self.round, self._last_skipped = round, -1
+        self.round, self.last_skipped = round, -1
         self.diagnostics.forget()
 
     def traffic(self, buffer_bytes: int) -> Traffic:
