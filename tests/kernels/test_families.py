@@ -21,11 +21,13 @@ from gradwire.kernels.levels import loops as levels
 from gradwire.kernels.moments import loops as moments
 from gradwire.kernels.natural import loops as natural
 from gradwire.kernels.signs import loops as signs
+from gradwire.kernels.checksum.loops import row_checksums
 
 homes = {"moments": moments, "ternary": ternary, "levels": levels, "signs": signs, "natural": natural}
 homes["lattice"] = lattice
 names = [(home, module, name) for home, module in homes.items() for name in module.__all__ if name.endswith("_range")]
 drivers = {f"{home}.{name}": getattr(module, name) for home, module, name in names}
+drivers["checksum.row_checksums"] = row_checksums
 for prepare in (lambda: gw.warm_up(sys.argv[1]), lambda: gw.simulate(torch.ones(3, 2000), sys.argv[1])):
     prepare()
     print(*sorted(f"{name}:{len(driver.signatures)}" for name, driver in drivers.items() if driver.signatures))
@@ -33,11 +35,15 @@ for prepare in (lambda: gw.warm_up(sys.argv[1]), lambda: gw.simulate(torch.ones(
 
 
 def test_only_the_families_of_the_method_are_compiled() -> None:
-    """By the compiler's own record, in a fresh process: nothing of levels, signs, powers of two or lattices."""
+    """By the compiler's own record, in a fresh process: nothing of levels, signs, powers of two or lattices.
+
+    And nothing is compiled in the middle of a step, for arrays of another type.
+    """
     command = [sys.executable, "-c", PROBE, "TernGrad()"]
     warm, used = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     names = {entry.split(":")[0] for entry in warm.split()}
-    assert names == {"moments.moments_range", *(f"ternary.{name}_range" for name in ("decode", "encode", "sum"))}
+    ternary = {f"ternary.{name}_range" for name in ("decode", "encode", "sum")}
+    assert names == {"moments.moments_range", "checksum.row_checksums", *ternary}
     assert used == warm
 
 

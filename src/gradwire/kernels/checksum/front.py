@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from functools import cache
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -33,12 +34,8 @@ def checksums(heads: Words, rows: Bytes) -> Words:
     Raises:
         BackendError: numba is not installed.
     """
-    from gradwire.kernels.checksum.loops import row_checksums
-
-    found = np.empty(len(heads), np.uint64)
     flat, stride = _joined(rows)
-    row_checksums(_variant(), flat, stride, rows.shape[1], heads, found)
-    return found
+    return _found(_variant(), flat, stride, rows.shape[1], heads)
 
 
 def warm_up() -> float:
@@ -48,26 +45,44 @@ def warm_up() -> float:
     return time.perf_counter() - began
 
 
+def _found(variant: bool | None, flat: Bytes, stride: int, length: int, heads: Words) -> Words:
+    """Return the checksums of rows that begin ``stride`` bytes apart."""
+    from gradwire.kernels.checksum.loops import row_checksums
+
+    found = np.empty(len(heads), np.uint64)
+    # Arrays that may be written to and others are different types to Numba: it would compile the loop for each of them,
+    # in the middle of a training.
+    row_checksums(variant, _read_only(flat), stride, length, _read_only(heads), found)
+    return found
+
+
+def _read_only(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """View an array as one that cannot be written to."""
+    view = np.ascontiguousarray(array).view()
+    view.flags.writeable = False
+    return view
+
+
 @cache
 def _variant() -> bool | None:
     """Choose explicit vectors (True) or plain loops (None): of those that agree with the reference, the fastest."""
     try:
-        from gradwire.kernels.checksum.loops import row_checksums
+        import gradwire.kernels.checksum.loops  # noqa: F401
     except ImportError as error:
         raise BackendError(f"checksums of payloads need numba ({error}): pip install 'numba>=0.61'") from error
     sample = (np.arange(1 << 16) * 37 >> 3).astype(np.uint8)
-    heads, found = np.array([[1, 2, 3]], np.uint64), np.zeros(1, np.uint64)
+    heads = np.array([[1, 2, 3]], np.uint64)
     times: dict[bool | None, float] = {}
     for variant in (True, None):
         try:
-            row_checksums(variant, sample, 300, 300, heads, found)
+            found = _found(variant, sample, 300, 300, heads)
         except Exception:  # whatever the compiler raises on a machine that we have not seen
             continue
         if int(found[0]) != reference_check(heads.tobytes(), sample[:300]):
             continue
         for _ in range(5):
             began = time.perf_counter()
-            row_checksums(variant, sample, len(sample), len(sample), heads, found)
+            _found(variant, sample, len(sample), len(sample), heads)
             times[variant] = min(times.get(variant, np.inf), time.perf_counter() - began)
     if not times:
         raise BackendError("the compiled checksum differs from its reference: install another version of numba")
