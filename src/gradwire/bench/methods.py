@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
 import torch
@@ -15,8 +16,8 @@ from gradwire.registry import METHODS
 __all__ = ["bench_methods"]
 
 WORKERS = 4
-MLP = (10, 10 * 2048, 2048, 2048 * 2048, 2048, 2048 * 2048, 2048, 784 * 2048)
-"""Sizes of the step benchmark's MLP, last layer first."""
+MLP = ((10,), (10, 2048), (2048,), (2048, 2048), (2048,), (2048, 2048), (2048,), (2048, 784))
+"""Shapes of the step benchmark's MLP, last layer first."""
 
 SLOW_ELEMENTS = 100_000  # for the reference, which is there to be read
 
@@ -30,10 +31,12 @@ def bench_methods(bench: Bench, kernels: Kernels, elements: int) -> None:
     if kernels.name == "meta":
         return
     most = min(elements, SLOW_ELEMENTS) if kernels.name == "reference" else elements
-    share = min(1.0, most / sum(MLP))
-    sizes = [int(share * size) for size in MLP if share * size >= 1024]
-    parameters = {f"p{i}": torch.empty(size, device="meta") for i, size in enumerate(sizes)}
-    flat = torch.randn(sum(sizes), generator=torch.Generator().manual_seed(0))
+    share = min(1.0, most / sum(map(math.prod, MLP)))
+    # Of each parameter as many of the first rows.
+    shapes = [(int(share * rows), *rest) for rows, *rest in MLP]
+    shapes = [shape for shape in shapes if math.prod(shape) >= 1024]
+    parameters = {f"p{i}": torch.empty(shape, device="meta") for i, shape in enumerate(shapes)}
+    flat = torch.randn(sum(map(math.prod, shapes)), generator=torch.Generator().manual_seed(0))
     for kind in METHODS:
         planner = Planner(kind(), parameters, WORKERS, Options(backend=kernels.name))
         planner.compile()
