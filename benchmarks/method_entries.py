@@ -44,6 +44,7 @@ FORMS = (
     "EDEN(bits=2)",
     "PowerSGD(matrix_rank=1)",
     "PowerSGD(matrix_rank=4)",
+    "PowerSGD(values=QSGDinf(levels=7, block_size=256))",
     "TernGrad(clip=None)",
     "Coded(compressor=TernGrad(clip=None))",
     "Coded(compressor=QSGD())",
@@ -59,15 +60,15 @@ HUNDREDTH = "ErrorFeedback(compressor=TopK(density=0.003, blocks='model', values
 THOUSANDTH = "ErrorFeedback(compressor=TopK(density=0.0005, blocks='model', values=BF16()))"
 NARROW = {
     "mnist": (
-        "PowerSGD(factor_dtype='bfloat16')",
-        "PowerSGD(matrix_rank=1, factor_dtype='bfloat16')",
+        "PowerSGD(values=BF16())",
+        "PowerSGD(matrix_rank=1, values=BF16())",
         HUNDREDTH,
         "GTopK(density=0.005)",
         "DGC(density=0.002)",
         THOUSANDTH,
         "GTopK(density=0.0006, values=BF16())",
     ),
-    "cifar10": (HUNDREDTH, "DGC(density=0.002)", THOUSANDTH),
+    "cifar10": ("PowerSGD(values=QSGDinf(levels=7, block_size=256))", HUNDREDTH, "DGC(density=0.002)", THOUSANDTH),
 }
 """By the task, what is trained at a hundred and at a thousand times fewer bytes.
 

@@ -255,9 +255,13 @@ TABLE: dict[str, list[Case]] = {
     ],
     "powersgd": [
         Case(gw.PowerSGD(), ring(32), error=2e-7, memory=True, vectors=False),
-        Case(gw.PowerSGD(factor_dtype="bfloat16"), ring(32), error=2e-7, memory=True, vectors=False),
+        Case(gw.PowerSGD(values=gw.BF16()), ring(32), error=2e-7, memory=True, vectors=False),
+        Case(gw.PowerSGD(values=gw.QSGDinf(block_size=256)), gather(32), error=2e-7, memory=True, vectors=False),
     ],
-    "acp_sgd": [Case(gw.ACPSGD(), ring(32), error=2e-7, memory=True, vectors=False)],
+    "acp_sgd": [
+        Case(gw.ACPSGD(), ring(32), error=2e-7, memory=True, vectors=False),
+        Case(gw.ACPSGD(values=gw.QSGDMaxNorm()), ring(32), error=2e-7, memory=True, vectors=False),
+    ],
     "natural": [Case(gw.Natural(), gather(9), variance=natural)],
     "naturaldithering": [
         Case(

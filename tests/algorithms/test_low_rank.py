@@ -13,9 +13,16 @@ from gradwire.kernels import get_kernels
 from gradwire.protocols import Context, Memory
 from gradwire.protocols.bucket_plan import make_plan
 from gradwire.segments import Parameter, lay_out
+from gradwire.wire.header import HEADER_BYTES
 
 METHODS = [gw.PowerSGD(), gw.ACPSGD()]
-ALL = [*METHODS, gw.PowerSGD(factor_dtype="bfloat16")]
+CODED = [
+    gw.PowerSGD(values=gw.QSGDinf(levels=7, block_size=64)),
+    gw.PowerSGD(values=gw.QSGDMaxNorm(levels=7)),
+    gw.ACPSGD(values=gw.QSGDinf(levels=7, block_size=64)),
+]
+"""Factors in levels: of each block's maximum, and of one that ranks share."""
+ALL = [*METHODS, gw.PowerSGD(values=gw.BF16()), gw.ACPSGD(values=gw.BF16()), *CODED]
 
 
 @pytest.mark.parametrize("method", METHODS, ids=repr)
@@ -36,7 +43,7 @@ def test_zeros_stay_zero_and_the_factor_is_drawn_anew(method: gw.Method) -> None
     assert float(step(ours, g).norm()) > 0.2 * float(g.mean(0).norm())
 
 
-@pytest.mark.parametrize("method", METHODS, ids=repr)
+@pytest.mark.parametrize("method", [*METHODS, CODED[1]], ids=repr)
 @pytest.mark.parametrize("count", [3, 5, 7])
 def test_many_buckets_do_as_one(count: int, method: gw.Method) -> None:
     """All ranks end with the same bits, which the layout does not change."""
@@ -190,3 +197,66 @@ def test_a_vector_of_a_factor_that_depended_on_the_others_is_drawn_anew(method: 
     assert min(ranks) == 1
     step(ours, two[None])
     assert torch.linalg.matrix_rank(step(ours, two[None]), rtol=1e-4) == 2
+
+
+@pytest.mark.parametrize("method", ALL, ids=repr)
+def test_what_rounding_takes_stays_in_the_residuals(method: gw.Method) -> None:
+    """The sum of all outcomes and what the residuals hold on average are the sum of all means."""
+    ours, total, expected = link(3, method), torch.zeros(ROWS, COLUMNS), torch.zeros(ROWS, COLUMNS)
+    for seed in range(6):
+        g = workers(3, seed)
+        total += step(ours, g)
+        expected += g.mean(0)
+        state = ours.state_dict()
+        residual = torch.stack([state[f"rank {r}"]["residual/w"].view(ROWS, COLUMNS) for r in range(3)]).mean(0)
+        # Of float32 sums of a few dozen values below 20, with products of two.
+        assert torch.allclose(total + residual, expected, rtol=0, atol=5e-5)
+
+
+@pytest.mark.parametrize("method", CODED, ids=repr)
+def test_differences_between_workers_do_not_add_up_where_an_operator_rounds(method: gw.Method) -> None:
+    """An operator errs by a share of what it is given: workers' own residuals must not grow with the rounds.
+
+    Matrices of rank two that cancel out: all of a worker's matrix is sent, but for what rounding takes.
+    """
+    left = torch.randn(ROWS, 2, generator=torch.Generator().manual_seed(0))
+    right = torch.randn(2, COLUMNS, generator=torch.Generator().manual_seed(1))
+    g = (left @ right).expand(2, ROWS, COLUMNS) * torch.tensor([1.0, -0.5]).view(2, 1, 1)
+    ours, lengths = link(2, method), []
+    for _ in range(60):
+        step(ours, g)
+        state = ours.state_dict()
+        lengths.append(max(float(state[f"rank {r}"]["residual/w"].norm()) for r in range(2)))
+    # Were the residuals less the mean, the difference of 1.5 would be added in every round: 45 times the mean's share.
+    assert max(lengths[30:]) < 3 * float(g[0].norm())
+
+
+@pytest.mark.parametrize("kind", [gw.PowerSGD, gw.ACPSGD])
+def test_factors_in_levels_take_the_bytes_of_their_levels(kind: type[gw.PowerSGD] | type[gw.ACPSGD]) -> None:
+    """Of 600 by 400 in rank 2: both sides in one round or in two, gathered from each of the other ranks."""
+    rows, columns, count, rank = 600, 400, 4, 2
+    method = kind(values=gw.QSGDinf(levels=7, block_size=64))
+    ours = gw.SimulatedLink([("w", torch.empty(rows, columns))], method, count, min_numel=0)
+    for seed in range(1 if kind is gw.PowerSGD else 2):
+        ours.reduce_(workers(count, seed, rows, columns).view(count, -1))
+    # Two of fifteen digits a byte in groups of eighty, and a scale for each 64 elements, of each vector by itself.
+    bodies = [rank * (40 * -(-length // 80) + 4 * -(-length // 64)) for length in (rows, columns)]
+    assert ours.traffic().sent_bytes == (count - 1) * sum(HEADER_BYTES + -(-body // 16) * 16 for body in bodies)
+
+
+@pytest.mark.parametrize("kind", [gw.PowerSGD, gw.ACPSGD])
+def test_values_that_factors_cannot_have_are_refused(kind: type[gw.PowerSGD] | type[gw.ACPSGD]) -> None:
+    with pytest.raises(gw.HyperparameterError, match=r"values is FP32\(\), BF16\(\) or an operator .* not FP16\(\)"):
+        kind(values=gw.FP16())
+    with pytest.raises(gw.HyperparameterError, match="no contraction"):
+        kind(values=gw.QSGD(levels=1))
+    with pytest.raises(gw.HyperparameterError, match="values is FP32"):
+        kind(values=gw.ErrorFeedback())
+
+
+def test_no_owner_rounds_the_mean_of_coded_factors() -> None:
+    """What that takes would be in no rank's residual."""
+    assert gw.PowerSGD(values=gw.QSGDinf(block_size=64)).collectives == ("all_gather",)
+    assert gw.PowerSGD(values=gw.QSGDMaxNorm()).collectives == ("two_shot", "all_gather")
+    with pytest.raises(gw.IncompatibleError, match="two_shot"):
+        link(3, gw.PowerSGD(values=gw.QSGDinf(block_size=64)), collective="two_shot")

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
 
 from gradwire.algorithms.factors import FactorPlan, LowRankAlgorithm, all_finite
 from gradwire.algorithms.low_rank import shape_of
-from gradwire.methods import Properties
+from gradwire.compressors import BF16, FP32
+from gradwire.methods import Method, Properties
 from gradwire.ops import Exchange
 from gradwire.protocols import Context, Outcome
 from gradwire.protocols.bucket_plan import BucketPlan, PlanSetting
@@ -51,12 +52,14 @@ class ACPSGD(LowRankAlgorithm):
         least_saving: How many times fewer numbers the two factors of a matrix must have; 1 or more.
         momentum: Of each worker's own, before compression, see :class:`ErrorFeedback`. The paper has the optimizer's
             momentum after it, which is ``momentum=0.0`` here.
+        values: How factors travel, as for :class:`PowerSGD`. Residuals are less what each worker sent; with ``BF16()``,
+            where the mean is rounded once more, less the mean.
 
     Raises:
         HyperparameterError: a field is out of range.
 
-    Wire: the factors of one side and what is not compressed, in float32 by two-shot or a gather
-    (``docs/wire-format.md``). A factor's first vectors are drawn from the shared stream.
+    Wire: the factors of one side and what is not compressed, by two-shot or a gather (``docs/wire-format.md``). A
+    factor's first vectors are drawn from the shared stream.
 
     Reference: L. Zhang, L. Zhang, S. Shi, X. Chu, B. Li, "Evaluation and Optimization of Gradient Compression for
     Distributed Deep Learning", ICDCS 2023 (arXiv:2306.08881).
@@ -73,6 +76,7 @@ class ACPSGD(LowRankAlgorithm):
     matrix_rank: int = 2
     least_saving: float = 2.0
     momentum: float = 0.0
+    values: Method = field(default_factory=FP32)
 
     name: ClassVar[str] = "acp_sgd"
     tag: ClassVar[int] = 41
@@ -116,7 +120,7 @@ class _AlternatePlan(FactorPlan):
             multiply = kernels.multiply_right if even else kernels.multiply_left
             multiply(flat, table, basis, factors)
         own = values.clone() if context.wants_sent else None
-        yield from self.mean(context, values, side)
+        coded = yield from self.mean(context, values, side)
         if flat.is_meta:
             return Outcome()
 
@@ -133,7 +137,10 @@ class _AlternatePlan(FactorPlan):
             return Outcome(finite)
 
         def sent(out: torch.Tensor, weight: float) -> None:
-            product(own[: side.numel], out, weight)
+            contributed = factors if isinstance(self.method.values, BF16) else own
+            if coded is not None:
+                coded(contributed := torch.zeros(len(own)), 1.0)
+            product(contributed[: side.numel], out, weight)
             self.add_rest(own[side.numel :], weight, out)
 
         return Outcome(finite, sent)

@@ -3,44 +3,62 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 
+from gradwire.algorithms.contraction import check_contraction
 from gradwire.algorithms.error_feedback import ResidualAlgorithm, momentum_beside_residual
 from gradwire.algorithms.float_means import Beside, mean_of_floats
 from gradwire.algorithms.local_momentum import checked_momentum
 from gradwire.algorithms.low_rank import Matrix, draw_factor, matrices, matrix_table
-from gradwire.compressors import TernGrad
-from gradwire.methods import require
+from gradwire.compressors import BF16, FP32, Compressor, TernGrad
+from gradwire.methods import Method, require
 from gradwire.ops import Exchange
 from gradwire.protocols import Context
-from gradwire.protocols.bucket_plan import BucketPlan, PlanSetting
+from gradwire.protocols.bucket_plan import BucketPlan, PlanSetting, SectionPlan
 from gradwire.protocols.pieces import join
-from gradwire.segments import Segment
+from gradwire.segments import Parameter, Segment
 
-__all__ = ["DTYPES", "FactorPlan", "LowRankAlgorithm", "Side", "all_finite"]
+__all__ = ["FactorPlan", "LowRankAlgorithm", "Sent", "Side", "all_finite"]
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-"""Of factors on the wire. Products of gradients leave the range of float16."""
+Sent = Callable[[torch.Tensor, float], None]
+"""``sent(out, weight)`` adds ``weight`` times what this rank sent of a side, and of all behind it, to ``out``."""
 
 
 class LowRankAlgorithm(ResidualAlgorithm):
-    """An algorithm that sends factors of matrices, with the fields ``matrix_rank`` and ``least_saving``.
+    """An algorithm that sends factors of matrices, with the fields ``matrix_rank``, ``least_saving`` and ``values``.
 
     No dataclass, so that each method's own fields keep their order in its spec.
     """
 
     matrix_rank: int
     least_saving: float
-    factor_dtype: str = "float32"
+    values: Method
 
     tag: ClassVar[int]
-    collectives: ClassVar[tuple[str, ...]] = ("two_shot", "all_gather")
-    kernels: ClassVar[tuple[str, ...]] = ("low_rank",)
     unbiased: ClassVar[bool] = False
     unbiased_note: ClassVar[str | None] = "no; nothing is lost"
+
+    @property
+    def collectives(self) -> tuple[str, ...]:  # type: ignore[override]
+        """Those of a cast, or the operator's but for one that rounds the mean, which no residual would know of."""
+        operator = self.operator
+        found = ("two_shot", "all_gather") if operator is None else operator.collectives
+        sums = operator is None or not operator.re_encoding
+        return tuple(collective for collective in found if sums or collective != "two_shot")
+
+    @property
+    def kernels(self) -> tuple[str, ...]:  # type: ignore[override]
+        """Those of the factors, and the operator's."""
+        return ("low_rank", *(() if self.operator is None else self.operator.kernels))
+
+    @property
+    def operator(self) -> Compressor | None:
+        """The operator by which factors travel; None where they are cast."""
+        return self.values if isinstance(self.values, Compressor) else None
 
     def check_fields(self) -> None:
         """Check the fields that all of them have.
@@ -54,6 +72,16 @@ class LowRankAlgorithm(ResidualAlgorithm):
         number = isinstance(saving, int | float) and not isinstance(saving, bool)
         require(number and saving >= 1, owner, f"least_saving is at least 1, not {saving!r}")
         object.__setattr__(self, "least_saving", float(saving))
+        operator = self.operator
+        require(
+            isinstance(self.values, FP32 | BF16)
+            or (operator is not None and not (operator.joined or operator.needs_link_cost or operator.direction)),
+            owner,
+            "values is FP32(), BF16() or an operator on one vector such as QSGDinf(levels=7, block_size=256), not "
+            f"{self.values!r}",
+        )
+        if operator is not None:
+            check_contraction(owner, operator, "so its residual may grow without bound", "no residual")
         object.__setattr__(self, "momentum", checked_momentum(owner, self.momentum))
 
     @property
@@ -115,6 +143,16 @@ class Side:
                 factor.copy_(torch.where(zero[:, None], drawn, factor))
         return held
 
+    def vectors(self) -> list[Segment]:
+        """Return the vectors of all factors as parameters of their own, whose names are the sides', too."""
+        found = []
+        for m, factor in zip(self._matrices, self.segments):
+            length = factor.numel // m.rank
+            for i in range(m.rank):
+                name = f"{m.segment.parameter.name}, {self.name} vector {i}"
+                found.append(Segment(Parameter(name, (length,), (1,)), factor.offset + i * length, 0, length))
+        return found
+
     def keep(self, context: Context, kind: str, values: torch.Tensor) -> None:
         """Remember factors, from the end of the round on."""
         context.memory.stage(kind, self.segments, replicated=True).copy_(values[: self.numel])
@@ -141,6 +179,7 @@ class FactorPlan(BucketPlan):
         self.table = matrix_table(self.matrices)
         self.left, self.right = Side(self.matrices, "left"), Side(self.matrices, "right")
         self._beside = Beside(self.rest)
+        self._plans: dict[tuple[str, int], SectionPlan] = {}
 
     def prepare(self, context: Context, flat: torch.Tensor) -> Exchange[None]:
         return
@@ -160,7 +199,32 @@ class FactorPlan(BucketPlan):
         """Add ``weight`` times what this rank contributed to all that is not compressed."""
         self._beside.add(own, weight, out)
 
-    def mean(self, context: Context, values: torch.Tensor, side: Side) -> Exchange[None]:
-        """Replace factors of a side, and what lies behind them, by their mean over ranks, in the order of ranks."""
-        dtype = DTYPES[self.method.factor_dtype]
-        return mean_of_floats(context, self.collective, self.method.tag, values, side.numel, dtype)
+    def mean(self, context: Context, values: torch.Tensor, side: Side) -> Exchange[Sent | None]:
+        """Replace factors of a side, and what lies behind them, by their mean over ranks, in the order of ranks.
+
+        Returns:
+            What this rank sent, where an operator encodes the factors and ``context.wants_sent``; else None.
+        """
+        operator = self.method.operator
+        if operator is None:
+            dtype = torch.bfloat16 if isinstance(self.method.values, BF16) else torch.float32
+            yield from mean_of_floats(context, self.collective, self.method.tag, values, side.numel, dtype)
+            return None
+        plan = self._plan(operator, side, len(values))
+        if not plan.chunks:  # of no element
+            return None
+        prepared = yield from plan.prepare(context, values)
+        outcome = yield from plan.run(context, values, prepared)
+        return outcome.sent
+
+    def _plan(self, operator: Compressor, side: Side, numel: int) -> SectionPlan:
+        """Return the exchange of a side and what lies behind it: of each factor every vector is encoded by itself."""
+        found = self._plans.get((side.name, numel))
+        if found is None:
+            segments = side.vectors()
+            if numel > side.numel:
+                behind = numel - side.numel
+                segments.append(Segment(Parameter("(beside)", (behind,), (1,)), side.numel, 0, behind, dense=True))
+            setting = replace(self.setting, segments=segments, chunk_numel=max(1, numel))
+            found = self._plans[side.name, numel] = SectionPlan(operator, setting)
+        return found

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
 
-from gradwire.algorithms.factors import DTYPES, FactorPlan, LowRankAlgorithm, all_finite
+from gradwire.algorithms.factors import FactorPlan, LowRankAlgorithm, all_finite
 from gradwire.algorithms.float_means import first_of_two
 from gradwire.algorithms.low_rank import shape_of
-from gradwire.methods import Properties, require
+from gradwire.compressors import FP32
+from gradwire.methods import Method, Properties
 from gradwire.ops import Exchange
 from gradwire.protocols import Context, Outcome
 from gradwire.protocols.bucket_plan import BucketPlan, PlanSetting
@@ -45,8 +46,11 @@ class PowerSGD(LowRankAlgorithm):
         least_saving: How many times fewer numbers the factors of a matrix must have; 1 or more.
         momentum: Of each worker's own, before compression, see :class:`ErrorFeedback`. The paper has the optimizer's
             momentum after it, which is ``momentum=0.0`` here.
-        factor_dtype: Of the factors on the wire, "float32" or "bfloat16". What rounding takes from a product stays in
-            the residuals, since all of them are less the product itself.
+        values: How factors travel: ``FP32()``, ``BF16()``, or an operator that is a contraction, such as
+            ``QSGDinf(levels=7, block_size=256)``, to which each vector of a factor is a parameter of its own. What
+            rounding takes from a product stays in the residuals: with ``BF16()`` because all of them are less the
+            product itself, and with an operator C because worker i's is less what it sent,
+            residual_i <- M_i - P C(M_i^T P)^T.
 
     Raises:
         HyperparameterError: a field is out of range.
@@ -68,7 +72,7 @@ class PowerSGD(LowRankAlgorithm):
     matrix_rank: int = 2
     least_saving: float = 2.0
     momentum: float = 0.0
-    factor_dtype: str = "float32"
+    values: Method = field(default_factory=FP32)
 
     name: ClassVar[str] = "powersgd"
     tag: ClassVar[int] = 40
@@ -83,9 +87,6 @@ class PowerSGD(LowRankAlgorithm):
 
     def __post_init__(self) -> None:
         self.check_fields()
-        dtype = self.factor_dtype
-        known = isinstance(dtype, str) and dtype in DTYPES
-        require(known, "PowerSGD", f"factor_dtype is 'float32' or 'bfloat16', not {dtype!r}")
 
     @property
     def remembers(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -118,7 +119,7 @@ class _PowerPlan(FactorPlan):
         if not flat.is_meta:
             kernels.multiply_left(flat, table, basis, factors)
         own = right[self.right.numel :].clone() if context.wants_sent else None
-        yield from self.mean(context, right, self.right)
+        coded = yield from self.mean(context, right, self.right)
         if flat.is_meta:
             return Outcome()
         self.take_rest(flat, self.right, right)
@@ -131,8 +132,12 @@ class _PowerPlan(FactorPlan):
 
         def sent(out: torch.Tensor, weight: float) -> None:
             # What a worker contributed to a matrix is the product itself, as in the paper: only the mean of the
-            # residuals decides what comes of them.
-            kernels.multiply_out(basis, factors, table, out, weight)
+            # residuals decides what comes of them. Yet in each of them the differences between workers add up, and an
+            # operator errs by a share of what it is given: then it is what the worker sent.
+            share = factors
+            if coded is not None:
+                coded(share := torch.zeros(len(right)), 1.0)
+            kernels.multiply_out(basis, share[: self.right.numel], table, out, weight)
             self.add_rest(own, weight, out)
 
         return Outcome(finite, sent)
