@@ -75,7 +75,7 @@ class Method:
 
     re_encoding: ClassVar[bool] = False
     """Whether owners of shares encode the mean once more where it travels by two-shot, so that another protocol gives
-    another outcome. By default, two workers or fewer then gather, which sends no more, and others take the first."""
+    another outcome."""
 
     unbiased: ClassVar[bool]
     """Whether the outcome is the mean of the gradients, whatever they are, on average over draws."""
@@ -186,6 +186,16 @@ class Method:
         Raises:
             IncompatibleError: the method needs an optimizer and has none, or cannot work with this one.
         """
+
+    def usual_collective(self, world_size: int) -> str | None:
+        """Return the protocol that is taken by default where another gives another outcome; None where none does.
+
+        By default the outcome depends on it where owners of shares encode a mean once more: two workers or fewer then
+        gather, which sends no more, and others take the first protocol.
+        """
+        if not self.re_encoding or len(self.collectives) < 2:
+            return None
+        return "all_gather" if world_size <= 2 else self.collectives[0]
 
     def caution(self, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> str | None:
         """Return a sentence to warn the user with when the method is attached beside an optimizer; None for none.

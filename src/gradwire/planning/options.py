@@ -12,7 +12,7 @@ from typing import Any
 from gradwire.errors import HyperparameterError, IncompatibleError
 from gradwire.link_cost import LinkCost
 from gradwire.methods import Method, require
-from gradwire.protocols import PROTOCOLS
+from gradwire.protocols import PROTOCOLS, SHARED_OUT
 
 __all__ = ["CHUNK_NUMEL", "Options", "dense_names"]
 
@@ -112,7 +112,7 @@ class Options:
         """
         if self.collective == "auto":
             return tuple(method.collectives)
-        known = ("auto", "all_reduce", *PROTOCOLS)
+        known = tuple(dict.fromkeys(("auto", "all_reduce", *PROTOCOLS, *SHARED_OUT)))
         if self.collective not in known:
             near = difflib.get_close_matches(self.collective, known, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""

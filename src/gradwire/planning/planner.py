@@ -57,9 +57,10 @@ class Planner:
         self._kernels: Kernels | None = None
         self.chosen: dict[str, int] = {}
         self._collectives = options.collectives(method)
-        if method.re_encoding and len(self._collectives) > 1:
-            # By the number of workers alone: a choice by bytes would let the layout of buckets decide the outcome.
-            self._collectives = ("all_gather" if world_size <= 2 else self._collectives[0],)
+        usual = method.usual_collective(world_size)
+        if usual in self._collectives:
+            # A choice by bytes would let the layout of buckets decide the outcome.
+            self._collectives = (usual,)
         require(bool(self._collectives), method.name, "it chooses among methods and has no plan of its own: name one")
         self._plans: dict[tuple[tuple[str, ...], bool, int], BucketPlan] = {}
         self._last_used: dict[tuple[tuple[str, ...], bool, int], int] = {}

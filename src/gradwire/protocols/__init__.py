@@ -10,10 +10,13 @@ from gradwire.protocols.sections import Share, all_gather, two_shot, two_shot_re
 from gradwire.protocols.tree import tree
 
 PROTOCOLS = {"two_shot": two_shot, "all_gather": all_gather, "tree": tree}
-"""Those that carry sections, by name."""
+"""Those that carry sections of a whole chunk, by name."""
+SHARED_OUT = {"two_shot": two_shot_re_encoded}
+"""Those that carry sections of each rank's share of a chunk: of two of one name, where codes do not add up."""
 
 __all__ = [
     "PROTOCOLS",
+    "SHARED_OUT",
     "Context",
     "Gauges",
     "Memory",

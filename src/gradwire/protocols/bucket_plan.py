@@ -20,13 +20,13 @@ from gradwire.methods import Method
 from gradwire.ops import Exchange, Reduce
 from gradwire.protocols import (
     PROTOCOLS,
+    SHARED_OUT,
     Context,
     Outcome,
     Section,
     Share,
     all_reduce,
     gathered_mean,
-    two_shot_re_encoded,
 )
 from gradwire.protocols.pieces import Pieces, cut, join, share_out
 from gradwire.segments import Segment, divide
@@ -298,9 +298,9 @@ class _Chunk:
 
 
 class SectionPlan(BucketPlan):
-    """A compressor's section and a dense one, by two-shot or all-gather.
+    """A compressor's section and a dense one, by any protocol.
 
-    Where codes do not add up, two-shot cuts each chunk into a share a rank, and its owner encodes the mean once more.
+    Protocols of shares, among them two-shot where codes do not add up, are given each chunk cut into one a rank.
 
     Args:
         method: Compresses all segments that are not dense.
@@ -321,15 +321,16 @@ class SectionPlan(BucketPlan):
         self._operators = list(ours_of)
         self.tag = method.tag if compressed else DENSE_TAG
         self.codecs = [self._bind(i, ours, setting.world_size) for i, ours in enumerate(ours_of.values())]
-        re_encodes = self.collective == "two_shot" and not all(isinstance(c, SummableCodec) for c in self.codecs)
-        self.grain = method.share_cut if re_encodes else method.cut
+        add_up = self.collective in PROTOCOLS and all(isinstance(c, SummableCodec) for c in self.codecs)
+        shared_out = self.collective in SHARED_OUT and not add_up
+        self.grain = method.share_cut if shared_out else method.cut
         position = {s: (i, j) for i, ours in enumerate(ours_of.values()) for j, s in enumerate(ours)}
         self._chunks = []
         self.runs = []
         for pieces in cut([s for s in setting.segments if s.numel], setting.chunk_numel, self.grain):
             ours = [(piece, position[whole]) for piece, whole in pieces if not piece.dense]
             rest = [(piece, (0, 0)) for piece, _ in pieces if piece.dense]
-            self._chunks.append(self._shared_out(ours, rest) if re_encodes else _Chunk(self._part(ours, rest)))
+            self._chunks.append(self._shared_out(ours, rest) if shared_out else _Chunk(self._part(ours, rest)))
             self.runs.append(join((p.offset, p.offset + p.numel) for p, _ in ours))
         self.chunks = len(self._chunks)
 
@@ -372,4 +373,4 @@ class SectionPlan(BucketPlan):
         if chunk.whole is not None:
             return PROTOCOLS[self.collective](context, self.tag, chunk.whole.sections(prepared), flat)
         shares = [Share(up.sections(prepared), down.sections(prepared)) for up, down in chunk.shares]
-        return two_shot_re_encoded(context, self.tag, shares, flat)
+        return SHARED_OUT[self.collective](context, self.tag, shares, flat)

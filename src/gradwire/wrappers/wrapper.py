@@ -57,6 +57,10 @@ class Wrapper(Algorithm):
     def check_optimizer(self, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> None:
         self.compressor.check_optimizer(optimizer, parameters)
 
+    def usual_collective(self, world_size: int) -> str | None:
+        # One alone leaves nothing to differ.
+        return self.compressor.usual_collective(world_size) if len(self.collectives) > 1 else None
+
     def bind(self, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> Callable[[], None] | None:
         return self.compressor.bind(optimizer, parameters)
 
