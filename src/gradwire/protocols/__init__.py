@@ -6,7 +6,8 @@ from gradwire.protocols.gauges import Gauges
 from gradwire.protocols.memory import Memory
 from gradwire.protocols.payloads import Section
 from gradwire.protocols.round_parts import RoundParts
-from gradwire.protocols.sections import Share, all_gather, two_shot, two_shot_re_encoded
+from gradwire.protocols.sections import all_gather, two_shot
+from gradwire.protocols.shares import Share, two_shot_re_encoded
 from gradwire.protocols.tree import tree
 
 PROTOCOLS = {"two_shot": two_shot, "all_gather": all_gather, "tree": tree}

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 
 import torch
 
-from gradwire.codecs import CheckedCodec, Codec, SummableCodec, unread
+from gradwire.codecs import CheckedCodec, Codec, SummableCodec
 from gradwire.ops import AllGather, AllToAll, Exchange, Reduce
 from gradwire.protocols.context import Context, Outcome
 from gradwire.protocols.payloads import (
     Section,
     draw_of,
     encode,
-    equal_rows,
     header,
     outcome,
     remember,
@@ -23,18 +21,9 @@ from gradwire.protocols.payloads import (
     told_lengths,
     whole_rows,
 )
-from gradwire.seeds import OWNER
 from gradwire.wire import EVERYONE
 
-__all__ = ["Share", "all_gather", "two_shot", "two_shot_re_encoded"]
-
-
-@dataclass(frozen=True, eq=False)
-class Share:
-    """The sections of what one rank owns, as workers encode it and as the owner encodes the mean."""
-
-    up: Sequence[Section]
-    down: Sequence[Section]
+__all__ = ["all_gather", "two_shot"]
 
 
 def two_shot(context: Context, tag: int, sections: Sequence[Section], flat: torch.Tensor) -> Exchange[Outcome]:
@@ -113,53 +102,6 @@ def all_gather(context: Context, tag: int, sections: Sequence[Section], flat: to
                 codec.spoil(flat)
                 context.warn(type(codec).__name__, f"round {context.round}: {codec.unread()}")
     return outcome(context, sections, bodies, flat)
-
-
-def two_shot_re_encoded(context: Context, tag: int, shares: Sequence[Share], flat: torch.Tensor) -> Exchange[Outcome]:
-    """Replace ``flat`` by an estimate of the mean over ranks: the owner of a share encodes the mean of it once more.
-
-    As :func:`two_shot`, for codes that do not add up: the owner decodes them, averages in float32, and encodes the mean
-    from the owner's stream. So both directions are as narrow as the codes, and the mean has the error of one more
-    encoding, the same on every rank.
-
-    Bytes sent by a rank: (N - 1) times header and codes of a share, twice; shares are as long as the longest.
-    """
-    world, rank, space = context.world_size, context.rank, context.workspace
-    ups, downs = ([sized(part, flat) for part in parts] for parts in zip(*((s.up, s.down) for s in shares)))
-    draw, owners = draw_of(context), replace(draw_of(context), stream=OWNER, gauge=unread)
-
-    layouts, width = equal_rows(context, ups)
-    heads = [header(context, layout, tag, context.exchange) for layout in layouts]
-    send, lengths, bodies = space.get("up", world, width), [], []
-    for to, (sections, layout, head) in enumerate(zip(ups, layouts, heads)):
-        units = [s.codec.units for s in sections]
-        bodies.append(encode(context, sections, flat, units, draw, f"share {to} "))
-        rows = [body.view(1, -1) for body in bodies[-1]]
-        lengths.append(layout.write(send[to : to + 1, : layout.row_bytes], head, rows, rank, [to]))
-    ups = [remember(context, sections, flat) for sections in ups]
-    uneven = [n for n in lengths if n is not None]
-    told, arrived = told_lengths(context, torch.cat(uneven) if uneven else None)
-    received = yield AllToAll(send, space.get("up, received", world, width), told, arrived)
-    parts = layouts[rank].read(received[:, : layouts[rank].row_bytes], heads[rank], rank, arrived)
-    for section, part in zip(ups[rank], parts):
-        section.codec.decode_rows(part, section.summary, flat)
-
-    layouts, width = equal_rows(context, downs)
-    heads = [header(context, layout, tag, context.exchange + 1) for layout in layouts]
-    ours = [replace(s, summary=s.codec.summarise(flat)) for s in downs[rank]]
-    means = encode(context, ours, flat, [s.codec.units for s in ours], owners, "mean's ")
-    mine, layout = space.get("down", 1, width), layouts[rank]
-    rows = [body.view(1, -1) for body in means]
-    length = layout.write(mine[:, : layout.row_bytes], heads[rank], rows, rank, [EVERYONE])
-    told, arrived = told_lengths(context, length)
-    gathered = yield AllGather(mine[0], space.get("down, received", world, width), told, arrived, last=True)
-    for owner, (sections, layout, head) in enumerate(zip(downs, layouts, heads)):
-        row = gathered[owner : owner + 1, : layout.row_bytes]
-        came = None if arrived is None else arrived[owner : owner + 1]
-        for section, part in zip(sections, layout.read(row, head, EVERYONE, came, first=owner)):
-            summary = section.codec.remember(section.summary, flat, owners, False)
-            section.codec.decode_rows(part, summary, flat)
-    return outcome(context, [s for part in ups for s in part], [b for part in bodies for b in part], flat)
 
 
 def _summable(codec: Codec) -> SummableCodec:
