@@ -6,6 +6,7 @@ A plan is made once for a bucket's layout and used every round. A driver runs :m
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -323,7 +324,7 @@ class SectionPlan(BucketPlan):
         self.codecs = [self._bind(i, ours, setting.world_size) for i, ours in enumerate(ours_of.values())]
         add_up = self.collective in PROTOCOLS and all(isinstance(c, SummableCodec) for c in self.codecs)
         shared_out = self.collective in SHARED_OUT and not add_up
-        self.grain = method.share_cut if shared_out else method.cut
+        self.grain = math.lcm(method.cut, method.share_cut) if shared_out else method.cut
         position = {s: (i, j) for i, ours in enumerate(ours_of.values()) for j, s in enumerate(ours)}
         self._chunks = []
         self.runs = []
@@ -357,7 +358,7 @@ class SectionPlan(BucketPlan):
 
     def _shared_out(self, ours: Pieces, rest: Pieces) -> _Chunk:
         world_size = self.setting.world_size
-        parts = zip(share_out(ours, world_size, self.grain), share_out(rest, world_size, 1))
+        parts = zip(share_out(ours, world_size, self.method.share_cut), share_out(rest, world_size, 1))
         # One who encodes the mean is the only worker of it.
         return _Chunk(None, [(self._part(*part), self._part(*part, world_size=1)) for part in parts])
 
