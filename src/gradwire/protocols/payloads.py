@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 import torch
 
-from gradwire.codecs import Codec, Draw, Summary
+from gradwire.codecs import Codec, Draw, MergeableCodec, Summary
 from gradwire.protocols.context import Context, Outcome
 from gradwire.protocols.sizes import SizedCodec, SizedRows
 from gradwire.wire import Header, Packing, Rows, VariableRows
@@ -20,6 +20,7 @@ __all__ = [
     "encode",
     "equal_rows",
     "header",
+    "mergeable",
     "outcome",
     "remember",
     "rows_of",
@@ -106,3 +107,14 @@ def outcome(context: Context, sections: Sequence[Section], bodies: list[torch.Te
 
     finite = all(s.codec.is_finite(s.summary, flat) for s in sections)
     return Outcome(finite, sent if context.wants_sent else None)
+
+
+def mergeable(codec: Codec) -> MergeableCodec:
+    """Return a codec whose codes protocols may merge.
+
+    Raises:
+        TypeError: they may not.
+    """
+    if not isinstance(codec, MergeableCodec):
+        raise TypeError(f"codes of {type(codec).__name__} cannot be merged: only a gather can carry them")
+    return codec

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-from gradwire.codecs import LeftOut, MergeableCodec
+from gradwire.codecs import LeftOut
 from gradwire.ops import Exchange, SendRecv
 from gradwire.protocols.context import Context, Outcome
-from gradwire.protocols.payloads import Section, draw_of, encode, header, remember, sized, whole_rows
+from gradwire.protocols.payloads import Section, draw_of, encode, header, mergeable, remember, sized, whole_rows
 from gradwire.wire import EVERYONE
 
 __all__ = ["Meeting", "meetings", "tree"]
@@ -75,7 +75,7 @@ def tree(context: Context, tag: int, sections: Sequence[Section], flat: torch.Te
     """
     world, rank, space = context.world_size, context.rank, context.workspace
     sections = sized(sections, flat)
-    codecs = [_mergeable(s.codec) for s in sections]
+    codecs = [mergeable(s.codec) for s in sections]
     layout = whole_rows(context, sections)
     own = encode(context, sections, flat, [c.units for c in codecs], draw_of(context))
     sections = remember(context, sections, flat)
@@ -114,9 +114,3 @@ def tree(context: Context, tag: int, sections: Sequence[Section], flat: torch.Te
 
     finite = all(s.codec.is_finite(s.summary, flat) for s in sections)
     return Outcome(finite, sent if context.wants_sent else None)
-
-
-def _mergeable(codec: object) -> MergeableCodec:
-    if not isinstance(codec, MergeableCodec):
-        raise TypeError(f"codes of {type(codec).__name__} cannot be merged: only a gather can carry them")
-    return codec
