@@ -45,7 +45,13 @@ class GTopK(ResidualAlgorithm):
     Raises:
         HyperparameterError: a field is out of range.
 
-    Wire: payloads of :class:`TopK`, by recursive doubling (``docs/wire-format.md``), for any number of workers.
+    With the option ``collective="two_shot_merged"``, and ``blocks="model"``, the elements are dealt to the workers in
+    shares. Each worker merges all workers' k / N largest of its own share and tells all others the k / N largest of
+    their sum: a worker sends less than 2 k elements, whatever N, where the tree sends k log2(N). The outcome then has
+    the largest of each share instead of the largest of all.
+
+    Wire: payloads of :class:`TopK`, by recursive doubling or by shares (``docs/wire-format.md``), for any number of
+    workers.
 
     Reference: S. Shi et al., "A Distributed Synchronous SGD Algorithm with Global Top-k Sparsification for Low
     Bandwidth Networks", ICDCS 2019, algorithms 2 and 4.
@@ -64,7 +70,6 @@ class GTopK(ResidualAlgorithm):
     momentum: float = 0.0
 
     name: ClassVar[str] = "gtopk"
-    collectives: ClassVar[tuple[str, ...]] = ("tree",)
     unbiased: ClassVar[bool] = False
     unbiased_note: ClassVar[str | None] = "no; nothing is lost"
     properties: ClassVar[Properties] = Properties(
@@ -80,6 +85,15 @@ class GTopK(ResidualAlgorithm):
         require(isinstance(self.values, FP32 | BF16), "GTopK", f"values is FP32() or BF16(), not {self.values!r}")
         operator = TopK(density=self.density, blocks=self.blocks, values=self.values)
         object.__setattr__(self, "density", operator.density)
+
+    @property
+    def collectives(self) -> tuple[str, ...]:  # type: ignore[override]
+        """The paper's tree, and where elements of all parameters are compared, owners who merge shares of these."""
+        return ("tree", "two_shot_merged") if self.joined else ("tree",)
+
+    def usual_collective(self, world_size: int) -> str | None:
+        # The paper's, whose outcome is another one.
+        return "tree" if self.joined else None
 
     @property
     def innermost(self) -> TopK:

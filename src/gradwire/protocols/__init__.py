@@ -4,6 +4,7 @@ from gradwire.protocols.all_reduce import all_reduce, gathered_mean, gathered_va
 from gradwire.protocols.context import Context, Outcome, Workspace
 from gradwire.protocols.gauges import Gauges
 from gradwire.protocols.memory import Memory
+from gradwire.protocols.merged import two_shot_merged
 from gradwire.protocols.payloads import Section
 from gradwire.protocols.round_parts import RoundParts
 from gradwire.protocols.sections import all_gather, two_shot
@@ -12,7 +13,7 @@ from gradwire.protocols.tree import tree
 
 PROTOCOLS = {"two_shot": two_shot, "all_gather": all_gather, "tree": tree}
 """Those that carry sections of a whole chunk, by name."""
-SHARED_OUT = {"two_shot": two_shot_re_encoded}
+SHARED_OUT = {"two_shot": two_shot_re_encoded, "two_shot_merged": two_shot_merged}
 """Those that carry sections of each rank's share of a chunk: of two of one name, where codes do not add up."""
 
 __all__ = [

@@ -1,0 +1,55 @@
+"""Payloads of shares that their owners merge, so that what a rank sends does not grow with the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from gradwire.codecs import LeftOut
+from gradwire.ops import Exchange
+from gradwire.protocols.context import Context, Outcome
+from gradwire.protocols.payloads import mergeable, outcome, sized
+from gradwire.protocols.shares import Share, send_shares, tell_shares
+
+__all__ = ["two_shot_merged"]
+
+
+def two_shot_merged(context: Context, tag: int, shares: Sequence[Share], flat: torch.Tensor) -> Exchange[Outcome]:
+    """Replace ``flat`` by what is left of the mean over ranks when the owner of each share merges all ranks' payloads.
+
+    1. Every rank encodes each share by itself and sends it to its owner (all-to-all).
+    2. Every rank merges the payloads of its own share, in the order of ranks, to one of the same kind and size.
+    3. Every rank sends that to all (all-gather), and decodes all shares.
+
+    What a merge leaves out counts as not sent by the owner, so that the outcome is the mean of what ranks sent.
+
+    Bytes sent by a rank: (N - 1) times header and codes of a share, twice, each with its length before it where that
+    varies: less than two payloads however many ranks there are, in two messages that wait for each other, where
+    :func:`gradwire.protocols.tree` sends log2(N) payloads in as many.
+    """
+    space = context.workspace
+    ups, bodies, parts = yield from send_shares(context, tag, [sized(share.up, flat) for share in shares], flat)
+    merged, left_out = list[torch.Tensor](), list[LeftOut]()
+    for i, (section, rows) in enumerate(zip(ups[context.rank], parts)):
+        codec, have = mergeable(section.codec), rows[0]
+        for number, row in enumerate(rows[1:]):
+            out = space.get(f"merged {number % 2} {i}", codec.payload_bytes(codec.units))
+            rest = codec.merge(have, row, out)
+            have = out
+            if rest is not None:
+                left_out.append(rest)
+        merged.append(have)
+    yield from tell_shares(context, tag, ups, merged, flat)
+    found = outcome(context, [s for part in ups for s in part], [b for part in bodies for b in part], flat)
+    encoded = found.sent
+    if encoded is None:
+        return found
+
+    def sent(out: torch.Tensor, weight: float) -> None:
+        encoded(out, weight)
+        for rest in left_out:
+            rest(out, -weight)
+
+    return replace(found, sent=sent)
