@@ -8,7 +8,8 @@ lowest training loss over the last tenth of the steps is then trained from the o
 of the method that they code. The optimizer's momentum is 0.9, or the method's own where it has one or warns of the
 optimizer's. The mark is 0.95 times fp32's final accuracy. The other tasks train the best methods of the table for
 ``digits`` (``--from``), at most one setting of each; those of images also what sends a hundred and a thousand times
-fewer bytes than float32.
+fewer bytes than float32. With ``--narrow TABLE`` they train these and float32 alone, at the rates that the table has
+found: for trainings so long that three rates would take too much.
 
 Runs that are whole are not repeated, so that the script may be stopped and started again, and trains only what is
 missing when methods are added. Several copies of it share the work. ``--collect`` runs nothing.
@@ -210,10 +211,10 @@ class Line:
     tuning: tuple[Run, ...]
 
     @classmethod
-    def of(cls, entry: Entry, task: str, steps: int, work: Path) -> Line:
-        """Return an entry's line."""
-        trained = tuned_as(entry, task)
-        return cls(entry, tuple(Run(task, trained, rate, SEEDS[0], steps, work) for rate in rates_of(entry, task)))
+    def of(cls, entry: Entry, task: str, steps: int, work: Path, rates: Sequence[float] | None = None) -> Line:
+        """Return an entry's line; ``rates`` are tried in the place of its own."""
+        trained, rates = tuned_as(entry, task), rates or rates_of(entry, task)
+        return cls(entry, tuple(Run(task, trained, rate, SEEDS[0], steps, work) for rate in rates))
 
     def finals(self, seeds: int) -> list[Run]:
         """Return the runs at the rate that was found; none while it is not."""
@@ -225,13 +226,19 @@ class Line:
 
 def lines(arguments: argparse.Namespace) -> list[Line]:
     """Return what is to be trained."""
+    steps = arguments.steps or STEPS[arguments.task]
+    if arguments.narrow:
+        rows = json.loads(arguments.narrow.read_text())["rows"]
+        found = {(row["method"], row["min_numel"]): row["rate"] for row in rows}
+        wanted = [entry_of("fp32", arguments.task), *narrow(arguments.task)]
+        rates = [found[entry.spec, entry.min_numel] for entry in wanted]
+        return [Line.of(e, arguments.task, steps, arguments.work, [rate]) for e, rate in zip(wanted, rates) if rate]
     if arguments.task in BEST:
         found = json.loads(arguments.best_of.read_text())["rows"]
         wanted = [entry_of(spec, arguments.task) for spec in best(found, BEST[arguments.task])]
         wanted += narrow(arguments.task)
     else:
         wanted = entries(arguments.task)
-    steps = arguments.steps or STEPS[arguments.task]
     return [Line.of(entry, arguments.task, steps, arguments.work) for entry in wanted]
 
 
@@ -278,7 +285,7 @@ def row_of(line: Line, seeds: int, mark: float | None) -> Row | None:
     steps, sent = [found["step"] for found in reached], [_busier(found) for found in reached]
     row |= {
         "rate": chosen.rate,
-        "at_the_grids_end": chosen.rate in (tried[0]["learning_rate"], tried[-1]["learning_rate"]),
+        "at_the_grids_end": len(tried) > 1 and chosen.rate in (tried[0]["learning_rate"], tried[-1]["learning_rate"]),
         "seeds": len(whole),
         "failed": sum(bool(ended and ended["failed"]) for ended in (run.ended() for run in runs)),
         "accuracy": {**moments(accuracy), "values": accuracy},
@@ -353,6 +360,7 @@ def main() -> int:
         default=Path(__file__).parent / "results" / "methods_digits.json",
         help="the table whose best methods the tasks other than digits train",
     )
+    parser.add_argument("--narrow", type=Path, metavar="TABLE", help="a table of the same task, which has the rates")
     parser.add_argument("--collect", action="store_true", help="run nothing")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import json
 import sys
@@ -274,3 +275,18 @@ def test_runs_are_trained_once_and_failures_are_kept(
     wild.go(None)
     assert "lower learning rate" in wild.ended()["failed"]
     assert len(capsys.readouterr().out.splitlines()) == 2
+
+
+def test_narrow_settings_alone_take_the_rates_of_a_table(
+    table: ModuleType, entries: ModuleType, tmp_path: Path
+) -> None:
+    mine = [entries.entry_of("fp32", "cifar10"), *entries.narrow("cifar10")]
+    rows = [{"method": e.spec, "min_numel": e.min_numel, "rate": 0.25 if i else 0.5} for i, e in enumerate(mine)]
+    # One that failed at every rate is left out.
+    rows[-1]["rate"] = None
+    (tmp_path / "table.json").write_text(json.dumps({"rows": rows}))
+    arguments = argparse.Namespace(task="cifar10", steps=7, narrow=tmp_path / "table.json", work=tmp_path)
+    found = table.lines(arguments)
+    assert [line.entry for line in found] == mine[:-1]
+    assert [[run.rate for run in line.tuning] for line in found] == [[0.5], *[[0.25]] * (len(mine) - 2)]
+    assert {run.steps for line in found for run in line.tuning} == {7}
