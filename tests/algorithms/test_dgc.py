@@ -15,6 +15,7 @@ from gradwire.kernels import get_kernels
 from gradwire.protocols import Context
 from gradwire.protocols.bucket_plan import PlanSetting, SectionPlan
 from gradwire.segments import Parameter, lay_out
+from resumed import assert_resumes
 
 
 def gaussian(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -211,12 +212,7 @@ def test_the_density_follows_the_round_alone() -> None:
 def test_a_warm_up_is_resumed_in_its_stage(cut: int) -> None:
     method = gw.DGC(density=0.02, nesterov=True, clip_norm=5.0, warmup_densities=(0.3, 0.1), warmup_rounds=2)
     rounds = [gaussian(3, 800, seed=s) for s in range(7)]
-    whole, first, second = linked(method, 800, 3), linked(method, 800, 3), linked(method, 800, 3)
-    wanted = [whole.reduce_(g.clone()) for g in rounds]
-    for g in rounds[:cut]:
-        first.reduce_(g.clone())
-    second.load_state_dict(first.state_dict())
-    assert all(torch.equal(second.reduce_(g.clone()), mean) for g, mean in zip(rounds[cut:], wanted[cut:]))
+    assert_resumes(lambda: linked(method, 800, 3), rounds, cut)
 
 
 def test_a_round_with_an_infinity_changes_nothing() -> None:

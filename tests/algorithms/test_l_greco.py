@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -14,10 +15,17 @@ from gradwire.drivers import Meter, dry_run, simulate_ranks
 from gradwire.kernels import get_kernels
 from gradwire.protocols import Context, Memory
 from gradwire.protocols.bucket_plan import make_plan
-from gradwire.segments import Parameter, lay_out
+from gradwire.segments import Parameter, Segment, lay_out
 
 SIZES = {"wide": 3000, "few": 500, "small": 1600}
 SPARSE = (0.01, 0.04, 0.2, 0.5)
+
+
+def planned(method: gw.Method, segments: Sequence[Segment], workers: int, backend: str = "reference") -> Any:
+    return make_plan(
+        method, segments, kernels=get_kernels(backend), world_size=workers, collective="all_gather", seed=0,
+        chunk_numel=1 << 20,
+    )  # fmt: skip
 
 
 def gradients(workers: int, seed: int = 0, spread: float = 1.0) -> torch.Tensor:
@@ -126,18 +134,7 @@ def test_ranks_choose_alike_whatever_each_of_them_sees() -> None:
     """4: plans that share nothing but what they tell each other."""
     segments = lay_out(Parameter(name, (n,), (1,)) for name, n in SIZES.items())
     method = gw.LGreCo(every=1, values=(1, 3, 15, 31))
-    plans = [
-        make_plan(
-            method,
-            segments,
-            kernels=get_kernels("reference"),
-            world_size=3,
-            collective="all_gather",
-            seed=0,
-            chunk_numel=1 << 20,
-        )
-        for _ in range(3)
-    ]
+    plans = [planned(method, segments, 3) for _ in range(3)]
     memories, g = [Memory() for _ in range(3)], gradients(3)
     # Each has a layer of its own that is large, so that each alone would choose otherwise.
     for row, layer in zip(g, range(3)):
@@ -235,15 +232,7 @@ def test_candidates_are_tried_with_draws_of_their_own() -> None:
     """9: else a choice would prefer the candidate that happens to be lucky, and an unbiased operator be biased."""
     method = gw.LGreCo(every=1, values=(1, 3, 15))
     segments = lay_out(Parameter(name, (n,), (1,)) for name, n in SIZES.items())
-    plan: Any = make_plan(
-        method,
-        segments,
-        kernels=get_kernels("reference"),
-        world_size=1,
-        collective="all_gather",
-        seed=0,
-        chunk_numel=1 << 20,
-    )
+    plan = planned(method, segments, 1)
     g = gradients(1)
     tried = plan._errors(Context(0, 1, 0, memory=Memory()), g[0].clone())
     names, alike = sorted(SIZES), 0
@@ -260,15 +249,7 @@ def test_candidates_are_tried_with_draws_of_their_own() -> None:
 
 def test_gradients_of_a_scaled_loss_are_added_up_unscaled() -> None:
     segments = lay_out([Parameter("w", (400,), (1,))])
-    plan = make_plan(
-        sparse(every=9),
-        segments,
-        kernels=get_kernels("reference"),
-        world_size=1,
-        collective="all_gather",
-        seed=0,
-        chunk_numel=1 << 20,
-    )
+    plan = planned(sparse(every=9), segments, 1)
     memory, g = Memory(), torch.randn(400, generator=torch.Generator().manual_seed(0))
     simulate_ranks([plan.whole(Context(0, 1, 0, memory=memory, loss_scale=8.0), 8 * g)], [Meter()])
     memory.commit()
@@ -290,15 +271,7 @@ def test_the_dry_run_counts_the_uniform_value_and_what_is_told_where_it_is() -> 
 
 def linked_bytes(method: gw.Method, round: int) -> int:
     segments = lay_out(Parameter(name, (n,), (1,)) for name, n in SIZES.items())
-    plan = make_plan(
-        method,
-        segments,
-        kernels=get_kernels("meta"),
-        world_size=3,
-        collective="all_gather",
-        seed=0,
-        chunk_numel=1 << 20,
-    )
+    plan = planned(method, segments, 3, "meta")
     return dry_run(plan, sum(SIZES.values()), 3, round).sent_bytes
 
 

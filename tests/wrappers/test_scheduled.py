@@ -11,6 +11,7 @@ import torch
 import gradwire as gw
 from gradwire.drivers import LocalProfiler
 from gradwire.planning import Options, Planner
+from resumed import assert_resumes
 
 
 def gaussian(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -162,12 +163,7 @@ def test_residuals_go_on_from_stage_to_stage() -> None:
 def test_a_training_is_resumed_in_its_stage(spec: str, cut: int) -> None:
     method = around(gw.method(spec), start=0.3, rounds=4, stages=2)
     rounds = [gaussian(3, 800, seed=s) for s in range(6)]
-    whole, first, second = linked(method, 800, 3), linked(method, 800, 3), linked(method, 800, 3)
-    wanted = [whole.reduce_(g.clone()) for g in rounds]
-    for g in rounds[:cut]:
-        first.reduce_(g.clone())
-    second.load_state_dict(first.state_dict())
-    assert all(torch.equal(second.reduce_(g.clone()), mean) for g, mean in zip(rounds[cut:], wanted[cut:]))
+    assert_resumes(lambda: linked(method, 800, 3), rounds, cut)
 
 
 def test_fitted_levels_are_fitted_anew_for_another_number_of_bits() -> None:
