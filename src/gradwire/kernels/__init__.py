@@ -4,6 +4,7 @@ from gradwire.kernels.api import FAMILIES, Kernels
 from gradwire.kernels.backends import BACKENDS, get_kernels
 from gradwire.kernels.entropy.base import CODERS, Coder
 from gradwire.kernels.entropy.select import time_coders
+from gradwire.kernels.fourier.blocks import FourierTable, block_sizes
 from gradwire.kernels.indices.formats import (
     FORMATS,
     GapStatistics,
@@ -52,6 +53,7 @@ __all__ = [
     "BlockTable",
     "Coder",
     "DigitLayout",
+    "FourierTable",
     "GapStatistics",
     "Grid",
     "IndexFormat",
@@ -62,6 +64,7 @@ __all__ = [
     "RunTable",
     "SegmentTable",
     "SignSums",
+    "block_sizes",
     "byte_layout",
     "chosen",
     "digit_layout",

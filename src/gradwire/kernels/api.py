@@ -28,6 +28,7 @@ FAMILIES = (
     "indices",
     "sketch",
     "low_rank",
+    "fourier",
 )
 """Families of kernels; a method names those that it calls, and each is compiled when it is first needed."""
 

@@ -1,5 +1,6 @@
 """What can be asked of the kernels: the operations of all families, whoever computes them."""
 
+from gradwire.kernels.fourier.operations import FourierOperations
 from gradwire.kernels.indices.operations import IndexOperations
 from gradwire.kernels.lattice.operations import LatticeOperations
 from gradwire.kernels.levels.operations import LevelOperations
@@ -27,6 +28,7 @@ class Operations(
     IndexOperations,
     SketchOperations,
     LowRankOperations,
+    FourierOperations,
 ):
     """Arithmetic on blocks and bits. Every backend gives the same bits; ``reference`` defines them.
 

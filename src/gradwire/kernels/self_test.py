@@ -7,6 +7,7 @@ from functools import cache
 
 import torch
 
+from gradwire.kernels.fourier.blocks import FourierTable
 from gradwire.kernels.indices.formats import index_bytes
 from gradwire.kernels.lattice.operations import dither_shifts
 from gradwire.kernels.levels.blocks import BlockTable
@@ -195,6 +196,17 @@ def _low_rank(kernels: Operations, size: int = 1) -> list[torch.Tensor]:
     return [*results, product]
 
 
+def _fourier(kernels: Operations, size: int = 1) -> list[torch.Tensor]:
+    x, table = _case(size)
+    blocks = FourierTable(table.offset, table.numel, 256 if size == 1 else 4096)
+    z, back = torch.empty(blocks.coordinates), x.clone()
+    kernels.fourier(x, blocks, z)
+    kernels.inverse_fourier(z, blocks, back)
+    added = back.clone()
+    kernels.inverse_fourier(z, blocks, added, accumulate=True)
+    return [z, back, added]
+
+
 SELF_TESTS: dict[str, Callable[..., list[torch.Tensor]]] = {
     "moments": _moments,
     "ternary": _ternary,
@@ -207,6 +219,7 @@ SELF_TESTS: dict[str, Callable[..., list[torch.Tensor]]] = {
     "indices": _indices,
     "sketch": _sketch,
     "low_rank": _low_rank,
+    "fourier": _fourier,
 }
 """By family; each runs all operations of its family, on ``NUMEL * size`` elements where a second argument says so."""
 

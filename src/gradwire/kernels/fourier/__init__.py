@@ -1,0 +1,1 @@
+"""Discrete Fourier transforms of blocks of real elements, and back."""
