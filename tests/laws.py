@@ -9,6 +9,7 @@ import torch
 
 import gradwire as gw
 from gradwire.algorithms.level_fitting import powers
+from gradwire.kernels import block_sizes
 
 __all__ = [
     "Law",
@@ -17,6 +18,7 @@ __all__ = [
     "bounded",
     "exactly",
     "fitted",
+    "frequencies",
     "lattice",
     "levels",
     "multi_scale",
@@ -75,17 +77,48 @@ def levels(magnitudes: Iterable[float], block_size: int | None, norm: str, share
     return variance
 
 
+def kept(sizes: torch.Tensor, budget: float) -> torch.Tensor:
+    """Return p = min(1, size / c) for rows of sizes, the c of each row by bisection."""
+    low, high = torch.full((len(sizes), 1), 1e-9).double(), sizes.sum(1, keepdim=True)
+    for _ in range(100):
+        c = (low + high) / 2
+        many = (sizes / c).clamp(max=1).sum(1, keepdim=True) > budget
+        low, high = torch.where(many, c, low), torch.where(many, high, c)
+    return (sizes / high).clamp(max=1)
+
+
 def atoms(density: float) -> Law:
-    """The variance x^2 (1 / p - 1) with p = min(1, |x| / c), the c of each worker by bisection."""
+    """The variance x^2 (1 / p - 1) of elements kept with the best p for a budget."""
 
     def variance(g: torch.Tensor) -> torch.Tensor:
         x = g.abs().double()
-        low, high = torch.full((len(g), 1), 1e-9).double(), x.sum(1, keepdim=True)
-        for _ in range(100):
-            c = (low + high) / 2
-            many = (x / c).clamp(max=1).sum(1, keepdim=True) > density * g.shape[1]
-            low, high = torch.where(many, c, low), torch.where(many, high, c)
-        return x.square() * (1 / (x / high).clamp(max=1) - 1)
+        return x.square() * (1 / kept(x, density * g.shape[1]) - 1)
+
+    return variance
+
+
+def frequencies(density: float, block_size: int) -> Law:
+    """The variance of pairs of frequencies of blocks kept with the best p: of an element, that of its share of each.
+
+    A pair with the coefficient c contributes 2 Re(c w^j) to element j, w = e^(2 pi i k / b), and the square of that is
+    2 |c|^2 + 2 Re(c^2 w^(2j)).
+    """
+
+    def variance(g: torch.Tensor) -> torch.Tensor:
+        sizes = block_sizes(g.shape[1], block_size)
+        blocks = [torch.fft.rfft(x, norm="forward") for x in g.double().split(sizes, 1)]
+        # How many frequencies of the full spectrum an atom stands for.
+        twice = [torch.tensor([1.0 if k in (0, b / 2) else 2.0 for k in range(b // 2 + 1)]) for b in sizes]
+        coefficients = [(b * t).sqrt() * c.abs() for b, t, c in zip(sizes, twice, blocks)]
+        together = torch.cat(coefficients, 1)
+        p = kept(together, max(1.0, density * together.shape[1]))
+        found = []
+        for b, t, c, q in zip(sizes, twice, blocks, (1 / p - 1).split([len(t) for t in twice], 1)):
+            spectrum = torch.zeros(len(g), b, dtype=c.dtype)
+            spectrum.index_add_(1, 2 * torch.arange(b // 2 + 1) % b, t * q * c.square())
+            constant = ((t - 1) * 2 * q * c.abs().square()).sum(1, keepdim=True)
+            found.append(torch.fft.ifft(spectrum, norm="forward").real + constant)
+        return torch.cat(found, 1)
 
     return variance
 

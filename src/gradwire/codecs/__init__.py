@@ -1,6 +1,7 @@
 """Payload machinery that operators share: a section of a payload, its layout in bytes, and its arithmetic."""
 
 from gradwire.codecs.adaptive_atoms import AdaptiveAtomCodec
+from gradwire.codecs.atom_codec import AtomCodec
 from gradwire.codecs.atom_elements import AtomElementCodec
 from gradwire.codecs.atoms import kept_magnitude, probabilities
 from gradwire.codecs.base import (
@@ -46,6 +47,7 @@ __all__ = [
     "SMALL_BLOCK",
     "AboveRule",
     "AdaptiveAtomCodec",
+    "AtomCodec",
     "AtomElementCodec",
     "BestRatioRule",
     "BoundedSupportCodec",

@@ -30,8 +30,8 @@ class AdaptiveAtomCodec(AtomElementCodec):
         super().__init__(kernels, segments, world_size, seed, density=1.0, norm=None)
         self.cost = cost
 
-    def magnitudes(self, flat: torch.Tensor, draw: Draw) -> tuple[torch.Tensor, torch.Tensor]:
-        moments, sums = self.kernels.moments(flat, self.drawn), self.kernels.sign_sums(flat, self.drawn)
+    def magnitudes(self, sizes: torch.Tensor, draw: Draw) -> tuple[torch.Tensor, torch.Tensor]:
+        moments, sums = self.kernels.moments(sizes, self.drawn), self.kernels.sign_sums(sizes, self.drawn)
         scale, factor = torch.zeros(len(self.drawn)), torch.ones(len(self.drawn))
         cost = self.cost.on(draw.link)
         for i, (at, n) in enumerate(zip(self.drawn.offset.tolist(), self.drawn.numel.tolist())):
@@ -39,7 +39,7 @@ class AdaptiveAtomCodec(AtomElementCodec):
                 scale[i] = torch.inf
                 continue
             norms = float(sums.above[i] + sums.below[i]), float(moments.norm[i])
-            largest = partial(largest_magnitudes, self.kernels, flat, at, n)
+            largest = partial(largest_magnitudes, self.kernels, sizes, at, n)
             bits = element_bits("stochastic", n)
             count, factor[i] = best_count("stochastic", bits, 0.0, cost, *norms, n, largest)
             draw.gauge("elements", count, 1)

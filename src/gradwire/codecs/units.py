@@ -74,7 +74,7 @@ class UnitTable:
         """Return the places in the flat vector of all elements of units, given ascending, int64."""
         if self._joined:
             return chosen + int(self.offset[0]) if len(self.offset) else chosen.long()
-        segment = torch.from_numpy(np.searchsorted(self.first[1:], chosen.numpy(), side="right"))
+        segment = self._segments(chosen)
         length, first = torch.from_numpy(self.length)[segment], torch.from_numpy(self.first)[segment]
         begin = torch.from_numpy(self.offset)[segment] + (chosen - first) * length
         if self.single:
@@ -87,3 +87,13 @@ class UnitTable:
         """Return how many elements of each segment the units hold, which are given ascending."""
         cuts = np.searchsorted(chosen.numpy(), self.first)
         return tuple((np.diff(cuts) * self.length).tolist())
+
+    def lengths(self, chosen: torch.Tensor) -> torch.Tensor:
+        """Return how many elements each unit has, int64."""
+        if self.single:
+            return torch.ones(len(chosen), dtype=torch.int64)
+        return torch.from_numpy(self.length)[self._segments(chosen)]
+
+    def _segments(self, chosen: torch.Tensor) -> torch.Tensor:
+        """Return the segment of each unit."""
+        return torch.from_numpy(np.searchsorted(self.first[1:], chosen.numpy(), side="right"))
