@@ -25,6 +25,7 @@ from gradwire.compressors.atomo import ATOMO
 from gradwire.compressors.cast import BF16, FP16, FP32
 from gradwire.compressors.cat import CAT
 from gradwire.compressors.eden import DRIVE, EDEN
+from gradwire.compressors.fourier_atomo import FourierATOMO
 from gradwire.compressors.lattice import Lattice
 from gradwire.compressors.natural import Natural
 from gradwire.compressors.natural_dithering import NaturalDithering
@@ -66,6 +67,7 @@ __all__ = [
     "Coded",
     "EFSignSGD",
     "ErrorFeedback",
+    "FourierATOMO",
     "GRandK",
     "GTopK",
     "LGreCo",
@@ -135,6 +137,7 @@ METHODS: tuple[type[Method], ...] = (
     GTopK,
     ATOMO,
     SpectralATOMO,
+    FourierATOMO,
     CAT,
     DGC,
     SIDCo,

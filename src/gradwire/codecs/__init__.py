@@ -20,6 +20,7 @@ from gradwire.codecs.cast import CastCodec
 from gradwire.codecs.dense import DenseCodec, NoSummary
 from gradwire.codecs.descent_per_byte import BestRatioRule, MessageCost, descent
 from gradwire.codecs.fitted_threshold import SMALL_BLOCK, FittedRule
+from gradwire.codecs.fourier_atoms import FourierAtomCodec
 from gradwire.codecs.lattice import LatticeCodec, LatticeSummary
 from gradwire.codecs.levels import LevelCodec, LevelSummary, as_levels
 from gradwire.codecs.majority_vote import MajorityVoteCodec, zero_throughout
@@ -59,6 +60,7 @@ __all__ = [
     "DenseCodec",
     "Draw",
     "FittedRule",
+    "FourierAtomCodec",
     "KeptValues",
     "LargestRule",
     "LatticeCodec",
