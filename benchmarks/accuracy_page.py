@@ -5,6 +5,7 @@ python benchmarks/accuracy_page.py    # draws the figures; the page is written b
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -325,7 +326,9 @@ def draw_lines(task: str, title: str, rows: Sequence[Row]) -> None:
 
     ordered = in_order(rows)
     places = range(len(ordered))
-    figure = Figure(figsize=(10, 1.2 + 0.19 * len(ordered)), layout="constrained")
+    names = [textwrap.fill(row["label"], 56) for row in ordered]
+    each = 0.19 + 0.11 * max(name.count("\n") for name in names)
+    figure = Figure(figsize=(10, 1.4 + each * len(ordered)), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
     for place, row in zip(places, ordered):
         colour, sent = COLOURS[row["remembers"]], row["sent_bytes"]["mean"] / 1e6
@@ -345,11 +348,11 @@ def draw_lines(task: str, title: str, rows: Sequence[Row]) -> None:
             )
     right.axvline(100 * ordered[0]["mark"]["accuracy"], color="grey", linestyle="--", lw=0.8)
     right.set_xlim(low, None)
-    left.set_yticks(places, [row["label"] for row in ordered], fontsize=8)
+    left.set_yticks(places, names, fontsize=8)
     left.set_ylim(len(ordered) - 0.5, -0.5)
     in_megabytes(left)
-    left.set_xlabel("MB sent by a worker: filled to the mark, hollow in all", fontsize=9)
-    right.set_xlabel("final accuracy, % (dashed: the mark)", fontsize=9)
+    left.set_xlabel("MB sent by a worker:\nfilled to the mark, hollow in all", fontsize=9)
+    right.set_xlabel("final accuracy, %\n(dashed: the mark)", fontsize=9)
     for axes in (left, right):
         axes.grid(alpha=0.3)
     figure.suptitle(f"{title}. Blue: {MEANING[True]}; orange: {MEANING[False]}", fontsize=10)
