@@ -85,6 +85,11 @@ class Auto(Method):
         return any(method(spec).needs_link_cost for spec in self.candidates)
 
     @property
+    def needs_learning_rates(self) -> bool:  # type: ignore[override]
+        """Whether a candidate does."""
+        return any(method(spec).needs_learning_rates for spec in self.candidates)
+
+    @property
     def remembers(self) -> tuple[str, ...]:  # type: ignore[override]
         """All candidates'."""
         return tuple(dict.fromkeys(kind for spec in self.candidates for kind in method(spec).remembers))

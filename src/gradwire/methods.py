@@ -129,6 +129,10 @@ class Method:
     needs_optimizer: ClassVar[bool] = False
     """Whether it also acts on the steps of an optimizer."""
 
+    needs_learning_rates: ClassVar[bool] = False
+    """Whether it is told in every round the learning rates of the step that follows, as far as a link knows the
+    optimizer: :attr:`gradwire.protocols.Context.learning_rates`."""
+
     needs_link_cost: ClassVar[bool] = False
     """Whether its codecs must be told what a message costs on the link: :class:`gradwire.LinkCost`."""
 

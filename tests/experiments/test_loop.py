@@ -37,6 +37,7 @@ class Scripted:
     def __init__(self) -> None:
         self.model: nn.Module = nn.Linear(1, 1, bias=False)
         nn.init.zeros_(self.model.weight)  # type: ignore[arg-type]
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5)
         self.steps: list[int] = []
 
     def backward(self, step: int) -> float:

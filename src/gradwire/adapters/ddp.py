@@ -41,7 +41,8 @@ def attach(
     Args:
         module: Wrapped, and without a communication hook.
         method: A method object or a spec such as ``"terngrad"`` or ``"TernGrad(clip=2.5)"``.
-        optimizer: For methods that act on its steps: DIANA with a proximal operator. With a method that brings its own
+        optimizer: For methods that act on its steps, such as DIANA with a proximal operator, and for those that are
+            told its learning rates, which are read when a round begins. With a method that brings its own
             momentum (Signum, DIANA or error feedback with one) an optimizer that has another is refused. Beside a
             method whose residual may grow large (EF-signSGD and 1-bit SGD without small blocks) it is warned of.
         grad_scaler: The scaler of automatic mixed precision, for methods that keep a residual or a momentum, or give a

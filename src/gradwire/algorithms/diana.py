@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from gradwire.algorithms.optimizers import not_stepped
 from gradwire.algorithms.shifts import SHIFTS, ShiftAlgorithm, memory_pair, shift_dtype
 from gradwire.compressors import Cast, Compressor, QSGDinf
 from gradwire.errors import HyperparameterError, IncompatibleError
@@ -208,8 +209,7 @@ class DIANA(ShiftAlgorithm, Wrapper):
             )
         if any(group.get("maximize") for group in optimizer.param_groups):
             raise IncompatibleError("DIANA(prox=...) minimises, and the optimizer that was given has maximize=True")
-        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        missed = [name for name, p in parameters.items() if id(p) not in stepped]
+        missed = not_stepped(optimizer, parameters)
         if missed:
             raise IncompatibleError(
                 f"DIANA(prox=...) steps after the optimizer, and the one that was given does not step parameter "

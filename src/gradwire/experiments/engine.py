@@ -13,7 +13,7 @@ import gradwire as gw
 from gradwire.experiments.config import RunConfig
 from gradwire.seeds import parameter_key
 
-__all__ = ["Engine", "build_model", "decayed", "now_s", "score_share"]
+__all__ = ["Engine", "build_model", "decayed", "link_options", "now_s", "score_share"]
 
 
 class Engine(Protocol):
@@ -22,6 +22,7 @@ class Engine(Protocol):
     rank: int
     world_size: int
     model: nn.Module
+    optimizer: torch.optim.Optimizer
 
     def backward(self, step: int) -> float:
         """Leave the workers' mean gradient of ``step`` in ``.grad``; return this process's mean loss."""
@@ -62,6 +63,12 @@ def build_model(plan: RunConfig) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(low | high << 32)
         return plan.task.build_model()
+
+
+def link_options(plan: RunConfig, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the options of the link: the plan's, and the optimizer for a method that is told the learning rates."""
+    known = {"optimizer": optimizer} if gw.method(plan.method).needs_learning_rates else {}
+    return {**plan.link_options(), **known}
 
 
 def decayed(model: nn.Module) -> list[nn.Parameter]:

@@ -13,7 +13,7 @@ import torch
 import gradwire as gw
 from gradwire.errors import BackendError
 from gradwire.experiments.config import RunConfig
-from gradwire.experiments.engine import build_model
+from gradwire.experiments.engine import build_model, link_options
 from gradwire.experiments.errors import RunError, UsageError
 from gradwire.experiments.folder import RunFolder, checkpoint_steps, write_durably
 from gradwire.experiments.launch import run_workers
@@ -42,16 +42,18 @@ def check_link(plan: RunConfig) -> None:
         raise UsageError(f"{method!r} brings its own momentum: use --optimizer sgd --momentum 0 with it")
     tried = method.candidates if isinstance(method, gw.Auto) and not plan.simulate else (method,)
     # A simulation has no fallback, which the plan has refused.
-    options = plan.link_options() | {"fallback": None, "fallback_limit": None}
+    model = build_model(plan)
+    beside = link_options(plan, plan.task.build_optimizer(model))
+    options = beside | {"fallback": None, "fallback_limit": None}
     if plan.simulate and method.needs_link_cost:
         raise UsageError(
             f"{method!r} takes what a message costs from the link, and simulated workers have none: give CAT's "
             "fixed_bytes a number, or use real workers"
         )
     for one in tried:
-        gw.SimulatedLink(build_model(plan).named_parameters(), one, plan.workers, **options)
+        gw.SimulatedLink(model.named_parameters(), one, plan.workers, **options)
     if not plan.simulate:
-        gw.check_options(method, **plan.link_options())
+        gw.check_options(method, **beside)
 
 
 def check_machine(plan: RunConfig) -> None:

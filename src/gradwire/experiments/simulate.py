@@ -14,7 +14,7 @@ from torch import Tensor
 
 import gradwire as gw
 from gradwire.experiments.config import RunConfig
-from gradwire.experiments.engine import build_model, decayed, score_share
+from gradwire.experiments.engine import build_model, decayed, link_options, score_share
 from gradwire.experiments.order import share
 
 __all__ = ["SimulatedEngine"]
@@ -32,7 +32,9 @@ class SimulatedEngine:
         self.model = build_model(plan)
         self.source = plan.task.load()
         self.order = plan.task.order(plan.seed, self.source.samples, plan.workers)
-        self.link = gw.SimulatedLink(self.model.named_parameters(), plan.method, plan.workers, **plan.link_options())
+        self.optimizer = plan.task.build_optimizer(self.model)
+        options = link_options(plan, self.optimizer)
+        self.link = gw.SimulatedLink(self.model.named_parameters(), plan.method, plan.workers, **options)
         self.parameters = list(self.model.parameters())
         self.buffers = list(self.model.buffers())
         self.matrix = torch.empty(plan.workers, self.link.numel)

@@ -76,7 +76,7 @@ class Trainer:
     ) -> None:
         self.plan, self.engine, self.folder, self.on_row, self.on_step = plan, engine, folder, on_row, on_step
         self._told: tuple[float, str] = (-math.inf, "")
-        self.optimizer = plan.task.build_optimizer(engine.model)
+        self.optimizer = engine.optimizer
         self.named = list(engine.model.named_parameters())
         self.average = Average(plan.task.ema, [p for _, p in self.named]) if plan.task.ema else None
         self.step = 0

@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire as gw
 from gradwire.errors import GradwireError
 from gradwire.experiments.config import RunConfig
-from gradwire.experiments.engine import build_model, decayed, score_share
+from gradwire.experiments.engine import build_model, decayed, link_options, score_share
 from gradwire.experiments.folder import RunFolder
 from gradwire.experiments.order import share
 from gradwire.experiments.train import OnStep, Row, Trainer
@@ -76,7 +76,8 @@ class DistributedEngine:
             for parameter in decayed(self.model):
                 parameter.register_hook(self._decay(parameter))
         self.ddp = DistributedDataParallel(self.model)
-        self.link = gw.attach(self.ddp, plan.method, **plan.link_options())
+        self.optimizer = plan.task.build_optimizer(self.model)
+        self.link = gw.attach(self.ddp, plan.method, **link_options(plan, self.optimizer))
 
     def _decay(self, parameter: Tensor) -> Callable[[Tensor], Tensor]:
         """Add the decay term to the gradient before DDP sees it, as part of the differentiated loss."""

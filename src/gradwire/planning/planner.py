@@ -191,6 +191,7 @@ class Planner:
             seed=link_seed(self.options.seed, self._number.value),
             chunk_numel=self.options.chunk_numel,
             warm_up=warm_up,
+            parts=[s for s in segments if not s.dense] if self.method.joined else (),
         )
 
 

@@ -109,6 +109,7 @@ def make_plan(
     chunk_numel: int,
     warm_up: bool = False,
     coder: Coder | None = None,
+    parts: Sequence[Segment] = (),
 ) -> BucketPlan:
     """Plan the exchange of one bucket.
 
@@ -118,6 +119,7 @@ def make_plan(
         warm_up: Send everything in float32, by a protocol whose bits do not depend on the layout.
         coder: An entropy coder for the digits of compressed sections, whatever the method says of coders; the outcome
             does not depend on it.
+        parts: Where one of ``segments`` is all compressed parameters joined, those that it is made of.
 
     Raises:
         IncompatibleError: the method cannot travel by that collective.
@@ -125,7 +127,7 @@ def make_plan(
     if isinstance(method, Cast):
         _check_collective(method, collective)
         return CastPlan(None if warm_up or isinstance(method, FP32) else method.dtype, segments)
-    setting = PlanSetting(segments, kernels, world_size, collective, seed, chunk_numel, coder)
+    setting = PlanSetting(segments, kernels, world_size, collective, seed, chunk_numel, coder, parts)
     if isinstance(method, Algorithm):
         return method.warm_up_plan(setting) if warm_up else method.plan(setting)
     if isinstance(method, Compressor):
@@ -152,6 +154,12 @@ class PlanSetting:
     seed: int
     chunk_numel: int
     coder: Coder | None = None
+    parts: Sequence[Segment] = ()
+
+    @property
+    def compressed(self) -> Sequence[Segment]:
+        """The parameters that are compressed, each by itself also where they are joined."""
+        return self.parts or divide(self.segments)[0]
 
     def whole(self) -> PlanSetting:
         """Return the setting in which everything travels in float32."""
@@ -169,6 +177,7 @@ class PlanSetting:
             chunk_numel=self.chunk_numel,
             warm_up=warm_up,
             coder=self.coder,
+            parts=self.parts,
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -62,6 +62,8 @@ class Context:
         gauge: ``gauge(name, total, count)`` adds to a number that is reported of the round; see
             :class:`gradwire.protocols.Gauges`.
         parts: What the round's buckets leave for its end; notes of its own, empty, where nobody keeps any.
+        learning_rates: Of the optimizer's step that follows the round, by the name of the parameter; None where the
+            method need not know them, or no optimizer is known.
         link: What a message costs, the same on all ranks; None where nobody knows.
         exchange: Number of the job's next exchange of payloads, which tells those of one chunk apart: a protocol uses
             it, and the next one for a second phase.
@@ -79,6 +81,7 @@ class Context:
     warn: Callable[[str, str], None] = _nobody
     gauge: Callable[[str, float, float], None] = unread
     parts: RoundParts = field(default_factory=RoundParts)
+    learning_rates: Mapping[str, float] | None = None
     link: LinkCost | None = None
     exchange: int = 0
 

@@ -22,6 +22,7 @@ from gradwire.runtime.failures import place
 from gradwire.runtime.grad_scaler import check_scaler, check_unscaled
 from gradwire.runtime.handshake import agreement, default_group
 from gradwire.runtime.heartbeat import Heartbeat
+from gradwire.runtime.learning_rates import LearningRates
 from gradwire.runtime.link_runtime import LinkRuntime
 from gradwire.runtime.open_links import lowest_free, numbers_in_use, register, share_a_number
 from gradwire.runtime.parameters import check_parameters, gradient, named_parameters, own_buckets
@@ -70,8 +71,8 @@ class Link:
             which refuse to run without it; False: these gradients are not scaled when they are exchanged, whatever
             scalers there are. Other methods do not need it: a non-finite gradient on any rank becomes non-finite on
             all, so that every rank's scaler skips.
-        optimizer: For methods that need the learning rate or own the momentum; beside a residual that may grow large,
-            its momentum is warned of.
+        optimizer: For methods that need the learning rate, which is read when a round begins, or own the momentum;
+            beside a residual that may grow large, its momentum is warned of.
         options: See :class:`Options`.
 
     Attributes:
@@ -117,6 +118,7 @@ class Link:
                 self.method, self.options, self._parameters, self.world_size, diagnostics, self._coders, self.number
             )
             check_optimizer(self.method, optimizer, self._parameters)
+            self._rates = LearningRates(self.method, optimizer, self._parameters)
             timeout = self.group._get_backend(torch.device("cpu")).options._timeout
             mine.fields, mine.told = self._fields(count), self._coders.measure()
             mine.open_links = numbers_in_use()
@@ -177,6 +179,7 @@ class Link:
                     shared = share_a_number(self)
                     if shared is not None:
                         runtime.warnings.once(shared, shared)
+                runtime.learning_rates = self._rates.read()
                 skipped = 0 <= runtime.last_skipped == runtime.round - 1
                 changed = self._selection.begin(runtime.round, self._channel, skipped)
                 if changed is not None:
@@ -375,6 +378,7 @@ class Link:
             "gradwire version": __version__,
             "method": repr(self.method),
             "lanes": lanes,
+            "learning rates": self._rates.read(),
             **settings,
             "parameters": shapes,
         }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -47,6 +47,7 @@ class LinkRuntime:
         settled: Set while no end of a round is on its way; to be waited for before the next round begins, and before
             what a round leaves is looked at.
         link_cost: What a message costs; None where the method need not know.
+        learning_rates: Of the step that follows the current round, by name; None where the method need not know.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class LinkRuntime:
         self.round = self.rounds_here = self.skipped_rounds = 0
         self.memory, self.gauges, self._parts = Memory(), Gauges(), RoundParts()
         self.link_cost: LinkCost | None = None
+        self.learning_rates: Mapping[str, float] | None = None
         self.failures = Failures(heartbeat, lanes)
         self.diagnostics, self.warnings = diagnostics, WarnOnce()
         self._heartbeat, self._grad_scaler = heartbeat, grad_scaler
@@ -102,6 +104,7 @@ class LinkRuntime:
             warn=self.warnings.once,
             gauge=self.gauges.add,
             parts=self._parts,
+            learning_rates=self.learning_rates,
             link=self.link_cost,
         )
 

@@ -16,6 +16,8 @@ from gradwire.methods import Method
 from gradwire.planning.options import Options
 from gradwire.planning.planner import Planner
 from gradwire.protocols import Context, Gauges, Memory, RoundParts, Workspace
+from gradwire.runtime.checks import check_optimizer
+from gradwire.runtime.learning_rates import LearningRates
 from gradwire.runtime.selection.autotune import say_dropped
 from gradwire.runtime.selection.coder import CoderSelection
 from gradwire.runtime.selection.link_cost import CostKeeper
@@ -38,6 +40,7 @@ class SimulatedLink:
         parameters: (name, tensor) pairs; leave those out that have no gradient.
         method: A method or its spec.
         world_size: Number of workers N.
+        optimizer: That of ``parameters``, for methods that need the learning rate, which is read when a round begins.
         options: See :class:`Options`; ``check`` has no meaning here, and ``link_cost`` must be given where the method
             needs it, since there is no link to measure.
 
@@ -56,6 +59,8 @@ class SimulatedLink:
         parameters: Iterable[tuple[str, torch.Tensor]],
         method: str | Method,
         world_size: int,
+        *,
+        optimizer: Any = None,
         **options: Any,
     ) -> None:
         if not isinstance(world_size, int) or world_size < 1:
@@ -79,6 +84,9 @@ class SimulatedLink:
         if not self._parameters:
             raise IncompatibleError("there is no parameter to exchange")
         self._names = list(self._parameters)
+        check_optimizer(self.method, optimizer, self._parameters)
+        self._rates = LearningRates(self.method, optimizer, self._parameters)
+        self._read: Mapping[str, float] | None = None
         self._coders = CoderSelection()
         self.number = LinkNumber()
         planner = Planner(self.method, self._parameters, world_size, self.options, self.number)
@@ -111,6 +119,7 @@ class SimulatedLink:
                 f"gradients are float32 [{self.world_size}, {self.numel}], not {gradients.dtype} "
                 f"{list(gradients.shape)}"
             )
+        self._read = self._rates.read()
         if self.method.whole_step:
             rows = torch.stack([self._reordered(g, self._names, self._order) for g in gradients])
             self._exchange(self._order, rows)
@@ -144,7 +153,7 @@ class SimulatedLink:
         return Context(
             rank, self.world_size, self.round, 0, chunk, self._space(rank, chunk), memory=self._memories[rank],
             warn=self._notices.once, gauge=self._gauges[rank].add, link=self._cost.value,
-            parts=self._parts[rank],
+            parts=self._parts[rank], learning_rates=self._read,
         )  # fmt: skip
 
     def _reordered(self, row: torch.Tensor, names: list[str], wanted: list[str]) -> torch.Tensor:

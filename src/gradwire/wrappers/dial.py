@@ -29,6 +29,7 @@ ALIKE = (
     "owns_momentum",
     "needs_loss_scale",
     "needs_optimizer",
+    "needs_learning_rates",
     "remembers",
     "min_numel",
 )

@@ -51,6 +51,7 @@ class Wrapper(Algorithm):
     remembers: ClassVar[Inherited] = Inherited("compressor")
     min_numel: ClassVar[Inherited] = Inherited("compressor")
     needs_optimizer: ClassVar[Inherited] = Inherited("compressor")
+    needs_learning_rates: ClassVar[Inherited] = Inherited("compressor")
     needs_link_cost: ClassVar[Inherited] = Inherited("compressor")
     gauges: ClassVar[Inherited] = Inherited("compressor")
 
