@@ -223,7 +223,7 @@ def page() -> str:
         "methods that reach its mark with the fewest bytes, and end within a point of fp32 there, one setting of each. *(all)*: parameters "
         "of any size are compressed, where otherwise those below 1024 elements travel in float32.",
         "- *Momentum*: SGD with momentum 0.9 after the exchange. Methods that bring a momentum of their own, or warn of the "
-        "optimizer's, have theirs, before compression, and the optimizer none. Directions (`SignSGD`, `Signum`) are trained at "
+        "optimizer's, have theirs, before compression, and the optimizer none. Directions (such as `SignSGD`) are trained at "
         "0.006 of these rates.",
         "- *Sent* is what one worker sends in the whole training. *To the mark*: until the first evaluation whose accuracy is at "
         "least 0.95 times fp32's final accuracy, in the busier direction; the mean over seeds.",

@@ -90,7 +90,7 @@ RATES: dict[str, tuple[float, ...]] = {
 WITHOUT_MOMENTUM = 10.0
 """Makes steps as large as a momentum of 0.9 does."""
 OF_DIRECTIONS = 0.006
-"""Entries of a direction are 1, where those of a gradient are far smaller."""
+"""Entries of a direction are about 1, where those of a gradient are far smaller."""
 
 
 @dataclass(frozen=True)
@@ -167,11 +167,11 @@ def entry_of(spec: str, task: str) -> Entry:
     optimizer's; then its own ``momentum`` is 0.9 if it has such a field.
     """
     method: Any = gw.method(spec)
+    own = f"own, {momentum_of(method):g}" if method.owns_momentum else "none"
     if method.direction:
-        own = f"own, {method.momentum:g}" if method.owns_momentum else "none"
         return Entry(short(method), 0.0, OF_DIRECTIONS, own)
     if method.owns_momentum:
-        return Entry(short(method), 0.0, 1.0, f"own, {method.momentum:g}")
+        return Entry(short(method), 0.0, 1.0, own)
     model = build(task, **({"data": "unread"} if task != "digits" else {})).build_model()
     beside = torch.optim.SGD(model.parameters(), lr=0.1, momentum=MOMENTUM)
     if method.caution(beside, dict(model.named_parameters())) is None:
@@ -179,6 +179,16 @@ def entry_of(spec: str, task: str) -> Entry:
     if any(field.name == "momentum" for field in dataclasses.fields(method)):
         return Entry(short(dataclasses.replace(method, momentum=MOMENTUM)), 0.0, 1.0, f"own, {MOMENTUM:g}")
     return Entry(short(method), 0.0, WITHOUT_MOMENTUM, "none")
+
+
+def momentum_of(method: Any) -> float:
+    """Return the factor of a method's own momentum, by either of the names that fields of it have.
+
+    Example:
+        >>> momentum_of(gw.Signum())
+        0.9
+    """
+    return float(method.momentum if hasattr(method, "momentum") else method.beta1)
 
 
 def narrow(task: str) -> list[Entry]:

@@ -108,7 +108,7 @@ class Method:
     """Whether all compressed parameters are one vector, in the order of ``named_parameters``; needs the whole step."""
 
     direction: ClassVar[bool] = False
-    """Whether the outcome is a direction to step in, with entries -1 and 1, rather than the mean."""
+    """Whether the outcome is a direction to step in, not the mean, so that it needs a learning rate of its own."""
 
     owns_momentum: ClassVar[bool] = False
     """Whether the outcome holds gradients of earlier steps, so that no optimizer's momentum belongs beside it."""

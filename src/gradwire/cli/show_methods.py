@@ -19,7 +19,7 @@ NOTES = {
     "bits per element": "sent for each element and direction with 4 workers; a float32 all-reduce has 32",
 }
 
-DIRECTION = "a direction to step in, with entries -1 and 1, not the mean: it needs a learning rate of its own"
+DIRECTION = "a direction to step in, not the mean: it needs a learning rate of its own"
 
 
 def method_rows(names: Sequence[str]) -> list[dict[str, Any]]:

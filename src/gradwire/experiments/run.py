@@ -130,8 +130,8 @@ def execute(plan: RunConfig, run: RunFolder, audience: Audience, *, resume: bool
         audience.say(f"compiling kernels, once per machine: {seconds:.1f} s")
     if gw.method(plan.method).direction:
         audience.say(
-            f"{plan.method} gives a direction of -1 and 1: use SGD without momentum (--momentum 0) and a learning rate "
-            "of the order of 1e-4 where SGD has 0.1 (--lr)"
+            f"{plan.method} gives a direction to step in, with entries of about 1, not a mean: use SGD without "
+            "momentum (--momentum 0) and a learning rate of the order of 1e-4 to 1e-3 where SGD has 0.1 (--lr)"
         )
     model = build_model(plan)
     caution = gw.method(plan.method).caution(plan.task.build_optimizer(model), dict(model.named_parameters()))
