@@ -433,6 +433,17 @@ TABLE: dict[str, list[Case]] = {
             amplifies=True,
         ),
     ],
+    "sketched_amsgrad": [
+        Case(gw.SketchedAMSGrad(), ring(32 * 0.058), constants=False, direction=True, memory=True, amplifies=True),
+        Case(
+            gw.SketchedAMSGrad(beta1=0.5, eps=0.01, rows=3, columns=97, density=0.02, candidates=2),
+            ring(32 * (2 * 0.04 + 3 * 97e-6)),
+            constants=False,
+            direction=True,
+            memory=True,
+            amplifies=True,
+        ),
+    ],
     "sidco": [
         Case(gw.SIDCo(), gather(0.001 * (32 + 11.5)), error=1.01, constants=False, coded=True),
         Case(

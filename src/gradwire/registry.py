@@ -19,6 +19,7 @@ from gradwire.algorithms.onebit import OneBit
 from gradwire.algorithms.powersgd import PowerSGD
 from gradwire.algorithms.rand_k import RandK
 from gradwire.algorithms.signsgd import SignSGD, Signum
+from gradwire.algorithms.sketched_amsgrad import SketchedAMSGrad
 from gradwire.algorithms.sketched_sgd import SketchedSGD
 from gradwire.algorithms.spectral_atomo import SpectralATOMO
 from gradwire.compressors.atomo import ATOMO
@@ -88,6 +89,7 @@ __all__ = [
     "Scheduled",
     "SignSGD",
     "Signum",
+    "SketchedAMSGrad",
     "SketchedSGD",
     "SpectralATOMO",
     "TernGrad",
@@ -142,6 +144,7 @@ METHODS: tuple[type[Method], ...] = (
     DGC,
     SIDCo,
     SketchedSGD,
+    SketchedAMSGrad,
     Scheduled,
     LGreCo,
 )

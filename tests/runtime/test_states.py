@@ -132,6 +132,7 @@ REMEMBERING = [
         "DGC(density=0.1, clip_norm=1.0, warmup_rounds=1)",
         "sketched_sgd",
         "SketchedSGD(momentum=0.5)",
+        "sketched_amsgrad",
         "signum",
         "ALQ()",
         "ALQN()",
