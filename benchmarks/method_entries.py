@@ -40,6 +40,7 @@ FORMS = (
     "RandK(rescale=True)",
     "GTopK(density=0.01)",
     "GTopK(momentum=0.9)",
+    "SketchedAMSGrad(density=0.01)",
     "EDEN(bits=1)",
     "EDEN(bits=2)",
     "PowerSGD(matrix_rank=1)",
