@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -15,7 +16,7 @@ from gradwire.protocols import Context, Outcome
 from gradwire.protocols.bucket_plan import Algorithm, BucketPlan, PlanSetting
 from gradwire.segments import Segment
 
-__all__ = ["AsSent", "WrappedPlan", "Wrapper", "pieces"]
+__all__ = ["Around", "AsSent", "WrappedPlan", "Wrapper", "pieces"]
 
 PIECE = 1 << 16
 """Elements: temporaries of a piece stay in a cache, and in memory that the allocator keeps."""
@@ -34,53 +35,70 @@ class AsSent(Inherited):
         return tuple(collective for collective in found if collective != "two_shot")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Wrapper(Algorithm):
-    """A method around a compressor, which travels as the compressor does."""
+class Around(Algorithm):
+    """A method around another, its ``wrapped`` one, as which it travels.
 
-    compressor: Method
+    No dataclass, so that each method names the field that holds the other.
+    """
 
-    collectives: ClassVar[Inherited] = Inherited("compressor")
-    re_encoding: ClassVar[Inherited] = Inherited("compressor", False)
-    whole_step: ClassVar[Inherited] = Inherited("compressor")
-    joined: ClassVar[Inherited] = Inherited("compressor")
-    kernels: ClassVar[Inherited] = Inherited("compressor")
-    direction: ClassVar[Inherited] = Inherited("compressor")
-    owns_momentum: ClassVar[Inherited] = Inherited("compressor")
-    needs_loss_scale: ClassVar[Inherited] = Inherited("compressor")
-    remembers: ClassVar[Inherited] = Inherited("compressor")
-    min_numel: ClassVar[Inherited] = Inherited("compressor")
-    needs_optimizer: ClassVar[Inherited] = Inherited("compressor")
-    needs_learning_rates: ClassVar[Inherited] = Inherited("compressor")
-    needs_link_cost: ClassVar[Inherited] = Inherited("compressor")
-    gauges: ClassVar[Inherited] = Inherited("compressor")
+    @property
+    @abstractmethod
+    def wrapped(self) -> Method:
+        """The method inside."""
+
+    collectives: ClassVar[Inherited] = Inherited("wrapped")
+    re_encoding: ClassVar[Inherited] = Inherited("wrapped", False)
+    whole_step: ClassVar[Inherited] = Inherited("wrapped")
+    joined: ClassVar[Inherited] = Inherited("wrapped")
+    kernels: ClassVar[Inherited] = Inherited("wrapped")
+    direction: ClassVar[Inherited] = Inherited("wrapped")
+    owns_momentum: ClassVar[Inherited] = Inherited("wrapped")
+    needs_loss_scale: ClassVar[Inherited] = Inherited("wrapped")
+    remembers: ClassVar[Inherited] = Inherited("wrapped")
+    min_numel: ClassVar[Inherited] = Inherited("wrapped")
+    needs_optimizer: ClassVar[Inherited] = Inherited("wrapped")
+    needs_learning_rates: ClassVar[Inherited] = Inherited("wrapped")
+    needs_link_cost: ClassVar[Inherited] = Inherited("wrapped")
+    gauges: ClassVar[Inherited] = Inherited("wrapped")
 
     def check_optimizer(self, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> None:
-        self.compressor.check_optimizer(optimizer, parameters)
+        self.wrapped.check_optimizer(optimizer, parameters)
 
     def usual_collective(self, world_size: int) -> str | None:
         # One alone leaves nothing to differ.
-        return self.compressor.usual_collective(world_size) if len(self.collectives) > 1 else None
+        return self.wrapped.usual_collective(world_size) if len(self.collectives) > 1 else None
 
     def bind(self, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> Callable[[], None] | None:
-        return self.compressor.bind(optimizer, parameters)
+        return self.wrapped.bind(optimizer, parameters)
 
     def caution(self, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> str | None:
-        return self.compressor.caution(optimizer, parameters)
+        return self.wrapped.caution(optimizer, parameters)
 
     def warm_up_plan(self, setting: PlanSetting) -> BucketPlan:
-        inner = self.compressor
+        inner = self.wrapped
         return inner.warm_up_plan(setting) if isinstance(inner, Algorithm) else super().warm_up_plan(setting)
 
     @property
     def innermost(self) -> Cast | Compressor:
-        """The compressor."""
-        inner = self.compressor
+        """The wrapped method, or what is at its heart."""
+        inner = self.wrapped
         if isinstance(inner, Algorithm):
             return inner.innermost
         if not isinstance(inner, Cast | Compressor):
             raise TypeError(f"{inner!r} is no operator on one vector")
         return inner
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wrapper(Around):
+    """A method around a compressor, which travels as the compressor does."""
+
+    compressor: Method
+
+    @property
+    def wrapped(self) -> Method:
+        """The compressor."""
+        return self.compressor
 
 
 def pieces(runs: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
