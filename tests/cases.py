@@ -489,6 +489,12 @@ TABLE: dict[str, list[Case]] = {
             memory=True,
         ),
     ],
+    "local_sgd": [
+        Case(gw.LocalSGD(), ring(32), error=2e-7),
+        Case(gw.LocalSGD(inner=gw.QSGDinf(block_size=64)), gather(4 + 32 / 64), variance=levels(range(8), 64, "max")),
+    ],
+    "diloco": [Case(gw.DiLoCo(), ring(32), error=2e-7)],
+    "easgd": [Case(gw.EASGD(), ring(32), error=2e-7)],
     "l_greco": [
         Case(gw.LGreCo(), gather(4 + 32 / 512), variance=levels(range(8), 512, "max")),
         Case(

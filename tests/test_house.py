@@ -19,7 +19,7 @@ from gradwire.registry import METHODS
 PACKAGE = Path(gradwire.__file__).parent
 ROOT = Path(__file__).parent.parent
 
-LEAVES = {"digests", "errors", "link_cost", "seeds", "segments", "methods", "ops", "version"}
+LEAVES = {"digests", "errors", "link_cost", "local_steps", "seeds", "segments", "methods", "ops", "version"}
 METHODS_OF = LEAVES | {"optim", "kernels", "wire", "codecs", "compressors"}
 LAYERS = {
     "errors": set(),
@@ -28,6 +28,7 @@ LAYERS = {
     "version": set(),
     "segments": set(),
     "link_cost": {"errors"},
+    "local_steps": set(),
     "ops": set(),
     "processes": set(),
     "forking": {"errors"},

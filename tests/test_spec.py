@@ -60,7 +60,7 @@ def test_declared_properties() -> None:
         ("TernGrad(clp=2)", "unknown field 'clp' of TernGrad; did you mean 'clip'"),
         ("TernGrad(2.5)", "named values only: TernGrad(clip=..., clip_by=..., share_scaler=...)"),
         ("QSGD(TernGrad())", "named values only: QSGD(levels=..., block_size=..., blocks=...)"),
-        ("ErrorFeedback(QSGDinf(), 3)", "named values only: ErrorFeedback(compressor=..., momentum=...)"),
+        ("ErrorFeedback(QSGDinf(), 3)", "named values only: ErrorFeedback(compressor=..., momentum=..., decay=...)"),
         ("ErrorFeedback(QSGDinf(), compressor=QSGDinf())", "field 'compressor' of ErrorFeedback is given twice"),
         ("ErrorFeedback(*x)", "not a method spec"),
         ("TernGrad(clip=", "not a method spec"),

@@ -126,6 +126,10 @@ class Method:
     min_numel: ClassVar[int] = 1024
     """Parameters with fewer elements travel in float32, unless the user says otherwise."""
 
+    local_steps: ClassVar[int] = 0
+    """Optimizer steps from one exchange to the next, of what they changed; 0: gradients are exchanged, at every
+    synchronised backward."""
+
     needs_optimizer: ClassVar[bool] = False
     """Whether it also acts on the steps of an optimizer."""
 

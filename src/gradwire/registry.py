@@ -8,12 +8,15 @@ from gradwire.algorithms.acp_sgd import ACPSGD
 from gradwire.algorithms.adaptive_levels import ALQ, ALQN, AMQ, AMQN
 from gradwire.algorithms.dgc import DGC
 from gradwire.algorithms.diana import DIANA, DQGD
+from gradwire.algorithms.diloco import DiLoCo
+from gradwire.algorithms.easgd import EASGD
 from gradwire.algorithms.ef21 import EF21
 from gradwire.algorithms.ef_signsgd import EFSignSGD
 from gradwire.algorithms.error_feedback import ErrorFeedback
 from gradwire.algorithms.grandk import GRandK
 from gradwire.algorithms.gtopk import GTopK
 from gradwire.algorithms.l_greco import LGreCo
+from gradwire.algorithms.local_sgd import LocalSGD
 from gradwire.algorithms.multi_scale import MultiScale
 from gradwire.algorithms.onebit import OneBit
 from gradwire.algorithms.powersgd import PowerSGD
@@ -58,6 +61,7 @@ __all__ = [
     "DIANA",
     "DQGD",
     "DRIVE",
+    "EASGD",
     "EDEN",
     "EF21",
     "FP16",
@@ -66,6 +70,7 @@ __all__ = [
     "QSGD",
     "QUICFL",
     "Coded",
+    "DiLoCo",
     "EFSignSGD",
     "ErrorFeedback",
     "FourierATOMO",
@@ -73,6 +78,7 @@ __all__ = [
     "GTopK",
     "LGreCo",
     "Lattice",
+    "LocalSGD",
     "MethodInfo",
     "MultiScale",
     "Natural",
@@ -147,6 +153,9 @@ METHODS: tuple[type[Method], ...] = (
     SketchedAMSGrad,
     Scheduled,
     LGreCo,
+    LocalSGD,
+    DiLoCo,
+    EASGD,
 )
 """Every method of the package; adding one adds a line here."""
 

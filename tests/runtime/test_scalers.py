@@ -18,8 +18,11 @@ WORKERS = 3
 
 @pytest.mark.parametrize("method", ALL, ids=repr)
 def test_methods_that_add_up_rounds_say_so(method: gw.Method) -> None:
-    """Who keeps vectors, gives a direction or has a field in the gradient's unit needs the scale; nobody else does."""
-    if isinstance(method, gw.Auto) or method.needs_optimizer:
+    """Who keeps vectors, gives a direction or has a field in the gradient's unit needs the scale; nobody else does.
+
+    But for local steps, which need the scaler to count by.
+    """
+    if isinstance(method, gw.Auto) or method.needs_optimizer or method.local_steps:
         return
     gradients = torch.randn(WORKERS, 4096, generator=torch.Generator().manual_seed(0))
     state = gw.simulate(gradients, method).state

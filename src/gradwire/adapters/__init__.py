@@ -7,10 +7,12 @@ from gradwire.runtime.checks import check_options
 from gradwire.runtime.link import Link
 from gradwire.runtime.selection.link_probe import probe
 from gradwire.runtime.simulate import SimulatedLink, Simulation, simulate
+from gradwire.runtime.simulated_local_steps import SimulatedLocalSteps
 
 __all__ = [
     "Link",
     "SimulatedLink",
+    "SimulatedLocalSteps",
     "Simulation",
     "attach",
     "check_options",

@@ -44,7 +44,8 @@ def attach(
         optimizer: For methods that act on its steps, such as DIANA with a proximal operator, and for those that are
             told its learning rates, which are read when a round begins. With a method that brings its own
             momentum (Signum, DIANA or error feedback with one) an optimizer that has another is refused. Beside a
-            method whose residual may grow large (EF-signSGD and 1-bit SGD without small blocks) it is warned of.
+            method whose residual may grow large (EF-signSGD and 1-bit SGD without small blocks) it is warned of. Of
+            methods with local steps its steps are counted; None: those of whichever optimizer holds the parameters.
         grad_scaler: The scaler of automatic mixed precision, for methods that keep a residual or a momentum, or give a
             direction: they refuse gradients of a scaled loss without it. False: this module's gradients are not scaled,
             whatever scalers there are.
@@ -95,6 +96,10 @@ def attach(
     )
     module._comm_hooks.clear()
     module.register_comm_hook(_Hooked(module, link), _exchange)
+    if link.method.local_steps:
+        # Of rank 0 before every forward they would be traffic, and overwrite what ranks have seen themselves.
+        module.broadcast_buffers = False
+        link.local.buffers = [b for b in module.module.buffers() if b.is_floating_point()]
     _count_buffers(module, link)
     return link
 

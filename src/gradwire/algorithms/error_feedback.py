@@ -44,9 +44,9 @@ class ResidualAlgorithm(Algorithm):
         """The residual, and the momentum where there is one."""
         return ("residual", "momentum") if self.momentum else ("residual",)
 
-    def fed_back(self, inner: BucketPlan, setting: PlanSetting) -> BucketPlan:
-        """Return a plan that feeds back what ``inner`` leaves out."""
-        return self._after_momentum(Feedback(inner, setting.segments), setting)
+    def fed_back(self, inner: BucketPlan, setting: PlanSetting, decay: float = 1.0) -> BucketPlan:
+        """Return a plan that feeds back what ``inner`` leaves out, or a share of it."""
+        return self._after_momentum(Feedback(inner, setting.segments, decay=decay), setting)
 
     def warm_up_plan(self, setting: PlanSetting) -> BucketPlan:
         return self._after_momentum(super().warm_up_plan(setting), setting)
@@ -87,10 +87,12 @@ class ErrorFeedback(ResidualAlgorithm, Wrapper):
         compressor: The method C: an operator on one vector, :class:`Rotated` or :class:`LGreCo` around one,
             :class:`MultiScale`, :class:`RandK`, or :class:`GRandK`.
         momentum: At least 0 and below 1; above 0 the optimizer must have none.
+        decay: Share of the residual that is added to the next vector, above 0 to 1: p_i = m_i + decay e_i. Below 1 what
+            was left out long ago is forgotten, and it is lost. SparseLoCo has 0.95, inside :class:`LocalSGD`.
 
     Raises:
-        HyperparameterError: ``compressor`` is no operator on one vector, or no contraction, or ``momentum`` is out of
-            range.
+        HyperparameterError: ``compressor`` is no operator on one vector, or no contraction, or ``momentum`` or
+            ``decay`` is out of range.
 
     Reference: F. Seide et al., Interspeech 2014; S. P. Karimireddy et al., "Error Feedback Fixes SignSGD and other
     Gradient Compression Schemes", ICML 2019, algorithm 2, which has no momentum.
@@ -106,6 +108,7 @@ class ErrorFeedback(ResidualAlgorithm, Wrapper):
 
     compressor: Method = field(default_factory=lambda: QSGDinf(block_size=256))
     momentum: float = 0.0
+    decay: float = 1.0
 
     name: ClassVar[str] = "errorfeedback"
     collectives: ClassVar[AsSent] = AsSent("compressor")
@@ -125,6 +128,9 @@ class ErrorFeedback(ResidualAlgorithm, Wrapper):
     def __post_init__(self) -> None:
         owner, inner = type(self).__name__, self.compressor
         object.__setattr__(self, "momentum", checked_momentum(owner, self.momentum))
+        number = isinstance(self.decay, int | float) and not isinstance(self.decay, bool)
+        require(number and 0 < self.decay <= 1, owner, f"decay is above 0 and at most 1, not {self.decay!r}")
+        object.__setattr__(self, "decay", float(self.decay))
         c = inner.worst_step if isinstance(inner, Method) else None
         if isinstance(inner, GRandK):
             require(
@@ -155,7 +161,7 @@ class ErrorFeedback(ResidualAlgorithm, Wrapper):
         return momentum_beside_residual(self, optimizer, delta)
 
     def plan(self, setting: PlanSetting) -> BucketPlan:
-        return self.fed_back(setting.plan(self.compressor), setting)
+        return self.fed_back(setting.plan(self.compressor), setting, self.decay)
 
 
 def momentum_beside_residual(method: Method, optimizer: Any, delta: float) -> str | None:
@@ -182,17 +188,19 @@ def momentum_beside_residual(method: Method, optimizer: Any, delta: float) -> st
 
 
 class Feedback(WrappedPlan):
-    """Adds what an inner plan left out of a bucket to the next one, and keeps it as ``kind``."""
+    """Adds what an inner plan left out of a bucket, times ``decay``, to the next one, and keeps it as ``kind``."""
 
-    def __init__(self, inner: BucketPlan, segments: Sequence[Segment], kind: str = "residual") -> None:
+    def __init__(
+        self, inner: BucketPlan, segments: Sequence[Segment], kind: str = "residual", decay: float = 1.0
+    ) -> None:
         super().__init__(inner, segments)
-        self._kind = kind
+        self._kind, self._decay = kind, decay
 
     def before(self, context: Context, flat: torch.Tensor) -> None:
         held = context.memory.read(self._kind, self.segments)
         staged = context.memory.stage(self._kind, self.segments)
         for a, b in pieces(self.all_runs):
-            flat[a:b].add_(held[a:b].to(flat.dtype), alpha=context.loss_scale)
+            flat[a:b].add_(held[a:b].to(flat.dtype), alpha=self._decay * context.loss_scale)
             staged[a:b].copy_(flat[a:b])
 
     def after(self, context: Context, flat: torch.Tensor, outcome: Outcome) -> Outcome:

@@ -22,6 +22,8 @@ class Engine(Protocol):
     rank: int
     world_size: int
     model: nn.Module
+    local: bool
+    """Whether each rank has a model and an optimizer of its own between exchanges."""
     optimizer: torch.optim.Optimizer
 
     def backward(self, step: int) -> float:
@@ -66,8 +68,9 @@ def build_model(plan: RunConfig) -> nn.Module:
 
 
 def link_options(plan: RunConfig, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the options of the link: the plan's, and the optimizer for a method that is told the learning rates."""
-    known = {"optimizer": optimizer} if gw.method(plan.method).needs_learning_rates else {}
+    """Return the options of the link: the plan's, and the optimizer for a method that looks at it or at its steps."""
+    method = gw.method(plan.method)
+    known = {"optimizer": optimizer} if method.needs_learning_rates or method.local_steps else {}
     return {**plan.link_options(), **known}
 
 

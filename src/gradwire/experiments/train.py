@@ -216,7 +216,13 @@ class Trainer:
             self.folder.commit_checkpoint(step)
 
     def _rank_state(self) -> dict[str, Any]:
-        return {"link": self.engine.state_dict(), GAUGES: self._spreads.sums}
+        own = {"model": self.engine.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        return {
+            "link": self.engine.state_dict(),
+            GAUGES: self._spreads.sums,
+            # Between exchanges no other rank has them.
+            **(own if self.engine.local else {}),
+        }
 
     def _shared_state(self) -> dict[str, Any]:
         return {
@@ -235,8 +241,9 @@ class Trainer:
     def load(self) -> None:
         """Continue from the folder's newest checkpoint; raises RunError."""
         shared, mine = self.folder.load_part("shared"), self.folder.load_part(f"rank-{self.engine.rank}")
-        self.engine.model.load_state_dict(shared["model"])
-        self.optimizer.load_state_dict(shared["optimizer"])
+        own = mine if self.engine.local else shared
+        self.engine.model.load_state_dict(own["model"])
+        self.optimizer.load_state_dict(own["optimizer"])
         self.engine.load_state_dict(mine["link"])
         self._spreads.load(mine.get(GAUGES, {}))
         if self.average:

@@ -78,6 +78,7 @@ class DistributedEngine:
         self.ddp = DistributedDataParallel(self.model)
         self.optimizer = plan.task.build_optimizer(self.model)
         self.link = gw.attach(self.ddp, plan.method, **link_options(plan, self.optimizer))
+        self.local = self.link.method.local_steps > 0
 
     def _decay(self, parameter: Tensor) -> Callable[[Tensor], Tensor]:
         """Add the decay term to the gradient before DDP sees it, as part of the differentiated loss."""
@@ -110,7 +111,8 @@ class DistributedEngine:
         """Evaluate a share on every rank, all with rank 0's buffers, and add up."""
         for buffer in self.model.buffers():
             dist.broadcast(buffer, 0)
-        own = score_share(self.plan, self.model, self.source.evaluation(self.rank, self.world_size))
+        with self.link.global_parameters() if self.local else contextlib.nullcontext():
+            own = score_share(self.plan, self.model, self.source.evaluation(self.rank, self.world_size))
         totals = torch.tensor(own, dtype=torch.float64)
         dist.all_reduce(totals)
         loss, right, count = totals.tolist()

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from gradwire.drivers import Stage, profile_locally
+from gradwire.errors import IncompatibleError
 from gradwire.methods import Method
 from gradwire.model.timeline import ReadyBucket
 from gradwire.planning import Options, Planner
@@ -82,6 +83,11 @@ def exchange_of(
         IncompatibleError: the method cannot serve that many ranks, or an option does not fit it.
     """
     chosen = read_method(method)
+    if chosen.local_steps:
+        raise IncompatibleError(
+            f"it exchanges in one of {chosen.local_steps} steps, and what is predicted is a step that exchanges: plan "
+            "its inner method, whose exchange that is"
+        )
     planner = Planner(chosen, parameters, world_size, options or Options())
     planner.compile()
     generator = torch.Generator().manual_seed(0)

@@ -23,7 +23,8 @@ from gradwire.runtime.grad_scaler import check_scaler, check_unscaled
 from gradwire.runtime.handshake import agreement, default_group
 from gradwire.runtime.heartbeat import Heartbeat
 from gradwire.runtime.learning_rates import LearningRates
-from gradwire.runtime.link_runtime import LinkRuntime
+from gradwire.runtime.link_runtime import LinkRuntime, close_threads
+from gradwire.runtime.local_steps import LocalSteps, LocalStepsUser
 from gradwire.runtime.open_links import lowest_free, numbers_in_use, register, share_a_number
 from gradwire.runtime.parameters import check_parameters, gradient, named_parameters, own_buckets
 from gradwire.runtime.selection.autotune import OWN_STATE
@@ -50,7 +51,7 @@ DIAGNOSTICS_INTERVAL = 100
 """Rounds from one measurement of :meth:`Link.diagnostics` to the next."""
 
 
-class Link:
+class Link(LocalStepsUser):
     """Exchanges the gradients of some parameters over a process group by a method.
 
     :func:`gradwire.attach` is for DDP modules. For a loop without DDP::
@@ -71,8 +72,8 @@ class Link:
             which refuse to run without it; False: these gradients are not scaled when they are exchanged, whatever
             scalers there are. Other methods do not need it: a non-finite gradient on any rank becomes non-finite on
             all, so that every rank's scaler skips.
-        optimizer: For methods that need the learning rate, which is read when a round begins, or own the momentum;
-            beside a residual that may grow large, its momentum is warned of.
+        optimizer: For methods that need the learning rate, which is read when a round begins, or own the momentum, or
+            count its steps, since they are local; beside a residual that may grow large, its momentum is warned of.
         options: See :class:`Options`.
 
     Attributes:
@@ -131,18 +132,21 @@ class Link:
             for i in range(count)
         ]
         heartbeat = Heartbeat(store, self.rank, self.world_size)
-        self._runtime = LinkRuntime(
-            own_lanes, heartbeat, diagnostics, grad_scaler=grad_scaler, check=self.options.check
-        )
+        # What local steps have changed has no scale.
+        scaler = None if self.method.local_steps else grad_scaler
+        self._runtime = LinkRuntime(own_lanes, heartbeat, diagnostics, grad_scaler=scaler, check=self.options.check)
         self._channel = ControlChannel(own_lanes[0], self._runtime.failed_between_buckets)
         self._step: StepBuffer | None = None
         self.buffer_bytes: Callable[[], int] = lambda: 0
-        unbind = self.method.bind(optimizer, self._parameters)
+        self._local = LocalSteps.of(
+            self.method, self._parameters, self.options, self._begin, self._runtime, self._channel, grad_scaler
+        )
+        unbind = (self._local or self.method).bind(optimizer, self._parameters)
         if self.rank == 0:
             compressed = {n: p for n, p in self._parameters.items() if n not in self._selection.planner.dense}
             caution_about(self.method, optimizer, compressed, self._runtime.warnings)
         # Threads and connections end with the link, also where it is dropped or the interpreter ends without close().
-        self.close = weakref.finalize(self, _close, own_lanes, heartbeat, unbind)
+        self.close = weakref.finalize(self, close_threads, own_lanes, heartbeat, unbind)
         register(self)
         self._cost.measure(self._channel)
         self._runtime.link_cost = self._cost.value
@@ -168,6 +172,12 @@ class Link:
         """
         if not self.close.alive:
             raise ExchangeError("this link was closed: wrap the module anew and attach again")
+        kept = self._local and self._local.keep(flat, last, self._selection.planner.is_warm_up(self._runtime.round))
+        return kept or self._begin(index, names, flat, last)
+
+    def _begin(
+        self, index: int, names: Sequence[str], flat: torch.Tensor, last: bool
+    ) -> torch.futures.Future[torch.Tensor]:
         runtime = self._runtime
         if index == 0:
             runtime.settled.wait()
@@ -218,7 +228,8 @@ class Link:
     def reduce_(self) -> None:
         """Replace the gradient of every parameter by its mean over ranks; for loops without DDP (collective).
 
-        A parameter without a gradient here takes part with zeros, and receives the mean.
+        A parameter without a gradient here takes part with zeros, and receives the mean. Of a method with local steps,
+        gradients stay as they are.
         """
         buckets = own_buckets(self._parameters, 4 * self.options.chunk_numel)
         started = []
@@ -340,6 +351,8 @@ class Link:
         state["global"][LINK_STATE] = torch.tensor(self.number.value)
         for key, value in self._selection.state().items():
             state["rank" if key in OWN_STATE else "global"][key] = value
+        if self._local is not None:
+            self._local.parameters.add_state(state)
         return state
 
     def load_state_dict(self, state: dict[str, dict[str, torch.Tensor]]) -> None:
@@ -356,6 +369,8 @@ class Link:
         self._selection.load({**state["global"], **state["rank"]})
         self.number.value = int(state["global"][LINK_STATE])
         self._runtime.rewind(int(state["global"]["round"]))
+        if self._local is not None:
+            state = self._local.parameters.load(state)
         self._runtime.memory.load(remembered(state, self.method))
 
     def check_state_dict(self, state: dict[str, dict[str, torch.Tensor]]) -> None:
@@ -382,11 +397,3 @@ class Link:
             **settings,
             "parameters": shapes,
         }
-
-
-def _close(lanes: Sequence[Lane], heartbeat: Heartbeat, unbind: Callable[[], None] | None) -> None:
-    if unbind is not None:
-        unbind()
-    heartbeat.close()
-    for lane in lanes:
-        lane.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from gradwire.runtime.grad_scaler import scale_of
 from gradwire.runtime.heartbeat import Heartbeat
 from gradwire.runtime.warn_once import WarnOnce
 
-__all__ = ["LinkRuntime"]
+__all__ = ["LinkRuntime", "close_threads"]
 
 
 class LinkRuntime:
@@ -76,6 +76,11 @@ class LinkRuntime:
             self._is_last = last
             self._elements += numel
         self._heartbeat.began()
+
+    def kept(self, numel: int) -> None:
+        """Count elements of a step that exchanged none of them."""
+        with self._lock:
+            self._elements += numel
 
     def next_round(self) -> None:
         """Count a round whose buckets have all been started."""
@@ -190,3 +195,12 @@ class LinkRuntime:
         """Return the seconds that the lanes have spent in encoders, on the wire and in decoders."""
         meters = [lane.meter for lane in self.lanes]
         return {part: sum(getattr(m, part) for m in meters) for part in ("encode_s", "wire_s", "decode_s")}
+
+
+def close_threads(lanes: Sequence[Lane], heartbeat: Heartbeat, unbind: Callable[[], None] | None) -> None:
+    """End what a link has running, and take its hooks away."""
+    if unbind is not None:
+        unbind()
+    heartbeat.close()
+    for lane in lanes:
+        lane.close()

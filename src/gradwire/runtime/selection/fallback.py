@@ -28,6 +28,8 @@ def check_fallback(method: Method) -> None:
         if method.direction
         else "brings a momentum, without which steps would be smaller"
         if method.owns_momentum
+        else "exchanges no gradients that another method could take"
+        if method.local_steps
         else None
     )
     if reason is not None:

@@ -1,0 +1,247 @@
+"""Local SGD, DiLoCo and elastic averaging, by number of the property in the papers' summary (docs/properties.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import gradwire as gw
+
+Optimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
+SIZES = {"a": (12, 7), "b": (40,)}
+
+
+def sgd(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+
+def adam(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.02)
+
+
+class Quadratics:
+    """Workers that minimise |A_i (x - c_i)|^2 / 2, each from the same start with an optimizer of its own."""
+
+    def __init__(self, count: int, optimizer: Optimizer = sgd, *, alike: bool = False) -> None:
+        generator = torch.Generator().manual_seed(0)
+        start = {name: torch.randn(shape, generator=generator) for name, shape in SIZES.items()}
+        self.workers = [{name: torch.nn.Parameter(x.clone()) for name, x in start.items()} for _ in range(count)]
+        self.optimizers = [optimizer(list(worker.values())) for worker in self.workers]
+        self.targets = [
+            {name: (torch.randn(shape, generator=generator), torch.rand(shape, generator=generator) + 0.5)
+             for name, shape in SIZES.items()}
+            for _ in range(count)
+        ]  # fmt: skip
+        if alike:
+            self.targets = [self.targets[0]] * count
+
+    def gradients(self, worker: int) -> dict[str, torch.Tensor]:
+        pairs = self.targets[worker]
+        return {name: pairs[name][1] * (x.detach() - pairs[name][0]) for name, x in self.workers[worker].items()}
+
+    def step(self) -> None:
+        for worker, optimizer in enumerate(self.optimizers):
+            for name, g in self.gradients(worker).items():
+                self.workers[worker][name].grad = g
+            optimizer.step()
+
+    def train(self, method: gw.Method | str, steps: int) -> gw.SimulatedLocalSteps:
+        found = gw.SimulatedLocalSteps([worker.items() for worker in self.workers], method, min_numel=0)
+        for _ in range(steps):
+            self.step()
+            found.after_step()
+        return found
+
+    def flat(self, worker: int = 0) -> torch.Tensor:
+        return torch.cat([x.detach().reshape(-1) for x in self.workers[worker].values()])
+
+
+def test_a_step_each_by_plain_sgd_is_synchronous_sgd() -> None:
+    """1: the mean of steps is the step of the mean, up to rounding."""
+
+    def plain(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.05)
+
+    ours, whole = Quadratics(3, plain), Quadratics(3, plain)
+    ours.train(gw.LocalSGD(every=1), 20)
+    for _ in range(20):
+        means = [whole.gradients(worker) for worker in range(3)]
+        for worker in range(3):
+            for name in SIZES:
+                whole.workers[worker][name].grad = torch.stack([g[name] for g in means]).mean(0)
+            whole.optimizers[worker].step()
+    # Twenty steps with a few roundings each of numbers up to 3.
+    assert torch.allclose(ours.flat(), whole.flat(), rtol=0, atol=20 * 4 * 3 * 2**-24)
+
+
+@pytest.mark.parametrize("optimizer", [sgd, adam])
+@pytest.mark.parametrize("count", [2, 4])
+def test_on_equal_data_workers_do_as_one(count: int, optimizer: Optimizer) -> None:
+    """2: bit for bit, since parameters are averaged, and not differences, which would round once more."""
+    ours, one = Quadratics(count, optimizer, alike=True), Quadratics(1, optimizer)
+    one.targets = ours.targets[:1]
+    ours.train(gw.LocalSGD(every=4), 13)
+    for _ in range(13):
+        one.step()
+    assert all(torch.equal(ours.flat(worker), one.flat()) for worker in range(count))
+
+
+@pytest.mark.parametrize("inner", [gw.FP32(), gw.EDEN(bits=4), gw.ErrorFeedback(), gw.GTopK(density=0.1)], ids=repr)
+@pytest.mark.parametrize("kind", [gw.LocalSGD, gw.DiLoCo])
+def test_workers_agree_after_an_exchange_and_differ_before(kind: type[gw.LocalSGD], inner: gw.Method) -> None:
+    """3."""
+    ours = Quadratics(3)
+    found = ours.train(kind(every=5, inner=inner), 10)
+    assert all(torch.equal(ours.flat(0), ours.flat(worker)) for worker in (1, 2))
+    assert torch.equal(ours.flat(0), torch.cat(list(found.global_parameters.values())))
+    ours.step()
+    found.after_step()
+    assert not torch.equal(ours.flat(0), ours.flat(1))
+    assert found.link.round == 2
+
+
+def test_an_outer_step_of_one_without_momentum_is_an_average() -> None:
+    """4: x - (x - mean) for the mean, in float32."""
+    ours, other = Quadratics(3), Quadratics(3)
+    ours.train(gw.DiLoCo(every=3, outer_lr=1.0, outer_momentum=0.0), 12)
+    other.train(gw.LocalSGD(every=3), 12)
+    assert torch.allclose(ours.flat(), other.flat(), rtol=0, atol=4 * 3 * 2**-23)
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_the_outer_step_is_that_of_torchs_sgd(nesterov: bool) -> None:
+    """The global parameters step as by ``torch.optim.SGD`` with the mean difference for the gradient, bit for bit."""
+    ours = Quadratics(2)
+    found = gw.SimulatedLocalSteps(
+        [w.items() for w in ours.workers], gw.DiLoCo(every=4, nesterov=nesterov), min_numel=0
+    )
+    outer = [torch.nn.Parameter(x.clone()) for x in found.global_parameters.values()]
+    optimizer = torch.optim.SGD(outer, lr=0.7, momentum=0.9, nesterov=nesterov)
+    for step in range(1, 17):
+        ours.step()
+        if step % 4 == 0:
+            for held, name in zip(outer, SIZES):
+                mean = torch.stack([w[name].detach() for w in ours.workers]).mul(0.5).sum(0)
+                held.grad = held.detach() - mean.reshape(-1)
+            optimizer.step()
+        found.after_step()
+        assert all(torch.equal(a, b) for a, b in zip(outer, found.global_parameters.values()))
+
+
+def test_elastic_averaging_is_the_papers_update() -> None:
+    """6: x_i <- x_i - alpha (x_i - x), x <- x + alpha sum_i (x_i - x), with the values of before on the right."""
+    ours = Quadratics(4)
+    found = gw.SimulatedLocalSteps([w.items() for w in ours.workers], gw.EASGD(every=2, alpha=0.1), min_numel=0)
+    centre = torch.cat(list(found.global_parameters.values())).double()
+    for step in range(1, 9):
+        ours.step()
+        own = [ours.flat(worker).double() for worker in range(4)]
+        found.after_step()
+        if step % 2 == 0:
+            expected = [x - 0.1 * (x - centre) for x in own]
+            centre = centre + 0.1 * sum(x - centre for x in own)
+            for worker, x in enumerate(expected):
+                assert torch.allclose(ours.flat(worker).double(), x, rtol=0, atol=1e-6)
+        held = torch.cat(list(found.global_parameters.values())).double()
+        assert torch.allclose(held, centre, rtol=0, atol=2e-6)
+    with pytest.raises(gw.IncompatibleError, match=r"alpha=0\.3 .* at most 0\.25"):
+        Quadratics(4).train(gw.EASGD(alpha=0.3), 1)
+
+
+def test_mass_with_a_decayed_residual() -> None:
+    """7: residual + sent = decay times the old residual + difference, on each worker."""
+    ours, n = Quadratics(3), sum(torch.Size(s).numel() for s in SIZES.values())
+    inner = gw.ErrorFeedback(compressor=gw.TopK(density=0.05), decay=0.9)
+    found = gw.SimulatedLocalSteps([w.items() for w in ours.workers], gw.LocalSGD(every=3, inner=inner), min_numel=0)
+
+    def residuals() -> torch.Tensor:
+        state = found.link.state_dict()
+        rows = [state[f"rank {r}"] for r in range(3)]
+        return torch.stack([torch.cat([row.get(f"residual/{x}", torch.zeros(1)) for x in SIZES]) for row in rows])
+
+    before = torch.zeros(3, n)
+    for step in range(1, 16):
+        ours.step()
+        held = torch.cat(list(found.global_parameters.values()))
+        differences = torch.stack([held - ours.flat(worker) for worker in range(3)])
+        found.after_step()
+        if step % 3 == 0:
+            sent = held - torch.cat(list(found.global_parameters.values()))
+            after = residuals()
+            total = (0.9 * before + differences).mean(0)
+            assert torch.allclose(after.mean(0) + sent, total, rtol=0, atol=2e-6)
+            before = after
+
+
+def test_the_bias_on_unlike_data_is_the_closed_forms() -> None:
+    """8: with steps x <- x - lr a (x - c), a worker is after H steps at c + q (x - c), q = (1 - lr a)^H.
+
+    The fixed point of the average is sum (1 - q_i) c_i / sum (1 - q_i); the minimum is sum a_i c_i / sum a_i.
+    """
+
+    def plain(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.1)
+
+    biases = []
+    for every in (1, 4, 16):
+        ours = Quadratics(3, plain)
+        ours.train(gw.LocalSGD(every=every), 60 * 16)
+        a = torch.stack([torch.cat([t[n][1].reshape(-1) for n in SIZES]) for t in ours.targets]).double()
+        c = torch.stack([torch.cat([t[n][0].reshape(-1) for n in SIZES]) for t in ours.targets]).double()
+        share = 1 - (1 - 0.1 * a) ** every
+        fixed = (share * c).sum(0) / share.sum(0)
+        assert torch.allclose(ours.flat().double(), fixed, rtol=0, atol=1e-5)
+        biases.append(float((fixed - (a * c).sum(0) / a.sum(0)).norm()))
+    assert biases[0] < 1e-6 < 0.05 < biases[1] < biases[2]
+
+
+def test_a_value_that_is_not_finite_takes_all_back() -> None:
+    ours = Quadratics(2)
+    found = ours.train(gw.DiLoCo(every=2, inner=gw.ErrorFeedback()), 4)
+    held = {name: x.clone() for name, x in found.global_parameters.items()}
+    before = found.link.state_dict()["rank 0"]
+    ours.step()
+    with torch.no_grad():
+        ours.workers[1]["b"][3] = torch.nan
+    found.synchronise()
+    assert all(torch.equal(x, held[name]) for name, x in found.global_parameters.items())
+    assert torch.equal(ours.flat(0), torch.cat(list(held.values())))
+    assert torch.equal(ours.flat(1), ours.flat(0))
+    after = found.link.state_dict()["rank 0"]
+    assert all(torch.equal(after[key], x) for key, x in before.items())
+
+
+def test_sparse_local_steps_reach_the_minimum_with_few_bytes() -> None:
+    """SparseLoCo: chunks of 64 neighbours with the largest in levels, decayed error feedback, averages."""
+    kept = gw.TopK(density=0.1, block_size=64, values=gw.QSGDinf(levels=3, block_size=16))
+    inner = gw.ErrorFeedback(compressor=kept, decay=0.95)
+    # What is sent late comes with the differences of the rounds in between: steps must be short against that delay.
+    ours = Quadratics(2, lambda parameters: torch.optim.SGD(parameters, lr=0.002), alike=True)
+    found = ours.train(gw.LocalSGD(every=10, inner=inner), 6000)
+    target = torch.cat([ours.targets[0][name][0].reshape(-1) for name in SIZES])
+    assert float((ours.flat() - target).norm() / target.norm()) < 0.02
+    # Of each ten steps a payload of eleven values and their places, with headers of as many bytes again.
+    assert found.link.traffic().sent_bytes < 6000 * 4 * len(target) / 20
+
+
+def test_fields_and_uses_that_make_no_sense_are_refused() -> None:
+    for spec, told in (
+        ("LocalSGD(every=0)", "every is at least 1"),
+        ("LocalSGD(inner=SignSGD())", "whose outcome is a mean"),
+        ("LocalSGD(inner=DiLoCo())", "whose outcome is a mean"),
+        ("DiLoCo(outer_lr=0.0)", "outer_lr is above 0"),
+        ("DiLoCo(outer_momentum=1.0)", "at least 0 and below 1"),
+        ("EASGD(alpha=1.0)", "alpha is above 0 and below 1"),
+        ("ErrorFeedback(decay=0.0)", "decay is above 0"),
+    ):
+        with pytest.raises(gw.HyperparameterError, match=told):
+            gw.method(spec)
+    with pytest.raises(gw.IncompatibleError, match="exchanges gradients at every step"):
+        Quadratics(2).train("terngrad", 1)
+    ours = Quadratics(2)
+    with torch.no_grad():
+        ours.workers[1]["a"].add_(1)
+    with pytest.raises(gw.IncompatibleError, match="worker 1 begins with other parameters"):
+        ours.train(gw.LocalSGD(), 1)

@@ -1,0 +1,252 @@
+"""Local steps of real ranks: DDP's hook, the optimizer's steps, checkpoints, failures."""
+
+from __future__ import annotations
+
+import copy
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import gradwire as gw
+from ranks import Ranks, fresh_ranks
+
+COUNT = 3
+SPECS = ("LocalSGD(every=4)", "DiLoCo(every=3, inner=EDEN(bits=4))", "EASGD(every=2, inner=ErrorFeedback())")
+
+
+def built(*, norm: bool = False) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(20, 30), *([nn.BatchNorm1d(30)] if norm else []), nn.ReLU(), nn.Linear(30, 5))
+
+
+def batch(rank: int, step: int) -> torch.Tensor:
+    return torch.randn(8, 20, generator=torch.Generator().manual_seed(1000 * rank + step))
+
+
+def flat(module: nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().reshape(-1) for p in module.parameters()])
+
+
+def trained(spec: str, steps: int, norm: bool = False, warmup_steps: int = 0) -> dict[str, Any]:
+    """Train through DDP; rank 0 gives no optimizer, so that it is found by its parameters."""
+    rank = torch.distributed.get_rank()
+    module = DistributedDataParallel(built(norm=norm))
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
+    given = {"optimizer": optimizer} if rank else {}
+    link = gw.attach(module, spec, min_numel=0, check=True, warmup_steps=warmup_steps, **given)
+    gradients, found = [], []
+    for step in range(steps):
+        optimizer.zero_grad()
+        module(batch(rank, step)).square().mean().backward()
+        gradients.append(torch.cat([p.grad.reshape(-1) for p in module.parameters()]))
+        optimizer.step()
+        found.append(flat(module))
+    with link.global_parameters():
+        held = flat(module.module)
+    buffers = [b.clone() for b in module.module.buffers()]
+    answer = {
+        "rows": found, "gradients": gradients, "global": held, "round": link.round, "buffers": buffers,
+        "sent": link.traffic().sent_bytes, "elements": link.traffic().elements, "state": link.state_dict(),
+        "broadcasts": module.broadcast_buffers, "own": flat(module.module),
+    }  # fmt: skip
+    link.close()
+    # Steps after the link has been closed exchange nothing.
+    optimizer.step()
+    return answer
+
+
+def simulated(spec: str, steps: int) -> list[dict[str, Any]]:
+    modules = [built() for _ in range(COUNT)]
+    optimizers = [torch.optim.AdamW(module.parameters(), lr=0.01) for module in modules]
+    link = gw.SimulatedLocalSteps([module.named_parameters() for module in modules], spec, min_numel=0)
+    rows: list[list[torch.Tensor]] = [[] for _ in modules]
+    for step in range(steps):
+        for rank, (module, optimizer) in enumerate(zip(modules, optimizers)):
+            optimizer.zero_grad()
+            module(batch(rank, step)).square().mean().backward()
+            optimizer.step()
+        link.after_step()
+        for found, module in zip(rows, modules):
+            found.append(flat(module))
+    return [{"rows": found, "global": torch.cat(list(link.global_parameters.values()))} for found in rows]
+
+
+@pytest.mark.parametrize("spec", SPECS[1:])
+def test_real_ranks_have_the_simulations_bits(three_ranks: Ranks, spec: str) -> None:
+    """9, and 3: the same global parameters on all ranks, and between exchanges parameters of their own."""
+    found, expected = three_ranks(trained, spec, 10), simulated(spec, 10)
+    for real, ours in zip(found, expected):
+        assert all(torch.equal(a, b) for a, b in zip(real["rows"], ours["rows"]))
+        assert torch.equal(real["global"], ours["global"])
+        assert torch.equal(real["global"], found[0]["global"])
+    assert not torch.equal(found[0]["rows"][0], found[1]["rows"][0])
+
+
+def test_between_exchanges_nothing_travels_and_gradients_stay_ones_own(three_ranks: Ranks) -> None:
+    found = three_ranks(trained, SPECS[0], 11)
+    assert {one["round"] for one in found} == {2}
+    assert not torch.equal(found[0]["gradients"][0], found[1]["gradients"][0])
+    whole = three_ranks(trained, "LocalSGD(every=1)", 11)
+    assert whole[0]["sent"] * 2 == found[0]["sent"] * 11
+    # What DDP would have sent counts in every step.
+    assert whole[0]["elements"] == found[0]["elements"]
+    for step, alike in ((2, False), (3, True), (4, False), (7, True)):
+        assert torch.equal(found[0]["rows"][step], found[1]["rows"][step]) == alike
+
+
+def test_rounds_of_warm_up_are_synchronous_steps_and_local_ones_follow(three_ranks: Ranks) -> None:
+    """Post-local SGD: four steps of gradients in float32, then an exchange every fourth step."""
+    found = three_ranks(trained, SPECS[0], 9, False, 4)
+    for step, alike in ((0, True), (3, True), (4, False), (6, False), (7, True), (8, False)):
+        assert torch.equal(found[0]["rows"][step], found[1]["rows"][step]) == alike
+    assert torch.equal(found[0]["gradients"][3], found[1]["gradients"][3])
+    assert not torch.equal(found[0]["gradients"][4], found[1]["gradients"][4])
+    assert found[0]["round"] == 4 + 1
+    # The first difference is of local steps alone.
+    early = three_ranks(trained, SPECS[0], 6, False, 4)
+    assert all(torch.equal(one["global"], one["rows"][3]) for one in early)
+
+
+def test_buffers_are_averaged_with_the_parameters_and_not_broadcast(three_ranks: Ranks) -> None:
+    found = three_ranks(trained, SPECS[0], 8, True)
+    assert not any(one["broadcasts"] for one in found)
+    mean, variance, count = found[0]["buffers"]
+    for other in found[1:]:
+        assert torch.equal(other["buffers"][0], mean)
+        assert torch.equal(other["buffers"][1], variance)
+    assert int(count) == 8
+    later = three_ranks(trained, SPECS[0], 9, True)
+    assert not torch.equal(later[0]["buffers"][0], later[1]["buffers"][0])
+
+
+def resumed(spec: str, cut: int, steps: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the parameters of a training that does not stop, and of one that another link goes on with."""
+    rank = torch.distributed.get_rank()
+
+    def run(module: Any, optimizer: Any, link: Any, first: int, last: int) -> None:
+        for step in range(first, last):
+            optimizer.zero_grad()
+            module(batch(rank, step)).square().mean().backward()
+            optimizer.step()
+
+    def started() -> tuple[Any, Any, Any]:
+        module = DistributedDataParallel(built())
+        optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
+        return module, optimizer, gw.attach(module, spec, optimizer=optimizer, min_numel=0)
+
+    whole = started()
+    run(*whole, 0, steps)
+    wanted = flat(whole[0])
+    # Links that are open at the same time draw numbers of their own.
+    whole[2].close()
+    first = started()
+    run(*first, 0, cut)
+    saved = copy.deepcopy((first[0].module.state_dict(), first[1].state_dict(), first[2].state_dict()))
+    first[2].close()
+    module, optimizer, link = started()
+    module.module.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    link.load_state_dict(saved[2])
+    run(module, optimizer, link, cut, steps)
+    link.close()
+    return wanted, flat(module)
+
+
+@pytest.mark.parametrize("spec", SPECS[1:])
+@pytest.mark.parametrize("cut", [3, 4])
+def test_a_training_is_resumed_between_exchanges_and_after_one(three_ranks: Ranks, spec: str, cut: int) -> None:
+    for whole, again in three_ranks(resumed, spec, cut, 9):
+        assert torch.equal(whole, again)
+
+
+def scaled() -> tuple[int, list[torch.Tensor]]:
+    """Overflow on one rank alone: its scaler skips a step, which counts all the same."""
+    rank = torch.distributed.get_rank()
+    module = DistributedDataParallel(built())
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    link = gw.attach(module, "LocalSGD(every=3)", optimizer=optimizer, grad_scaler=scaler, min_numel=0)
+    rows = []
+    for step in range(6):
+        optimizer.zero_grad()
+        loss = module(batch(rank, step)).square().mean()
+        scaler.scale(loss * (torch.inf if rank == 1 and step == 1 else 1.0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        rows.append(flat(module))
+    link.close()
+    return link.round, rows
+
+
+def test_a_step_that_one_scaler_skips_counts_on_all_ranks(three_ranks: Ranks) -> None:
+    found = three_ranks(scaled)
+    assert [rounds for rounds, _ in found] == [2, 2, 2]
+    for step, alike in ((1, False), (2, True), (4, False), (5, True)):
+        assert torch.equal(found[0][1][step], found[1][1][step]) == alike
+
+
+def by_hand() -> tuple[torch.Tensor, list[str]]:
+    """A loop without DDP, which counts its steps itself; and uses that make no sense."""
+    rank, module, told = torch.distributed.get_rank(), built(), []
+    link = gw.Link(module.named_parameters(), "LocalSGD(every=2)", min_numel=0, optimizer=None)
+    with torch.no_grad():
+        for _ in range(2):
+            for p in module.parameters():
+                p.add_(float(rank))
+            link.after_step()
+    plain = gw.Link(built().named_parameters(), "terngrad")
+    for use in (plain.after_step, plain.synchronise, plain.global_parameters):
+        try:
+            use()
+        except gw.IncompatibleError as error:
+            told.append(str(error))
+    for one in (link, plain):
+        one.close()
+    return flat(module), told
+
+
+def test_a_loop_without_ddp_counts_its_steps_itself(three_ranks: Ranks) -> None:
+    found = three_ranks(by_hand)
+    assert torch.allclose(found[0][0], flat(built()) + 2.0, rtol=0, atol=1e-6)
+    assert torch.equal(found[0][0], found[1][0])
+    assert all("no local steps" in sentence for sentence in found[0][1])
+    assert len(found[0][1]) == 3
+
+
+def leaving() -> str:
+    rank = torch.distributed.get_rank()
+    module = DistributedDataParallel(built())
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+    link = gw.attach(module, "DiLoCo(every=2)", optimizer=optimizer, min_numel=0)
+    before = flat(module)
+    for step in range(4):
+        if step == 2:
+            with link.global_parameters():
+                before = flat(module)
+        # Not before DDP has laid out its buckets anew, in the second forward, for which it needs all ranks.
+        if rank == 1 and step == 3:
+            os._exit(0)
+        optimizer.zero_grad()
+        module(batch(rank, step)).square().mean().backward()
+        try:
+            optimizer.step()
+        except gw.ExchangeError as error:
+            with link.global_parameters():
+                same = torch.equal(flat(module), before)
+            return f"{error} {same}"
+    return "no error"
+
+
+def test_a_rank_that_is_gone_is_named_and_global_parameters_stay() -> None:
+    with fresh_ranks(3) as ranks:
+        ranks.start(leaving)
+        answers = ranks.collect(60)
+    assert answers[1] == ("gone", 0)
+    for kind, value in (answers[0], answers[2]):
+        assert kind == "ok", value
+        assert "rank 1" in value
+        assert value.endswith("True")
