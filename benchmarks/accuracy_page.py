@@ -32,6 +32,14 @@ LOSSES = {
         "a thousandth of the elements is 84 a step, so that most of the gradient waits for long in the residual and comes in bursts, "
         "which the optimizer's momentum probably carries too far: higher rates end lower."
     ),
+    "FourierATOMO": (
+        "gradients of a perceptron are not smooth: kept frequencies have one and a half to three times the variance of kept elements, and with no error feedback the steps "
+        "diverge at all three rates. It is for vectors with few frequencies."
+    ),
+    "SketchedAMSGrad": (
+        "a thousandth of the elements is 82 of which an adaptive step moves each by about the rate: in 300 steps most elements move a few times. With a hundredth "
+        "it reaches the mark."
+    ),
     "ErrorFeedback(RandK)": (
         "an element waits for a hundred rounds on average, and then comes as the sum of what was left, under the optimizer's momentum: "
         "probably the bursts of `GTopK`. `RandK` without error feedback forgets them, and ends higher."
