@@ -17,6 +17,7 @@ import torch
 
 from gradwire.bench.coders import CODER_GOALS, bench_coder_choices, bench_coders
 from gradwire.bench.methods import bench_methods
+from gradwire.bench.rotations import ROTATION_GOALS, bench_rotations
 from gradwire.bench.sparse import SPARSE_GOALS, bench_low_rank, bench_sparse
 from gradwire.bench.timing import Bench
 from gradwire.experiments.machine import hardware, versions
@@ -27,7 +28,15 @@ from gradwire.kernels.self_test import SELF_TESTS
 
 __all__ = ["measure_kernels"]
 
-GOALS = {"moments": 0.50, "encode": 0.60, "sum of 4": 0.17, "decode base 9": 0.35, **CODER_GOALS, **SPARSE_GOALS}
+GOALS = {
+    "moments": 0.50,
+    "encode": 0.60,
+    "sum of 4": 0.17,
+    "decode base 9": 0.35,
+    **CODER_GOALS,
+    **ROTATION_GOALS,
+    **SPARSE_GOALS,
+}
 MLP_SIZES = (784 * 2048, 2048, 2048 * 2048, 2048, 2048 * 2048, 2048, 20480, 10)
 TINY = (64, 64, 128, 256, 512, 100, 37)
 
@@ -206,6 +215,7 @@ def measure_kernels(
         bench_step(bench, kernels)
         bench_checksum(bench, elements)
         bench_coders(bench, kernels, elements)
+        bench_rotations(bench, kernels, elements)
         bench_sparse(bench, kernels, elements)
         bench_low_rank(bench, kernels, elements)
         bench_methods(bench, kernels, elements)
