@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import numpy as np
 import pytest
 import torch
@@ -135,6 +137,53 @@ def test_a_place_beyond_its_block_is_not_used() -> None:
     assert all(torch.equal(found[0], f) for f in found)
     # A block's estimate is no longer than its exact length and an error of a hundredth of its square.
     assert float(found[0].norm()) < 1.5 * float(x.norm())
+
+
+SIZES = {"a": 10_000, "b": 256, "c": 700, "d": 48 * 256, "e": 300}
+"""Whole blocks and parts of one, and coordinates that do not fill groups of 80."""
+
+
+def uneven(workers: int) -> torch.Tensor:
+    """Return cubes of evenly spread values; of the last three parameters one is zero, one has an infinity.
+
+    One has ten equal elements of 256, so far apart that many coordinates of a block are alike: some blocks have more
+    large ones than there is room for. All are computed in integers and products, hence the same on every machine.
+    """
+    numel = sum(SIZES.values())
+    number = torch.arange(workers * numel).reshape(workers, numel) * 2654435761 % 2**24
+    x = (number.to(torch.float32) - 2.0**23) / 2.0**23
+    x = x * x * x
+    places = dict(zip(SIZES, x.split(list(SIZES.values()), 1)))
+    places["c"].zero_()
+    places["d"].view(workers, 48, 16, 16).zero_()[:, :, :10, 0] = 1.0
+    places["e"][0, 5] = torch.inf
+    return x
+
+
+@pytest.mark.parametrize(
+    ("fields", "payload", "mean"),
+    [
+        ({"bits": 1}, "8d68f39f3115e94e", "c728ebf03260883a"),
+        ({"bits": 2, "block_size": 512}, "be8be8601587a662", "661d5caeec8eadb3"),
+        ({"bits": 3, "block_size": 256}, "7c3a1976d6ea775a", "4f9e3f180a8e1652"),
+        ({"bits": 4}, "8b59472bdd43ab8b", "f1203b4d87100770"),
+    ],
+)
+@pytest.mark.parametrize("backend", ["reference", "auto"])
+def test_payloads_and_means_are_the_bits_that_they_always_were(
+    backend: str, fields: dict[str, int], payload: str, mean: str
+) -> None:
+    def digest(found: torch.Tensor) -> str:
+        return hashlib.sha256(found.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
+
+    method, x = gw.QUICFL(**fields), uneven(3)
+    segments = lay_out([Parameter(name, (numel,), (1,)) for name, numel in SIZES.items()])
+    codec, draw = method.codec(get_kernels(backend), segments, 3, 5), Draw(7, 2)
+    out = torch.zeros(codec.payload_bytes(codec.units), dtype=torch.uint8)
+    codec.encode(x[0], codec.remember(codec.summarise(x[0]), x[0], draw, False), draw, out)
+    assert digest(out) == payload
+    ours = gw.SimulatedLink([(n, torch.empty(s)) for n, s in SIZES.items()], method, 3, min_numel=0, backend=backend)
+    assert digest(ours.reduce_(x)) == mean
 
 
 @pytest.mark.parametrize(
