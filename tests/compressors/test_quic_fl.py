@@ -49,7 +49,7 @@ def test_tables_are_the_solvers(bits: int) -> None:
 @pytest.mark.parametrize("bits", [1, 2, 3, 4])
 def test_the_mean_of_what_a_point_stands_for_is_the_point(bits: int) -> None:
     """Whatever the values of normal variables say: so the estimate has no bias for any block."""
-    values, count = codec_of(gw.QUICFL(bits=bits), 256).values.double(), SHARED_VALUES[bits]
+    values, count = codec_of(gw.QUICFL(bits=bits), 256).grid.values.astype(np.float64), SHARED_VALUES[bits]
     above = np.array(POINTS[bits])
     points = np.concatenate([-above[::-1], [0.0], above])
     for g, point in enumerate(points):
@@ -119,6 +119,20 @@ def test_exact_coordinates_are_exact_and_too_many_stretch_their_block() -> None:
     assert values[:4].tolist() == [4.0, -9.0, 3.5, 0.0]
     assert places[:8].tolist() == [5, 700, 1000, -1, 6, 16, 26, 36]
     assert torch.allclose(values[4:8] * stretch[1].float(), before[[1030, 1040, 1050, 1060]])
+
+
+def test_what_is_exact_does_not_depend_on_other_blocks() -> None:
+    """A coordinate just beyond the limit, beside a block that has too many large ones."""
+    codec = codec_of(gw.QUICFL(bits=1, block_size=1024), 2 * 1024)
+    just = float(np.nextafter(np.float32(LIMIT), np.float32(9)))
+    for large in (0, 9):
+        z, out = torch.zeros(2 * 1024), torch.zeros(codec.payload_bytes(codec.units), dtype=torch.uint8)
+        z[5] = just
+        z[1030 : 1030 + large] = 2.0 * LIMIT
+        codec._exact_coordinates(z, out)
+        assert out[codec._values_at : codec._places_at].view(torch.float32)[:4].tolist() == [just, 0, 0, 0]
+        # Divided, those that are equal are at the limit, and clamped.
+        assert int((z.abs() > codec.limit).sum()) == 1
 
 
 def test_a_place_beyond_its_block_is_not_used() -> None:

@@ -33,6 +33,10 @@ GRIDS = [
     Grid.symmetric([2.0**-j for j in range(30, -1, -1)]),
     Grid.ordered((-1, -0.3, -0.1, 0.01, 0.1, 0.4, 0.6, 1)),
     Grid.ordered((-1, 1)),
+    # Of so many steps a value's own is looked up: signed, with a zero, and without one.
+    Grid.ordered(np.sin(np.linspace(-np.pi / 2, np.pi / 2, 32)).tolist()),
+    Grid.symmetric(np.sqrt(np.linspace(0, 1, 41)[1:]).tolist()),
+    Grid.symmetric((np.linspace(0.1, 1, 30) ** 2).tolist(), zero=False),
 ]
 
 
@@ -135,6 +139,24 @@ def test_any_levels_are_unbiased_and_may_change_signs_only_without_a_zero(seed: 
         changed = (found * values[:, None] < 0).any(1)
         assert bool(changed[[3, 5]].all()) == (not zero)
         assert bool((found[4] == 0).all()) == zero
+
+
+@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize("grid", GRIDS[-3:], ids=repr)
+def test_a_step_that_is_looked_up_is_the_one_that_comparisons_find(name: str, grid: Grid) -> None:
+    """At each end of a step and next to it, beyond all steps, and for what is no number."""
+    assert grid.columns.cells.last > 0
+    ends = torch.from_numpy(np.concatenate([grid.edge, -grid.edge])) / 2**24
+    beside = [torch.nextafter(ends, torch.full_like(ends, side)) for side in (-9.0, 9.0)]
+    odd = torch.tensor([2.0, -2.0, 1e30, -1e30, torch.inf, -torch.inf, torch.nan, 0.0, -0.0])
+    x = torch.cat([ends, *beside, odd])
+    table = SegmentTable([0], [len(x)], [0], [(3, 4)])
+    blocks, layout = BlockTable(table, WHOLE), digit_layout(grid.base)
+    for round in range(5):
+        words, others = torch.zeros(2, packed_groups(table.groups, layout), dtype=torch.uint8)
+        for kernels, out in ((REFERENCE, words), (get_kernels(name), others)):
+            kernels.quantise(x, blocks, torch.tensor([2.0**24]), grid, layout, round, 0, out)
+        assert torch.equal(words, others)
 
 
 def test_even_levels_one_by_one_are_qsgds() -> None:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
-import torch
 
 from gradwire.codecs import BoundedSupportCodec
 from gradwire.compressors.base import Compressor
@@ -70,7 +69,7 @@ class QUICFL(Compressor):
     name: ClassVar[str] = "quic_fl"
     tag: ClassVar[int] = 35
     collectives: ClassVar[tuple[str, ...]] = ("all_gather",)
-    kernels: ClassVar[tuple[str, ...]] = ("moments", "rotation", "levels")
+    kernels: ClassVar[tuple[str, ...]] = ("moments", "rotation", "selection", "levels")
     unbiased: ClassVar[bool] = True
     properties: ClassVar[Properties] = Properties(
         summary="Rotated blocks quantised without bias within a bound, and exactly beyond it",
@@ -103,7 +102,7 @@ class QUICFL(Compressor):
             segments,
             world_size,
             seed,
-            points=points,
-            values=torch.from_numpy(values).to(torch.float32),
+            points=points.tolist(),
+            values=values,
             block_size=self.block_size,
         )

@@ -17,6 +17,7 @@ from gradwire.kernels.lattice.operations import dither_shifts
 from gradwire.kernels.levels.blocks import WHOLE, BlockTable
 from gradwire.kernels.levels.grid import Grid
 from gradwire.kernels.levels.operations import packed_groups, summed
+from gradwire.kernels.levels.shared_random import SharedRandomGrid
 from gradwire.kernels.low_rank.matrices import MatrixTable
 from gradwire.kernels.moments.operations import Moments
 from gradwire.kernels.natural.operations import natural_bytes, natural_sign_bytes
@@ -63,6 +64,7 @@ __all__ = [
     "RotationTable",
     "RunTable",
     "SegmentTable",
+    "SharedRandomGrid",
     "SignSums",
     "block_sizes",
     "byte_layout",

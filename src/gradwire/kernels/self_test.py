@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 
+import numpy as np
 import torch
 
 from gradwire.kernels.fourier.blocks import FourierTable
@@ -13,6 +14,7 @@ from gradwire.kernels.lattice.operations import dither_shifts
 from gradwire.kernels.levels.blocks import BlockTable
 from gradwire.kernels.levels.grid import Grid
 from gradwire.kernels.levels.operations import packed_groups, summed
+from gradwire.kernels.levels.shared_random import SharedRandomGrid
 from gradwire.kernels.low_rank.matrices import MatrixTable
 from gradwire.kernels.natural.operations import natural_bytes
 from gradwire.kernels.operations import Operations
@@ -72,7 +74,12 @@ def _levels(kernels: Operations, size: int = 1) -> list[torch.Tensor]:
         sums = torch.empty(packed_groups(table.groups, summed(layout, 2)), dtype=torch.uint8)
         kernels.sum_digits(rows, table.groups, layout, sums)
         results += [rows, decoded, sums]
-    return results
+    shared = SharedRandomGrid([(j - 8) / 7.0 for j in range(17)], np.sin(np.arange(24.0)).reshape(8, 3))
+    integers, layout = torch.arange(blocks.block_size, dtype=torch.uint8) * 5 % 8, digit_layout(3)
+    words, total = torch.empty(packed_groups(table.groups, layout), dtype=torch.uint8), x.clone()
+    kernels.quantise_shared(x, blocks, shared, integers, layout, _ROUND, 0, words)
+    kernels.add_shared(words, blocks, scale, shared, integers, layout, total)
+    return [*results, words, total]
 
 
 def _natural(kernels: Operations, size: int = 1) -> list[torch.Tensor]:

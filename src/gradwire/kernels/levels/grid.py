@@ -16,6 +16,26 @@ __all__ = ["UNIT", "Grid", "GridColumns"]
 UNIT = float(1 << 24)
 """Levels are compared on this scale, so that a 24-bit uniform integer needs no scaling."""
 
+SOUGHT = 24
+"""Steps from which on the step of a value is looked up: comparisons with fewer take less time."""
+
+_MOST_CELLS = 1 << 10
+
+
+class CellColumns(NamedTuple):
+    """Where steps lie: what finds a value's step without a comparison with each.
+
+    Value a of a grid lies in the cell ``trunc(a * per_unit + shift)``, in float32, from 0 to ``last``. Each cell holds
+    the end of one step at most. ``step`` is the step at its beginning (int32 ``[last + 1]``), ``border`` the end of
+    that step (infinite after the last). So the step of a is ``step + [a > border]``.
+    """
+
+    step: npt.NDArray[np.int32]
+    border: npt.NDArray[np.float32]
+    per_unit: np.float32
+    shift: np.float32
+    last: int
+
 
 class GridColumns(NamedTuple):
     """A :class:`Grid`, as compiled code takes it: in one object."""
@@ -28,6 +48,7 @@ class GridColumns(NamedTuple):
     negative: int
     signed: bool
     uniform: bool
+    cells: CellColumns
 
 
 class Grid:
@@ -70,7 +91,10 @@ class Grid:
         self.gap = _below(self.edge, upper.astype(np.float32) * np.float32(UNIT))
         for column in (self.values, self.edge, self.gap):
             column.flags.writeable = False
-        self.columns = GridColumns(self.values, self.edge, self.gap, self.steps, positive, negative, signed, uniform)
+        cells = _cells(self.edge) if self.steps >= SOUGHT and not uniform else _cells(self.edge[:0])
+        self.columns = GridColumns(
+            self.values, self.edge, self.gap, self.steps, positive, negative, signed, uniform, cells
+        )
 
     @classmethod
     def even(cls, levels: int) -> Grid:
@@ -144,3 +168,27 @@ def _below(edge: npt.NDArray[np.float32], end: npt.NDArray[np.float32]) -> npt.N
             break
         gap = np.where(over, gap * np.float32(max(0.0, 1 - 2.0 ** (turn - 23))), gap)
     return gap
+
+
+def _cells(edge: npt.NDArray[np.float32]) -> CellColumns:
+    """Return cells for steps that begin at these ascending edges; none where that would take too many."""
+    cells = 2 * len(edge)
+    while 0 < cells <= _MOST_CELLS:
+        per_unit = np.float32((cells - 1) / (float(edge[-1]) - float(edge[0])))
+        shift = np.float32(0.5 - float(edge[0]) * float(per_unit))
+        # Computed as compiled code does: of two values the larger has the higher cell, or the same.
+        of_edge = np.clip((edge * per_unit + shift).astype(np.int64), 0, cells - 1)
+        if np.all(np.diff(of_edge[1:]) > 0):
+            step = np.maximum(np.searchsorted(of_edge, np.arange(cells)) - 1, 0).astype(np.int32)
+            border = np.append(edge, np.float32(np.inf))[step + 1]
+            return _frozen(step, border, per_unit, shift)
+        cells *= 2
+    nothing = np.float32(0)
+    return _frozen(np.zeros(0, np.int32), np.zeros(0, np.float32), nothing, nothing)
+
+
+def _frozen(
+    step: npt.NDArray[np.int32], border: npt.NDArray[np.float32], per_unit: np.float32, shift: np.float32
+) -> CellColumns:  # fmt: skip
+    step.flags.writeable = border.flags.writeable = False
+    return CellColumns(step, border, per_unit, shift, len(step) - 1)

@@ -9,20 +9,26 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import njit
 
+from gradwire.kernels.levels.blocks import WHOLE
 from gradwire.kernels.numba_core.compiled import MIN_STREAMED, STREAMED_GROUPS, TILE_GROUPS, Compiled, one_row, rows_of
 from gradwire.kernels.numba_core.overloads import either, kept
+from gradwire.kernels.numba_core.philox_scalar import five_words
 from gradwire.kernels.numba_core.segments import draw_of, find_segment, next_piece, noise_at
 from gradwire.kernels.numba_core.vectors import prefer_wide
 from gradwire.kernels.packing.divisions import word_table
 from gradwire.kernels.packing.loops import end_streams, pack, sum_rows, tile_groups, unpack
 from gradwire.kernels.table import GROUP_SIZE
 
-__all__ = ["LevelsLoops", "dequantise_range", "quantise_range", "sum_digits_range"]
+__all__ = [
+    "LevelsLoops", "add_shared_range", "dequantise_range", "quantise_range", "quantise_shared_range",
+    "sum_digits_range",
+]  # fmt: skip
 
 # Of all that this is compiled from: what Numba keeps on disk is kept under this name (``make digests``).
-DIGEST = "73e413ed6de755e9"
+DIGEST = "d43d1c8b4a25488c"
 
 quantise_even = either("quantise_even", "levels.scalar", "levels.simd")
+quantise_sought = either("quantise_sought", "levels.scalar", "levels.simd")
 quantise_steps = either("quantise_steps", "levels.scalar", "levels.simd")
 write_levels = either("write_levels", "levels.scalar", "levels.simd")
 
@@ -63,6 +69,29 @@ class LevelsLoops(Compiled):
 
         self.split(end - begin, layout.digits, GROUP_SIZE, work)
 
+    def quantise_shared(self, x, blocks, grid, integers, layout, round, stream, out):
+        table, values, words, drawn = blocks.table, x.numpy(), out.numpy(), integers.numpy()
+        digits, draw = word_table(layout), draw_of(round, stream)
+
+        def work(begin: int, end: int) -> None:
+            quantise_shared_range(
+                self.simd, values, table.columns, (blocks.columns, drawn), grid.columns, draw, begin, end, digits, words
+            )
+
+        self.split(table.groups, layout.digits, GROUP_SIZE, work)
+
+    def add_shared(self, words, blocks, scale, grid, integers, layout, x):
+        table, packed, factors, target = blocks.table, one_row(words), scale.numpy(), x.numpy()
+        digits, drawn = word_table(layout), integers.numpy()
+
+        def work(begin: int, end: int) -> None:
+            add_shared_range(
+                self.simd, packed, digits, table.columns, (blocks.columns, drawn), factors, grid.columns, begin, end,
+                target,
+            )  # fmt: skip
+
+        self.split(table.groups, layout.digits, GROUP_SIZE, work)
+
     def sum_digits(self, rows, groups, layout, down, out):
         payloads, words, both = rows_of(rows), out.numpy(), math.lcm(layout.digits, down.digits)
         digits, sums = word_table(layout), word_table(down)
@@ -82,12 +111,21 @@ def scales_at(blocks, values, piece):
 
 
 @njit(nogil=True)
+def _quantise_uneven(simd, x, piece, scales, grid, noise, digits, at):
+    prefer_wide()
+    if grid.cells.last > 0:
+        quantise_sought(simd, x, piece.at, piece.numel, scales, grid, noise, digits, at)
+    else:
+        quantise_steps(simd, x, piece.at, piece.numel, scales, grid, noise, digits, at)
+
+
+@njit(nogil=True)
 def _quantise_piece(simd, x, piece, scales, grid, noise, digits, at):
     prefer_wide()
     if grid.uniform:
         quantise_even(simd, x, piece.at, piece.numel, scales, grid, noise, digits, at)
     else:
-        quantise_steps(simd, x, piece.at, piece.numel, scales, grid, noise, digits, at)
+        _quantise_uneven(simd, x, piece, scales, grid, noise, digits, at)
 
 
 @kept(DIGEST)
@@ -129,6 +167,84 @@ def dequantise_range(simd, words, layout, table, blocks, scale, grid, groups, x,
             )  # fmt: skip
             group = piece.stop
     end_streams(simd)
+
+
+@njit(nogil=True)
+def _coarsen(digits, drawn, shift):
+    """Make digits of points, in place."""
+    for i in range(digits.size):
+        digits[i] = np.uint16(np.uint16(digits[i] + np.uint16(drawn[i])) >> shift)
+
+
+@njit(nogil=True)
+def _refine(floats, drawn, integers):
+    """Make the places of levels of digits, in place."""
+    for i in range(floats.size):
+        floats[i] = np.float32(floats[i] * integers) + np.float32(drawn[i])
+
+
+@njit(nogil=True)
+def _fill_up(digits, piece, middle, noise):
+    """Write the digits past the end of a segment."""
+    group, after = piece.numel // 80, piece.numel % 80
+    for lane in range(16 if after else 0):
+        for plane, word in enumerate(five_words(noise, 16 * group + lane)):
+            if 16 * plane + lane >= after:
+                digits[80 * group + 16 * plane + lane] = np.uint16(middle - np.int64(word >> np.uint64(31)))
+
+
+@kept(DIGEST)
+def quantise_shared_range(simd, x, table, blocks, grid, draw, begin, end, layout, out):
+    """Encode groups ``begin .. end``, a tile at a time; ``blocks`` are the blocks and the integers of their places."""
+    prefer_wide()
+    columns, drawn = blocks
+    tile = tile_groups(layout.digits, TILE_GROUPS)
+    digits = np.empty(80 * tile + 16 * layout.digits, np.uint16)
+    shift = np.uint16(grid.shift)
+    segment = find_segment(table, begin)
+    for tile_begin in range(begin, end, tile):
+        group, tile_end = tile_begin, min(end, tile_begin + tile)
+        while group < tile_end:
+            piece = next_piece(table, segment, group, tile_end)
+            segment = piece.segment
+            own, noise = digits[80 * (group - tile_begin) :], noise_at(table, piece, draw)
+            one = Scales(grid.inverse, 0, WHOLE, 0, WHOLE)
+            _quantise_uneven(simd, x, piece, one, grid.points, noise, own, 0)
+            _fill_up(own, piece, grid.middle, noise)
+            done = 0
+            while done < piece.numel:
+                place = (columns.phase[segment] + piece.within + done) % columns.size
+                run = min(columns.size - place, piece.numel - done)
+                _coarsen(own[done : done + run], drawn[place : place + run], shift)
+                done += run
+            group = piece.stop
+        pack(simd, digits, tile_end - tile_begin, layout, out, tile_begin)
+
+
+@kept(DIGEST)
+def add_shared_range(simd, words, layout, table, blocks, scale, grid, begin, end, x):
+    """Add what groups ``begin .. end`` stand for; ``blocks`` are the blocks and the integers of their places."""
+    prefer_wide()
+    columns, drawn = blocks
+    tile = tile_groups(layout.digits, TILE_GROUPS)
+    floats = np.empty(80 * tile + 16 * layout.digits, np.float32)
+    integers = np.float32(grid.integers)
+    segment = find_segment(table, begin)
+    for tile_begin in range(begin, end, tile):
+        group, tile_end = tile_begin, min(end, tile_begin + tile)
+        unpack(simd, words, 0, tile_end - tile_begin, layout, tile_begin, floats)
+        while group < tile_end:
+            piece = next_piece(table, segment, group, tile_end)
+            segment, at, done = piece.segment, 80 * (group - tile_begin), 0
+            while done < piece.numel:
+                place = (columns.phase[segment] + piece.within + done) % columns.size
+                run = min(columns.size - place, piece.numel - done)
+                _refine(floats[at + done : at + done + run], drawn[place : place + run], integers)
+                done += run
+            write_levels(
+                simd, floats, at, piece.numel, grid.values, scales_at(columns, scale, piece), x, piece.at, True, False
+            )
+            group = piece.stop
 
 
 @kept(DIGEST)

@@ -8,6 +8,7 @@ from gradwire.errors import HyperparameterError
 from gradwire.kernels.front import Front, check_draw, check_groups, check_rows, check_vector
 from gradwire.kernels.levels.blocks import BlockTable
 from gradwire.kernels.levels.grid import Grid
+from gradwire.kernels.levels.shared_random import SharedRandomGrid
 from gradwire.kernels.packing.layout import DigitLayout, digit_layout
 from gradwire.kernels.table import GROUP_SIZE
 
@@ -79,6 +80,55 @@ class LevelOperations(Front):
         if begin < end:
             family.dequantise(words, blocks, scale.detach(), grid, layout, begin, end, x.detach(), accumulate)
 
+    def quantise_shared(
+        self,
+        x: torch.Tensor,
+        blocks: BlockTable,
+        grid: SharedRandomGrid,
+        integers: torch.Tensor,
+        layout: DigitLayout,
+        round: int,
+        stream: int,
+        out: torch.Tensor,
+    ) -> None:
+        """Round all groups of ``x`` (float32) to points of ``grid`` and pack the points' digits into ``out`` (uint8).
+
+        ``integers`` (uint8 ``[blocks.block_size]``) has the integer of each place in a block. ``out`` has
+        ``layout.packed_bytes(80 * groups)`` bytes. Past a segment's end a digit is ``base // 2``, or one less where the
+        highest bit of the element's random integer is 1.
+        """
+        check_vector("x", x, torch.float32, blocks.table.extent, at_least=True)
+        _check_integers(grid, integers, blocks)
+        check_vector("out", out, torch.uint8, packed_groups(blocks.table.groups, layout))
+        check_base(grid, layout)
+        check_draw(round, stream)
+        family = self._serve("levels")
+        if blocks.table.groups:
+            family.quantise_shared(x.detach(), blocks, grid, integers, layout, round, stream, out)
+
+    def add_shared(
+        self,
+        words: torch.Tensor,
+        blocks: BlockTable,
+        scale: torch.Tensor,
+        grid: SharedRandomGrid,
+        integers: torch.Tensor,
+        layout: DigitLayout,
+        x: torch.Tensor,
+    ) -> None:
+        """Add what the digits of :meth:`quantise_shared` stand for, times ``scale`` (float32 ``[blocks]``), to ``x``.
+
+        A scale that is not finite is added itself. A digit that no encoder writes counts as the largest.
+        """
+        check_vector("x", x, torch.float32, blocks.table.extent, at_least=True)
+        check_vector("scale", scale, torch.float32, blocks.blocks)
+        check_vector("words", words, torch.uint8, packed_groups(blocks.table.groups, layout))
+        _check_integers(grid, integers, blocks)
+        check_base(grid, layout)
+        family = self._serve("levels")
+        if blocks.table.groups:
+            family.add_shared(words, blocks, scale.detach(), grid, integers, layout, x.detach())
+
     def sum_digits(self, rows: torch.Tensor, groups: int, layout: DigitLayout, out: torch.Tensor) -> None:
         """Add ``N`` rows of packed digits, uint8 ``[N, packed_groups(groups, layout)]``, digit by digit.
 
@@ -93,7 +143,13 @@ class LevelOperations(Front):
             family.sum_digits(rows, groups, layout, down, out)
 
 
-def check_base(grid: Grid, layout: DigitLayout) -> None:
+def _check_integers(grid: SharedRandomGrid, integers: torch.Tensor, blocks: BlockTable) -> None:
+    check_vector("integers", integers, torch.uint8, blocks.block_size)
+    if int(integers.max()) >= grid.integers:
+        raise HyperparameterError(f"an integer is {int(integers.max())}: {grid!r} takes those below {grid.integers}")
+
+
+def check_base(grid: Grid | SharedRandomGrid, layout: DigitLayout) -> None:
     """Refuse a layout whose digits are not as many as the levels.
 
     Raises:

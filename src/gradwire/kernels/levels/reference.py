@@ -7,10 +7,11 @@ import torch
 from gradwire.kernels.group_index import GroupIndex
 from gradwire.kernels.levels.blocks import BlockTable
 from gradwire.kernels.levels.grid import UNIT, Grid
+from gradwire.kernels.levels.shared_random import SharedRandomGrid
 from gradwire.kernels.packing.layout import DigitLayout
 from gradwire.kernels.packing.reference import pack_digits, unpack_digits
 
-__all__ = ["dequantise", "quantise", "sum_digits"]
+__all__ = ["add_shared", "dequantise", "quantise", "quantise_shared", "sum_digits"]
 
 
 def quantise(
@@ -33,6 +34,28 @@ def dequantise(
     factor = scale[_block(blocks, where)]
     levels = torch.from_numpy(grid.values.copy())[unpack_digits(words, layout, end - begin)]
     where.write(torch.where(torch.isfinite(factor), levels * factor, factor), x, accumulate)
+
+
+def quantise_shared(
+    x: torch.Tensor, blocks: BlockTable, grid: SharedRandomGrid, integers: torch.Tensor, layout: DigitLayout,
+    round: int, stream: int, out: torch.Tensor,
+) -> None:  # fmt: skip
+    where = GroupIndex(blocks.table)
+    uniform = where.uniform(round, stream)
+    point = _count(where.values(x) * grid.inverse, uniform.to(torch.float32), grid.points)
+    digits = (point + _integers(integers, blocks, where)) // grid.integers
+    digits = torch.where(where.inside, digits, layout.base // 2 - (uniform >> 23))
+    pack_digits(digits.reshape(-1), layout, out)
+
+
+def add_shared(
+    words: torch.Tensor, blocks: BlockTable, scale: torch.Tensor, grid: SharedRandomGrid, integers: torch.Tensor,
+    layout: DigitLayout, x: torch.Tensor,
+) -> None:  # fmt: skip
+    where = GroupIndex(blocks.table)
+    digits, factor = unpack_digits(words, layout, blocks.table.groups), scale[_block(blocks, where)]
+    levels = torch.from_numpy(grid.values.copy())[_integers(integers, blocks, where), digits]
+    where.write(torch.where(torch.isfinite(factor), levels * factor, factor), x, accumulate=True)
 
 
 def sum_digits(
@@ -62,3 +85,9 @@ def _block(blocks: BlockTable, where: GroupIndex) -> torch.Tensor:
     """Return the block of each element, ``[G, 80]``."""
     first, phase = (torch.from_numpy(c.copy())[where.segment, None] for c in (blocks.first[:-1], blocks.phase))
     return first + (phase + where.within) // blocks.block_size
+
+
+def _integers(integers: torch.Tensor, blocks: BlockTable, where: GroupIndex) -> torch.Tensor:
+    """Return the integer of each element, ``[G, 80]``."""
+    phase = torch.from_numpy(blocks.phase.copy())[where.segment, None]
+    return integers.to(torch.int64)[(phase + where.within) % blocks.block_size]

@@ -8,15 +8,15 @@ from numba import njit
 
 from gradwire.kernels.numba_core.philox_scalar import five_words
 
-__all__ = ["quantise_even", "quantise_steps", "write_levels"]
+__all__ = ["quantise_even", "quantise_sought", "quantise_steps", "write_levels"]
 
 _f32, _i32, _u16 = np.float32, np.int32, np.uint16
 _UNIT = _f32(1 << 24)
 
 
 @njit(nogil=True)
-def _count_even(scaled, uniform, steps):
-    top = _f32(steps)
+def _count_even(scaled, uniform, grid):
+    top = _f32(grid.steps)
     t = _f32(scaled * _f32(top * _f32(1 / (1 << 24))))
     if not t < top:
         t = top
@@ -34,7 +34,20 @@ def _count_steps(scaled, uniform, grid):
 
 
 @njit(nogil=True)
-def _quantise(even, x, first, count, scales, grid, noise, digits, at):
+def _count_sought(scaled, uniform, grid):
+    cells = grid.cells
+    t = _f32(_f32(scaled * cells.per_unit) + cells.shift)
+    if not t > 0:
+        t = _f32(0)
+    if not t < cells.last:
+        t = _f32(cells.last)
+    step = cells.step[_i32(t)]
+    step += _i32(scaled > cells.border[_i32(t)])
+    return _i32(step + _i32(_f32(_f32(uniform * grid.gap[step]) + grid.edge[step]) < scaled))
+
+
+@njit(nogil=True)
+def _quantise(count_of, x, first, count, scales, grid, noise, digits, at):
     factors = np.empty(5, np.float32)
     block, left = scales.block, scales.left
     for group in range((count + 79) // 80):
@@ -53,19 +66,24 @@ def _quantise(even, x, first, count, scales, grid, noise, digits, at):
                 scaled = _f32(value * factors[plane])
                 if not grid.signed:
                     scaled = abs(scaled)
-                c = _count_even(scaled, uniform, grid.steps) if even else _count_steps(scaled, uniform, grid)
+                c = count_of(scaled, uniform, grid)
                 minus = np.signbit(value) and not grid.signed
                 digits[at + e] = _u16(grid.negative - c if minus else grid.positive + c)
 
 
 @njit(nogil=True)
 def quantise_even(x, first, count, scales, grid, noise, digits, at):
-    _quantise(True, x, first, count, scales, grid, noise, digits, at)
+    _quantise(_count_even, x, first, count, scales, grid, noise, digits, at)
 
 
 @njit(nogil=True)
 def quantise_steps(x, first, count, scales, grid, noise, digits, at):
-    _quantise(False, x, first, count, scales, grid, noise, digits, at)
+    _quantise(_count_steps, x, first, count, scales, grid, noise, digits, at)
+
+
+@njit(nogil=True)
+def quantise_sought(x, first, count, scales, grid, noise, digits, at):
+    _quantise(_count_sought, x, first, count, scales, grid, noise, digits, at)
 
 
 @njit(nogil=True)

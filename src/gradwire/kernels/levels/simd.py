@@ -15,7 +15,7 @@ from gradwire.kernels.numba_core.vectors import F32, I16, I32, I64, Emitter, loo
 from gradwire.kernels.packing.simd import write_scaled
 from gradwire.kernels.table import GROUP_SIZE, LANES, PLANES
 
-__all__ = ["quantise_even", "quantise_steps", "write_levels"]
+__all__ = ["quantise_even", "quantise_sought", "quantise_steps", "write_levels"]
 
 _SIGN = 0x80000000
 _AHEAD = 2560  # elements from here to what is fetched from memory meanwhile
@@ -48,6 +48,26 @@ def _step_counts(e: Emitter, values: list[Any], uniform: list[Any], grid: Any) -
         return [b.add(c, b.zext(p, vector(I32, LANES))) for c, p in zip(counts, passed)]
 
     return loop(b, grid.steps, 1, [e.constant(0)] * len(values), body)
+
+
+def _sought_counts(e: Emitter, values: list[Any], uniform: list[Any], grid: Any) -> list[Any]:
+    """Count the steps passed, of many: those before the value's own for sure, and that one by chance."""
+    b, cells, counts = e.b, grid.cells, []
+    edges, gaps = grid.edge.pointer(0, F32), grid.gap.pointer(0, F32)
+    steps, borders = cells.step.pointer(0, I32), cells.border.pointer(0, F32)
+    per_unit, shift, last = e.splat(cells.per_unit), e.splat(cells.shift), e.splat(b.trunc(cells.last, I32))
+    zero, top = e.constant(0.0, F32), b.sitofp(last, vector(F32, LANES))
+    for value, u in zip(values, uniform):
+        t = b.fadd(b.fmul(value, per_unit), shift)
+        # These orders of operands make zero of a NaN, which has no integer.
+        t = b.select(b.fcmp_ordered(">", t, zero), t, zero)
+        t = b.select(b.fcmp_ordered("<", t, top), t, top)
+        step, border = e.pick_all([(steps, I32), (borders, F32)], b.fptosi(t, vector(I32, LANES)))
+        step = b.add(step, b.zext(b.fcmp_ordered(">", value, border), vector(I32, LANES)))
+        edge, gap = e.pick_all([(edges, F32), (gaps, F32)], step)
+        passed = b.fcmp_ordered("<", b.fadd(b.fmul(u, gap), edge), value)
+        counts.append(b.add(step, b.zext(passed, vector(I32, LANES))))
+    return counts
 
 
 def _quantise(
@@ -115,6 +135,12 @@ def quantise_even(e, x, first, count, scales, grid, noise, digits, at):
 def quantise_steps(e, x, first, count, scales, grid, noise, digits, at):
     """Write the digits of ``count`` elements from ``x[first]``, any levels, to ``digits[at]`` and on."""
     _quantise(e, x, first, count, scales, grid, noise, digits, at, _step_counts)
+
+
+@vector_body()
+def quantise_sought(e, x, first, count, scales, grid, noise, digits, at):
+    """Write the digits of ``count`` elements from ``x[first]``, many levels, to ``digits[at]`` and on."""
+    _quantise(e, x, first, count, scales, grid, noise, digits, at, _sought_counts)
 
 
 def _even_levels(e: Emitter, values: Any, number: Any) -> Callable[[Any], Any]:

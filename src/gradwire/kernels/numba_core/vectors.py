@@ -241,16 +241,22 @@ class Emitter:
 
         One scalar load a lane: no slower than the gathers of the CPUs that have them, on some twice as fast.
         """
+        return self.pick_all([(pointer, element)], index)[0]
+
+    def pick_all(self, tables: Sequence[tuple[Any, Any]], index: Any) -> list[Any]:
+        """Load the elements at a vector of 32-bit indices from several tables, each a pointer and a type."""
         b, lanes, one = self.b, index.type.count, ir.Constant(I64, 0xFFFFFFFF)
-        pointer = b.bitcast(pointer, element.as_pointer())
+        pointers = [b.bitcast(pointer, element.as_pointer()) for pointer, element in tables]
         # Taken out in pairs, which halves the moves between vector and scalar registers.
         pairs = b.bitcast(index, vector(I64, lanes // 2))
-        picked = self.constant(0, element, lanes)
+        picked = [self.constant(0, element, lanes) for _, element in tables]
         for pair in range(lanes // 2):
             both = b.extract_element(pairs, ir.Constant(I32, pair))
             halves = b.and_(both, one), b.lshr(both, ir.Constant(I64, 32))
             for lane, place in enumerate(halves if _LITTLE else halves[::-1], 2 * pair):
-                picked = b.insert_element(picked, b.load(b.gep(pointer, [place])), ir.Constant(I32, lane))
+                for i, pointer in enumerate(pointers):
+                    loaded = b.load(b.gep(pointer, [place]))
+                    picked[i] = b.insert_element(picked[i], loaded, ir.Constant(I32, lane))
         return picked
 
     def expand_load(self, pointer: Any, element: Any, mask: Any) -> Any:

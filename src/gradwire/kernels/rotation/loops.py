@@ -17,7 +17,7 @@ from gradwire.kernels.packing.loops import pack, tile_groups, unpack
 __all__ = ["RotationLoops", "decode_rotated_range", "encode_rotated_range", "rotate_back_range", "rotate_range"]
 
 # Of all that this is compiled from: what Numba keeps on disk is kept under this name (``make digests``).
-DIGEST = "0c726486ada592fb"
+DIGEST = "bd5c8887309963b8"
 
 rotate_block = either("rotate_block", "rotation.scalar", "rotation.simd")
 rotate_block_back = either("rotate_block_back", "rotation.scalar", "rotation.simd")

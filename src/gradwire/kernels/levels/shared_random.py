@@ -1,0 +1,80 @@
+"""Levels whose digits stand for values that depend on a random integer, which sender and receiver draw alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from gradwire.errors import HyperparameterError
+from gradwire.kernels.levels.grid import Grid, GridColumns
+from gradwire.kernels.ternary.operations import inverse_scale
+
+__all__ = ["SharedRandomColumns", "SharedRandomGrid"]
+
+_MOST_INTEGERS = 256
+
+
+class SharedRandomColumns(NamedTuple):
+    """A :class:`SharedRandomGrid`, as compiled code takes it: in one object.
+
+    With the integer h, digit d stands for ``values.values[d H + h]``; ``integers`` is H, and ``shift`` its logarithm.
+    """
+
+    points: GridColumns
+    values: GridColumns
+    inverse: npt.NDArray[np.float32]
+    integers: int
+    shift: int
+    middle: int
+
+
+class SharedRandomGrid:
+    """Points t_0 < ... < t_n that values are rounded to, digits for them, and what a digit stands for.
+
+    A value is rounded without bias to one of its two neighbours among the points, as by :class:`Grid`, and beyond the
+    ends to the end. With an integer h in 0 .. H - 1, point g becomes the digit ``floor((g + h) / H)``, which is read as
+    ``values[h, digit]``. Where sender and receiver draw the same h, uniform, a digit tells more than which of a few
+    levels a value is near to.
+
+    Args:
+        points: ``(base - 1) H + 1`` of them, ascending from -T to T.
+        values: ``[H, base]``; H is a power of two, 256 at most.
+
+    Attributes:
+        points: The grid of the points over T.
+        values: float32 ``[H, base]``, read-only.
+        base: Number of digits.
+        integers: H.
+        inverse: 2^24 / T, float32 ``[1]``.
+        columns: What compiled code takes.
+
+    Raises:
+        HyperparameterError: numbers do not fit each other, or points do not ascend from -T to T.
+    """
+
+    __slots__ = ("base", "columns", "integers", "inverse", "points", "values")
+
+    def __init__(self, points: Sequence[float], values: npt.NDArray[np.float64]) -> None:
+        t = np.asarray(points, np.float64)
+        self.values = np.asarray(values).astype(np.float32)
+        self.integers, self.base = self.values.shape
+        if self.integers > _MOST_INTEGERS or self.integers & (self.integers - 1):
+            raise HyperparameterError(f"{self.integers} integers: a power of two up to {_MOST_INTEGERS} is needed")
+        if len(t) != (self.base - 1) * self.integers + 1:
+            raise HyperparameterError(f"{len(t)} points do not make {self.base} digits with {self.integers} integers")
+        self.points = Grid.ordered((t / t[-1]).tolist())
+        self.inverse = inverse_scale(torch.tensor([t[-1]], dtype=torch.float32))
+        by_digit = np.ascontiguousarray(self.values.T).reshape(-1)
+        for array in (self.values, by_digit):
+            array.flags.writeable = False
+        self.columns = SharedRandomColumns(
+            self.points.columns, self.points.columns._replace(values=by_digit), self.inverse.numpy(), self.integers,
+            self.integers.bit_length() - 1, self.base // 2,
+        )  # fmt: skip
+
+    def __repr__(self) -> str:
+        return f"SharedRandomGrid({self.points.steps + 1} points, {self.base} digits, {self.integers} integers)"
