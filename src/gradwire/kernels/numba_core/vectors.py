@@ -287,10 +287,15 @@ class Emitter:
         """Count the lanes of a mask (i64)."""
         return self.call("llvm.ctpop.i64", I64, [self.mask_bits(mask)])
 
-    def prefetch(self, pointer: Any) -> None:
-        """Fetch the cache line of an address, which may be anything, into all caches."""
-        pointer = self.b.bitcast(pointer, I8.as_pointer())
-        self.call("llvm.prefetch.p0", ir.VoidType(), [pointer, *(ir.Constant(I32, v) for v in (0, 3, 1))])
+    def prefetch(self, pointer: Any, first: bool = True) -> None:
+        """Fetch the cache line of an address, which may be anything, into all caches; or into all but the first."""
+        pointer, nearness = self.b.bitcast(pointer, I8.as_pointer()), 3 if first else 2
+        self.call("llvm.prefetch.p0", ir.VoidType(), [pointer, *(ir.Constant(I32, v) for v in (0, nearness, 1))])
+
+    def is_aligned(self, pointer: Any) -> Any:
+        """Return whether an address is a multiple of 64 bytes."""
+        rest = self.b.and_(self.b.ptrtoint(pointer, I64), ir.Constant(I64, 63))
+        return self.b.icmp_signed("==", rest, ir.Constant(I64, 0))
 
     def shift_left(self, value: Any, bits: int) -> Any:
         """Shift every lane by a constant."""

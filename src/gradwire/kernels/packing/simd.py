@@ -15,6 +15,7 @@ from gradwire.kernels.table import LANES
 __all__ = ["end_streams", "pack_blocks", "sum_words", "unpack_blocks", "write_scaled"]
 
 _AHEAD_BYTES = 1024
+_TOGETHER = 4  # blocks that are packed at a time
 _FLAT = vector(I32, LANES)
 
 
@@ -28,20 +29,29 @@ def pack_blocks(e, digits, blocks, layout, word, out, at):
     source, target = digits.pointer(0, given), out.pointer(at, I8)
     per_word, bases = layout.digits, e.splat(b.trunc(layout.base, I32))
 
-    def block(index: Any, _: Any) -> list[Any]:
-        last = b.mul(b.add(b.mul(index, per_word), b.sub(per_word, ir.Constant(I64, 1))), ir.Constant(I64, LANES))
+    def some(first: Any, number: Any, together: int) -> None:
+        """Pack ``number`` blocks from block ``first`` on, so many at a time: a digit waits for the one before."""
 
-        def digit(plane: Any, values: list[Any]) -> list[Any]:
-            here = e.load(e.at(source, b.sub(last, b.mul(plane, ir.Constant(I64, LANES))), given), given)
-            here = b.fptosi(here, _FLAT) if given is F32 else b.zext(here, _FLAT)
-            return [b.add(b.mul(values[0], bases), here)]
+        def body(index: Any, _: Any) -> list[Any]:
+            own = [b.add(b.add(first, index), ir.Constant(I64, k)) for k in range(together)]
+            ends = [b.sub(b.mul(b.add(i, ir.Constant(I64, 1)), per_word), ir.Constant(I64, 1)) for i in own]
 
-        (value,) = loop(b, per_word, 1, [e.constant(0)], digit)
-        value = value if bits == 32 else b.trunc(value, vector(ir.IntType(bits), LANES))
-        e.store(value, e.at(target, b.mul(index, ir.Constant(I64, LANES * bits // 8)), I8))
-        return []
+            def digit(plane: Any, values: list[Any]) -> list[Any]:
+                here = [e.at(source, b.mul(b.sub(end, plane), ir.Constant(I64, LANES)), given) for end in ends]
+                new = [e.load(place, given) for place in here]
+                new = [b.fptosi(n, _FLAT) if given is F32 else b.zext(n, _FLAT) for n in new]
+                return [b.add(b.mul(value, bases), n) for value, n in zip(values, new)]
 
-    loop(b, blocks, 1, [], block)
+            for i, value in zip(own, loop(b, per_word, 1, [e.constant(0)] * together, digit)):
+                word = value if bits == 32 else b.trunc(value, vector(ir.IntType(bits), LANES))
+                e.store(word, e.at(target, b.mul(i, ir.Constant(I64, LANES * bits // 8)), I8))
+            return []
+
+        loop(b, number, together, [], body)
+
+    fours = b.and_(blocks, ir.Constant(I64, -_TOGETHER))
+    some(ir.Constant(I64, 0), fours, _TOGETHER)
+    some(fours, b.sub(blocks, fours), 1)
 
 
 class _Words:

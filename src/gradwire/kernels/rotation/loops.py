@@ -7,17 +7,22 @@ import numpy as np
 from numba import njit
 
 from gradwire.kernels.levels.loops import Scales
-from gradwire.kernels.numba_core.compiled import TILE_GROUPS, Compiled, one_row
+from gradwire.kernels.numba_core.compiled import STREAMED_GROUPS, Compiled, one_row
 from gradwire.kernels.numba_core.overloads import either, kept
 from gradwire.kernels.numba_core.segments import Noise, draw_of
 from gradwire.kernels.numba_core.vectors import prefer_wide
 from gradwire.kernels.packing.divisions import word_table
-from gradwire.kernels.packing.loops import pack, tile_groups, unpack
+from gradwire.kernels.packing.loops import end_streams, pack, tile_groups, unpack
+from gradwire.kernels.rotation.blocks import MOST_BLOCK
+from gradwire.kernels.table import LANES
 
 __all__ = ["RotationLoops", "decode_rotated_range", "encode_rotated_range", "rotate_back_range", "rotate_range"]
 
 # Of all that this is compiled from: what Numba keeps on disk is kept under this name (``make digests``).
-DIGEST = "bd5c8887309963b8"
+DIGEST = "092b5c759cfe8211"
+
+_TILE_GROUPS = 10
+"""Groups of digits that are unpacked at a time: with them, a block of 4096 coordinates fills the L1 cache."""
 
 rotate_block = either("rotate_block", "rotation.scalar", "rotation.simd")
 rotate_block_back = either("rotate_block_back", "rotation.scalar", "rotation.simd")
@@ -64,65 +69,94 @@ def _noise(table, block, draw):
 
 
 @njit(nogil=True)
-def _rotate(simd, x, table, block, factor, draw, z, place):
-    size = table.place[block + 1] - table.place[block]
-    if factor == 0:
-        z[place : place + size] = np.float32(0)
-    else:
-        rotate_block(
-            simd, x, table.offset[block], table.numel[block], table.start[block], factor, _noise(table, block, draw),
-            z, place, size,
-        )  # fmt: skip
+def _room(size):
+    """Return memory for so many values that begins with a cache line: vectors that lie in two take twice as long."""
+    room = np.empty(size + LANES, np.float32)
+    skip = -(room.ctypes.data // 4) % LANES
+    return room[skip : skip + size]
 
 
 @njit(nogil=True)
-def _rotate_back(simd, z, place, table, block, factor, draw, x, accumulate):
-    at, numel, size = table.offset[block], table.numel[block], table.place[block + 1] - table.place[block]
-    if np.isfinite(factor):
-        rotate_block_back(
-            simd, z, place, size, table.start[block], factor, _noise(table, block, draw), x, at, numel, accumulate
-        )
-    else:
-        for e in range(at, at + numel):
-            x[e] = x[e] + factor if accumulate else factor
+def _many(table, begin, end):
+    """Return whether blocks ``begin .. end`` are so many that they are better written past the caches."""
+    return table.place[end] - table.place[begin] >= 80 * STREAMED_GROUPS
 
 
+@njit(nogil=True)
+def _move(values, begin, end):
+    """Move values to the front, in parts that do not overlap: for others the compiler has no vectors."""
+    for at in range(begin, end, begin):
+        part = values[at : min(at + begin, end)]
+        to = values[at - begin : at - begin + part.size]
+        for i in range(part.size):
+            to[i] = part[i]
+
+
+@njit(nogil=True)
+def _fill(x, at, numel, value, accumulate):
+    for e in range(at, at + numel):
+        x[e] = x[e] + value if accumulate else value
+
+
+# The bodies stand in the loops themselves: in a function between, inlined or not, a rotation takes a fifth longer.
 @kept(DIGEST)
 def rotate_range(simd, x, table, factor, draw, begin, end, z):
     """Rotate blocks ``begin .. end``."""
     prefer_wide()
+    room, streamed = _room(MOST_BLOCK), _many(table, begin, end)
     for block in range(begin, end):
-        _rotate(simd, x, table, block, factor[block], draw, z, table.place[block])
+        size, f = table.place[block + 1] - table.place[block], factor[block]
+        if f == 0:
+            z[table.place[block] : table.place[block + 1]] = np.float32(0)
+        else:
+            rotate_block(
+                simd, x, table.offset[block], table.numel[block], table.start[block], f, _noise(table, block, draw),
+                z, table.place[block], size, room, streamed,
+            )  # fmt: skip
+    end_streams(simd)
 
 
 @kept(DIGEST)
 def rotate_back_range(simd, z, table, factor, draw, begin, end, x, accumulate):
     """Rotate blocks ``begin .. end`` back."""
     prefer_wide()
+    room, streamed = _room(MOST_BLOCK), _many(table, begin, end) and not accumulate
     for block in range(begin, end):
-        _rotate_back(simd, z, table.place[block], table, block, factor[block], draw, x, accumulate)
+        size, f = table.place[block + 1] - table.place[block], factor[block]
+        if np.isfinite(f):
+            rotate_block_back(
+                simd, z, table.place[block], size, table.start[block], f, _noise(table, block, draw), x,
+                table.offset[block], table.numel[block], accumulate, room, streamed,
+            )  # fmt: skip
+        else:
+            _fill(x, table.offset[block], table.numel[block], f, accumulate)
+    end_streams(simd)
 
 
 @kept(DIGEST)
 def encode_rotated_range(simd, x, table, factor, draw, grid, layout, size, out, inner):
     """Rotate all blocks and pack their coordinates' digits; a block, and what is not yet packed, stay in the cache."""
     prefer_wide()
-    tile = tile_groups(layout.digits, TILE_GROUPS)
-    coordinates = np.empty(size, np.float32)
-    digits = np.empty(80 * tile + size + 16 * layout.digits + 80, np.uint16)
+    whole = 80 * layout.digits  # digits of whole groups in whole words
+    coordinates = _room(size)
+    digits = np.empty(size + 2 * whole, np.uint16)
     waiting, group = 0, 0
     for block in range(factor.size):
-        count = table.place[block + 1] - table.place[block]
-        _rotate(simd, x, table, block, factor[block], draw, coordinates, 0)
+        count, f = table.place[block + 1] - table.place[block], factor[block]
+        if f == 0:
+            coordinates[:count] = np.float32(0)
+        else:
+            rotate_block(
+                simd, x, table.offset[block], table.numel[block], table.start[block], f, _noise(table, block, draw),
+                coordinates, 0, count, coordinates, False,
+            )  # fmt: skip
         inner[block] = nearest_digits(simd, coordinates, 0, count, grid, digits, waiting)
         waiting += count
-        packed = 0
-        while waiting - packed >= 80 * tile:
-            pack(simd, digits[packed:], tile, layout, out, group)
-            packed, group = packed + 80 * tile, group + tile
+        packed = waiting // whole * whole
         if packed:
-            digits[: waiting - packed] = digits[packed:waiting]
-            waiting -= packed
+            pack(simd, digits, packed // 80, layout, out, group)
+            _move(digits, packed, waiting)
+            waiting, group = waiting - packed, group + packed // 80
     if waiting:
         groups = (waiting + 79) // 80
         digits[waiting : 80 * groups] = layout.base // 2
@@ -131,26 +165,29 @@ def encode_rotated_range(simd, x, table, factor, draw, grid, layout, size, out, 
 
 @kept(DIGEST)
 def decode_rotated_range(simd, words, layout, table, scale, draw, grid, size, x, accumulate):
-    """Unpack the digits of all blocks and rotate their levels back."""
+    """Unpack the digits of all blocks and rotate their levels back; what is in hand stays in the cache."""
     prefer_wide()
-    tile = tile_groups(layout.digits, TILE_GROUPS)
+    tile = tile_groups(layout.digits, _TILE_GROUPS)
     groups = (table.place[scale.size] + 79) // 80
     digits = np.empty(80 * tile + 16 * layout.digits, np.float32)
-    coordinates = np.empty(80 * tile + size, np.float32)
+    coordinates = _room(80 * tile + size)
     one = Scales(np.ones(1, np.float32), 0, 1 << 40, 0, 1 << 40)
-    block, waiting = 0, 0
-    for group in range(0, groups, tile):
-        number = min(tile, groups - group)
-        unpack(simd, words, 0, number, layout, group, digits)
-        write_levels(simd, digits, 0, 80 * number, grid, one, coordinates, waiting, False, False)
-        waiting += 80 * number
-        done = 0
-        while block < scale.size:
-            count = table.place[block + 1] - table.place[block]
-            if waiting - done < count:
-                break
-            _rotate_back(simd, coordinates, done, table, block, scale[block], draw, x, accumulate)
-            block, done = block + 1, done + count
-        if done:
-            coordinates[: waiting - done] = coordinates[done:waiting]
-            waiting -= done
+    streamed = _many(table, 0, scale.size) and not accumulate
+    group, waiting = 0, 0
+    for block in range(scale.size):
+        count, f = table.place[block + 1] - table.place[block], scale[block]
+        while waiting < count:
+            number = min(tile, groups - group)
+            unpack(simd, words, 0, number, layout, group, digits)
+            write_levels(simd, digits, 0, 80 * number, grid, one, coordinates, waiting, False, False)
+            waiting, group = waiting + 80 * number, group + number
+        if np.isfinite(f):
+            rotate_block_back(
+                simd, coordinates, 0, count, table.start[block], f, _noise(table, block, draw), x,
+                table.offset[block], table.numel[block], accumulate, coordinates, streamed,
+            )  # fmt: skip
+        else:
+            _fill(x, table.offset[block], table.numel[block], f, accumulate)
+        _move(coordinates, count, waiting)
+        waiting -= count
+    end_streams(simd)

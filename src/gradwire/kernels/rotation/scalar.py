@@ -37,7 +37,7 @@ def _step(values, h):
 
 
 @njit(nogil=True)
-def rotate_block(x, at, numel, start, factor, noise, z, place, size):
+def rotate_block(x, at, numel, start, factor, noise, z, place, size, room, streamed):
     coordinates = z[place : place + size]
     for e in range(size):
         coordinates[e] = _f32(x[at + e] * factor) if e < numel else _f32(0)
@@ -49,7 +49,7 @@ def rotate_block(x, at, numel, start, factor, noise, z, place, size):
 
 
 @njit(nogil=True)
-def rotate_block_back(z, place, size, start, factor, noise, x, at, numel, accumulate):
+def rotate_block_back(z, place, size, start, factor, noise, x, at, numel, accumulate, room, streamed):
     coordinates = z[place : place + size]
     h = size // 2
     while h:

@@ -7,7 +7,7 @@ four within each vector and four between them; the other steps take sixteen vect
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,104 +17,14 @@ from numba.core import cgutils
 
 from gradwire.kernels.levels.grid import UNIT
 from gradwire.kernels.numba_core.philox_simd import PhiloxVectors
-from gradwire.kernels.numba_core.vectors import F32, I16, I32, I64, Emitter, loop, vector, vector_body
+from gradwire.kernels.numba_core.vectors import F32, I16, I32, Emitter, loop, vector, vector_body
+from gradwire.kernels.rotation.steps import AHEAD, GROUP, NUMBER, between, lanes, steps_down, steps_up
 from gradwire.kernels.table import LANES
 
 __all__ = ["nearest_digits", "rotate_block", "rotate_block_back"]
 
-_AHEAD = 4096  # elements from here to what is fetched from memory meanwhile
-_GROUP = 16  # vectors
-_GROUP_NUMEL = _GROUP * LANES
+_GROUP_NUMEL = GROUP * LANES
 _SPAN_GROUPS = 8  # groups whose signs 16 blocks of random words decide: two a word
-_NUMBER = lambda value: ir.Constant(I64, value)  # noqa: E731
-
-
-def _lanes(e: Emitter, value: Any, steps: Sequence[int]) -> Any:
-    """Do steps within a vector."""
-    for h in steps:
-        partner = e.shuffle(value, value, [lane ^ h for lane in range(LANES)])
-        # The lower of two becomes u + v, the upper one u - v, where a partner is u. A product with one is exact, so
-        # that one rounding is that of the sum.
-        signs = e.constants([-1.0 if lane & h else 1.0 for lane in range(LANES)], F32)
-        value = e.lanewise("fma", value, signs, partner)
-    return value
-
-
-def _between(e: Emitter, values: list[Any], steps: Sequence[int]) -> list[Any]:
-    """Do steps between whole vectors."""
-    b = e.b
-    for h in steps:
-        for j in range(len(values)):
-            if not j & h:
-                u, v = values[j], values[j + h]
-                values[j], values[j + h] = b.fadd(u, v), b.fsub(u, v)
-    return values
-
-
-def _pass(e: Emitter, z: Any, vectors: Any, stride: Any, radix: int, steps: Sequence[int]) -> None:
-    """Do ``radix`` vectors' steps in place, on vectors that lie ``stride`` vectors apart."""
-    b = e.b
-    run = b.mul(stride, _NUMBER(radix))
-
-    def outer(index: Any, _: Any) -> list[Any]:
-        first = b.mul(index, run)
-
-        def inner(j: Any, _: Any) -> list[Any]:
-            here = e.at(z, b.mul(b.add(first, j), _NUMBER(LANES)), F32)
-            places = [e.at(here, b.mul(stride, _NUMBER(LANES * k)), F32) for k in range(radix)]
-            for place, value in zip(places, _between(e, [e.load(p, F32, align=4) for p in places], steps)):
-                e.store(value, place, align=4)
-            return []
-
-        loop(b, stride, 1, [], inner)
-        return []
-
-    loop(b, b.sdiv(vectors, run), 1, [], outer)
-
-
-def _while(b: Any, start: Any, goes_on: Callable[[Any], Any], turn: Callable[[Any], Any]) -> Any:
-    """Emit a loop that carries one number: ``turn`` makes the next of each for which ``goes_on``; return the last."""
-    before = b.block
-    head, inner, after = (b.append_basic_block(name) for name in ("head", "body", "after"))
-    b.branch(head)
-    b.position_at_end(head)
-    number = b.phi(I64)
-    number.add_incoming(start, before)
-    b.cbranch(goes_on(number), inner, after)
-    b.position_at_end(inner)
-    following = turn(number)
-    number.add_incoming(following, b.block)
-    b.branch(head)
-    b.position_at_end(after)
-    return number
-
-
-def _apart(e: Emitter, z: Any, vectors: Any, ascending: bool) -> None:
-    """Do the steps between vectors of different groups: ascending from the nearest, or descending to it."""
-    b = e.b
-    steps = {radix: [h for h in (1, 2, 4, 8) if h < radix] for radix in (2, _GROUP)}
-
-    def passes(radix: int) -> None:
-        def up(stride: Any) -> Any:
-            _pass(e, z, vectors, stride, radix, steps[radix])
-            return b.mul(stride, _NUMBER(radix))
-
-        def down(reach: Any) -> Any:
-            stride = b.sdiv(reach, _NUMBER(radix))
-            _pass(e, z, vectors, stride, radix, steps[radix][::-1])
-            return stride
-
-        nonlocal place
-        if ascending:
-            place = _while(b, place, lambda s: b.icmp_signed("<=", b.mul(s, _NUMBER(radix)), vectors), up)
-        else:
-            least = _NUMBER(_GROUP * radix)
-            place = _while(b, place, lambda reach: b.icmp_signed(">=", reach, least), down)
-
-    # A stride that was reached going up; going down, the vectors of what is left to transform.
-    place = _NUMBER(_GROUP) if ascending else vectors
-    for radix in (_GROUP, 2):
-        passes(radix)
 
 
 def _groups(e: Emitter, start: Any, vectors: Any, noise: Any, use: Callable[[Any, list[Any]], None]) -> None:
@@ -123,30 +33,30 @@ def _groups(e: Emitter, start: Any, vectors: Any, noise: Any, use: Callable[[Any
     room = cgutils.alloca_once(b, ir.ArrayType(vector(I32, LANES), 4))
     words_at = b.bitcast(room, I32.as_pointer())
     # Groups are counted in the parameter: those of the block are first .. last.
-    first = b.sdiv(start, _NUMBER(_GROUP_NUMEL))
-    last = b.add(first, b.sdiv(vectors, _NUMBER(_GROUP)))
-    span = b.sdiv(first, _NUMBER(_SPAN_GROUPS))
-    spans = b.sub(b.sdiv(b.add(last, _NUMBER(_SPAN_GROUPS - 1)), _NUMBER(_SPAN_GROUPS)), span)
+    first = b.sdiv(start, NUMBER(_GROUP_NUMEL))
+    last = b.add(first, b.sdiv(vectors, NUMBER(GROUP)))
+    span = b.sdiv(first, NUMBER(_SPAN_GROUPS))
+    spans = b.sub(b.sdiv(b.add(last, NUMBER(_SPAN_GROUPS - 1)), NUMBER(_SPAN_GROUPS)), span)
     fields = {"key0": noise.key0, "key1": noise.key1, "round": noise.round, "stream": noise.stream}
 
     def one_span(index: Any, _: Any) -> list[Any]:
         here = b.add(span, index)
-        source = PhiloxVectors(e, SimpleNamespace(**fields, block=b.mul(here, _NUMBER(LANES))))
+        source = PhiloxVectors(e, SimpleNamespace(**fields, block=b.mul(here, NUMBER(LANES))))
         for number, word in enumerate(source.words(source.products())[0]):
             e.store(word, e.at(words_at, LANES * number, I32), align=4)
-        low, high = b.mul(here, _NUMBER(_SPAN_GROUPS)), b.mul(b.add(here, _NUMBER(1)), _NUMBER(_SPAN_GROUPS))
+        low, high = b.mul(here, NUMBER(_SPAN_GROUPS)), b.mul(b.add(here, NUMBER(1)), NUMBER(_SPAN_GROUPS))
         begin = b.select(b.icmp_signed("<", low, first), first, low)
         end = b.select(b.icmp_signed("<", last, high), last, high)
 
         def one_group(t: Any, _: Any) -> list[Any]:
             group = b.add(begin, t)
             within = b.sub(group, low)
-            word = e.load(e.at(words_at, b.mul(b.lshr(within, _NUMBER(1)), _NUMBER(LANES)), I32), I32, align=4)
+            word = e.load(e.at(words_at, b.mul(b.lshr(within, NUMBER(1)), NUMBER(LANES)), I32), I32, align=4)
             # The lower half of its bits is for the first of its two groups: the group's bits become the upper half.
-            shift = b.mul(b.sub(_NUMBER(1), b.and_(within, _NUMBER(1))), _NUMBER(_GROUP))
+            shift = b.mul(b.sub(NUMBER(1), b.and_(within, NUMBER(1))), NUMBER(GROUP))
             word = b.shl(word, e.splat(b.trunc(shift, I32)))
-            signs = [b.and_(e.shift_left(word, 15 - v), e.constant(0x80000000)) for v in range(_GROUP)]
-            use(b.mul(b.sub(group, first), _NUMBER(_GROUP)), signs)
+            signs = [b.and_(e.shift_left(word, 15 - v), e.constant(0x80000000)) for v in range(GROUP)]
+            use(b.mul(b.sub(group, first), NUMBER(GROUP)), signs)
             return []
 
         loop(b, b.sub(end, begin), 1, [], one_group)
@@ -160,74 +70,89 @@ def _flipped(e: Emitter, value: Any, signs: Any) -> Any:
 
 
 @vector_body()
-def rotate_block(e, x, at, numel, start, factor, noise, z, place, size):
-    """Write the coordinates of the block of ``numel`` elements from ``x[at]`` to ``z[place : place + size]``."""
+def rotate_block(e, x, at, numel, start, factor, noise, z, place, size, room, streamed):
+    """Write the coordinates of the block of ``numel`` elements from ``x[at]`` to ``z[place : place + size]``.
+
+    ``streamed`` sends them past the caches; until then they lie in ``room``, which begins with a cache line.
+    """
     b, factors = e.b, e.splat(factor)
-    source, target = x.pointer(at, F32), z.pointer(place, F32)
-    vectors = b.sdiv(size, _NUMBER(LANES))
+    source, result = x.pointer(at, F32), z.pointer(place, F32)
+    vectors = b.sdiv(size, NUMBER(LANES))
+    streamed = b.and_(streamed, b.and_(e.is_aligned(result), b.icmp_signed(">", vectors, NUMBER(GROUP))))
+    target = b.select(streamed, room.pointer(0, F32), result)
 
     def use(first: Any, signs: list[Any]) -> None:
-        begin = b.mul(first, _NUMBER(LANES))
+        begin = b.mul(first, NUMBER(LANES))
         there, here = e.at(source, begin, F32), e.at(target, begin, F32)
         left = b.sub(numel, begin)
-        partial = b.icmp_signed("<", left, _NUMBER(_GROUP_NUMEL))
+        partial = b.icmp_signed("<", left, NUMBER(_GROUP_NUMEL))
         with b.if_then(partial):
 
             def masked(k: Any, _: Any) -> list[Any]:
-                at = b.mul(k, _NUMBER(LANES))
+                at = b.mul(k, NUMBER(LANES))
                 value = e.masked_load(e.at(there, at, F32), F32, e.first_lanes(b.sub(left, at)))
                 e.store(value, e.at(here, at, F32), align=4)
                 return []
 
-            loop(b, _NUMBER(_GROUP), 1, [], masked)
+            loop(b, NUMBER(GROUP), 1, [], masked)
         pointer = b.select(partial, here, there)
         values = []
         for k, sign in enumerate(signs):
             at = e.at(pointer, LANES * k, F32)
-            e.prefetch(e.at(at, _AHEAD, F32))
+            e.prefetch(e.at(at, AHEAD, F32), first=False)
             value = _flipped(e, b.fmul(e.load(at, F32, align=4), factors), sign)
-            values.append(_lanes(e, value, (1, 2, 4, 8)))
-        for k, value in enumerate(_between(e, values, (1, 2, 4, 8))):
+            values.append(lanes(e, value, (1, 2, 4, 8)))
+        for k, value in enumerate(between(e, values, (1, 2, 4, 8))):
             e.store(value, e.at(here, LANES * k, F32), align=4)
 
     _groups(e, start, vectors, noise, use)
-    _apart(e, target, vectors, ascending=True)
+    steps_up(e, target, result, vectors, streamed)
 
 
 @vector_body()
-def rotate_block_back(e, z, place, size, start, factor, noise, x, at, numel, accumulate):
-    """Write the block with the coordinates ``z[place : place + size]`` to ``x[at : at + numel]``, or add it."""
+def rotate_block_back(e, z, place, size, start, factor, noise, x, at, numel, accumulate, room, streamed):
+    """Write the block with the coordinates ``z[place : place + size]`` to ``x[at : at + numel]``, or add it.
+
+    ``streamed`` sends what is written past the caches; ``room`` has place for ``size`` values.
+    """
     b, factors = e.b, e.splat(factor)
-    source, target = z.pointer(place, F32), x.pointer(at, F32)
-    vectors = b.sdiv(size, _NUMBER(LANES))
-    _apart(e, source, vectors, ascending=False)
+    target = x.pointer(at, F32)
+    vectors = b.sdiv(size, NUMBER(LANES))
+    streamed = b.and_(streamed, e.is_aligned(target))
+    source = steps_down(e, z.pointer(place, F32), room.pointer(0, F32), vectors)
 
     def use(first: Any, signs: list[Any]) -> None:
-        begin = b.mul(first, _NUMBER(LANES))
+        begin = b.mul(first, NUMBER(LANES))
         here, there = e.at(source, begin, F32), e.at(target, begin, F32)
         left = b.sub(numel, begin)
-        values = [e.load(e.at(here, LANES * k, F32), F32, align=4) for k in range(_GROUP)]
-        values = [_lanes(e, value, (8, 4, 2, 1)) for value in _between(e, values, (8, 4, 2, 1))]
+        values = [e.load(e.at(here, LANES * k, F32), F32, align=4) for k in range(GROUP)]
+        values = [lanes(e, value, (8, 4, 2, 1)) for value in between(e, values, (8, 4, 2, 1))]
         values = [_flipped(e, b.fmul(value, factors), sign) for value, sign in zip(values, signs)]
-        with b.if_else(b.icmp_signed("<", left, _NUMBER(_GROUP_NUMEL))) as (partial, whole):
+        with b.if_else(b.icmp_signed("<", left, NUMBER(_GROUP_NUMEL))) as (partial, whole):
             with partial:
                 for k, value in enumerate(values):
                     e.store(value, e.at(here, LANES * k, F32), align=4)
 
                 def masked(k: Any, _: Any) -> list[Any]:
-                    at = b.mul(k, _NUMBER(LANES))
+                    at = b.mul(k, NUMBER(LANES))
                     to, mask = e.at(there, at, F32), e.first_lanes(b.sub(left, at))
                     value, before = e.load(e.at(here, at, F32), F32, align=4), e.masked_load(to, F32, mask)
                     e.masked_store(b.select(accumulate, b.fadd(before, value), value), to, mask)
                     return []
 
-                loop(b, _NUMBER(_GROUP), 1, [], masked)
+                loop(b, NUMBER(GROUP), 1, [], masked)
             with whole, b.if_else(accumulate) as (adds, writes):
-                for branch, adding in ((adds, True), (writes, False)):
-                    with branch:
+                with adds:
+                    for k, value in enumerate(values):
+                        to = e.at(there, LANES * k, F32)
+                        e.store(b.fadd(e.load(to, F32, align=4), value), to, align=4)
+                with writes, b.if_else(streamed) as (past, stays):
+                    with past:
                         for k, value in enumerate(values):
-                            to = e.at(there, LANES * k, F32)
-                            e.store(b.fadd(e.load(to, F32, align=4), value) if adding else value, to, align=4)
+                            e.stream(value, e.at(there, LANES * k, F32))
+                    with stays:
+                        for k, value in enumerate(values):
+                            e.store(value, e.at(there, LANES * k, F32), align=4)
 
     _groups(e, start, vectors, noise, use)
 
@@ -242,14 +167,14 @@ def nearest_digits(e, z, place, size, grid, digits, at):
     plus, minus = (e.splat(b.trunc(digit, I32)) for digit in (grid.positive, grid.negative))
 
     def some(index: Any, totals: list[Any]) -> list[Any]:
-        first = b.mul(index, _NUMBER(LANES * unit))
-        values = [e.load(e.at(source, b.add(first, _NUMBER(LANES * k)), F32), F32, align=4) for k in range(unit)]
+        first = b.mul(index, NUMBER(LANES * unit))
+        values = [e.load(e.at(source, b.add(first, NUMBER(LANES * k)), F32), F32, align=4) for k in range(unit)]
         magnitudes = [e.lanewise("fabs", value) for value in values]
         scaled = [b.fmul(m, e.constant(UNIT, F32)) for m in magnitudes]
 
         def step(k: Any, carried: list[Any]) -> list[Any]:
             edge = e.splat(b.load(e.at(edges, k, F32)))
-            level = e.splat(b.load(e.at(levels, b.add(k, _NUMBER(1)), F32)))
+            level = e.splat(b.load(e.at(levels, b.add(k, NUMBER(1)), F32)))
             passed = [b.fcmp_ordered(">", s, edge) for s in scaled]
             chosen = [b.select(p, level, c) for p, c in zip(passed, carried[:unit])]
             counts = [b.add(c, b.zext(p, vector(I32, LANES))) for p, c in zip(passed, carried[unit:])]
@@ -261,11 +186,11 @@ def nearest_digits(e, z, place, size, grid, digits, at):
             total = b.fadd(total, b.fmul(magnitude, level))
             below = b.icmp_signed("<", b.bitcast(value, vector(I32, LANES)), e.constant(0))
             digit = b.select(below, b.sub(minus, count), b.add(plus, count))
-            to = e.at(target, b.add(first, _NUMBER(LANES * k)), I16)
+            to = e.at(target, b.add(first, NUMBER(LANES * k)), I16)
             e.store(b.trunc(digit, vector(I16, LANES)), to, align=2)
         return [total]
 
-    (total,) = loop(b, b.sdiv(size, _NUMBER(LANES * unit)), 1, [e.constant(0.0, F32)], some)
+    (total,) = loop(b, b.sdiv(size, NUMBER(LANES * unit)), 1, [e.constant(0.0, F32)], some)
     half = LANES // 2
     while half:
         partner = e.shuffle(total, total, [(lane + half) % LANES for lane in range(LANES)])

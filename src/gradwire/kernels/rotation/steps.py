@@ -1,0 +1,142 @@
+# mypy: disable-error-code="no-untyped-call, no-untyped-def, misc, untyped-decorator"
+"""The steps of a Walsh-Hadamard transform in explicit vectors: within a vector, between vectors, between groups."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from llvmlite import ir
+
+from gradwire.kernels.numba_core.vectors import F32, I64, Emitter, loop
+from gradwire.kernels.table import LANES
+
+__all__ = ["AHEAD", "GROUP", "NUMBER", "between", "lanes", "steps_down", "steps_up"]
+
+AHEAD = 4096  # elements from here to what is fetched from memory meanwhile
+GROUP = 16  # neighbouring vectors that are in registers together
+_SQUARE = GROUP * GROUP  # vectors whose steps take two passes, each with sixteen vectors in registers
+NUMBER = lambda value: ir.Constant(I64, value)  # noqa: E731
+
+
+def lanes(e: Emitter, value: Any, steps: Sequence[int]) -> Any:
+    """Do steps within a vector."""
+    for h in steps:
+        partner = e.shuffle(value, value, [lane ^ h for lane in range(LANES)])
+        # The lower of two becomes u + v, the upper one u - v, where a partner is u. A product with one is exact, so
+        # that one rounding is that of the sum.
+        signs = e.constants([-1.0 if lane & h else 1.0 for lane in range(LANES)], F32)
+        value = e.lanewise("fma", value, signs, partner)
+    return value
+
+
+def between(e: Emitter, values: list[Any], steps: Sequence[int]) -> list[Any]:
+    """Do steps between whole vectors."""
+    b = e.b
+    for h in steps:
+        for j in range(len(values)):
+            if not j & h:
+                u, v = values[j], values[j + h]
+                values[j], values[j + h] = b.fadd(u, v), b.fsub(u, v)
+    return values
+
+
+def _pass(
+    e: Emitter, source: Any, target: Any, vectors: Any, stride: Any, steps: Sequence[int], streamed: bool, ahead: bool
+) -> None:
+    """Do the steps of ``2^len(steps)`` vectors at a time, which lie ``stride`` vectors apart, from source to target.
+
+    ``streamed`` sends the results past the caches; ``ahead`` fetches what lies behind the source meanwhile.
+    """
+    b, radix = e.b, 1 << len(steps)
+    run = b.mul(stride, NUMBER(radix))
+
+    def outer(index: Any, _: Any) -> list[Any]:
+        first = b.mul(index, run)
+
+        def inner(j: Any, _: Any) -> list[Any]:
+            here = b.mul(b.add(first, j), NUMBER(LANES))
+            places = [b.add(here, b.mul(stride, NUMBER(LANES * k))) for k in range(radix)]
+            values = []
+            for place in places:
+                at = e.at(source, place, F32)
+                if ahead:
+                    e.prefetch(e.at(at, AHEAD, F32), first=False)
+                values.append(e.load(at, F32, align=4))
+            for place, value in zip(places, between(e, values, steps)):
+                to = e.at(target, place, F32)
+                if streamed:
+                    e.stream(value, to)
+                else:
+                    e.store(value, to, align=4)
+            return []
+
+        loop(b, stride, 1, [], inner)
+        return []
+
+    loop(b, b.sdiv(vectors, run), 1, [], outer)
+
+
+def _while(b: Any, start: Any, comparison: str, end: Any, turn: Callable[[Any], Any]) -> Any:
+    """Emit a loop that carries one number: ``turn`` makes the next one while it compares so to ``end``; return it."""
+    before = b.block
+    head, inner, after = (b.append_basic_block(name) for name in ("head", "body", "after"))
+    b.branch(head)
+    b.position_at_end(head)
+    number = b.phi(I64)
+    number.add_incoming(start, before)
+    b.cbranch(b.icmp_signed(comparison, number, end), inner, after)
+    b.position_at_end(inner)
+    following = turn(number)
+    number.add_incoming(following, b.block)
+    b.branch(head)
+    b.position_at_end(after)
+    return number
+
+
+def steps_up(e: Emitter, z: Any, target: Any, vectors: Any, streamed: Any) -> None:
+    """Do the steps between vectors of different groups, from the nearest on, in place; or at last to ``target``.
+
+    ``streamed`` says whether, and that what is written there goes past the caches.
+    """
+    b = e.b
+    four = b.icmp_signed(">=", vectors, NUMBER(_SQUARE))
+
+    def turn(stride: Any) -> Any:
+        wide = b.and_(four, b.icmp_signed("==", stride, NUMBER(GROUP)))
+        reached = b.select(wide, NUMBER(_SQUARE), b.shl(stride, NUMBER(1)))
+        last = b.and_(streamed, b.icmp_signed("==", reached, vectors))
+
+        def some(stride: Any, steps: Sequence[int]) -> None:
+            with b.if_else(last) as (leaves, stays):
+                with leaves:
+                    _pass(e, z, target, vectors, stride, steps, streamed=True, ahead=False)
+                with stays:
+                    _pass(e, z, z, vectors, stride, steps, streamed=False, ahead=False)
+
+        with b.if_else(wide) as (then, otherwise):
+            with then:
+                some(NUMBER(GROUP), (1, 2, 4, 8))
+            with otherwise:
+                some(stride, (1,))
+        return reached
+
+    _while(b, NUMBER(GROUP), "<", vectors, turn)
+
+
+def steps_down(e: Emitter, z: Any, room: Any, vectors: Any) -> Any:
+    """Do the steps between vectors of different groups, down to the nearest, in ``room``; return where they end."""
+    b = e.b
+
+    def turn(reach: Any) -> Any:
+        source = b.select(b.icmp_signed("==", reach, vectors), z, room)
+        wide, half = b.icmp_signed("==", reach, NUMBER(_SQUARE)), b.ashr(reach, NUMBER(1))
+        with b.if_else(wide) as (then, otherwise):
+            with then:
+                _pass(e, source, room, vectors, NUMBER(GROUP), (8, 4, 2, 1), streamed=False, ahead=True)
+            with otherwise:
+                _pass(e, source, room, vectors, half, (1,), streamed=False, ahead=True)
+        return b.select(wide, NUMBER(GROUP), half)
+
+    _while(b, vectors, ">", NUMBER(GROUP), turn)
+    return b.select(b.icmp_signed("==", vectors, NUMBER(GROUP)), z, room)
