@@ -39,7 +39,7 @@ class FakeLink:
     built: Any = None
 
     def __init__(self, parameters: Any, method: Any, **options: Any) -> None:
-        self.rank, self.world_size, self.method = 1, 4, method
+        self.rank, self.world_size, self.method = 1, 4, gw.method(method)
         self.buckets: list[tuple[int, list[str], int, bool]] = []
         FakeLink.built = [name for name, _ in parameters], method, options
 
@@ -132,7 +132,7 @@ def test_modules_that_cannot_have_a_hook_are_refused(module: DistributedDataPara
     with pytest.raises(gw.IncompatibleError, match="process_group differs from the module's own"):
         gw.attach(module, "qsgd", process_group=other)
     gw.attach(module, "qsgd")
-    with pytest.raises(gw.IncompatibleError, match="already exchanges by 'qsgd'"):
+    with pytest.raises(gw.IncompatibleError, match="already exchanges by QSGD"):
         gw.attach(module, "qsgd")
     sparse = DistributedDataParallel(nn.Sequential(nn.Embedding(3, 2, sparse=True)))
     with pytest.raises(gw.IncompatibleError, match="module '0' makes sparse gradients"):

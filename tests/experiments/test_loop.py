@@ -31,7 +31,7 @@ TIMES_S = [0.5, 0.125, 0.25, 1.0]
 class Scripted:
     """An engine whose gradient is always one, and whose losses are given; a link that sends 100 bytes a step."""
 
-    rank, world_size = 0, 4
+    rank, world_size, local = 0, 4, False
     now_s = 10.0
 
     def __init__(self) -> None:

@@ -59,7 +59,7 @@ class DiLoCo(LocalStepsMethod):
 
     name: ClassVar[str] = "diloco"
     unbiased: ClassVar[bool] = False
-    unbiased_note: ClassVar[str | None] = "no, an outer step; the difference is as by the method inside"
+    unbiased_note: ClassVar[str | None] = "no, an outer step"
     properties: ClassVar[Properties] = Properties(
         summary="Workers step by themselves; an outer optimizer steps by the mean of what they changed",
         paper="Douillard et al., 2023",

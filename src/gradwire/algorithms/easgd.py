@@ -55,7 +55,7 @@ class EASGD(LocalStepsMethod):
 
     name: ClassVar[str] = "easgd"
     unbiased: ClassVar[bool] = True
-    unbiased_note: ClassVar[str | None] = "the mean of parameters, as the method inside"
+    unbiased_note: ClassVar[str | None] = "the mean of parameters"
     properties: ClassVar[Properties] = Properties(
         summary="Workers step by themselves, drawn to a centre that follows their mean",
         paper="Zhang et al., NIPS 2015",

@@ -54,7 +54,7 @@ class LocalSGD(LocalStepsMethod):
 
     name: ClassVar[str] = "local_sgd"
     unbiased: ClassVar[bool] = True
-    unbiased_note: ClassVar[str | None] = "the mean of parameters, as the method inside"
+    unbiased_note: ClassVar[str | None] = "the mean of parameters"
     properties: ClassVar[Properties] = Properties(
         summary="Workers step by themselves; their parameters are averaged every few steps by any method",
         paper="Stich, ICLR 2019",

@@ -78,7 +78,7 @@ class DistributedEngine:
         self.ddp = DistributedDataParallel(self.model)
         self.optimizer = plan.task.build_optimizer(self.model)
         self.link = gw.attach(self.ddp, plan.method, **link_options(plan, self.optimizer))
-        self.local = self.link.method.local_steps > 0
+        self.local = gw.method(plan.method).local_steps > 0
 
     def _decay(self, parameter: Tensor) -> Callable[[Tensor], Tensor]:
         """Add the decay term to the gradient before DDP sees it, as part of the differentiated loss."""
