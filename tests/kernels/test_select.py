@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 import warnings
 from pathlib import Path
 
@@ -41,6 +42,26 @@ def selected(clock: Clock, file: Path | None = None) -> Automatic:
 @pytest.fixture(autouse=True)
 def own_record(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(select, "_chosen", {})
+
+
+def test_a_wait_for_the_processor_is_no_variants_slowness(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A choice is kept: one made while others use the processor must be the same."""
+    test = self_test.SELF_TESTS["moments"]
+
+    def timed(kernels: Kernels, size: int = 1) -> list[torch.Tensor]:
+        if size == 1:
+            return test(kernels)
+        if kernels.name == "cpu":
+            time.sleep(0.02)
+            return []
+        began = time.process_time()
+        while time.process_time() - began < 0.004:
+            pass
+        return []
+
+    monkeypatch.setitem(self_test.SELF_TESTS, "moments", timed)
+    backends = {name: BACKENDS[name](1) for name in ("cpu", "cpu-plain", "reference")}
+    assert Automatic(backends, file=None).family("moments").simd is True
 
 
 @pytest.mark.parametrize(

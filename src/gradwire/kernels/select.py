@@ -57,7 +57,8 @@ class Automatic:
 
     Args:
         backends: ``cpu``, ``cpu-plain`` and ``reference``.
-        clock: Tells the time in seconds.
+        clock: Tells the time in seconds; by default the processor's of this process, since a wait for a processor that
+            others use would be kept as a variant's slowness.
         file: Where times are kept; by default in Numba's cache directory, None: nowhere.
     """
 
@@ -66,7 +67,7 @@ class Automatic:
     def __init__(
         self,
         backends: Mapping[str, Backend],
-        clock: Callable[[], float] = time.perf_counter,
+        clock: Callable[[], float] = time.process_time,
         file: Path | str | None = "default",
     ) -> None:
         self._backends, self._kernels = backends, {name: Kernels(backend) for name, backend in backends.items()}
