@@ -38,8 +38,8 @@ LOSSES = {
         "diverge at all three rates. It is for vectors with few frequencies."
     ),
     "SketchedAMSGrad": (
-        "a thousandth of the elements is 82 of which an adaptive step moves each by about the rate: in 300 steps most elements move a few times. With a hundredth "
-        "it reaches the mark."
+        "a thousandth of the elements is 82 a step, and an adaptive step moves each of them by about the learning rate: in 300 steps most elements move a few "
+        "times at most. With a hundredth of the elements it reaches the mark."
     ),
     "ErrorFeedback(RandK)": (
         "an element waits for a hundred rounds on average, and then comes as the sum of what was left, under the optimizer's momentum: "

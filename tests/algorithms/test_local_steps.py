@@ -232,7 +232,7 @@ def test_fields_and_uses_that_make_no_sense_are_refused() -> None:
         ("LocalSGD(inner=SignSGD())", "whose outcome is a mean"),
         ("LocalSGD(inner=DiLoCo())", "whose outcome is a mean"),
         ("DiLoCo(outer_lr=0.0)", "outer_lr is above 0"),
-        ("DiLoCo(outer_momentum=1.0)", "at least 0 and below 1"),
+        ("DiLoCo(outer_momentum=1.0)", "outer_momentum is a number from 0 to below 1"),
         ("EASGD(alpha=1.0)", "alpha is above 0 and below 1"),
         ("ErrorFeedback(decay=0.0)", "decay is above 0"),
     ):

@@ -193,11 +193,15 @@ def by_hand() -> tuple[torch.Tensor, list[str]]:
     """A loop without DDP, which counts its steps itself; and uses that make no sense."""
     rank, module, told = torch.distributed.get_rank(), built(), []
     link = gw.Link(module.named_parameters(), "LocalSGD(every=2)", min_numel=0, optimizer=None)
-    with torch.no_grad():
-        for _ in range(2):
-            for p in module.parameters():
-                p.add_(float(rank))
-            link.after_step()
+    # Its optimizer was not given to the link, which must not count its steps a second time.
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+    for step in range(2):
+        for p in module.parameters():
+            p.grad = torch.full_like(p, -float(rank))
+        optimizer.step()
+        link.after_step()
+        if link.round != step:
+            told.append(f"{link.round} exchanges after {step + 1} steps")
     plain = gw.Link(built().named_parameters(), "terngrad")
     for use in (plain.after_step, plain.synchronise, plain.global_parameters):
         try:

@@ -99,6 +99,7 @@ def attach(
     if link.method.local_steps:
         # Of rank 0 before every forward they would be traffic, and overwrite what ranks have seen themselves.
         module.broadcast_buffers = False
+        link.local.count_any_optimizer()
         link.local.buffers = [b for b in module.module.buffers() if b.is_floating_point()]
     _count_buffers(module, link)
     return link

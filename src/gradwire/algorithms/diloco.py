@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
 
+from gradwire.algorithms.local_momentum import checked_momentum
 from gradwire.algorithms.local_steps import LocalStepsMethod
 from gradwire.compressors import FP32
 from gradwire.local_steps import GLOBAL, VELOCITY
@@ -71,13 +73,11 @@ class DiLoCo(LocalStepsMethod):
 
     def __post_init__(self) -> None:
         self.check_inner()
-        for name, low, high in (("outer_lr", 0.0, float("inf")), ("outer_momentum", -1.0, 1.0)):
-            value = getattr(self, name)
-            number = isinstance(value, int | float) and not isinstance(value, bool)
-            inside = number and low < value < high and (name != "outer_momentum" or value >= 0)
-            told = "above 0" if name == "outer_lr" else "at least 0 and below 1"
-            require(inside, "DiLoCo", f"{name} is {told}, not {value!r}")
-            object.__setattr__(self, name, float(value))
+        rate = self.outer_lr
+        number = isinstance(rate, int | float) and not isinstance(rate, bool)
+        require(number and 0 < rate < math.inf, "DiLoCo", f"outer_lr is above 0, not {rate!r}")
+        object.__setattr__(self, "outer_lr", float(rate))
+        object.__setattr__(self, "outer_momentum", checked_momentum("DiLoCo", self.outer_momentum, "outer_momentum"))
         require(isinstance(self.nesterov, bool), "DiLoCo", f"nesterov is True or False, not {self.nesterov!r}")
 
     def step_(

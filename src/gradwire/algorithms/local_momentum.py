@@ -16,14 +16,14 @@ from gradwire.wrappers.wrapper import WrappedPlan, pieces
 __all__ = ["LocalMomentum", "checked_momentum", "forget_momentum"]
 
 
-def checked_momentum(owner: str, value: object) -> float:
-    """Return a factor of momentum as a float.
+def checked_momentum(owner: str, value: object, field: str = "momentum") -> float:
+    """Return a factor of momentum, of the field of that name, as a float.
 
     Raises:
         HyperparameterError: it is not a number of at least 0 and below 1.
     """
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    require(number and 0 <= value < 1, owner, f"momentum is a number from 0 to below 1, not {value!r}")  # type: ignore[operator]
+    require(number and 0 <= value < 1, owner, f"{field} is a number from 0 to below 1, not {value!r}")  # type: ignore[operator]
     return float(value)  # type: ignore[arg-type]
 
 

@@ -10,7 +10,7 @@ import torch
 
 from gradwire.compressors import FP32, Cast, Compressor
 from gradwire.local_steps import GLOBAL
-from gradwire.methods import Inherited, Method, require
+from gradwire.methods import Method, require
 from gradwire.protocols.bucket_plan import Algorithm, BucketPlan, PlanSetting
 from gradwire.wrappers.wrapper import Around
 
@@ -34,8 +34,6 @@ class LocalStepsMethod(Around):
 
     remembers_beside: ClassVar[tuple[str, ...]] = (GLOBAL,)
     """The vectors that it keeps, as long as the parameters, the same on all ranks."""
-
-    collectives: ClassVar[Inherited] = Inherited("wrapped")
 
     @property
     def wrapped(self) -> Method:

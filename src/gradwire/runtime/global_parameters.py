@@ -108,19 +108,26 @@ class GlobalParameters:
         state["global"][STEPS] = torch.tensor(self.steps)
         state["replicated"].update(kept)
 
-    def load(self, state: State) -> dict[str, dict[str, torch.Tensor]]:
-        """Take back what :meth:`add_state` added, and return the state without it.
+    def _kinds(self) -> list[str]:
+        return [GLOBAL] if self._velocity is None else [GLOBAL, VELOCITY]
+
+    def check(self, state: State) -> None:
+        """Check that a link's state has what :meth:`add_state` adds.
 
         Raises:
-            IncompatibleError: the global parameters are not there, as in the state of a method without local steps.
+            IncompatibleError: it has not, as that of a method without local steps.
         """
-        kept, kinds = state["replicated"], [GLOBAL] if self._velocity is None else [GLOBAL, VELOCITY]
+        kept, kinds = state["replicated"], self._kinds()
         missing = [f"{kind}/{name}" for kind in kinds for name in self.held if f"{kind}/{name}" not in kept]
         if missing or STEPS not in state["global"]:
             raise IncompatibleError(
                 f"the state has no {missing[0] if missing else STEPS!r}: it is of a method without local steps; attach "
                 f"{self.method!r} without loading it, and the parameters as they are become the global ones"
             )
+
+    def load(self, state: State) -> dict[str, dict[str, torch.Tensor]]:
+        """Take back what :meth:`add_state` added and :meth:`check` has passed; return the state without it."""
+        kept, kinds = state["replicated"], self._kinds()
         for name, x in self.held.items():
             x.copy_(kept[f"{GLOBAL}/{name}"].reshape(-1))
             if self._velocity is not None:

@@ -132,8 +132,7 @@ class Link(LocalStepsUser):
             for i in range(count)
         ]
         heartbeat = Heartbeat(store, self.rank, self.world_size)
-        # What local steps have changed has no scale.
-        scaler = None if self.method.local_steps else grad_scaler
+        scaler = None if self.method.local_steps else grad_scaler  # differences of parameters have no scale
         self._runtime = LinkRuntime(own_lanes, heartbeat, diagnostics, grad_scaler=scaler, check=self.options.check)
         self._channel = ControlChannel(own_lanes[0], self._runtime.failed_between_buckets)
         self._step: StepBuffer | None = None
@@ -380,6 +379,8 @@ class Link(LocalStepsUser):
             IncompatibleError: it is not a link's state, or not all of one, or a value cannot be.
         """
         check_state(state, self._parameters, self.method, simulated=False)
+        if self._local is not None:
+            self._local.parameters.check(state)
 
     # ------------------------------------------------------------------ pickling
 

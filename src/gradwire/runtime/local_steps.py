@@ -105,6 +105,7 @@ class LocalSteps:
         self.parameters, self._named, self._most = parameters, named, most
         self._exchange, self._runtime, self._channel = weakref.WeakMethod(exchange), runtime, channel
         self.buffers: list[torch.Tensor] = []
+        self._hooks: list[Callable[[], None]] = []
         self._synchronous = False
 
     @classmethod
@@ -182,7 +183,24 @@ class LocalSteps:
                 buffer.copy_(part.view(buffer.shape))
 
     def bind(self, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> Callable[[], None]:
-        """Count the steps of an optimizer from now on, and return what ends that."""
+        """Count the steps of an optimizer or a scaler, if there is one; return what ends all counting."""
+        if optimizer is not None or self._grad_scaler:
+            self._hooks.append(on_steps(optimizer, self._grad_scaler, parameters, self._stepped()))
+        hooks = self._hooks
+
+        def unbind() -> None:
+            for remove in hooks:
+                remove()
+
+        return unbind
+
+    def count_any_optimizer(self) -> None:
+        """Count the steps of whichever optimizer holds the parameters, unless one or a scaler is known already."""
+        if not self._hooks:
+            self._hooks.append(on_steps(None, None, self._named, self._stepped()))
+
+    def _stepped(self) -> Callable[[], None]:
+        """Return what counts a step, and does not keep the link alive."""
         local = weakref.ref(self)
 
         def stepped() -> None:
@@ -190,7 +208,7 @@ class LocalSteps:
             if found is not None:
                 found.after_step()
 
-        return on_steps(optimizer, self._grad_scaler, parameters, stepped)
+        return stepped
 
 
 def on_steps(
@@ -225,7 +243,7 @@ def on_steps(
     def any_stepped(found: torch.optim.Optimizer, *_: object) -> None:
         if not first and any(id(p) in ours for group in found.param_groups for p in group["params"]):
             first.append(id(found))
-        # Of several optimizers the first one's steps count: all of them step once between two exchanges.
+        # Of several optimizers the first one's steps count. What others change later travels with the next exchange.
         if first == [id(found)]:
             stepped()
 
