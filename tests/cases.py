@@ -414,6 +414,15 @@ TABLE: dict[str, list[Case]] = {
             memory=True,
             amplifies=True,
         ),
+        Case(
+            gw.GTopK(density=0.05, values=gw.QSGDinf(levels=3, block_size=64)),
+            lambda n: doubling(0.05 * (math.log2(7) + 0.5 + 5.8))(n),
+            error=1.01,
+            constants=False,
+            coded=True,
+            memory=True,
+            amplifies=True,
+        ),
     ],
     "sketched_sgd": [
         Case(

@@ -138,6 +138,28 @@ def test_bytes_grow_with_the_logarithm_of_the_workers(workers: int) -> None:
     assert 1000 * (32 + 7.5) / 8 < sent < 1000 * (32 + 8.3) / 8 + 100
 
 
+@pytest.mark.parametrize("collective", ["tree", "two_shot_merged"])
+def test_what_levels_lose_stays_behind_and_all_ranks_draw_alike(collective: str) -> None:
+    """Every merge rounds to levels again, in all who do it with the same random numbers; ``check`` compares ranks."""
+    method = gw.GTopK(density=0.05, values=gw.QSGDinf(levels=3, block_size=16))
+    parameters = [("a", torch.empty(300)), ("b", torch.empty(500))]
+    link = gw.SimulatedLink(parameters, method, 5, min_numel=0, check=True, collective=collective)
+    before, means = torch.zeros(5, 800), []
+    for round in range(4):
+        g = heavy(5, 800, seed=round, alike=1.0)
+        means.append(link.reduce_(g.clone()))
+        state = link.state_dict()
+        after = torch.stack([state[f"rank {rank}"]["residual/(model)"] for rank in range(5)])
+        total = 5 * means[-1].double() + after.double().sum(0)
+        # Sums of float32 values of a few hundred, a few of them in each element.
+        assert torch.allclose(total, (before + g).double().sum(0), rtol=1e-5, atol=1e-3)
+        before = after
+    # Three levels and zero of a maximum: no more magnitudes than three in each block of sixteen.
+    kept = means[0][means[0] != 0].abs()
+    assert len(kept) > 20
+    assert len(kept.unique()) <= 3 * (len(kept) // 16 + 10)
+
+
 def test_what_rounding_loses_stays_behind() -> None:
     g = gaussian(3, 800, seed=10)
     found = gw.simulate(g, gw.GTopK(density=0.05, values=gw.BF16()))
@@ -147,6 +169,6 @@ def test_what_rounding_loses_stays_behind() -> None:
 
 
 def test_fields_are_checked() -> None:
-    for bad in ({"density": 0}, {"blocks": "layer"}, {"values": gw.QSGDinf()}, {"momentum": 1.0}):
+    for bad in ({"density": 0}, {"blocks": "layer"}, {"values": gw.QSGDinf(block_size=4096)}, {"momentum": 1.0}):
         with pytest.raises(HyperparameterError):
             gw.GTopK(**bad)

@@ -75,7 +75,7 @@ def test_a_narrow_mean_is_rounded_at_the_workers_and_once_more() -> None:
     codec.add_own(codes[1], NoSummary(), 1.0, own)
     assert torch.allclose(own, 3 * products[1], rtol=1e-6, atol=0)
     merged, both = torch.empty(9), torch.empty_like(codes[0])
-    codec.merge(codes[0], codes[1], both)
+    codec.merge([codes[0], codes[1]], Draw(0, 0), both)
     codec.decode_mean(both, NoSummary(), 0, codec.units, merged)
     assert torch.equal(merged, (products[0] + products[1]).bfloat16().float())
 

@@ -8,10 +8,11 @@ from typing import Any, ClassVar
 
 import torch
 
+from gradwire.algorithms.contraction import check_contraction
 from gradwire.algorithms.error_feedback import ResidualAlgorithm, momentum_beside_residual
 from gradwire.algorithms.local_momentum import checked_momentum
-from gradwire.compressors import BF16, FP32, TopK
-from gradwire.methods import Method, Properties, require
+from gradwire.compressors import FP32, TopK
+from gradwire.methods import Method, Properties
 from gradwire.protocols.bucket_plan import BucketPlan, PlanSetting, SectionPlan
 
 __all__ = ["GTopK"]
@@ -38,12 +39,13 @@ class GTopK(ResidualAlgorithm):
         density: Share k/d of the elements, above 0 to 1.
         blocks: "model": the largest of all parameters together, as the authors' program does, which needs the whole
             step; or "parameter": those of each.
-        values: How values travel: ``FP32()`` or ``BF16()``; what rounding loses is kept, too.
+        values: How values travel: ``FP32()``, ``BF16()``, or an operator with levels that is a contraction, as for
+            :class:`TopK`; every merge rounds once more. What rounding loses is kept, too.
         momentum: Applied before compression, as :class:`ErrorFeedback` describes; above 0 the optimizer must have
             none.
 
     Raises:
-        HyperparameterError: a field is out of range.
+        HyperparameterError: a field is out of range, or ``values`` is no contraction.
 
     With the option ``collective="two_shot_merged"``, and ``blocks="model"``, the elements are dealt to the workers in
     shares. Each worker merges all workers' k / N largest of its own share and tells all others the k / N largest of
@@ -82,8 +84,8 @@ class GTopK(ResidualAlgorithm):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "momentum", checked_momentum("GTopK", self.momentum))
-        require(isinstance(self.values, FP32 | BF16), "GTopK", f"values is FP32() or BF16(), not {self.values!r}")
         operator = TopK(density=self.density, blocks=self.blocks, values=self.values)
+        check_contraction("GTopK", operator, "so its residual may grow without bound", "no residual")
         object.__setattr__(self, "density", operator.density)
 
     @property

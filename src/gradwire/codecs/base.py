@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
@@ -160,13 +160,13 @@ LeftOut: TypeAlias = Callable[[torch.Tensor, float], None]
 
 
 class MergeableCodec(Codec):
-    """A codec of which two ranks' codes can be made one of the same kind: these can travel along a tree."""
+    """A codec of which several ranks' codes can be made one of the same kind: along a tree, or by owners of shares."""
 
     @abstractmethod
-    def merge(self, low: torch.Tensor, high: torch.Tensor, out: torch.Tensor) -> LeftOut | None:
-        """Write codes of the sum of what two codes of all units stand for, or of a part of it, into ``out``.
+    def merge(self, rows: Sequence[torch.Tensor], draw: Draw, out: torch.Tensor) -> LeftOut | None:
+        """Write codes of the sum of what some codes of all units stand for, or of a part of it, into ``out``.
 
-        It is a function of the codes alone: every rank that merges the same two, in the same order, gets the same.
+        It is a function of the codes and of ``draw``: all who merge the same ones in the same order get the same.
 
         Returns:
             What is left out of the sum; None where nothing is.

@@ -83,8 +83,8 @@ class DenseCodec(SummableCodec, MergeableCodec):
     def reduce(self, rows: torch.Tensor, begin: int, out: torch.Tensor) -> None:
         self._add(list(rows), out)
 
-    def merge(self, low: torch.Tensor, high: torch.Tensor, out: torch.Tensor) -> None:
-        self._add([low, high], out)
+    def merge(self, rows: Sequence[torch.Tensor], draw: Draw, out: torch.Tensor) -> None:
+        self._add(rows, out)
 
     def _add(self, codes: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         """Add values in float32, in the order given, and round their sum."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import struct
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -220,22 +221,22 @@ class SparseCodec(MergeableCodec):
             raise PayloadError(f"a sparse section of {used} bytes does not hold {count} positions and their values")
         return chosen, self.values.read(row[end:used], counts)
 
-    def merge(self, low: torch.Tensor, high: torch.Tensor, out: torch.Tensor) -> LeftOut:
-        """Add values of units that both have, and keep the largest, no more of each block than a rank may send.
+    def merge(self, rows: Sequence[torch.Tensor], draw: Draw, out: torch.Tensor) -> LeftOut:
+        """Add values of units that several have, and keep the largest, no more of each block than a rank may send.
 
-        Units are single elements, and values travel without draws. KeptValues of one unit are added low first.
+        Units are single elements. Values of one unit are added in the order of the rows.
         """
-        (first, mine), (second, theirs) = self.read(low), self.read(high)
-        chosen, where = torch.cat([first, second]).unique(return_inverse=True)
-        values = torch.zeros(len(chosen)).index_add_(0, where, torch.cat([mine, theirs]))
+        positions, kept = zip(*(self.read(row) for row in rows))
+        chosen, where = torch.cat(positions).unique(return_inverse=True)
+        values = torch.zeros(len(chosen)).index_add_(0, where, torch.cat(kept))
         begins = torch.searchsorted(chosen, self._numbers().to(torch.int32)).tolist()
         counts = [b - a for a, b in itertools.pairwise([*begins, len(chosen)])]
         table = SegmentTable(begins, counts, [0] * len(counts), [(0, 0)] * len(counts))
         limit = torch.minimum(self.rule.most(self.blocks), torch.tensor(counts))
-        positions = torch.empty(int(limit.sum()), dtype=torch.int32)
-        self.kernels.select_largest(values, table, limit, positions)
-        stay = torch.repeat_interleave(torch.tensor(begins, dtype=torch.int64), limit) + positions
-        self.write(chosen[stay], values[stay], Draw(0, 0), out)
+        largest = torch.empty(int(limit.sum()), dtype=torch.int32)
+        self.kernels.select_largest(values, table, limit, largest)
+        stay = torch.repeat_interleave(torch.tensor(begins, dtype=torch.int64), limit) + largest
+        self.write(chosen[stay], values[stay], draw, out)
         values[stay] -= self.read(out)[1]
         places = self.table.places(chosen)
 

@@ -7,11 +7,12 @@ from dataclasses import replace
 
 import torch
 
-from gradwire.codecs import LeftOut
+from gradwire.codecs import LeftOut, unread
 from gradwire.ops import Exchange
 from gradwire.protocols.context import Context, Outcome
-from gradwire.protocols.payloads import mergeable, outcome, sized
+from gradwire.protocols.payloads import draw_of, mergeable, outcome, sized
 from gradwire.protocols.shares import Share, send_shares, tell_shares
+from gradwire.seeds import OWNER
 
 __all__ = ["two_shot_merged"]
 
@@ -20,7 +21,8 @@ def two_shot_merged(context: Context, tag: int, shares: Sequence[Share], flat: t
     """Replace ``flat`` by what is left of the mean over ranks when the owner of each share merges all ranks' payloads.
 
     1. Every rank encodes each share by itself and sends it to its owner (all-to-all).
-    2. Every rank merges the payloads of its own share, in the order of ranks, to one of the same kind and size.
+    2. Every rank merges the payloads of its own share, in the order of ranks, to one of the same kind and size, from
+       the owner's stream.
     3. Every rank sends that to all (all-gather), and decodes all shares.
 
     What a merge leaves out counts as not sent by the owner, so that the outcome is the mean of what ranks sent.
@@ -32,15 +34,13 @@ def two_shot_merged(context: Context, tag: int, shares: Sequence[Share], flat: t
     space = context.workspace
     ups, bodies, parts = yield from send_shares(context, tag, [sized(share.up, flat) for share in shares], flat)
     merged, left_out = list[torch.Tensor](), list[LeftOut]()
+    draw = replace(draw_of(context), stream=OWNER, gauge=unread)
     for i, (section, rows) in enumerate(zip(ups[context.rank], parts)):
-        codec, have = mergeable(section.codec), rows[0]
-        for number, row in enumerate(rows[1:]):
-            out = space.get(f"merged {number % 2} {i}", codec.payload_bytes(codec.units))
-            rest = codec.merge(have, row, out)
-            have = out
-            if rest is not None:
-                left_out.append(rest)
-        merged.append(have)
+        codec = mergeable(section.codec)
+        merged.append(space.get(f"merged {i}", codec.payload_bytes(codec.units)))
+        rest = codec.merge(rows.unbind(), draw, merged[-1])
+        if rest is not None:
+            left_out.append(rest)
     yield from tell_shares(context, tag, ups, merged, flat)
     found = outcome(context, [s for part in ups for s in part], [b for part in bodies for b in part], flat)
     encoded = found.sent

@@ -50,7 +50,7 @@ def rows_of(context: Context, packings: Sequence[Packing], variable: bool = Fals
     """Lay out sections: in payloads of a length of their own where that of a section depends on what it holds."""
     variable = variable or any(p.variable for p in packings)
     rows = VariableRows(packings, context.workspace.get) if variable else Rows([p.size for p in packings], padding)
-    return SizedRows(rows) if context.workspace.device == "meta" else rows
+    return SizedRows(rows, padding if variable else 0) if context.workspace.device == "meta" else rows
 
 
 def whole_rows(context: Context, sections: Sequence[Section], variable: bool = False, padding: int = 0) -> PayloadRows:

@@ -44,7 +44,7 @@ class SizedCodec(SummableCodec, MergeableCodec):
     def reduce(self, rows: torch.Tensor, begin: int, out: torch.Tensor) -> None:
         pass
 
-    def merge(self, low: torch.Tensor, high: torch.Tensor, out: torch.Tensor) -> None:
+    def merge(self, rows: Sequence[torch.Tensor], draw: Draw, out: torch.Tensor) -> None:
         pass
 
     def decode_mean(self, data: torch.Tensor, summary: Summary, begin: int, end: int, flat: torch.Tensor) -> None:
@@ -67,11 +67,14 @@ class SizedCodec(SummableCodec, MergeableCodec):
 
 
 class SizedRows:
-    """The layout of payloads, without payloads: rows have the most bytes that they may have."""
+    """The layout of payloads, without payloads: rows have the most bytes that they may have.
 
-    def __init__(self, rows: Rows | VariableRows) -> None:
+    ``padding`` is what rows of another rank's may have beside, so that what one rank sends is the most that any sends.
+    """
+
+    def __init__(self, rows: Rows | VariableRows, padding: int = 0) -> None:
         self._rows = rows
-        self.sizes, self.row_bytes, self.variable = rows.sizes, rows.row_bytes, rows.variable
+        self.sizes, self.row_bytes, self.variable = rows.sizes, rows.row_bytes + padding, rows.variable
 
     def header(self, *, tag: int, round: int, bucket: int, chunk: int, exchange: int = 0) -> Header:
         """Return the header of these payloads."""

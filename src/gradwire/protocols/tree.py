@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from gradwire.codecs import LeftOut
+from gradwire.codecs import LeftOut, unread
 from gradwire.ops import Exchange, SendRecv
 from gradwire.protocols.context import Context, Outcome
 from gradwire.protocols.payloads import Section, draw_of, encode, header, mergeable, remember, sized, whole_rows
+from gradwire.seeds import OWNER
 from gradwire.wire import EVERYONE
 
 __all__ = ["Meeting", "meetings", "tree"]
@@ -80,7 +81,7 @@ def tree(context: Context, tag: int, sections: Sequence[Section], flat: torch.Te
     own = encode(context, sections, flat, [c.units for c in codecs], draw_of(context))
     sections = remember(context, sections, flat)
     have, left_out = own, list[LeftOut]()
-    rounds = list(meetings(rank, world))
+    rounds, draw = list(meetings(rank, world)), replace(draw_of(context), stream=OWNER, gauge=unread)
     for number, meeting in enumerate(rounds):
         head = header(context, layout, tag, context.exchange + number)
         send = space.get("up", 1, layout.row_bytes)
@@ -100,7 +101,7 @@ def tree(context: Context, tag: int, sections: Sequence[Section], flat: torch.Te
         low, high = (have, came) if rank < meeting.source else (came, have)
         have = [space.get(f"merged {number % 2} {i}", len(body)) for i, body in enumerate(own)]
         for codec, a, b, out in zip(codecs, low, high, have):
-            rest = codec.merge(a, b, out)
+            rest = codec.merge([a, b], draw, out)
             if rest is not None and meeting.keeps:
                 left_out.append(rest)
     for section, body in zip(sections, have):
