@@ -503,6 +503,7 @@ TABLE: dict[str, list[Case]] = {
         Case(gw.LocalSGD(inner=gw.QSGDinf(block_size=64)), gather(4 + 32 / 64), variance=levels(range(8), 64, "max")),
     ],
     "diloco": [Case(gw.DiLoCo(), ring(32), error=2e-7)],
+    "streaming_diloco": [Case(gw.StreamingDiLoCo(), ring(32), error=2e-7)],
     "easgd": [Case(gw.EASGD(), ring(32), error=2e-7)],
     "l_greco": [
         Case(gw.LGreCo(), gather(4 + 32 / 512), variance=levels(range(8), 512, "max")),

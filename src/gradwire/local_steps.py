@@ -20,6 +20,22 @@ class StepsLocally(Protocol):
         """Optimizer steps from one exchange to the next."""
 
     @property
+    def fragments(self) -> int:
+        """How many parts of the model are exchanged one after the other."""
+
+    @property
+    def delay(self) -> int:
+        """Steps from the beginning of an exchange to its effect."""
+
+    @property
+    def order(self) -> str:
+        """Which elements a fragment has: "sequential" or "strided"."""
+
+    @property
+    def keeps_own(self) -> bool:
+        """Whether workers' own parameters stay apart from the global ones after an exchange."""
+
+    @property
     def remembers_beside(self) -> tuple[str, ...]:
         """The vectors that it keeps beside those of the method inside: of the kinds above."""
 

@@ -25,6 +25,7 @@ from gradwire.algorithms.signsgd import SignSGD, Signum
 from gradwire.algorithms.sketched_amsgrad import SketchedAMSGrad
 from gradwire.algorithms.sketched_sgd import SketchedSGD
 from gradwire.algorithms.spectral_atomo import SpectralATOMO
+from gradwire.algorithms.streaming_diloco import StreamingDiLoCo
 from gradwire.compressors.atomo import ATOMO
 from gradwire.compressors.cast import BF16, FP16, FP32
 from gradwire.compressors.cat import CAT
@@ -98,6 +99,7 @@ __all__ = [
     "SketchedAMSGrad",
     "SketchedSGD",
     "SpectralATOMO",
+    "StreamingDiLoCo",
     "TernGrad",
     "Threshold",
     "TopK",
@@ -155,6 +157,7 @@ METHODS: tuple[type[Method], ...] = (
     LGreCo,
     LocalSGD,
     DiLoCo,
+    StreamingDiLoCo,
     EASGD,
 )
 """Every method of the package; adding one adds a line here."""

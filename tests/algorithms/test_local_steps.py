@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import pytest
 import torch
 
 import gradwire as gw
+from gradwire.planning import Options, dense_names
+from gradwire.runtime.fragments import Pieces
+from gradwire.segments import flat_view
 
 Optimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 SIZES = {"a": (12, 7), "b": (40,)}
+LARGE = {"a": (60, 40), "b": (100,), "c": (3, 1500), "d": (1100,)}
+"""Some of them are cut into pieces."""
 
 
 def sgd(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
@@ -24,14 +29,21 @@ def adam(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
 class Quadratics:
     """Workers that minimise |A_i (x - c_i)|^2 / 2, each from the same start with an optimizer of its own."""
 
-    def __init__(self, count: int, optimizer: Optimizer = sgd, *, alike: bool = False) -> None:
+    def __init__(
+        self,
+        count: int,
+        optimizer: Optimizer = sgd,
+        *,
+        alike: bool = False,
+        sizes: Mapping[str, tuple[int, ...]] = SIZES,
+    ) -> None:
         generator = torch.Generator().manual_seed(0)
-        start = {name: torch.randn(shape, generator=generator) for name, shape in SIZES.items()}
+        start = {name: torch.randn(shape, generator=generator) for name, shape in sizes.items()}
         self.workers = [{name: torch.nn.Parameter(x.clone()) for name, x in start.items()} for _ in range(count)]
         self.optimizers = [optimizer(list(worker.values())) for worker in self.workers]
         self.targets = [
             {name: (torch.randn(shape, generator=generator), torch.rand(shape, generator=generator) + 0.5)
-             for name, shape in SIZES.items()}
+             for name, shape in sizes.items()}
             for _ in range(count)
         ]  # fmt: skip
         if alike:
@@ -128,6 +140,118 @@ def test_the_outer_step_is_that_of_torchs_sgd(nesterov: bool) -> None:
             optimizer.step()
         found.after_step()
         assert all(torch.equal(a, b) for a, b in zip(outer, found.global_parameters.values()))
+
+
+@pytest.mark.parametrize("inner", [gw.FP32(), gw.EDEN(bits=4), gw.ErrorFeedback()], ids=repr)
+def test_one_fragment_without_delay_or_mixing_is_diloco(inner: gw.Method) -> None:
+    """5: bit for bit."""
+    ours, other = Quadratics(3), Quadratics(3)
+    streaming = gw.StreamingDiLoCo(every=4, fragments=1, delay=0, mixing=0.0, outer_lr=0.7, inner=inner)
+    ours.train(streaming, 14)
+    other.train(gw.DiLoCo(every=4, inner=inner), 14)
+    assert all(torch.equal(ours.flat(worker), other.flat(worker)) for worker in range(3))
+
+
+def by_the_papers_algorithm(ours: Quadratics, method: gw.StreamingDiLoCo, steps: int) -> list[list[torch.Tensor]]:
+    """Algorithm 2 in float64, fragments given as sets of places: the workers' parameters after every step."""
+    pieces = Pieces(ours.workers[0], method.fragments, method.order)
+    numbers, at = {}, 0
+    for name, p in ours.workers[0].items():
+        numbers[name] = torch.arange(at, at + p.numel()).view(p.shape)
+        at += p.numel()
+    counted = Pieces(numbers, method.fragments, method.order)
+    places = [torch.cat([counted[name].reshape(-1) for name in names]) for names in pieces.fragments]
+    held = ours.flat().double()
+    velocity, rows = torch.zeros_like(held), []
+    flying: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def take_effect(own: torch.Tensor, where: torch.Tensor, difference: torch.Tensor) -> None:
+        velocity[where] = method.outer_momentum * velocity[where] + difference
+        held[where] -= method.outer_lr * (difference + method.outer_momentum * velocity[where])
+        own[:, where] = method.mixing * own[:, where] + (1 - method.mixing) * held[where]
+
+    for step in range(1, steps + 1):
+        ours.step()
+        own = torch.stack([ours.flat(worker).double() for worker in range(len(ours.workers))])
+        if step in flying:
+            take_effect(own, *flying.pop(step))
+        for fragment, where in enumerate(places):
+            if step % method.every == (fragment + 1) * method.every // method.fragments % method.every:
+                flying[step + method.delay] = where, (held[where] - own[:, where]).mean(0)
+        if step in flying:
+            take_effect(own, *flying.pop(step))
+        for worker, parameters in enumerate(ours.workers):
+            for p, part in zip(parameters.values(), own[worker].split([x.numel() for x in parameters.values()])):
+                with torch.no_grad():
+                    p.copy_(part.view(p.shape))
+        rows.append(list(own))
+    return rows
+
+
+@pytest.mark.parametrize(("fragments", "delay", "mixing"), [(2, 0, 0.0), (3, 2, 0.5), (4, 1, 0.25), (2, 4, 0.0)])
+@pytest.mark.parametrize("order", ["strided", "sequential"])
+def test_fragments_are_exchanged_as_the_paper_says(fragments: int, delay: int, mixing: float, order: str) -> None:
+    """Schedule, delay and mixing, against the paper's algorithm in float64."""
+    method = gw.StreamingDiLoCo(every=8, fragments=fragments, delay=delay, mixing=mixing, order=order)
+    ours, other = Quadratics(3, sizes=LARGE), Quadratics(3, sizes=LARGE)
+    expected = by_the_papers_algorithm(other, method, 20)
+    found = gw.SimulatedLocalSteps([w.items() for w in ours.workers], method, min_numel=0)
+    for step in range(20):
+        ours.step()
+        found.after_step()
+        for worker in range(3):
+            # A few roundings a step of numbers below 8, carried on by momentum.
+            assert torch.allclose(ours.flat(worker).double(), expected[step][worker], rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("order", ["strided", "sequential"])
+def test_fragments_are_views_of_all_of_the_model(order: str) -> None:
+    ours = Quadratics(1, sizes=LARGE)
+    for count in (1, 2, 4, 7):
+        pieces = Pieces(ours.workers[0], count, order)
+        assert sorted(name for names in pieces.fragments for name in names) == sorted(pieces)
+        marked = dict(ours.workers[0])
+        with torch.no_grad():
+            for number, piece in enumerate(pieces.values()):
+                piece.fill_(number)
+        joined = torch.cat([pieces[name].reshape(-1) for name in pieces.of(list(marked))])
+        assert torch.equal(joined, torch.cat([p.detach().reshape(-1) for p in marked.values()]))
+
+
+def test_a_large_model_is_cut_evenly_and_what_is_dense_stays_so() -> None:
+    """5: at most 1 / F of the elements in one exchange, but for half a row at each end of a run and what is not cut."""
+    parameters = {
+        "e": torch.empty(5000, 64),
+        "w": torch.empty(64, 300).t(),
+        "n": torch.empty(64),
+        "o": torch.empty(2000, 64),
+    }
+    for order, runs in (("strided", 4), ("sequential", 1)):
+        pieces = Pieces(parameters, 4, order)
+        sizes = [sum(pieces[name].numel() for name in names) for names in pieces.fragments]
+        assert sum(sizes) == sum(p.numel() for p in parameters.values())
+        assert max(sizes) <= sum(sizes) / 4 + runs * 64 + 64
+        # Pieces are views in one stretch of memory, also of a parameter that lies transposed.
+        assert all(flat_view(x).data_ptr() == x.data_ptr() for x in pieces.values())
+    its = pieces.options(Options(exclude=("o",), min_numel=100), gw.FP32())
+    dense = dense_names({name: x.numel() for name, x in pieces.items()}, its, gw.FP32())
+    assert dense == {name for name in pieces if name[0] in "on"}
+    with pytest.raises(gw.HyperparameterError, match="matches no parameter"):
+        pieces.options(Options(exclude=("x",)), gw.FP32())
+
+
+def test_synchronise_ends_what_is_in_flight_and_leaves_the_global_parameters() -> None:
+    ours = Quadratics(3, sizes=LARGE)
+    method = gw.StreamingDiLoCo(every=8, fragments=2, delay=3, inner=gw.EDEN(bits=4))
+    found = ours.train(method, 13)
+    rounds = found.link.round
+    found.synchronise()
+    # One was in flight, and the last one is of all pieces.
+    assert (rounds, found.link.round) == (3, 4)
+    pieces = Pieces(ours.workers[0], 2, "strided")
+    for worker in range(3):
+        own = Pieces(ours.workers[worker], 2, "strided")
+        assert all(torch.equal(own[name].reshape(-1), found.global_parameters[name]) for name in pieces)
 
 
 def test_elastic_averaging_is_the_papers_update() -> None:
@@ -235,6 +359,11 @@ def test_fields_and_uses_that_make_no_sense_are_refused() -> None:
         ("DiLoCo(outer_momentum=1.0)", "outer_momentum is a number from 0 to below 1"),
         ("EASGD(alpha=1.0)", "alpha is above 0 and below 1"),
         ("ErrorFeedback(decay=0.0)", "decay is above 0"),
+        ("StreamingDiLoCo(every=3)", "fragments is a number from 1 to every=3"),
+        ("StreamingDiLoCo(every=30, delay=8)", "delay is a number of steps from 0 to every // fragments = 7"),
+        ("StreamingDiLoCo(mixing=1.0)", "mixing is at least 0 and below 1"),
+        ("StreamingDiLoCo(order='random')", "order is one of strided, sequential"),
+        ("StreamingDiLoCo(inner=GTopK())", "compares elements of the whole model"),
     ):
         with pytest.raises(gw.HyperparameterError, match=told):
             gw.method(spec)

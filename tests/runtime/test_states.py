@@ -141,6 +141,7 @@ REMEMBERING = [
         "Coded(compressor=ErrorFeedback())",
         "local_sgd",
         "DiLoCo(inner=ErrorFeedback())",
+        "StreamingDiLoCo(inner=ErrorFeedback())",
         "easgd",
         "l_greco",
         "LGreCo(every=1)",

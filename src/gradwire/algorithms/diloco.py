@@ -72,13 +72,13 @@ class DiLoCo(LocalStepsMethod):
     remembers_beside: ClassVar[tuple[str, ...]] = (GLOBAL, VELOCITY)
 
     def __post_init__(self) -> None:
+        owner, rate = type(self).__name__, self.outer_lr
         self.check_inner()
-        rate = self.outer_lr
         number = isinstance(rate, int | float) and not isinstance(rate, bool)
-        require(number and 0 < rate < math.inf, "DiLoCo", f"outer_lr is above 0, not {rate!r}")
+        require(number and 0 < rate < math.inf, owner, f"outer_lr is above 0, not {rate!r}")
         object.__setattr__(self, "outer_lr", float(rate))
-        object.__setattr__(self, "outer_momentum", checked_momentum("DiLoCo", self.outer_momentum, "outer_momentum"))
-        require(isinstance(self.nesterov, bool), "DiLoCo", f"nesterov is True or False, not {self.nesterov!r}")
+        object.__setattr__(self, "outer_momentum", checked_momentum(owner, self.outer_momentum, "outer_momentum"))
+        require(isinstance(self.nesterov, bool), owner, f"nesterov is True or False, not {self.nesterov!r}")
 
     def step_(
         self, own: torch.Tensor, held: torch.Tensor, mean: torch.Tensor, velocity: torch.Tensor | None, workers: int

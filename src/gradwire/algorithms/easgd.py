@@ -54,6 +54,7 @@ class EASGD(LocalStepsMethod):
     alpha: float | None = None
 
     name: ClassVar[str] = "easgd"
+    keeps_own: ClassVar[bool] = True
     unbiased: ClassVar[bool] = True
     unbiased_note: ClassVar[str | None] = "the mean of parameters"
     properties: ClassVar[Properties] = Properties(

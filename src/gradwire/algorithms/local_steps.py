@@ -32,6 +32,15 @@ class LocalStepsMethod(Around):
     needs_loss_scale: ClassVar[bool] = True
     """A scaler skips a step on one rank, which then would count one less: the scaler's own steps are counted."""
 
+    fragments: int = 1
+    """Parts of the model that are exchanged one after the other."""
+    delay: int = 0
+    """Steps from the beginning of an exchange to its effect."""
+    order: str = "sequential"
+    """Which elements a fragment has."""
+    keeps_own: ClassVar[bool] = False
+    """Whether workers' own parameters stay apart from the global ones after an exchange."""
+
     remembers_beside: ClassVar[tuple[str, ...]] = (GLOBAL,)
     """The vectors that it keeps, as long as the parameters, the same on all ranks."""
 

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+import torch
 import torch.distributed as dist
 
 from gradwire.errors import GradwireError, IncompatibleError, RankMismatchError
+from gradwire.methods import Method
+from gradwire.planning import Options
+from gradwire.version import __version__
 
-__all__ = ["Terms", "agreement", "default_group"]
+__all__ = ["Terms", "agreement", "compared", "default_group"]
 
 Told: TypeAlias = dict[str, dict[str, float]]
 
@@ -34,6 +38,19 @@ class Terms:
     everyone: list[Told] = field(default_factory=list)
     open_links: set[int] = field(default_factory=set)
     token: str = ""
+
+
+def compared(
+    method: Method, options: Options, parameters: Mapping[str, torch.Tensor], more: Mapping[str, object]
+) -> dict[str, object]:
+    """Return the fields in which all ranks of a link agree."""
+    return {
+        "gradwire version": __version__,
+        "method": repr(method),
+        **more,
+        **{k: getattr(options, k) for k in options.__dataclass_fields__},
+        "parameters": [f"{n} {tuple(p.shape)} {p.dtype} {p.stride()}" for n, p in parameters.items()],
+    }
 
 
 @contextmanager

@@ -19,8 +19,9 @@ from gradwire.runtime.checks import caution_about, check_optimizer
 from gradwire.runtime.detached import lost
 from gradwire.runtime.diagnostics import Diagnostics
 from gradwire.runtime.failures import place
+from gradwire.runtime.fragments import exchanged
 from gradwire.runtime.grad_scaler import check_scaler, check_unscaled
-from gradwire.runtime.handshake import agreement, default_group
+from gradwire.runtime.handshake import agreement, compared, default_group
 from gradwire.runtime.heartbeat import Heartbeat
 from gradwire.runtime.learning_rates import LearningRates
 from gradwire.runtime.link_runtime import LinkRuntime, close_threads
@@ -115,13 +116,17 @@ class Link(LocalStepsUser):
             diagnostics = Diagnostics(DIAGNOSTICS_INTERVAL, scaled=bool(grad_scaler))
             self._coders = CoderSelection()
             self._cost = CostKeeper(self.method, self.options.link_cost)
+            self._exchanged, its_options = exchanged(self.method, self._parameters, self.options)
             self._selection = make_selection(
-                self.method, self.options, self._parameters, self.world_size, diagnostics, self._coders, self.number
+                self.method, its_options, self._exchanged, self.world_size, diagnostics, self._coders, self.number
             )
             check_optimizer(self.method, optimizer, self._parameters)
             self._rates = LearningRates(self.method, optimizer, self._parameters)
             timeout = self.group._get_backend(torch.device("cpu")).options._timeout
-            mine.fields, mine.told = self._fields(count), self._coders.measure()
+            mine.fields = compared(
+                self.method, self.options, self._parameters, {"lanes": count, "learning rates": self._rates.read()}
+            )
+            mine.told = self._coders.measure()
             mine.open_links = numbers_in_use()
         self.number.value = lowest_free(mine.open_links)
         self._coders.agree(mine.everyone)
@@ -142,7 +147,7 @@ class Link(LocalStepsUser):
         )
         unbind = (self._local or self.method).bind(optimizer, self._parameters)
         if self.rank == 0:
-            compressed = {n: p for n, p in self._parameters.items() if n not in self._selection.planner.dense}
+            compressed = {n: p for n, p in self._exchanged.items() if n not in self._selection.planner.dense}
             caution_about(self.method, optimizer, compressed, self._runtime.warnings)
         # Threads and connections end with the link, also where it is dropped or the interpreter ends without close().
         self.close = weakref.finalize(self, close_threads, own_lanes, heartbeat, unbind)
@@ -171,8 +176,10 @@ class Link(LocalStepsUser):
         """
         if not self.close.alive:
             raise ExchangeError("this link was closed: wrap the module anew and attach again")
-        kept = self._local and self._local.keep(flat, last, self._selection.planner.is_warm_up(self._runtime.round))
-        return kept or self._begin(index, names, flat, last)
+        if self._local is None:
+            return self._begin(index, names, flat, last)
+        kept = self._local.keep(flat, last, self._selection.planner.is_warm_up(self._runtime.round))
+        return kept or self._begin(index, self._local.parameters.pieces.of(names), flat, last)
 
     def _begin(
         self, index: int, names: Sequence[str], flat: torch.Tensor, last: bool
@@ -343,6 +350,8 @@ class Link(LocalStepsUser):
         ``global`` holds the round and a method's values; ``replicated`` and ``rank`` hold its vectors by
         "kind/parameter", the same on all ranks or this rank's own.
         """
+        if self._local is not None:
+            self._local.waited()
         self._runtime.settled.wait()
         state = self._runtime.memory.state()
         kept = {**self._coders.state(), **self._cost.state()}
@@ -351,7 +360,7 @@ class Link(LocalStepsUser):
         for key, value in self._selection.state().items():
             state["rank" if key in OWN_STATE else "global"][key] = value
         if self._local is not None:
-            self._local.parameters.add_state(state)
+            self._local.parameters.add_state(state, self._local.waited())
         return state
 
     def load_state_dict(self, state: dict[str, dict[str, torch.Tensor]]) -> None:
@@ -369,7 +378,7 @@ class Link(LocalStepsUser):
         self.number.value = int(state["global"][LINK_STATE])
         self._runtime.rewind(int(state["global"]["round"]))
         if self._local is not None:
-            state = self._local.parameters.load(state)
+            state = self._local.load(state)
         self._runtime.memory.load(remembered(state, self.method))
 
     def check_state_dict(self, state: dict[str, dict[str, torch.Tensor]]) -> None:
@@ -378,7 +387,7 @@ class Link(LocalStepsUser):
         Raises:
             IncompatibleError: it is not a link's state, or not all of one, or a value cannot be.
         """
-        check_state(state, self._parameters, self.method, simulated=False)
+        check_state(state, self._exchanged, self.method, simulated=False)
         if self._local is not None:
             self._local.parameters.check(state)
 
@@ -386,15 +395,3 @@ class Link(LocalStepsUser):
 
     def __reduce__(self) -> Any:
         return lost, (repr(self.method),)
-
-    def _fields(self, lanes: int) -> dict[str, object]:
-        shapes = [f"{n} {tuple(p.shape)} {p.dtype} {p.stride()}" for n, p in self._parameters.items()]
-        settings = {k: getattr(self.options, k) for k in self.options.__dataclass_fields__}
-        return {
-            "gradwire version": __version__,
-            "method": repr(self.method),
-            "lanes": lanes,
-            "learning rates": self._rates.read(),
-            **settings,
-            "parameters": shapes,
-        }

@@ -14,7 +14,7 @@ from gradwire.errors import IncompatibleError
 from gradwire.local_steps import StepsLocally
 from gradwire.methods import Method
 from gradwire.planning import Options
-from gradwire.runtime.global_parameters import GlobalParameters
+from gradwire.runtime.global_parameters import GlobalParameters, State
 from gradwire.runtime.link_runtime import LinkRuntime
 from gradwire.runtime.parameters import own_buckets
 from gradwire.runtime.selection.control_channel import ControlChannel
@@ -44,13 +44,14 @@ class LocalStepsUser:
     def synchronise(self) -> None:
         """Exchange now what the steps since the last exchange have changed, however many they are (collective).
 
-        For evaluations and checkpoints of what all ranks know. The next exchange is ``every`` steps later.
+        For evaluations and checkpoints of what all ranks know. An exchange in flight ends first. The next exchange is
+        as many steps later as the first one was after the start.
 
         Raises:
             IncompatibleError: the method exchanges gradients.
             ExchangeError: the link is broken; the global parameters are what they were.
         """
-        self.local.exchange()
+        self.local.synchronise()
 
     def global_parameters(self) -> AbstractContextManager[None]:
         """Return a context in which the parameters are the global ones, the same on all ranks.
@@ -78,7 +79,7 @@ class LocalStepsUser:
 
 
 class LocalSteps:
-    """Counts the steps of a link's optimizer, and exchanges when they are enough.
+    """Counts the steps of a link's optimizer, and begins and ends exchanges when they are due.
 
     Args:
         parameters: The global ones.
@@ -107,6 +108,7 @@ class LocalSteps:
         self.buffers: list[torch.Tensor] = []
         self._hooks: list[Callable[[], None]] = []
         self._synchronous = False
+        self._flying: list[tuple[Sequence[str], torch.futures.Future[torch.Tensor]]] | None = None
 
     @classmethod
     def of(
@@ -142,36 +144,59 @@ class LocalSteps:
             self._synchronous = False
             self.parameters.take()
             return
-        self.parameters.steps += 1
-        if self.parameters.steps >= self.parameters.method.every:
-            self.exchange()
-        else:
-            self._runtime.kept(sum(p.numel() for p in self._named.values()))
+        ends, begins = self.parameters.clock.step()
+        if ends is not None:
+            self._end(ends)
+        names = [] if begins is None else self.parameters.pieces.fragments[begins]
+        self._runtime.kept(sum(p.numel() for p in self._named.values()) - self._begin(names))
+        if begins is not None and not self.parameters.clock.delay:
+            self._end(begins)
 
-    def exchange(self) -> None:
-        """Exchange what the steps since the last exchange have changed (collective)."""
+    def synchronise(self) -> None:
+        """Exchange all that steps have changed since it was exchanged last (collective)."""
+        if self.parameters.clock.flying is not None:
+            self._end(self.parameters.clock.flying)
+        self.parameters.clock.reset()
+        self._begin(list(self.parameters.pieces))
+        self._end(self.parameters.clock.count - 1, replaced=not self.parameters.method.keeps_own)
+
+    def _begin(self, names: Sequence[str]) -> int:
+        """Begin the exchange of some pieces, and return how many elements they have."""
         self._runtime.failures.refuse()
-        buckets = own_buckets(self._named, self._most)
-        exchange = self._exchange()
-        if exchange is None:
-            return
-        started = [
+        exchange, pieces = self._exchange(), {name: self.parameters.pieces[name] for name in names}
+        if exchange is None or not pieces:
+            return 0
+        buckets = own_buckets(pieces, self._most)
+        self._flying = [
             (names, exchange(i, names, self.parameters.outgoing(names), i == len(buckets) - 1))
             for i, names in enumerate(buckets)
         ]
-        try:
-            means = [(names, future.wait()) for names, future in started]
-        except Exception:
-            self._runtime.failures.refuse()
-            raise
-        if not self.parameters.incoming(means):
+        return sum(p.numel() for p in pieces.values())
+
+    def _end(self, fragment: int, replaced: bool = False) -> None:
+        """Wait for the exchange in flight, and let it take effect; buffers go with the last fragment."""
+        means, self._flying = self.parameters.arrived() or self.waited(), None
+        if not self.parameters.incoming(means, replaced=replaced):
             self._runtime.warnings.once(
                 "local steps",
                 f"after the local steps before exchange {self._runtime.round} a parameter was not finite on some rank: "
                 "all ranks go on from the global parameters of the exchange before",
             )
-        if self.buffers:
+        if self.buffers and fragment == self.parameters.clock.count - 1:
             self._average_buffers()
+
+    def waited(self) -> list[tuple[Sequence[str], torch.Tensor]]:
+        """Wait for the exchange in flight, if there is one, and return its means."""
+        try:
+            return [(names, future.wait()) for names, future in self._flying or ()]
+        except Exception:
+            self._runtime.failures.refuse()
+            raise
+
+    def load(self, state: State) -> dict[str, dict[str, torch.Tensor]]:
+        """Take back what the parameters added to a link's state; return the state without it."""
+        self._flying = None
+        return self.parameters.load(state)
 
     def _average_buffers(self) -> None:
         """Replace buffers by their mean over ranks; their few values are gathered."""

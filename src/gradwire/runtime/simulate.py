@@ -102,22 +102,23 @@ class SimulatedLink:
         self._notices = WarnOnce()
         self._order = self._planner.step_order()
         self.numel = sum(p.numel() for p in self._parameters.values())
-        self.round = 0
+        self.round = self._elements = 0
 
-    def reduce_(self, gradients: torch.Tensor) -> torch.Tensor:
+    def reduce_(self, gradients: torch.Tensor, names: Sequence[str] | None = None) -> torch.Tensor:
         """Exchange one round.
 
         Args:
             gradients: Float32 ``[world_size, numel]``, overwritten: row r holds worker r's gradients, parameter after
                 parameter, each in memory order.
+            names: Of the parameters, where not all take part in this round.
 
         Returns:
             The mean over workers, float32 ``[numel]``: row 0 of ``gradients``.
         """
-        if gradients.shape != (self.world_size, self.numel) or gradients.dtype != torch.float32:
+        numel = self.numel if names is None else sum(self._parameters[name].numel() for name in names)
+        if gradients.shape != (self.world_size, numel) or gradients.dtype != torch.float32:
             raise IncompatibleError(
-                f"gradients are float32 [{self.world_size}, {self.numel}], not {gradients.dtype} "
-                f"{list(gradients.shape)}"
+                f"gradients are float32 [{self.world_size}, {numel}], not {gradients.dtype} {list(gradients.shape)}"
             )
         self._read = self._rates.read()
         if self.method.whole_step:
@@ -125,8 +126,9 @@ class SimulatedLink:
             self._exchange(self._order, rows)
             gradients[0] = self._reordered(rows[0], self._order, self._names)
         else:
-            self._exchange(self._names, gradients)
+            self._exchange(self._names if names is None else list(names), gradients)
         self.round += 1
+        self._elements += numel
         return gradients[0]
 
     def _exchange(self, names: list[str], rows: torch.Tensor) -> None:
@@ -170,14 +172,9 @@ class SimulatedLink:
 
     def traffic(self) -> Traffic:
         """Return the bytes that worker 0 would have sent and received."""
-        meter, elements = self._meters[0], self.numel * self.round
-        return Traffic(
-            meter.sent_bytes,
-            meter.received_bytes,
-            dense_bytes(elements, self.world_size),
-            elements,
-            self.round,
-        )
+        meter, elements = self._meters[0], self._elements
+        dense = dense_bytes(elements, self.world_size)
+        return Traffic(meter.sent_bytes, meter.received_bytes, dense, elements, self.round)
 
     def gauges(self) -> list[dict[str, float]]:
         """Return what :meth:`Link.gauges` would return on each worker, by worker."""
@@ -225,6 +222,7 @@ class SimulatedLink:
         self._cost.load(state["global"])
         say_dropped(state["global"])
         self.round, self.number.value = int(state["global"]["round"]), int(state["global"][LINK_STATE])
+        self._elements = self.numel * self.round
         found = remembered(state, self.method)
         for r, memory in enumerate(self._memories):
             memory.load({**found, "rank": found.get(f"rank {r}", {})})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import fields
 from typing import Any, cast
 
 import torch
@@ -10,9 +11,12 @@ import torch
 from gradwire.errors import IncompatibleError
 from gradwire.local_steps import StepsLocally
 from gradwire.methods import Method
+from gradwire.planning import Options
+from gradwire.runtime.fragments import FragmentClock, exchanged
 from gradwire.runtime.global_parameters import GlobalParameters
 from gradwire.runtime.parameters import named_parameters
 from gradwire.runtime.simulate import SimulatedLink
+from gradwire.spec import method as read_method
 
 __all__ = ["SimulatedLocalSteps"]
 
@@ -47,31 +51,50 @@ class SimulatedLocalSteps:
     def __init__(
         self, workers: Sequence[Iterable[tuple[str, torch.Tensor]]], method: str | Method, **options: Any
     ) -> None:
-        named = [named_parameters(pairs) for pairs in workers]
-        self.link = SimulatedLink(named[0].items(), method, len(named), **options)
-        found = self.link.method
+        named, found = [named_parameters(pairs) for pairs in workers], read_method(method)
         if not found.local_steps:
             raise IncompatibleError(f"{found!r} exchanges gradients at every step: simulate it by a SimulatedLink")
+        pieces, its_options = exchanged(found, named[0], Options.of(options))
+        settings = {field.name: getattr(its_options, field.name) for field in fields(its_options)}
+        self.link = SimulatedLink(pieces.items(), found, len(named), **settings)
         for rank, mine in enumerate(named):
             if mine.keys() != named[0].keys() or any(not torch.equal(p, named[0][n]) for n, p in mine.items()):
                 raise IncompatibleError(f"worker {rank} begins with other parameters than worker 0")
-        self._names = list(named[0])
         self._workers = [GlobalParameters(cast(StepsLocally, found), mine, len(named)) for mine in named]
 
     @property
     def global_parameters(self) -> dict[str, torch.Tensor]:
-        """The global parameters by name, float32, flat in memory order; not to be written."""
+        """The global parameters by the names of what is exchanged, float32, flat in memory order; not to be written."""
         return self._workers[0].held
 
     def after_step(self) -> None:
         """Count a step that every worker's optimizer has made, and exchange if it is the last of ``every``."""
-        for worker in self._workers:
-            worker.steps += 1
-        if self._workers[0].steps >= self._workers[0].method.every:
-            self.synchronise()
+        ends, begins = self._clock.step()
+        if ends is not None:
+            self._end()
+        if begins is not None:
+            self._begin(self._workers[0].pieces.fragments[begins])
+            if not self._clock.delay:
+                self._end()
 
     def synchronise(self) -> None:
-        """Exchange now what the steps since the last exchange have changed."""
-        mean = self.link.reduce_(torch.stack([worker.outgoing(self._names) for worker in self._workers]))
+        """Exchange now what the steps since the last exchange have changed; an exchange in flight ends first."""
+        if self._clock.flying is not None:
+            self._end()
+        self._clock.reset()
+        self._begin(list(self._workers[0].pieces))
+        self._end(replaced=not self._workers[0].method.keeps_own)
+
+    @property
+    def _clock(self) -> FragmentClock:
+        """All workers count alike."""
+        return self._workers[0].clock
+
+    def _begin(self, names: Sequence[str]) -> None:
+        # Means are read only.
+        mean = self.link.reduce_(torch.stack([worker.outgoing(names) for worker in self._workers]), names)
+        self._flying = names, mean
+
+    def _end(self, replaced: bool = False) -> None:
         for worker in self._workers:
-            worker.incoming([(self._names, mean)])
+            worker.incoming([self._flying], replaced=replaced)

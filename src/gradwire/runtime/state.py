@@ -10,7 +10,7 @@ import torch
 
 from gradwire.errors import IncompatibleError
 from gradwire.methods import Method
-from gradwire.runtime.global_parameters import STEPS
+from gradwire.runtime.global_parameters import CLOCK
 from gradwire.runtime.selection.autotune import OWN_STATE, STATE
 from gradwire.runtime.selection.coder import CODER_STATE
 from gradwire.runtime.selection.link_cost import LINK_COST_STATE, read_cost
@@ -31,7 +31,7 @@ MOST_LINKS = 1 << 16
 JOINED_PARAMETER = "(model)"
 """Name under which all compressed parameters, joined, remember something."""
 
-OWN_VALUES = ("round", LINK_STATE, CODER_STATE, LINK_COST_STATE, STEPS, *STATE, *OWN_STATE)
+OWN_VALUES = ("round", LINK_STATE, CODER_STATE, LINK_COST_STATE, *CLOCK, *STATE, *OWN_STATE)
 """Values that are the link's, not its method's."""
 
 
@@ -57,8 +57,9 @@ def check_state(state: State, parameters: Mapping[str, torch.Tensor], method: Me
             "random numbers were others"
         )
     _check_number(LINK_STATE, state["global"][LINK_STATE], MOST_LINKS)
-    if STEPS in state["global"]:
-        _check_number(STEPS, state["global"][STEPS], MOST_ROUNDS)
+    for key in CLOCK:
+        if key in state["global"]:
+            _check_number(key, state["global"][key], MOST_ROUNDS)
     if LINK_COST_STATE in state["global"]:
         read_cost(state["global"][LINK_COST_STATE])
     if "replicated" not in state:
