@@ -6,6 +6,7 @@ import ast
 import difflib
 import math
 import re
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, fields
 from typing import Any
 
@@ -14,7 +15,7 @@ from gradwire.methods import Method, require
 from gradwire.optim import KINDS
 from gradwire.registry import METHODS
 
-__all__ = ["method", "register"]
+__all__ = ["method", "parse", "register"]
 
 _KINDS: list[type[Method]] = list(METHODS)
 
@@ -70,14 +71,28 @@ def method(spec: str | Method) -> Method:
         return spec
     if not isinstance(spec, str):
         raise HyperparameterError(f"a method is a spec such as 'terngrad' or a method object, not {spec!r}")
+    built = parse(spec)
+    if not isinstance(built, Method):
+        raise _malformed(spec)
+    return built
+
+
+def parse(spec: str, kinds: Iterable[type[Any]] = ()) -> object:
+    """Read a spec in which classes beside the methods may stand, and return the object that it describes.
+
+    Args:
+        spec: As for :func:`method`.
+        kinds: Frozen dataclasses with an attribute ``name``, which is their lower-case name in specs.
+
+    Raises:
+        HyperparameterError: as :func:`method` does.
+    """
+    also = {_key(word): kind for kind in kinds for word in (kind.name, kind.__name__)}
     try:
         tree = ast.parse(_WORD.sub(_without_hyphens, spec.strip()), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         raise _malformed(spec) from None
-    built = _build(tree, spec)
-    if not isinstance(built, Method):
-        raise _malformed(spec)
-    return built
+    return _build(tree, spec, also)
 
 
 def _without_hyphens(word: re.Match[str]) -> str:
@@ -92,15 +107,15 @@ def _malformed(spec: str) -> HyperparameterError:
     )
 
 
-def _build(node: ast.expr, spec: str) -> object:
+def _build(node: ast.expr, spec: str, also: Mapping[str, type[Any]]) -> object:
     if isinstance(node, ast.Name):
-        return _make(_kind(node.id), {})
+        return _make(_kind(node.id, also), {})
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-        kind = _kind(node.func.id)
+        kind = _kind(node.func.id, also)
         known = [f.name for f in fields(kind)]
         values: dict[str, object] = {}
         if len(node.args) == 1 and "compressor" in known:
-            values["compressor"] = _build(node.args[0], spec)
+            values["compressor"] = _build(node.args[0], spec, also)
         elif node.args:
             raise HyperparameterError(f"{kind.__name__} takes named values only: {_signature(kind)}")
         for word in node.keywords:
@@ -108,7 +123,7 @@ def _build(node: ast.expr, spec: str) -> object:
                 raise HyperparameterError(_unknown("field", str(word.arg), known, f" of {kind.__name__}"))
             if word.arg in values:
                 raise HyperparameterError(f"field {word.arg!r} of {kind.__name__} is given twice: leave one out")
-            values[word.arg] = _value(word.arg, word.value, spec)
+            values[word.arg] = _value(word.arg, word.value, spec, also)
         return _make(kind, values)
     try:
         return ast.literal_eval(node)
@@ -116,7 +131,7 @@ def _build(node: ast.expr, spec: str) -> object:
         raise _malformed(spec) from None
 
 
-def _value(field: str, node: ast.expr, spec: str) -> object:
+def _value(field: str, node: ast.expr, spec: str, also: Mapping[str, type[Any]]) -> object:
     """Build what stands behind a field's name."""
     word, sign = (
         (node.operand, -1.0) if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub) else (node, 1.0)
@@ -124,11 +139,11 @@ def _value(field: str, node: ast.expr, spec: str) -> object:
     if isinstance(word, ast.Name) and word.id == "inf":
         # As repr writes it, which is no literal of Python's.
         return sign * math.inf
-    if isinstance(node, ast.Name) and field != "compressor" and _key(node.id) not in (*_BY_NAME, *_OPERATORS):
+    if isinstance(node, ast.Name) and field != "compressor" and _key(node.id) not in (*_BY_NAME, *_OPERATORS, *also):
         near = difflib.get_close_matches(node.id.capitalize(), ("None", "True", "False"), n=1, cutoff=0.7)
         hint = f"; did you mean {near[0]}?" if near else ": a text has quotes"
         raise HyperparameterError(f"{field}={node.id} is no value{hint}")
-    return _build(node, spec)
+    return _build(node, spec, also)
 
 
 def _make(kind: type[Any], values: dict[str, object]) -> object:
@@ -142,11 +157,12 @@ def _make(kind: type[Any], values: dict[str, object]) -> object:
         raise HyperparameterError(f"{kind.__name__}({given}): a value is of the wrong type ({error})") from None
 
 
-def _kind(name: str) -> type[Any]:
-    found = _BY_NAME.get(_key(name)) or _OPERATORS.get(_key(name))
+def _kind(name: str, also: Mapping[str, type[Any]]) -> type[Any]:
+    found = also.get(_key(name)) or _BY_NAME.get(_key(name)) or _OPERATORS.get(_key(name))
     if found is not None:
         return found
-    raise HyperparameterError(_unknown("method", name, [kind.name for kind in _KINDS]))
+    known = dict.fromkeys(kind.name for kind in (*also.values(), *_KINDS))
+    raise HyperparameterError(_unknown("method", name, list(known)))
 
 
 def _signature(kind: type[Any]) -> str:
