@@ -1,5 +1,6 @@
 """Who executes a protocol: a torch.distributed group, a simulation, or a dry run on sizes."""
 
+from gradwire.drivers.calls import call
 from gradwire.drivers.dry_run import dry_run
 from gradwire.drivers.lane import Job, Lane, WireError
 from gradwire.drivers.local_profiler import LocalProfiler, Stage, profile_locally
@@ -19,6 +20,7 @@ __all__ = [
     "Traffic",
     "TransferOrder",
     "WireError",
+    "call",
     "dense_bytes",
     "dry_run",
     "profile_locally",

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import torch
 
-from gradwire.drivers import Job, Lane, WireError
+from gradwire.drivers import Lane, WireError, call
 from gradwire.errors import PayloadError
 from gradwire.link_cost import LinkCost
 from gradwire.model.probing import Probed
@@ -155,23 +155,10 @@ class ControlChannel:
         return median(taken)
 
     def _call(self, generator: Exchange[T]) -> T:
-        done = threading.Event()
-        results: list[T] = []
-        errors: list[Exception] = []
-
-        def run(lane: Lane) -> None:
-            results.append(lane.drive(generator))
-            done.set()
-
-        def fail(error: Exception) -> None:
-            errors.append(error)
-            done.set()
-
-        self._lane.submit(Job(run, fail))
-        done.wait()
-        if errors:
-            raise self._failed(errors[0], "the choice of a method") from errors[0]
-        return results[0]
+        try:
+            return call(self._lane, generator)
+        except Exception as error:
+            raise self._failed(error, "the choice of a method") from error
 
 
 def _all_gather(mine: torch.Tensor, world_size: int) -> Exchange[torch.Tensor]:
