@@ -1,6 +1,7 @@
 """How payloads become the mean. Protocols are generators and do no input or output."""
 
 from gradwire.protocols.all_reduce import all_reduce, gathered_mean, gathered_values
+from gradwire.protocols.alltoallv import alltoallv
 from gradwire.protocols.context import Context, Outcome, Workspace
 from gradwire.protocols.gauges import Gauges
 from gradwire.protocols.memory import Memory
@@ -29,6 +30,7 @@ __all__ = [
     "Workspace",
     "all_gather",
     "all_reduce",
+    "alltoallv",
     "gathered_mean",
     "gathered_values",
     "tree",
