@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import nn
 
 from gradwire.experiments.config import RunConfig
+from gradwire.experiments.distributed import DistributedEngine
 from gradwire.experiments.engine import Engine
 from gradwire.experiments.tasks.base import Source, Task
 from gradwire.experiments.tasks.images import Images
-from gradwire.experiments.worker import DistributedEngine
 
 WORKERS, STEPS = 2, 6
 

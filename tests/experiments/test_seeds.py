@@ -14,12 +14,12 @@ from norm_worker import Normed
 
 import gradwire as gw
 from gradwire.experiments.config import RunConfig
+from gradwire.experiments.distributed import DistributedEngine
 from gradwire.experiments.engine import build_model
 from gradwire.experiments.order import ShareOrder
 from gradwire.experiments.simulate import SimulatedEngine
 from gradwire.experiments.tasks import build
 from gradwire.experiments.tasks.images import Images
-from gradwire.experiments.worker import DistributedEngine
 
 PLAN = RunConfig(task=Normed(), method="terngrad", workers=2, simulate=True, min_numel=0)
 OPTIONS: dict[str, Any] = {

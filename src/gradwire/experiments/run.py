@@ -14,12 +14,12 @@ import gradwire as gw
 from gradwire.errors import BackendError
 from gradwire.experiments.config import RunConfig
 from gradwire.experiments.engine import build_model, link_options
+from gradwire.experiments.engines import simulated_engine
 from gradwire.experiments.errors import RunError, UsageError
 from gradwire.experiments.folder import RunFolder, checkpoint_steps, write_durably
 from gradwire.experiments.launch import run_workers
 from gradwire.experiments.machine import check_workers
 from gradwire.experiments.run_record import Audience, config_of, default_folder, report, slug
-from gradwire.experiments.simulate import SimulatedEngine
 from gradwire.experiments.torchrun import train_under_torchrun
 from gradwire.experiments.train import OnStep, Row, Trainer
 from gradwire.lab import missing
@@ -167,7 +167,7 @@ def simulate(
     threads = torch.get_num_threads()
     torch.set_num_threads(plan.threads)
     try:
-        engine = SimulatedEngine(plan)
+        engine = simulated_engine(plan)
         trainer = Trainer(plan, engine, run, on_row, on_step)
         if resume:
             trainer.load()

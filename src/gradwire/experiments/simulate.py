@@ -30,8 +30,7 @@ class SimulatedEngine:
     def __init__(self, plan: RunConfig) -> None:
         self.plan, self.rank, self.world_size = plan, 0, plan.workers
         self.model = build_model(plan)
-        self.source = plan.task.load()
-        self.order = plan.task.order(plan.seed, self.source.samples, plan.workers)
+        self.load()
         self.local = False
         self.optimizer = plan.task.build_optimizer(self.model)
         if gw.method(plan.method).local_steps:
@@ -45,6 +44,11 @@ class SimulatedEngine:
         self.buffers = list(self.model.buffers())
         self.matrix = torch.empty(plan.workers, self.link.numel)
         self.places = [self._places(row) for row in self.matrix]
+
+    def load(self) -> None:
+        """Read the workers' data."""
+        self.source = self.plan.task.load()
+        self.order = self.plan.task.order(self.plan.seed, self.source.samples, self.world_size)
 
     def _places(self, row: Tensor) -> list[Tensor]:
         """View a row of the matrix as the parameters' gradients, each in memory order."""
@@ -82,13 +86,16 @@ class SimulatedEngine:
 
     def _worker(self, worker: int, inputs: Tensor, targets: Tensor, decay: list[Tensor | None]) -> Tensor:
         loss = self.plan.task.loss(self.model(inputs), targets)
-        gradients = torch.autograd.grad(loss, self.parameters)
+        self._fill(worker, torch.autograd.grad(loss, self.parameters), decay)
+        return loss.detach()
+
+    def _fill(self, worker: int, gradients: Sequence[Tensor], decay: list[Tensor | None]) -> None:
+        """Write a worker's gradients, and the term of the decay, into its row."""
         for place, gradient, term in zip(self.places[worker], gradients, decay):
             if term is None:
                 place.copy_(gradient)
             else:
                 torch.add(gradient, term, out=place)
-        return loss.detach()
 
     @torch.no_grad()
     def _set_buffers(self, values: Sequence[Tensor]) -> None:

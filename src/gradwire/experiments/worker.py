@@ -14,27 +14,24 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 import gradwire as gw
 from gradwire.errors import GradwireError
 from gradwire.experiments.config import RunConfig
-from gradwire.experiments.engine import build_model, decayed, link_options, score_share
+from gradwire.experiments.engines import real_engine
 from gradwire.experiments.folder import RunFolder
-from gradwire.experiments.order import share
 from gradwire.experiments.train import OnStep, Row, Trainer
 from gradwire.forking import wait_for_parent
 from gradwire.processes import die_with_parent
 
-__all__ = ["ENVIRONMENT", "DistributedEngine", "Part", "main", "prepare", "train_in_group"]
+__all__ = ["ENVIRONMENT", "Part", "main", "prepare", "train_in_group"]
 
 ENVIRONMENT = "GRADWIRE_WORKER"
 
@@ -63,90 +60,6 @@ class Part:
         return json.dumps(dataclasses.asdict(self))
 
 
-class DistributedEngine:
-    """An :class:`~gradwire.experiments.engine.Engine` on the default process group: DDP with a link attached."""
-
-    def __init__(self, plan: RunConfig) -> None:
-        self.plan, self.rank, self.world_size = plan, dist.get_rank(), dist.get_world_size()
-        self.model: nn.Module = build_model(plan)
-        self.source = plan.task.load()
-        self.order = plan.task.order(plan.seed, self.source.samples, self.world_size)
-        self.part = share(self.order.batch, self.rank, self.world_size)
-        if plan.task.decay:
-            for parameter in decayed(self.model):
-                parameter.register_hook(self._decay(parameter))
-        self.ddp = DistributedDataParallel(self.model)
-        self.optimizer = plan.task.build_optimizer(self.model)
-        self.link = gw.attach(self.ddp, plan.method, **link_options(plan, self.optimizer))
-        self.local = gw.method(plan.method).local_steps > 0
-
-    def _decay(self, parameter: Tensor) -> Callable[[Tensor], Tensor]:
-        """Add the decay term to the gradient before DDP sees it, as part of the differentiated loss."""
-        factor = self.plan.task.decay
-        return lambda gradient: gradient + parameter.detach() * factor
-
-    def backward(self, step: int) -> float:
-        """Run this worker's share; DDP and the link leave the mean gradient in ``.grad``.
-
-        Raises:
-            GradwireError: the link's own error, where DDP would show a mangled one.
-        """
-        inputs, targets = self.source.batch(self.order.indices(step), self.part, seed=self.plan.seed, step=step)
-        loss = self.plan.task.loss(self.ddp(inputs), targets)
-        try:
-            loss.backward()
-        except RuntimeError as error:
-            if self.link.error is not None:
-                raise self.link.error from error
-            raise
-        return float(loss.detach())
-
-    def mean(self, values: Sequence[float]) -> list[float]:
-        """Return the mean over all workers."""
-        total = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(total)
-        return [float(value) / self.world_size for value in total]
-
-    def score(self) -> tuple[float, float]:
-        """Evaluate a share on every rank, all with rank 0's buffers, and add up."""
-        for buffer in self.model.buffers():
-            dist.broadcast(buffer, 0)
-        with self.link.global_parameters() if self.local else contextlib.nullcontext():
-            own = score_share(self.plan, self.model, self.source.evaluation(self.rank, self.world_size))
-        totals = torch.tensor(own, dtype=torch.float64)
-        dist.all_reduce(totals)
-        loss, right, count = totals.tolist()
-        return loss / count, right / count
-
-    def barrier(self) -> None:
-        """Wait for all ranks."""
-        dist.barrier()
-
-    def traffic(self) -> gw.Traffic:
-        """Return this rank's bytes."""
-        return self.link.traffic()
-
-    def gauges(self) -> list[dict[str, float]]:
-        """Return what the method reports of this rank's latest step."""
-        return [self.link.gauges()]
-
-    def record(self) -> dict[str, Any]:
-        """Describe what the link chose."""
-        return dict(self.link.record())
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return this rank's link state."""
-        return dict(self.link.state_dict())
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take this rank's link state back."""
-        self.link.load_state_dict(state)
-
-    def close(self) -> None:
-        """End the link; no further backward may follow."""
-        self.link.close()
-
-
 def train_in_group(
     plan: RunConfig,
     folder: RunFolder,
@@ -162,7 +75,7 @@ def train_in_group(
     """
     torch.set_num_threads(plan.threads)
     gw.warm_up(plan.method)
-    engine = DistributedEngine(plan)
+    engine = real_engine(plan)
     trainer = Trainer(plan, engine, folder, on_row, on_step)
     if resume:
         trainer.load()

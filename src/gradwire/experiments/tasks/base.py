@@ -58,6 +58,9 @@ class Task(ABC):
     min_numel: ClassVar[int | None] = None
     """Below how many elements a parameter travels in float32, where the plan does not say; None: as ``attach``."""
 
+    usual_method: ClassVar[str] = "terngrad"
+    """The method of a training that names none."""
+
     steps: int
     batch: int
     lr: float
@@ -99,6 +102,11 @@ class Task(ABC):
     def order(self, seed: int, samples: int, workers: int) -> Order:
         """Describe which samples each step and worker takes; without a word from the task, anyone any sample."""
         return DataOrder(seed, samples, self.batch)
+
+    @property
+    def gauges(self) -> tuple[str, ...]:
+        """Numbers that its engines report of every step, beside those of the method."""
+        return ()
 
     @property
     def decay(self) -> float:
