@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gradwire as gw
 from gradwire.experiments.config import RunConfig
 from gradwire.experiments.distributed import DistributedEngine
 from gradwire.experiments.simulate import SimulatedEngine
+from gradwire.experiments.simulate_local import SimulatedLocalEngine
 
 __all__ = ["real_engine", "simulated_engine"]
 
@@ -14,6 +16,6 @@ def real_engine(plan: RunConfig) -> DistributedEngine:
     return DistributedEngine(plan)
 
 
-def simulated_engine(plan: RunConfig) -> SimulatedEngine:
-    """Return the engine that plays all workers."""
-    return SimulatedEngine(plan)
+def simulated_engine(plan: RunConfig) -> SimulatedEngine | SimulatedLocalEngine:
+    """Return the engine that plays all workers: with one model, or a model each where parameters differ."""
+    return SimulatedLocalEngine(plan) if gw.method(plan.method).local_steps else SimulatedEngine(plan)

@@ -33,11 +33,6 @@ class SimulatedEngine:
         self.load()
         self.local = False
         self.optimizer = plan.task.build_optimizer(self.model)
-        if gw.method(plan.method).local_steps:
-            raise gw.IncompatibleError(
-                f"{plan.method}: workers that step by themselves need a model each, and --simulate has one: leave it "
-                "out, so that workers are real, or use gradwire.SimulatedLocalSteps"
-            )
         options = link_options(plan, self.optimizer)
         self.link = gw.SimulatedLink(self.model.named_parameters(), plan.method, plan.workers, **options)
         self.parameters = list(self.model.parameters())

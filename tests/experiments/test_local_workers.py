@@ -1,0 +1,70 @@
+"""Runs whose workers step by themselves: real and simulated ones, resumed, and with an exchange in flight."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from run_help import Listener
+
+from gradwire.experiments import run
+from gradwire.experiments.config import RunConfig
+from gradwire.experiments.folder import RunFolder
+from gradwire.experiments.tasks import build
+
+STREAMING = "StreamingDiLoCo(every=6, fragments=2, delay=2, inner=QSGDinf())"
+PLAN = RunConfig(
+    task=build("digits", steps=14, eval_every=7, weight_decay=1e-3, optimizer="adam", lr=0.002),
+    method=STREAMING,
+    workers=2,
+)
+
+
+def parameters(folder: Path, workers: int) -> list[dict[str, torch.Tensor]]:
+    """Return the parameters of each worker at a run's end."""
+    parts = RunFolder(folder)
+    if RunConfig.from_json(parts.read_config()["plan"]).simulate:
+        whole = parts.load_part("rank-0")["model"]
+        return [
+            {name[2:]: x for name, x in whole.items() if name.startswith(f"{worker}.")} for worker in range(workers)
+        ]
+    return [parts.load_part(f"rank-{worker}")["model"] for worker in range(workers)]
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("method", [STREAMING, "LocalSGD(every=4, inner=ErrorFeedback())"])
+def test_real_and_simulated_workers_end_in_the_same_bits(tmp_path: Path, method: str) -> None:
+    plan = replace(PLAN, method=method)
+    simulated = run.train(replace(plan, simulate=True), Listener(), folder=tmp_path / "simulated")
+    real = run.train(plan, Listener(), folder=tmp_path / "real")
+    found, expected = parameters(simulated, 2), parameters(real, 2)
+    for ours, theirs in zip(found, expected):
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[name], x) for name, x in theirs.items())
+    # At the end, after 14 steps, workers have gone on by themselves.
+    assert not all(torch.equal(x, found[1][name]) for name, x in found[0].items())
+    for one, other in zip(rows(simulated), rows(real)):
+        assert {k: one[k] for k in ("step", "event", "accuracy", "sent_bytes", "dense_bytes")} == {
+            k: other[k] for k in ("step", "event", "accuracy", "sent_bytes", "dense_bytes")
+        }
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-6)
+
+
+def test_a_simulation_is_resumed_with_an_exchange_in_flight(tmp_path: Path) -> None:
+    """Fragments are exchanged after steps 3, 6, 9 and 12, and take effect two steps later."""
+    plan = replace(PLAN, simulate=True)
+    whole = run.train(plan, Listener(), folder=tmp_path / "whole")
+    for stop in (4, 5, 6):
+        half = run.train(plan, Listener(), folder=tmp_path / f"half {stop}", stop_after=stop)
+        run.resume(half, Listener())
+        for ours, theirs in zip(parameters(half, 2), parameters(whole, 2)):
+            assert all(torch.equal(ours[name], x) for name, x in theirs.items())
+        assert rows(half)[-1]["sent_bytes"] == rows(whole)[-1]["sent_bytes"]
