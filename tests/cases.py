@@ -503,6 +503,17 @@ TABLE: dict[str, list[Case]] = {
         Case(gw.LocalSGD(inner=gw.QSGDinf(block_size=64)), gather(4 + 32 / 64), variance=levels(range(8), 64, "max")),
     ],
     "diloco": [Case(gw.DiLoCo(), ring(32), error=2e-7)],
+    "sparse_loco": [
+        Case(
+            gw.SparseLoCo(),
+            gather(1 / 64 * (2 + 7.4)),
+            error=1.0,
+            constants=False,
+            coded=True,
+            memory=True,
+            amplifies=True,
+        )
+    ],
     "streaming_diloco": [Case(gw.StreamingDiLoCo(), ring(32), error=2e-7)],
     "easgd": [Case(gw.EASGD(), ring(32), error=2e-7)],
     "l_greco": [

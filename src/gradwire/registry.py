@@ -24,6 +24,7 @@ from gradwire.algorithms.rand_k import RandK
 from gradwire.algorithms.signsgd import SignSGD, Signum
 from gradwire.algorithms.sketched_amsgrad import SketchedAMSGrad
 from gradwire.algorithms.sketched_sgd import SketchedSGD
+from gradwire.algorithms.sparse_loco import SparseLoCo
 from gradwire.algorithms.spectral_atomo import SpectralATOMO
 from gradwire.algorithms.streaming_diloco import StreamingDiLoCo
 from gradwire.compressors.atomo import ATOMO
@@ -98,6 +99,7 @@ __all__ = [
     "Signum",
     "SketchedAMSGrad",
     "SketchedSGD",
+    "SparseLoCo",
     "SpectralATOMO",
     "StreamingDiLoCo",
     "TernGrad",
@@ -158,6 +160,7 @@ METHODS: tuple[type[Method], ...] = (
     LocalSGD,
     DiLoCo,
     StreamingDiLoCo,
+    SparseLoCo,
     EASGD,
 )
 """Every method of the package; adding one adds a line here."""

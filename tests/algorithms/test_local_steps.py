@@ -337,6 +337,68 @@ def test_a_value_that_is_not_finite_takes_all_back() -> None:
     assert all(torch.equal(after[key], x) for key, x in before.items())
 
 
+def bins_of(values: torch.Tensor, count: int) -> torch.Tensor:
+    """The values' bins by the authors' rule: six deviations about the mean in equal parts, the outer ones open."""
+    deviation = values.std()
+    edges = values.mean() + deviation * (6.0 / count) * (torch.arange(1, count) - count / 2 - 0.5)
+    return (values[:, None] > edges).sum(1)
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3])
+def test_sparse_loco_sends_the_means_of_bins(bits: int) -> None:
+    """SparseLoCo's published behaviour: 64 of 4096, and the mean of each of a few bins of a parameter's values."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(1, 3 * 4096 + 100, generator=generator) ** 3
+    method = gw.SparseLoCo(bits=bits)
+    found = gw.simulate(x, method.inner)
+    blocks = [*x[0].split(4096)]
+    kept = torch.cat([b.abs() >= b.abs().topk(max(1, len(b) // 64)).values[-1] for b in blocks])
+    assert torch.equal(found.mean != 0, kept)
+    values = x[0][kept].double()
+    bins = bins_of(values, 2**bits)
+    means = torch.stack([values[bins == b].mean() for b in range(2**bits)])
+    assert torch.allclose(found.mean[kept].double(), means[bins], rtol=1e-6)
+    # A head of 16 bytes and one of the payload, the means, and of each value its bin and some 7.4 bits of its place.
+    assert found.traffic.sent_bytes == 0
+    sent = gw.simulate(x.expand(2, -1).clone(), method.inner).traffic.sent_bytes
+    assert sent < 16 * 6 + 4 * 2**bits + len(values) * (bits + 8.2) / 8
+
+
+def test_sparse_loco_keeps_a_decayed_residual_and_steps_by_the_mean() -> None:
+    """m <- decay m + delta; m <- m - sent; x <- x - outer_lr mean(sent); and a residual that does not grow."""
+    ours, method = Quadratics(2, sizes=LARGE), gw.SparseLoCo(every=2, density=0.02, block_size=512, outer_lr=0.5)
+    found = gw.SimulatedLocalSteps([w.items() for w in ours.workers], method, min_numel=0)
+    residual = torch.zeros(2, ours.flat().numel(), dtype=torch.float64)
+    for step in range(1, 13):
+        ours.step()
+        held = torch.cat(list(found.global_parameters.values())).double()
+        total = 0.95 * residual + torch.stack([held - ours.flat(worker).double() for worker in range(2)])
+        found.after_step()
+        if step % 2 == 0:
+            state = found.link.state_dict()
+            residual = torch.stack([
+                torch.cat([state[f"rank {r}"][f"residual/{name}"] for name in LARGE]).double() for r in range(2)
+            ])  # fmt: skip
+            moved = held - torch.cat(list(found.global_parameters.values())).double()
+            assert torch.allclose(moved, 0.5 * (total - residual).mean(0), rtol=0, atol=2e-6)
+            assert bool((residual.norm(dim=1) <= total.norm(dim=1) * (1 + 1e-6)).all())
+    for bad in ({"bits": 0}, {"decay": 1.5}, {"density": 0.0}, {"outer_lr": 0.0}, {"block_size": 0}):
+        with pytest.raises(gw.HyperparameterError):
+            gw.SparseLoCo(**bad)
+    with pytest.raises(gw.HyperparameterError, match="is no contraction"):
+        gw.SparseLoCo(decay=1.0)
+
+
+@pytest.mark.parametrize("values", [[5.0], [3.0, 3.0, 3.0], [1.0, -1.0], [1e-40, -2e-40], [2.0, 0.0, -2.0, 9.0, -9.0]])
+def test_values_without_deviation_are_their_mean(values: list[float]) -> None:
+    x = torch.tensor([values])
+    found = gw.simulate(x, gw.SparseLoCo(density=1.0).inner).mean
+    bins = bins_of(x[0].double(), 4) if len(set(values)) > 1 else torch.zeros(len(values), dtype=torch.int64)
+    expected = torch.stack([x[0][bins == b].double().mean() for b in bins])
+    # The smallest float32 numbers are multiples of 1.4e-45.
+    assert torch.allclose(found.double(), expected, rtol=1e-6, atol=1.5e-45)
+
+
 def test_sparse_local_steps_reach_the_minimum_with_few_bytes() -> None:
     """SparseLoCo: chunks of 64 neighbours with the largest in levels, decayed error feedback, averages."""
     kept = gw.TopK(density=0.1, block_size=64, values=gw.QSGDinf(levels=3, block_size=16))

@@ -21,6 +21,7 @@ SPECS = (
     "DiLoCo(every=3, inner=EDEN(bits=4))",
     "EASGD(every=2, inner=ErrorFeedback())",
     "StreamingDiLoCo(every=4, fragments=2, delay=2, inner=ErrorFeedback())",
+    "SparseLoCo(every=3, density=0.1)",
 )
 
 

@@ -142,6 +142,7 @@ REMEMBERING = [
         "local_sgd",
         "DiLoCo(inner=ErrorFeedback())",
         "StreamingDiLoCo(inner=ErrorFeedback())",
+        "SparseLoCo(density=0.05)",
         "easgd",
         "l_greco",
         "LGreCo(every=1)",

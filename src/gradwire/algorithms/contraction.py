@@ -12,7 +12,7 @@ from gradwire.wrappers.rotated import Rotated
 __all__ = ["check_contraction"]
 
 
-def check_contraction(owner: str, inner: Method, consequence: str, unseen: str) -> None:
+def check_contraction(owner: str, inner: Method, consequence: str, unseen: str, *, decays: bool = False) -> None:
     """Check that a method is an operator on one vector, and a contraction by one of three bounds.
 
     Its worst squared error is below the square of its input, or no element errs by as much as the largest magnitude on
@@ -21,6 +21,8 @@ def check_contraction(owner: str, inner: Method, consequence: str, unseen: str) 
     Args:
         consequence: What follows where it is no contraction, for the message.
         unseen: What does not see the loss of a sum in sixteen bits.
+        decays: Whether what is left out shrinks by itself from round to round: then it suffices that the operator's
+            error is never longer than its input, delta = 0.
 
     Raises:
         HyperparameterError: it is not.
@@ -38,8 +40,9 @@ def check_contraction(owner: str, inner: Method, consequence: str, unseen: str) 
     )
     c, q = inner.worst_step, inner.omega
     reason = "no bound on its error is known" if q is None else f"its squared error may be {q:.3g} times the signal"
+    bounded = (c is not None and c < 1) or inner.worst_error is not None or bool(inner.delta)
     require(
-        (c is not None and c < 1) or inner.worst_error is not None or inner.delta is not None,
+        bounded or (decays and inner.delta == 0),
         owner,
         f"{inner!r} is no contraction ({reason}), {consequence}; use smaller blocks, more levels, or the method "
         f"without {owner}",

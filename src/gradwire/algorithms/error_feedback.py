@@ -88,7 +88,8 @@ class ErrorFeedback(ResidualAlgorithm, Wrapper):
             :class:`MultiScale`, :class:`RandK`, or :class:`GRandK`.
         momentum: At least 0 and below 1; above 0 the optimizer must have none.
         decay: Share of the residual that is added to the next vector, above 0 to 1: p_i = m_i + decay e_i. Below 1 what
-            was left out long ago is forgotten, and it is lost. SparseLoCo has 0.95, inside :class:`LocalSGD`.
+            was left out long ago is forgotten, and it is lost, as in :class:`SparseLoCo`. Residuals of bounded vectors
+            |m_i| <= B then stay below B / (1 - decay) for any operator whose error is never longer than its input.
 
     Raises:
         HyperparameterError: ``compressor`` is no operator on one vector, or no contraction, or ``momentum`` or
@@ -141,7 +142,8 @@ class ErrorFeedback(ResidualAlgorithm, Wrapper):
                 "maximum, such as QSGDMaxNorm(), and rescale=False",
             )
             return
-        check_contraction(owner, inner, "so its residual may grow without bound", "no residual")
+        consequence, decays = "so its residual may grow without bound", self.decay < 1
+        check_contraction(owner, inner, consequence, "no residual", decays=decays)
 
     @property
     def remembers(self) -> tuple[str, ...]:  # type: ignore[override]

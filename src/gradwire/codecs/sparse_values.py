@@ -12,7 +12,7 @@ import torch
 from gradwire.codecs.base import Codec, Draw, Summary
 from gradwire.segments import Parameter, Segment
 
-__all__ = ["BoundCodec", "CastValues", "CodedValues", "KeptValues", "SignedValues"]
+__all__ = ["BinnedValues", "BoundCodec", "CastValues", "CodedValues", "KeptValues", "SignedValues"]
 
 BoundCodec: TypeAlias = Callable[[Sequence[Segment]], Codec]
 """Binds an operator to segments of which one worker is to encode and to decode the codes."""
@@ -68,6 +68,50 @@ class SignedValues(KeptValues):
         bits = np.unpackbits(data[4 * len(counts) :].numpy(), count=sum(counts), bitorder="little")
         signs = 1.0 - 2.0 * torch.from_numpy(bits).to(torch.float32)
         return torch.repeat_interleave(means, torch.tensor(counts)) * signs
+
+
+class BinnedValues(KeptValues):
+    """Each segment's values in 2^bits bins of equal width about their mean, and the mean of each bin, float32.
+
+    A bin is ``width / 2^bits`` standard deviations wide, and the first and the last one are open. An empty bin's mean
+    is 0, and of values without deviation all lie in one.
+    """
+
+    def __init__(self, bits: int, width: float) -> None:
+        self.bits, self.width = bits, width
+
+    def bytes(self, counts: Sequence[int]) -> int:
+        return 4 * len(counts) * (1 << self.bits) + -(-sum(counts) * self.bits // 8)
+
+    def write(self, values: torch.Tensor, counts: tuple[int, ...], draw: Draw, out: torch.Tensor) -> None:
+        bins, found = 2**self.bits, [self._bins(part.double()) for part in values.split(counts)]
+        side = 4 * len(counts) * bins
+        out[:side].view(torch.float32).copy_(torch.cat([means for _, means in found]))
+        digits = torch.cat([codes for codes, _ in found]).to(torch.uint8).numpy()
+        planes = (digits[:, None] >> np.arange(self.bits, dtype=np.uint8)) & 1
+        out[side:].copy_(torch.from_numpy(np.packbits(planes, axis=None, bitorder="little")))
+
+    def read(self, data: torch.Tensor, counts: tuple[int, ...]) -> torch.Tensor:
+        bins, total = 2**self.bits, sum(counts)
+        side = 4 * len(counts) * bins
+        means = data[:side].clone().view(torch.float32)
+        bits = np.unpackbits(data[side:].numpy(), count=self.bits * total, bitorder="little").reshape(total, self.bits)
+        codes = torch.from_numpy(bits.astype(np.int64) @ (1 << np.arange(self.bits)))
+        segments = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+        return means[bins * segments + codes]
+
+    def _bins(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return each value's bin, and the bins' means."""
+        bins, middle = 2**self.bits, 2 ** (self.bits - 1)
+        means, counts = torch.zeros(bins, dtype=torch.float64), torch.zeros(bins, dtype=torch.float64)
+        if not len(values):
+            return torch.zeros(0, dtype=torch.int64), means
+        centred = values - values.mean()
+        scale = self.width / bins * (centred.square().sum() / max(len(values) - 1, 1)).sqrt()
+        codes = (centred / scale + middle).round().clamp(0, bins - 1).nan_to_num(middle).long()
+        means.index_add_(0, codes, values)
+        counts.index_add_(0, codes, torch.ones_like(values))
+        return codes, means / counts.clamp(min=1)
 
 
 class CodedValues(KeptValues):

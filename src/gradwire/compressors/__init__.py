@@ -2,6 +2,7 @@
 
 from gradwire.compressors.atomo import ATOMO
 from gradwire.compressors.base import Compressor
+from gradwire.compressors.binned_top_k import BinnedTopK
 from gradwire.compressors.cast import BF16, FP16, FP32, Cast
 from gradwire.compressors.cat import CAT
 from gradwire.compressors.eden import DRIVE, EDEN, RotatedLevels, check_rotation
@@ -31,6 +32,7 @@ __all__ = [
     "NUQSGD",
     "QSGD",
     "QUICFL",
+    "BinnedTopK",
     "Cast",
     "Compressor",
     "Lattice",
