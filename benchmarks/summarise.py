@@ -1,4 +1,4 @@
-"""Write ``docs/results.md``, ``benchmarks.md``, ``quantisers.md``, ``accuracy.md``, the README's table and the steps' figure from the committed results; ``--check`` only compares the texts.
+"""Write ``docs/results.md``, ``benchmarks.md``, ``quantisers.md``, ``accuracy.md``, ``local-steps.md``, the README's table and the steps' figure from the committed results; ``--check`` only compares the texts.
 
 python benchmarks/summarise.py [--check]
 """
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import accuracy_page
+import local_page
 import quantisers_page
 import steps_page
 
@@ -206,6 +207,9 @@ def main() -> int:
         ROOT / "docs" / "accuracy.md": accuracy_page.page(),
         ROOT / "README.md": new,
     }
+    local = local_page.page()
+    if local is not None:
+        wanted[ROOT / "docs" / "local-steps.md"] = local
     stale = [path.name for path, text in wanted.items() if not path.exists() or path.read_text() != text]
     if "--check" in sys.argv:
         print(f"stale: {', '.join(stale)}" if stale else "up to date")
