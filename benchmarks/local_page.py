@@ -111,7 +111,7 @@ def reading(rows: list[Row]) -> list[str]:
     factor = whole["sent_bytes_mean"] / fewest["sent_bytes_mean"]
     return [
         f"At 10 Mbit/s the fastest, {best['name']}, reaches the loss {ratio:.1f} times as fast as fp32. A step that "
-        f"exchanges nothing takes {1e3 * floor:.0f} ms here, four workers on two cores, and fp32's {1e3 * step:.0f} ms, "
+        f"exchanges nothing takes {1e3 * floor:.0f} ms here, four workers on two cores, fp32's {1e3 * step:.0f} ms, "
         f"so that in the same number of steps no method can be more than {step / floor:.1f} times as fast: at this "
         f"bandwidth the link takes {step / floor - 1:.1f} times as long as the arithmetic of this machine. "
         f"{fewest['name']} sends {factor:.0f} times fewer bytes to the same loss, which is what is gained where "
