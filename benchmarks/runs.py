@@ -53,15 +53,21 @@ def _lock(folder: Path) -> Path:
 
 
 def train(task: str, folder: Path, options: dict[str, Any]) -> None:
-    """Run ``gradwire train --simulate`` on a claimed folder, let go of the claim, and print how it ended."""
-    start = time.monotonic()
+    """Run ``gradwire train --simulate`` on a claimed folder, let go of the claim, and print how it ended.
+
+    The folder's ``took.json`` has the seconds of the clock and of the processor.
+    """
+    start, before = time.monotonic(), os.times()
     command = [sys.executable, "-m", "gradwire.cli.main", "train", task, "--simulate", "--overwrite", "--json"]
     for name, value in options.items():
         command += [f"--{name}", str(value)]
     subprocess.run([*command, "--out", str(folder)], check=True, stdout=subprocess.DEVNULL)
+    wall_s, after = time.monotonic() - start, os.times()
+    cpu_s = after.children_user + after.children_system - before.children_user - before.children_system
+    (folder / "took.json").write_text(json.dumps({"wall_s": round(wall_s, 1), "cpu_s": round(cpu_s, 1)}) + "\n")
     release(folder)
     row = final(folder, options["steps"])
-    print(f"{folder.name}: {row and row['accuracy']} ({time.monotonic() - start:.0f} s)", flush=True)
+    print(f"{folder.name}: {row and row['accuracy']} ({wall_s:.0f} s)", flush=True)
 
 
 def write(path: Path | None, **found: Any) -> None:

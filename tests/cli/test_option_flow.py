@@ -45,6 +45,7 @@ TASK = {
     "lr": (["--lr", "0.25"], 0.25),
     "optimizer": (["--optimizer", "sgd"], "sgd"),
     "momentum": (["--momentum", "0.5"], 0.5),
+    "schedule": (["--schedule", "cosine"], "cosine"),
     "eval_every": (["--eval-every", "4"], 4),
     "ema": (["--ema", "0.75"], 0.75),
     "l2": (["--l2", "0.125"], 0.125),
@@ -128,6 +129,14 @@ def test_compare_hands_every_option_on(reached: dict[str, Any], tmp_path: Path) 
 def test_the_model_of_the_text_is_handed_on(reached: dict[str, Any], command: str) -> None:
     call(command, "text", "--model", "transformer", "--simulate")
     assert reached["words"][0].task.model == "transformer"
+
+
+@pytest.mark.parametrize("command", ["train", "compare"])
+def test_what_only_cifar10_has_is_handed_on(reached: dict[str, Any], command: str) -> None:
+    words = ["--model", "convnet", "--crop", "24", "--weight-decay", "0.004", "--optimizer", "adam", "--simulate"]
+    call(command, "cifar10", "--data", "folder", *words)
+    task = reached["words"][0].task
+    assert (task.model, task.crop, task.weight_decay, task.optimizer) == ("convnet", 24, 0.004, "adam")
 
 
 @pytest.mark.parametrize("command", ["train", "compare"])

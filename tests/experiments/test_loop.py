@@ -16,7 +16,7 @@ from torch import nn
 import gradwire as gw
 from gradwire.experiments import train
 from gradwire.experiments.config import RunConfig
-from gradwire.experiments.engine import decayed, score_share
+from gradwire.experiments.engine import score_share
 from gradwire.experiments.folder import RunFolder
 from gradwire.experiments.launch import Crew, Worker
 from gradwire.experiments.simulate import SimulatedEngine
@@ -139,7 +139,7 @@ def test_a_moving_average_is_evaluated_and_the_weights_come_back(tmp_path: Path)
 def test_weight_decay_acts_on_weights_alone() -> None:
     """And on each by its strength: without data's gradient, what is left is the decay."""
     model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
-    assert [p is q for p, q in zip(decayed(model), [model[0].weight])] == [True]
+    assert [p is q for p, q in zip(build("digits").decayed(model), [model[0].weight])] == [True]
     task = build("digits", weight_decay=0.5, batch=66)
     plan = RunConfig(task=task, method="fp32", workers=3, simulate=True)
     plain = RunConfig(task=build("digits", batch=66), method="fp32", workers=3, simulate=True)

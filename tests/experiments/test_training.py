@@ -16,7 +16,7 @@ from run_help import Listener, gradwire, model_of, same
 
 from gradwire.experiments import run
 from gradwire.experiments.config import RunConfig
-from gradwire.experiments.engine import build_model, decayed
+from gradwire.experiments.engine import build_model
 from gradwire.experiments.errors import RunError, TrainingError, UsageError
 from gradwire.experiments.folder import ROW_FIELDS, checkpoint_steps
 from gradwire.experiments.order import DataOrder
@@ -41,7 +41,7 @@ def test_four_workers_at_fp32_follow_one_process(tmp_path: Path, listener: Liste
     optimizer = torch.optim.SGD(model.parameters(), lr=plan.task.lr, momentum=0.9)
     for step in range(12):
         inputs, targets = source.batch(order.indices(step), slice(0, 64), seed=0, step=step)
-        decay = 0.5e-3 * sum(p.square().sum() for p in decayed(model))
+        decay = 0.5e-3 * sum(p.square().sum() for p in plan.task.decayed(model))
         optimizer.zero_grad()
         (plan.task.loss(model(inputs), targets) + decay).backward()
         optimizer.step()

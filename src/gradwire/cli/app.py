@@ -73,6 +73,8 @@ def train(
     lr: o.LearningRate = None,
     optimizer: o.Optimizer = None,
     momentum: o.Momentum = None,
+    schedule: o.Schedule = None,
+    weight_decay: o.WeightDecay = None,
     seed: o.Seed = 0,
     eval_every: o.EvalEvery = None,
     ema: o.Ema = None,
@@ -80,6 +82,7 @@ def train(
     l1: o.L1 = None,
     split: o.Split = None,
     model: o.Model = None,
+    crop: o.Crop = None,
     threads: o.Threads = 1,
     exclude: o.Exclude = None,
     min_numel: o.MinNumel = None,
@@ -115,7 +118,7 @@ def train(
             return
         settings = {"data": data, "steps": steps, "batch": batch, "lr": lr, "optimizer": optimizer}
         settings |= {"momentum": momentum, "eval_every": eval_every, "ema": ema, "l2": l2, "l1": l1, "split": split}
-        settings["model"] = model
+        settings |= {"model": model, "crop": crop, "schedule": schedule, "weight_decay": weight_decay}
         plan = _plan(
             task,
             method,
@@ -150,6 +153,8 @@ def compare(
     lr: o.LearningRate = None,
     optimizer: o.Optimizer = None,
     momentum: o.Momentum = None,
+    schedule: o.Schedule = None,
+    weight_decay: o.WeightDecay = None,
     seed: o.Seed = 0,
     eval_every: o.EvalEvery = None,
     ema: o.Ema = None,
@@ -157,6 +162,7 @@ def compare(
     l1: o.L1 = None,
     split: o.Split = None,
     model: o.Model = None,
+    crop: o.Crop = None,
     threads: o.Threads = 1,
     exclude: o.Exclude = None,
     min_numel: o.MinNumel = None,
@@ -181,7 +187,7 @@ def compare(
 
         settings = {"data": data, "steps": steps, "batch": batch, "lr": lr, "optimizer": optimizer}
         settings |= {"momentum": momentum, "eval_every": eval_every, "ema": ema, "l2": l2, "l1": l1, "split": split}
-        settings["model"] = model
+        settings |= {"model": model, "crop": crop, "schedule": schedule, "weight_decay": weight_decay}
         plan = _plan(
             task,
             "fp32",

@@ -13,6 +13,7 @@ __all__ = [
     "AsJson",
     "Batch",
     "Collective",
+    "Crop",
     "Data",
     "Debug",
     "Ema",
@@ -29,6 +30,7 @@ __all__ = [
     "Optimizer",
     "Out",
     "Overwrite",
+    "Schedule",
     "Seed",
     "Simulate",
     "Split",
@@ -36,6 +38,7 @@ __all__ = [
     "TaskName",
     "Threads",
     "WarmupSteps",
+    "WeightDecay",
     "Workers",
     "check_figure",
     "refuse_beside",
@@ -79,7 +82,22 @@ Split = Annotated[
     str | None,
     typer.Option(help="logreg: label (workers differ as much as they can) or random", rich_help_panel=TRAINING),
 ]
-Model = Annotated[str | None, typer.Option(help="text: gru or transformer", rich_help_panel=TRAINING)]
+Model = Annotated[
+    str | None,
+    typer.Option(help="text: gru or transformer; cifar10: resnet8 or convnet", rich_help_panel=TRAINING),
+]
+Crop = Annotated[
+    int | None,
+    typer.Option(help="cifar10: height and width of crops, such as 24; 0: shifts", rich_help_panel=TRAINING),
+]
+Schedule = Annotated[
+    str | None,
+    typer.Option(help="Of the learning rate: constant, polynomial or cosine", rich_help_panel=TRAINING),
+]
+WeightDecay = Annotated[
+    float | None,
+    typer.Option(help="Strength of the penalty in the loss; compressed with it", rich_help_panel=TRAINING),
+]
 Threads = Annotated[int, typer.Option(help="Torch threads of each worker", rich_help_panel=TRAINING)]
 Exclude = Annotated[
     list[str] | None,

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire as gw
 from gradwire.experiments.config import RunConfig
-from gradwire.experiments.engine import build_model, decayed, link_options, score_share
+from gradwire.experiments.engine import build_model, link_options, score_share
 from gradwire.experiments.order import share
 
 __all__ = ["DistributedEngine"]
@@ -27,7 +27,7 @@ class DistributedEngine:
         self.model: nn.Module = build_model(plan)
         self.load()
         if plan.task.decay:
-            for parameter in decayed(self.model):
+            for parameter in plan.task.decayed(self.model):
                 parameter.register_hook(self._decay(parameter))
         self.ddp = DistributedDataParallel(self.model)
         self.optimizer = plan.task.build_optimizer(self.model)

@@ -13,7 +13,7 @@ import gradwire as gw
 from gradwire.experiments.config import RunConfig
 from gradwire.seeds import parameter_key
 
-__all__ = ["Engine", "build_model", "decayed", "link_options", "now_s", "score_share"]
+__all__ = ["Engine", "build_model", "link_options", "now_s", "score_share"]
 
 
 class Engine(Protocol):
@@ -72,11 +72,6 @@ def link_options(plan: RunConfig, optimizer: torch.optim.Optimizer) -> dict[str,
     method = gw.method(plan.method)
     known = {"optimizer": optimizer} if method.needs_learning_rates or method.local_steps else {}
     return {**plan.link_options(), **known}
-
-
-def decayed(model: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters on which weight decay acts: weights, not biases or normalisation."""
-    return [parameter for parameter in model.parameters() if parameter.dim() > 1]
 
 
 @torch.no_grad()

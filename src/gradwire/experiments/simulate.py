@@ -14,7 +14,7 @@ from torch import Tensor
 
 import gradwire as gw
 from gradwire.experiments.config import RunConfig
-from gradwire.experiments.engine import build_model, decayed, link_options, score_share
+from gradwire.experiments.engine import build_model, link_options, score_share
 from gradwire.experiments.order import share
 
 __all__ = ["SimulatedEngine"]
@@ -56,7 +56,7 @@ class SimulatedEngine:
     def _decay(self) -> list[Tensor | None]:
         if not self.plan.task.decay:
             return [None] * len(self.parameters)
-        weights = {id(parameter) for parameter in decayed(self.model)}
+        weights = {id(parameter) for parameter in self.plan.task.decayed(self.model)}
         with torch.no_grad():
             return [p * self.plan.task.decay if id(p) in weights else None for p in self.parameters]
 

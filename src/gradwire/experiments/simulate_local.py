@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import gradwire as gw
 from gradwire.experiments.config import RunConfig
-from gradwire.experiments.engine import build_model, decayed, link_options, score_share
+from gradwire.experiments.engine import build_model, link_options, score_share
 from gradwire.experiments.order import share
 
 __all__ = ["SimulatedLocalEngine"]
@@ -29,7 +29,7 @@ class SimulatedLocalEngine:
         self.model: nn.Module = nn.ModuleList(self.models)
         self.source = plan.task.load()
         self.order = plan.task.order(plan.seed, self.source.samples, plan.workers)
-        for parameter in (p for model in self.models for p in decayed(model)) if plan.task.decay else ():
+        for parameter in (p for model in self.models for p in plan.task.decayed(model)) if plan.task.decay else ():
             parameter.register_hook(self._decay(parameter))
         self.optimizer = plan.task.build_optimizer(self.model)
         options = {name: value for name, value in link_options(plan, self.optimizer).items() if name != "optimizer"}

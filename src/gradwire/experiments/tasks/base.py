@@ -47,7 +47,7 @@ class Task(ABC):
     """A task and its settings; ``batch`` is the total over all workers, ``ema`` a decay (0: off).
 
     ``weight_decay`` is part of the differentiated loss, so it is compressed together with the data's
-    gradient; it acts on tensors of two or more dimensions (weights, not biases or normalisation).
+    gradient; it acts on what ``decayed`` names.
     """
 
     name: ClassVar[str]
@@ -85,6 +85,8 @@ class Task(ABC):
             raise UsageError(f"lr = {self.lr}: must be a positive number")
         if not 0 <= self.momentum < 1:
             raise UsageError(f"momentum = {self.momentum}: must be at least 0 (none) and below 1")
+        if not (math.isfinite(self.weight_decay) and self.weight_decay >= 0):
+            raise UsageError(f"weight_decay = {self.weight_decay}: must be a finite number of at least 0")
         if not 0 <= self.ema < 1:
             raise UsageError(f"ema = {self.ema}: must be at least 0 (off) and below 1")
 
@@ -112,6 +114,10 @@ class Task(ABC):
     def decay(self) -> float:
         """Factor of the weights in the gradient of the differentiated loss."""
         return self.weight_decay
+
+    def decayed(self, model: nn.Module) -> list[nn.Parameter]:
+        """Return the parameters on which weight decay acts: by default weights, not biases or normalisation."""
+        return [parameter for parameter in model.parameters() if parameter.dim() > 1]
 
     def penalty(self, model: nn.Module) -> float:
         """Return what belongs to the objective that is reported, beside the mean loss over samples; by default 0."""
