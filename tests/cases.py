@@ -180,6 +180,13 @@ TABLE: dict[str, list[Case]] = {
             constants=False,
         ),
     ],
+    "dorefa": [
+        Case(gw.DoReFa(), gather(6.4 + 32 / 512), variance=levels([-1, *range(1, 64, 2)], 512, "max")),
+        Case(gw.DoReFa(bits=2, block_size=None), gather(2), variance=levels([-1, 1, 3], None, "max")),
+        Case(
+            gw.DoReFa(bits=1, block_size=64, blocks="model"), gather(1 + 32 / 64), variance=levels([-1, 1], 64, "max")
+        ),
+    ],
     "qsgdmaxnorm": [
         Case(gw.QSGDMaxNorm(), shared_bits(15), variance=levels(range(16), None, "max", shared=True)),
         Case(

@@ -16,6 +16,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "qsgdinf": {"levels": 7, "block_size": 512},
     # Ramezani-Kebrya et al., 2021.
     "nuqsgd": {"levels": 7, "zero": True, "norm": "l2", "block_size": 512},
+    # Zhou et al., 2016: AlexNet with gradients of 6 bits.
+    "dorefa": {"bits": 6, "block_size": 512},
     "dqgd": {"compressor": gw.QSGDinf(levels=1, block_size=64)},
     # Bernstein et al., ICLR 2019, algorithm 1.
     "signum": {"momentum": 0.9},

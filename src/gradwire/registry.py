@@ -30,6 +30,7 @@ from gradwire.algorithms.streaming_diloco import StreamingDiLoCo
 from gradwire.compressors.atomo import ATOMO
 from gradwire.compressors.cast import BF16, FP16, FP32
 from gradwire.compressors.cat import CAT
+from gradwire.compressors.dorefa import DoReFa
 from gradwire.compressors.eden import DRIVE, EDEN
 from gradwire.compressors.fourier_atomo import FourierATOMO
 from gradwire.compressors.lattice import Lattice
@@ -73,6 +74,7 @@ __all__ = [
     "QUICFL",
     "Coded",
     "DiLoCo",
+    "DoReFa",
     "EFSignSGD",
     "ErrorFeedback",
     "FourierATOMO",
@@ -116,6 +118,7 @@ METHODS: tuple[type[Method], ...] = (
     QSGD,
     QSGDinf,
     NUQSGD,
+    DoReFa,
     ALQ,
     ALQN,
     AMQ,

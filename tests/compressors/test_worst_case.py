@@ -18,6 +18,9 @@ def magnitudes(method: gw.Method) -> tuple[list[float], str]:
     """Return the levels of a method, ascending to 1 (the least negative where there is no zero), and its norm."""
     if isinstance(method, gw.PQuantisation):
         return [0.0, 1.0], method.norm
+    if isinstance(method, gw.DoReFa):
+        n = 2**method.bits - 1
+        return [j / n for j in (-1, *range(1, n + 1, 2))], "max"
     if isinstance(method, gw.QSGD | gw.QSGDinf):
         return [j / method.levels for j in range(method.levels + 1)], method.norm
     powers = [2.0 ** (j - method.levels) for j in range(1, method.levels + 1)]
@@ -102,6 +105,7 @@ METHODS = [
     ),
     gw.NaturalDithering(levels=5, block_size=512),
     gw.NaturalDithering(levels=3, norm="max", block_size=64),
+    *(gw.DoReFa(bits=k, block_size=d) for k, d in ((1, 16), (2, 64), (3, 512), (6, 512))),
     *(gw.PQuantisation(p=p, block_size=48) for p in (1, 2, "inf")),
 ]
 

@@ -76,6 +76,9 @@ def magnitudes(method: gw.Method) -> np.ndarray:
     if isinstance(method, gw.NUQSGD):
         m = [2.0 ** (j - method.levels) for j in range(1, method.levels + 1)]
         return np.array([-x for x in m[::-1]] + [0.0] * method.zero + m, np.float32)
+    if isinstance(method, gw.DoReFa):
+        n = 2**method.bits - 1
+        return np.array([(2 * j - n) / n for j in range(n + 1)], np.float32)
     s = getattr(method, "levels", 1)
     return np.arange(-s, s + 1, dtype=np.float32) / np.float32(s)
 
@@ -103,6 +106,7 @@ METHODS = [
     gw.QSGDinf(levels=7, block_size=BLOCK),
     gw.NUQSGD(levels=3, block_size=BLOCK),
     gw.NUQSGD(levels=4, zero=False, block_size=BLOCK),
+    gw.DoReFa(bits=3, block_size=BLOCK),
     gw.PQuantisation(p=1, block_size=BLOCK),
 ]
 

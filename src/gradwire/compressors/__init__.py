@@ -5,6 +5,7 @@ from gradwire.compressors.base import Compressor
 from gradwire.compressors.binned_top_k import BinnedTopK
 from gradwire.compressors.cast import BF16, FP16, FP32, Cast
 from gradwire.compressors.cat import CAT
+from gradwire.compressors.dorefa import DoReFa
 from gradwire.compressors.eden import DRIVE, EDEN, RotatedLevels, check_rotation
 from gradwire.compressors.lattice import Lattice
 from gradwire.compressors.level_compressor import LevelCompressor, check_blocks
@@ -35,6 +36,7 @@ __all__ = [
     "BinnedTopK",
     "Cast",
     "Compressor",
+    "DoReFa",
     "Lattice",
     "LevelCompressor",
     "Natural",

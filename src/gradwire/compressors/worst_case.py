@@ -5,7 +5,8 @@ levels l <= y_i <= h has the variance e(y_i) R^2 with e(y) = (h - y)(y - l), so 
 
     omega = sup of sum_i e(y_i) / sum_i y_i^2.
 
-Levels are even, j / s for j = 0 .. s, or powers of two, 0 and 2^(j - s) for j = 1 .. s, with or without the zero. A
+Levels are even, j / s for j = 0 .. s, or powers of two, 0 and 2^(j - s) for j = 1 .. s, with or without the zero, or
+odd multiples of 1 / s. A
 shorter block is a longer one with values of zero, whose error is not negative: the constant grows with d, and that of a
 full block holds for the last one of a parameter, too. Two effects of float32 are left out: the rounding of R itself,
 and blocks whose scale is raised to 2^-100, the least that the kernels take.
@@ -31,7 +32,7 @@ import itertools
 import math
 from collections.abc import Sequence
 
-__all__ = ["even_constant", "powers_constant", "powers_formula"]
+__all__ = ["even_constant", "odd_constant", "powers_constant", "powers_formula"]
 
 
 def even_constant(levels: int, numel: int, norm: str) -> float:
@@ -50,6 +51,19 @@ def even_constant(levels: int, numel: int, norm: str) -> float:
         # e(y) = y - y^2 and sum y = 1: (1 - sum y^2) / sum y^2, largest where all are equal.
         return numel - 1.0
     return _even_euclidean(levels, numel)
+
+
+def odd_constant(steps: int, numel: int) -> float:
+    """Return omega for levels j / ``steps``, j odd, which is an odd number too, and the maximum norm.
+
+    Below the least level a value goes to that level with either sign. With n = numel - 1 the interval's equation is
+    (w + 1) (w - n / steps^2) = 0: all but one value are zero. The other intervals are as wide, and have l h > 0.
+
+    Example:
+        >>> odd_constant(7, 50)
+        1.0
+    """
+    return (numel - 1) / steps**2
 
 
 def powers_constant(levels: int, numel: int, norm: str, zero: bool = True) -> float:
