@@ -171,7 +171,7 @@ def terngrad_cifar10() -> list[str]:
             paper = f"{row['paper_steps']:,}, {float_:.2f}, {ternary:.2f} ({ternary - float_:+.2f})"
         lines.append(
             f"| {row['workers']} | {row['batch']} | {row['weight_decay']:g} | {row['steps']} | {cell('fp32_accuracy')} "
-            f"| {cell('terngrad_accuracy')} | {row['terngrad_seeds']} | {cell('difference_points')} "
+            f"| {cell('terngrad_accuracy')} | {row['seeds']} | {cell('difference_points')} "
             f"| {row['bits_per_element']:.2f} | {paper} |"
         )
     share = found["samples"] / 38_400_000
