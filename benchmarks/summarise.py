@@ -181,14 +181,13 @@ def terngrad_cifar10() -> list[str]:
         "",
         f"**Shortened**: a run sees {found['samples']:,} images ({epochs:.1f} epochs of 40,000), the paper's 38.4 million (768 of "
         f"50,000), {1 / share:.0f} times as many. Accuracies are of a network that has only begun to learn, on images held out of the "
-        "training set, and cannot be compared with the paper's; what can be compared is fp32 with TernGrad in the same row. What "
-        "noise slows down has had no time to catch up, so that differences are larger than at the end of a whole training.",
+        "training set, and cannot be compared with the paper's; what can be compared is fp32 with TernGrad in the same row.",
         "",
         "As in the authors' programs: the network (TensorFlow's tutorial's, with local response normalisation), crops of 24 and flips, "
         "Adam at 2e-4, weight decay of the two hidden linear layers inside the differentiated loss, an average of the weights in "
-        "evaluation, clipping at 2.5. Not as there: no jitter of brightness and contrast, pixels standardised by the data set's "
-        "deviation, batch 1 to 4 of the training set alone, sigma about zero, and parameters below 1024 elements (the biases) in "
-        "float32.",
+        "evaluation, clipping at 2.5. Not as there: no jitter of brightness and contrast, pixels standardised by the data set's mean and "
+        "deviation instead of each image's, batches 1 to 4 of the training set alone, sigma about zero, and parameters below 1024 "
+        "elements (the biases) in float32.",
         "",
         "The second row is the paper's advice for TernGrad on larger networks, a quarter of the weight decay; the paper changes it for "
         "TernGrad alone, here both columns have it. Less dropout is its other advice, and this network has none.",
