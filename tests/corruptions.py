@@ -13,7 +13,7 @@ import torch
 import gradwire as gw
 from gradwire.drivers import Meter, simulate_ranks
 from gradwire.kernels import get_kernels
-from gradwire.ops import Exchange, Op, Reduce, SendRecv
+from gradwire.ops import Broadcast, Exchange, Op, Reduce, SendRecv
 from gradwire.protocols import Context, Memory
 from gradwire.protocols.bucket_plan import Algorithm, BucketPlan, make_plan
 from gradwire.segments import Parameter, lay_out
@@ -113,6 +113,7 @@ class Tamperer:
 
     Attributes:
         exchange: Number of the exchange of payloads in the round.
+        receiver: The rank.
         sender: Whose message it is.
         other: The third rank, whose message "swap ranks" and "repeat a rank" take, too.
         before: What arrived in the exchanges of the round before.
@@ -121,6 +122,7 @@ class Tamperer:
 
     kind: str
     exchange: int
+    receiver: int
     sender: int
     other: int
     draw: np.random.Generator
@@ -130,12 +132,12 @@ class Tamperer:
 
     def __call__(self, op: Op, reply: torch.Tensor) -> torch.Tensor:
         """Return the reply as it is to arrive."""
-        if isinstance(op, Reduce) or (isinstance(op, SendRecv) and op.source is None):
+        if not is_received(op, self.receiver):
             return reply
         self.seen += 1
         if self.seen - 1 != self.exchange:
             return reply
-        if isinstance(op, SendRecv):
+        if isinstance(op, SendRecv | Broadcast):
             return self._of_one(op, reply)
         rows = reply.clone()
         lengths = [rows.shape[1]] * WORKERS
@@ -160,19 +162,27 @@ class Tamperer:
             self.changed |= not torch.equal(rows[rank, : lengths[rank]], reply[rank, : lengths[rank]])
         return rows
 
-    def _of_one(self, op: SendRecv, reply: torch.Tensor) -> torch.Tensor:
+    def _of_one(self, op: SendRecv | Broadcast, reply: torch.Tensor) -> torch.Tensor:
         """Change a message that one rank alone sent; there is none of another rank to take its place."""
         row, change = reply.clone(), CHANGES[self.kind]
-        self.sender = self.other = op.source if op.source is not None else self.sender
-        length = len(row) if op.arrived is None else int(op.arrived)
+        source, arrived = (op.root, op.length) if isinstance(op, Broadcast) else (op.source, op.arrived)
+        self.sender = self.other = source if source is not None else self.sender
+        length = len(row) if arrived is None else int(arrived)
         if change is not None:
             has_before = self.exchange < len(self.before) and self.before[self.exchange].shape == row.shape
             change(row[:length].numpy(), (self.before[self.exchange] if has_before else row).numpy(), self.draw)
-        elif self.kind == "announce another length" and op.arrived is not None:
-            op.arrived.add_(int(self.draw.choice([-16, -1, 1, 16])))
+        elif self.kind == "announce another length" and arrived is not None:
+            arrived.add_(int(self.draw.choice([-16, -1, 1, 16])))
             self.changed = True
         self.changed |= not torch.equal(row[:length], reply[:length])
         return row
+
+
+def is_received(op: Op, rank: int) -> bool:
+    """Return whether an operation brings a rank a payload."""
+    if isinstance(op, Broadcast):
+        return op.root != rank
+    return not isinstance(op, Reduce) and not (isinstance(op, SendRecv) and op.source is None)
 
 
 def tampered(inner: Exchange[Any], change: Callable[[Op, torch.Tensor], torch.Tensor]) -> Generator[Op, Any, Any]:
@@ -211,16 +221,16 @@ class Trials:
         self._states = [memory.state() for memory in memories]
         clean, arrived = self._run(ROUND, self._memories(), self._recorders())
         self._expected = clean
-        self.exchanges = len(arrived[0])
-        self.lengths_told = bool(self.exchanges) and self._tells_lengths
+        self.exchanges = [len(of_rank) for of_rank in arrived]
+        self.lengths_told = bool(sum(self.exchanges)) and self._tells_lengths
 
     def one(self, kind: str, seed: int) -> str | None:
         """Change one message, chosen by the seed; return the outcome, None where no byte was changed."""
         draw = np.random.default_rng(seed)
         # A rank's own message does not travel.
         receiver, sender, other = (int(rank) for rank in draw.permutation(WORKERS))
-        exchange = int(draw.integers(max(1, self.exchanges)))
-        tamperer = Tamperer(kind, exchange, sender, other, draw, self.before[receiver])
+        exchange = int(draw.integers(max(1, self.exchanges[receiver])))
+        tamperer = Tamperer(kind, exchange, receiver, sender, other, draw, self.before[receiver])
         keep = [tamperer if rank == receiver else _unchanged for rank in range(WORKERS)]
         try:
             rows, _ = self._run(ROUND, self._memories(), keep)
@@ -254,20 +264,21 @@ class Trials:
 
     def _recorders(self) -> list[Recorder]:
         self._tells_lengths = False
-        return [Recorder(self) for _ in range(WORKERS)]
+        return [Recorder(self, rank) for rank in range(WORKERS)]
 
 
 class Recorder:
     """Keeps what arrives."""
 
-    def __init__(self, trials: Trials) -> None:
+    def __init__(self, trials: Trials, rank: int) -> None:
         self.arrived: list[torch.Tensor] = []
-        self._trials = trials
+        self._trials, self._rank = trials, rank
 
     def __call__(self, op: Op, reply: torch.Tensor) -> torch.Tensor:
-        if not isinstance(op, Reduce) and not (isinstance(op, SendRecv) and op.source is None):
+        if is_received(op, self._rank):
             self.arrived.append(reply.clone())
-            self._trials._tells_lengths |= op.arrived is not None
+            told = op.length if isinstance(op, Broadcast) else getattr(op, "arrived", None)
+            self._trials._tells_lengths |= told is not None
         return reply
 
 

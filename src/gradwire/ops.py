@@ -14,7 +14,7 @@ from typing import TypeAlias, TypeVar
 
 import torch
 
-__all__ = ["AllGather", "AllToAll", "Exchange", "Op", "Reduce", "SendRecv"]
+__all__ = ["AllGather", "AllToAll", "Broadcast", "Exchange", "Op", "Reduce", "SendRecv"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,7 +88,24 @@ class SendRecv:
     last: bool = False
 
 
-Op: TypeAlias = Reduce | AllToAll | AllGather | SendRecv
+@dataclass(frozen=True, eq=False)
+class Broadcast:
+    """Send ``value`` of rank ``root`` to every rank; the reply is ``value``, which all other ranks receive into.
+
+    ``value`` is contiguous, of the same dtype and shape on all ranks; ``root`` is a function of what all ranks know.
+
+    Rows may be shorter than their room: ``length`` (int64 ``[1]``) then says how many elements of a vector ``value``
+    the root sends. The driver tells it first, counts that, and writes it into the other ranks' ``length``. What lies
+    behind them is unspecified. ``last`` is as for :class:`AllToAll`.
+    """
+
+    value: torch.Tensor
+    root: int
+    length: torch.Tensor | None = None
+    last: bool = False
+
+
+Op: TypeAlias = Reduce | AllToAll | AllGather | SendRecv | Broadcast
 
 T = TypeVar("T")
 Exchange: TypeAlias = Generator[Op, torch.Tensor, T]

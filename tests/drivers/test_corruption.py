@@ -54,7 +54,7 @@ def test_scales_that_change_on_the_way_are_an_error_that_names_sender_bucket_and
 
 
 def test_announced_lengths_that_change_on_the_way_are_an_error(three_ranks: Any) -> None:
-    (found, _), *others = three_ranks(refusal_of, "Coded(compressor=QSGDinf())", "_announce", 2, 16)
+    (found, _), *others = three_ranks(refusal_of, "Coded(compressor=QSGDinf())", "announce", 2, 16)
     assert found.startswith("PayloadError: rank 0, bucket 0")
     assert "round 1: rank 1 announced a row of" in found
     # Theirs arrived as it was; they learn of rank 0's failure.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gradwire.drivers.lane import _announce, _announced
+from gradwire.drivers.lengths import announce, announced
 from gradwire.errors import PayloadError
 
 LENGTHS = torch.tensor([[0, 7, 64], [1, 0, 3], [2, 5, 0]])
@@ -14,18 +14,18 @@ LENGTHS = torch.tensor([[0, 7, 64], [1, 0, 3], [2, 5, 0]])
 
 def received(rank: int) -> torch.Tensor:
     """Return what reaches a rank: of every rank its own row's part."""
-    return torch.stack([_announce(row).view(3, -1)[rank] for row in LENGTHS])
+    return torch.stack([announce(row).view(3, -1)[rank] for row in LENGTHS])
 
 
 @pytest.mark.parametrize("rank", range(3))
 def test_what_was_announced_is_read_and_a_ranks_own_row_is_none(rank: int) -> None:
-    assert _announced(received(rank), rank, 64).tolist() == LENGTHS[:, rank].tolist()
+    assert announced(received(rank), rank, 64).tolist() == LENGTHS[:, rank].tolist()
 
 
 def test_more_than_fits_is_refused() -> None:
-    assert _announced(received(2), 2, 64).tolist() == [64, 3, 0]
+    assert announced(received(2), 2, 64).tolist() == [64, 3, 0]
     with pytest.raises(PayloadError, match="rank 0 announced a row of 64 bytes"):
-        _announced(received(2), 2, 63)
+        announced(received(2), 2, 63)
 
 
 @pytest.mark.parametrize("bit", range(64))
@@ -33,7 +33,7 @@ def test_any_bit_that_changes_is_seen(bit: int) -> None:
     told = received(0)
     told[1, bit // 8] ^= 1 << bit % 8
     with pytest.raises(PayloadError, match="rank 1 announced a row of"):
-        _announced(told, 0, 1 << 40)
+        announced(told, 0, 1 << 40)
     own = received(1)
     own[1, bit // 8] ^= 1 << bit % 8
-    assert _announced(own, 1, 64).tolist() == LENGTHS[:, 1].tolist(), "a rank tells itself nothing"
+    assert announced(own, 1, 64).tolist() == LENGTHS[:, 1].tolist(), "a rank tells itself nothing"

@@ -9,7 +9,7 @@ import torch
 
 from gradwire.drivers import Meter, simulate_ranks
 from gradwire.errors import ExchangeError
-from gradwire.ops import AllGather, AllToAll, Exchange, Op, Reduce
+from gradwire.ops import AllGather, AllToAll, Broadcast, Exchange, Op, Reduce
 
 N = 3
 
@@ -41,6 +41,21 @@ def test_row_r_goes_to_rank_r() -> None:
 def test_a_gather_brings_every_ranks_row_in_their_order() -> None:
     room = torch.empty(N, 2, dtype=torch.uint8)
     assert simulated(lambda r: AllGather(torch.tensor([r, r], dtype=torch.uint8), room)) == [[0, 0, 1, 1, 2, 2]] * N
+
+
+def test_a_broadcast_brings_the_roots_value_to_all() -> None:
+    values = [torch.tensor([[r + 1.0, r - 1.0]]) for r in range(N)]
+    assert simulated(lambda rank: Broadcast(values[rank], root=1)) == [[2.0, 0.0]] * N
+    with pytest.raises(ExchangeError, match="different operations"):
+        simulated(lambda rank: Broadcast(values[rank], root=rank))
+
+
+def test_of_a_broadcast_as_much_arrives_as_was_told() -> None:
+    rows = [torch.full((4,), r, dtype=torch.uint8) for r in range(N)]
+    lengths = [torch.tensor([3 if r == 2 else 0]) for r in range(N)]
+    found = simulated(lambda rank: Broadcast(rows[rank], root=2, length=lengths[rank]))
+    assert found == [[2, 2, 2, 0], [2, 2, 2, 1], [2, 2, 2, 2]]
+    assert [int(length) for length in lengths] == [3] * N
 
 
 @pytest.mark.parametrize("gathered", [True, False])

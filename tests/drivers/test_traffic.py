@@ -7,8 +7,8 @@ import torch
 
 from gradwire.drivers import Meter, Traffic, dense_bytes
 from gradwire.drivers.local_profiler import _shape
-from gradwire.drivers.traffic import GATHERED_REDUCE_BYTES, LARGE_BYTES, gathers, large, op_bytes
-from gradwire.ops import AllGather, AllToAll, Op, Reduce
+from gradwire.drivers.traffic import GATHERED_REDUCE_BYTES, LARGE_BYTES, broadcast_sends, gathers, large, op_bytes
+from gradwire.ops import AllGather, AllToAll, Broadcast, Op, Reduce
 
 N = 4
 
@@ -52,6 +52,35 @@ def test_rows_of_different_lengths_count_as_they_are_and_their_lengths_too(op: O
     assert op_bytes(op, N) == (7 + 8 + 9 + 3 * 8, 1 + 2 + 3 + 3 * 8)
 
 
+@pytest.mark.parametrize("world_size", range(1, 18))
+@pytest.mark.parametrize("root", [0, 1, 5])
+def test_a_broadcast_reaches_every_rank_once(world_size: int, root: int) -> None:
+    """Played as Gloo's tree is: in step i all that have the value send it 2^i places on, counted from the root."""
+    root %= world_size
+    sends, have = dict.fromkeys(range(world_size), 0), {0}
+    for i in range(world_size.bit_length()):
+        for place in sorted(have):
+            if place < 1 << i and place + (1 << i) < world_size:
+                sends[(place + root) % world_size] += 1
+                have.add(place + (1 << i))
+    assert have == set(range(world_size))
+    assert [broadcast_sends(rank, root, world_size) for rank in range(world_size)] == list(sends.values())
+    assert sum(sends.values()) == world_size - 1
+
+
+@pytest.mark.parametrize(("rank", "sent", "received"), [(2, 2, 0), (3, 1, 1), (0, 0, 1), (1, 0, 1)])
+def test_bytes_of_a_broadcast_by_rank(rank: int, sent: int, received: int) -> None:
+    """From rank 2 of four, as elements of their own size, and as much of a row as was told, with eight bytes for it."""
+    whole = Broadcast(torch.zeros(100), root=2)
+    assert op_bytes(whole, N, rank) == (400 * sent, 400 * received)
+    part = Broadcast(octets(100), root=2, length=torch.tensor([60]))
+    assert op_bytes(part, N, rank) == (68 * sent, 68 * received)
+    meter = Meter(rank)
+    meter.count(whole, N)
+    meter.count(part, N)
+    assert (meter.sent_bytes, meter.received_bytes, meter.ring_bytes) == (468 * sent, 468 * received, 0)
+
+
 def test_a_meter_adds_up_and_tells_what_went_round_a_ring() -> None:
     meter = Meter()
     meter.count(all_to_all(100, [0, 7, 8, 9], [0, 1, 2, 3]), N)
@@ -68,6 +97,8 @@ def test_which_operations_are_gathered_and_which_go_in_turn() -> None:
         assert large(kind(LARGE_BYTES))
         assert not large(kind(LARGE_BYTES - 1))
     assert not large(Reduce(torch.zeros(LARGE_BYTES), "sum"))
+    assert large(Broadcast(torch.zeros(LARGE_BYTES // 4), 0))
+    assert not large(Broadcast(octets(LARGE_BYTES - 1), 0))
 
 
 def test_the_dense_equivalent_is_a_ring_of_float32() -> None:
@@ -93,8 +124,11 @@ def test_factor_and_bits_of_what_was_sent() -> None:
         (gather(100, [0, 7, 8, 9], [0, 1, 2, 3]), "all_gather", 2, 6),
         (all_to_all(LARGE_BYTES), "pairs", 3, 3),
         (all_to_all(LARGE_BYTES, [0, 7, 8, 9], [0, 1, 2, 3]), "pairs", 4, 6),
+        (Broadcast(octets(100), 0), "broadcast", 2, 2),
+        (Broadcast(octets(LARGE_BYTES), 0, torch.tensor([70])), "pairs", 4, 4),
     ],
 )
 def test_rounds_and_messages_of_an_operation(op: Op, kind: str, rounds: int, messages: int) -> None:
-    """Of a ring 2 (N - 1) that wait for each other, of pairs N - 1, else one; lengths are told by one more each."""
+    """Of a ring 2 (N - 1) that wait for each other, of pairs N - 1, of a broadcast log2(N), else one; lengths are told
+    by one more each."""
     assert _shape(op, N) == (kind, op_bytes(op, N)[0], rounds, messages)

@@ -21,9 +21,9 @@ def test_a_message_that_changes_is_an_error_that_names_sender_bucket_and_round(
     trials = Trials(method, collective)
     if collective == "all_reduce":
         # The backend adds on the way: there is no payload to check, as docs/wire-format.md says.
-        assert trials.exchanges == 0
+        assert not any(trials.exchanges)
         return
-    assert trials.exchanges >= 1
+    assert all(trials.exchanges)
     found: Counter[str] = Counter()
     changed: Counter[str] = Counter()
     for number, (kind, draw) in enumerate(itertools.product(CHANGES, range(DRAWS))):

@@ -16,15 +16,14 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
+from gradwire.drivers.lengths import announce, announced
 from gradwire.drivers.trace import Trace
 from gradwire.drivers.traffic import LENGTH_BYTES, Meter, gathers, large, op_bytes
 from gradwire.drivers.transfer_order import TransferOrder
-from gradwire.errors import PayloadError
-from gradwire.ops import AllGather, AllToAll, Exchange, Op, Reduce, SendRecv
+from gradwire.ops import AllGather, AllToAll, Broadcast, Exchange, Op, Reduce, SendRecv
 from gradwire.wire import open_sealed, sealed
 
 __all__ = ["Job", "Lane", "WireError"]
@@ -89,7 +88,7 @@ class Lane:
         self._turns, self._ticket = turns or TransferOrder(), 0
         self._exchanges = self._reductions = 0
         self._turn_s = 0.0
-        self.meter = Meter()
+        self.meter = Meter(rank)
         self.name, self._label = name, ""
         self.trace: Trace | None = None
         self._outbox = torch.empty(0, dtype=torch.uint8)
@@ -228,7 +227,7 @@ class Lane:
             if self._turn_s:
                 self.trace.add(self.name, "wait for turn", began_s, began, self._label)
             kind = "send rows" if large(op) else "small message"
-            sent_bytes, detail = op_bytes(op, self.world_size)[0], f"{self._label}, {type(op).__name__}"
+            sent_bytes, detail = op_bytes(op, self.world_size, self.rank)[0], f"{self._label}, {type(op).__name__}"
             self.trace.add(self.name, kind, began, time.perf_counter(), detail, sent_bytes)
         if not isinstance(op, Reduce) and op.last:
             self._turns.give_back(self._ticket)
@@ -237,18 +236,18 @@ class Lane:
     def _execute(self, op: Op) -> torch.Tensor:
         if isinstance(op, SendRecv):
             return self._swap(op)
-        if not isinstance(op, Reduce) and op.lengths is not None:
+        if isinstance(op, Broadcast):
+            return self._broadcast(op)
+        if isinstance(op, Reduce):
+            if gathers(op):
+                return self._reduce_by_gather(op)
+            self._start_reduce(op).wait()
+            return op.value
+        if op.lengths is not None:
             return self._of_lengths(op, op.lengths)
         if large(op):
             return self._in_turn(op.send if isinstance(op, AllToAll) else [op.send] * self.world_size, op.recv)
-        if isinstance(op, AllToAll):
-            return self._all_to_all(op.send, op.recv)
-        if isinstance(op, AllGather):
-            return self._gather(op.send, op.recv)
-        if gathers(op):
-            return self._reduce_by_gather(op)
-        self._start_reduce(op).wait()
-        return op.value
+        return self._all_to_all(op.send, op.recv) if isinstance(op, AllToAll) else self._gather(op.send, op.recv)
 
     def _reduce_by_gather(self, op: Reduce) -> torch.Tensor:
         # All ranks run the same jobs on a lane in the same order, so the number of the reduction says which one it is.
@@ -278,9 +277,9 @@ class Lane:
         received = torch.empty((n, LENGTH_BYTES), dtype=torch.uint8)
         if large(op):
             self._wait_for_turn()
-        self._all_to_all(_announce(lengths), received)
+        self._all_to_all(announce(lengths), received)
         slots = op.recv.view(n, -1)
-        told = _announced(received, rank, slots.shape[1])
+        told = announced(received, rank, slots.shape[1])
         if op.arrived is not None:
             op.arrived.copy_(told)
         rows = op.send if isinstance(op, AllToAll) else [op.send] * n
@@ -351,38 +350,29 @@ class Lane:
             both(op.send, op.recv)
             return op.recv
         received = torch.zeros((1, LENGTH_BYTES), dtype=torch.uint8)
-        both(_announce(op.lengths), received)
+        both(announce(op.lengths), received)
         if op.source is not None:
-            op.arrived.copy_(_announced(received, -1, op.recv.numel(), op.source))
+            op.arrived.copy_(announced(received, -1, op.recv.numel(), op.source))
         both(op.send[: int(op.lengths)], op.recv[: int(op.arrived)])
         return op.recv
+
+    def _broadcast(self, op: Broadcast) -> torch.Tensor:
+        """Send a value down Gloo's binomial tree: its length first, where that is told."""
+        if large(op):
+            self._wait_for_turn()
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = op.root, 0
+        row = op.value
+        if op.length is not None:
+            told = announce(op.length)
+            self._live().broadcast([told], options).wait()
+            if self.rank != op.root:
+                op.length.copy_(announced(told, -1, row.numel(), op.root))
+            row = row[: int(op.length)]
+        self._live().broadcast([row], options).wait()
+        return op.value
 
     def _live(self) -> Any:
         if self._backend is None:
             raise RuntimeError("this lane was closed after a failure")
         return self._backend
-
-
-def _announce(lengths: torch.Tensor) -> torch.Tensor:
-    """Return what tells each rank a length, uint8 ``[ranks, 8]``: 32 bits, and their complement behind them."""
-    words = lengths.numpy().astype(np.uint32)
-    return torch.from_numpy(np.stack([words, ~words], 1)).view(torch.uint8)
-
-
-def _announced(received: torch.Tensor, rank: int, most: int, first: int = 0) -> torch.Tensor:
-    """Read the lengths that ranks from ``first`` on announced, 0 for this rank itself, int64 ``[ranks]``.
-
-    Raises:
-        PayloadError: one changed on the way, or is of more bytes than fit.
-    """
-    words, complements = received.numpy().view(np.uint32).T
-    for sender, (length, complement) in enumerate(zip(words.tolist(), complements.tolist()), first):
-        if sender != rank and (length ^ complement != 0xFFFFFFFF or length > most):
-            raise PayloadError(
-                f"rank {sender} announced a row of {length} bytes, with {complement ^ 0xFFFFFFFF} to confirm it, where "
-                f"at most {most} fit"
-            )
-    told = torch.from_numpy(words.astype(np.int64))
-    if rank >= 0:
-        told[rank] = 0
-    return told

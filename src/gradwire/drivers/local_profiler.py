@@ -11,9 +11,9 @@ from typing import TypeVar
 
 import torch
 
-from gradwire.drivers.traffic import gathers, large, op_bytes
+from gradwire.drivers.traffic import broadcast_sends, gathers, large, op_bytes
 from gradwire.link_cost import LinkCost
-from gradwire.ops import AllToAll, Exchange, Op, Reduce, SendRecv
+from gradwire.ops import AllToAll, Broadcast, Exchange, Op, Reduce, SendRecv
 from gradwire.protocols import Context, Memory, Workspace
 from gradwire.protocols.bucket_plan import BucketPlan
 from gradwire.wire import pretend_senders
@@ -35,9 +35,9 @@ class Stage:
 
     Attributes:
         work_s: Of this process alone on its core.
-        kind: "all_to_all", "all_gather", "gather" (a small reduction that goes by one), "ring", or "pairs" (large rows,
-            one at a time, in turn between lanes).
-        sent_bytes: By one rank.
+        kind: "all_to_all", "all_gather", "gather" (a small reduction that goes by one), "ring", "pairs" (large rows,
+            one at a time, in turn between lanes), or "broadcast".
+        sent_bytes: By one rank; of a broadcast by its root, for whose time all others wait.
         rounds: Messages that depend on one another.
         messages: That one rank sends.
     """
@@ -64,7 +64,9 @@ class LocalProfiler:
         self._link = link or USUAL_LINK
         self._plan, self._flat, self._world_size = plan, flat, world_size
         self._spaces, self._memory = [Workspace() for _ in range(plan.chunks + 1)], Memory()
-        self._work, self._round = torch.empty_like(flat), LATE_ROUND
+        # Rounds so far apart that rank 0 is the root of all broadcasts whose root goes round: only a root has something
+        # to send that it could receive.
+        self._work, self._round = torch.empty_like(flat), LATE_ROUND - LATE_ROUND % world_size
 
     def play(self) -> list[list[Stage]]:
         """Run a round with one torch thread, as a worker does: with more, a cast waits for the pool.
@@ -88,7 +90,7 @@ class LocalProfiler:
                 # Beside what follows the step, and in few rounds: nobody waits for it.
                 _timed(self._plan.finish(context), self._world_size)
                 self._memory.commit()
-        self._round += 1
+        self._round += self._world_size
         return found
 
 
@@ -144,6 +146,9 @@ def _shape(op: Op, world_size: int) -> tuple[str, int, int, int]:
     (sent, _), others = op_bytes(op, world_size), world_size - 1
     if isinstance(op, Reduce) and not gathers(op):
         return "ring", sent, 2 * others, 2 * others
+    if isinstance(op, Broadcast):
+        hops = broadcast_sends(op.root, op.root, world_size) * (1 + (op.length is not None))
+        return "pairs" if large(op) else "broadcast", op_bytes(op, world_size, op.root)[0], hops, hops
     # Rows of different lengths are preceded by a message that tells them.
     told = int(not isinstance(op, Reduce) and op.lengths is not None)
     if isinstance(op, SendRecv):
@@ -155,7 +160,7 @@ def _shape(op: Op, world_size: int) -> tuple[str, int, int, int]:
 
 
 def _echo(op: Op) -> torch.Tensor:
-    if isinstance(op, Reduce):
+    if isinstance(op, Reduce | Broadcast):
         return op.value
     own = op.send[0] if isinstance(op, AllToAll) else op.send
     reply = op.recv.copy_(own.expand_as(op.recv))

@@ -9,7 +9,7 @@ import torch
 
 from gradwire.drivers.traffic import Meter
 from gradwire.errors import ExchangeError
-from gradwire.ops import AllGather, AllToAll, Exchange, Op, Reduce, SendRecv
+from gradwire.ops import AllGather, AllToAll, Broadcast, Exchange, Op, Reduce, SendRecv
 
 __all__ = ["simulate_ranks"]
 
@@ -54,6 +54,8 @@ def simulate_ranks(generators: Sequence[Exchange[T]], meters: Sequence[Meter], *
 def _shape(op: Op) -> tuple[object, ...]:
     if isinstance(op, Reduce):
         return (op.op, op.value.dtype, *op.value.shape)
+    if isinstance(op, Broadcast):
+        return (op.root, op.value.dtype, *op.value.shape)
     return tuple(op.send.shape)
 
 
@@ -80,11 +82,24 @@ def _execute(ops: Sequence[Op]) -> list[torch.Tensor]:
             if pair.source is not None:
                 _receive(pair, receiver, pairs[pair.source])
         return [pair.recv for pair in pairs]
+    if isinstance(first, Broadcast):
+        return _broadcast([cast(Broadcast, op) for op in ops], first.root)
     gathers = [cast(AllGather, op) for op in ops]
     for receiver, gather in enumerate(gathers):
         _tell(gather, receiver, gathers)
     shared = torch.stack([op.send for op in gathers], out=first.recv)
     return [shared] * len(ops)
+
+
+def _broadcast(ops: Sequence[Broadcast], root: int) -> list[torch.Tensor]:
+    source = ops[root]
+    count = source.value.numel() if source.length is None else int(source.length)
+    for rank, op in enumerate(ops):
+        if rank != root:
+            op.value.view(-1)[:count].copy_(source.value.view(-1)[:count])
+        if op.length is not None:
+            op.length.fill_(count)
+    return [op.value for op in ops]
 
 
 def _receive(op: SendRecv, receiver: int, source: SendRecv) -> None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeGuard
 
-from gradwire.ops import AllGather, AllToAll, Op, Reduce, SendRecv
+from gradwire.ops import AllGather, AllToAll, Broadcast, Op, Reduce, SendRecv
 from gradwire.wire import SEAL_BYTES
 
 __all__ = [
@@ -14,6 +13,7 @@ __all__ = [
     "LENGTH_BYTES",
     "Meter",
     "Traffic",
+    "broadcast_sends",
     "dense_bytes",
     "gathers",
     "large",
@@ -70,22 +70,44 @@ def gathers(op: Reduce) -> bool:
     return op.op != "sum" and op.value.numel() * op.value.element_size() <= GATHERED_REDUCE_BYTES
 
 
-def large(op: Op) -> TypeGuard[AllToAll | AllGather | SendRecv]:
+def large(op: Op) -> bool:
     """Return whether a driver sends this operation's rows one at a time."""
     if isinstance(op, Reduce):
         return False
+    if isinstance(op, Broadcast):
+        return op.value.numel() * op.value.element_size() >= LARGE_BYTES
     row = op.send[0] if isinstance(op, AllToAll) else op.send
     return row.numel() * row.element_size() >= LARGE_BYTES
 
 
-def op_bytes(op: Op, world_size: int) -> tuple[int, int]:
+def broadcast_sends(rank: int, root: int, world_size: int) -> int:
+    """Return how many ranks one rank sends a broadcast's value to: the children in Gloo's binomial tree.
+
+    With ranks counted from the root on, v = (rank - root) mod N, rank v sends to v + 2^i for all i with 2^i > v and
+    v + 2^i < N: the root to ceil(log2 N) ranks, half of them to nobody. Every other rank receives it once.
+
+    Example:
+        >>> [broadcast_sends(rank, root=0, world_size=8) for rank in range(8)]
+        [3, 2, 1, 1, 0, 0, 0, 0]
+    """
+    place = (rank - root) % world_size
+    return sum(place < 1 << i and place + (1 << i) < world_size for i in range(world_size.bit_length()))
+
+
+def op_bytes(op: Op, world_size: int, rank: int = 0) -> tuple[int, int]:
     """Return the bytes that one rank sends and receives for an operation.
 
     All-to-all and all-gather: (N - 1) rows each way; rows of different lengths count as they are, and eight bytes for
     telling each length. Between two ranks: a row, where there is somebody to send it to or to receive it from. Ring
     all-reduce of M bytes: 2 M (N - 1) / N each way; by a gather, (N - 1) times M and eight bytes of checksum.
+    Broadcast: as often as :func:`broadcast_sends` says, received once but by the root, eight bytes more where the
+    length is told. It is the only operation of which ranks that ask for the same send different numbers of bytes.
     """
     others = world_size - 1
+    if isinstance(op, Broadcast):
+        count = (op.value.numel() if op.length is None else int(op.length)) * op.value.element_size()
+        count += LENGTH_BYTES * (op.length is not None)
+        return count * broadcast_sends(rank, op.root, world_size), count * (rank != op.root)
     if isinstance(op, SendRecv):
         counts = [op.send.numel() if n is None else int(n) + LENGTH_BYTES for n in (op.lengths, op.arrived)]
         return counts[0] * (op.to is not None), counts[1] * (op.source is not None)
@@ -110,10 +132,14 @@ def dense_bytes(elements: int, world_size: int) -> int:
 class Meter:
     """Running counts of one rank. Each lane has its own, so none needs a lock.
 
+    Args:
+        rank: Whose bytes are counted.
+
     Of the sent bytes, ``ring_bytes`` went to one neighbour, the others to all ranks alike.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int = 0) -> None:
+        self.rank = rank
         self.sent_bytes = 0
         self.received_bytes = 0
         self.ring_bytes = 0
@@ -123,7 +149,7 @@ class Meter:
 
     def count(self, op: Op, world_size: int) -> None:
         """Add one operation's bytes."""
-        sent, received = op_bytes(op, world_size)
+        sent, received = op_bytes(op, world_size, self.rank)
         self.sent_bytes += sent
         self.received_bytes += received
         if isinstance(op, Reduce) and not gathers(op):

@@ -153,8 +153,9 @@ def step_time(
             yield _Item(cpu_s=stage.work_s * factor)
         if stage.kind:
             ring, pairs = stage.kind == "ring", stage.kind == "pairs"
+            alone = ring or pairs or stage.kind == "broadcast"
             byte_s = machine.sum_byte_s if ring else machine.byte_s
-            efficiency = machine.ring_efficiency if ring or pairs else machine.crowd_efficiency
+            efficiency = machine.ring_efficiency if alone else machine.crowd_efficiency
             yield _Item(
                 cpu_s=(machine.call_s + machine.message_s * stage.messages + byte_s * stage.sent_bytes) * factor,
                 latency_s=stage.rounds * (machine.round_s * load.stretch + link.latency_s),
