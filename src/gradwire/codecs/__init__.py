@@ -35,7 +35,7 @@ from gradwire.codecs.scales import SMALLEST_SCALE, usable
 from gradwire.codecs.shared_levels import MOST_SUM, SharedLevelCodec
 from gradwire.codecs.signs import SignCodec, SignSummary, sign_table
 from gradwire.codecs.sparse import MOST_UNITS, AboveRule, LargestRule, Rule, SparseCodec, SparseSummary, choose_above
-from gradwire.codecs.sparse_values import BinnedValues, CastValues, CodedValues, KeptValues, SignedValues
+from gradwire.codecs.sparse_values import BinnedValues, CastValues, CodedValues, KeptValues, NoValues, SignedValues
 from gradwire.codecs.tail_fits import MODELS
 from gradwire.codecs.ternary import TernaryCodec, TernarySummary
 from gradwire.codecs.units import UnitTable
@@ -75,6 +75,7 @@ __all__ = [
     "MinimumCodec",
     "NaturalCodec",
     "NoSummary",
+    "NoValues",
     "OwnRotationCodec",
     "RandomElements",
     "RandomSparseCodec",

@@ -12,7 +12,7 @@ import torch
 from gradwire.codecs.base import Codec, Draw, Summary
 from gradwire.segments import Parameter, Segment
 
-__all__ = ["BinnedValues", "BoundCodec", "CastValues", "CodedValues", "KeptValues", "SignedValues"]
+__all__ = ["BinnedValues", "BoundCodec", "CastValues", "CodedValues", "KeptValues", "NoValues", "SignedValues"]
 
 BoundCodec: TypeAlias = Callable[[Sequence[Segment]], Codec]
 """Binds an operator to segments of which one worker is to encode and to decode the codes."""
@@ -32,6 +32,19 @@ class KeptValues(ABC):
     @abstractmethod
     def read(self, data: torch.Tensor, counts: tuple[int, ...]) -> torch.Tensor:
         """Return them in float32, from bytes that may start anywhere."""
+
+
+class NoValues(KeptValues):
+    """None: a payload of positions alone."""
+
+    def bytes(self, counts: Sequence[int]) -> int:
+        return 0
+
+    def write(self, values: torch.Tensor, counts: tuple[int, ...], draw: Draw, out: torch.Tensor) -> None:
+        pass
+
+    def read(self, data: torch.Tensor, counts: tuple[int, ...]) -> torch.Tensor:
+        return torch.empty(0)
 
 
 class CastValues(KeptValues):

@@ -2,6 +2,8 @@
 
 from gradwire.protocols.all_reduce import all_reduce, gathered_mean, gathered_values
 from gradwire.protocols.alltoallv import alltoallv
+from gradwire.protocols.broadcast import broadcast, broadcast_values, leader
+from gradwire.protocols.collect import collected, collected_values
 from gradwire.protocols.context import Context, Outcome, Workspace
 from gradwire.protocols.gauges import Gauges
 from gradwire.protocols.memory import Memory
@@ -31,8 +33,13 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "alltoallv",
+    "broadcast",
+    "broadcast_values",
+    "collected",
+    "collected_values",
     "gathered_mean",
     "gathered_values",
+    "leader",
     "tree",
     "two_shot",
     "two_shot_re_encoded",

@@ -94,7 +94,7 @@ class SimulatedLink:
         self._planner.check()
         self._coders.agree([self._coders.measure()])
         self._spaces = [[Workspace()] for _ in range(world_size)]
-        self._meters = [Meter() for _ in range(world_size)]
+        self._meters = [Meter(r) for r in range(world_size)]
         self._memories = [Memory() for _ in range(world_size)]
         self._gauges = [Gauges() for _ in range(world_size)]
         self._parts = [RoundParts() for _ in range(world_size)]

@@ -33,9 +33,10 @@ class TransformedPlan(BucketPlan):
         method: The inner method.
         setting: Of the bucket; its backend serves the family "signs".
         slots: How many each compressed segment has, at least one.
+        warm_up: Whether slots travel as in the method's rounds of warm-up, by sums whose bits no layout decides.
     """
 
-    def __init__(self, method: Method, setting: PlanSetting, slots: Sequence[int]) -> None:
+    def __init__(self, method: Method, setting: PlanSetting, slots: Sequence[int], *, warm_up: bool = False) -> None:
         self._kernels = setting.kernels
         self._light, dense = divide(setting.segments)
         offset, numel = [s.offset for s in self._light], [s.numel for s in self._light]
@@ -50,7 +51,8 @@ class TransformedPlan(BucketPlan):
             short.append(replace(s, offset=_end(short)))
             self._dense.append((s, short[-1]))
         self._numel = _end(short)
-        self._inner = replace(setting, segments=short, chunk_numel=max(1, self._numel)).plan(method)
+        inner = replace(setting, segments=short, chunk_numel=max(1, self._numel))
+        self._inner = inner.plan(method, warm_up=warm_up)
         self.chunks, self.collective = self._inner.chunks, self._inner.collective
         self.runs = [join((s.offset, s.offset + s.numel) for s in self._light)] * self.chunks
 
