@@ -431,6 +431,26 @@ TABLE: dict[str, list[Case]] = {
             amplifies=True,
         ),
     ],
+    "clt_k": [
+        Case(
+            gw.CLTk(),
+            lambda n: ring(0.032)(n) + 0.0115 * (n - 1).bit_length(),
+            error=1.01,
+            constants=False,
+            coded=True,
+            memory=True,
+            amplifies=True,
+        ),
+        Case(
+            gw.CLTk(density=0.1, beta=0.5, momentum=0.5),
+            lambda n: ring(3.2)(n) + 0.475 * (n - 1).bit_length(),
+            error=1.0,
+            constants=False,
+            coded=True,
+            memory=True,
+            amplifies=True,
+        ),
+    ],
     "sketched_sgd": [
         Case(
             gw.SketchedSGD(),

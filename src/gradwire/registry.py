@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from gradwire.algorithms.acp_sgd import ACPSGD
 from gradwire.algorithms.adaptive_levels import ALQ, ALQN, AMQ, AMQN
+from gradwire.algorithms.clt_k import CLTk
 from gradwire.algorithms.dgc import DGC
 from gradwire.algorithms.diana import DIANA, DQGD
 from gradwire.algorithms.diloco import DiLoCo
@@ -72,6 +73,7 @@ __all__ = [
     "NUQSGD",
     "QSGD",
     "QUICFL",
+    "CLTk",
     "Coded",
     "DiLoCo",
     "DoReFa",
@@ -154,6 +156,7 @@ METHODS: tuple[type[Method], ...] = (
     SpectralATOMO,
     FourierATOMO,
     CAT,
+    CLTk,
     DGC,
     SIDCo,
     SketchedSGD,

@@ -128,6 +128,7 @@ REMEMBERING = [
         "powersgd",
         "acp_sgd",
         "gtopk",
+        "clt_k",
         "dgc",
         "DGC(density=0.1, clip_norm=1.0, warmup_rounds=1)",
         "sketched_sgd",
