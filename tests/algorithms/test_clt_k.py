@@ -43,7 +43,7 @@ def largest(x: torch.Tensor, density: float) -> torch.Tensor:
 @pytest.mark.parametrize("workers", [1, 3, 4])
 @pytest.mark.parametrize("beta", [1.0, 0.25])
 def test_each_worker_leads_in_its_turn_and_the_others_follow(workers: int, beta: float) -> None:
-    """1, 2 and 4: step by step, also beside what is not compressed. Sums of at most four numbers up to 100 are rounded."""
+    """1, 2 and 4: step by step, also beside what is not compressed. Sums of four numbers up to 100 are rounded."""
     link, kept = link_of(gw.CLTk(density=0.02, beta=beta), workers), torch.zeros(workers, NUMEL)
     for round in range(2 * workers + 1):
         g = gradients(workers, round)

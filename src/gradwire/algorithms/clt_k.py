@@ -33,8 +33,8 @@ class CLTk(ResidualAlgorithm):
         e_i <- e_i + beta (g_i - sent_i)        sent_ij = p_ij  for j in S, 0 elsewhere
 
     The leader tells the others S, once; values then add up as a vector of k elements does, so that traffic does not
-    grow with the number of workers, where :class:`TopK` gathers k elements and their positions of every worker. It works
-    as far as residuals of different workers are large in the same places, which the paper finds they are.
+    grow with the number of workers, where :class:`TopK` gathers k elements and their positions of every worker. It
+    works as far as residuals of different workers are large in the same places, which the paper finds they are.
 
     ``beta`` is the paper's low-pass filter: below 1 a residual follows what is left out slowly, which calms training at
     high learning rates and with many workers. With 1, which is plain error feedback, nothing is lost.

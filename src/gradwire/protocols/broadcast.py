@@ -34,8 +34,8 @@ def broadcast(
         packings: How each section travels.
         bodies: The sections on the root; None elsewhere, and in a dry run.
 
-    Bytes sent by a rank: header + sections, as often as :func:`gradwire.drivers.traffic.broadcast_sends` says, and eight
-    more each time where their length varies.
+    Bytes sent by a rank: header + sections, as often as :func:`gradwire.drivers.traffic.broadcast_sends` says, and
+    eight more each time where their length varies.
     """
     layout = rows_of(context, packings)
     head = header(context, layout, tag, context.exchange)
