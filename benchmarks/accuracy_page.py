@@ -19,6 +19,7 @@ TASKS = {
     "cifar10": "ResNet-8 on CIFAR-10",
     "cifar10_long": "ResNet-8 on CIFAR-10, five times as long",
     "cifar10_longer": "ResNet-8 on CIFAR-10, ten times as long",
+    "cifar10_longest": "ResNet-8 on CIFAR-10, twenty times as long",
 }
 """By the name of a table: a task's, or a longer training of it with what sends few bytes alone."""
 NOTES = {
@@ -52,7 +53,7 @@ LOSSES = {
 }
 """By the label of a method: why it does not reach the mark."""
 
-WITHIN = {"mnist": 0.3, "cifar10": 1.0, "cifar10_long": 1.0, "cifar10_longer": 1.0}
+WITHIN = {"mnist": 0.3, "cifar10": 1.0, "cifar10_long": 1.0, "cifar10_longer": 1.0, "cifar10_longest": 1.0}
 """By the table, within how many points of float32's accuracy a hundred times fewer bytes are to end."""
 
 Row = dict[str, Any]
