@@ -8,7 +8,7 @@ import torch
 from gradwire.drivers import Meter, Traffic, dense_bytes
 from gradwire.drivers.local_profiler import _shape
 from gradwire.drivers.traffic import GATHERED_REDUCE_BYTES, LARGE_BYTES, broadcast_sends, gathers, large, op_bytes
-from gradwire.ops import AllGather, AllToAll, Broadcast, Op, Reduce
+from gradwire.ops import AllGather, AllToAll, Broadcast, Op, Reduce, SendRecv
 
 N = 4
 
@@ -132,3 +132,16 @@ def test_rounds_and_messages_of_an_operation(op: Op, kind: str, rounds: int, mes
     """Of a ring 2 (N - 1) that wait for each other, of pairs N - 1, of a broadcast log2(N), else one; lengths are told
     by one more each."""
     assert _shape(op, N) == (kind, op_bytes(op, N)[0], rounds, messages)
+
+
+def test_messages_to_a_single_rank_are_counted_by_that_rank() -> None:
+    meter = Meter()
+    meter.count(SendRecv(octets(100), octets(100), to=2, source=1), N)
+    told = torch.tensor([40])
+    meter.count(SendRecv(octets(100), octets(100), 2, 1, told, told), N)
+    meter.count(SendRecv(octets(50), octets(50), to=1, source=None), N)
+    meter.count(SendRecv(octets(50), octets(50), to=None, source=3), N)
+    meter.count(all_to_all(100), N)
+    # A length of eight bytes goes before a row that has one of its own; what goes to all is not one rank's.
+    assert meter.sent_to == {2: 100 + 48, 1: 50}
+    assert meter.sent_bytes == 148 + 50 + 300

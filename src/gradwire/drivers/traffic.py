@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TypeGuard
 
 from gradwire.ops import AllGather, AllToAll, Broadcast, Op, Reduce, SendRecv
 from gradwire.wire import SEAL_BYTES
@@ -45,6 +48,8 @@ class Traffic:
         elements: Gradient elements exchanged, summed over rounds.
         rounds: Synchronised backwards.
         buffer_bytes: DDP's own broadcasts of module buffers (batch norm's running statistics), sent by this rank.
+        sent_to: Of the bytes that left this rank, those of messages to a single rank, by that rank: what each link of a
+            graph carries.
     """
 
     sent_bytes: int = 0
@@ -53,6 +58,7 @@ class Traffic:
     elements: int = 0
     rounds: int = 0
     buffer_bytes: int = 0
+    sent_to: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def compression_factor(self) -> float:
@@ -135,7 +141,8 @@ class Meter:
     Args:
         rank: Whose bytes are counted.
 
-    Of the sent bytes, ``ring_bytes`` went to one neighbour, the others to all ranks alike.
+    Of the sent bytes, ``ring_bytes`` went to one neighbour, and ``sent_to`` counts those of messages to a single rank,
+    by that rank; the others went to all ranks alike.
     """
 
     def __init__(self, rank: int = 0) -> None:
@@ -143,6 +150,7 @@ class Meter:
         self.sent_bytes = 0
         self.received_bytes = 0
         self.ring_bytes = 0
+        self.sent_to: Counter[int] = Counter()
         self.encode_s = 0.0
         self.wire_s = 0.0
         self.decode_s = 0.0
@@ -154,3 +162,5 @@ class Meter:
         self.received_bytes += received
         if isinstance(op, Reduce) and not gathers(op):
             self.ring_bytes += sent
+        if isinstance(op, SendRecv) and op.to is not None:
+            self.sent_to[op.to] += sent

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -189,6 +190,7 @@ class LinkRuntime:
             elements=self._elements,
             rounds=self.rounds_here,
             buffer_bytes=buffer_bytes,
+            sent_to=dict(sum((m.sent_to for m in meters), Counter())),
         )
 
     def seconds(self) -> dict[str, float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -170,11 +170,11 @@ class SimulatedLink:
                 p.grad = torch.empty_like(p)
             flat_view(p.grad).copy_(part)
 
-    def traffic(self) -> Traffic:
-        """Return the bytes that worker 0 would have sent and received."""
-        meter, elements = self._meters[0], self._elements
-        dense = dense_bytes(elements, self.world_size)
-        return Traffic(meter.sent_bytes, meter.received_bytes, dense, elements, self.round)
+    def traffic(self, worker: int = 0) -> Traffic:
+        """Return the bytes that a worker would have sent and received."""
+        meter, elements = self._meters[worker], self._elements
+        dense, sent_to = dense_bytes(elements, self.world_size), dict(meter.sent_to)
+        return Traffic(meter.sent_bytes, meter.received_bytes, dense, elements, self.round, sent_to=sent_to)
 
     def gauges(self) -> list[dict[str, float]]:
         """Return what :meth:`Link.gauges` would return on each worker, by worker."""
@@ -329,4 +329,4 @@ def simulate(
 
 def _one_round(traffic: Traffic, link: SimulatedLink) -> Traffic:
     dense = dense_bytes(link.numel, link.world_size)
-    return Traffic(traffic.sent_bytes, traffic.received_bytes, dense, link.numel, 1)
+    return replace(traffic, dense_bytes=dense, elements=link.numel, rounds=1)
