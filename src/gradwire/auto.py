@@ -128,6 +128,8 @@ def not_comparable(one: Method) -> str | None:
     """Explain why the time of a step alone cannot tell whether a method is better than others; None where it can."""
     if isinstance(one, Auto):
         return "tries others itself: it cannot be tried"
+    if one.local_steps:
+        return "exchanges parameters and no gradients, which the other candidates' rounds do not go with"
     if one.owns_momentum:
         return "brings a momentum of its own, for which the optimizer has to have none"
     if one.joined and one.properties.state != "none":

@@ -130,6 +130,10 @@ class Method:
     """Optimizer steps from one exchange to the next, of what they changed; 0: gradients are exchanged, at every
     synchronised backward."""
 
+    outcomes_differ: ClassVar[bool] = False
+    """Whether each rank ends an exchange with an outcome of its own, so that no two ranks' parameters are the same; what
+    ranks then have in common is the mean over them, which an exchange leaves as it is."""
+
     needs_optimizer: ClassVar[bool] = False
     """Whether it also acts on the steps of an optimizer."""
 
@@ -144,7 +148,11 @@ class Method:
     """Numbers that it reports of every round on every rank, as :meth:`gradwire.Link.gauges` returns them."""
 
     def remembered_numel(self, kind: str, parameter: Parameter) -> int:
-        """Return how many numbers of a kind in :attr:`remembers` it keeps of a parameter: by default one an element."""
+        """Return how many numbers of a kind in :attr:`remembers` it keeps of a parameter: by default one an element.
+
+        Of a kind that is kept for each of several other ranks, those for one of them; see
+        :func:`gradwire.protocols.memory.kind_of_peer`.
+        """
         return parameter.numel
 
     def omega_of(self, numel: int | None = None) -> float | None:
@@ -187,6 +195,14 @@ class Method:
     def delta_formula(self) -> str | None:
         """``delta`` as a formula to be shown."""
         return None if self.omega is None or self.delta is None else "1 - omega"
+
+    def terms(self, world_size: int) -> Mapping[str, object]:
+        """Return what ranks compare beside the spec before they exchange anything, such as what a file holds.
+
+        Raises:
+            IncompatibleError: it cannot be, with so many ranks.
+        """
+        return {}
 
     def check_optimizer(self, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> None:
         """Refuse an optimizer that :meth:`bind` could not hook into.

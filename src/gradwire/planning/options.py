@@ -107,9 +107,15 @@ class Options:
         """Return the protocols to choose from.
 
         Raises:
-            IncompatibleError: the method cannot travel by the collective that was asked for.
+            IncompatibleError: the method cannot travel by the collective that was asked for, or have its outcomes
+                checked.
             HyperparameterError: there is no such collective.
         """
+        if self.check and method.outcomes_differ:
+            raise IncompatibleError(
+                f"check=True compares the bits of all ranks' outcomes, and under {method!r} each rank has its own: "
+                "leave it out"
+            )
         if self.collective == "auto":
             return tuple(method.collectives)
         known = tuple(dict.fromkeys(("auto", "all_reduce", *PROTOCOLS, *SHARED_OUT)))

@@ -9,7 +9,22 @@ import torch
 
 from gradwire.segments import Segment
 
-__all__ = ["Memory"]
+__all__ = ["Memory", "base_kind", "kind_of_peer"]
+
+
+def kind_of_peer(kind: str, peer: int) -> str:
+    """Return the kind under which a vector is kept that concerns one other rank alone.
+
+    Example:
+        >>> kind_of_peer("left", 3), base_kind("left@3")
+        ('left@3', 'left')
+    """
+    return f"{kind}@{peer}"
+
+
+def base_kind(kind: str) -> str:
+    """Return the kind that a method declares, of one that may be of one other rank."""
+    return kind.partition("@")[0]
 
 
 class _Bank:

@@ -139,7 +139,9 @@ class BucketExchange:
         self._finish_chunk(lane.drive(self.plan.run(self._context(chunk), self.work, self._prepared)))
 
     def _finish_chunk(self, outcome: Outcome) -> None:
-        if outcome.sent is not None and self._sent is not None:
+        if outcome.sent is None:
+            self._sent = None  # nothing to compare the gradient with
+        elif self._sent is not None:
             outcome.sent(self._sent, 1.0)
         with self._lock:
             self.finite = None if None in (self.finite, outcome.finite) else self.finite and outcome.finite

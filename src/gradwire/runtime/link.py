@@ -123,9 +123,8 @@ class Link(LocalStepsUser):
             check_optimizer(self.method, optimizer, self._parameters)
             self._rates = LearningRates(self.method, optimizer, self._parameters)
             timeout = self.group._get_backend(torch.device("cpu")).options._timeout
-            mine.fields = compared(
-                self.method, self.options, self._parameters, {"lanes": count, "learning rates": self._rates.read()}
-            )
+            terms = {"lanes": count, "learning rates": self._rates.read(), **self.method.terms(self.world_size)}
+            mine.fields = compared(self.method, self.options, self._parameters, terms)
             mine.told = self._coders.measure()
             mine.open_links = numbers_in_use()
         self.number.value = lowest_free(mine.open_links)

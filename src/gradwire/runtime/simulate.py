@@ -114,6 +114,22 @@ class SimulatedLink:
 
         Returns:
             The mean over workers, float32 ``[numel]``: row 0 of ``gradients``.
+
+        Raises:
+            IncompatibleError: ``gradients`` are none of that form, or the method has no outcome that all share.
+        """
+        if self.method.outcomes_differ:
+            raise IncompatibleError(
+                f"{self.method!r} has an outcome for each worker, and none that all share: use exchange_, or "
+                "gradwire.SimulatedLocalSteps"
+            )
+        self.exchange_(gradients, names)
+        return gradients[0]
+
+    def exchange_(self, gradients: torch.Tensor, names: Sequence[str] | None = None) -> None:
+        """Exchange one round, as :meth:`reduce_`; row 0 is then the outcome.
+
+        Of a method whose outcomes differ row r is worker r's, and what it was given, parameters.
         """
         numel = self.numel if names is None else sum(self._parameters[name].numel() for name in names)
         if gradients.shape != (self.world_size, numel) or gradients.dtype != torch.float32:
@@ -129,7 +145,6 @@ class SimulatedLink:
             self._exchange(self._names if names is None else list(names), gradients)
         self.round += 1
         self._elements += numel
-        return gradients[0]
 
     def _exchange(self, names: list[str], rows: torch.Tensor) -> None:
         plan = self._planner.plan(names, self.round)
@@ -137,8 +152,9 @@ class SimulatedLink:
         prepared: Any = simulate_ranks([plan.prepare(self._context(r, 0), g) for r, g in enumerate(rows)], self._meters)
         for chunk in range(plan.chunks):
             runs = [plan.run(self._context(r, chunk), g, p) for r, (g, p) in enumerate(zip(rows, prepared))]
-            # Only a rank that remembers something has to do what follows its last exchange.
-            outcome = simulate_ranks(runs, self._meters, leader_only=self.method.properties.state == "none")[0]
+            # Only a rank that remembers something, or has an outcome of its own, has to do what follows its last exchange.
+            alike = self.method.properties.state == "none" and not self.method.outcomes_differ
+            outcome = simulate_ranks(runs, self._meters, leader_only=alike)[0]
             finite = finite and outcome.finite is not False
         for memory in self._memories:
             memory.commit() if finite else memory.discard()

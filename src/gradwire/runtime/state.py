@@ -10,6 +10,7 @@ import torch
 
 from gradwire.errors import IncompatibleError
 from gradwire.methods import Method
+from gradwire.protocols.memory import base_kind
 from gradwire.runtime.global_parameters import CLOCK
 from gradwire.runtime.selection.autotune import OWN_STATE, STATE
 from gradwire.runtime.selection.coder import CODER_STATE
@@ -112,6 +113,7 @@ def _check_part(scope: str, part: object, parameters: Mapping[str, Parameter], m
             )
         most = parameters[name].numel if name in parameters else sum(p.numel for p in parameters.values())
         # What another method keeps is dropped, whatever its size.
+        kind = base_kind(kind)
         exact = name in parameters and kind in method.remembers
         needed = method.remembered_numel(kind, parameters[name]) if exact else most
         fits = value.numel() == needed if exact else value.numel() <= needed
@@ -129,7 +131,7 @@ def remembered(state: State, method: Method) -> dict[str, dict[str, torch.Tensor
     for scope, part in state.items():
         found[scope] = {}
         for key, value in part.items():
-            kind = key.partition("/")[0]
+            kind = base_kind(key.partition("/")[0])
             if key in OWN_VALUES:
                 continue
             if known is None or kind in known:

@@ -103,7 +103,11 @@ class Coded(Wrapper):
         inner = self.compressor
         require(
             isinstance(inner, Cast)
-            or (isinstance(inner, Method) and "all_reduce" not in inner.collectives and not isinstance(inner, Coded)),
+            or (
+                isinstance(inner, Method)
+                and "all_reduce" not in inner.collectives
+                and not (inner.local_steps or isinstance(inner, Coded))
+            ),
             "Coded",
             f"compressor is a method whose payload is its own, such as TernGrad(), or a cast, not {inner!r}",
         )

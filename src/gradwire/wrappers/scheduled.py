@@ -106,7 +106,7 @@ class Scheduled(Dialled):
     def __post_init__(self) -> None:
         inner, start = self.compressor, self.start
         require(
-            isinstance(inner, Algorithm | Compressor) and not isinstance(inner, Scheduled),
+            isinstance(inner, Algorithm | Compressor) and not (inner.local_steps or isinstance(inner, Scheduled)),
             "Scheduled",
             f"compressor is a method with a dial, such as TopK(density=0.001), not {inner!r}",
         )
