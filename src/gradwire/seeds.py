@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 
-__all__ = ["OWNER", "SHARED", "LinkNumber", "link_seed", "parameter_key"]
+__all__ = ["OWNER", "SHARED", "LinkNumber", "link_seed", "parameter_key", "worker_seed"]
 
 SHARED = 0xFFFFFFFF
 """Stream of draws that all ranks make alike."""
@@ -48,6 +48,19 @@ def link_seed(seed: int, number: int) -> int:
     if number == 0:
         return seed
     digest = hashlib.blake2b(f"{seed}\x00link\x00{number}".encode(), digest_size=16).digest()
+    return int.from_bytes(digest, "little")
+
+
+def worker_seed(seed: int, worker: int) -> int:
+    """Return the seed of a worker whose payloads others decode one by one, each knowing who sent it.
+
+    It is the BLAKE2b hash (16 bytes, little endian) of seed and rank, so that workers draw independently.
+
+    Example:
+        >>> worker_seed(7, 0) == worker_seed(7, 1)
+        False
+    """
+    digest = hashlib.blake2b(f"{seed}\x00worker\x00{worker}".encode(), digest_size=16).digest()
     return int.from_bytes(digest, "little")
 
 

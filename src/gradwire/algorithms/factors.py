@@ -13,7 +13,7 @@ from gradwire.algorithms.contraction import check_contraction
 from gradwire.algorithms.error_feedback import ResidualAlgorithm, momentum_beside_residual
 from gradwire.algorithms.float_means import Beside, mean_of_floats
 from gradwire.algorithms.local_momentum import checked_momentum
-from gradwire.algorithms.low_rank import Matrix, draw_factor, matrices, matrix_table
+from gradwire.algorithms.low_rank import Matrix, check_matrix_rank, draw_factor, matrices, matrix_table
 from gradwire.compressors import BF16, FP32, Compressor, TernGrad
 from gradwire.methods import Method, require
 from gradwire.ops import Exchange
@@ -66,9 +66,8 @@ class LowRankAlgorithm(ResidualAlgorithm):
         Raises:
             HyperparameterError: a field is out of range.
         """
-        owner, rank, saving = type(self).__name__, self.matrix_rank, self.least_saving
-        whole = isinstance(rank, int) and not isinstance(rank, bool)
-        require(whole and rank >= 1, owner, f"matrix_rank is at least 1, not {rank!r}")
+        owner, saving = type(self).__name__, self.least_saving
+        check_matrix_rank(owner, self.matrix_rank)
         number = isinstance(saving, int | float) and not isinstance(saving, bool)
         require(number and saving >= 1, owner, f"least_saving is at least 1, not {saving!r}")
         object.__setattr__(self, "least_saving", float(saving))
@@ -127,21 +126,28 @@ class Side:
         So are all of them at first and after a gradient of zeros, and those that depended on the others in the round
         before: it would stay zero.
         """
-        held = context.memory.read(kind, self.segments, replicated=True)
+        return self.filled(context.memory.read(kind, self.segments, replicated=True), seed, context.round)
+
+    def filled(self, factors: torch.Tensor, seed: int, round: int, whose: str = "") -> torch.Tensor:
+        """Return factors of which every vector that is zero has been drawn, the same on all ranks.
+
+        Args:
+            whose: Stands behind the names of parameters where only some ranks draw them.
+        """
         if not self._matrices:
-            return held
-        nothing = torch.segment_reduce(held.abs(), "max", lengths=self._lengths) == 0
+            return factors
+        nothing = torch.segment_reduce(factors.abs(), "max", lengths=self._lengths) == 0
         if not bool(nothing.any()):
-            return held
-        held, at = held.clone(), 0
+            return factors
+        found, at = factors.clone(), 0
         for m, segment in zip(self._matrices, self.segments):
             zero = nothing[at : at + m.rank]
             at += m.rank
             if bool(zero.any()):
-                factor = held[segment.offset : segment.offset + segment.numel].view(m.rank, -1)
-                drawn = draw_factor(m.segment.parameter.name, factor.shape[1], m.rank, seed, context.round)
+                factor = found[segment.offset : segment.offset + segment.numel].view(m.rank, -1)
+                drawn = draw_factor(m.segment.parameter.name + whose, factor.shape[1], m.rank, seed, round)
                 factor.copy_(torch.where(zero[:, None], drawn, factor))
-        return held
+        return found
 
     def vectors(self) -> list[Segment]:
         """Return the vectors of all factors as parameters of their own, whose names are the sides', too."""

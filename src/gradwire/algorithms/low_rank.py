@@ -9,10 +9,21 @@ import torch
 
 from gradwire.kernels import MatrixTable
 from gradwire.kernels.philox import uniform_integers
+from gradwire.methods import require
 from gradwire.seeds import SHARED, parameter_key
 from gradwire.segments import Parameter, Segment
 
-__all__ = ["Matrix", "draw_factor", "matrices", "matrix_table", "shape_of"]
+__all__ = ["Matrix", "check_matrix_rank", "draw_factor", "matrices", "matrix_table", "shape_of"]
+
+
+def check_matrix_rank(owner: str, rank: object) -> None:
+    """Check a number of vectors in a factor.
+
+    Raises:
+        HyperparameterError: it is no whole number of at least 1.
+    """
+    whole = isinstance(rank, int) and not isinstance(rank, bool)
+    require(whole and rank >= 1, owner, f"matrix_rank is at least 1, not {rank!r}")  # type: ignore[operator]
 
 
 @dataclass(frozen=True)
