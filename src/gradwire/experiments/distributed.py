@@ -32,7 +32,8 @@ class DistributedEngine:
         self.ddp = DistributedDataParallel(self.model)
         self.optimizer = plan.task.build_optimizer(self.model)
         self.link = gw.attach(self.ddp, plan.method, **link_options(plan, self.optimizer))
-        self.local = gw.method(plan.method).local_steps > 0
+        method = gw.method(plan.method)
+        self.local, self.apart = method.local_steps > 0, method.outcomes_differ
 
     def load(self) -> None:
         """Read this worker's data."""
@@ -76,8 +77,11 @@ class DistributedEngine:
         return [float(value) / self.world_size for value in total]
 
     def score(self) -> tuple[float, float]:
-        """Evaluate a share on every rank, all with rank 0's buffers, and add up."""
-        for buffer in self.model.buffers():
+        """Evaluate a share on every rank, all with rank 0's buffers, and add up.
+
+        Where ranks stay different, with the mean of parameters and buffers.
+        """
+        for buffer in () if self.apart else self.model.buffers():
             dist.broadcast(buffer, 0)
         with self.link.global_parameters() if self.local else contextlib.nullcontext():
             own = self.score_own()

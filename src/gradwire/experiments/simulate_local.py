@@ -59,8 +59,12 @@ class SimulatedLocalEngine:
 
     @torch.no_grad()
     def score(self) -> tuple[float, float]:
-        """Evaluate the global parameters on all evaluation data, with worker 0's buffers, which all then have."""
-        for model in self.models[1:]:
+        """Evaluate the global parameters on all evaluation data, with worker 0's buffers, which all then have.
+
+        Where workers stay different, the mean of parameters and buffers.
+        """
+        apart = gw.method(self.plan.method).outcomes_differ
+        for model in () if apart else self.models[1:]:
             for buffer, first in zip(model.buffers(), self.models[0].buffers()):
                 buffer.copy_(first)
         with self.steps.swapped():

@@ -216,7 +216,11 @@ class Trainer:
             self.folder.commit_checkpoint(step)
 
     def _rank_state(self) -> dict[str, Any]:
-        own = {"model": self.engine.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        own = {
+            "model": self.engine.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "average": self.average.shadow if self.average else [],
+        }
         return {
             "link": self.engine.state_dict(),
             GAUGES: self._spreads.sums,
@@ -247,7 +251,7 @@ class Trainer:
         self.engine.load_state_dict(mine["link"])
         self._spreads.load(mine.get(GAUGES, {}))
         if self.average:
-            self.average.shadow = list(shared["average"])
+            self.average.shadow = list(own["average"])
         self.step, self.elapsed_s = shared["step"], shared["elapsed_s"]
         self._losses, self._times_s = list(shared["losses"]), list(shared["times_s"])
         loaded = self.engine.traffic()

@@ -83,6 +83,11 @@ def exchange_of(
         IncompatibleError: the method cannot serve that many ranks, or an option does not fit it.
     """
     chosen = read_method(method)
+    if chosen.outcomes_differ:
+        raise IncompatibleError(
+            "its ranks wait for their neighbours alone, and what is predicted is an exchange that all ranks end together: "
+            "measure it on your hosts, or with gradwire lab"
+        )
     if chosen.local_steps:
         raise IncompatibleError(
             f"it exchanges in one of {chosen.local_steps} steps, and what is predicted is a step that exchanges: plan "

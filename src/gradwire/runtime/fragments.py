@@ -118,7 +118,7 @@ def exchanged(
     method: Method, parameters: Mapping[str, torch.Tensor], options: Options
 ) -> tuple[Mapping[str, torch.Tensor], Options]:
     """Return what is exchanged as a parameter by a link of any method, and the link's options for that."""
-    if not method.local_steps:
+    if not method.local_steps or method.outcomes_differ:
         return parameters, options
     pieces = cut(parameters, cast(StepsLocally, method))
     return pieces, pieces.options(options, method)

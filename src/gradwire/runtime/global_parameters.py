@@ -12,7 +12,7 @@ from gradwire.local_steps import GLOBAL, VELOCITY, StepsLocally
 from gradwire.runtime.fragments import FragmentClock, Pieces, cut
 from gradwire.segments import flat_view
 
-__all__ = ["CLOCK", "GlobalParameters", "State"]
+__all__ = ["CLOCK", "STEPS", "GlobalParameters", "State"]
 
 STEPS, FLYING, LEFT = "local_steps", "local_fragment", "local_steps_left"
 """Keys, in a link's state, of the optimizer steps since the last exchange of the last fragment; and where one is in
@@ -55,6 +55,10 @@ class GlobalParameters:
         self._velocity: dict[str, torch.Tensor] | None = None
         self.held: dict[str, torch.Tensor] = {}
         self.take()
+
+    def problem(self) -> str | None:
+        """Return None: what is not finite reaches all workers, who then go back to the global parameters together."""
+        return None
 
     @torch.no_grad()
     def take(self) -> None:

@@ -10,14 +10,17 @@ from typing import Any, cast
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from gradwire.errors import IncompatibleError
+from gradwire.errors import ExchangeError, IncompatibleError
 from gradwire.local_steps import StepsLocally
 from gradwire.methods import Method
 from gradwire.planning import Options
+from gradwire.protocols import Context, Workspace
 from gradwire.runtime.global_parameters import GlobalParameters, State
 from gradwire.runtime.link_runtime import LinkRuntime
+from gradwire.runtime.own_parameters import OwnParameters, mean_over_ranks, put, swapped
 from gradwire.runtime.parameters import own_buckets
 from gradwire.runtime.selection.control_channel import ControlChannel
+from gradwire.segments import flat_view
 
 __all__ = ["LocalSteps", "LocalStepsUser"]
 
@@ -45,7 +48,8 @@ class LocalStepsUser:
         """Exchange now what the steps since the last exchange have changed, however many they are (collective).
 
         For evaluations and checkpoints of what all ranks know. An exchange in flight ends first. The next exchange is
-        as many steps later as the first one was after the start.
+        as many steps later as the first one was after the start. Of a method by which each rank has parameters of its
+        own, all of them become their mean over ranks.
 
         Raises:
             IncompatibleError: the method exchanges gradients.
@@ -61,10 +65,14 @@ class LocalStepsUser:
             with link.global_parameters():
                 evaluate(model)
 
+        Of a method by which each rank has parameters of its own, they are the mean over ranks, and so are buffers; it
+        is computed here, so that all ranks must enter the context (collective).
+
         Raises:
             IncompatibleError: the method exchanges gradients.
+            ExchangeError: the link is broken.
         """
-        return self.local.parameters.swapped()
+        return self.local.global_parameters()
 
     @property
     def local(self) -> LocalSteps:
@@ -82,19 +90,19 @@ class LocalSteps:
     """Counts the steps of a link's optimizer, and begins and ends exchanges when they are due.
 
     Args:
-        parameters: The global ones.
+        parameters: The global ones; the worker's own alone where outcomes differ by rank.
         named: The worker's own, by name.
         most: Elements of a bucket at most.
         exchange: A method of the link, which starts the exchange of a bucket; it does not keep the link alive.
         runtime, channel, grad_scaler: The link's.
 
     Attributes:
-        buffers: Floating-point buffers that are averaged at every exchange.
+        buffers: Floating-point buffers that are averaged at every exchange, or with the parameters where outcomes differ.
     """
 
     def __init__(
         self,
-        parameters: GlobalParameters,
+        parameters: GlobalParameters | OwnParameters,
         named: dict[str, torch.Tensor],
         most: int,
         exchange: Exchange,
@@ -124,7 +132,11 @@ class LocalSteps:
         """Return the local steps of a link, if its method takes any."""
         if not method.local_steps:
             return None
-        parameters = GlobalParameters(cast(StepsLocally, method), named, runtime.world_size)
+        parameters: GlobalParameters | OwnParameters
+        if method.outcomes_differ:
+            parameters = OwnParameters(method, named)
+        else:
+            parameters = GlobalParameters(cast(StepsLocally, method), named, runtime.world_size)
         return cls(parameters, named, 4 * options.chunk_numel, exchange, runtime, channel, grad_scaler)
 
     def keep(self, flat: torch.Tensor, last: bool, warm_up: bool) -> torch.futures.Future[torch.Tensor] | None:
@@ -153,19 +165,31 @@ class LocalSteps:
             self._end(begins)
 
     def synchronise(self) -> None:
-        """Exchange all that steps have changed since it was exchanged last (collective)."""
+        """Exchange all that steps have changed, or make all ranks' own parameters their mean (collective)."""
+        if not isinstance(self.parameters, GlobalParameters):
+            put(list(self._named.values()), self._mean_parameters())
+            put(self.buffers, self._mean_buffers())
+            return
         if self.parameters.clock.flying is not None:
             self._end(self.parameters.clock.flying)
         self.parameters.clock.reset()
         self._begin(list(self.parameters.pieces))
         self._end(self.parameters.clock.count - 1, replaced=not self.parameters.method.keeps_own)
 
+    def global_parameters(self) -> AbstractContextManager[None]:
+        """Return a context in which the parameters are the global ones, or their mean over ranks (collective)."""
+        if isinstance(self.parameters, GlobalParameters):
+            return self.parameters.swapped()
+        mean = self._mean_parameters()
+        return swapped([*self._named.values(), *self.buffers], [*mean, *self._mean_buffers()])
+
     def _begin(self, names: Sequence[str]) -> int:
         """Begin the exchange of some pieces, and return how many elements they have."""
-        self._runtime.failures.refuse()
         exchange, pieces = self._exchange(), {name: self.parameters.pieces[name] for name in names}
         if exchange is None or not pieces:
+            self._runtime.failures.refuse()
             return 0
+        self._refuse()
         buckets = own_buckets(pieces, self._most)
         self._flying = [
             (names, exchange(i, names, self.parameters.outgoing(names), i == len(buckets) - 1))
@@ -182,8 +206,9 @@ class LocalSteps:
                 f"after the local steps before exchange {self._runtime.round} a parameter was not finite on some rank: "
                 "all ranks go on from the global parameters of the exchange before",
             )
-        if self.buffers and fragment == self.parameters.clock.count - 1:
-            self._average_buffers()
+        last = fragment == self.parameters.clock.count - 1
+        if self.buffers and last and isinstance(self.parameters, GlobalParameters):
+            put(self.buffers, self._mean_buffers())
 
     def waited(self) -> list[tuple[Sequence[str], torch.Tensor]]:
         """Wait for the exchange in flight, if there is one, and return its means."""
@@ -198,14 +223,32 @@ class LocalSteps:
         self._flying = None
         return self.parameters.load(state)
 
-    def _average_buffers(self) -> None:
-        """Replace buffers by their mean over ranks; their few values are gathered."""
+    def _refuse(self) -> None:
+        """Refuse to exchange on a link that is broken, and break it where this rank has nothing that it could send."""
+        self._runtime.failures.refuse()
+        problem = self.parameters.problem()
+        if problem is not None:
+            raise self._runtime.failures.record(ExchangeError(problem), f"the exchange of round {self._runtime.round}")
+
+    def _mean_parameters(self) -> list[torch.Tensor]:
+        """Return the mean over ranks of each parameter, float32, flat in memory order."""
+        self._refuse()
+        runtime, found = self._runtime, dict[str, torch.Tensor]()
+        for number, names in enumerate(own_buckets(self._named, self._most)):
+            flat = self.parameters.outgoing(names)
+            context = Context(runtime.rank, runtime.world_size, runtime.round, number, workspace=Workspace())
+            self._channel.run(mean_over_ranks(context, flat), "the mean of parameters")
+            found.update(zip(names, flat.split([self._named[name].numel() for name in names])))
+        return [found[name] for name in self._named]
+
+    def _mean_buffers(self) -> list[torch.Tensor]:
+        """Return the mean over ranks of each buffer; their few values are gathered."""
+        if not self.buffers:
+            return []
         sizes = [b.numel() for b in self.buffers]
-        own = torch.cat([b.detach().reshape(-1).to(torch.float32) for b in self.buffers])
+        own = torch.cat([flat_view(b.detach()).to(torch.float32) for b in self.buffers])
         mean = torch.tensor(self._channel.gather(own.tolist()), dtype=torch.float64).mean(0)
-        with torch.no_grad():
-            for buffer, part in zip(self.buffers, mean.split(sizes)):
-                buffer.copy_(part.view(buffer.shape))
+        return list(mean.split(sizes))
 
     def bind(self, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> Callable[[], None]:
         """Count the steps of an optimizer or a scaler, if there is one; return what ends all counting."""

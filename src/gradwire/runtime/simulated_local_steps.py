@@ -9,15 +9,18 @@ from typing import Any, cast
 
 import torch
 
-from gradwire.drivers import Traffic, dense_bytes
-from gradwire.errors import IncompatibleError
+from gradwire.drivers import Meter, Traffic, dense_bytes, simulate_ranks
+from gradwire.errors import ExchangeError, IncompatibleError
 from gradwire.local_steps import StepsLocally
 from gradwire.methods import Method
 from gradwire.planning import Options
+from gradwire.protocols import Context
 from gradwire.runtime.fragments import FragmentClock, exchanged
 from gradwire.runtime.global_parameters import GlobalParameters
+from gradwire.runtime.own_parameters import OwnParameters, mean_over_ranks, swapped
 from gradwire.runtime.parameters import named_parameters
 from gradwire.runtime.simulate import SimulatedLink
+from gradwire.segments import flat_view
 from gradwire.spec import method as read_method
 
 __all__ = ["SimulatedLocalSteps"]
@@ -34,11 +37,15 @@ class SimulatedLocalSteps:
         options: As of :class:`SimulatedLink`.
 
     Attributes:
-        link: The simulated link that the differences go through.
-        buffers: Of each worker, buffers that are averaged when the last fragment is exchanged.
+        link: The simulated link that the differences, or parameters, go through: ``link.traffic(worker)`` is that of a
+            rank, without what a mean for an evaluation takes.
+        buffers: Of each worker, buffers that are averaged when the last fragment is exchanged, unless workers stay
+            different.
 
     Raises:
-        IncompatibleError: the method exchanges gradients, or workers begin with different parameters.
+        IncompatibleError: the method exchanges gradients, or workers begin with different parameters, but for a method
+            by which they stay different.
+        ExchangeError: at an exchange by such a method: a parameter of a worker is not finite.
 
     Example:
         >>> import torch, gradwire as gw
@@ -61,17 +68,27 @@ class SimulatedLocalSteps:
         settings = {field.name: getattr(its_options, field.name) for field in fields(its_options)}
         self.link = SimulatedLink(pieces.items(), found, len(named), **settings)
         for rank, mine in enumerate(named):
-            if mine.keys() != named[0].keys() or any(not torch.equal(p, named[0][n]) for n, p in mine.items()):
+            same = found.outcomes_differ or all(torch.equal(p, named[0][n]) for n, p in mine.items())
+            if mine.keys() != named[0].keys() or not same:
                 raise IncompatibleError(f"worker {rank} begins with other parameters than worker 0")
-        self._workers = [GlobalParameters(cast(StepsLocally, found), mine, len(named)) for mine in named]
+        self._workers: list[GlobalParameters] | list[OwnParameters]
+        if found.outcomes_differ:
+            self._workers = [OwnParameters(found, mine) for mine in named]
+        else:
+            self._workers = [GlobalParameters(cast(StepsLocally, found), mine, len(named)) for mine in named]
         self.buffers: list[list[torch.Tensor]] = []
-        self._flying: tuple[Sequence[str], torch.Tensor] | None = None
+        self._names = list(self._workers[0].pieces)
+        self._flying: tuple[Sequence[str], list[torch.Tensor]] | None = None
         self._elements = 0
 
     @property
     def global_parameters(self) -> dict[str, torch.Tensor]:
-        """The global parameters by the names of what is exchanged, float32, flat in memory order; not to be written."""
-        return self._workers[0].held
+        """The global parameters by the names of what is exchanged, or the mean over workers; not to be written.
+
+        Float32, flat in memory order.
+        """
+        first = self._workers[0]
+        return first.held if isinstance(first, GlobalParameters) else self._mean()
 
     def after_step(self) -> None:
         """Count a step that every worker's optimizer has made, and exchange what is due after it."""
@@ -85,40 +102,55 @@ class SimulatedLocalSteps:
                 self._end(begins)
 
     def synchronise(self) -> None:
-        """Exchange now what the steps since the last exchange have changed; an exchange in flight ends first."""
+        """Exchange now what the steps since the last exchange have changed, or make all parameters their mean.
+
+        An exchange in flight ends first.
+        """
+        first = self._workers[0]
+        if not isinstance(first, GlobalParameters):
+            mean = self._mean()
+            for worker in self._workers:
+                worker.incoming([([name], values) for name, values in mean.items()])
+            return
         if self._clock.flying is not None:
             self._end(self._clock.flying)
         self._clock.reset()
-        self._begin(list(self._workers[0].pieces))
-        self._end(self._clock.count - 1, replaced=not self._workers[0].method.keeps_own)
+        self._begin(self._names)
+        self._end(self._clock.count - 1, replaced=not first.method.keeps_own)
 
     def swapped(self) -> AbstractContextManager[None]:
-        """Return a context in which worker 0's parameters are the global ones."""
-        return self._workers[0].swapped()
+        """Return a context in which worker 0's parameters are the global ones, or the mean, with that of buffers."""
+        first = self._workers[0]
+        if isinstance(first, GlobalParameters):
+            return first.swapped()
+        buffers = [torch.stack([b.to(torch.float64) for b in same]).mean(0) for same in zip(*self.buffers)]
+        tensors = [*first.pieces.values(), *(self.buffers[0] if self.buffers else ())]
+        return swapped(tensors, [*self._mean().values(), *map(flat_view, buffers)])
 
-    def traffic(self) -> Traffic:
-        """Return the bytes that worker 0 would have sent and received, against an exchange in every step."""
-        found = self.link.traffic()
+    def traffic(self, worker: int = 0) -> Traffic:
+        """Return the bytes that a worker would have sent and received, against an exchange in every step."""
+        found = self.link.traffic(worker)
         return replace(found, elements=self._elements, dense_bytes=dense_bytes(self._elements, len(self._workers)))
 
     def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Return the state, in the form of :meth:`SimulatedLink.state_dict`, without the workers' own parameters."""
+        """Return the link's state, and that of a real link's local steps, without the workers' own parameters."""
         state = self.link.state_dict()
-        self._workers[0].add_state(state, [self._flying] if self._flying and self._clock.flying is not None else None)
+        flying = self._flying if self._clock.flying is not None else None
+        self._workers[0].add_state(state, [(flying[0], flying[1][0])] if flying else None)
         return state
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-        """Continue where :meth:`state_dict` was taken, with the workers' parameters of then.
+        """Continue where :meth:`state_dict` was taken; parameters and optimizers are loaded by whoever has them.
 
         Raises:
             IncompatibleError: it is no state of these local steps.
         """
         self._workers[0].check(state)
-        rest: Mapping[str, Mapping[str, torch.Tensor]] = state
+        rest, self._flying = state, None
         for worker in self._workers:
             rest = worker.load(state)
-            arrived = worker.arrived()
-            self._flying = arrived[0] if arrived else None
+            for names, mean in worker.arrived() or ():
+                self._flying = names, [mean] * len(self._workers)
         self.link.load_state_dict(rest)
 
     @property
@@ -127,18 +159,32 @@ class SimulatedLocalSteps:
         return self._workers[0].clock
 
     def _begin(self, names: Sequence[str]) -> None:
-        # Means are read only.
-        mean = self.link.reduce_(torch.stack([worker.outgoing(names) for worker in self._workers]), names)
-        self._flying = names, mean
+        for rank, worker in enumerate(self._workers):
+            problem = worker.problem()
+            if problem is not None:
+                raise ExchangeError(f"worker {rank}: {problem}")
+        rows = torch.stack([worker.outgoing(names) for worker in self._workers])
+        self.link.exchange_(rows, names)
+        # A mean is read only.
+        self._flying = names, list(rows) if self.link.method.outcomes_differ else [rows[0]] * len(rows)
 
     @torch.no_grad()
     def _end(self, fragment: int, replaced: bool = False) -> None:
         if self._flying is None:
             raise TypeError("no exchange is in flight")
-        for worker in self._workers:
-            worker.incoming([self._flying], replaced=replaced)
+        names, outcomes = self._flying
+        for worker, outcome in zip(self._workers, outcomes):
+            worker.incoming([(names, outcome)], replaced=replaced)
         self._flying = None
-        for buffers in zip(*self.buffers) if fragment == self._clock.count - 1 else ():
+        averaged = fragment == self._clock.count - 1 and isinstance(self._workers[0], GlobalParameters)
+        for buffers in zip(*self.buffers) if averaged else ():
             mean = torch.stack([b.to(torch.float64) for b in buffers]).mean(0)
             for buffer in buffers:
                 buffer.copy_(mean)
+
+    def _mean(self) -> dict[str, torch.Tensor]:
+        rows = torch.stack([worker.outgoing(self._names) for worker in self._workers])
+        contexts = [Context(rank, len(rows), self.link.round) for rank in range(len(rows))]
+        simulate_ranks([mean_over_ranks(*pair) for pair in zip(contexts, rows)], [Meter() for _ in rows])
+        sizes = [p.numel() for p in self._workers[0].pieces.values()]
+        return dict(zip(self._names, rows[0].split(sizes)))

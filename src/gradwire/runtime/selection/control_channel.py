@@ -90,6 +90,14 @@ class ControlChannel:
 
         return answer
 
+    def run(self, generator: Exchange[T], about: str) -> T:
+        """Run a protocol that all ranks run at this place, and return what it returns.
+
+        Raises:
+            ExchangeError: a rank is gone.
+        """
+        return self._call(generator, about)
+
     def _sealed(self, values: Sequence[float]) -> tuple[torch.Tensor, int]:
         """Return the bytes of a message, with a checksum that holds its number too, and the number."""
         self._messages += 1
@@ -154,11 +162,11 @@ class ControlChannel:
             taken.append(time.perf_counter() - start)
         return median(taken)
 
-    def _call(self, generator: Exchange[T]) -> T:
+    def _call(self, generator: Exchange[T], about: str = "the choice of a method") -> T:
         try:
             return call(self._lane, generator)
         except Exception as error:
-            raise self._failed(error, "the choice of a method") from error
+            raise self._failed(error, about) from error
 
 
 def _all_gather(mine: torch.Tensor, world_size: int) -> Exchange[torch.Tensor]:

@@ -1,0 +1,119 @@
+"""Parameters of workers that each have their own, and their mean."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from gradwire.codecs import DenseCodec, NoSummary
+from gradwire.errors import IncompatibleError
+from gradwire.methods import Method
+from gradwire.ops import Exchange
+from gradwire.protocols import Context, Section, two_shot
+from gradwire.protocols.bucket_plan import DENSE_TAG
+from gradwire.runtime.fragments import FragmentClock, Pieces
+from gradwire.runtime.global_parameters import STEPS, State
+from gradwire.segments import Parameter, flat_view, lay_out
+
+__all__ = ["OwnParameters", "mean_over_ranks", "put", "swapped"]
+
+
+class OwnParameters:
+    """The parameters of one worker, which differ from all others', and the steps since the last exchange.
+
+    The counterpart of :class:`gradwire.runtime.global_parameters.GlobalParameters` where there are no global ones. It
+    exchanges nothing itself: an owner takes :meth:`outgoing`, replaces it by this worker's outcome, and hands that to
+    :meth:`incoming`.
+
+    Args:
+        method: By which they are exchanged.
+        parameters: By name.
+
+    Attributes:
+        pieces: What is exchanged: the parameters.
+        clock: Counts the optimizer's steps.
+    """
+
+    def __init__(self, method: Method, parameters: Mapping[str, torch.Tensor]) -> None:
+        self.method, self._parameters = method, dict(parameters)
+        self.pieces = Pieces(self._parameters, 1, "sequential")
+        self.clock = FragmentClock(method.local_steps, 1, 0)
+
+    def take(self) -> None:
+        """Begin anew, which all workers must do with the same parameters."""
+        self.clock.reset()
+
+    def problem(self) -> str | None:
+        """Explain why these parameters must not reach another worker; None where they may."""
+        for name, p in self._parameters.items():
+            if not bool(torch.isfinite(p.detach()).all()):
+                return (
+                    f"parameter {name!r} is not finite here, and by {self.method!r} no other worker has it to go back to: "
+                    "load a checkpoint, and use a lower learning rate"
+                )
+        return None
+
+    @torch.no_grad()
+    def outgoing(self, names: Sequence[str]) -> torch.Tensor:
+        """Return a bucket of these parameters, float32."""
+        return torch.cat([flat_view(self._parameters[name]).to(torch.float32) for name in names])
+
+    def incoming(self, outcomes: Iterable[tuple[Sequence[str], torch.Tensor]], *, replaced: bool = False) -> bool:
+        """Take what this worker's parameters are after an exchange, of all buckets; return True."""
+        for names, flat in outcomes:
+            parameters = [self._parameters[name] for name in names]
+            put(parameters, flat.split([p.numel() for p in parameters]))
+        return True
+
+    def arrived(self) -> None:
+        """Return None: an exchange takes effect when it ends."""
+
+    def add_state(self, state: dict[str, dict[str, torch.Tensor]], flying: object = None) -> None:
+        """Add the steps to a link's state."""
+        state["global"][STEPS] = torch.tensor(self.clock.steps)
+
+    def check(self, state: State) -> None:
+        """Check that a link's state has what :meth:`add_state` adds.
+
+        Raises:
+            IncompatibleError: it has not, as that of a method that exchanges gradients.
+        """
+        if STEPS not in state["global"]:
+            raise IncompatibleError(
+                f"the state has no {STEPS!r}: it is of a method that exchanges gradients; attach {self.method!r} without "
+                "loading it"
+            )
+
+    def load(self, state: State) -> dict[str, dict[str, torch.Tensor]]:
+        """Take back what :meth:`add_state` added; return the state."""
+        self.clock.steps = int(state["global"][STEPS])
+        return {scope: dict(part) for scope, part in state.items()}
+
+
+@torch.no_grad()
+def put(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    """Write values, flat in memory order, into tensors."""
+    for tensor, value in zip(tensors, values):
+        view = flat_view(tensor)
+        view.copy_(value)
+        if view.data_ptr() != tensor.data_ptr():
+            tensor.copy_(view.view(tensor.shape))  # it has gaps, so that its view was a copy
+
+
+@contextmanager
+def swapped(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Put values in the place of those of tensors while the context lasts."""
+    own = [flat_view(tensor.detach()).clone() for tensor in tensors]
+    put(tensors, values)
+    try:
+        yield
+    finally:
+        put(tensors, own)
+
+
+def mean_over_ranks(context: Context, flat: torch.Tensor) -> Exchange[None]:
+    """Replace a float32 vector by its mean over ranks, added in the order of ranks."""
+    codec = DenseCodec(lay_out([Parameter("(mean)", (flat.numel(),), (1,))]), context.world_size)
+    yield from two_shot(context, DENSE_TAG, [Section(codec, NoSummary())], flat)
