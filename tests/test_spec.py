@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import gradwire as gw
-from cases import ALL, CASES
+from cases import CASES, EVERY
 from gradwire.cli.show_methods import method_rows
 from gradwire.registry import METHODS
 
 
-@pytest.mark.parametrize("method", ALL, ids=repr)
+@pytest.mark.parametrize("method", EVERY, ids=repr)
 def test_repr_is_the_spec(method: gw.Method) -> None:
     assert gw.method(repr(method)) == method
     assert gw.method(method) is method
@@ -29,7 +29,7 @@ def test_a_name_alone_is_the_default(kind: type[gw.Method]) -> None:
     assert kind.name.replace("_", "") == kind.__name__.lower()
 
 
-@pytest.mark.parametrize("method", ALL, ids=repr)
+@pytest.mark.parametrize("method", EVERY, ids=repr)
 def test_methods_are_frozen_and_keyword_only(method: gw.Method) -> None:
     for field in dataclasses.fields(method):
         assert field.kw_only

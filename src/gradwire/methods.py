@@ -131,8 +131,8 @@ class Method:
     synchronised backward."""
 
     outcomes_differ: ClassVar[bool] = False
-    """Whether each rank ends an exchange with an outcome of its own, so that no two ranks' parameters are the same; what
-    ranks then have in common is the mean over them, which an exchange leaves as it is."""
+    """Whether each rank ends an exchange with an outcome of its own, so that no two ranks' parameters are the same;
+    what ranks then have in common is the mean over them, which an exchange leaves as it is."""
 
     needs_optimizer: ClassVar[bool] = False
     """Whether it also acts on the steps of an optimizer."""

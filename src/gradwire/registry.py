@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from gradwire.algorithms.acp_sgd import ACPSGD
 from gradwire.algorithms.adaptive_levels import ALQ, ALQN, AMQ, AMQN
 from gradwire.algorithms.clt_k import CLTk
+from gradwire.algorithms.choco_sgd import ChocoSGD
 from gradwire.algorithms.dgc import DGC
 from gradwire.algorithms.diana import DIANA, DQGD
 from gradwire.algorithms.diloco import DiLoCo
+from gradwire.algorithms.dpsgd import DPSGD
 from gradwire.algorithms.easgd import EASGD
 from gradwire.algorithms.ef21 import EF21
 from gradwire.algorithms.ef_signsgd import EFSignSGD
@@ -20,6 +22,7 @@ from gradwire.algorithms.l_greco import LGreCo
 from gradwire.algorithms.local_sgd import LocalSGD
 from gradwire.algorithms.multi_scale import MultiScale
 from gradwire.algorithms.onebit import OneBit
+from gradwire.algorithms.power_gossip import PowerGossip
 from gradwire.algorithms.powersgd import PowerSGD
 from gradwire.algorithms.rand_k import RandK
 from gradwire.algorithms.signsgd import SignSGD, Signum
@@ -63,6 +66,7 @@ __all__ = [
     "CAT",
     "DGC",
     "DIANA",
+    "DPSGD",
     "DQGD",
     "DRIVE",
     "EASGD",
@@ -74,6 +78,7 @@ __all__ = [
     "QSGD",
     "QUICFL",
     "CLTk",
+    "ChocoSGD",
     "Coded",
     "DiLoCo",
     "DoReFa",
@@ -91,6 +96,7 @@ __all__ = [
     "NaturalDithering",
     "OneBit",
     "PQuantisation",
+    "PowerGossip",
     "PowerSGD",
     "QSGDMaxNorm",
     "QSGDinf",
@@ -168,6 +174,9 @@ METHODS: tuple[type[Method], ...] = (
     StreamingDiLoCo,
     SparseLoCo,
     EASGD,
+    DPSGD,
+    ChocoSGD,
+    PowerGossip,
 )
 """Every method of the package; adding one adds a line here."""
 

@@ -145,6 +145,10 @@ REMEMBERING = [
         "StreamingDiLoCo(inner=ErrorFeedback())",
         "SparseLoCo(density=0.05)",
         "easgd",
+        "choco_sgd",
+        "ChocoSGD(compressor=TopK(density=0.1), gamma=0.1)",
+        "power_gossip",
+        "PowerGossip(iterations=2)",
         "l_greco",
         "LGreCo(every=1)",
         "ErrorFeedback(compressor=LGreCo(compressor=TopK(), field='density', values=(0.1,), every=2))",
@@ -156,7 +160,7 @@ REMEMBERING = [
 def trained(method: gw.Method | str) -> gw.SimulatedLink:
     link = gw.SimulatedLink([("w", torch.empty(SIZE // 32, 32))], method, 2, min_numel=0)
     for _ in range(2):
-        link.reduce_(gradients())
+        link.exchange_(gradients())
     return link
 
 

@@ -85,8 +85,8 @@ def exchange_of(
     chosen = read_method(method)
     if chosen.outcomes_differ:
         raise IncompatibleError(
-            "its ranks wait for their neighbours alone, and what is predicted is an exchange that all ranks end together: "
-            "measure it on your hosts, or with gradwire lab"
+            "its ranks wait for their neighbours alone, and what is predicted is an exchange that all ranks end "
+            "together: measure it on your hosts, or with gradwire lab"
         )
     if chosen.local_steps:
         raise IncompatibleError(

@@ -97,7 +97,8 @@ class LocalSteps:
         runtime, channel, grad_scaler: The link's.
 
     Attributes:
-        buffers: Floating-point buffers that are averaged at every exchange, or with the parameters where outcomes differ.
+        buffers: Floating-point buffers that are averaged at every exchange, or with the parameters where outcomes
+            differ.
     """
 
     def __init__(

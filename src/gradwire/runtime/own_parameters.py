@@ -50,8 +50,8 @@ class OwnParameters:
         for name, p in self._parameters.items():
             if not bool(torch.isfinite(p.detach()).all()):
                 return (
-                    f"parameter {name!r} is not finite here, and by {self.method!r} no other worker has it to go back to: "
-                    "load a checkpoint, and use a lower learning rate"
+                    f"parameter {name!r} is not finite here, and by {self.method!r} no other worker has it to go back "
+                    "to: load a checkpoint, and use a lower learning rate"
                 )
         return None
 
@@ -82,8 +82,8 @@ class OwnParameters:
         """
         if STEPS not in state["global"]:
             raise IncompatibleError(
-                f"the state has no {STEPS!r}: it is of a method that exchanges gradients; attach {self.method!r} without "
-                "loading it"
+                f"the state has no {STEPS!r}: it is of a method that exchanges gradients; attach {self.method!r} "
+                "without loading it"
             )
 
     def load(self, state: State) -> dict[str, dict[str, torch.Tensor]]:

@@ -152,7 +152,7 @@ class SimulatedLink:
         prepared: Any = simulate_ranks([plan.prepare(self._context(r, 0), g) for r, g in enumerate(rows)], self._meters)
         for chunk in range(plan.chunks):
             runs = [plan.run(self._context(r, chunk), g, p) for r, (g, p) in enumerate(zip(rows, prepared))]
-            # Only a rank that remembers something, or has an outcome of its own, has to do what follows its last exchange.
+            # Only who remembers something, or has an outcome of its own, has to do what follows its last exchange.
             alike = self.method.properties.state == "none" and not self.method.outcomes_differ
             outcome = simulate_ranks(runs, self._meters, leader_only=alike)[0]
             finite = finite and outcome.finite is not False

@@ -71,11 +71,12 @@ class SimulatedLocalSteps:
             same = found.outcomes_differ or all(torch.equal(p, named[0][n]) for n, p in mine.items())
             if mine.keys() != named[0].keys() or not same:
                 raise IncompatibleError(f"worker {rank} begins with other parameters than worker 0")
-        self._workers: list[GlobalParameters] | list[OwnParameters]
-        if found.outcomes_differ:
-            self._workers = [OwnParameters(found, mine) for mine in named]
-        else:
-            self._workers = [GlobalParameters(cast(StepsLocally, found), mine, len(named)) for mine in named]
+        self._workers: list[GlobalParameters | OwnParameters] = [
+            OwnParameters(found, mine)
+            if found.outcomes_differ
+            else GlobalParameters(cast(StepsLocally, found), mine, len(named))
+            for mine in named
+        ]
         self.buffers: list[list[torch.Tensor]] = []
         self._names = list(self._workers[0].pieces)
         self._flying: tuple[Sequence[str], list[torch.Tensor]] | None = None
