@@ -65,7 +65,7 @@ class ChocoSGD(GossipMethod):
     Memory: the estimate and the sum, 16 bytes an element that is compressed.
 
     Reference: A. Koloskova, S. U. Stich, M. Jaggi, "Decentralized Stochastic Optimization and Gossip Algorithms with
-    Compressed Communication", ICML 2019, algorithm 2, in the form of algorithm 5 that keeps sums of estimates; for
+    Compressed Communication", ICML 2019, algorithm 2, in the form of its appendix that keeps the sum of estimates; for
     neural networks A. Koloskova, T. Lin, S. U. Stich, M. Jaggi, "Decentralized Deep Learning with Arbitrary
     Communication Compression", ICLR 2020.
 

@@ -64,7 +64,7 @@ class PowerGossip(GossipMethod):
     Memory: two factors per edge of a worker.
 
     Reference: T. Vogels, S. P. Karimireddy, M. Jaggi, "Practical Low-Rank Communication Compression in Decentralized
-    Deep Learning", NeurIPS 2020, algorithm 1.
+    Deep Learning", NeurIPS 2020.
 
     Example:
         >>> import torch, gradwire as gw
