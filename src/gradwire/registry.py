@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from gradwire.algorithms.acp_sgd import ACPSGD
 from gradwire.algorithms.adaptive_levels import ALQ, ALQN, AMQ, AMQN
-from gradwire.algorithms.clt_k import CLTk
 from gradwire.algorithms.choco_sgd import ChocoSGD
+from gradwire.algorithms.clt_k import CLTk
 from gradwire.algorithms.dgc import DGC
 from gradwire.algorithms.diana import DIANA, DQGD
 from gradwire.algorithms.diloco import DiLoCo

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TypeGuard
 
 from gradwire.ops import AllGather, AllToAll, Broadcast, Op, Reduce, SendRecv
 from gradwire.wire import SEAL_BYTES
