@@ -87,6 +87,7 @@ def collect(arguments: argparse.Namespace) -> dict[str, Any]:
         row = final(run.folder, run.steps)
         if row:
             took = run.folder / "took.json"
+            half = final(run.folder, run.steps // 2)
             rows.append(
                 {
                     "method": json.loads((run.folder / "config.json").read_text())["method"],
@@ -95,6 +96,7 @@ def collect(arguments: argparse.Namespace) -> dict[str, Any]:
                     "weight_decay": run.decay,
                     "seed": run.seed,
                     "steps": run.steps,
+                    "accuracy_halfway": half and half["accuracy"],
                     "accuracy": row["accuracy"],
                     "loss": row["loss"],
                     "bits_per_element": row["bits_per_element"],
@@ -122,6 +124,8 @@ def _line(workers: int, decay: float, pairs: list[tuple[Row, Row]]) -> Row:
         line[f"{name}_accuracy_mean"] = mean(found)
         line[f"{name}_accuracy_std"] = stdev(found) if len(found) > 1 else None
         line[f"{name}_loss_mean"] = mean(row["loss"] for row in rows)
+        halfway = [row["accuracy_halfway"] for row in rows]
+        line[f"{name}_halfway_mean"] = None if None in halfway else mean(halfway)
     line["bits_per_element"] = mean(row["bits_per_element"] for row in ternary)
     line["difference_points_mean"] = mean(differences)
     line["difference_points_std"] = stdev(differences) if len(differences) > 1 else None
