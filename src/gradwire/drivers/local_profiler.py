@@ -165,7 +165,7 @@ def _echo(op: Op) -> torch.Tensor:
     own = op.send[0] if isinstance(op, AllToAll) else op.send
     reply = op.recv.copy_(own.expand_as(op.recv))
     if isinstance(op, SendRecv):
-        pretend_senders(reply[None], first=op.source or 0)
+        pretend_senders(reply[None], first=op.source or 0, receiver=0)
     else:
         pretend_senders(reply)
     return reply

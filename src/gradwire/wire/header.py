@@ -51,7 +51,7 @@ EVERYONE = 0xFFFF
 
 MAGIC = b"GW"
 _STRUCT = struct.Struct("<2sBBIHHIHHHH")
-_LENGTH_AT, _SENDER_AT = 12, 16
+_LENGTH_AT, _SENDER_AT, _RECEIVER_AT = 12, 16, 18
 _CHECKSUM_AT = _STRUCT.size
 
 
@@ -131,16 +131,19 @@ def check_rows(rows: torch.Tensor, expected: Header, receiver: int, first: int =
         )
 
 
-def pretend_senders(rows: torch.Tensor, first: int = 0) -> None:
+def pretend_senders(rows: torch.Tensor, first: int = 0, receiver: int | None = None) -> None:
     """Rewrite payloads of one rank as though row r came from rank ``first + r``, for replies that are made up.
 
-    What is no payload stays as it is.
+    Those that are for one rank alone are then for ``receiver``, where one is given. What is no payload stays as it is.
     """
     for sender, row in enumerate(rows.view(torch.uint8).numpy(), first):
         if row[: len(MAGIC)].tobytes() != MAGIC or len(row) < HEADER_BYTES:
             continue
         payload = row[: HEADER_BYTES + int.from_bytes(row[_LENGTH_AT : _LENGTH_AT + 4].tobytes(), "little")]
         payload[_SENDER_AT : _SENDER_AT + 2] = np.frombuffer(sender.to_bytes(2, "little"), np.uint8)
+        alone = payload[_RECEIVER_AT : _RECEIVER_AT + 2].tobytes() != EVERYONE.to_bytes(2, "little")
+        if receiver is not None and alone:
+            payload[_RECEIVER_AT : _RECEIVER_AT + 2] = np.frombuffer(receiver.to_bytes(2, "little"), np.uint8)
         head = np.frombuffer(payload[:_CHECKSUM_AT].tobytes(), np.uint64)[None]
         payload[_CHECKSUM_AT:HEADER_BYTES] = checksums(head, payload[None, HEADER_BYTES:]).view(np.uint8)
 
