@@ -394,3 +394,12 @@ def test_fields_and_uses_that_make_no_sense_are_refused(tmp_path: Path) -> None:
     with pytest.raises(gw.IncompatibleError, match="none that all share"):
         gw.simulate(torch.ones(3, 10), "dpsgd")
     assert {name for name in gw.methods() if gw.method(name).outcomes_differ} == set(DIFFERING)
+
+
+@pytest.mark.parametrize("method", ONCE, ids=repr)
+def test_all_backends_give_the_same_bits(method: gw.Method) -> None:
+    ours, reference = Workers(method), Workers(method, backend="reference")
+    for _ in range(4):
+        for link in (ours.link, reference.link):
+            link.after_step()
+    assert torch.equal(ours.rows(), reference.rows())
