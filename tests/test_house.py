@@ -44,16 +44,18 @@ LAYERS = {
     "registry": LEAVES | {"compressors", "wrappers", "algorithms"},
     "spec": LEAVES | {"optim", "registry"},
     "auto": LEAVES | {"spec", "protocols", "wrappers", "algorithms"},
+    "graphs": METHODS_OF | {"protocols", "wrappers", "algorithms", "spec"},
     "drivers": LEAVES | {"wire", "protocols"},
     "planning": LEAVES | {"kernels", "compressors", "protocols", "spec", "drivers"},
     "model": LEAVES | {"kernels", "spec", "auto", "drivers", "planning"},
-    "runtime": METHODS_OF | {"protocols", "spec", "auto", "drivers", "planning", "model"},
+    "runtime": METHODS_OF | {"protocols", "spec", "auto", "graphs", "drivers", "planning", "model"},
     "adapters": LEAVES | {"planning", "runtime"},
     "__init__": {
         "adapters",
         "auto",
         "drivers",
         "errors",
+        "graphs",
         "link_cost",
         "methods",
         "optim",
@@ -64,7 +66,7 @@ LAYERS = {
     # Above the public interface: these build on `import gradwire`, and on a few parts of the library by name.
     "lab": {"errors", "processes"},
     "report": {"errors", "version"},
-    "experiments": LEAVES | {"__init__", "report", "processes", "forking", "lab"},
+    "experiments": LEAVES | {"__init__", "graphs", "report", "processes", "forking", "lab"},
     "bench": LEAVES
     | {"__init__", "experiments", "processes", "lab", "model", "planning", "kernels", "drivers", "registry"},
     "cli": {"__init__", "errors", "experiments", "report", "version", "lab", "bench", "model"},

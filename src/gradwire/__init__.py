@@ -13,6 +13,7 @@ from gradwire.errors import (
     PayloadError,
     RankMismatchError,
 )
+from gradwire.graphs import CDFGNN, VARCO, Halo, Isolated, halo_method
 from gradwire.link_cost import LinkCost
 from gradwire.methods import Method, Properties
 from gradwire.optim import L1, Box, ProximalSGD
@@ -22,14 +23,18 @@ from gradwire.spec import method, register
 from gradwire.version import __version__
 
 __all__ = [
+    "CDFGNN",
     "L1",
+    "VARCO",
     "Auto",
     "BackendError",
     "Box",
     "ExchangeError",
     "GradwireError",
+    "Halo",
     "HyperparameterError",
     "IncompatibleError",
+    "Isolated",
     "LinkCost",
     "Method",
     "PayloadError",
@@ -38,6 +43,7 @@ __all__ = [
     "RankMismatchError",
     "Traffic",
     "__version__",
+    "halo_method",
     "method",
     "register",
 ]

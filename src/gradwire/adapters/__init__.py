@@ -4,13 +4,17 @@ from gradwire.adapters.ddp import attach
 from gradwire.planning.planner import warm_up
 from gradwire.runtime.checkpoint import load, save
 from gradwire.runtime.checks import check_options
+from gradwire.runtime.halo_link import HaloLink
 from gradwire.runtime.link import Link
 from gradwire.runtime.selection.link_probe import probe
 from gradwire.runtime.simulate import SimulatedLink, Simulation, simulate
+from gradwire.runtime.simulated_halo_link import SimulatedHaloLink
 from gradwire.runtime.simulated_local_steps import SimulatedLocalSteps
 
 __all__ = [
+    "HaloLink",
     "Link",
+    "SimulatedHaloLink",
     "SimulatedLink",
     "SimulatedLocalSteps",
     "Simulation",

@@ -29,6 +29,10 @@ app.command()(lab)
 app.add_typer(bench, name="bench")
 
 Method = Annotated[str, typer.Option("--method", "-m", metavar="SPEC", help=o.METHOD_HELP)]
+TaskMethod = Annotated[
+    str | None,
+    typer.Option("--method", "-m", metavar="SPEC", help=o.METHOD_HELP, show_default="terngrad; for graph fp32"),
+]
 Methods = Annotated[
     list[str] | None, typer.Option("--method", "-m", metavar="SPEC", help=f"{o.METHOD_HELP}. Repeatable")
 ]
@@ -51,19 +55,19 @@ def _root(
     pass
 
 
-def _plan(task: str, method: str, settings: dict[str, Any], **fields: Any) -> Any:
+def _plan(task: str, method: str | None, settings: dict[str, Any], **fields: Any) -> Any:
     from gradwire.experiments.config import RunConfig
     from gradwire.experiments.tasks import build
 
-    exclude = tuple(fields.pop("exclude") or ())
-    return RunConfig(task=build(task, **settings), method=method, exclude=exclude, **fields)
+    built, exclude = build(task, **settings), tuple(fields.pop("exclude") or ())
+    return RunConfig(task=built, method=method or built.usual_method, exclude=exclude, **fields)
 
 
 @app.command()
 def train(
     context: typer.Context,
     task: o.TaskName = "digits",
-    method: Method = "terngrad",
+    method: TaskMethod = None,
     workers: o.Workers = 4,
     simulate: o.Simulate = False,
     lab: o.Lab = None,
@@ -83,6 +87,10 @@ def train(
     split: o.Split = None,
     model: o.Model = None,
     crop: o.Crop = None,
+    graph: o.GraphName = None,
+    layers: o.Layers = None,
+    partition: o.PartitionRule = None,
+    halo: o.HaloSpec = None,
     threads: o.Threads = 1,
     exclude: o.Exclude = None,
     min_numel: o.MinNumel = None,
@@ -119,6 +127,7 @@ def train(
         settings = {"data": data, "steps": steps, "batch": batch, "lr": lr, "optimizer": optimizer}
         settings |= {"momentum": momentum, "eval_every": eval_every, "ema": ema, "l2": l2, "l1": l1, "split": split}
         settings |= {"model": model, "crop": crop, "schedule": schedule, "weight_decay": weight_decay}
+        settings |= {"model": model, "graph": graph, "layers": layers, "partition": partition, "halo": halo}
         plan = _plan(
             task,
             method,
@@ -163,6 +172,10 @@ def compare(
     split: o.Split = None,
     model: o.Model = None,
     crop: o.Crop = None,
+    graph: o.GraphName = None,
+    layers: o.Layers = None,
+    partition: o.PartitionRule = None,
+    halo: o.HaloSpec = None,
     threads: o.Threads = 1,
     exclude: o.Exclude = None,
     min_numel: o.MinNumel = None,
@@ -188,6 +201,7 @@ def compare(
         settings = {"data": data, "steps": steps, "batch": batch, "lr": lr, "optimizer": optimizer}
         settings |= {"momentum": momentum, "eval_every": eval_every, "ema": ema, "l2": l2, "l1": l1, "split": split}
         settings |= {"model": model, "crop": crop, "schedule": schedule, "weight_decay": weight_decay}
+        settings |= {"model": model, "graph": graph, "layers": layers, "partition": partition, "halo": halo}
         plan = _plan(
             task,
             "fp32",

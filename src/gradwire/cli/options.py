@@ -21,7 +21,10 @@ __all__ = [
     "Exclude",
     "Fallback",
     "FallbackLimit",
+    "GraphName",
+    "HaloSpec",
     "Lab",
+    "Layers",
     "LearningRate",
     "LogEvery",
     "MinNumel",
@@ -30,6 +33,7 @@ __all__ = [
     "Optimizer",
     "Out",
     "Overwrite",
+    "PartitionRule",
     "Schedule",
     "Seed",
     "Simulate",
@@ -47,7 +51,7 @@ __all__ = [
 METHOD_HELP = 'Method and its settings, such as terngrad or "TernGrad(clip=None)"; see: gradwire methods'
 TRAINING, LINK, OUTPUT = "Training", "Gradient exchange", "Output"
 
-TaskName = Annotated[str, typer.Argument(metavar="TASK", help="digits, text, mnist, cifar10 or logreg")]
+TaskName = Annotated[str, typer.Argument(metavar="TASK", help="digits, text, mnist, cifar10, logreg or graph")]
 Workers = Annotated[int, typer.Option("--workers", "-n", help="Number of workers")]
 Simulate = Annotated[bool, typer.Option("--simulate", help="Play all workers in one process; same results")]
 Lab = Annotated[
@@ -84,7 +88,9 @@ Split = Annotated[
 ]
 Model = Annotated[
     str | None,
-    typer.Option(help="text: gru or transformer; cifar10: resnet8 or convnet", rich_help_panel=TRAINING),
+    typer.Option(
+        help="text: gru or transformer; cifar10: resnet8 or convnet; graph: gcn or gat", rich_help_panel=TRAINING
+    ),
 ]
 Crop = Annotated[
     int | None,
@@ -98,7 +104,22 @@ WeightDecay = Annotated[
     float | None,
     typer.Option(help="Strength of the penalty in the loss; compressed with it", rich_help_panel=TRAINING),
 ]
+GraphName = Annotated[str | None, typer.Option("--graph", help="graph: digits or sbm", rich_help_panel=TRAINING)]
+Layers = Annotated[int | None, typer.Option(help="graph: number of graph layers", rich_help_panel=TRAINING)]
+PartitionRule = Annotated[
+    str | None,
+    typer.Option("--partition", help="graph: random, greedy or contiguous", rich_help_panel=TRAINING),
+]
 Threads = Annotated[int, typer.Option(help="Torch threads of each worker", rich_help_panel=TRAINING)]
+HaloSpec = Annotated[
+    str | None,
+    typer.Option(
+        "--halo",
+        metavar="SPEC",
+        help='graph: how rows travel, such as bf16, "VARCO(start=128)", "CDFGNN(tolerance=0.1)" or isolated',
+        rich_help_panel=LINK,
+    ),
+]
 Exclude = Annotated[
     list[str] | None,
     typer.Option(metavar="PATTERN", help="Parameters that travel in float32; repeatable", rich_help_panel=LINK),

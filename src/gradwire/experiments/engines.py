@@ -5,17 +5,31 @@ from __future__ import annotations
 import gradwire as gw
 from gradwire.experiments.config import RunConfig
 from gradwire.experiments.distributed import DistributedEngine
+from gradwire.experiments.graph_engines import GraphEngine, SimulatedGraphEngine
 from gradwire.experiments.simulate import SimulatedEngine
 from gradwire.experiments.simulate_local import SimulatedLocalEngine
+from gradwire.experiments.tasks.graph import GraphTask
 
 __all__ = ["real_engine", "simulated_engine"]
 
 
 def real_engine(plan: RunConfig) -> DistributedEngine:
     """Return this worker's engine on the default process group."""
-    return DistributedEngine(plan)
+    return GraphEngine(plan) if isinstance(plan.task, GraphTask) else DistributedEngine(plan)
 
 
 def simulated_engine(plan: RunConfig) -> SimulatedEngine | SimulatedLocalEngine:
-    """Return the engine that plays all workers: with one model, or a model each where parameters differ."""
-    return SimulatedLocalEngine(plan) if gw.method(plan.method).local_steps else SimulatedEngine(plan)
+    """Return the engine that plays all workers: with one model, or a model each where parameters differ.
+
+    Raises:
+        IncompatibleError: workers with parts of a graph are to step by themselves.
+    """
+    local = gw.method(plan.method).local_steps > 0
+    if isinstance(plan.task, GraphTask):
+        if local:
+            raise gw.IncompatibleError(
+                f"{plan.method}: simulated workers with parts of a graph share one model, and cannot step by "
+                "themselves: leave --simulate out, so that workers are real"
+            )
+        return SimulatedGraphEngine(plan)
+    return SimulatedLocalEngine(plan) if local else SimulatedEngine(plan)

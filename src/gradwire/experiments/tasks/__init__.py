@@ -9,13 +9,14 @@ from gradwire.experiments.errors import UsageError, nearest
 from gradwire.experiments.tasks.base import Source, Task
 from gradwire.experiments.tasks.cifar10 import Cifar10
 from gradwire.experiments.tasks.digits import Digits
+from gradwire.experiments.tasks.graph import GraphTask
 from gradwire.experiments.tasks.logreg import Logreg
 from gradwire.experiments.tasks.mnist import Mnist
 from gradwire.experiments.tasks.text import Text
 
 __all__ = ["ALL", "Source", "Task", "build"]
 
-ALL: tuple[type[Task], ...] = (Digits, Text, Mnist, Cifar10, Logreg)
+ALL: tuple[type[Task], ...] = (Digits, Text, Mnist, Cifar10, Logreg, GraphTask)
 
 
 def build(name: str, **settings: Any) -> Task:

@@ -1,0 +1,41 @@
+"""Full-batch training of graph networks on a partitioned graph: subgraphs, halos, and what is done with their rows."""
+
+from gradwire.graphs.cdfgnn import CDFGNN
+from gradwire.graphs.graph import Graph, symmetrised
+from gradwire.graphs.halo import HaloExchange, extended
+from gradwire.graphs.halo_method import Halo, HaloMethod, Isolated
+from gradwire.graphs.halo_plan import HaloPlan
+from gradwire.graphs.layers import GATLayer, GCNLayer, GraphLayer
+from gradwire.graphs.models import GAT, GCN, GraphNetwork, forward_together
+from gradwire.graphs.partition import PARTITIONS, cut_edges, partition
+from gradwire.graphs.specs import HALO_METHODS, halo_method
+from gradwire.graphs.subgraph import Boundary, Subgraph, subgraphs
+from gradwire.graphs.varco import VARCO
+
+__all__ = [
+    "CDFGNN",
+    "GAT",
+    "GCN",
+    "HALO_METHODS",
+    "PARTITIONS",
+    "VARCO",
+    "Boundary",
+    "GATLayer",
+    "GCNLayer",
+    "Graph",
+    "GraphLayer",
+    "GraphNetwork",
+    "Halo",
+    "HaloExchange",
+    "HaloMethod",
+    "HaloPlan",
+    "Isolated",
+    "Subgraph",
+    "cut_edges",
+    "extended",
+    "forward_together",
+    "halo_method",
+    "partition",
+    "subgraphs",
+    "symmetrised",
+]

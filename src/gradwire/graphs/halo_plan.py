@@ -1,0 +1,124 @@
+"""How one worker exchanges the rows of a boundary."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from gradwire.graphs.halo_method import Channel, ChannelSetting, HaloMethod
+from gradwire.graphs.subgraph import Boundary
+from gradwire.ops import Exchange
+from gradwire.protocols import Context, alltoallv
+
+if TYPE_CHECKING:
+    from gradwire.kernels import Kernels
+
+__all__ = ["BACKWARD", "FORWARD", "HaloPlan"]
+
+FORWARD, BACKWARD = 0, 1
+"""Directions: of rows from their owners, and of gradients to them. The number of the chunk in a payload's header."""
+
+WORDS = ("forward", "backward")
+
+
+class HaloPlan:
+    """One worker's side of every exchange of a partitioned graph.
+
+    A channel has the name "layer L, forward, P to Q", of worker P's rows at worker Q, or "layer L, backward, Q to P" of
+    their gradients; its boundary is "layer L, P to Q" in both directions. What is sent is a function of these names and
+    of places within the boundary, so that a simulation and real workers do the same.
+
+    Args:
+        method: What is done with rows.
+        kernels: That its operators call.
+        boundary: Which rows travel.
+        seed: Of random numbers.
+        steps: That the training has; None where nobody says.
+
+    Raises:
+        IncompatibleError: the method needs to know the steps.
+    """
+
+    def __init__(
+        self, method: HaloMethod, kernels: Kernels, boundary: Boundary, *, seed: int = 0, steps: int | None = None
+    ) -> None:
+        method.check_steps(steps)
+        self.method, self.boundary = method, boundary
+        self._kernels, self._seed, self._steps = kernels, seed, steps
+        self._largest = int(boundary.counts.max())
+        self._channels: dict[tuple[int, int, int, int, int], Channel] = {}
+
+    def forward(self, context: Context, rows: torch.Tensor) -> Exchange[torch.Tensor]:
+        """Return the rows of the halo.
+
+        Args:
+            context: ``bucket`` is the layer and ``chunk`` :data:`FORWARD`.
+            rows: Of the own nodes, float32 ``[own, width]``.
+
+        Returns:
+            Float32 ``[halo, width]``, in the order of :class:`Subgraph`.
+        """
+        found = yield from self._swap(context, [rows[index] for index in self.boundary.leaving], rows.shape[1])
+        return torch.cat(found)
+
+    def backward(self, context: Context, gradients: torch.Tensor, own: int) -> Exchange[torch.Tensor]:
+        """Return what the gradients of the halo's rows on all other workers add to those of the own rows.
+
+        Args:
+            context: ``bucket`` is the layer and ``chunk`` :data:`BACKWARD`.
+            gradients: Of the rows of the halo here, float32 ``[halo, width]``.
+            own: Number of own nodes.
+
+        Returns:
+            Float32 ``[own, width]``: sums over workers, in their order.
+        """
+        width = gradients.shape[1]
+        found = yield from self._swap(context, gradients.split(self.boundary.arriving), width)
+        total = gradients.new_zeros(own, width)
+        for index, rows in zip(self.boundary.leaving, found):
+            total.index_add_(0, index, rows)
+        return total
+
+    def _swap(
+        self, context: Context, leaving: list[torch.Tensor] | tuple[torch.Tensor, ...], width: int
+    ) -> Exchange[list[torch.Tensor]]:
+        """Send each worker its rows and return those that came, by worker."""
+        here, others = context.rank, range(context.world_size)
+        counts = self.boundary.counts if context.chunk == FORWARD else self.boundary.counts.T
+        due: list[int] = counts[:, here].tolist()
+        if self.method.silent or not self._largest:
+            return [torch.zeros(n, width) for n in due]
+        bodies = [
+            self._channel(context, here, to, len(rows), width).encode(context, rows) if len(rows) else None
+            for to, rows in zip(others, leaving)
+        ]
+        room = self._channel(context, -1, -1, self._largest, width).most_bytes(context.round)
+        came = yield from alltoallv(context, self.method.tag, bodies, room)
+        found = []
+        for source, count in enumerate(due):
+            body = came[source]
+            if not count:
+                found.append(torch.zeros(0, width))
+                continue
+            channel = self._channel(context, source, here, count, width)
+            found.append(channel.decode(context, torch.empty(0, dtype=torch.uint8) if body is None else body))
+        context.memory.commit()
+        return found
+
+    def _channel(self, context: Context, sender: int, receiver: int, rows: int, width: int) -> Channel:
+        key = (context.bucket, context.chunk, sender, receiver, width)
+        if key not in self._channels:
+            owner, user = (sender, receiver) if context.chunk == FORWARD else (receiver, sender)
+            self._channels[key] = self.method.channel(
+                ChannelSetting(
+                    name=f"layer {context.bucket}, {WORDS[context.chunk]}, {sender} to {receiver}",
+                    boundary=f"layer {context.bucket}, {owner} to {user}",
+                    rows=rows,
+                    width=width,
+                    seed=self._seed,
+                    steps=self._steps,
+                    kernels=self._kernels,
+                )
+            )
+        return self._channels[key]

@@ -1,0 +1,111 @@
+"""What one worker holds of a partitioned graph."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from gradwire.graphs.graph import Graph
+
+__all__ = ["Boundary", "Subgraph", "subgraphs"]
+
+
+@dataclass(frozen=True, eq=False)
+class Boundary:
+    """Which rows of its own a worker sends to whom, and how many it receives.
+
+    Attributes:
+        rank: This worker.
+        counts: Row p, column q: how many nodes of worker p have an edge to a node of worker q; int64
+            ``[workers, workers]``, zeros on the diagonal.
+        leaving: By worker, the rows to be sent to it, ascending; empty for this worker.
+    """
+
+    rank: int
+    counts: torch.Tensor
+    leaving: tuple[torch.Tensor, ...]
+
+    @property
+    def workers(self) -> int:
+        """Number of workers."""
+        return len(self.counts)
+
+    @property
+    def arriving(self) -> list[int]:
+        """By worker, how many rows come from it."""
+        found: list[int] = self.counts[:, self.rank].tolist()
+        return found
+
+
+@dataclass(frozen=True, eq=False)
+class Subgraph:
+    """One worker's nodes, the edges that end in them, and the nodes of other workers at which these begin: its halo.
+
+    Rows of a matrix over the subgraph are first those of its own nodes, by their number in the graph, then those of the
+    halo, by owner and then by their number in the graph.
+
+    Attributes:
+        own: Numbers in the graph of the own nodes, ascending, int64.
+        source: Row of the node at which each edge begins, int64 ``[edges]``.
+        target: Own row at which it ends; edges are in the order of their target and then of their source in the graph,
+            so that sums over the edges of a node are added in one order, whatever the partition.
+        weight: 1 / sqrt(d_u d_v) of each edge from u to v, float32, d the number of edges that end in a node.
+        features: Of the own nodes, float32 ``[own, features]``.
+        labels: Of the own nodes.
+        training: Rows of own nodes with labels known in training, int64.
+        held_out: Rows of own nodes to be evaluated on, int64.
+        labelled: Number of nodes with known labels in the whole graph.
+        boundary: Which rows travel.
+    """
+
+    own: torch.Tensor
+    source: torch.Tensor
+    target: torch.Tensor
+    weight: torch.Tensor
+    features: torch.Tensor
+    labels: torch.Tensor
+    training: torch.Tensor
+    held_out: torch.Tensor
+    labelled: int
+    boundary: Boundary
+
+
+def subgraphs(graph: Graph, owner: torch.Tensor) -> list[Subgraph]:
+    """Cut a graph into the subgraphs of its workers.
+
+    Args:
+        owner: Of each node, as :func:`partition` returns it.
+    """
+    workers = int(owner.max()) + 1
+    source, target = graph.edges
+    degree = torch.bincount(target, minlength=graph.nodes).to(torch.float64)
+    weight = (degree[source] * degree[target]).rsqrt().to(torch.float32)
+    # Nodes of each worker at which edges to another worker begin, each once, ascending.
+    outer = owner[source] != owner[target]
+    keys = ((owner[source] * workers + owner[target]) * graph.nodes + source)[outer].unique()
+    pair, node = keys // graph.nodes, keys % graph.nodes
+    counts = torch.bincount(pair, minlength=workers * workers).view(workers, workers)
+    sent = node.split(counts.flatten().tolist())
+    found = []
+    for rank in range(workers):
+        own = torch.nonzero(owner == rank).flatten()
+        halo = torch.cat([sent[other * workers + rank] for other in range(workers)])
+        row = torch.full((graph.nodes,), -1, dtype=torch.int64)
+        row[own], row[halo] = torch.arange(len(own)), len(own) + torch.arange(len(halo))
+        mine = owner[target] == rank
+        found.append(
+            Subgraph(
+                own=own,
+                source=row[source[mine]],
+                target=row[target[mine]],
+                weight=weight[mine],
+                features=graph.features[own],
+                labels=graph.labels[own],
+                training=torch.nonzero(graph.training[own]).flatten(),
+                held_out=torch.nonzero(graph.held_out[own]).flatten(),
+                labelled=int(graph.training.sum()),
+                boundary=Boundary(rank, counts, tuple(row[sent[rank * workers + to]] for to in range(workers))),
+            )
+        )
+    return found
