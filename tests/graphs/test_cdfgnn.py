@@ -8,7 +8,7 @@ from small_graphs import CLASSES, FEATURES, Run, link_of, parts_of, random_graph
 
 import gradwire as gw
 from gradwire.graphs import GCN
-from gradwire.graphs.halo_method import Channel, ChannelSetting
+from gradwire.graphs.halo_method import ChannelSetting, RowChannel
 from gradwire.kernels import get_kernels
 from gradwire.protocols import Context, Memory
 
@@ -24,7 +24,7 @@ class Ends:
         setting = ChannelSetting(
             name="a", boundary="b", rows=rows, width=width, seed=0, steps=None, kernels=get_kernels("auto")
         )
-        self.channels: tuple[Channel, Channel] = (method.channel(setting), method.channel(setting))
+        self.channels: tuple[RowChannel, RowChannel] = (method.channel(setting), method.channel(setting))
         self.memories, self.round, self.sent_bytes = (Memory(), Memory()), 0, 0
 
     def send(self, x: torch.Tensor) -> torch.Tensor:

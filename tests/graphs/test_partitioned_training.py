@@ -91,7 +91,7 @@ def test_gradients_are_those_of_finite_differences(name: str) -> None:
         return sum(found) / parts[0].labelled
 
     weight.data.add_(weight.grad, alpha=run.lr)
-    other = [p for p in run.model.parameters()][1:]
+    other = list(run.model.parameters())[1:]
     for p in other:
         if p.grad is not None:
             p.data.add_(p.grad, alpha=run.lr)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -10,7 +11,7 @@ from small_graphs import CLASSES, FEATURES, Run, link_of, parts_of, random_graph
 
 import gradwire as gw
 from gradwire.graphs import GCN, extended
-from gradwire.graphs.halo_method import Channel, ChannelSetting
+from gradwire.graphs.halo_method import ChannelSetting, RowChannel
 from gradwire.kernels import get_kernels
 from gradwire.protocols import Context
 
@@ -19,7 +20,7 @@ def network() -> GCN:
     return GCN(FEATURES, CLASSES, width=8, layers=2)
 
 
-def channel(method: gw.VARCO, rows: int = 20, width: int = 15, name: str = "a", boundary: str = "b") -> Channel:
+def channel(method: gw.VARCO, rows: int = 20, width: int = 15, name: str = "a", boundary: str = "b") -> RowChannel:
     return method.channel(
         ChannelSetting(
             name=name, boundary=boundary, rows=rows, width=width, seed=0, steps=100, kernels=get_kernels("auto")
@@ -27,7 +28,7 @@ def channel(method: gw.VARCO, rows: int = 20, width: int = 15, name: str = "a", 
     )
 
 
-def through(one: Channel, x: torch.Tensor, round: int = 0) -> torch.Tensor:
+def through(one: RowChannel, x: torch.Tensor, round: int = 0) -> torch.Tensor:
     context = Context(0, 2, round)
     return one.decode(context, one.encode(context, x))
 
@@ -37,7 +38,7 @@ def test_the_schedule_falls_from_start_to_end_and_stays(slope: float, end: float
     method, steps = gw.VARCO(start=128, end=end, slope=slope), 300
     ratios = [method.ratio(t, steps) for t in range(steps)]
     assert ratios[0] == 128
-    assert all(a >= b for a, b in zip(ratios, ratios[1:]))
+    assert all(a >= b for a, b in itertools.pairwise(ratios))
     reached = math.ceil((steps - 2) / slope)
     assert all(r == end for r in ratios[reached:])
     assert all(r > end for r in ratios[: min(reached, steps)])
@@ -83,7 +84,7 @@ def test_a_ratio_keeps_that_share_of_the_entries_and_zeros_elsewhere(ratio: floa
 
 
 def test_the_error_of_a_mask_is_the_share_left_out() -> None:
-    """|x - C(x)|^2 / |x|^2 of 400 draws of 75 of 300 entries, all of size one: 3/4 in each; of a normal vector on average.
+    """|x - C(x)|^2 / |x|^2 of 75 of 300 entries, all of size one: 3/4 in each draw; of a normal vector on average.
 
     The sum over entries left out has a variance of k/d (1 - k/d) sum (x_i^2 - m)^2, m their mean.
     """

@@ -81,7 +81,7 @@ def test_bytes_of_another_length_are_refused(spec: str) -> None:
         ("PowerSGD()", "an operator on one vector"),
         ("ErrorFeedback(TopK())", "an operator on one vector"),
         ("QSGDinf(blocks='model')", "blocks='parameter'"),
-        ("CAT(fixed_bytes=None)", "what a message costs"),
+        ("CAT(fixed_bytes=None, blocks='parameter')", "what a message costs"),
     ],
 )
 def test_what_needs_more_than_two_workers_or_a_memory_is_refused(spec: str, told: str) -> None:

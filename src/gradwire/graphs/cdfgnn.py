@@ -10,7 +10,7 @@ import torch
 
 from gradwire.compressors import FP32
 from gradwire.errors import PayloadError
-from gradwire.graphs.halo_method import Channel, ChannelSetting, HaloMethod, checked_operator
+from gradwire.graphs.halo_method import ChannelSetting, HaloMethod, RowChannel, checked_operator
 from gradwire.graphs.vector_coder import VectorCoder
 from gradwire.methods import Method, require
 from gradwire.protocols import Context
@@ -81,11 +81,11 @@ class CDFGNN(HaloMethod):
         """Those of the values."""
         return self.values.kernels
 
-    def channel(self, setting: ChannelSetting) -> Channel:
+    def channel(self, setting: ChannelSetting) -> RowChannel:
         return _Cached(self, setting)
 
 
-class _Cached(Channel):
+class _Cached(RowChannel):
     """Bits that say which rows are sent, and these rows as one vector."""
 
     def __init__(self, method: CDFGNN, setting: ChannelSetting) -> None:

@@ -17,7 +17,7 @@ from gradwire.protocols import Context
 if TYPE_CHECKING:
     from gradwire.kernels import Kernels
 
-__all__ = ["Channel", "ChannelSetting", "Halo", "HaloMethod", "Isolated", "checked_operator"]
+__all__ = ["ChannelSetting", "Halo", "HaloMethod", "Isolated", "RowChannel", "checked_operator"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ class ChannelSetting:
     kernels: Kernels
 
 
-class Channel(ABC):
+class RowChannel(ABC):
     """Both ends of a channel: the sender encodes rows, and the receiver, who has the same setting, decodes them."""
 
     @abstractmethod
@@ -89,7 +89,7 @@ class HaloMethod(ABC):
         """
 
     @abstractmethod
-    def channel(self, setting: ChannelSetting) -> Channel:
+    def channel(self, setting: ChannelSetting) -> RowChannel:
         """Return what encodes and decodes the rows of one way."""
 
 
@@ -105,7 +105,7 @@ def checked_operator(owner: str, values: object) -> Method:
     return values  # type: ignore[return-value]
 
 
-class _Whole(Channel):
+class _AllRows(RowChannel):
     """All rows as one vector."""
 
     def __init__(self, operator: Method, setting: ChannelSetting) -> None:
@@ -155,11 +155,11 @@ class Halo(HaloMethod):
         """Those of the operator."""
         return self.compressor.kernels
 
-    def channel(self, setting: ChannelSetting) -> Channel:
-        return _Whole(self.compressor, setting)
+    def channel(self, setting: ChannelSetting) -> RowChannel:
+        return _AllRows(self.compressor, setting)
 
 
-class _Nothing(Channel):
+class _Nothing(RowChannel):
     """No bytes, and zeros at the receiver."""
 
     def __init__(self, setting: ChannelSetting) -> None:
@@ -188,5 +188,5 @@ class Isolated(HaloMethod):
     tag: ClassVar[int] = 103
     silent: ClassVar[bool] = True
 
-    def channel(self, setting: ChannelSetting) -> Channel:
+    def channel(self, setting: ChannelSetting) -> RowChannel:
         return _Nothing(setting)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from gradwire.graphs.halo_method import Channel, ChannelSetting, HaloMethod
+from gradwire.graphs.halo_method import ChannelSetting, HaloMethod, RowChannel
 from gradwire.graphs.subgraph import Boundary
 from gradwire.ops import Exchange
 from gradwire.protocols import Context, alltoallv
@@ -47,7 +47,7 @@ class HaloPlan:
         self.method, self.boundary = method, boundary
         self._kernels, self._seed, self._steps = kernels, seed, steps
         self._largest = int(boundary.counts.max())
-        self._channels: dict[tuple[int, int, int, int, int], Channel] = {}
+        self._channels: dict[tuple[int, int, int, int, int], RowChannel] = {}
 
     def forward(self, context: Context, rows: torch.Tensor) -> Exchange[torch.Tensor]:
         """Return the rows of the halo.
@@ -106,7 +106,7 @@ class HaloPlan:
         context.memory.commit()
         return found
 
-    def _channel(self, context: Context, sender: int, receiver: int, rows: int, width: int) -> Channel:
+    def _channel(self, context: Context, sender: int, receiver: int, rows: int, width: int) -> RowChannel:
         key = (context.bucket, context.chunk, sender, receiver, width)
         if key not in self._channels:
             owner, user = (sender, receiver) if context.chunk == FORWARD else (receiver, sender)

@@ -11,7 +11,7 @@ import torch
 from gradwire.codecs import RandomElements
 from gradwire.compressors import FP32
 from gradwire.errors import IncompatibleError
-from gradwire.graphs.halo_method import Channel, ChannelSetting, HaloMethod, checked_operator
+from gradwire.graphs.halo_method import ChannelSetting, HaloMethod, RowChannel, checked_operator
 from gradwire.graphs.vector_coder import VectorCoder
 from gradwire.methods import Method, require
 from gradwire.protocols import Context
@@ -107,7 +107,7 @@ class VARCO(HaloMethod):
         passed = self.slope * round / ((self.steps or steps or 0) - 2)
         return max(CURVES["linear"](self.start, self.end, passed), self.end)
 
-    def channel(self, setting: ChannelSetting) -> Channel:
+    def channel(self, setting: ChannelSetting) -> RowChannel:
         return _Masked(self, setting)
 
 
@@ -118,7 +118,7 @@ def _drawn(key: tuple[int, int], numel: int, count: int, round: int) -> torch.Te
     return torch.from_numpy(RandomElements([numel], [key], [count], contiguous=False).draw(round, SHARED))
 
 
-class _Masked(Channel):
+class _Masked(RowChannel):
     """Random entries of the rows, as one vector."""
 
     def __init__(self, method: VARCO, setting: ChannelSetting) -> None:

@@ -1,0 +1,165 @@
+"""Halo links on real ranks: the bits and bytes of the simulation, disagreements and failures named."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import pytest
+import torch
+import torch.distributed as dist
+from small_graphs import CLASSES, FEATURES, parts_of, random_graph
+from torch.nn import functional as F
+
+import gradwire as gw
+from gradwire.graphs import GAT, GCN, GraphNetwork, forward_together
+from ranks import Ranks
+
+WORKERS, STEPS = 3, 4
+SPECS = [
+    "fp32",
+    "bf16",
+    "VARCO(start=4, end=1, slope=2)",
+    "CDFGNN(tolerance=0.2, values=QSGDinf(levels=7))",
+    "isolated",
+]
+
+
+def network(name: str) -> GraphNetwork:
+    torch.manual_seed(0)
+    kind = {"gcn": GCN, "gat": GAT}[name]
+    return kind(FEATURES, CLASSES, width=8, layers=2)
+
+
+def loss_of(logits: torch.Tensor, part: Any) -> torch.Tensor:
+    return F.cross_entropy(logits[part.training], part.labels[part.training], reduction="sum")
+
+
+def real(name: str, spec: str) -> tuple[list[torch.Tensor], gw.Traffic, dict[str, Any]]:
+    """Take steps on this rank, each with its own gradient, and return the last gradients, traffic and state."""
+    part = parts_of(random_graph(), WORKERS)[dist.get_rank()]
+    model, halo = network(name), gw.HaloLink(part.boundary, spec, steps=STEPS, seed=3)
+    for _ in range(STEPS):
+        model.zero_grad()
+        loss_of(model(part.features, part, halo), part).backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= 0.01 * p.grad  # type: ignore[operator]
+        halo.next_round()
+    before = halo.traffic()
+    with torch.no_grad(), halo.evaluation():
+        model(part.features, part, halo)
+    assert halo.traffic() == before
+    state = halo.state_dict()
+    halo.close()
+    return [p.detach() for p in model.parameters()], before, state
+
+
+def simulated(name: str, spec: str) -> tuple[list[list[torch.Tensor]], gw.SimulatedHaloLink]:
+    parts = parts_of(random_graph(), WORKERS)
+    models = [network(name) for _ in parts]
+    halo = gw.SimulatedHaloLink([p.boundary for p in parts], spec, steps=STEPS, seed=3)
+    for _ in range(STEPS):
+        for model in models:
+            model.zero_grad()
+        found = forward_together(models, [p.features for p in parts], parts, halo)
+        torch.stack([loss_of(out, p) for out, p in zip(found, parts)]).sum().backward()
+        with torch.no_grad():
+            for p in (p for model in models for p in model.parameters()):
+                p -= 0.01 * p.grad  # type: ignore[operator]
+        halo.next_round()
+    return [[p.detach() for p in model.parameters()] for model in models], halo
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("name", ["gcn", "gat"])
+def test_real_ranks_and_simulated_ones_have_the_same_bits_bytes_and_memory(
+    three_ranks: Ranks, name: str, spec: str
+) -> None:
+    found = three_ranks(real, name, spec)
+    weights, halo = simulated(name, spec)
+    assert not all(torch.equal(a, b) for a, b in zip(weights[0], weights[1]))
+    for rank, (own, traffic, state) in enumerate(found):
+        assert all(torch.equal(a, b) for a, b in zip(own, weights[rank]))
+        assert traffic == halo.traffic()[rank]
+        expected = halo.state_dict()[f"rank {rank}"]
+        assert state["rank"].keys() == expected.keys()
+        assert all(torch.equal(state["rank"][key], value) for key, value in expected.items())
+        assert int(state["global"]["round"]) == STEPS
+
+
+def differing(what: str) -> str:
+    rank = dist.get_rank()
+    boundary = parts_of(random_graph(edges=100 if what == "graph" and rank else 150), WORKERS)[rank].boundary
+    spec = "bf16" if what == "method" and rank else "fp32"
+    if what == "workers":
+        boundary = parts_of(random_graph(), 4)[rank].boundary
+    try:
+        gw.HaloLink(boundary, spec, seed=rank if what == "seed" else 0)
+    except gw.GradwireError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [
+        ("method", "RankMismatchError: rank 1 differs from rank 0 in 'method of the halo'"),
+        ("seed", "RankMismatchError: rank 1 differs from rank 0 in 'seed'"),
+        ("graph", "RankMismatchError: rank 1 differs from rank 0 in 'boundaries'"),
+        ("workers", "IncompatibleError: the boundary is that of worker"),
+    ],
+)
+def test_ranks_that_differ_are_told_before_anything_travels(three_ranks: Ranks, what: str, told: str) -> None:
+    for answer in three_ranks(differing, what):
+        assert answer.startswith(told)
+
+
+def broken() -> str:
+    """Rank 0 sends rows of another width than rank 1 expects."""
+    part = parts_of(random_graph(), WORKERS)[dist.get_rank()]
+    halo = gw.HaloLink(part.boundary, "fp32")
+    try:
+        halo.forward(0, [torch.ones(len(part.own), 4 + 4 * dist.get_rank())])
+    except gw.GradwireError as error:
+        with pytest.raises(type(error)):
+            halo.forward(0, [torch.ones(len(part.own), 4)])
+        return str(error)
+    finally:
+        halo.close()
+    return "no error"
+
+
+@pytest.mark.ranks
+def test_a_failure_names_the_rank_the_layer_and_the_step(three_ranks: Ranks) -> None:
+    answers = three_ranks(broken)
+    assert any("layer 0 forward, step 0" in answer for answer in answers)
+    assert all("rank" in answer for answer in answers)
+
+
+def closed() -> str:
+    part = parts_of(random_graph(), WORKERS)[dist.get_rank()]
+    halo = gw.HaloLink(part.boundary, "fp32")
+    halo.close()
+    try:
+        halo.forward(0, [torch.ones(len(part.own), 4)])
+    except gw.ExchangeError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.ranks
+def test_a_closed_link_says_so(three_ranks: Ranks) -> None:
+    assert all("closed" in answer for answer in three_ranks(closed))
+
+
+def test_a_simulation_needs_all_boundaries_in_order() -> None:
+    boundaries = [part.boundary for part in parts_of(random_graph(), 3)]
+    for wrong in (boundaries[:2], boundaries[::-1], []):
+        with pytest.raises(gw.IncompatibleError, match="of all workers"):
+            gw.SimulatedHaloLink(wrong, "fp32")
