@@ -80,8 +80,8 @@ def measured(found: dict[str, Any] | None = None) -> str:
         "",
         f"{ran}. Simulated workers, three layers "
         f"of width 64, Adam at 0.01, {found['rows'][0]['steps']} steps; accuracy of the last step, evaluated with all "
-        "rows in float32, mean ± standard deviation over seeds, which draw weights, partition and masks. Bytes are of all "
-        f"workers together. A perceptron that sees no edges has {beside}.",
+        "rows in float32, mean ± standard deviation over seeds, which draw weights, partition and masks. Bytes are of "
+        f"all workers together. A perceptron that sees no edges has {beside}.",
     ]
     for rows in groups.values():
         lines += ["", f"### {_title(rows[0])}", "", *_table(rows), *_curves(rows)]
