@@ -139,6 +139,21 @@ def test_what_only_cifar10_has_is_handed_on(reached: dict[str, Any], command: st
     assert (task.model, task.crop, task.weight_decay, task.optimizer) == ("convnet", 24, 0.004, "adam")
 
 
+def test_all_of_a_graph_s_options_are_handed_on(reached: dict[str, Any], command: str) -> None:
+    given = {"graph": "sbm", "model": "gat", "layers": 4, "partition": "greedy", "halo": "bf16"}
+    call(command, "graph", "--simulate", *(word for name, value in given.items() for word in (f"--{name}", value)))
+    settings = reached["words"][0].task.settings()
+    assert {name: settings[name] for name in given} == given
+
+
+@pytest.mark.parametrize(("task", "method"), [("digits", "terngrad"), ("graph", "fp32")])
+def test_a_task_has_a_method_of_its_own_where_none_is_named(reached: dict[str, Any], task: str, method: str) -> None:
+    call("train", task, "--simulate")
+    assert reached["words"][0].method == method
+    call("train", task, "--simulate", "--method", "bf16")
+    assert reached["words"][0].method == "bf16"
+
+
 @pytest.mark.parametrize("command", ["train", "compare"])
 def test_workers_may_be_simulated(reached: dict[str, Any], command: str) -> None:
     call(command, "digits", "--simulate")

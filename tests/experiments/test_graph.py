@@ -157,6 +157,11 @@ def test_settings_that_make_no_sense_are_refused(settings: dict[str, object], to
         build("graph", **settings)
 
 
+def test_simulated_workers_with_parts_of_a_graph_do_not_step_by_themselves() -> None:
+    with pytest.raises(gw.IncompatibleError, match="so that workers are real"):
+        simulated_engine(replace(plan(), method="LocalSGD(every=2)"))
+
+
 def test_settings_survive_json_and_the_task_has_a_usual_method() -> None:
     one = plan(VARCO, partition="greedy")
     assert RunConfig.from_json(one.to_json()) == one
