@@ -162,6 +162,10 @@ def test_a_state_continues_where_it_was_taken() -> None:
     assert any(not torch.equal(a, fresh.weights()[k]) for k, a in through.weights().items())
     with pytest.raises(gw.IncompatibleError, match="3 simulated workers"):
         half.exchange.load_state_dict({"global": {}})
+    with pytest.raises(gw.IncompatibleError, match="no 'round'"):
+        half.exchange.load_state_dict({**state, "global": {}})
+    with pytest.raises(gw.IncompatibleError, match="another partition"):
+        link_of(parts_of(random_graph(), 3, "greedy"), spec).load_state_dict(state)
 
 
 def test_payloads_that_contradict_themselves_are_refused() -> None:

@@ -20,6 +20,9 @@ State: TypeAlias = Mapping[str, Mapping[str, torch.Tensor]]
 HALO_BYTES = "halo_bytes"
 """Gauge of every method: the bytes that a worker sent in a step."""
 
+COUNTS = "boundaries"
+"""Key of the sizes of all boundaries in a state."""
+
 ROW_BYTES = 4
 """Of a value in full communication."""
 
@@ -89,19 +92,24 @@ class HaloWorker:
         }
 
     def state(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Return the round, and what is remembered by "kind/channel"."""
+        """Return the round and the sizes of all boundaries, and what is remembered by "kind/channel"."""
         found = self.memory.state()
-        found["global"]["round"] = torch.tensor(self.round)
+        found["global"] = {"round": torch.tensor(self.round), COUNTS: self.boundary.counts.clone()}
         return found
 
     def load(self, state: State) -> None:
         """Continue where :meth:`state` was taken.
 
         Raises:
-            IncompatibleError: it is no such state.
+            IncompatibleError: it is no such state, or of another partition.
         """
         try:
-            self.round = int(state["global"]["round"])
-            self.memory.load({"global": {}, "replicated": {}, "rank": state["rank"]})
-        except (KeyError, TypeError, AttributeError) as error:
-            raise IncompatibleError(f"this is not the state of a halo link: {error}") from error
+            round, counts, own = int(state["global"]["round"]), state["global"][COUNTS], state["rank"]
+        except (KeyError, TypeError) as error:
+            raise IncompatibleError(f"this is not the state of a halo link: it has no {error}") from error
+        if not torch.equal(counts, self.boundary.counts):
+            raise IncompatibleError(
+                "this is the state of another partition: continue with the graph, workers and seed of its training"
+            )
+        self.round = round
+        self.memory.load({"global": {}, "replicated": {}, "rank": own})
