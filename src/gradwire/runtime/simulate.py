@@ -187,7 +187,7 @@ class SimulatedLink:
             flat_view(p.grad).copy_(part)
 
     def traffic(self, worker: int = 0) -> Traffic:
-        """Return the bytes that a worker would have sent and received."""
+        """Return the bytes that a worker would have sent and received: all the same, but for broadcasts and trees."""
         meter, elements = self._meters[worker], self._elements
         dense, sent_to = dense_bytes(elements, self.world_size), dict(meter.sent_to)
         return Traffic(meter.sent_bytes, meter.received_bytes, dense, elements, self.round, sent_to=sent_to)
