@@ -451,6 +451,36 @@ TABLE: dict[str, list[Case]] = {
             amplifies=True,
         ),
     ],
+    # From the second round on both send codes.
+    "lgc": [
+        Case(
+            gw.LGC(density=0.05, full_rounds=0, training_rounds=1),
+            lambda n: ring(1.6)(n) + 0.75 * (n - 1).bit_length(),
+            error=1.0,
+            constants=False,
+            coded=True,
+            memory=True,
+            amplifies=True,
+        ),
+        Case(
+            gw.LGC(
+                instance="parameter_server",
+                density=0.05,
+                innovation=0.01,
+                order="index",
+                feedback="reconstruction",
+                optimizer="sgd",
+                full_rounds=0,
+                training_rounds=1,
+            ),
+            gather(0.05 * (32 + 5.75)),
+            error=1.0,
+            constants=False,
+            coded=True,
+            memory=True,
+            amplifies=True,
+        ),
+    ],
     "sketched_sgd": [
         Case(
             gw.SketchedSGD(),

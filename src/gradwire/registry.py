@@ -19,6 +19,7 @@ from gradwire.algorithms.error_feedback import ErrorFeedback
 from gradwire.algorithms.grandk import GRandK
 from gradwire.algorithms.gtopk import GTopK
 from gradwire.algorithms.l_greco import LGreCo
+from gradwire.algorithms.lgc import LGC
 from gradwire.algorithms.local_sgd import LocalSGD
 from gradwire.algorithms.multi_scale import MultiScale
 from gradwire.algorithms.onebit import OneBit
@@ -74,6 +75,7 @@ __all__ = [
     "EF21",
     "FP16",
     "FP32",
+    "LGC",
     "NUQSGD",
     "QSGD",
     "QUICFL",
@@ -169,6 +171,7 @@ METHODS: tuple[type[Method], ...] = (
     SketchedAMSGrad,
     Scheduled,
     LGreCo,
+    LGC,
     LocalSGD,
     DiLoCo,
     StreamingDiLoCo,

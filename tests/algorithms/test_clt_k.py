@@ -85,7 +85,7 @@ def test_traffic_does_not_grow_with_the_workers(workers: int) -> None:
     link, k = link_of(gw.CLTk(density=0.02), workers), 60 + 18
     for round in range(workers):
         link.reduce_(gradients(workers, round))
-    sent = [meter.sent_bytes for meter in link._meters]
+    sent = [link.traffic(worker).sent_bytes for worker in range(workers)]
     # Two shares of values, in units of 16 bytes with a header of 32, and as many dense ones; N - 1 copies of positions
     # in each round, shared out over N ranks, of 16 bits an element at most with 112 bytes of heads.
     values = 2 * (workers - 1) * (-(-4 * (k + 40) // (16 * workers)) * 16 + 32)
