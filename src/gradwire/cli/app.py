@@ -127,7 +127,7 @@ def train(
         settings = {"data": data, "steps": steps, "batch": batch, "lr": lr, "optimizer": optimizer}
         settings |= {"momentum": momentum, "eval_every": eval_every, "ema": ema, "l2": l2, "l1": l1, "split": split}
         settings |= {"model": model, "crop": crop, "schedule": schedule, "weight_decay": weight_decay}
-        settings |= {"model": model, "graph": graph, "layers": layers, "partition": partition, "halo": halo}
+        settings |= {"graph": graph, "layers": layers, "partition": partition, "halo": halo}
         plan = _plan(
             task,
             method,
@@ -201,7 +201,7 @@ def compare(
         settings = {"data": data, "steps": steps, "batch": batch, "lr": lr, "optimizer": optimizer}
         settings |= {"momentum": momentum, "eval_every": eval_every, "ema": ema, "l2": l2, "l1": l1, "split": split}
         settings |= {"model": model, "crop": crop, "schedule": schedule, "weight_decay": weight_decay}
-        settings |= {"model": model, "graph": graph, "layers": layers, "partition": partition, "halo": halo}
+        settings |= {"graph": graph, "layers": layers, "partition": partition, "halo": halo}
         plan = _plan(
             task,
             "fp32",
