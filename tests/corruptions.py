@@ -13,7 +13,7 @@ import torch
 import gradwire as gw
 from gradwire.drivers import Meter, simulate_ranks
 from gradwire.kernels import get_kernels
-from gradwire.ops import Broadcast, Exchange, Op, Reduce, SendRecv
+from gradwire.ops import AllToAll, Broadcast, Exchange, Op, Reduce, SendRecv
 from gradwire.protocols import Context, Memory
 from gradwire.protocols.bucket_plan import Algorithm, BucketPlan, make_plan
 from gradwire.segments import Parameter, lay_out
@@ -182,6 +182,9 @@ def is_received(op: Op, rank: int) -> bool:
     """Return whether an operation brings a rank a payload."""
     if isinstance(op, Broadcast):
         return op.root != rank
+    if isinstance(op, AllToAll) and op.arrived is not None and not bool(op.arrived.any()):
+        # Where one rank collects, nothing comes to the others.
+        return False
     return not isinstance(op, Reduce) and not (isinstance(op, SendRecv) and op.source is None)
 
 

@@ -23,6 +23,8 @@ STABLE += [gw.ErrorFeedback(compressor=gw.GRandK(cycle=4)), gw.GRandK(compressor
 STABLE += [gw.ALQ(model="histogram", norm="max", block_size=64, updates=(0, 2, 4))]
 # And such as are fitted at the end of a round.
 STABLE += [gw.AMQ(blocks="parameter", block_size=64, updates=(0, 2, 4), overlap=True)]
+# A server that decodes for all, with an autoencoder that it trains until after the checkpoint.
+STABLE += [gw.LGC(instance="parameter_server", density=0.05, innovation=0.01, full_rounds=1, training_rounds=2)]
 CHOSEN = ["buckets rebuilt", "gradient_as_bucket_view", "no_sync", "four lanes, small chunks", "checked"]
 REMEMBERING = [m for m in STABLE if m.properties.state != "none"]
 # What a mode changes about when and where a bucket is exchanged matters to what a method remembers. The others meet the

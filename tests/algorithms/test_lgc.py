@@ -204,12 +204,12 @@ def test_bytes_of_the_third_phase_with_a_server() -> None:
     link = trained(link_of(lgc("parameter_server"), workers))
     sent(link, 5)
     found, told, dense = sent(link, 6), 8 * 3, two_shot(40, workers)
-    # Rank 2 leads and rank 0 serves. A payload: header and lengths; two scales; a head of 16, up to 16 of positions and
-    # six values for innovations.
-    other = 32 + 16 + 16 + up(16 + 16 + 24)
+    # Rank 2 leads and rank 0 serves. A payload: header and five lengths; two scales; of an innovation a head of 16, up to
+    # 16 of positions and six values.
+    other = 32 + 32 + 16 + up(16 + 16 + 24)
     assert found[3] == told + dense + other
-    # Beside that a head of 16, 96 positions, their order, and the code; lengths of five sections.
-    own = found[2] - told - dense - other - (up(4 * latent_length(96)) + 16 + up(72) + 16)
+    # Beside that a head of 16, 96 positions, their order, and the code.
+    own = found[2] - told - dense - other - (up(4 * latent_length(96)) + up(72) + 16)
     assert 0 < own <= up(96 * 7 // 8 + 8)
     # The mean at 96 places and at most 24 others, sent on once by rank 1 and twice by rank 0.
     answer = found[1] - told - dense - other

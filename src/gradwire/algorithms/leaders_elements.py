@@ -16,8 +16,7 @@ from gradwire.ops import Exchange
 from gradwire.protocols import Context, broadcast
 from gradwire.protocols.bucket_plan import PlanSetting
 from gradwire.segments import divide
-from gradwire.wire import Packing, padded
-from gradwire.wire.packing import Whole
+from gradwire.wire import Packing, Whole, padded
 
 __all__ = ["FIFTH_EXCHANGE", "LeadersElements"]
 

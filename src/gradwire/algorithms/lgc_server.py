@@ -21,8 +21,7 @@ from gradwire.protocols import Context, Outcome, broadcast, collected, leader
 from gradwire.protocols.bucket_plan import BucketPlan, PlanSetting, SectionPlan
 from gradwire.protocols.pieces import join
 from gradwire.segments import Segment, divide
-from gradwire.wire import Packing, padded
-from gradwire.wire.packing import Whole
+from gradwire.wire import OrAbsent, Packing, Whole, padded
 
 if TYPE_CHECKING:
     from gradwire.kernels import Kernels
@@ -170,10 +169,9 @@ class CommonCode(BucketPlan):
     def run(self, context: Context, flat: torch.Tensor, prepared: torch.Tensor) -> Exchange[Outcome]:
         world, tag = context.world_size, self._method.tag
         master = leader(context.round, world)
-        packings = [self._packings(sender == master) for sender in range(world)]
         bodies = None if flat.is_meta else self._tell(context, flat, prepared, context.rank == master)
         up = replace(context, exchange=0, workspace=context.workspace.part("up"))
-        everyone = yield from collected(up, tag, packings, bodies, SERVER)
+        everyone = yield from collected(up, tag, self._packings, bodies, SERVER)
         bodies = None
         if everyone is not None and not flat.is_meta:
             bodies = self._mean_of(
@@ -213,10 +211,11 @@ class CommonCode(BucketPlan):
 
         return Outcome(finite, sent)
 
-    def _packings(self, master: bool) -> list[Packing]:
-        """Return how the sections of a worker travel: scales, innovation, and of the master positions and its code."""
-        sections = [Whole(padded(4 * len(self._light))), self._few.packing(self._few.units)]
-        return [*sections, *self._elements.packings, Whole(padded(4 * self._code))] if master else sections
+    @property
+    def _packings(self) -> list[Packing]:
+        """How the sections of a worker travel: scales, innovation, and of the master positions, order and code."""
+        masters = [OrAbsent(p) for p in (*self._elements.packings, Whole(padded(4 * self._code)))]
+        return [Whole(padded(4 * len(self._light))), self._few.packing(self._few.units), *masters]
 
     def _tell(self, context: Context, flat: torch.Tensor, weights: torch.Tensor, master: bool) -> list[torch.Tensor]:
         space = context.workspace.part("bodies")
@@ -224,7 +223,8 @@ class CommonCode(BucketPlan):
         self._few.encode(flat, SparseSummary(), Draw(context.round, context.rank), few)
         spoilt = ~self._setting.kernels.finite(flat, self._segments)
         if not master:
-            return [_octets(torch.where(spoilt, torch.inf, 0.0)), few]
+            absent = torch.empty(0, dtype=torch.uint8)
+            return [_octets(torch.where(spoilt, torch.inf, 0.0)), few, *[absent] * (len(self._packings) - 2)]
         room = space.get("positions", self._elements.codec.payload_bytes(self._elements.codec.units))
         parts = self._elements.write(flat, room)
         own = flat[self._elements.read(parts)]

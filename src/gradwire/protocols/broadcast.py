@@ -9,8 +9,7 @@ import torch
 from gradwire.ops import Broadcast, Exchange
 from gradwire.protocols.context import Context
 from gradwire.protocols.payloads import header, rows_of
-from gradwire.wire import EVERYONE, Packing, padded
-from gradwire.wire.packing import Whole
+from gradwire.wire import EVERYONE, Packing, Whole, padded
 
 __all__ = ["broadcast", "broadcast_values", "leader"]
 

@@ -9,44 +9,37 @@ import torch
 from gradwire.ops import AllToAll, Exchange
 from gradwire.protocols.context import Context
 from gradwire.protocols.payloads import header, rows_of
-from gradwire.wire import Packing, padded
-from gradwire.wire.packing import Whole
+from gradwire.wire import Packing, Whole, padded
 
 __all__ = ["collected", "collected_values"]
 
 
 def collected(
-    context: Context, tag: int, packings: Sequence[Sequence[Packing]], bodies: Sequence[torch.Tensor] | None, root: int
+    context: Context, tag: int, packings: Sequence[Packing], bodies: Sequence[torch.Tensor] | None, root: int
 ) -> Exchange[list[list[torch.Tensor]] | None]:
     """Return the sections of every rank on rank ``root``, by rank; None on all others.
 
     An all-to-all in which all rows but the root's are empty.
 
     Args:
-        packings: By sender, how its sections travel.
+        packings: How each section travels.
         bodies: The sections of this rank; None in a dry run.
 
     Bytes sent by a rank: header + sections, but for the root's, and 8 (N - 1) for telling lengths.
     """
     world, rank, space = context.world_size, context.rank, context.workspace
-    layouts = [rows_of(context, of_sender, variable=True) for of_sender in packings]
-    heads = [header(context, layout, tag, context.exchange) for layout in layouts]
-    width = max(layout.row_bytes for layout in layouts)
-    send, room = space.get("collect", world, width), space.get("collected", world, width)
+    layout = rows_of(context, packings, variable=True)
+    head = header(context, layout, tag, context.exchange)
+    send, room = (space.get(name, world, layout.row_bytes) for name in ("collect", "collected"))
     lengths, arrived = torch.zeros(world, dtype=torch.int64), torch.zeros(world, dtype=torch.int64)
-    mine = send[root : root + 1, : layouts[rank].row_bytes]
-    told = layouts[rank].write(mine, heads[rank], [b.view(1, -1) for b in bodies or ()], rank, [root])
+    told = layout.write(send[root : root + 1], head, [b.view(1, -1) for b in bodies or ()], rank, [root])
     if rank != root and told is not None:
         lengths[root] = told[0]
     rows = yield AllToAll(send, room, lengths, arrived)
     if rank != root:
         return None
-    found = []
-    for sender, (layout, head) in enumerate(zip(layouts, heads)):
-        row = rows[sender : sender + 1, : layout.row_bytes]
-        came = arrived[sender : sender + 1]
-        found.append([part[0].clone() for part in layout.read(row, head, rank, came, first=sender)])
-    return found
+    parts = layout.read(rows, head, rank, arrived)
+    return [[part[sender].clone() for part in parts] for sender in range(world)]
 
 
 def collected_values(context: Context, tag: int, values: torch.Tensor, root: int) -> Exchange[torch.Tensor | None]:
@@ -59,8 +52,7 @@ def collected_values(context: Context, tag: int, values: torch.Tensor, root: int
     if not values.is_meta:
         bodies = [torch.zeros(padded(size), dtype=torch.uint8)]
         bodies[0][:size] = values.detach().contiguous().view(torch.uint8).reshape(-1)
-    packings = [[Whole(padded(size))]] * context.world_size
-    found = yield from collected(context, tag, packings, bodies, root)
+    found = yield from collected(context, tag, [Whole(padded(size))], bodies, root)
     if found is None:
         return None
     rows = torch.stack([parts[0][:size] for parts in found])

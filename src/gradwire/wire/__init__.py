@@ -4,7 +4,7 @@ Another language can read it from ``docs/wire-format.md``.
 """
 
 from gradwire.wire.header import EVERYONE, HEADER_BYTES, WIRE_VERSION, Header, check_rows, pretend_senders, seal_rows
-from gradwire.wire.packing import Measured, Packing, packing
+from gradwire.wire.packing import Measured, OrAbsent, Packing, Whole, packing
 from gradwire.wire.rows import ALIGNMENT, Rows, padded
 from gradwire.wire.sealed import SEAL_BYTES, open_sealed, sealed
 from gradwire.wire.variable import VariableRows
@@ -17,9 +17,11 @@ __all__ = [
     "WIRE_VERSION",
     "Header",
     "Measured",
+    "OrAbsent",
     "Packing",
     "Rows",
     "VariableRows",
+    "Whole",
     "check_rows",
     "open_sealed",
     "packing",

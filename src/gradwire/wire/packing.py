@@ -9,7 +9,7 @@ import torch
 from gradwire.errors import PayloadError
 from gradwire.kernels import Coder
 
-__all__ = ["EntropyCoded", "Measured", "Packing", "Whole", "packing"]
+__all__ = ["EntropyCoded", "Measured", "OrAbsent", "Packing", "Whole", "packing"]
 
 LENGTH_BYTES = 4
 """Bytes at the start of a body that tells its own length."""
@@ -93,6 +93,22 @@ class Measured(Packing):
         if said != len(data) or len(data) > self.size:
             raise PayloadError(f"a section of {len(data)} bytes that says it has {said}, where {self.size} fit")
         body[: len(data)].copy_(data)
+
+
+class OrAbsent(Packing):
+    """As another packing has it, or no byte at all for an empty body; what is absent is unpacked as zeros."""
+
+    def __init__(self, inner: Packing) -> None:
+        self._inner, self.size, self.bound = inner, inner.size, inner.bound
+
+    def pack(self, body: torch.Tensor, out: torch.Tensor) -> int:
+        return self._inner.pack(body, out) if body.numel() else 0
+
+    def unpack(self, data: torch.Tensor, body: torch.Tensor) -> None:
+        if len(data):
+            self._inner.unpack(data, body)
+        else:
+            body.zero_()
 
 
 def packing(size: int, plain: int, coder: Coder | None) -> Packing:
