@@ -71,6 +71,11 @@ GOALS = (
 )
 
 
+def goals(arguments: argparse.Namespace) -> list[Goal]:
+    """Return what is to be trained or timed."""
+    return [goal for goal in GOALS if arguments.task in (None, goal.task)]
+
+
 def folder(work: Path, goal: Goal, name: str, seed: int) -> Path:
     """Return the folder of a training."""
     label = "".join(c if c.isalnum() else "-" for c in name.lower())
@@ -92,7 +97,7 @@ def evaluations(path: Path) -> list[Row]:
 def train_all(arguments: argparse.Namespace) -> None:
     """Train whatever is not whole: every method from the first seed, then the best from the others."""
     for seed in SEEDS:
-        for goal in GOALS:
+        for goal in goals(arguments):
             wanted = list(METHODS) if seed == SEEDS[0] else best(arguments, goal)
             for name in wanted:
                 path = folder(arguments.work, goal, name, seed)
@@ -136,7 +141,7 @@ def timed(arguments: argparse.Namespace) -> dict[tuple[str, str, str], Row]:
 def time_all(arguments: argparse.Namespace) -> None:
     """Time the steps of every method on every link, where that was not done."""
     done = timed(arguments)
-    for goal in GOALS:
+    for goal in goals(arguments):
         for bandwidth in reversed(BANDWIDTHS):
             for name in METHODS:
                 if (goal.task, name, bandwidth) not in done:
@@ -224,6 +229,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, help="folder with CIFAR-10's batches")
     parser.add_argument("--work", type=Path, default=Path("runs/local_training"))
+    parser.add_argument("--task", choices=[goal.task for goal in GOALS], help="one alone; by default both")
     parser.add_argument("--lab", action="store_true", help="time steps on the emulated cluster; needs root")
     parser.add_argument("--collect", action="store_true", help="run nothing")
     parser.add_argument("--json", type=Path)
