@@ -80,12 +80,12 @@ def written(tmp_path: Path, text: str) -> str:
 
 def test_a_file_without_weights_has_those_of_metropolis_and_hastings(tmp_path: Path) -> None:
     """A star with a tail: the weight of an edge is 1 / (1 + the larger number of neighbours)."""
-    graph = graph_of(written(tmp_path, "# a star\n0 1\n2 0   # and back\n\n0 2\n0 3\n3 4\n"), 5)
-    assert edges_of(graph) == {(0, 1), (0, 2), (0, 3), (3, 4)}
-    expected = {(0, 1): 1 / 4, (0, 2): 1 / 4, (0, 3): 1 / 4, (3, 4): 1 / 3}
+    graph = graph_of(written(tmp_path, "# a star\n2 0\n1 2   # and back\n\n2 1\n2 3\n3 4\n"), 5)
+    assert edges_of(graph) == {(0, 2), (1, 2), (2, 3), (3, 4)}
+    expected = {(0, 2): 1 / 4, (1, 2): 1 / 4, (2, 3): 1 / 4, (3, 4): 1 / 3}
     assert {edge: graph.weight(*edge) for edge in expected} == expected
     assert metropolis_hastings(set(expected), 5) == expected
-    assert graph.weight(1, 1) == 0.75
+    assert graph.weight(0, 0) == 0.75
     assert graph.second_eigenvalue < 1
 
 
