@@ -204,8 +204,8 @@ def test_bytes_of_the_third_phase_with_a_server() -> None:
     link = trained(link_of(lgc("parameter_server"), workers))
     sent(link, 5)
     found, told, dense = sent(link, 6), 8 * 3, two_shot(40, workers)
-    # Rank 2 leads and rank 0 serves. A payload: header and five lengths; two scales; of an innovation a head of 16, up to
-    # 16 of positions and six values.
+    # Rank 2 leads and rank 0 serves. A payload: header and five lengths; two scales; of an innovation a head of 16, up
+    # to 16 of positions and six values.
     other = 32 + 32 + 16 + up(16 + 16 + 24)
     assert found[3] == told + dense + other
     # Beside that a head of 16, 96 positions, their order, and the code.
