@@ -11,8 +11,8 @@ __all__ = ["measured"]
 FULL = "full"
 
 
-def _key(row: Row) -> tuple[str, str, str, int]:
-    return row["graph"], row["model"], row["partition"], row["workers"]
+def _key(row: Row) -> tuple[str, str, str, int, int]:
+    return row["graph"], row["model"], row["partition"], row["workers"], row["steps"]
 
 
 def _accuracy(row: Row) -> str:
@@ -37,7 +37,7 @@ def _table(rows: list[Row]) -> list[str]:
 def _title(row: Row) -> str:
     return (
         f"`{row['graph']}`, {row['model'].upper()}, {row['workers']} workers, {row['partition']} partition "
-        f"({100 * row['cut_edges']:.0f} % of the edges cut)"
+        f"({100 * row['cut_edges']:.0f} % of the edges cut), {row['steps']} steps"
     )
 
 
@@ -65,7 +65,7 @@ def measured(found: dict[str, Any] | None = None) -> str:
     found = found or result("graph")
     if found is None:
         return ""
-    groups: dict[tuple[str, str, str, int], list[Row]] = {}
+    groups: dict[tuple[str, str, str, int, int], list[Row]] = {}
     for row in found["rows"]:
         groups.setdefault(_key(row), []).append(row)
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
@@ -79,7 +79,7 @@ def measured(found: dict[str, Any] | None = None) -> str:
         "`python benchmarks/graph.py --work runs/graph --json benchmarks/results/graph.json`",
         "",
         f"{ran}. Simulated workers, three layers "
-        f"of width 64, Adam at 0.01, {found['rows'][0]['steps']} steps; accuracy of the last step, evaluated with all "
+        "of width 64, Adam at 0.01; accuracy of the last step, evaluated with all "
         "rows in float32, mean ± standard deviation over seeds, which draw weights, partition and masks. Bytes are of "
         f"all workers together. A perceptron that sees no edges has {beside}.",
     ]

@@ -139,6 +139,7 @@ def test_what_only_cifar10_has_is_handed_on(reached: dict[str, Any], command: st
     assert (task.model, task.crop, task.weight_decay, task.optimizer) == ("convnet", 24, 0.004, "adam")
 
 
+@pytest.mark.parametrize("command", ["train", "compare"])
 def test_all_of_a_graph_s_options_are_handed_on(reached: dict[str, Any], command: str) -> None:
     given = {"graph": "sbm", "model": "gat", "layers": 4, "partition": "greedy", "halo": "bf16"}
     call(command, "graph", "--simulate", *(word for name, value in given.items() for word in (f"--{name}", value)))
