@@ -100,7 +100,10 @@ def test_on_equal_data_workers_do_as_one(count: int, optimizer: Optimizer) -> No
     assert all(torch.equal(ours.flat(worker), one.flat()) for worker in range(count))
 
 
-@pytest.mark.parametrize("inner", [gw.FP32(), gw.EDEN(bits=4), gw.ErrorFeedback(), gw.GTopK(density=0.1)], ids=repr)
+INNER = [gw.FP32(), gw.EDEN(bits=4), gw.ErrorFeedback(), gw.GTopK(density=0.1), gw.Coded(compressor=gw.TernGrad())]
+
+
+@pytest.mark.parametrize("inner", INNER, ids=repr)
 @pytest.mark.parametrize("kind", [gw.LocalSGD, gw.DiLoCo])
 def test_workers_agree_after_an_exchange_and_differ_before(kind: type[gw.LocalSGD], inner: gw.Method) -> None:
     """3."""

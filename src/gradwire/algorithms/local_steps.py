@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -99,6 +100,16 @@ class LocalStepsMethod(Around):
             velocity: The outer momentum, changed in place; None where the method has none.
             workers: How many there are.
         """
+
+    @property
+    def open_coders(self) -> tuple[str, ...]:  # type: ignore[override]
+        """Those of the inner method."""
+        return self.inner.open_coders if isinstance(self.inner, Algorithm) else ()
+
+    def with_coder(self, coder: str) -> Algorithm:
+        """Return the method with the inner one's coder settled."""
+        inner: Any = self.inner.with_coder(coder) if isinstance(self.inner, Algorithm) else self.inner
+        return replace(self, inner=inner)
 
     def check_optimizer(self, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> None:
         # Any optimizer steps a worker's own parameters.
