@@ -108,8 +108,9 @@ class LocalStepsMethod(Around):
 
     def with_coder(self, coder: str) -> Algorithm:
         """Return the method with the inner one's coder settled."""
-        inner: Any = self.inner.with_coder(coder) if isinstance(self.inner, Algorithm) else self.inner
-        return replace(self, inner=inner)
+        settled = self.inner.with_coder(coder) if isinstance(self.inner, Algorithm) else self.inner
+        changed: dict[str, Any] = {"inner": settled}
+        return replace(self, **changed)
 
     def check_optimizer(self, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> None:
         # Any optimizer steps a worker's own parameters.
