@@ -12,6 +12,7 @@ from statistics import mean
 from typing import Any
 
 import accuracy_page
+import gossip_page
 import graph_page
 import local_page
 import quantisers_page
@@ -294,9 +295,9 @@ def main() -> int:
         graphs: with_measured(graphs.read_text(), graph_page.measured()),
         ROOT / "README.md": with_measured(readme, readme_table()),
     }
-    local = local_page.page()
-    if local is not None:
-        wanted[ROOT / "docs" / "local-steps.md"] = local
+    for name, made in (("local-steps", local_page.page()), ("gossip", gossip_page.page())):
+        if made is not None:
+            wanted[ROOT / "docs" / f"{name}.md"] = made
     stale = [path.name for path, text in wanted.items() if not path.exists() or path.read_text() != text]
     if "--check" in sys.argv:
         print(f"stale: {', '.join(stale)}" if stale else "up to date")
