@@ -8,7 +8,7 @@ from page_parts import Row, result
 
 LINKS = {"10mbit": "10 Mbit/s", "100mbit": "100 Mbit/s", "1gbit": "1 Gbit/s"}
 NAMES = {
-    "text": "language model (transformer of 0.12 M elements, Adam)",
+    "text": "language model (transformer of 0.28 M elements, Adam)",
     "cifar10": "CIFAR-10 (ResNet-8, SGD with momentum)",
 }
 
@@ -38,6 +38,8 @@ def page() -> str | None:
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
     lines = [HEAD.format(slack=found["slack"])]
     lines.append(f"{found['cpu']}, {found['cores']} cores; {versions}; {found['date_utc'][:10]}.")
+    if found["remark"]:
+        lines += ["", found["remark"]]
     for goal in found["goals"]:
         rows = [row for row in found["rows"] if row["task"] == goal["task"]]
         if rows:

@@ -181,7 +181,7 @@ def time_steps(goal: Goal, name: str, bandwidth: str, arguments: argparse.Namesp
 def collect(arguments: argparse.Namespace) -> list[Row]:
     """Return a line for each task and method, with the time on each link where steps were timed."""
     times, lines = timed(arguments), []
-    for goal in GOALS:
+    for goal in goals(arguments):
         limit = mark(arguments, goal)
         for name, spec in METHODS.items():
             whole = [
@@ -232,6 +232,7 @@ def main() -> int:
     parser.add_argument("--task", choices=[goal.task for goal in GOALS], help="one alone; by default both")
     parser.add_argument("--lab", action="store_true", help="time steps on the emulated cluster; needs root")
     parser.add_argument("--collect", action="store_true", help="run nothing")
+    parser.add_argument("--remark", help="a sentence on how it was measured, for the page")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     arguments.work.mkdir(parents=True, exist_ok=True)
@@ -241,7 +242,8 @@ def main() -> int:
         train_all(arguments)
     found = collect(arguments)
     show(found)
-    write(arguments.json, hosts=HOSTS, slack=SLACK, goals=[vars(goal) for goal in GOALS], rows=found)
+    kept = {"hosts": HOSTS, "slack": SLACK, "remark": arguments.remark}
+    write(arguments.json, **kept, goals=[vars(goal) for goal in GOALS], rows=found)
     return 0
 
 
