@@ -22,7 +22,8 @@ methods are is on [another page](methods.md#dpsgd-chocosgd-powergossip-gossip-wi
 {workers} simulated workers, `{task}` (0.085 M parameters), {steps} steps of SGD with momentum 0.9, {batch} samples a
 worker and step; the better of two rates by the training loss of the mean. *Consensus error*: the root mean square
 distance of workers from their mean, over its length, at the end. *Mean*: the model of mean parameters. *Bytes*: across
-a link of the ring, in one direction, in a step. ± is the standard deviation over {seeds} seeds.
+a link of the ring, in one direction, in a step, on average; of CHOCO-SGD 1,700 of them are the first exchange, which is
+whole. ± is the standard deviation over {seeds} seeds.
 """
 
 SPLITS = {
@@ -53,7 +54,7 @@ three times.
 READING = """\
 A step lasts as long as the slow link needs for what crosses it. Uncompressed gossip on a ring sends all parameters to
 both neighbours, a third more than a ring all-reduce of four hosts sends to one, and is slower than it. A graph in which
-the slow host has one neighbour halves that, for a consensus that is slower to come. Only its neighbours wait for a slow
+the slow host has one neighbour halves its bytes, for a consensus that is slower to come. Only its neighbours wait for a slow
 host in a step; over many steps all do, since each waits for those beside it. What helps is fewer bytes.
 """
 
