@@ -54,8 +54,8 @@ three times.
 READING = """\
 A step lasts as long as the slow link needs for what crosses it. Uncompressed gossip on a ring sends all parameters to
 both neighbours, a third more than a ring all-reduce of four hosts sends to one, and is slower than it. A graph in which
-the slow host has one neighbour halves its bytes, for a consensus that is slower to come. Only its neighbours wait for a slow
-host in a step; over many steps all do, since each waits for those beside it. What helps is fewer bytes.
+the slow host has one neighbour halves its bytes, for a consensus that is slower to come. Only its neighbours wait for a
+slow host in a step; over many steps all do, since each waits for those beside it. What helps is fewer bytes.
 """
 
 
