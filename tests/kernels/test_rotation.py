@@ -11,6 +11,7 @@ from kernel_cases import BACKENDS, OTHERS, normal
 
 from gradwire.errors import HyperparameterError
 from gradwire.kernels import Grid, RotationTable, digit_layout, get_kernels, packed_groups
+from gradwire.kernels.packing.reference import unpack_digits
 
 REFERENCE = get_kernels("reference")
 LIGHT = settings(max_examples=25)
@@ -46,18 +47,28 @@ def rotations(draw: st.DrawFn) -> RotationTable:
     round=st.integers(0, 2**64 - 1),
     stream=st.integers(0, 2**32 - 1),
     levels=st.integers(1, 9),
+    zero=st.booleans(),
+    threads=st.integers(1, 2),
 )
 def test_every_backend_gives_the_bits_of_the_reference(
-    name: str, table: RotationTable, seed: int, shift: int, round: int, stream: int, levels: int
+    name: str,
+    table: RotationTable,
+    seed: int,
+    shift: int,
+    round: int,
+    stream: int,
+    levels: int,
+    zero: bool,
+    threads: int,
 ) -> None:
-    kernels, x = get_kernels(name), normal(table.extent + 3, seed, shift, spread=3.0)
+    kernels, x = get_kernels(name, threads), normal(table.extent + 3, seed, shift, spread=3.0)
     factor = torch.rand(table.blocks, generator=torch.Generator().manual_seed(seed))
     factor[::3] = 0.0
     a, b = torch.full((table.coordinates,), torch.nan), torch.full((table.coordinates + shift,), torch.nan)[shift:]
     REFERENCE.rotate(x, table, factor, round, stream, a)
     kernels.rotate(x, table, factor, round, stream, b)
     assert torch.equal(a.view(torch.int32), b.contiguous().view(torch.int32))
-    grid = Grid.nearest([0.1 * 2**j for j in range(levels)])
+    grid = Grid.nearest([0.1 * 2**j for j in range(levels)], zero=zero)
     layout = digit_layout(grid.base)
     size = packed_groups(-(-table.coordinates // 80), layout)
     words, others = (torch.full((size + shift,), 255, dtype=torch.uint8)[shift:] for _ in range(2))
@@ -78,6 +89,31 @@ def test_every_backend_gives_the_bits_of_the_reference(
         for offset, numel in zip(table.columns.offset, table.columns.numel):
             touched[offset : offset + numel] = True
         assert torch.equal(other[~touched], before[~touched])
+
+
+@pytest.mark.parametrize("zero", [False, True])
+@pytest.mark.parametrize("levels", range(1, 10))
+@pytest.mark.parametrize("name", BACKENDS)
+def test_coordinates_between_two_levels_take_the_smaller(name: str, levels: int, zero: bool) -> None:
+    """All coordinates of a block that has one element are that element but for their signs."""
+    magnitudes = [0.3 * 1.7**j for j in range(levels)]
+    grid, kernels = Grid.nearest(magnitudes, zero=zero), get_kernels(name)
+    border = torch.from_numpy(grid.edge.copy()) / 2.0**24
+    infinite = torch.tensor([torch.inf])
+    values = torch.cat([torch.nextafter(border, -infinite), border, torch.nextafter(border, infinite), infinite])
+    positive = torch.from_numpy(grid.values.copy())[grid.positive :]
+    steps = torch.arange(grid.steps)
+    level = positive[torch.cat([steps, steps, steps + 1, torch.tensor([grid.steps])])]
+    table, x = one_parameter(256 * len(values), 256), torch.zeros(256 * len(values))
+    x[::256] = values
+    layout = digit_layout(grid.base)
+    words = torch.zeros(packed_groups(-(-table.coordinates // 80), layout), dtype=torch.uint8)
+    ones = torch.ones(table.blocks)
+    kept = kernels.encode_rotated(x, table, ones, grid, layout, 3, 4, words)
+    assert kept.tolist() == pytest.approx((256 * values * level).tolist(), rel=1e-5)
+    digits = unpack_digits(words, layout, -(-table.coordinates // 80)).reshape(-1)[: table.coordinates]
+    found = torch.from_numpy(grid.values.copy())[digits].abs().reshape(-1, 256)
+    assert torch.equal(found, level[:, None].expand(-1, 256))
 
 
 @pytest.mark.parametrize("size", [256, 512, 4096, 32768])

@@ -24,7 +24,7 @@ __all__ = [
 ]
 
 # Of all that this is compiled from: what Numba keeps on disk is kept under this name (``make digests``).
-DIGEST = "1bf94a11a27b19cf"
+DIGEST = "2e91fa8a207a1eff"
 
 dot = either("dot", "low_rank.scalar", "low_rank.simd")
 

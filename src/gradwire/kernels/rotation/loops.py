@@ -16,10 +16,17 @@ from gradwire.kernels.packing.loops import end_streams, pack, tile_groups, unpac
 from gradwire.kernels.rotation.blocks import MOST_BLOCK
 from gradwire.kernels.table import LANES
 
-__all__ = ["RotationLoops", "decode_rotated_range", "encode_rotated_range", "rotate_back_range", "rotate_range"]
+__all__ = [
+    "RotationLoops",
+    "decode_rotated_range",
+    "encode_pairs_range",
+    "encode_rotated_range",
+    "rotate_back_range",
+    "rotate_range",
+]
 
 # Of all that this is compiled from: what Numba keeps on disk is kept under this name (``make digests``).
-DIGEST = "092b5c759cfe8211"
+DIGEST = "1b8218f74fc52b3f"
 
 _TILE_GROUPS = 10
 """Groups of digits that are unpacked at a time: with them, a block of 4096 coordinates fills the L1 cache."""
@@ -27,6 +34,7 @@ _TILE_GROUPS = 10
 rotate_block = either("rotate_block", "rotation.scalar", "rotation.simd")
 rotate_block_back = either("rotate_block_back", "rotation.scalar", "rotation.simd")
 nearest_digits = either("nearest_digits", "rotation.scalar", "rotation.simd")
+nearest_pairs = either("nearest_pairs", "rotation.scalar", "rotation.simd")
 write_levels = either("write_levels", "levels.scalar", "levels.simd")
 
 
@@ -50,11 +58,23 @@ class RotationLoops(Compiled):
         self.split(table.blocks, 1, table.size, work)
 
     def encode_rotated(self, x, table, factor, grid, layout, round, stream, out, kept):
-        # Blocks need not end where words do, so that one thread packs them all.
-        encode_rotated_range(
-            self.simd, x.numpy(), table.columns, factor.numpy(), draw_of(round, stream), grid.columns,
-            word_table(layout), table.size, out.numpy(), kept.numpy(),
-        )  # fmt: skip
+        values, factors, draw = x.numpy(), factor.numpy(), draw_of(round, stream)
+        octets, inner, words = out.numpy(), kept.numpy(), word_table(layout)
+        if layout.word_bytes > 1 or layout.digits != 2:
+            # Blocks need not end where words do, so that one thread packs them all.
+            encode_rotated_range(
+                self.simd, values, table.columns, factors, draw, grid.columns, words, table.size, octets, inner
+            )
+            return
+
+        def work(begin: int, end: int) -> None:
+            encode_pairs_range(
+                self.simd, values, table.columns, factors, draw, grid.columns, layout.base, table.size, begin, end,
+                octets, inner,
+            )  # fmt: skip
+
+        self.split(table.blocks, 1, table.size, work)
+        octets[table.coordinates // 2 :] = layout.base // 2 * (1 + layout.base)
 
     def decode_rotated(self, words, table, scale, grid, layout, round, stream, x, accumulate):
         decode_rotated_range(
@@ -131,6 +151,23 @@ def rotate_back_range(simd, z, table, factor, draw, begin, end, x, accumulate):
         else:
             _fill(x, table.offset[block], table.numel[block], f, accumulate)
     end_streams(simd)
+
+
+@kept(DIGEST)
+def encode_pairs_range(simd, x, table, factor, draw, grid, base, size, begin, end, out, inner):
+    """Rotate blocks ``begin .. end`` and write their coordinates' digits, two in a byte."""
+    prefer_wide()
+    coordinates = _room(size)
+    for block in range(begin, end):
+        count, f = table.place[block + 1] - table.place[block], factor[block]
+        if f == 0:
+            coordinates[:count] = np.float32(0)
+        else:
+            rotate_block(
+                simd, x, table.offset[block], table.numel[block], table.start[block], f, _noise(table, block, draw),
+                coordinates, 0, count, coordinates, False,
+            )  # fmt: skip
+        inner[block] = nearest_pairs(simd, coordinates, 0, count, grid, base, out, table.place[block] // 2)
 
 
 @kept(DIGEST)

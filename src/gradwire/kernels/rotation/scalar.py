@@ -8,7 +8,7 @@ from numba import njit
 
 from gradwire.kernels.numba_core.philox_scalar import five_words
 
-__all__ = ["nearest_digits", "rotate_block", "rotate_block_back"]
+__all__ = ["nearest_digits", "nearest_pairs", "rotate_block", "rotate_block_back"]
 
 _u32, _f32 = np.uint32, np.float32
 
@@ -81,3 +81,13 @@ def nearest_digits(z, place, size, grid, digits, at):
             sums[lane] = _f32(sums[lane] + sums[lane + half])
         half //= 2
     return sums[0]
+
+
+@njit(nogil=True)
+def nearest_pairs(z, place, size, grid, base, out, at):
+    digits = np.empty(size, np.uint16)
+    kept = nearest_digits(z, place, size, grid, digits, 0)
+    for word in range(size // 2):
+        first = word // 16 * 32 + word % 16
+        out[at + word] = digits[first] + base * digits[first + 16]
+    return kept

@@ -17,11 +17,11 @@ from numba.core import cgutils
 
 from gradwire.kernels.levels.grid import UNIT
 from gradwire.kernels.numba_core.philox_simd import PhiloxVectors
-from gradwire.kernels.numba_core.vectors import F32, I16, I32, Emitter, loop, vector, vector_body
+from gradwire.kernels.numba_core.vectors import F32, I8, I16, I32, Emitter, loop, vector, vector_body
 from gradwire.kernels.rotation.steps import AHEAD, GROUP, NUMBER, between, lanes, steps_down, steps_up
 from gradwire.kernels.table import LANES
 
-__all__ = ["nearest_digits", "rotate_block", "rotate_block_back"]
+__all__ = ["nearest_digits", "nearest_pairs", "rotate_block", "rotate_block_back"]
 
 _GROUP_NUMEL = GROUP * LANES
 _SPAN_GROUPS = 8  # groups whose signs 16 blocks of random words decide: two a word
@@ -157,43 +157,131 @@ def rotate_block_back(e, z, place, size, start, factor, noise, x, at, numel, acc
     _groups(e, start, vectors, noise, use)
 
 
+class _Nearest:
+    """What rounds coordinates to the nearest levels of a grid, and adds up what they keep of them."""
+
+    unit = 4  # vectors at a time: a comparison waits for the one before
+
+    def __init__(self, e: Emitter, grid: Any) -> None:
+        self.e, self.grid, b = e, grid, e.b
+        self.levels = grid.values.pointer(grid.positive, F32)
+        self._edges = grid.edge.pointer(0, F32)
+        # A digit is plus + count, or minus - count, which is ~count + (minus + 1).
+        self._plus = e.splat(b.trunc(grid.positive, I32))
+        self._shift = e.splat(b.trunc(b.add(b.sub(grid.negative, grid.positive), NUMBER(1)), I32))
+
+    def edge(self, k: Any) -> Any:
+        """Load the end of step ``k`` as magnitudes have it: it is a float32 times 2^24, so that nothing is rounded."""
+        b = self.e.b
+        return b.fmul(b.load(self.e.at(self._edges, k, F32)), ir.Constant(F32, 1 / UNIT))
+
+    def digits(self, values: list[Any], counts: list[Any]) -> list[Any]:
+        """Return the digits of values, given how many steps each has passed."""
+        e, b, digits = self.e, self.e.b, []
+        for value, count in zip(values, counts):
+            below = b.ashr(b.bitcast(value, vector(I32, LANES)), e.constant(31))
+            first = b.add(self._plus, b.and_(self._shift, below))
+            digits.append(b.add(b.xor(count, below), first))
+        return digits
+
+    def rounded(
+        self,
+        source: Any,
+        size: Any,
+        search: Callable[[list[Any]], tuple[list[Any], list[Any]]],
+        write: Callable[[Any, list[Any]], None],
+    ) -> Any:
+        """Call ``write(first, digits)`` for all coordinates, :attr:`unit` vectors at a time; return the sum.
+
+        ``search`` returns the levels of magnitudes, and the steps that they have passed.
+        """
+        e, b, unit = self.e, self.e.b, self.unit
+
+        def some(index: Any, totals: list[Any]) -> list[Any]:
+            first = b.mul(index, NUMBER(LANES * unit))
+            values = [e.load(e.at(source, b.add(first, NUMBER(LANES * k)), F32), F32, align=4) for k in range(unit)]
+            magnitudes = [e.lanewise("fabs", value) for value in values]
+            levels, counts = search(magnitudes)
+            total = totals[0]
+            for magnitude, level in zip(magnitudes, levels):
+                total = b.fadd(total, b.fmul(magnitude, level))
+            write(first, self.digits(values, counts))
+            return [total]
+
+        (total,) = loop(b, b.sdiv(size, NUMBER(LANES * unit)), 1, [e.constant(0.0, F32)], some)
+        half = LANES // 2
+        while half:
+            partner = e.shuffle(total, total, [(lane + half) % LANES for lane in range(LANES)])
+            total = b.fadd(total, partner)
+            half //= 2
+        return b.extract_element(total, ir.Constant(I32, 0))
+
+
 @vector_body(types.float32)
 def nearest_digits(e, z, place, size, grid, digits, at):
     """Write the digits of a block to ``digits[at]`` and on; return the sum of ``|z| Q(|z|)``."""
-    b, unit = e.b, 4
-    source, target = z.pointer(place, F32), digits.pointer(at, I16)
-    edges, levels = grid.edge.pointer(0, F32), grid.values.pointer(grid.positive, F32)
-    lowest = e.splat(b.load(levels))
-    plus, minus = (e.splat(b.trunc(digit, I32)) for digit in (grid.positive, grid.negative))
+    b, nearest = e.b, _Nearest(e, grid)
+    target = digits.pointer(at, I16)
+    lowest, none = e.splat(b.load(nearest.levels)), e.constant(0)
 
-    def some(index: Any, totals: list[Any]) -> list[Any]:
-        first = b.mul(index, NUMBER(LANES * unit))
-        values = [e.load(e.at(source, b.add(first, NUMBER(LANES * k)), F32), F32, align=4) for k in range(unit)]
-        magnitudes = [e.lanewise("fabs", value) for value in values]
-        scaled = [b.fmul(m, e.constant(UNIT, F32)) for m in magnitudes]
+    def search(magnitudes: list[Any]) -> tuple[list[Any], list[Any]]:
+        unit = len(magnitudes)
 
         def step(k: Any, carried: list[Any]) -> list[Any]:
-            edge = e.splat(b.load(e.at(edges, k, F32)))
-            level = e.splat(b.load(e.at(levels, b.add(k, NUMBER(1)), F32)))
-            passed = [b.fcmp_ordered(">", s, edge) for s in scaled]
+            edge = e.splat(nearest.edge(k))
+            level = e.splat(b.load(e.at(nearest.levels, b.add(k, NUMBER(1)), F32)))
+            passed = [b.fcmp_ordered(">", m, edge) for m in magnitudes]
             chosen = [b.select(p, level, c) for p, c in zip(passed, carried[:unit])]
             counts = [b.add(c, b.zext(p, vector(I32, LANES))) for p, c in zip(passed, carried[unit:])]
             return [*chosen, *counts]
 
-        found = loop(b, grid.steps, 1, [lowest] * unit + [e.constant(0)] * unit, step)
-        total = totals[0]
-        for k, (value, magnitude, level, count) in enumerate(zip(values, magnitudes, found, found[unit:])):
-            total = b.fadd(total, b.fmul(magnitude, level))
-            below = b.icmp_signed("<", b.bitcast(value, vector(I32, LANES)), e.constant(0))
-            digit = b.select(below, b.sub(minus, count), b.add(plus, count))
+        found = loop(b, grid.steps, 1, [lowest] * unit + [none] * unit, step)
+        return found[:unit], found[unit:]
+
+    def write(first: Any, found: list[Any]) -> None:
+        for k, digit in enumerate(found):
             to = e.at(target, b.add(first, NUMBER(LANES * k)), I16)
             e.store(b.trunc(digit, vector(I16, LANES)), to, align=2)
-        return [total]
 
-    (total,) = loop(b, b.sdiv(size, NUMBER(LANES * unit)), 1, [e.constant(0.0, F32)], some)
-    half = LANES // 2
-    while half:
-        partner = e.shuffle(total, total, [(lane + half) % LANES for lane in range(LANES)])
-        total = b.fadd(total, partner)
-        half //= 2
-    return b.extract_element(total, ir.Constant(I32, 0))
+    return nearest.rounded(z.pointer(place, F32), size, search, write)
+
+
+@vector_body(types.float32)
+def nearest_pairs(e, z, place, size, grid, base, out, at):
+    """Write the digits of a block, two in a byte, to ``out[at]`` and on; return the sum of ``|z| Q(|z|)``.
+
+    The grid has four to seven steps. They are searched by halves, in registers.
+    """
+    b, nearest = e.b, _Nearest(e, grid)
+    target, bases = out.pointer(at, I8), e.splat(b.trunc(base, I32))
+    edges, levels = (ir.Constant(vector(F32, 8), ir.Undefined) for _ in range(2))
+    for k in range(8):
+        there = b.icmp_signed("<", NUMBER(k), grid.steps)
+        step = b.select(there, NUMBER(k), NUMBER(0))
+        edge = b.select(there, nearest.edge(step), ir.Constant(F32, float("inf")))
+        reached = b.select(b.icmp_signed("<=", NUMBER(k), grid.steps), NUMBER(k), grid.steps)
+        level = b.load(e.at(nearest.levels, reached, F32))
+        edges = b.insert_element(edges, edge, ir.Constant(I32, k))
+        levels = b.insert_element(levels, level, ir.Constant(I32, k))
+    low, middle, high = (e.splat(b.extract_element(edges, ir.Constant(I32, k))) for k in (1, 3, 5))
+
+    def search(magnitudes: list[Any]) -> tuple[list[Any], list[Any]]:
+        chosen, counts = [], []
+        for m in magnitudes:
+            upper = b.fcmp_ordered(">", m, middle)
+            count = b.select(upper, e.constant(4), e.constant(0))
+            passed = b.fcmp_ordered(">", m, b.select(upper, high, low))
+            count = b.select(passed, b.add(count, e.constant(2)), count)
+            passed = b.fcmp_ordered(">", m, e.permute(edges, count))
+            count = b.select(passed, b.add(count, e.constant(1)), count)
+            chosen.append(e.permute(levels, count))
+            counts.append(count)
+        return chosen, counts
+
+    def write(first: Any, digits: list[Any]) -> None:
+        for k in range(0, len(digits), 2):
+            word = b.add(digits[k], b.mul(digits[k + 1], bases))
+            to = e.at(target, b.add(b.lshr(first, NUMBER(1)), NUMBER(LANES * k // 2)), I8)
+            e.store(b.trunc(word, vector(I8, LANES)), to)
+
+    return nearest.rounded(z.pointer(place, F32), size, search, write)

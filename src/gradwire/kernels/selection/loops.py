@@ -37,7 +37,7 @@ from gradwire.kernels.table import LANES
 __all__ = ["SelectionLoops", "select_above_range", "select_largest_range"]
 
 # Of all that this is compiled from: what Numba keeps on disk is kept under this name (``make digests``).
-DIGEST = "c293373ab8d4f7e7"
+DIGEST = "c461096e5dbbf372"
 
 SHORT = 1 << 14
 """Elements of a segment up to which groups bound the threshold, rather than a sample."""
