@@ -8,8 +8,7 @@ import pytest
 import torch
 
 import gradwire as gw
-from gradwire.planning import Options, dense_names
-from gradwire.runtime.fragments import Pieces
+from gradwire.planning import Options, Pieces, dense_names
 from gradwire.segments import flat_view
 
 Optimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]

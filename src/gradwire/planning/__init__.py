@@ -1,7 +1,21 @@
 """Which plan each bucket gets: users' options, layouts, and the choice of collectives."""
 
+from gradwire.planning.buckets import own_buckets
 from gradwire.planning.coder_times import measure_coders
+from gradwire.planning.fragments import FragmentClock, Pieces, cut, exchanged
 from gradwire.planning.options import CHUNK_NUMEL, Options, dense_names
 from gradwire.planning.planner import Planner, warm_up
 
-__all__ = ["CHUNK_NUMEL", "Options", "Planner", "dense_names", "measure_coders", "warm_up"]
+__all__ = [
+    "CHUNK_NUMEL",
+    "FragmentClock",
+    "Options",
+    "Pieces",
+    "Planner",
+    "cut",
+    "dense_names",
+    "exchanged",
+    "measure_coders",
+    "own_buckets",
+    "warm_up",
+]

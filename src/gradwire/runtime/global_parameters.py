@@ -9,7 +9,7 @@ import torch
 
 from gradwire.errors import IncompatibleError
 from gradwire.local_steps import GLOBAL, VELOCITY, StepsLocally
-from gradwire.runtime.fragments import FragmentClock, Pieces, cut
+from gradwire.planning import FragmentClock, Pieces, cut
 from gradwire.segments import flat_view
 
 __all__ = ["CLOCK", "STEPS", "GlobalParameters", "State"]

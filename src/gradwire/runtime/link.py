@@ -13,13 +13,12 @@ from gradwire.auto import delivering
 from gradwire.drivers import Lane, Trace, Traffic, TransferOrder
 from gradwire.errors import ExchangeError
 from gradwire.methods import Method, require
-from gradwire.planning import Options
+from gradwire.planning import Options, exchanged, own_buckets
 from gradwire.runtime.bucket_exchange import BucketExchange
 from gradwire.runtime.checks import caution_about, check_optimizer
 from gradwire.runtime.detached import lost
 from gradwire.runtime.diagnostics import Diagnostics
 from gradwire.runtime.failures import place
-from gradwire.runtime.fragments import exchanged
 from gradwire.runtime.grad_scaler import check_scaler, check_unscaled
 from gradwire.runtime.handshake import agreement, compared, default_group
 from gradwire.runtime.heartbeat import Heartbeat
@@ -27,7 +26,7 @@ from gradwire.runtime.learning_rates import LearningRates
 from gradwire.runtime.link_runtime import LinkRuntime, close_threads
 from gradwire.runtime.local_steps import LocalSteps, LocalStepsUser
 from gradwire.runtime.open_links import lowest_free, numbers_in_use, register, share_a_number
-from gradwire.runtime.parameters import check_parameters, gradient, named_parameters, own_buckets
+from gradwire.runtime.parameters import check_parameters, gradient, named_parameters
 from gradwire.runtime.selection.autotune import OWN_STATE
 from gradwire.runtime.selection.build import make_selection
 from gradwire.runtime.selection.coder import CoderSelection

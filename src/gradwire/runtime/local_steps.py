@@ -13,12 +13,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from gradwire.errors import ExchangeError, IncompatibleError
 from gradwire.local_steps import StepsLocally
 from gradwire.methods import Method
-from gradwire.planning import Options
+from gradwire.planning import Options, own_buckets
 from gradwire.protocols import Context, Workspace
 from gradwire.runtime.global_parameters import GlobalParameters, State
 from gradwire.runtime.link_runtime import LinkRuntime
 from gradwire.runtime.own_parameters import OwnParameters, mean_over_ranks, put, swapped
-from gradwire.runtime.parameters import own_buckets
 from gradwire.runtime.selection.control_channel import ControlChannel
 from gradwire.segments import flat_view
 

@@ -11,9 +11,9 @@ from gradwire.codecs import DenseCodec, NoSummary
 from gradwire.errors import IncompatibleError
 from gradwire.methods import Method
 from gradwire.ops import Exchange
+from gradwire.planning import FragmentClock, Pieces
 from gradwire.protocols import Context, Section, two_shot
 from gradwire.protocols.bucket_plan import DENSE_TAG
-from gradwire.runtime.fragments import FragmentClock, Pieces
 from gradwire.runtime.global_parameters import STEPS, State
 from gradwire.segments import Parameter, flat_view, lay_out
 

@@ -9,7 +9,7 @@ import torch
 
 from gradwire.errors import HyperparameterError, IncompatibleError
 
-__all__ = ["check_parameters", "gradient", "named_parameters", "own_buckets"]
+__all__ = ["check_parameters", "gradient", "named_parameters"]
 
 
 def named_parameters(parameters: Iterable[Any]) -> dict[str, torch.Tensor]:
@@ -63,16 +63,3 @@ def gradient(p: torch.Tensor) -> torch.Tensor:
         # The same elements must lie at the same place on all ranks, whatever backward made of them here.
         p.grad = torch.empty_like(p).copy_(p.grad)
     return p.grad
-
-
-def own_buckets(parameters: dict[str, torch.Tensor], most: int) -> list[list[str]]:
-    """Lay parameters out in buckets of one type and so many elements, the last one first, as backward brings them."""
-    buckets: dict[tuple[torch.dtype, int], list[str]] = {}
-    filled: dict[torch.dtype, list[int]] = {}
-    for name, p in reversed(parameters.items()):
-        at = filled.setdefault(p.dtype, [0, 0])
-        if at[1] and at[1] + p.numel() > most:
-            at[0], at[1] = at[0] + 1, 0
-        at[1] += p.numel()
-        buckets.setdefault((p.dtype, at[0]), []).append(name)
-    return list(buckets.values())

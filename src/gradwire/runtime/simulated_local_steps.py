@@ -13,9 +13,8 @@ from gradwire.drivers import Meter, Traffic, dense_bytes, simulate_ranks
 from gradwire.errors import ExchangeError, IncompatibleError
 from gradwire.local_steps import StepsLocally
 from gradwire.methods import Method
-from gradwire.planning import Options
+from gradwire.planning import FragmentClock, Options, exchanged
 from gradwire.protocols import Context
-from gradwire.runtime.fragments import FragmentClock, exchanged
 from gradwire.runtime.global_parameters import GlobalParameters
 from gradwire.runtime.own_parameters import OwnParameters, mean_over_ranks, swapped
 from gradwire.runtime.parameters import named_parameters

@@ -11,7 +11,7 @@ import torch
 
 from gradwire.local_steps import StepsLocally
 from gradwire.methods import Method
-from gradwire.planning import Options, dense_names
+from gradwire.planning.options import Options, dense_names
 
 __all__ = ["FragmentClock", "Pieces", "cut", "exchanged"]
 
