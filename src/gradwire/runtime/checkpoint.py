@@ -76,7 +76,10 @@ def load(link: Link, folder: str | os.PathLike[str]) -> None:
     """Load a link's state (collective).
 
     The policy where the world size has changed: what is global or replicated is taken as it is; what belongs to one
-    rank alone stays with the ranks that still exist, and the others start without.
+    rank alone stays with the ranks that still exist, and the others start without. What holds for the former ranks
+    alone, as the shifts of DIANA and what gossip knows of its neighbours, begins anew. With local steps all ranks go on
+    from the global parameters, whatever was loaded into their models; where each rank has parameters of its own, from
+    the mean of what was loaded.
 
     Raises:
         IncompatibleError: there is no such state, it is not whole, it cannot be read, or it is none that this link can
@@ -85,7 +88,7 @@ def load(link: Link, folder: str | os.PathLike[str]) -> None:
     source = Path(folder)
     problem: str | None = None
     state: dict[str, dict[str, torch.Tensor]] = {}
-    number = 0
+    number, world_size = 0, link.world_size
     try:
         state = _read(source / "common.pt")
         number = _whole(state.pop("save")["number"], "save's number", 0, 1 << 63)
@@ -112,6 +115,8 @@ def load(link: Link, folder: str | os.PathLike[str]) -> None:
     except GradwireError as error:
         problem = str(error)
     _share(link, problem)
+    if link.method.local_steps and world_size != link.world_size:
+        link.local.agree()
 
 
 def _own(folder: Path, rank: int, number: int) -> Path:

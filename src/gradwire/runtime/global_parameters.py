@@ -69,6 +69,12 @@ class GlobalParameters:
         self.clock.reset()
 
     @torch.no_grad()
+    def restore(self) -> None:
+        """Make the global parameters the worker's own ones."""
+        for name, p in self.pieces.items():
+            flat_view(p).copy_(self.held[name])
+
+    @torch.no_grad()
     def outgoing(self, names: Sequence[str]) -> torch.Tensor:
         """Return what a bucket of these pieces is to send: the global ones less the worker's own, float32.
 
@@ -93,8 +99,7 @@ class GlobalParameters:
         """
         buckets = list(means)
         if not all(bool(torch.isfinite(flat).all()) for _, flat in buckets):
-            for name, p in self.pieces.items():
-                flat_view(p).copy_(self.held[name])
+            self.restore()
             return False
         for names, flat in buckets:
             for name, part in zip(names, flat.split([self.held[name].numel() for name in names])):
@@ -112,8 +117,7 @@ class GlobalParameters:
         """Put the global parameters in the place of the worker's own while the context lasts."""
         with torch.no_grad():
             own = {name: flat_view(p).clone() for name, p in self.pieces.items()}
-            for name, p in self.pieces.items():
-                flat_view(p).copy_(self.held[name])
+            self.restore()
         try:
             yield
         finally:

@@ -223,6 +223,17 @@ class LocalSteps:
         self._flying = None
         return self.parameters.load(state)
 
+    def agree(self) -> None:
+        """Make the parameters of all ranks one another's, where others than before go on with a state (collective).
+
+        The global ones take the place of what a rank's steps since the last exchange have made of them; where there
+        are none, all ranks' own parameters become their mean.
+        """
+        if isinstance(self.parameters, GlobalParameters):
+            self.parameters.restore()
+        else:
+            self.synchronise()
+
     def _refuse(self) -> None:
         """Refuse to exchange on a link that is broken, and break it where this rank has nothing that it could send."""
         self._runtime.failures.refuse()
