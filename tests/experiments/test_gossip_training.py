@@ -7,14 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from run_help import Listener, gradwire
 
 import gradwire as gw
 from gradwire.experiments import run
 from gradwire.experiments.config import RunConfig
 from gradwire.experiments.tasks import build
-from gradwire.model.exchange import exchange_of
 
 pytestmark = pytest.mark.ranks
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -52,8 +50,3 @@ def test_an_unchanged_script_gossips() -> None:
     assert float(done.stdout.split("training accuracy ")[1].split()[0]) > 0.9
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("gradwire:")]
     assert "ChocoSGD" in line
-
-
-def test_a_plan_says_why_it_predicts_none() -> None:
-    with pytest.raises(gw.IncompatibleError, match="its ranks wait for their neighbours alone"):
-        exchange_of("dpsgd", {"w": torch.empty(10)}, [], 4)

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from model_cases import SHAPES, profile
 
 import gradwire as gw
 from gradwire.drivers import Stage, profile_locally
@@ -17,26 +18,10 @@ from gradwire.model.forecast import NOTHING, Forecast, Scenario, forecast, recom
 from gradwire.model.machine import DEFAULT, LinkModel, Machine
 from gradwire.model.profile import Profile
 from gradwire.model.schedule import Load
-from gradwire.model.timeline import ReadyBucket, Timeline
 from gradwire.ops import AllGather
 from gradwire.ops import Exchange as GradwireExchange
 from gradwire.planning import Options, Planner
 from gradwire.protocols import Context
-
-SHAPES = {"weight": (300, 200), "bias": (300,), "head": (40, 300)}
-
-
-def profile(compute_s: float = 0.01) -> Profile:
-    names = tuple(SHAPES)
-    numel = sum(torch.Size(s).numel() for s in SHAPES.values())
-    timeline = Timeline(
-        forward_s=compute_s / 4,
-        buckets=(ReadyBucket(names=names, numel=numel, ready_s=compute_s / 2),),
-        backward_s=compute_s / 2,
-        after_s=compute_s / 4,
-    )
-    strides = {n: tuple(torch.empty(s).stride()) for n, s in SHAPES.items()}
-    return Profile(source="test", parameters={n: (s, strides[n]) for n, s in SHAPES.items()}, timeline=timeline)
 
 
 @pytest.mark.parametrize("spec", ["fp32", "bf16", "terngrad", "TernGrad(clip=None, share_scaler=False)"])

@@ -139,5 +139,7 @@ def print_plan(rows: Sequence[Mapping[str, Any]]) -> None:
             "<- recommended" if row["recommended"] else "",
         )
     print_table(table)
+    if any(row["exchange_every"] > 1 for row in rows):
+        print("steps and bytes of methods that exchange in one of several steps are means over these")
     for why in dict.fromkeys(row["extrapolated"] for row in rows if row["extrapolated"]):
         print(f"~ extrapolated, the interval may not hold: {why}")

@@ -14,7 +14,7 @@ from gradwire.model.timeline import ReadyBucket
 from gradwire.planning import Options, Planner
 from gradwire.spec import method as read_method
 
-__all__ = ["BucketJobs", "ExchangeProfile", "exchange_of", "nothing_but_the_sum"]
+__all__ = ["BucketJobs", "ExchangeProfile", "exchange_of", "jobs_of", "nothing_but_the_sum"]
 
 
 @dataclass(frozen=True)
@@ -80,21 +80,21 @@ def exchange_of(
         buckets: As DDP lays them out.
 
     Raises:
-        IncompatibleError: the method cannot serve that many ranks, or an option does not fit it.
+        IncompatibleError: the method takes local steps, cannot serve that many ranks, or an option does not fit it.
     """
     chosen = read_method(method)
-    if chosen.outcomes_differ:
-        raise IncompatibleError(
-            "its ranks wait for their neighbours alone, and what is predicted is an exchange that all ranks end "
-            "together: measure it on your hosts, or with gradwire lab"
-        )
     if chosen.local_steps:
         raise IncompatibleError(
-            f"it exchanges in one of {chosen.local_steps} steps, and what is predicted is a step that exchanges: plan "
-            "its inner method, whose exchange that is"
+            f"it exchanges in one of {chosen.local_steps} steps, and not as buckets of gradients become ready: see "
+            "gradwire.model.cycle"
         )
     planner = Planner(chosen, parameters, world_size, options or Options())
     planner.compile()
+    return ExchangeProfile(repr(chosen), world_size, jobs_of(planner, buckets, world_size, repeats))
+
+
+def jobs_of(planner: Planner, buckets: Sequence[ReadyBucket], world_size: int, repeats: int) -> tuple[BucketJobs, ...]:
+    """Plan and profile buckets of a planner's parameters on this machine."""
     generator = torch.Generator().manual_seed(0)
     jobs = []
     for bucket in buckets:
@@ -102,7 +102,7 @@ def exchange_of(
         flat = torch.randn(bucket.numel, generator=generator)
         prepare, chunks = profile_locally(plan, flat, world_size, repeats, link=planner.options.link_cost)
         jobs.append(BucketJobs(tuple(prepare), tuple(tuple(c) for c in chunks), plan.asynchronous))
-    return ExchangeProfile(repr(chosen), world_size, tuple(jobs))
+    return tuple(jobs)
 
 
 def nothing_but_the_sum(exchange: ExchangeProfile) -> ExchangeProfile:

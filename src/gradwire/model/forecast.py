@@ -8,10 +8,12 @@ from dataclasses import dataclass, field
 
 from gradwire.auto import not_comparable
 from gradwire.errors import GradwireError
+from gradwire.model.cycle import Cycle, cycle_of, cycle_time
 from gradwire.model.exchange import ExchangeProfile, exchange_of, nothing_but_the_sum
 from gradwire.model.machine import LinkModel, Machine
 from gradwire.model.profile import Profile
-from gradwire.model.schedule import Load, step_time
+from gradwire.model.schedule import Load, Steps, step_time
+from gradwire.model.timeline import Timeline
 from gradwire.spec import method as read_method
 
 __all__ = ["NOTHING", "Forecast", "Scenario", "forecast", "recommend"]
@@ -61,7 +63,7 @@ class Forecast:
 
     ``low_s`` to ``high_s`` holds 80 % of measured steps, by the calibration's residuals; ``extrapolated`` says why it
     may not, where the setting lies far outside of the calibration. ``apart`` says why the method is not to be chosen by
-    its time.
+    its time. Of a method that exchanges in one of ``exchange_every`` steps, times and bytes are means over these.
     """
 
     method: str
@@ -74,6 +76,7 @@ class Forecast:
     sent_bytes: int
     bottleneck: str
     worker_steps_per_s: float
+    exchange_every: int = 1
     extrapolated: str | None = None
     apart: str | None = None
 
@@ -100,18 +103,22 @@ def forecast(
         ranks_per_host=setting.ranks_per_host,
     )
     tensors = profile.tensors()
-    exchanges: dict[str, ExchangeProfile] = {}
+    exchanges: dict[str, ExchangeProfile | Cycle] = {}
     refused: dict[str, str] = {}
-    for spec in dict.fromkeys(("fp32", *methods)):
+    for spec in dict.fromkeys(methods):
         try:
-            exchanges[spec] = exchange_of(spec, tensors, profile.timeline.buckets, n, repeats=repeats)
+            if read_method(spec).local_steps:
+                exchanges[spec] = cycle_of(spec, tensors, n, repeats=repeats)
+            else:
+                exchanges[spec] = exchange_of(spec, tensors, profile.timeline.buckets, n, repeats=repeats)
         except GradwireError as error:
             refused[spec] = str(error)
-    chosen = {NOTHING: nothing_but_the_sum(exchanges["fp32"])} | {s: exchanges[s] for s in methods if s in exchanges}
+    bare = exchange_of("fp32", tensors, profile.timeline.buckets, n, repeats=repeats)
+    chosen = {NOTHING: nothing_but_the_sum(bare), **exchanges}
     found: list[Forecast] = []
     spread = math.exp(SIGMAS * machine.residual)
     for spec, exchange in chosen.items():
-        steps = step_time(timeline, exchange, machine=machine, link=link, load=load)
+        steps = _steps(timeline, exchange, machine, link, load)
         first_s = found[0].step_s if found else steps.step_s
         found.append(
             Forecast(
@@ -122,14 +129,36 @@ def forecast(
                 high_s=steps.step_s * spread,
                 floor_s=steps.floor_s,
                 speedup=first_s / steps.step_s,
-                sent_bytes=exchange.sent_bytes,
+                sent_bytes=round(exchange.sent_bytes),
                 bottleneck=steps.bottleneck,
                 worker_steps_per_s=n / steps.step_s,
+                exchange_every=exchange.every if isinstance(exchange, Cycle) else 1,
                 extrapolated=machine.beyond(n, link),
-                apart=None if spec == NOTHING else not_comparable(read_method(spec)),
+                apart=None if spec == NOTHING else _apart(spec),
             )
         )
     return found, refused
+
+
+def _steps(
+    timeline: Timeline, exchange: ExchangeProfile | Cycle, machine: Machine, link: LinkModel, load: Load
+) -> Steps:
+    if isinstance(exchange, Cycle):
+        return cycle_time(timeline, exchange, machine=machine, link=link, load=load)
+    return step_time(timeline, exchange, machine=machine, link=link, load=load)
+
+
+def _apart(spec: str) -> str | None:
+    """Explain why the time of a step alone does not tell whether to use a method; None where it does."""
+    chosen = read_method(spec)
+    if chosen.local_steps:
+        return (
+            f"exchanges in one of {chosen.local_steps} steps, and may need more steps to the same loss than a method "
+            "that exchanges in all of them"
+            if chosen.local_steps > 1
+            else "leaves every worker with parameters of its own, and may need more steps to the same loss"
+        )
+    return not_comparable(chosen)
 
 
 def recommend(forecasts: Sequence[Forecast]) -> tuple[str, str]:
