@@ -6,7 +6,8 @@ The task ``graph`` on simulated workers: all nodes in every step, three layers o
 float32, the same seeds for all methods; a seed draws the weights, the partition and the masks. Accuracy is that of the
 nodes whose labels are unknown, evaluated with full communication. Bytes are those of halos, of all workers together,
 with headers and lengths. Runs that are whole are not repeated, so the script may be stopped and started again; several
-copies of it share the work. ``--collect`` only writes the results.
+copies of it share the work. ``--collect`` only writes the results. Rows of the result that ``--json`` names stay where
+the work folder has no runs of theirs. ``--further`` trains the set-ups of other models, partitions and workers first.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from runs import claim, release, write
+from runs import claim, earlier, release, write
 
 STEPS, WORKERS, EVERY = 60, 4, 10
 SEEDS = (0, 1, 2)
@@ -176,7 +177,7 @@ def trainings(arguments: argparse.Namespace) -> Iterator[Training]:
     first = tuple(label for label in HALOS if label not in LATER)
     found: dict[Training, None] = {}
     stages = ((DIGITS, first), (SBM, OTHERS), (LONG, LONGER), (FURTHER, OTHERS), (SBM, first), (DIGITS + SBM, LATER))
-    for setups, labels in stages:
+    for setups, labels in sorted(stages, key=lambda stage: stage[0] is not FURTHER) if arguments.further else stages:
         for seed in SEEDS[: arguments.seeds]:
             for setup in setups:
                 found |= {Training(setup, label, seed, arguments.work): None for label in labels}
@@ -225,11 +226,17 @@ def collect(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     return table
 
 
+def same(row: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Return whether two rows are of one set-up and method."""
+    return all(row[key] == other[key] for key in (*SetUp.__dataclass_fields__, "label"))
+
+
 def main() -> int:
     """Run, collect, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, default=Path("runs/graph"))
     parser.add_argument("--seeds", type=int, default=len(SEEDS), choices=range(1, len(SEEDS) + 1))
+    parser.add_argument("--further", action="store_true")
     parser.add_argument("--collect", action="store_true", help="run nothing")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
@@ -237,6 +244,7 @@ def main() -> int:
         for training in trainings(arguments):
             training.go()
     table = collect(arguments)
+    table = [row for row in earlier(arguments.json, "rows") if not any(same(row, new) for new in table)] + table
     for row in table:
         name = f"{row['graph']:6s} {row['model']} {row['partition']:7s} {row['workers']} {row['label']:24s}"
         off = f" +- {100 * row['accuracy_std']:.2f}" if row["accuracy_std"] is not None else ""

@@ -10,7 +10,8 @@ training. LGC and CLT-k send parameters with fewer than 1024 elements in float32
 would gather them, these are compressed as well. ``error`` is what the outcome misses of the mean of all workers' values
 at its own elements, the squared norm over that of the mean, averaged over the third phase.
 
-Runs that are whole are not repeated, so that the script may be stopped and started again. ``--collect`` runs nothing.
+Runs that are whole, in the work folder or in the result that ``--json`` names, are not repeated, so that the script may
+be stopped and started again. ``--collect`` runs nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from statistics import mean, stdev
 from typing import Any
 
 import torch
-from runs import claim, release, write
+from runs import claim, earlier, release, write
 
 import gradwire as gw
 from gradwire.experiments.config import RunConfig
@@ -196,6 +197,11 @@ def train(task: str, label: str, setting: Setting, workers: int, seed: int, data
     }  # fmt: skip
 
 
+def identity(row: Row) -> tuple[str, int, int]:
+    """Return what tells a run from the others of its task."""
+    return row["spec"], row["workers"], row["seed"]
+
+
 def summary(rows: list[Row]) -> list[Row]:
     """Return a row for each method and number of workers: means over seeds, with the spread of the accuracy."""
     found = []
@@ -227,6 +233,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     arguments.work.mkdir(parents=True, exist_ok=True)
+    known = {identity(row): row for row in earlier(arguments.json, "runs")}
     for workers in () if arguments.collect else arguments.workers:
         for label, setting in settings(arguments.task, workers).items():
             if arguments.only and label not in arguments.only:
@@ -234,13 +241,14 @@ def main() -> None:
             for seed in arguments.seeds:
                 name = f"{arguments.task}-{workers}-{zlib.crc32(repr(setting).encode()):08x}-{seed}"
                 path = arguments.work / f"{name}.json"
-                if path.exists() or not claim(path):
+                if path.exists() or (repr(setting.method), workers, seed) in known or not claim(path):
                     continue
                 row = train(arguments.task, label, setting, workers, seed, arguments.data)
                 path.write_text(json.dumps(row, indent=1) + "\n")
                 release(path)
                 print(f"{workers} {label} {seed}: {row['accuracy']:.4f}, error {row['error']}", flush=True)
-    rows = [json.loads(path.read_text()) for path in sorted(arguments.work.glob(f"{arguments.task}-*.json"))]
+    found = [json.loads(path.read_text()) for path in sorted(arguments.work.glob(f"{arguments.task}-*.json"))]
+    rows = list((known | {identity(row): row for row in found}).values())
     kept = {"full_rounds": FULL, "training_rounds": TRAINING, "density": DENSITY[arguments.task], "momentum": MOMENTUM}
     write(arguments.json, **kept, methods=summary(rows), runs=rows)
 

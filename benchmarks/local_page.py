@@ -1,4 +1,4 @@
-"""``docs/local-steps.md``, from the committed result of ``local_training.py``."""
+"""``docs/local-steps.md``, from the committed results of ``local_training.py`` and ``in_flight.py``."""
 
 from __future__ import annotations
 
@@ -44,7 +44,40 @@ def page() -> str | None:
         rows = [row for row in found["rows"] if row["task"] == goal["task"]]
         if rows:
             lines += ["", f"## {NAMES[goal['task']]}", "", *table(rows, goal), "", *peaks(rows), "", *reading(rows)]
-    return "\n".join(lines).rstrip() + "\n"
+    return "\n".join([*lines, *in_flight()]).rstrip() + "\n"
+
+
+def in_flight() -> list[str]:
+    """Return the section on steps beside an exchange; nothing where they were not measured."""
+    found = result("in_flight")
+    if found is None:
+        return []
+    every, count, delay = found["every"], found["fragments"], found["delay"]
+    lines = [
+        "",
+        "## A step beside an exchange",
+        "",
+        f"Generated from `benchmarks/results/in_flight.json`; {found['cpu']}, {found['cores']} cores; "
+        f"{found['date_utc'][:10]}. The language model, streaming DiLoCo: a cycle of {every} steps, {count} fragments, "
+        f"each exchange beside {delay} steps. Median milliseconds of steps that exchange nothing, at whose end an "
+        "exchange begins, beside one, and at whose end it takes effect. *Longest* is of all steps, and of DiLoCo with "
+        "the same method inside, which sends all at once.",
+        "",
+        "    sudo python benchmarks/in_flight.py --json benchmarks/results/in_flight.json",
+        "",
+        "| inner method | hosts | link | alone | begins | beside | ends | beside / alone | longest | at once | "
+        "kB of a fragment | at once |",
+        "|---|---:|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for row in found["rows"]:
+        times = " | ".join(f"{1e3 * row[kind]['median_s']:.1f}" for kind in ("alone", "begins", "beside", "ends"))
+        ratio = f"{row['beside_to_alone']:.2f}"
+        longest = " | ".join(f"{1e3 * row[f'longest_s_{way}']:.0f}" for way in ("streaming", "at_once"))
+        sent = " | ".join(f"{row[f'most_bytes_{way}'] / 1e3:.1f}" for way in ("streaming", "at_once"))
+        lines.append(
+            f"| {row['inner']} | {row['hosts']} | {LINKS[row['bandwidth']]} | {times} | {ratio} | {longest} | {sent} |"
+        )
+    return lines
 
 
 def table(rows: list[Row], goal: Row) -> list[str]:

@@ -12,7 +12,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-__all__ = ["claim", "final", "machine", "release", "train", "write"]
+__all__ = ["claim", "earlier", "final", "machine", "release", "train", "write"]
 
 
 def final(folder: Path, steps: int) -> dict[str, Any] | None:
@@ -68,6 +68,14 @@ def train(task: str, folder: Path, options: dict[str, Any]) -> None:
     release(folder)
     row = final(folder, options["steps"])
     print(f"{folder.name}: {row and row['accuracy']} ({wall_s:.0f} s)", flush=True)
+
+
+def earlier(path: Path | None, field: str) -> list[dict[str, Any]]:
+    """Return the rows under ``field`` of a result that was written before; none where there is none."""
+    if path is None or not path.exists():
+        return []
+    rows: list[dict[str, Any]] = json.loads(path.read_text()).get(field, [])
+    return rows
 
 
 def write(path: Path | None, **found: Any) -> None:

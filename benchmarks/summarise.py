@@ -14,6 +14,7 @@ from typing import Any
 import accuracy_page
 import gossip_page
 import graph_page
+import lgc_page
 import local_page
 import quantisers_page
 import steps_page
@@ -295,7 +296,8 @@ def main() -> int:
         graphs: with_measured(graphs.read_text(), graph_page.measured()),
         ROOT / "README.md": with_measured(readme, readme_table()),
     }
-    for name, made in (("local-steps", local_page.page()), ("gossip", gossip_page.page())):
+    others = (("local-steps", local_page.page()), ("gossip", gossip_page.page()), ("lgc", lgc_page.page()))
+    for name, made in others:
         if made is not None:
             wanted[ROOT / "docs" / f"{name}.md"] = made
     stale = [path.name for path, text in wanted.items() if not path.exists() or path.read_text() != text]

@@ -8,9 +8,9 @@ images a run sees, where theirs see 38.4 million. The second row has a quarter o
 TernGrad on larger networks; this network has no dropout that could be lowered. TernGrad has its defaults: clipping at
 2.5, a scaler a parameter, parameters below 1024 elements in float32.
 
-Each run is ``gradwire train cifar10 --simulate``, which gives the bits of as many real workers. Runs that are whole are
-not repeated, so that the script may be stopped and started again; several copies of it share the work. ``--collect``
-runs nothing.
+Each run is ``gradwire train cifar10 --simulate``, which gives the bits of as many real workers. Runs that are whole, in
+the work folder or in the result that ``--json`` names, are not repeated, so that the script may be stopped and started
+again; several copies of it share the work. ``--collect`` runs nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from runs import claim, final, train, write
+from runs import claim, earlier, final, train, write
 
 SAMPLES = 98_304
 BATCH = {2: 128, 16: 2048}
@@ -55,6 +55,12 @@ class Run:
         """Optimizer steps."""
         return self.samples // BATCH[self.workers]
 
+    def made(self, row: Row) -> bool:
+        """Return whether it has made this row of a result."""
+        ours = ("FP32()" if self.method == "fp32" else None, self.workers, self.decay, self.seed, self.steps)
+        method = row["method"] if row["method"] == "FP32()" else None
+        return ours == (method, row["workers"], row["weight_decay"], row["seed"], row["steps"])
+
     @property
     def folder(self) -> Path:
         """Its folder, named after what decides it."""
@@ -82,10 +88,12 @@ def runs(arguments: argparse.Namespace) -> list[Run]:
 
 def collect(arguments: argparse.Namespace) -> dict[str, Any]:
     """Gather every whole run, and the mean over seeds of each cell."""
-    rows = []
+    rows, known = [], earlier(arguments.json, "runs")
     for run in runs(arguments):
         row = final(run.folder, run.steps)
-        if row:
+        if row is None:
+            rows += [earlier_row for earlier_row in known if run.made(earlier_row)]
+        else:
             took = run.folder / "took.json"
             half = final(run.folder, run.steps // 2)
             rows.append(
@@ -148,8 +156,10 @@ def main() -> int:
     if not arguments.collect:
         if arguments.data is None:
             parser.error("name the folder of the data by --data")
+        known = earlier(arguments.json, "runs")
         for run in runs(arguments):
-            run.go(arguments.data)
+            if not any(run.made(row) for row in known):
+                run.go(arguments.data)
     found = collect(arguments)
     for line in found["table"]:
         print(
