@@ -50,12 +50,14 @@ LAYERS = {
     "model": LEAVES | {"kernels", "spec", "auto", "drivers", "planning"},
     "runtime": METHODS_OF | {"protocols", "spec", "auto", "graphs", "drivers", "planning", "model"},
     "adapters": LEAVES | {"planning", "runtime"},
+    "integrations": {"errors", "runtime"},
     "__init__": {
         "adapters",
         "auto",
         "drivers",
         "errors",
         "graphs",
+        "integrations",
         "link_cost",
         "methods",
         "optim",
@@ -84,6 +86,10 @@ FENCED = {
     "rich": {"cli"},
     "sklearn": {"experiments"},
     "scipy": {"model"},
+    "tensorboard": {"integrations"},
+    "wandb": {"integrations"},
+    "mlflow": {"integrations"},
+    "prometheus_client": {"integrations"},
     "torch.distributed": {"drivers", "runtime", "adapters", "experiments", "bench", "cli"},
 }
 

@@ -1,5 +1,6 @@
 """Data-parallel PyTorch training over slow links: gradients packed to a few bits per element, for real."""
 
+from gradwire import integrations
 from gradwire.adapters import *  # noqa: F403
 from gradwire.adapters import __all__ as _adapters
 from gradwire.auto import Auto
@@ -44,6 +45,7 @@ __all__ = [
     "Traffic",
     "__version__",
     "halo_method",
+    "integrations",
     "method",
     "register",
 ]

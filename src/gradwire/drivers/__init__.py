@@ -5,7 +5,7 @@ from gradwire.drivers.dry_run import dry_run
 from gradwire.drivers.lane import Job, Lane, WireError
 from gradwire.drivers.local_profiler import LocalProfiler, Stage, profile_locally
 from gradwire.drivers.simulation import simulate_ranks
-from gradwire.drivers.trace import Span, Trace
+from gradwire.drivers.trace import Span, Trace, profiled
 from gradwire.drivers.traffic import Meter, Traffic, dense_bytes
 from gradwire.drivers.transfer_order import TransferOrder
 
@@ -24,5 +24,6 @@ __all__ = [
     "dense_bytes",
     "dry_run",
     "profile_locally",
+    "profiled",
     "simulate_ranks",
 ]

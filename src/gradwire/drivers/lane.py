@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from gradwire.drivers.lengths import announce, announced
-from gradwire.drivers.trace import Trace
+from gradwire.drivers.trace import Trace, profiled
 from gradwire.drivers.traffic import LENGTH_BYTES, Meter, gathers, large, op_bytes
 from gradwire.drivers.transfer_order import TransferOrder
 from gradwire.ops import AllGather, AllToAll, Broadcast, Exchange, Op, Reduce, SendRecv
@@ -117,17 +117,20 @@ class Lane:
         before_wire = True
         started = clock()
         try:
-            op = next(generator)
+            with profiled("encode", self._label):
+                op = next(generator)
             while True:
                 asked = clock()
                 self._worked(before_wire, started, asked)
-                reply = self._wire(op)
+                with profiled("wire", f"{self._label}, {type(op).__name__}"):
+                    reply = self._wire(op)
                 meter.count(op, self.world_size)
                 # A reduction of scalers precedes the encoder; what follows any other reply decodes.
                 before_wire = before_wire and isinstance(op, Reduce) and op.op != "sum"
                 started = clock()
                 meter.wire_s += started - asked
-                op = generator.send(reply)
+                with profiled("encode" if before_wire else "decode", self._label):
+                    op = generator.send(reply)
         except StopIteration as stop:
             self._worked(before_wire, started, clock())
             result: T = stop.value
@@ -151,7 +154,8 @@ class Lane:
         """
         meter, clock = self.meter, time.perf_counter
         started = clock()
-        op = next(generator)
+        with profiled("encode", ""):
+            op = next(generator)
         asked = clock()
         future, reply = self._start(op)
 
@@ -163,7 +167,8 @@ class Lane:
                 fail(WireError(f"{type(op).__name__}: {error}"))
                 return
             try:
-                generator.send(reply)
+                with profiled("decode", ""):
+                    generator.send(reply)
             except StopIteration as stop:
                 value: T = stop.value
             except Exception as error:

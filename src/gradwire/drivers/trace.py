@@ -1,11 +1,25 @@
-"""What each lane did and when: spans of time, for a timeline of a step."""
+"""What each lane did and when: spans of time for a timeline of a step, and ranges for ``torch.profiler``."""
 
 from __future__ import annotations
 
 import threading
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
-__all__ = ["Span", "Trace"]
+from torch.autograd import profiler
+
+__all__ = ["Span", "Trace", "profiled"]
+
+
+def profiled(name: str, detail: str) -> AbstractContextManager[object]:
+    """Return a range ``gradwire::name`` of this thread for ``torch.profiler``; while none runs, nothing.
+
+    A profiler sees the threads of lanes if it was made with ``profile_all_threads=True``.
+    """
+    # Of the process: what torch.autograd offers in public is of the thread, and no profiler starts on a lane's.
+    if profiler._is_profiler_enabled:
+        return profiler.record_function(f"gradwire::{name}", detail)
+    return nullcontext()
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from gradwire.auto import delivering
-from gradwire.drivers import Lane, Trace, Traffic, TransferOrder
+from gradwire.drivers import Lane, TransferOrder, profiled
 from gradwire.errors import ExchangeError
 from gradwire.methods import Method, require
 from gradwire.planning import Options, exchanged, own_buckets
@@ -27,6 +27,7 @@ from gradwire.runtime.link_runtime import LinkRuntime, close_threads
 from gradwire.runtime.local_steps import LocalSteps, LocalStepsUser
 from gradwire.runtime.open_links import lowest_free, numbers_in_use, register, share_a_number
 from gradwire.runtime.parameters import check_parameters, gradient, named_parameters
+from gradwire.runtime.reports import LinkReports
 from gradwire.runtime.selection.autotune import OWN_STATE
 from gradwire.runtime.selection.build import make_selection
 from gradwire.runtime.selection.coder import CoderSelection
@@ -51,7 +52,7 @@ DIAGNOSTICS_INTERVAL = 100
 """Rounds from one measurement of :meth:`Link.diagnostics` to the next."""
 
 
-class Link(LocalStepsUser):
+class Link(LinkReports, LocalStepsUser):
     """Exchanges the gradients of some parameters over a process group by a method.
 
     :func:`gradwire.attach` is for DDP modules. For a loop without DDP::
@@ -174,6 +175,12 @@ class Link(LocalStepsUser):
         """
         if not self.close.alive:
             raise ExchangeError("this link was closed: wrap the module anew and attach again")
+        with profiled("bucket", str(index)):
+            return self._given(index, names, flat, last)
+
+    def _given(
+        self, index: int, names: Sequence[str], flat: torch.Tensor, last: bool
+    ) -> torch.futures.Future[torch.Tensor]:
         if self._local is None:
             return self._begin(index, names, flat, last)
         kept = self._local.keep(flat, last, self._selection.planner.is_warm_up(self._runtime.round))
@@ -249,66 +256,6 @@ class Link(LocalStepsUser):
             torch._foreach_copy_(grads, list(flat.split([g.numel() for g in grads])))
 
     # ------------------------------------------------------------------ what users ask
-
-    @property
-    def round(self) -> int:
-        """Synchronised backward passes so far, also those before a checkpoint."""
-        return self._runtime.round
-
-    @property
-    def skipped_rounds(self) -> int:
-        """Rounds with a non-finite value somewhere, where the method looks."""
-        return self._runtime.skipped_rounds
-
-    @property
-    def error(self) -> Exception | None:
-        """The error that broke the link, in full; DDP shows only a mangled part of it."""
-        return self._runtime.failures.told()
-
-    def traffic(self) -> Traffic:
-        """Return the bytes that this rank sent and received so far."""
-        return self._runtime.traffic(self.buffer_bytes())
-
-    def diagnostics(self) -> dict[str, Any]:
-        """Report how the exchange serves the training.
-
-        Returns:
-            ``parameters``: by name, ``relative_error`` and ``cosine`` of what this rank sent against its gradient, and
-            ``gradient_norm``, at the last measured round (every 100th), and ``residual_norm``, of the residual that it
-            keeps now, where the method keeps one; ``dial``, the value in force, where the method chooses one for each
-            parameter (``l_greco``). Norms are of unscaled gradients, and where the method applies momentum before
-            compression, of that instead. ``gauges``: see :meth:`gauges`. ``skipped_rounds``: rounds with a non-finite
-            value somewhere, where the method looks. ``encode_s``, ``wire_s``, ``decode_s``: seconds this rank's lanes
-            spent so far.
-
-        A residual of more than three times its gradient in a measured round is warned of, once a link, naming the
-        parameter with the longest.
-        """
-        runtime = self._runtime
-        rows = runtime.diagnostics.rows()
-        for name, row in rows.items():
-            residual = runtime.memory.norm("residual", name)
-            if residual is not None:
-                row["residual_norm"] = residual
-            dial = runtime.memory.value(f"dial/{name}")
-            if dial is not None:
-                row["dial"] = float(dial)
-        counts = {"rounds": runtime.round, "skipped_rounds": runtime.skipped_rounds}
-        return {"parameters": rows, "gauges": self.gauges(), **counts, **runtime.seconds()}
-
-    def gauges(self) -> dict[str, float]:
-        """Return the numbers that the method reports of this rank's latest round, by name.
-
-        Their names are those of :attr:`gradwire.Method.gauges`, and the method's page says what they mean. A round that
-        was skipped leaves those of the round before. There is none before the first round, in rounds of warm-up, and
-        where a fallback serves.
-        """
-        return dict(self._runtime.gauges.latest)
-
-    def trace(self, trace: Trace | None) -> None:
-        """Let the lanes record what they do from now on; None ends that. What casts do is not recorded."""
-        for lane in self._runtime.lanes:
-            lane.trace = trace
 
     def record(self) -> dict[str, Any]:
         """Return what runs, in plain values, for a run's record: also what "auto" chose."""

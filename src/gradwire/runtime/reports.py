@@ -1,0 +1,114 @@
+"""What a link tells of its exchange: bytes, errors, seconds, numbers for a logger."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from gradwire.drivers import Trace, Traffic
+from gradwire.runtime.link_runtime import LinkRuntime
+
+__all__ = ["COUNTERS", "LinkReports"]
+
+COUNTERS = ("rounds", "skipped_rounds", "sent_bytes", "received_bytes", "encode_s", "wire_s", "decode_s")
+"""Names in :meth:`LinkReports.metrics` of numbers that only grow while a link is open."""
+
+
+class LinkReports:
+    """What users ask of a link; it changes nothing."""
+
+    _runtime: LinkRuntime
+    buffer_bytes: Callable[[], int]
+
+    @property
+    def round(self) -> int:
+        """Synchronised backward passes so far, also those before a checkpoint."""
+        return self._runtime.round
+
+    @property
+    def skipped_rounds(self) -> int:
+        """Rounds with a non-finite value somewhere, where the method looks."""
+        return self._runtime.skipped_rounds
+
+    @property
+    def error(self) -> Exception | None:
+        """The error that broke the link, in full; DDP shows only a mangled part of it."""
+        return self._runtime.failures.told()
+
+    def traffic(self) -> Traffic:
+        """Return the bytes that this rank sent and received so far."""
+        return self._runtime.traffic(self.buffer_bytes())
+
+    def diagnostics(self) -> dict[str, Any]:
+        """Report how the exchange serves the training.
+
+        Returns:
+            ``parameters``: by name, ``relative_error`` and ``cosine`` of what this rank sent against its gradient, and
+            ``gradient_norm``, at the last measured round (every 100th), and ``residual_norm``, of the residual that it
+            keeps now, where the method keeps one; ``dial``, the value in force, where the method chooses one for each
+            parameter (``l_greco``). Norms are of unscaled gradients, and where the method applies momentum before
+            compression, of that instead. ``gauges``: see :meth:`gauges`. ``skipped_rounds``: rounds with a non-finite
+            value somewhere, where the method looks. ``encode_s``, ``wire_s``, ``decode_s``: seconds this rank's lanes
+            spent so far.
+
+        A residual of more than three times its gradient in a measured round is warned of, once a link, naming the
+        parameter with the longest.
+        """
+        runtime = self._runtime
+        rows = runtime.diagnostics.rows()
+        for name, row in rows.items():
+            residual = runtime.memory.norm("residual", name)
+            if residual is not None:
+                row["residual_norm"] = residual
+            dial = runtime.memory.value(f"dial/{name}")
+            if dial is not None:
+                row["dial"] = float(dial)
+        counts = {"rounds": runtime.round, "skipped_rounds": runtime.skipped_rounds}
+        return {"parameters": rows, "gauges": self.gauges(), **counts, **runtime.seconds()}
+
+    def gauges(self) -> dict[str, float]:
+        """Return the numbers that the method reports of this rank's latest round, by name.
+
+        Their names are those of :attr:`gradwire.Method.gauges`, and the method's page says what they mean. A round that
+        was skipped leaves those of the round before. There is none before the first round, in rounds of warm-up, and
+        where a fallback serves.
+        """
+        return dict(self._runtime.gauges.latest)
+
+    def metrics(self) -> dict[str, float]:
+        r"""Return numbers for a logger, by name: of this rank, all of them finite or infinite floats.
+
+        Returns:
+            What only grows: ``rounds``, ``skipped_rounds``, ``sent_bytes``, ``received_bytes``, and the seconds
+            ``encode_s``, ``wire_s`` and ``decode_s``. ``compression_factor`` and ``bits_per_element`` over all rounds,
+            see :class:`gradwire.Traffic`. Of the last measured round (every 100th), where there was one,
+            ``gradient_norm`` and ``relative_error``, over all measured parameters p with gradients :math:`g_p` and
+            what this rank sent of them :math:`s_p`:
+
+            .. math:: \sqrt{\textstyle\sum_p |g_p|^2}, \qquad
+                      \sqrt{\textstyle\sum_p |s_p - g_p|^2 \big/ \sum_p |g_p|^2}
+
+            ``residual_norm``, likewise, where residuals are kept. ``gauge/NAME`` for each of :meth:`gauges`.
+
+        Sinks for TensorBoard, Weights & Biases, MLflow and Prometheus are in ``gradwire.integrations``.
+        """
+        report, traffic = self.diagnostics(), self.traffic()
+        found = {name: float(report[name]) for name in COUNTERS if name in report}
+        found |= {"sent_bytes": float(traffic.sent_bytes), "received_bytes": float(traffic.received_bytes)}
+        found["compression_factor"] = traffic.compression_factor
+        found["bits_per_element"] = traffic.bits_per_element
+        rows = list(report["parameters"].values())
+        norm = math.hypot(*(row["gradient_norm"] for row in rows))
+        if rows and norm > 0:
+            errors = (row["relative_error"] * row["gradient_norm"] for row in rows)
+            found |= {"gradient_norm": norm, "relative_error": math.hypot(*errors) / norm}
+        residuals = [row["residual_norm"] for row in rows if "residual_norm" in row]
+        if residuals:
+            found["residual_norm"] = math.hypot(*residuals)
+        return found | {f"gauge/{name}": float(value) for name, value in report["gauges"].items()}
+
+    def trace(self, trace: Trace | None) -> None:
+        """Let the lanes record what they do from now on; None ends that. What casts do is not recorded."""
+        for lane in self._runtime.lanes:
+            lane.trace = trace
