@@ -117,6 +117,10 @@ class Method:
     """Whether the loss scale of automatic mixed precision, which changes from time to time, has to be taken out, since
     gradients of several rounds are added up or a field has their unit."""
 
+    scatters: ClassVar[bool] = False
+    """Whether the owner of a shard can be given the mean of that shard alone, by
+    :func:`gradwire.protocols.reduce_scatter`: nothing that it remembers needs the mean of the rest."""
+
     kernels: ClassVar[tuple[str, ...]]
     """The families of kernels, and the entropy coder, that it calls. They are compiled before the first step."""
 

@@ -8,7 +8,28 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Parameter", "Segment", "divide", "flat_view", "flatten", "lay_out"]
+__all__ = [
+    "Parameter",
+    "Segment",
+    "divide",
+    "flat_view",
+    "flatten",
+    "is_sharded",
+    "lay_out",
+    "local_shard",
+    "rows_of_rank",
+]
+
+
+def local_shard(p: torch.Tensor) -> torch.Tensor:
+    """Return the shard of a DTensor that is on this rank; any other tensor as it is."""
+    to_local = getattr(p, "to_local", None)
+    return p if to_local is None else to_local()
+
+
+def is_sharded(p: torch.Tensor) -> bool:
+    """Return whether a tensor is a DTensor, without the second that importing that class takes."""
+    return hasattr(p, "to_local")
 
 
 @dataclass(frozen=True)
@@ -62,6 +83,22 @@ def lay_out(parameters: Iterable[Parameter]) -> tuple[Segment, ...]:
         segments.append(Segment(parameter, offset, 0, parameter.numel))
         offset += parameter.numel
     return tuple(segments)
+
+
+def rows_of_rank(parameter: Parameter, rank: int, ranks: int) -> tuple[int, int]:
+    """Return which elements of a contiguous parameter are a rank's where its rows are divided over the ranks.
+
+    Each rank has ceil(rows / ranks) rows of the first dimension, the last ranks fewer or none, as ``torch.chunk`` and
+    FSDP2 cut them.
+
+    Example:
+        >>> p = Parameter("w", (5, 3), (3, 1))
+        >>> [rows_of_rank(p, rank, 4) for rank in range(4)]
+        [(0, 6), (6, 12), (12, 15), (15, 15)]
+    """
+    rows = parameter.shape[0] if parameter.shape else 1
+    each, row = -(-rows // ranks), parameter.numel // max(rows, 1)
+    return min(rank * each, rows) * row, min((rank + 1) * each, rows) * row
 
 
 def flat_view(tensor: torch.Tensor) -> torch.Tensor:

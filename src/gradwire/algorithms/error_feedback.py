@@ -12,7 +12,7 @@ from gradwire.algorithms.contraction import check_contraction
 from gradwire.algorithms.grandk import GRandK
 from gradwire.algorithms.local_momentum import LocalMomentum, checked_momentum
 from gradwire.compressors import QSGDinf
-from gradwire.methods import Method, Properties, require
+from gradwire.methods import Inherited, Method, Properties, require
 from gradwire.protocols import Context, Outcome
 from gradwire.protocols.bucket_plan import Algorithm, BucketPlan, PlanSetting
 from gradwire.segments import Segment
@@ -114,6 +114,7 @@ class ErrorFeedback(ResidualAlgorithm, Wrapper):
     name: ClassVar[str] = "errorfeedback"
     collectives: ClassVar[AsSent] = AsSent("compressor")
     re_encoding: ClassVar[bool] = False
+    scatters: ClassVar[Inherited] = Inherited("compressor", False)
     unbiased: ClassVar[bool] = False
     unbiased_note: ClassVar[str | None] = "no; nothing is lost"
     delta_formula: ClassVar[str | None] = "the compressor's, of g + e"

@@ -74,6 +74,7 @@ class OneBit(ResidualAlgorithm):
     name: ClassVar[str] = "onebit"
     tag: ClassVar[int] = 19
     collectives: ClassVar[tuple[str, ...]] = ("all_gather",)
+    scatters: ClassVar[bool] = True
     kernels: ClassVar[tuple[str, ...]] = ("signs",)
     unbiased: ClassVar[bool] = False
     delta_formula: ClassVar[str | None] = "at least 1/m for columns or blocks of m, of g + e"

@@ -24,6 +24,11 @@ class Compressor(Method):
     tag: ClassVar[int]
     """Unique number of the wire format, 1 to 127."""
 
+    @property
+    def scatters(self) -> bool:  # type: ignore[override]
+        """Whether it can be gathered, one parameter at a time: then the owner of a shard can decode codes of it."""
+        return "all_gather" in self.collectives and not self.whole_step
+
     @abstractmethod
     def codec(self, kernels: Kernels, segments: Sequence[Segment], world_size: int, seed: int) -> Codec:
         """Return the codec that encodes and decodes the segments of a bucket."""

@@ -3,11 +3,13 @@
 from gradwire.planning.buckets import own_buckets
 from gradwire.planning.coder_times import measure_coders
 from gradwire.planning.fragments import FragmentClock, Pieces, cut, exchanged
-from gradwire.planning.options import CHUNK_NUMEL, Options, dense_names
+from gradwire.planning.options import CHUNK_NUMEL, Options, dense_names, refuse_scatter
 from gradwire.planning.planner import Planner, warm_up
+from gradwire.protocols import REDUCE_SCATTER
 
 __all__ = [
     "CHUNK_NUMEL",
+    "REDUCE_SCATTER",
     "FragmentClock",
     "Options",
     "Pieces",
@@ -17,5 +19,6 @@ __all__ = [
     "exchanged",
     "measure_coders",
     "own_buckets",
+    "refuse_scatter",
     "warm_up",
 ]

@@ -12,6 +12,8 @@ import torch
 from gradwire.local_steps import StepsLocally
 from gradwire.methods import Method
 from gradwire.planning.options import Options, dense_names
+from gradwire.protocols import REDUCE_SCATTER
+from gradwire.segments import local_shard
 
 __all__ = ["FragmentClock", "Pieces", "cut", "exchanged"]
 
@@ -119,6 +121,9 @@ def exchanged(
 ) -> tuple[Mapping[str, torch.Tensor], Options]:
     """Return what is exchanged as a parameter by a link of any method, and the link's options for that."""
     if not method.local_steps or method.outcomes_differ:
+        if options.collective != REDUCE_SCATTER:
+            # Replicas of a shard exchange the shard; those who scatter, whole parameters.
+            parameters = {name: local_shard(p) for name, p in parameters.items()}
         return parameters, options
     pieces = cut(parameters, cast(StepsLocally, method))
     return pieces, pieces.options(options, method)

@@ -12,9 +12,9 @@ from typing import Any
 from gradwire.errors import HyperparameterError, IncompatibleError
 from gradwire.link_cost import LinkCost
 from gradwire.methods import Method, require
-from gradwire.protocols import PROTOCOLS, SHARED_OUT
+from gradwire.protocols import PROTOCOLS, REDUCE_SCATTER, SHARED_OUT
 
-__all__ = ["CHUNK_NUMEL", "Options", "dense_names"]
+__all__ = ["CHUNK_NUMEL", "Options", "dense_names", "refuse_scatter"]
 
 FALLBACKS = ("bf16", "fp32")
 
@@ -103,6 +103,20 @@ class Options:
                 raise HyperparameterError(f"unknown option {name!r}{hint} (known: {', '.join(known)})")
         return cls(**given)
 
+    def _scattered(self, method: Method) -> tuple[str, ...]:
+        if not method.scatters:
+            raise IncompatibleError(
+                f"{method!r} cannot travel by a reduce-scatter, after which each rank has the mean of its own shard "
+                "alone: exchange between replicas instead (attach(..., process_group=replicas)), or use an operator on "
+                "one vector, such as EDEN(bits=4), with or without ErrorFeedback"
+            )
+        if self.check:
+            raise IncompatibleError(
+                "check=True compares the bits of all ranks' outcomes, and after a reduce-scatter each rank has a shard "
+                "of its own: leave it out"
+            )
+        return (REDUCE_SCATTER,)
+
     def collectives(self, method: Method) -> tuple[str, ...]:
         """Return the protocols to choose from.
 
@@ -116,6 +130,8 @@ class Options:
                 f"check=True compares the bits of all ranks' outcomes, and under {method!r} each rank has its own: "
                 "leave it out"
             )
+        if self.collective == REDUCE_SCATTER:
+            return self._scattered(method)
         if self.collective == "auto":
             return tuple(method.collectives)
         known = tuple(dict.fromkeys(("auto", "all_reduce", *PROTOCOLS, *SHARED_OUT)))
@@ -129,6 +145,19 @@ class Options:
                 + "".join(f" or {c!r}" for c in method.collectives)
             )
         return (self.collective,)
+
+
+def refuse_scatter(collective: str, who: str) -> None:
+    """Refuse the protocol that leaves each rank with its shard alone, where all of the mean is needed.
+
+    Raises:
+        IncompatibleError: it is asked for.
+    """
+    if collective == REDUCE_SCATTER:
+        raise IncompatibleError(
+            f"collective={REDUCE_SCATTER!r} leaves each rank with the mean of its own shard, and {who} needs all of "
+            "it: it is for modules of FSDP2, where attach asks for it; leave collective out"
+        )
 
 
 def dense_names(sizes: dict[str, int], options: Options, method: Method) -> frozenset[str]:

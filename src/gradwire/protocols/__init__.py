@@ -9,6 +9,7 @@ from gradwire.protocols.gauges import Gauges
 from gradwire.protocols.memory import Memory
 from gradwire.protocols.merged import two_shot_merged
 from gradwire.protocols.payloads import Section
+from gradwire.protocols.reduce_scatter import REDUCE_SCATTER, ShardSections, reduce_scatter
 from gradwire.protocols.round_parts import RoundParts
 from gradwire.protocols.sections import all_gather, two_shot
 from gradwire.protocols.shares import Share, two_shot_re_encoded
@@ -21,6 +22,7 @@ SHARED_OUT = {"two_shot": two_shot_re_encoded, "two_shot_merged": two_shot_merge
 
 __all__ = [
     "PROTOCOLS",
+    "REDUCE_SCATTER",
     "SHARED_OUT",
     "Context",
     "Gauges",
@@ -28,6 +30,7 @@ __all__ = [
     "Outcome",
     "RoundParts",
     "Section",
+    "ShardSections",
     "Share",
     "Workspace",
     "all_gather",
@@ -40,6 +43,7 @@ __all__ = [
     "gathered_mean",
     "gathered_values",
     "leader",
+    "reduce_scatter",
     "tree",
     "two_shot",
     "two_shot_re_encoded",

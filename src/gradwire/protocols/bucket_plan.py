@@ -10,26 +10,29 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 
-from gradwire.codecs import Codec, DenseCodec, NoSummary, SummableCodec, Summary
+from gradwire.codecs import Codec, DenseCodec, SummableCodec
 from gradwire.compressors import FP32, Cast, Compressor
 from gradwire.errors import IncompatibleError
 from gradwire.methods import Method
 from gradwire.ops import Exchange, Reduce
 from gradwire.protocols import (
     PROTOCOLS,
+    REDUCE_SCATTER,
     SHARED_OUT,
     Context,
     Outcome,
-    Section,
+    ShardSections,
     Share,
     all_reduce,
     gathered_mean,
+    reduce_scatter,
 )
-from gradwire.protocols.pieces import Pieces, cut, join, share_out
+from gradwire.protocols.bound_sections import Bound, BoundChunk, BoundPart, BoundShard, Prepared
+from gradwire.protocols.pieces import Pieces, cut, join, shard_out, share_out
 from gradwire.segments import Segment, divide
 
 if TYPE_CHECKING:
@@ -124,10 +127,13 @@ def make_plan(
     Raises:
         IncompatibleError: the method cannot travel by that collective.
     """
+    setting = PlanSetting(segments, kernels, world_size, collective, seed, chunk_numel, coder, parts)
+    if isinstance(method, Cast) and collective == REDUCE_SCATTER:
+        # Payloads of its own, added up in float32 by the owner: the backend's sum serves whole vectors.
+        return SectionPlan(method, setting.whole() if warm_up or isinstance(method, FP32) else setting)
     if isinstance(method, Cast):
         _check_collective(method, collective)
         return CastPlan(None if warm_up or isinstance(method, FP32) else method.dtype, segments)
-    setting = PlanSetting(segments, kernels, world_size, collective, seed, chunk_numel, coder, parts)
     if isinstance(method, Algorithm):
         return method.warm_up_plan(setting) if warm_up else method.plan(setting)
     if isinstance(method, Compressor):
@@ -137,6 +143,8 @@ def make_plan(
 
 
 def _check_collective(method: Method, collective: str) -> None:
+    if collective == REDUCE_SCATTER and method.scatters:
+        return
     if collective not in method.collectives:
         raise IncompatibleError(
             f"{method!r} cannot travel by {collective}; use collective={method.collectives[0]!r} or 'auto'"
@@ -265,48 +273,6 @@ class CastPlan(BucketPlan):
         return all_reduce(context, flat, dtype or flat.dtype, segments)
 
 
-Prepared: TypeAlias = Sequence[tuple[Summary, torch.Tensor | None]]
-"""Of each operator, the summary of whole parameters, and the maximum over ranks of what they share."""
-
-
-@dataclass(frozen=True, eq=False)
-class Bound:
-    """The codec of what an operator compresses of a chunk, or of a rank's share of it.
-
-    ``operator`` is the operator's number, and ``index`` tells which of its segments in the bucket each piece is of.
-    """
-
-    codec: Any
-    operator: int
-    index: torch.Tensor
-
-
-@dataclass(frozen=True, eq=False)
-class _Part:
-    """Codecs of a chunk, or of a rank's share of it."""
-
-    compressed: Sequence[Bound]
-    dense: DenseCodec | None
-
-    def sections(self, prepared: Prepared) -> list[Section]:
-        """Return the codecs with the summaries of this round."""
-        found = []
-        for bound in self.compressed:
-            summary, shared = prepared[bound.operator]
-            found.append(Section(bound.codec, summary.select(bound.index, shared)))
-        if self.dense is not None:
-            found.append(Section(self.dense, NoSummary()))
-        return found
-
-
-@dataclass(frozen=True, eq=False)
-class _Chunk:
-    """A chunk whole, or for each rank its share of it: for the way up, and for the mean's way down."""
-
-    whole: _Part | None
-    shares: Sequence[tuple[_Part, _Part]] = ()
-
-
 class SectionPlan(BucketPlan):
     """A compressor's section and a dense one, by any protocol.
 
@@ -340,7 +306,10 @@ class SectionPlan(BucketPlan):
         for pieces in cut([s for s in setting.segments if s.numel], setting.chunk_numel, self.grain):
             ours = [(piece, position[whole]) for piece, whole in pieces if not piece.dense]
             rest = [(piece, (0, 0)) for piece, _ in pieces if piece.dense]
-            self._chunks.append(self._shared_out(ours, rest) if shared_out else _Chunk(self._part(ours, rest)))
+            if self.collective == REDUCE_SCATTER:
+                self._chunks.append(self._sharded(ours, rest))
+            else:
+                self._chunks.append(self._shared_out(ours, rest) if shared_out else BoundChunk(self._part(ours, rest)))
             self.runs.append(join((p.offset, p.offset + p.numel) for p, _ in ours))
         self.chunks = len(self._chunks)
 
@@ -352,7 +321,7 @@ class SectionPlan(BucketPlan):
     def _bind(self, operator: int, segments: Sequence[Segment], world_size: int) -> Codec:
         return self._operators[operator].codec(self.setting.kernels, segments, world_size, self.setting.seed)
 
-    def _part(self, ours: Pieces, rest: Pieces, world_size: int | None = None) -> _Part:
+    def _part(self, ours: Pieces, rest: Pieces, world_size: int | None = None) -> BoundPart:
         world_size = world_size or self.setting.world_size
         bound = []
         for operator in range(len(self._operators)):
@@ -363,13 +332,28 @@ class SectionPlan(BucketPlan):
             if self.setting.coder is not None:
                 codec.use_coder(self.setting.coder)
             bound.append(Bound(codec, operator, torch.tensor([i for _, i in own], dtype=torch.int64)))
-        return _Part(bound, DenseCodec([p for p, _ in rest], world_size) if rest else None)
+        return BoundPart(bound, DenseCodec([p for p, _ in rest], world_size) if rest else None)
 
-    def _shared_out(self, ours: Pieces, rest: Pieces) -> _Chunk:
+    def _shared_out(self, ours: Pieces, rest: Pieces) -> BoundChunk:
         world_size = self.setting.world_size
         parts = zip(share_out(ours, world_size, self.method.share_cut), share_out(rest, world_size, 1))
         # One who encodes the mean is the only worker of it.
-        return _Chunk(None, [(self._part(*part), self._part(*part, world_size=1)) for part in parts])
+        return BoundChunk(None, [(self._part(*part), self._part(*part, world_size=1)) for part in parts])
+
+    def _sharded(self, ours: Pieces, rest: Pieces) -> BoundChunk:
+        world_size, shards = self.setting.world_size, list[BoundShard]()
+        made: dict[tuple[Segment, ...], BoundPart] = {}
+        wide, narrow, own = (shard_out(p, world_size, g) for p, g in ((ours, self.grain), (rest, 1), (ours, 1)))
+        for mine, dense, owned in zip(wide, narrow, own):
+            key = tuple(piece for piece, _ in mine)
+            if key not in made:
+                made[key] = self._part(mine, [])
+            part = BoundPart(made[key].compressed, self._part([], dense).dense)
+            covered, exact = (
+                join(sorted((p.offset, p.offset + p.numel) for p, _ in (*some, *dense))) for some in (mine, owned)
+            )
+            shards.append(BoundShard(part, covered, exact))
+        return BoundChunk(None, shards=shards)
 
     def prepare(self, context: Context, flat: torch.Tensor) -> Exchange[Prepared]:
         found = []
@@ -382,5 +366,8 @@ class SectionPlan(BucketPlan):
         chunk = self._chunks[context.chunk]
         if chunk.whole is not None:
             return PROTOCOLS[self.collective](context, self.tag, chunk.whole.sections(prepared), flat)
+        if chunk.shards:
+            shards = [ShardSections(s.part.sections(prepared), s.covered, s.owned) for s in chunk.shards]
+            return reduce_scatter(context, self.tag, shards, flat)
         shares = [Share(up.sections(prepared), down.sections(prepared)) for up, down in chunk.shares]
         return SHARED_OUT[self.collective](context, self.tag, shares, flat)

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
-from gradwire.segments import Segment
+from gradwire.segments import Segment, rows_of_rank
 
-__all__ = ["Pieces", "cut", "join", "share_out"]
+__all__ = ["Pieces", "cut", "join", "shard_out", "share_out"]
 
 Pieces: TypeAlias = Sequence[tuple[Segment, tuple[int, int]]]
 """Pieces of segments, each with a mark that stands beside all that it is cut into: the number of its operator, and that
@@ -62,6 +62,24 @@ def share_out(pieces: Pieces, ranks: int, grain: int) -> list[Pieces]:
             shares[owner].append((_piece(piece, at, take), mark))
             at, done = at + take, done + take
     return list(shares)
+
+
+def shard_out(pieces: Pieces, ranks: int, grain: int) -> list[Pieces]:
+    """Cut pieces into each rank's rows of the parameters, widened to multiples of ``grain`` in the parameter.
+
+    With a grain above 1, pieces of neighbours may overlap; with 1, every element is one rank's.
+    """
+    shards: list[list[tuple[Segment, tuple[int, int]]]] = [[] for _ in range(ranks)]
+    for piece, mark in pieces:
+        for rank in range(ranks):
+            first, last = rows_of_rank(piece.parameter, rank, ranks)
+            if first == last:
+                continue
+            begin = max(first // grain * grain, piece.start)
+            end = min(-(-last // grain) * grain, piece.start + piece.numel)
+            if begin < end:
+                shards[rank].append((_piece(piece, begin - piece.start, end - begin), mark))
+    return list(shards)
 
 
 def _piece(segment: Segment, begin: int, numel: int) -> Segment:

@@ -71,9 +71,13 @@ def send_shares(
     layouts, width = equal_rows(context, shares)
     heads = [header(context, layout, tag, context.exchange) for layout in layouts]
     send, lengths, bodies = space.get("up", world, width), [], list[Bodies]()
+    made: dict[int, torch.Tensor] = {}
     for to, (sections, layout, head) in enumerate(zip(shares, layouts, heads)):
-        units = [s.codec.units for s in sections]
-        bodies.append(encode(context, sections, flat, units, draw, f"share {to} "))
+        # A codec that several shares have in common encodes once.
+        new = [s for s in sections if id(s.codec) not in made]
+        codes = encode(context, new, flat, [s.codec.units for s in new], draw, f"share {to} ")
+        made.update((id(s.codec), body) for s, body in zip(new, codes))
+        bodies.append([made[id(s.codec)] for s in sections])
         rows = [body.view(1, -1) for body in bodies[-1]]
         lengths.append(layout.write(send[to : to + 1, : layout.row_bytes], head, rows, rank, [to]))
     shares = [remember(context, sections, flat) for sections in shares]

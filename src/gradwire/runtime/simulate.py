@@ -13,7 +13,7 @@ from gradwire.drivers import Meter, Traffic, dense_bytes, simulate_ranks
 from gradwire.errors import HyperparameterError, IncompatibleError
 from gradwire.link_cost import LinkCost
 from gradwire.methods import Method
-from gradwire.planning.options import Options
+from gradwire.planning.options import Options, refuse_scatter
 from gradwire.planning.planner import Planner
 from gradwire.protocols import Context, Gauges, Memory, RoundParts, Workspace
 from gradwire.runtime.checks import check_optimizer
@@ -77,6 +77,7 @@ class SimulatedLink:
                 "a simulation or in gradwire train: leave prox to gradwire.ProximalSGD, or to --l1 of the task logreg"
             )
         self.options = Options.of(options)
+        refuse_scatter(self.options.collective, "a simulation")
         if self.options.fallback is not None:
             raise IncompatibleError("a simulation measures no errors on its way: leave fallback= to gradwire.attach")
         self.world_size = world_size

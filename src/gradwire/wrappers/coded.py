@@ -81,6 +81,7 @@ class Coded(Wrapper):
     coder: str = AUTO
 
     name: ClassVar[str] = "coded"
+    scatters: ClassVar[Inherited] = Inherited("compressor", False)
     unbiased: ClassVar[Inherited] = Inherited("compressor")
     unbiased_note: ClassVar[Inherited] = Inherited("compressor")
     omega_formula: ClassVar[Inherited] = Inherited("compressor")

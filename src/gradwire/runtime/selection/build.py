@@ -10,6 +10,7 @@ import torch
 from gradwire.auto import Auto
 from gradwire.methods import Method
 from gradwire.planning import Options, Planner
+from gradwire.protocols import REDUCE_SCATTER
 from gradwire.runtime.selection.autotune import Autotuner, FixedSelection, Selection
 from gradwire.runtime.selection.coder import CoderSelection
 from gradwire.runtime.selection.fallback import Fallback, MeasuredErrors, check_fallback
@@ -18,6 +19,11 @@ from gradwire.seeds import LinkNumber
 from gradwire.spec import method as read_method
 
 __all__ = ["make_selection"]
+
+
+def _plain(options: Options) -> Options:
+    """Return the options of a fallback: by whichever collective it takes, but for one that leaves ranks shards."""
+    return options if options.collective == REDUCE_SCATTER else replace(options, collective="auto")
 
 
 def make_selection(
@@ -59,5 +65,5 @@ def make_selection(
         return chosen
     check_fallback(method)
     # The collective that was asked for is the method's.
-    plain = ready(read_method(options.fallback), replace(options, collective="auto"))
+    plain = ready(read_method(options.fallback), _plain(options))
     return Fallback(chosen, plain, options.fallback_limit, errors)

@@ -1,0 +1,79 @@
+"""The mean for the owner of each shard alone: the first phase of two-shot."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from gradwire.codecs import CheckedCodec
+from gradwire.ops import Exchange, Reduce
+from gradwire.protocols.context import Context, Outcome
+from gradwire.protocols.payloads import Section, sized
+from gradwire.protocols.shares import send_shares
+
+__all__ = ["REDUCE_SCATTER", "ShardSections", "reduce_scatter"]
+
+REDUCE_SCATTER = "reduce_scatter"
+"""Name of the protocol, for exchanges after which each rank holds the mean of its own shard, and nothing else."""
+
+
+@dataclass(frozen=True, eq=False)
+class ShardSections:
+    """What every rank encodes for one of them.
+
+    Attributes:
+        sections: Those that hold its shard.
+        covered: Where they lie in the flat vector. Shards of neighbours that share a block both cover it.
+        owned: The runs that are the rank's own; over all ranks, each element of the chunk once.
+    """
+
+    sections: Sequence[Section]
+    covered: Sequence[tuple[int, int]]
+    owned: Sequence[tuple[int, int]]
+
+
+def reduce_scatter(
+    context: Context, tag: int, shards: Sequence[ShardSections], flat: torch.Tensor
+) -> Exchange[Outcome]:
+    """Replace this rank's own runs of ``flat`` by the mean over ranks; what else lies there is unspecified afterwards.
+
+    1. Every rank encodes its vector and sends each rank the codes of that rank's shard (all-to-all).
+    2. Every rank decodes all ranks' codes of its own shard and adds them up in float32, in the order of ranks.
+    3. Ranks tell each other whether the mean is finite: what a method remembers is of all shards.
+
+    The mean of an element is the same bits as by :func:`gradwire.protocols.all_gather`: shards begin and end within
+    what is encoded together, and then both neighbours receive all of it.
+
+    Bytes sent by a rank: (N - 1) (header + codes of a shard), shards as long as the longest, and (N - 1) 12 for the
+    last step.
+    """
+    parts = [sized(shard.sections, flat) for shard in shards]
+    parts, bodies, received = yield from send_shares(context, tag, parts, flat)
+    mine = parts[context.rank]
+    finite = True
+    for section, rows in zip(mine, received):
+        codec = section.codec
+        if codec.decode_rows(rows, section.summary, flat) is False and isinstance(codec, CheckedCodec):
+            codec.spoil(flat)
+            context.warn(type(codec).__name__, f"round {context.round}: {codec.unread()}")
+        finite = finite and codec.is_finite(section.summary, flat)
+    lost = yield Reduce(torch.tensor([float(not finite)]), "max")
+
+    def sent(out: torch.Tensor, weight: float) -> None:
+        room: torch.Tensor | None = None
+        for sections, codes, shard in zip(parts, bodies, shards):
+            target = out
+            if shard.covered != shard.owned:
+                # A neighbour's part of a block that both cover is counted with the neighbour.
+                target = room = torch.zeros_like(out) if room is None else room
+                for begin, end in shard.covered:
+                    room[begin:end] = 0.0
+            for section, body in zip(sections, codes):
+                section.codec.add_own(body, section.summary, weight, target)
+            if target is not out:
+                for begin, end in shard.owned:
+                    out[begin:end].add_(target[begin:end])
+
+    return Outcome(not bool(lost[0]), sent if context.wants_sent else None)
