@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 
-__all__ = ["OWNER", "SHARED", "LinkNumber", "link_seed", "parameter_key", "worker_seed"]
+__all__ = ["OWNER", "SHARED", "LinkNumber", "link_seed", "parameter_key", "shard_seed", "worker_seed"]
 
 SHARED = 0xFFFFFFFF
 """Stream of draws that all ranks make alike."""
@@ -48,6 +48,21 @@ def link_seed(seed: int, number: int) -> int:
     if number == 0:
         return seed
     digest = hashlib.blake2b(f"{seed}\x00link\x00{number}".encode(), digest_size=16).digest()
+    return int.from_bytes(digest, "little")
+
+
+def shard_seed(seed: int, shard: int) -> int:
+    """Return the seed for the exchange of one shard between its replicas: shards of a parameter draw independently.
+
+    Shard 0 has the user's own seed. That of another is the BLAKE2b hash (16 bytes, little endian) of seed and shard.
+
+    Example:
+        >>> shard_seed(7, 0), shard_seed(7, 1) == shard_seed(7, 2)
+        (7, False)
+    """
+    if shard == 0:
+        return seed
+    digest = hashlib.blake2b(f"{seed}\x00shard\x00{shard}".encode(), digest_size=16).digest()
     return int.from_bytes(digest, "little")
 
 

@@ -1,6 +1,6 @@
 """PyTorch's ends: DDP's hook, loops without DDP, simulated workers."""
 
-from gradwire.adapters.ddp import attach
+from gradwire.adapters.attach import attach
 from gradwire.planning.planner import warm_up
 from gradwire.runtime.checkpoint import load, save
 from gradwire.runtime.checks import check_options

@@ -11,89 +11,20 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.errors import IncompatibleError
 from gradwire.methods import Method
+from gradwire.planning import refuse_scatter
 from gradwire.runtime.detached import DetachedLink
 from gradwire.runtime.link import Link
 
-__all__ = ["attach"]
+__all__ = ["attach_ddp"]
 
 
-def attach(
-    module: DistributedDataParallel,
-    method: str | Method,
-    *,
-    optimizer: Any = None,
-    grad_scaler: Any = None,
-    collective: str = "auto",
-    exclude: Any = (),
-    min_numel: int | None = None,
-    lanes: int | None = None,
-    warmup_steps: int = 0,
-    seed: int = 0,
-    process_group: dist.ProcessGroup | None = None,
-    check: bool = False,
-    fallback: str | None = None,
-    fallback_limit: float | None = None,
-    backend: str = "auto",
-    **more: Any,
+def attach_ddp(
+    module: DistributedDataParallel, method: str | Method, process_group: dist.ProcessGroup | None, options: Any
 ) -> Link:
-    """Exchange the gradients of a DDP module by a method from now on (collective).
-
-    Args:
-        module: Wrapped, and without a communication hook.
-        method: A method object or a spec such as ``"terngrad"`` or ``"TernGrad(clip=2.5)"``.
-        optimizer: For methods that act on its steps, such as DIANA with a proximal operator, and for those that are
-            told its learning rates, which are read when a round begins. With a method that brings its own
-            momentum (Signum, DIANA or error feedback with one) an optimizer that has another is refused. Beside a
-            method whose residual may grow large (EF-signSGD and 1-bit SGD without small blocks) it is warned of. Of
-            methods with local steps its steps are counted; None: those of whichever optimizer holds the parameters.
-        grad_scaler: The scaler of automatic mixed precision, for methods that keep a residual or a momentum, or give a
-            direction: they refuse gradients of a scaled loss without it. False: this module's gradients are not scaled,
-            whatever scalers there are.
-        collective: ``"all_reduce"``, ``"all_gather"``, ``"two_shot"``, or ``"auto"``: the one that sends the fewest
-            bytes, by exact count, bucket by bucket.
-        exclude: Patterns of parameter names that travel in float32, such as ``"fc.*"`` for the last layer.
-        min_numel: Parameters with fewer elements travel in float32; by default 1024, and 0 for casts.
-        lanes: Process groups and threads that exchange side by side.
-        warmup_steps: Rounds at the start that travel in float32.
-        seed: Of all random streams; the same on all ranks.
-        process_group: The module's own, which is also the default.
-        check: Verify after every bucket that all ranks hold the same bits.
-        fallback: ``"bf16"`` or ``"fp32"``: once what any rank sends strays too far from its gradient, all ranks return
-            to it in the same round, with a warning, and stay; ``link.record()["fallback"]`` says when and why.
-        fallback_limit: The relative error above which that is so: |sent - gradient| over all parameters of any rank,
-            over the root mean square of |gradient| over ranks, looked at every 100 rounds. Biased methods that go
-            astray send a growing residual, and unbiased ones what their variance makes of the gradient:
-            ``link.diagnostics()`` tells usual values.
-        backend: Of the kernels.
-
-    Returns:
-        The link: ``traffic()``, ``diagnostics()``, ``state_dict()``, ``record()``, ``error``.
-
-    Raises:
-        HyperparameterError: a spec, a field, an option or a pattern is wrong.
-        IncompatibleError: the module is in a mode that cannot work with a hook; the message says what to change.
-        RankMismatchError: ranks differ in version, method, options or parameters.
-        BackendError: a kernel backend is missing.
-    """
+    """Exchange the gradients of a DDP module by a method from now on; see :func:`gradwire.attach`."""
     group = _check(module, process_group)
-    link = Link(
-        module.module.named_parameters(),
-        method,
-        group=group,
-        lanes=lanes,
-        grad_scaler=grad_scaler,
-        optimizer=optimizer,
-        collective=collective,
-        exclude=exclude,
-        min_numel=min_numel,
-        warmup_steps=warmup_steps,
-        seed=seed,
-        check=check,
-        fallback=fallback,
-        fallback_limit=fallback_limit,
-        backend=backend,
-        **more,
-    )
+    refuse_scatter(options["collective"], "a DistributedDataParallel module")
+    link = Link(module.module.named_parameters(), method, group=group, **options)
     module._comm_hooks.clear()
     module.register_comm_hook(_Hooked(module, link), _exchange)
     if link.method.local_steps:
@@ -133,11 +64,6 @@ def _exchange(state: object, bucket: dist.GradBucket) -> torch.futures.Future[to
 
 
 def _check(module: DistributedDataParallel, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    if not isinstance(module, DistributedDataParallel):
-        raise IncompatibleError(
-            f"attach needs a DistributedDataParallel module, not {type(module).__name__}; wrap it first, or use "
-            "gradwire.Link in a loop without DDP"
-        )
     hooks = [state for _, state in module._comm_hooks if not isinstance(state, DetachedLink)]
     if hooks:
         first = hooks[0]

@@ -43,7 +43,8 @@ class Traffic:
     Attributes:
         sent_bytes: Left this rank, by the known algorithm of each collective.
         received_bytes: Reached this rank.
-        dense_bytes: What a float32 ring all-reduce of the same gradients would have sent.
+        dense_bytes: What a float32 ring all-reduce of the same gradients would have sent, or a ring reduce-scatter
+            where gradients are scattered over shards.
         elements: Gradient elements exchanged, summed over rounds.
         rounds: Synchronised backwards.
         buffer_bytes: DDP's own broadcasts of module buffers (batch norm's running statistics), sent by this rank.
@@ -129,9 +130,12 @@ def op_bytes(op: Op, world_size: int, rank: int = 0) -> tuple[int, int]:
     return count, count
 
 
-def dense_bytes(elements: int, world_size: int) -> int:
-    """Return the bytes that one rank sends in a float32 ring all-reduce of that many elements."""
-    return round(8 * elements * (world_size - 1) / world_size)
+def dense_bytes(elements: int, world_size: int, passes: int = 2) -> int:
+    """Return the bytes that one rank sends in a float32 ring all-reduce of that many elements.
+
+    Its first pass is a reduce-scatter, and ``passes=1`` counts that alone.
+    """
+    return round(passes * 4 * elements * (world_size - 1) / world_size)
 
 
 class Meter:

@@ -47,7 +47,7 @@ def save(link: Link, folder: str | os.PathLike[str]) -> None:
     Raises:
         IncompatibleError: a file could not be written, on this rank or on another.
     """
-    target = Path(folder)
+    target = Path(folder, link.part)
     problem: str | None = None
     try:
         target.mkdir(parents=True, exist_ok=True)
@@ -85,7 +85,7 @@ def load(link: Link, folder: str | os.PathLike[str]) -> None:
         IncompatibleError: there is no such state, it is not whole, it cannot be read, or it is none that this link can
             take, on this rank or on another.
     """
-    source = Path(folder)
+    source = Path(folder, link.part)
     problem: str | None = None
     state: dict[str, dict[str, torch.Tensor]] = {}
     number, world_size = 0, link.world_size

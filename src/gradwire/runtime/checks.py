@@ -15,7 +15,7 @@ from gradwire.runtime.selection.fallback import check_fallback
 from gradwire.runtime.warn_once import WarnOnce
 from gradwire.spec import method as read_method
 
-__all__ = ["caution_about", "check_optimizer", "check_options"]
+__all__ = ["caution_about", "check_optimizer", "check_options", "check_unit_by_unit"]
 
 
 def check_optimizer(method: Method, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> None:
@@ -71,3 +71,27 @@ def check_options(method: str | Method, *, optimizer: Any = None, **options: Any
     check_optimizer(found, optimizer, {})
     if given.fallback is not None:
         check_fallback(found)
+
+
+def check_unit_by_unit(method: str | Method) -> None:
+    """Refuse what cannot be exchanged one unit after the other while backward runs.
+
+    Raises:
+        IncompatibleError: naming why.
+    """
+    found = read_method(method)
+    for one in [read_method(spec) for spec in found.candidates] if isinstance(found, Auto) else [found]:
+        reason = (
+            "takes local steps, between which FSDP2 would need shards that differ by replica"
+            if one.local_steps or one.outcomes_differ
+            else "needs the gradients of a whole step at once, and FSDP2 frees them unit by unit"
+            if one.whole_step
+            else "acts on the optimizer's steps, which see shards alone"
+            if one.needs_optimizer
+            else None
+        )
+        if reason is not None:
+            raise IncompatibleError(
+                f"{one!r} cannot serve a sharded module: it {reason}; use DistributedDataParallel, or a method of "
+                "single gradients, such as EDEN(bits=4)"
+            )

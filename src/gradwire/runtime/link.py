@@ -13,7 +13,8 @@ from gradwire.auto import delivering
 from gradwire.drivers import Lane, TransferOrder, profiled
 from gradwire.errors import ExchangeError
 from gradwire.methods import Method, require
-from gradwire.planning import Options, exchanged, own_buckets
+from gradwire.planning import Options, exchanged, own_buckets, refuse_scatter
+from gradwire.protocols import REDUCE_SCATTER
 from gradwire.runtime.bucket_exchange import BucketExchange
 from gradwire.runtime.checks import caution_about, check_optimizer
 from gradwire.runtime.detached import lost
@@ -78,6 +79,7 @@ class Link(LinkReports, LocalStepsUser):
         options: See :class:`Options`.
 
     Attributes:
+        part: Name of its own folder in a checkpoint, where several groups of ranks exchange shards of one module.
         close: Call it to end the link's threads and connections; done also when the link is dropped.
         number: Which of the links that are open in this process it is, counted from 0 in the order in which they were
             attached. Random numbers depend on it, so that links draw independently though their parameters bear the
@@ -89,6 +91,8 @@ class Link(LinkReports, LocalStepsUser):
         BackendError: a kernel backend is not installed.
         RankMismatchError: ranks differ in version, method, options or parameters.
     """
+
+    part: str = ""
 
     def __init__(
         self,
@@ -137,7 +141,8 @@ class Link(LinkReports, LocalStepsUser):
         ]
         heartbeat = Heartbeat(store, self.rank, self.world_size)
         scaler = None if self.method.local_steps else grad_scaler  # differences of parameters have no scale
-        self._runtime = LinkRuntime(own_lanes, heartbeat, diagnostics, grad_scaler=scaler, check=self.options.check)
+        passes, check = 1 if self.options.collective == REDUCE_SCATTER else 2, self.options.check
+        self._runtime = LinkRuntime(own_lanes, heartbeat, diagnostics, grad_scaler=scaler, check=check, passes=passes)
         self._channel = ControlChannel(own_lanes[0], self._runtime.failed_between_buckets)
         self._step: StepBuffer | None = None
         self.buffer_bytes: Callable[[], int] = lambda: 0
@@ -236,12 +241,17 @@ class Link(LinkReports, LocalStepsUser):
             plan = delivering(plan, segments)
         return BucketExchange(self._runtime, plan, segments, flat, index).start(last)
 
+    def end_round(self) -> None:
+        """End a round of which no bucket was said to be the last one, where all of its buckets have been exchanged."""
+        self._runtime.end_round()
+
     def reduce_(self) -> None:
         """Replace the gradient of every parameter by its mean over ranks; for loops without DDP (collective).
 
         A parameter without a gradient here takes part with zeros, and receives the mean. Of a method with local steps,
         gradients stay as they are.
         """
+        refuse_scatter(self.options.collective, "reduce_()")
         buckets = own_buckets(self._parameters, 4 * self.options.chunk_numel)
         started = []
         for i, names in enumerate(buckets):

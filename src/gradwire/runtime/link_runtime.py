@@ -35,6 +35,7 @@ class LinkRuntime:
         diagnostics: Takes the errors of what is sent.
         grad_scaler: Whose scale is in the gradients; None or False for gradients that are not scaled.
         check: Whether to verify after each bucket that all ranks hold the same bits.
+        passes: Of the ring that exchanges are compared with: 2 of an all-reduce, 1 of a reduce-scatter.
 
     Attributes:
         round: Synchronised backward passes so far, also those before a checkpoint.
@@ -52,9 +53,16 @@ class LinkRuntime:
     """
 
     def __init__(
-        self, lanes: Sequence[Lane], heartbeat: Heartbeat, diagnostics: Diagnostics, *, grad_scaler: Any, check: bool
+        self,
+        lanes: Sequence[Lane],
+        heartbeat: Heartbeat,
+        diagnostics: Diagnostics,
+        *,
+        grad_scaler: Any,
+        check: bool,
+        passes: int = 2,
     ) -> None:
-        self.lanes, self.check = lanes, check
+        self.lanes, self.check, self._passes = lanes, check, passes
         self.rank, self.world_size = heartbeat.rank, heartbeat.world_size
         self.round = self.rounds_here = self.skipped_rounds = 0
         self.memory, self.gauges, self._parts = Memory(), Gauges(), RoundParts()
@@ -66,6 +74,7 @@ class LinkRuntime:
         self._lock = threading.Lock()
         self.last_skipped, self._elements = -1, 0
         self._in_flight, self._is_last = 0, False
+        self._latest: BucketPlan | None = None
         self.settled = threading.Event()
         self.settled.set()
         self._spaces: weakref.WeakKeyDictionary[BucketPlan, dict[int | None, Workspace]] = weakref.WeakKeyDictionary()
@@ -126,16 +135,29 @@ class LinkRuntime:
                 self.skipped_rounds += 1
                 self.diagnostics.discount(round)
             self._in_flight -= 1
-            is_over, is_skipped = self._is_last and not self._in_flight, self.last_skipped == round
+            self._latest = plan
+            is_over = self._is_last and not self._in_flight
         if is_over:
-            # What a round would remember holds only where all of the round was finite.
-            self.memory.discard() if is_skipped else self.memory.commit()
-            self.gauges.end_round(skipped=is_skipped)
-            self.diagnostics.check_residuals(round, partial(self.memory.norm, "residual"), self.warnings.once)
-            if plan.finishes and not is_skipped:
-                self._finish(plan, round)
-            else:
-                self._parts.take()
+            self._end(plan, round)
+
+    def end_round(self) -> None:
+        """End a round of which no bucket was said to be the last one; all of them have been exchanged."""
+        with self._lock:
+            plan, self._latest = self._latest, None
+        if plan is not None:
+            self._end(plan, self.round)
+            self.next_round()
+
+    def _end(self, plan: BucketPlan, round: int) -> None:
+        # What a round would remember holds only where all of the round was finite.
+        is_skipped = self.last_skipped == round
+        self.memory.discard() if is_skipped else self.memory.commit()
+        self.gauges.end_round(skipped=is_skipped)
+        self.diagnostics.check_residuals(round, partial(self.memory.norm, "residual"), self.warnings.once)
+        if plan.finishes and not is_skipped:
+            self._finish(plan, round)
+        else:
+            self._parts.take()
 
     def _finish(self, plan: BucketPlan, round: int) -> None:
         """Hand the end of a round to a lane.
@@ -186,12 +208,24 @@ class LinkRuntime:
         return Traffic(
             sent_bytes=sum(m.sent_bytes for m in meters),
             received_bytes=sum(m.received_bytes for m in meters),
-            dense_bytes=dense_bytes(self._elements, self.world_size),
+            dense_bytes=dense_bytes(self._elements, self.world_size, self._passes),
             elements=self._elements,
             rounds=self.rounds_here,
             buffer_bytes=buffer_bytes,
             sent_to=dict(sum((m.sent_to for m in meters), Counter())),
         )
+
+    def parameter_rows(self) -> dict[str, dict[str, float]]:
+        """Return what is known of each parameter: the latest measurement, its residual and its dial."""
+        rows = self.diagnostics.rows()
+        for name, row in rows.items():
+            residual = self.memory.norm("residual", name)
+            if residual is not None:
+                row["residual_norm"] = residual
+            dial = self.memory.value(f"dial/{name}")
+            if dial is not None:
+                row["dial"] = float(dial)
+        return rows
 
     def seconds(self) -> dict[str, float]:
         """Return the seconds that the lanes have spent in encoders, on the wire and in decoders."""

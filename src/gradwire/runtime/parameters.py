@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from gradwire.errors import HyperparameterError, IncompatibleError
+from gradwire.segments import is_sharded, local_shard
 
 __all__ = ["check_parameters", "gradient", "named_parameters"]
 
@@ -28,10 +29,12 @@ def named_parameters(parameters: Iterable[Any]) -> dict[str, torch.Tensor]:
 def check_parameters(parameters: dict[str, torch.Tensor], world_size: int) -> None:
     """Refuse what cannot be exchanged.
 
+    One rank may have shards, of which it has the whole: a script that shards is the same on one rank.
+
     Raises:
         IncompatibleError: one rank, no parameter, or one on a device, of a type or with values that cannot travel.
     """
-    if world_size < 2:
+    if world_size < 2 and not any(is_sharded(p) for p in parameters.values()):
         raise IncompatibleError(
             "a group of one rank has nothing to exchange: train without gradwire, or start at least two ranks"
         )
@@ -45,7 +48,7 @@ def check_parameters(parameters: dict[str, torch.Tensor], world_size: int) -> No
             )
         if not p.is_floating_point():
             raise IncompatibleError(f"parameter {name!r} is {p.dtype}: only floating-point gradients can be exchanged")
-        if not bool(torch.isfinite(p.detach()).all()):
+        if not bool(torch.isfinite(local_shard(p.detach())).all()):
             raise IncompatibleError(f"parameter {name!r} holds a NaN or inf before the first step: mend it first")
 
 

@@ -56,16 +56,8 @@ class LinkReports:
         parameter with the longest.
         """
         runtime = self._runtime
-        rows = runtime.diagnostics.rows()
-        for name, row in rows.items():
-            residual = runtime.memory.norm("residual", name)
-            if residual is not None:
-                row["residual_norm"] = residual
-            dial = runtime.memory.value(f"dial/{name}")
-            if dial is not None:
-                row["dial"] = float(dial)
         counts = {"rounds": runtime.round, "skipped_rounds": runtime.skipped_rounds}
-        return {"parameters": rows, "gauges": self.gauges(), **counts, **runtime.seconds()}
+        return {"parameters": runtime.parameter_rows(), "gauges": self.gauges(), **counts, **runtime.seconds()}
 
     def gauges(self) -> dict[str, float]:
         """Return the numbers that the method reports of this rank's latest round, by name.

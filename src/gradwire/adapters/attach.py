@@ -1,0 +1,111 @@
+"""Attach a method to a module, whichever way PyTorch trains it in parallel."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from gradwire.adapters.ddp import attach_ddp
+from gradwire.errors import IncompatibleError
+from gradwire.methods import Method
+from gradwire.runtime.link import Link
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+
+__all__ = ["attach"]
+
+
+def attach(
+    module: DistributedDataParallel | FSDPModule,
+    method: str | Method,
+    *,
+    optimizer: Any = None,
+    grad_scaler: Any = None,
+    collective: str = "auto",
+    exclude: Any = (),
+    min_numel: int | None = None,
+    lanes: int | None = None,
+    warmup_steps: int = 0,
+    seed: int = 0,
+    process_group: dist.ProcessGroup | None = None,
+    check: bool = False,
+    fallback: str | None = None,
+    fallback_limit: float | None = None,
+    backend: str = "auto",
+    **more: Any,
+) -> Link:
+    """Exchange the gradients of a module by a method from now on (collective).
+
+    Of a module that :func:`torch.distributed.fsdp.fully_shard` has sharded, the exchange is that between the replicas
+    of a shard where there are any: on a mesh of two dimensions, or with ``process_group``. Otherwise it is the
+    reduce-scatter of the gradients, and collectives of parameters are left as they are. See ``docs/fsdp.md``.
+
+    Args:
+        module: A DistributedDataParallel module without a communication hook, or the root of a module sharded by
+            ``fully_shard``.
+        method: A method object or a spec such as ``"terngrad"`` or ``"TernGrad(clip=2.5)"``.
+        optimizer: For methods that act on its steps, such as DIANA with a proximal operator, and for those that are
+            told its learning rates, which are read when a round begins. With a method that brings its own
+            momentum (Signum, DIANA or error feedback with one) an optimizer that has another is refused. Beside a
+            method whose residual may grow large (EF-signSGD and 1-bit SGD without small blocks) it is warned of. Of
+            methods with local steps its steps are counted; None: those of whichever optimizer holds the parameters.
+        grad_scaler: The scaler of automatic mixed precision, for methods that keep a residual or a momentum, or give a
+            direction: they refuse gradients of a scaled loss without it. False: this module's gradients are not scaled,
+            whatever scalers there are.
+        collective: ``"all_reduce"``, ``"all_gather"``, ``"two_shot"``, or ``"auto"``: the one that sends the fewest
+            bytes, by exact count, bucket by bucket.
+        exclude: Patterns of parameter names that travel in float32, such as ``"fc.*"`` for the last layer.
+        min_numel: Parameters with fewer elements travel in float32; by default 1024, and 0 for casts.
+        lanes: Process groups and threads that exchange side by side.
+        warmup_steps: Rounds at the start that travel in float32.
+        seed: Of all random streams; the same on all ranks.
+        process_group: The module's own, which is also the default; of a sharded module the ranks that hold the same
+            shard, which have equal parameters when this is called.
+        check: Verify after every bucket that all ranks hold the same bits.
+        fallback: ``"bf16"`` or ``"fp32"``: once what any rank sends strays too far from its gradient, all ranks return
+            to it in the same round, with a warning, and stay; ``link.record()["fallback"]`` says when and why.
+        fallback_limit: The relative error above which that is so: |sent - gradient| over all parameters of any rank,
+            over the root mean square of |gradient| over ranks, looked at every 100 rounds. Biased methods that go
+            astray send a growing residual, and unbiased ones what their variance makes of the gradient:
+            ``link.diagnostics()`` tells usual values.
+        backend: Of the kernels.
+
+    Returns:
+        The link: ``traffic()``, ``diagnostics()``, ``state_dict()``, ``record()``, ``error``.
+
+    Raises:
+        HyperparameterError: a spec, a field, an option or a pattern is wrong.
+        IncompatibleError: the module is in a mode that cannot work with a hook; the message says what to change.
+        RankMismatchError: ranks differ in version, method, options or parameters.
+        BackendError: a kernel backend is missing.
+    """
+    options: dict[str, Any] = dict(
+        lanes=lanes,
+        grad_scaler=grad_scaler,
+        optimizer=optimizer,
+        collective=collective,
+        exclude=exclude,
+        min_numel=min_numel,
+        warmup_steps=warmup_steps,
+        seed=seed,
+        check=check,
+        fallback=fallback,
+        fallback_limit=fallback_limit,
+        backend=backend,
+        **more,
+    )
+    if isinstance(module, DistributedDataParallel):
+        return attach_ddp(module, method, process_group, options)
+    if isinstance(module, torch.nn.Module) and any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__):
+        # Not before there is such a module: its part of PyTorch takes a second to import.
+        from gradwire.adapters.fsdp import attach_fsdp
+
+        return attach_fsdp(module, method, process_group, options)
+    raise IncompatibleError(
+        f"attach needs a DistributedDataParallel module, not {type(module).__name__}; wrap it first, shard it by "
+        "torch.distributed.fsdp.fully_shard, or use gradwire.Link in a loop without DDP"
+    )
