@@ -79,7 +79,7 @@ LAYERS = {
 FENCED = {
     "numba": {"kernels"},
     "llvmlite": {"kernels"},
-    "triton": set(),
+    "triton": {"kernels"},
     "matplotlib": {"report"},
     "jinja2": {"report"},
     "typer": {"cli"},

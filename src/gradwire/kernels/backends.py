@@ -11,6 +11,7 @@ from gradwire.errors import BackendError, HyperparameterError
 from gradwire.kernels.api import Backend, Kernels
 from gradwire.kernels.front import Family
 from gradwire.kernels.select import Automatic
+from gradwire.kernels.triton_core.backend import TritonBackend
 
 __all__ = ["BACKENDS", "CompiledLoops", "Modules", "get_kernels"]
 
@@ -83,6 +84,7 @@ BACKENDS: dict[str, Callable[[int], Backend]] = {
     "reference": lambda threads: Modules("reference"),
     "cpu": lambda threads: CompiledLoops(True, threads),
     "cpu-plain": lambda threads: CompiledLoops(False, threads),
+    "triton": lambda threads: TritonBackend(Modules("reference")),
     "meta": lambda threads: Nothing(),
 }
 """Makers of backends, given a number of threads."""
@@ -94,8 +96,9 @@ def get_kernels(name: str = "auto", threads: int = 1) -> Kernels:
 
     Args:
         name: ``reference`` (plain PyTorch), ``cpu`` (Numba with explicit vectors), ``cpu-plain`` (Numba without),
-            ``meta`` (computes nothing) or ``auto``: for each family the faster one of ``cpu`` and ``cpu-plain`` on this
-            machine, measured when the family is first needed, see :mod:`gradwire.kernels.select`.
+            ``triton`` (CUDA devices, or Triton's interpreter on the CPU), ``meta`` (computes nothing) or ``auto``: for
+            each family the faster one of ``cpu`` and ``cpu-plain`` on this machine, measured when the family is first
+            needed, see :mod:`gradwire.kernels.select`.
         threads: Threads that share a call of a ``cpu`` backend.
 
     Raises:

@@ -67,7 +67,9 @@ class SegmentTable:
         ([0, 2, 3], 3, 180)
     """
 
-    __slots__ = ("columns", "extent", "first_group", "groups", "key", "numel", "offset", "segments", "start")
+    __slots__ = (
+        "__weakref__", "columns", "extent", "first_group", "groups", "key", "numel", "offset", "segments", "start",
+    )  # fmt: skip
 
     offset: npt.NDArray[np.int64]
     numel: npt.NDArray[np.int64]

@@ -37,7 +37,7 @@ class BlockTable:
         columns: What compiled code takes.
     """
 
-    __slots__ = ("block_size", "blocks", "columns", "first", "phase", "table")
+    __slots__ = ("__weakref__", "block_size", "blocks", "columns", "first", "phase", "table")
 
     def __init__(self, table: SegmentTable, block_size: int) -> None:
         if block_size < 1 or block_size % LANES:

@@ -74,7 +74,9 @@ class Grid:
         columns: All of these, but the base.
     """
 
-    __slots__ = ("base", "columns", "edge", "gap", "negative", "positive", "signed", "steps", "uniform", "values")
+    __slots__ = (
+        "__weakref__", "base", "columns", "edge", "gap", "negative", "positive", "signed", "steps", "uniform", "values",
+    )  # fmt: skip
 
     values: npt.NDArray[np.float32]
     edge: npt.NDArray[np.float32]

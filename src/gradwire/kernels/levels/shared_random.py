@@ -56,7 +56,7 @@ class SharedRandomGrid:
         HyperparameterError: numbers do not fit each other, or points do not ascend from -T to T.
     """
 
-    __slots__ = ("base", "columns", "integers", "inverse", "points", "values")
+    __slots__ = ("__weakref__", "base", "columns", "integers", "inverse", "points", "values")
 
     def __init__(self, points: Sequence[float], values: npt.NDArray[np.float64]) -> None:
         t = np.asarray(points, np.float64)

@@ -54,7 +54,7 @@ class RotationTable:
         HyperparameterError: ``size`` is no such power of two, or segments overlap, descend or start elsewhere.
     """
 
-    __slots__ = ("blocks", "by_segment", "columns", "coordinates", "extent", "place", "size")
+    __slots__ = ("__weakref__", "blocks", "by_segment", "columns", "coordinates", "extent", "place", "size")
 
     def __init__(
         self,

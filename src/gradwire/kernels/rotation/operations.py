@@ -92,7 +92,7 @@ class RotationOperations(Front):
         check_vector("out", out, torch.uint8, packed_groups(_groups(table), layout))
         _check_grid(grid, layout)
         check_draw(round, stream)
-        kept, family = torch.zeros(table.blocks), self._serve("rotation")
+        kept, family = torch.zeros(table.blocks, device=x.device), self._serve("rotation")
         if table.blocks:
             family.encode_rotated(x.detach(), table, factor.detach(), grid, layout, round, stream, out, kept)
         return kept

@@ -36,7 +36,7 @@ class RunTable:
         columns: What compiled code takes.
     """
 
-    __slots__ = ("columns", "first", "length", "phase", "runs", "table")
+    __slots__ = ("__weakref__", "columns", "first", "length", "phase", "runs", "table")
 
     def __init__(self, table: SegmentTable, length: int | Sequence[int] | npt.NDArray[Any]) -> None:
         self.table = table

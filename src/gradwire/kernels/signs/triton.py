@@ -1,0 +1,130 @@
+# mypy: disable-error-code="no-untyped-call, no-untyped-def, misc, untyped-decorator"
+"""Signs as Triton computes them: a lane is a byte of eight elements."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from gradwire.kernels.signs.operations import SignSums
+from gradwire.kernels.signs.runs import RunTable
+from gradwire.kernels.table import SIGN_BYTES, SegmentTable
+from gradwire.kernels.triton_core.device_tables import blocks_of, groups_of, runs_of
+from gradwire.kernels.triton_core.integers import INFINITY, SIGNS, SIZES, add_blocks, block_integers, largest_bits
+from gradwire.kernels.triton_core.launch import cdiv, launch, tile
+
+__all__ = ["finite", "pack_signs", "sign_decode", "sign_encode", "sign_sums", "sign_vote"]
+
+_TILE = 256
+
+
+@triton.jit(do_not_specialize=["begin", "length"])
+def _signs(x, at, room, begin, length, out, MINUS: tl.constexpr, TILE: tl.constexpr):
+    place = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    known = place < length
+    group = begin + place // 10
+    octet = place % 10
+    first = tl.load(at + group, mask=known, other=0) + 8 * octet
+    last = tl.load(room + group, mask=known, other=0) - 8 * octet
+    total = tl.zeros([TILE], tl.int32)
+    for bit in tl.static_range(8):
+        inside = bit < last
+        value = tl.load(x + first + bit, mask=inside, other=0.0)
+        if MINUS:
+            chosen = value.to(tl.int32, bitcast=True) < 0
+        else:
+            chosen = inside & (value >= 0.0)
+        total += chosen.to(tl.int32) << bit
+    tl.store(out + place, total.to(tl.uint8), mask=known)
+
+
+def pack_signs(x: torch.Tensor, table: SegmentTable, begin: int, end: int, out: torch.Tensor, minus: bool) -> None:
+    """Write a bit an element: whether its sign is a minus, or whether it is at least zero."""
+    groups, length = groups_of(table, x.device), SIGN_BYTES * (end - begin)
+    programs = cdiv(length, tile(_TILE))
+    launch(_signs, programs, x, groups.at, groups.room, begin, length, out, MINUS=minus, TILE=tile(_TILE))
+
+
+def finite(x: torch.Tensor, table: SegmentTable, out: torch.Tensor) -> None:
+    largest = block_integers(x, table, SIZES)[0]
+    out.copy_(largest_bits(largest, table) < INFINITY)
+
+
+def sign_sums(x: torch.Tensor, table: SegmentTable, out: SignSums) -> None:
+    largest, above, below, count = block_integers(x, table, SIGNS)
+    sums = add_blocks(table, largest, above, below, SIGNS)
+    usable = largest_bits(largest, table) < INFINITY
+    segment = blocks_of(table, x.device).segment.to(torch.int64)
+    counts = torch.zeros(len(table), dtype=torch.int64, device=x.device).scatter_add_(0, segment, count)
+    for target, found in ((out.above, sums[0]), (out.below, sums[1])):
+        target.copy_(torch.where(usable, found, torch.inf))
+    out.count.copy_(torch.where(usable, counts, 0))
+
+
+def sign_encode(x: torch.Tensor, table: SegmentTable, begin: int, end: int, out: torch.Tensor) -> None:
+    pack_signs(x, table, begin, end, out, minus=False)
+
+
+@triton.jit(do_not_specialize=["number", "stride", "length"])
+def _vote(rows, number, stride, length, out, TILE: tl.constexpr):
+    place = tl.program_id(0) * TILE + tl.arange(0, TILE)[:, None]
+    bit = tl.arange(0, 8)[None, :]
+    step = stride.to(tl.int64)
+    known = place < length
+    votes = tl.zeros([TILE, 8], tl.int32)
+    for row in range(number):
+        octet = tl.load(rows + row * step + place, mask=known, other=0).to(tl.int32)
+        votes += (octet >> bit) & 1
+    chosen = (2 * votes >= number).to(tl.int32) << bit
+    last = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    tl.store(out + last, tl.sum(chosen, axis=1).to(tl.uint8), mask=last < length)
+
+
+def sign_vote(rows: torch.Tensor, out: torch.Tensor) -> None:
+    number, length = rows.shape
+    launch(_vote, cdiv(length, tile(_TILE)), rows, number, rows.stride(0), length, out, TILE=tile(_TILE))
+
+
+@triton.jit(do_not_specialize=["number", "stride", "runs", "begin", "end"])
+def _decode(
+    rows, number, stride, at, room, run, left, length, above, below, runs, begin, end, x, ADD: tl.constexpr,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    place = tl.program_id(0) * TILE + tl.arange(0, TILE)[:, None]
+    bit = tl.arange(0, 8)[None, :]
+    step = stride.to(tl.int64)
+    group = begin + place // 10
+    known = group < end
+    within = 8 * (place % 10) + bit
+    inside = within < tl.load(room + group, mask=known, other=0)
+    here = x + tl.load(at + group, mask=known, other=0) + within
+    # Where the first run ends within the group, others of their full length follow.
+    behind = within - tl.load(left + group, mask=known, other=0)
+    each = tl.load(length + group, mask=known, other=1)
+    own = tl.load(run + group, mask=known, other=0) + tl.where(behind < 0, 0, 1 + tl.maximum(behind, 0) // each)
+    total = tl.zeros([TILE, 8], tl.float32)
+    if ADD:
+        total = tl.load(here, mask=inside, other=0.0)
+    for row in range(number):
+        chosen = (tl.load(rows + row * step + place, mask=known, other=0).to(tl.int32) >> bit) & 1
+        one = tl.load(above + row * runs.to(tl.int64) + own, mask=inside, other=0.0)
+        other = tl.load(below + row * runs.to(tl.int64) + own, mask=inside, other=0.0)
+        value = tl.where(chosen == 1, one, other)
+        if ADD:
+            total = total + value
+        else:
+            # A first value is written as it is: a sum with zero would lose the sign of another zero.
+            total = tl.where(row == 0, value, total + value)
+    tl.store(here, total, mask=inside)
+
+
+def sign_decode(
+    rows: torch.Tensor, runs: RunTable, above: torch.Tensor, below: torch.Tensor, begin: int, end: int,
+    x: torch.Tensor, accumulate: bool,
+) -> None:  # fmt: skip
+    groups, size = groups_of(runs.table, x.device), tile(_TILE // 2)
+    launch(
+        _decode, cdiv(SIGN_BYTES * (end - begin), size), rows, rows.shape[0], rows.stride(0), groups.at, groups.room,
+        *runs_of(runs, x.device), above, below, runs.runs, begin, end, x, ADD=accumulate, TILE=size,
+    )  # fmt: skip

@@ -1,0 +1,98 @@
+# mypy: disable-error-code="no-untyped-call, no-untyped-def, misc, untyped-decorator"
+"""Blocks of 4096 elements as integers, whose sums are exact, and float64 sums over the blocks of a segment."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from gradwire.kernels.table import BLOCK_SIZE, SegmentTable
+from gradwire.kernels.triton_core.device_tables import blocks_of
+from gradwire.kernels.triton_core.launch import launch
+
+__all__ = ["INFINITY", "MOMENTS", "SIGNS", "SIZES", "add_blocks", "block_integers", "largest_bits"]
+
+INFINITY = 0x7F800000
+_INFINITY = tl.constexpr(INFINITY)
+
+SIZES, MOMENTS, SIGNS = 0, 1, 2
+"""What is added up of a block: nothing, integers and their squares, or integers by sign and how many are not below."""
+
+_MOMENTS, _SIGNS = tl.constexpr(MOMENTS), tl.constexpr(SIGNS)
+
+
+@triton.jit
+def _block(x, at, room, largest, first, second, count, KIND: tl.constexpr, SIZE: tl.constexpr):
+    block = tl.program_id(0)
+    element = tl.arange(0, SIZE)
+    inside = element < tl.load(room + block)
+    value = tl.load(x + tl.load(at + block) + element, mask=inside, other=0.0)
+    bits = tl.max(value.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=0)
+    tl.store(largest + block, bits)
+    if KIND != 0:
+        exponent = tl.maximum((bits >> 23) - 127, -104)
+        # 2^(23 - exponent): products with it are exact, or below one.
+        unit = ((150 - exponent) << 23).to(tl.float32, bitcast=True)
+        integer = tl.where(bits < _INFINITY, value * unit, 0.0).to(tl.int32).to(tl.int64)
+        total = tl.sum(integer, axis=0)
+        if KIND == _MOMENTS:
+            tl.store(first + block, total)
+            tl.store(second + block, tl.sum(integer * integer, axis=0))
+        if KIND == _SIGNS:
+            size = tl.sum(tl.where(integer < 0, -integer, integer), axis=0)
+            # Halves of even numbers that are not below zero.
+            tl.store(first + block, (size + total) >> 1)
+            tl.store(second + block, (size - total) >> 1)
+            tl.store(count + block, tl.sum((inside & (value >= 0.0)).to(tl.int64), axis=0))
+
+
+@triton.jit
+def _add(begins, largest, first, second, sums, segments, KIND: tl.constexpr):
+    segment = tl.program_id(0)
+    above = tl.zeros([1], tl.float64)
+    below = tl.zeros([1], tl.float64)
+    one = tl.arange(0, 1)
+    for block in range(tl.load(begins + segment), tl.load(begins + segment + 1)):
+        exponent = tl.maximum((tl.load(largest + block + one) >> 23) - 127, -104).to(tl.int64) - 23
+        unit = ((exponent + 1023) << 52).to(tl.float64, bitcast=True)
+        above += tl.load(first + block + one).to(tl.float64) * unit
+        if KIND == _MOMENTS:
+            unit = ((2 * exponent + 1023) << 52).to(tl.float64, bitcast=True)
+        below += tl.load(second + block + one).to(tl.float64) * unit
+    tl.store(sums + segment + one, above)
+    tl.store(sums + segments + segment + one, below)
+
+
+def block_integers(x: torch.Tensor, table: SegmentTable, kind: int) -> tuple[torch.Tensor, ...]:
+    """Return the largest magnitude's bits (int32) and three sums (int64) of each block of 4096 elements.
+
+    The sums are those that ``kind`` names; elements are ``trunc(x * 2^(23-e))``, e the exponent of the largest
+    magnitude, and zeros where that is not finite.
+    """
+    blocks = blocks_of(table, x.device)
+    number = len(blocks.at)
+    largest = torch.empty(number, dtype=torch.int32, device=x.device)
+    sums = torch.zeros((3, number), dtype=torch.int64, device=x.device)
+    launch(_block, number, x, blocks.at, blocks.room, largest, *sums, KIND=kind, SIZE=BLOCK_SIZE)
+    return largest, *sums
+
+
+def add_blocks(
+    table: SegmentTable, largest: torch.Tensor, first: torch.Tensor, second: torch.Tensor, kind: int
+) -> torch.Tensor:
+    """Add two sums up over the blocks of each segment, first to last, in float64: ``[2, S]``.
+
+    They are multiples of ``2^(e-23)``, the second of moments of its square.
+    """
+    begins = blocks_of(table, largest.device).first
+    sums = torch.zeros((2, len(table)), dtype=torch.float64, device=largest.device)
+    launch(_add, len(table), begins, largest, first, second, sums, len(table), KIND=kind)
+    return sums
+
+
+def largest_bits(largest: torch.Tensor, table: SegmentTable) -> torch.Tensor:
+    """Return the bits of the largest magnitude of each segment, int32 ``[S]``; 0 of an empty one."""
+    segment = blocks_of(table, largest.device).segment.to(torch.int64)
+    found = torch.zeros(len(table), dtype=torch.int32, device=largest.device)
+    return found.scatter_reduce_(0, segment, largest, "amax")
