@@ -1,0 +1,74 @@
+"""Compile every Triton kernel for given GPUs, without one, and print what became of it as JSON.
+
+Usage: ``python triton_cubins.py 80 90 100``. Kernels are those that the families' self tests launch, with each
+combination of their switches, and rotations of the largest block.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from gradwire.kernels import Kernels, RotationTable
+from gradwire.kernels.backends import Modules
+from gradwire.kernels.rotation.blocks import MOST_BLOCK
+from gradwire.kernels.self_test import SELF_TESTS
+from gradwire.kernels.triton_core.backend import SERVED
+from gradwire.kernels.triton_core.launch import OPTIONS, Launch, recorded
+
+
+def launches() -> list[Launch]:
+    """Return a launch of each kernel with each combination of its switches: what is no power or size."""
+    kernels = Kernels(Modules("triton"))
+    with recorded() as found:
+        for family in SERVED:
+            SELF_TESTS[family](kernels)
+        table = RotationTable([0], [MOST_BLOCK], [0], [(1, 2)], MOST_BLOCK)
+        x, factor = torch.zeros(MOST_BLOCK), torch.ones(1)
+        kernels.rotate(x, table, factor, 0, 0, torch.zeros(MOST_BLOCK))
+        kernels.rotate_back(torch.zeros(MOST_BLOCK), table, factor, 0, 0, x, True)
+    switches = ("KIND", "SHIFT", "STEPS")
+    chosen = {}
+    for launch in found:
+        kept = tuple((k, v) for k, v in launch.constants.items() if isinstance(v, bool) or k in switches)
+        chosen.setdefault((launch.kernel.__name__, launch.kernel.__module__, kept), launch)
+    return list(chosen.values())
+
+
+def home(launch: Launch) -> str:
+    """Return the name of a kernel's family, or of its module where it serves several."""
+    folder, module = launch.kernel.__module__.split(".")[-2:]
+    return module if folder == "triton_core" else folder
+
+
+def compiled(launch: Launch, capability: int) -> dict[str, Any]:
+    """Compile a kernel and tell what is in its code."""
+    constants, names = dict(launch.constants), launch.kernel.arg_names
+    options = {**OPTIONS, **{k: constants.pop(k) for k in ("num_warps",) if k in constants}}
+    source = ASTSource(
+        fn=launch.kernel,
+        signature={name: launch.signature[name] for name in names},
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+    )
+    made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    code = made.asm["ptx"]
+    return {
+        "kernel": f"{home(launch)}.{launch.kernel.__name__}",
+        "constants": launch.constants,
+        "capability": capability,
+        "elf": made.asm["cubin"][:4] == b"\x7fELF",
+        "fused": code.count("fma."),
+        "flushed": code.count(".ftz"),
+        "approximate": code.count(".approx") + code.count("div.full"),
+        "shared_bytes": made.metadata.shared,
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps([compiled(launch, int(c)) for launch in launches() for c in sys.argv[1:]]))
