@@ -1,7 +1,7 @@
 """Compile every Triton kernel for given GPUs, without one, and print what became of it as JSON.
 
-Usage: ``python triton_cubins.py 80 90 100``. Kernels are those that the families' self tests launch, with each
-combination of their switches, and rotations of the largest block.
+Usage: ``python triton_cubins.py 80``. Kernels are those that the families' self tests launch, with each combination of
+their switches; and a rotation of the largest block, for the GPU that has the least room for it.
 """
 
 from __future__ import annotations
@@ -23,17 +23,16 @@ from gradwire.kernels.triton_core.backend import SERVED
 from gradwire.kernels.triton_core.launch import OPTIONS, Launch, recorded
 
 
-def launches() -> list[Launch]:
+def launches(largest: bool) -> list[Launch]:
     """Return a launch of each kernel with each combination of its switches: what is no power or size."""
     kernels = Kernels(Modules("triton"))
     with recorded() as found:
         for family in SERVED:
             SELF_TESTS[family](kernels)
-        table = RotationTable([0], [MOST_BLOCK], [0], [(1, 2)], MOST_BLOCK)
-        x, factor = torch.zeros(MOST_BLOCK), torch.ones(1)
-        kernels.rotate(x, table, factor, 0, 0, torch.zeros(MOST_BLOCK))
-        kernels.rotate_back(torch.zeros(MOST_BLOCK), table, factor, 0, 0, x, True)
-    switches = ("KIND", "SHIFT", "STEPS")
+        if largest:
+            table = RotationTable([0], [MOST_BLOCK], [0], [(1, 2)], MOST_BLOCK)
+            kernels.rotate(torch.zeros(MOST_BLOCK), table, torch.ones(1), 0, 0, torch.zeros(MOST_BLOCK))
+    switches = ("KIND", "STEPS")
     chosen = {}
     for launch in found:
         kept = tuple((k, v) for k, v in launch.constants.items() if isinstance(v, bool) or k in switches)
@@ -71,4 +70,5 @@ def compiled(launch: Launch, capability: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps([compiled(launch, int(c)) for launch in launches() for c in sys.argv[1:]]))
+    capability = int(sys.argv[1])
+    print(json.dumps([compiled(launch, capability) for launch in launches(capability == 80)]))
