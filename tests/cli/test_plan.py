@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from schema_help import fits, schema
 from typer.testing import CliRunner, Result
 
@@ -159,3 +160,12 @@ def test_bench_kernels_prints_rows_that_fit_the_schema() -> None:
         assert 0 < row["ratio_p20"] <= row["ratio_to_memcpy"] <= row["ratio_p80"]
     assert {"moments", "encode", "sum of 4", "decode base 9"} <= {row["kernel"] for row in rows}
     assert call("bench", "kernels", "--repetitions", 1).exit_code == 2
+
+
+def test_bench_kernels_on_a_gpu_is_refused_by_name_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    refused = call("bench", "kernels", "--device", "cuda")
+    assert refused.exit_code == 1
+    assert f"--device cuda: PyTorch {torch.__version__} finds no CUDA device here" in " ".join(refused.stderr.split())
+    assert call("bench", "kernels", "--device", "cuda", "--backend", "cpu").exit_code == 2
+    assert call("bench", "kernels", "--device", "tpu").exit_code == 2

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from gradwire.bench.coders import CODER_GOALS, bench_coder_choices, bench_coders
+from gradwire.bench.device_kernels import check_cuda, measure_device
 from gradwire.bench.methods import bench_methods
 from gradwire.bench.rotations import ROTATION_GOALS, bench_rotations
 from gradwire.bench.sparse import SPARSE_GOALS, bench_low_rank, bench_sparse
@@ -25,8 +26,9 @@ from gradwire.kernels import Kernels, SegmentTable, checksum, chosen, get_kernel
 from gradwire.kernels.select import SIZE
 from gradwire.kernels.self_test import NUMEL as SELF_TEST_NUMEL
 from gradwire.kernels.self_test import SELF_TESTS
+from gradwire.kernels.triton_core.backend import device_name
 
-__all__ = ["measure_kernels"]
+__all__ = ["measure_cuda_kernels", "measure_kernels"]
 
 GOALS = {
     "moments": 0.50,
@@ -224,7 +226,41 @@ def measure_kernels(
             bench_coder_choices(bench)
     finally:
         torch.set_num_threads(threads)
-    found = {"backend": kernels.name, "warm_up_s": warm_up_s, "cpu": hardware()["processor"]}
+    return _with_versions(bench, kernels.name, warm_up_s, "cpu")
+
+
+def measure_cuda_kernels(
+    elements: int, repetitions: int, say: Callable[[dict[str, Any]], None], verified: Callable[[dict[str, Any]], None],
+    device: torch.device | None = None,
+) -> tuple[list[dict[str, Any]], list[str]]:  # fmt: skip
+    """Compare Triton's kernels with the reference on a GPU, and measure those that agree.
+
+    Args:
+        elements: Of the vector.
+        repetitions: Of each kernel.
+        say: Gets each row as it comes.
+        verified: Gets ``family`` and ``agrees`` of each family before its rows.
+        device: Where to measure; by default the current CUDA device.
+
+    Returns:
+        The rows, and the families that differ from the reference, each with the reason.
+
+    Raises:
+        BackendError: there is no CUDA device, or Triton is not installed.
+    """
+    device = check_cuda() if device is None else device
+    began, bench = time.perf_counter(), Bench(elements, repetitions, say, device=device)
+    get_kernels("triton")
+    warm_up_s = time.perf_counter() - began
+    bench.run("floor: memcpy", "flat", elements, lambda: bench.target.copy_(bench.source))
+    table = table_of(resnet50_sizes(elements))
+    wrong = measure_device(bench, table, gradients(table).to(device), "resnet50", verified)
+    return _with_versions(bench, "triton", warm_up_s, device_name(device)), wrong
+
+
+def _with_versions(bench: Bench, backend: str, warm_up_s: float, device: str) -> list[dict[str, Any]]:
+    """Return the rows with what they depend on."""
+    found = {"backend": backend, "warm_up_s": warm_up_s, "device": device, "cpu": hardware()["processor"]}
     found |= {"cores": hardware()["cores"], **versions()}
     found["date_utc"] = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     return [{"chosen": None, **row, **found} for row in bench.rows]

@@ -24,6 +24,7 @@ class Bench:
         repetitions: Of each function.
         say: Called with each row.
         goals: Ratios to a memcpy that are aimed at, by row.
+        device: Where vectors lie. Times on a GPU are those between two events on its current stream.
     """
 
     def __init__(
@@ -32,26 +33,40 @@ class Bench:
         repetitions: int,
         say: Callable[[dict[str, Any]], None],
         goals: Mapping[str, float] | None = None,
+        device: torch.device | str = "cpu",
     ) -> None:
         self.elements, self.repetitions, self.say = elements, repetitions, say
         self.goals = dict(goals or {})
-        generator = torch.Generator().manual_seed(0)
-        self.source, self.target = torch.randn(elements, generator=generator), torch.zeros(elements)
+        self.device = torch.device(device)
+        self.source = torch.randn(elements, generator=torch.Generator().manual_seed(0)).to(self.device)
+        self.target = torch.zeros_like(self.source)
         self.rows: list[dict[str, Any]] = []
 
-    def _memcpy(self) -> float:
+    def _seconds(self, work: Callable[[], object]) -> float:
+        """Return how long ``work`` takes."""
+        if self.device.type == "cuda":
+            first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            first.record()
+            work()
+            last.record()
+            last.synchronize()
+            return first.elapsed_time(last) / 1e3
         began = time.perf_counter()
-        self.target.copy_(self.source)
+        work()
         return time.perf_counter() - began
+
+    def _memcpy(self) -> float:
+        return self._seconds(lambda: self.target.copy_(self.source))
 
     def run(self, kernel: str, layout: str, elements: int, work: Callable[[], object], inner: int = 1) -> None:
         """Time ``work``, which handles ``elements``, ``inner`` times at a go."""
 
-        def timed() -> float:
-            began = time.perf_counter()
+        def repeated() -> None:
             for _ in range(inner):
                 work()
-            return (time.perf_counter() - began) / inner
+
+        def timed() -> float:
+            return self._seconds(repeated) / inner
 
         work()
         self.take(kernel, layout, elements, timed)

@@ -123,14 +123,17 @@ def kernels(
     elements: Annotated[int, typer.Option(help="Of the large vectors")] = 20_000_000,
     repetitions: Annotated[int, typer.Option(help="Of each kernel")] = 15,
     backend: Annotated[str, typer.Option(help="auto, cpu, cpu-plain, reference")] = "auto",
+    device: Annotated[
+        str, typer.Option(metavar="cpu|cuda", help="cuda: compare Triton's kernels with the reference there first")
+    ] = "cpu",
     as_json: o.AsJson = False,
     debug: o.Debug = False,
 ) -> None:
-    """Measure the kernels on one thread, each between two memcpys of the same run.
+    """Measure the kernels on one thread, or on the GPU, each between two memcpys of the same run.
 
     Example: [cyan]gradwire bench kernels --json > kernels.json[/cyan]
     """
     with handled(debug):
         from gradwire.cli import bench_commands
 
-        bench_commands.kernels(elements, repetitions, backend, as_json=as_json)
+        bench_commands.kernels(elements, repetitions, backend, device, as_json=as_json)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gradwire.bench.kernels import measure_kernels
+from gradwire.bench.kernels import measure_cuda_kernels, measure_kernels
 from gradwire.bench.models import MODELS
 from gradwire.bench.step import BANDWIDTHS, BYTES_TOLERANCE, HOSTS, StepGrid, compute_of, measure_grid
 from gradwire.bench.timeline import summarise, trace_steps, write_trace
@@ -130,12 +130,18 @@ def timeline(
         print(f"figure: {figure}", file=sys.stderr)
 
 
-def kernels(elements: int, repetitions: int, backend: str, *, as_json: bool) -> None:
-    """Measure, printing each row as it comes.
+def kernels(elements: int, repetitions: int, backend: str, device: str, *, as_json: bool) -> None:
+    """Measure, printing each row as it comes; on a GPU, say first of each family whether it agrees with the reference.
 
     Raises:
-        UsageError: too few elements or repetitions to measure anything.
+        UsageError: too few elements or repetitions to measure anything, or options that do not go together.
+        BackendError: there is no such device.
+        RunError: a family differs from the reference on the GPU.
     """
+    if device not in ("cpu", "cuda"):
+        raise UsageError(f"--device {device}: there are cpu and cuda")
+    if device == "cuda" and backend not in ("auto", "triton"):
+        raise UsageError(f"--device cuda measures the backend triton, not {backend}: leave --backend out")
     if elements < 100_000 or repetitions < 2:
         raise UsageError("at least 100000 elements and 2 repetitions are needed for a time that means something")
     head = f"{'kernel':28}{'layout':12}{'elements':>10}{'ms':>10}{'of memcpy':>11}   [20 %, 80 %]{'goal':>8}"
@@ -150,6 +156,16 @@ def kernels(elements: int, repetitions: int, backend: str, *, as_json: bool) -> 
             flush=True,
         )
 
-    rows = measure_kernels(elements, repetitions, backend, line)
+    def verified(found: Mapping[str, Any]) -> None:
+        verdict = "agrees with" if found["agrees"] else "DIFFERS from"
+        print(f"{found['family']} {verdict} the reference", file=sys.stderr, flush=True)
+
+    wrong: list[str] = []
+    if device == "cuda":
+        rows, wrong = measure_cuda_kernels(elements, repetitions, line, verified)
+    else:
+        rows = measure_kernels(elements, repetitions, backend, line)
     if as_json:
         print_json(rows)
+    if wrong:
+        raise RunError(f"on this GPU the backend triton differs from the reference: {', '.join(wrong)}")

@@ -17,7 +17,7 @@ from gradwire.kernels.moments.operations import Moments
 from gradwire.kernels.self_test import agree
 from gradwire.kernels.signs.operations import SignSums
 
-__all__ = ["SERVED", "TritonBackend"]
+__all__ = ["SERVED", "TritonBackend", "device_name"]
 
 SERVED = ("moments", "ternary", "levels", "natural", "signs", "rotation", "selection")
 """Families that have Triton kernels."""
