@@ -50,7 +50,7 @@ class Bench:
             work()
             last.record()
             last.synchronize()
-            return first.elapsed_time(last) / 1e3
+            return float(first.elapsed_time(last)) / 1e3
         began = time.perf_counter()
         work()
         return time.perf_counter() - began
