@@ -25,7 +25,7 @@ __all__ = [
 ]
 
 # Of all that this is compiled from: what Numba keeps on disk is kept under this name (``make digests``).
-DIGEST = "e80c6012626fdc89"
+DIGEST = "476e490213f5e7c3"
 
 _TILE = 2048
 """Gaps that are summed up in every format before the next ones: 16 KiB."""

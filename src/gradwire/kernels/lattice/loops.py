@@ -20,7 +20,7 @@ from gradwire.kernels.table import GROUP_SIZE
 __all__ = ["LatticeLoops", "lattice_encode_range", "lattice_mean_range"]
 
 # Of all that this is compiled from: what Numba keeps on disk is kept under this name (``make digests``).
-DIGEST = "efa2dbc0de46b78e"
+DIGEST = "19fc05944ff267fb"
 
 _ROWS_TILE_GROUPS = 12
 """Groups of all rows decoded before they are summed: of eight rows 30 KiB."""

@@ -24,7 +24,7 @@ __all__ = [
 ]
 
 # Of all that this is compiled from: what Numba keeps on disk is kept under this name (``make digests``).
-DIGEST = "2e91fa8a207a1eff"
+DIGEST = "eecdb574bd0a588c"
 
 dot = either("dot", "low_rank.scalar", "low_rank.simd")
 

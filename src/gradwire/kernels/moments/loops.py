@@ -15,7 +15,7 @@ from gradwire.kernels.numba_core.vectors import power_of_two, prefer_wide
 __all__ = ["MomentsLoops", "block_exponent", "block_maximum", "moments_range"]
 
 # Of all that this is compiled from: what Numba keeps on disk is kept under this name (``make digests``).
-DIGEST = "3d294da263fa65c9"
+DIGEST = "71f86c22560fee91"
 
 block_maximum = either("block_maximum", "moments.scalar", "moments.simd")
 block_sums = either("block_sums", "moments.scalar", "moments.simd")

@@ -37,7 +37,7 @@ from gradwire.kernels.table import LANES
 __all__ = ["SelectionLoops", "select_above_range", "select_largest_range"]
 
 # Of all that this is compiled from: what Numba keeps on disk is kept under this name (``make digests``).
-DIGEST = "c461096e5dbbf372"
+DIGEST = "fb3e74784856cb61"
 
 SHORT = 1 << 14
 """Elements of a segment up to which groups bound the threshold, rather than a sample."""

@@ -18,7 +18,7 @@ from gradwire.kernels.table import GROUP_SIZE, SIGN_BYTES
 __all__ = ["SignsLoops", "finite_range", "sign_decode_range", "sign_encode_range", "sign_sums_range", "sign_vote_range"]
 
 # Of all that this is compiled from: what Numba keeps on disk is kept under this name (``make digests``).
-DIGEST = "a6fc540131715c74"
+DIGEST = "be5cfb5270e1ed67"
 
 _TILE_BYTES = 512
 """Bytes of a row that are counted before the next ones: with 15 planes 7.5 KiB."""
