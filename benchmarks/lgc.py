@@ -163,7 +163,12 @@ def train(task: str, label: str, setting: Setting, workers: int, seed: int, data
     )  # fmt: skip
     warm = 0 if dense or isinstance(method, gw.LGC) else FULL
     plan = RunConfig(
-        task=made, method=repr(method), workers=workers, simulate=True, seed=seed, min_numel=setting.min_numel,
+        task=made,
+        method=repr(method),
+        workers=workers,
+        simulate=True,
+        seed=seed,
+        min_numel=setting.min_numel,
         warmup_steps=warm,
     )
     engine, began_s = Watched(plan), time.monotonic()
