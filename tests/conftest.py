@@ -14,6 +14,8 @@ from pathlib import Path
 # Helpers beside this file (ranks, cases, oracle) are imported by name, in pytest's own process and in the ranks'.
 sys.path.insert(0, str(Path(__file__).parent))
 
+import triton_first  # noqa: F401
+
 if "NUMBA_CACHE_DIR" not in os.environ:
     # Numba does not notice an edit in a module that a kernel imports, so the folder's name says what was compiled.
     import importlib.util

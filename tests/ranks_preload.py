@@ -4,6 +4,9 @@ Loading them takes a rank about five seconds of CPU, three of them ``torch._dyna
 used. The server starts no thread, so that a fork is safe.
 """
 
+import triton_first  # noqa: F401
+
+# isort: split
 import gc
 
 import sklearn.datasets  # noqa: F401

@@ -40,7 +40,7 @@ def write_run(run: Any, accuracy: float, method: str) -> None:
 
 def test_a_row_compares_runs_of_the_same_seed(script: ModuleType, tmp_path: Path) -> None:
     """And leaves out a seed of which one run is missing."""
-    arguments = argparse.Namespace(samples=4096, work=tmp_path)
+    arguments = argparse.Namespace(samples=4096, work=tmp_path, json=None)
     accuracy = {("fp32", 0): 0.5, ("fp32", 1): 0.6, ("fp32", 2): 0.9, ("terngrad", 0): 0.4, ("terngrad", 1): 0.48}
     for run in script.runs(arguments):
         if (run.workers, run.decay) == (2, 0.004) and (run.method, run.seed) in accuracy:

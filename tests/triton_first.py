@@ -1,0 +1,16 @@
+"""Import this before anything that may import Triton, as ``torch._dynamo`` does: it settles that Triton interprets.
+
+Triton decides when it is first imported whether its own functions are compiled or interpreted, and tests run its
+kernels in the interpreter. The variable is taken back, so that other processes that tests start do not inherit it.
+"""
+
+import importlib.util
+import os
+
+if importlib.util.find_spec("triton") is not None and "TRITON_INTERPRET" not in os.environ:
+    os.environ["TRITON_INTERPRET"] = "1"
+    try:
+        import triton
+        import triton.language  # noqa: F401
+    finally:
+        del os.environ["TRITON_INTERPRET"]
