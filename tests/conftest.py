@@ -14,7 +14,7 @@ from pathlib import Path
 # Helpers beside this file (ranks, cases, oracle) are imported by name, in pytest's own process and in the ranks'.
 sys.path.insert(0, str(Path(__file__).parent))
 
-import triton_first  # noqa: F401
+import triton_first
 
 if "NUMBA_CACHE_DIR" not in os.environ:
     # Numba does not notice an edit in a module that a kernel imports, so the folder's name says what was compiled.
@@ -34,6 +34,7 @@ from interpreters import forks_for
 from ranks import Ranks, start_server
 
 torch.set_num_threads(1)
+triton_first.import_kernels()
 
 # No test is timed: machines are shared. A fixture of properties says what they run on and holds no state.
 _untimed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])

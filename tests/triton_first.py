@@ -4,6 +4,7 @@ Triton decides when it is first imported whether its own functions are compiled 
 kernels in the interpreter. The variable is taken back, so that other processes that tests start do not inherit it.
 """
 
+import importlib
 import importlib.util
 import os
 
@@ -14,3 +15,19 @@ if importlib.util.find_spec("triton") is not None and "TRITON_INTERPRET" not in 
         import triton.language  # noqa: F401
     finally:
         del os.environ["TRITON_INTERPRET"]
+
+
+def import_kernels() -> None:
+    """Import all modules with kernels likewise, where Triton is installed: each settles it for its own."""
+    if importlib.util.find_spec("triton") is None:
+        return
+    before = os.environ.get("TRITON_INTERPRET")
+    os.environ["TRITON_INTERPRET"] = "1"
+    try:
+        from gradwire.kernels.triton_core.backend import SERVED
+
+        for module in ("triton_core.launch", "packing.triton", *(f"{family}.triton" for family in SERVED)):
+            importlib.import_module(f"gradwire.kernels.{module}")
+    finally:
+        if before is None:
+            del os.environ["TRITON_INTERPRET"]
