@@ -21,14 +21,20 @@ KERNELS = Path(gradwire.kernels.__file__).parent
 
 
 def declared() -> set[str]:
-    """Name the kernels: functions that ``triton.jit`` decorates and that ask which of several programs they are."""
+    """Name the kernels: functions that ``triton.jit`` decorates and that are launched, not called by others."""
     found = set()
     for path in [*KERNELS.glob("*/triton.py"), *KERNELS.glob("triton_core/*.py")]:
-        home = path.stem if path.parent.name == "triton_core" else path.parent.name
-        for node in ast.parse(path.read_text()).body:
-            decorators = [ast.unparse(d) for d in getattr(node, "decorator_list", [])]
-            if any(d.startswith("triton.jit") for d in decorators) and "program_id" in ast.unparse(node):
-                found.add(f"{home}.{node.name}")  # type: ignore[attr-defined]
+        home, tree = path.stem if path.parent.name == "triton_core" else path.parent.name, ast.parse(path.read_text())
+        compiled = {
+            node.name
+            for node in tree.body
+            if isinstance(node, ast.FunctionDef)
+            and any(ast.unparse(decorator).startswith("triton.jit") for decorator in node.decorator_list)
+        }
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "launch" and isinstance(node.args[0], ast.Name):
+                assert node.args[0].id in compiled, f"{path}: {node.args[0].id} is launched and lives elsewhere"
+                found.add(f"{home}.{node.args[0].id}")
     return found
 
 

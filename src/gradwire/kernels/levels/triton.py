@@ -19,7 +19,8 @@ from gradwire.kernels.packing.triton import aligned, digit, pack_digits, sum_row
 from gradwire.kernels.table import GROUP_SIZE
 from gradwire.kernels.triton_core.device_tables import groups_of, levels_of, powers_of, rows_of, shared_values_of
 from gradwire.kernels.triton_core.launch import cdiv, launch, tile, word_arguments
-from gradwire.kernels.triton_core.philox import philox, uniform
+from gradwire.kernels.triton_core.philox import uniform
+from gradwire.kernels.triton_core.tiles import elements_of, words_of
 
 __all__ = ["add_shared", "count_steps", "dequantise", "quantise", "quantise_shared", "sum_digits"]
 
@@ -50,16 +51,10 @@ def _quantise(
     integers, shift, middle, groups, low, high, stream, out,
     EVEN: tl.constexpr, SIGNED: tl.constexpr, SHARED: tl.constexpr, SEARCH: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    group = tl.program_id(0) * TILE + tl.arange(0, TILE)[:, None]
-    lane = tl.arange(0, 16)[None, :]
-    known = group < groups
-    own = tl.load(segment + group, mask=known, other=0)
-    place = tl.load(at + group, mask=known, other=0)
-    last = tl.load(room + group, mask=known, other=0)
-    block = tl.load(number + group, mask=known, other=0) * 16 + lane
+    group, known, place, last, lane = elements_of(at, room, 0, groups, TILE)
+    _, w0, w1, w2, w3 = words_of(number, segment, key, group, known, lane, low, high, stream)
     begin = tl.load(row + group, mask=known, other=0)
     shared = tl.load(first + group, mask=known, other=0)
-    w0, w1, w2, w3 = philox(block, low, high, stream, tl.load(key + 2 * own), tl.load(key + 2 * own + 1))
     for plane in tl.static_range(5):
         within = 16 * plane + lane
         inside = within < last
@@ -130,11 +125,7 @@ def _dequantise(
     BASE: tl.constexpr, DIGITS: tl.constexpr, BYTES: tl.constexpr, WHOLE: tl.constexpr, SHARED: tl.constexpr,
     ADD: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    group = begin + tl.program_id(0) * TILE + tl.arange(0, TILE)[:, None]
-    lane = tl.arange(0, 16)[None, :]
-    known = group < end
-    place = tl.load(at + group, mask=known, other=0)
-    last = tl.load(room + group, mask=known, other=0)
+    group, known, place, last, lane = elements_of(at, room, begin, end, TILE)
     block = tl.load(row + group, mask=known, other=0)
     shared = tl.load(first + group, mask=known, other=0)
     for plane in tl.static_range(5):

@@ -13,7 +13,8 @@ from gradwire.kernels.signs.triton import pack_signs
 from gradwire.kernels.table import SIGN_BYTES, SegmentTable
 from gradwire.kernels.triton_core.device_tables import groups_of
 from gradwire.kernels.triton_core.launch import cdiv, launch, tile, word_arguments
-from gradwire.kernels.triton_core.philox import philox, uniform
+from gradwire.kernels.triton_core.philox import uniform
+from gradwire.kernels.triton_core.tiles import elements_of, words_of
 
 __all__ = ["natural_encode", "natural_mean"]
 
@@ -22,14 +23,8 @@ _TILE = 32
 
 @triton.jit(do_not_specialize=["groups", "low", "high", "stream"])
 def _encode(x, at, room, number, segment, key, groups, low, high, stream, out, TILE: tl.constexpr):
-    group = tl.program_id(0) * TILE + tl.arange(0, TILE)[:, None]
-    lane = tl.arange(0, 16)[None, :]
-    known = group < groups
-    own = tl.load(segment + group, mask=known, other=0)
-    place = tl.load(at + group, mask=known, other=0)
-    last = tl.load(room + group, mask=known, other=0)
-    block = tl.load(number + group, mask=known, other=0) * 16 + lane
-    w0, w1, w2, w3 = philox(block, low, high, stream, tl.load(key + 2 * own), tl.load(key + 2 * own + 1))
+    group, known, place, last, lane = elements_of(at, room, 0, groups, TILE)
+    _, w0, w1, w2, w3 = words_of(number, segment, key, group, known, lane, low, high, stream)
     for plane in tl.static_range(5):
         within = 16 * plane + lane
         value = tl.load(x + place + within, mask=within < last, other=0.0)
@@ -50,12 +45,8 @@ def natural_encode(x: torch.Tensor, table: SegmentTable, round: int, stream: int
 
 @triton.jit(do_not_specialize=["number", "stride", "behind", "groups", "weight"])
 def _mean(rows, number, stride, behind, at, room, groups, weight, x, ADD: tl.constexpr, TILE: tl.constexpr):
-    group = tl.program_id(0) * TILE + tl.arange(0, TILE)[:, None]
-    lane = tl.arange(0, 16)[None, :]
+    group, _, place, last, lane = elements_of(at, room, 0, groups, TILE)
     step = stride.to(tl.int64)
-    known = group < groups
-    place = tl.load(at + group, mask=known, other=0)
-    last = tl.load(room + group, mask=known, other=0)
     for plane in tl.static_range(5):
         within = 16 * plane + lane
         inside = within < last

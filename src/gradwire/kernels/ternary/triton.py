@@ -12,7 +12,8 @@ from gradwire.kernels.packing.triton import aligned, digit, sum_rows
 from gradwire.kernels.table import GROUP_BYTES, SegmentTable
 from gradwire.kernels.triton_core.device_tables import groups_of, powers_of
 from gradwire.kernels.triton_core.launch import cdiv, launch, tile, word_arguments
-from gradwire.kernels.triton_core.philox import philox, uniform
+from gradwire.kernels.triton_core.philox import uniform
+from gradwire.kernels.triton_core.tiles import elements_of, words_of
 
 __all__ = ["decode", "ternary_encode", "ternary_sum"]
 
@@ -23,14 +24,8 @@ _TILE = 32
 def _encode(
     x, at, room, number, segment, key, limit, inverse, begin, end, low, high, stream, out, TILE: tl.constexpr
 ):  # fmt: skip
-    group = begin + tl.program_id(0) * TILE + tl.arange(0, TILE)[:, None]
-    lane = tl.arange(0, 16)[None, :]
-    known = group < end
-    own = tl.load(segment + group, mask=known, other=0)
-    place = tl.load(at + group, mask=known, other=0)
-    last = tl.load(room + group, mask=known, other=0)
-    block = tl.load(number + group, mask=known, other=0) * 16 + lane
-    w0, w1, w2, w3 = philox(block, low, high, stream, tl.load(key + 2 * own), tl.load(key + 2 * own + 1))
+    group, known, place, last, lane = elements_of(at, room, begin, end, TILE)
+    own, w0, w1, w2, w3 = words_of(number, segment, key, group, known, lane, low, high, stream)
     bound = tl.load(limit + own)
     factor = tl.load(inverse + own)
     total = tl.zeros([TILE, 16], tl.int32)
@@ -67,11 +62,7 @@ def _decode(
     BASE: tl.constexpr, DIGITS: tl.constexpr, BYTES: tl.constexpr, WHOLE: tl.constexpr, ADD: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    group = begin + tl.program_id(0) * TILE + tl.arange(0, TILE)[:, None]
-    lane = tl.arange(0, 16)[None, :]
-    known = group < end
-    place = tl.load(at + group, mask=known, other=0)
-    last = tl.load(room + group, mask=known, other=0)
+    group, known, place, last, lane = elements_of(at, room, begin, end, TILE)
     factor = tl.load(scale + tl.load(segment + group, mask=known, other=0))
     infinite = (factor.to(tl.int32, bitcast=True) & 0x7F800000) == 0x7F800000
     for plane in tl.static_range(5):
