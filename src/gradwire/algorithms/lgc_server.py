@@ -118,7 +118,8 @@ class _FewRule(Rule):
     def choose(
         self, kernels: Kernels, scores: torch.Tensor, table: SegmentTable, draw: Draw
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        raise NotImplementedError("the server says which")
+        # Only the server encodes the mean, and it is given the elements. Whoever asks for another choice has a defect.
+        raise AssertionError("the server says which elements the mean has")
 
 
 @dataclass(frozen=True, eq=False)
