@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -37,8 +38,6 @@ class MLflowSink(Sink):
         return str(self._client.create_run(number).info.run_id)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        import time
-
         now_ms = int(1000 * time.time())
         rows = [self._entities.Metric(PREFIX + name, value, now_ms, step) for name, value in metrics.items()]
         self._client.log_batch(self.run_id, metrics=rows)

@@ -16,7 +16,7 @@ from gradwire.model.exchange import ExchangeProfile, jobs_of
 from gradwire.model.machine import LinkModel, Machine
 from gradwire.model.schedule import Load, Steps, step_time
 from gradwire.model.timeline import ReadyBucket, Timeline
-from gradwire.planning import Options, Planner, exchanged, own_buckets
+from gradwire.planning import Options, Pieces, Planner, exchanged, own_buckets
 from gradwire.spec import method as read_method
 
 __all__ = ["Cycle", "Fragment", "cycle_of", "cycle_time"]
@@ -81,7 +81,7 @@ def cycle_of(
     chosen, given = read_method(method), options or Options()
     pieces, its = exchanged(chosen, parameters, given)
     steps = None if chosen.outcomes_differ else cast(StepsLocally, chosen)
-    groups = pieces.fragments if hasattr(pieces, "fragments") else [list(pieces)]
+    groups = pieces.fragments if isinstance(pieces, Pieces) else [list(pieces)]
     planner = Planner(chosen, pieces, world_size, its)
     planner.compile()
     fragments = []

@@ -224,10 +224,9 @@ class LocalSteps:
         return self.parameters.load(state)
 
     def agree(self) -> None:
-        """Make the parameters of all ranks one another's, where others than before go on with a state (collective).
+        """Give all ranks the same parameters, after another number of ranks has loaded a state (collective).
 
-        The global ones take the place of what a rank's steps since the last exchange have made of them; where there
-        are none, all ranks' own parameters become their mean.
+        Each rank's own parameters become the global ones. Where there are none, they become their mean over ranks.
         """
         if isinstance(self.parameters, GlobalParameters):
             self.parameters.restore()
