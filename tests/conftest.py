@@ -89,3 +89,11 @@ def three_ranks() -> Iterator[Ranks]:
     ranks = Ranks(3)
     yield ranks
     ranks.close()
+
+
+@pytest.fixture(scope="session")
+def four_ranks() -> Iterator[Ranks]:
+    """Four ranks that live as long as the test session."""
+    ranks = Ranks(4)
+    yield ranks
+    ranks.close()

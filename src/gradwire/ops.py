@@ -3,7 +3,8 @@
 A protocol is a generator: it yields one of these and receives a tensor. It does no input or output itself, so the
 same code runs on a real group, in a simulation and in a dry run (see :mod:`gradwire.drivers`). Every rank yields the
 same kinds, in the same order, with matching sizes; what is yielded never depends on the values in a tensor, but for
-the lengths of rows that say so.
+the lengths of rows that say so. An operation with a ``scope`` is carried out in each of its groups by itself: "all
+ranks" are then those of the group, and only they need to ask for the same.
 """
 
 from __future__ import annotations
@@ -14,7 +15,38 @@ from typing import TypeAlias, TypeVar
 
 import torch
 
-__all__ = ["AllGather", "AllToAll", "Broadcast", "Exchange", "Op", "Reduce", "SendRecv"]
+__all__ = ["AllGather", "AllToAll", "Broadcast", "Exchange", "Op", "Reduce", "Scope", "SendRecv"]
+
+
+@dataclass(frozen=True)
+class Scope:
+    """A division of all ranks into groups, in each of which an operation is carried out by itself.
+
+    Within an operation of this scope ranks are numbered by their place in the group.
+
+    Attributes:
+        name: What the groups are, as in a count of bytes by scope.
+        groups: All ranks, each in one group.
+        local: Whether an operation stays within a machine, so that it need not wait until the network is free.
+
+    Example:
+        >>> nodes = Scope("node", ((0, 1), (2, 3)), local=True)
+        >>> nodes.ranks(2), nodes.place(3)
+        ((2, 3), (1, 2))
+    """
+
+    name: str
+    groups: tuple[tuple[int, ...], ...]
+    local: bool = False
+
+    def ranks(self, rank: int) -> tuple[int, ...]:
+        """Return the ranks of the group that a rank is in."""
+        return next(group for group in self.groups if rank in group)
+
+    def place(self, rank: int) -> tuple[int, int]:
+        """Return a rank's place in its group, and how many ranks are in it."""
+        ranks = self.ranks(rank)
+        return ranks.index(rank), len(ranks)
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,6 +61,7 @@ class Reduce:
 
     value: torch.Tensor
     op: str
+    scope: Scope | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,6 +83,7 @@ class AllToAll:
     lengths: torch.Tensor | None = None
     arrived: torch.Tensor | None = None
     last: bool = False
+    scope: Scope | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,6 +100,7 @@ class AllGather:
     lengths: torch.Tensor | None = None
     arrived: torch.Tensor | None = None
     last: bool = False
+    scope: Scope | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,6 +121,7 @@ class SendRecv:
     lengths: torch.Tensor | None = None
     arrived: torch.Tensor | None = None
     last: bool = False
+    scope: Scope | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,6 +139,7 @@ class Broadcast:
     root: int
     length: torch.Tensor | None = None
     last: bool = False
+    scope: Scope | None = None
 
 
 Op: TypeAlias = Reduce | AllToAll | AllGather | SendRecv | Broadcast

@@ -15,12 +15,12 @@ SIZE = 2000
 
 
 def refusal_of(method: str, name: str, second: int, bits: int) -> tuple[str, str]:
-    """Exchange two rounds, and damage what rank 1 sends by that call of a function of the lane's module."""
-    from gradwire.drivers import lane
+    """Exchange two rounds, and damage what rank 1 sends by that call of a function of the transport's module."""
+    from gradwire.drivers.transports import gloo
 
     parameter = torch.nn.Parameter(torch.zeros(SIZE))
     link = gw.Link([("w", parameter)], method, min_numel=0)
-    real, calls = getattr(lane, name), [0]
+    real, calls = getattr(gloo, name), [0]
 
     def damaged(*arguments: Any) -> torch.Tensor:
         message: torch.Tensor = real(*arguments)
@@ -32,7 +32,7 @@ def refusal_of(method: str, name: str, second: int, bits: int) -> tuple[str, str
 
     found = "nothing was refused"
     if link.rank == 1:
-        setattr(lane, name, damaged)
+        setattr(gloo, name, damaged)
     try:
         for round in range(2):
             parameter.grad = torch.randn(SIZE, generator=torch.Generator().manual_seed(10 * round + link.rank))
@@ -40,7 +40,7 @@ def refusal_of(method: str, name: str, second: int, bits: int) -> tuple[str, str
     except gw.GradwireError as error:
         found = f"{type(error).__name__}: {error}"
     finally:
-        setattr(lane, name, real)
+        setattr(gloo, name, real)
         link.close()
     return found, type(link.error).__name__
 

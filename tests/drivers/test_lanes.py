@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 from gradwire.drivers import Lane, WireError
-from gradwire.ops import AllToAll, Exchange
+from gradwire.ops import AllGather, AllToAll, Exchange, Reduce, Scope
+from ranks import Ranks
 
 
 @pytest.fixture
@@ -72,3 +73,36 @@ def test_an_exchange_of_two_collectives_is_refused(lane: Lane) -> None:
     (told,) = outcome(lane, exchange(lambda: None, collectives=2))
     assert isinstance(told, TypeError)
     assert not isinstance(told, WireError)
+
+
+NODES = Scope("node", ((0, 1), (2, 3)), local=True)
+ACROSS = Scope("between nodes", ((0, 2), (1, 3)))
+
+
+def within(rank: int) -> Exchange[tuple[float, list[int], float]]:
+    inside = yield Reduce(torch.tensor([float(1 << rank)]), "sum", NODES)
+    # Large enough to be sent in turn where the network is in question, and of another length in each group.
+    size = 100_000 + rank % 2
+    mine = torch.full((size,), rank, dtype=torch.uint8)
+    rows = yield AllGather(mine, torch.empty(2, size, dtype=torch.uint8), scope=ACROSS, last=True)
+    late = yield AllGather(mine[:100_000], torch.empty(2, 100_000, dtype=torch.uint8), scope=NODES)
+    everywhere = yield Reduce(torch.tensor([1.0]), "sum")
+    return float(inside), [int(row.unique()) for row in (*rows, *late)], float(everywhere)
+
+
+def scoped() -> tuple[tuple[float, list[int], float], dict[str, int]]:
+    store = dist.PrefixStore("scoped lane", dist.distributed_c10d._get_default_store())
+    rank, wait = dist.get_rank(), timedelta(seconds=60)
+    made = Lane(store, rank, dist.get_world_size(), wait, "lane", scopes=(NODES, ACROSS))
+    try:
+        return made.drive(within(rank)), dict(made.meter.sent_within)
+    finally:
+        made.close()
+
+
+@pytest.mark.ranks
+def test_within_a_scope_each_group_is_on_its_own(four_ranks: Ranks) -> None:
+    for rank, (found, sent) in enumerate(four_ranks(scoped)):
+        node, across = (0, 1) if rank < 2 else (2, 3), (rank % 2, rank % 2 + 2)
+        assert found == (float(sum(1 << r for r in node)), [*across, *node], 4.0)
+        assert sent == {"node": 4 + 100_000, "between nodes": 100_000 + rank % 2}

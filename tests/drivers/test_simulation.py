@@ -9,7 +9,7 @@ import torch
 
 from gradwire.drivers import Meter, simulate_ranks
 from gradwire.errors import ExchangeError
-from gradwire.ops import AllGather, AllToAll, Broadcast, Exchange, Op, Reduce
+from gradwire.ops import AllGather, AllToAll, Broadcast, Exchange, Op, Reduce, Scope
 
 N = 3
 
@@ -80,6 +80,47 @@ def test_every_rank_is_told_how_much_came_from_whom(gathered: bool) -> None:
     assert [row.tolist() for row in arrived] == [
         [0 if sender == rank else 1 + sender + extra * rank for sender in range(N)] for rank in range(N)
     ]
+
+
+NODES = Scope("node", ((0, 1), (2, 3)), local=True)
+ACROSS = Scope("between nodes", ((0, 2), (1, 3)))
+
+
+def test_within_a_scope_each_group_is_on_its_own() -> None:
+    def rank(r: int) -> Exchange[list[list[float]]]:
+        inside = yield Reduce(torch.tensor([float(1 << r)]), "sum", NODES)
+        # Groups of the second scope have members of both groups of the first, and ask for different sizes.
+        room = torch.empty(2, 1 + r % 2, dtype=torch.uint8)
+        across = yield AllGather(torch.full((1 + r % 2,), r, dtype=torch.uint8), room, scope=ACROSS)
+        everywhere = yield Reduce(torch.tensor([float(r)]), "max")
+        return [inside.tolist(), across.flatten().tolist(), everywhere.tolist()]
+
+    meters = [Meter(r) for r in range(4)]
+    found = simulate_ranks([rank(r) for r in range(4)], meters)
+    assert found == [
+        [[3.0], [0, 2], [3.0]],
+        [[3.0], [1, 1, 3, 3], [3.0]],
+        [[12.0], [0, 2], [3.0]],
+        [[12.0], [1, 1, 3, 3], [3.0]],
+    ]
+    # A ring of four bytes between two ranks, and one row.
+    assert [dict(m.sent_within) for m in meters] == [{"node": 4, "between nodes": 1 + r % 2} for r in range(4)]
+
+
+def test_a_group_may_have_less_to_do_than_another() -> None:
+    def rank(r: int) -> Exchange[float]:
+        if r in (0, 2):
+            yield Reduce(torch.zeros(1), "sum", ACROSS)
+        reply = yield Reduce(torch.tensor([float(r)]), "sum", NODES)
+        return float(reply)
+
+    assert simulate_ranks([rank(r) for r in range(4)], [Meter(r) for r in range(4)]) == [1.0, 1.0, 5.0, 5.0]
+
+
+def test_scopes_that_never_meet_are_an_error() -> None:
+    generators = [one(Reduce(torch.zeros(1), "sum", NODES if r < 2 else ACROSS)) for r in range(4)]
+    with pytest.raises(ExchangeError, match=r"different operations.*between nodes"):
+        simulate_ranks(generators, [Meter(r) for r in range(4)])
 
 
 def test_ranks_that_end_at_different_times_are_an_error() -> None:

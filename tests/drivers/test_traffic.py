@@ -8,7 +8,7 @@ import torch
 from gradwire.drivers import Meter, Traffic, dense_bytes
 from gradwire.drivers.local_profiler import _shape
 from gradwire.drivers.traffic import GATHERED_REDUCE_BYTES, LARGE_BYTES, broadcast_sends, gathers, large, op_bytes
-from gradwire.ops import AllGather, AllToAll, Broadcast, Op, Reduce, SendRecv
+from gradwire.ops import AllGather, AllToAll, Broadcast, Op, Reduce, Scope, SendRecv
 
 N = 4
 
@@ -50,6 +50,19 @@ def test_bytes_of_an_operation(op: Op, expected: tuple[int, int]) -> None:
 def test_rows_of_different_lengths_count_as_they_are_and_their_lengths_too(op: Op) -> None:
     """Eight bytes to tell each of three others, and eight from each of them."""
     assert op_bytes(op, N) == (7 + 8 + 9 + 3 * 8, 1 + 2 + 3 + 3 * 8)
+
+
+def test_an_operation_with_a_scope_counts_with_its_group() -> None:
+    """Among three of twelve ranks: two thirds of the vector twice, rows to two others, and the place in their tree."""
+    scope = Scope("node", tuple(tuple(range(i, i + 3)) for i in range(0, 12, 3)))
+    assert op_bytes(Reduce(torch.zeros(300), "sum", scope), 12, rank=7) == (1600, 1600)
+    assert op_bytes(AllGather(octets(100), octets(3, 100), scope=scope), 12, rank=7) == (200, 200)
+    # Of three ranks the first sends to both others.
+    sent = [op_bytes(Broadcast(octets(100), 0, scope=scope), 12, rank)[0] for rank in (6, 7, 8)]
+    assert sent == [200, 0, 0]
+    meter = Meter(7)
+    meter.count(SendRecv(octets(10), octets(10), to=2, source=None, scope=scope), 12)
+    assert (meter.sent_to, meter.sent_within) == ({8: 10}, {"node": 10})
 
 
 @pytest.mark.parametrize("world_size", range(1, 18))

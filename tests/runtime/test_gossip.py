@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +27,6 @@ SPECS = (
     "PowerGossip(iterations=2)",
     "PowerGossip(graph='exponential')",
 )
-
-
-@pytest.fixture(scope="module")
-def four_ranks() -> Iterator[Ranks]:
-    ranks = Ranks(COUNT)
-    yield ranks
-    ranks.close()
 
 
 def built(*, norm: bool = False) -> nn.Module:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TypeVar, cast
 
 import torch
@@ -19,6 +19,8 @@ T = TypeVar("T")
 def simulate_ranks(generators: Sequence[Exchange[T]], meters: Sequence[Meter], *, leader_only: bool = False) -> list[T]:
     """Run one generator a rank to its end and return what each returned.
 
+    Ranks advance together; an operation with a scope is carried out as soon as all ranks of one of its groups ask.
+
     With ``leader_only``, stop when rank 0 has ended, and return its result alone: after the last exchange the others
     would repeat its decoding, N - 1 times.
 
@@ -30,25 +32,42 @@ def simulate_ranks(generators: Sequence[Exchange[T]], meters: Sequence[Meter], *
     world_size = len(generators)
     results: list[T | None] = [None] * world_size
     replies: list[torch.Tensor | None] = [None] * world_size
+    asked: list[Op | None] = [None] * world_size
+    left = set(range(world_size))
     while True:
-        ops: list[Op] = []
-        ended = 0
-        for rank, generator in enumerate(generators):
-            try:
+        for rank in sorted(left):
+            if asked[rank] is None:
                 reply = replies[rank]
-                ops.append(next(generator) if reply is None else generator.send(reply))
-            except StopIteration as stop:
-                results[rank] = stop.value
-                ended += 1
-                if leader_only and rank == 0:
-                    return [stop.value]
-        if ended == world_size:
+                try:
+                    asked[rank] = next(generators[rank]) if reply is None else generators[rank].send(reply)
+                except StopIteration as stop:
+                    results[rank] = stop.value
+                    left.discard(rank)
+                    if leader_only and rank == 0:
+                        return [stop.value]
+        if not left:
             return results  # type: ignore[return-value]
-        if ended or len({(type(op), _shape(op)) for op in ops}) > 1:
-            raise ExchangeError(f"simulated ranks asked for different operations: {[_name(op) for op in ops]}")
-        replies = list(_execute(ops))
-        for op, meter in zip(ops, meters):
-            meter.count(op, world_size)
+        ready = list(_ready(asked, world_size))
+        if not ready:
+            names = [_name(op) for op in asked if op is not None]
+            raise ExchangeError(f"simulated ranks asked for different operations: {names}")
+        for ranks, ops in ready:
+            for rank, op, reply in zip(ranks, ops, _execute(ops)):
+                replies[rank], asked[rank] = reply, None
+                meters[rank].count(op, world_size)
+
+
+def _ready(asked: Sequence[Op | None], world_size: int) -> Iterator[tuple[Sequence[int], list[Op]]]:
+    """Yield the groups of ranks that have all asked for the same operation, and what each of them asked for."""
+    seen = set[int]()
+    for rank, op in enumerate(asked):
+        if op is None or rank in seen:
+            continue
+        ranks = range(world_size) if op.scope is None else op.scope.ranks(rank)
+        ops = [other for other in (asked[r] for r in ranks) if other is not None]
+        if len(ops) == len(ranks) and len({(type(op), op.scope, _shape(op)) for op in ops}) == 1:
+            seen.update(ranks)
+            yield ranks, ops
 
 
 def _shape(op: Op) -> tuple[object, ...]:
@@ -60,7 +79,7 @@ def _shape(op: Op) -> tuple[object, ...]:
 
 
 def _name(op: Op) -> str:
-    return f"{type(op).__name__}{list(_shape(op))}"
+    return f"{type(op).__name__}{list(_shape(op))}" + ("" if op.scope is None else f" ({op.scope.name})")
 
 
 def _execute(ops: Sequence[Op]) -> list[torch.Tensor]:

@@ -50,6 +50,8 @@ class Traffic:
         buffer_bytes: DDP's own broadcasts of module buffers (batch norm's running statistics), sent by this rank.
         sent_to: Of the bytes that left this rank, those of messages to a single rank, by that rank: what each link of a
             graph carries.
+        sent_within: Of the bytes that left this rank, those of messages within groups of ranks, by what the groups are:
+            "node" inside a node, "between nodes" among the ranks that hold the same shard.
     """
 
     sent_bytes: int = 0
@@ -59,6 +61,7 @@ class Traffic:
     rounds: int = 0
     buffer_bytes: int = 0
     sent_to: Mapping[int, int] = field(default_factory=dict)
+    sent_within: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def compression_factor(self) -> float:
@@ -109,6 +112,8 @@ def op_bytes(op: Op, world_size: int, rank: int = 0) -> tuple[int, int]:
     Broadcast: as often as :func:`broadcast_sends` says, received once but by the root, eight bytes more where the
     length is told. It is the only operation of which ranks that ask for the same send different numbers of bytes.
     """
+    if op.scope is not None:
+        rank, world_size = op.scope.place(rank)
     others = world_size - 1
     if isinstance(op, Broadcast):
         count = (op.value.numel() if op.length is None else int(op.length)) * op.value.element_size()
@@ -145,7 +150,8 @@ class Meter:
         rank: Whose bytes are counted.
 
     Of the sent bytes, ``ring_bytes`` went to one neighbour, and ``sent_to`` counts those of messages to a single rank,
-    by that rank; the others went to all ranks alike.
+    by that rank; the others went to all ranks alike. ``sent_within`` counts those of operations with a scope, by its
+    name.
     """
 
     def __init__(self, rank: int = 0) -> None:
@@ -154,6 +160,7 @@ class Meter:
         self.received_bytes = 0
         self.ring_bytes = 0
         self.sent_to: Counter[int] = Counter()
+        self.sent_within: Counter[str] = Counter()
         self.encode_s = 0.0
         self.wire_s = 0.0
         self.decode_s = 0.0
@@ -163,7 +170,10 @@ class Meter:
         sent, received = op_bytes(op, world_size, self.rank)
         self.sent_bytes += sent
         self.received_bytes += received
+        if op.scope is not None:
+            self.sent_within[op.scope.name] += sent
         if isinstance(op, Reduce) and not gathers(op):
             self.ring_bytes += sent
         if isinstance(op, SendRecv) and op.to is not None:
-            self.sent_to[op.to] += sent
+            to = op.to if op.scope is None else op.scope.ranks(self.rank)[op.to]
+            self.sent_to[to] += sent

@@ -213,6 +213,7 @@ class LinkRuntime:
             rounds=self.rounds_here,
             buffer_bytes=buffer_bytes,
             sent_to=dict(sum((m.sent_to for m in meters), Counter())),
+            sent_within=dict(sum((m.sent_within for m in meters), Counter())),
         )
 
     def parameter_rows(self) -> dict[str, dict[str, float]]:

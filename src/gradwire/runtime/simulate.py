@@ -190,8 +190,15 @@ class SimulatedLink:
     def traffic(self, worker: int = 0) -> Traffic:
         """Return the bytes that a worker would have sent and received: all the same, but for broadcasts and trees."""
         meter, elements = self._meters[worker], self._elements
-        dense, sent_to = dense_bytes(elements, self.world_size), dict(meter.sent_to)
-        return Traffic(meter.sent_bytes, meter.received_bytes, dense, elements, self.round, sent_to=sent_to)
+        return Traffic(
+            meter.sent_bytes,
+            meter.received_bytes,
+            dense_bytes(elements, self.world_size),
+            elements,
+            self.round,
+            sent_to=dict(meter.sent_to),
+            sent_within=dict(meter.sent_within),
+        )
 
     def gauges(self) -> list[dict[str, float]]:
         """Return what :meth:`Link.gauges` would return on each worker, by worker."""

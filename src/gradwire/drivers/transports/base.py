@@ -1,0 +1,47 @@
+"""What carries the operations of protocols between ranks."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from gradwire.ops import Op
+
+__all__ = ["Transport"]
+
+
+class Transport(ABC):
+    """The connections of one lane among some ranks.
+
+    All of them execute the same operations in the same order. The lane decides the order; a transport knows nothing of
+    jobs, methods or buckets.
+
+    Attributes:
+        rank: This rank among them.
+        world_size: How many they are.
+    """
+
+    rank: int
+    world_size: int
+
+    @abstractmethod
+    def execute(self, op: Op, wait_for_turn: Callable[[], None]) -> torch.Tensor:
+        """Carry an operation to its end, and return the reply.
+
+        Args:
+            wait_for_turn: Called before rows that are long enough to fill a link; returns when it is the lane's turn.
+
+        Raises:
+            RuntimeError: the connection broke, or another rank did something else.
+        """
+
+    def start(self, op: Op) -> tuple[torch.futures.Future[Any], torch.Tensor]:
+        """Begin an operation without waiting for it, and return what says that it has ended, and the reply.
+
+        Raises:
+            TypeError: it needs buffers of the transport, and so the thread of its lane.
+        """
+        raise TypeError(f"{type(op).__name__}: this operation needs buffers of the lane, and so its thread")
