@@ -555,6 +555,15 @@ TABLE: dict[str, list[Case]] = {
             memory=True,
         ),
     ],
+    # Of one rank a node all ranks are between nodes; tests/algorithms/test_hierarchical.py has nodes of several.
+    "hierarchical": [
+        Case(gw.Hierarchical(compressor=gw.TernGrad(), node_size=1), ternary_bits, *ternary(2.5)),
+        Case(
+            gw.Hierarchical(compressor=gw.QSGDinf(block_size=64), node_size=1),
+            gather(4 + 32 / 64),
+            variance=levels(range(8), 64, "max"),
+        ),
+    ],
     "local_sgd": [
         Case(gw.LocalSGD(), ring(32), error=2e-7),
         Case(gw.LocalSGD(inner=gw.QSGDinf(block_size=64)), gather(4 + 32 / 64), variance=levels(range(8), 64, "max")),

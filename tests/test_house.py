@@ -32,7 +32,7 @@ LAYERS = {
     "ops": set(),
     "processes": set(),
     "forking": {"errors"},
-    "methods": {"errors", "segments"},
+    "methods": {"errors", "ops", "segments"},
     "optim": {"errors"},
     "kernels": {"errors"},
     "wire": {"errors", "kernels"},

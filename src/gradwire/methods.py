@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -11,6 +11,7 @@ import torch
 from gradwire.errors import HyperparameterError
 
 if TYPE_CHECKING:
+    from gradwire.ops import Scope
     from gradwire.segments import Parameter
 
 __all__ = ["Inherited", "Method", "Properties", "require"]
@@ -138,6 +139,9 @@ class Method:
     """Whether each rank ends an exchange with an outcome of its own, so that no two ranks' parameters are the same;
     what ranks then have in common is the mean over them, which an exchange leaves as it is."""
 
+    sharded: ClassVar[bool] = False
+    """Whether what a rank remembers of a parameter is of its own shard of it, which :meth:`kept_as` names."""
+
     needs_optimizer: ClassVar[bool] = False
     """Whether it also acts on the steps of an optimizer."""
 
@@ -158,6 +162,18 @@ class Method:
         :func:`gradwire.protocols.memory.kind_of_peer`.
         """
         return parameter.numel
+
+    def kept_as(self, parameter: Parameter) -> Sequence[Parameter]:
+        """Return what a parameter is to what the method remembers: by default itself, else the parts it is cut into."""
+        return (parameter,)
+
+    def scopes(self, world_size: int) -> Sequence[Scope]:
+        """Return the divisions of so many ranks into groups that its exchanges name beside all ranks.
+
+        Raises:
+            IncompatibleError: so many ranks cannot be divided as the method asks.
+        """
+        return ()
 
     def omega_of(self, numel: int | None = None) -> float | None:
         """Return the variance constant for parameters of ``numel`` elements, or of any number of them.

@@ -18,6 +18,7 @@ from gradwire.algorithms.ef_signsgd import EFSignSGD
 from gradwire.algorithms.error_feedback import ErrorFeedback
 from gradwire.algorithms.grandk import GRandK
 from gradwire.algorithms.gtopk import GTopK
+from gradwire.algorithms.hierarchical import Hierarchical
 from gradwire.algorithms.l_greco import LGreCo
 from gradwire.algorithms.lgc import LGC
 from gradwire.algorithms.local_sgd import LocalSGD
@@ -89,6 +90,7 @@ __all__ = [
     "FourierATOMO",
     "GRandK",
     "GTopK",
+    "Hierarchical",
     "LGreCo",
     "Lattice",
     "LocalSGD",
@@ -172,6 +174,7 @@ METHODS: tuple[type[Method], ...] = (
     Scheduled,
     LGreCo,
     LGC,
+    Hierarchical,
     LocalSGD,
     DiLoCo,
     StreamingDiLoCo,

@@ -5,16 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
 __all__ = [
     "Parameter",
     "Segment",
+    "cut_into_shards",
     "divide",
     "flat_view",
     "flatten",
     "is_sharded",
+    "join_compressed",
     "lay_out",
     "local_shard",
     "rows_of_rank",
@@ -76,6 +79,13 @@ def divide(segments: Iterable[Segment]) -> tuple[list[Segment], list[Segment]]:
     return [s for s in filled if not s.dense], [s for s in filled if s.dense]
 
 
+def join_compressed(segments: Sequence[Segment]) -> list[Segment]:
+    """Make one segment, of a parameter named "(model)", of all that is compressed; it lies at the start."""
+    light, dense = [s for s in segments if not s.dense], [s for s in segments if s.dense]
+    numel = sum(s.numel for s in light)
+    return [Segment(Parameter("(model)", (numel,), (1,)), 0, 0, numel), *dense] if light else dense
+
+
 def lay_out(parameters: Iterable[Parameter]) -> tuple[Segment, ...]:
     """Place whole parameters one after the other."""
     segments, offset = [], 0
@@ -83,6 +93,37 @@ def lay_out(parameters: Iterable[Parameter]) -> tuple[Segment, ...]:
         segments.append(Segment(parameter, offset, 0, parameter.numel))
         offset += parameter.numel
     return tuple(segments)
+
+
+def cut_into_shards(parameter: Parameter, shards: int) -> list[tuple[Parameter, int]]:
+    """Cut a parameter into runs of memory, about as long as each other, of which each is a parameter itself.
+
+    A run is of whole rows of the dimension that is outermost in memory, so that it keeps the parameter's other
+    dimensions; where there are fewer rows than shards, it is a vector. Runs of neighbours follow each other; some may
+    be empty.
+
+    Returns:
+        For each shard its part, named after its first and last row or element, and where it begins in memory.
+
+    Example:
+        >>> [(part.name, part.shape, begin) for part, begin in cut_into_shards(Parameter("w", (5, 3), (3, 1)), 2)]
+        [('w[0:2]', (2, 3), 0), ('w[2:5]', (3, 3), 6)]
+    """
+    if shards == 1:
+        return [(parameter, 0)]
+    shape, stride = list(parameter.shape), parameter.stride
+    dim = max(range(len(shape)), key=lambda d: (stride[d] * (shape[d] > 1), -d), default=0)
+    rows = shape[dim] if shape else 1
+    whole = rows >= shards
+    count = rows if whole else parameter.numel
+    each = parameter.numel // count if count else 0
+    bounds = [count * i // shards for i in range(shards + 1)]
+    found = []
+    for begin, end in pairwise(bounds):
+        size = (*shape[:dim], end - begin, *shape[dim + 1 :]) if whole else (end - begin,)
+        part = Parameter(f"{parameter.name}[{begin}:{end}]", size, stride if whole else (1,))
+        found.append((part, begin * each))
+    return found
 
 
 def rows_of_rank(parameter: Parameter, rank: int, ranks: int) -> tuple[int, int]:

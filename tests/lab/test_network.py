@@ -63,6 +63,18 @@ class TestNetwork:
         assert moved[2].received_payload_bytes == pytest.approx(2 * MEGABYTE, rel=0.05)
         assert moved[1].sent_bytes + moved[1].received_bytes < MEGABYTE / 20
 
+    def test_links_between_groups_count_what_crosses_them(self) -> None:
+        with open_network(Topology.parse("hosts=4,bandwidth=1gbit,groups=2,between=1gbit")) as lab:
+            start = lab.group_counters()
+            pour(lab, 0, 1, 2 * MEGABYTE)
+            inside = lab.group_counters()
+            pour(lab, 1, 2, MEGABYTE)
+            crossed = lab.group_counters()
+        assert all(b.since(a).sent_bytes < MEGABYTE / 20 for a, b in zip(start, inside))
+        moved = [b.since(a) for a, b in zip(inside, crossed)]
+        assert moved[0].sent_payload_bytes == pytest.approx(MEGABYTE, rel=0.05)
+        assert moved[1].received_payload_bytes == pytest.approx(MEGABYTE, rel=0.05)
+
     def test_two_labs_at_once_do_not_collide(self) -> None:
         with open_network(Topology(hosts=2)) as first, open_network(Topology(hosts=2)) as second:
             assert first.name != second.name

@@ -110,3 +110,11 @@ def test_what_a_graph_does_not_allow_is_refused_by_name() -> None:
     setting = Scenario(hosts=4, link=LinkModel(bandwidth_bytes_per_s=1e6))
     _, refused = forecast(profile(), ("DPSGD(graph='no-such-file')",), setting, DEFAULT, repeats=1)
     assert list(refused) == ["DPSGD(graph='no-such-file')"]
+
+
+def test_two_levels_of_links_are_refused_by_name() -> None:
+    setting = Scenario(hosts=4, link=LinkModel(bandwidth_bytes_per_s=1e6))
+    specs = ("Hierarchical(TernGrad(), node_size=2)", "DiLoCo(inner=Hierarchical(TernGrad(), node_size=2))")
+    _, refused = forecast(profile(), specs, setting, DEFAULT, repeats=1)
+    assert list(refused) == list(specs)
+    assert all("one kind of link" in reason for reason in refused.values())

@@ -143,6 +143,8 @@ REMEMBERING = [
         "AMQ()",
         "AMQN()",
         "Coded(compressor=ErrorFeedback())",
+        "Hierarchical(compressor=ErrorFeedback(), node_size=1)",
+        "Hierarchical(compressor=ALQ(), node_size=1)",
         "local_sgd",
         "DiLoCo(inner=ErrorFeedback())",
         "StreamingDiLoCo(inner=ErrorFeedback())",

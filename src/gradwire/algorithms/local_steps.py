@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -13,6 +12,7 @@ from gradwire.compressors import FP32, Cast, Compressor
 from gradwire.local_steps import GLOBAL
 from gradwire.methods import Method, require
 from gradwire.protocols.bucket_plan import Algorithm, BucketPlan, PlanSetting
+from gradwire.segments import Parameter
 from gradwire.wrappers.wrapper import Around
 
 __all__ = ["LocalStepsMethod"]
@@ -24,6 +24,8 @@ class LocalStepsMethod(Around):
     A worker's *difference* is the global parameters less its own, like a gradient: the inner method exchanges it, and
     :meth:`step_` changes both by its mean. No dataclass, so that each method's own fields keep their order in its spec.
     """
+
+    wrapped_field: ClassVar[str] = "inner"
 
     inner: Method
     every: int
@@ -63,6 +65,9 @@ class LocalStepsMethod(Around):
     def remembered_numel(self, kind: str, parameter: Any) -> int:
         return parameter.numel if kind in self.remembers_beside else self.inner.remembered_numel(kind, parameter)
 
+    def kept_as(self, parameter: Parameter) -> Sequence[Parameter]:
+        return list(dict.fromkeys((parameter, *self.inner.kept_as(parameter))))
+
     def check_inner(self) -> None:
         """Check the fields that all have.
 
@@ -100,17 +105,6 @@ class LocalStepsMethod(Around):
             velocity: The outer momentum, changed in place; None where the method has none.
             workers: How many there are.
         """
-
-    @property
-    def open_coders(self) -> tuple[str, ...]:  # type: ignore[override]
-        """Those of the inner method."""
-        return self.inner.open_coders if isinstance(self.inner, Algorithm) else ()
-
-    def with_coder(self, coder: str) -> Algorithm:
-        """Return the method with the inner one's coder settled."""
-        settled = self.inner.with_coder(coder) if isinstance(self.inner, Algorithm) else self.inner
-        changed: dict[str, Any] = {"inner": settled}
-        return replace(self, **changed)
 
     def check_optimizer(self, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> None:
         # Any optimizer steps a worker's own parameters.

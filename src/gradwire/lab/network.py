@@ -163,14 +163,12 @@ class Network:
 
     def counters(self) -> list[Counters]:
         """Read what every host's interface counted."""
-        found = []
-        for host in range(self.topology.hosts):
-            words = ["ip", "-n", self.namespace(host), "-s", "-j", "link", "show", INTERFACE]
-            stats = json.loads(_run(words))[0]["stats64"]
-            found.append(
-                Counters(stats["tx"]["bytes"], stats["tx"]["packets"], stats["rx"]["bytes"], stats["rx"]["packets"])
-            )
-        return found
+        return [_counted(self.namespace(host), INTERFACE) for host in range(self.topology.hosts)]
+
+    def group_counters(self) -> list[Counters]:
+        """Read what every group's link to the other groups counted; nothing where there is one group."""
+        groups = self.topology.groups
+        return [_counted(self._switch(group), UPLINK) for group in range(groups)] if groups > 1 else []
 
 
 @contextlib.contextmanager
@@ -218,6 +216,11 @@ def remove(name: str) -> None:
                     os.kill(int(pid), signal.SIGKILL)
             time.sleep(0.01)
     _ip([f"netns del {space}" for space in spaces])
+
+
+def _counted(namespace: str, interface: str) -> Counters:
+    stats = json.loads(_run(["ip", "-n", namespace, "-s", "-j", "link", "show", interface]))[0]["stats64"]
+    return Counters(stats["tx"]["bytes"], stats["tx"]["packets"], stats["rx"]["bytes"], stats["rx"]["packets"])
 
 
 def _limit(namespace: str, interface: str, rate: Rate, delay_s: float) -> None:

@@ -15,7 +15,7 @@ from gradwire.planning.coder_times import measure_coders
 from gradwire.planning.options import Options, dense_names
 from gradwire.protocols.bucket_plan import Algorithm, BucketPlan, make_plan
 from gradwire.seeds import LinkNumber, link_seed
-from gradwire.segments import Parameter, Segment, lay_out
+from gradwire.segments import Parameter, Segment, join_compressed, lay_out
 from gradwire.spec import method as read_method
 
 __all__ = ["Planner", "warm_up"]
@@ -193,13 +193,6 @@ class Planner:
             warm_up=warm_up,
             parts=[s for s in segments if not s.dense] if self.method.joined else (),
         )
-
-
-def join_compressed(segments: Sequence[Segment]) -> list[Segment]:
-    """Make one segment, of a parameter named "(model)", of all that is compressed; it lies at the start."""
-    light, dense = [s for s in segments if not s.dense], [s for s in segments if s.dense]
-    numel = sum(s.numel for s in light)
-    return [Segment(Parameter("(model)", (numel,), (1,)), 0, 0, numel), *dense] if light else dense
 
 
 def warm_up(method: str | Method = "terngrad", backend: str = "auto") -> float:

@@ -6,7 +6,7 @@ from gradwire.protocols.broadcast import broadcast, broadcast_values, leader
 from gradwire.protocols.collect import collected, collected_values
 from gradwire.protocols.context import Context, Outcome, Workspace
 from gradwire.protocols.gauges import Gauges
-from gradwire.protocols.memory import Memory
+from gradwire.protocols.memory import Memory, ShardMemory
 from gradwire.protocols.merged import two_shot_merged
 from gradwire.protocols.payloads import Section
 from gradwire.protocols.reduce_scatter import REDUCE_SCATTER, ShardSections, reduce_scatter
@@ -14,6 +14,7 @@ from gradwire.protocols.round_parts import RoundParts
 from gradwire.protocols.sections import all_gather, two_shot
 from gradwire.protocols.shares import Share, two_shot_re_encoded
 from gradwire.protocols.tree import tree
+from gradwire.protocols.two_level import agree_on_finite, gather_shards, scatter_shards, within
 
 PROTOCOLS = {"two_shot": two_shot, "all_gather": all_gather, "tree": tree}
 """Those that carry sections of a whole chunk, by name."""
@@ -30,9 +31,11 @@ __all__ = [
     "Outcome",
     "RoundParts",
     "Section",
+    "ShardMemory",
     "ShardSections",
     "Share",
     "Workspace",
+    "agree_on_finite",
     "all_gather",
     "all_reduce",
     "alltoallv",
@@ -40,11 +43,14 @@ __all__ = [
     "broadcast_values",
     "collected",
     "collected_values",
+    "gather_shards",
     "gathered_mean",
     "gathered_values",
     "leader",
     "reduce_scatter",
+    "scatter_shards",
     "tree",
     "two_shot",
     "two_shot_re_encoded",
+    "within",
 ]

@@ -9,7 +9,10 @@ import torch
 
 from gradwire.segments import Segment
 
-__all__ = ["Memory", "base_kind", "kind_of_peer"]
+__all__ = ["OWN_VALUE", "Memory", "ShardMemory", "base_kind", "kind_of_peer"]
+
+OWN_VALUE = "value"
+"""Kind under which a state holds, by its name, a value that is not the same on all ranks."""
 
 
 def kind_of_peer(kind: str, peer: int) -> str:
@@ -53,6 +56,7 @@ class Memory:
         self._replicated: set[str] = set()
         self._values: dict[str, torch.Tensor] = {}
         self._staged_values: dict[str, torch.Tensor] = {}
+        self._own_values: set[str] = set()
 
     def read(
         self, kind: str, segments: Sequence[Segment], *, replicated: bool = False, dtype: torch.dtype = torch.float32
@@ -96,12 +100,14 @@ class Memory:
         self.load(kept)
 
     def value(self, name: str) -> torch.Tensor | None:
-        """Return a value that was committed, the same on all ranks; None where there is none."""
+        """Return a value that was committed; None where there is none."""
         return self._values.get(name)
 
-    def stage_value(self, name: str, value: torch.Tensor) -> None:
-        """Replace a value from :meth:`commit` on."""
+    def stage_value(self, name: str, value: torch.Tensor, *, own: bool = False) -> None:
+        """Replace a value from :meth:`commit` on; one that is not this rank's ``own`` is the same on all ranks."""
         self._staged_values[name] = value
+        if own:
+            self._own_values.add(name)
 
     def commit(self) -> None:
         """Make what was staged what is held."""
@@ -118,9 +124,14 @@ class Memory:
         self._staged_values = {}
 
     def state(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Return copies of all that is held: ``global``, ``replicated`` and ``rank``, keys "kind/parameter"."""
+        """Return copies of all that is held: ``global``, ``replicated`` and ``rank``, keys "kind/parameter".
+
+        A value of this rank's own is under "value/name".
+        """
         found: dict[str, dict[str, torch.Tensor]] = {"global": {}, "replicated": {}, "rank": {}}
-        found["global"] = {name: value.clone() for name, value in self._values.items()}
+        for name, value in self._values.items():
+            scope, key = ("rank", f"{OWN_VALUE}/{name}") if name in self._own_values else ("global", name)
+            found[scope][key] = value.clone()
         for (kind, name), tensor in self._loaded.items():
             found[self._scope(kind)][f"{kind}/{name}"] = tensor.clone()
         for (kind, name), (bank, offset, numel) in self._home.items():
@@ -131,10 +142,14 @@ class Memory:
         """Take the place of all that is held by what :meth:`state` gave."""
         self._banks, self._home, self._loaded = {}, {}, {}
         self._values = {name: value.clone() for name, value in state.get("global", {}).items()}
-        self._staged_values = {}
+        self._staged_values, self._own_values = {}, set()
         for scope in ("replicated", "rank"):
             for key, tensor in state.get(scope, {}).items():
                 kind, _, name = key.partition("/")
+                if kind == OWN_VALUE:
+                    self._values[name] = tensor.clone()
+                    self._own_values.add(name)
+                    continue
                 self._loaded[kind, name] = tensor.clone()
                 if scope == "replicated":
                     self._replicated.add(kind)
@@ -168,3 +183,39 @@ class Memory:
         alive = {id(home[0]) for home in self._home.values()}
         self._banks = {k: b for k, b in self._banks.items() if id(b) in alive}
         return bank
+
+
+class ShardMemory(Memory):
+    """A memory as the exchange of one shard sees it: what its ranks have in common, those of other shards have not.
+
+    Vectors and values are this rank's own, whatever the method says of them, so that each rank's are saved.
+
+    Args:
+        memory: Of the link.
+    """
+
+    def __init__(self, memory: Memory) -> None:
+        super().__init__()
+        self._memory = memory
+
+    def read(
+        self, kind: str, segments: Sequence[Segment], *, replicated: bool = False, dtype: torch.dtype = torch.float32
+    ) -> torch.Tensor:
+        return self._memory.read(kind, segments, dtype=dtype)
+
+    def stage(
+        self, kind: str, segments: Sequence[Segment], *, replicated: bool = False, dtype: torch.dtype = torch.float32
+    ) -> torch.Tensor:
+        return self._memory.stage(kind, segments, dtype=dtype)
+
+    def norm(self, kind: str, name: str) -> float | None:
+        return self._memory.norm(kind, name)
+
+    def forget(self, kind: str) -> None:
+        self._memory.forget(kind)
+
+    def value(self, name: str) -> torch.Tensor | None:
+        return self._memory.value(name)
+
+    def stage_value(self, name: str, value: torch.Tensor, *, own: bool = False) -> None:
+        self._memory.stage_value(name, value, own=True)

@@ -13,7 +13,7 @@ from gradwire.protocols.context import Context, Outcome
 from gradwire.protocols.payloads import Section, sized
 from gradwire.protocols.shares import send_shares
 
-__all__ = ["REDUCE_SCATTER", "ShardSections", "reduce_scatter"]
+__all__ = ["REDUCE_SCATTER", "ShardSections", "owned_means", "reduce_scatter"]
 
 REDUCE_SCATTER = "reduce_scatter"
 """Name of the protocol, for exchanges after which each rank holds the mean of its own shard, and nothing else."""
@@ -49,16 +49,7 @@ def reduce_scatter(
     Bytes sent by a rank: (N - 1) (header + codes of a shard), shards as long as the longest, and (N - 1) 12 for the
     last step.
     """
-    parts = [sized(shard.sections, flat) for shard in shards]
-    parts, bodies, received = yield from send_shares(context, tag, parts, flat)
-    mine = parts[context.rank]
-    finite = True
-    for section, rows in zip(mine, received):
-        codec = section.codec
-        if codec.decode_rows(rows, section.summary, flat) is False and isinstance(codec, CheckedCodec):
-            codec.spoil(flat)
-            context.warn(type(codec).__name__, f"round {context.round}: {codec.unread()}")
-        finite = finite and codec.is_finite(section.summary, flat)
+    parts, bodies, finite = yield from owned_means(context, tag, [shard.sections for shard in shards], flat)
     lost = yield Reduce(torch.tensor([float(not finite)]), "max")
 
     def sent(out: torch.Tensor, weight: float) -> None:
@@ -77,3 +68,23 @@ def reduce_scatter(
                     out[begin:end].add_(target[begin:end])
 
     return Outcome(not bool(lost[0]), sent if context.wants_sent else None)
+
+
+def owned_means(
+    context: Context, tag: int, shards: Sequence[Sequence[Section]], flat: torch.Tensor
+) -> Exchange[tuple[list[Sequence[Section]], list[list[torch.Tensor]], bool]]:
+    """Replace what this rank's sections carry of ``flat`` by the mean over ranks.
+
+    Returns:
+        All ranks' sections with the summaries that decoders need, what this rank encoded for each rank, and whether
+        the mean of its own shard is finite.
+    """
+    parts, bodies, received = yield from send_shares(context, tag, [sized(s, flat) for s in shards], flat)
+    finite = True
+    for section, rows in zip(parts[context.rank], received):
+        codec = section.codec
+        if codec.decode_rows(rows, section.summary, flat) is False and isinstance(codec, CheckedCodec):
+            codec.spoil(flat)
+            context.warn(type(codec).__name__, f"round {context.round}: {codec.unread()}")
+        finite = finite and codec.is_finite(section.summary, flat)
+    return parts, bodies, finite

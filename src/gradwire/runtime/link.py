@@ -134,9 +134,10 @@ class Link(LinkReports, LocalStepsUser):
         self.number.value = lowest_free(mine.open_links)
         self._coders.agree(mine.everyone)
         store = dist.PrefixStore(f"gradwire/{mine.token}", dist.distributed_c10d._get_default_store())
-        order = TransferOrder()
+        place, order = (self.rank, self.world_size, timeout), TransferOrder()
+        scopes = self.method.scopes(self.world_size)
         own_lanes = [
-            Lane(dist.PrefixStore(f"lane/{i}", store), self.rank, self.world_size, timeout, f"gradwire lane {i}", order)
+            Lane(dist.PrefixStore(f"lane/{i}", store), *place, f"gradwire lane {i}", order, scopes)
             for i in range(count)
         ]
         heartbeat = Heartbeat(store, self.rank, self.world_size)
@@ -334,7 +335,7 @@ class Link(LinkReports, LocalStepsUser):
         self._runtime.rewind(int(state["global"]["round"]))
         if self._local is not None:
             state = self._local.load(state)
-        self._runtime.memory.load(remembered(state, self.method))
+        self._runtime.memory.load(remembered(state, self._exchanged, self.method))
 
     def check_state_dict(self, state: dict[str, dict[str, torch.Tensor]]) -> None:
         """Check the types and ranges of all values of a state, without taking any of them.

@@ -247,7 +247,7 @@ class SimulatedLink:
         say_dropped(state["global"])
         self.round, self.number.value = int(state["global"]["round"]), int(state["global"][LINK_STATE])
         self._elements = self.numel * self.round
-        found = remembered(state, self.method)
+        found = remembered(state, self._parameters, self.method)
         for r, memory in enumerate(self._memories):
             memory.load({**found, "rank": found.get(f"rank {r}", {})})
 

@@ -10,7 +10,7 @@ import torch
 
 from gradwire.errors import IncompatibleError
 from gradwire.methods import Method
-from gradwire.protocols.memory import base_kind
+from gradwire.protocols.memory import OWN_VALUE, base_kind
 from gradwire.runtime.global_parameters import CLOCK
 from gradwire.runtime.selection.autotune import OWN_STATE, STATE
 from gradwire.runtime.selection.coder import CODER_STATE
@@ -77,8 +77,15 @@ def check_state(state: State, parameters: Mapping[str, torch.Tensor], method: Me
             "simulation's state, pass 'global', 'replicated', and under 'rank' what is under 'rank 1' on rank 1"
         )
 
+    known = kept_names(parameters, method)
     for scope, part in state.items():
-        _check_part(scope, part, {name: Parameter.of(name, p) for name, p in parameters.items()}, method)
+        _check_part(scope, part, known, method)
+
+
+def kept_names(parameters: Mapping[str, torch.Tensor], method: Method) -> dict[str, Parameter]:
+    """Return what a method may remember something of, by name: parameters, or parts of them."""
+    whole = (Parameter.of(name, p) for name, p in parameters.items())
+    return {kept.name: kept for parameter in whole for kept in method.kept_as(parameter)}
 
 
 def _check_number(name: str, value: object, most: int) -> None:
@@ -107,6 +114,10 @@ def _check_part(scope: str, part: object, parameters: Mapping[str, Parameter], m
         if scope == "global":
             continue
         kind, slash, name = key.partition("/")
+        if kind == OWN_VALUE and name.partition("/")[0] in method.remembers:
+            continue
+        if slash and method.sharded and _is_of_other_shards(name, parameters):
+            continue
         if not slash or (name not in parameters and name != JOINED_PARAMETER):
             raise IncompatibleError(
                 f"{what} belongs to no parameter of this link: load the state of a link of the same parameters"
@@ -122,8 +133,17 @@ def _check_part(scope: str, part: object, parameters: Mapping[str, Parameter], m
             raise IncompatibleError(f"{what} is {value.dtype} {list(value.shape)}: {told} floats are needed")
 
 
-def remembered(state: State, method: Method) -> dict[str, dict[str, torch.Tensor]]:
+def _is_of_other_shards(name: str, kept: Mapping[str, Parameter]) -> bool:
+    """Return whether something is of a part of a parameter that is cut into other parts here."""
+    whole = {part.partition("[")[0] for part in kept}
+    return name not in kept and "[" in name and name.partition("[")[0] in whole
+
+
+def remembered(
+    state: State, parameters: Mapping[str, torch.Tensor], method: Method
+) -> dict[str, dict[str, torch.Tensor]]:
     """Return what of a state a method remembers, without the link's own values; the rest is dropped, which is said."""
+    kept = kept_names(parameters, method) if method.sharded else {}
     # A method that does not say what it remembers is given all.
     known = method.remembers if method.remembers or method.properties.state == "none" else None
     found: dict[str, dict[str, torch.Tensor]] = {}
@@ -131,10 +151,13 @@ def remembered(state: State, method: Method) -> dict[str, dict[str, torch.Tensor
     for scope, part in state.items():
         found[scope] = {}
         for key, value in part.items():
-            kind = base_kind(key.partition("/")[0])
+            kind, _, name = key.partition("/")
+            kind = name.partition("/")[0] if kind == OWN_VALUE else base_kind(kind)
             if key in OWN_VALUES:
                 continue
-            if known is None or kind in known:
+            if method.sharded and _is_of_other_shards(name, kept):
+                dropped.add(f"{kind} of other shards")
+            elif known is None or kind in known:
                 found[scope][key] = value
             else:
                 dropped.add(kind)

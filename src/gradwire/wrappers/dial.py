@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from gradwire.methods import Method, require
-from gradwire.protocols.bucket_plan import Algorithm
 from gradwire.segments import Parameter
 from gradwire.wrappers.wrapper import Wrapper
 
@@ -118,15 +117,6 @@ class Dialled(Wrapper):
     def kernels(self) -> tuple[str, ...]:  # type: ignore[override]
         """Those of all variants."""
         return tuple(dict.fromkeys(family for method in self.variants for family in method.kernels))
-
-    @property
-    def open_coders(self) -> tuple[str, ...]:  # type: ignore[override]
-        """Those of the method."""
-        return self.compressor.open_coders if isinstance(self.compressor, Algorithm) else ()
-
-    def with_coder(self, coder: str) -> Algorithm:
-        inner = self.compressor
-        return replace(self, compressor=inner.with_coder(coder)) if isinstance(inner, Algorithm) else self
 
     @property
     def omega_formula(self) -> str | None:  # type: ignore[override]

@@ -11,10 +11,10 @@ import torch
 
 from gradwire.compressors import Cast, Compressor
 from gradwire.methods import Inherited, Method
-from gradwire.ops import Exchange
+from gradwire.ops import Exchange, Scope
 from gradwire.protocols import Context, Outcome
 from gradwire.protocols.bucket_plan import Algorithm, BucketPlan, PlanSetting
-from gradwire.segments import Segment
+from gradwire.segments import Parameter, Segment
 
 __all__ = ["Around", "AsSent", "WrappedPlan", "Wrapper", "pieces"]
 
@@ -46,6 +46,9 @@ class Around(Algorithm):
     def wrapped(self) -> Method:
         """The method inside."""
 
+    wrapped_field: ClassVar[str] = "compressor"
+    """The field that holds it."""
+
     collectives: ClassVar[Inherited] = Inherited("wrapped")
     re_encoding: ClassVar[Inherited] = Inherited("wrapped", False)
     whole_step: ClassVar[Inherited] = Inherited("wrapped")
@@ -56,6 +59,7 @@ class Around(Algorithm):
     needs_loss_scale: ClassVar[Inherited] = Inherited("wrapped")
     remembers: ClassVar[Inherited] = Inherited("wrapped")
     min_numel: ClassVar[Inherited] = Inherited("wrapped")
+    sharded: ClassVar[Inherited] = Inherited("wrapped", False)
     needs_optimizer: ClassVar[Inherited] = Inherited("wrapped")
     needs_learning_rates: ClassVar[Inherited] = Inherited("wrapped")
     needs_link_cost: ClassVar[Inherited] = Inherited("wrapped")
@@ -63,6 +67,27 @@ class Around(Algorithm):
 
     def check_optimizer(self, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> None:
         self.wrapped.check_optimizer(optimizer, parameters)
+
+    @property
+    def open_coders(self) -> tuple[str, ...]:  # type: ignore[override]
+        """Those of the wrapped method."""
+        return self.wrapped.open_coders if isinstance(self.wrapped, Algorithm) else ()
+
+    def with_coder(self, coder: str) -> Algorithm:
+        inner = self.wrapped
+        if not isinstance(inner, Algorithm):
+            return self
+        changed: dict[str, Any] = {self.wrapped_field: inner.with_coder(coder)}
+        return replace(self, **changed)
+
+    def terms(self, world_size: int) -> Mapping[str, object]:
+        return self.wrapped.terms(world_size)
+
+    def scopes(self, world_size: int) -> Sequence[Scope]:
+        return self.wrapped.scopes(world_size)
+
+    def kept_as(self, parameter: Parameter) -> Sequence[Parameter]:
+        return self.wrapped.kept_as(parameter)
 
     def usual_collective(self, world_size: int) -> str | None:
         # One alone leaves nothing to differ.
