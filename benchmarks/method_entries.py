@@ -212,8 +212,8 @@ def rates_of(entry: Entry, task: str) -> list[float]:
 
 def entries(task: str) -> list[Entry]:
     """Return all lines: every method's default, error feedback around those that leave something out, and more."""
-    # Workers that step by themselves have a model each, and the simulation has one.
-    specs = [name for name in gw.methods() if not gw.method(name).local_steps]
+    # Workers that step by themselves have a model each, and the simulation has one; on two levels another method errs.
+    specs = [name for name in gw.methods() if not (gw.method(name).local_steps or gw.method(name).sharded)]
     specs += [fed_back for name in specs if (fed_back := with_feedback(name)) is not None]
     found = {(entry.spec, entry.momentum): entry for entry in (entry_of(spec, task) for spec in [*specs, *FORMS])}
     return list(found.values())

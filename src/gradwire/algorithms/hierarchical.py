@@ -66,7 +66,7 @@ class Hierarchical(Wrapper):
         >>> g = torch.randn(4, 10_000, generator=torch.Generator().manual_seed(0))
         >>> found = gw.simulate(g, gw.Hierarchical(compressor=gw.QSGDinf(), node_size=2))
         >>> sent = found.traffic.sent_within
-        >>> 8 * sent["between nodes"] / 10_000 < 2, 8 * sent["node"] / 10_000 > 32
+        >>> 8 * sent["between nodes"] / 10_000 < 3, 8 * sent["node"] / 10_000 > 32
         (True, True)
     """
 
