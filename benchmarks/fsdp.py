@@ -11,6 +11,12 @@ steps. The loss is that on held-out text after the last step, and the mean over 
 keeps, the parameters' all-gathers above all, and between replicas the reduce-scatter inside of the shards. The
 ``exchange_bytes`` of a row are those of the interface less the silent ones, over all ranks and a step; TCP's and IP's
 headers and acknowledgements are in both. ``traffic_bytes`` is what ``link.traffic()`` says of the same steps.
+
+    python benchmarks/fsdp.py --kinds shards --methods "weights QSGDinf(levels=7, block_size=128)" \\
+        --json benchmarks/results/fsdp_weights.json
+
+compresses the all-gather of the parameters in place of the gradients; ``drift`` is how far what ranks compute with is
+from the weights after the last step, on rank 0: |k - w| / |w| of the unit that is furthest off.
 """
 
 from __future__ import annotations
@@ -32,6 +38,8 @@ from bench_bytes import interface_bytes, isolate
 RANKS, BLOCKS, WIDTH, HEADS, LENGTH, BATCH, CHARACTERS = 4, 4, 64, 4, 64, 8, 128
 LAST, SHORT = 20, 10
 METHODS = ("terngrad", "EDEN(bits=4)", "qsgd", "errorfeedback")
+WEIGHTS = "weights "
+"""Before an operator that compresses the parameters' all-gather, and not the gradients."""
 KINDS = {"shards": (4,), "replicas": (2, 2)}
 SOURCES = ("argparse", "ast", "datetime", "decimal", "difflib", "inspect", "logging", "pathlib", "tarfile", "typing")
 
@@ -109,9 +117,11 @@ def run(kind: str, method: str, seed: int, steps: int, wrap: bool = True) -> dic
     for block in model.blocks if wrap else ():
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    link = None
+    link: Any = None
     if method == "silent":
         silence(model, kind)
+    elif method.startswith(WEIGHTS):
+        link = gw.compress_weights(model, method.removeprefix(WEIGHTS), seed=seed)
     elif method != "native":
         link = gw.attach(model, method, seed=seed)
     characters = text()
@@ -138,6 +148,7 @@ def run(kind: str, method: str, seed: int, steps: int, wrap: bool = True) -> dic
         held = loss_of(held_out, torch.arange(0, len(held_out) - LENGTH - 1, LENGTH)[: 8 * BATCH]).item()
     told = torch.tensor([mean(losses[-LAST:]), (link.traffic().sent_bytes - sent) / (steps - 1) if link else 0.0])
     dist.all_reduce(told)
+    drift = max(link.drift().values()) if method.startswith(WEIGHTS) else None
     digest = hashlib.sha256()
     model.reshard()
     for p in model.parameters():
@@ -154,6 +165,7 @@ def run(kind: str, method: str, seed: int, steps: int, wrap: bool = True) -> dic
         "training_loss": float(told[0]) / RANKS,
         "interface_bytes": (after - before) / (steps - 1),
         "traffic_bytes": float(told[1]),
+        "drift": drift,
         "parameters_sha256": digest.hexdigest(),
     }
 
@@ -213,12 +225,13 @@ def measure(plan: list[tuple[str, str, int, int, bool]]) -> list[dict[str, Any]]
 def judge(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Compare each method with the native run of its mesh: the distance of mean losses, and the native spread."""
     found = []
-    for kind in KINDS:
-        of = {m: [r for r in rows if (r["kind"], r["method"]) == (kind, m)] for m in ("native", "silent", *METHODS)}
+    names = list(dict.fromkeys(row["method"] for row in rows))
+    for kind in dict.fromkeys(row["kind"] for row in rows):
+        of = {m: [r for r in rows if (r["kind"], r["method"]) == (kind, m)] for m in names}
         whole = {m: [r for r in mine if r["wrapped_blocks"]] for m, mine in of.items()}
         silent = mean(r["interface_bytes"] for r in whole["silent"])
         native = [r["loss"] for r in whole["native"]]
-        for method in ("native", *METHODS):
+        for method in (name for name in names if name != "silent"):
             mine = whole[method]
             if not mine:
                 continue
@@ -236,6 +249,7 @@ def judge(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
                     "interface_bytes": mean(r["interface_bytes"] for r in mine),
                     "exchange_bytes": mean(r["interface_bytes"] for r in mine) - silent,
                     "traffic_bytes": mean(r["traffic_bytes"] for r in mine),
+                    "drift": max((r["drift"] for r in mine if r["drift"] is not None), default=None),
                 }
             )
     return found
@@ -248,11 +262,12 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=2, help="of each method")
     parser.add_argument("--native-seeds", type=int, default=4, help="of the native runs, for their spread")
     parser.add_argument("--methods", nargs="*", default=list(METHODS))
+    parser.add_argument("--kinds", nargs="*", default=list(KINDS), choices=list(KINDS))
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     isolate()
     plan: list[tuple[str, str, int, int, bool]] = []
-    for kind in KINDS:
+    for kind in given.kinds:
         plan.append((kind, "silent", 0, min(SHORT, given.steps), True))
         plan += [(kind, "native", seed, given.steps, True) for seed in range(given.native_seeds)]
         plan += [(kind, method, seed, given.steps, True) for method in given.methods for seed in range(given.seeds)]

@@ -48,7 +48,7 @@ LAYERS = {
     "drivers": LEAVES | {"wire", "protocols"},
     "planning": LEAVES | {"kernels", "compressors", "protocols", "spec", "drivers"},
     "model": LEAVES | {"kernels", "spec", "auto", "drivers", "planning"},
-    "runtime": METHODS_OF | {"protocols", "spec", "auto", "graphs", "drivers", "planning", "model"},
+    "runtime": METHODS_OF | {"protocols", "algorithms", "spec", "auto", "graphs", "drivers", "planning", "model"},
     "adapters": LEAVES | {"planning", "runtime"},
     "integrations": {"errors", "runtime"},
     "__init__": {

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gradwire.drivers import Lane, WireError
+from gradwire.drivers import Job, Lane, WireError
 from gradwire.ops import AllGather, AllToAll, Exchange, Reduce, Scope
 from ranks import Ranks
 
@@ -73,6 +73,28 @@ def test_an_exchange_of_two_collectives_is_refused(lane: Lane) -> None:
     (told,) = outcome(lane, exchange(lambda: None, collectives=2))
     assert isinstance(told, TypeError)
     assert not isinstance(told, WireError)
+
+
+def test_a_failure_closes_the_connections_though_its_traceback_is_kept(lane: Lane) -> None:
+    """Other ranks learn of it when connections close, not when whoever caught the error lets go of it."""
+    kept: list[Exception] = []
+    ended = threading.Event()
+
+    def run(lane: Lane) -> None:
+        lane.drive(exchange(lambda: None))
+        raise KeyError("after the exchange")
+
+    def fail(error: Exception) -> None:
+        kept.append(error)
+        lane.submit(Job(lambda lane: None, lambda error: None))
+
+    transport = lane._transports[None] if lane._transports else None
+    lane.submit(Job(run, fail))
+    lane.submit(Job(lambda lane: ended.set(), lambda error: ended.set()))
+    assert ended.wait(5)
+    assert kept
+    with pytest.raises(AttributeError):
+        transport.execute(AllToAll(torch.zeros(1, 4, dtype=torch.uint8), torch.empty(1, 4, dtype=torch.uint8)), int)
 
 
 NODES = Scope("node", ((0, 1), (2, 3)), local=True)

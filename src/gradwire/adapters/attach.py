@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -12,11 +12,12 @@ from gradwire.adapters.ddp import attach_ddp
 from gradwire.errors import IncompatibleError
 from gradwire.methods import Method
 from gradwire.runtime.link import Link
+from gradwire.runtime.weight_link import WeightLink
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
-__all__ = ["attach"]
+__all__ = ["attach", "compress_weights"]
 
 
 def attach(
@@ -100,7 +101,7 @@ def attach(
     )
     if isinstance(module, DistributedDataParallel):
         return attach_ddp(module, method, process_group, options)
-    if isinstance(module, torch.nn.Module) and any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__):
+    if _is_sharded(module):
         # Not before there is such a module: its part of PyTorch takes a second to import.
         from gradwire.adapters.fsdp import attach_fsdp
 
@@ -109,3 +110,57 @@ def attach(
         f"attach needs a DistributedDataParallel module, not {type(module).__name__}; wrap it first, shard it by "
         "torch.distributed.fsdp.fully_shard, or use gradwire.Link in a loop without DDP"
     )
+
+
+def compress_weights(
+    module: FSDPModule,
+    method: str | Method = "QSGDinf(levels=7, block_size=128)",
+    *,
+    seed: int = 0,
+    backend: str = "auto",
+) -> WeightLink:
+    r"""Gather the parameters of a module sharded by ``fully_shard`` by what changed of them (collective).
+
+    FSDP2 gathers every unit's parameters before forward and backward. From now on a rank sends of its shard w what
+    changed since it was last sent. With k what all ranks know of it, the same bits on all of them, and C the operator::
+
+        k <- w in the first gather        k <- k + C(w - k) where the shard of any rank has changed
+
+    and nothing but a flag where none has, as in backward. Forward and backward compute with k; the optimizer steps w,
+    which stays exact. The error of a gather is part of the next difference, so that k follows w as far as one step's
+    difference errs, and :meth:`WeightLink.drift` tells how far it is off. Off unless this is called: losses may differ
+    from those with exact weights.
+
+    Args:
+        module: The root of a module sharded by ``fully_shard``, with replicas or without.
+        method: An operator on one vector, without a scale that ranks share: four bits a value by default.
+        seed: Of random numbers; the same on all ranks.
+        backend: Of the kernels.
+
+    Returns:
+        The link: ``drift()``, ``traffic()``, ``begin_anew()``, ``close()``. Call ``begin_anew()`` on all ranks when
+        weights were loaded; the next gathers are then exact, and so they are after a restart.
+
+    Raises:
+        HyperparameterError: the spec is wrong.
+        IncompatibleError: the module or the method cannot be served; the message says what to change.
+        RankMismatchError: ranks differ in version, method, seed or units.
+
+    Memory: all of the module's parameters in float32 on every rank, which is what sharding saves: for models that fit.
+
+    Reference: J. Jia et al., "SDP4Bit: Toward 4-bit Communication Quantization in Sharded Data Parallelism for LLM
+    Training", NeurIPS 2024, section 3.1, where differences are those of the weights themselves and the operator rounds
+    groups of values to the nearest of 16 levels.
+    """
+    if not _is_sharded(module):
+        raise IncompatibleError(
+            "compress_weights needs a module sharded by torch.distributed.fsdp.fully_shard, not "
+            f"{type(module).__name__}: other modules gather no weights"
+        )
+    from gradwire.adapters.fsdp_weights import compress_sharded_weights
+
+    return compress_sharded_weights(module, method, seed, backend)
+
+
+def _is_sharded(module: object) -> TypeGuard[torch.nn.Module]:
+    return isinstance(module, torch.nn.Module) and any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)

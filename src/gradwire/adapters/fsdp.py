@@ -22,7 +22,7 @@ from gradwire.runtime.link import Link
 from gradwire.seeds import shard_seed
 from gradwire.segments import local_shard
 
-__all__ = ["attach_fsdp"]
+__all__ = ["attach_fsdp", "units_of"]
 
 
 def attach_fsdp(module: nn.Module, method: str | Method, replicas: dist.ProcessGroup | None, options: Any) -> Link:
@@ -150,6 +150,16 @@ def _units(module: nn.Module) -> list[_Unit]:
     if not found:
         raise IncompatibleError("no parameter of the sharded module requires a gradient: there is nothing to exchange")
     return found
+
+
+def units_of(module: nn.Module) -> tuple[list[_Unit], dist.ProcessGroup]:
+    """Return the units of a sharded module, and the ranks that hold its shards.
+
+    Raises:
+        IncompatibleError: they cannot be served; the message says what to change.
+    """
+    units = _units(module)
+    return units, _mesh(units)[0]
 
 
 def _mesh(units: Sequence[_Unit]) -> tuple[dist.ProcessGroup, dist.ProcessGroup | None]:

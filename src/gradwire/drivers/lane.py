@@ -199,7 +199,9 @@ class Lane:
     def _hang_up(self) -> None:
         # Closes this lane's connections, so that the other ranks learn of the failure now rather than after the
         # group's timeout, also where the user catches the error and the process lives on.
-        self._transports = None
+        transports, self._transports = self._transports or {}, None
+        for transport in transports.values():
+            transport.close()
 
     def _wire(self, op: Op) -> torch.Tensor:
         began_s, self._turn_s = time.perf_counter(), 0.0

@@ -8,10 +8,10 @@ from typing import ClassVar
 import numpy as np
 import torch
 
+from gradwire.algorithms.vector_coder import VectorCoder
 from gradwire.compressors import FP32
 from gradwire.errors import PayloadError
 from gradwire.graphs.halo_method import ChannelSetting, HaloMethod, RowChannel, checked_operator
-from gradwire.graphs.vector_coder import VectorCoder
 from gradwire.methods import Method, require
 from gradwire.protocols import Context
 from gradwire.segments import Parameter, Segment

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
+from gradwire.algorithms.vector_coder import VectorCoder, check_operator
 from gradwire.compressors import FP32
 from gradwire.errors import PayloadError
-from gradwire.graphs.vector_coder import VectorCoder, check_operator
 from gradwire.methods import Method, require
 from gradwire.protocols import Context
 

@@ -8,11 +8,11 @@ from typing import ClassVar
 
 import torch
 
+from gradwire.algorithms.vector_coder import VectorCoder
 from gradwire.codecs import RandomElements
 from gradwire.compressors import FP32
 from gradwire.errors import IncompatibleError
 from gradwire.graphs.halo_method import ChannelSetting, HaloMethod, RowChannel, checked_operator
-from gradwire.graphs.vector_coder import VectorCoder
 from gradwire.methods import Method, require
 from gradwire.protocols import Context
 from gradwire.seeds import SHARED, parameter_key

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from gradwire.drivers import Lane, Traffic, call
-from gradwire.errors import ExchangeError, IncompatibleError
+from gradwire.drivers import Traffic
+from gradwire.errors import IncompatibleError
 from gradwire.graphs import Boundary, Halo, HaloMethod, halo_method
 from gradwire.graphs.halo_plan import BACKWARD, FORWARD, WORDS
 from gradwire.methods import Method
 from gradwire.ops import Exchange
-from gradwire.runtime.failures import Failures
 from gradwire.runtime.halo_state import HaloWorker, compiled
 from gradwire.runtime.handshake import agreement, default_group
-from gradwire.runtime.heartbeat import Heartbeat
-from gradwire.runtime.link_runtime import close_threads
+from gradwire.runtime.side_lane import SideLane
 from gradwire.version import __version__
 
 __all__ = ["HaloLink"]
@@ -84,7 +81,6 @@ class HaloLink:
             self._worker = HaloWorker(self.method, boundary, seed=seed, steps=steps, backend=backend)
             self._exact = HaloWorker(Halo(), boundary)
             compiled(self.method, backend)
-            timeout = group._get_backend(torch.device("cpu")).options._timeout
             mine.fields = {
                 "gradwire version": __version__,
                 "method of the halo": repr(self.method),
@@ -92,12 +88,10 @@ class HaloLink:
                 "steps": steps,
                 "boundaries": hashlib.sha256(boundary.counts.numpy().tobytes()).hexdigest(),
             }
-        store = dist.PrefixStore(f"gradwire/{mine.token}", dist.distributed_c10d._get_default_store())
-        self._lane = Lane(dist.PrefixStore("halo", store), rank, world_size, timeout, "gradwire halo")
-        heartbeat = Heartbeat(store, rank, world_size)
-        self._heartbeat, self._failures = heartbeat, Failures(heartbeat, [self._lane])
-        self._lane.meter, self._evaluates = self._worker.meter, False
-        self.close: Callable[[], object] = weakref.finalize(self, close_threads, [self._lane], heartbeat, None)
+        self._side = SideLane(group, mine.token, "halo")
+        self._evaluates = False
+        self._side.lane.meter = self._worker.meter
+        self.close: Callable[[], object] = self._side.close
 
     @property
     def round(self) -> int:
@@ -111,11 +105,11 @@ class HaloLink:
     @contextlib.contextmanager
     def evaluation(self) -> Iterator[None]:
         """Send all rows in float32 within the ``with`` block; neither counted as traffic nor remembered."""
-        self._evaluates, self._lane.meter = True, self._exact.meter
+        self._evaluates, self._side.lane.meter = True, self._exact.meter
         try:
             yield
         finally:
-            self._evaluates, self._lane.meter = False, self._worker.meter
+            self._evaluates, self._side.lane.meter = False, self._worker.meter
 
     def forward(self, layer: int, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """See :class:`gradwire.graphs.HaloExchange`."""
@@ -134,17 +128,7 @@ class HaloLink:
         return self._exact if self._evaluates else self._worker
 
     def _call(self, generator: Exchange[torch.Tensor], layer: int, direction: int) -> torch.Tensor:
-        self._failures.refuse()
-        if not self.close.alive:  # type: ignore[attr-defined]
-            raise ExchangeError("this halo link was closed: build another one")
-        where = f"layer {layer} {WORDS[direction]}, step {self.round}"
-        self._heartbeat.began()
-        try:
-            return call(self._lane, generator, where)
-        except Exception as error:
-            raise self._failures.record(error, where) from error
-        finally:
-            self._heartbeat.ended()
+        return self._side.run(generator, f"layer {layer} {WORDS[direction]}, step {self.round}")
 
     def traffic(self) -> Traffic:
         """Return the bytes of the training's exchanges on this rank.
@@ -164,7 +148,7 @@ class HaloLink:
     @property
     def error(self) -> Exception | None:
         """The error that broke the link, in full."""
-        return self._failures.told()
+        return self._side.failures.told()
 
     def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
         """Return this rank's state: local, tensors only; under ``rank`` what the method remembers."""

@@ -45,3 +45,7 @@ class Transport(ABC):
             TypeError: it needs buffers of the transport, and so the thread of its lane.
         """
         raise TypeError(f"{type(op).__name__}: this operation needs buffers of the lane, and so its thread")
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close the connections now, also where a failure's traceback still holds this object."""

@@ -52,6 +52,9 @@ class GlooTransport(Transport):
         self._exchanges = self._reductions = 0
         self._outbox = torch.empty(0, dtype=torch.uint8)
 
+    def close(self) -> None:
+        self._backend = None
+
     def start(self, op: Op) -> tuple[torch.futures.Future[Any], torch.Tensor]:
         if isinstance(op, AllToAll):
             return self._backend.alltoall_base(op.recv, op.send, [], []).get_future(), op.recv

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import gradwire as gw
-from gradwire.graphs.vector_coder import VectorCoder
+from gradwire.algorithms.vector_coder import VectorCoder
 from gradwire.kernels import get_kernels
 
 OPERATORS = [

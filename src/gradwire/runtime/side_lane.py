@@ -1,0 +1,63 @@
+"""A lane beside those of a link, for exchanges that the calling thread waits for."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from gradwire.drivers import Lane, call
+from gradwire.errors import ExchangeError
+from gradwire.ops import Exchange
+from gradwire.runtime.failures import Failures
+from gradwire.runtime.heartbeat import Heartbeat
+from gradwire.runtime.link_runtime import close_threads
+
+__all__ = ["SideLane"]
+
+T = TypeVar("T")
+
+
+class SideLane:
+    """Connections of their own, a thread, and what names the rank that fails.
+
+    Building one is collective, and all its ranks run the same exchanges in the same order.
+
+    Args:
+        group: Whose ranks it joins.
+        token: Unique to it, the same on all ranks, as an agreement gives it.
+        purpose: For messages, the thread's name, and the store's keys.
+
+    Attributes:
+        lane: The lane.
+        close: Ends the thread and the connections; done also when this is dropped.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, token: str, purpose: str) -> None:
+        rank, world_size, self._purpose = group.rank(), group.size(), purpose
+        timeout = group._get_backend(torch.device("cpu")).options._timeout
+        store = dist.PrefixStore(f"gradwire/{token}", dist.distributed_c10d._get_default_store())
+        self.lane = Lane(dist.PrefixStore(purpose, store), rank, world_size, timeout, f"gradwire {purpose}")
+        self._heartbeat = Heartbeat(store, rank, world_size)
+        self.failures = Failures(self._heartbeat, [self.lane])
+        self.close: Callable[[], object] = weakref.finalize(self, close_threads, [self.lane], self._heartbeat, None)
+
+    def run(self, generator: Exchange[T], where: str) -> T:
+        """Run an exchange to its end, and return what it returned.
+
+        Raises:
+            ExchangeError: it failed here or on another rank, or an earlier one did, or the lane was closed.
+        """
+        self.failures.refuse()
+        if not self.close.alive:  # type: ignore[attr-defined]
+            raise ExchangeError(f"this {self._purpose} link was closed: build another one")
+        self._heartbeat.began()
+        try:
+            return call(self.lane, generator, where)
+        except Exception as error:
+            raise self.failures.record(error, where) from error
+        finally:
+            self._heartbeat.ended()
