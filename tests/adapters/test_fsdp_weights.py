@@ -70,9 +70,10 @@ def followed(operator: str) -> dict[str, Any]:
     }
 
 
-def test_all_ranks_know_the_same_and_it_follows_the_weights(four_ranks: Ranks) -> None:
+@pytest.mark.parametrize("operator", [OPERATOR, "EDEN(bits=4, block_size=256)"])
+def test_all_ranks_know_the_same_and_it_follows_the_weights(four_ranks: Ranks, operator: str) -> None:
     """The first gather is exact. Later ones err by a part of one step's difference, however many came before."""
-    for found in four_ranks(followed, OPERATOR):
+    for found in four_ranks(followed, operator):
         assert found["first"]
         assert found["alike"]
         # With four bits the error of a difference is below a third of it, and all steps together moved this far.
