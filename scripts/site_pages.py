@@ -8,6 +8,7 @@ that pages link to.
 from __future__ import annotations
 
 import inspect
+import json
 import re
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -35,6 +36,8 @@ SECTIONS = {
     "errors": ("Errors", "What is raised, and when. What to do then: [What can go wrong](../what-can-go-wrong.md)."),
 }
 """Pages of the API reference: title and first line."""
+
+CALCULATOR = "calculator.md"
 
 LINK = re.compile(r"(?<!!)\]\(([^)\s#]+)(#[^)\s]*)?\)")
 
@@ -149,3 +152,12 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
         return f"]({up}{place}{match[2] or ''})"
 
     return LINK.sub(rewrite, markdown)
+
+
+def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
+    """Give the calculator its numbers and its programs, so that the page works without a server."""
+    if page.file.src_uri != CALCULATOR:
+        return html
+    numbers = json.dumps(json.loads((ROOT / DATA / "calculator.json").read_text()), separators=(",", ":"))
+    scripts = "".join(f'<script src="assets/{name}.js"></script>' for name in ("model", "calculator"))
+    return f'{html}<script type="application/json" id="calculator-data">{numbers}</script>{scripts}'
