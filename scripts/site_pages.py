@@ -26,12 +26,18 @@ DATA = "benchmarks/results/"
 """Files below it that pages link to are copied."""
 
 SECTIONS = {
-    "links": ("Attach and links", "Attach a method to a module or to a loop, simulate it, save and load what it keeps."),
+    "links": (
+        "Attach and links",
+        "Attach a method to a module or to a loop, simulate it, save and load what it keeps.",
+    ),
     "compressors": ("Compressors", "Operators on one vector: what each worker sends of its gradient, and of the mean."),
     "algorithms": ("Algorithms", "Methods that remember something between steps, or act on parameters."),
     "wrappers": ("Wrappers", "Methods around methods, without a memory of their own."),
     "graphs": ("Graphs", "Methods for the rows at the boundaries of a partitioned graph."),
-    "integrations": ("Integrations", "What joins gradwire with other libraries. Each is imported when it is asked for."),
+    "integrations": (
+        "Integrations",
+        "What joins gradwire with other libraries. Each is imported when it is asked for.",
+    ),
     "optimizers": ("Optimizers", "Proximal steps: sparse or bounded weights."),
     "errors": ("Errors", "What is raised, and when. What to do then: [What can go wrong](../what-can-go-wrong.md)."),
 }
@@ -105,7 +111,9 @@ def on_files(files: Files, config: Any) -> Files:
     linked = {
         target
         for page in [*sorted((ROOT / "docs").rglob("*.md")), *(ROOT / source for source in FOLDED)]
-        for target in (repository_path(page.relative_to(ROOT).as_posix(), m[1]) for m in LINK.finditer(page.read_text()))
+        for target in (
+            repository_path(page.relative_to(ROOT).as_posix(), m[1]) for m in LINK.finditer(page.read_text())
+        )
         if target and target.startswith(DATA)
     }
     for target in sorted(linked):

@@ -70,9 +70,12 @@
 
   function bytes(count) {
     for (const [unit, size] of [["GB", 1e9], ["MB", 1e6], ["kB", 1e3]])
-      if (count >= size) return `${GradwireModel.general(count / size)} ${unit}`;
+      if (count >= size) return `${GradwireModel.general(count / size)}\u00a0${unit}`;
     return `${count} B`;
   }
+
+  // A number stays with its unit.
+  const seconds = (value) => GradwireModel.seconds(value).replace(" ", "\u00a0");
 
   function write(rows, chosen) {
     const header = ["method", "step", "80 % range", "times as fast", "sent a step", "bounded by", "floor"];
@@ -81,12 +84,12 @@
       const often = row.exchange_every > 1 ? " (mean)" : "";
       const cells = [
         row.method,
-        GradwireModel.seconds(row.step_s) + often,
-        `${GradwireModel.seconds(row.low_s)} to ${GradwireModel.seconds(row.high_s)}`,
+        seconds(row.step_s) + often,
+        `${seconds(row.low_s)} to ${seconds(row.high_s)}`,
         row.speedup.toFixed(2),
         bytes(row.sent_bytes) + often,
         row.bottleneck,
-        GradwireModel.seconds(row.floor_s),
+        seconds(row.floor_s),
       ];
       const line = element("tr", {}, ...cells.map((text) => element("td", { textContent: text })));
       if (row.method === chosen) line.className = "chosen";

@@ -38,6 +38,7 @@ class Cell:
     """One place, as the page takes it and as the command answers."""
 
     parameters: int
+    buckets: int
     compute_s: float
     micro_batches: int
     hosts: int
@@ -113,7 +114,8 @@ def cells(folder: Path, profile_of: Any) -> list[Cell]:
     for number, question in enumerate(QUESTIONS):
         parameters, compute_s, micro_batches, hosts, ranks, cores, latency_ms, bandwidths = question
         profile = folder / f"profile{number}.json"
-        profile.write_text(json.dumps(profile_of(parameters, compute_s, micro_batches)))
+        asked = profile_of(parameters, compute_s, micro_batches)
+        profile.write_text(json.dumps(asked))
         words: list[Any] = ["plan", "--profile", profile, "--calibration", calibration, "--gpus-per-host", ranks]
         words += [] if cores is None else ["--cores", cores]
         words += ["--latency", f"{latency_ms}ms"]
@@ -133,6 +135,7 @@ def cells(folder: Path, profile_of: Any) -> list[Cell]:
             answers.append(
                 Cell(
                     parameters=parameters,
+                    buckets=len(asked["timeline"]["buckets"]),
                     compute_s=compute_s,
                     micro_batches=micro_batches,
                     hosts=host_count,
