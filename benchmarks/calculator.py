@@ -4,8 +4,9 @@
 
 A codec is timed on this machine at a few lengths for each number of workers, the fastest of some rounds, so that other
 work on the machine counts little; bytes come from the methods' own code at the same lengths. Between them, and beyond
-the last, both are taken to be straight lines. The costs of collectives are those that ``benchmarks/predictions.py`` fitted to
-measured steps. Writes ``benchmarks/results/calculator.json``, which ``docs/calculator.md`` holds when the site is built.
+the last, both are taken to be straight lines. The costs of collectives are those that ``benchmarks/predictions.py``
+fitted to measured steps. Writes ``benchmarks/results/calculator.json``, which ``docs/calculator.md`` holds when the
+site is built.
 """
 
 from __future__ import annotations

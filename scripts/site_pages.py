@@ -72,15 +72,14 @@ def summary(name: str) -> str:
     for part in name.split(".")[1:]:
         found = getattr(found, part)
     first = (inspect.getdoc(found) or "").partition("\n")[0]
-    return re.sub(r":[a-z]+:`~?([^`]*)`", r"`\1`", first).replace("|", "\\|")
+    plain = re.sub(r":[a-z]+:`~?([^`]*)`", r"`\1`", first).replace("|", "\\|")
+    return plain.replace("::", ":")
 
 
 def directive(name: str) -> str:
-    """Return the name under which mkdocstrings finds an object: its home where a module of the package hides it."""
-    last = name.split(".")[-1]
-    found = getattr(gradwire, last, None)
-    hidden = f"gradwire.{last}" == name and (Path(gradwire.__file__).parent / f"{last}.py").exists()
-    return f"{found.__module__}.{last}" if hidden and found is not None else name
+    """Return the name under which mkdocstrings finds an object: a function's home, since modules bear such names, too."""
+    found = getattr(gradwire, name.removeprefix("gradwire."), None)
+    return f"{found.__module__}.{found.__name__}" if inspect.isfunction(found) else name
 
 
 def api_pages() -> dict[str, str]:
@@ -89,14 +88,14 @@ def api_pages() -> dict[str, str]:
     lines = ["# API reference", "", f"Every public name of `gradwire` {gradwire.__version__}.", ""]
     pages = {}
     for page, (title, about) in SECTIONS.items():
-        lines += [f"## [{title}]({page}.md)", "", about.replace("../", "../"), "", "| name | what it is |", "|---|---|"]
+        lines += [f"## [{title}]({page}.md)", "", about, "", "| name | what it is |", "|---|---|"]
         lines += [f"| [`{n.removeprefix('gradwire.')}`][{n}] | {summary(n)} |" for n in names[page]]
         lines.append("")
         parts = [f"# {title}", "", about, ""]
         for name in names[page]:
             path = directive(name)
-            if path != name:
-                parts += [f'<span id="{name}"></span>', ""]
+            # What is documented by another name is linked to by its public one, too.
+            parts += [f"[](){{#{name}}}", ""] if path != name else []
             parts += [f"::: {path}", ""]
         pages[f"api/{page}.md"] = "\n".join(parts)
     return {"api/index.md": "\n".join(lines), **pages}
