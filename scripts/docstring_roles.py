@@ -6,6 +6,7 @@ before it does.
 
 from __future__ import annotations
 
+import inspect
 import re
 from typing import Any
 
@@ -19,6 +20,12 @@ LEAD = re.compile(r"(?m)^(Guarantees|Wire|Reference|References|Memory|Source): "
 PUBLIC = {*gradwire.__all__, *(f"integrations.{name}" for name in gradwire.integrations.__all__)}
 
 
+def address(name: str) -> str:
+    """Return how mkdocstrings knows a public name: a function by its home, since modules bear such names, too."""
+    found = getattr(gradwire, name.removeprefix("gradwire."), None)
+    return f"{found.__module__}.{found.__name__}" if inspect.isfunction(found) else name
+
+
 def markdown(text: str, owner: Any = None) -> str:
     """Return a docstring's text with roles, literal blocks and lead words in Markdown."""
 
@@ -29,7 +36,7 @@ def markdown(text: str, owner: Any = None) -> str:
         if path not in PUBLIC and shown in PUBLIC and not name.startswith("torch."):
             path = shown
         if path in PUBLIC:
-            return f"[`{shown}`][gradwire.{path}]"
+            return f"[`{shown}`][{address(f'gradwire.{path}')}]"
         if owner is not None and name in owner.members and not owner.name.startswith("_") and owner.name in PUBLIC:
             return f"[`{name}`][gradwire.{owner.name}.{name}]"
         return f"`{name}`"

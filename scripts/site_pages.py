@@ -13,6 +13,7 @@ import re
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from docstring_roles import address
 from mkdocs.structure.files import File, Files
 
 import gradwire
@@ -76,12 +77,6 @@ def summary(name: str) -> str:
     return plain.replace("::", ":")
 
 
-def directive(name: str) -> str:
-    """Return the name under which mkdocstrings finds an object: a function's home, since modules bear such names, too."""
-    found = getattr(gradwire, name.removeprefix("gradwire."), None)
-    return f"{found.__module__}.{found.__name__}" if inspect.isfunction(found) else name
-
-
 def api_pages() -> dict[str, str]:
     """Return the API reference: Markdown by path."""
     names = public_names()
@@ -89,11 +84,11 @@ def api_pages() -> dict[str, str]:
     pages = {}
     for page, (title, about) in SECTIONS.items():
         lines += [f"## [{title}]({page}.md)", "", about, "", "| name | what it is |", "|---|---|"]
-        lines += [f"| [`{n.removeprefix('gradwire.')}`][{n}] | {summary(n)} |" for n in names[page]]
+        lines += [f"| [`{n.removeprefix('gradwire.')}`][{address(n)}] | {summary(n)} |" for n in names[page]]
         lines.append("")
         parts = [f"# {title}", "", about, ""]
         for name in names[page]:
-            path = directive(name)
+            path = address(name)
             # What is documented by another name is linked to by its public one, too.
             parts += [f"[](){{#{name}}}", ""] if path != name else []
             parts += [f"::: {path}", ""]
