@@ -11,11 +11,12 @@ ROUNDS ?= 10
 # Parts of names or files of the faults that "make mutants" tries; by default all.
 ONLY ?=
 
-.PHONY: help venv demo test lint types unit wheel-test soak mutants digests clean
+.PHONY: help venv demo docs test lint types unit wheel-test soak mutants digests clean
 
 help:
 	@echo "make venv   set up $(VENV)"
 	@echo "make demo   train digits on 4 workers, float32 beside TernGrad, and print where the report is"
+	@echo "make docs   build the site into site/"
 	@echo "make test   lint, types, all tests, and the tests against the installed wheel"
 	@echo "make soak   the property tests, ROUNDS=$(ROUNDS) times, on examples drawn anew each time"
 	@echo "make mutants   put known faults into a copy of the package and check that the tests catch them; ONLY=\"words\""
@@ -31,6 +32,11 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: $(STAMP)
 	$(BIN)/gradwire compare digits --workers 4
+
+# The tests build it, too, and fail where this does.
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
+	@echo "open site/index.html"
 
 test: lint types unit wheel-test
 
@@ -62,4 +68,4 @@ digests: $(STAMP)
 	$(BIN)/python tests/kernels/compiled_sources.py
 
 clean:
-	rm -rf .cache build dist .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .cache build dist site .pytest_cache .mypy_cache .ruff_cache

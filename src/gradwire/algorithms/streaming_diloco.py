@@ -38,7 +38,9 @@ class StreamingDiLoCo(DiLoCo):
     with the global parameters. A checkpoint holds what has arrived and is not in effect yet.
 
     Args:
-        inner, every, nesterov: As for :class:`DiLoCo`.
+        inner: As for :class:`DiLoCo`.
+        every: As for :class:`DiLoCo`.
+        nesterov: As for :class:`DiLoCo`.
         outer_lr: Learning rate of the outer step, above 0; the paper's is 0.4.
         outer_momentum: At least 0 and below 1.
         fragments: F, from 1 to ``every``.

@@ -16,7 +16,7 @@ from gradwire.model.schedule import Load, Steps, step_time
 from gradwire.model.timeline import Timeline
 from gradwire.spec import method as read_method
 
-__all__ = ["NOTHING", "Forecast", "Scenario", "forecast", "recommend"]
+__all__ = ["NOTHING", "Forecast", "Scenario", "forecast", "recommend", "why_apart"]
 
 NOTHING = "ddp fp32"
 """DDP without a hook."""
@@ -135,7 +135,7 @@ def forecast(
                 worker_steps_per_s=n / steps.step_s,
                 exchange_every=exchange.every if isinstance(exchange, Cycle) else 1,
                 extrapolated=machine.beyond(n, link),
-                apart=None if spec == NOTHING else _apart(spec),
+                apart=None if spec == NOTHING else why_apart(spec),
             )
         )
     return found, refused
@@ -149,7 +149,7 @@ def _steps(
     return step_time(timeline, exchange, machine=machine, link=link, load=load)
 
 
-def _apart(spec: str) -> str | None:
+def why_apart(spec: str) -> str | None:
     """Explain why the time of a step alone does not tell whether to use a method; None where it does."""
     chosen = read_method(spec)
     if chosen.local_steps:

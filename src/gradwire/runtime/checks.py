@@ -55,7 +55,8 @@ def check_options(method: str | Method, *, optimizer: Any = None, **options: Any
 
     Args:
         method: Spec or method.
-        optimizer, options: As for :func:`gradwire.attach`.
+        optimizer: As for :func:`gradwire.attach`.
+        options: As for :func:`gradwire.attach`.
 
     Raises:
         HyperparameterError: an unknown method or option, or a wrong value.
