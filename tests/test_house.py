@@ -50,7 +50,7 @@ LAYERS = {
     "model": LEAVES | {"kernels", "spec", "auto", "drivers", "planning"},
     "runtime": METHODS_OF | {"protocols", "algorithms", "spec", "auto", "graphs", "drivers", "planning", "model"},
     "adapters": LEAVES | {"planning", "runtime"},
-    "integrations": {"errors", "runtime"},
+    "integrations": {"errors", "methods", "spec", "adapters", "runtime"},
     "__init__": {
         "adapters",
         "auto",
@@ -90,6 +90,9 @@ FENCED = {
     "wandb": {"integrations"},
     "mlflow": {"integrations"},
     "prometheus_client": {"integrations"},
+    "accelerate": {"integrations"},
+    "transformers": {"integrations"},
+    "lightning": {"integrations"},
     "torch.distributed": {"drivers", "runtime", "adapters", "experiments", "bench", "cli"},
 }
 

@@ -1,9 +1,25 @@
 """What joins gradwire with other libraries, each of which is imported only when it is asked for."""
 
+from gradwire.integrations.attachment import Attachment
+from gradwire.integrations.distributed_checkpoint import StatefulLink
+from gradwire.integrations.hugging_face import accelerate, trainer
+from gradwire.integrations.lightning_strategies import fabric, lightning
 from gradwire.integrations.mlflow import MLflowSink
 from gradwire.integrations.prometheus import PrometheusSink
 from gradwire.integrations.sink import Sink
 from gradwire.integrations.tensorboard import TensorBoardSink
 from gradwire.integrations.wandb import WandbSink
 
-__all__ = ["MLflowSink", "PrometheusSink", "Sink", "TensorBoardSink", "WandbSink"]
+__all__ = [
+    "Attachment",
+    "MLflowSink",
+    "PrometheusSink",
+    "Sink",
+    "StatefulLink",
+    "TensorBoardSink",
+    "WandbSink",
+    "accelerate",
+    "fabric",
+    "lightning",
+    "trainer",
+]

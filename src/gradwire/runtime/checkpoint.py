@@ -6,7 +6,9 @@ import contextlib
 import os
 import re
 import uuid
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,7 +17,9 @@ from gradwire.digests import pack, unpack
 from gradwire.errors import GradwireError, IncompatibleError
 from gradwire.runtime.link import Link
 
-__all__ = ["load", "save", "write_atomically"]
+__all__ = ["State", "load", "save", "take", "write_atomically"]
+
+State = dict[str, dict[str, torch.Tensor]]
 
 _RANK_FILE = re.compile(r"rank-\d+-([0-9a-f]{16})\.pt(?:\.partial)?")
 
@@ -38,11 +42,17 @@ def write_atomically(value: object, path: Path) -> None:
         raise GradwireError(f"could not write {path}: {error}; what was saved before is untouched") from error
 
 
-def save(link: Link, folder: str | os.PathLike[str]) -> None:
+def save(link: Link, folder: str | os.PathLike[str], own: Mapping[str, Any] | None = None) -> None:
     """Save a link's state (collective): every rank a file of its own, then rank 0 ``common.pt``, which names them.
 
     Where it ends halfway, whatever the reason, the folder still holds what was saved before, whole: ranks' files bear
     the number of their save, and go when a later save is complete.
+
+    Args:
+        link: Whose state it is.
+        folder: Which all ranks see.
+        own: What else belongs to this rank alone, in types that ``torch.load`` reads with ``weights_only=True``. With
+            local steps, and with gossip, that is the model and the optimizer, since a checkpoint of rank 0 has its own.
 
     Raises:
         IncompatibleError: a file could not be written, on this rank or on another.
@@ -54,10 +64,11 @@ def save(link: Link, folder: str | os.PathLike[str]) -> None:
     except OSError as error:
         problem = str(error)
     number = _share(link, problem, uuid.uuid4().int >> 65)[0]
-    own, state = _own(target, link.rank, number), link.state_dict()
+    path, state = _own(target, link.rank, number), link.state_dict()
+    part = {"rank": state.pop("rank"), "number": torch.tensor(number), "of": torch.tensor(link.rank)}
     try:
-        part, digest = pack({"rank": state.pop("rank"), "number": torch.tensor(number), "of": torch.tensor(link.rank)})
-        digests = [told[1] for told in _tell(link, _problem(part, own), number, digest)]
+        packed, digest = pack(part if own is None else {**part, "own": dict(own)})
+        digests = [told[1] for told in _tell(link, _problem(packed, path), number, digest)]
         # All ranks' files are there. From its replacement on, common.pt stands for this save instead of the last one.
         common = {
             "save": {"number": torch.tensor(number)},
@@ -66,13 +77,13 @@ def save(link: Link, folder: str | os.PathLike[str]) -> None:
         }
         _share(link, _problem(pack({**common, **state})[0], target / "common.pt") if link.rank == 0 else None)
     except IncompatibleError:
-        own.unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
         raise
     if link.rank == 0:
         _sweep(target, number)
 
 
-def load(link: Link, folder: str | os.PathLike[str]) -> None:
+def load(link: Link, folder: str | os.PathLike[str]) -> dict[str, Any] | None:
     """Load a link's state (collective).
 
     The policy where the world size has changed: what is global or replicated is taken as it is; what belongs to one
@@ -81,13 +92,18 @@ def load(link: Link, folder: str | os.PathLike[str]) -> None:
     from the global parameters, whatever was loaded into their models; where each rank has parameters of its own, from
     the mean of what was loaded.
 
+    Returns:
+        What this rank passed to :func:`save` as ``own``; None where it passed nothing, and where the world size has
+        changed.
+
     Raises:
         IncompatibleError: there is no such state, it is not whole, it cannot be read, or it is none that this link can
             take, on this rank or on another.
     """
     source = Path(folder, link.part)
     problem: str | None = None
-    state: dict[str, dict[str, torch.Tensor]] = {}
+    state: State = {}
+    own: dict[str, Any] | None = None
     number, world_size = 0, link.world_size
     try:
         state = _read(source / "common.pt")
@@ -96,27 +112,54 @@ def load(link: Link, folder: str | os.PathLike[str]) -> None:
         digests = state.pop("digests")
         state["rank"] = {}
         if link.rank < world_size:
-            own = _own(source, link.rank, number)
-            if not own.exists():
+            path = _own(source, link.rank, number)
+            if not path.exists():
                 raise IncompatibleError(
-                    f"{own} does not exist, though {source / 'common.pt'} was saved with it: copy such a folder whole"
+                    f"{path} does not exist, though {source / 'common.pt'} was saved with it: copy such a folder whole"
                 )
-            state["rank"] = _read(own, bytes(digests[str(link.rank)].tolist()))["rank"]
-        # Before any rank takes anything: what only one of them refuses would be taken by the others.
-        link.check_state_dict(state)
+            part: dict[str, Any] = _read(path, bytes(digests[str(link.rank)].tolist()))
+            state["rank"], own = part["rank"], part.get("own")
     except GradwireError as error:
         problem = str(error)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         problem = f"{source} does not hold the state of a link: {error!r}"
+    take(link, state, problem, number, world_size, str(source))
+    return own if world_size == link.world_size else None
+
+
+def take(link: Link, state: State, problem: str | None, number: int, world_size: int, source: str) -> None:
+    """Let all ranks take a state that was saved, or none of them (collective).
+
+    Args:
+        link: That takes it.
+        state: As of :meth:`Link.state_dict`; without values of this rank where it did not exist.
+        problem: What kept this rank from reading it.
+        number: Of the save.
+        world_size: Of the link that saved it.
+        source: Where it is from, for the error.
+
+    Raises:
+        IncompatibleError: on every rank alike, naming the first rank that has a problem.
+    """
+    if problem is None:
+        # Before any rank takes anything: what only one of them refuses would be taken by the others.
+        problem = _refused(link.check_state_dict, state, source)
     if len(set(_share(link, problem, number))) > 1:
         raise IncompatibleError(f"ranks read different saves from {source}: load when saving has ended on all of them")
-    try:
-        link.load_state_dict(state)
-    except GradwireError as error:
-        problem = str(error)
-    _share(link, problem)
+    _share(link, _refused(link.load_state_dict, state, source))
     if link.method.local_steps and world_size != link.world_size:
         link.local.agree()
+
+
+def _refused(taking: Callable[[State], None], state: State, source: str) -> str | None:
+    """Return what a link says against a state."""
+    try:
+        taking(state)
+    except GradwireError as error:
+        return str(error)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        return f"{source} does not hold the state of a link: {error!r}"
+    return None
 
 
 def _own(folder: Path, rank: int, number: int) -> Path:

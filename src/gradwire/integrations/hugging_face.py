@@ -1,0 +1,147 @@
+"""Accelerate, and the Trainer of Transformers, which trains through it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from gradwire.errors import IncompatibleError
+from gradwire.integrations.attachment import FOLDER, Attachment
+from gradwire.integrations.sink import needed
+from gradwire.methods import Method
+
+__all__ = ["accelerate", "trainer"]
+
+
+def accelerate(accelerator: Any, method: str | Method, *, fresh: bool = False, **options: Any) -> Attachment:
+    """Exchange the gradients of the module that an ``Accelerator`` prepares by a method.
+
+    ::
+
+        accelerator = Accelerator()
+        attachment = gw.integrations.accelerate(accelerator, "EDEN(bits=4)")
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+
+    To be called before ``prepare``, on all processes. ``accelerator.save_state`` and ``load_state`` then keep what the
+    method remembers on each rank, in a folder ``gradwire`` of the checkpoint.
+
+    Args:
+        accelerator: That prepares one module.
+        method: A method or its spec.
+        fresh: Let ``load_state`` take a checkpoint that was saved without gradwire; what the method remembers then
+            begins anew.
+        options: For :func:`gradwire.attach`; ``optimizer`` for methods that need it, as it was before ``prepare``.
+
+    Returns:
+        What has the link, as ``attachment.link``, once the module was prepared.
+
+    Raises:
+        HyperparameterError: the spec is wrong.
+        IncompatibleError: the accelerator was given a communication hook of PyTorch's own.
+        BackendError: accelerate is not installed.
+    """
+    attachment = Attachment(method, fresh, options)
+    _handle(accelerator, attachment)
+    loaded: list[Path] = []
+
+    def before_save(models: Any, weights: Any, folder: str) -> None:
+        attachment.save(Path(folder) / FOLDER)
+
+    def before_load(models: Any, folder: str) -> None:
+        loaded[:] = [Path(folder)]
+
+    original = accelerator.load_state
+
+    def load_state(*arguments: Any, **more: Any) -> None:
+        original(*arguments, **more)
+        # The hook, which knows the folder, runs before the model's weights are read.
+        if loaded:
+            attachment.load(loaded.pop() / FOLDER)
+
+    accelerator.register_save_state_pre_hook(before_save)
+    accelerator.register_load_state_pre_hook(before_load)
+    accelerator.load_state = load_state
+    return attachment
+
+
+def _handle(accelerator: Any, attachment: Attachment) -> None:
+    """Let an accelerator attach to the module that it wraps, by the handler of its DDP options."""
+    library = needed("accelerate", "accelerate")
+    before = accelerator.ddp_handler or library.DistributedDataParallelKwargs()
+    if before.comm_hook != library.utils.DDPCommunicationHookType.NO:
+        raise IncompatibleError(
+            f"this accelerator has the communication hook {before.comm_hook}, and DDP takes one: leave out comm_hook"
+        )
+
+    # Accelerate looks handlers up by their exact class when it is built, and calls this attribute later.
+    class Handler(library.DistributedDataParallelKwargs):  # type: ignore[name-defined, misc]
+        def register_comm_hook(self, model: Any) -> None:
+            attachment.attach(model, grad_scaler=accelerator.scaler)
+
+    accelerator.ddp_handler = Handler(**vars(before))
+
+
+def trainer(trainer: Any, method: str | Method, *, fresh: bool = False, **options: Any) -> Attachment:
+    """Exchange the gradients of a ``transformers.Trainer`` by a method.
+
+    ::
+
+        trainer = Trainer(model, arguments, train_dataset=...)
+        attachment = gw.integrations.trainer(trainer, "EDEN(bits=4)")
+        trainer.train(resume_from_checkpoint=True)
+
+    To be called before ``train``, on all processes. Checkpoints then have a folder ``gradwire`` with what the method
+    remembers on each rank, and ``resume_from_checkpoint`` reads it. What is removed by ``save_total_limit`` goes whole.
+
+    Args:
+        trainer: The trainer.
+        method: A method or its spec. One that needs the optimizer is given the trainer's.
+        fresh: Let ``train`` resume a checkpoint that was saved without gradwire.
+        options: For :func:`gradwire.attach`.
+
+    Returns:
+        What has the link, as ``attachment.link``, once the training has begun.
+
+    Raises:
+        HyperparameterError: the spec is wrong.
+        BackendError: transformers or accelerate is not installed.
+    """
+    library, utilities = needed("transformers", "transformers"), needed("transformers.trainer_utils", "transformers")
+    attachment = Attachment(method, fresh, options)
+    accelerator, prepare = trainer.accelerator, trainer.accelerator.prepare_model
+    _check_handler(accelerator)
+
+    def prepare_model(model: Any, *arguments: Any, **more: Any) -> Any:
+        wrapped = prepare(model, *arguments, **more)
+        attachment.attach(wrapped, trainer.optimizer, accelerator.scaler)
+        return wrapped
+
+    accelerator.prepare_model = prepare_model
+    asked: list[Path] = []
+    original = trainer.train
+
+    def train(resume_from_checkpoint: Any = None, *arguments: Any, **more: Any) -> Any:
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = utilities.get_last_checkpoint(trainer.args.output_dir) or True
+        asked[:] = [Path(resume_from_checkpoint)] if isinstance(resume_from_checkpoint, str | Path) else []
+        return original(resume_from_checkpoint, *arguments, **more)
+
+    class Keeper(library.TrainerCallback):  # type: ignore[name-defined, misc]
+        """Runs on every process, where the trainer's own writing runs on one."""
+
+        def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+            if asked:
+                attachment.load(asked.pop() / FOLDER)
+
+        def on_save(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+            name = f"{utilities.PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+            attachment.save(Path(args.output_dir) / name / FOLDER)
+
+    trainer.train = train
+    trainer.add_callback(Keeper())
+    return attachment
+
+
+def _check_handler(accelerator: Any) -> None:
+    if accelerator.ddp_handler is not None and accelerator.ddp_handler.comm_hook.value != "no":
+        raise IncompatibleError("this trainer's accelerator has a communication hook, and DDP takes one: leave it out")
