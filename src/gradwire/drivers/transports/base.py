@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from gradwire.ops import Op
+from gradwire.ops import Op, Reduce
+from gradwire.wire import open_sealed, sealed
 
 __all__ = ["Transport"]
 
@@ -45,3 +46,24 @@ class Transport(ABC):
             TypeError: it needs buffers of the transport, and so the thread of its lane.
         """
         raise TypeError(f"{type(op).__name__}: this operation needs buffers of the lane, and so its thread")
+
+    def close(self, broken: bool) -> None:
+        """End the connections; where they are ``broken``, without waiting for what is under way.
+
+        By default they end when nothing refers to the transport any more.
+        """
+
+    def _gather(self, send: torch.Tensor, recv: torch.Tensor) -> torch.Tensor:
+        """Send a vector to all ranks, and return ``recv`` with a row of each; for those who reduce by it."""
+        raise NotImplementedError
+
+    def _reduce_by_gather(self, op: Reduce, number: int) -> torch.Tensor:
+        """Reduce a few values, sealed, on every rank by itself.
+
+        Args:
+            number: Of the reduction, which says which one it is: all ranks run the same jobs in the same order.
+        """
+        mine = sealed(op.value, self.rank, number)
+        received = self._gather(mine, mine.new_empty((self.world_size, mine.numel())))
+        rows = open_sealed(received, op.value.dtype, f"values for a {op.op}imum", number)
+        return (rows.amax(0) if op.op == "max" else rows.amin(0)).view(op.value.shape)
