@@ -258,7 +258,7 @@ class FakeGPU(Device):
             strangers = [t for t in strangers if t.dtype not in (torch.int64, torch.bool)]
         with torch._C.DisableTorchFunctionSubclass():
             mixed = [tuple(t.shape) for t in strangers if t.dim() > 0]
-        if mixed and name not in ("copy_", "to", "as_subclass"):
+        if mixed and name not in ("copy_", "to", "as_subclass", "_foreach_copy_", "__set__"):
             raise DeviceError(f"{name} of tensors on {WHERE} and in main memory {mixed}")
 
     def _touch(self, tensors: list[torch.Tensor], written: list[torch.Tensor]) -> None:

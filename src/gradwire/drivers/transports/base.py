@@ -47,7 +47,7 @@ class Transport(ABC):
         """
         raise TypeError(f"{type(op).__name__}: this operation needs buffers of the lane, and so its thread")
 
-    def close(self, broken: bool) -> None:
+    def close(self, broken: bool) -> None:  # noqa: B027
         """End the connections; where they are ``broken``, without waiting for what is under way.
 
         By default they end when nothing refers to the transport any more.
