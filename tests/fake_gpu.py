@@ -29,7 +29,19 @@ from gradwire.kernels import Kernels, get_kernels
 from gradwire.kernels.checksum import checksums
 
 WHERE = torch.device("cuda", 0)
-READS = {"item", "tolist", "__bool__", "__int__", "__float__", "__index__", "cpu", "equal", "allclose", "nonzero"}
+READS = {
+    "item",
+    "tolist",
+    "__bool__",
+    "__int__",
+    "__float__",
+    "__index__",
+    "cpu",
+    "equal",
+    "allclose",
+    "nonzero",
+    "numpy",
+}
 INDEXING = {"__getitem__", "__setitem__", "index_select"}
 
 
@@ -213,14 +225,14 @@ class FakeGPU(Device):
         made = self._made_there(args, kwargs)
         if ours:
             self._check(name, found, args, kwargs)
-            if name == "numpy":
+            if name == "numpy" and not kwargs.get("force"):
                 raise TypeError("can't convert cuda:0 device type tensor to numpy")
             if name in READS or (name in ("to", "copy_") and self._moves(name, args, made)):
                 self.reads.append((self._caller(), self.here.stream))
         if made is not None:
             args, kwargs = made
         leaves = name in ("cpu", "tolist", "item") or (name == "to" and made is not None and not self._to_device)
-        result = self._called(func, args, kwargs, (bool(ours) or made is not None and self._to_device) and not leaves)
+        result = self._called(func, args, kwargs, (bool(ours) or (made is not None and self._to_device)) and not leaves)
         if leaves and isinstance(result, torch.Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return here(result).clone()
