@@ -59,7 +59,7 @@ ELEMENTS = sum(torch.Size(shape).numel() for shape in SHAPES.values())
 
 
 @pytest.mark.parametrize(
-    "method", ["terngrad", "bf16", "TopK(density=0.1)", "ErrorFeedback(compressor=QSGDinf())", "PowerSGD(rank=1)"]
+    "method", ["terngrad", "bf16", "TopK(density=0.1)", "ErrorFeedback(compressor=QSGDinf())", "diana"]
 )
 def test_any_method_is_exchanged_by_copies_in_main_memory(three_ranks: Any, method: str) -> None:
     for _, record, noted in same(three_ranks, method, {"backend": "cpu"}):
