@@ -349,8 +349,8 @@ def fake_gpu() -> Iterator[FakeGPU]:
         return kernels if name == "triton" else real(name, threads)
 
     with (
-        mock.patch("gradwire.runtime.site.one_device", lambda devices: WHERE),
-        mock.patch("gradwire.runtime.site.device_of", lambda device: gpu),
+        mock.patch("gradwire.runtime.site.one_device", return_value=WHERE),
+        mock.patch("gradwire.runtime.site.device_of", return_value=gpu),
         mock.patch("gradwire.planning.planner.get_kernels", served),
         mock.patch("gradwire.wire.header.device_checksums", device_checksums),
         mock.patch("gradwire.wire.sealed.device_checksums", device_checksums),

@@ -24,8 +24,8 @@ def sealed(values: torch.Tensor, sender: int, *place: int) -> torch.Tensor:
     """
     row = values.detach().contiguous().view(torch.uint8).reshape(1, -1)
     if row.device.type != "cpu":
-        sums = device_checksums(_heads([(sender, *place)], row.device), row)
-        return torch.cat([row[0], sums.view(torch.uint8)])
+        seal = device_checksums(_heads([(sender, *place)], row.device), row)
+        return torch.cat([row[0], seal.view(torch.uint8)])
     octets = row.numpy()
     found = checksums(np.array([(sender, *place)], np.uint64), octets)
     return torch.from_numpy(np.concatenate([octets[0], found.view(np.uint8)]))
@@ -40,8 +40,8 @@ def open_sealed(rows: torch.Tensor, dtype: torch.dtype, about: str, *place: int)
     if rows.device.type != "cpu":
         rows = rows.contiguous()
         body, stated = rows[:, :-SEAL_BYTES], rows[:, -SEAL_BYTES:].contiguous().view(torch.int64)[:, 0]
-        heads = _heads([(sender, *place) for sender in range(len(rows))], rows.device)
-        if bool((device_checksums(heads, body) == stated).all()):
+        words = _heads([(sender, *place) for sender in range(len(rows))], rows.device)
+        if bool((device_checksums(words, body) == stated).all()):
             return body.contiguous().view(dtype)
         # In main memory there are words for what differs.
         return open_sealed(rows.cpu(), dtype, about, *place)

@@ -81,7 +81,7 @@ class NCCLTransport(Transport):
         if gathers(op):
             self._reductions += 1
             return self._reduce_by_gather(op, self._reductions)
-        options = dist.AllreduceOptions()
+        options: Any = dist.AllreduceOptions()
         options.reduceOp = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}[op.op]
         self._backend.allreduce([op.value], options).wait()
         return op.value
