@@ -75,7 +75,7 @@ class Device(ABC):
         """
 
 
-class _Passed:
+class _NothingPending:
     """The mark of a place where nothing is pending."""
 
     def synchronize(self) -> None:
@@ -88,7 +88,7 @@ class HostDevice(Device):
     name, is_host = "cpu", True
 
     def __init__(self) -> None:
-        self._no_stream, self._passed = nullcontext(), _Passed()
+        self._no_stream, self._passed = nullcontext(), _NothingPending()
 
     def holds(self, tensor: torch.Tensor) -> bool:
         return False
