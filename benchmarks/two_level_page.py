@@ -37,7 +37,7 @@ def page() -> str | None:
         f"{made['cpu']}, {made['cores']} cores, which all four ranks share; torch {made['versions']['torch']}; "
         f"{made['date_utc'][:10]}; {repeats} runs of each.",
         "",
-        "| method | " + " | ".join(rate.replace("bit", "bit/s") for rate in rates) + " | kB between nodes |",
+        "| method | " + " | ".join(named(rate) for rate in rates) + " | kB between nodes |",
         "|---|" + "---:|" * (len(rates) + 1),
     ]
     for method in methods:
@@ -45,6 +45,11 @@ def page() -> str | None:
         sent = mean(row["between_bytes"] for row in rows if row["method"] == method)
         lines.append(f"| {method} | {' | '.join(cells)} | {sent / 1e3:,.0f} |")
     return "\n".join([*lines, "", *findings(rows, rates)]).rstrip() + "\n"
+
+
+def named(rate: str) -> str:
+    """Write a rate as people do: "10 Mbit/s" for "10mbit"."""
+    return f"{rate[:-4]} {rate[-4].upper()}bit/s"
 
 
 def times(rows: list[Row], rate: str, method: str) -> str:
@@ -63,13 +68,14 @@ def findings(rows: list[Row], rates: list[str]) -> list[str]:
         return mean(row["between_bytes"] for row in rows if row["method"] == method)
 
     told = []
-    slow = rates[0].replace("bit", "bit/s")
+    slow = named(rates[0])
     for name in ("TernGrad", "EDEN 4 bits"):
         two = f"{name}, two levels"
-        ratios = ", ".join(f"{of(name, rate) / of(two, rate):.2f} at {rate.replace('bit', 'bit/s')}" for rate in rates)
+        ratios = ", ".join(f"{of(name, rate) / of(two, rate):.2f} ({named(rate)})" for rate in rates)
         told.append(
             f"{name} on two levels sends {sent(name) / sent(two):.1f} times fewer bytes between nodes than on one, and "
-            f"is {ratios} times as fast; against DDP {of('DDP', rates[0]) / of(two, rates[0]):.1f} times at {slow}."
+            f"is {ratios} times as fast: at 1 Gbit/s what is exchanged inside nodes, on cores that all ranks share, takes "
+            f"longer than what it saves. Against DDP it is {of('DDP', rates[0]) / of(two, rates[0]):.1f} times as fast at {slow}."
         )
     own, ours = "HSDP, FSDP2's own", "HSDP, TernGrad"
     told.append(

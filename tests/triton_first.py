@@ -26,7 +26,12 @@ def import_kernels() -> None:
     try:
         from gradwire.kernels.triton_core.backend import SERVED
 
-        for module in ("triton_core.launch", "packing.triton", *(f"{family}.triton" for family in SERVED)):
+        for module in (
+            "triton_core.launch",
+            "packing.triton",
+            "checksum.triton",
+            *(f"{family}.triton" for family in SERVED),
+        ):
             importlib.import_module(f"gradwire.kernels.{module}")
     finally:
         if before is None:

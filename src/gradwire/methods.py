@@ -125,6 +125,10 @@ class Method:
     kernels: ClassVar[tuple[str, ...]]
     """The families of kernels, and the entropy coder, that it calls. They are compiled before the first step."""
 
+    on_device: ClassVar[bool] = False
+    """Whether what it computes beside its kernels stays on the device that a vector lies on; each that says so is
+    tested to."""
+
     remembers: ClassVar[tuple[str, ...]] = ()
     """The kinds of vectors and the names of values that it keeps in :class:`gradwire.protocols.Memory`."""
 

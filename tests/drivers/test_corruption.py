@@ -16,11 +16,12 @@ SIZE = 2000
 
 def refusal_of(method: str, name: str, second: int, bits: int) -> tuple[str, str]:
     """Exchange two rounds, and damage what rank 1 sends by that call of a function of the transport's module."""
-    from gradwire.drivers.transports import gloo
+    from gradwire.drivers.transports import base, gloo
 
+    module = base if name == "sealed" else gloo
     parameter = torch.nn.Parameter(torch.zeros(SIZE))
     link = gw.Link([("w", parameter)], method, min_numel=0)
-    real, calls = getattr(gloo, name), [0]
+    real, calls = getattr(module, name), [0]
 
     def damaged(*arguments: Any) -> torch.Tensor:
         message: torch.Tensor = real(*arguments)
@@ -32,7 +33,7 @@ def refusal_of(method: str, name: str, second: int, bits: int) -> tuple[str, str
 
     found = "nothing was refused"
     if link.rank == 1:
-        setattr(gloo, name, damaged)
+        setattr(module, name, damaged)
     try:
         for round in range(2):
             parameter.grad = torch.randn(SIZE, generator=torch.Generator().manual_seed(10 * round + link.rank))
@@ -40,7 +41,7 @@ def refusal_of(method: str, name: str, second: int, bits: int) -> tuple[str, str
     except gw.GradwireError as error:
         found = f"{type(error).__name__}: {error}"
     finally:
-        setattr(gloo, name, real)
+        setattr(module, name, real)
         link.close()
     return found, type(link.error).__name__
 

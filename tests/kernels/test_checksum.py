@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import doctest
+import importlib
 
 import numpy as np
 import pytest
+import torch
 
 from gradwire.kernels import checksum
 from gradwire.kernels.checksum import loops, reference
+from triton_interpreter import interpreted
 
 LENGTHS = (0, 1, 7, 8, 16, 127, 128, 129, 255, 256, 4096, 5003)
 
@@ -31,6 +34,19 @@ def test_every_variant_gives_the_bits_of_the_reference(variant: bool | None, wor
     assert found.tolist() == expected
     assert checksum.checksums(heads, rows[:, 5:]).tolist() == expected
     assert checksum.checksums(heads[:1], rows[:1, 5:]).tolist() == expected[:1]
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_the_kernel_for_gpus_gives_the_bits_of_the_reference(length: int) -> None:
+    interpreted()
+    triton = importlib.import_module("gradwire.kernels.checksum.triton")
+    draw = np.random.default_rng(length)
+    rows = draw.integers(0, 256, (3, length + 5), np.uint8)
+    heads = draw.integers(0, 2**64, (3, 3), np.uint64)
+    found = torch.zeros(3, dtype=torch.int64)
+    triton.row_checksums(torch.from_numpy(heads.view(np.int64)), torch.from_numpy(rows)[:, 5:], found)
+    expected = [reference.reference_check(h.tobytes(), row[5:]) for h, row in zip(heads, rows)]
+    assert found.numpy().view(np.uint64).tolist() == expected
 
 
 def test_a_step_is_a_bijection_so_that_no_single_word_can_change_unseen() -> None:

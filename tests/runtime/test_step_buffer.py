@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import gradwire as gw
+from gradwire.drivers import HostDevice
 from gradwire.runtime.step_buffer import StepBuffer
 from gradwire.segments import Parameter
 
@@ -13,7 +14,7 @@ SIZES = {"a": 2, "b": 3, "c": 1}
 
 
 def buffer(order: str = "abc") -> StepBuffer:
-    return StepBuffer(list(order), {name: Parameter(name, (n,), (1,)) for name, n in SIZES.items()})
+    return StepBuffer(list(order), {name: Parameter(name, (n,), (1,)) for name, n in SIZES.items()}, HostDevice())
 
 
 def test_buckets_lie_in_the_steps_order_whatever_theirs() -> None:

@@ -48,6 +48,7 @@ class FP32(Cast):
     """
 
     name: ClassVar[str] = "fp32"
+    on_device: ClassVar[bool] = True
     tag: ClassVar[int] = 61
     dtype: ClassVar[torch.dtype] = torch.float32
     properties: ClassVar[Properties] = Properties(
@@ -73,6 +74,7 @@ class FP16(Cast):
     """
 
     name: ClassVar[str] = "fp16"
+    on_device: ClassVar[bool] = True
     tag: ClassVar[int] = 62
     dtype: ClassVar[torch.dtype] = torch.float16
     properties: ClassVar[Properties] = Properties(
@@ -98,6 +100,7 @@ class BF16(Cast):
     """
 
     name: ClassVar[str] = "bf16"
+    on_device: ClassVar[bool] = True
     tag: ClassVar[int] = 63
     dtype: ClassVar[torch.dtype] = torch.bfloat16
     properties: ClassVar[Properties] = Properties(

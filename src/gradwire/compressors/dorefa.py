@@ -67,6 +67,7 @@ class DoReFa(LevelCompressor):
     blocks: str = "parameter"
 
     name: ClassVar[str] = "dorefa"
+    on_device: ClassVar[bool] = True
     tag: ClassVar[int] = 9
     kernels: ClassVar[tuple[str, ...]] = ("moments", "levels")
     omega_formula: ClassVar[str | None] = "(d - 1) / (2^bits - 1)^2"

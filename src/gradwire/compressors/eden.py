@@ -139,6 +139,7 @@ class EDEN(RotatedLevels):
     spacing: str = "lloyd_max"
 
     name: ClassVar[str] = "eden"
+    on_device: ClassVar[bool] = True
     tag: ClassVar[int] = 30
     properties: ClassVar[Properties] = Properties(
         summary="Blocks rotated at random, coordinates rounded to the nearest of 16 levels for normal values",
@@ -228,6 +229,7 @@ class DRIVE(RotatedLevels):
     block_size: int = 4096
 
     name: ClassVar[str] = "drive"
+    on_device: ClassVar[bool] = True
     tag: ClassVar[int] = 31
     properties: ClassVar[Properties] = Properties(
         summary="The signs of blocks rotated at random",

@@ -47,6 +47,7 @@ class Natural(Compressor):
     """
 
     name: ClassVar[str] = "natural"
+    on_device: ClassVar[bool] = True
     tag: ClassVar[int] = 23
     collectives: ClassVar[tuple[str, ...]] = ("all_gather",)
     kernels: ClassVar[tuple[str, ...]] = ("moments", "natural")

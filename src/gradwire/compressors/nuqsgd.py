@@ -62,6 +62,7 @@ class NUQSGD(LevelCompressor):
     blocks: str = "parameter"
 
     name: ClassVar[str] = "nuqsgd"
+    on_device: ClassVar[bool] = True
     tag: ClassVar[int] = 4
     kernels: ClassVar[tuple[str, ...]] = ("moments", "levels")
     properties: ClassVar[Properties] = Properties(

@@ -105,6 +105,7 @@ class QSGD(EvenLevels):
 
     norm: ClassVar[str] = "l2"
     name: ClassVar[str] = "qsgd"
+    on_device: ClassVar[bool] = True
     tag: ClassVar[int] = 2
     properties: ClassVar[Properties] = Properties(
         summary="Evenly spaced levels of each block's Euclidean norm, rounded without bias",
@@ -145,6 +146,7 @@ class QSGDinf(EvenLevels):
 
     norm: ClassVar[str] = "max"
     name: ClassVar[str] = "qsgdinf"
+    on_device: ClassVar[bool] = True
     tag: ClassVar[int] = 3
     properties: ClassVar[Properties] = Properties(
         summary="Evenly spaced levels of each block's maximum, rounded without bias",

@@ -55,6 +55,7 @@ class ScaledSign(Compressor):
     block_size: int | None = None
 
     name: ClassVar[str] = "scaledsign"
+    on_device: ClassVar[bool] = True
     tag: ClassVar[int] = 16
     collectives: ClassVar[tuple[str, ...]] = ("all_gather",)
     kernels: ClassVar[tuple[str, ...]] = ("signs",)

@@ -76,6 +76,7 @@ class TernGrad(Compressor):
     share_scaler: bool = True
 
     name: ClassVar[str] = "terngrad"
+    on_device: ClassVar[bool] = True
     tag: ClassVar[int] = 1
     kernels: ClassVar[tuple[str, ...]] = ("moments", "ternary")
     properties: ClassVar[Properties] = Properties(

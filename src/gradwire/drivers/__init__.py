@@ -1,6 +1,7 @@
 """Who executes a protocol: a torch.distributed group, a simulation, or a dry run on sizes."""
 
 from gradwire.drivers.calls import call
+from gradwire.drivers.devices import Device, HostDevice
 from gradwire.drivers.dry_run import dry_run
 from gradwire.drivers.lane import Job, Lane, WireError
 from gradwire.drivers.local_profiler import LocalProfiler, Stage, profile_locally
@@ -8,8 +9,11 @@ from gradwire.drivers.simulation import simulate_ranks
 from gradwire.drivers.trace import Span, Trace, profiled
 from gradwire.drivers.traffic import Meter, Traffic, dense_bytes
 from gradwire.drivers.transfer_order import TransferOrder
+from gradwire.drivers.transports import choose_transport, connector, device_of, group_timeout, one_device
 
 __all__ = [
+    "Device",
+    "HostDevice",
     "Job",
     "Lane",
     "LocalProfiler",
@@ -21,8 +25,13 @@ __all__ = [
     "TransferOrder",
     "WireError",
     "call",
+    "choose_transport",
+    "connector",
     "dense_bytes",
+    "device_of",
     "dry_run",
+    "group_timeout",
+    "one_device",
     "profile_locally",
     "profiled",
     "simulate_ranks",

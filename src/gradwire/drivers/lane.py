@@ -22,7 +22,7 @@ import torch.distributed as dist
 from gradwire.drivers.trace import Trace, profiled
 from gradwire.drivers.traffic import Meter, large, op_bytes
 from gradwire.drivers.transfer_order import TransferOrder
-from gradwire.drivers.transports import GlooTransport, Transport
+from gradwire.drivers.transports import Connect, GlooTransport, Transport
 from gradwire.ops import Exchange, Op, Reduce, Scope
 
 __all__ = ["Job", "Lane", "WireError"]
@@ -57,6 +57,7 @@ class Lane:
         name: For the thread, as debuggers and profilers show it.
         turns: Shared by the lanes of one link; submit to them from one thread.
         scopes: Of the operations beside those among all ranks.
+        connect: Makes the connections: one transport for all ranks, and one for each scope.
 
     Attributes:
         trace: Takes what the lane does from now on; None: nothing is recorded.
@@ -71,12 +72,13 @@ class Lane:
         name: str,
         turns: TransferOrder | None = None,
         scopes: Sequence[Scope] = (),
+        connect: Connect = GlooTransport,
     ) -> None:
-        self._transports: dict[Scope | None, Transport] | None = {None: GlooTransport(store, rank, world_size, timeout)}
+        self._transports: dict[Scope | None, Transport] | None = {None: connect(store, rank, world_size, timeout)}
         for scope in scopes:
             place, size = scope.place(rank)
             its_store = dist.PrefixStore(f"{scope.name}/{scope.ranks(rank)[0]}", store)
-            self._transports[scope] = GlooTransport(its_store, place, size, timeout)
+            self._transports[scope] = connect(its_store, place, size, timeout)
         self.rank, self.world_size = rank, world_size
         self._turns, self._ticket = turns or TransferOrder(), 0
         self._turn_s = 0.0
@@ -194,14 +196,14 @@ class Lane:
                 self._turns.give_back(self._ticket)
             # Let go of tensors now, not when the next job arrives.
             del item, job
-        self._hang_up()
+        self._hang_up(broken=False)
 
-    def _hang_up(self) -> None:
+    def _hang_up(self, broken: bool = True) -> None:
         # Closes this lane's connections, so that the other ranks learn of the failure now rather than after the
         # group's timeout, also where the user catches the error and the process lives on.
-        transports, self._transports = self._transports or {}, None
-        for transport in transports.values():
-            transport.close()
+        transports, self._transports = self._transports, None
+        for transport in (transports or {}).values():
+            transport.close(broken)
 
     def _wire(self, op: Op) -> torch.Tensor:
         began_s, self._turn_s = time.perf_counter(), 0.0

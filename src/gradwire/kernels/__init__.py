@@ -36,6 +36,7 @@ from gradwire.kernels.signs.runs import RunTable
 from gradwire.kernels.sketch.operations import MOST_COLUMNS, MOST_ROWS
 from gradwire.kernels.table import GROUP_BYTES, GROUP_SIZE, SIGN_BYTES, SegmentTable
 from gradwire.kernels.ternary.operations import inverse_scale
+from gradwire.kernels.triton_core.backend import SERVED as TRITON_FAMILIES
 
 __all__ = [
     "BACKENDS",
@@ -50,6 +51,7 @@ __all__ = [
     "MOST_COLUMNS",
     "MOST_ROWS",
     "SIGN_BYTES",
+    "TRITON_FAMILIES",
     "WHOLE",
     "BlockTable",
     "Coder",

@@ -4,6 +4,7 @@ from gradwire.planning.buckets import own_buckets
 from gradwire.planning.coder_times import measure_coders
 from gradwire.planning.fragments import FragmentClock, Pieces, cut, exchanged
 from gradwire.planning.options import CHUNK_NUMEL, Options, dense_names, refuse_scatter
+from gradwire.planning.placement import Placement, place_kernels
 from gradwire.planning.planner import Planner, warm_up
 from gradwire.protocols import REDUCE_SCATTER
 
@@ -13,12 +14,14 @@ __all__ = [
     "FragmentClock",
     "Options",
     "Pieces",
+    "Placement",
     "Planner",
     "cut",
     "dense_names",
     "exchanged",
     "measure_coders",
     "own_buckets",
+    "place_kernels",
     "refuse_scatter",
     "warm_up",
 ]

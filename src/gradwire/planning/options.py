@@ -18,6 +18,8 @@ __all__ = ["CHUNK_NUMEL", "Options", "dense_names", "refuse_scatter"]
 
 FALLBACKS = ("bf16", "fp32")
 
+TRANSPORTS = ("auto", "gloo", "nccl", "staged")
+
 CHUNK_NUMEL = 1 << 23
 """Elements of a chunk; the bits do not depend on it."""
 
@@ -32,13 +34,17 @@ class Options:
         min_numel: Smaller parameters travel in float32; None: as the method has it, 1024, or 0 for casts.
         warmup_steps: Rounds at the start in which everything travels in float32.
         seed: Of all random streams.
-        backend: Of the kernels: "auto", "cpu", "cpu-plain" or "reference".
+        backend: Of the kernels: "auto", "cpu", "cpu-plain", "reference" or "triton". On CUDA devices, all but "auto"
+            and "triton" exchange copies of the gradients in main memory; "auto" takes Triton's kernels where all that
+            the method computes has them, else those of the CPU.
         chunk_numel: Elements of a chunk at most.
         check: Verify after every bucket that all ranks hold the same bits.
         fallback: "bf16" or "fp32": what all ranks travel by once what one of them sends strays too far from its
             gradient; None: never.
         fallback_limit: The relative error above which that is so: |sent - gradient| over all parameters of any rank,
             over the root mean square of |gradient| over ranks.
+        transport: "gloo", "nccl" or "staged"; "auto": Gloo for parameters in main memory; on CUDA devices NCCL where
+            the group has it and payloads are made there, else staged.
         link_cost: What a message costs, for methods that need to know it (``CAT(fixed_bytes=None)``); None: measured
             when a link is built with such a method.
     """
@@ -53,6 +59,7 @@ class Options:
     check: bool = False
     fallback: str | None = None
     fallback_limit: float | None = None
+    transport: str = "auto"
     link_cost: LinkCost | None = None
 
     def __post_init__(self) -> None:
@@ -70,6 +77,8 @@ class Options:
             whole = isinstance(value, int) and not isinstance(value, bool)
             require(whole and value >= least, name, f"a whole number of at least {least} is needed, not {value!r}")
         require(isinstance(self.seed, int), "seed", f"a whole number is needed, not {self.seed!r}")
+        known = self.transport in TRANSPORTS
+        require(known, "transport", f"one of {', '.join(TRANSPORTS)} is needed, not {self.transport!r}")
         stated = self.link_cost is None or isinstance(self.link_cost, LinkCost)
         require(stated, "link_cost", f"a LinkCost is needed, or None, not {self.link_cost!r}")
         self._check_fallback()

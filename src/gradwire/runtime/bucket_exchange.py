@@ -29,7 +29,9 @@ class BucketExchange:
         runtime: Of the link; gives contexts, and is told of the end or a failure.
         plan: How the bucket is exchanged.
         segments: The parameters in ``flat``.
-        flat: The bucket, in its own dtype; holds the mean when ``future`` is done.
+        flat: The bucket, in its own dtype; holds the mean when ``future`` is done. On a device, all work on it is
+            enqueued on the link's stream, between that of the thread that brings it and that of whoever waits for
+            ``future``.
         bucket: Index of the bucket in its round, which is the link's current one.
 
     Attributes:
@@ -46,21 +48,40 @@ class BucketExchange:
         bucket: int,
     ) -> None:
         self.runtime, self.plan, self.segments = runtime, plan, segments
-        self.flat, self.bucket, self.round = flat, bucket, runtime.round
-        self.work = flat if plan.keeps_dtype or flat.dtype == torch.float32 else flat.float()
-        self.future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        self.outer, self.bucket, self.round = flat, bucket, runtime.round
+        self.device = runtime.device
+        self.future = self.device.future()
         self.finite: bool | None = True
         self._lock = threading.Lock()
         self._left = plan.chunks
         self._prepared: Any = None
         # What starts at once has no jobs that wait for each other. Two events would be a quarter of its overhead.
-        self._starts_at_once = plan.asynchronous and not runtime.check
+        self._starts_at_once = plan.asynchronous and not runtime.check and self.device.is_host
         self._events: tuple[threading.Event, ...] = (
             () if self._starts_at_once else (threading.Event(), threading.Event())
         )
         self._measured = runtime.diagnostics.wanted(self.round)
-        self._gradient = self.work.clone() if self._measured else None
-        self._sent = torch.zeros_like(self.work) if self._measured else None
+        # Copies to the device that came before it are waited for with it.
+        self.device.wait_for_current()
+        with self.device.stream():
+            self.flat = self.device.pinned(flat) if runtime.staged else flat
+            if runtime.staged:
+                self.device.copy_async(self.flat, flat)
+            self.device.use(flat)
+            self._fetched = self.device.mark()
+        self.work = self.flat
+        self._gradient: torch.Tensor | None = None
+        self._sent: torch.Tensor | None = None
+        if not runtime.staged:
+            self._take()
+
+    def _take(self) -> None:
+        """Begin to work with the bucket: in float32, and beside copies of it where they are asked for."""
+        with self.device.stream():
+            keeps = self.plan.keeps_dtype or self.flat.dtype == torch.float32
+            self.work = self.flat if keeps else self.flat.float()
+            if self._measured:
+                self._gradient, self._sent = self.work.clone(), torch.zeros_like(self.work)
 
     def start(self, last: bool) -> torch.futures.Future[torch.Tensor]:
         """Hand the jobs to the lanes, in the same order and to the same lanes on every rank; return the future.
@@ -110,7 +131,8 @@ class BucketExchange:
     def _job(self, run: Callable[[Lane], None], chunk: int | None) -> Job:
         def guarded(lane: Lane) -> None:
             self.runtime.failures.refuse()
-            run(lane)
+            with self.device.stream():
+                run(lane)
 
         label = f"bucket {self.bucket}" if chunk is None else f"bucket {self.bucket}, chunk {chunk}"
         return Job(guarded, partial(self._fail, chunk), label)
@@ -125,10 +147,18 @@ class BucketExchange:
                 self.future.set_exception(told)  # type: ignore[arg-type]
 
     def _run_whole(self, lane: Lane) -> None:
+        self._wait_until_fetched()
         self._prepared = lane.drive(self.plan.prepare(self._context(None), self.work))
         self._finish_chunk(lane.drive(self.plan.run(self._context(0), self.work, self._prepared)))
 
+    def _wait_until_fetched(self) -> None:
+        """Wait for the copy in main memory, in the lane's thread: backward goes on meanwhile."""
+        if self.runtime.staged:
+            self._fetched.synchronize()
+            self._take()
+
     def _prepare(self, lane: Lane) -> None:
+        self._wait_until_fetched()
         self._prepared = lane.drive(self.plan.prepare(self._context(None), self.work))
         self._is_prepared.set()
 
@@ -161,15 +191,17 @@ class BucketExchange:
         self._complete()
 
     def _complete(self) -> None:
-        if self.work is not self.flat:
+        if self.plan.chunks and self.work is not self.flat:
             self.flat.copy_(self.work)
         if self._gradient is not None and self._sent is not None:
             context = self._context(None)
             self.plan.target_(context, self._gradient)
             measure = self.runtime.diagnostics.measure
             measure(self._gradient, self._sent, self.segments, self.round, context.loss_scale)
+        if self.flat is not self.outer and self.plan.chunks:
+            self.device.copy_async(self.outer, self.flat)
         self.runtime.ended(self.plan, self.round, self.finite)
-        self.future.set_result(self.flat)
+        self.future.set_result(self.outer)
 
 
 def _same_bits(context: Context, flat: torch.Tensor) -> Exchange[None]:
@@ -178,7 +210,7 @@ def _same_bits(context: Context, flat: torch.Tensor) -> Exchange[None]:
     Raises:
         ExchangeError: naming the ranks whose bits differ from rank 0's.
     """
-    digest = zlib.crc32(flat.view(torch.uint8).numpy().data)
+    digest = zlib.crc32(flat.view(torch.uint8).cpu().numpy().data)
     mine = torch.tensor([digest], dtype=torch.int64).view(torch.uint8)
     workspace = Workspace()
     rows = yield AllGather(mine, workspace.get("check", context.world_size, 8))

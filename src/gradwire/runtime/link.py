@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from gradwire.auto import delivering
-from gradwire.drivers import Lane, TransferOrder, profiled
+from gradwire.drivers import TransferOrder, profiled
 from gradwire.errors import ExchangeError
 from gradwire.methods import Method, require
 from gradwire.planning import Options, exchanged, own_buckets, refuse_scatter
@@ -34,6 +35,7 @@ from gradwire.runtime.selection.build import make_selection
 from gradwire.runtime.selection.coder import CoderSelection
 from gradwire.runtime.selection.control_channel import ControlChannel
 from gradwire.runtime.selection.link_cost import CostKeeper
+from gradwire.runtime.site import Site
 from gradwire.runtime.state import LINK_STATE, check_state, remembered
 from gradwire.runtime.step_buffer import StepBuffer
 from gradwire.seeds import LinkNumber
@@ -121,29 +123,32 @@ class Link(LinkReports, LocalStepsUser):
             self._coders = CoderSelection()
             self._cost = CostKeeper(self.method, self.options.link_cost)
             self._exchanged, its_options = exchanged(self.method, self._parameters, self.options)
+            self._site = Site.of(self.method, self._parameters, self.options, self.group)
+            its_options = replace(its_options, backend=self._site.backend)
             self._selection = make_selection(
                 self.method, its_options, self._exchanged, self.world_size, diagnostics, self._coders, self.number
             )
             check_optimizer(self.method, optimizer, self._parameters)
             self._rates = LearningRates(self.method, optimizer, self._parameters)
-            timeout = self.group._get_backend(torch.device("cpu")).options._timeout
+            count = count if lanes is not None or self._site.transport != "nccl" else 1
             terms = {"lanes": count, "learning rates": self._rates.read(), **self.method.terms(self.world_size)}
+            terms |= self._site.terms()
             mine.fields = compared(self.method, self.options, self._parameters, terms)
             mine.told = self._coders.measure()
             mine.open_links = numbers_in_use()
         self.number.value = lowest_free(mine.open_links)
         self._coders.agree(mine.everyone)
         store = dist.PrefixStore(f"gradwire/{mine.token}", dist.distributed_c10d._get_default_store())
-        place, order = (self.rank, self.world_size, timeout), TransferOrder()
-        scopes = self.method.scopes(self.world_size)
-        own_lanes = [
-            Lane(dist.PrefixStore(f"lane/{i}", store), *place, f"gradwire lane {i}", order, scopes)
-            for i in range(count)
-        ]
+        order, scopes = TransferOrder(), self.method.scopes(self.world_size)
+        own_lanes = [self._site.lane(i, store, order, scopes) for i in range(count)]
         heartbeat = Heartbeat(store, self.rank, self.world_size)
         scaler = None if self.method.local_steps else grad_scaler  # differences of parameters have no scale
         passes, check = 1 if self.options.collective == REDUCE_SCATTER else 2, self.options.check
-        self._runtime = LinkRuntime(own_lanes, heartbeat, diagnostics, grad_scaler=scaler, check=check, passes=passes)
+        device, staged = self._site.device, self._site.exchanges_copies
+        self._runtime = LinkRuntime(
+            own_lanes, heartbeat, diagnostics,
+            grad_scaler=scaler, check=check, passes=passes, device=device, staged=staged,
+        )  # fmt: skip
         self._channel = ControlChannel(own_lanes[0], self._runtime.failed_between_buckets)
         self._step: StepBuffer | None = None
         self.buffer_bytes: Callable[[], int] = lambda: 0
@@ -226,7 +231,7 @@ class Link(LinkReports, LocalStepsUser):
         if not planner.method.whole_step:
             return None
         if self._step is None:
-            self._step = StepBuffer(planner.step_order(), planner.parameters)
+            self._step = StepBuffer(planner.step_order(), planner.parameters, self._runtime.device)
         future = self._step.add(names, flat)
         if last:
             whole = self._start(0, self._step.order, self._step.vector(), last=True)
@@ -278,6 +283,7 @@ class Link(LinkReports, LocalStepsUser):
             "world_size": self.world_size,
             "link_number": self.number.value,
             "backend": planner.backend,
+            **self._site.record(),
             "kernels": planner.chosen_kernels,
             "lanes": len(self._runtime.lanes),
             "collectives": dict(planner.chosen),
@@ -309,6 +315,7 @@ class Link(LinkReports, LocalStepsUser):
         if self._local is not None:
             self._local.waited()
         self._runtime.settled.wait()
+        self._runtime.device.join()
         state = self._runtime.memory.state()
         kept = {**self._coders.state(), **self._cost.state()}
         state["global"].update(kept, round=torch.tensor(self._runtime.round))

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from gradwire.drivers import Job, Lane, Traffic, dense_bytes
+from gradwire.drivers import Device, HostDevice, Job, Lane, Traffic, dense_bytes
 from gradwire.link_cost import LinkCost
 from gradwire.protocols import Context, Gauges, Memory, RoundParts, Workspace
 from gradwire.protocols.bucket_plan import BucketPlan
@@ -36,6 +36,8 @@ class LinkRuntime:
         grad_scaler: Whose scale is in the gradients; None or False for gradients that are not scaled.
         check: Whether to verify after each bucket that all ranks hold the same bits.
         passes: Of the ring that exchanges are compared with: 2 of an all-reduce, 1 of a reduce-scatter.
+        device: That buckets lie on; main memory if None.
+        staged: Whether they are copied from there to main memory, and exchanged there.
 
     Attributes:
         round: Synchronised backward passes so far, also those before a checkpoint.
@@ -61,11 +63,15 @@ class LinkRuntime:
         grad_scaler: Any,
         check: bool,
         passes: int = 2,
+        device: Device | None = None,
+        staged: bool = False,
     ) -> None:
         self.lanes, self.check, self._passes = lanes, check, passes
+        self.device, self.staged = device or HostDevice(), staged
+        self._room = "cpu" if staged else self.device.name
         self.rank, self.world_size = heartbeat.rank, heartbeat.world_size
         self.round = self.rounds_here = self.skipped_rounds = 0
-        self.memory, self.gauges, self._parts = Memory(), Gauges(), RoundParts()
+        self.memory, self.gauges, self._parts = Memory(self._room), Gauges(), RoundParts()
         self.link_cost: LinkCost | None = None
         self.learning_rates: Mapping[str, float] | None = None
         self.failures = Failures(heartbeat, lanes)
@@ -105,7 +111,7 @@ class LinkRuntime:
                 spaces = self._spaces[plan] = {}
             space = spaces.get(chunk)
             if space is None:
-                space = spaces[chunk] = Workspace()
+                space = spaces[chunk] = Workspace(self._room)
         return Context(
             rank=self.rank,
             world_size=self.world_size,
@@ -169,7 +175,8 @@ class LinkRuntime:
 
         def run(lane: Lane) -> None:
             self.failures.refuse()
-            lane.drive(plan.finish(context))
+            with self.device.stream():
+                lane.drive(plan.finish(context))
             self.memory.commit()
             over()
 

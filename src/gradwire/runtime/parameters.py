@@ -32,7 +32,7 @@ def check_parameters(parameters: dict[str, torch.Tensor], world_size: int) -> No
     One rank may have shards, of which it has the whole: a script that shards is the same on one rank.
 
     Raises:
-        IncompatibleError: one rank, no parameter, or one on a device, of a type or with values that cannot travel.
+        IncompatibleError: one rank, no parameter, or one of a type or with values that cannot travel.
     """
     if world_size < 2 and not any(is_sharded(p) for p in parameters.values()):
         raise IncompatibleError(
@@ -41,11 +41,6 @@ def check_parameters(parameters: dict[str, torch.Tensor], world_size: int) -> No
     if not parameters:
         raise IncompatibleError("no parameter requires a gradient: there is nothing to exchange")
     for name, p in parameters.items():
-        if p.device.type != "cpu":
-            raise IncompatibleError(
-                f"parameter {name!r} is on {p.device}: this version exchanges CPU gradients; use the CPU, or DDP's own"
-                " hooks"
-            )
         if not p.is_floating_point():
             raise IncompatibleError(f"parameter {name!r} is {p.dtype}: only floating-point gradients can be exchanged")
         if not bool(torch.isfinite(local_shard(p.detach())).all()):

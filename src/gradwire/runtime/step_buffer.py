@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from gradwire.drivers import Device
 from gradwire.errors import IncompatibleError
 from gradwire.segments import Parameter
 
@@ -18,9 +19,11 @@ class StepBuffer:
     Args:
         order: All parameters, as they are to lie in the step's vector.
         parameters: By name.
+        device: That buckets lie on.
     """
 
-    def __init__(self, order: Sequence[str], parameters: Mapping[str, Parameter]) -> None:
+    def __init__(self, order: Sequence[str], parameters: Mapping[str, Parameter], device: Device) -> None:
+        self._device = device
         self.order = list(order)
         self._place: dict[str, tuple[int, int]] = {}
         offset = 0
@@ -34,7 +37,7 @@ class StepBuffer:
 
     def add(self, names: Sequence[str], flat: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
         """Note a bucket; its future is done when the step is given back."""
-        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future = self._device.future()
         self._buckets.append((names, flat, future))
         return future
 
@@ -51,7 +54,7 @@ class StepBuffer:
                 "method that goes bucket by bucket, or freeze the parameter before attaching"
             )
         if self._vector is None:
-            self._vector = torch.empty(self._numel)
+            self._vector = torch.empty(self._numel, device=self._device.name)
         for flat, part in self._parts(self._vector):
             part.copy_(flat)
         return self._vector

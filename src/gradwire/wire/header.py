@@ -31,7 +31,7 @@ import numpy as np
 import torch
 
 from gradwire.errors import PayloadError
-from gradwire.kernels.checksum import checksums
+from gradwire.kernels.checksum import checksums, device_checksums
 
 __all__ = [
     "EVERYONE",
@@ -98,16 +98,26 @@ class Header:
 
 
 def seal_rows(rows: torch.Tensor, header: Header, sender: int, receivers: Sequence[int]) -> None:
-    """Write the header of each row (uint8 ``[len(receivers), bytes]``) around the bodies that are there already."""
-    octets = rows.numpy()
+    """Write the header of each row (uint8 ``[len(receivers), bytes]``) around the bodies that are there already.
+
+    Rows on a device are sealed there: nothing is read back.
+    """
     heads = _heads([header.to_bytes(sender, receiver) for receiver in receivers])
+    if rows.device.type != "cpu":
+        words = _on_device(heads, rows.device)
+        rows[:, :_CHECKSUM_AT] = words.view(torch.uint8)
+        found = device_checksums(words, rows[:, HEADER_BYTES:])
+        rows[:, _CHECKSUM_AT:HEADER_BYTES] = found[:, None].view(torch.uint8)
+        return
+    octets = rows.numpy()
     octets[:, :_CHECKSUM_AT] = heads.view(np.uint8)
-    found = checksums(heads, octets[:, HEADER_BYTES:])
-    octets[:, _CHECKSUM_AT:HEADER_BYTES] = found[:, None].view(np.uint8)
+    octets[:, _CHECKSUM_AT:HEADER_BYTES] = checksums(heads, octets[:, HEADER_BYTES:])[:, None].view(np.uint8)
 
 
 def check_rows(rows: torch.Tensor, expected: Header, receiver: int, first: int = 0) -> None:
     """Check the header and the body of each row (uint8 ``[ranks, bytes]``), row r from rank ``first + r``.
+
+    Rows on a device are checked there, and one bit of each is read back.
 
     Raises:
         PayloadError: naming the sender, the bucket, the chunk and the round, and the first field that differs.
@@ -117,8 +127,13 @@ def check_rows(rows: torch.Tensor, expected: Header, receiver: int, first: int =
         raise PayloadError(
             f"payloads of {size} bytes were expected for {expected.place()}, {tuple(rows.shape)} arrived"
         )
-    octets = rows.numpy()
     heads = _heads([expected.to_bytes(first + r, receiver) for r in range(len(rows))])
+    if rows.device.type != "cpu":
+        if not _agree_on_device(rows, heads):
+            check_rows(rows.cpu(), expected, receiver, first)
+            raise PayloadError(f"payloads for {expected.place()}: their checksums differ on {rows.device} alone")
+        return
+    octets = rows.numpy()
     if not np.array_equal(octets[:, :_CHECKSUM_AT], heads.view(np.uint8)):
         for sender, row in enumerate(octets, first):
             _explain(sender, receiver, row[:_CHECKSUM_AT].tobytes(), expected)
@@ -155,6 +170,18 @@ def read_length(row: torch.Tensor) -> int:
 
 def _heads(heads: Sequence[bytes]) -> np.ndarray[tuple[int, int], np.dtype[np.uint64]]:
     return np.frombuffer(b"".join(heads), np.uint64).reshape(len(heads), _CHECKSUM_AT // 8)
+
+
+def _on_device(heads: np.ndarray[tuple[int, int], np.dtype[np.uint64]], device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(heads.view(np.int64).copy()).to(device, non_blocking=True)
+
+
+def _agree_on_device(rows: torch.Tensor, heads: np.ndarray[tuple[int, int], np.dtype[np.uint64]]) -> bool:
+    """Return whether all rows have these heads and the checksums of their bodies; waits for the device."""
+    words = _on_device(heads, rows.device)
+    found = device_checksums(words, rows[:, HEADER_BYTES:])
+    due = torch.cat([words, found[:, None]], 1).view(torch.uint8)
+    return bool((rows[:, :HEADER_BYTES] == due).all())
 
 
 def _explain(sender: int, receiver: int, head: bytes, expected: Header) -> None:

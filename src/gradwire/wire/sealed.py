@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from gradwire.errors import PayloadError
-from gradwire.kernels.checksum import checksums
+from gradwire.kernels.checksum import checksums, device_checksums
 
 __all__ = ["SEAL_BYTES", "open_sealed", "sealed"]
 
@@ -22,7 +22,11 @@ def sealed(values: torch.Tensor, sender: int, *place: int) -> torch.Tensor:
     Args:
         place: What tells this message from all others of its sender: sender and receiver count alike.
     """
-    octets = values.detach().contiguous().view(torch.uint8).reshape(1, -1).numpy()
+    row = values.detach().contiguous().view(torch.uint8).reshape(1, -1)
+    if row.device.type != "cpu":
+        seal = device_checksums(_heads([(sender, *place)], row.device), row)
+        return torch.cat([row[0], seal.view(torch.uint8)])
+    octets = row.numpy()
     found = checksums(np.array([(sender, *place)], np.uint64), octets)
     return torch.from_numpy(np.concatenate([octets[0], found.view(np.uint8)]))
 
@@ -33,6 +37,14 @@ def open_sealed(rows: torch.Tensor, dtype: torch.dtype, about: str, *place: int)
     Raises:
         PayloadError: naming the sender and what the message is ``about``.
     """
+    if rows.device.type != "cpu":
+        rows = rows.contiguous()
+        body, stated = rows[:, :-SEAL_BYTES], rows[:, -SEAL_BYTES:].contiguous().view(torch.int64)[:, 0]
+        words = _heads([(sender, *place) for sender in range(len(rows))], rows.device)
+        if bool((device_checksums(words, body) == stated).all()):
+            return body.contiguous().view(dtype)
+        # In main memory there are words for what differs.
+        return open_sealed(rows.cpu(), dtype, about, *place)
     octets = rows.contiguous().numpy()
     bodies, sums = octets[:, :-SEAL_BYTES], np.ascontiguousarray(octets[:, -SEAL_BYTES:]).view(np.uint64)[:, 0]
     heads = np.array([(sender, *place) for sender in range(len(rows))], np.uint64)
@@ -43,3 +55,7 @@ def open_sealed(rows: torch.Tensor, dtype: torch.dtype, about: str, *place: int)
             "message"
         )
     return torch.from_numpy(np.ascontiguousarray(bodies)).view(dtype)
+
+
+def _heads(words: list[tuple[int, ...]], device: torch.device) -> torch.Tensor:
+    return torch.tensor(words, dtype=torch.int64).to(device, non_blocking=True)

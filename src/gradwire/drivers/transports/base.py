@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from gradwire.ops import Op
+from gradwire.ops import Op, Reduce
+from gradwire.wire import open_sealed, sealed
 
 __all__ = ["Transport"]
 
@@ -47,5 +48,23 @@ class Transport(ABC):
         raise TypeError(f"{type(op).__name__}: this operation needs buffers of the lane, and so its thread")
 
     @abstractmethod
-    def close(self) -> None:
-        """Close the connections now, also where a failure's traceback still holds this object."""
+    def close(self, broken: bool) -> None:
+        """End the connections; where they are ``broken``, without waiting for what is under way.
+
+        They end now, also where a failure's traceback still holds this object.
+        """
+
+    def _gather(self, send: torch.Tensor, recv: torch.Tensor) -> torch.Tensor:
+        """Send a vector to all ranks, and return ``recv`` with a row of each; for those who reduce by it."""
+        raise NotImplementedError
+
+    def _reduce_by_gather(self, op: Reduce, number: int) -> torch.Tensor:
+        """Reduce a few values, sealed, on every rank by itself.
+
+        Args:
+            number: Of the reduction, which says which one it is: all ranks run the same jobs in the same order.
+        """
+        mine = sealed(op.value, self.rank, number)
+        received = self._gather(mine, mine.new_empty((self.world_size, mine.numel())))
+        rows = open_sealed(received, op.value.dtype, f"values for a {op.op}imum", number)
+        return (rows.amax(0) if op.op == "max" else rows.amin(0)).view(op.value.shape)

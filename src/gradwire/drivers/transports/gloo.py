@@ -13,7 +13,6 @@ from gradwire.drivers.lengths import announce, announced
 from gradwire.drivers.traffic import LENGTH_BYTES, gathers, large
 from gradwire.drivers.transports.base import Transport
 from gradwire.ops import AllGather, AllToAll, Broadcast, Op, Reduce, SendRecv
-from gradwire.wire import open_sealed, sealed
 
 __all__ = ["GlooTransport"]
 
@@ -52,7 +51,7 @@ class GlooTransport(Transport):
         self._exchanges = self._reductions = 0
         self._outbox = torch.empty(0, dtype=torch.uint8)
 
-    def close(self) -> None:
+    def close(self, broken: bool) -> None:
         self._backend = None
 
     def start(self, op: Op) -> tuple[torch.futures.Future[Any], torch.Tensor]:
@@ -72,7 +71,8 @@ class GlooTransport(Transport):
             return self._broadcast(op, wait_for_turn)
         if isinstance(op, Reduce):
             if gathers(op):
-                return self._reduce_by_gather(op)
+                self._reductions += 1
+                return self._reduce_by_gather(op, self._reductions)
             self._start_reduce(op).wait()
             return op.value
         if op.lengths is not None:
@@ -83,14 +83,6 @@ class GlooTransport(Transport):
             self._send_rows(rows, op.recv.view(self.world_size, -1), in_turn=True)
             return op.recv
         return self._all_to_all(op.send, op.recv) if isinstance(op, AllToAll) else self._gather(op.send, op.recv)
-
-    def _reduce_by_gather(self, op: Reduce) -> torch.Tensor:
-        # All ranks run the same jobs on a lane in the same order, so the number of the reduction says which one it is.
-        self._reductions += 1
-        mine = sealed(op.value, self.rank, self._reductions)
-        received = self._gather(mine, mine.new_empty((self.world_size, mine.numel())))
-        rows = open_sealed(received, op.value.dtype, f"values for a {op.op}imum", self._reductions)
-        return (rows.amax(0) if op.op == "max" else rows.amin(0)).view(op.value.shape)
 
     def _gather(self, send: torch.Tensor, recv: torch.Tensor) -> torch.Tensor:
         # As an all-to-all of equal rows: the same bytes as a ring, in one step instead of N - 1. On Gloo with four

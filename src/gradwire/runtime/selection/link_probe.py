@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import torch
 import torch.distributed as dist
 
-from gradwire.drivers import Lane
+from gradwire.drivers import Lane, group_timeout
 from gradwire.errors import ExchangeError, IncompatibleError
 from gradwire.model.machine import DEFAULT, LinkModel, Machine
 from gradwire.model.schedule import Load
@@ -44,7 +43,7 @@ def probe(
     if group is None or group.size() < 2:
         raise IncompatibleError("a group of one rank has no link to measure: start at least two ranks")
     with agreement(group) as mine:
-        timeout = group._get_backend(torch.device("cpu")).options._timeout
+        timeout = group_timeout(group)
     store = dist.PrefixStore(f"gradwire/{mine.token}", dist.distributed_c10d._get_default_store())
     lane = Lane(store, group.rank(), group.size(), timeout, "gradwire probe")
     try:

@@ -1,0 +1,166 @@
+"""The device that a link's gradients lie on: its stream, and the host's part in its order of work.
+
+A link has one stream of its own on a device. What its lanes enqueue there keeps the order in which they do so, and the
+training's own streams meet it at two points: the link's stream waits for the one that produced a bucket, and the one
+that takes the mean waits for the link's, by the future that holds it. In between, no stream waits for the whole device.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import torch
+
+__all__ = ["CudaDevice", "Device", "HostDevice", "Mark"]
+
+
+class Mark(Protocol):
+    """A point in a stream's order of work."""
+
+    def synchronize(self) -> None:
+        """Block this thread until the device has got there."""
+
+
+class Device(ABC):
+    """Where tensors lie, and the stream on which a link works on them.
+
+    Attributes:
+        name: As :class:`torch.device` reads it.
+        is_host: Whether it is main memory, where nothing is asynchronous.
+    """
+
+    name: str
+    is_host: bool
+
+    @abstractmethod
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor lies on the device, and not in main memory."""
+
+    @abstractmethod
+    def stream(self) -> AbstractContextManager[Any]:
+        """Return a context in which this thread's work on the device is enqueued on the link's stream."""
+
+    @abstractmethod
+    def wait_for_current(self) -> None:
+        """Make the link's stream wait for what this thread's current stream has been given so far."""
+
+    @abstractmethod
+    def join(self) -> None:
+        """Make this thread's current stream wait for what the link's stream has been given so far."""
+
+    @abstractmethod
+    def use(self, tensor: torch.Tensor) -> None:
+        """Say that the link's stream uses a tensor of another one, whose memory must not serve others before."""
+
+    @abstractmethod
+    def pinned(self, like: torch.Tensor) -> torch.Tensor:
+        """Return an uninitialised contiguous tensor in page-locked main memory, of the dtype and shape of another."""
+
+    @abstractmethod
+    def copy_async(self, to: torch.Tensor, source: torch.Tensor) -> None:
+        """Enqueue a copy between the device and page-locked memory on the current stream."""
+
+    @abstractmethod
+    def mark(self) -> Mark:
+        """Return the current end of the current stream's work."""
+
+    @abstractmethod
+    def future(self) -> torch.futures.Future[torch.Tensor]:
+        """Return a future for a tensor on the device.
+
+        Its result is to be set within :meth:`stream`; whoever waits for it makes their stream wait for the link's, and
+        blocks no longer than until the result is set.
+        """
+
+
+class _NothingPending:
+    """The mark of a place where nothing is pending."""
+
+    def synchronize(self) -> None:
+        pass
+
+
+class HostDevice(Device):
+    """Main memory: every operation has ended when it returns."""
+
+    name, is_host = "cpu", True
+
+    def __init__(self) -> None:
+        self._no_stream, self._passed = nullcontext(), _NothingPending()
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        return False
+
+    def stream(self) -> AbstractContextManager[Any]:
+        return self._no_stream
+
+    def wait_for_current(self) -> None:
+        pass
+
+    def join(self) -> None:
+        pass
+
+    def use(self, tensor: torch.Tensor) -> None:
+        pass
+
+    def pinned(self, like: torch.Tensor) -> torch.Tensor:
+        return torch.empty(like.shape, dtype=like.dtype)
+
+    def copy_async(self, to: torch.Tensor, source: torch.Tensor) -> None:
+        to.copy_(source)
+
+    def mark(self) -> Mark:
+        return self._passed
+
+    def future(self) -> torch.futures.Future[torch.Tensor]:
+        return torch.futures.Future()
+
+
+class CudaDevice(Device):
+    """A CUDA device, with a stream of the link's own.
+
+    Page-locked memory is the caching allocator's of PyTorch: it hands a block out again only after the copies that were
+    enqueued with ``non_blocking=True`` have ended, so that buffers may be dropped as soon as a copy is enqueued.
+
+    Args:
+        device: With its index.
+    """
+
+    is_host = False
+
+    def __init__(self, device: torch.device) -> None:
+        self.name, self._device = str(device), device
+        self._stream = torch.cuda.Stream(device)
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        return tensor.device == self._device
+
+    def stream(self) -> AbstractContextManager[Any]:
+        # A context for each use: several threads enter it at the same time.
+        return torch.cuda.stream(self._stream)
+
+    def wait_for_current(self) -> None:
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+
+    def join(self) -> None:
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+    def use(self, tensor: torch.Tensor) -> None:
+        tensor.record_stream(self._stream)
+
+    def pinned(self, like: torch.Tensor) -> torch.Tensor:
+        return torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
+
+    def copy_async(self, to: torch.Tensor, source: torch.Tensor) -> None:
+        to.copy_(source, non_blocking=True)
+
+    def mark(self) -> Mark:
+        # A blocking event: a lane's thread that waits sleeps, where it would keep a processor busy otherwise.
+        event = torch.cuda.Event(blocking=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def future(self) -> torch.futures.Future[torch.Tensor]:
+        return torch.futures.Future(devices=[self._device])

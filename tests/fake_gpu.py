@@ -1,0 +1,359 @@
+"""A GPU that is not there: tensors in main memory that obey the rules of a CUDA device, and streams that are late.
+
+What would fail on a GPU, or be right by chance alone, raises here:
+
+- an operation on tensors of the device and of main memory together, or ``numpy()`` of one on the device;
+- a read of page-locked memory before the thread has waited for the copy to it: until then it holds other bytes;
+- a write to page-locked memory while a copy from it may not have ended;
+- work on one stream with what another has written, where neither waited for the other.
+
+Values that a thread reads back (``bool``, ``item``, ``tolist`` ...) are noted: each blocks until the device is done.
+"""
+
+from __future__ import annotations
+
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+
+from gradwire.drivers.devices import Device
+from gradwire.kernels import Kernels, get_kernels
+from gradwire.kernels.checksum import checksums
+
+WHERE = torch.device("cuda", 0)
+READS = {
+    "item",
+    "tolist",
+    "__bool__",
+    "__int__",
+    "__float__",
+    "__index__",
+    "cpu",
+    "equal",
+    "allclose",
+    "nonzero",
+    "numpy",
+}
+INDEXING = {"__getitem__", "__setitem__", "index_select"}
+
+
+class DeviceError(Exception):
+    """Something that a GPU would not do, or not in time."""
+
+
+class DeviceTensor(torch.Tensor):
+    """A tensor on the device."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return FakeGPU.now.ruled(func, args, kwargs or {})
+
+
+def there(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor on the device with the memory of one in main memory."""
+    return tensor.detach().as_subclass(DeviceTensor)
+
+
+def here(value: Any) -> Any:
+    """Return what lies on the device as tensors in main memory, with the same memory."""
+    with torch._C.DisableTorchFunctionSubclass():
+        if is_dataclass(value) and not isinstance(value, type):
+            return type(value)(*(here(getattr(value, f.name)) for f in fields(value)))
+        return value.as_subclass(torch.Tensor) if isinstance(value, DeviceTensor) else value
+
+
+class _Mode(TorchFunctionMode):
+    """The rules for calls without a tensor of the device, such as those that make one."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return FakeGPU.now.ruled(func, args, kwargs or {})
+
+
+class _Mark:
+    def __init__(self, gpu: FakeGPU, count: int) -> None:
+        self._gpu, self._count = gpu, count
+
+    def synchronize(self) -> None:
+        self._gpu.catch_up(self._count)
+
+
+class _Future(torch.futures.Future):  # type: ignore[type-arg]
+    """A future whose value is there for streams that wait for it."""
+
+    def __init__(self, gpu: FakeGPU) -> None:
+        super().__init__()
+        self._gpu = gpu
+
+    def set_result(self, result: Any) -> None:
+        if isinstance(result, DeviceTensor) and self._gpu.here.stream == "main" and not self._gpu.here.joined:
+            raise DeviceError("a result is set outside of the stream that computes it")
+        super().set_result(result)
+
+    def wait(self) -> Any:
+        value = super().wait()
+        self._gpu.join()
+        return value
+
+    def add_done_callback(self, callback: Any) -> None:
+        def called(future: Any) -> None:
+            with self._gpu.on("main", joined=True):
+                self._gpu.join()
+                callback(future)
+
+        super().add_done_callback(called)
+
+
+class _State(threading.local):
+    stream, joined, exempt = "main", False, False
+
+
+class FakeGPU(Device):
+    """The device, one at a time in a process.
+
+    Attributes:
+        reads: Where values were read back, and on which stream.
+        copies: Bytes that were copied, by direction.
+    """
+
+    name, is_host = str(WHERE), False
+    now: FakeGPU
+
+    def __init__(self) -> None:
+        FakeGPU.now = self
+        self.here = _State()
+        self.reads: list[tuple[str, str]] = []
+        self.copies = {"to the device": 0, "from the device": 0}
+        self.waits = 0
+        self._lock = threading.RLock()
+        self._pending: list[Callable[[], None]] = []
+        self._done = 0
+        # Storages written by one stream that the other has not waited for.
+        self._fresh: dict[str, set[int]] = {"main": set(), "link": set()}
+
+    # ------------------------------------------------------------------ what a link asks of a device
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        return isinstance(tensor, DeviceTensor)
+
+    @contextmanager
+    def on(self, stream: str, joined: bool = False) -> Iterator[None]:
+        before = self.here.stream, self.here.joined
+        self.here.stream, self.here.joined = stream, joined
+        try:
+            with _Mode():
+                yield
+        finally:
+            self.here.stream, self.here.joined = before
+
+    def stream(self) -> Any:
+        return self.on("link")
+
+    def wait_for_current(self) -> None:
+        with self._lock:
+            self.waits += 1
+            self._fresh["main"].clear()
+
+    def join(self) -> None:
+        with self._lock:
+            self._fresh["link"].clear()
+
+    def use(self, tensor: torch.Tensor) -> None:
+        assert isinstance(tensor, DeviceTensor)
+
+    def pinned(self, like: torch.Tensor) -> torch.Tensor:
+        with torch._C.DisableTorchFunctionSubclass():
+            return torch.full(like.shape, 0.0, dtype=like.dtype)
+
+    def copy_async(self, to: torch.Tensor, source: torch.Tensor) -> None:
+        arrives = isinstance(to, DeviceTensor)
+        assert arrives != isinstance(source, DeviceTensor), "a copy between the device and main memory"
+        self._touch([to, source] if arrives else [source], written=[to] if arrives else [])
+        a, b = here(to), here(source)
+        with self._lock, torch._C.DisableTorchFunctionSubclass():
+            self.copies["to the device" if arrives else "from the device"] += b.numel() * b.element_size()
+            kept = b.clone()
+            if arrives:
+                a.copy_(b)
+
+                def ended() -> None:
+                    same = torch.equal(kept.view(torch.uint8), b.contiguous().view(torch.uint8))
+                    if not same:
+                        raise DeviceError("page-locked memory was written to while a copy from it was under way")
+            else:
+                a.view(torch.uint8).fill_(0xA5)
+
+                def ended() -> None:
+                    a.copy_(kept)
+
+            self._pending.append(ended)
+
+    def mark(self) -> _Mark:
+        with self._lock:
+            return _Mark(self, self._done + len(self._pending))
+
+    def catch_up(self, count: int) -> None:
+        with self._lock, torch._C.DisableTorchFunctionSubclass():
+            while self._done < count:
+                self._pending.pop(0)()
+                self._done += 1
+
+    def future(self) -> torch.futures.Future[torch.Tensor]:
+        return _Future(self)
+
+    # ------------------------------------------------------------------ its rules
+
+    def ruled(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Carry out a call of PyTorch as it would be with a GPU."""
+        name = getattr(func, "__name__", "")
+        found: list[torch.Tensor] = []
+        tree_map(lambda x: found.append(x) if isinstance(x, torch.Tensor) else None, (args, kwargs))
+        ours = [t for t in found if isinstance(t, DeviceTensor)]
+        owner = getattr(func, "__self__", None)
+        if name == "__get__":
+            what = getattr(owner, "__name__", "")
+            if ours and what in ("device", "is_cuda", "is_cpu"):
+                return {"device": WHERE, "is_cuda": True, "is_cpu": False}[what]
+            return self._called(func, args, kwargs, bool(ours))
+        made = self._made_there(args, kwargs)
+        if ours:
+            self._check(name, found, args, kwargs)
+            if name == "numpy" and not kwargs.get("force"):
+                raise TypeError("can't convert cuda:0 device type tensor to numpy")
+            if name in READS or (name in ("to", "copy_") and self._moves(name, args, made)):
+                self.reads.append((self._caller(), self.here.stream))
+        if made is not None:
+            args, kwargs = made
+        leaves = name in ("cpu", "tolist", "item") or (name == "to" and made is not None and not self._to_device)
+        result = self._called(func, args, kwargs, (bool(ours) or (made is not None and self._to_device)) and not leaves)
+        if leaves and isinstance(result, torch.Tensor):
+            with torch._C.DisableTorchFunctionSubclass():
+                return here(result).clone()
+        writes = name.endswith("_") or name in ("__setitem__",) or "out" in kwargs
+        self._touch(ours, written=ours[:1] if writes else [])
+        return result
+
+    _to_device = False
+
+    def _made_there(self, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+        """Replace a device that is named by main memory; None where none is."""
+        named: list[torch.device] = []
+
+        def plain(value: Any) -> Any:
+            if isinstance(value, torch.device) or (isinstance(value, str) and value in ("cpu", str(WHERE))):
+                named.append(torch.device(value))
+                return torch.device("cpu") if torch.device(value) == WHERE else value
+            return value
+
+        changed = tree_map(plain, (args, kwargs))
+        if not named or named[-1].type == "meta":
+            return None
+        self._to_device = named[-1] == WHERE
+        return changed  # type: ignore[no-any-return]
+
+    def _moves(self, name: str, args: Any, made: Any) -> bool:
+        if name == "copy_":
+            return isinstance(args[0], DeviceTensor) != isinstance(args[1], DeviceTensor) and args[1].dim() > 0
+        return made is not None and not self._to_device
+
+    def _check(self, name: str, found: list[torch.Tensor], args: Any, kwargs: dict[str, Any]) -> None:
+        strangers = [t for t in found if not isinstance(t, DeviceTensor)]
+        if name in INDEXING and isinstance(args[0], DeviceTensor):
+            # An index may lie in main memory: it is copied, and so is one value.
+            strangers = [t for t in strangers if t.dtype not in (torch.int64, torch.bool)]
+        with torch._C.DisableTorchFunctionSubclass():
+            mixed = [tuple(t.shape) for t in strangers if t.dim() > 0]
+        if mixed and name not in ("copy_", "to", "as_subclass", "_foreach_copy_", "__set__"):
+            raise DeviceError(f"{name} of tensors on {WHERE} and in main memory {mixed}")
+
+    def _touch(self, tensors: list[torch.Tensor], written: list[torch.Tensor]) -> None:
+        if self.here.exempt:
+            return
+        stream = self.here.stream
+        other = "link" if stream == "main" else "main"
+        with self._lock, torch._C.DisableTorchFunctionSubclass():
+            for t in tensors:
+                if t.untyped_storage().data_ptr() in self._fresh[other] and t.numel():
+                    raise DeviceError(f"the stream {stream!r} works with what {other!r} wrote, without waiting for it")
+            for t in written:
+                self._fresh[stream].add(t.untyped_storage().data_ptr())
+
+    def _called(self, func: Any, args: Any, kwargs: dict[str, Any], on_device: bool) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **kwargs)
+            if not on_device:
+                return tree_map(lambda x: here(x) if isinstance(x, DeviceTensor) and x.dim() == -1 else x, result)
+            return tree_map(lambda x: x.as_subclass(DeviceTensor) if isinstance(x, torch.Tensor) else x, result)
+
+    @staticmethod
+    def _caller() -> str:
+        frames = [f for f in traceback.extract_stack() if "/gradwire/" in f.filename]
+        last = frames[-1] if frames else traceback.extract_stack()[0]
+        return f"{last.filename.split('/gradwire/')[-1]}:{last.name}"
+
+
+class _OnDevice:
+    """The loops of the backend ``cpu`` for tensors of the device, and for no others: as kernels of Triton have it."""
+
+    name, compiles, coders = "triton", False, "reference"
+
+    def family(self, name: str) -> Any:
+        inner = get_kernels("cpu")._backend.family(name)
+
+        class Family:
+            def __getattr__(self, operation: str) -> Any:
+                function = getattr(inner, operation)
+
+                def launched(*arguments: Any) -> Any:
+                    values = [v for a in arguments for v in (_parts(a) if is_dataclass(a) else [a])]
+                    if any(isinstance(v, torch.Tensor) and not isinstance(v, DeviceTensor) for v in values):
+                        raise DeviceError(f"the kernel {operation} was given a tensor in main memory")
+                    tensors = [v for v in values if isinstance(v, torch.Tensor)]
+                    # Which of them it writes is not known: taken to be all.
+                    FakeGPU.now._touch(tensors, written=tensors)
+                    return function(*map(here, arguments))
+
+                return launched
+
+        return Family()
+
+
+def _parts(value: Any) -> list[Any]:
+    return [getattr(value, f.name) for f in fields(value)]
+
+
+def device_checksums(heads: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    import numpy as np
+
+    a, b = here(heads), here(rows)
+    with torch._C.DisableTorchFunctionSubclass():
+        found = torch.from_numpy(checksums(a.numpy().view(np.uint64), b.numpy()).view(np.int64))
+    return there(found)
+
+
+@contextmanager
+def fake_gpu() -> Iterator[FakeGPU]:
+    """Let links that are built within believe that their parameters lie on a GPU."""
+    gpu = FakeGPU()
+    kernels = Kernels(_OnDevice())
+    real = get_kernels
+
+    def served(name: str = "auto", threads: int = 1) -> Kernels:
+        return kernels if name == "triton" else real(name, threads)
+
+    with (
+        mock.patch("gradwire.runtime.site.one_device", return_value=WHERE),
+        mock.patch("gradwire.runtime.site.device_of", return_value=gpu),
+        mock.patch("gradwire.planning.planner.get_kernels", served),
+        mock.patch("gradwire.wire.header.device_checksums", device_checksums),
+        mock.patch("gradwire.wire.sealed.device_checksums", device_checksums),
+        gpu.on("main"),
+    ):
+        yield gpu
