@@ -72,10 +72,11 @@ def findings(rows: list[Row], rates: list[str]) -> list[str]:
     for name in ("TernGrad", "EDEN 4 bits"):
         two = f"{name}, two levels"
         ratios = ", ".join(f"{of(name, rate) / of(two, rate):.2f} ({named(rate)})" for rate in rates)
+        against = of("DDP", rates[0]) / of(two, rates[0])
         told.append(
             f"{name} on two levels sends {sent(name) / sent(two):.1f} times fewer bytes between nodes than on one, and "
-            f"is {ratios} times as fast: at 1 Gbit/s what is exchanged inside nodes, on cores that all ranks share, takes "
-            f"longer than what it saves. Against DDP it is {of('DDP', rates[0]) / of(two, rates[0]):.1f} times as fast at {slow}."
+            f"is {ratios} times as fast: at 1 Gbit/s what is exchanged inside nodes, on cores that all ranks share, "
+            f"takes longer than what it saves. Against DDP it is {against:.1f} times as fast at {slow}."
         )
     own, ours = "HSDP, FSDP2's own", "HSDP, TernGrad"
     told.append(

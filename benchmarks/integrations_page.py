@@ -1,0 +1,29 @@
+"""The measured part of the page about integrations."""
+
+from __future__ import annotations
+
+from page_parts import result
+
+__all__ = ["measured"]
+
+
+def measured() -> str:
+    """Return the table; nothing where nothing was measured."""
+    made = result("integrations")
+    if made is None:
+        return ""
+    rows = made["rows"]
+    lines = [
+        "`python benchmarks/integrations.py --json benchmarks/results/integrations.json`, each in a fresh environment "
+        f"with its extra alone; torch {made['versions']['torch']}; {made['date_utc'][:10]}. Losses at the end, by "
+        f"`{rows[0]['method']}` on two processes, resumed half way on two and on three, and by plain DDP.",
+        "",
+        "| framework | loss | resumed | resumed on three | plain DDP |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    lines += [
+        f"| {row['framework']} | {row['loss']:.6f} | {'the same' if row['resumed_exactly'] else row['loss_resumed']} | "
+        f"{row['loss_resumed_on_three']:.6f} | {row['loss_ddp']:.6f} |"
+        for row in rows
+    ]
+    return "\n".join(lines)
