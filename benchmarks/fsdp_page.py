@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from page_parts import result
+from page_parts import Row, result
 
 __all__ = ["measured"]
 

@@ -32,6 +32,8 @@ class Properties:
         bits_per_element: Bits that the default sends for each element and direction with four workers and large
             parameters, on the scale where a float32 all-reduce has 32.
         state: What is remembered between steps.
+        state_bytes_per_element: How much that is on each rank, by default and for large parameters. In memory it is
+            twice as much: what holds, and what the round makes of it, which counts if all of the round was finite.
         stream: The random stream drawn from: "rank", "shared", "owner" or "none".
     """
 
@@ -40,6 +42,7 @@ class Properties:
     bit_stable: bool
     bits_per_element: float
     state: str = "none"
+    state_bytes_per_element: float = 0.0
     stream: str = "none"
 
 

@@ -208,13 +208,15 @@ class MethodInfo:
     delta_formula: str | None
     bit_stable: bool
     state: str
+    state_bytes_per_element: float
     stream: str
     collectives: tuple[str, ...]
     paper: str
 
     @classmethod
     def of(cls, method: Method) -> MethodInfo:
-        """Return the declared properties of a method; ``bits_per_element`` are those of its class's defaults.
+        """Return the declared properties of a method; ``bits_per_element`` and ``state_bytes_per_element`` are
+        those of its class's defaults.
 
         Example:
             >>> MethodInfo.of(QSGDinf(levels=1, block_size=64)).omega
@@ -234,6 +236,7 @@ class MethodInfo:
             delta_formula=method.delta_formula,
             bit_stable=p.bit_stable,
             state=p.state,
+            state_bytes_per_element=p.state_bytes_per_element,
             stream=p.stream,
             collectives=tuple(method.collectives),
             paper=p.paper,

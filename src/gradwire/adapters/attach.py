@@ -37,6 +37,7 @@ def attach(
     fallback: str | None = None,
     fallback_limit: float | None = None,
     backend: str = "auto",
+    transport: str = "auto",
     **more: Any,
 ) -> Link:
     """Exchange the gradients of a module by a method from now on (collective).
@@ -74,6 +75,8 @@ def attach(
             astray send a growing residual, and unbiased ones what their variance makes of the gradient:
             ``link.diagnostics()`` tells usual values.
         backend: Of the kernels.
+        transport: ``"gloo"``, for CPU tensors; ``"nccl"`` or ``"staged"`` (through page-locked memory, by Gloo) for CUDA
+            tensors; or ``"auto"``. See ``docs/gpu.md``.
 
     Returns:
         The link: ``traffic()``, ``diagnostics()``, ``state_dict()``, ``record()``, ``error``.
@@ -97,6 +100,7 @@ def attach(
         fallback=fallback,
         fallback_limit=fallback_limit,
         backend=backend,
+        transport=transport,
         **more,
     )
     if isinstance(module, DistributedDataParallel):

@@ -86,6 +86,7 @@ class ACPSGD(LowRankAlgorithm):
         bit_stable=True,
         bits_per_element=32 * 2 * 1000 / 1e6,
         state="a residual per parameter and rank, two factors per parameter",
+        state_bytes_per_element=4.0,
         stream="shared",
     )
 

@@ -93,6 +93,7 @@ class ChocoSGD(GossipMethod):
         bit_stable=True,
         bits_per_element=2 * (4 + 32 / 256) * 4 / 6,
         state="an estimate per parameter and rank, the weighted sum of the neighbours' estimates",
+        state_bytes_per_element=16.0,
         stream="rank",
     )
 

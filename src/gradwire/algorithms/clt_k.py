@@ -81,6 +81,7 @@ class CLTk(ResidualAlgorithm):
         bit_stable=True,
         bits_per_element=0.001 * (32 + 11.5 * 2 * 2 / 3),
         state="a residual per parameter and rank",
+        state_bytes_per_element=4.0,
     )
 
     def __post_init__(self) -> None:

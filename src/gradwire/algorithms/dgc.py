@@ -103,6 +103,7 @@ class DGC(Algorithm):
         bit_stable=True,
         bits_per_element=2 * 0.001 * (32 + 11.5),
         state="a momentum and an accumulated vector per parameter and rank",
+        state_bytes_per_element=8.0,
     )
 
     def __post_init__(self) -> None:

@@ -151,6 +151,7 @@ class DIANA(ShiftAlgorithm, Wrapper):
         bit_stable=True,
         bits_per_element=2 * (1.6 + 32 / 64),
         state="a shift per parameter and rank, their mean, a momentum",
+        state_bytes_per_element=16.0,
         stream="the compressor's",
     )
 

@@ -68,6 +68,7 @@ class DiLoCo(LocalStepsMethod):
         bit_stable=False,
         bits_per_element=32.0,
         state="the global parameters, an outer momentum",
+        state_bytes_per_element=8.0,
     )
     remembers_beside: ClassVar[tuple[str, ...]] = (GLOBAL, VELOCITY)
 

@@ -63,6 +63,7 @@ class EASGD(LocalStepsMethod):
         bit_stable=False,
         bits_per_element=32.0,
         state="the centre",
+        state_bytes_per_element=4.0,
     )
 
     def __post_init__(self) -> None:

@@ -98,6 +98,7 @@ class EF21(ShiftAlgorithm, Wrapper):
         bit_stable=True,
         bits_per_element=2 * (1 + 32 / 64),
         state="an estimate per parameter and rank, their mean, a momentum",
+        state_bytes_per_element=16.0,
         stream="the compressor's",
     )
 

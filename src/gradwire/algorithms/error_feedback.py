@@ -124,6 +124,7 @@ class ErrorFeedback(ResidualAlgorithm, Wrapper):
         bit_stable=True,
         bits_per_element=2 * (4 + 32 / 256),
         state="a residual per parameter and rank",
+        state_bytes_per_element=4.0,
         stream="the compressor's",
     )
 

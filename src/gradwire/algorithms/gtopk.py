@@ -80,6 +80,7 @@ class GTopK(ResidualAlgorithm):
         bit_stable=True,
         bits_per_element=2 / 1.5 * 0.001 * (32 + 11.5),
         state="a residual per parameter and rank",
+        state_bytes_per_element=4.0,
     )
 
     def __post_init__(self) -> None:

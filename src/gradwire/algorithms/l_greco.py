@@ -112,6 +112,7 @@ class LGreCo(Dialled):
         bit_stable=True,
         bits_per_element=2 * (4 + 32 / 512),
         state="a sum of gradients per parameter and rank, a choice per parameter",
+        state_bytes_per_element=4.0,
         stream="the compressor's",
     )
 

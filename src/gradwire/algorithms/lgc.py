@@ -130,6 +130,7 @@ class LGC(ResidualAlgorithm):
         bit_stable=True,
         bits_per_element=0.001 * (8 + (11.5 + 10) * 2 * 2 / 3),
         state="a residual per parameter and rank, an autoencoder",
+        state_bytes_per_element=4.0,
         stream="shared",
     )
 

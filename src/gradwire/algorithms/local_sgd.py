@@ -61,6 +61,7 @@ class LocalSGD(LocalStepsMethod):
         bit_stable=False,
         bits_per_element=32.0,
         state="the global parameters",
+        state_bytes_per_element=4.0,
     )
 
     def __post_init__(self) -> None:

@@ -84,6 +84,7 @@ class OneBit(ResidualAlgorithm):
         bit_stable=True,
         bits_per_element=2.0,
         state="a residual per parameter and rank",
+        state_bytes_per_element=4.0,
     )
 
     def __post_init__(self) -> None:

@@ -82,6 +82,7 @@ class PowerSGD(LowRankAlgorithm):
         bit_stable=True,
         bits_per_element=32 * 2 * 2000 / 1e6,
         state="a residual per parameter and rank, a factor per parameter",
+        state_bytes_per_element=4.0,
         stream="shared",
     )
 

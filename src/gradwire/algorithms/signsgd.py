@@ -129,6 +129,7 @@ class Signum(SignSGD):
         bit_stable=True,
         bits_per_element=1.0,
         state="a momentum per parameter and rank",
+        state_bytes_per_element=4.0,
     )
 
     def __post_init__(self) -> None:

@@ -132,6 +132,7 @@ class SketchedAMSGrad(SketchAlgorithm):
         bit_stable=True,
         bits_per_element=32 * (5 * COLUMNS_EACH + 2 * 4) * 0.001,
         state="a momentum and a residual per parameter and rank, two second moments, learning rates",
+        state_bytes_per_element=16.0,
         stream="shared, the same in all rounds",
     )
 

@@ -80,6 +80,7 @@ class SketchedSGD(ResidualAlgorithm, SketchAlgorithm):
         bit_stable=True,
         bits_per_element=32 * (5 * COLUMNS_EACH + 4) * 0.001,
         state="a residual per parameter and rank",
+        state_bytes_per_element=4.0,
         stream="shared, the same in all rounds",
     )
 

@@ -76,6 +76,7 @@ class SparseLoCo(LocalStepsMethod):
         bit_stable=True,
         bits_per_element=2 / 64 * (2 + 7.4),
         state="the global parameters, a residual per parameter and rank",
+        state_bytes_per_element=8.0,
     )
 
     def __post_init__(self) -> None:

@@ -77,6 +77,7 @@ class StreamingDiLoCo(DiLoCo):
         bit_stable=False,
         bits_per_element=32.0,
         state="the global parameters, an outer momentum",
+        state_bytes_per_element=8.0,
     )
 
     def __post_init__(self) -> None:

@@ -16,6 +16,7 @@ __all__ = ["method_rows", "print_methods", "unbiased_text"]
 NOTES = {
     "omega": "E|Q(g) - g|^2 <= omega |g|^2 for a vector, or blocks, of d elements: the variance that it adds",
     "delta": "E|Q(g) - g|^2 <= (1 - delta) |g|^2: the share of a vector that it keeps at least",
+    "state bytes per element": "what each rank remembers; in memory twice: as it holds, and as the round makes it",
     "bits per element": "sent for each element and direction with 4 workers; a float32 all-reduce has 32",
 }
 
@@ -32,9 +33,14 @@ def method_rows(names: Sequence[str]) -> list[dict[str, Any]]:
         rows.append({**dataclasses.asdict(info), "collectives": ", ".join(info.collectives)})
         if info.spec != defaults.get(info.name):
             # They are declared for the defaults alone.
-            rows[-1]["bits_per_element"] = None
+            rows[-1] |= {"bits_per_element": None, "state_bytes_per_element": None}
         if info.name not in defaults:
-            rows[-1] |= {"unbiased": None, "bits_per_element": None, "bit_stable": None}
+            rows[-1] |= {
+                "unbiased": None,
+                "bits_per_element": None,
+                "state_bytes_per_element": None,
+                "bit_stable": None,
+            }
     return rows
 
 
