@@ -75,8 +75,8 @@ def attach(
             astray send a growing residual, and unbiased ones what their variance makes of the gradient:
             ``link.diagnostics()`` tells usual values.
         backend: Of the kernels.
-        transport: ``"gloo"``, for CPU tensors; ``"nccl"`` or ``"staged"`` (through page-locked memory, by Gloo) for CUDA
-            tensors; or ``"auto"``. See ``docs/gpu.md``.
+        transport: ``"gloo"`` for CPU tensors, ``"nccl"`` or ``"staged"`` (through page-locked memory, by Gloo) for CUDA
+            tensors, or ``"auto"``; see ``docs/gpu.md``.
 
     Returns:
         The link: ``traffic()``, ``diagnostics()``, ``state_dict()``, ``record()``, ``error``.
