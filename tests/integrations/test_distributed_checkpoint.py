@@ -1,0 +1,87 @@
+"""A link's state in a distributed checkpoint, on as many ranks and on others."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+
+import gradwire as gw
+from ranks import Ranks, fresh_ranks
+
+pytestmark = pytest.mark.ranks
+
+METHOD = "ErrorFeedback(compressor=TopK(density=0.1), momentum=0.5)"
+
+
+def started() -> tuple[nn.Module, gw.Link]:
+    torch.manual_seed(0)
+    model = nn.Linear(30, 20)
+    return model, gw.Link(model.named_parameters(), METHOD, min_numel=0)
+
+
+def steps(model: nn.Module, link: gw.Link, first: int, last: int) -> torch.Tensor:
+    """Exchange some rounds, and return the last mean."""
+    for step in range(first, last):
+        draw = torch.Generator().manual_seed(1000 * dist.get_rank() + step)
+        model.zero_grad()
+        model(torch.randn(8, 30, generator=draw)).square().mean().backward()
+        link.reduce_()
+    return torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None]).clone()
+
+
+def entries(model: nn.Module, link: gw.Link) -> dict[str, Any]:
+    return {"model": model.state_dict(), "link": gw.integrations.StatefulLink(link)}
+
+
+def saved(folder: str) -> torch.Tensor:
+    warnings.simplefilter("ignore")
+    model, link = started()
+    steps(model, link, 0, 3)
+    dcp.save(entries(model, link), checkpoint_id=folder)
+    mean = steps(model, link, 3, 5)
+    link.close()
+    return mean
+
+
+def resumed(folder: str, partial: bool) -> tuple[torch.Tensor, set[str], int]:
+    warnings.simplefilter("ignore")
+    model, link = started()
+    # What is there before is not to be taken for what was loaded.
+    steps(model, link, 0, 1)
+    dcp.load(
+        entries(model, link),
+        checkpoint_id=folder,
+        planner=DefaultLoadPlanner(allow_partial_load=True) if partial else None,
+    )
+    kept, round = set(link.state_dict()["rank"]), link.round
+    mean = steps(model, link, 3, 5)
+    link.close()
+    return mean, kept, round
+
+
+def test_on_as_many_ranks_it_goes_on_with_the_same_bits(three_ranks: Ranks, tmp_path: Path) -> None:
+    expected = three_ranks(saved, str(tmp_path))
+    for mean, (again, kept, round) in zip(expected, three_ranks(resumed, str(tmp_path), False)):
+        assert torch.equal(mean, again)
+        assert kept == {f"{kind}/{name}" for kind in ("residual", "momentum") for name in ("weight", "bias")}
+        assert round == 3
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_on_other_numbers_of_ranks_residuals_stay_with_those_that_exist(
+    three_ranks: Ranks, count: int, tmp_path: Path
+) -> None:
+    three_ranks(saved, str(tmp_path))
+    with fresh_ranks(count, group_timeout_s=60) as ranks:
+        found = ranks(resumed, str(tmp_path), count > 3)
+    assert [bool(kept) for _, kept, _ in found] == [rank < 3 for rank in range(count)]
+    assert {round for *_, round in found} == {3}
+    assert all(torch.equal(found[0][0], mean) for mean, *_ in found)
