@@ -69,7 +69,10 @@ def test_any_method_is_exchanged_by_copies_in_main_memory(three_ranks: Any, meth
         assert not [where for where, stream in noted["reads"] if stream == "link"]
 
 
-ON_DEVICE = ["fp32", "bf16", "terngrad", "QSGD()", "nuqsgd", "natural", "scaledsign", "eden", "dorefa"]
+ON_DEVICE = [
+    *("fp32", "bf16", "terngrad", "QSGD()", "nuqsgd", "natural", "scaledsign", "eden", "dorefa", "naturaldithering"),
+    *("ErrorFeedback(compressor=QSGDinf())", "EF21(compressor=QSGDinf())", "ef_signsgd", "onebit"),
+]
 
 
 @pytest.mark.parametrize("method", ON_DEVICE)

@@ -13,7 +13,7 @@ from gradwire.algorithms.local_momentum import LocalMomentum, checked_momentum
 from gradwire.algorithms.shifts import SHIFTS, ShiftAlgorithm, memory_pair, shift_dtype
 from gradwire.codecs import DenseCodec
 from gradwire.compressors import FP32, ScaledSign
-from gradwire.methods import Method, Properties
+from gradwire.methods import Inherited, Method, Properties
 from gradwire.protocols import Context, Outcome
 from gradwire.protocols.bucket_plan import DENSE_TAG, BucketPlan, PlanSetting, SectionPlan
 from gradwire.segments import Segment
@@ -89,6 +89,7 @@ class EF21(ShiftAlgorithm, Wrapper):
     shifts: str = "float64"
 
     name: ClassVar[str] = "ef21"
+    on_device: ClassVar[Inherited] = Inherited("compressor", False)
     unbiased: ClassVar[bool] = False
     unbiased_note: ClassVar[str | None] = "no; exact where gradients settle"
     delta_formula: ClassVar[str | None] = "the compressor's, of grad - g"

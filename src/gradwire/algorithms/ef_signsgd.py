@@ -56,6 +56,7 @@ class EFSignSGD(ErrorFeedback):
     block_size: int | None = None
 
     name: ClassVar[str] = "ef_signsgd"
+    on_device: ClassVar[bool] = True
     unbiased_note: ClassVar[str | None] = None
     properties: ClassVar[Properties] = Properties(
         summary="Scaled signs; what they leave out is added to the next gradient",

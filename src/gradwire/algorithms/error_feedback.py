@@ -115,6 +115,7 @@ class ErrorFeedback(ResidualAlgorithm, Wrapper):
     collectives: ClassVar[AsSent] = AsSent("compressor")
     re_encoding: ClassVar[bool] = False
     scatters: ClassVar[Inherited] = Inherited("compressor", False)
+    on_device: ClassVar[Inherited] = Inherited("compressor", False)
     unbiased: ClassVar[bool] = False
     unbiased_note: ClassVar[str | None] = "no; nothing is lost"
     delta_formula: ClassVar[str | None] = "the compressor's, of g + e"

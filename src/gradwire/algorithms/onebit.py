@@ -72,6 +72,7 @@ class OneBit(ResidualAlgorithm):
     momentum: float = 0.0
 
     name: ClassVar[str] = "onebit"
+    on_device: ClassVar[bool] = True
     tag: ClassVar[int] = 19
     collectives: ClassVar[tuple[str, ...]] = ("all_gather",)
     scatters: ClassVar[bool] = True

@@ -56,6 +56,7 @@ class NaturalDithering(LevelCompressor):
     blocks: str = "parameter"
 
     name: ClassVar[str] = "naturaldithering"
+    on_device: ClassVar[bool] = True
     tag: ClassVar[int] = 24
     kernels: ClassVar[tuple[str, ...]] = ("moments", "levels")
     properties: ClassVar[Properties] = Properties(
