@@ -60,6 +60,11 @@ def test_a_compiled_ddp_module_has_the_bits_of_the_plain_one(three_ranks: Ranks,
         assert rounds == again == 4
 
 
+def test_what_compile_returned_is_refused_by_name() -> None:
+    with pytest.raises(gw.IncompatibleError, match=r"before or after torch\.compile"):
+        gw.attach(torch.compile(built(), backend="eager"), METHOD)  # type: ignore[arg-type]
+
+
 def with_fsdp(compiled: bool) -> torch.Tensor:
     warnings.simplefilter("ignore")
     torch._dynamo.reset()

@@ -110,6 +110,11 @@ def attach(
         from gradwire.adapters.fsdp import attach_fsdp
 
         return attach_fsdp(module, method, process_group, options)
+    if hasattr(module, "_orig_mod"):
+        raise IncompatibleError(
+            "attach needs the module that was compiled, not what torch.compile returned: call gw.attach(ddp, method) "
+            "before or after torch.compile(ddp)"
+        )
     raise IncompatibleError(
         f"attach needs a DistributedDataParallel module, not {type(module).__name__}; wrap it first, shard it by "
         "torch.distributed.fsdp.fully_shard, or use gradwire.Link in a loop without DDP"
