@@ -28,6 +28,7 @@ OPTIONS: dict[str, Any] = {
     "fallback": "bf16",
     "fallback_limit": 2.5,
     "backend": "reference",
+    "transport": "gloo",
     "chunk_numel": 80,
 }
 """A value for each option that differs from what it is by default."""

@@ -17,6 +17,7 @@ from triton.compiler import ASTSource
 
 from gradwire.kernels import Kernels, RotationTable
 from gradwire.kernels.backends import Modules
+from gradwire.kernels.checksum.triton import row_checksums
 from gradwire.kernels.rotation.blocks import MOST_BLOCK
 from gradwire.kernels.self_test import SELF_TESTS
 from gradwire.kernels.triton_core.backend import SERVED
@@ -29,6 +30,8 @@ def launches(largest: bool) -> list[Launch]:
     with recorded() as found:
         for family in SERVED:
             SELF_TESTS[family](kernels)
+        heads, rows = torch.zeros((2, 3), dtype=torch.int64), torch.zeros((2, 200), dtype=torch.uint8)
+        row_checksums(heads, rows, heads[:, 0].clone())
         if largest:
             table = RotationTable([0], [MOST_BLOCK], [0], [(1, 2)], MOST_BLOCK)
             kernels.rotate(torch.zeros(MOST_BLOCK), table, torch.ones(1), 0, 0, torch.zeros(MOST_BLOCK))

@@ -41,6 +41,11 @@ def check_parameters(parameters: dict[str, torch.Tensor], world_size: int) -> No
     if not parameters:
         raise IncompatibleError("no parameter requires a gradient: there is nothing to exchange")
     for name, p in parameters.items():
+        if p.device.type not in ("cpu", "cuda"):
+            raise IncompatibleError(
+                f"parameter {name!r} is on {p.device}: gradients in main memory and on CUDA devices can be exchanged; "
+                "use one of these, or PyTorch's own hooks"
+            )
         if not p.is_floating_point():
             raise IncompatibleError(f"parameter {name!r} is {p.dtype}: only floating-point gradients can be exchanged")
         if not bool(torch.isfinite(local_shard(p.detach())).all()):

@@ -27,7 +27,7 @@ def one_device(devices: Mapping[str, torch.device]) -> torch.device:
     """Return the device that all parameters lie on.
 
     Raises:
-        IncompatibleError: they lie on several, or on one of a kind that no transport serves.
+        IncompatibleError: they lie on several.
     """
     (first, device), *others = devices.items()
     for name, other in others:
@@ -36,11 +36,6 @@ def one_device(devices: Mapping[str, torch.device]) -> torch.device:
                 f"parameter {first!r} is on {device} and {name!r} on {other}: a link exchanges the gradients of one "
                 "device; move the model to one, or build a gradwire.Link for the parameters of each"
             )
-    if device.type not in ("cpu", "cuda"):
-        raise IncompatibleError(
-            f"parameter {first!r} is on {device}: gradients in main memory and on CUDA devices can be exchanged; use "
-            "one of these, or PyTorch's own hooks"
-        )
     return device
 
 
