@@ -52,7 +52,10 @@ def test_real_and_simulated_workers_end_in_the_same_bits(tmp_path: Path, method:
     # At the end, after 14 steps, workers have gone on by themselves.
     assert not all(torch.equal(x, found[1][name]) for name, x in found[0].items())
     # Real workers whose parameters stay different send their mean for each evaluation.
-    fields = ("step", "event", "accuracy", "dense_bytes", *(() if "Choco" in method else ("sent_bytes",)))
+    if "Choco" not in method:
+        # Not of the rows before: how much of an exchange in flight has been sent by then is a matter of time.
+        assert rows(simulated)[-1]["sent_bytes"] == rows(real)[-1]["sent_bytes"]
+    fields = ("step", "event", "accuracy", "dense_bytes")
     for one, other in zip(rows(simulated), rows(real)):
         assert {field: one[field] for field in fields} == {field: other[field] for field in fields}
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-6)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ class Attachment:
 
     Attributes:
         link: The link; None before the framework has wrapped the module, and where there is one process.
+        optimizers: Returns all of the framework's, whose state is this rank's own under methods with local steps.
 
     Raises:
         HyperparameterError: the spec is wrong.
@@ -37,16 +38,17 @@ class Attachment:
     def __init__(self, method: str | Method, fresh: bool, options: dict[str, Any]) -> None:
         self.method, self._fresh, self._options = read_method(method), fresh, options
         self.link: Link | None = None
+        self.optimizers: Callable[[], Sequence[Any]] = tuple
         self._module: DistributedDataParallel | None = None
-        self._optimizer: Any = None
 
     def attach(self, module: Any, optimizer: Any = None, grad_scaler: Any = None) -> None:
-        """Attach to a module that was wrapped; nothing where it was not, as with one process.
+        """Attach to a module that was wrapped, and compiled or not; nothing where it was not, as with one process.
 
         Args:
             optimizer: The framework's; options that the user gave come first.
             grad_scaler: Likewise; one that is not enabled counts as none.
         """
+        module = getattr(module, "_orig_mod", module)
         if not isinstance(module, DistributedDataParallel):
             return
         if self.link is not None:
@@ -54,9 +56,8 @@ class Attachment:
         given = {"optimizer": optimizer}
         if grad_scaler is not None and grad_scaler.is_enabled():
             given["grad_scaler"] = grad_scaler
-        given |= self._options
-        self._module, self._optimizer = module, given["optimizer"]
-        self.link = attach(module, self.method, **given)
+        self._module = module
+        self.link = attach(module, self.method, **given | self._options)
 
     def save(self, folder: Path) -> None:
         """Save the link's state (collective), and what is this rank's own under methods with local steps."""
@@ -64,17 +65,16 @@ class Attachment:
             return
         own = None
         if self.method.local_steps:
-            # The framework saves the model and the optimizer of rank 0, and here every rank has its own.
+            # The framework saves the model and the optimizers of rank 0, and here every rank has its own.
             own = {"model": self._module.module.state_dict()}
-            if self._optimizer is not None:
-                own["optimizer"] = self._optimizer.state_dict()
+            own["optimizers"] = [optimizer.state_dict() for optimizer in self.optimizers()]
         save(self.link, folder, own)
 
     def load(self, folder: Path) -> Callable[[], None]:
         """Load the link's state (collective), after the model's.
 
         Returns:
-            What restores the optimizer that is this rank's own, for frameworks that load theirs afterwards.
+            What restores the optimizers that are this rank's own, for frameworks that load theirs afterwards.
 
         Raises:
             IncompatibleError: there is no such state, and ``fresh`` is not set.
@@ -91,13 +91,11 @@ class Attachment:
         own = load(self.link, folder)
         if own is None:
             return _nothing
-        optimizer = self._optimizer
-        if self.link.method.local_steps:
-            self._module.module.load_state_dict(own["model"])
+        self._module.module.load_state_dict(own["model"])
 
         def restore() -> None:
-            if optimizer is not None and "optimizer" in own:
-                optimizer.load_state_dict(own["optimizer"])
+            for optimizer, state in zip(self.optimizers(), own["optimizers"], strict=True):
+                optimizer.load_state_dict(state)
 
         restore()
         return restore

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from gradwire.adapters import Link
+from gradwire.errors import IncompatibleError
 from gradwire.runtime.checkpoint import take
 
 __all__ = ["StatefulLink"]
@@ -28,31 +29,48 @@ class StatefulLink:
 
     Args:
         link: The link.
+
+    Raises:
+        IncompatibleError: its method takes local steps: a distributed checkpoint has one copy of a parameter that is
+            not sharded, where every rank has one of its own.
     """
 
     def __init__(self, link: Link) -> None:
+        if link.method.local_steps:
+            raise IncompatibleError(
+                f"{link.method!r} lets each rank have parameters of its own, and a distributed checkpoint keeps those "
+                'of one rank: use gw.save(link, folder, own={"model": model.state_dict(), "optimizer": ...})'
+            )
         self.link = link
+        self._offered: dict[str, Any] = {}
 
     def state_dict(self) -> dict[str, Any]:
         """Return what all ranks share, and this rank's part, both packed."""
         state = self.link.state_dict()
-        return {
+        self._offered = {
             f"rank {self.link.rank}": _packed(state.pop("rank")),
             COMMON: _packed(state),
             WORLD_SIZE: self.link.world_size,
         }
+        return dict(self._offered)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take what was loaded (collective).
 
         Raises:
-            IncompatibleError: it is no state of such a link, on this rank or on another.
+            IncompatibleError: it is no state of such a link, or not all of one, on this rank or on another.
         """
-        world_size = int(state[WORLD_SIZE])
+        world_size, own = int(state[WORLD_SIZE]), f"rank {self.link.rank}"
         found = _unpacked(state[COMMON])
-        # A rank that is new finds what it offered itself as the place to load into.
-        found["rank"] = _unpacked(state[f"rank {self.link.rank}"]) if self.link.rank < world_size else {}
-        take(self.link, found, None, 0, world_size, "a distributed checkpoint")
+        # Where nothing was loaded, as allow_partial_load=True has it, there still is what was offered as its place.
+        missing = [key for key in (COMMON, own) if state[key] is self._offered.get(key)]
+        if self.link.rank >= world_size and missing == [own]:
+            # This rank is new.
+            missing, found["rank"] = [], {}
+        else:
+            found["rank"] = _unpacked(state[own])
+        problem = f"the distributed checkpoint has no {missing[0]!r} of this link" if missing else None
+        take(self.link, found, problem, 0, world_size, "a distributed checkpoint")
 
 
 def _packed(value: Any) -> bytes:

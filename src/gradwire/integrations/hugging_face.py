@@ -26,7 +26,7 @@ def accelerate(accelerator: Any, method: str | Method, *, fresh: bool = False, *
     method remembers on each rank, in a folder ``gradwire`` of the checkpoint.
 
     Args:
-        accelerator: That prepares one module.
+        accelerator: That prepares one module by DDP.
         method: A method or its spec.
         fresh: Let ``load_state`` take a checkpoint that was saved without gradwire; what the method remembers then
             begins anew.
@@ -37,11 +37,15 @@ def accelerate(accelerator: Any, method: str | Method, *, fresh: bool = False, *
 
     Raises:
         HyperparameterError: the spec is wrong.
-        IncompatibleError: the accelerator was given a communication hook of PyTorch's own.
+        IncompatibleError: the accelerator was given a communication hook of PyTorch's own, or trains otherwise than by
+            DDP.
         BackendError: accelerate is not installed.
     """
     attachment = Attachment(method, fresh, options)
+    _check_kind(accelerator)
     _handle(accelerator, attachment)
+    # Accelerate keeps no other list of what it has prepared, and a checkpoint of its own goes through this one.
+    attachment.optimizers = lambda: accelerator._optimizers
     loaded: list[Path] = []
 
     def before_save(models: Any, weights: Any, folder: str) -> None:
@@ -81,6 +85,20 @@ def _handle(accelerator: Any, attachment: Attachment) -> None:
     accelerator.ddp_handler = Handler(**vars(before))
 
 
+def _check_kind(accelerator: Any) -> None:
+    """Refuse what would train without the method: Accelerate calls handlers of DDP for DDP alone.
+
+    Raises:
+        IncompatibleError: the accelerator trains by FSDP, DeepSpeed and so on.
+    """
+    kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
+    if kind != "NO" and not kind.startswith("MULTI_"):
+        raise IncompatibleError(
+            f"this accelerator trains by {kind}, and only a module that it wraps in DistributedDataParallel is "
+            "attached to: leave out its plugin, or, with FSDP2, call gw.attach on the model that prepare returned"
+        )
+
+
 def trainer(trainer: Any, method: str | Method, *, fresh: bool = False, **options: Any) -> Attachment:
     """Exchange the gradients of a ``transformers.Trainer`` by a method.
 
@@ -104,11 +122,14 @@ def trainer(trainer: Any, method: str | Method, *, fresh: bool = False, **option
 
     Raises:
         HyperparameterError: the spec is wrong.
+        IncompatibleError: the trainer trains otherwise than by DDP.
         BackendError: transformers or accelerate is not installed.
     """
     library, utilities = needed("transformers", "transformers"), needed("transformers.trainer_utils", "transformers")
     attachment = Attachment(method, fresh, options)
+    attachment.optimizers = lambda: [trainer.optimizer]
     accelerator, prepare = trainer.accelerator, trainer.accelerator.prepare_model
+    _check_kind(accelerator)
     _check_handler(accelerator)
 
     def prepare_model(model: Any, *arguments: Any, **more: Any) -> Any:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
+from gradwire.errors import IncompatibleError
 from gradwire.integrations.attachment import FOLDER, Attachment
 from gradwire.integrations.sink import needed
 from gradwire.methods import Method
@@ -15,8 +19,8 @@ __all__ = ["fabric", "lightning"]
 
 
 def folder_of(path: Any) -> Path:
-    """Return where the link's state lies beside a checkpoint, which is a file."""
-    return Path(f"{path}.{FOLDER}")
+    """Return where the link's state lies beside a checkpoint, which is a file, or a link to one as ``last.ckpt``."""
+    return Path(f"{os.path.realpath(path)}.{FOLDER}")
 
 
 def lightning(method: str | Method, *, fresh: bool = False, ddp: dict[str, Any] | None = None, **options: Any) -> Any:
@@ -50,6 +54,8 @@ def lightning(method: str | Method, *, fresh: bool = False, ddp: dict[str, Any] 
         def __init__(self) -> None:
             super().__init__(**(ddp or {}))
             self.attachment = Attachment(method, fresh, options)
+            # Optimizers come anew with each fit.
+            self.attachment.optimizers = lambda: self.optimizers
             self._resumed: Any = None
             self._restore: Callable[[], None] | None = None
 
@@ -58,10 +64,14 @@ def lightning(method: str | Method, *, fresh: bool = False, ddp: dict[str, Any] 
 
         def setup(self, trainer: Any) -> None:
             super().setup(trainer)
+            # A checkpoint that is read for a validation is none that a later fit resumes.
+            resumed, self._resumed, self._restore = self._resumed, None, None
+            if trainer.state.fn != "fit":
+                return
             first = self.optimizers[0] if self.optimizers else None
             self.attachment.attach(self.model, first, getattr(self.precision_plugin, "scaler", None))
-            if self._resumed is not None and self.attachment.link is not None:
-                self._restore = self.attachment.load(folder_of(self._resumed))
+            if resumed is not None:
+                self._restore = self.attachment.load(folder_of(resumed))
 
         def load_optimizer_state_dict(self, checkpoint: Any) -> None:
             super().load_optimizer_state_dict(checkpoint)
@@ -116,20 +126,44 @@ def fabric(method: str | Method, *, fresh: bool = False, ddp: dict[str, Any] | N
         def __init__(self) -> None:
             super().__init__(**(ddp or {}))
             self.attachment = Attachment(method, fresh, options)
+            self._known: list[Any] = []
+            self.attachment.optimizers = lambda: self._known
 
-        def setup_module_and_optimizers(self, module: Any, optimizers: Any, *arguments: Any) -> Any:
-            found = super().setup_module_and_optimizers(module, optimizers, *arguments)
-            scaler = getattr(self.precision, "scaler", None)
-            self.attachment.attach(found[0], optimizers[0] if optimizers else None, scaler)
+        def setup_module(self, module: Any) -> Any:
+            # Alone, or called by setup_module_and_optimizers.
+            found = super().setup_module(module)
+            first = self._known[0] if self._known else None
+            self.attachment.attach(found, first, getattr(self.precision, "scaler", None))
             return found
 
-        def save_checkpoint(self, path: Any, *arguments: Any, **more: Any) -> None:
-            super().save_checkpoint(path, *arguments, **more)
-            self.attachment.save(folder_of(path))
+        def setup_module_and_optimizers(self, module: Any, optimizers: Any, *arguments: Any) -> Any:
+            self._known = list(optimizers)
+            return super().setup_module_and_optimizers(module, optimizers, *arguments)
 
-        def load_checkpoint(self, path: Any, *arguments: Any, **more: Any) -> Any:
-            found = super().load_checkpoint(path, *arguments, **more)
-            self.attachment.load(folder_of(path))
+        def setup_optimizer(self, optimizer: Any) -> Any:
+            if not any(optimizer is one for one in self._known):
+                self._known.append(optimizer)
+            return super().setup_optimizer(optimizer)
+
+        def save_checkpoint(self, path: Any, state: Any, *arguments: Any, **more: Any) -> None:
+            super().save_checkpoint(path, state, *arguments, **more)
+            if _has_module(state):
+                self.attachment.save(folder_of(path))
+
+        def load_checkpoint(self, path: Any, state: Any = None, *arguments: Any, **more: Any) -> Any:
+            if _has_module(state) and self.attachment.link is None and self.world_size > 1:
+                raise IncompatibleError(
+                    f"fabric.load before fabric.setup: {self.attachment.method!r} is not attached yet, and what it "
+                    "remembers on each rank would be lost; call fabric.setup first"
+                )
+            found = super().load_checkpoint(path, state, *arguments, **more)
+            if _has_module(state):
+                self.attachment.load(folder_of(path))
             return found
 
     return GradwireFabricStrategy()
+
+
+def _has_module(state: Any) -> bool:
+    """Return whether a checkpoint is one of a model, other than of numbers alone or one that is only looked at."""
+    return any(isinstance(value, nn.Module) for value in (state.values() if isinstance(state, dict) else [state]))
