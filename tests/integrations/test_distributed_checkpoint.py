@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 import gradwire as gw
@@ -85,3 +87,44 @@ def test_on_other_numbers_of_ranks_residuals_stay_with_those_that_exist(
     assert [bool(kept) for _, kept, _ in found] == [rank < 3 for rank in range(count)]
     assert {round for *_, round in found} == {3}
     assert all(torch.equal(found[0][0], mean) for mean, *_ in found)
+
+
+def incomplete(folder: str) -> list[str]:
+    """Return what is said of a checkpoint without a link, of one without a rank's part, and of local steps."""
+    warnings.simplefilter("ignore")
+    model, link = started()
+    found = []
+    planner = DefaultLoadPlanner(allow_partial_load=True)
+    dcp.save({"model": model.state_dict()}, checkpoint_id=f"{folder}/none")
+    state = gw.integrations.StatefulLink(link).state_dict()
+    # As another job of three ranks would leave it whose second rank did not write.
+    kept = {key: value for key, value in state.items() if key != "rank 1"}
+    dcp.save({"model": model.state_dict(), "link": kept}, checkpoint_id=f"{folder}/torn")
+    for name in ("none", "torn"):
+        found.append(
+            refusal(lambda name=name: dcp.load(entries(model, link), checkpoint_id=f"{folder}/{name}", planner=planner))
+        )
+    found.append(refusal(lambda: dcp.load(entries(model, link), checkpoint_id=f"{folder}/none")))
+    link.close()
+    local = gw.Link(model.named_parameters(), "DiLoCo(every=4)", optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    found.append(refusal(lambda: gw.integrations.StatefulLink(local)))
+    local.close()
+    return found
+
+
+def refusal(build: Callable[[], object]) -> str:
+    try:
+        build()
+    except (gw.GradwireError, CheckpointException) as error:
+        return f"{type(error).__name__}: {error}"
+    return "accepted"
+
+
+def test_a_checkpoint_without_the_link_or_a_part_of_it_is_refused_on_all_ranks(
+    three_ranks: Ranks, tmp_path: Path
+) -> None:
+    for none, torn, strict, local in three_ranks(incomplete, str(tmp_path)):
+        assert none == "IncompatibleError: rank 0: the distributed checkpoint has no 'common' of this link"
+        assert torn == "IncompatibleError: rank 1: the distributed checkpoint has no 'rank 1' of this link"
+        assert "Missing key in checkpoint state_dict: link." in strict
+        assert "keeps those of one rank" in local

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+import gradwire as gw
 from ranks import RankError, run_script
 
 pytestmark = [pytest.mark.ranks, pytest.mark.repository]
@@ -54,3 +58,56 @@ def test_with_local_steps_each_ranks_model_and_optimizer_are_saved(tmp_path: Pat
     method = "DiLoCo(every=4, inner=EDEN(bits=4))"
     whole = loss_of("accelerate", tmp_path, "--method", method)
     assert loss_of("accelerate", tmp_path, "--method", method, "--resume") == whole
+
+
+# ---------------------------------------------------------------------- what else is asked of each framework
+
+
+def asked_of(framework: str, folder: Path) -> Any:
+    """Return what the checks of a framework found on rank 0 of two."""
+    told = run_script(Path(__file__).with_name("framework_checks.py"), framework, folder)
+    return json.loads(next(line for line in told.splitlines() if line.startswith("found ")).removeprefix("found "))
+
+
+def test_accelerate_accumulates_scales_and_keeps_every_ranks_optimizer(tmp_path: Path) -> None:
+    found = asked_of("accelerate", tmp_path)
+    assert found["rounds"] == 2, "four micro-steps, two at a time"
+    assert found["scaler"]
+    # 64 times as large they would be above one.
+    assert 0 < found["largest residual"] < 0.1
+    assert found["own come back"] == [[True, True], [True, True]]
+    assert found["moments by rank"] == 2
+
+
+def test_the_trainer_attaches_to_what_it_compiles_and_accumulates(tmp_path: Path) -> None:
+    assert asked_of("trainer", tmp_path) == {"compiled": "OptimizedModule", "rounds": 2}
+
+
+def test_lightning_resumes_a_link_and_nothing_that_it_validated(tmp_path: Path) -> None:
+    found = asked_of("lightning", tmp_path)
+    assert found["rounds"] == 4, "eight micro-steps, two at a time"
+    assert found["scaler"]
+    states = [name for name in found["files"] if name.endswith(".gradwire")]
+    assert states == ["epoch=0-step=4.ckpt.gradwire"], "those of removed checkpoints are removed, too"
+    assert "last.ckpt" in found["files"]
+    assert found["rounds of last.ckpt, resumed"] == 6
+    assert found["rounds after a validation"] == 2
+
+
+def test_fabric_attaches_to_a_module_that_is_set_up_alone(tmp_path: Path) -> None:
+    found = asked_of("fabric", tmp_path)
+    assert found["rounds"] == 3, "six micro-steps, two at a time"
+    assert found["keys"] == ["model", "optimizer"]
+    assert found["rounds after a look"] == 4, "a checkpoint that is only read changes nothing"
+    assert found["rounds after a load"] == 3
+    assert "call fabric.setup first" in found["too early"]
+
+
+@pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED", "MEGATRON_LM"])
+def test_what_does_not_train_by_ddp_is_refused(kind: str) -> None:
+    """Nothing would be attached to, and the training would go on in float32."""
+    accelerator = SimpleNamespace(distributed_type=SimpleNamespace(value=kind), ddp_handler=None)
+    with pytest.raises(gw.IncompatibleError, match=f"trains by {kind}"):
+        gw.integrations.accelerate(accelerator, METHOD)
+    with pytest.raises(gw.IncompatibleError, match=f"trains by {kind}"):
+        gw.integrations.trainer(SimpleNamespace(accelerator=accelerator), METHOD)

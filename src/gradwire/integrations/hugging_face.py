@@ -94,8 +94,8 @@ def _check_kind(accelerator: Any) -> None:
     kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
     if kind != "NO" and not kind.startswith("MULTI_"):
         raise IncompatibleError(
-            f"this accelerator trains by {kind}, and only a module that it wraps in DistributedDataParallel is "
-            "attached to: leave out its plugin, or, with FSDP2, call gw.attach on the model that prepare returned"
+            f"this accelerator trains by {kind}, and a method is attached to what it wraps in DistributedDataParallel "
+            "alone: leave out its plugin, or, with FSDP2, call gw.attach on the model that prepare returned"
         )
 
 
@@ -128,9 +128,10 @@ def trainer(trainer: Any, method: str | Method, *, fresh: bool = False, **option
     library, utilities = needed("transformers", "transformers"), needed("transformers.trainer_utils", "transformers")
     attachment = Attachment(method, fresh, options)
     attachment.optimizers = lambda: [trainer.optimizer]
-    accelerator, prepare = trainer.accelerator, trainer.accelerator.prepare_model
+    accelerator = trainer.accelerator
     _check_kind(accelerator)
     _check_handler(accelerator)
+    prepare = accelerator.prepare_model
 
     def prepare_model(model: Any, *arguments: Any, **more: Any) -> Any:
         wrapped = prepare(model, *arguments, **more)

@@ -91,6 +91,12 @@ def lightning(method: str | Method, *, fresh: bool = False, ddp: dict[str, Any] 
             if self.is_global_zero:
                 shutil.rmtree(folder_of(filepath), ignore_errors=True)
 
+        def teardown(self) -> None:
+            super().teardown()
+            if self.attachment.link is not None:
+                # Its number is free for the link of the next fit; what it counted can still be asked for.
+                self.attachment.link.close()
+
     return GradwireStrategy()
 
 

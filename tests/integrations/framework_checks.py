@@ -1,0 +1,232 @@
+"""What is asked of one framework, in one start of its processes: ``framework_checks.py FRAMEWORK FOLDER``.
+
+Rank 0 prints what it found as JSON. Importing a framework takes longer than all that is asked of it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import gradwire as gw
+
+warnings.filterwarnings("ignore")
+METHOD = "ErrorFeedback(TopK(density=0.05))"
+LOCAL = "DiLoCo(every=8, inner=EDEN(bits=4))"
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(20, 80), nn.ReLU(), nn.Linear(80, 5))
+
+
+def inputs(step: int) -> torch.Tensor:
+    return torch.randn(8, 20, generator=torch.Generator().manual_seed(1000 * dist.get_rank() + step))
+
+
+def refusal(build: Callable[[], Any]) -> str:
+    try:
+        build()
+    except gw.GradwireError as error:
+        return str(error)
+    return "accepted"
+
+
+def everywhere(value: Any) -> list[Any]:
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+def with_accelerate(folder: Path) -> dict[str, Any]:
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    def started(method: str, **options: Any) -> tuple[Any, gw.integrations.Attachment, Any, Any]:
+        AcceleratorState._reset_state(reset_partial_state=False)
+        accelerator, model = Accelerator(cpu=True, **options), net()
+        if options.get("mixed_precision"):
+            # Accelerate builds a scaler for float16 on GPUs alone; one that is there is used as on those.
+            accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+        attachment = gw.integrations.accelerate(accelerator, method)
+        return accelerator, attachment, *accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+
+    def train(accelerator: Any, model: Any, optimizer: Any, steps: range) -> None:
+        for step in steps:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(inputs(step)).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+
+    found: dict[str, Any] = {}
+    accelerator, attachment, model, optimizer = started(METHOD, gradient_accumulation_steps=2, mixed_precision="bf16")
+    train(accelerator, model, optimizer, range(4))
+    found["rounds"] = attachment.link.round
+    found["scaler"] = attachment.link.grad_scaler is accelerator.scaler
+    scaled = {key: float(value.abs().max()) for key, value in attachment.link.state_dict()["rank"].items()}
+    found["largest residual"] = max(scaled.values())
+    attachment.link.close()
+
+    # The optimizer is not named to the method, and still is each rank's own.
+    accelerator, attachment, model, optimizer = started(LOCAL)
+    train(accelerator, model, optimizer, range(3))
+    accelerator.save_state(str(folder / "local"))
+    before = [model.module[0].weight.clone(), optimizer.state[model.module[0].weight]["exp_avg"].clone()]
+    train(accelerator, model, optimizer, range(3, 5))
+    accelerator.load_state(str(folder / "local"))
+    after = [model.module[0].weight, optimizer.state[model.module[0].weight]["exp_avg"]]
+    found["own come back"] = everywhere([torch.equal(a, b) for a, b in zip(before, after)])
+    found["moments by rank"] = len(set(everywhere(round(float(before[1].double().sum()), 12))))
+    attachment.link.close()
+    return found
+
+
+def with_trainer(folder: Path) -> dict[str, Any]:
+    from transformers import Trainer, TrainingArguments
+
+    class Squares(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net()
+
+        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"loss": self.net(x).square().mean()}
+
+    rows = [{"x": torch.randn(20, generator=torch.Generator().manual_seed(i))} for i in range(64)]
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        max_steps=2,
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=2,
+        bf16=True,
+        use_cpu=True,
+        torch_compile=True,
+        torch_compile_backend="aot_eager",
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        remove_unused_columns=False,
+    )
+    trainer = Trainer(Squares(), arguments, train_dataset=rows)
+    attachment = gw.integrations.trainer(trainer, METHOD)
+    trainer.train()
+    link = attachment.link
+    return {"compiled": type(trainer.model_wrapped).__name__, "rounds": None if link is None else link.round}
+
+
+def with_lightning(folder: Path) -> dict[str, Any]:
+    import lightning
+    from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning.pytorch.plugins import MixedPrecision
+
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+
+    class Squares(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net()
+
+        def training_step(self, x: torch.Tensor, number: int) -> torch.Tensor:
+            return self.net(x).square().mean()
+
+        def validation_step(self, x: torch.Tensor, number: int) -> None:
+            self.log("loss", self.net(x).square().mean(), sync_dist=True)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    rows = torch.randn(128, 20, generator=torch.Generator().manual_seed(0))
+
+    def loader() -> Any:
+        return torch.utils.data.DataLoader(rows, batch_size=8)
+
+    def trainer(steps: int, **options: Any) -> tuple[Any, Any]:
+        strategy = gw.integrations.lightning(METHOD)
+        quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+        made = lightning.Trainer(
+            strategy=strategy,
+            accelerator="cpu",
+            devices=2,
+            max_steps=steps,
+            default_root_dir=folder,
+            **quiet,
+            **options,
+        )
+        return made, strategy.attachment
+
+    found: dict[str, Any] = {}
+    keeper = ModelCheckpoint(dirpath=folder, every_n_train_steps=2, save_last="link", save_top_k=1, monitor=None)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    mixed = {"accumulate_grad_batches": 2, "plugins": [MixedPrecision("16-mixed", "cpu", scaler)]}
+    made, attachment = trainer(4, callbacks=[keeper], **mixed)
+    made.fit(Squares(), loader())
+    found["rounds"], found["scaler"] = attachment.link.round, attachment.link.grad_scaler is scaler
+    dist.barrier()
+    found["files"] = sorted(path.name for path in folder.iterdir())
+    last = str(folder / "last.ckpt")
+
+    mixed["enable_checkpointing"] = False
+    made, attachment = trainer(6, **mixed)
+    made.fit(Squares(), loader(), ckpt_path=last, weights_only=False)
+    found["rounds of last.ckpt, resumed"] = attachment.link.round
+
+    made, attachment = trainer(2, **mixed)
+    module = Squares()
+    made.validate(module, loader(), ckpt_path=last, weights_only=False, verbose=False)
+    made.fit(module, loader())
+    found["rounds after a validation"] = attachment.link.round
+    return found
+
+
+def with_fabric(folder: Path) -> dict[str, Any]:
+    import lightning
+
+    def started() -> tuple[Any, gw.integrations.Attachment]:
+        strategy = gw.integrations.fabric(METHOD)
+        fabric = lightning.Fabric(strategy=strategy, accelerator="cpu", devices=2)
+        fabric.launch()
+        return fabric, strategy.attachment
+
+    def train(fabric: Any, model: Any, optimizer: Any, steps: int) -> None:
+        for step in range(2 * steps):
+            with fabric.no_backward_sync(model, enabled=step % 2 == 0):
+                fabric.backward(model(inputs(step)).square().mean())
+            if step % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    found: dict[str, Any] = {}
+    fabric, attachment = started()
+    model = fabric.setup_module(net())
+    optimizer = fabric.setup_optimizers(torch.optim.SGD(model.parameters(), lr=0.1))
+    train(fabric, model, optimizer, 3)
+    found["rounds"] = None if attachment.link is None else attachment.link.round
+    fabric.save(folder / "a.ckpt", {"model": model, "optimizer": optimizer})
+    train(fabric, model, optimizer, 1)
+    numbers = fabric.load(folder / "a.ckpt")
+    found["keys"], found["rounds after a look"] = sorted(numbers), attachment.link.round
+    fabric.load(folder / "a.ckpt", {"model": model, "optimizer": optimizer})
+    found["rounds after a load"] = attachment.link.round
+    attachment.link.close()
+
+    fabric, attachment = started()
+    bare = net()
+    optimizer = torch.optim.SGD(bare.parameters(), lr=0.1)
+    found["too early"] = refusal(lambda: fabric.load(folder / "a.ckpt", {"model": bare, "optimizer": optimizer}))
+    return found
+
+
+if __name__ == "__main__":
+    found = globals()[f"with_{sys.argv[1]}"](Path(sys.argv[2]))
+    if os.environ["RANK"] == "0":
+        print("found", json.dumps(found))
