@@ -21,6 +21,12 @@ def compress_sharded_weights(module: nn.Module, method: str | Method, seed: int,
     if shards.size() == 1:
         raise IncompatibleError("the module is sharded over one rank: nothing is gathered")
     for unit in units:
+        device = unit.group.device
+        if device.type != "cpu":
+            raise IncompatibleError(
+                f"module {unit.name!r} is on {device}: weights are gathered by differences in main memory alone; leave "
+                "compress_weights out, and compress the exchange between replicas (gw.attach)"
+            )
         taken = unit.group._all_gather_comm
         if isinstance(taken, _Gather) and not taken.link.close.alive:  # type: ignore[attr-defined]
             taken.remove()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +40,9 @@ def accelerate(accelerator: Any, method: str | Method, *, fresh: bool = False, *
         HyperparameterError: the spec is wrong.
         IncompatibleError: the accelerator was given a communication hook of PyTorch's own, or trains otherwise than by
             DDP.
-        BackendError: accelerate is not installed.
     """
     attachment = Attachment(method, fresh, options)
-    _check_kind(accelerator)
-    _handle(accelerator, attachment)
+    _attach_when_prepared(accelerator, attachment, lambda: None)
     # Accelerate keeps no other list of what it has prepared, and a checkpoint of its own goes through this one.
     attachment.optimizers = lambda: accelerator._optimizers
     loaded: list[Path] = []
@@ -68,28 +67,12 @@ def accelerate(accelerator: Any, method: str | Method, *, fresh: bool = False, *
     return attachment
 
 
-def _handle(accelerator: Any, attachment: Attachment) -> None:
-    """Let an accelerator attach to the module that it wraps, by the handler of its DDP options."""
-    library = needed("accelerate", "accelerate")
-    before = accelerator.ddp_handler or library.DistributedDataParallelKwargs()
-    if before.comm_hook != library.utils.DDPCommunicationHookType.NO:
-        raise IncompatibleError(
-            f"this accelerator has the communication hook {before.comm_hook}, and DDP takes one: leave out comm_hook"
-        )
-
-    # Accelerate looks handlers up by their exact class when it is built, and calls this attribute later.
-    class Handler(library.DistributedDataParallelKwargs):  # type: ignore[name-defined, misc]
-        def register_comm_hook(self, model: Any) -> None:
-            attachment.attach(model, grad_scaler=accelerator.scaler)
-
-    accelerator.ddp_handler = Handler(**vars(before))
-
-
-def _check_kind(accelerator: Any) -> None:
-    """Refuse what would train without the method: Accelerate calls handlers of DDP for DDP alone.
+def _attach_when_prepared(accelerator: Any, attachment: Attachment, optimizer: Callable[[], Any]) -> None:
+    """Attach to what an accelerator wraps from now on, whether it is compiled afterwards or not.
 
     Raises:
-        IncompatibleError: the accelerator trains by FSDP, DeepSpeed and so on.
+        IncompatibleError: the accelerator trains by FSDP, DeepSpeed and so on, which would train without the method, or
+            was given a communication hook.
     """
     kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
     if kind != "NO" and not kind.startswith("MULTI_"):
@@ -97,6 +80,20 @@ def _check_kind(accelerator: Any) -> None:
             f"this accelerator trains by {kind}, and a method is attached to what it wraps in DistributedDataParallel "
             "alone: leave out its plugin, or, with FSDP2, call gw.attach on the model that prepare returned"
         )
+    hook = getattr(accelerator.ddp_handler, "comm_hook", None)
+    if hook is not None and hook.value != "no":
+        raise IncompatibleError(
+            f"this accelerator has the communication hook {hook.value!r}, and DDP takes one: leave out comm_hook"
+        )
+    prepare = accelerator.prepare_model
+
+    def prepare_model(model: Any, *arguments: Any, **more: Any) -> Any:
+        wrapped = prepare(model, *arguments, **more)
+        attachment.attach(wrapped, optimizer(), accelerator.scaler)
+        return wrapped
+
+    # Accelerate's own place for hooks is a handler, which it looks up by its exact class and the Trainer makes anew.
+    accelerator.prepare_model = prepare_model
 
 
 def trainer(trainer: Any, method: str | Method, *, fresh: bool = False, **options: Any) -> Attachment:
@@ -123,22 +120,12 @@ def trainer(trainer: Any, method: str | Method, *, fresh: bool = False, **option
     Raises:
         HyperparameterError: the spec is wrong.
         IncompatibleError: the trainer trains otherwise than by DDP.
-        BackendError: transformers or accelerate is not installed.
+        BackendError: transformers is not installed.
     """
     library, utilities = needed("transformers", "transformers"), needed("transformers.trainer_utils", "transformers")
     attachment = Attachment(method, fresh, options)
     attachment.optimizers = lambda: [trainer.optimizer]
-    accelerator = trainer.accelerator
-    _check_kind(accelerator)
-    _check_handler(accelerator)
-    prepare = accelerator.prepare_model
-
-    def prepare_model(model: Any, *arguments: Any, **more: Any) -> Any:
-        wrapped = prepare(model, *arguments, **more)
-        attachment.attach(wrapped, trainer.optimizer, accelerator.scaler)
-        return wrapped
-
-    accelerator.prepare_model = prepare_model
+    _attach_when_prepared(trainer.accelerator, attachment, lambda: trainer.optimizer)
     asked: list[Path] = []
     original = trainer.train
 
@@ -162,8 +149,3 @@ def trainer(trainer: Any, method: str | Method, *, fresh: bool = False, **option
     trainer.train = train
     trainer.add_callback(Keeper())
     return attachment
-
-
-def _check_handler(accelerator: Any) -> None:
-    if accelerator.ddp_handler is not None and accelerator.ddp_handler.comm_hook.value != "no":
-        raise IncompatibleError("this trainer's accelerator has a communication hook, and DDP takes one: leave it out")

@@ -6,10 +6,9 @@ import weakref
 from collections.abc import Callable
 from typing import TypeVar
 
-import torch
 import torch.distributed as dist
 
-from gradwire.drivers import Lane, call
+from gradwire.drivers import Lane, call, group_timeout
 from gradwire.errors import ExchangeError
 from gradwire.ops import Exchange
 from gradwire.runtime.failures import Failures
@@ -38,7 +37,7 @@ class SideLane:
 
     def __init__(self, group: dist.ProcessGroup, token: str, purpose: str) -> None:
         rank, world_size, self._purpose = group.rank(), group.size(), purpose
-        timeout = group._get_backend(torch.device("cpu")).options._timeout
+        timeout = group_timeout(group)
         store = dist.PrefixStore(f"gradwire/{token}", dist.distributed_c10d._get_default_store())
         self.lane = Lane(dist.PrefixStore(purpose, store), rank, world_size, timeout, f"gradwire {purpose}")
         self._heartbeat = Heartbeat(store, rank, world_size)

@@ -67,6 +67,7 @@ class WeightLink:
         }
         self._known = {name: Known() for name in numels}
         self._spaces = {name: Workspace() for name in numels}
+        self._buckets = {name: bucket for bucket, name in enumerate(numels)}
         self._gathers = dict.fromkeys(numels, 0)
         self._elements = 0
         self._side = SideLane(group, mine.token, "weights")
@@ -78,7 +79,7 @@ class WeightLink:
         Raises:
             ExchangeError: the link is broken or closed.
         """
-        bucket, count = list(self._known).index(name), self._gathers[name]
+        bucket, count = self._buckets[name], self._gathers[name]
         self._gathers[name] += 1
         self._elements += own.numel() * self.world_size
         context = Context(self.rank, self.world_size, count, bucket, workspace=self._spaces[name])

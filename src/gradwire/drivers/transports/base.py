@@ -11,7 +11,7 @@ import torch
 from gradwire.ops import Op, Reduce
 from gradwire.wire import open_sealed, sealed
 
-__all__ = ["Transport"]
+__all__ = ["Transport", "reduce_by_gather"]
 
 
 class Transport(ABC):
@@ -54,17 +54,20 @@ class Transport(ABC):
         They end now, also where a failure's traceback still holds this object.
         """
 
-    def _gather(self, send: torch.Tensor, recv: torch.Tensor) -> torch.Tensor:
-        """Send a vector to all ranks, and return ``recv`` with a row of each; for those who reduce by it."""
-        raise NotImplementedError
 
-    def _reduce_by_gather(self, op: Reduce, number: int) -> torch.Tensor:
-        """Reduce a few values, sealed, on every rank by itself.
+def reduce_by_gather(
+    op: Reduce, rank: int, world_size: int, number: int, gather: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """Reduce a few values, sealed, on every rank by itself.
 
-        Args:
-            number: Of the reduction, which says which one it is: all ranks run the same jobs in the same order.
-        """
-        mine = sealed(op.value, self.rank, number)
-        received = self._gather(mine, mine.new_empty((self.world_size, mine.numel())))
-        rows = open_sealed(received, op.value.dtype, f"values for a {op.op}imum", number)
-        return (rows.amax(0) if op.op == "max" else rows.amin(0)).view(op.value.shape)
+    Args:
+        op: A maximum or a minimum.
+        rank: This rank.
+        world_size: How many ranks there are.
+        number: Of the reduction, which says which one it is: all ranks run the same jobs in the same order.
+        gather: ``gather(send, recv)`` sends a vector to all ranks, and returns ``recv`` with a row of each.
+    """
+    mine = sealed(op.value, rank, number)
+    received = gather(mine, mine.new_empty((world_size, mine.numel())))
+    rows = open_sealed(received, op.value.dtype, f"values for a {op.op}imum", number)
+    return (rows.amax(0) if op.op == "max" else rows.amin(0)).view(op.value.shape)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from gradwire.drivers.lengths import announce, announced
 from gradwire.drivers.traffic import LENGTH_BYTES, gathers, large
-from gradwire.drivers.transports.base import Transport
+from gradwire.drivers.transports.base import Transport, reduce_by_gather
 from gradwire.ops import AllGather, AllToAll, Broadcast, Op, Reduce, SendRecv
 
 __all__ = ["GlooTransport"]
@@ -72,7 +72,7 @@ class GlooTransport(Transport):
         if isinstance(op, Reduce):
             if gathers(op):
                 self._reductions += 1
-                return self._reduce_by_gather(op, self._reductions)
+                return reduce_by_gather(op, self.rank, self.world_size, self._reductions, self._gather)
             self._start_reduce(op).wait()
             return op.value
         if op.lengths is not None:

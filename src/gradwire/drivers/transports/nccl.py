@@ -12,7 +12,7 @@ import torch.distributed as dist
 from gradwire.drivers.devices import Device
 from gradwire.drivers.lengths import announce, announced
 from gradwire.drivers.traffic import LENGTH_BYTES, gathers, large
-from gradwire.drivers.transports.base import Transport
+from gradwire.drivers.transports.base import Transport, reduce_by_gather
 from gradwire.ops import AllGather, AllToAll, Broadcast, Op, Reduce, SendRecv
 
 __all__ = ["NCCLTransport"]
@@ -80,7 +80,7 @@ class NCCLTransport(Transport):
     def _reduce(self, op: Reduce) -> torch.Tensor:
         if gathers(op):
             self._reductions += 1
-            return self._reduce_by_gather(op, self._reductions)
+            return reduce_by_gather(op, self.rank, self.world_size, self._reductions, self._gather)
         options: Any = dist.AllreduceOptions()
         options.reduceOp = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}[op.op]
         self._backend.allreduce([op.value], options).wait()
