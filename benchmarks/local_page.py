@@ -152,3 +152,28 @@ def reading(rows: list[Row]) -> list[str]:
         f"{fewest['name']} sends {factor:.0f} times fewer bytes to the same loss, which is what is gained where "
         "arithmetic takes no time."
     ]
+
+
+def advice() -> str:
+    """Return what the page that chooses says of local steps; nothing where nothing was measured."""
+    made = result("local_training")
+    if made is None:
+        return ""
+    names = ("fp32", "TernGrad", "DiLoCo, EDEN 4 bits", "DiLoCo, coded TernGrad")
+    rows = {(row["task"], row["name"]): row for row in made["rows"]}
+
+    def cells(task: str, field: str) -> str:
+        found = [rows[task, name].get(f"{field}_mean") for name in names]
+        return " | ".join("not reached" if value is None else f"{value:.0f}" for value in found)
+
+    fast = {name: rows["text", name]["seconds_1gbit_mean"] for name in (*names, "fp16")}
+    return "\n".join([
+        f"| four workers, 10 Mbit/s | {' | '.join(names)} |",
+        "|---|" + "---:|" * len(names),
+        f"| language model with Adam: seconds to the loss | {cells('text', 'seconds_10mbit')} |",
+        f"| steps to it | {cells('text', 'steps')} |",
+        f"| CIFAR-10 with SGD: seconds to the loss | {cells('cifar10', 'seconds_10mbit')} |",
+        "",
+        f"At 1 Gbit/s it gains next to nothing: {fast['DiLoCo, coded TernGrad']:.1f} seconds against float32's "
+        f"{fast['fp32']:.1f}, and fp16's {fast['fp16']:.1f}.",
+    ])  # fmt: skip

@@ -14,6 +14,7 @@ from gradwire.methods import Method
 from gradwire.planning import refuse_scatter
 from gradwire.runtime.detached import DetachedLink
 from gradwire.runtime.link import Link
+from gradwire.runtime.parameters import plain_name
 
 __all__ = ["attach_ddp"]
 
@@ -41,7 +42,7 @@ class _Hooked:
 
     def __init__(self, module: DistributedDataParallel, link: Link) -> None:
         self.link = link
-        self.names = {id(p): name for name, p in module.module.named_parameters()}
+        self.names = {id(p): plain_name(name) for name, p in module.module.named_parameters()}
 
     def __reduce__(self) -> Any:
         return self.link.__reduce__()

@@ -19,6 +19,7 @@ from gradwire.planning import REDUCE_SCATTER
 from gradwire.runtime.checks import check_unit_by_unit
 from gradwire.runtime.handshake import agreement
 from gradwire.runtime.link import Link
+from gradwire.runtime.parameters import plain_name
 from gradwire.seeds import shard_seed
 from gradwire.segments import local_shard
 
@@ -126,7 +127,7 @@ class _Unit:
 
 
 def _units(module: nn.Module) -> list[_Unit]:
-    names = {id(part): name for name, part in module.named_modules()}
+    names = {id(part): plain_name(name) for name, part in module.named_modules()}
     found, seen = list[_Unit](), set[int]()
     for part in module.modules():
         if not isinstance(part, FSDPModule):

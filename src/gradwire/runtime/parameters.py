@@ -10,20 +10,32 @@ import torch
 from gradwire.errors import HyperparameterError, IncompatibleError
 from gradwire.segments import is_sharded, local_shard
 
-__all__ = ["check_parameters", "gradient", "named_parameters"]
+__all__ = ["check_parameters", "gradient", "named_parameters", "plain_name"]
 
 
 def named_parameters(parameters: Iterable[Any]) -> dict[str, torch.Tensor]:
-    """Return the parameters that require a gradient, by name; those without one are numbered.
+    """Return the parameters that require a gradient, by plain name; those without one are numbered.
 
     Raises:
         HyperparameterError: two have the same name.
     """
-    pairs = [p if isinstance(p, tuple) else (str(i), p) for i, p in enumerate(parameters)]
+    pairs = [(plain_name(p[0]), p[1]) if isinstance(p, tuple) else (str(i), p) for i, p in enumerate(parameters)]
     named = {name: p for name, p in pairs if p.requires_grad}
     if len({name for name, _ in pairs}) != len(pairs):
         raise HyperparameterError("two parameters have the same name")
     return named
+
+
+def plain_name(name: str) -> str:
+    """Return the name that a module or a parameter has before anything around it is compiled.
+
+    Patterns, states and random numbers go by names, and ``torch.compile`` is no reason for others.
+
+    Example:
+        >>> plain_name("_orig_mod.layers.0._orig_mod.weight")
+        'layers.0.weight'
+    """
+    return ".".join(part for part in name.split(".") if part != "_orig_mod")
 
 
 def check_parameters(parameters: dict[str, torch.Tensor], world_size: int) -> None:
