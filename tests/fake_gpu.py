@@ -7,7 +7,8 @@ What would fail on a GPU, or be right by chance alone, raises here:
 - a write to page-locked memory while a copy from it may not have ended;
 - work on one stream with what another has written, where neither waited for the other.
 
-Values that a thread reads back (``bool``, ``item``, ``tolist`` ...) are noted: each blocks until the device is done.
+What makes a thread wait for the device is noted: a value that it reads back (``bool``, ``item``, ``tolist`` ...), and a
+copy to the device from memory that is not page-locked, such as that of an index in main memory.
 """
 
 from __future__ import annotations
@@ -119,7 +120,7 @@ class FakeGPU(Device):
     """The device, one at a time in a process.
 
     Attributes:
-        reads: Where values were read back, and on which stream.
+        waits_for: Where a thread waited for the device, and on which stream.
         copies: Bytes that were copied, by direction.
     """
 
@@ -129,7 +130,7 @@ class FakeGPU(Device):
     def __init__(self) -> None:
         FakeGPU.now = self
         self.here = _State()
-        self.reads: list[tuple[str, str]] = []
+        self.waits_for: list[tuple[str, str]] = []
         self.copies = {"to the device": 0, "from the device": 0}
         self.waits = 0
         self._lock = threading.RLock()
@@ -227,8 +228,17 @@ class FakeGPU(Device):
             self._check(name, found, args, kwargs)
             if name == "numpy" and not kwargs.get("force"):
                 raise TypeError("can't convert cuda:0 device type tensor to numpy")
-            if name in READS or (name in ("to", "copy_") and self._moves(name, args, made)):
-                self.reads.append((self._caller(), self.here.stream))
+            leaves = name in ("to", "copy_") and self._moves(name, args, made)
+            if name in READS or leaves or (name in INDEXING and self._index_is_here(args)):
+                self._noted()
+        if name == "pin_memory":
+            kept = self._called(torch.Tensor.clone, args, {}, False)
+            kept.page_locked = True
+            return kept
+        arrives = name in ("to", "tensor", "as_tensor") and made is not None and self._to_device and not ours
+        locked = bool(found) and getattr(found[0], "page_locked", False)
+        if arrives and not (locked and kwargs.get("non_blocking")):
+            self._noted()
         if made is not None:
             args, kwargs = made
         leaves = name in ("cpu", "tolist", "item") or (name == "to" and made is not None and not self._to_device)
@@ -239,6 +249,17 @@ class FakeGPU(Device):
         writes = name.endswith("_") or name in ("__setitem__",) or "out" in kwargs
         self._touch(ours, written=ours[:1] if writes else [])
         return result
+
+    def _noted(self) -> None:
+        self.waits_for.append((self._caller(), self.here.stream))
+
+    @staticmethod
+    def _index_is_here(args: Any) -> bool:
+        with torch._C.DisableTorchFunctionSubclass():
+            index = args[1] if isinstance(args[1], tuple) else (args[-1],)
+            return isinstance(args[0], DeviceTensor) and any(
+                isinstance(i, torch.Tensor) and not isinstance(i, DeviceTensor) and i.dim() > 0 for i in index
+            )
 
     _to_device = False
 

@@ -19,11 +19,12 @@ from gradwire.registry import METHODS
 PACKAGE = Path(gradwire.__file__).parent
 ROOT = Path(__file__).parent.parent
 
-LEAVES = {"digests", "errors", "link_cost", "local_steps", "seeds", "segments", "methods", "ops", "version"}
+LEAVES = {"digests", "errors", "flags", "link_cost", "local_steps", "seeds", "segments", "methods", "ops", "version"}
 METHODS_OF = LEAVES | {"optim", "kernels", "wire", "codecs", "compressors"}
 LAYERS = {
     "errors": set(),
     "digests": {"errors"},
+    "flags": set(),
     "seeds": set(),
     "version": set(),
     "segments": set(),
@@ -35,7 +36,7 @@ LAYERS = {
     "methods": {"errors", "ops", "segments"},
     "optim": {"errors"},
     "kernels": {"errors"},
-    "wire": {"errors", "kernels"},
+    "wire": {"errors", "flags", "kernels"},
     "codecs": LEAVES | {"kernels", "wire"},
     "compressors": LEAVES | {"kernels", "wire", "codecs"},
     "protocols": METHODS_OF,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import gradwire as gw
-from gradwire.codecs import Codec, DenseCodec, Draw, NoSummary, SummableCodec, check_workers
+from gradwire.codecs import Codec, Constant, DenseCodec, Draw, NoSummary, SummableCodec, check_workers
 from gradwire.codecs.scales import usable
 from gradwire.kernels import MAX_WORLD_SIZE, get_kernels, inverse_scale
 from gradwire.segments import Parameter, Segment, lay_out
@@ -123,7 +123,7 @@ def test_shared_levels_are_averaged() -> None:
     summary = codec.summarise(GRID[0])
     assert summary.shared is not None
     largest = torch.stack([codec.summarise(row).shared for row in GRID]).amax(0)  # type: ignore[arg-type, misc]
-    ours = summary.select(torch.tensor([0]), largest)
+    ours = summary.select(Constant(torch.tensor([0])), largest)
     out = torch.zeros(N, codec.payload_bytes(codec.units), dtype=torch.uint8)
     for rank, (row, codes) in enumerate(zip(GRID, out)):
         codec.encode(row, ours, Draw(0, rank), codes)
@@ -140,7 +140,7 @@ def test_a_rank_adds_what_it_contributed_by_its_weight(method: gw.Compressor) ->
     row = torch.tensor([4.0, -4.0, 4.0, 4.0] * 20)
     codec = method.codec(KERNELS, segments(80), N, 0)
     codes, summary = encoded(codec, row[None])[0], codec.summarise(row)
-    ours = codec.remember(summary.select(torch.tensor([0]), summary.shared), row, Draw(0, 0), True)
+    ours = codec.remember(summary.select(Constant(torch.tensor([0])), summary.shared), row, Draw(0, 0), True)
     out = torch.ones(80)
     codec.add_own(codes, ours, 0.25, out)
     assert torch.equal(out, 1 + 0.25 * row)

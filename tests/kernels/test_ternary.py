@@ -10,6 +10,7 @@ from kernel_cases import BACKENDS, derived_tolerance, digits_of, normal, one_seg
 
 from gradwire.kernels import get_kernels, inverse_scale
 from gradwire.kernels.philox import uniform_integers
+from gradwire.kernels.ternary.operations import _inverse_there
 
 
 def trits(
@@ -67,10 +68,14 @@ def test_the_scale_times_its_inverse_never_falls_short() -> None:
     inverse = inverse_scale(scale)
     assert bool((scale * inverse >= 2.0**24).all())
     assert bool((scale * torch.nextafter(inverse, torch.zeros(1)) <= 2.0**24).all())
+    assert torch.equal(_inverse_there(scale), inverse)
     special = inverse_scale(torch.tensor([0.0, math.inf, math.nan]))
     assert special.tolist() == [0.0, 0.0, 0.0]
     with pytest.raises(ValueError, match=r"below 2\^-100"):
         inverse_scale(torch.tensor([1e-38]))
+    # On a device nothing is read back, so that nothing can be refused.
+    kept = _inverse_there(torch.tensor([0.0, 1e-38, 2.0**-100, 3e38, math.inf, -math.inf, math.nan, -1.0]))
+    assert kept.tolist() == [0.0, 0.0, 2.0**124, *inverse_scale(torch.tensor([3e38])).tolist(), 0.0, 0.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("name", BACKENDS)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 import gradwire as gw
-from fake_gpu import FakeGPU, fake_gpu, there
+from fake_gpu import FakeGPU, fake_gpu, here, there
+from ranks import fresh_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -23,7 +26,10 @@ def rounds(method: str, options: dict[str, Any], gpu: FakeGPU | None = None) -> 
     parameters = {name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in SHAPES.items()}
     link = gw.Link(parameters.items(), method, min_numel=95, seed=4, **options)
     draw, found = torch.Generator().manual_seed(dist.get_rank()), []
-    for _ in range(STEPS):
+    for step in range(STEPS):
+        if gpu is not None and step == 1:
+            # Tables are copied to the device once.
+            gpu.waits_for.clear()
         for p in parameters.values():
             gradient = torch.randn(p.shape, generator=draw)
             p.grad = gradient if gpu is None else there(gradient)
@@ -38,7 +44,7 @@ def rounds(method: str, options: dict[str, Any], gpu: FakeGPU | None = None) -> 
 def on_gpu(method: str, options: dict[str, Any]) -> tuple[list[torch.Tensor], Any, dict[str, Any]]:
     with fake_gpu() as gpu:
         found, record = rounds(method, options, gpu)
-    return found, record, {"reads": gpu.reads, "copies": gpu.copies, "waits": gpu.waits}
+    return found, record, {"waits_for": gpu.waits_for, "copies": gpu.copies, "waits": gpu.waits}
 
 
 def plain(method: str, options: dict[str, Any]) -> tuple[list[torch.Tensor], Any]:
@@ -66,7 +72,7 @@ def test_any_method_is_exchanged_by_copies_in_main_memory(three_ranks: Any, meth
         assert record["kernels_on"] == "cpu"
         # Each gradient leaves the device once and returns once, and no thread waits but for that copy.
         assert set(noted["copies"].values()) == {4 * ELEMENTS * STEPS}
-        assert not [where for where, stream in noted["reads"] if stream == "link"]
+        assert not [where for where, stream in noted["waits_for"] if stream == "link"]
 
 
 ON_DEVICE = [
@@ -82,6 +88,8 @@ def test_payloads_made_on_the_device_have_the_same_bits(three_ranks: Any, method
         if method not in ("fp32", "bf16"):
             # Codes leave it, not gradients.
             assert noted["copies"]["from the device"] < 4 * ELEMENTS * STEPS
+        # What travels is copied in page-locked memory, and waited for as such; nothing else is.
+        assert not [where for where, stream in noted["waits_for"] if stream == "link"]
 
 
 def test_auto_takes_main_memory_where_triton_lacks_a_family(three_ranks: Any) -> None:
@@ -121,3 +129,116 @@ def test_parameters_of_two_devices_are_refused() -> None:
 
     with pytest.raises(gw.IncompatibleError, match="'a' is on cpu and 'b' on cuda:0"):
         one_device({"a": torch.device("cpu"), "b": torch.device("cuda", 0)})
+
+
+def overflowing(method: str, on_device: bool) -> tuple[list[torch.Tensor], int, dict[str, torch.Tensor]]:
+    """Exchange rounds of which the second has an infinity on one rank; return means, skipped rounds and residuals."""
+    import torch.distributed as dist
+
+    with fake_gpu() if on_device else nullcontext():
+        parameters = {name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in SHAPES.items()}
+        link = gw.Link(parameters.items(), method, min_numel=95, seed=4)
+        draw, found = torch.Generator().manual_seed(dist.get_rank()), []
+        for step in range(4):
+            for p in parameters.values():
+                gradient = torch.randn(p.shape, generator=draw)
+                if step == 1 and dist.get_rank() == 2:
+                    gradient[0] = torch.inf
+                p.grad = there(gradient) if on_device else gradient
+            link.reduce_()
+            found.append(torch.cat([p.grad.reshape(-1).cpu() for p in parameters.values()]).clone())
+        residuals = {key: here(value).clone() for key, value in link.state_dict()["rank"].items()}
+        skipped = link.skipped_rounds
+        link.close()
+    return found, skipped, residuals
+
+
+@pytest.mark.parametrize("method", ["ErrorFeedback(compressor=QSGDinf())", "EF21(compressor=QSGDinf())"])
+def test_a_round_with_an_infinity_leaves_no_trace_on_a_device(three_ranks: Any, method: str) -> None:
+    expected, found = three_ranks(overflowing, method, False), three_ranks(overflowing, method, True)
+    for (means, skipped, residuals), (others, theirs, kept) in zip(expected, found):
+        assert (skipped, theirs) == (1, 1)
+        assert all(same_bits(mean, other) for mean, other in zip(means, others))
+        assert residuals.keys() == kept.keys()
+        assert kept
+        assert all(same_bits(value, kept[key]) for key, value in residuals.items())
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+def corrupted(method: str, kind: str) -> tuple[list[bool], str, str]:
+    """Change one byte of what arrives on rank 1 in the second round; return which means are whole, and the errors."""
+    import torch.distributed as dist
+
+    from gradwire.drivers.transports.staged import StagedTransport
+
+    returned, rank = StagedTransport._returned, dist.get_rank()
+
+    def changed(self: Any, to: torch.Tensor, reply: torch.Tensor) -> torch.Tensor:
+        is_payload = reply.dim() == 2 and reply.dtype == torch.uint8 and len(reply) == dist.get_world_size()
+        if is_payload and rank == 1 and int(reply[2, 4]) == 1 and not done:
+            done.append(1)
+            reply[2, 40 if kind == "body" else 4] ^= 8
+        return returned(self, to, reply)
+
+    done: list[int] = []
+    with fake_gpu(), mock.patch.object(StagedTransport, "_returned", changed):
+        parameters = {name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in SHAPES.items()}
+        link = gw.Link(parameters.items(), method, min_numel=95, seed=4, lanes=1)
+        whole, errors = [], []
+        for step in range(4):
+            for p in parameters.values():
+                p.grad = there(torch.full(p.shape, 1.0 + step))
+            try:
+                link.reduce_()
+            except gw.GradwireError as error:
+                errors.append(str(error))
+                continue
+            whole.append(all(bool(torch.isfinite(here(p.grad)).all()) for p in parameters.values()))
+        link.close()
+    return whole, errors[0], str(link.error)
+
+
+@pytest.mark.parametrize(("kind", "what"), [("body", "its checksum differs"), ("head", "round is 9, expected 1")])
+@pytest.mark.parametrize("method", ["terngrad", "QSGD()"])
+def test_a_payload_that_changed_on_the_way_to_a_device_is_told_before_the_next_round(
+    three_ranks: Any, method: str, kind: str, what: str
+) -> None:
+    with fresh_ranks(3, group_timeout_s=20) as ranks:
+        found = ranks(corrupted, method, kind)
+    for rank, (whole, first, error) in enumerate(found):
+        assert whole[0]
+        assert len(whole) <= 3
+        assert "rank 1" in first
+        assert first == error
+        if rank == 1:
+            # Nobody takes its mean for one, and the next round is refused.
+            assert whole == [True, False]
+            assert "payload from rank 2 for bucket 0" in first
+            assert what in first
+            assert "the end of round 1" in first
+
+
+def test_a_wrong_seal_is_an_error_at_once_in_main_memory_and_late_on_a_device() -> None:
+    from gradwire.drivers import LateChecks, Verdict
+    from gradwire.wire import open_sealed, sealed
+
+    values = torch.arange(6.0)
+    rows = torch.stack([sealed(values, sender, 7) for sender in range(3)])
+    rows[1, 3] ^= 1
+    with pytest.raises(gw.GradwireError, match="scales from rank 1: its checksum differs"):
+        open_sealed(rows, torch.float32, "scales", 7)
+    with fake_gpu() as gpu:
+        late = LateChecks()
+        found = open_sealed(there(rows), torch.float32, "scales", 7, checks=late)
+        assert here(found).shape == (3, 6)
+        assert not here(late.so_far())
+        assert not gpu.waits_for
+        with pytest.raises(gw.GradwireError, match="scales from rank 1: its checksum differs"):
+            Verdict(gpu, True, late).read()
+        # Each result is told once.
+        assert late.so_far() is True
+        assert Verdict(gpu, None, late).read()
+        assert not Verdict(gpu, there(torch.tensor(False)), late).read()

@@ -11,7 +11,7 @@ import torch
 from gradwire.algorithms.contraction import check_contraction
 from gradwire.algorithms.gossip import GRAPH, GossipMethod, GossipPlan, Mixing, floats, mix
 from gradwire.algorithms.rand_k import RandK
-from gradwire.codecs import CheckedCodec, Codec, Draw, NoSummary
+from gradwire.codecs import CheckedCodec, Codec, Constant, Draw, NoSummary
 from gradwire.compressors import QSGDinf
 from gradwire.kernels import get_kernels
 from gradwire.methods import Inherited, Method, Properties, require
@@ -149,7 +149,7 @@ class _DifferencePlan(GossipPlan):
         self._ours, dense = divide(setting.segments)
         self.runs = [join((s.offset, s.offset + s.numel) for s in self._ours)]
         self._rest, self._all = Mixing(dense), Mixing([s for s in setting.segments if s.numel])
-        self._every_segment = torch.arange(len(self._ours))
+        self._every_segment = Constant(torch.arange(len(self._ours)))
         self._codecs: dict[int, Codec] = {}
 
     def run(self, context: Context, flat: torch.Tensor, prepared: None) -> Exchange[Outcome]:

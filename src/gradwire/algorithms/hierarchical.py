@@ -12,6 +12,7 @@ import torch
 
 from gradwire.compressors import TernGrad
 from gradwire.errors import IncompatibleError
+from gradwire.flags import Flag, both
 from gradwire.methods import Inherited, Method, Properties, require
 from gradwire.ops import Exchange, Scope
 from gradwire.protocols import Context, Outcome, ShardMemory, agree_on_finite, gather_shards, scatter_shards, within
@@ -289,12 +290,12 @@ class HierarchicalPlan(BucketPlan):
         """Exchange a shard with the ranks of the other nodes that have the same."""
         plan, shard = self.plan_of(place), self.shards[place]
         prepared = yield from plan.prepare(context, vector)
-        finite: bool | None = True
+        finite: Flag | None = True
         contributions = []
         for chunk in range(plan.chunks):
             space = context.workspace.part(f"chunk {chunk}")
             outcome = yield from plan.run(replace(context, chunk=chunk, workspace=space), vector, prepared)
-            finite = None if None in (finite, outcome.finite) else finite and outcome.finite
+            finite = both(finite, outcome.finite)
             contributions.append(outcome.sent)
 
         def sent(out: torch.Tensor, weight: float) -> None:

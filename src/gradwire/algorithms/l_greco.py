@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 
 from gradwire.algorithms.layer_choice import fewest_bytes
-from gradwire.codecs import Draw
+from gradwire.codecs import Constant, Draw
 from gradwire.compressors import Compressor, QSGDinf
 from gradwire.kernels import SegmentTable
 from gradwire.methods import Inherited, Method, Properties, require
@@ -221,7 +221,7 @@ class _LayerPlan(BucketPlan):
         ordered = sorted(self._layers, key=lambda s: s.offset)
         place = {s.parameter.name: i for i, s in enumerate(ordered)}
         table = _table(ordered)
-        draw, every = Draw(context.round, context.rank), torch.arange(len(ordered))
+        draw, every = Draw(context.round, context.rank), Constant(torch.arange(len(ordered)))
         found = []
         for operator in self._operators:
             codec = operator.codec(kernels, ordered, context.world_size, seed)

@@ -13,6 +13,7 @@ from gradwire.algorithms.rate_ratios import LEARNING_RATE, RateRatios
 from gradwire.algorithms.second_moments import SECOND_MOMENTS, SecondMoments
 from gradwire.algorithms.sketch_exchange import COLUMNS_EACH, SketchAlgorithm, SketchExchange, largest
 from gradwire.errors import IncompatibleError
+from gradwire.flags import all_finite, both
 from gradwire.methods import Properties, require
 from gradwire.ops import Exchange
 from gradwire.protocols import Context, Outcome
@@ -225,8 +226,7 @@ class _AMSGradPlan(BucketPlan):
 
         self.exchange.beside.put(asked.beside, flat)
         self._step(context, flat, moments)
-        finite = asked.finite and bool(torch.isfinite(steps).all())
-        finite = finite and all(bool(torch.isfinite(flat[a:b]).all()) for a, b in self._dense_runs)
+        finite = both(asked.finite, all_finite(steps, *(flat[a:b] for a, b in self._dense_runs)))
         if asked.own is None:
             return Outcome(finite)
         own, _, own_beside = asked.own

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from gradwire.algorithms.rand_k import RandK
-from gradwire.codecs import DenseCodec, Draw
+from gradwire.codecs import Constant, DenseCodec, Draw
 from gradwire.compressors import Cast, Compressor, check_values
 from gradwire.errors import IncompatibleError
 from gradwire.methods import Method
@@ -21,6 +21,9 @@ __all__ = ["VectorCoder", "check_operator"]
 
 STREAM = 0
 """Codecs decode the first row as rank 0's."""
+
+_ONLY = Constant(torch.zeros(1, dtype=torch.int64))
+"""The number of the only segment."""
 
 
 def check_operator(owner: str, method: object) -> None:
@@ -90,7 +93,7 @@ class VectorCoder:
             )
         packing = codec.packing(codec.units)
         body = torch.zeros(codec.payload_bytes(codec.units), dtype=torch.uint8)
-        codec.encode(values, summary.select(torch.zeros(1, dtype=torch.int64), None), Draw(round, STREAM), body)
+        codec.encode(values, summary.select(_ONLY, None), Draw(round, STREAM), body)
         out = torch.zeros(packing.bound, dtype=torch.uint8)
         return out[: packing.pack(body, out)]
 
@@ -106,7 +109,7 @@ class VectorCoder:
         codec = self._codec(numel)
         body = torch.zeros(codec.payload_bytes(codec.units), dtype=torch.uint8)
         codec.packing(codec.units).unpack(data, body)
-        summary = codec.summarise(values).select(torch.zeros(1, dtype=torch.int64), None)
+        summary = codec.summarise(values).select(_ONLY, None)
         codec.decode_rows(body[None], codec.remember(summary, values, Draw(round, STREAM), False), values)
         return values
 

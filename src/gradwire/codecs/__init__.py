@@ -17,6 +17,7 @@ from gradwire.codecs.base import (
 )
 from gradwire.codecs.bounded_support import BoundedSupportCodec
 from gradwire.codecs.cast import CastCodec
+from gradwire.codecs.constants import Constant
 from gradwire.codecs.dense import DenseCodec, NoSummary
 from gradwire.codecs.descent_per_byte import BestRatioRule, MessageCost, descent
 from gradwire.codecs.fitted_threshold import SMALL_BLOCK, FittedRule
@@ -58,6 +59,7 @@ __all__ = [
     "CheckedCodec",
     "Codec",
     "CodedValues",
+    "Constant",
     "DenseCodec",
     "Draw",
     "FittedRule",

@@ -9,7 +9,9 @@ from typing import Protocol, TypeAlias
 
 import torch
 
+from gradwire.codecs.constants import Constant
 from gradwire.errors import IncompatibleError
+from gradwire.flags import Flag
 from gradwire.kernels import MAX_WORLD_SIZE, Coder
 from gradwire.link_cost import LinkCost
 from gradwire.wire import Packing, packing
@@ -73,7 +75,7 @@ class Summary(Protocol):
     def shared(self) -> torch.Tensor | None:
         """Float32 values to be replaced by their maximum over all ranks; None where nothing is shared."""
 
-    def select(self, index: torch.Tensor, shared: torch.Tensor | None) -> Summary:
+    def select(self, index: Constant, shared: torch.Tensor | None) -> Summary:
         """Return the summary of a chunk whose segment i is a piece of segment ``index[i]`` of the bucket.
 
         ``shared`` is what came back of :attr:`shared`.
@@ -151,7 +153,7 @@ class Codec(ABC):
         """Add ``weight`` times what this rank itself contributed, from its own codes, to ``flat``."""
 
     @abstractmethod
-    def is_finite(self, summary: Summary, flat: torch.Tensor) -> bool:
+    def is_finite(self, summary: Summary, flat: torch.Tensor) -> Flag:
         """Return whether the mean, just decoded into ``flat``, is finite in this section."""
 
 

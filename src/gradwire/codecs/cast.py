@@ -10,6 +10,7 @@ import torch
 
 from gradwire.codecs.base import Codec, Draw, Summary
 from gradwire.codecs.dense import NoSummary, joined_runs
+from gradwire.flags import Flag, all_finite
 from gradwire.kernels import Coder
 from gradwire.segments import Segment
 from gradwire.wire import ALIGNMENT
@@ -77,8 +78,8 @@ class CastCodec(Codec):
         for (start, count), part in zip(self.runs, self._values(data).split([n for _, n in self.runs])):
             flat[start : start + count].add_(part, alpha=weight)
 
-    def is_finite(self, summary: Summary, flat: torch.Tensor) -> bool:
-        return all(bool(torch.isfinite(flat[a : a + n]).all()) for a, n in self.runs)
+    def is_finite(self, summary: Summary, flat: torch.Tensor) -> Flag:
+        return all_finite(*(flat[a : a + n] for a, n in self.runs))
 
     def _planes(self, data: torch.Tensor) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
         """View the plain bytes of a payload, ``[values, width - 1]``, and its symbols."""

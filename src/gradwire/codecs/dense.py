@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from gradwire.codecs.base import Draw, MergeableCodec, SummableCodec, Summary
+from gradwire.codecs.constants import Constant
+from gradwire.flags import Flag, all_finite
 from gradwire.kernels import Coder
 from gradwire.segments import Segment
 from gradwire.wire import ALIGNMENT
@@ -19,7 +21,7 @@ class NoSummary:
 
     shared: torch.Tensor | None = None
 
-    def select(self, index: torch.Tensor, shared: torch.Tensor | None) -> NoSummary:
+    def select(self, index: Constant, shared: torch.Tensor | None) -> NoSummary:
         return self
 
 
@@ -89,7 +91,7 @@ class DenseCodec(SummableCodec, MergeableCodec):
     def _add(self, codes: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         """Add values in float32, in the order given, and round their sum."""
         values, narrow = out.view(self.dtype), self.dtype != torch.float32
-        total = torch.empty(values.shape) if narrow else values
+        total = torch.empty(values.shape, device=values.device) if narrow else values
         total.copy_(codes[0].view(self.dtype))
         for other in codes[1:]:
             total.add_(other.view(self.dtype))
@@ -116,5 +118,5 @@ class DenseCodec(SummableCodec, MergeableCodec):
         for (start, count), part in zip(self.runs, values[: self.numel].split([n for _, n in self.runs])):
             flat[start : start + count].add_(part, alpha=weight / self.weight)
 
-    def is_finite(self, summary: Summary, flat: torch.Tensor) -> bool:
-        return all(bool(torch.isfinite(flat[a : a + n]).all()) for a, n in self.runs)
+    def is_finite(self, summary: Summary, flat: torch.Tensor) -> Flag:
+        return all_finite(*(flat[a : a + n] for a, n in self.runs))

@@ -13,6 +13,7 @@ from gradwire.codecs.base import Draw, Summary
 from gradwire.codecs.signs import sign_table
 from gradwire.codecs.sparse_values import CastValues
 from gradwire.codecs.units import UnitTable
+from gradwire.flags import Flag, all_hold
 from gradwire.kernels import FourierTable, SegmentTable, block_sizes
 from gradwire.seeds import parameter_key
 from gradwire.segments import Segment
@@ -80,9 +81,9 @@ class FourierAtomCodec(AtomCodec):
         super().add_own(data, summary, weight, z)
         self.kernels.inverse_fourier(z, self.waves, flat, accumulate=True)
 
-    def is_finite(self, summary: Summary, flat: torch.Tensor) -> bool:
+    def is_finite(self, summary: Summary, flat: torch.Tensor) -> Flag:
         # Sums of finite coefficients may be beyond float32.
-        return bool(self.kernels.finite(flat, self._elements).all())
+        return all_hold(self.kernels.finite(flat, self._elements))
 
 
 def _weights(numel: int, block_size: int) -> torch.Tensor:

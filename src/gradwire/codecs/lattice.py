@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from gradwire.codecs.base import CheckedCodec, Draw, Summary
+from gradwire.codecs.constants import Constant
 from gradwire.codecs.scales import usable
+from gradwire.flags import Flag, all_finite
 from gradwire.kernels import SegmentTable, digit_layout, dither_shifts, packed_groups
 from gradwire.seeds import SHARED, parameter_key
 from gradwire.segments import Segment
@@ -33,8 +35,8 @@ class LatticeSummary:
     draw: Draw | None = None
     own: torch.Tensor | None = None
 
-    def select(self, index: torch.Tensor, shared: torch.Tensor | None) -> LatticeSummary:
-        return replace(self, largest=(self.largest if shared is None else shared)[index])
+    def select(self, index: Constant, shared: torch.Tensor | None) -> LatticeSummary:
+        return replace(self, largest=(self.largest if shared is None else shared)[index.on(self.largest.device)])
 
 
 class LatticeCodec(CheckedCodec):
@@ -137,12 +139,12 @@ class LatticeCodec(CheckedCodec):
         for s, part in zip(self._segments, sent.split(sizes)):
             flat[s.offset : s.offset + s.numel].add_(part)
 
-    def is_finite(self, summary: Summary, flat: torch.Tensor) -> bool:
+    def is_finite(self, summary: Summary, flat: torch.Tensor) -> Flag:
         ours = _lattice(summary)
         side, _ = self._sides(ours)
         first = torch.from_numpy(self.table.offset.copy())
         # A point may lie a side beyond the largest magnitude; what was spoilt is so from its first element on.
-        return bool(torch.isfinite(ours.largest + side).all() and torch.isfinite(flat[first]).all())
+        return all_finite(ours.largest + side, flat[first])
 
     def _sides(self, summary: LatticeSummary) -> tuple[torch.Tensor, torch.Tensor]:
         """Return s and 1 / s of each segment; (0, 0) for one of zeros and (inf, 0) for one that is not finite.

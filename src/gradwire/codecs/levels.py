@@ -10,8 +10,10 @@ import numpy as np
 import torch
 
 from gradwire.codecs.base import Codec, Draw, Summary
+from gradwire.codecs.constants import Constant
 from gradwire.codecs.scales import usable
 from gradwire.errors import IncompatibleError
+from gradwire.flags import Flag, all_finite
 from gradwire.kernels import (
     WHOLE,
     BlockTable,
@@ -50,8 +52,10 @@ class LevelSummary:
     moments: Moments
     shared: torch.Tensor | None = None
 
-    def select(self, index: torch.Tensor, shared: torch.Tensor | None) -> LevelSummary:
-        return replace(self, first=self.first[index], scale=self.scale if shared is None else shared)
+    def select(self, index: Constant, shared: torch.Tensor | None) -> LevelSummary:
+        return replace(
+            self, first=self.first[index.on(self.first.device)], scale=self.scale if shared is None else shared
+        )
 
 
 class LevelCodec(Codec):
@@ -94,11 +98,13 @@ class LevelCodec(Codec):
         self.units = table.groups
         self.side_bytes = padded(4 * self.blocks.blocks)
         self._runs: SegmentTable | None = None
-        self._first: torch.Tensor | None = None
+        self._first_elements: Constant | None = None
+        # Blocks are counted from the start of a parameter, also where only a piece of it is here, in a rank's share.
+        self._first_blocks = Constant(self.blocks.first[:-1] - table.start // self.blocks.block_size)
         counts = np.diff(self.blocks.first)
-        self._owner = torch.from_numpy(np.repeat(np.arange(len(table)), counts))
+        self._owner = Constant(np.repeat(np.arange(len(table)), counts))
         within = np.arange(self.blocks.blocks) - np.repeat(self.blocks.first[:-1], counts)
-        self._within = torch.from_numpy(within + np.repeat(table.start // self.blocks.block_size, counts))
+        self._within = Constant(within + np.repeat(table.start // self.blocks.block_size, counts))
 
     def use_coder(self, coder: Coder) -> None:
         if self.grid.base > 256:
@@ -118,12 +124,6 @@ class LevelCodec(Codec):
             self._runs = self.blocks.runs()
         return self._runs
 
-    @property
-    def _first_elements(self) -> torch.Tensor:
-        if self._first is None:
-            self._first = torch.from_numpy(self.runs.offset.copy())
-        return self._first
-
     def summarise(self, flat: torch.Tensor) -> LevelSummary:
         moments = self.kernels.moments(flat, self.runs)
         scale = moments.max_abs
@@ -131,9 +131,7 @@ class LevelCodec(Codec):
             # Beyond float32 the largest finite scale serves: it is above every element all the same.
             norm = self._norm(flat, moments).clamp(max=_LARGEST).to(torch.float32)
             scale = torch.where(torch.isfinite(scale), torch.maximum(norm, scale), scale)
-        # Blocks are counted from the start of a parameter, also where only a piece of it is here, in a rank's share.
-        first = self.blocks.first[:-1] - self.table.start // self.blocks.block_size
-        return LevelSummary(usable(scale), torch.from_numpy(first), self.grid, moments)
+        return LevelSummary(usable(scale), self._first_blocks.on(flat.device), self.grid, moments)
 
     def _norm(self, flat: torch.Tensor, moments: Moments) -> torch.Tensor:
         if self.norm == "l2":
@@ -164,13 +162,16 @@ class LevelCodec(Codec):
         scale = self._scales(ours) * torch.tensor(weight, dtype=torch.float32)
         self._decode(data, scale, ours.grid, flat, accumulate=True)
 
-    def is_finite(self, summary: Summary, flat: torch.Tensor) -> bool:
+    def is_finite(self, summary: Summary, flat: torch.Tensor) -> Flag:
         # A scale that is not finite fills its block.
-        return bool(torch.isfinite(flat[self._first_elements]).all())
+        if self._first_elements is None:
+            self._first_elements = Constant(self.runs.offset)
+        return all_finite(flat[self._first_elements.on(flat.device)])
 
     def _scales(self, summary: LevelSummary) -> torch.Tensor:
         """Return the scales of this codec's blocks out of the bucket's."""
-        return summary.scale[summary.first[self._owner] + self._within]
+        where = summary.scale.device
+        return summary.scale[summary.first[self._owner.on(where)] + self._within.on(where)]
 
     def _digits(self, data: torch.Tensor) -> torch.Tensor:
         return data[self.side_bytes : self.payload_bytes(self.units)]

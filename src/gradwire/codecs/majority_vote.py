@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from gradwire.codecs.base import Draw, SummableCodec, Summary, check_workers
+from gradwire.codecs.constants import Constant
 from gradwire.codecs.signs import sign_table
+from gradwire.flags import Flag, all_finite
 from gradwire.kernels import SIGN_BYTES, WHOLE, RunTable, SegmentTable
 from gradwire.segments import Segment
 from gradwire.wire import padded
@@ -52,8 +54,8 @@ class MajorityVoteSummary:
     flags: torch.Tensor
     shared: torch.Tensor | None = None
 
-    def select(self, index: torch.Tensor, shared: torch.Tensor | None) -> MajorityVoteSummary:
-        return replace(self, flags=self.flags[:, index])
+    def select(self, index: Constant, shared: torch.Tensor | None) -> MajorityVoteSummary:
+        return replace(self, flags=self.flags[:, index.on(self.flags.device)])
 
 
 class MajorityVoteCodec(SummableCodec):
@@ -112,9 +114,9 @@ class MajorityVoteCodec(SummableCodec):
     def add_own(self, data: torch.Tensor, summary: Summary, weight: float, flat: torch.Tensor) -> None:
         self._decode(data, weight, 0, self.units, flat, accumulate=True)
 
-    def is_finite(self, summary: Summary, flat: torch.Tensor) -> bool:
+    def is_finite(self, summary: Summary, flat: torch.Tensor) -> Flag:
         first = torch.from_numpy(self.table.offset[self.table.numel > 0])
-        return bool(torch.isfinite(flat[first]).all())
+        return all_finite(flat[first])
 
     def _bits(self, data: torch.Tensor, units: int) -> torch.Tensor:
         return data[..., self.side_bytes : self.side_bytes + SIGN_BYTES * units]

@@ -7,6 +7,7 @@ import torch
 
 from gradwire.codecs.base import Draw, SummableCodec, Summary
 from gradwire.codecs.dense import NoSummary
+from gradwire.flags import Flag
 from gradwire.wire import ALIGNMENT
 
 __all__ = ["MinimumCodec"]
@@ -66,5 +67,5 @@ class MinimumCodec(SummableCodec):
         self.decode_mean(data, summary, 0, self.units, own)
         flat.add_(own, alpha=weight)
 
-    def is_finite(self, summary: Summary, flat: torch.Tensor) -> bool:
+    def is_finite(self, summary: Summary, flat: torch.Tensor) -> Flag:
         return True

@@ -8,6 +8,7 @@ import torch
 
 from gradwire.codecs.base import Codec, Draw, Summary
 from gradwire.codecs.dense import NoSummary
+from gradwire.flags import Flag, all_finite
 from gradwire.kernels import Coder, SegmentTable, natural_bytes, natural_sign_bytes
 
 if TYPE_CHECKING:
@@ -49,6 +50,6 @@ class NaturalCodec(Codec):
     def add_own(self, data: torch.Tensor, summary: Summary, weight: float, flat: torch.Tensor) -> None:
         self.kernels.natural_mean(data[None], self.table, weight, flat, accumulate=True)
 
-    def is_finite(self, summary: Summary, flat: torch.Tensor) -> bool:
+    def is_finite(self, summary: Summary, flat: torch.Tensor) -> Flag:
         # No scale tells, so every element is looked at, once.
-        return bool(torch.isfinite(self.kernels.moments(flat, self.table).max_abs).all())
+        return all_finite(self.kernels.moments(flat, self.table).max_abs)

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from gradwire.codecs.base import Codec, Draw, Summary
+from gradwire.codecs.constants import Constant
 from gradwire.codecs.random_places import RandomElements
 from gradwire.codecs.signs import sign_table
 from gradwire.codecs.sparse_values import KeptValues
+from gradwire.flags import Flag, all_finite
 from gradwire.segments import Segment
 from gradwire.wire import padded
 
@@ -28,7 +30,7 @@ class RandomSparseSummary:
     draw: Draw | None = None
     shared: torch.Tensor | None = None
 
-    def select(self, index: torch.Tensor, shared: torch.Tensor | None) -> RandomSparseSummary:
+    def select(self, index: Constant, shared: torch.Tensor | None) -> RandomSparseSummary:
         return self
 
 
@@ -93,8 +95,8 @@ class RandomSparseCodec(Codec):
     def add_own(self, data: torch.Tensor, summary: Summary, weight: float, flat: torch.Tensor) -> None:
         self._add(data, _draw(summary), weight, flat)
 
-    def is_finite(self, summary: Summary, flat: torch.Tensor) -> bool:
-        return bool(torch.isfinite(flat[torch.tensor([s.offset for s in self.segments])]).all())
+    def is_finite(self, summary: Summary, flat: torch.Tensor) -> Flag:
+        return all_finite(flat[torch.tensor([s.offset for s in self.segments])])
 
     def _places(self, draw: Draw) -> torch.Tensor:
         return torch.from_numpy(self.elements.draw(draw.round, draw.stream)).add_(self._offset)

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from gradwire.codecs.base import Codec, Draw, Summary
+from gradwire.codecs.constants import Constant
 from gradwire.codecs.scales import SMALLEST_SCALE
+from gradwire.flags import Flag, all_finite
 from gradwire.kernels import Coder, DigitLayout, RotationTable, byte_layout, digit_layout, packed_groups
 from gradwire.seeds import OWNER, parameter_key
 from gradwire.segments import Segment
@@ -28,7 +30,7 @@ class RotatedSummary:
     draw: Draw | None = None
     shared: torch.Tensor | None = None
 
-    def select(self, index: torch.Tensor, shared: torch.Tensor | None) -> RotatedSummary:
+    def select(self, index: Constant, shared: torch.Tensor | None) -> RotatedSummary:
         return self
 
 
@@ -70,7 +72,7 @@ class RotatedCodec(Codec):
         )
         self.runs = self.blocks.runs()
         self.layout = digit_layout(base)
-        self._first = torch.from_numpy(self.runs.offset.copy())
+        self._first = Constant(self.runs.offset)
 
     def use_coder(self, coder: Coder) -> None:
         self.coder, self.layout = coder, byte_layout(self._base)
@@ -87,9 +89,9 @@ class RotatedCodec(Codec):
     def remember(self, summary: Summary, flat: torch.Tensor, draw: Draw, wants_sent: bool) -> RotatedSummary:
         return RotatedSummary(draw)
 
-    def is_finite(self, summary: Summary, flat: torch.Tensor) -> bool:
+    def is_finite(self, summary: Summary, flat: torch.Tensor) -> Flag:
         # A scale that is not finite fills its block.
-        return bool(torch.isfinite(flat[self._first]).all())
+        return all_finite(flat[self._first.on(flat.device)])
 
     def norms(self, flat: torch.Tensor) -> BlockNorms:
         """Return the norms of all blocks."""

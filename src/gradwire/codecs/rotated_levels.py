@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from gradwire.codecs.base import Draw, Summary
+from gradwire.codecs.constants import Constant
 from gradwire.codecs.rotated_blocks import OwnRotationCodec
 from gradwire.kernels import GROUP_SIZE, Grid
 from gradwire.segments import Segment
@@ -48,7 +49,10 @@ class RotatedLevelCodec(OwnRotationCodec):
     ) -> None:
         super().__init__(kernels, segments, world_size, seed, base=grid.base, block_size=block_size)
         self.grid, self.unbiased = grid, unbiased
-        self._lengths = torch.from_numpy(self.blocks.sizes) * float(grid.values[-1])
+        self._lengths = Constant(torch.from_numpy(self.blocks.sizes) * float(grid.values[-1]))
+        # The mean square of a block's coordinates is 1, but for rounding: one at least is not below the border at which
+        # zero ends, where that is clearly below 1.
+        self._may_vanish = grid.zero_ends > 0.99
         self.units = -(-self.blocks.coordinates // GROUP_SIZE)
         self.side_bytes = padded(4 * self.blocks.blocks)
 
@@ -56,12 +60,14 @@ class RotatedLevelCodec(OwnRotationCodec):
         norms = self.norms(flat)
         norm, kept = norms.norm, self._round(flat, norms.factor, draw, out)
         lost = norms.usable & (kept == 0)
-        if bool(lost.any()):
+        if self._may_vanish and bool(lost.any()):
             # Every coordinate is nearer to the level zero than to the next. Some are at least 1 in magnitude, since
             # their mean square is 1: times that level they are beyond the border at its half.
             stretch = torch.where(lost, float(self.grid.values[self.grid.positive + 1]), 1.0)
             kept, norm = self._round(flat, norms.factor * stretch, draw, out), norm * stretch
-        self.write_scales(norm / kept if self.unbiased else norm * (kept / self._lengths.square()), norms, out)
+        self.write_scales(
+            norm / kept if self.unbiased else norm * (kept / self._lengths.on(flat.device).square()), norms, out
+        )
 
     def _round(self, flat: torch.Tensor, factor: torch.Tensor, draw: Draw, out: torch.Tensor) -> torch.Tensor:
         """Write the digits of the coordinates of ``factor`` times each block; return ``<z, Q(z)>`` of each."""

@@ -12,6 +12,7 @@ import torch
 from gradwire.codecs.base import Draw, SummableCodec, Summary
 from gradwire.codecs.levels import LevelCodec, LevelSummary, as_levels
 from gradwire.errors import IncompatibleError
+from gradwire.flags import Flag, all_finite
 from gradwire.kernels import Grid, inverse_scale, packed_groups, summed
 from gradwire.segments import Segment
 
@@ -107,5 +108,5 @@ class SharedLevelCodec(LevelCodec, SummableCodec):
         self.kernels.sum_digits(rows, self.units, self.layout, total)
         self.decode_mean(total, summary, 0, self.units, flat)
 
-    def is_finite(self, summary: Summary, flat: torch.Tensor) -> bool:
-        return bool(torch.isfinite(self._scales(as_levels(summary))).all())
+    def is_finite(self, summary: Summary, flat: torch.Tensor) -> Flag:
+        return all_finite(self._scales(as_levels(summary)))

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from gradwire.codecs.base import Codec, Draw, Summary
+from gradwire.codecs.constants import Constant
+from gradwire.flags import Flag, all_finite
 from gradwire.kernels import SIGN_BYTES, RunTable, SegmentTable, SignSums
 from gradwire.segments import Segment
 from gradwire.wire import padded
@@ -40,8 +42,8 @@ class SignSummary:
     first: torch.Tensor
     shared: torch.Tensor | None = None
 
-    def select(self, index: torch.Tensor, shared: torch.Tensor | None) -> SignSummary:
-        return replace(self, first=self.first[index])
+    def select(self, index: Constant, shared: torch.Tensor | None) -> SignSummary:
+        return replace(self, first=self.first[index.on(self.first.device)])
 
 
 class SignCodec(Codec):
@@ -71,9 +73,11 @@ class SignCodec(Codec):
         self.runs = RunTable(self.table, length)
         self.units = self.table.groups
         self.side_bytes = padded(4 * sides * self.runs.runs)
-        self._owner = torch.from_numpy(self.runs.owner)
-        self._number = torch.from_numpy(self.runs.number)
+        self._owner, self._number = Constant(self.runs.owner), Constant(self.runs.number)
+        self._first = Constant(self.runs.first[:-1])
         self._elements: SegmentTable | None = None
+        self._numel: Constant | None = None
+        self._first_elements: Constant | None = None
 
     @property
     def elements(self) -> SegmentTable:
@@ -84,8 +88,10 @@ class SignCodec(Codec):
 
     def summarise(self, flat: torch.Tensor) -> SignSummary:
         sums = self.kernels.sign_sums(flat, self.elements)
-        counts = torch.from_numpy(self.elements.numel.copy()).to(flat.device)
-        return SignSummary(_values(sums, counts, self.sides), torch.from_numpy(self.runs.first[:-1].copy()))
+        if self._numel is None:
+            self._numel = Constant(self.elements.numel)
+        values = _values(sums, self._numel.on(flat.device), self.sides)
+        return SignSummary(values, self._first.on(flat.device))
 
     def payload_bytes(self, units: int) -> int:
         return self.side_bytes + padded(SIGN_BYTES * units)
@@ -103,15 +109,18 @@ class SignCodec(Codec):
     def add_own(self, data: torch.Tensor, summary: Summary, weight: float, flat: torch.Tensor) -> None:
         self._decode(self._bits(data[None]), self._own(summary)[None], weight, flat, accumulate=True)
 
-    def is_finite(self, summary: Summary, flat: torch.Tensor) -> bool:
+    def is_finite(self, summary: Summary, flat: torch.Tensor) -> Flag:
         # A value that is not finite fills its run.
-        return bool(torch.isfinite(flat[torch.from_numpy(self.elements.offset.copy())]).all())
+        if self._first_elements is None:
+            self._first_elements = Constant(self.elements.offset)
+        return all_finite(flat[self._first_elements.on(flat.device)])
 
     def _own(self, summary: Summary) -> torch.Tensor:
         """Return the values of this codec's runs out of the bucket's, ``[sides, runs]``."""
         if not isinstance(summary, SignSummary):
             raise TypeError(f"a codec of signs cannot use a {type(summary).__name__}")
-        return summary.values[:, summary.first[self._owner] + self._number]
+        where = summary.values.device
+        return summary.values[:, summary.first[self._owner.on(where)] + self._number.on(where)]
 
     def _bits(self, data: torch.Tensor) -> torch.Tensor:
         return data[..., self.side_bytes : self.side_bytes + SIGN_BYTES * self.units]

@@ -13,9 +13,11 @@ import torch
 
 from gradwire.codecs.base import Draw, LeftOut, MergeableCodec, Summary
 from gradwire.codecs.coded_gaps import decode_gaps, encode_gaps
+from gradwire.codecs.constants import Constant
 from gradwire.codecs.sparse_values import KeptValues
 from gradwire.codecs.units import UnitTable
 from gradwire.errors import IncompatibleError, PayloadError
+from gradwire.flags import Flag
 from gradwire.kernels import FORMATS, Coder, SegmentTable, most_index_bytes, smallest_format
 from gradwire.wire import Measured, Packing, padded
 
@@ -109,7 +111,7 @@ class SparseSummary:
     finite: bool = True
     shared: torch.Tensor | None = None
 
-    def select(self, index: torch.Tensor, shared: torch.Tensor | None) -> SparseSummary:
+    def select(self, index: Constant, shared: torch.Tensor | None) -> SparseSummary:
         return SparseSummary()
 
 
@@ -259,7 +261,7 @@ class SparseCodec(MergeableCodec):
         chosen, values = self.read(data)
         flat.index_add_(0, self.table.places(chosen), values, alpha=weight)
 
-    def is_finite(self, summary: Summary, flat: torch.Tensor) -> bool:
+    def is_finite(self, summary: Summary, flat: torch.Tensor) -> Flag:
         return _as_sparse(summary).finite
 
     def _numbers(self) -> torch.Tensor:

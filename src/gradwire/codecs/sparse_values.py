@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from gradwire.codecs.base import Codec, Draw, Summary
+from gradwire.codecs.constants import Constant
 from gradwire.segments import Parameter, Segment
 
 __all__ = ["BinnedValues", "BoundCodec", "CastValues", "CodedValues", "KeptValues", "NoValues", "SignedValues"]
@@ -145,7 +146,7 @@ class CodedValues(KeptValues):
 
     def write(self, values: torch.Tensor, counts: tuple[int, ...], draw: Draw, out: torch.Tensor) -> None:
         codec, _ = self._codec(counts)
-        summary = codec.summarise(values).select(torch.arange(sum(n > 0 for n in counts)), None)
+        summary = codec.summarise(values).select(Constant(torch.arange(sum(n > 0 for n in counts))), None)
         codec.encode(values, summary, draw, out)
 
     def read(self, data: torch.Tensor, counts: tuple[int, ...]) -> torch.Tensor:

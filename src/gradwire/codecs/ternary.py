@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from gradwire.codecs.base import Draw, SummableCodec, Summary
+from gradwire.codecs.constants import Constant
 from gradwire.codecs.scales import usable
 from gradwire.errors import IncompatibleError
+from gradwire.flags import Flag, all_finite
 from gradwire.kernels import Coder, DigitLayout, SegmentTable, byte_layout, digit_layout, inverse_scale
 from gradwire.wire import ALIGNMENT, padded
 
@@ -28,9 +30,10 @@ class TernarySummary:
     scale: torch.Tensor
     limit: torch.Tensor
 
-    def select(self, index: torch.Tensor, shared: torch.Tensor | None) -> TernarySummary:
+    def select(self, index: Constant, shared: torch.Tensor | None) -> TernarySummary:
         scale = self.scale if shared is None else shared
-        return TernarySummary(self.shared, scale[index], self.limit[index])
+        here = index.on(scale.device)
+        return TernarySummary(self.shared, scale[here], self.limit[here])
 
 
 class TernaryCodec(SummableCodec):
@@ -51,7 +54,8 @@ class TernaryCodec(SummableCodec):
         self.kernels, self.table, self.world_size = kernels, table, world_size
         self.clip, self.clip_by, self.shared = clip, clip_by, shared
         # Float64, so that a vector of equal entries has them as its root mean square once rounded to float32.
-        self._root_numel = torch.from_numpy(table.numel.copy()).to(torch.float64).clamp(min=1).sqrt()
+        self._root_numel = Constant(torch.from_numpy(table.numel.copy()).to(torch.float64).clamp(min=1).sqrt())
+        self._first = Constant(table.offset[table.numel > 0])
         self.units = table.groups
         self._lay_out(digit_layout(2 * world_size + 1))
         self.side_bytes = 0 if self.shared else padded(4 * len(table.numel))
@@ -81,7 +85,7 @@ class TernaryCodec(SummableCodec):
         scale = moments.max_abs
         limit = torch.full_like(scale, math.inf)
         if self.clip is not None:
-            sigma = moments.std if self.clip_by == "std" else moments.norm / self._root_numel.to(moments.norm.device)
+            sigma = moments.std if self.clip_by == "std" else moments.norm / self._root_numel.on(flat.device)
             limit = (sigma * self.clip).to(torch.float32)
             # A vector of equal entries has no deviation, and squares of subnormal numbers may be lost: clipping either
             # to zero would lose its gradient for good.
@@ -127,11 +131,10 @@ class TernaryCodec(SummableCodec):
         scale = _ternary(summary).scale * torch.tensor(weight, dtype=torch.float32)
         self._decode_one(data[self.side_bytes :], scale, flat, accumulate=True)
 
-    def is_finite(self, summary: Summary, flat: torch.Tensor) -> bool:
+    def is_finite(self, summary: Summary, flat: torch.Tensor) -> Flag:
         if self.shared:
-            return bool(torch.isfinite(_ternary(summary).scale).all())
-        first = torch.from_numpy(self.table.offset[self.table.numel > 0])
-        return bool(torch.isfinite(flat[first]).all())
+            return all_finite(_ternary(summary).scale)
+        return all_finite(flat[self._first.on(flat.device)])
 
     def _decode_one(self, trits: torch.Tensor, scale: torch.Tensor, flat: torch.Tensor, accumulate: bool) -> None:
         body = trits[: ALIGNMENT * self.units]

@@ -4,6 +4,7 @@ from gradwire.drivers.calls import call
 from gradwire.drivers.devices import Device, HostDevice
 from gradwire.drivers.dry_run import dry_run
 from gradwire.drivers.lane import Job, Lane, WireError
+from gradwire.drivers.late_checks import LateChecks, Verdict
 from gradwire.drivers.local_profiler import LocalProfiler, Stage, profile_locally
 from gradwire.drivers.simulation import simulate_ranks
 from gradwire.drivers.trace import Span, Trace, profiled
@@ -16,6 +17,7 @@ __all__ = [
     "HostDevice",
     "Job",
     "Lane",
+    "LateChecks",
     "LocalProfiler",
     "Meter",
     "Span",
@@ -23,6 +25,7 @@ __all__ = [
     "Trace",
     "Traffic",
     "TransferOrder",
+    "Verdict",
     "WireError",
     "call",
     "choose_transport",

@@ -54,7 +54,7 @@ def gathered_mean(context: Context, tag: int, flat: torch.Tensor, segments: Sequ
     part = torch.cat(runs)
     original = part.clone() if context.wants_sent else None
     world, size = context.world_size, part.numel() * part.element_size()
-    layout = laid_out(Rows([padded(size)]), flat)
+    layout = laid_out(Rows([padded(size)], checks=context.checks), flat)
     head = layout.header(tag=tag, round=context.round, bucket=context.bucket, chunk=context.chunk)
     values = context.workspace.get("values", world, padded(size))
     values[:, :size].view(part.dtype).copy_(part.expand(world, -1))
@@ -83,7 +83,7 @@ def gathered_values(context: Context, tag: int, values: torch.Tensor) -> Exchang
     """
     mine = values.contiguous().view(torch.uint8).reshape(1, -1)
     size = mine.shape[1]
-    layout = laid_out(Rows([padded(size)]), values)
+    layout = laid_out(Rows([padded(size)], checks=context.checks), values)
     head = layout.header(
         tag=tag, round=context.round, bucket=context.bucket, chunk=context.chunk, exchange=context.exchange
     )

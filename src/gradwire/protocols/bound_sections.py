@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from gradwire.codecs import DenseCodec, NoSummary, Summary
+from gradwire.codecs import Constant, DenseCodec, NoSummary, Summary
 from gradwire.protocols.payloads import Section
 
 __all__ = ["Bound", "BoundChunk", "BoundPart", "BoundShard", "Prepared"]
@@ -26,7 +26,7 @@ class Bound:
 
     codec: Any
     operator: int
-    index: torch.Tensor
+    index: Constant
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 
-from gradwire.codecs import Codec, DenseCodec, SummableCodec
+from gradwire.codecs import Codec, Constant, DenseCodec, SummableCodec
 from gradwire.compressors import FP32, Cast, Compressor
 from gradwire.errors import IncompatibleError
+from gradwire.flags import Flag, both
 from gradwire.methods import Method
 from gradwire.ops import Exchange, Reduce
 from gradwire.protocols import (
@@ -94,10 +95,10 @@ class BucketPlan(ABC):
     def whole(self, context: Context, flat: torch.Tensor) -> Exchange[Outcome]:
         """Run everything in order, as one generator."""
         prepared = yield from self.prepare(context, flat)
-        finite: bool | None = True
+        finite: Flag | None = True
         for chunk in range(self.chunks):
             outcome = yield from self.run(replace(context, chunk=chunk), flat, prepared)
-            finite = None if finite is None or outcome.finite is None else finite and outcome.finite
+            finite = both(finite, outcome.finite)
         return Outcome(finite)
 
 
@@ -331,7 +332,7 @@ class SectionPlan(BucketPlan):
             codec = self._bind(operator, [p for p, _ in own], world_size)
             if self.setting.coder is not None:
                 codec.use_coder(self.setting.coder)
-            bound.append(Bound(codec, operator, torch.tensor([i for _, i in own], dtype=torch.int64)))
+            bound.append(Bound(codec, operator, Constant(torch.tensor([i for _, i in own], dtype=torch.int64))))
         return BoundPart(bound, DenseCodec([p for p, _ in rest], world_size) if rest else None)
 
     def _shared_out(self, ours: Pieces, rest: Pieces) -> BoundChunk:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from gradwire.codecs import unread
+from gradwire.flags import AT_ONCE, Checks, Flag
 from gradwire.link_cost import LinkCost
 from gradwire.protocols.memory import Memory
 from gradwire.protocols.round_parts import RoundParts
@@ -67,6 +68,7 @@ class Context:
         link: What a message costs, the same on all ranks; None where nobody knows.
         exchange: Number of the job's next exchange of payloads, which tells those of one chunk apart: a protocol uses
             it, and the next one for a second phase.
+        checks: Told whether what arrives on a device is as it was sent.
     """
 
     rank: int
@@ -84,6 +86,7 @@ class Context:
     learning_rates: Mapping[str, float] | None = None
     link: LinkCost | None = None
     exchange: int = 0
+    checks: Checks = AT_ONCE
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,5 +99,5 @@ class Outcome:
         finite: Whether every value of the mean is finite; the same on every rank. None where nobody looked.
     """
 
-    finite: bool | None = None
+    finite: Flag | None = None
     sent: Callable[[torch.Tensor, float], None] | None = None

@@ -9,6 +9,7 @@ from typing import TypeAlias
 import torch
 
 from gradwire.codecs import Codec, Draw, MergeableCodec, Summary
+from gradwire.flags import Flag, both
 from gradwire.protocols.context import Context, Outcome
 from gradwire.protocols.sizes import SizedCodec, SizedRows
 from gradwire.wire import Header, Packing, Rows, VariableRows
@@ -24,6 +25,7 @@ __all__ = [
     "outcome",
     "remember",
     "rows_of",
+    "sections_finite",
     "sized",
     "told_lengths",
     "whole_rows",
@@ -49,7 +51,11 @@ def sized(sections: Sequence[Section], flat: torch.Tensor) -> Sequence[Section]:
 def rows_of(context: Context, packings: Sequence[Packing], variable: bool = False, padding: int = 0) -> PayloadRows:
     """Lay out sections: in payloads of a length of their own where that of a section depends on what it holds."""
     variable = variable or any(p.variable for p in packings)
-    rows = VariableRows(packings, context.workspace.get) if variable else Rows([p.size for p in packings], padding)
+    rows = (
+        VariableRows(packings, context.workspace.get)
+        if variable
+        else Rows([p.size for p in packings], padding, context.checks)
+    )
     return SizedRows(rows, padding if variable else 0) if context.workspace.device == "meta" else rows
 
 
@@ -105,8 +111,15 @@ def outcome(context: Context, sections: Sequence[Section], bodies: list[torch.Te
         for section, body in zip(sections, bodies):
             section.codec.add_own(body, section.summary, weight, out)
 
-    finite = all(s.codec.is_finite(s.summary, flat) for s in sections)
-    return Outcome(finite, sent if context.wants_sent else None)
+    return Outcome(sections_finite(sections, flat), sent if context.wants_sent else None)
+
+
+def sections_finite(sections: Sequence[Section], flat: torch.Tensor) -> Flag | None:
+    """Return whether the mean, just decoded into ``flat``, is finite in all sections."""
+    finite: Flag | None = True
+    for section in sections:
+        finite = both(finite, section.codec.is_finite(section.summary, flat))
+    return finite
 
 
 def mergeable(codec: Codec) -> MergeableCodec:

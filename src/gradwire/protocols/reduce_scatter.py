@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from gradwire.codecs import CheckedCodec
+from gradwire.flags import Flag, all_hold, both
 from gradwire.ops import Exchange, Reduce
 from gradwire.protocols.context import Context, Outcome
 from gradwire.protocols.payloads import Section, sized
@@ -50,7 +51,8 @@ def reduce_scatter(
     last step.
     """
     parts, bodies, finite = yield from owned_means(context, tag, [shard.sections for shard in shards], flat)
-    lost = yield Reduce(torch.tensor([float(not finite)]), "max")
+    mine = torch.as_tensor(finite).view(1)
+    lost = yield Reduce(mine.logical_not().to(torch.float32), "max")
 
     def sent(out: torch.Tensor, weight: float) -> None:
         room: torch.Tensor | None = None
@@ -67,12 +69,12 @@ def reduce_scatter(
                 for begin, end in shard.owned:
                     out[begin:end].add_(target[begin:end])
 
-    return Outcome(not bool(lost[0]), sent if context.wants_sent else None)
+    return Outcome(all_hold(lost == 0), sent if context.wants_sent else None)
 
 
 def owned_means(
     context: Context, tag: int, shards: Sequence[Sequence[Section]], flat: torch.Tensor
-) -> Exchange[tuple[list[Sequence[Section]], list[list[torch.Tensor]], bool]]:
+) -> Exchange[tuple[list[Sequence[Section]], list[list[torch.Tensor]], Flag | None]]:
     """Replace what this rank's sections carry of ``flat`` by the mean over ranks.
 
     Returns:
@@ -80,11 +82,11 @@ def owned_means(
         the mean of its own shard is finite.
     """
     parts, bodies, received = yield from send_shares(context, tag, [sized(s, flat) for s in shards], flat)
-    finite = True
+    finite: Flag | None = True
     for section, rows in zip(parts[context.rank], received):
         codec = section.codec
         if codec.decode_rows(rows, section.summary, flat) is False and isinstance(codec, CheckedCodec):
             codec.spoil(flat)
             context.warn(type(codec).__name__, f"round {context.round}: {codec.unread()}")
-        finite = finite and codec.is_finite(section.summary, flat)
+        finite = both(finite, codec.is_finite(section.summary, flat))
     return parts, bodies, finite

@@ -10,7 +10,17 @@ import torch
 from gradwire.codecs import LeftOut, unread
 from gradwire.ops import Exchange, SendRecv
 from gradwire.protocols.context import Context, Outcome
-from gradwire.protocols.payloads import Section, draw_of, encode, header, mergeable, remember, sized, whole_rows
+from gradwire.protocols.payloads import (
+    Section,
+    draw_of,
+    encode,
+    header,
+    mergeable,
+    remember,
+    sections_finite,
+    sized,
+    whole_rows,
+)
 from gradwire.seeds import OWNER
 from gradwire.wire import EVERYONE
 
@@ -113,5 +123,4 @@ def tree(context: Context, tag: int, sections: Sequence[Section], flat: torch.Te
         for rest in left_out:
             rest(out, -weight)
 
-    finite = all(s.codec.is_finite(s.summary, flat) for s in sections)
-    return Outcome(finite, sent if context.wants_sent else None)
+    return Outcome(sections_finite(sections, flat), sent if context.wants_sent else None)

@@ -9,6 +9,7 @@ from typing import TypeVar
 import torch
 
 from gradwire.codecs import DenseCodec, NoSummary
+from gradwire.flags import Flag, known
 from gradwire.ops import Exchange, Reduce, Scope
 from gradwire.protocols.context import Context
 from gradwire.protocols.payloads import Section, draw_of, encode
@@ -57,11 +58,11 @@ def gather_shards(
     yield from tell_shares(context, tag, sections, codes, flat)
 
 
-def agree_on_finite(finite: bool | None) -> Exchange[bool | None]:
+def agree_on_finite(finite: Flag | None) -> Exchange[bool | None]:
     """Return whether all ranks' shards are finite; None where one is not and nobody looked at another."""
     level = {True: 0.0, None: 1.0, False: 2.0}
-    worst = yield Reduce(torch.tensor([level[finite]]), "max")
-    return {found: known for known, found in level.items()}[float(worst[0])]
+    worst = yield Reduce(torch.tensor([level[known(finite)]]), "max")
+    return {found: answer for answer, found in level.items()}[float(worst[0])]
 
 
 def _values(segments: Sequence[Segment], world_size: int) -> Sequence[Section]:

@@ -147,7 +147,7 @@ class Link(LinkReports, LocalStepsUser):
         device, staged = self._site.device, self._site.exchanges_copies
         self._runtime = LinkRuntime(
             own_lanes, heartbeat, diagnostics,
-            grad_scaler=scaler, check=check, passes=passes, device=device, staged=staged,
+            grad_scaler=scaler, check=check, passes=passes, device=device, staged=staged, checks=self._site.checks,
         )  # fmt: skip
         self._channel = ControlChannel(own_lanes[0], self._runtime.failed_between_buckets)
         self._step: StepBuffer | None = None
@@ -202,7 +202,7 @@ class Link(LinkReports, LocalStepsUser):
     ) -> torch.futures.Future[torch.Tensor]:
         runtime = self._runtime
         if index == 0:
-            runtime.settled.wait()
+            runtime.settle()
         runtime.failures.refuse()
         try:
             if index == 0:
@@ -314,7 +314,7 @@ class Link(LinkReports, LocalStepsUser):
         """
         if self._local is not None:
             self._local.waited()
-        self._runtime.settled.wait()
+        self._runtime.settle()
         self._runtime.device.join()
         state = self._runtime.memory.state()
         kept = {**self._coders.state(), **self._cost.state()}
@@ -333,7 +333,7 @@ class Link(LinkReports, LocalStepsUser):
             IncompatibleError: it is not a link's state, or not all of one, or its choice is no candidate here.
         """
         self.check_state_dict(state)
-        self._runtime.settled.wait()
+        self._runtime.settle()
         self._coders.load(state["global"])
         self._cost.load(state["global"])
         self._runtime.link_cost = self._cost.value

@@ -6,10 +6,15 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from gradwire.drivers import Device, HostDevice, Job, Lane, Traffic, dense_bytes
+import torch
+
+from gradwire.drivers import Device, HostDevice, Job, Lane, LateChecks, Traffic, Verdict, dense_bytes
+from gradwire.errors import GradwireError
+from gradwire.flags import AT_ONCE, Checks, Flag, both
 from gradwire.link_cost import LinkCost
 from gradwire.protocols import Context, Gauges, Memory, RoundParts, Workspace
 from gradwire.protocols.bucket_plan import BucketPlan
@@ -20,6 +25,15 @@ from gradwire.runtime.heartbeat import Heartbeat
 from gradwire.runtime.warn_once import WarnOnce
 
 __all__ = ["LinkRuntime", "close_threads"]
+
+
+@dataclass(frozen=True)
+class _EndedRound:
+    """A round whose last bucket has been handed to the device, which has not ended it yet."""
+
+    verdict: Verdict
+    plan: BucketPlan
+    round: int
 
 
 class LinkRuntime:
@@ -38,6 +52,8 @@ class LinkRuntime:
         passes: Of the ring that exchanges are compared with: 2 of an all-reduce, 1 of a reduce-scatter.
         device: That buckets lie on; main memory if None.
         staged: Whether they are copied from there to main memory, and exchanged there.
+        checks: Told whether what arrives is as it was sent; where payloads lie on a device, a
+            :class:`gradwire.drivers.LateChecks`.
 
     Attributes:
         round: Synchronised backward passes so far, also those before a checkpoint.
@@ -48,8 +64,6 @@ class LinkRuntime:
         failures: The first failure, if there is one.
         warnings: Warnings that were given.
         gauges: What the method reports of its rounds.
-        settled: Set while no end of a round is on its way; to be waited for before the next round begins, and before
-            what a round leaves is looked at.
         link_cost: What a message costs; None where the method need not know.
         learning_rates: Of the step that follows the current round, by name; None where the method need not know.
     """
@@ -65,9 +79,10 @@ class LinkRuntime:
         passes: int = 2,
         device: Device | None = None,
         staged: bool = False,
+        checks: Checks = AT_ONCE,
     ) -> None:
         self.lanes, self.check, self._passes = lanes, check, passes
-        self.device, self.staged = device or HostDevice(), staged
+        self.device, self.staged, self.checks = device or HostDevice(), staged, checks
         self._room = "cpu" if staged else self.device.name
         self.rank, self.world_size = heartbeat.rank, heartbeat.world_size
         self.round = self.rounds_here = self.skipped_rounds = 0
@@ -81,8 +96,13 @@ class LinkRuntime:
         self.last_skipped, self._elements = -1, 0
         self._in_flight, self._is_last = 0, False
         self._latest: BucketPlan | None = None
-        self.settled = threading.Event()
-        self.settled.set()
+        self._scaled_round, self._loss_scale = -1, 1.0
+        self._over = threading.Event()
+        self._over.set()
+        # On a device: whether the round's means are finite so far, and what is left of the last round that ended.
+        self._finite: Flag | None = True
+        self._pending: _EndedRound | None = None
+        self._settling = threading.Lock()
         self._spaces: weakref.WeakKeyDictionary[BucketPlan, dict[int | None, Workspace]] = weakref.WeakKeyDictionary()
 
     def began(self, numel: int, last: bool) -> None:
@@ -112,6 +132,10 @@ class LinkRuntime:
             space = spaces.get(chunk)
             if space is None:
                 space = spaces[chunk] = Workspace(self._room)
+            if self._scaled_round != round:
+                # Of a scaler on a device this is a value to wait for, and it stays as it is for a round.
+                self._scaled_round, self._loss_scale = round, scale_of(self._grad_scaler)
+            loss_scale = self._loss_scale
         return Context(
             rank=self.rank,
             world_size=self.world_size,
@@ -121,25 +145,26 @@ class LinkRuntime:
             workspace=space,
             wants_sent=wants_sent,
             memory=self.memory,
-            loss_scale=scale_of(self._grad_scaler),
+            loss_scale=loss_scale,
             warn=self.warnings.once,
             gauge=self.gauges.add,
             parts=self._parts,
             learning_rates=self.learning_rates,
             link=self.link_cost,
+            checks=self.checks,
         )
 
-    def ended(self, plan: BucketPlan, round: int, finite: bool | None) -> None:
+    def ended(self, plan: BucketPlan, round: int, finite: Flag | None) -> None:
         """Count a bucket that has been exchanged, and commit or discard what the method remembers of the round.
 
         Rounds do not overlap: backward waits for all its buckets, and the next one for what a plan does at the end.
         """
         self._heartbeat.ended()
         with self._lock:
-            if finite is False and round != self.last_skipped:
-                self.last_skipped = round
-                self.skipped_rounds += 1
-                self.diagnostics.discount(round)
+            if isinstance(finite, torch.Tensor):
+                self._finite = finite if self._finite is None else both(self._finite, finite)
+            elif finite is False:
+                self._skip(round)
             self._in_flight -= 1
             self._latest = plan
             is_over = self._is_last and not self._in_flight
@@ -151,10 +176,52 @@ class LinkRuntime:
         with self._lock:
             plan, self._latest = self._latest, None
         if plan is not None:
-            self._end(plan, self.round)
+            with self.device.stream():
+                self._end(plan, self.round)
             self.next_round()
 
+    def settle(self) -> None:
+        """Wait until the last round has come to its end.
+
+        To be called before the next one begins, and before what a round leaves is looked at.
+
+        Raises:
+            ExchangeError: what arrived in it on a device was not what was sent.
+        """
+        self._over.wait()
+        with self._settling:
+            self._read_verdict()
+
     def _end(self, plan: BucketPlan, round: int) -> None:
+        if isinstance(self.checks, LateChecks):
+            self._read_verdict()  # of a round that nobody has asked about
+            finite, self._finite = self._finite, True
+            self._pending = _EndedRound(Verdict(self.device, finite, self.checks), plan, round)
+            if plan.finishes:
+                self._read_verdict()
+        else:
+            self._conclude(plan, round)
+
+    def _read_verdict(self) -> None:
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        try:
+            finite = pending.verdict.read()
+        except GradwireError as error:
+            raise self.failures.record(error, f"the end of round {pending.round}") from None
+        if not finite:
+            with self._lock:
+                self._skip(pending.round)
+        self._conclude(pending.plan, pending.round)
+
+    def _skip(self, round: int) -> None:
+        if round != self.last_skipped:
+            self.last_skipped = round
+            self.skipped_rounds += 1
+            self.diagnostics.discount(round)
+
+    def _conclude(self, plan: BucketPlan, round: int) -> None:
         # What a round would remember holds only where all of the round was finite.
         is_skipped = self.last_skipped == round
         self.memory.discard() if is_skipped else self.memory.commit()
@@ -168,8 +235,8 @@ class LinkRuntime:
     def _finish(self, plan: BucketPlan, round: int) -> None:
         """Hand the end of a round to a lane.
 
-        All jobs of the round have ended, and none of the next is submitted before this one has, see ``settled``: so it
-        has the same place among the lane's jobs on every rank, whichever thread brings it.
+        All jobs of the round have ended, and none of the next is submitted before this one has, see :meth:`settle`: so
+        it has the same place among the lane's jobs on every rank, whichever thread brings it.
         """
         context = self.context(plan, 0, None, round, False)
 
@@ -186,9 +253,9 @@ class LinkRuntime:
 
         def over() -> None:
             self._heartbeat.ended()
-            self.settled.set()
+            self._over.set()
 
-        self.settled.clear()
+        self._over.clear()
         self._heartbeat.began()
         self.lanes[0].submit(Job(run, fail, "end of the round"))
 
@@ -205,12 +272,13 @@ class LinkRuntime:
     def rewind(self, round: int) -> None:
         """Continue with another round, as a checkpoint says."""
         # A round that was skipped here may come again, with other gradients.
-        self.round, self.last_skipped = round, -1
+        self.settle()
+        self.round, self.last_skipped, self._scaled_round = round, -1, -1
         self.diagnostics.forget()
 
     def traffic(self, buffer_bytes: int) -> Traffic:
         """Return the bytes that this rank sent and received so far."""
-        self.settled.wait()
+        self._over.wait()
         meters = [lane.meter for lane in self.lanes]
         return Traffic(
             sent_bytes=sum(m.sent_bytes for m in meters),

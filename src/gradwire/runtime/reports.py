@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from gradwire.drivers import Trace, Traffic
+from gradwire.errors import GradwireError
 from gradwire.runtime.link_runtime import LinkRuntime
 
 __all__ = ["COUNTERS", "LinkReports"]
@@ -29,11 +31,14 @@ class LinkReports:
     @property
     def skipped_rounds(self) -> int:
         """Rounds with a non-finite value somewhere, where the method looks."""
+        self._runtime.settle()
         return self._runtime.skipped_rounds
 
     @property
     def error(self) -> Exception | None:
         """The error that broke the link, in full; DDP shows only a mangled part of it."""
+        with suppress(GradwireError):  # which is then the link's
+            self._runtime.settle()
         return self._runtime.failures.told()
 
     def traffic(self) -> Traffic:
@@ -56,6 +61,7 @@ class LinkReports:
         parameter with the longest.
         """
         runtime = self._runtime
+        runtime.settle()
         counts = {"rounds": runtime.round, "skipped_rounds": runtime.skipped_rounds}
         return {"parameters": runtime.parameter_rows(), "gauges": self.gauges(), **counts, **runtime.seconds()}
 
@@ -66,6 +72,7 @@ class LinkReports:
         was skipped leaves those of the round before. There is none before the first round, in rounds of warm-up, and
         where a fallback serves.
         """
+        self._runtime.settle()
         return dict(self._runtime.gauges.latest)
 
     def metrics(self) -> dict[str, float]:

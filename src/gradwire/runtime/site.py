@@ -13,6 +13,7 @@ from gradwire.auto import Auto
 from gradwire.drivers import (
     Device,
     Lane,
+    LateChecks,
     TransferOrder,
     choose_transport,
     connector,
@@ -20,6 +21,7 @@ from gradwire.drivers import (
     group_timeout,
     one_device,
 )
+from gradwire.flags import AT_ONCE, Checks
 from gradwire.methods import Method
 from gradwire.ops import Scope
 from gradwire.planning import Options, Placement, place_kernels
@@ -37,12 +39,14 @@ class Site:
         placement: Who computes payloads, and where.
         transport: "gloo", "nccl" or "staged".
         group: Of the link.
+        checks: Told whether what arrives is as it was sent.
     """
 
     device: Device
     placement: Placement
     transport: str
     group: dist.ProcessGroup
+    checks: Checks
 
     @classmethod
     def of(
@@ -59,7 +63,7 @@ class Site:
         where = one_device({name: p.device for name, p in parameters.items()})
         placement = place_kernels(methods, options.backend, where)
         transport = choose_transport(options.transport, where, placement.on_device, group)
-        return cls(device_of(where), placement, transport, group)
+        return cls(device_of(where), placement, transport, group, LateChecks() if placement.on_device else AT_ONCE)
 
     @property
     def backend(self) -> str:
@@ -81,7 +85,7 @@ class Site:
             f"gradwire lane {number}",
             order,
             scopes,
-            connect=connector(self.transport, self.device, self.placement.on_device),
+            connect=connector(self.transport, self.device, self.placement.on_device, self.checks),
         )
 
     def terms(self) -> dict[str, object]:

@@ -31,6 +31,7 @@ import numpy as np
 import torch
 
 from gradwire.errors import PayloadError
+from gradwire.flags import AT_ONCE, Checks
 from gradwire.kernels.checksum import checksums, device_checksums
 
 __all__ = [
@@ -114,10 +115,11 @@ def seal_rows(rows: torch.Tensor, header: Header, sender: int, receivers: Sequen
     octets[:, _CHECKSUM_AT:HEADER_BYTES] = checksums(heads, octets[:, HEADER_BYTES:])[:, None].view(np.uint8)
 
 
-def check_rows(rows: torch.Tensor, expected: Header, receiver: int, first: int = 0) -> None:
+def check_rows(rows: torch.Tensor, expected: Header, receiver: int, first: int = 0, checks: Checks = AT_ONCE) -> None:
     """Check the header and the body of each row (uint8 ``[ranks, bytes]``), row r from rank ``first + r``.
 
-    Rows on a device are checked there, and one bit of each is read back.
+    Rows on a device are checked there, and the result goes to ``checks``: who decodes before it is known must be safe
+    with any bytes.
 
     Raises:
         PayloadError: naming the sender, the bucket, the chunk and the round, and the first field that differs.
@@ -129,9 +131,7 @@ def check_rows(rows: torch.Tensor, expected: Header, receiver: int, first: int =
         )
     heads = _heads([expected.to_bytes(first + r, receiver) for r in range(len(rows))])
     if rows.device.type != "cpu":
-        if not _agree_on_device(rows, heads):
-            check_rows(rows.cpu(), expected, receiver, first)
-            raise PayloadError(f"payloads for {expected.place()}: their checksums differ on {rows.device} alone")
+        checks.require(_agree_on_device(rows, heads), lambda: _difference(rows, expected, receiver, first))
         return
     octets = rows.numpy()
     if not np.array_equal(octets[:, :_CHECKSUM_AT], heads.view(np.uint8)):
@@ -173,15 +173,25 @@ def _heads(heads: Sequence[bytes]) -> np.ndarray[tuple[int, int], np.dtype[np.ui
 
 
 def _on_device(heads: np.ndarray[tuple[int, int], np.dtype[np.uint64]], device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(heads.view(np.int64).copy()).to(device, non_blocking=True)
+    # From page-locked memory: a copy from any other may wait for the device.
+    return torch.from_numpy(heads.view(np.int64).copy()).pin_memory().to(device, non_blocking=True)
 
 
-def _agree_on_device(rows: torch.Tensor, heads: np.ndarray[tuple[int, int], np.dtype[np.uint64]]) -> bool:
-    """Return whether all rows have these heads and the checksums of their bodies; waits for the device."""
+def _agree_on_device(rows: torch.Tensor, heads: np.ndarray[tuple[int, int], np.dtype[np.uint64]]) -> torch.Tensor:
+    """Return a flag on the device: whether all rows have these heads and the checksums of their bodies."""
     words = _on_device(heads, rows.device)
     found = device_checksums(words, rows[:, HEADER_BYTES:])
     due = torch.cat([words, found[:, None]], 1).view(torch.uint8)
-    return bool((rows[:, :HEADER_BYTES] == due).all())
+    return (rows[:, :HEADER_BYTES] == due).all()
+
+
+def _difference(rows: torch.Tensor, expected: Header, receiver: int, first: int) -> PayloadError:
+    """Say what differs in rows on a device, of which one was found wrong there."""
+    try:
+        check_rows(rows.cpu(), expected, receiver, first)
+    except PayloadError as error:
+        return error
+    return PayloadError(f"payloads for {expected.place()}: a header or a checksum differed on {rows.device}")
 
 
 def _explain(sender: int, receiver: int, head: bytes, expected: Header) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from gradwire.flags import AT_ONCE, Checks
 from gradwire.wire.header import HEADER_BYTES, Header, check_rows, seal_rows
 
 __all__ = ["ALIGNMENT", "Rows", "padded"]
@@ -25,15 +26,17 @@ class Rows:
     Args:
         sizes: Bytes of each section, multiples of :data:`ALIGNMENT`.
         padding: Zeros behind them, so that payloads of other sections are as long.
+        checks: Told whether payloads on a device are as they were sent.
     """
 
     variable = False
     """Whether :meth:`write` tells the bytes of each row."""
 
-    def __init__(self, sizes: Sequence[int], padding: int = 0) -> None:
+    def __init__(self, sizes: Sequence[int], padding: int = 0, checks: Checks = AT_ONCE) -> None:
         self.sizes, self.padding = tuple(sizes), padding
         self.body_bytes = sum(self.sizes) + padding
         self.row_bytes = HEADER_BYTES + self.body_bytes
+        self._checks = checks
 
     def header(self, *, tag: int, round: int, bucket: int, chunk: int, exchange: int = 0) -> Header:
         """Make the header of these payloads."""
@@ -63,7 +66,8 @@ class Rows:
             arrived: As for :meth:`VariableRows.read`; None, since all rows have one length.
 
         Raises:
-            PayloadError: a row is not the payload that the header describes, or not as it was sent.
+            PayloadError: a row is not the payload that the header describes, or not as it was sent. Of rows on a device
+                ``checks`` are told instead.
         """
-        check_rows(rows, header, receiver, first)
+        check_rows(rows, header, receiver, first, self._checks)
         return self.sections(rows)

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from gradwire.errors import PayloadError
+from gradwire.flags import AT_ONCE, Checks
 from gradwire.kernels.checksum import checksums, device_checksums
 
 __all__ = ["SEAL_BYTES", "open_sealed", "sealed"]
@@ -31,20 +32,21 @@ def sealed(values: torch.Tensor, sender: int, *place: int) -> torch.Tensor:
     return torch.from_numpy(np.concatenate([octets[0], found.view(np.uint8)]))
 
 
-def open_sealed(rows: torch.Tensor, dtype: torch.dtype, about: str, *place: int) -> torch.Tensor:
+def open_sealed(
+    rows: torch.Tensor, dtype: torch.dtype, about: str, *place: int, checks: Checks = AT_ONCE
+) -> torch.Tensor:
     """Check messages, row r (uint8 ``[ranks, bytes + 8]``) from rank r, and return their values ``[ranks, numel]``.
 
     Raises:
-        PayloadError: naming the sender and what the message is ``about``.
+        PayloadError: naming the sender and what the message is ``about``. Of rows on a device ``checks`` are told
+            instead.
     """
     if rows.device.type != "cpu":
         rows = rows.contiguous()
         body, stated = rows[:, :-SEAL_BYTES], rows[:, -SEAL_BYTES:].contiguous().view(torch.int64)[:, 0]
         words = _heads([(sender, *place) for sender in range(len(rows))], rows.device)
-        if bool((device_checksums(words, body) == stated).all()):
-            return body.contiguous().view(dtype)
-        # In main memory there are words for what differs.
-        return open_sealed(rows.cpu(), dtype, about, *place)
+        checks.require((device_checksums(words, body) == stated).all(), lambda: _difference(rows, dtype, about, place))
+        return body.contiguous().view(dtype)
     octets = rows.contiguous().numpy()
     bodies, sums = octets[:, :-SEAL_BYTES], np.ascontiguousarray(octets[:, -SEAL_BYTES:]).view(np.uint64)[:, 0]
     heads = np.array([(sender, *place) for sender in range(len(rows))], np.uint64)
@@ -58,4 +60,13 @@ def open_sealed(rows: torch.Tensor, dtype: torch.dtype, about: str, *place: int)
 
 
 def _heads(words: list[tuple[int, ...]], device: torch.device) -> torch.Tensor:
-    return torch.tensor(words, dtype=torch.int64).to(device, non_blocking=True)
+    return torch.tensor(words, dtype=torch.int64).pin_memory().to(device, non_blocking=True)
+
+
+def _difference(rows: torch.Tensor, dtype: torch.dtype, about: str, place: tuple[int, ...]) -> PayloadError:
+    """Say what differs in messages on a device, of which one was found wrong there."""
+    try:
+        open_sealed(rows.cpu(), dtype, about, *place)
+    except PayloadError as error:
+        return error
+    return PayloadError(f"{about}: a checksum differed on {rows.device}")

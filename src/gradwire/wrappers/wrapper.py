@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from gradwire.compressors import Cast, Compressor
+from gradwire.flags import all_finite
 from gradwire.methods import Inherited, Method
 from gradwire.ops import Exchange, Scope
 from gradwire.protocols import Context, Outcome
@@ -172,5 +173,5 @@ class WrappedPlan(BucketPlan):
         if outcome.finite is None:
             # A plain sum is not looked at; what is remembered must not take up an infinity.
             parts = (flat[a:b] for a, b in self.runs[context.chunk])
-            outcome = replace(outcome, finite=all(bool(torch.isfinite(part).all()) for part in parts))
+            outcome = replace(outcome, finite=all_finite(*parts))
         return self.after(context, flat, outcome)

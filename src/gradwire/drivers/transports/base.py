@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from gradwire.flags import AT_ONCE, Checks
 from gradwire.ops import Op, Reduce
 from gradwire.wire import open_sealed, sealed
 
@@ -56,7 +57,12 @@ class Transport(ABC):
 
 
 def reduce_by_gather(
-    op: Reduce, rank: int, world_size: int, number: int, gather: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    op: Reduce,
+    rank: int,
+    world_size: int,
+    number: int,
+    gather: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    checks: Checks = AT_ONCE,
 ) -> torch.Tensor:
     """Reduce a few values, sealed, on every rank by itself.
 
@@ -66,8 +72,9 @@ def reduce_by_gather(
         world_size: How many ranks there are.
         number: Of the reduction, which says which one it is: all ranks run the same jobs in the same order.
         gather: ``gather(send, recv)`` sends a vector to all ranks, and returns ``recv`` with a row of each.
+        checks: Told whether values on a device are as they were sent.
     """
     mine = sealed(op.value, rank, number)
     received = gather(mine, mine.new_empty((world_size, mine.numel())))
-    rows = open_sealed(received, op.value.dtype, f"values for a {op.op}imum", number)
+    rows = open_sealed(received, op.value.dtype, f"values for a {op.op}imum", number, checks=checks)
     return (rows.amax(0) if op.op == "max" else rows.amin(0)).view(op.value.shape)

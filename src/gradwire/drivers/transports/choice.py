@@ -16,6 +16,7 @@ from gradwire.drivers.transports.gloo import GlooTransport
 from gradwire.drivers.transports.nccl import NCCLTransport
 from gradwire.drivers.transports.staged import StagedTransport
 from gradwire.errors import IncompatibleError
+from gradwire.flags import Checks
 
 __all__ = ["Connect", "choose_transport", "connector", "device_of", "group_timeout", "one_device"]
 
@@ -89,24 +90,25 @@ def device_of(device: torch.device) -> Device:
     return HostDevice() if device.type == "cpu" else CudaDevice(device)
 
 
-def connector(transport: str, device: Device, on_device: bool) -> Connect:
+def connector(transport: str, device: Device, on_device: bool, checks: Checks) -> Connect:
     """Return what joins ranks by a transport.
 
     Args:
         on_device: As for :func:`choose_transport`.
+        checks: Told whether what is reduced on a device is as it was sent.
     """
     if transport == "gloo" or not on_device:
         return GlooTransport
-    return partial(_over_nccl if transport == "nccl" else _staged, device)
+    return partial(_over_nccl, device, checks) if transport == "nccl" else partial(_staged, device)
 
 
 def _staged(device: Device, store: Any, rank: int, world_size: int, timeout: timedelta) -> Transport:
     return StagedTransport(GlooTransport(store, rank, world_size, timeout), device)
 
 
-def _over_nccl(device: Device, store: Any, rank: int, world_size: int, timeout: timedelta) -> Transport:
+def _over_nccl(device: Device, checks: Checks, store: Any, rank: int, world_size: int, timeout: timedelta) -> Transport:
     host = GlooTransport(dist.PrefixStore("host", store), rank, world_size, timeout)
-    return NCCLTransport.of(dist.PrefixStore("nccl", store), rank, world_size, timeout, host, device)
+    return NCCLTransport.of(dist.PrefixStore("nccl", store), rank, world_size, timeout, host, device, checks)
 
 
 def group_timeout(group: dist.ProcessGroup) -> timedelta:

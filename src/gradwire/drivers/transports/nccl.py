@@ -13,6 +13,7 @@ from gradwire.drivers.devices import Device
 from gradwire.drivers.lengths import announce, announced
 from gradwire.drivers.traffic import LENGTH_BYTES, gathers, large
 from gradwire.drivers.transports.base import Transport, reduce_by_gather
+from gradwire.flags import AT_ONCE, Checks
 from gradwire.ops import AllGather, AllToAll, Broadcast, Op, Reduce, SendRecv
 
 __all__ = ["NCCLTransport"]
@@ -31,16 +32,17 @@ class NCCLTransport(Transport):
         backend: A ``torch.distributed.ProcessGroupNCCL`` of these ranks alone.
         host: Between the same ranks, for tensors in main memory.
         device: That payloads lie on.
+        checks: Told whether what is reduced is as it was sent.
     """
 
-    def __init__(self, backend: Any, host: Transport, device: Device) -> None:
-        self._backend, self._host, self._device = backend, host, device
+    def __init__(self, backend: Any, host: Transport, device: Device, checks: Checks = AT_ONCE) -> None:
+        self._backend, self._host, self._device, self._checks = backend, host, device, checks
         self.rank, self.world_size = host.rank, host.world_size
         self._reductions = 0
 
     @classmethod
     def of(
-        cls, store: Any, rank: int, world_size: int, timeout: timedelta, host: Transport, device: Device
+        cls, store: Any, rank: int, world_size: int, timeout: timedelta, host: Transport, device: Device, checks: Checks
     ) -> NCCLTransport:
         """Connect ranks; all of them do so at the same time."""
         options = dist.ProcessGroupNCCL.Options()
@@ -48,7 +50,7 @@ class NCCLTransport(Transport):
         backend = dist.ProcessGroupNCCL(store, rank, world_size, options)
         # Else the first operation would, and that may be one in which some ranks have nothing to do.
         backend.eager_connect_single_device(torch.device(device.name))
-        return cls(backend, host, device)
+        return cls(backend, host, device, checks)
 
     def execute(self, op: Op, wait_for_turn: Callable[[], None]) -> torch.Tensor:
         if not self._device.holds(op.value if isinstance(op, (Reduce, Broadcast)) else op.send):
@@ -80,7 +82,7 @@ class NCCLTransport(Transport):
     def _reduce(self, op: Reduce) -> torch.Tensor:
         if gathers(op):
             self._reductions += 1
-            return reduce_by_gather(op, self.rank, self.world_size, self._reductions, self._gather)
+            return reduce_by_gather(op, self.rank, self.world_size, self._reductions, self._gather, self._checks)
         options: Any = dist.AllreduceOptions()
         options.reduceOp = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}[op.op]
         self._backend.allreduce([op.value], options).wait()

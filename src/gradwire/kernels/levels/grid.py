@@ -98,6 +98,11 @@ class Grid:
             self.values, self.edge, self.gap, self.steps, positive, negative, signed, uniform, cells
         )
 
+    @property
+    def zero_ends(self) -> float:
+        """The magnitude up to which everything is rounded to the level zero; 0 where there is no such level."""
+        return float(self.edge[0]) / UNIT if self.values[self.positive] == 0 else 0.0
+
     @classmethod
     def even(cls, levels: int) -> Grid:
         """Return 0, +-1/s, ..., +-1 for s = ``levels``: base 2s + 1."""

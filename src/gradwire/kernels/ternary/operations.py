@@ -19,11 +19,15 @@ def inverse_scale(scale: torch.Tensor) -> torch.Tensor:
     The probability that a trit fires is then ``ceil(fl(|x| * inverse)) / 2^24``: within 2^-24 of ``|x| / scale``, and
     exactly one where ``|x| == scale``. A scale must be at least 2^-100, else its inverse would overflow.
 
+    On a device, where nothing is read back, the inverse of a scale that is smaller is 0.
+
     Raises:
-        HyperparameterError: a finite scale other than zero is smaller.
+        HyperparameterError: a finite scale other than zero in main memory is smaller.
     """
+    if scale.device.type != "cpu":
+        return _inverse_there(scale)
     # There are as many scales as parameters in a bucket: on so few numbers NumPy is several times as fast as PyTorch.
-    values = scale.numpy(force=True)
+    values = scale.detach().numpy()
     with np.errstate(divide="ignore", invalid="ignore"):
         usable = (values > 0) & (values < np.inf)
         if (usable & (values < np.float32(2.0**-100))).any():
@@ -32,7 +36,16 @@ def inverse_scale(scale: torch.Tensor) -> torch.Tensor:
         # Rounded to nearest, the product may fall short of 2^24 by one rounding: step up where it does.
         inverse.view(np.int32)[...] += values * inverse < np.float32(2.0**24)
     inverse[~usable] = 0
-    return torch.from_numpy(inverse).to(scale.device)
+    return torch.from_numpy(inverse)
+
+
+def _inverse_there(scale: torch.Tensor) -> torch.Tensor:
+    """Return the same bits by operations of PyTorch, each rounded as IEEE 754 has it."""
+    usable = (scale >= 2.0**-100) & torch.isfinite(scale)
+    inverse = (2.0**24 / scale.double()).float()
+    short = scale * inverse < 2.0**24
+    inverse = (inverse.view(torch.int32) + short.to(torch.int32)).view(torch.float32)
+    return torch.where(usable, inverse, 0.0)
 
 
 class TernaryOperations(Front):
