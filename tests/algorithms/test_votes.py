@@ -79,8 +79,9 @@ def test_a_gradient_is_none_where_it_is_zero_throughout() -> None:
     flat = torch.zeros(200_000)
     flat[[150, 199_999]] = torch.tensor([1e-45, torch.nan])
     table = SegmentTable([0, 100, 200, 199_000], [100, 100, 0, 1000], [0] * 4, [(0, 0)] * 4)
-    assert zero_throughout(flat, table).tolist() == [True, False, True, False]
-    assert zero_throughout(torch.empty(0), SegmentTable([0], [0], [0], [(0, 0)])).tolist() == [False]
+    kernels = get_kernels("cpu")
+    assert zero_throughout(kernels, flat, table).tolist() == [True, False, True, False]
+    assert zero_throughout(kernels, torch.empty(0), SegmentTable([0], [0], [0], [(0, 0)])).tolist() == [False]
 
 
 def test_scale_changes_nothing_and_a_minority_cannot_overturn() -> None:

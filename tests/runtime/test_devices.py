@@ -78,6 +78,8 @@ def test_any_method_is_exchanged_by_copies_in_main_memory(three_ranks: Any, meth
 ON_DEVICE = [
     *("fp32", "bf16", "terngrad", "QSGD()", "nuqsgd", "natural", "scaledsign", "eden", "dorefa", "naturaldithering"),
     *("ErrorFeedback(compressor=QSGDinf())", "EF21(compressor=QSGDinf())", "ef_signsgd", "onebit"),
+    *("signsgd", "signum", "qsgdmaxnorm", "QSGDMaxNorm(block_size=256)", "p_quantisation"),
+    *("diana", "DIANA(compressor=QSGDinf(), momentum=0.9)", "dqgd"),
 ]
 
 
@@ -242,3 +244,37 @@ def test_a_wrong_seal_is_an_error_at_once_in_main_memory_and_late_on_a_device() 
         assert late.so_far() is True
         assert Verdict(gpu, None, late).read()
         assert not Verdict(gpu, there(torch.tensor(False)), late).read()
+
+
+def votes(method: str, collective: str, on_device: bool) -> list[torch.Tensor]:
+    """Exchange rounds in which some ranks have no gradient of some parameters; return the outcomes."""
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+    with fake_gpu() if on_device else nullcontext():
+        parameters = {name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in SHAPES.items()}
+        link = gw.Link(parameters.items(), method, seed=4, collective=collective)
+        draw, found = torch.Generator().manual_seed(rank), []
+        for step in range(4):
+            for place, (name, p) in enumerate(parameters.items()):
+                gradient = torch.randn(p.shape, generator=draw)
+                # One rank, two in the last round, and all: in one round, and always of "b".
+                few = (rank + place + step) % 3 < (2 if step == 3 else 1)
+                if few or name == "b" or (name == "a" and step == 2):
+                    gradient.zero_()
+                p.grad = there(gradient) if on_device else gradient
+            link.reduce_()
+            found.append(torch.cat([p.grad.reshape(-1).cpu() for p in parameters.values()]).clone())
+        link.close()
+    return found
+
+
+@pytest.mark.parametrize("collective", ["two_shot", "all_gather"])
+@pytest.mark.parametrize("method", ["signsgd", "signum"])
+def test_ranks_that_do_not_vote_are_told_apart_on_a_device(three_ranks: Any, method: str, collective: str) -> None:
+    expected, found = three_ranks(votes, method, collective, False), three_ranks(votes, method, collective, True)
+    for outcomes, others in zip(expected, found):
+        assert all(same_bits(outcome, other) for outcome, other in zip(outcomes, others))
+        # Nobody has a gradient of "b", and one or two ranks have one of the others.
+        assert [set(outcome[600:690].tolist()) for outcome in outcomes] == [{0.0}] * 4
+        assert set(outcomes[0][:600].tolist()) == {-1.0, 1.0}

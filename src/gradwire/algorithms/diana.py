@@ -13,7 +13,7 @@ from gradwire.algorithms.optimizers import not_stepped
 from gradwire.algorithms.shifts import SHIFTS, ShiftAlgorithm, memory_pair, shift_dtype
 from gradwire.compressors import Cast, Compressor, QSGDinf
 from gradwire.errors import HyperparameterError, IncompatibleError
-from gradwire.methods import Method, Properties, require
+from gradwire.methods import Inherited, Method, Properties, require
 from gradwire.optim import L1, Box, Prox
 from gradwire.protocols import Context, Outcome
 from gradwire.protocols.bucket_plan import BucketPlan, PlanSetting
@@ -60,6 +60,7 @@ class DQGD(Wrapper):
     compressor: Method = field(default_factory=_block_quantisation)
 
     name: ClassVar[str] = "dqgd"
+    on_device: ClassVar[Inherited] = Inherited("compressor", False)
     unbiased: ClassVar[bool] = True
     properties: ClassVar[Properties] = Properties(
         summary="An unbiased quantisation of each gradient, no memory",
@@ -142,6 +143,7 @@ class DIANA(ShiftAlgorithm, Wrapper):
     prox: Prox | None = None
 
     name: ClassVar[str] = "diana"
+    on_device: ClassVar[Inherited] = Inherited("compressor", False)
     remembers: ClassVar[tuple[str, ...]] = (*SHIFTS, "velocity")
     unbiased: ClassVar[bool] = True
     omega_formula: ClassVar[str | None] = "the compressor's, of g - h"
@@ -249,7 +251,7 @@ class _HeavyBall(WrappedPlan):
     def after(self, context: Context, flat: torch.Tensor, outcome: Outcome) -> Outcome:
         before, velocity = memory_pair(context, "velocity", self.segments, self._dtype, replicated=True)
         scale = context.loss_scale
-        for a, b in pieces(self.runs[context.chunk]):
+        for a, b in pieces(self.runs[context.chunk], flat):
             torch.mul(before[a:b], self._momentum, out=velocity[a:b])
             velocity[a:b].add_(flat[a:b].to(self._dtype), alpha=1 / scale)
             flat[a:b] = velocity[a:b] * scale

@@ -162,5 +162,5 @@ class _Estimates(WrappedPlan):
         self, context: Context, kind: str, flat: torch.Tensor, runs: Sequence[tuple[int, int]], *, replicated: bool
     ) -> None:
         _, staged = memory_pair(context, kind, self.segments, self._dtype, replicated=replicated)
-        for a, b in pieces(runs):
+        for a, b in pieces(runs, flat):
             torch.div(flat[a:b].to(self._dtype), context.loss_scale, out=staged[a:b])

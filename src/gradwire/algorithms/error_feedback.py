@@ -204,7 +204,7 @@ class Feedback(WrappedPlan):
     def before(self, context: Context, flat: torch.Tensor) -> None:
         held = context.memory.read(self._kind, self.segments)
         staged = context.memory.stage(self._kind, self.segments)
-        for a, b in pieces(self.all_runs):
+        for a, b in pieces(self.all_runs, flat):
             flat[a:b].add_(held[a:b].to(flat.dtype), alpha=self._decay * context.loss_scale)
             staged[a:b].copy_(flat[a:b])
 

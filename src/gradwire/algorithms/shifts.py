@@ -85,7 +85,7 @@ class _Differences(WrappedPlan):
             memory.forget("mean_shift")
         memory.stage_value("workers", torch.tensor(context.world_size))
         reference, _ = self._pair(context, "shift", replicated=False)
-        for a, b in pieces(self.all_runs):
+        for a, b in pieces(self.all_runs, flat):
             # Rounded once, after the subtraction.
             flat[a:b] = flat[a:b].to(self._dtype).sub_(reference[a:b], alpha=context.loss_scale)
 
@@ -101,7 +101,7 @@ class _Differences(WrappedPlan):
         inner(sent, 1.0)
         reference, shift = self._pair(context, "shift", replicated=False)
         held, staged = self._pair(context, "mean_shift", replicated=True)
-        for a, b in pieces(runs):
+        for a, b in pieces(runs, flat):
             torch.add(reference[a:b], sent[a:b].to(self._dtype), alpha=rate, out=shift[a:b])
             mean = flat[a:b].to(self._dtype)
             # The old mean of the shifts serves the outcome.
@@ -110,7 +110,7 @@ class _Differences(WrappedPlan):
 
         def contributed(out: torch.Tensor, weight: float) -> None:
             inner(out, weight)
-            for a, b in pieces(runs):
+            for a, b in pieces(runs, flat):
                 out[a:b] += reference[a:b].to(out.dtype) * (weight * scale)
 
         return replace(outcome, sent=contributed)

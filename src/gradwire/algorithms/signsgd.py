@@ -63,7 +63,8 @@ class SignSGD(Algorithm):
     name: ClassVar[str] = "signsgd"
     tag: ClassVar[int] = 17
     collectives: ClassVar[tuple[str, ...]] = ("two_shot", "all_gather")
-    kernels: ClassVar[tuple[str, ...]] = ("signs",)
+    on_device: ClassVar[bool] = True
+    kernels: ClassVar[tuple[str, ...]] = ("signs", "moments")
     direction: ClassVar[bool] = True
     unbiased: ClassVar[bool] = False
     needs_loss_scale: ClassVar[bool] = True
@@ -136,7 +137,7 @@ class Signum(SignSGD):
         object.__setattr__(self, "momentum", checked_momentum("Signum", self.momentum))
 
     def plan(self, setting: PlanSetting) -> BucketPlan:
-        return _MomentumVote(SectionPlan(self, setting), setting.segments, self.momentum)
+        return _MomentumVote(SectionPlan(self, setting), setting.segments, self.momentum, setting.kernels)
 
 
 class _Vote(WrappedPlan):
@@ -148,20 +149,21 @@ class _Vote(WrappedPlan):
 
 
 class _MomentumVote(_Vote):
-    def __init__(self, inner: BucketPlan, segments: Sequence[Segment], momentum: float) -> None:
+    def __init__(self, inner: BucketPlan, segments: Sequence[Segment], momentum: float, kernels: Kernels) -> None:
         super().__init__(inner, segments)
-        self._momentum = momentum
+        self._momentum, self._kernels = momentum, kernels
         self._table = sign_table(divide(segments)[0])
 
     def before(self, context: Context, flat: torch.Tensor) -> None:
-        silent = zero_throughout(flat, self._table).nonzero().flatten().tolist()
+        silent = zero_throughout(self._kernels, flat, self._table)
         held = context.memory.read("momentum", self.segments)
         staged = context.memory.stage("momentum", self.segments)
         for a, b in self.all_runs:
             torch.mul(held[a:b], self._momentum, out=staged[a:b])
             staged[a:b].add_(flat[a:b], alpha=(1 - self._momentum) / context.loss_scale)
             flat[a:b].copy_(staged[a:b])
-        for i in silent:
-            # A momentum that only decays keeps its signs for good: this rank does not vote.
-            begin = int(self._table.offset[i])
-            flat[begin : begin + int(self._table.numel[i])].zero_()
+        # A momentum that only decays keeps its signs for good: this rank does not vote.
+        is_here = flat.device.type == "cpu"
+        for i, (begin, numel) in enumerate(zip(self._table.offset.tolist(), self._table.numel.tolist())):
+            if not is_here or silent[i]:
+                flat[begin : begin + numel].masked_fill_(silent[i], 0.0)

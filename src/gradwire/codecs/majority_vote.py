@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from gradwire.codecs.base import Draw, SummableCodec, Summary, check_workers
@@ -21,21 +22,24 @@ if TYPE_CHECKING:
 
 __all__ = ["MajorityVoteCodec", "MajorityVoteSummary", "zero_throughout"]
 
-_EIGHT = torch.arange(8, dtype=torch.uint8)
+_EIGHT = Constant(torch.arange(8, dtype=torch.uint8))
 
 _PIECE = 1 << 14
 
 
-def zero_throughout(flat: torch.Tensor, table: SegmentTable) -> torch.Tensor:
+def zero_throughout(kernels: Kernels, flat: torch.Tensor, table: SegmentTable) -> torch.Tensor:
     """Tell for every segment whether it is zero throughout, bool ``[S]``: a gradient that is none.
 
-    Reads no further than to a piece that is not.
+    Reads main memory no further than to a piece that is not.
 
     Example:
+        >>> from gradwire.kernels import get_kernels
         >>> flat = torch.tensor([0.0, -0.0, 0.0, torch.nan])
-        >>> zero_throughout(flat, SegmentTable([0, 2], [2, 2], [0, 0], [(0, 0)] * 2))
+        >>> zero_throughout(get_kernels("reference"), flat, SegmentTable([0, 2], [2, 2], [0, 0], [(0, 0)] * 2))
         tensor([ True, False])
     """
+    if flat.device.type != "cpu":
+        return kernels.moments(flat, table).max_abs == 0
     found = torch.zeros(len(table), dtype=torch.bool)
     if len(flat):
         # Nearly always the first element tells.
@@ -76,14 +80,15 @@ class MajorityVoteCodec(SummableCodec):
         self.runs = RunTable(self.table, WHOLE)
         self.units = self.table.groups
         self.side_bytes = padded(-(-2 * len(self.table) // 8))
-        self._owner = torch.from_numpy(self.runs.owner)
+        self._owner = Constant(self.runs.owner)
+        self._first = Constant(self.table.offset[self.table.numel > 0])
+        self._segment_of: dict[tuple[int, int], Constant] = {}
 
     def summarise(self, flat: torch.Tensor) -> MajorityVoteSummary:
-        flags = torch.zeros(2, len(self.table), dtype=torch.bool)
-        if not flat.is_meta:
-            torch.logical_not(self.kernels.finite(flat, self.table), out=flags[0])
-            flags[1] = zero_throughout(flat, self.table)
-        return MajorityVoteSummary(flags)
+        if flat.is_meta:
+            return MajorityVoteSummary(torch.zeros(2, len(self.table), dtype=torch.bool))
+        lost = self.kernels.finite(flat, self.table).logical_not()
+        return MajorityVoteSummary(torch.stack([lost, zero_throughout(self.kernels, flat, self.table)]))
 
     def payload_bytes(self, units: int) -> int:
         return self.side_bytes + padded(SIGN_BYTES * units)
@@ -107,7 +112,7 @@ class MajorityVoteCodec(SummableCodec):
         self._decode(data, 1.0, begin, end, flat, accumulate=False)
 
     def decode_rows(self, rows: torch.Tensor, summary: Summary, flat: torch.Tensor) -> None:
-        total = torch.empty(rows.shape[1], dtype=torch.uint8)
+        total = torch.empty(rows.shape[1], dtype=torch.uint8, device=rows.device)
         self.reduce(rows, 0, total)
         self.decode_mean(total, summary, 0, self.units, flat)
 
@@ -115,21 +120,20 @@ class MajorityVoteCodec(SummableCodec):
         self._decode(data, weight, 0, self.units, flat, accumulate=True)
 
     def is_finite(self, summary: Summary, flat: torch.Tensor) -> Flag:
-        first = torch.from_numpy(self.table.offset[self.table.numel > 0])
-        return all_finite(flat[first])
+        return all_finite(flat[self._first.on(flat.device)])
 
     def _bits(self, data: torch.Tensor, units: int) -> torch.Tensor:
         return data[..., self.side_bytes : self.side_bytes + SIGN_BYTES * units]
 
     def _flags(self, data: torch.Tensor) -> torch.Tensor:
         """Read the flags of payloads ``[..., bytes]``, bool ``[..., 2, segments]``."""
-        flags = (data[..., : self.side_bytes, None] >> _EIGHT & 1).flatten(-2)
+        flags = (data[..., : self.side_bytes, None] >> _EIGHT.on(data.device) & 1).flatten(-2)
         return flags[..., : 2 * len(self.table)].bool().reshape(*data.shape[:-1], 2, len(self.table))
 
     def _write_flags(self, flags: torch.Tensor, out: torch.Tensor) -> None:
-        bits = torch.zeros(8 * self.side_bytes, dtype=torch.uint8)
+        bits = torch.zeros(8 * self.side_bytes, dtype=torch.uint8, device=out.device)
         bits[: flags.numel()] = flags.reshape(-1)
-        out[: self.side_bytes] = (bits.reshape(-1, 8) << _EIGHT).sum(1, dtype=torch.uint8)
+        out[: self.side_bytes] = (bits.reshape(-1, 8) << _EIGHT.on(out.device)).sum(1, dtype=torch.uint8)
 
     def _stand_in(self, silent: torch.Tensor, bits: torch.Tensor, begin: int) -> torch.Tensor:
         """Return bits to ranks that do not vote, so that half of all decides as half of those that do would.
@@ -141,6 +145,8 @@ class MajorityVoteCodec(SummableCodec):
             silent: bool ``[ranks, segments]``.
             bits: Those of groups ``begin`` and on, a row a rank; left as they are, since others may read them.
         """
+        if bits.device.type != "cpu":
+            return self._stand_in_there(silent, bits, begin)
         if not bool(silent.any()):
             return bits
         bits = bits.clone()
@@ -157,10 +163,25 @@ class MajorityVoteCodec(SummableCodec):
                 bits[rank, max(first, 0) : last] = 255 if k < above else 0
         return bits
 
+    def _stand_in_there(self, silent: torch.Tensor, bits: torch.Tensor, begin: int) -> torch.Tensor:
+        """Return the same on a device, for every segment alike: to ask which ones need it would be to wait."""
+        number = silent.cumsum(0)
+        absent = number[-1]
+        above = (absent + ((len(bits) - absent) % 2 == 0)) // 2
+        votes = torch.where(number <= above, 255, 0).to(torch.uint8)
+        key = (begin, bits.shape[1])
+        if key not in self._segment_of:
+            groups = begin + np.arange(bits.shape[1]) // SIGN_BYTES
+            # What lies behind the last group is nobody's, and is not looked at.
+            found = np.searchsorted(self.table.first_group, groups, side="right") - 1
+            self._segment_of[key] = Constant(found.clip(0, len(self.table) - 1))
+        segment = self._segment_of[key].on(bits.device)
+        return torch.where(silent[:, segment], votes[:, segment], bits)
+
     def _decode(
         self, data: torch.Tensor, weight: float, begin: int, end: int, flat: torch.Tensor, accumulate: bool
     ) -> None:
-        lost, silent = self._flags(data)[:, self._owner]
+        lost, silent = self._flags(data)[:, self._owner.on(data.device)]
         size = torch.where(silent, 0.0, torch.tensor(weight, dtype=torch.float32))
         above, below = (torch.where(lost, torch.inf, side)[None] for side in (size, -size))
         bits = self._bits(data[None], end - begin)

@@ -104,7 +104,7 @@ class SharedLevelCodec(LevelCodec, SummableCodec):
         self.kernels.dequantise(words, self.blocks, scale, self.sums, self.sum_layout, flat, begin=begin, end=end)
 
     def decode_rows(self, rows: torch.Tensor, summary: Summary, flat: torch.Tensor) -> None:
-        total = torch.empty(self.mean_bytes(self.units), dtype=torch.uint8)
+        total = torch.empty(self.mean_bytes(self.units), dtype=torch.uint8, device=rows.device)
         self.kernels.sum_digits(rows, self.units, self.layout, total)
         self.decode_mean(total, summary, 0, self.units, flat)
 

@@ -63,6 +63,7 @@ class PQuantisation(LevelCompressor):
     blocks: str = "parameter"
 
     name: ClassVar[str] = "p_quantisation"
+    on_device: ClassVar[bool] = True
     tag: ClassVar[int] = 26
     properties: ClassVar[Properties] = Properties(
         summary="Zero or the p-norm of its block for every value, at random without bias",

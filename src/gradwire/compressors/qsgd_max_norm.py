@@ -58,6 +58,7 @@ class QSGDMaxNorm(EvenLevels):
 
     norm: ClassVar[str] = "max"
     name: ClassVar[str] = "qsgdmaxnorm"
+    on_device: ClassVar[bool] = True
     tag: ClassVar[int] = 20
     collectives: ClassVar[tuple[str, ...]] = ("two_shot", "all_gather")
     re_encoding: ClassVar[bool] = False

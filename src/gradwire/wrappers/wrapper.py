@@ -127,13 +127,18 @@ class Wrapper(Around):
         return self.compressor
 
 
-def pieces(runs: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Cut runs into pieces for arithmetic of several passes.
+def pieces(runs: Iterable[tuple[int, int]], flat: torch.Tensor | None = None) -> Iterator[tuple[int, int]]:
+    """Cut runs into pieces for arithmetic of several passes, so that what one writes is in a cache for the next.
+
+    Runs of a vector ``flat`` on a device stay whole: there each pass over a piece would be a launch.
 
     Example:
         >>> [b - a for a, b in pieces([(5, 100_005)])]
         [65536, 34464]
     """
+    if flat is not None and flat.device.type != "cpu":
+        yield from runs
+        return
     for begin, end in runs:
         for a in range(begin, end, PIECE):
             yield a, min(a + PIECE, end)

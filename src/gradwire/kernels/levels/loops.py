@@ -25,7 +25,7 @@ __all__ = [
 ]  # fmt: skip
 
 # Of all that this is compiled from: what Numba keeps on disk is kept under this name (``make digests``).
-DIGEST = "9e8e7267871cf7db"
+DIGEST = "a61d3f8e7494da58"
 
 quantise_even = either("quantise_even", "levels.scalar", "levels.simd")
 quantise_sought = either("quantise_sought", "levels.scalar", "levels.simd")

@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 # Of all that this is compiled from: what Numba keeps on disk is kept under this name (``make digests``).
-DIGEST = "1997c48b0a565bb5"
+DIGEST = "816c6d4d999b97be"
 
 _TILE_GROUPS = 10
 """Groups of digits that are unpacked at a time: with them, a block of 4096 coordinates fills the L1 cache."""
