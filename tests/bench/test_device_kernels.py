@@ -31,6 +31,7 @@ def test_families_are_verified_before_they_are_measured(monkeypatch: pytest.Monk
     ]
     kernels = [row["kernel"] for row in rows]
     assert {"moments", "encode", "sum of 4", "signs, vote of 4", "encode rotated, 4 bits", "select 0.01"} < set(kernels)
+    assert {"encode with statistics", "25 MB bucket, both ways"} < set(kernels)
     assert "quantise, 4 bits" not in kernels
     assert said.index({"family": "ternary", "agrees": True}) < [line.get("kernel") for line in said].index("encode")
     assert all(row["device"] == "Triton's interpreter" and row["median_s"] > 0 for row in rows)

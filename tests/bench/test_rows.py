@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 
+import gradwire as gw
 from gradwire.bench.rank import Rank
-from gradwire.bench.step import Cell, StepGrid
+from gradwire.bench.ranks import backend_of
+from gradwire.bench.step import Cell, StepGrid, describe
 from gradwire.lab import Topology
 
-NUMEL, HOSTS = 1000, 3
+NUMEL, HOSTS, NCCL = 1000, 3, "cpu:gloo,cuda:nccl"
 TIMES_S = {"compute": [0.010, 0.020, 0.030], "ddp fp32": [0.080, 0.100, 0.120], "gradwire terngrad": [0.02, 0.04, 0.06]}
 """Of each rank's steps: three ranks, as different as can be."""
 
@@ -67,8 +69,8 @@ class FakeRanks:
         return {"times_s": times, "cpu_s": 0.5 * count, "counted": counted if ours else {}}
 
 
-def measured(topology: Topology, network: FakeNetwork | None) -> dict[str, dict[str, Any]]:
-    grid = StepGrid(models=["lenet"], topologies=[topology], variants=list(TIMES_S), budget_s=1.0)
+def measured(topology: Topology, network: FakeNetwork | None, compute: str = "real") -> dict[str, dict[str, Any]]:
+    grid = StepGrid(models=["lenet"], topologies=[topology], variants=list(TIMES_S), budget_s=1.0, compute=compute)
     cell = Cell(grid, "lenet", topology, FakeRanks(network), network, NUMEL)  # type: ignore[arg-type]
     return {row["variant"]: row for row in cell.measure(list(TIMES_S))}
 
@@ -151,3 +153,27 @@ def test_a_rank_counts_from_before_the_steps_to_after_them() -> None:
     answer = rank.steps("x", 3)
     assert answer["counted"] == {"sent_bytes": 30}
     assert answer["times_s"] == [0.1] * 3
+
+
+def test_rows_of_gpus_name_them_and_hold_no_timeline_of_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "a GPU")
+    found = measured(Topology(hosts=HOSTS), None, "cuda")
+    assert {(row["device"], row["compute"]) for row in found.values()} == {("a GPU", "cuda")}
+    assert found["compute"]["timeline"] is None
+    assert all("  on GPUs  " in describe(row) for row in found.values())
+
+
+@pytest.mark.parametrize(("gpus", "network", "expected"), [(3, None, NCCL), (2, None, "gloo"), (3, object(), "gloo")])
+def test_nccl_serves_where_each_rank_has_a_gpu_and_no_link_is_emulated(
+    monkeypatch: pytest.MonkeyPatch, gpus: int, network: Any, expected: str
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: True)
+    assert backend_of("cuda", 3, network) == expected
+
+
+def test_gpus_are_refused_where_there_are_none() -> None:
+    with pytest.raises(gw.BackendError, match=r"--compute cuda: PyTorch .* finds no CUDA device"):
+        StepGrid(models=["lenet"], topologies=[Topology(hosts=2)], compute="cuda")

@@ -43,7 +43,7 @@ def test_rows_of_ranks_that_computed_and_that_slept_are_kept_apart(
 
 
 def test_an_unknown_kind_of_computing_is_refused() -> None:
-    with pytest.raises(UsageError, match="one of real, sleep"):
+    with pytest.raises(UsageError, match="one of real, sleep, cuda"):
         StepGrid(models=["lenet"], topologies=[TWO], compute="asleep")
 
 

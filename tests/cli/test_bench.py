@@ -42,7 +42,7 @@ def test_every_command_has_help_with_an_example(command: str) -> None:
         (["--loopback", "--budget", "-1"], "seconds above 0"),
         (["--loopback", "--budget", "nan"], "seconds above 0"),
         (["--loopback", "--cell-budget", "0"], "seconds above 0"),
-        (["--loopback", "--compute", "slep"], "one of real, sleep is needed"),
+        (["--loopback", "--compute", "slep"], "one of real, sleep, cuda is needed"),
         (["--loopback", "--figure", "no_such/figure.png"], "there is no folder no_such"),
     ],
 )

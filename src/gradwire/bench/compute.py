@@ -20,10 +20,12 @@ from gradwire.bench.models import Batch, BenchModel
 from gradwire.experiments.errors import RunError
 from gradwire.model.timeline import Timeline
 
-__all__ = ["COMPUTE_KINDS", "Compute", "RealCompute", "SleepingCompute", "make_compute"]
+__all__ = ["COMPUTE_KINDS", "CPU", "Compute", "RealCompute", "SleepingCompute", "make_compute"]
 
-COMPUTE_KINDS = ("real", "sleep")
-"""The values of a row's field ``compute``."""
+CPU = torch.device("cpu")
+
+COMPUTE_KINDS = ("real", "sleep", "cuda")
+"""The values of a row's field ``compute``: on this machine's cores, not at all, or on its GPUs."""
 
 
 class Compute(Protocol):
@@ -48,10 +50,15 @@ class RealCompute:
         model: Gives the loss.
         batch: This rank's.
         bucket_cap_mb: As for DistributedDataParallel.
+        device: Where to compute; a step ends when the device has ended it.
     """
 
-    def __init__(self, module: nn.Module, model: BenchModel, batch: Batch, bucket_cap_mb: float | None) -> None:
-        self.model, self.batch = model, batch
+    def __init__(
+        self, module: nn.Module, model: BenchModel, batch: Batch, bucket_cap_mb: float | None, device: torch.device
+    ) -> None:
+        module.to(device)
+        self.model, self.device = model, device
+        self.batch = (batch[0].to(device), batch[1].to(device))
         self.ddp = DistributedDataParallel(module, bucket_cap_mb=bucket_cap_mb, init_sync=False)
         self._optimizer = torch.optim.SGD(self.ddp.parameters(), lr=0.01)
 
@@ -63,6 +70,8 @@ class RealCompute:
     def update(self) -> None:
         """Take the optimizer's step."""
         self._optimizer.step()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
 
 class SleepingCompute:
@@ -177,7 +186,11 @@ class _Arrival(torch.autograd.Function):
 
 
 def make_compute(
-    model: BenchModel, batch: Batch, timeline: Timeline | None, bucket_cap_mb: float | None = None
+    model: BenchModel,
+    batch: Batch,
+    timeline: Timeline | None,
+    bucket_cap_mb: float | None = None,
+    device: torch.device = CPU,
 ) -> Compute:
     """Build what one variant computes; all variants start from the same weights on every rank.
 
@@ -186,12 +199,13 @@ def make_compute(
         batch: This rank's.
         timeline: To be slept through; None: compute for real.
         bucket_cap_mb: As for DistributedDataParallel.
+        device: Where to compute for real.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         module = model.make()
     if timeline is None:
-        return RealCompute(module, model, batch, bucket_cap_mb)
+        return RealCompute(module, model, batch, bucket_cap_mb, device)
     found = torch.autograd.grad(model.loss(module, batch), list(module.parameters()))
     gradients = dict(zip(dict(module.named_parameters()), found))
     return SleepingCompute(module, gradients, timeline, bucket_cap_mb)

@@ -29,20 +29,30 @@ from gradwire.kernels import (
 from gradwire.kernels.backends import Modules
 from gradwire.kernels.triton_core.backend import SERVED, TritonBackend
 
-__all__ = ["check_cuda", "measure_device"]
+__all__ = ["DEVICE_GOALS", "check_cuda", "measure_bucket", "measure_device"]
 
 RANKS = 4
 
+DEVICE_GOALS = {"encode with statistics": 8.2 / 8 / 0.6, "sum of 4": 1.0 / 8 / 0.6}
+"""0.6 of a copy's bytes a second. A copy moves eight bytes an element; these read it twice and write a fifth of a byte,
+and read four such fifths and write one."""
 
-def check_cuda() -> torch.device:
+BUCKET_BYTES = 25 << 20
+"""DDP's own buckets."""
+
+
+def check_cuda(option: str = "--device cuda") -> torch.device:
     """Return the current CUDA device.
+
+    Args:
+        option: Which asks for one.
 
     Raises:
         BackendError: there is none.
     """
     if not torch.cuda.is_available():
         raise BackendError(
-            f"--device cuda: PyTorch {torch.__version__} finds no CUDA device here: run this on a machine with one, "
+            f"{option}: PyTorch {torch.__version__} finds no CUDA device here: run this on a machine with one, "
             "and with a PyTorch that is built for CUDA"
         )
     return torch.device("cuda", torch.cuda.current_device())
@@ -75,6 +85,38 @@ def measure_device(
     return wrong
 
 
+def measure_bucket(bench: Bench, table: SegmentTable, x: torch.Tensor) -> None:
+    """Time what TernGrad does with a bucket of DDP's size, on a rank of two: encode with statistics, and decode.
+
+    Args:
+        bench: What times.
+        table: Parameters whose first ones make a bucket.
+        x: Their gradients, on the device.
+    """
+    count = max(1, int((4 * table.numel.cumsum() <= BUCKET_BYTES).sum()))
+    bucket = SegmentTable(table.offset[:count], table.numel[:count], table.start[:count], table.key[:count])
+    kernels, room, out = get_kernels("triton"), _bytes(x, 16 * bucket.groups), torch.zeros_like(x[: bucket.extent])
+    words = _bytes(x, packed_bytes(80 * bucket.groups, 2))
+    encode = _encode_with_statistics(kernels, bucket, x[: bucket.extent], room)
+
+    def both_ways() -> None:
+        scale = encode()
+        kernels.decode(words, 2, bucket, scale, 0, bucket.groups, out)
+
+    bench.run("25 MB bucket, both ways", "resnet50", bucket.extent, both_ways)
+
+
+def _encode_with_statistics(
+    kernels: Kernels, table: SegmentTable, x: torch.Tensor, out: torch.Tensor
+) -> Callable[[], torch.Tensor]:
+    def encode() -> torch.Tensor:
+        scale = kernels.moments(x, table).max_abs
+        kernels.ternary_encode(x, table, scale, inverse_scale(scale), 1, 0, 0, table.groups, out)
+        return scale
+
+    return encode
+
+
 Work = tuple[str, Callable[[], object]]
 
 
@@ -92,6 +134,7 @@ def _ternary(kernels: Kernels, table: SegmentTable, x: torch.Tensor) -> list[Wor
     words = _bytes(x, packed_bytes(80 * table.groups, RANKS))
     return [
         ("encode", lambda: kernels.ternary_encode(x, table, limit, inverse, 1, 0, 0, table.groups, rows[0])),
+        ("encode with statistics", _encode_with_statistics(kernels, table, x, rows[0])),
         ("sum of 4", lambda: kernels.ternary_sum(rows, words)),
         ("decode base 9", lambda: kernels.decode(words, RANKS, table, limit, 0, table.groups, out)),
     ]

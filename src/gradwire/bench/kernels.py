@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from gradwire.bench.coders import CODER_GOALS, bench_coder_choices, bench_coders
-from gradwire.bench.device_kernels import check_cuda, measure_device
+from gradwire.bench.device_kernels import DEVICE_GOALS, check_cuda, measure_bucket, measure_device
 from gradwire.bench.methods import bench_methods
 from gradwire.bench.rotations import ROTATION_GOALS, bench_rotations
 from gradwire.bench.sparse import SPARSE_GOALS, bench_low_rank, bench_sparse
@@ -249,12 +249,15 @@ def measure_cuda_kernels(
         BackendError: there is no CUDA device, or Triton is not installed.
     """
     device = check_cuda() if device is None else device
-    began, bench = time.perf_counter(), Bench(elements, repetitions, say, device=device)
+    began, bench = time.perf_counter(), Bench(elements, repetitions, say, goals=DEVICE_GOALS, device=device)
     get_kernels("triton")
     warm_up_s = time.perf_counter() - began
     bench.run("floor: memcpy", "flat", elements, lambda: bench.target.copy_(bench.source))
-    table = table_of(resnet50_sizes(elements))
+    sizes = resnet50_sizes(elements)
+    table = table_of(sizes * (elements // sum(sizes)))
     wrong = measure_device(bench, table, gradients(table).to(device), "resnet50", verified)
+    if not {name.partition(" ")[0] for name in wrong} & {"moments", "ternary"}:
+        measure_bucket(bench, table_of(sizes), gradients(table_of(sizes)).to(device))
     return _with_versions(bench, "triton", warm_up_s, device_name(device)), wrong
 
 

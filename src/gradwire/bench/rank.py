@@ -29,9 +29,13 @@ ENVIRONMENT = "GRADWIRE_BENCH"
 class Rank:
     """The variants of this rank, and what the parent may ask of them."""
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, device: str = "cpu", backend: str = "gloo") -> None:
         torch.set_num_threads(1)
-        dist.init_process_group("gloo")
+        self.device = torch.device(device)
+        if device == "cuda":
+            self.device = torch.device("cuda", int(os.environ["RANK"]) % torch.cuda.device_count())
+            torch.cuda.set_device(self.device)
+        dist.init_process_group(backend)
         self.model = bench_model(model)
         self.batch = self.model.batch(torch.Generator().manual_seed(dist.get_rank()))
         self.variants: dict[str, Variant] = {}
@@ -52,7 +56,7 @@ class Rank:
         """Build a variant, anew where it exists."""
         if variant in self.variants:
             self.variants.pop(variant).close()
-        built = self.variants[variant] = Variant.build(variant, self.model, self.batch, self.sleeps)
+        built = self.variants[variant] = Variant.build(variant, self.model, self.batch, self.sleeps, self.device)
         return {"numel": built.numel}
 
     def steps(self, variant: str, count: int) -> dict[str, Any]:

@@ -16,6 +16,9 @@ from functools import partial
 from types import TracebackType
 from typing import IO, Any
 
+import torch
+import torch.distributed as dist
+
 from gradwire.bench.deadline import Deadline, OutOfTimeError
 from gradwire.bench.rank import ENVIRONMENT
 from gradwire.experiments.errors import WorkerError
@@ -34,17 +37,22 @@ class Ranks:
         hosts: How many.
         network: Where they run; loopback if None.
         deadline: Until when they must have answered; None: they may take as long as they need.
+        device: "cuda": each computes on one of this machine's GPUs.
     """
 
-    def __init__(self, model: str, hosts: int, network: Network | None, deadline: Deadline | None = None) -> None:
+    def __init__(
+        self, model: str, hosts: int, network: Network | None, deadline: Deadline | None = None, device: str = "cpu"
+    ) -> None:
         self.hosts, self.network, self.deadline = hosts, network, deadline
         self._processes: list[subprocess.Popen[bytes]] = []
         self._logs: list[IO[bytes]] = []
-        port = _free_port()
+        port, given = _free_port(), {"model": model}
+        if device != "cpu":
+            given |= {"device": device, "backend": backend_of(device, hosts, network)}
         try:
             for host in range(hosts):
                 self._logs.append(tempfile.TemporaryFile())  # noqa: SIM115
-                self._processes.append(self._start(host, {ENVIRONMENT: json.dumps({"model": model})}, port))
+                self._processes.append(self._start(host, {ENVIRONMENT: json.dumps(given)}, port))
         except BaseException:
             self._end()
             raise
@@ -129,6 +137,15 @@ class Ranks:
         return lines[-1].removeprefix(f"[rank{rank}]: ") if lines else "it wrote nothing"
 
 
+def backend_of(device: str, hosts: int, network: Network | None) -> str:
+    """Return the backend of the ranks' group.
+
+    NCCL serves where each rank has a GPU of its own and no link is emulated: on one machine it goes past the network.
+    """
+    alone = device == "cuda" and network is None and hosts <= torch.cuda.device_count() and dist.is_nccl_available()
+    return "cpu:gloo,cuda:nccl" if alone else "gloo"
+
+
 def _free_port() -> int:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
@@ -136,7 +153,9 @@ def _free_port() -> int:
 
 
 @contextlib.contextmanager
-def open_ranks(model: str, hosts: int, network: Network | None, deadline: Deadline | None = None) -> Iterator[Ranks]:
+def open_ranks(
+    model: str, hosts: int, network: Network | None, deadline: Deadline | None = None, device: str = "cpu"
+) -> Iterator[Ranks]:
     """Start ranks for the body, and end them after it, also when this process is told to end."""
-    with termination_unwinds(), Ranks(model, hosts, network, deadline) as ranks:
+    with termination_unwinds(), Ranks(model, hosts, network, deadline, device) as ranks:
         yield ranks

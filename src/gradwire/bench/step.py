@@ -18,8 +18,11 @@ from pathlib import Path
 from statistics import fmean, median, quantiles
 from typing import Any
 
+import torch
+
 from gradwire.bench.compute import COMPUTE_KINDS
 from gradwire.bench.deadline import Deadline, OutOfTimeError
+from gradwire.bench.device_kernels import check_cuda
 from gradwire.bench.models import bench_model
 from gradwire.bench.pace import TURNS, steps_of_budget, steps_of_cell
 from gradwire.bench.ranks import Ranks, open_ranks
@@ -48,7 +51,8 @@ class StepGrid:
         budget_s: Of each variant in each cell, about.
         loopback: Without an emulated cluster: all ranks in this namespace, no limits.
         compute: "real": the ranks compute, and share this machine's cores. "sleep": they sleep as long as one rank
-            alone computes, so that the exchange has the cores for itself.
+            alone computes, so that the exchange has the cores for itself. "cuda": they compute on this machine's GPUs,
+            and gradients lie there.
         cell_budget_s: Of each cell, all its variants and their warm-up together, about; takes the place of
             ``budget_s``. A cell whose steps are long takes longer: each variant takes two steps at least.
     """
@@ -68,6 +72,8 @@ class StepGrid:
             check_variant(variant)
         if self.compute not in COMPUTE_KINDS:
             raise UsageError(f"compute {self.compute!r}: one of {', '.join(COMPUTE_KINDS)} is needed")
+        if self.compute == "cuda":
+            check_cuda("--compute cuda")
         for topology in self.topologies:
             if topology.hosts < 2:
                 raise UsageError("1 host exchanges nothing: use at least 2")
@@ -150,7 +156,8 @@ def open_cluster(
     """Start the ranks of a model for the body, on an emulated cluster without limits or on loopback."""
     with contextlib.ExitStack() as stack:
         network = None if grid.loopback else stack.enter_context(open_network(topology.with_bandwidth(None)))
-        yield stack.enter_context(open_ranks(model, topology.hosts, network, deadline)), network
+        device = "cuda" if grid.compute == "cuda" else "cpu"
+        yield stack.enter_context(open_ranks(model, topology.hosts, network, deadline, device)), network
 
 
 def tell_to_sleep(grid: StepGrid, model: str, ranks: Ranks, rows: Iterable[Row] = ()) -> Row | None:
@@ -204,11 +211,16 @@ class Cell:
         taken = {name: turns for name, turns in samples.items() if turns}
         if timeline is None or COMPUTE not in taken:
             raise OutOfTimeError("the deadline passed before a turn had ended")
+        if self.grid.compute == "cuda":
+            # Of launches, which end before what they launch.
+            timeline = None
         compute_s = median(t for turn in taken[COMPUTE] for t in turn["times_s"])
         rows = {name: self._row(name, turns, compute_s) for name, turns in taken.items()}
         rows[COMPUTE]["timeline"] = timeline
         reference = rows["ddp fp32"]["step_time_s"] if "ddp fp32" in rows else None
         for name, row in rows.items():
+            if self.grid.compute == "cuda":
+                row["device"] = torch.cuda.get_device_name()
             row["speedup_over_ddp_fp32"] = reference / row["step_time_s"] if reference else None
             if name.startswith("gradwire"):
                 with contextlib.suppress(OutOfTimeError):
@@ -361,7 +373,7 @@ def describe(row: Row) -> str:
     gap = row["interface_over_library"]
     return (
         f"{row['model']:11s} {row['hosts']} hosts {speed:>9s} {row['variant']:20s} {row['step_time_s'] * 1e3:8.1f} ms"
-        + ("  asleep" if compute_of(row) == "sleep" else "")
+        + {"sleep": "  asleep", "cuda": "  on GPUs"}.get(compute_of(row), "")
         + f"  {row['ratio_to_floor']:5.2f} x floor"
         + ("" if sent is None else f"  {sent / 1e6:7.3f} MB")
         + ("" if gap is None else f"  interface {100 * gap:+.1f} %")

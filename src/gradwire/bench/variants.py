@@ -6,11 +6,12 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 import gradwire as gw
-from gradwire.bench.compute import Compute, make_compute
+from gradwire.bench.compute import CPU, Compute, make_compute
 from gradwire.bench.models import Batch, BenchModel
 from gradwire.drivers import Span, Trace
 from gradwire.experiments.errors import UsageError
@@ -61,7 +62,9 @@ class Variant:
     recorder: Recorder | None
 
     @classmethod
-    def build(cls, name: str, model: BenchModel, batch: Batch, timeline: Timeline | None = None) -> Variant:
+    def build(
+        cls, name: str, model: BenchModel, batch: Batch, timeline: Timeline | None = None, device: torch.device = CPU
+    ) -> Variant:
         """Build a variant (collective); all of them start from the same weights on every rank.
 
         Args:
@@ -69,9 +72,10 @@ class Variant:
             model: What it trains.
             batch: This rank's.
             timeline: To be slept through in place of the model's passes; None: compute for real.
+            device: Where to compute for real.
         """
         powersgd = name == "ddp powersgd"
-        compute = make_compute(model, batch, timeline, ONE_BUCKET_MB if powersgd else None)
+        compute = make_compute(model, batch, timeline, ONE_BUCKET_MB if powersgd else None, device)
         ddp, link, recorder = compute.ddp, None, None
         if name == COMPUTE:
             recorder = Recorder(ddp)

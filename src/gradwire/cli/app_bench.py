@@ -34,8 +34,9 @@ def step(
     compute: Annotated[
         str,
         typer.Option(
-            metavar="real|sleep",
-            help="sleep: workers sleep as long as one alone computes, so that only exchanges use the cores",
+            metavar="real|sleep|cuda",
+            help="sleep: workers sleep as long as one alone computes, so that only exchanges use the cores; "
+            "cuda: they compute on this machine's GPUs",
         ),
     ] = "real",
     budget: Annotated[float, typer.Option(metavar="SECONDS", help="For each exchange in each cell, about")] = 3.0,

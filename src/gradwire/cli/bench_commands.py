@@ -106,6 +106,8 @@ def timeline(
         UsageError: there is no such rank, or the exchange has no lanes of ours.
     """
     check_figure(figure)
+    if compute == "cuda":
+        raise UsageError("--compute cuda: passes on a GPU go on after they have returned; use real or sleep")
     topology = Topology.parse(lab)
     if loopback:
         topology = Topology(hosts=topology.hosts)
