@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from statistics import mean
+from statistics import mean, median
 
 from page_parts import Row, result
 
@@ -44,7 +44,41 @@ def page() -> str | None:
         cells = [times(rows, rate, method) for rate in rates]
         sent = mean(row["between_bytes"] for row in rows if row["method"] == method)
         lines.append(f"| {method} | {' | '.join(cells)} | {sent / 1e3:,.0f} |")
-    return "\n".join([*lines, "", *findings(rows, rates)]).rstrip() + "\n"
+    return "\n".join([*lines, "", *findings(rows, rates), *predicted(rows, rates)]).rstrip() + "\n"
+
+
+FORETOLD = """
+## What `gradwire plan` says beforehand
+
+    gradwire plan --profile mlp --hosts 2 --gpus-per-host 2 --bandwidth 100mbit \\
+        -m terngrad -m 'Hierarchical(TernGrad(), node_size=2)'
+
+Milliseconds of a step as the performance model predicts them for this cluster, and in brackets the prediction over the
+mean that was measured. The model knows which operations stay inside a node, and that a node's ranks share its link; its
+costs of collectives were calibrated on loopback, where no node is known.
+
+    python benchmarks/two_level_predictions.py --json benchmarks/results/two_level_predictions.json
+"""
+
+
+def predicted(rows: list[Row], rates: list[str]) -> list[str]:
+    """Set predicted steps beside measured ones."""
+    made = result("two_level_predictions")
+    if made is None:
+        return []
+    steps = {(row["between"], row["method"]): row["step_s"] for row in made["rows"]}
+    lines = [FORETOLD, "| method | " + " | ".join(named(rate) for rate in rates) + " |", "|---|" + "---:|" * len(rates)]
+    ratios = []
+    for method in dict.fromkeys(row["method"] for row in made["rows"]):
+        cells = []
+        for rate in rates:
+            step_s = steps[rate, method]
+            ratios.append(step_s / mean(r["step_s"] for r in rows if (r["between"], r["method"]) == (rate, method)))
+            cells.append(f"{1e3 * step_s:,.0f} ({ratios[-1]:.2f})")
+        lines.append(f"| {method} | {' | '.join(cells)} |")
+    off = sorted(abs(ratio - 1) for ratio in ratios)
+    told = f"Off by {100 * median(off):.0f} % in the median and {100 * off[-1]:.0f} % at most"
+    return [*lines, "", f"{told}; {made['cpu']}, {made['date_utc'][:10]}."]
 
 
 def named(rate: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -14,8 +15,9 @@ from gradwire.model.cycle import Cycle, Fragment, cycle_of, cycle_time
 from gradwire.model.exchange import BucketJobs, ExchangeProfile
 from gradwire.model.forecast import NOTHING, Scenario, forecast, recommend
 from gradwire.model.machine import DEFAULT, LinkModel
-from gradwire.model.schedule import Load
-from gradwire.model.timeline import ReadyBucket
+from gradwire.model.schedule import Load, step_time
+from gradwire.model.timeline import ReadyBucket, Timeline
+from gradwire.ops import Scope
 from gradwire.planning import Options, Planner, exchanged
 
 SPECS = (
@@ -112,9 +114,31 @@ def test_what_a_graph_does_not_allow_is_refused_by_name() -> None:
     assert list(refused) == ["DPSGD(graph='no-such-file')"]
 
 
-def test_two_levels_of_links_are_refused_by_name() -> None:
-    setting = Scenario(hosts=4, link=LinkModel(bandwidth_bytes_per_s=1e6))
-    specs = ("Hierarchical(TernGrad(), node_size=2)", "DiLoCo(inner=Hierarchical(TernGrad(), node_size=2))")
-    _, refused = forecast(profile(), specs, setting, DEFAULT, repeats=1)
-    assert list(refused) == list(specs)
-    assert all("one kind of link" in reason for reason in refused.values())
+def test_two_levels_save_time_where_nodes_share_a_slow_link() -> None:
+    """Between two nodes of two, half of a rank's gradient crosses once; on one level two of three payloads do."""
+    two = "Hierarchical(TernGrad(), node_size=2)"
+    link = LinkModel(bandwidth_bytes_per_s=1e5)
+    setting = Scenario(hosts=2, ranks_per_host=2, link=link)
+    specs = ("terngrad", two, f"DiLoCo(every=4, inner={two})")
+    found, refused = forecast(profile(0.01), specs, setting, DEFAULT, repeats=1)
+    assert not refused
+    step_s = {f.method: f.step_s for f in found}
+    assert 2.5 < step_s["terngrad"] / step_s[two] < 3.5
+    assert step_s[specs[2]] < step_s[two]
+
+
+def test_operations_of_a_scope_take_the_links_that_its_groups_have() -> None:
+    link = LinkModel(bandwidth_bytes_per_s=100.0, latency_s=0.25, ranks_per_host=2)
+    inside, between = (Scope(*s) for s in (("node", ((0, 1), (2, 3)), True), ("between", ((0, 2), (1, 3)))))
+    found = {}
+    for scope, kind in itertools.product((inside, between, None), ("all_to_all", "ring", "pairs")):
+        jobs = BucketJobs((), ((Stage(0.0, kind, 60, 1, 1, scope), Stage(0.0)),), False)
+        empty = Timeline(forward_s=0.0, buckets=profile(0.0).timeline.buckets[:1], backward_s=0.0, after_s=0.0)
+        exchange = ExchangeProfile("x", 4, (jobs,))
+        steps = step_time(empty, exchange, machine=FREE, link=link, load=Load(ranks=2, cores=4))
+        found[scope.name if scope else "all", kind] = (round(steps.step_s, 6), round(steps.wire_s, 6))
+    # Two ranks share 100 bytes a second. Inside a node there is neither a link nor its latency.
+    assert {value for (where, _), value in found.items() if where == "node"} == {(0.0, 0.0)}
+    assert {value for (where, _), value in found.items() if where == "between"} == {(1.45, 1.2)}
+    assert found["all", "ring"] == (0.85, 0.6)
+    assert found["all", "pairs"] == (1.05, 0.8)

@@ -117,9 +117,9 @@ def test_chunks_wait_for_the_preparation_and_take_both_lanes() -> None:
 def test_ranks_of_one_host_share_its_link_and_tell_each_other_nothing_over_it() -> None:
     link = LinkModel(bandwidth_bytes_per_s=100.0, ranks_per_host=2)
     # Four ranks on two hosts: two of three messages leave; a ring crosses once for two ranks.
-    assert link.leaving(90, ring=False, world_size=4) == pytest.approx(60)
-    assert link.leaving(90, ring=True, world_size=4) == pytest.approx(45)
-    assert link.leaving(90, ring=False, world_size=2) == 0.0
+    assert link.leaving(90, ring=False, ranks=range(4)) == pytest.approx(60)
+    assert link.leaving(90, ring=True, ranks=range(4)) == pytest.approx(45)
+    assert link.leaving(90, ring=False, ranks=range(2)) == 0.0
     exchange = ExchangeProfile("x", 4, (coded(0.0, 90),))
     found = step_time(timeline(2.0), exchange, machine=FREE, link=link, load=Load(ranks=2, cores=4))
     assert found.step_s == pytest.approx(3.5 + 60 / 50)

@@ -26,7 +26,7 @@ from gradwire.experiments.tasks import ALL, build
 from gradwire.model.profile import Profile
 from gradwire.model.timeline import Recorder
 
-__all__ = ["main", "profile_name", "profile_script"]
+__all__ = ["main", "profile_module", "profile_name", "profile_script"]
 
 STEPS = 12
 """Of a profile; the first two lay out buckets and do not count."""
@@ -44,7 +44,7 @@ def profile_name(name: str, data: str | None = None) -> Profile:
     if name in MODELS:
         model = MODELS[name]
         batch = model.batch(torch.Generator().manual_seed(0))
-        return _measure(name, model.make, lambda module, step: model.loss(module, batch))
+        return profile_module(name, model.make, lambda module, step: model.loss(module, batch))
     tasks = [task.name for task in ALL]
     if name not in tasks:
         raise UsageError(f"nothing named {name!r} to profile: {nearest(name, [*tasks, *MODELS])}, or a .py script")
@@ -58,10 +58,17 @@ def profile_name(name: str, data: str | None = None) -> Profile:
         inputs, targets = source.batch(order.indices(step), part, seed=plan.seed, step=step)
         return plan.task.loss(module(inputs), targets)
 
-    return _measure(name, lambda: build_model(plan), loss)
+    return profile_module(name, lambda: build_model(plan), loss)
 
 
-def _measure(name: str, make: Callable[[], nn.Module], loss: Callable[[nn.Module, int], torch.Tensor]) -> Profile:
+def profile_module(name: str, make: Callable[[], nn.Module], loss: Callable[[nn.Module, int], torch.Tensor]) -> Profile:
+    """Profile what ``make`` builds, by a few steps of one worker on one thread.
+
+    Args:
+        name: What the profile calls it.
+        make: Builds the module.
+        loss: ``loss(module, step)``.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     own = not dist.is_initialized()

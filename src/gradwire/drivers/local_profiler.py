@@ -13,7 +13,7 @@ import torch
 
 from gradwire.drivers.traffic import broadcast_sends, gathers, large, op_bytes
 from gradwire.link_cost import LinkCost
-from gradwire.ops import AllToAll, Broadcast, Exchange, Op, Reduce, SendRecv
+from gradwire.ops import AllToAll, Broadcast, Exchange, Op, Reduce, Scope, SendRecv
 from gradwire.protocols import Context, Memory, Workspace
 from gradwire.protocols.bucket_plan import BucketPlan
 from gradwire.wire import pretend_senders
@@ -40,6 +40,7 @@ class Stage:
         sent_bytes: By one rank; of a broadcast by its root, for whose time all others wait.
         rounds: Messages that depend on one another.
         messages: That one rank sends.
+        scope: Of the operation; None: it is among all ranks.
     """
 
     work_s: float
@@ -47,6 +48,7 @@ class Stage:
     sent_bytes: int = 0
     rounds: int = 0
     messages: int = 0
+    scope: Scope | None = None
 
 
 class LocalProfiler:
@@ -133,7 +135,7 @@ def _timed(generator: Exchange[T], world_size: int) -> tuple[T, list[Stage]]:
         op = next(generator)
         while True:
             work_s = time.perf_counter() - started
-            stages.append(Stage(work_s, *_shape(op, world_size)))
+            stages.append(Stage(work_s, *_shape(op, world_size), op.scope))
             reply = _echo(op)
             started = time.perf_counter()
             op = generator.send(reply)
@@ -143,7 +145,9 @@ def _timed(generator: Exchange[T], world_size: int) -> tuple[T, list[Stage]]:
 
 
 def _shape(op: Op, world_size: int) -> tuple[str, int, int, int]:
-    (sent, _), others = op_bytes(op, world_size), world_size - 1
+    sent, _ = op_bytes(op, world_size)
+    world_size = world_size if op.scope is None else op.scope.place(0)[1]
+    others = world_size - 1
     if isinstance(op, Reduce) and not gathers(op):
         return "ring", sent, 2 * others, 2 * others
     if isinstance(op, Broadcast):

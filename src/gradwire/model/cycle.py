@@ -12,7 +12,7 @@ import torch
 
 from gradwire.local_steps import VELOCITY, StepsLocally
 from gradwire.methods import Method
-from gradwire.model.exchange import ExchangeProfile, jobs_of, refuse_levels
+from gradwire.model.exchange import ExchangeProfile, jobs_of
 from gradwire.model.machine import LinkModel, Machine
 from gradwire.model.schedule import Load, Steps, step_time
 from gradwire.model.timeline import ReadyBucket, Timeline
@@ -79,7 +79,6 @@ def cycle_of(
         IncompatibleError: the method cannot serve that many ranks, or an option does not fit it.
     """
     chosen, given = read_method(method), options or Options()
-    refuse_levels(chosen, world_size)
     pieces, its = exchanged(chosen, parameters, given)
     steps = None if chosen.outcomes_differ else cast(StepsLocally, chosen)
     groups = pieces.fragments if isinstance(pieces, Pieces) else [list(pieces)]

@@ -14,7 +14,7 @@ from gradwire.model.timeline import ReadyBucket
 from gradwire.planning import Options, Planner
 from gradwire.spec import method as read_method
 
-__all__ = ["BucketJobs", "ExchangeProfile", "exchange_of", "jobs_of", "nothing_but_the_sum", "refuse_levels"]
+__all__ = ["BucketJobs", "ExchangeProfile", "exchange_of", "jobs_of", "nothing_but_the_sum"]
 
 
 @dataclass(frozen=True)
@@ -88,23 +88,9 @@ def exchange_of(
             f"it exchanges in one of {chosen.local_steps} steps, and not as buckets of gradients become ready: see "
             "gradwire.model.cycle"
         )
-    refuse_levels(chosen, world_size)
     planner = Planner(chosen, parameters, world_size, options or Options())
     planner.compile()
     return ExchangeProfile(repr(chosen), world_size, jobs_of(planner, buckets, world_size, repeats))
-
-
-def refuse_levels(method: Method, world_size: int) -> None:
-    """Refuse a method whose exchanges take links of several kinds.
-
-    Raises:
-        IncompatibleError: it exchanges inside nodes and between them, or cannot serve so many ranks.
-    """
-    if method.scopes(world_size):
-        raise IncompatibleError(
-            f"{method!r} exchanges inside nodes and between them, and this model knows one kind of link: ask for the "
-            "method inside, between as many workers as there are nodes and with a node's share of the parameters"
-        )
 
 
 def jobs_of(planner: Planner, buckets: Sequence[ReadyBucket], world_size: int, repeats: int) -> tuple[BucketJobs, ...]:

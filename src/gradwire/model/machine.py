@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -30,12 +31,27 @@ class LinkModel:
     latency_s: float = 0.0
     ranks_per_host: int = 1
 
-    def leaving(self, sent_bytes: float, ring: bool, world_size: int) -> float:
-        """Return the bytes of a rank that leave its host: one rank's of a ring, else those for ranks on other hosts."""
-        here = self.ranks_per_host
-        if world_size <= here:
+    def elsewhere(self, ranks: Sequence[int]) -> int:
+        """Return how many of some ranks are not on the host of the first; each host has the next ranks."""
+        return sum(rank // self.ranks_per_host != ranks[0] // self.ranks_per_host for rank in ranks)
+
+    def leaving(self, sent_bytes: float, ring: bool, ranks: Sequence[int]) -> float:
+        """Return the bytes of a rank that leave its host: one rank's of a ring, else those for ranks on other hosts.
+
+        Args:
+            sent_bytes: By the first of the ranks.
+            ring: Whether each sends to the next alone.
+            ranks: Among whom.
+
+        Example:
+            >>> link = LinkModel(ranks_per_host=2)
+            >>> [link.leaving(90, False, ranks) for ranks in (range(4), (0, 1), (0, 2))]
+            [60.0, 0.0, 90.0]
+        """
+        away = self.elsewhere(ranks)
+        if not away:
             return 0.0
-        return sent_bytes / here if ring else sent_bytes * (world_size - here) / (world_size - 1)
+        return sent_bytes / (len(ranks) - away) if ring else sent_bytes * away / (len(ranks) - 1)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -146,7 +146,9 @@ def step_time(
     factor = load.stretch * machine.contention
     speed = link.bandwidth_bytes_per_s
     flow = speed / link.ranks_per_host if speed else float("inf")
-    n = exchange.world_size
+
+    def among(stage: Stage) -> Sequence[int]:
+        return range(exchange.world_size) if stage.scope is None else stage.scope.ranks(0)
 
     def item(stage: Stage) -> Iterator[_Item]:
         if stage.work_s:
@@ -156,12 +158,13 @@ def step_time(
             alone = ring or pairs or stage.kind == "broadcast"
             byte_s = machine.sum_byte_s if ring else machine.byte_s
             efficiency = machine.ring_efficiency if alone else machine.crowd_efficiency
+            ranks, inside = among(stage), stage.scope is not None and not link.elsewhere(among(stage))
             yield _Item(
                 cpu_s=(machine.call_s + machine.message_s * stage.messages + byte_s * stage.sent_bytes) * factor,
-                latency_s=stage.rounds * (machine.round_s * load.stretch + link.latency_s),
+                latency_s=stage.rounds * (machine.round_s * load.stretch + (0.0 if inside else link.latency_s)),
                 # Bytes that the link carries in the time that these take.
-                sent_bytes=link.leaving(stage.sent_bytes, ring, n) / efficiency if speed else 0.0,
-                in_turn=pairs,
+                sent_bytes=link.leaving(stage.sent_bytes, ring, ranks) / efficiency if speed else 0.0,
+                in_turn=pairs and not (stage.scope is not None and stage.scope.local),
             )
 
     runners = [_Runner() for _ in range(lanes)]
@@ -207,7 +210,8 @@ def step_time(
                 skip = bucket.asynchronous and not k
                 busy_s += sum(i.cpu_s for i in item(stage)) - (stage.work_s * factor if skip else 0.0)
     stages = [s for b in exchange.buckets for job in (b.prepare, *b.chunks) for s in job]
-    wire_s = sum(link.leaving(s.sent_bytes, s.kind == "ring", n) for s in stages) / flow if speed else 0.0
+    leaving = (link.leaving(s.sent_bytes, s.kind == "ring", among(s)) for s in stages if s.kind)
+    wire_s = sum(leaving) / flow if speed else 0.0
     return Steps(now_s + timeline.after_s, timeline.compute_s, busy_s, wire_s)
 
 

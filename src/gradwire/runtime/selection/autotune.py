@@ -294,10 +294,10 @@ class Autotuner:
 
     def _over_the_link(self, spec: str, probed: Probed) -> tuple[float, float]:
         """Return the bytes of a step that leave a host, and the least seconds that takes: 0 where no link limits."""
-        rate, here, n = probed.host_bytes_per_s, probed.ranks_per_host, probed.world_size
+        rate, here, ranks = probed.host_bytes_per_s, probed.ranks_per_host, range(probed.world_size)
         link, meter = LinkModel(ranks_per_host=here), self._counted[spec]
         others = meter.sent_bytes - meter.ring_bytes
-        leaving = here * (link.leaving(meter.ring_bytes, True, n) + link.leaving(others, False, n))
+        leaving = here * (link.leaving(meter.ring_bytes, True, ranks) + link.leaving(others, False, ranks))
         return leaving, leaving / rate if rate else 0.0
 
     def _decide(self, network: Channel) -> None:
