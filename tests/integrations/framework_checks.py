@@ -75,6 +75,9 @@ def with_accelerate(folder: Path) -> dict[str, Any]:
     found["scaler"] = attachment.link.grad_scaler is accelerator.scaler
     scaled = {key: float(value.abs().max()) for key, value in attachment.link.state_dict()["rank"].items()}
     found["largest residual"] = max(scaled.values())
+    other = nn.Linear(3, 3)
+    found["a second module"] = refusal(lambda: accelerator.prepare(other))
+    found["the first one's link"] = attachment.link.close.alive
     attachment.link.close()
 
     # The optimizer is not named to the method, and still is each rank's own.
@@ -112,16 +115,24 @@ def with_trainer(folder: Path) -> dict[str, Any]:
         use_cpu=True,
         torch_compile=True,
         torch_compile_backend="aot_eager",
-        save_strategy="no",
+        save_strategy="steps",
+        save_steps=2,
         report_to="none",
         disable_tqdm=True,
         remove_unused_columns=False,
     )
     trainer = Trainer(Squares(), arguments, train_dataset=rows)
     attachment = gw.integrations.trainer(trainer, METHOD)
+    # As where hyperparameters are searched.
+    trainer._get_output_dir = lambda trial: str(folder / "run-3")
     trainer.train()
     link = attachment.link
-    return {"compiled": type(trainer.model_wrapped).__name__, "rounds": None if link is None else link.round}
+    dist.barrier()
+    return {
+        "compiled": type(trainer.model_wrapped).__name__,
+        "rounds": None if link is None else link.round,
+        "states": sorted(str(path.relative_to(folder)) for path in folder.rglob("common.pt")),
+    }
 
 
 def with_lightning(folder: Path) -> dict[str, Any]:

@@ -9,8 +9,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch import nn
 
 import gradwire as gw
+from gradwire.integrations.attachment import Attachment
 from ranks import RankError, run_script
 
 pytestmark = [pytest.mark.ranks, pytest.mark.repository]
@@ -73,6 +75,8 @@ def test_accelerate_accumulates_scales_and_keeps_every_ranks_optimizer(tmp_path:
     found = asked_of("accelerate", tmp_path)
     assert found["rounds"] == 2, "four micro-steps, two at a time"
     assert found["scaler"]
+    assert "serves one module" in found["a second module"]
+    assert found["the first one's link"], "it goes on"
     # 64 times as large they would be above one.
     assert 0 < found["largest residual"] < 0.1
     assert found["own come back"] == [[True, True], [True, True]]
@@ -80,7 +84,9 @@ def test_accelerate_accumulates_scales_and_keeps_every_ranks_optimizer(tmp_path:
 
 
 def test_the_trainer_attaches_to_what_it_compiles_and_accumulates(tmp_path: Path) -> None:
-    assert asked_of("trainer", tmp_path) == {"compiled": "OptimizedModule", "rounds": 2}
+    found = asked_of("trainer", tmp_path)
+    assert found["states"] == ["run-3/checkpoint-2/gradwire/common.pt"]
+    assert (found["compiled"], found["rounds"]) == ("OptimizedModule", 2)
 
 
 def test_lightning_resumes_a_link_and_nothing_that_it_validated(tmp_path: Path) -> None:
@@ -101,6 +107,15 @@ def test_fabric_attaches_to_a_module_that_is_set_up_alone(tmp_path: Path) -> Non
     assert found["rounds after a look"] == 4, "a checkpoint that is only read changes nothing"
     assert found["rounds after a load"] == 3
     assert "call fabric.setup first" in found["too early"]
+
+
+def test_on_one_process_a_state_is_left_out_and_said_so(tmp_path: Path) -> None:
+    attachment = Attachment(METHOD, False, {})
+    attachment.attach(nn.Linear(2, 2))
+    attachment.load(tmp_path)()
+    (tmp_path / "common.pt").touch()
+    with pytest.warns(UserWarning, match="one process exchanges nothing"):
+        attachment.load(tmp_path)()
 
 
 @pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED", "MEGATRON_LM"])

@@ -64,7 +64,7 @@ class SignSGD(Algorithm):
     tag: ClassVar[int] = 17
     collectives: ClassVar[tuple[str, ...]] = ("two_shot", "all_gather")
     on_device: ClassVar[bool] = True
-    kernels: ClassVar[tuple[str, ...]] = ("signs", "moments")
+    kernels: ClassVar[tuple[str, ...]] = ("signs",)
     direction: ClassVar[bool] = True
     unbiased: ClassVar[bool] = False
     needs_loss_scale: ClassVar[bool] = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -41,17 +42,23 @@ class Attachment:
         self.optimizers: Callable[[], Sequence[Any]] = tuple
         self._module: DistributedDataParallel | None = None
 
-    def attach(self, module: Any, optimizer: Any = None, grad_scaler: Any = None) -> None:
+    def attach(self, module: Any, optimizer: Any = None, grad_scaler: Any = None, only: str | None = None) -> None:
         """Attach to a module that was wrapped, and compiled or not; nothing where it was not, as with one process.
 
         Args:
             optimizer: The framework's; options that the user gave come first.
             grad_scaler: Likewise; one that is not enabled counts as none.
+            only: Refuse another module than the one before, in these words. None: it takes its place.
+
+        Raises:
+            IncompatibleError: it is another module.
         """
         module = getattr(module, "_orig_mod", module)
         if not isinstance(module, DistributedDataParallel):
             return
         if self.link is not None:
+            if only is not None and self._module is not None and module.module is not self._module.module:
+                raise IncompatibleError(only)
             self.link.close()
         given = {"optimizer": optimizer}
         if grad_scaler is not None and grad_scaler.is_enabled():
@@ -80,6 +87,12 @@ class Attachment:
             IncompatibleError: there is no such state, and ``fresh`` is not set.
         """
         if self.link is None or self._module is None:
+            if (folder / "common.pt").exists():
+                warnings.warn(
+                    f"{folder} holds what {self.method!r} remembers on each rank, and one process exchanges nothing: "
+                    "it is left out",
+                    stacklevel=2,
+                )
             return _nothing
         if not (folder / "common.pt").exists() and self._fresh:
             return _nothing

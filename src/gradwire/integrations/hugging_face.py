@@ -13,6 +13,11 @@ from gradwire.methods import Method
 
 __all__ = ["accelerate", "trainer"]
 
+ANOTHER = (
+    "gw.integrations.accelerate serves one module, and this accelerator prepares a second one: prepare that one before "
+    "you call it, and use gw.attach on what prepare returned"
+)
+
 
 def accelerate(accelerator: Any, method: str | Method, *, fresh: bool = False, **options: Any) -> Attachment:
     """Exchange the gradients of the module that an ``Accelerator`` prepares by a method.
@@ -39,10 +44,10 @@ def accelerate(accelerator: Any, method: str | Method, *, fresh: bool = False, *
     Raises:
         HyperparameterError: the spec is wrong.
         IncompatibleError: the accelerator was given a communication hook of PyTorch's own, or trains otherwise than by
-            DDP.
+            DDP; in ``prepare``: it has prepared another module before.
     """
     attachment = Attachment(method, fresh, options)
-    _attach_when_prepared(accelerator, attachment, lambda: None)
+    _attach_when_prepared(accelerator, attachment, lambda: None, ANOTHER)
     # Accelerate keeps no other list of what it has prepared, and a checkpoint of its own goes through this one.
     attachment.optimizers = lambda: accelerator._optimizers
     loaded: list[Path] = []
@@ -67,7 +72,9 @@ def accelerate(accelerator: Any, method: str | Method, *, fresh: bool = False, *
     return attachment
 
 
-def _attach_when_prepared(accelerator: Any, attachment: Attachment, optimizer: Callable[[], Any]) -> None:
+def _attach_when_prepared(
+    accelerator: Any, attachment: Attachment, optimizer: Callable[[], Any], only: str | None = None
+) -> None:
     """Attach to what an accelerator wraps from now on, whether it is compiled afterwards or not.
 
     Raises:
@@ -89,7 +96,7 @@ def _attach_when_prepared(accelerator: Any, attachment: Attachment, optimizer: C
 
     def prepare_model(model: Any, *arguments: Any, **more: Any) -> Any:
         wrapped = prepare(model, *arguments, **more)
-        attachment.attach(wrapped, optimizer(), accelerator.scaler)
+        attachment.attach(wrapped, optimizer(), accelerator.scaler, only)
         return wrapped
 
     # Accelerate's own place for hooks is a handler, which it looks up by its exact class and the Trainer makes anew.
@@ -144,7 +151,9 @@ def trainer(trainer: Any, method: str | Method, *, fresh: bool = False, **option
 
         def on_save(self, args: Any, state: Any, control: Any, **more: Any) -> None:
             name = f"{utilities.PREFIX_CHECKPOINT_DIR}-{state.global_step}"
-            attachment.save(Path(args.output_dir) / name / FOLDER)
+            # In a search of hyperparameters each trial has a folder of its own.
+            folder = trainer._get_output_dir(getattr(trainer, "_trial", None))
+            attachment.save(Path(folder) / name / FOLDER)
 
     trainer.train = train
     trainer.add_callback(Keeper())
