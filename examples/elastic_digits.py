@@ -43,7 +43,8 @@ def main() -> None:
 
     first = resume(options.folder, model, optimizer, link)
     if rank == 0:
-        print(f"from step {first} on {world_size} workers, attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}", flush=True)
+        attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+        print(f"from step {first} on {world_size} workers, attempt {attempt}", flush=True)
     for step in range(first, options.steps):
         order = torch.Generator().manual_seed(1000 * step + rank)
         mine = torch.randint(0, len(labels), (64 // world_size,), generator=order)

@@ -13,7 +13,7 @@ from gradwire.kernels import checksum
 from gradwire.kernels.checksum import loops, reference
 from triton_interpreter import interpreted
 
-LENGTHS = (0, 1, 7, 8, 16, 127, 128, 129, 255, 256, 4096, 5003)
+LENGTHS = (0, 1, 7, 8, 16, 127, 128, 129, 255, 256, 4096, 5003, 16384, 16385, 16512, 49152, 50003)
 
 
 def test_docstring_examples_hold() -> None:
@@ -44,9 +44,11 @@ def test_the_kernel_for_gpus_gives_the_bits_of_the_reference(length: int) -> Non
     rows = draw.integers(0, 256, (3, length + 5), np.uint8)
     heads = draw.integers(0, 2**64, (3, 3), np.uint64)
     found = torch.zeros(3, dtype=torch.int64)
-    triton.row_checksums(torch.from_numpy(heads.view(np.int64)), torch.from_numpy(rows)[:, 5:], found)
-    expected = [reference.reference_check(h.tobytes(), row[5:]) for h, row in zip(heads, rows)]
-    assert found.numpy().view(np.uint64).tolist() == expected
+    # At whole words, where the length is one of those, and beside them.
+    for begin, part in ((5, rows), (0, np.ascontiguousarray(rows[:, 5:]))):
+        triton.row_checksums(torch.from_numpy(heads.view(np.int64)), torch.from_numpy(part)[:, begin:], found)
+        expected = [reference.reference_check(h.tobytes(), row[5:]) for h, row in zip(heads, rows)]
+        assert found.numpy().view(np.uint64).tolist() == expected
 
 
 def test_a_step_is_a_bijection_so_that_no_single_word_can_change_unseen() -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import gradwire as gw
+from gradwire.kernels.checksum import checksums
 from gradwire.kernels.entropy import get_coder
 from gradwire.ops import AllGather, Op
 from gradwire.planning import Options, Planner
@@ -91,10 +92,13 @@ def checksum(head: bytes, body: bytes) -> int:
         y = x * 0x9FB21C651E98DF25 & mask
         return y ^ y >> 32
 
-    sums = [0x9E3779B97F4A7C15 * (j + 1) & mask for j in range(16)]
-    for at in range(0, len(body), 128):
-        row = body[at : at + 128].ljust(128, bytes(1))
-        sums = [step(a ^ w) for a, w in zip(sums, struct.unpack("<16Q", row))]
+    sums: list[int] = []
+    for begin in range(0, max(len(body), 1), 16384):
+        block, own = body[begin : begin + 16384], [0x9E3779B97F4A7C15 * (j + 1) & mask for j in range(16)]
+        for at in range(0, len(block), 128):
+            row = block[at : at + 128].ljust(128, bytes(1))
+            own = [step(a ^ w) for a, w in zip(own, struct.unpack("<16Q", row))]
+        sums = [step(a ^ b) for a, b in zip(sums, own)] if begin else own
     h = 0xC2B2AE3D27D4EB4F
     for v in (*struct.unpack(f"<{len(head) // 8}Q", head), *sums):
         h = step(h ^ v)
@@ -120,7 +124,7 @@ def test_a_section_of_levels_is_read_as_the_page_says(method: gw.Method, coded: 
     base, total = len(values), np.zeros(NUMEL, np.float32)
     for rank, data in enumerate(sent):
         magic, version, _, round_, _, _, size = struct.unpack("<2sBBIHHI", data[:16])
-        assert (magic, version, round_, size) == (b"GW", 2, 0, len(data) - 32)
+        assert (magic, version, round_, size) == (b"GW", 3, 0, len(data) - 32)
         sender, receiver, exchange, zero, check = struct.unpack("<HHHHQ", data[16:32])
         assert (sender, receiver, exchange, zero) == (rank, 0xFFFF, 0, 0)
         assert check == checksum(data[:24], data[32:])
@@ -165,3 +169,10 @@ def test_a_section_of_signs_is_read_as_the_page_says(method: gw.Method, run: int
             above = bits[10 * group + i // 8] >> i % 8 & 1
             total[e] += values[0, e // run] if above else values[1, e // run] if sides == 2 else -values[0, e // run]
     assert torch.equal(torch.from_numpy(total), mean)
+
+
+@pytest.mark.parametrize("length", [0, 24, 16384, 16385, 40000])
+def test_a_checksum_is_what_the_page_says(length: int) -> None:
+    body = np.random.default_rng(length).integers(0, 256, length, np.uint8)
+    head = np.arange(3, dtype=np.uint64)[None]
+    assert checksums(head, body[None]).tolist() == [checksum(head.tobytes(), body.tobytes())]

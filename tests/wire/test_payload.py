@@ -42,9 +42,9 @@ def rows(count: int = 3, receiver: int = 5) -> torch.Tensor:
 
 
 def test_golden_payload() -> None:
-    assert WIRE_VERSION == 2
-    assert HEADER.to_bytes(1, 2).hex() == "4757020102010000030004002000000001000200" + "00000000"
-    assert rows(1)[0, 24:32].numpy().tobytes().hex() == "814109acf93a45ec"
+    assert WIRE_VERSION == 3
+    assert HEADER.to_bytes(1, 2).hex() == "4757030102010000030004002000000001000200" + "00000000"
+    assert rows(1)[0, 24:32].numpy().tobytes().hex() == "d8787e4e3defa314"
     assert HEADER_BYTES == 2 * ALIGNMENT == 32
 
 
@@ -76,7 +76,7 @@ def test_rows_round_trip() -> None:
     ("byte", "part"),
     [
         (0, "not a gradwire payload"),
-        (2, "wire version is 3, expected 2"),
+        (2, "wire version is 4, expected 3"),
         (3, "method tag is 2, expected 1"),
         (4, "round is 259, expected 258"),
         (8, "bucket is 4, expected 3"),

@@ -45,7 +45,7 @@ __all__ = [
     "seal_rows",
 ]
 
-WIRE_VERSION = 2
+WIRE_VERSION = 3
 HEADER_BYTES = 32
 EVERYONE = 0xFFFF
 """Receiver of a payload that goes to all ranks alike."""

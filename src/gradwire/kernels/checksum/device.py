@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from gradwire.errors import BackendError
-from gradwire.kernels.checksum.reference import reference_check
+from gradwire.kernels.checksum.reference import BLOCK_BYTES, reference_check
 
 __all__ = ["device_checksums"]
 
@@ -51,12 +51,16 @@ def _verify(device: torch.device) -> None:
     with _lock:
         if device in _verified:
             return
-        octets = (np.arange(3 * 301) * 37 >> 3).astype(np.uint8).reshape(3, 301)
+        # Of several blocks, with a partial row at the end, at whole words and beside them.
+        size = 2 * BLOCK_BYTES + 1032
+        octets = (np.arange(3 * size) * 37 >> 3).astype(np.uint8).reshape(3, size)
         heads = np.arange(9, dtype=np.uint64).reshape(3, 3)
-        expected = [reference_check(head.tobytes(), row[1:]) for head, row in zip(heads, octets)]
-        words = torch.from_numpy(heads.view(np.int64)).to(device)
-        found = _found(words, torch.from_numpy(octets).to(device)[:, 1:]).cpu().numpy().view(np.uint64)
-        if found.tolist() != expected:
+        words, rows = torch.from_numpy(heads.view(np.int64)).to(device), torch.from_numpy(octets).to(device)
+        wrong = False
+        for begin in (0, 1):
+            expected = [reference_check(head.tobytes(), row[begin:]) for head, row in zip(heads, octets)]
+            wrong |= _found(words, rows[:, begin:]).cpu().numpy().view(np.uint64).tolist() != expected
+        if wrong:
             raise BackendError(
                 f"the checksum of payloads differs from its reference on {device}: use transport='staged' with "
                 "backend='cpu', which checks payloads in main memory"

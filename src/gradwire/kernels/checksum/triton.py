@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, misc, untyped-decorator"
-"""Checksums as Triton computes them: a program a row, whose sixteen sums are lanes of one tile.
+"""Checksums as Triton computes them: a program a block of a row, whose sixteen sums are lanes, and then one a row.
 
-The words of a lane depend on each other, as they do on the CPU, so that a row takes as many steps as it has words of a
-lane; rows run side by side. Octets are loaded one by one: neither bodies nor their lengths are aligned.
+The words of a lane depend on each other, as they do on the CPU. Where bodies are whole words at whole words they are
+loaded so, else octet by octet.
 """
 
 from __future__ import annotations
@@ -11,38 +11,71 @@ import torch
 import triton
 import triton.language as tl
 
-from gradwire.kernels.checksum.reference import LANES, MULTIPLIER, ROW_BYTES, SEED, START
-from gradwire.kernels.triton_core.launch import launch
+from gradwire.kernels.checksum.reference import BLOCK_BYTES, LANES, MULTIPLIER, ROW_BYTES, SEED, START
+from gradwire.kernels.triton_core.launch import cdiv, launch
 
 __all__ = ["row_checksums"]
 
+_AHEAD = 8
+"""Rows of 128 bytes whose loads are under way together: none waits for a sum."""
 
-@triton.jit(do_not_specialize=["stride", "length", "words"])
-def _checksums(
-    rows, stride, length, heads, words, out,
-    MULTIPLIER: tl.constexpr, START: tl.constexpr, SEED: tl.constexpr, LANES: tl.constexpr, STEP: tl.constexpr,
+
+@triton.jit
+def _step(sums, words, MULTIPLIER: tl.constexpr):
+    mixed = (sums ^ words) * tl.full([1], MULTIPLIER, tl.uint64)
+    return mixed ^ (mixed >> 32)
+
+
+@triton.jit
+def _words(body, place, length, lane, WHOLE: tl.constexpr):
+    """Load sixteen words from ``place`` on; zeros behind the end."""
+    if WHOLE:
+        at = place + 8 * lane
+        word = tl.load((body + at).to(tl.pointer_type(tl.uint64)), mask=at < length, other=0)
+    else:
+        octet = tl.arange(0, 8)
+        at = place + 8 * lane[:, None] + octet[None, :]
+        value = tl.load(body + at, mask=at < length, other=0).to(tl.uint64)
+        word = tl.sum(value << (8 * octet[None, :]).to(tl.uint64), axis=1)
+    return word
+
+
+@triton.jit(do_not_specialize=["stride", "length", "blocks"])
+def _sum_blocks(
+    rows, stride, length, blocks, sums, MULTIPLIER: tl.constexpr, START: tl.constexpr, LANES: tl.constexpr,
+    STEP: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, LANES)
+    begin = (program % blocks) * BLOCK
+    body = rows + (program // blocks) * stride.to(tl.int64)
+    end = tl.minimum(begin + BLOCK, length)
+    found = tl.full([LANES], START, tl.uint64) * (lane + 1).to(tl.uint64)
+    for place in range(begin, end, STEP * AHEAD):
+        for row in tl.static_range(AHEAD):
+            here = place + STEP * row
+            mixed = _step(found, _words(body, here, length, lane, WHOLE), MULTIPLIER)
+            found = tl.where(here < end, mixed, found)
+    tl.store(sums + program * LANES + lane, found.to(tl.int64, bitcast=True))
+
+
+@triton.jit(do_not_specialize=["blocks", "words"])
+def _join(
+    sums, blocks, heads, words, out, MULTIPLIER: tl.constexpr, SEED: tl.constexpr, LANES: tl.constexpr
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, LANES)
-    octet = tl.arange(0, 8)
     one = tl.arange(0, 1)
-    multiplier = tl.full([LANES], MULTIPLIER, tl.uint64)
-    factor = tl.full([1], MULTIPLIER, tl.uint64)
-    sums = tl.full([LANES], START, tl.uint64) * (lane + 1).to(tl.uint64)
-    body = rows + row * stride.to(tl.int64)
-    for at in range(0, length, STEP):
-        place = at + 8 * lane[:, None] + octet[None, :]
-        value = tl.load(body + place, mask=place < length, other=0).to(tl.uint64)
-        sums = (sums ^ tl.sum(value << (8 * octet[None, :]).to(tl.uint64), axis=1)) * multiplier
-        sums ^= sums >> 32
+    first = sums + row * blocks * LANES + lane
+    found = tl.load(first).to(tl.uint64, bitcast=True)
+    for block in range(1, blocks):
+        found = _step(found, tl.load(first + block * LANES).to(tl.uint64, bitcast=True), MULTIPLIER)
     check = tl.full([1], SEED, tl.uint64)
     for word in range(words):
-        value = tl.load(heads + row * words + word + one).to(tl.uint64, bitcast=True)
-        check = (check ^ value) * factor
-        check ^= check >> 32
+        check = _step(check, tl.load(heads + row * words + word + one).to(tl.uint64, bitcast=True), MULTIPLIER)
     for source in tl.static_range(LANES):
-        check = (check ^ tl.sum(tl.where(lane == source, sums, tl.zeros_like(sums)), axis=0)) * factor
-        check ^= check >> 32
+        value = tl.sum(tl.where(lane == source, found, tl.zeros_like(found)), axis=0)
+        check = _step(check, value, MULTIPLIER)
     tl.store(out + row + one, check.to(tl.int64, bitcast=True))
 
 
@@ -54,7 +87,15 @@ def row_checksums(heads: torch.Tensor, rows: torch.Tensor, out: torch.Tensor) ->
         rows: uint8 ``[rows, bytes]``; the bytes of a row are neighbours in memory.
         out: int64 ``[rows]``.
     """
+    number, length = rows.shape
+    blocks = max(1, cdiv(length, BLOCK_BYTES))
+    sums = torch.empty(number * blocks * LANES, dtype=torch.int64, device=rows.device)
+    whole = not any(value % 8 for value in (rows.data_ptr(), rows.stride(0), length))
     launch(
-        _checksums, len(rows), rows, rows.stride(0), rows.shape[1], heads, heads.shape[1], out,
-        MULTIPLIER=MULTIPLIER, START=START, SEED=SEED, LANES=LANES, STEP=ROW_BYTES, num_warps=1,
+        _sum_blocks, number * blocks, rows, rows.stride(0), length, blocks, sums, MULTIPLIER=MULTIPLIER, START=START,
+        LANES=LANES, STEP=ROW_BYTES, BLOCK=BLOCK_BYTES, AHEAD=_AHEAD, WHOLE=whole, num_warps=1,
+    )  # fmt: skip
+    launch(
+        _join, number, sums, blocks, heads, heads.shape[1], out, MULTIPLIER=MULTIPLIER, SEED=SEED, LANES=LANES,
+        num_warps=1,
     )  # fmt: skip
