@@ -26,4 +26,20 @@ def measured() -> str:
         f"{row['loss_resumed_on_three']:.6f} | {row['loss_ddp']:.6f} |"
         for row in rows
     ]
-    return "\n".join(lines)
+    return "\n".join([*lines, *_elastic()])
+
+
+def _elastic() -> list[str]:
+    made = result("elastic")
+    if made is None:
+        return []
+    whole, torn = made["rows"]
+    (first, before), (again, after) = torn["starts"]
+    return [
+        "",
+        f"`python benchmarks/elastic.py --json benchmarks/results/elastic.json`, {made['date_utc'][:10]}: two agents "
+        f"of torchrun with {made['workers']} workers each, of which one is killed with its workers. {before} workers "
+        f"began at step {first}; {after} went on from step {again}, {torn['seconds_until_resumed']:.0f} seconds later, "
+        f'once torchrun had noticed it. The error named them: "{torn["named"][0]} without a report". Loss after '
+        f"{made['steps']} steps {torn['loss']:.4f}; where nobody died {whole['loss']:.4f}.",
+    ]

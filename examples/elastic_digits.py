@@ -1,11 +1,13 @@
 """Digits on as many workers as there are: torchrun starts them anew, on fewer or on more, and they go on.
 
+    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
     torchrun --nnodes 1:2 --nproc-per-node 2 --max-restarts 3 --rdzv-backend c10d --rdzv-endpoint HOST:29400 \
         elastic_digits.py --folder /shared/digits
 
-The same command on each of two machines. When a machine dies, torchrun ends the workers of the other, and starts them
+The same commands on each of two machines. When a machine dies, torchrun ends the workers of the other, and starts them
 anew as a smaller group; when it comes back, all are started anew as a larger one. Each time they go on from the latest
-checkpoint, which every machine must see.
+checkpoint, which every machine must see. Without the first line, workers that PyTorch 2.13 starts anew find the
+addresses of those before them in the store that it shares, and cannot connect.
 """
 
 import argparse
@@ -55,9 +57,10 @@ def main() -> None:
         time.sleep(options.pause)
         if (step + 1) % options.every == 0:
             save(options.folder, step + 1, model, optimizer, link)
-    accuracy = (model(inputs).argmax(1) == labels).float().mean()
+    with torch.no_grad():
+        loss = nn.functional.cross_entropy(model(inputs), labels)
     if rank == 0:
-        print(f"training accuracy {accuracy:.3f} after {options.steps} steps on {world_size} workers", flush=True)
+        print(f"loss {loss.item():.9f} after {options.steps} steps, at the end on {world_size} workers", flush=True)
     link.close()
     dist.destroy_process_group()
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -32,3 +36,36 @@ def test_the_plain_mode_has_never_heard_of_gradwire() -> None:
     """``gradwire run`` attaches to a script that does not import it; it is run in tests/cli/test_run.py."""
     code = f"import runpy, sys; runpy.run_path({str(EXAMPLE)!r}); sys.exit('gradwire' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def elastic(folder: Path, *, dies: bool) -> str:
+    """Train on two workers under torchrun, one of which may be killed after the first checkpoint; return its log."""
+    words = ["--standalone", "--nproc-per-node=2", "--max-restarts=2", str(EXAMPLE.with_name("elastic_digits.py"))]
+    words += ["--folder", str(folder), "--steps", "24", "--every", "8", "--pause", "0.1" if dies else "0"]
+    # Else Gloo finds the addresses of workers that are gone.
+    fresh = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
+    log, environment = folder / "log", {**os.environ, **fresh}
+    command = [sys.executable, "-m", "torch.distributed.run", *words]
+    with log.open("wb") as out, subprocess.Popen(command, stdout=out, stderr=out, env=environment) as agent:
+        deadline = time.monotonic() + 60
+        while agent.poll() is None:
+            if time.monotonic() > deadline:
+                agent.terminate()
+            if dies and (folder / "latest").exists():
+                victim = int(Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()[-1])
+                os.kill(victim, signal.SIGKILL)
+                dies = False
+            time.sleep(0.02)
+    return log.read_text()
+
+
+@pytest.mark.timeout(120)
+def test_a_training_whose_worker_is_killed_is_started_anew_and_ends_in_the_same_bits(tmp_path: Path) -> None:
+    whole, torn = (tmp_path / name for name in ("whole", "torn"))
+    whole.mkdir()
+    torn.mkdir()
+    expected, found = elastic(whole, dies=False), elastic(torn, dies=True)
+    assert "from step 0 on 2 workers, attempt 0" in found
+    assert re.search(r"from step (8|16) on 2 workers, attempt 1", found)
+    losses = [re.findall(r"loss ([\d.]+) after 24 steps", log) for log in (expected, found)]
+    assert losses[0] == losses[1] != []
