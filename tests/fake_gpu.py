@@ -85,6 +85,9 @@ class _Mark:
     def synchronize(self) -> None:
         self._gpu.catch_up(self._count)
 
+    def query(self) -> bool:
+        return self._gpu._done >= self._count
+
 
 class _Future(torch.futures.Future):  # type: ignore[type-arg]
     """A future whose value is there for streams that wait for it."""
@@ -228,7 +231,9 @@ class FakeGPU(Device):
             self._check(name, found, args, kwargs)
             if name == "numpy" and not kwargs.get("force"):
                 raise TypeError("can't convert cuda:0 device type tensor to numpy")
-            leaves = name in ("to", "copy_") and self._moves(name, args, made)
+            # Single values in main memory are arguments of kernels, but not of these.
+            copied = name in ("where", "copy_", "__setitem__") and any(not isinstance(t, DeviceTensor) for t in found)
+            leaves = copied or (name in ("to", "copy_") and self._moves(name, args, made))
             if name in READS or leaves or (name in INDEXING and self._index_is_here(args)):
                 self._noted()
         if name == "pin_memory":

@@ -78,6 +78,10 @@ def with_accelerate(folder: Path) -> dict[str, Any]:
     other = nn.Linear(3, 3)
     found["a second module"] = refusal(lambda: accelerator.prepare(other))
     found["the first one's link"] = attachment.link.close.alive
+    # As between two trainings, or where a batch that fits is sought.
+    accelerator.free_memory()
+    accelerator.prepare(other)
+    found["after free_memory"] = attachment.module is other and attachment.link.close.alive
     attachment.link.close()
 
     # The optimizer is not named to the method, and still is each rank's own.

@@ -77,6 +77,7 @@ def test_accelerate_accumulates_scales_and_keeps_every_ranks_optimizer(tmp_path:
     assert found["scaler"]
     assert "serves one module" in found["a second module"]
     assert found["the first one's link"], "it goes on"
+    assert found["after free_memory"], "another module takes its place"
     # 64 times as large they would be above one.
     assert 0 < found["largest residual"] < 0.1
     assert found["own come back"] == [[True, True], [True, True]]

@@ -31,7 +31,8 @@ def launches(largest: bool) -> list[Launch]:
         for family in SERVED:
             SELF_TESTS[family](kernels)
         heads, rows = torch.zeros((2, 3), dtype=torch.int64), torch.zeros((2, 200), dtype=torch.uint8)
-        row_checksums(heads, rows, heads[:, 0].clone())
+        for begin in (0, 1):  # at whole words, and beside them
+            row_checksums(heads, rows[:, begin:], heads[:, 0].clone())
         if largest:
             table = RotationTable([0], [MOST_BLOCK], [0], [(1, 2)], MOST_BLOCK)
             kernels.rotate(torch.zeros(MOST_BLOCK), table, torch.ones(1), 0, 0, torch.zeros(MOST_BLOCK))

@@ -11,6 +11,7 @@ import torch
 
 import gradwire as gw
 from fake_gpu import FakeGPU, fake_gpu, here, there
+from gradwire.ops import Reduce
 from ranks import fresh_ranks
 
 pytestmark = pytest.mark.ranks
@@ -278,3 +279,125 @@ def test_ranks_that_do_not_vote_are_told_apart_on_a_device(three_ranks: Any, met
         # Nobody has a gradient of "b", and one or two ranks have one of the others.
         assert [set(outcome[600:690].tolist()) for outcome in outcomes] == [{0.0}] * 4
         assert set(outcomes[0][:600].tolist()) == {-1.0, 1.0}
+
+
+def scattered(method: str, on_device: bool) -> tuple[list[torch.Tensor], list[bool], list[tuple[str, str]]]:
+    """Reduce-scatter some rounds; return this rank's shards, where operations had their tensors, and who waited."""
+    import torch.distributed as dist
+
+    from gradwire.drivers.transports.staged import StagedTransport
+
+    execute, rank, places = StagedTransport.execute, dist.get_rank(), list[bool]()
+
+    def noted(self: Any, op: Any, wait_for_turn: Any) -> torch.Tensor:
+        places.append(self._device.holds(op.value if isinstance(op, Reduce) else op.send))
+        return execute(self, op, wait_for_turn)
+
+    numel = 3 * 20 * 400
+    waits: list[tuple[str, str]] = []
+    with fake_gpu() if on_device else nullcontext() as gpu, mock.patch.object(StagedTransport, "execute", noted):
+        parameters = {"w": torch.nn.Parameter(torch.zeros(60, 400))}
+        # In most chunks some rank has no shard.
+        options = {"collective": "reduce_scatter", "chunk_numel": 8000, "lanes": 1}
+        link = gw.Link(parameters.items(), method, seed=4, **options)
+        draw, found = torch.Generator().manual_seed(rank), []
+        for step in range(3):
+            flat = torch.randn(numel, generator=draw)
+            if step == 1 and rank == 2:
+                flat[0] = torch.inf
+            if on_device and step == 1:
+                gpu.waits_for.clear()
+            mean = link.exchange(0, ["w"], there(flat) if on_device else flat, False).wait()
+            link.end_round()
+            found.append(mean.reshape(3, -1)[rank].cpu().clone())
+        if on_device:
+            waits = [wait for wait in gpu.waits_for if wait[1] == "link"]
+        assert link.skipped_rounds == 1
+        link.close()
+    return found, places, waits
+
+
+@pytest.mark.parametrize("method", ["QSGD()", "eden", "ErrorFeedback(compressor=QSGDinf())"])
+def test_shards_on_a_device_have_the_same_bits_and_all_ranks_the_same_operations(three_ranks: Any, method: str) -> None:
+    """A rank without a shard in a chunk tells of it where the others do, or those who take NCCL would wait for ever."""
+    expected, found = three_ranks(scattered, method, False), three_ranks(scattered, method, True)
+    for (shards, _, _), (others, places, waits) in zip(expected, found):
+        assert all(same_bits(shard, other) for shard, other in zip(shards, others))
+        assert len(places) > 9
+        assert all(places), "an operation with a tensor in main memory"
+        assert not waits
+
+
+def looked_at() -> dict[str, Any]:
+    """Spoil what rank 1 gets in the last round of all, and look at the link in all ways."""
+    import tempfile
+
+    import torch.distributed as dist
+
+    from gradwire.drivers.transports.staged import StagedTransport
+
+    returned, rank, told = StagedTransport._returned, dist.get_rank(), dict[str, Any]()
+
+    def changed(self: Any, to: torch.Tensor, reply: torch.Tensor) -> torch.Tensor:
+        if rank == 1 and reply.dim() == 2 and int(reply[2, 4]) == 1:
+            reply[2, 40] ^= 8
+        return returned(self, to, reply)
+
+    def refusal(look: Any) -> str:
+        try:
+            look()
+        except gw.GradwireError as error:
+            return str(error)
+        return "nothing was refused"
+
+    with fake_gpu() as gpu, mock.patch.object(StagedTransport, "_returned", changed):
+        parameters = {"w": torch.nn.Parameter(torch.zeros(60, 400))}
+        link = gw.Link(parameters.items(), "QSGD()", seed=4, lanes=1)
+        for _ in range(2):
+            parameters["w"].grad = there(torch.ones(60, 400))
+            link.reduce_()
+        told["before the device is done"] = link.error
+        gpu.catch_up(gpu.mark()._count)
+        told["error"] = str(link.error)
+        with tempfile.TemporaryDirectory() as folder:
+            told["looks"] = [refusal(look) for look in (link.state_dict, link.metrics, link.gauges, link.state_dict)]
+            told["save"] = refusal(lambda: gw.save(link, folder))
+        link.close()
+    return told
+
+
+def test_an_error_that_is_known_late_is_told_by_every_look_and_to_all_who_save() -> None:
+    with fresh_ranks(3, group_timeout_s=20) as ranks:
+        found = ranks(looked_at)
+    assert all(told["before the device is done"] is None for told in found)
+    assert "payload from rank 2" in found[1]["error"]
+    assert all("payload from rank 2" in look for look in found[1]["looks"])
+    assert all("rank 1" in told["save"] and "payload from rank 2" in told["save"] for told in found)
+
+
+def checked() -> str:
+    """Spoil what rank 1 gets where bits are compared after each bucket; return the error."""
+    import torch.distributed as dist
+
+    from gradwire.drivers.transports.staged import StagedTransport
+
+    returned, rank = StagedTransport._returned, dist.get_rank()
+
+    def changed(self: Any, to: torch.Tensor, reply: torch.Tensor) -> torch.Tensor:
+        if rank == 1 and reply.dim() == 2 and reply.shape[1] > 64:
+            reply[2, 40] ^= 8
+        return returned(self, to, reply)
+
+    with fake_gpu(), mock.patch.object(StagedTransport, "_returned", changed):
+        parameters = {"w": torch.nn.Parameter(torch.zeros(60, 400))}
+        link = gw.Link(parameters.items(), "QSGD()", seed=4, check=True)
+        parameters["w"].grad = there(torch.ones(60, 400))
+        with pytest.raises(gw.GradwireError) as error:
+            link.reduce_()
+        link.close()
+    return str(error.value)
+
+
+def test_where_bits_are_compared_the_cause_comes_first() -> None:
+    with fresh_ranks(3, group_timeout_s=20) as ranks:
+        assert "payload from rank 2 for bucket 0" in ranks(checked)[1]

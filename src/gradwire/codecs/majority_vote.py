@@ -183,7 +183,8 @@ class MajorityVoteCodec(SummableCodec):
         self, data: torch.Tensor, weight: float, begin: int, end: int, flat: torch.Tensor, accumulate: bool
     ) -> None:
         lost, silent = self._flags(data)[:, self._owner.on(data.device)]
-        size = torch.where(silent, 0.0, torch.tensor(weight, dtype=torch.float32))
+        # A product, since a choice of values would copy them to the device in every call.
+        size = (~silent).to(torch.float32) * torch.tensor(weight, dtype=torch.float32)
         above, below = (torch.where(lost, torch.inf, side)[None] for side in (size, -size))
         bits = self._bits(data[None], end - begin)
         self.kernels.sign_decode(bits, self.runs, above, below, begin, end, flat, accumulate)

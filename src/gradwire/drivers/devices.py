@@ -22,6 +22,9 @@ class Mark(Protocol):
     def synchronize(self) -> None:
         """Block this thread until the device has got there."""
 
+    def query(self) -> bool:
+        """Return whether the device has got there."""
+
 
 class Device(ABC):
     """Where tensors lie, and the stream on which a link works on them.
@@ -80,6 +83,9 @@ class _NothingPending:
 
     def synchronize(self) -> None:
         pass
+
+    def query(self) -> bool:
+        return True
 
 
 class HostDevice(Device):

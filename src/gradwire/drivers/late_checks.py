@@ -65,6 +65,10 @@ class Verdict:
             device.copy_async(self._read, together)
         self._mark = device.mark()
 
+    def reached(self) -> bool:
+        """Return whether the device has ended the round, so that :meth:`read` would not wait."""
+        return self._mark.query()
+
     def read(self) -> bool:
         """Wait until the device has ended the round; return False if a mean was not finite.
 

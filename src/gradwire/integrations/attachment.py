@@ -42,29 +42,28 @@ class Attachment:
         self.optimizers: Callable[[], Sequence[Any]] = tuple
         self._module: DistributedDataParallel | None = None
 
-    def attach(self, module: Any, optimizer: Any = None, grad_scaler: Any = None, only: str | None = None) -> None:
+    def attach(self, module: Any, optimizer: Any = None, grad_scaler: Any = None) -> None:
         """Attach to a module that was wrapped, and compiled or not; nothing where it was not, as with one process.
 
         Args:
             optimizer: The framework's; options that the user gave come first.
             grad_scaler: Likewise; one that is not enabled counts as none.
-            only: Refuse another module than the one before, in these words. None: it takes its place.
-
-        Raises:
-            IncompatibleError: it is another module.
         """
         module = getattr(module, "_orig_mod", module)
         if not isinstance(module, DistributedDataParallel):
             return
         if self.link is not None:
-            if only is not None and self._module is not None and module.module is not self._module.module:
-                raise IncompatibleError(only)
             self.link.close()
         given = {"optimizer": optimizer}
         if grad_scaler is not None and grad_scaler.is_enabled():
             given["grad_scaler"] = grad_scaler
         self._module = module
         self.link = attach(module, self.method, **given | self._options)
+
+    @property
+    def module(self) -> Any:
+        """The user's own module inside what was attached to; None before."""
+        return None if self._module is None else self._module.module
 
     def save(self, folder: Path) -> None:
         """Save the link's state (collective), and what is this rank's own under methods with local steps."""

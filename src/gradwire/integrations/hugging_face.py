@@ -96,7 +96,11 @@ def _attach_when_prepared(
 
     def prepare_model(model: Any, *arguments: Any, **more: Any) -> Any:
         wrapped = prepare(model, *arguments, **more)
-        attachment.attach(wrapped, optimizer(), accelerator.scaler, only)
+        former = attachment.module
+        # One that was freed, as between two trainings, makes room for another.
+        if only is not None and former is not model and any(former is one for one in accelerator._models):
+            raise IncompatibleError(only)
+        attachment.attach(wrapped, optimizer(), accelerator.scaler)
         return wrapped
 
     # Accelerate's own place for hooks is a handler, which it looks up by its exact class and the Trainer makes anew.

@@ -51,8 +51,7 @@ def reduce_scatter(
     last step.
     """
     parts, bodies, finite = yield from owned_means(context, tag, [shard.sections for shard in shards], flat)
-    mine = torch.as_tensor(finite).view(1)
-    lost = yield Reduce(mine.logical_not().to(torch.float32), "max")
+    lost = yield Reduce(_lost(finite, flat), "max")
 
     def sent(out: torch.Tensor, weight: float) -> None:
         room: torch.Tensor | None = None
@@ -70,6 +69,13 @@ def reduce_scatter(
                     out[begin:end].add_(target[begin:end])
 
     return Outcome(all_hold(lost == 0), sent if context.wants_sent else None)
+
+
+def _lost(finite: Flag | None, flat: torch.Tensor) -> torch.Tensor:
+    """Return 0 for a shard that is finite, else 1, where the gradient lies, also on a rank that has no shard here."""
+    if isinstance(finite, torch.Tensor):
+        return finite.logical_not().to(torch.float32).view(1)
+    return torch.full((1,), float(not finite), device="cpu" if flat.is_meta else flat.device)
 
 
 def owned_means(

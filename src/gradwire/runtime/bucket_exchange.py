@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from gradwire.drivers import Job, Lane, WireError
+from gradwire.drivers import Job, Lane, LateChecks, Verdict, WireError
 from gradwire.errors import ExchangeError
 from gradwire.flags import Flag, both
 from gradwire.ops import AllGather, Exchange
-from gradwire.protocols import Context, Outcome, Workspace
+from gradwire.protocols import REDUCE_SCATTER, Context, Outcome, Workspace
 from gradwire.protocols.bucket_plan import BucketPlan
 from gradwire.runtime.failures import place
 from gradwire.runtime.link_runtime import LinkRuntime
@@ -189,6 +189,9 @@ class BucketExchange:
         if self.plan.chunks:
             self._all_run.wait()
             self.runtime.failures.refuse()
+            if isinstance(self.runtime.checks, LateChecks):
+                # The bits are read anyway, and what differs in them has its cause here.
+                Verdict(self.device, None, self.runtime.checks).read()
             lane.drive(_same_bits(self._context(None), self.work))
         self._complete()
 
@@ -204,8 +207,9 @@ class BucketExchange:
             self.device.copy_async(self.outer, self.flat)
         arrived = self.runtime.checks.so_far()
         if isinstance(arrived, torch.Tensor):
-            # The error is known later: until then nobody must take this for a mean.
-            self.outer[:1].masked_fill_(~arrived, math.nan)
+            # The error is known later: until then nobody must take this for a mean. Of shards each rank takes its own.
+            read = self.outer if self.plan.collective == REDUCE_SCATTER else self.outer[:1]
+            read.masked_fill_(~arrived, math.nan)
         self.runtime.ended(self.plan, self.round, self.finite)
         self.future.set_result(self.outer)
 

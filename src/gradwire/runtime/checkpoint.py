@@ -55,16 +55,19 @@ def save(link: Link, folder: str | os.PathLike[str], own: Mapping[str, Any] | No
             local steps, and with gossip, that is the model and the optimizer, since a checkpoint of rank 0 has its own.
 
     Raises:
-        IncompatibleError: a file could not be written, on this rank or on another.
+        IncompatibleError: a file could not be written, or the last round broke, on this rank or on another.
     """
     target = Path(folder, link.part)
     problem: str | None = None
+    state: State = {}
     try:
+        # What a device has to say of the last round may be an error of this rank alone.
+        state = link.state_dict()
         target.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
+    except (OSError, GradwireError) as error:
         problem = str(error)
     number = _share(link, problem, uuid.uuid4().int >> 65)[0]
-    path, state = _own(target, link.rank, number), link.state_dict()
+    path = _own(target, link.rank, number)
     part = {"rank": state.pop("rank"), "number": torch.tensor(number), "of": torch.tensor(link.rank)}
     try:
         packed, digest = pack(part if own is None else {**part, "own": dict(own)})

@@ -102,6 +102,7 @@ class LinkRuntime:
         # On a device: whether the round's means are finite so far, and what is left of the last round that ended.
         self._finite: Flag | None = True
         self._pending: _EndedRound | None = None
+        self._broke_late = False
         self._settling = threading.Lock()
         self._spaces: weakref.WeakKeyDictionary[BucketPlan, dict[int | None, Workspace]] = weakref.WeakKeyDictionary()
 
@@ -125,6 +126,11 @@ class LinkRuntime:
 
     def context(self, plan: BucketPlan, bucket: int, chunk: int | None, round: int, wants_sent: bool) -> Context:
         """Return what a protocol may know while it exchanges a chunk (None: prepares the whole bucket)."""
+        if self._scaled_round != round:
+            # Of a scaler on a device this is a value to wait for, and it stays as it is for a round. Where two lanes
+            # ask at the same time, both get it.
+            self._loss_scale = scale_of(self._grad_scaler)
+            self._scaled_round = round
         with self._lock:
             spaces = self._spaces.get(plan)
             if spaces is None:
@@ -132,10 +138,6 @@ class LinkRuntime:
             space = spaces.get(chunk)
             if space is None:
                 space = spaces[chunk] = Workspace(self._room)
-            if self._scaled_round != round:
-                # Of a scaler on a device this is a value to wait for, and it stays as it is for a round.
-                self._scaled_round, self._loss_scale = round, scale_of(self._grad_scaler)
-            loss_scale = self._loss_scale
         return Context(
             rank=self.rank,
             world_size=self.world_size,
@@ -145,7 +147,7 @@ class LinkRuntime:
             workspace=space,
             wants_sent=wants_sent,
             memory=self.memory,
-            loss_scale=loss_scale,
+            loss_scale=self._loss_scale,
             warn=self.warnings.once,
             gauge=self.gauges.add,
             parts=self._parts,
@@ -162,7 +164,7 @@ class LinkRuntime:
         self._heartbeat.ended()
         with self._lock:
             if isinstance(finite, torch.Tensor):
-                self._finite = finite if self._finite is None else both(self._finite, finite)
+                self._finite = both(self._finite, finite)
             elif finite is False:
                 self._skip(round)
             self._in_flight -= 1
@@ -188,17 +190,33 @@ class LinkRuntime:
         Raises:
             ExchangeError: what arrived in it on a device was not what was sent.
         """
-        self._over.wait()
         with self._settling:
+            self._over.wait()
             self._read_verdict()
+            # It may have handed the round's end to a lane.
+            self._over.wait()
+            if self._broke_late:
+                self.failures.refuse()
+
+    def told(self) -> Exception | None:
+        """Return the link's error, if it has one by now, to be raised or kept by others; waits for nothing."""
+        if self._settling.acquire(blocking=False):
+            try:
+                if self._over.is_set() and self._pending is not None and self._pending.verdict.reached():
+                    self._read_verdict()
+            except GradwireError:
+                pass  # which is then the link's
+            finally:
+                self._settling.release()
+        return self.failures.told()
 
     def _end(self, plan: BucketPlan, round: int) -> None:
         if isinstance(self.checks, LateChecks):
-            self._read_verdict()  # of a round that nobody has asked about
-            finite, self._finite = self._finite, True
-            self._pending = _EndedRound(Verdict(self.device, finite, self.checks), plan, round)
-            if plan.finishes:
-                self._read_verdict()
+            with self._settling:
+                finite, self._finite = self._finite, True
+                self._pending = _EndedRound(Verdict(self.device, finite, self.checks), plan, round)
+                if plan.finishes:
+                    self._read_verdict()
         else:
             self._conclude(plan, round)
 
@@ -209,6 +227,7 @@ class LinkRuntime:
         try:
             finite = pending.verdict.read()
         except GradwireError as error:
+            self._broke_late = True
             raise self.failures.record(error, f"the end of round {pending.round}") from None
         if not finite:
             with self._lock:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 from gradwire.drivers import Trace, Traffic
-from gradwire.errors import GradwireError
 from gradwire.runtime.link_runtime import LinkRuntime
 
 __all__ = ["COUNTERS", "LinkReports"]
@@ -37,9 +35,7 @@ class LinkReports:
     @property
     def error(self) -> Exception | None:
         """The error that broke the link, in full; DDP shows only a mangled part of it."""
-        with suppress(GradwireError):  # which is then the link's
-            self._runtime.settle()
-        return self._runtime.failures.told()
+        return self._runtime.told()
 
     def traffic(self) -> Traffic:
         """Return the bytes that this rank sent and received so far."""
