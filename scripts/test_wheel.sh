@@ -35,6 +35,6 @@ cp -r "$repo/tests" "$work/empty/tests"
 cp "$repo/pyproject.toml" "$work/empty/"
 # No file is missing: what may still go wrong is how files that are no modules are found, and the commands. All other tests
 # ran against the same sources and need not run again.
-"$python" -m pytest -n 2 --dist loadfile -q -m "not ranks and not repository" tests/cli tests/report tests/test_doctests.py
+"$python" -m pytest -n 2 --dist loadfile -q -m "not ranks and not repository" tests/cli/test_commands.py tests/report
 # And real ranks, in every mode of DDP.
 "$python" -m pytest -q tests/adapters/test_ddp_modes.py
