@@ -49,7 +49,10 @@ def known(flag: Flag | None) -> bool | None:
 
 
 class Checks:
-    """What becomes of a check of values that others sent: this one waits for its result, and raises at once."""
+    """Takes the results of checks of values that other ranks sent.
+
+    This class waits for each result, and raises at once where it is bad. :class:`gradwire.drivers.LateChecks` does not.
+    """
 
     def require(self, holds: Flag, explain: Callable[[], Exception]) -> None:
         """Raise what ``explain`` returns unless the condition holds.
@@ -65,3 +68,4 @@ class Checks:
 
 
 AT_ONCE = Checks()
+"""Waits for each result; it keeps nothing, so that one serves all."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -113,10 +114,14 @@ def test_fabric_attaches_to_a_module_that_is_set_up_alone(tmp_path: Path) -> Non
 def test_on_one_process_a_state_is_left_out_and_said_so(tmp_path: Path) -> None:
     attachment = Attachment(METHOD, False, {})
     attachment.attach(nn.Linear(2, 2))
-    attachment.load(tmp_path)()
-    (tmp_path / "common.pt").touch()
-    with pytest.warns(UserWarning, match="one process exchanges nothing"):
+    assert attachment.link is None
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
         attachment.load(tmp_path)()
+        assert not told, "there is nothing to leave out"
+        (tmp_path / "common.pt").touch()
+        attachment.load(tmp_path)()
+    assert ["one process exchanges nothing" in str(one.message) for one in told] == [True]
 
 
 @pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED", "MEGATRON_LM"])

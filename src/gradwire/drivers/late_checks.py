@@ -16,8 +16,8 @@ __all__ = ["LateChecks", "Verdict"]
 class LateChecks(Checks):
     """Keeps the results of checks on the device until a :class:`Verdict` takes them.
 
-    To read a result is to wait for all that the device was given before it, and a thread that waits cannot give it
-    more. So decoders go on, with any bytes, and what came of them is told from a mean by :meth:`so_far`.
+    A thread that reads a result waits until the device has done all work before it, and meanwhile enqueues none. So
+    decoders go on, whatever the bytes are, and :meth:`so_far` says whether what they wrote is a mean.
     """
 
     def __init__(self) -> None:
