@@ -78,15 +78,15 @@ def save(folder: Path, step: int, model: nn.Module, optimizer: torch.optim.Optim
 
 def resume(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, link: gw.Link) -> int:
     """Go on from the latest checkpoint, if there is one, on any number of ranks; return the number of steps taken."""
-    latest = [int((folder / "latest").read_text()) if (folder / "latest").exists() else 0]
-    dist.broadcast_object_list(latest)  # the same one on all ranks
-    if latest[0]:
-        mine = folder / f"step-{latest[0]}"
+    latest = torch.tensor(int((folder / "latest").read_text()) if (folder / "latest").exists() else 0)
+    dist.broadcast(latest, src=0)  # the same one on all ranks
+    if latest:
+        mine = folder / f"step-{latest}"
         kept = torch.load(mine / "model.pt", weights_only=True)
         model.load_state_dict(kept["model"])
         optimizer.load_state_dict(kept["optimizer"])
         gw.load(link, mine / "link")
-    return latest[0]
+    return int(latest)
 
 
 if __name__ == "__main__":

@@ -69,7 +69,7 @@ LAYERS = {
     # Above the public interface: these build on `import gradwire`, and on a few parts of the library by name.
     "lab": {"errors", "processes"},
     "report": {"errors", "version"},
-    "experiments": LEAVES | {"__init__", "graphs", "report", "processes", "forking", "lab"},
+    "experiments": LEAVES | {"__init__", "graphs", "drivers", "report", "processes", "forking", "lab"},
     "bench": LEAVES
     | {"__init__", "experiments", "processes", "lab", "model", "planning", "kernels", "drivers", "registry"},
     "cli": {"__init__", "errors", "experiments", "report", "version", "lab", "bench", "model"},
@@ -228,6 +228,53 @@ def test_no_assert_and_no_global_generator_in_the_library() -> None:
             if drawn or (generated and not any(k.arg == "generator" for k in node.keywords)):
                 wrong.append(f"{where} draws from a global generator: {name}")
     assert not wrong
+
+
+UNPICKLING = {
+    "all_gather_object",
+    "broadcast_object_list",
+    "gather_object",
+    "recv_object_list",
+    "scatter_object_list",
+    "send_object_list",
+    "ForkingPickler",
+    "Unpickler",
+    "cPickle",
+    "dill",
+    "cloudpickle",
+    "marshal",
+    "pickle",
+    "shelve",
+}
+"""Names that stand for unpickling, or for a collective that does it: ranks tell one another tables instead."""
+
+
+def unpickled(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Name the places of a module that may execute what a peer or a file says."""
+    for node in ast.walk(tree):
+        names: list[str] = []
+        if isinstance(node, ast.Attribute):
+            names = [node.attr]
+        elif isinstance(node, ast.Name):
+            names = [node.id]
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names = [part for name in imported(node) for part in name.split(".")]
+        for name in UNPICKLING.intersection(names):
+            yield node.lineno, name
+        loads = isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load"
+        if loads and "weights_only=True" not in [ast.unparse(keyword) for keyword in node.keywords]:
+            yield node.lineno, "torch.load without weights_only=True"
+
+
+def test_nothing_that_a_peer_or_a_file_says_is_unpickled() -> None:
+    wrong = [
+        f"{path.relative_to(PACKAGE)}:{line} names {name}"
+        for _, path, tree in modules()
+        for line, name in unpickled(tree)
+    ]
+    assert wrong == []
+    said = "import pickle\ndist.all_gather_object(a, b)\ntorch.load(f)\ntorch.load(f, weights_only=False)"
+    assert {line for line, _ in unpickled(ast.parse(said))} == {1, 2, 3, 4}
 
 
 def test_files_can_be_read_in_one_sitting() -> None:

@@ -10,7 +10,7 @@ import torch
 
 from gradwire.errors import IncompatibleError
 
-__all__ = ["digest_of", "pack", "unpack"]
+__all__ = ["DIGEST_BYTES", "digest_of", "pack", "unpack"]
 
 DIGEST_BYTES = 32
 

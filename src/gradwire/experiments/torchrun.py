@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import os
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
 import gradwire as gw
+from gradwire.drivers.tables import all_gather_tables, broadcast_table
 from gradwire.errors import GradwireError
 from gradwire.experiments.config import RunConfig
 from gradwire.experiments.errors import RunError, UsageError
@@ -47,21 +49,33 @@ def train_under_torchrun(
 
 def _agree_on_folder(plan: RunConfig, folder: Path | None, overwrite: bool) -> Path:
     """Let rank 0 make the run folder and tell all ranks its path, or why there is none."""
-    answer: list[str | None] = [None, None]
+    answer = {"path": "", "problem": ""}
     if dist.get_rank() == 0:
         try:
             run = RunFolder.create(folder or default_folder(plan), overwrite=overwrite)
             run.write_config(config_of(plan))
-            answer[0] = str(run.path.absolute())
+            answer["path"] = str(run.path.absolute())
         except GradwireError as error:
-            answer[1] = str(error)
-    dist.broadcast_object_list(answer, 0)
-    path, problem = answer
-    if path is None:
+            answer["problem"] = str(error)
+    group = dist.distributed_c10d._get_default_group()
+    path, problem = broadcast_table(answer, "run folder", group, _answered)
+    if not path:
         raise RunError(problem or "rank 0 made no run folder")
     # Every rank writes its part of a checkpoint there: better to refuse now than at the last step.
-    seen: list[bool] = [False] * dist.get_world_size()
-    dist.all_gather_object(seen, Path(path).is_dir())
+    seen = all_gather_tables(Path(path).is_dir(), "sight of the run folder", group, _flag)
     if not all(seen):
         raise UsageError(f"rank {seen.index(False)} does not see the run folder {path}: give --out a shared folder")
     return Path(path)
+
+
+def _answered(table: Any) -> tuple[str, str]:
+    path, problem = table["path"], table["problem"]
+    if not isinstance(path, str) or not isinstance(problem, str):
+        raise TypeError("a path and a problem are expected")
+    return path, problem
+
+
+def _flag(table: Any) -> bool:
+    if not isinstance(table, bool):
+        raise TypeError("true or false is expected")
+    return table

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from gradwire.digests import pack, unpack
+from gradwire.digests import DIGEST_BYTES, pack, unpack
+from gradwire.drivers.tables import all_gather_tables
 from gradwire.errors import GradwireError, IncompatibleError
 from gradwire.runtime.link import Link
 
@@ -214,13 +214,27 @@ def _tell(link: Link, problem: str | None, number: int, digest: bytes) -> list[t
 
     Raises:
         IncompatibleError: on every rank alike, naming the first rank that has a problem.
+        PayloadError: a rank sent something else; the message names it.
     """
-    told: list[tuple[str | None, int, bytes]] = [(None, 0, b"")] * link.world_size
-    dist.all_gather_object(told, (problem, number, digest), group=link.group)
+    told = all_gather_tables([problem, number, digest], "save", link.group, _told)
     for rank, (found, _, _) in enumerate(told):
         if found is not None:
             raise IncompatibleError(f"rank {rank}: {found}")
     return [(theirs, found) for _, theirs, found in told]
+
+
+def _told(table: Any) -> tuple[str | None, int, bytes]:
+    """Return the problem, number and digest of a table.
+
+    Raises:
+        TypeError, ValueError: it has not the form of these.
+    """
+    problem, number, digest = table
+    if not isinstance(problem, str | None) or not isinstance(number, int) or not isinstance(digest, bytes):
+        raise TypeError("a problem, a number and a digest are expected")
+    if not 0 <= number < 1 << 63 or len(digest) not in (0, DIGEST_BYTES):
+        raise ValueError(f"number {number}, digest of {len(digest)} bytes")
+    return problem, number, digest
 
 
 def _read(path: Path, expected: bytes | None = None) -> dict[str, dict[str, torch.Tensor]]:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 
+from gradwire.drivers.tables import Plain, all_gather_tables, plain
 from gradwire.errors import GradwireError, IncompatibleError, RankMismatchError
 from gradwire.methods import Method
 from gradwire.planning import Options
@@ -26,7 +28,8 @@ class Terms:
     """What a rank brings to an agreement, and the token that all ranks take from it.
 
     Attributes:
-        fields: To be the same on all ranks; lists are compared item by item.
+        fields: To be the same on all ranks, of values as :func:`gradwire.drivers.tables.plain` takes them; lists are
+            compared item by item.
         told: What this rank measured, told to the others and compared with nothing.
         everyone: What each rank told, by rank; set when the agreement is reached.
         open_links: Numbers of the links that are open on this rank; on any rank, when the agreement is reached.
@@ -48,7 +51,8 @@ def compared(
         "gradwire version": __version__,
         "method": repr(method),
         **more,
-        **{k: getattr(options, k) for k in options.__dataclass_fields__},
+        **{k: getattr(options, k) for k in options.__dataclass_fields__ if k != "link_cost"},
+        "link_cost": None if options.link_cost is None else repr(options.link_cost),
         "parameters": [f"{n} {tuple(p.shape)} {p.dtype} {p.stride()}" for n, p in parameters.items()],
     }
 
@@ -62,12 +66,15 @@ def agreement(group: dist.ProcessGroup) -> Iterator[Terms]:
     Raises:
         Exception: what this rank's body raised.
         IncompatibleError: another rank's body failed; the message names the rank and holds its reason.
+        PayloadError: a rank sent something else than its terms; the message names it.
         RankMismatchError: on every rank alike, naming the first rank and field that differ from rank 0.
     """
     terms = Terms()
     own: Exception | None = None
+    fields: Plain = {}
     try:
         yield terms
+        fields = plain(terms.fields)
     except Exception as error:
         own = error
     if group.size() == 1:
@@ -75,21 +82,63 @@ def agreement(group: dist.ProcessGroup) -> Iterator[Terms]:
             raise own
         terms.everyone = [terms.told]
         return
-    mine = (uuid.uuid4().hex, terms.fields, _text(own), terms.told, terms.open_links)
-    gathered: list[tuple[str, dict[str, object], str, Told, set[int]]] = [mine] * group.size()
-    dist.all_gather_object(gathered, mine, group=group)
+    mine = {
+        "token": uuid.uuid4().hex,
+        "fields": fields,
+        "problem": _text(own),
+        "told": terms.told if own is None else {},
+        "open_links": sorted(terms.open_links),
+    }
+    gathered = all_gather_tables(mine, "handshake", group, _Message.read)
     if own is not None:
         raise own
-    for rank, (_, _, problem, _, _) in enumerate(gathered):
-        if problem:
-            raise IncompatibleError(f"rank {rank}: {problem}")
-    terms.token, first, *_ = gathered[0]
-    terms.everyone = [told for *_, told, _ in gathered]
-    terms.open_links = set().union(*(numbers for *_, numbers in gathered))
-    for rank, (_, theirs, *_) in enumerate(gathered[1:], start=1):
-        for name, wanted in first.items():
-            if theirs.get(name) != wanted:
-                raise RankMismatchError(_sentence(rank, name, theirs.get(name), wanted))
+    for rank, theirs in enumerate(gathered):
+        if theirs.problem:
+            raise IncompatibleError(f"rank {rank}: {theirs.problem}")
+    first = gathered[0].fields
+    for rank, theirs in enumerate(gathered[1:], start=1):
+        for name in {**first, **theirs.fields}:
+            if theirs.fields.get(name) != first.get(name):
+                raise RankMismatchError(_sentence(rank, name, theirs.fields.get(name), first.get(name)))
+        if _keys(theirs.told) != _keys(gathered[0].told):
+            raise RankMismatchError(_sentence(rank, "coders", _keys(theirs.told), _keys(gathered[0].told)))
+    terms.token = gathered[0].token
+    terms.everyone = [theirs.told for theirs in gathered]
+    terms.open_links = {number for theirs in gathered for number in theirs.open_links}
+
+
+@dataclass(frozen=True)
+class _Message:
+    """What a rank sends in an agreement."""
+
+    token: str
+    fields: dict[str, object]
+    problem: str
+    told: Told
+    open_links: list[int]
+
+    @classmethod
+    def read(cls, table: Any) -> _Message:
+        """Return the message of a table.
+
+        Raises:
+            KeyError, TypeError, ValueError: it has not the form of one.
+        """
+        found = cls(**table)
+        if not re.fullmatch("[0-9a-f]{32}", found.token):
+            raise ValueError(f"token {found.token!r}")
+        if not isinstance(found.fields, dict) or not isinstance(found.problem, str):
+            raise TypeError("fields or problem")
+        if not all(isinstance(number, int) and number >= 0 for number in found.open_links):
+            raise ValueError(f"open links {found.open_links!r}")
+        for times in found.told.values():
+            if not all(isinstance(time, int | float) for time in times.values()):
+                raise ValueError(f"times {times!r}")
+        return found
+
+
+def _keys(told: Told) -> list[object]:
+    return [[name, sorted(times)] for name, times in sorted(told.items())]
 
 
 def _text(error: Exception | None) -> str:
