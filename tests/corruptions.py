@@ -1,9 +1,10 @@
-"""Exchanges of three simulated ranks in which one message changes on the way, and what becomes of them."""
+"""Exchanges of simulated ranks in which one message changes on the way, and what becomes of them."""
 
 from __future__ import annotations
 
+import copy
 import re
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,15 +12,17 @@ import numpy as np
 import torch
 
 import gradwire as gw
+from gradwire.algorithms.vector_coder import VectorCoder
 from gradwire.drivers import Meter, simulate_ranks
 from gradwire.kernels import get_kernels
-from gradwire.ops import AllToAll, Broadcast, Exchange, Op, Reduce, SendRecv
+from gradwire.ops import AllGather, AllToAll, Broadcast, Exchange, Op, Reduce, SendRecv
 from gradwire.protocols import Context, Memory
 from gradwire.protocols.bucket_plan import Algorithm, BucketPlan, make_plan
+from gradwire.protocols.differences import Known, gathered_differences
 from gradwire.segments import Parameter, lay_out
 from gradwire.wire import HEADER_BYTES
 
-__all__ = ["CHANGES", "OUTCOMES", "Trials"]
+__all__ = ["CHANGES", "OUTCOMES", "Trials", "WeightTrials"]
 
 WORKERS = 3
 SIZES = (3000, 81, 1500)
@@ -115,7 +118,7 @@ class Tamperer:
         exchange: Number of the exchange of payloads in the round.
         receiver: The rank.
         sender: Whose message it is.
-        other: The third rank, whose message "swap ranks" and "repeat a rank" take, too.
+        other: Another rank, whose message "swap ranks" and "repeat a rank" take, too.
         before: What arrived in the exchanges of the round before.
         changed: Whether any byte was changed.
     """
@@ -140,33 +143,45 @@ class Tamperer:
         if isinstance(op, SendRecv | Broadcast):
             return self._of_one(op, reply)
         rows = reply.clone()
-        lengths = [rows.shape[1]] * WORKERS
+        lengths = [rows.shape[1]] * len(rows)
         if op.arrived is not None:
             lengths = [count or rows.shape[1] for count in op.arrived.tolist()]
-        length, other = lengths[self.sender], self.other
+        sender, other = self._places(op, len(rows))
+        length = lengths[sender]
         change = CHANGES[self.kind]
         if change is not None:
             has_before = self.exchange < len(self.before) and self.before[self.exchange].shape == rows.shape
             source = self.before[self.exchange] if has_before else rows
-            change(rows[self.sender, :length].numpy(), source[self.sender].numpy(), self.draw)
+            change(rows[sender, :length].numpy(), source[sender].numpy(), self.draw)
         elif self.kind == "swap ranks":
-            rows[[self.sender, other]] = rows[[other, self.sender]]
-            if op.arrived is not None and op.arrived[self.sender] and op.arrived[other]:
-                op.arrived[[self.sender, other]] = op.arrived[[other, self.sender]]
+            rows[[sender, other]] = rows[[other, sender]]
+            if op.arrived is not None and op.arrived[sender] and op.arrived[other]:
+                op.arrived[[sender, other]] = op.arrived[[other, sender]]
         elif self.kind == "repeat a rank":
-            rows[self.sender] = rows[other]
-        elif op.arrived is not None and op.arrived[self.sender]:
-            op.arrived[self.sender] += int(self.draw.choice([-16, -1, 1, 16]))
+            rows[sender] = rows[other]
+        elif op.arrived is not None and op.arrived[sender]:
+            op.arrived[sender] += int(self.draw.choice([-16, -1, 1, 16]))
             self.changed = True
-        for rank in (self.sender, other):
-            self.changed |= not torch.equal(rows[rank, : lengths[rank]], reply[rank, : lengths[rank]])
+        for row in (sender, other):
+            self.changed |= not torch.equal(rows[row, : lengths[row]], reply[row, : lengths[row]])
         return rows
+
+    def _places(self, op: AllToAll | AllGather, rows: int) -> tuple[int, int]:
+        """Return the rows that came from the sender and the other rank; in a group of the scope, from members of it."""
+        members = list(range(rows)) if op.scope is None else list(op.scope.ranks(self.receiver))
+        peers = [rank for rank in members if rank != self.receiver]
+        if self.sender not in peers:
+            self.sender = peers[self.sender % len(peers)]
+        if self.other not in peers or self.other == self.sender:
+            self.other = next((rank for rank in peers if rank != self.sender), self.sender)
+        return members.index(self.sender), members.index(self.other)
 
     def _of_one(self, op: SendRecv | Broadcast, reply: torch.Tensor) -> torch.Tensor:
         """Change a message that one rank alone sent; there is none of another rank to take its place."""
         row, change = reply.clone(), CHANGES[self.kind]
         source, arrived = (op.root, op.length) if isinstance(op, Broadcast) else (op.source, op.arrived)
-        self.sender = self.other = source if source is not None else self.sender
+        if source is not None:
+            self.sender = self.other = source if op.scope is None else op.scope.ranks(self.receiver)[source]
         length = len(row) if arrived is None else int(arrived)
         if change is not None:
             has_before = self.exchange < len(self.before) and self.before[self.exchange].shape == row.shape
@@ -181,7 +196,7 @@ class Tamperer:
 def is_received(op: Op, rank: int) -> bool:
     """Return whether an operation brings a rank a payload."""
     if isinstance(op, Broadcast):
-        return op.root != rank
+        return op.root != (rank if op.scope is None else op.scope.place(rank)[0])
     if isinstance(op, AllToAll) and op.arrived is not None and not bool(op.arrived.any()):
         # Where one rank collects, nothing comes to the others.
         return False
@@ -199,9 +214,16 @@ def tampered(inner: Exchange[Any], change: Callable[[Op, torch.Tensor], torch.Te
 
 
 class Trials:
-    """Corrupted exchanges by one method and protocol."""
+    """Corrupted exchanges by one method and protocol.
 
-    def __init__(self, method: gw.Method, collective: str, backend: str = "auto") -> None:
+    Args:
+        method: What is exchanged by.
+        collective: Name of the protocol.
+        backend: Of the kernels.
+        workers: How many ranks exchange, three or more.
+    """
+
+    def __init__(self, method: gw.Method, collective: str, backend: str = "auto", workers: int = WORKERS) -> None:
         if isinstance(method, Algorithm) and method.open_coders:
             method = method.with_coder(method.open_coders[0])
         segments = lay_out(Parameter(f"p{i}", (n,), (1,)) for i, n in enumerate(SIZES))
@@ -209,19 +231,23 @@ class Trials:
             method,
             segments,
             kernels=get_kernels(backend),
-            world_size=WORKERS,
+            world_size=workers,
             collective=collective,
             seed=0,
             chunk_numel=3200,
         )
+        self._prepare(workers)
+
+    def _prepare(self, workers: int) -> None:
+        """Run the rounds before, keep what ranks remember of them, and run the round as it should be."""
+        self.workers = workers
         self.before: list[list[torch.Tensor]] = []
-        self._states: list[dict[str, dict[str, torch.Tensor]]] = []
-        memories = [Memory() for _ in range(WORKERS)]
+        memories = [self._memory() for _ in range(workers)]
         for round in range(ROUND):
             self.before = self._run(round, memories, self._recorders())[1]
             for memory in memories:
-                memory.commit()
-        self._states = [memory.state() for memory in memories]
+                self._commit(memory)
+        self._states = memories
         clean, arrived = self._run(ROUND, self._memories(), self._recorders())
         self._expected = clean
         self.exchanges = [len(of_rank) for of_rank in arrived]
@@ -231,15 +257,15 @@ class Trials:
         """Change one message, chosen by the seed; return the outcome, None where no byte was changed."""
         draw = np.random.default_rng(seed)
         # A rank's own message does not travel.
-        receiver, sender, other = (int(rank) for rank in draw.permutation(WORKERS))
+        receiver, sender, other, *_ = (int(rank) for rank in draw.permutation(self.workers))
         exchange = int(draw.integers(max(1, self.exchanges[receiver])))
         tamperer = Tamperer(kind, exchange, receiver, sender, other, draw, self.before[receiver])
-        keep = [tamperer if rank == receiver else _unchanged for rank in range(WORKERS)]
+        keep = [tamperer if rank == receiver else _unchanged for rank in range(self.workers)]
         try:
             rows, _ = self._run(ROUND, self._memories(), keep)
         except gw.PayloadError as error:
             named = re.search(rf"rank (\d) for bucket 0, chunk \d+, round {ROUND}: ", str(error))
-            right = {tamperer.sender, other} if kind == "swap ranks" else {tamperer.sender}
+            right = {tamperer.sender, tamperer.other} if kind == "swap ranks" else {tamperer.sender}
             return REFUSED if named and int(named[1]) in right else UNNAMED
         except Exception:
             return CRASH
@@ -251,23 +277,61 @@ class Trials:
             return SPOILT
         return WRONG if all(torch.equal(rows[0], row) for row in rows) else DRIFT
 
-    def _run(self, round: int, memories: list[Memory], changes: Any) -> tuple[torch.Tensor, list[list[torch.Tensor]]]:
+    def _run(self, round: int, memories: Sequence[Any], changes: Any) -> tuple[torch.Tensor, list[list[torch.Tensor]]]:
         generator = torch.Generator().manual_seed(round)
-        rows = torch.randn(WORKERS, sum(SIZES), generator=generator) ** 3
-        contexts = [Context(rank, WORKERS, round, memory=memory) for rank, memory in enumerate(memories)]
-        whole = [self.plan.whole(context, row) for context, row in zip(contexts, rows)]
-        simulate_ranks([tampered(g, change) for g, change in zip(whole, changes)], [Meter()] * WORKERS)
-        return rows, [getattr(change, "arrived", []) for change in changes]
+        rows = torch.randn(self.workers, sum(SIZES), generator=generator) ** 3
+        exchanges = [self._exchange(rank, round, memory, row) for rank, (memory, row) in enumerate(zip(memories, rows))]
+        ended = simulate_ranks([tampered(g, change) for g, change in zip(exchanges, changes)], [Meter()] * self.workers)
+        return self._outcome(rows, ended), [getattr(change, "arrived", []) for change in changes]
 
-    def _memories(self) -> list[Memory]:
-        memories = [Memory() for _ in range(WORKERS)]
-        for memory, state in zip(memories, self._states):
-            memory.load(state)
-        return memories
+    def _exchange(self, rank: int, round: int, memory: Any, row: torch.Tensor) -> Exchange[Any]:
+        """Return one rank's exchange of a round."""
+        return self.plan.whole(Context(rank, self.workers, round, memory=memory), row)
+
+    def _outcome(self, rows: torch.Tensor, ended: Sequence[Any]) -> torch.Tensor:
+        """Return what each rank has after a round, a row each."""
+        return rows
+
+    def _memory(self) -> Any:
+        """Return what a rank remembers before the first round."""
+        return Memory()
+
+    def _commit(self, memory: Any) -> None:
+        memory.commit()
+
+    def _memories(self) -> list[Any]:
+        """Return copies of what ranks remember of the rounds before."""
+        copies = [Memory() for _ in self._states]
+        for memory, kept in zip(copies, self._states):
+            memory.load(kept.state())
+        return copies
 
     def _recorders(self) -> list[Recorder]:
         self._tells_lengths = False
-        return [Recorder(self, rank) for rank in range(WORKERS)]
+        return [Recorder(self, rank) for rank in range(self.workers)]
+
+
+class WeightTrials(Trials):
+    """Corrupted gathers of what has changed of each rank's vector, as :func:`gradwire.compress_weights` makes them."""
+
+    def __init__(self, method: gw.Method, backend: str = "auto", workers: int = WORKERS) -> None:
+        self._coders = [VectorCoder(method, get_kernels(backend), "w", seed) for seed in range(workers)]
+        self._prepare(workers)
+
+    def _exchange(self, rank: int, round: int, memory: Any, row: torch.Tensor) -> Exchange[Any]:
+        return gathered_differences(Context(rank, self.workers, round), memory, self._coders, row)
+
+    def _outcome(self, rows: torch.Tensor, ended: Sequence[Any]) -> torch.Tensor:
+        return torch.stack([known.reshape(-1).clone() for known in ended])
+
+    def _memory(self) -> Any:
+        return Known()
+
+    def _commit(self, memory: Any) -> None:
+        pass
+
+    def _memories(self) -> list[Any]:
+        return copy.deepcopy(self._states)
 
 
 class Recorder:

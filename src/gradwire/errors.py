@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 __all__ = [
     "BackendError",
     "ExchangeError",
@@ -26,7 +28,25 @@ class IncompatibleError(GradwireError):
 
 
 class PayloadError(GradwireError):
-    """Bytes that arrived are not the payload that was expected; nothing was decoded from them."""
+    """Bytes that arrived are not the payload that was expected; nothing was decoded from them.
+
+    Args:
+        message: What is wrong; its first ``{sender}`` stands for "rank R", with R the sender.
+        sender: Rank that sent the bytes, as the group that exchanged them numbers its ranks; None: nobody is named.
+    """
+
+    def __init__(self, message: str, sender: int | None = None) -> None:
+        super().__init__(message if sender is None else message.replace("{sender}", f"rank {sender}", 1))
+        self._message, self.sender = message, sender
+
+    def numbered(self, ranks: Sequence[int]) -> PayloadError:
+        """Return the error of an exchange among some ranks with its sender's place among them replaced by its rank.
+
+        Example:
+            >>> print(PayloadError("payload from {sender}: too long", 1).numbered((1, 3)))
+            payload from rank 3: too long
+        """
+        return self if self.sender is None else PayloadError(self._message, ranks[self.sender])
 
 
 class BackendError(GradwireError, ImportError):

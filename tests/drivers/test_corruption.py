@@ -14,8 +14,8 @@ pytestmark = pytest.mark.ranks
 SIZE = 2000
 
 
-def refusal_of(method: str, name: str, second: int, bits: int) -> tuple[str, str]:
-    """Exchange two rounds, and damage what rank 1 sends by that call of a function of the transport's module."""
+def refusal_of(method: str, name: str, second: int, bits: int, liar: int = 1) -> tuple[str, str]:
+    """Exchange two rounds, and damage what one rank sends by that call of a function of the transport's module."""
     from gradwire.drivers.transports import base, gloo
 
     module = base if name == "sealed" else gloo
@@ -32,7 +32,7 @@ def refusal_of(method: str, name: str, second: int, bits: int) -> tuple[str, str
         return message
 
     found = "nothing was refused"
-    if link.rank == 1:
+    if link.rank == liar:
         setattr(module, name, damaged)
     try:
         for round in range(2):
@@ -60,3 +60,9 @@ def test_announced_lengths_that_change_on_the_way_are_an_error(three_ranks: Any)
     assert "round 1: rank 1 announced a row of" in found
     # Theirs arrived as it was; they learn of rank 0's failure.
     assert all("nothing was refused" not in sentence for sentence, _ in others)
+
+
+def test_a_length_that_changes_inside_a_group_is_told_by_the_senders_own_number(four_ranks: Any) -> None:
+    spec = "Hierarchical(Coded(compressor=QSGDinf()), groups=((0, 2), (1, 3)))"
+    _, _, (found, _), _ = four_ranks(refusal_of, spec, "announce", 2, 16, 3)
+    assert "rank 3 announced a row of" in found

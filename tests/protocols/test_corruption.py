@@ -8,10 +8,19 @@ from collections import Counter
 import pytest
 
 import gradwire as gw
-from cases import ALL
-from corruptions import CHANGES, Trials
+from cases import ALL, EVERY
+from corruptions import CHANGES, Trials, WeightTrials
 
 DRAWS = 3
+
+OTHER_WAYS = {
+    "two levels": lambda: Trials(gw.Hierarchical(compressor=gw.TernGrad(), node_size=2), "two_shot", workers=4),
+    "shards on two levels": lambda: Trials(gw.Hierarchical(compressor=gw.QSGD(), node_size=2), "all_gather", workers=4),
+    "reduce-scatter": lambda: Trials(gw.EDEN(), "reduce_scatter"),
+    "reduce-scatter of lengths": lambda: Trials(gw.TopK(), "reduce_scatter"),
+    "differences of weights": lambda: WeightTrials(gw.QSGDinf(levels=7, block_size=128)),
+    **{repr(m): (lambda m=m: Trials(m, "gossip")) for m in EVERY if m not in ALL},
+}
 
 
 @pytest.mark.parametrize(("method", "collective"), [(m, c) for m in ALL for c in m.collectives], ids=repr)
@@ -37,6 +46,14 @@ def test_a_message_that_changes_is_an_error_that_names_sender_bucket_and_round(
     others = {"swap ranks", "repeat a rank"} if collective != "tree" else set()
     assert {"flip a bit", "flip two bits", *others} <= changed.keys()
     assert ("announce another length" in changed) == trials.lengths_told
+
+
+@pytest.mark.parametrize("way", OTHER_WAYS)
+def test_a_changed_message_is_refused_by_its_senders_number_on_every_other_way(way: str) -> None:
+    trials = OTHER_WAYS[way]()
+    found = Counter(trials.one(kind, 100 * n + draw) for n, kind in enumerate(CHANGES) for draw in range(DRAWS))
+    assert found.pop(None, 0) < len(CHANGES) * DRAWS
+    assert found.keys() == {"refused, named"}, found
 
 
 def test_what_changes_no_byte_is_no_trial_and_the_round_is_as_it_was() -> None:

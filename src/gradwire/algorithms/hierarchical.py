@@ -15,7 +15,16 @@ from gradwire.errors import IncompatibleError
 from gradwire.flags import Flag, both
 from gradwire.methods import Inherited, Method, Properties, require
 from gradwire.ops import Exchange, Scope
-from gradwire.protocols import Context, Outcome, ShardMemory, agree_on_finite, gather_shards, scatter_shards, within
+from gradwire.protocols import (
+    Context,
+    Outcome,
+    ScopeChecks,
+    ShardMemory,
+    agree_on_finite,
+    gather_shards,
+    scatter_shards,
+    within,
+)
 from gradwire.protocols.bucket_plan import DENSE_TAG, BucketPlan, PlanSetting
 from gradwire.protocols.pieces import join
 from gradwire.seeds import shard_seed
@@ -270,20 +279,29 @@ class HierarchicalPlan(BucketPlan):
     def run(self, context: Context, flat: torch.Tensor, prepared: None) -> Exchange[Outcome]:
         place, size = self._node.place(context.rank)
         shard, places = self.shards[place], [s.places for s in self.shards]
-        node = replace(context, rank=place, world_size=size, workspace=context.workspace.part(NODE), wants_sent=False)
+        node = replace(
+            context,
+            rank=place,
+            world_size=size,
+            workspace=context.workspace.part(NODE),
+            wants_sent=False,
+            checks=ScopeChecks(context.checks, self._node.ranks(context.rank)),
+        )
         if size > 1:
-            yield from within(self._node, scatter_shards(node, DENSE_TAG, places, flat))
+            yield from within(self._node, context.rank, scatter_shards(node, DENSE_TAG, places, flat))
         outcome = Outcome(True)
         if shard.numel:
             vector = shard.vector(flat)
             if context.wants_sent:
                 self._seen[context.rank] = vector.clone()
-            outcome = yield from within(self._between, self._across(self._context(context, place), vector, place))
+            outcome = yield from within(
+                self._between, context.rank, self._across(self._context(context, place), vector, place)
+            )
             shard.put(flat, vector)
         finite = outcome.finite
         if size > 1:
-            yield from within(self._node, gather_shards(node, DENSE_TAG, places, flat))
-            finite = yield from within(self._node, agree_on_finite(finite))
+            yield from within(self._node, context.rank, gather_shards(node, DENSE_TAG, places, flat))
+            finite = yield from within(self._node, context.rank, agree_on_finite(finite))
         return Outcome(finite, outcome.sent)
 
     def _across(self, context: Context, vector: torch.Tensor, place: int) -> Exchange[Outcome]:
@@ -318,13 +336,15 @@ class HierarchicalPlan(BucketPlan):
             world_size=nodes,
             workspace=context.workspace.part(BETWEEN),
             memory=ShardMemory(context.memory),
+            checks=ScopeChecks(context.checks, self._between.ranks(context.rank)),
             learning_rates=None if rates is None else {part: rates[whole] for part, whole in owners.items()},
         )
 
     def finish(self, context: Context) -> Exchange[None]:
         place, _ = self._node.place(context.rank)
         if self.shards[place].numel:
-            yield from within(self._between, self.plan_of(place).finish(self._context(context, place)))
+            finishing = self.plan_of(place).finish(self._context(context, place))
+            yield from within(self._between, context.rank, finishing)
 
     def target_(self, context: Context, gradient: torch.Tensor) -> None:
         """Replace a gradient by what this rank has contributed of: its node's mean, in its own shard alone."""

@@ -23,6 +23,7 @@ from gradwire.drivers.trace import Trace, profiled
 from gradwire.drivers.traffic import Meter, large, op_bytes
 from gradwire.drivers.transfer_order import TransferOrder
 from gradwire.drivers.transports import Connect, GlooTransport, Transport
+from gradwire.errors import PayloadError
 from gradwire.ops import Exchange, Op, Reduce, Scope
 
 __all__ = ["Job", "Lane", "WireError"]
@@ -209,6 +210,8 @@ class Lane:
         began_s, self._turn_s = time.perf_counter(), 0.0
         try:
             reply = self._transport(op).execute(op, _no_wait if _stays_local(op) else self._wait_for_turn)
+        except PayloadError as error:
+            raise error if op.scope is None else error.numbered(op.scope.ranks(self.rank)) from None
         except RuntimeError as error:
             raise WireError(f"{type(op).__name__}: {error}") from error
         if self.trace is not None:

@@ -26,8 +26,9 @@ def announced(received: torch.Tensor, rank: int, most: int, first: int = 0) -> t
     for sender, (length, complement) in enumerate(zip(words.tolist(), complements.tolist()), first):
         if sender != rank and (length ^ complement != 0xFFFFFFFF or length > most):
             raise PayloadError(
-                f"rank {sender} announced a row of {length} bytes, with {complement ^ 0xFFFFFFFF} to confirm it, where "
-                f"at most {most} fit"
+                f"{{sender}} announced a row of {length} bytes, with {complement ^ 0xFFFFFFFF} to confirm it, where at "
+                f"most {most} fit",
+                sender,
             )
     told = torch.from_numpy(words.astype(np.int64))
     if rank >= 0:

@@ -14,7 +14,7 @@ from gradwire.protocols.round_parts import RoundParts
 from gradwire.protocols.sections import all_gather, two_shot
 from gradwire.protocols.shares import Share, two_shot_re_encoded
 from gradwire.protocols.tree import tree
-from gradwire.protocols.two_level import agree_on_finite, gather_shards, scatter_shards, within
+from gradwire.protocols.two_level import ScopeChecks, agree_on_finite, gather_shards, scatter_shards, within
 
 PROTOCOLS = {"two_shot": two_shot, "all_gather": all_gather, "tree": tree}
 """Those that carry sections of a whole chunk, by name."""
@@ -30,6 +30,7 @@ __all__ = [
     "Memory",
     "Outcome",
     "RoundParts",
+    "ScopeChecks",
     "Section",
     "ShardMemory",
     "ShardSections",

@@ -52,7 +52,7 @@ def alltoallv(
             found.append(None)
             continue
         if length < HEADER_BYTES:
-            raise PayloadError(f"payload from rank {source}: {length} bytes are less than a header")
+            raise PayloadError(f"payload from {{sender}}: {length} bytes are less than a header", source)
         row = received[source : source + 1, :length]
         check_rows(row, _header(context, tag, length - HEADER_BYTES), rank, source)
         found.append(row[0, HEADER_BYTES:].clone())

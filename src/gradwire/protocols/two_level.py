@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
 import torch
 
 from gradwire.codecs import DenseCodec, NoSummary
-from gradwire.flags import Flag, known
+from gradwire.errors import PayloadError
+from gradwire.flags import Checks, Flag, known
 from gradwire.ops import Exchange, Reduce, Scope
 from gradwire.protocols.context import Context
 from gradwire.protocols.payloads import Section, draw_of, encode
@@ -17,20 +18,58 @@ from gradwire.protocols.reduce_scatter import owned_means
 from gradwire.protocols.shares import tell_shares
 from gradwire.segments import Segment
 
-__all__ = ["agree_on_finite", "gather_shards", "scatter_shards", "within"]
+__all__ = ["ScopeChecks", "agree_on_finite", "gather_shards", "scatter_shards", "within"]
 
 T = TypeVar("T")
 
 
-def within(scope: Scope, generator: Exchange[T]) -> Exchange[T]:
-    """Run an exchange of one group, which knows no scopes, as one of each group of a scope."""
+def within(scope: Scope, rank: int, generator: Exchange[T]) -> Exchange[T]:
+    """Run an exchange of one group, which knows no scopes, as one of each group of a scope.
+
+    Args:
+        scope: Whose groups exchange.
+        rank: This rank, by its number outside of the scope.
+        generator: The exchange of this rank's group, which numbers ranks by their places in the group.
+
+    Raises:
+        PayloadError: what the exchange raises, with the sender's number outside of the scope.
+    """
     try:
         op = next(generator)
         while True:
             op = generator.send((yield replace(op, scope=scope)))
+    except PayloadError as error:
+        raise error.numbered(scope.ranks(rank)) from None
     except StopIteration as stop:
         result: T = stop.value
         return result
+
+
+class ScopeChecks(Checks):
+    """Checks of what ranks of one group sent, whose late errors name ranks by their numbers outside of the scope.
+
+    Errors that are raised at once pass through :func:`within`, which numbers them.
+
+    Args:
+        checks: Told the results.
+        ranks: Of the group.
+    """
+
+    def __init__(self, checks: Checks, ranks: Sequence[int]) -> None:
+        self._checks, self._ranks = checks, ranks
+
+    def require(self, holds: Flag, explain: Callable[[], Exception]) -> None:
+        late = False
+
+        def explained() -> Exception:
+            error = explain()
+            return error.numbered(self._ranks) if late and isinstance(error, PayloadError) else error
+
+        self._checks.require(holds, explained)
+        late = True
+
+    def so_far(self) -> Flag:
+        return self._checks.so_far()
 
 
 def scatter_shards(

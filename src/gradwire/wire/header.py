@@ -141,8 +141,8 @@ def check_rows(rows: torch.Tensor, expected: Header, receiver: int, first: int =
     differs = np.flatnonzero(found != checksums(heads, octets[:, HEADER_BYTES:]))
     if len(differs):
         raise PayloadError(
-            f"payload from rank {first + differs[0]} for {expected.place()}: its checksum differs, so that bytes "
-            "changed on the way"
+            f"payload from {{sender}} for {expected.place()}: its checksum differs, so that bytes changed on the way",
+            first + int(differs[0]),
         )
 
 
@@ -196,9 +196,9 @@ def _difference(rows: torch.Tensor, expected: Header, receiver: int, first: int)
 
 def _explain(sender: int, receiver: int, head: bytes, expected: Header) -> None:
     magic, version, *found, zero = _STRUCT.unpack(head)
-    about = f"payload from rank {sender} for {expected.place()}"
+    about = f"payload from {{sender}} for {expected.place()}"
     if magic != MAGIC:
-        raise PayloadError(f"{about}: not a gradwire payload (it starts with {magic!r})")
+        raise PayloadError(f"{about}: not a gradwire payload (it starts with {magic!r})", sender)
     names = (
         "wire version", "method tag", "round", "bucket", "chunk", "body length in bytes", "sender", "receiver",
         "exchange", "reserved field",
@@ -206,4 +206,4 @@ def _explain(sender: int, receiver: int, head: bytes, expected: Header) -> None:
     wanted = (WIRE_VERSION, *expected.fields(sender, receiver), 0)
     for name, have, want in zip(names, (version, *found, zero), wanted):
         if have != want:
-            raise PayloadError(f"{about}: {name} is {have}, expected {want}")
+            raise PayloadError(f"{about}: {name} is {have}, expected {want}", sender)

@@ -53,8 +53,9 @@ def open_sealed(
     differs = np.flatnonzero(sums != checksums(heads, bodies))
     if len(differs):
         raise PayloadError(
-            f"{about} from rank {differs[0]}: its checksum differs, so that bytes changed on the way, or it is another "
-            "message"
+            f"{about} from {{sender}}: its checksum differs, so that bytes changed on the way, or it is another "
+            "message",
+            int(differs[0]),
         )
     return torch.from_numpy(np.ascontiguousarray(bodies)).view(dtype)
 

@@ -77,31 +77,31 @@ class VariableRows:
         out = [self._room(f"decoded {i} of {size}", len(rows), size) for i, size in enumerate(self.sizes)]
         announced = [0] * len(rows) if arrived is None else arrived.tolist()
         for sender, (row, count) in enumerate(zip(rows, announced), first):
-            about, length = f"payload from rank {sender} for {header.place()}", read_length(row)
+            about, length = f"payload from {{sender}} for {header.place()}", read_length(row)
             if not self._table <= length <= self.body_bytes:
-                raise PayloadError(f"{about}: a body of {length} bytes where at most {self.body_bytes} fit")
+                raise PayloadError(f"{about}: a body of {length} bytes where at most {self.body_bytes} fit", sender)
             if count and count != HEADER_BYTES + length:
-                raise PayloadError(f"{about}: {count} bytes came where its header says {HEADER_BYTES + length}")
+                raise PayloadError(f"{about}: {count} bytes came where its header says {HEADER_BYTES + length}", sender)
             row = row[: HEADER_BYTES + length]
             check_rows(row[None], replace(header, body_bytes=length), receiver, sender)
-            self._read_row(about, row, [section[sender - first] for section in out])
+            try:
+                self._read_row(row, [section[sender - first] for section in out])
+            except PayloadError as error:
+                raise PayloadError(f"{about}: {error}", sender) from None
         return out
 
-    def _read_row(self, about: str, row: torch.Tensor, out: Sequence[torch.Tensor]) -> None:
+    def _read_row(self, row: torch.Tensor, out: Sequence[torch.Tensor]) -> None:
         at = HEADER_BYTES + self._table
         table = row[HEADER_BYTES:at].clone().view(torch.int32).tolist()
         lengths = table[: len(self.sizes)]
         if any(table[len(self.sizes) :]):
-            raise PayloadError(f"{about}: its table of lengths is not followed by zeros")
+            raise PayloadError("its table of lengths is not followed by zeros")
         for length, packing, section in zip(lengths, self.packings, out):
             if length < 0 or at + padded(length) > row.numel():
-                raise PayloadError(f"{about}: a section of {length} bytes does not fit")
-            try:
-                packing.unpack(row[at : at + length], section)
-            except PayloadError as error:
-                raise PayloadError(f"{about}: {error}") from None
+                raise PayloadError(f"a section of {length} bytes does not fit")
+            packing.unpack(row[at : at + length], section)
             if bool(row[at + length : at + padded(length)].any()):
-                raise PayloadError(f"{about}: a section is not followed by zeros")
+                raise PayloadError("a section is not followed by zeros")
             at += padded(length)
         if at != row.numel():
-            raise PayloadError(f"{about}: {row.numel() - at} bytes too many")
+            raise PayloadError(f"{row.numel() - at} bytes too many")
