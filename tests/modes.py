@@ -20,7 +20,7 @@ def train(
     module: nn.Module, ddp: nn.Module, loss: Any, rank: int, steps: int, micro_steps: int = 1, start: int = 0
 ) -> list[int]:
     """The loop of :func:`oracle.simulated_run`, on a real rank."""
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
     for step in range(start, start + steps):
         optimizer.zero_grad()
         for micro in range(micro_steps):

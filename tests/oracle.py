@@ -42,7 +42,7 @@ def simulated_run(
     named = list(module.named_parameters())
     link = gw.SimulatedLink(named, method, world_size, **options)
     link.number.value = number
-    optimizer = torch.optim.SGD(module.parameters(), lr=learning_rate, momentum=0.9)
+    optimizer = torch.optim.SGD(module.parameters(), lr=learning_rate)
     for step in range(steps):
         rows, used = [], [False] * len(named)
         for rank in range(world_size):

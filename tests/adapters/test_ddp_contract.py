@@ -186,7 +186,7 @@ def run_scaler(bad_layer: int) -> tuple[str, list[bool], int, float]:
     module = layers(6)
     ddp = DistributedDataParallel(module, bucket_cap_mb=CAP)
     link = gw.attach(ddp, "terngrad")
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     skipped = []
     for step in range(5):
@@ -260,7 +260,7 @@ def reload_module() -> tuple[list[str], list[str], str]:
     said = [str(w.message) for w in caught if "gradwire.attach" in str(w.message)]
     link.close()  # beside an open link another draws random numbers of its own
     new = gw.attach(again, "terngrad")
-    optimizer = torch.optim.SGD(again.parameters(), lr=0.05, momentum=0.9)
+    optimizer = torch.optim.SGD(again.parameters(), lr=0.05)
     for step in range(3):
         optimizer.zero_grad()
         square_loss(again, dist.get_rank(), step).backward()
@@ -330,7 +330,7 @@ def run_without_ddp(channels_last: bool) -> tuple[str, dict[str, Any]]:
             with torch.no_grad():
                 p.fill_(0.01).add_(torch.arange(p.numel(), dtype=torch.float32).view(p.shape) * 1e-6)
     link = gw.Link(module.named_parameters(), "terngrad", chunk_numel=1000)
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
     for step in range(4):
         optimizer.zero_grad()
         shape = (4, 4, 8, 8) if channels_last else (8, 64)

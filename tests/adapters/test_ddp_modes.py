@@ -198,7 +198,7 @@ def run_two_modules() -> list[str]:
     modules = [layers(3, 64, 1), layers(3, 64, 2)]
     ddps = [DistributedDataParallel(m, bucket_cap_mb=SMALL_BUCKETS_MB) for m in modules]
     links = [gw.attach(d, "terngrad") for d in ddps]
-    optimizer = torch.optim.SGD([p for m in modules for p in m.parameters()], lr=0.05, momentum=0.9)
+    optimizer = torch.optim.SGD([p for m in modules for p in m.parameters()], lr=0.05)
     for step in range(STEPS):
         optimizer.zero_grad()
         # One backward through both: their hooks interleave.

@@ -96,6 +96,18 @@ def test_the_scripts_own_error_keeps_its_traceback() -> None:
 
 
 @pytest.mark.ranks
+def test_a_scripts_momentum_beside_the_methods_own_ends_the_run_before_the_first_step() -> None:
+    """``gradwire run`` cannot hand over an optimizer: the link finds it."""
+    words = ["--nproc-per-node", 2, "--method", "DGC(density=0.1)", EXAMPLES / "digits.py", "--steps", 3]
+    done = gradwire("run", *words)
+    assert done.returncode == 1
+    assert "training accuracy" not in done.stdout
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("gradwire: rank")]
+    assert "DGC(" in line
+    assert "brings its own momentum, and SGD has momentum=0.9 beside it: use torch.optim.SGD with momentum=0" in line
+
+
+@pytest.mark.ranks
 def test_a_rank_that_is_killed_is_named_with_what_the_others_saw() -> None:
     done = gradwire("run", "--nproc-per-node", 2, Path(__file__).parent / "ending_script.py", "kill")
     assert done.returncode == 1

@@ -52,7 +52,8 @@ def attach(
         method: A method object or a spec such as ``"terngrad"`` or ``"TernGrad(clip=2.5)"``.
         optimizer: For methods that act on its steps, such as DIANA with a proximal operator, and for those that are
             told its learning rates, which are read when a round begins. With a method that brings its own
-            momentum (Signum, DIANA or error feedback with one) an optimizer that has another is refused. Beside a
+            momentum (Signum, DGC, DIANA or error feedback with one) an optimizer that has another is refused: this one
+            here, and any other that steps a parameter before its first step. Beside a
             method whose residual may grow large (EF-signSGD and 1-bit SGD without small blocks) it is warned of. Of
             methods with local steps its steps are counted; None: those of whichever optimizer holds the parameters.
         grad_scaler: The scaler of automatic mixed precision, for methods that keep a residual or a momentum, or give a

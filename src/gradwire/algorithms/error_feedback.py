@@ -11,6 +11,7 @@ import torch
 from gradwire.algorithms.contraction import check_contraction
 from gradwire.algorithms.grandk import GRandK
 from gradwire.algorithms.local_momentum import LocalMomentum, checked_momentum
+from gradwire.algorithms.optimizers import momentum_of
 from gradwire.compressors import QSGDinf
 from gradwire.methods import Inherited, Method, Properties, require
 from gradwire.protocols import Context, Outcome
@@ -176,20 +177,16 @@ def momentum_beside_residual(method: Method, optimizer: Any, delta: float) -> st
         delta: What the method's compressor keeps at least of any vector, |C(p) - p|^2 <= (1 - delta) |p|^2. Residuals
             count as large below :data:`SMALL_DELTA`.
     """
-    if delta >= SMALL_DELTA or optimizer is None:
+    found = None if delta >= SMALL_DELTA or optimizer is None else momentum_of(optimizer, {})
+    if found is None:
         return None
-    for group in optimizer.param_groups:
-        for setting in ("momentum", "betas"):
-            value = group.get(setting)
-            if value[0] if isinstance(value, tuple) else value:
-                return (
-                    f"{method!r} leaves out most of a gradient in the worst case (delta={delta:.2g}, below "
-                    f"{SMALL_DELTA:.2g}), and sends it later in bursts, which {type(optimizer).__name__} with "
-                    f"{setting}={value!r} carries too far: use blocks (block_size=64), or momentum before compression "
-                    "(the method's momentum=0.9 and torch.optim.SGD with momentum=0), or SGD without momentum at a "
-                    "higher learning rate"
-                )
-    return None
+    setting, value = found
+    return (
+        f"{method!r} leaves out most of a gradient in the worst case (delta={delta:.2g}, below {SMALL_DELTA:.2g}), and "
+        f"sends it later in bursts, which {type(optimizer).__name__} with {setting}={value!r} carries too far: use "
+        "blocks (block_size=64), or momentum before compression (the method's momentum=0.9 and torch.optim.SGD with "
+        "momentum=0), or SGD without momentum at a higher learning rate"
+    )
 
 
 class Feedback(WrappedPlan):

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["not_stepped"]
+__all__ = ["momentum_of", "not_stepped"]
 
 
 def not_stepped(optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> list[str]:
@@ -20,3 +20,24 @@ def not_stepped(optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> list[
     """
     stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
     return [name for name, p in parameters.items() if id(p) not in stepped]
+
+
+def momentum_of(optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> tuple[str, Any] | None:
+    """Return the setting by which an optimizer has a momentum, and its value; None if it has none.
+
+    Only groups that hold one of the parameters count, or all groups if none does: of parameters that are not known yet
+    for example. A momentum of 0 is none, and neither are betas of which the first one is 0.
+
+    Example:
+        >>> w = torch.nn.Parameter(torch.ones(2))
+        >>> momentum_of(torch.optim.Adam([w]), {"w": w})
+        ('betas', (0.9, 0.999))
+    """
+    ours = {id(p) for p in parameters.values()}
+    groups = [group for group in optimizer.param_groups if any(id(p) in ours for p in group["params"])]
+    for group in groups or optimizer.param_groups:
+        for setting in ("momentum", "betas"):
+            value = group.get(setting)
+            if value[0] if isinstance(value, tuple | list) else value:
+                return setting, value
+    return None

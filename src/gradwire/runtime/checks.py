@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from gradwire.algorithms.optimizers import momentum_of
 from gradwire.auto import Auto
 from gradwire.errors import IncompatibleError
 from gradwire.methods import Method
@@ -25,15 +26,13 @@ def check_optimizer(method: Method, optimizer: Any, parameters: Mapping[str, tor
         IncompatibleError: naming the setting.
     """
     method.check_optimizer(optimizer, parameters)
-    if not method.owns_momentum or optimizer is None:
-        return
-    for group in optimizer.param_groups:
-        for setting in ("momentum", "betas"):
-            if group.get(setting):
-                raise IncompatibleError(
-                    f"{method!r} brings its own momentum, and {type(optimizer).__name__} has "
-                    f"{setting}={group[setting]!r} beside it: use torch.optim.SGD with momentum=0"
-                )
+    found = None if optimizer is None or not method.owns_momentum else momentum_of(optimizer, parameters)
+    if found is not None:
+        setting, value = found
+        raise IncompatibleError(
+            f"{method!r} brings its own momentum, and {type(optimizer).__name__} has {setting}={value!r} beside it: "
+            "use torch.optim.SGD with momentum=0"
+        )
 
 
 def caution_about(method: Method, optimizer: Any, compressed: Mapping[str, torch.Tensor], warnings: WarnOnce) -> None:

@@ -21,6 +21,7 @@ from gradwire.runtime.checks import caution_about, check_optimizer
 from gradwire.runtime.detached import lost
 from gradwire.runtime.diagnostics import Diagnostics
 from gradwire.runtime.failures import place
+from gradwire.runtime.found_optimizers import MomentumSearch
 from gradwire.runtime.grad_scaler import check_scaler, check_unscaled
 from gradwire.runtime.handshake import agreement, compared, default_group
 from gradwire.runtime.heartbeat import Heartbeat
@@ -78,6 +79,8 @@ class Link(LinkReports, LocalStepsUser):
             all, so that every rank's scaler skips.
         optimizer: For methods that need the learning rate, which is read when a round begins, or own the momentum, or
             count its steps, since they are local; beside a residual that may grow large, its momentum is warned of.
+            An optimizer that is not given, and has a momentum beside the method's own, is found by its first step:
+            ``optimizer.step()`` raises IncompatibleError, no parameter changes, and the link is broken.
         options: See :class:`Options`.
 
     Attributes:
@@ -156,11 +159,12 @@ class Link(LinkReports, LocalStepsUser):
             self.method, self._parameters, self.options, self._begin, self._runtime, self._channel, grad_scaler
         )
         unbind = (self._local or self.method).bind(optimizer, self._parameters)
+        self._momenta = MomentumSearch(self.method, optimizer, self._parameters, self._runtime.failures)
         if self.rank == 0:
             compressed = {n: p for n, p in self._exchanged.items() if n not in self._selection.planner.dense}
             caution_about(self.method, optimizer, compressed, self._runtime.warnings)
         # Threads and connections end with the link, also where it is dropped or the interpreter ends without close().
-        self.close = weakref.finalize(self, close_threads, own_lanes, heartbeat, unbind)
+        self.close = weakref.finalize(self, close_threads, own_lanes, heartbeat, [unbind, self._momenta.end])
         register(self)
         self._cost.measure(self._channel)
         self._runtime.link_cost = self._cost.value
@@ -206,6 +210,7 @@ class Link(LinkReports, LocalStepsUser):
         runtime.failures.refuse()
         try:
             if index == 0:
+                self._momenta.end_when_done()
                 if runtime.rounds_here == 0:
                     check_unscaled(self.method, self.grad_scaler)
                     shared = share_a_number(self)

@@ -328,10 +328,11 @@ class LinkRuntime:
         return {part: sum(getattr(m, part) for m in meters) for part in ("encode_s", "wire_s", "decode_s")}
 
 
-def close_threads(lanes: Sequence[Lane], heartbeat: Heartbeat, unbind: Callable[[], None] | None) -> None:
+def close_threads(lanes: Sequence[Lane], heartbeat: Heartbeat, unbinders: Sequence[Callable[[], None] | None]) -> None:
     """End what a link has running, and take its hooks away."""
-    if unbind is not None:
-        unbind()
+    for unbind in unbinders:
+        if unbind is not None:
+            unbind()
     heartbeat.close()
     for lane in lanes:
         lane.close()

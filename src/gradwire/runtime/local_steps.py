@@ -8,13 +8,13 @@ from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from gradwire.errors import ExchangeError, IncompatibleError
 from gradwire.local_steps import StepsLocally
 from gradwire.methods import Method
 from gradwire.planning import Options, own_buckets
 from gradwire.protocols import Context, Workspace
+from gradwire.runtime.found_optimizers import on_any_step
 from gradwire.runtime.global_parameters import GlobalParameters, State
 from gradwire.runtime.link_runtime import LinkRuntime
 from gradwire.runtime.own_parameters import OwnParameters, mean_over_ranks, put, swapped
@@ -315,14 +315,13 @@ def on_steps(
         return unbind
     if optimizer is not None:
         return optimizer.register_step_post_hook(lambda *_: stepped()).remove  # type: ignore[no-any-return]
-    ours = {id(p) for p in parameters.values()}
     first: list[int] = []
 
-    def any_stepped(found: torch.optim.Optimizer, *_: object) -> None:
-        if not first and any(id(p) in ours for group in found.param_groups for p in group["params"]):
-            first.append(id(found))
+    def any_stepped(found: torch.optim.Optimizer, _: object) -> None:
         # Of several optimizers the first one's steps count. What others change later travels with the next exchange.
+        if not first:
+            first.append(id(found))
         if first == [id(found)]:
             stepped()
 
-    return register_optimizer_step_post_hook(any_stepped).remove
+    return on_any_step(parameters, any_stepped)

@@ -42,7 +42,7 @@ class SideLane:
         self.lane = Lane(dist.PrefixStore(purpose, store), rank, world_size, timeout, f"gradwire {purpose}")
         self._heartbeat = Heartbeat(store, rank, world_size)
         self.failures = Failures(self._heartbeat, [self.lane])
-        self.close: Callable[[], object] = weakref.finalize(self, close_threads, [self.lane], self._heartbeat, None)
+        self.close: Callable[[], object] = weakref.finalize(self, close_threads, [self.lane], self._heartbeat, ())
 
     def run(self, generator: Exchange[T], where: str) -> T:
         """Run an exchange to its end, and return what it returned.

@@ -1,0 +1,178 @@
+"""A method that brings its own momentum finds the optimizer beside it by itself, and refuses another momentum."""
+
+from __future__ import annotations
+
+import gc
+import os
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import optimizer as hooks
+
+import gradwire as gw
+from gradwire.algorithms.optimizers import momentum_of
+from ranks import Ranks, fresh_ranks
+
+pytestmark = pytest.mark.ranks
+
+DGC = "DGC(density=0.1)"
+
+
+def adam(module: nn.Module) -> list[torch.optim.Optimizer]:
+    return [torch.optim.Adam(module.parameters(), lr=0.01)]
+
+
+def fused(module: nn.Module) -> list[torch.optim.Optimizer]:
+    return [torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.5, fused=True)]
+
+
+def plain(module: nn.Module) -> list[torch.optim.Optimizer]:
+    return [torch.optim.SGD(module.parameters(), lr=0.1)]
+
+
+def second(module: nn.Module) -> list[torch.optim.Optimizer]:
+    """The second of two optimizers has a momentum."""
+    body, head = module.parameters(), nn.ParameterList()
+    weight, *rest = body
+    head.append(weight)
+    return [torch.optim.SGD(rest, lr=0.1), torch.optim.SGD(head, lr=0.1, momentum=0.9)]
+
+
+def of_rank_1(module: nn.Module) -> list[torch.optim.Optimizer]:
+    momentum = 0.9 if dist.get_rank() == 1 else 0.0
+    return [torch.optim.SGD(module.parameters(), lr=0.1, momentum=momentum)]
+
+
+def elsewhere(module: nn.Module) -> list[torch.optim.Optimizer]:
+    """A momentum of parameters that no link exchanges: in a group of its own, and in an optimizer of its own."""
+    others = [nn.Parameter(torch.ones(3)) for _ in range(2)]
+    for p in others:
+        p.grad = torch.ones(3)
+    groups = [{"params": list(module.parameters())}, {"params": others[:1], "momentum": 0.9}]
+    return [torch.optim.SGD(others[1:], lr=0.1, momentum=0.9), torch.optim.SGD(groups, lr=0.1)]
+
+
+def trained(spec: str, made: str, kind: str, handed: bool = False) -> Any:
+    """Train three steps, and return what was raised, and what is left of it; no optimizer is given but ``handed``."""
+    before = len(hooks._global_optimizer_pre_hooks)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 30), nn.ReLU(), nn.Linear(30, 5))
+    if kind == "fsdp":
+        fully_shard(model)
+    optimizers: list[torch.optim.Optimizer] = globals()[made](model)
+    start = [p.detach().clone() for p in model.parameters()]
+    given = {"optimizer": optimizers[0]} if handed else {}
+    if kind != "link":
+        module: Any = DistributedDataParallel(model) if kind == "ddp" else model
+        link = gw.attach(module, spec, min_numel=0, **given)
+    else:
+        module, link = model, gw.Link(model.named_parameters(), spec, min_numel=0, **given)
+    told, steps = "", 0
+    try:
+        for step in range(3):
+            module(torch.randn(4, 20)).square().mean().backward()
+            if kind == "link":
+                link.reduce_()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            steps = step + 1
+    except Exception as error:
+        told = f"{type(error).__name__}: {error}"
+    moved = any(not torch.equal(a, b) for a, b in zip(start, model.parameters()))
+    during = len(hooks._global_optimizer_pre_hooks) - before
+    answer = {"told": told, "link": str(link.error), "steps": steps, "moved": moved, "hooks": during}
+    kept = weakref.ref(link)
+    link.close()
+    del link, module, given
+    gc.collect()
+    return {**answer, "left": len(hooks._global_optimizer_pre_hooks) - before, "kept": kept() is not None}
+
+
+@pytest.mark.parametrize("kind", ["ddp", "link"])
+@pytest.mark.parametrize(
+    ("spec", "made", "setting"),
+    [
+        (DGC, "fused", "SGD has momentum=0.5"),
+        ("signum", "adam", r"Adam has betas=(0.9, 0.999)"),
+        ("ErrorFeedback(momentum=0.9)", "fused", "SGD has momentum=0.5"),
+        ("GTopK(density=0.1, momentum=0.5)", "adam", "Adam has betas"),
+        ("DIANA(momentum=0.5)", "fused", "SGD has momentum=0.5"),
+        ("EF21(momentum=0.5)", "fused", "SGD has momentum=0.5"),
+        ("sketched_amsgrad", "adam", "Adam would change it"),
+    ],
+)
+def test_a_momentum_beside_the_methods_own_is_refused_at_the_first_step(
+    three_ranks: Ranks, spec: str, made: str, setting: str, kind: str
+) -> None:
+    """No parameter has changed, whichever rank comes first, and every rank is told."""
+    for found in three_ranks(trained, spec, made, kind):
+        assert found["told"]
+        assert setting in found["link"]
+        assert (found["steps"], found["moved"]) == (0, False)
+        assert (found["left"], found["kept"]) == (0, False)
+
+
+def test_shards_of_a_module_are_the_optimizers_parameters(three_ranks: Ranks) -> None:
+    for found in three_ranks(trained, "ErrorFeedback(momentum=0.9)", "fused", "fsdp"):
+        assert "SGD has momentum=0.5" in found["link"]
+        assert (found["steps"], found["moved"]) == (0, False)
+
+
+def test_where_one_rank_alone_has_the_momentum_all_end_and_name_it(three_ranks: Ranks) -> None:
+    for rank, one in enumerate(three_ranks(trained, DGC, "of_rank_1", "link")):
+        assert "rank 1" in one["link"]
+        assert "brings its own momentum, and SGD has momentum=0.9" in one["link"]
+        assert one["told"], "no rank trains on"
+        assert one["steps"] <= (rank != 1)
+        assert one["moved"] == (one["steps"] > 0)
+
+
+def leaving() -> str:
+    found = trained(DGC, "of_rank_1", "ddp")
+    if dist.get_rank() == 1:
+        os._exit(3)
+    return str(found["told"])
+
+
+def test_under_ddp_the_others_end_too_when_the_refused_rank_has_left() -> None:
+    """What breaks there may be DDP's own collective, which does not ask the link."""
+    with fresh_ranks(2) as ranks:
+        ranks.start(leaving)
+        (kind, told), (gone, code) = ranks.collect()
+    assert (kind, gone, code) == ("ok", "gone", 3)
+    assert told
+
+
+def test_every_optimizer_that_steps_a_parameter_is_looked_at_once(three_ranks: Ranks) -> None:
+    for handed in (False, True):
+        for found in three_ranks(trained, DGC, "second", "ddp", handed):
+            assert "SGD has momentum=0.9" in found["link"]
+            assert found["steps"] == 0
+
+
+@pytest.mark.parametrize(("spec", "made"), [(DGC, "plain"), (DGC, "elsewhere"), ("terngrad", "fused")])
+def test_what_needs_no_refusal_trains_and_leaves_no_hook(three_ranks: Ranks, spec: str, made: str) -> None:
+    """Once all parameters have been seen the hook is gone, while the link goes on."""
+    for found in three_ranks(trained, spec, made, "ddp"):
+        assert found["told"] == ""
+        assert (found["link"], found["steps"], found["moved"]) == ("None", 3, True)
+        assert (found["hooks"], found["left"], found["kept"]) == (0, 0, False)
+
+
+def test_a_momentum_is_that_of_groups_that_hold_a_parameter() -> None:
+    w, b = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(1))
+    groups = [{"params": [w], "momentum": 0.0}, {"params": [b], "momentum": 0.9}]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    assert momentum_of(optimizer, {"w": w}) is None
+    assert momentum_of(optimizer, {"w": w, "b": b}) == ("momentum", 0.9)
+    assert momentum_of(optimizer, {}) == ("momentum", 0.9), "of parameters that are not known yet, all count"
+    assert momentum_of(torch.optim.Adam([w], betas=(0.0, 0.9)), {"w": w}) is None
+    assert momentum_of(torch.optim.Adam([w], betas=(0.8, 0.9)), {"w": w}) == ("betas", (0.8, 0.9))
+    assert momentum_of(torch.optim.Adagrad([w]), {"w": w}) is None
