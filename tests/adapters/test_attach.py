@@ -25,6 +25,7 @@ OPTIONS: dict[str, Any] = {
     "warmup_steps": 3,
     "seed": 5,
     "check": True,
+    "check_every": 9,
     "fallback": "bf16",
     "fallback_limit": 2.5,
     "backend": "reference",

@@ -462,6 +462,33 @@ def test_each_backward_is_a_round(four_ranks: Ranks) -> None:
         assert error < 1e-5
 
 
+def drifted() -> str:
+    """Change the shards of ranks 2 and 3, the second replica, between two steps."""
+    rank, (_, mesh) = dist.get_rank(), meshes()
+    model = sharded(mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with closing(gw.attach(model, "qsgd", check_every=1)) as link:
+        try:
+            for step in range(3):
+                optimizer.zero_grad()
+                loss_of(model, rank, step).backward()
+                optimizer.step()
+                if rank > 1 and step == 0:
+                    with torch.no_grad():
+                        for p in model.parameters():
+                            p.to_local().add_(1.0)  # type: ignore[attr-defined]
+        except gw.RankMismatchError:
+            return str(link.error)
+    return "no difference"
+
+
+def test_replicas_of_a_shard_that_drift_are_an_error() -> None:
+    with fresh_ranks(4) as ranks:
+        for told in ranks(drifted):
+            assert "check_every=1: at the beginning of round 1, parameter " in told
+            assert " of rank 1 differed from that of rank 0." in told
+
+
 # ---------------------------------------------------------------------- refusals
 
 

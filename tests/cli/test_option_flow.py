@@ -33,6 +33,7 @@ LINK = {
     "collective": (["--collective", "all_gather"], "all_gather"),
     "fallback": (["--fallback", "fp32"], "fp32"),
     "fallback_limit": (["--fallback-limit", "2.5"], 2.5),
+    "check_every": (["--check-every", "17"], 17),
     "seed": (["--seed", "11"], 11),
 }
 """For each option of a link, words and the value that they mean; none is the default."""
@@ -161,7 +162,22 @@ def test_workers_may_be_simulated(reached: dict[str, Any], command: str) -> None
     plan = reached["words"][0]
     assert plan.simulate
     assert plan.task.name == "digits"
-    assert plan.link_options() == RunConfig(task=plan.task).link_options(), "without words, all is as by default"
+    default = RunConfig(task=plan.task, simulate=True)
+    assert plan.link_options() == default.link_options(), "without words, all is as by default"
+
+
+def test_real_workers_that_are_meant_to_be_equal_are_compared_unless_asked_otherwise(reached: dict[str, Any]) -> None:
+    def every(*words: object) -> int:
+        call("train", "digits", *words)
+        found: int = reached["words"][0].link_options()["check_every"]
+        return found
+
+    assert every() == every("--method", "diloco") == 100
+    assert every("--method", "dpsgd") == every("--simulate") == every("--check-every", 0) == 0
+    assert every("--check-every", 7) == 7
+    call("run", "--nproc-per-node=2", __file__)
+    assert reached["words"][0].link_options()["check_every"] == 0
+    assert "leave --simulate or --check-every out" in call("train", "digits", "--simulate", "--check-every", 7).output
 
 
 def test_resume_hands_its_options_on(reached: dict[str, Any], tmp_path: Path) -> None:

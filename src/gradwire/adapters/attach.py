@@ -34,6 +34,7 @@ def attach(
     seed: int = 0,
     process_group: dist.ProcessGroup | None = None,
     check: bool = False,
+    check_every: int = 0,
     fallback: str | None = None,
     fallback_limit: float | None = None,
     backend: str = "auto",
@@ -69,6 +70,11 @@ def attach(
         process_group: The module's own, which is also the default; of a sharded module the ranks that hold the same
             shard, which have equal parameters when this is called.
         check: Verify after every bucket that all ranks hold the same bits.
+        check_every: Compare digests of all parameters over ranks every so many rounds, with local steps those of the
+            global parameters every so many exchanges; 0: never. A difference, as after an optimizer step that one rank
+            left out, is an error on all ranks when the next round begins. The cost of a comparison is a CRC-32 of all
+            parameters on each rank, and 8 bytes a parameter to every other rank. Refused for gossip, and where a
+            reduce-scatter leaves each rank its own shard.
         fallback: ``"bf16"`` or ``"fp32"``: once what any rank sends strays too far from its gradient, all ranks return
             to it in the same round, with a warning, and stay; ``link.record()["fallback"]`` says when and why.
         fallback_limit: The relative error above which that is so: |sent - gradient| over all parameters of any rank,
@@ -85,7 +91,7 @@ def attach(
     Raises:
         HyperparameterError: a spec, a field, an option or a pattern is wrong.
         IncompatibleError: the module is in a mode that cannot work with a hook; the message says what to change.
-        RankMismatchError: ranks differ in version, method, options or parameters.
+        RankMismatchError: ranks differ in version, method, options or parameters, or in the values of parameters.
         BackendError: a kernel backend is missing.
     """
     options: dict[str, Any] = dict(
@@ -98,6 +104,7 @@ def attach(
         warmup_steps=warmup_steps,
         seed=seed,
         check=check,
+        check_every=check_every,
         fallback=fallback,
         fallback_limit=fallback_limit,
         backend=backend,

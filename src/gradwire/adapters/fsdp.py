@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,11 +16,9 @@ from gradwire.errors import IncompatibleError
 from gradwire.methods import Method
 from gradwire.planning import REDUCE_SCATTER
 from gradwire.runtime.checks import check_unit_by_unit
-from gradwire.runtime.handshake import agreement
 from gradwire.runtime.link import Link
 from gradwire.runtime.parameters import plain_name
 from gradwire.seeds import shard_seed
-from gradwire.segments import local_shard
 
 __all__ = ["attach_fsdp", "units_of"]
 
@@ -326,8 +323,6 @@ class _Replicas(_ShardedExchange):
         super().__init__()
         check_unit_by_unit(method)
         tensors = [(p.name, p.tensor) for unit in units for p in unit.parameters]
-        with agreement(replicas) as mine:
-            mine.fields = {f"values of parameter {name!r}": _digest(tensor) for name, tensor in tensors}
         if isinstance(options["seed"], int):
             options = {**options, "seed": shard_seed(options["seed"], shards.rank())}
         self.link = Link(tensors, method, group=replicas, **options)
@@ -376,9 +371,3 @@ class _AllReduceHook(_Hook):
             mean.mul_(link.world_size)
         for part, values in zip(padded, mean.split([p.local for p in parameters])):
             part[: len(values)].copy_(values)
-
-
-def _digest(tensor: torch.Tensor) -> int:
-    """Return a checksum of the shard on this rank."""
-    values = local_shard(tensor.detach()).contiguous().reshape(-1)
-    return zlib.crc32(values.view(torch.uint8).numpy().tobytes())

@@ -98,6 +98,7 @@ def train(
     collective: o.Collective = "auto",
     fallback: o.Fallback = None,
     fallback_limit: o.FallbackLimit = None,
+    check_every: o.CheckEvery = None,
     out: o.Out = None,
     overwrite: o.Overwrite = False,
     resume: Annotated[Path | None, typer.Option(metavar="RUN", help="Continue this run; all else is as it was")] = None,
@@ -142,6 +143,7 @@ def train(
             collective=collective,
             fallback=fallback,
             fallback_limit=fallback_limit,
+            check_every=check_every,
             threads=threads,
             checkpoint_every=checkpoint_every,
             log_every=log_every,
@@ -183,6 +185,7 @@ def compare(
     collective: o.Collective = "auto",
     fallback: o.Fallback = None,
     fallback_limit: o.FallbackLimit = None,
+    check_every: o.CheckEvery = None,
     out: o.Out = None,
     overwrite: o.Overwrite = False,
     log_every: o.LogEvery = 10,
@@ -216,6 +219,7 @@ def compare(
             collective=collective,
             fallback=fallback,
             fallback_limit=fallback_limit,
+            check_every=check_every,
             threads=threads,
             log_every=log_every,
         )
@@ -237,6 +241,7 @@ def run(
     collective: o.Collective = "auto",
     fallback: o.Fallback = None,
     fallback_limit: o.FallbackLimit = None,
+    check_every: o.CheckEvery = None,
     seed: o.Seed = 0,
     lab: o.Lab = None,
     nproc_per_node: Annotated[
@@ -306,6 +311,7 @@ def run(
             collective=collective,
             fallback=fallback,
             fallback_limit=fallback_limit,
+            check_every=check_every,
             seed=seed,
         )
         gw.check_options(settings.method, **settings.link_options())

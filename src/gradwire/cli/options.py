@@ -12,6 +12,7 @@ __all__ = [
     "L2",
     "AsJson",
     "Batch",
+    "CheckEvery",
     "Collective",
     "Crop",
     "Data",
@@ -138,6 +139,14 @@ FallbackLimit = Annotated[
     float | None,
     typer.Option(
         help="Relative error, such as 5.0, of what a worker sends; measured every 100 steps", rich_help_panel=LINK
+    ),
+]
+CheckEvery = Annotated[
+    int | None,
+    typer.Option(
+        help="Rounds between comparisons of all workers' parameters, by digests; 0: never. "
+        "By default 100 in train and compare, 0 in run and for gossip",
+        rich_help_panel=LINK,
     ),
 ]
 Out = Annotated[

@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+import gradwire as gw
 from gradwire.experiments.errors import UsageError
 from gradwire.experiments.link_settings import LinkSettings
 from gradwire.experiments.tasks import Task, build
@@ -14,6 +15,9 @@ from gradwire.lab import Topology
 __all__ = ["DEFAULT_WORKERS", "RunConfig"]
 
 DEFAULT_WORKERS = 4
+
+CHECK_EVERY = 100
+"""Rounds between comparisons of all workers' parameters: a CRC-32 of each, and 8 bytes of it to every other worker."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +30,7 @@ class RunConfig(LinkSettings):
         simulate: one process plays all workers.
         seed: also of the initial weights, the data order and augmentation.
         min_numel: None: the task's own.
+        check_every: None: every 100 rounds, where workers are real and their parameters are meant to be equal.
         threads: torch threads of each process.
         checkpoint_every: steps between checkpoints; 0 writes one at the end only.
         log_every: steps between training rows; a row holds the mean loss and the median step time since the
@@ -47,13 +52,15 @@ class RunConfig(LinkSettings):
         for field in ("workers", "threads", "log_every"):
             if getattr(self, field) < 1:
                 raise UsageError(f"{field} = {getattr(self, field)}: must be at least 1")
-        for field in ("seed", "checkpoint_every", "min_numel", "warmup_steps"):
+        for field in ("seed", "checkpoint_every", "min_numel", "warmup_steps", "check_every"):
             if (getattr(self, field) or 0) < 0:
                 raise UsageError(f"{field} = {getattr(self, field)}: must not be negative")
         if self.workers == 1 and not self.simulate:
             raise UsageError("1 worker exchanges nothing: use at least 2 workers, or add --simulate")
         if self.simulate and self.fallback is not None:
             raise UsageError("simulated workers measure no errors: leave --simulate or --fallback out")
+        if self.simulate and self.check_every:
+            raise UsageError("simulated workers have parameters in common: leave --simulate or --check-every out")
         if self.task.batch % self.workers:
             raise UsageError(
                 f"total batch {self.task.batch} cannot be shared evenly by {self.workers} workers: "
@@ -83,7 +90,11 @@ class RunConfig(LinkSettings):
     def link_options(self) -> dict[str, Any]:
         """Return the options of ``gradwire.attach``, and of ``gradwire.SimulatedLink``."""
         options = super().link_options()
-        return options | {"min_numel": self.task.min_numel} if self.min_numel is None else options
+        if self.min_numel is None:
+            options["min_numel"] = self.task.min_numel
+        if self.check_every is None and not self.simulate and not gw.method(self.method).outcomes_differ:
+            options["check_every"] = CHECK_EVERY
+        return options
 
     def to_json(self) -> dict[str, Any]:
         """Return the plan as JSON values."""

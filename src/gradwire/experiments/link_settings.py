@@ -15,6 +15,7 @@ class LinkSettings:
     Attributes:
         method: spec of the method.
         exclude, min_numel, warmup_steps, collective, fallback, fallback_limit: as in ``gradwire.attach``.
+        check_every: as in ``gradwire.attach``; None: as whoever uses the settings has it, by default never.
         seed: of the method's draws.
     """
 
@@ -25,6 +26,7 @@ class LinkSettings:
     collective: str = "auto"
     fallback: str | None = None
     fallback_limit: float | None = None
+    check_every: int | None = None
     seed: int = 0
 
     def link_options(self) -> dict[str, Any]:
@@ -36,5 +38,6 @@ class LinkSettings:
             "collective": self.collective,
             "fallback": self.fallback,
             "fallback_limit": self.fallback_limit,
+            "check_every": self.check_every or 0,
             "seed": self.seed,
         }

@@ -39,6 +39,8 @@ class Options:
             the method computes has them, else those of the CPU.
         chunk_numel: Elements of a chunk at most.
         check: Verify after every bucket that all ranks hold the same bits.
+        check_every: Rounds from one comparison of all ranks' parameters to the next, by digests; 0: never. Simulated
+            workers have them in common.
         fallback: "bf16" or "fp32": what all ranks travel by once what one of them sends strays too far from its
             gradient; None: never.
         fallback_limit: The relative error above which that is so: |sent - gradient| over all parameters of any rank,
@@ -57,6 +59,7 @@ class Options:
     backend: str = "auto"
     chunk_numel: int = CHUNK_NUMEL
     check: bool = False
+    check_every: int = 0
     fallback: str | None = None
     fallback_limit: float | None = None
     transport: str = "auto"
@@ -70,7 +73,7 @@ class Options:
         listed = all(isinstance(pattern, str) for pattern in patterns)
         require(listed, "exclude", f"patterns of parameter names are needed, not {patterns!r}")
         object.__setattr__(self, "exclude", patterns)
-        for name, least in (("min_numel", 0), ("warmup_steps", 0), ("chunk_numel", 1)):
+        for name, least in (("min_numel", 0), ("warmup_steps", 0), ("chunk_numel", 1), ("check_every", 0)):
             value = getattr(self, name)
             if value is None and name == "min_numel":
                 continue
@@ -124,7 +127,16 @@ class Options:
                 "check=True compares the bits of all ranks' outcomes, and after a reduce-scatter each rank has a shard "
                 "of its own: leave it out"
             )
+        if self.check_every:
+            raise IncompatibleError(
+                f"check_every={self.check_every} compares the parameters of replicas, and by a reduce-scatter each "
+                "rank has a shard of its own: leave it out"
+            )
         return (REDUCE_SCATTER,)
+
+    def has_replicas(self, method: Method) -> bool:
+        """Return whether all ranks of a link have the same parameters, with local steps when an exchange has ended."""
+        return not method.outcomes_differ and self.collective != REDUCE_SCATTER
 
     def collectives(self, method: Method) -> tuple[str, ...]:
         """Return the protocols to choose from.
@@ -138,6 +150,11 @@ class Options:
             raise IncompatibleError(
                 f"check=True compares the bits of all ranks' outcomes, and under {method!r} each rank has its own: "
                 "leave it out"
+            )
+        if self.check_every and method.outcomes_differ:
+            raise IncompatibleError(
+                f"check_every={self.check_every} compares the parameters of all ranks, and under {method!r} each rank "
+                "has its own: leave it out"
             )
         if self.collective == REDUCE_SCATTER:
             return self._scattered(method)

@@ -30,6 +30,7 @@ from gradwire.runtime.link_runtime import LinkRuntime, close_threads
 from gradwire.runtime.local_steps import LocalSteps, LocalStepsUser
 from gradwire.runtime.open_links import lowest_free, numbers_in_use, register, share_a_number
 from gradwire.runtime.parameters import check_parameters, gradient, named_parameters
+from gradwire.runtime.replica_check import ReplicaCheck, value_terms
 from gradwire.runtime.reports import LinkReports
 from gradwire.runtime.selection.autotune import OWN_STATE
 from gradwire.runtime.selection.build import make_selection
@@ -49,7 +50,7 @@ __all__ = ["Link"]
 LANES = 2
 """Lanes on CPU, where a lane's thread computes and sends by turns."""
 
-RECORDED = ("min_numel", "warmup_steps", "seed", "chunk_numel", "check", "fallback_limit")
+RECORDED = ("min_numel", "warmup_steps", "seed", "chunk_numel", "check", "check_every", "fallback_limit")
 """Options that a run's record holds."""
 
 DIAGNOSTICS_INTERVAL = 100
@@ -66,7 +67,8 @@ class Link(LinkReports, LocalStepsUser):
         link.reduce_()
         optimizer.step()
 
-    Building a link is collective: all ranks of the group build the same one, in the same order.
+    Building a link is collective: all ranks of the group build the same one, in the same order, on parameters with the
+    same values. A method by which ranks stay different, as gossip, takes any.
 
     Args:
         parameters: (name, parameter) pairs, or parameters (then named "0", "1", ...).
@@ -94,7 +96,8 @@ class Link(LinkReports, LocalStepsUser):
         HyperparameterError: a spec, an option or an exclude pattern is wrong.
         IncompatibleError: the group has one rank, or a parameter, or so many ranks, do not suit the method.
         BackendError: a kernel backend is not installed.
-        RankMismatchError: ranks differ in version, method, options or parameters.
+        RankMismatchError: ranks differ in version, method, options or parameters; also in the values of parameters,
+            unless ranks stay different under the method.
     """
 
     part: str = ""
@@ -137,6 +140,8 @@ class Link(LinkReports, LocalStepsUser):
             terms = {"lanes": count, "learning rates": self._rates.read(), **self.method.terms(self.world_size)}
             terms |= self._site.terms()
             mine.fields = compared(self.method, self.options, self._parameters, terms)
+            if self.options.has_replicas(self.method):
+                mine.fields |= value_terms(self._parameters)
             mine.told = self._coders.measure()
             mine.open_links = numbers_in_use()
         self.number.value = lowest_free(mine.open_links)
@@ -153,6 +158,7 @@ class Link(LinkReports, LocalStepsUser):
             grad_scaler=scaler, check=check, passes=passes, device=device, staged=staged, checks=self._site.checks,
         )  # fmt: skip
         self._channel = ControlChannel(own_lanes[0], self._runtime.failed_between_buckets)
+        self._replicas = ReplicaCheck(self.options.check_every)
         self._step: StepBuffer | None = None
         self.buffer_bytes: Callable[[], int] = lambda: 0
         self._local = LocalSteps.of(
@@ -216,6 +222,8 @@ class Link(LinkReports, LocalStepsUser):
                     shared = share_a_number(self)
                     if shared is not None:
                         runtime.warnings.once(shared, shared)
+                replicated = self._parameters if self._local is None else self._local.replicated()
+                self._replicas.begin(runtime.round, self._channel, replicated)
                 runtime.learning_rates = self._rates.read()
                 skipped = 0 <= runtime.last_skipped == runtime.round - 1
                 changed = self._selection.begin(runtime.round, self._channel, skipped)
@@ -339,6 +347,7 @@ class Link(LinkReports, LocalStepsUser):
         """
         self.check_state_dict(state)
         self._runtime.settle()
+        self._replicas.forget()
         self._coders.load(state["global"])
         self._cost.load(state["global"])
         self._runtime.link_cost = self._cost.value

@@ -218,6 +218,10 @@ class LocalSteps:
             self._runtime.failures.refuse()
             raise
 
+    def replicated(self) -> Mapping[str, torch.Tensor]:
+        """Return the parameters that all ranks have alike when an exchange begins: the global ones."""
+        return self.parameters.held if isinstance(self.parameters, GlobalParameters) else {}
+
     def load(self, state: State) -> dict[str, dict[str, torch.Tensor]]:
         """Take back what the parameters added to a link's state; return the state without it."""
         self._flying = None
