@@ -9,6 +9,7 @@ import torch
 
 import gradwire as gw
 from gradwire.errors import HyperparameterError, IncompatibleError
+from gradwire.graphs import Graph, partition, subgraphs
 from gradwire.planning import Options
 
 
@@ -35,6 +36,23 @@ def test_patterns_may_come_from_anything_that_can_be_read_once(exclude: Any) -> 
 def test_what_holds_no_patterns_is_refused(exclude: Any) -> None:
     with pytest.raises(gw.HyperparameterError, match="patterns of parameter names are needed"):
         Options(exclude=exclude)
+
+
+@pytest.mark.parametrize("seed", [True, False, 1.0, "1", None, 1 << 1024])
+def test_a_seed_is_a_whole_number(seed: Any) -> None:
+    """True would pass for 1, and draw another stream where a seed is hashed as text."""
+    nodes = torch.ones(2, dtype=torch.bool)
+    graph = Graph(torch.tensor([[0, 1], [1, 0]]), torch.zeros(2, 1), nodes.long(), nodes, ~nodes)
+    (part,) = subgraphs(graph, partition(graph, 1))
+    for build in (
+        lambda: Options(seed=seed),
+        lambda: gw.simulate(torch.ones(2, 3), "terngrad", seed=seed),
+        lambda: gw.SimulatedHaloLink([part.boundary], "fp32", seed=seed),
+        lambda: partition(graph, 1, seed=seed),
+    ):
+        with pytest.raises(gw.HyperparameterError, match="seed: "):
+            build()
+    assert Options(seed=(1 << 1024) - 1).seed
 
 
 @pytest.mark.parametrize(

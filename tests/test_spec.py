@@ -149,6 +149,38 @@ def test_any_value_of_any_field_is_taken_or_refused_in_a_sentence(kind: type[gw.
     assert all(isinstance(a, kind) or (isinstance(a, str) and len(a.split()) > 3) for a in answers)
 
 
+@pytest.mark.parametrize("kind", [*METHODS, gw.Auto, gw.L1, gw.Box])
+def test_true_is_no_number(kind: type[gw.Method]) -> None:
+    needed = {f.name: 1.0 for f in dataclasses.fields(kind) if f.default is f.default_factory is dataclasses.MISSING}
+    for field in dataclasses.fields(kind):
+        words = set(re.findall(r"\w+", str(field.type)))
+        if words & {"int", "float"} and "bool" not in words:
+            with pytest.raises(gw.HyperparameterError):
+                kind(**{**needed, field.name: True})
+
+
+LONG = {
+    "a long number": ("QSGD(levels=" + "9" * 50_000 + ")", "QSGD"),
+    "a long number of sixteens": ("QSGD(levels=0x" + "f" * 50_000 + ")", "more than 1024 bits"),
+    "a longer number": ("QSGD(levels=" + "9" * 100_000 + ")", "at most 65536 characters"),
+    "a long text": ("x" * 1_000_000, "at most 65536 characters"),
+    "a long name": ("x" * 50_000, "unknown method"),
+    "a long field": ("QSGD(" + "x" * 50_000 + "=1)", "unknown field"),
+    "a long word": ("QSGD(levels=" + "x" * 50_000 + ")", "is no value"),
+    "a long value": ("DPSGD(graph='" + "x" * 50_000 + "', every=0)", "every is at least 1"),
+    "a long list": ("MultiScale(levels=(" + "1, " * 15_000 + "))", "levels is two or more"),
+    "deep brackets": ("(" * 30_000 + ")" * 30_000, "is not a method spec"),
+    "many signs": ("QSGD(levels=" + "-" * 50_000 + "1)", "is not a method spec"),
+}
+
+
+@pytest.mark.parametrize(("spec", "told"), LONG.values(), ids=LONG)
+def test_a_long_spec_is_refused_in_a_short_sentence(spec: str, told: str) -> None:
+    with pytest.raises(gw.HyperparameterError, match=re.escape(told)) as caught:
+        gw.method(spec)
+    assert len(str(caught.value)) < 2500
+
+
 @given(st.text(max_size=60))
 def test_any_text_is_a_method_or_one_error(text: str) -> None:
     try:

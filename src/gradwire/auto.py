@@ -10,7 +10,7 @@ import torch
 
 from gradwire.algorithms.error_feedback import Delivery
 from gradwire.algorithms.grandk import GRandK
-from gradwire.methods import Method, Properties, require
+from gradwire.methods import Method, Properties, is_whole, require
 from gradwire.protocols.bucket_plan import BucketPlan
 from gradwire.segments import Parameter, Segment
 from gradwire.spec import method, register
@@ -72,7 +72,7 @@ class Auto(Method):
         object.__setattr__(self, "candidates", tuple(self.candidates))
         for field in ("turns", "steps"):
             value = getattr(self, field)
-            require(isinstance(value, int) and value >= 1, f"Auto({field}=...)", f"at least 1 is needed, not {value!r}")
+            require(is_whole(value, 1), f"Auto({field}=...)", f"at least 1 is needed, not {value!r}")
 
     @property
     def kernels(self) -> tuple[str, ...]:  # type: ignore[override]

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard
 
 import torch
 
-from gradwire.errors import HyperparameterError
+from gradwire.errors import HyperparameterError, shortened
 
 if TYPE_CHECKING:
     from gradwire.ops import Scope
     from gradwire.segments import Parameter
 
-__all__ = ["Inherited", "Method", "Properties", "require"]
+__all__ = ["Inherited", "Method", "Properties", "check_seed", "is_whole", "require"]
+
+
+SEED_BITS = 1024
+"""Bits of a seed at most, so that ranks can compare it in any number of digits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,4 +273,22 @@ class Method:
 def require(condition: bool, owner: str, sentence: str) -> None:
     """Raise :class:`HyperparameterError` naming the owner unless the condition holds."""
     if not condition:
-        raise HyperparameterError(f"{owner}: {sentence}")
+        raise HyperparameterError(f"{owner}: {shortened(sentence)}")
+
+
+def is_whole(value: object, least: int | None = None) -> TypeGuard[int]:
+    """Return whether a value is a whole number, of at least ``least`` if that is given.
+
+    True and False are none, though Python counts them as 1 and 0: ``seed=True`` is a slip.
+    """
+    return isinstance(value, int) and not isinstance(value, bool) and (least is None or value >= least)
+
+
+def check_seed(seed: object) -> None:
+    """Check the seed of random numbers.
+
+    Raises:
+        HyperparameterError: it is not a whole number of at most 1024 bits.
+    """
+    require(is_whole(seed), "seed", f"a whole number is needed, not {seed!r}")
+    require(int(seed).bit_length() <= SEED_BITS, "seed", f"at most {SEED_BITS} bits are used")  # type: ignore[call-overload]

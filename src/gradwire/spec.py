@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, fields
 from typing import Any
 
-from gradwire.errors import HyperparameterError
+from gradwire.errors import HyperparameterError, shortened
 from gradwire.methods import Method, require
 from gradwire.optim import KINDS
 from gradwire.registry import METHODS
@@ -29,6 +29,15 @@ _BY_NAME: dict[str, type[Method]] = {_key(name): kind for kind in _KINDS for nam
 """Classes of methods by the keys of their names; :func:`register` adds to both."""
 
 _OPERATORS: dict[str, type[Any]] = {_key(name): kind for name, kind in KINDS.items()}
+
+MOST_CHARACTERS = 1 << 16
+"""Characters of a spec at most."""
+
+MOST_BITS = 1024
+"""Bits of a whole number in a spec at most."""
+
+MOST_NAME = 100
+"""Characters of an unknown name that are compared with those that are known."""
 
 _WORD = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|\d[\d.]*(?:[eE][+-]?\d+)?|[^\W\d]\w*(?:-\w+)*""")
 """A quoted text, a number, or a name, which may have hyphens."""
@@ -88,10 +97,17 @@ def parse(spec: str, kinds: Iterable[type[Any]] = ()) -> object:
         HyperparameterError: as :func:`method` does.
     """
     also = {_key(word): kind for kind in kinds for word in (kind.name, kind.__name__)}
+    if len(spec) > MOST_CHARACTERS:
+        raise HyperparameterError(
+            f"a spec has at most {MOST_CHARACTERS} characters, not {len(spec)}: {shortened(spec, 60)!r}"
+        )
     try:
         tree = ast.parse(_WORD.sub(_without_hyphens, spec.strip()), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         raise _malformed(spec) from None
+    numbers = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, int))
+    if any(number.bit_length() > MOST_BITS for number in numbers):
+        raise HyperparameterError(f"a number has more than {MOST_BITS} bits in the spec {shortened(spec)!r}")
     return _build(tree, spec, also)
 
 
@@ -102,8 +118,8 @@ def _without_hyphens(word: re.Match[str]) -> str:
 
 def _malformed(spec: str) -> HyperparameterError:
     return HyperparameterError(
-        f"{spec!r} is not a method spec; write a name, such as 'terngrad', or a call with named literal values, "
-        "such as 'TernGrad(clip=2.5)'"
+        f"{shortened(spec)!r} is not a method spec; write a name, such as 'terngrad', or a call with named literal "
+        "values, such as 'TernGrad(clip=2.5)'"
     )
 
 
@@ -142,7 +158,7 @@ def _value(field: str, node: ast.expr, spec: str, also: Mapping[str, type[Any]])
     if isinstance(node, ast.Name) and field != "compressor" and _key(node.id) not in (*_BY_NAME, *_OPERATORS, *also):
         near = difflib.get_close_matches(node.id.capitalize(), ("None", "True", "False"), n=1, cutoff=0.7)
         hint = f"; did you mean {near[0]}?" if near else ": a text has quotes"
-        raise HyperparameterError(f"{field}={node.id} is no value{hint}")
+        raise HyperparameterError(f"{field}={shortened(node.id)} is no value{hint}")
     return _build(node, spec, also)
 
 
@@ -154,7 +170,9 @@ def _make(kind: type[Any], values: dict[str, object]) -> object:
         return kind(**values)
     except TypeError as error:
         given = ", ".join(f"{name}={value!r}" for name, value in values.items())
-        raise HyperparameterError(f"{kind.__name__}({given}): a value is of the wrong type ({error})") from None
+        raise HyperparameterError(
+            f"{kind.__name__}({shortened(given)}): a value is of the wrong type ({error})"
+        ) from None
 
 
 def _kind(name: str, also: Mapping[str, type[Any]]) -> type[Any]:
@@ -170,7 +188,7 @@ def _signature(kind: type[Any]) -> str:
 
 
 def _unknown(what: str, name: str, known: list[str], where: str = "") -> str:
-    near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(name[:MOST_NAME].lower(), known, n=1, cutoff=0.5)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     listed = ", ".join(known) if known else "none"
-    return f"unknown {what} {name!r}{where}{hint} (known: {listed})"
+    return f"unknown {what} {shortened(name)!r}{where}{hint} (known: {listed})"

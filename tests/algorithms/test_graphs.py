@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -128,6 +129,28 @@ def test_neither_a_name_nor_a_file_is_refused(tmp_path: Path) -> None:
         graph_of("rign", 4)
     with pytest.raises(gw.IncompatibleError, match="no file that can be read"):
         graph_of(str(tmp_path), 4)
+
+
+@pytest.mark.parametrize("name", ["/dev/zero", "/dev", "pipe"])
+def test_a_device_a_folder_or_a_pipe_is_no_graph(tmp_path: Path, name: str) -> None:
+    if name == "pipe":
+        name = str(tmp_path / name)
+        os.mkfifo(name)
+    with pytest.raises(gw.HyperparameterError, match="or the path to a file, not"):
+        gw.DPSGD(graph=name)
+    with pytest.raises(gw.IncompatibleError, match="it is a folder, a device or a pipe"):
+        graph_of(name, 4)
+
+
+def test_a_file_too_large_and_a_name_of_no_file_are_refused(tmp_path: Path) -> None:
+    large = tmp_path / "large"
+    with large.open("wb") as file:
+        file.truncate((1 << 24) + 1)
+    with pytest.raises(gw.IncompatibleError, match="it has more than 16777216 bytes"):
+        graph_of(str(large), 4)
+    for name in ("\0", "x" * 5000):
+        with pytest.raises(gw.IncompatibleError, match="no file that can be read"):
+            graph_of(gw.DPSGD(graph=name).graph, 4)
 
 
 def test_a_digest_tells_graphs_apart(tmp_path: Path) -> None:

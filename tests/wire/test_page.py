@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,8 +16,9 @@ from gradwire.kernels.entropy import get_coder
 from gradwire.ops import AllGather, Op
 from gradwire.planning import Options, Planner
 from gradwire.protocols import Context, Memory
-from gradwire.wire import HEADER_BYTES
+from gradwire.wire import HEADER_BYTES, WIRE_VERSION
 
+PAGE = Path(__file__).parents[2] / "docs" / "wire-format.md"
 NUMEL, BLOCK, WORKERS = 203, 32, 2
 WORDS = {1: "B", 2: "<u2", 4: "<u4"}
 
@@ -176,3 +178,10 @@ def test_a_checksum_is_what_the_page_says(length: int) -> None:
     body = np.random.default_rng(length).integers(0, 256, length, np.uint8)
     head = np.arange(3, dtype=np.uint64)[None]
     assert checksums(head, body[None]).tolist() == [checksum(head.tobytes(), body.tobytes())]
+
+
+@pytest.mark.repository
+def test_the_page_is_about_the_version_that_is_written() -> None:
+    text = PAGE.read_text()
+    assert text.startswith(f"# Wire format, version {WIRE_VERSION}\n")
+    assert f"| 2 | 1 | wire version: {WIRE_VERSION} |" in text

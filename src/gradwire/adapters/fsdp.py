@@ -13,7 +13,7 @@ from torch.autograd import Variable
 from torch.distributed.fsdp import FSDPModule
 
 from gradwire.errors import IncompatibleError
-from gradwire.methods import Method
+from gradwire.methods import Method, is_whole
 from gradwire.planning import REDUCE_SCATTER
 from gradwire.runtime.checks import check_unit_by_unit
 from gradwire.runtime.link import Link
@@ -323,7 +323,7 @@ class _Replicas(_ShardedExchange):
         super().__init__()
         check_unit_by_unit(method)
         tensors = [(p.name, p.tensor) for unit in units for p in unit.parameters]
-        if isinstance(options["seed"], int):
+        if is_whole(options["seed"]):
             options = {**options, "seed": shard_seed(options["seed"], shards.rank())}
         self.link = Link(tensors, method, group=replicas, **options)
         if shards.size() > 1:

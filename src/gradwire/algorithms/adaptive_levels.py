@@ -15,7 +15,7 @@ from gradwire.algorithms.level_statistics import Histograms, Normals, Statistics
 from gradwire.codecs import LevelCodec
 from gradwire.compressors import Cast, Compressor, QSGDinf, check_blocks
 from gradwire.kernels import Grid
-from gradwire.methods import Properties, require
+from gradwire.methods import Properties, is_whole, require
 from gradwire.protocols.bucket_plan import Algorithm, BucketPlan, PlanSetting
 from gradwire.segments import Segment
 
@@ -50,7 +50,7 @@ class _Adaptive(Algorithm):
         owner = type(self).__name__
 
         def whole(value: object, least: int) -> bool:
-            return isinstance(value, int) and not isinstance(value, bool) and value >= least
+            return is_whole(value) and value >= least
 
         require(whole(self.bits, 2) and self.bits <= 8, owner, f"bits is 2 to 8, not {self.bits!r}")
         require(self.norm in ("l2", "max"), owner, f"norm is 'l2' or 'max', not {self.norm!r}")

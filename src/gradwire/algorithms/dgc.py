@@ -12,7 +12,7 @@ from gradwire.algorithms.error_feedback import Feedback
 from gradwire.algorithms.gradient_clipping import ClippedGradient
 from gradwire.algorithms.local_momentum import LocalMomentum, checked_momentum
 from gradwire.compressors import TopK, check_density
-from gradwire.methods import Properties, require
+from gradwire.methods import Properties, is_whole, require
 from gradwire.protocols import Context, Outcome
 from gradwire.protocols.bucket_plan import Algorithm, BucketPlan, PlanSetting, SectionPlan
 from gradwire.wrappers.schedule import ScheduledPlan
@@ -118,7 +118,7 @@ class DGC(Algorithm):
         object.__setattr__(self, "clip_norm", None if limit is None else float(limit))
         require(isinstance(stages, tuple | list), "DGC", f"warmup_densities is a tuple of densities, not {stages!r}")
         object.__setattr__(self, "warmup_densities", tuple(check_density("DGC", stage) for stage in stages))
-        whole = isinstance(rounds, int) and not isinstance(rounds, bool)
+        whole = is_whole(rounds)
         require(whole and rounds >= 0, "DGC", f"warmup_rounds is a number of rounds, at least 0, not {rounds!r}")
 
     @property

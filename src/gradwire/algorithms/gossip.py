@@ -9,10 +9,11 @@ from typing import Any, ClassVar
 
 import torch
 
+from gradwire.algorithms.graph_file import is_special
 from gradwire.algorithms.graphs import GRAPHS, MixingMatrix, graph_of
 from gradwire.codecs import DenseCodec, NoSummary
 from gradwire.compressors import TernGrad
-from gradwire.methods import require
+from gradwire.methods import is_whole, require
 from gradwire.ops import Exchange
 from gradwire.protocols import Context, Outcome
 from gradwire.protocols.bucket_plan import Algorithm, BucketPlan, PlanSetting
@@ -59,11 +60,12 @@ class GossipMethod(Algorithm):
             HyperparameterError: ``every`` is out of range, or ``graph`` is no text.
         """
         owner = type(self).__name__
-        whole = isinstance(self.every, int) and not isinstance(self.every, bool)
+        whole = is_whole(self.every)
         require(whole and self.every >= 1, owner, f"every is at least 1 step, not {self.every!r}")
         known = ", ".join(map(repr, GRAPHS))
         named = isinstance(self.graph, str) and bool(self.graph)
-        require(named, owner, f"graph is one of {known}, or the path to a file, not {self.graph!r}")
+        found = named and (self.graph in GRAPHS or not is_special(self.graph))
+        require(found, owner, f"graph is one of {known}, or the path to a file, not {self.graph!r}")
 
     def terms(self, world_size: int) -> Mapping[str, object]:
         return {"graph": graph_of(self.graph, world_size).digest()}

@@ -9,7 +9,7 @@ from gradwire.algorithms.chosen_elements import Chosen, ChosenElements
 from gradwire.algorithms.multi_scale import MultiScale
 from gradwire.codecs.feistel_permutation import FeistelPermutation
 from gradwire.compressors import Compressor, QSGDMaxNorm
-from gradwire.methods import Method, Properties, require
+from gradwire.methods import Method, Properties, is_whole, require
 from gradwire.protocols.bucket_plan import BucketPlan, PlanSetting
 from gradwire.wrappers.wrapper import Wrapper
 
@@ -88,7 +88,7 @@ class GRandK(Wrapper):
             "GRandK",
             f"compressor is an unbiased operator on one vector, such as QSGDMaxNorm(), or MultiScale(), not {inner!r}",
         )
-        whole = isinstance(self.cycle, int) and not isinstance(self.cycle, bool)
+        whole = is_whole(self.cycle)
         require(
             whole and 1 <= self.cycle <= MOST_ROUNDS,
             "GRandK",

@@ -3,10 +3,38 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 from gradwire.errors import IncompatibleError
 
-__all__ = ["read_weights"]
+__all__ = ["is_special", "read_file", "read_weights"]
+
+MOST_BYTES = 1 << 24
+"""Bytes of a file at most: some million edges."""
+
+
+def is_special(name: str) -> bool:
+    """Return whether a name is that of a folder, a device or a pipe, none of which holds a graph."""
+    try:
+        return Path(name).exists() and not Path(name).is_file()
+    except (OSError, ValueError):
+        # A name that cannot be one of a file is told as such when the file is read.
+        return False
+
+
+def read_file(name: str) -> str:
+    """Return the text of a file that describes a graph.
+
+    Raises:
+        OSError, ValueError: it does not exist, is a device, a pipe or a folder, is too large, or is not UTF-8 text.
+    """
+    if is_special(name):
+        raise ValueError("it is a folder, a device or a pipe")
+    with Path(name).open("rb") as file:
+        data = file.read(MOST_BYTES + 1)
+    if len(data) > MOST_BYTES:
+        raise ValueError(f"it has more than {MOST_BYTES} bytes")
+    return data.decode()
 
 
 def read_weights(text: str, name: str, workers: int) -> tuple[set[tuple[int, int]], dict[tuple[int, int], float]]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from gradwire.algorithms.graph_file import read_weights
+from gradwire.algorithms.graph_file import read_file, read_weights
 from gradwire.errors import IncompatibleError
 from gradwire.protocols.neighbours import Move
 
@@ -214,8 +214,8 @@ def graph_of(graph: str, workers: int) -> MixingMatrix:
         return _named(graph, workers)
     path = Path(graph)
     try:
-        text = path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
+        text = read_file(graph)
+    except (OSError, ValueError) as error:
         known = ", ".join(GRAPHS)
         raise IncompatibleError(f"graph={graph!r} is none of {known}, and no file that can be read: {error}") from None
     edges, weights = read_weights(text, path.name, workers)

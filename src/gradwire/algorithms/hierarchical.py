@@ -13,7 +13,7 @@ import torch
 from gradwire.compressors import TernGrad
 from gradwire.errors import IncompatibleError
 from gradwire.flags import Flag, both
-from gradwire.methods import Inherited, Method, Properties, require
+from gradwire.methods import Inherited, Method, Properties, is_whole, require
 from gradwire.ops import Exchange, Scope
 from gradwire.protocols import (
     Context,
@@ -115,7 +115,7 @@ class Hierarchical(Wrapper):
             owner,
             f"{inner!r} is no method with one outcome for all ranks: name one, such as TernGrad()",
         )
-        whole = size is None or (isinstance(size, int) and not isinstance(size, bool) and size >= 1)
+        whole = size is None or (is_whole(size) and size >= 1)
         require(whole, owner, f"node_size is at least 1 rank, or None, not {size!r}")
         if self.groups is None:
             return

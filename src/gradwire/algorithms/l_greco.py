@@ -14,7 +14,7 @@ from gradwire.algorithms.layer_choice import fewest_bytes
 from gradwire.codecs import Constant, Draw
 from gradwire.compressors import Compressor, QSGDinf
 from gradwire.kernels import SegmentTable
-from gradwire.methods import Inherited, Method, Properties, require
+from gradwire.methods import Inherited, Method, Properties, is_whole, require
 from gradwire.ops import Exchange
 from gradwire.protocols import Context, Outcome, gathered_values
 from gradwire.protocols.bucket_plan import BucketPlan, PlanSetting, SectionPlan
@@ -132,7 +132,7 @@ class LGreCo(Dialled):
         others = set(values) - {uniform}
         most = 1 <= len(others) <= 255
         require(most, "LGreCo", f"values has 1 to 255 others than {self.field}={uniform!r}, not {values!r}")
-        whole = isinstance(every, int) and not isinstance(every, bool) and every >= 1
+        whole = is_whole(every) and every >= 1
         require(whole, "LGreCo", f"every is a number of rounds, not {every!r}")
         self.check_variants()
 

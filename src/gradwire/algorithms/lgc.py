@@ -16,7 +16,7 @@ from gradwire.algorithms.lgc_all_reduce import CodedMean, WatchedSum
 from gradwire.algorithms.lgc_server import CommonCode, WatchedTopK
 from gradwire.algorithms.local_momentum import checked_momentum
 from gradwire.compressors import TernGrad, TopK, check_density
-from gradwire.methods import Properties, require
+from gradwire.methods import Properties, is_whole, require
 from gradwire.ops import Exchange
 from gradwire.protocols import Context, Outcome
 from gradwire.protocols.bucket_plan import BucketPlan, PlanSetting
@@ -143,7 +143,7 @@ class LGC(ResidualAlgorithm):
             require(value in known, "LGC", f"{name} is {' or '.join(map(repr, known))}, not {value!r}")
         for name, least in (("full_rounds", 0), ("training_rounds", 1)):
             value = getattr(self, name)
-            whole = isinstance(value, int) and not isinstance(value, bool)
+            whole = is_whole(value)
             require(whole and value >= least, "LGC", f"{name} is a number of rounds, at least {least}, not {value!r}")
         rate, share = self.learning_rate, self.similarity
         for name, value in (("learning_rate", rate), ("similarity", share)):

@@ -10,7 +10,7 @@ import torch
 
 from gradwire.compressors import FP32, Cast, Compressor
 from gradwire.local_steps import GLOBAL
-from gradwire.methods import Method, require
+from gradwire.methods import Method, is_whole, require
 from gradwire.protocols.bucket_plan import Algorithm, BucketPlan, PlanSetting
 from gradwire.segments import Parameter
 from gradwire.wrappers.wrapper import Around
@@ -75,7 +75,7 @@ class LocalStepsMethod(Around):
             HyperparameterError: ``every`` is out of range, or the inner method is none that exchanges a mean.
         """
         owner, inner = type(self).__name__, self.inner
-        whole = isinstance(self.every, int) and not isinstance(self.every, bool)
+        whole = is_whole(self.every)
         require(whole and self.every >= 1, owner, f"every is at least 1 step, not {self.every!r}")
         require(
             isinstance(inner, Cast | Compressor | Algorithm) and not (inner.local_steps or inner.direction),

@@ -9,7 +9,7 @@ import torch
 
 from gradwire.kernels import MatrixTable
 from gradwire.kernels.philox import uniform_integers
-from gradwire.methods import require
+from gradwire.methods import is_whole, require
 from gradwire.seeds import SHARED, parameter_key
 from gradwire.segments import Parameter, Segment
 
@@ -22,7 +22,7 @@ def check_matrix_rank(owner: str, rank: object) -> None:
     Raises:
         HyperparameterError: it is no whole number of at least 1.
     """
-    whole = isinstance(rank, int) and not isinstance(rank, bool)
+    whole = is_whole(rank)
     require(whole and rank >= 1, owner, f"matrix_rank is at least 1, not {rank!r}")  # type: ignore[operator]
 
 

@@ -12,7 +12,7 @@ import torch
 
 from gradwire.codecs import MinimumCodec, NoSummary, SharedLevelCodec
 from gradwire.compressors import QSGDMaxNorm, check_blocks
-from gradwire.methods import Properties, require
+from gradwire.methods import Properties, is_whole, require
 from gradwire.ops import Exchange
 from gradwire.protocols import PROTOCOLS, Context, Outcome, Section
 from gradwire.protocols.bucket_plan import Algorithm, BucketPlan, PlanSetting, SectionPlan
@@ -80,9 +80,7 @@ class MultiScale(Algorithm):
     )
 
     def __post_init__(self) -> None:
-        listed = isinstance(self.levels, (tuple, list)) and all(
-            isinstance(s, int) and not isinstance(s, bool) for s in self.levels
-        )
+        listed = isinstance(self.levels, (tuple, list)) and all(is_whole(s) for s in self.levels)
         ascending = listed and all(a < b for a, b in itertools.pairwise(self.levels))
         require(
             ascending and len(self.levels) > 1 and 1 <= self.levels[0] <= 32767 and self.levels[-1] < 1 << 23,

@@ -12,7 +12,7 @@ from gradwire.algorithms.factors import Side
 from gradwire.algorithms.gossip import GRAPH, GossipMethod, GossipPlan, Mixing, floats
 from gradwire.algorithms.low_rank import check_matrix_rank, matrices, matrix_table, shape_of
 from gradwire.codecs import DenseCodec, NoSummary
-from gradwire.methods import Properties, require
+from gradwire.methods import Properties, is_whole, require
 from gradwire.ops import Exchange
 from gradwire.protocols import Context, Outcome
 from gradwire.protocols.bucket_plan import BucketPlan, PlanSetting
@@ -100,7 +100,7 @@ class PowerGossip(GossipMethod):
         self.check_graph()
         check_matrix_rank("PowerGossip", self.matrix_rank)
         count, saving = self.iterations, self.least_saving
-        whole = isinstance(count, int) and not isinstance(count, bool)
+        whole = is_whole(count)
         require(whole and count >= 1, "PowerGossip", f"iterations is at least 1, not {count!r}")
         number = isinstance(saving, int | float) and not isinstance(saving, bool)
         require(number and saving >= 1, "PowerGossip", f"least_saving is at least 1, not {saving!r}")

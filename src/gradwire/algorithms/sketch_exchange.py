@@ -11,7 +11,7 @@ import torch
 from gradwire.algorithms.float_means import Beside, first_of_two, mean_of_floats
 from gradwire.compressors import TernGrad, check_density
 from gradwire.kernels import MOST_COLUMNS, MOST_ROWS, SegmentTable
-from gradwire.methods import require
+from gradwire.methods import is_whole, require
 from gradwire.ops import Exchange
 from gradwire.protocols import Context
 from gradwire.protocols.bucket_plan import Algorithm, PlanSetting
@@ -54,17 +54,17 @@ class SketchAlgorithm(Algorithm):
         """
         owner = type(self).__name__
         require(
-            _whole(self.rows) and 1 <= self.rows <= MOST_ROWS and self.rows % 2 == 1,
+            is_whole(self.rows) and 1 <= self.rows <= MOST_ROWS and self.rows % 2 == 1,
             owner,
             f"rows is an odd number from 1 to {MOST_ROWS}, not {self.rows!r}",
         )
         require(
-            self.columns is None or (_whole(self.columns) and 1 <= self.columns <= MOST_COLUMNS),
+            self.columns is None or (is_whole(self.columns) and 1 <= self.columns <= MOST_COLUMNS),
             owner,
             f"columns is None or a number from 1 to {MOST_COLUMNS}, not {self.columns!r}",
         )
         require(
-            _whole(self.candidates) and self.candidates >= 1,
+            is_whole(self.candidates) and self.candidates >= 1,
             owner,
             f"candidates is at least 1, not {self.candidates!r}",
         )
@@ -82,10 +82,6 @@ class SketchAlgorithm(Algorithm):
     def columns_of(self, numel: int) -> int:
         """Return the columns of the sketch of ``numel`` elements."""
         return min(COLUMNS_EACH * self.kept(numel), MOST_COLUMNS) if self.columns is None else self.columns
-
-
-def _whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True, eq=False)

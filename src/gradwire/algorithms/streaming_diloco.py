@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 
 from gradwire.algorithms.diloco import DiLoCo
-from gradwire.methods import Properties, require
+from gradwire.methods import Properties, is_whole, require
 
 __all__ = ["StreamingDiLoCo"]
 
@@ -84,13 +84,13 @@ class StreamingDiLoCo(DiLoCo):
         super().__post_init__()
         owner, count, delay = "StreamingDiLoCo", self.fragments, self.delay
         require(
-            _whole(count) and 1 <= count <= self.every,
+            is_whole(count) and 1 <= count <= self.every,
             owner,
             f"fragments is a number from 1 to every={self.every}, not {count!r}",
         )
         most = self.every // count
         require(
-            _whole(delay) and 0 <= delay <= most,
+            is_whole(delay) and 0 <= delay <= most,
             owner,
             f"delay is a number of steps from 0 to every // fragments = {most}, the time from one exchange to the next,"
             f" not {delay!r}",
@@ -116,7 +116,3 @@ class StreamingDiLoCo(DiLoCo):
         before = own.clone()
         super().step_(own, held, mean, velocity, workers)
         own.lerp_(before, self.mixing)
-
-
-def _whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 from gradwire.codecs import BinnedValues, LargestRule, SparseCodec, UnitTable
 from gradwire.compressors.base import Compressor
 from gradwire.compressors.top_k import check_density
-from gradwire.methods import Properties, require
+from gradwire.methods import Properties, is_whole, require
 
 if TYPE_CHECKING:
     from gradwire.kernels import Kernels
@@ -54,8 +54,8 @@ class BinnedTopK(Compressor):
     def __post_init__(self) -> None:
         object.__setattr__(self, "density", check_density("SparseLoCo", self.density))
         size, bits = self.block_size, self.bits
-        require(_whole(size) and size > 0, "SparseLoCo", f"block_size is a number of elements above 0, not {size!r}")
-        require(_whole(bits) and 1 <= bits <= 8, "SparseLoCo", f"bits is a number from 1 to 8, not {bits!r}")
+        require(is_whole(size) and size > 0, "SparseLoCo", f"block_size is a number of elements above 0, not {size!r}")
+        require(is_whole(bits) and 1 <= bits <= 8, "SparseLoCo", f"bits is a number from 1 to 8, not {bits!r}")
 
     def delta_of(self, numel: int | None = None) -> float | None:
         """Return what is kept of the worst vector: at least one element of N, and of the values kept 7 / 16 / N.
@@ -79,7 +79,3 @@ class BinnedTopK(Compressor):
             block=self.block_size,
             values=BinnedValues(self.bits, WIDTH),
         )
-
-
-def _whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)

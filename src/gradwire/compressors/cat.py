@@ -18,7 +18,7 @@ from gradwire.codecs import (
     UnitTable,
 )
 from gradwire.compressors.base import Compressor
-from gradwire.methods import Properties, require
+from gradwire.methods import Properties, is_whole, require
 from gradwire.segments import Segment
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class CAT(Compressor):
             require(known, "CAT", f"fixed_bytes is a number of bytes from 0 on, or None, not {fixed!r}")
             object.__setattr__(self, "fixed_bytes", float(fixed))
         size = self.packet_bytes
-        whole = isinstance(size, int) and not isinstance(size, bool)
+        whole = is_whole(size)
         require(
             size is None or (whole and size >= 16), "CAT", f"packet_bytes is at least 16 bytes, or None, not {size!r}"
         )

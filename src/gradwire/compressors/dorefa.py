@@ -10,7 +10,7 @@ from gradwire.codecs import LevelCodec
 from gradwire.compressors.level_compressor import LevelCompressor, check_blocks
 from gradwire.compressors.worst_case import odd_constant
 from gradwire.kernels import Grid
-from gradwire.methods import Properties, require
+from gradwire.methods import Properties, is_whole, require
 from gradwire.segments import Segment
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class DoReFa(LevelCompressor):
     )
 
     def __post_init__(self) -> None:
-        whole = isinstance(self.bits, int) and not isinstance(self.bits, bool)
+        whole = is_whole(self.bits)
         require(whole and 1 <= self.bits <= MOST_BITS, "DoReFa", f"bits is 1 to {MOST_BITS}, not {self.bits!r}")
         check_blocks("DoReFa", self.block_size, self.blocks)
 

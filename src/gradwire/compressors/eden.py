@@ -19,7 +19,7 @@ from gradwire.compressors.normal_levels import (
     uniform_step,
 )
 from gradwire.kernels import LEAST_BLOCK, MOST_BLOCK, Grid
-from gradwire.methods import Properties, require
+from gradwire.methods import Properties, is_whole, require
 from gradwire.segments import Segment
 
 if TYPE_CHECKING:
@@ -35,10 +35,7 @@ def check_rotation(owner: str, size: object) -> None:
         HyperparameterError: it is not a power of two that blocks may have.
     """
     require(
-        isinstance(size, int)
-        and not isinstance(size, bool)
-        and LEAST_BLOCK <= size <= MOST_BLOCK
-        and size & (size - 1) == 0,
+        is_whole(size) and LEAST_BLOCK <= size <= MOST_BLOCK and size & (size - 1) == 0,
         owner,
         f"block_size is a power of two from {LEAST_BLOCK} to {MOST_BLOCK}, not {size!r}",
     )

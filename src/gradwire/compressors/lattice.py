@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from gradwire.codecs import LatticeCodec
 from gradwire.compressors.base import Compressor
-from gradwire.methods import Properties, require
+from gradwire.methods import Properties, is_whole, require
 from gradwire.segments import Segment
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class Lattice(Compressor):
 
     def __post_init__(self) -> None:
         q, y = self.colours, self.distance
-        whole = isinstance(q, int) and not isinstance(q, bool)
+        whole = is_whole(q)
         require(
             whole and 4 <= q <= MOST_COLOURS and not q & (q - 1),
             "Lattice",

@@ -7,7 +7,7 @@ from abc import abstractmethod
 from typing import ClassVar
 
 from gradwire.compressors.base import Compressor
-from gradwire.methods import require
+from gradwire.methods import is_whole, require
 from gradwire.wire import ALIGNMENT
 
 __all__ = ["LevelCompressor", "check_blocks"]
@@ -19,7 +19,7 @@ def check_blocks(owner: str, block_size: int | None, blocks: str) -> None:
     Raises:
         HyperparameterError: ``block_size`` is not None or a multiple of 16, or ``blocks`` is neither of the two words.
     """
-    whole = isinstance(block_size, int) and not isinstance(block_size, bool)
+    whole = is_whole(block_size)
     require(
         block_size is None or (whole and block_size >= ALIGNMENT and block_size % ALIGNMENT == 0),
         owner,

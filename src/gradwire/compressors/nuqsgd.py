@@ -10,7 +10,7 @@ from gradwire.codecs import LevelCodec
 from gradwire.compressors.level_compressor import LevelCompressor, check_blocks
 from gradwire.compressors.worst_case import powers_constant, powers_formula
 from gradwire.kernels import Grid
-from gradwire.methods import Properties, require
+from gradwire.methods import Properties, is_whole, require
 from gradwire.segments import Segment
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class NUQSGD(LevelCompressor):
     )
 
     def __post_init__(self) -> None:
-        whole = isinstance(self.levels, int) and not isinstance(self.levels, bool)
+        whole = is_whole(self.levels)
         require(
             whole and 1 <= self.levels <= MOST_LEVELS,
             "NUQSGD",

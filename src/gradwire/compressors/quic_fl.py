@@ -13,7 +13,7 @@ from gradwire.codecs import BoundedSupportCodec
 from gradwire.compressors.base import Compressor
 from gradwire.compressors.bounded_levels import FIRST, MOST_BITS, POINTS, SHARED_VALUES
 from gradwire.compressors.eden import check_rotation
-from gradwire.methods import Properties, require
+from gradwire.methods import Properties, is_whole, require
 from gradwire.segments import Segment
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class QUICFL(Compressor):
     )
 
     def __post_init__(self) -> None:
-        whole = isinstance(self.bits, int) and not isinstance(self.bits, bool)
+        whole = is_whole(self.bits)
         require(
             whole and 1 <= self.bits <= MOST_BITS, "QUICFL", f"bits is 1 to {MOST_BITS} a coordinate, not {self.bits!r}"
         )

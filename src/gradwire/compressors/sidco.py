@@ -9,7 +9,7 @@ from gradwire.codecs import MODELS, MOST_UNITS, SMALL_BLOCK, FittedRule
 from gradwire.compressors.cast import FP32
 from gradwire.compressors.sparse import Sparse
 from gradwire.compressors.top_k import TopK, check_density
-from gradwire.methods import Method, Properties, require
+from gradwire.methods import Method, Properties, is_whole, require
 
 __all__ = ["SIDCo"]
 
@@ -85,7 +85,7 @@ class SIDCo(Sparse):
     def __post_init__(self) -> None:
         object.__setattr__(self, "density", check_density("SIDCo", self.density))
         require(self.model in tuple(MODELS), "SIDCo", f"model is one of {', '.join(MODELS)}, not {self.model!r}")
-        whole = isinstance(self.stages, int) and not isinstance(self.stages, bool)
+        whole = is_whole(self.stages)
         require(whole and 1 <= self.stages <= 16, "SIDCo", f"stages is a number from 1 to 16, not {self.stages!r}")
         self.check_sparse()
 

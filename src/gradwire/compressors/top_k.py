@@ -8,7 +8,7 @@ from typing import ClassVar
 from gradwire.codecs import LargestRule
 from gradwire.compressors.cast import FP32
 from gradwire.compressors.sparse import Sparse
-from gradwire.methods import Method, Properties, require
+from gradwire.methods import Method, Properties, is_whole, require
 
 __all__ = ["TopK", "check_density"]
 
@@ -82,7 +82,7 @@ class TopK(Sparse):
     def __post_init__(self) -> None:
         object.__setattr__(self, "density", check_density("TopK", self.density))
         size = self.block_size
-        whole = isinstance(size, int) and not isinstance(size, bool)
+        whole = is_whole(size)
         require(
             size is None or (whole and size > 0),
             "TopK",

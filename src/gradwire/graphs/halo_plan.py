@@ -8,6 +8,7 @@ import torch
 
 from gradwire.graphs.halo_method import ChannelSetting, HaloMethod, RowChannel
 from gradwire.graphs.subgraph import Boundary
+from gradwire.methods import check_seed, is_whole, require
 from gradwire.ops import Exchange
 from gradwire.protocols import Context, alltoallv
 
@@ -37,12 +38,15 @@ class HaloPlan:
         steps: That the training has; None where nobody says.
 
     Raises:
+        HyperparameterError: the seed or the number of steps is not a whole number.
         IncompatibleError: the method needs to know the steps.
     """
 
     def __init__(
         self, method: HaloMethod, kernels: Kernels, boundary: Boundary, *, seed: int = 0, steps: int | None = None
     ) -> None:
+        check_seed(seed)
+        require(steps is None or is_whole(steps, 0), "steps", f"a number of steps is needed, or None, not {steps!r}")
         method.check_steps(steps)
         self.method, self.boundary = method, boundary
         self._kernels, self._seed, self._steps = kernels, seed, steps

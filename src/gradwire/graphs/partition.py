@@ -9,6 +9,7 @@ import torch
 
 from gradwire.errors import HyperparameterError
 from gradwire.graphs.graph import Graph
+from gradwire.methods import check_seed, is_whole, require
 from gradwire.seeds import parameter_key
 
 __all__ = ["PARTITIONS", "cut_edges", "partition"]
@@ -72,13 +73,15 @@ def partition(graph: Graph, workers: int, rule: str = "random", seed: int = 0) -
         workers: Number N of workers, at least 1 and at most the number of nodes.
 
     Raises:
-        HyperparameterError: there is no such rule, or a worker would own no node.
+        HyperparameterError: there is no such rule, a number is not a whole one, or a worker would own no node.
 
     Reference: G. Karypis, V. Kumar, "A Fast and High Quality Multilevel Scheme for Partitioning Irregular Graphs", SIAM
     J. Sci. Comput. 1998, section 4.2 (greedy graph growing).
     """
     if rule not in PARTITIONS:
         raise HyperparameterError(f"partition is one of {', '.join(PARTITIONS)}, not {rule!r}")
+    check_seed(seed)
+    require(is_whole(workers), "workers", f"a whole number is needed, not {workers!r}")
     if not 1 <= workers <= graph.nodes:
         raise HyperparameterError(f"{graph.nodes} nodes cannot be shared by {workers} workers: each needs one at least")
     return PARTITIONS[rule](graph, workers, seed)

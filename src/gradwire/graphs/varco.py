@@ -13,7 +13,7 @@ from gradwire.codecs import RandomElements
 from gradwire.compressors import FP32
 from gradwire.errors import IncompatibleError
 from gradwire.graphs.halo_method import ChannelSetting, HaloMethod, RowChannel, checked_operator
-from gradwire.methods import Method, require
+from gradwire.methods import Method, is_whole, require
 from gradwire.protocols import Context
 from gradwire.seeds import SHARED, parameter_key
 from gradwire.wrappers.dial import is_number
@@ -75,7 +75,7 @@ class VARCO(HaloMethod):
             1 <= self.end <= self.start, "VARCO", f"1 <= end <= start is needed, not end={self.end}, start={self.start}"
         )
         require(self.slope > 0, "VARCO", f"slope is above 0, not {self.slope!r}")
-        whole = isinstance(self.steps, int) and not isinstance(self.steps, bool)
+        whole = is_whole(self.steps)
         require(
             self.steps is None or (whole and self.steps >= 3),
             "VARCO",

@@ -11,7 +11,7 @@ from typing import Any
 
 from gradwire.errors import HyperparameterError, IncompatibleError
 from gradwire.link_cost import LinkCost
-from gradwire.methods import Method, require
+from gradwire.methods import Method, check_seed, is_whole, require
 from gradwire.protocols import PROTOCOLS, REDUCE_SCATTER, SHARED_OUT
 
 __all__ = ["CHUNK_NUMEL", "Options", "dense_names", "refuse_scatter"]
@@ -77,9 +77,9 @@ class Options:
             value = getattr(self, name)
             if value is None and name == "min_numel":
                 continue
-            whole = isinstance(value, int) and not isinstance(value, bool)
+            whole = is_whole(value)
             require(whole and value >= least, name, f"a whole number of at least {least} is needed, not {value!r}")
-        require(isinstance(self.seed, int), "seed", f"a whole number is needed, not {self.seed!r}")
+        check_seed(self.seed)
         known = self.transport in TRANSPORTS
         require(known, "transport", f"one of {', '.join(TRANSPORTS)} is needed, not {self.transport!r}")
         stated = self.link_cost is None or isinstance(self.link_cost, LinkCost)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from gradwire.auto import delivering
 from gradwire.drivers import TransferOrder, profiled
 from gradwire.errors import ExchangeError
-from gradwire.methods import Method, require
+from gradwire.methods import Method, is_whole, require
 from gradwire.planning import Options, exchanged, own_buckets, refuse_scatter
 from gradwire.protocols import REDUCE_SCATTER
 from gradwire.runtime.bucket_exchange import BucketExchange
@@ -124,7 +124,7 @@ class Link(LinkReports, LocalStepsUser):
             self.options = Options.of(options)
             self._parameters = named_parameters(parameters)
             check_parameters(self._parameters, self.world_size)
-            require(isinstance(count, int) and count >= 1, "lanes", f"at least 1 is needed, not {lanes!r}")
+            require(is_whole(count, 1), "lanes", f"at least 1 is needed, not {lanes!r}")
             diagnostics = Diagnostics(DIAGNOSTICS_INTERVAL, scaled=bool(grad_scaler))
             self._coders = CoderSelection()
             self._cost = CostKeeper(self.method, self.options.link_cost)

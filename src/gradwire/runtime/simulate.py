@@ -12,7 +12,7 @@ from gradwire.auto import Auto
 from gradwire.drivers import Meter, Traffic, dense_bytes, simulate_ranks
 from gradwire.errors import HyperparameterError, IncompatibleError
 from gradwire.link_cost import LinkCost
-from gradwire.methods import Method
+from gradwire.methods import Method, is_whole, require
 from gradwire.planning.options import Options, refuse_scatter
 from gradwire.planning.planner import Planner
 from gradwire.protocols import Context, Gauges, Memory, RoundParts, Workspace
@@ -63,7 +63,7 @@ class SimulatedLink:
         optimizer: Any = None,
         **options: Any,
     ) -> None:
-        if not isinstance(world_size, int) or world_size < 1:
+        if not is_whole(world_size, 1):
             raise HyperparameterError(f"world_size: at least one worker is needed, not {world_size!r}")
         self.method = read_method(method)
         if isinstance(self.method, Auto):
@@ -308,7 +308,7 @@ def simulate(
         link_cost: What a message costs, for methods that need to know it.
 
     Raises:
-        HyperparameterError: the method or the seed is wrong.
+        HyperparameterError: the method, the seed or the round is wrong.
         IncompatibleError: the gradients are not floats of that form, or cannot be exchanged by the method.
 
     Example:
@@ -331,6 +331,7 @@ def simulate(
             raise IncompatibleError(f"the gradient of {name!r} is {g.dtype}: give floats, as by gradients.float()")
     like = {n: torch.empty_like(g, requires_grad=False) for n, g in workers[0].items()}
     link = SimulatedLink(like.items(), method, len(workers), seed=seed, min_numel=0, link_cost=link_cost)
+    require(is_whole(round, 0), "round", f"a whole number of at least 0 is needed, not {round!r}")
     link.round = round
     if state is not None:
         link.load_state_dict(state)

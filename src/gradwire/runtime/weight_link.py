@@ -11,7 +11,7 @@ from gradwire.algorithms.vector_coder import VectorCoder, check_operator
 from gradwire.drivers import Traffic
 from gradwire.errors import IncompatibleError
 from gradwire.kernels import checksum, get_kernels
-from gradwire.methods import Method
+from gradwire.methods import Method, check_seed
 from gradwire.protocols import Context, Workspace
 from gradwire.protocols.differences import Known, gathered_differences
 from gradwire.runtime.handshake import agreement
@@ -49,6 +49,7 @@ class WeightLink:
     ) -> None:
         self.rank, self.world_size = group.rank(), group.size()
         with agreement(group) as mine:
+            check_seed(seed)
             self.method = read_method(method)
             check_operator("compress_weights", self.method)
             kernels = get_kernels(backend)

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from gradwire.compressors import Compressor, TopK
 from gradwire.errors import IncompatibleError
-from gradwire.methods import Inherited, Method, Properties, require
+from gradwire.methods import Inherited, Method, Properties, is_whole, require
 from gradwire.protocols.bucket_plan import Algorithm, BucketPlan, PlanSetting
 from gradwire.wrappers.dial import Dialled, is_number
 from gradwire.wrappers.schedule import CURVES, ScheduledPlan, first_rounds, points_of
@@ -129,7 +129,7 @@ class Scheduled(Dialled):
             )
         given = len(start) if step else None  # type: ignore[arg-type]
         count = given or 4 if self.stages is None else self.stages
-        whole = isinstance(count, int) and not isinstance(count, bool)
+        whole = is_whole(count)
         fits = whole and 1 <= count <= min(MOST_STAGES, math.ceil(self.rounds)) and given in (None, count)
         told = f"as many as start has values, {given}" if given else f"1 to {MOST_STAGES}"
         require(fits, "Scheduled", f"stages is {told}, and at most rounds={self.rounds!r}, not {count!r}")
