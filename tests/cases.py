@@ -401,7 +401,7 @@ TABLE: dict[str, list[Case]] = {
             amplifies=True,
         ),
     ],
-    "spectral_atomo": [Case(gw.SpectralATOMO(), gather(32), error=2e-7, constants=False, vectors=False)],
+    "spectral_atomo": [Case(gw.SpectralATOMO(), gather(32), error=2e-7, constants=False, coded=True, vectors=False)],
     "gtopk": [
         Case(
             gw.GTopK(),

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from fractions import Fraction
 
 import pytest
 import torch
 
 import gradwire as gw
-from gradwire.drivers import Meter, simulate_ranks
+from contributions import contributed
 from gradwire.errors import HyperparameterError
 from gradwire.planning import Options, Planner
-from gradwire.protocols import Context, Memory, Workspace
+from gradwire.protocols import Memory
 from laws import levels
 from quadratics import Quadratic, descend
 
@@ -302,20 +301,10 @@ def test_what_a_worker_contributed_is_its_reference_and_the_difference_that_it_s
     g = torch.randn(workers, sum(sizes), generator=torch.Generator().manual_seed(6)) * scale
     memories = [Memory() for _ in range(workers)]
     for round in range(80):
-        plan, rows, sent = planner.plan(list(like), round), g.clone(), torch.zeros_like(g)
-        contexts = [Context(r, workers, round, memory=m, loss_scale=scale) for r, m in enumerate(memories)]
-        meters = [Meter() for _ in memories]
-        prepared = simulate_ranks([plan.prepare(c, row) for c, row in zip(contexts, rows)], meters)
-        for chunk in range(plan.chunks):
-            mine = [replace(c, chunk=chunk, workspace=Workspace(), wants_sent=True) for c in contexts]
-            runs = [plan.run(c, row, p) for c, row, p in zip(mine, rows, prepared)]
-            for outcome, out in zip(simulate_ranks(runs, meters), sent):
-                assert outcome.sent is not None
-                outcome.sent(out, 1.0)
+        plan, rows = planner.plan(list(like), round), g.clone()
+        sent = contributed(plan, rows, memories, round, scale)
         # Each of few sums in float32 rounds by 2^-24 of numbers below ten times the scale.
         assert torch.allclose(sent.mean(0), rows[0], rtol=0, atol=1e-5 * scale)
-        for memory in memories:
-            memory.commit()
     assert plan.chunks > 1
     assert float((sent - g).norm() / g.norm()) < 1e-2
 

@@ -12,7 +12,11 @@ import torch
 
 import gradwire as gw
 from cases import DIFFERING
+from contributions import contributed
 from gradwire.algorithms.graphs import graph_of
+from gradwire.drivers import Meter, simulate_ranks
+from gradwire.planning import Options, Planner
+from gradwire.protocols import Context, Memory
 
 SHAPES = {"a": (24, 12), "b": (7,), "c": (3, 5, 4)}
 U = 2.0**-24
@@ -205,6 +209,25 @@ def test_estimates_are_the_sums_of_what_was_sent() -> None:
         others = weights - torch.diag(weights.diagonal())
         # Forty additions of two products, of numbers below 16.
         assert torch.allclose(sums, others @ estimates, rtol=0, atol=40 * 4 * 16 * 2**-53)
+
+
+def test_an_estimate_moves_by_what_its_worker_says_that_it_sent() -> None:
+    method = gw.method("ChocoSGD(compressor=TopK(density=0.1), gamma=0.1)")
+    like = {name: torch.empty(shape) for name, shape in SHAPES.items()}
+    plan, memories = Planner(method, like, 3, Options(min_numel=0)).plan(list(like), 0), [Memory() for _ in range(3)]
+    first = torch.randn(3, 24 * 12 + 7 + 60, generator=torch.Generator().manual_seed(0))
+    known = first.double()
+    simulate_ranks([plan.whole(Context(r, 3, 0, memory=m), first[r]) for r, m in enumerate(memories)], [Meter()] * 3)
+    for memory in memories:
+        memory.commit()
+    for round in (1, 2):
+        rows = torch.randn(3, 24 * 12 + 7 + 60, generator=torch.Generator().manual_seed(round))
+        sent = contributed(plan, rows, memories, round)
+        states = [memory.state()["rank"] for memory in memories]
+        estimates = torch.stack([torch.cat([state[f"estimate/{name}"] for name in SHAPES]) for state in states])
+        assert torch.equal(estimates, known + sent)
+        assert bool(sent.any(1).all())
+        known = estimates
 
 
 def test_the_first_exchange_of_choco_sends_parameters_whole() -> None:

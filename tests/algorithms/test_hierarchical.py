@@ -12,7 +12,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire as gw
+from contributions import contributed
 from gradwire.errors import HyperparameterError, IncompatibleError
+from gradwire.planning import Options, Planner
+from gradwire.protocols import Memory
+from gradwire.protocols.bucket_plan import Algorithm
 from gradwire.seeds import shard_seed
 from gradwire.segments import Parameter, cut_into_shards
 from ranks import Ranks
@@ -135,6 +139,28 @@ def test_rounds_of_warm_up_lose_nothing_and_stay_on_two_levels() -> None:
     link = link_of(around("TernGrad()"), M * L, gradients(0)[0], warmup_steps=1)
     torch.testing.assert_close(link.reduce_(rows.clone()), rows.mean(0))
     assert set(link.traffic().sent_within) == {"node", "between nodes"}
+
+
+@pytest.mark.parametrize("spec", [*SPECS, "FP32()", "DGC(density=0.1)"])
+def test_the_outcome_is_the_mean_over_nodes_of_what_ranks_say_they_sent(spec: str) -> None:
+    """Each of its own shard, in whatever chunks and unit of the loss."""
+    like, memories = gradients(0)[0], [Memory() for _ in range(M * L)]
+    method = around(spec)
+    if isinstance(method, Algorithm) and method.open_coders:
+        method = method.with_coder(method.open_coders[0])
+    planner = Planner(method, like, M * L, Options(min_numel=50, chunk_numel=320))
+    for round in range(3):
+        rows = 4 * torch.stack([flat(row) for row in gradients(round)])
+        sent = contributed(planner.plan(list(like), round), rows, memories, round, loss_scale=4.0)
+        # Sums of few values below 64 in float32.
+        assert torch.allclose(sent.sum(0) / M, rows[0], rtol=1e-5, atol=4e-5), round
+        shard = torch.zeros(L, rows.shape[1], dtype=torch.bool)
+        at = 0
+        for name, p in like.items():
+            for place, (part, begin) in enumerate(cut_into_shards(Parameter.of(name, p), L)):
+                shard[place, at + begin : at + begin + part.numel] = True
+            at += p.numel()
+        assert all(not sent[rank, ~shard[rank % L]].any() for rank in range(M * L))
 
 
 @pytest.mark.parametrize("where", [0, 3])

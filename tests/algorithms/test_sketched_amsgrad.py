@@ -13,6 +13,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire as gw
+from contributions import told
 from gradwire.drivers import Meter, simulate_ranks
 from gradwire.kernels import SegmentTable, get_kernels
 from gradwire.protocols import Context, Memory
@@ -250,19 +251,19 @@ def plan(**options: Any) -> BucketPlan:
     )
 
 
-def test_what_a_rank_sent_is_told_in_the_unit_of_its_momentum() -> None:
-    """Also around segments that are not compressed, whose gradients are told."""
+@pytest.mark.parametrize("scale", [1.0, 1024.0])
+def test_what_a_rank_sent_is_told_in_the_unit_of_its_momentum(scale: float) -> None:
+    """Also around segments that are not compressed, whose gradients are told; of a scaled loss, scaled."""
     ours, memories = plan(eps=1.0), [Memory(), Memory()]
     light = torch.tensor([*range(300), *range(360, 860)])
     for round in range(2):
-        g = drawn(2, 900, round)
-        rows, sent = g.clone(), torch.zeros(2, 900)
-        contexts = [Context(r, 2, round, memory=memory, wants_sent=True) for r, memory in enumerate(memories)]
-        runs = [ours.run(c, row, None) for c, row in zip(contexts, rows)]
-        for outcome, out in zip(simulate_ranks(runs, [Meter(), Meter()]), sent):
-            assert outcome.sent is not None
-            outcome.sent(out, 1.0)
-        target = g.clone()
+        g = scale * drawn(2, 900, round)
+        rows, target = g.clone(), g.clone()
+        contexts = [Context(r, 2, round, memory=memory, loss_scale=scale) for r, memory in enumerate(memories)]
+        outcomes = simulate_ranks(
+            [ours.run(replace(c, wants_sent=True), row, None) for c, row in zip(contexts, rows)], [Meter(), Meter()]
+        )
+        sent = torch.stack([told(outcome, 900) for outcome in outcomes])
         for context, row in zip(contexts, target):
             ours.target_(context, row)
         assert torch.equal(rows[0], rows[1])
@@ -274,7 +275,7 @@ def test_what_a_rank_sent_is_told_in_the_unit_of_its_momentum() -> None:
         dense = torch.ones(900, dtype=torch.bool).index_fill(0, light, False)
         assert torch.equal(sent[:, dense], g[:, dense])
         m = [torch.cat([memory.state()["rank"][f"momentum/{i}"] for i in (0, 2)]) for memory in memories]
-        assert torch.equal(target[:, light], torch.stack(m))
+        assert torch.equal(target[:, light], scale * torch.stack(m))
         assert torch.equal(target[:, dense], g[:, dense])
         assert int((rows[0][light] != 0).sum()) == 16
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import math
 from typing import Any
 
 import pytest
@@ -10,20 +10,22 @@ import torch
 
 import gradwire as gw
 from cases import ALL, ALL_CASES, COMPRESSORS
+from contributions import contributed
 from gradwire.drivers import Meter, dry_run, simulate_ranks
 from gradwire.kernels import get_kernels
 from gradwire.ops import AllGather, AllToAll, Reduce
-from gradwire.protocols import Context, Memory, Workspace
+from gradwire.protocols import Context, Memory
 from gradwire.protocols.bucket_plan import Algorithm, make_plan
 from gradwire.protocols.pieces import cut
 from gradwire.segments import Parameter, Segment, flat_view, lay_out
 from gradwire.wire import HEADER_BYTES, pretend_senders
 
-SIZES = (3000, 5, 81, 7000, 160)
+SHAPES = ((3000,), (5,), (81,), (70, 100), (160,))
+SIZES = tuple(math.prod(shape) for shape in SHAPES)
 
 
 def plan_segments() -> list[Segment]:
-    parameters = [Parameter(f"p{i}", (n,), (1,)) for i, n in enumerate(SIZES)]
+    parameters = [Parameter.of(f"p{i}", torch.empty(shape)) for i, shape in enumerate(SHAPES)]
     return [Segment(s.parameter, s.offset, s.start, s.numel, s.numel < 100) for s in lay_out(parameters)]
 
 
@@ -74,40 +76,37 @@ def test_the_dry_run_is_exact(
 
 
 @pytest.mark.parametrize("chunk_numel", [1 << 20, 1000])
-@pytest.mark.parametrize(
-    ("method", "collective"), [(m, c) for m in ALL for c in m.collectives if not m.direction], ids=repr
-)
+@pytest.mark.parametrize(("method", "collective"), [(m, c) for m in ALL for c in m.collectives], ids=repr)
 def test_the_outcome_is_the_mean_of_what_ranks_say_they_sent(
     method: gw.Method, collective: str, chunk_numel: int
 ) -> None:
-    """Also of dense segments; diagnostics and error feedback rest on it.
+    """Also of dense segments, of a scaled loss, and in rounds that remember others; diagnostics and error feedback rest
+    on it.
 
-    But for the error of an owner who encodes the mean once more, which is nobody's.
+    But for the error of an owner who encodes the mean once more, which is nobody's, and for directions.
     """
-    g = torch.randn(3, sum(SIZES), generator=torch.Generator().manual_seed(1))
-    rows, sent = g.clone(), torch.zeros_like(g)
-    plan = plan_for(method, 3, collective, chunk_numel=chunk_numel)
-    contexts = [Context(r, 3, 0, memory=Memory(), wants_sent=True) for r in range(3)]
-    meters = [Meter() for _ in range(3)]
-    prepared = simulate_ranks([plan.prepare(c, row) for c, row in zip(contexts, rows)], meters)
-    for chunk in range(plan.chunks):
-        mine = [replace(c, chunk=chunk, workspace=Workspace()) for c in contexts]
-        runs = [plan.run(c, row, p) for c, row, p in zip(mine, rows, prepared)]
-        for outcome, out in zip(simulate_ranks(runs, meters), sent):
-            assert outcome.sent is not None
-            outcome.sent(out, 1.0)
-    # Sums of a few values in float32; casts sum in their own type: two roundings of sums up to four in 8 or 11 bits.
-    # Coded ones round the mean once more.
-    inner = method.compressor if isinstance(method, gw.Coded) else method
-    precision = {"bf16": 2**-5, "fp16": 2**-8}.get(inner.name, 1e-5)
-    if not method.re_encoding or collective != "two_shot":
-        assert torch.allclose(sent.mean(0), rows[0], rtol=1e-5, atol=precision)
-    dense = torch.zeros(sum(SIZES), dtype=torch.bool)
+    plan, scale = plan_for(method, 3, collective, chunk_numel=chunk_numel), 4.0
+    memories, dense = [Memory() for _ in range(3)], torch.zeros(sum(SIZES), dtype=torch.bool)
     for segment in plan_segments():
         dense[segment.offset : segment.offset + segment.numel] = segment.dense
-    # Of a momentum that starts from zero, Nesterov's form looks ahead.
-    factor = 1 + method.momentum if isinstance(method, gw.DGC) and method.nesterov else 1.0
-    assert torch.allclose(sent[:, dense], factor * g[:, dense], rtol=0, atol=precision)
+    for round in range(3 if method.properties.state != "none" else 1):
+        g = scale * torch.randn(3, sum(SIZES), generator=torch.Generator().manual_seed(1 + round))
+        rows = g.clone()
+        sent = contributed(plan, rows, memories, round, scale)
+        if method.direction:
+            continue
+        # Sums of a few values in float32; casts sum in their own type: two roundings of sums up to four in 8 or 11
+        # bits. Coded ones round the mean once more.
+        inner = method.compressor if isinstance(method, gw.Coded) else method
+        precision = scale * {"bf16": 2**-5, "fp16": 2**-8}.get(inner.name, 1e-5)
+        # A selection that is fed back is what a rank had to send, not what its code is read as.
+        selection = isinstance(method, gw.LGC) and method.feedback == "selection" and round > 0
+        if not (selection or (method.re_encoding and collective == "two_shot")):
+            assert torch.allclose(sent.mean(0), rows[0], rtol=1e-5, atol=precision), round
+        if round == 0:
+            # Of a momentum that starts from zero, Nesterov's form looks ahead.
+            factor = 1 + method.momentum if isinstance(method, gw.DGC) and method.nesterov else 1.0
+            assert torch.allclose(sent[:, dense], factor * g[:, dense], rtol=0, atol=precision)
 
 
 @pytest.mark.parametrize("collective", ["two_shot", "all_gather"])

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import gradwire as gw
+from contributions import contributed
 from gradwire.drivers import Meter, dry_run, simulate_ranks
 from gradwire.kernels import get_kernels
 from gradwire.planning import Options, Planner
@@ -110,6 +111,20 @@ def test_residuals_are_those_of_the_gathered_exchange(spec: str) -> None:
         assert any(key.startswith("residual/") for key in kept)
         for key, value in kept.items():
             assert torch.equal(value, state[f"rank {rank}"][key]), key
+
+
+@pytest.mark.parametrize("spec", [*SPECS, "fp32", "bf16", "errorfeedback"])
+def test_each_rank_has_its_rows_of_the_mean_of_what_ranks_say_they_sent(spec: str) -> None:
+    workers = gradients(4)
+    plan = Planner(gw.method(spec), workers[0], 4, Options(collective="reduce_scatter", chunk_numel=800)).plan(
+        [*SHAPES], 0
+    )
+    flats = torch.stack([flatten(worker) for worker in workers])
+    mean = contributed(plan, flats, [Memory() for _ in workers]).mean(0)
+    for rank, flat in enumerate(flats):
+        for begin, end in own_runs(rank, 4):
+            # Sums of four values below eight in float32; the mean of casts is rounded to eight bits once more.
+            assert torch.allclose(flat[begin:end], mean[begin:end], rtol=0, atol=2**-6 if spec == "bf16" else 1e-5)
 
 
 @pytest.mark.parametrize("spec", SPECS)
