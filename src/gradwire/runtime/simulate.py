@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -103,7 +103,7 @@ class SimulatedLink:
         self._notices = WarnOnce()
         self._order = self._planner.step_order()
         self.numel = sum(p.numel() for p in self._parameters.values())
-        self.round = self._elements = 0
+        self.round = self._rounds_here = self._elements = 0
 
     def reduce_(self, gradients: torch.Tensor, names: Sequence[str] | None = None) -> torch.Tensor:
         """Exchange one round.
@@ -145,6 +145,7 @@ class SimulatedLink:
         else:
             self._exchange(self._names if names is None else list(names), gradients)
         self.round += 1
+        self._rounds_here += 1
         self._elements += numel
 
     def _exchange(self, names: list[str], rows: torch.Tensor) -> None:
@@ -188,14 +189,17 @@ class SimulatedLink:
             flat_view(p.grad).copy_(part)
 
     def traffic(self, worker: int = 0) -> Traffic:
-        """Return the bytes that a worker would have sent and received: all the same, but for broadcasts and trees."""
+        """Return the bytes that a worker would have sent and received here: all the same, but for broadcasts and trees.
+
+        Rounds before a state that was loaded are not counted, as on a real link.
+        """
         meter, elements = self._meters[worker], self._elements
         return Traffic(
             meter.sent_bytes,
             meter.received_bytes,
             dense_bytes(elements, self.world_size),
             elements,
-            self.round,
+            self._rounds_here,
             sent_to=dict(meter.sent_to),
             sent_within=dict(meter.sent_within),
         )
@@ -246,7 +250,6 @@ class SimulatedLink:
         self._cost.load(state["global"])
         say_dropped(state["global"])
         self.round, self.number.value = int(state["global"]["round"]), int(state["global"][LINK_STATE])
-        self._elements = self.numel * self.round
         found = remembered(state, self._parameters, self.method)
         for r, memory in enumerate(self._memories):
             memory.load({**found, "rank": found.get(f"rank {r}", {})})
@@ -348,10 +351,4 @@ def simulate(
         flat_view(whole).copy_(part)
         parts[name] = whole
     single = isinstance(gradients, torch.Tensor)
-    before = link.traffic()
-    return Simulation(parts["0"] if single else parts, link.state_dict(), _one_round(before, link))
-
-
-def _one_round(traffic: Traffic, link: SimulatedLink) -> Traffic:
-    dense = dense_bytes(link.numel, link.world_size)
-    return replace(traffic, dense_bytes=dense, elements=link.numel, rounds=1)
+    return Simulation(parts["0"] if single else parts, link.state_dict(), link.traffic())
