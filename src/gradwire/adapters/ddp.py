@@ -14,7 +14,7 @@ from gradwire.methods import Method
 from gradwire.planning import refuse_scatter
 from gradwire.runtime.detached import DetachedLink
 from gradwire.runtime.link import Link
-from gradwire.runtime.parameters import plain_name
+from gradwire.runtime.parameters import check_steps_in_backward, plain_name
 
 __all__ = ["attach_ddp"]
 
@@ -65,6 +65,8 @@ def _exchange(state: object, bucket: dist.GradBucket) -> torch.futures.Future[to
 
 
 def _check(module: DistributedDataParallel, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    for name, p in module.module.named_parameters():
+        check_steps_in_backward(name, p)
     hooks = [state for _, state in module._comm_hooks if not isinstance(state, DetachedLink)]
     if hooks:
         first = hooks[0]

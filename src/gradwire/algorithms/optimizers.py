@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["momentum_of", "not_stepped"]
+__all__ = ["momentum_of", "not_stepped", "not_stepped_here"]
 
 
 def not_stepped(optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> list[str]:
@@ -20,6 +20,24 @@ def not_stepped(optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> list[
     """
     stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
     return [name for name, p in parameters.items() if id(p) not in stepped]
+
+
+def not_stepped_here(optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> list[str]:
+    """Return the names of parameters that an optimizer holds but does not step on this rank.
+
+    Other ranks do, as by :class:`torch.distributed.optim.ZeroRedundancyOptimizer`: another optimizer, an attribute of
+    the optimizer, steps for it here, and holds only some of its parameters, or none at all.
+    """
+    held = set(parameters) - set(not_stepped(optimizer, parameters))
+    inner, stepped = False, set[str]()
+    for one in vars(optimizer).values():
+        if not isinstance(one, torch.optim.Optimizer) or one is optimizer:
+            continue
+        theirs = held - set(not_stepped(one, parameters))
+        if theirs or not any(group["params"] for group in one.param_groups):
+            inner = True
+            stepped |= theirs - set(not_stepped_here(one, parameters))
+    return [name for name in parameters if name in held - stepped] if inner else []
 
 
 def momentum_of(optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> tuple[str, Any] | None:

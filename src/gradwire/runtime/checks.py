@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
-from gradwire.algorithms.optimizers import momentum_of
+from gradwire.algorithms.optimizers import momentum_of, not_stepped, not_stepped_here
 from gradwire.auto import Auto
 from gradwire.errors import IncompatibleError
 from gradwire.methods import Method
@@ -16,22 +16,68 @@ from gradwire.runtime.selection.fallback import check_fallback
 from gradwire.runtime.warn_once import WarnOnce
 from gradwire.spec import method as read_method
 
-__all__ = ["caution_about", "check_optimizer", "check_options", "check_unit_by_unit"]
+__all__ = [
+    "caution_about",
+    "check_not_in_backward",
+    "check_optimizer",
+    "check_options",
+    "check_unit_by_unit",
+    "optimizer_terms",
+]
 
 
 def check_optimizer(method: Method, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> None:
-    """Refuse what a method refuses, and an optimizer with a momentum beside a method that brings its own.
+    """Refuse what a method refuses, and what no method can work with that is like this one.
+
+    That is a momentum beside a method that brings its own, and beside one with local steps an optimizer that leaves
+    steps to other ranks.
 
     Raises:
-        IncompatibleError: naming the setting.
+        IncompatibleError: naming the setting, or the optimizer.
     """
     method.check_optimizer(optimizer, parameters)
+    if optimizer is not None and method.local_steps and not_stepped_here(optimizer, parameters):
+        raise IncompatibleError(
+            f"{method!r} lets each rank step all parameters by itself, and {type(optimizer).__name__} steps only a "
+            "share of the parameters on each rank and takes the others from other ranks: use the optimizer inside it, "
+            "or a method that exchanges gradients"
+        )
     found = None if optimizer is None or not method.owns_momentum else momentum_of(optimizer, parameters)
     if found is not None:
         setting, value = found
         raise IncompatibleError(
             f"{method!r} brings its own momentum, and {type(optimizer).__name__} has {setting}={value!r} beside it: "
             "use torch.optim.SGD with momentum=0"
+        )
+
+
+def optimizer_terms(method: Method, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> dict[str, object]:
+    """Return what all ranks need alike of an optimizer that takes local steps: the parameters that it steps.
+
+    An optimizer that was not given is taken to step all of them.
+    """
+    if not method.local_steps:
+        return {}
+    missing = () if optimizer is None else not_stepped(optimizer, parameters)
+    return {"parameters that the optimizer steps": [name for name in parameters if name not in missing]}
+
+
+def check_not_in_backward(method: Method, optimizer: torch.optim.Optimizer, parameters: Iterable[str]) -> None:
+    """Refuse a step during the backward pass, which knows the gradients of one rank alone.
+
+    To be called before the step, by whoever hooks into it.
+
+    Args:
+        parameters: That the optimizer holds, by name.
+
+    Raises:
+        IncompatibleError: backward is running in this thread.
+    """
+    if torch._C._current_graph_task_id() != -1:
+        raise IncompatibleError(
+            f"{type(optimizer).__name__} steps parameter {next(iter(parameters))!r} during the backward pass, before "
+            f"{method!r} has exchanged anything: let it step after backward, without "
+            "torch.distributed.optim._apply_optimizer_in_backward and without hooks of parameters that step"
         )
 
 

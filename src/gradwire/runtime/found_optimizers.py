@@ -11,10 +11,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from gradwire.algorithms.optimizers import not_stepped
 from gradwire.errors import IncompatibleError
 from gradwire.methods import Method
-from gradwire.runtime.checks import check_optimizer
+from gradwire.runtime.checks import check_not_in_backward, check_optimizer
 from gradwire.runtime.failures import Failures
+from gradwire.segments import is_sharded
 
-__all__ = ["MomentumSearch", "on_any_step"]
+__all__ = ["OptimizerSearch", "on_any_step"]
 
 
 def on_any_step(
@@ -44,15 +45,15 @@ def on_any_step(
     return register(stepping).remove
 
 
-class MomentumSearch:
-    """Looks for an optimizer with a momentum beside a method that brings its own.
+class OptimizerSearch:
+    """Looks for optimizers that a link's method cannot work with.
 
-    Each optimizer is checked before its first step, as the one that was given is when a link is built: no parameter
-    has changed then. What is refused breaks the link, so that the other ranks end with an error, too. The search ends
-    when every parameter has been seen in an optimizer.
+    Each is checked before its first step: as the one that was given is when a link is built, and that it does not step
+    during the backward pass. No parameter has changed then. What is refused breaks the link, so that the other ranks
+    end with an error, too. The search ends when every parameter has been seen in a step.
 
     Args:
-        method: Of the link; there is nothing to look for where it has no momentum.
+        method: Of the link.
         optimizer: The one that was given and checked; None if none was.
         parameters: That are exchanged, by name.
         failures: Of the link.
@@ -63,21 +64,26 @@ class MomentumSearch:
     ) -> None:
         self._method, self._failures = method, failures
         unknown = parameters if optimizer is None else not_stepped(optimizer, parameters)
-        self._unknown = set(unknown) if method.owns_momentum else set[str]()
-        self._stop = on_any_step(parameters, self._check, before=True) if self._unknown else None
+        self._unknown = set(unknown) if method.owns_momentum or method.local_steps else set[str]()
+        # FSDP2 has reduced a gradient before anybody can step by it.
+        self._unseen = {name for name, p in parameters.items() if not is_sharded(p)}
+        searches = self._unknown or self._unseen
+        self._stop = on_any_step(parameters, self._check, before=True) if searches else None
 
     def _check(self, optimizer: torch.optim.Optimizer, held: dict[str, torch.Tensor]) -> None:
-        if self._unknown.isdisjoint(held):
-            return
         try:
-            check_optimizer(self._method, optimizer, held)
+            if not self._unseen.isdisjoint(held):
+                check_not_in_backward(self._method, optimizer, held)
+            if not self._unknown.isdisjoint(held):
+                check_optimizer(self._method, optimizer, held)
         except IncompatibleError as error:
             raise self._failures.record(error, f"the first step of {type(optimizer).__name__}") from None
         self._unknown.difference_update(held)
+        self._unseen.difference_update(held)
 
     def end_when_done(self) -> None:
         """End the search if nothing is left to look for; not to be called during an optimizer's step."""
-        if not self._unknown:
+        if not self._unknown and not self._unseen:
             self.end()
 
     def end(self) -> None:

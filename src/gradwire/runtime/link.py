@@ -17,11 +17,11 @@ from gradwire.methods import Method, is_whole, require
 from gradwire.planning import Options, exchanged, own_buckets, refuse_scatter
 from gradwire.protocols import REDUCE_SCATTER
 from gradwire.runtime.bucket_exchange import BucketExchange
-from gradwire.runtime.checks import caution_about, check_optimizer
+from gradwire.runtime.checks import caution_about, check_optimizer, optimizer_terms
 from gradwire.runtime.detached import lost
 from gradwire.runtime.diagnostics import Diagnostics
 from gradwire.runtime.failures import place
-from gradwire.runtime.found_optimizers import MomentumSearch
+from gradwire.runtime.found_optimizers import OptimizerSearch
 from gradwire.runtime.grad_scaler import check_scaler, check_unscaled
 from gradwire.runtime.handshake import agreement, compared, default_group
 from gradwire.runtime.heartbeat import Heartbeat
@@ -138,7 +138,7 @@ class Link(LinkReports, LocalStepsUser):
             self._rates = LearningRates(self.method, optimizer, self._parameters)
             count = count if lanes is not None or self._site.transport != "nccl" else 1
             terms = {"lanes": count, "learning rates": self._rates.read(), **self.method.terms(self.world_size)}
-            terms |= self._site.terms()
+            terms |= self._site.terms() | optimizer_terms(self.method, optimizer, self._parameters)
             mine.fields = compared(self.method, self.options, self._parameters, terms)
             if self.options.has_replicas(self.method):
                 mine.fields |= value_terms(self._parameters)
@@ -165,12 +165,12 @@ class Link(LinkReports, LocalStepsUser):
             self.method, self._parameters, self.options, self._begin, self._runtime, self._channel, grad_scaler
         )
         unbind = (self._local or self.method).bind(optimizer, self._parameters)
-        self._momenta = MomentumSearch(self.method, optimizer, self._parameters, self._runtime.failures)
+        self._search = OptimizerSearch(self.method, optimizer, self._parameters, self._runtime.failures)
         if self.rank == 0:
             compressed = {n: p for n, p in self._exchanged.items() if n not in self._selection.planner.dense}
             caution_about(self.method, optimizer, compressed, self._runtime.warnings)
         # Threads and connections end with the link, also where it is dropped or the interpreter ends without close().
-        self.close = weakref.finalize(self, close_threads, own_lanes, heartbeat, [unbind, self._momenta.end])
+        self.close = weakref.finalize(self, close_threads, own_lanes, heartbeat, [unbind, self._search.end])
         register(self)
         self._cost.measure(self._channel)
         self._runtime.link_cost = self._cost.value
@@ -216,7 +216,7 @@ class Link(LinkReports, LocalStepsUser):
         runtime.failures.refuse()
         try:
             if index == 0:
-                self._momenta.end_when_done()
+                self._search.end_when_done()
                 if runtime.rounds_here == 0:
                     check_unscaled(self.method, self.grad_scaler)
                     shared = share_a_number(self)

@@ -10,7 +10,7 @@ import torch
 from gradwire.errors import HyperparameterError, IncompatibleError
 from gradwire.segments import is_sharded, local_shard
 
-__all__ = ["check_parameters", "gradient", "named_parameters", "plain_name"]
+__all__ = ["check_parameters", "check_steps_in_backward", "gradient", "named_parameters", "plain_name"]
 
 
 def named_parameters(parameters: Iterable[Any]) -> dict[str, torch.Tensor]:
@@ -60,8 +60,24 @@ def check_parameters(parameters: dict[str, torch.Tensor], world_size: int) -> No
             )
         if not p.is_floating_point():
             raise IncompatibleError(f"parameter {name!r} is {p.dtype}: only floating-point gradients can be exchanged")
+        check_steps_in_backward(name, p)
         if not bool(torch.isfinite(local_shard(p.detach())).all()):
             raise IncompatibleError(f"parameter {name!r} holds a NaN or inf before the first step: mend it first")
+
+
+def check_steps_in_backward(name: str, p: torch.Tensor) -> None:
+    """Refuse a parameter that PyTorch lets an optimizer step during the backward pass, before it is exchanged.
+
+    FSDP2 lets it step after its own reduction.
+
+    Raises:
+        IncompatibleError: there is such an optimizer.
+    """
+    if hasattr(p, "_in_backward_optimizers") and not is_sharded(p):
+        raise IncompatibleError(
+            f"parameter {name!r} has an optimizer that steps during the backward pass, before gradients are exchanged: "
+            "build the module without torch.distributed.optim._apply_optimizer_in_backward, and call optimizer.step()"
+        )
 
 
 def gradient(p: torch.Tensor) -> torch.Tensor:
