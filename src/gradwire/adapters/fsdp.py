@@ -325,7 +325,7 @@ class _Replicas(_ShardedExchange):
         tensors = [(p.name, p.tensor) for unit in units for p in unit.parameters]
         if is_whole(options["seed"]):
             options = {**options, "seed": shard_seed(options["seed"], shards.rank())}
-        self.link = Link(tensors, method, group=replicas, **options)
+        self.link = Link(tensors, method, group=replicas, beside=dist.get_process_group_ranks(shards), **options)
         if shards.size() > 1:
             self.link.part = f"shard-{shards.rank()}-of-{shards.size()}"
         alone = None

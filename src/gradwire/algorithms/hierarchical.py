@@ -334,6 +334,8 @@ class HierarchicalPlan(BucketPlan):
             context,
             rank=rank,
             world_size=nodes,
+            # The ranks of other shards do not know of it.
+            warn=context.warn_here,
             workspace=context.workspace.part(BETWEEN),
             memory=ShardMemory(context.memory),
             checks=ScopeChecks(context.checks, self._between.ranks(context.rank)),

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import difflib
-import time
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from gradwire.errors import HyperparameterError
+from gradwire.kernels.compile_time import compile_time
 from gradwire.kernels.entropy.base import CODERS, Coder
 from gradwire.kernels.entropy.dispatch import get_coder
 from gradwire.kernels.front import Family
@@ -75,20 +75,24 @@ class Kernels(Operations):
         return get_coder(name, self._backend.coders)
 
     def warm_up(self, families: Sequence[str] = FAMILIES) -> float:
-        """Compile what calls of these families, or of entropy coders, will need; return the seconds it took.
+        """Compile what calls of these families, or of entropy coders, will need, or load it from the cache.
+
+        Returns:
+            Seconds in which something was compiled; 0 where all of it was loaded.
 
         Raises:
             HyperparameterError: there is no such family or coder.
         """
-        wanted, began = known_families(families), time.perf_counter()
+        wanted = known_families(families)
         if not self._backend.compiles:
             return 0.0
-        for name in wanted:
-            if name in CODERS:
-                self.coder(name).warm_up()
-            else:
-                SELF_TESTS[name](self)
-        return time.perf_counter() - began
+        with compile_time() as spent:
+            for name in wanted:
+                if name in CODERS:
+                    self.coder(name).warm_up()
+                else:
+                    SELF_TESTS[name](self)
+        return spent.seconds
 
 
 def known_families(names: Iterable[str]) -> list[str]:

@@ -75,7 +75,7 @@ class Planner:
         return self._kernels
 
     def compile(self) -> float:
-        """Compile what the method will call; return the seconds it took.
+        """Compile what the method will call, or load it; return the seconds in which something was compiled.
 
         Raises:
             HyperparameterError: there is no such backend.
@@ -201,7 +201,7 @@ def warm_up(method: str | Method = "terngrad", backend: str = "auto") -> float:
     Call it before starting several workers on one machine, so that they do not compile the same code side by side.
 
     Returns:
-        Seconds it took: several when nothing was kept, near zero otherwise.
+        Seconds in which something was compiled; 0 where all of it was kept on disk.
     """
     families = read_method(method).kernels
     return get_kernels(backend).warm_up(families) + checksum.warm_up() if families else 0.0

@@ -59,7 +59,9 @@ class Context:
         wants_sent: Whether :attr:`Outcome.sent` is to be filled.
         memory: What this rank remembers; a memory of its own, empty, where nobody keeps one.
         loss_scale: By which automatic mixed precision has multiplied the gradients. What is remembered is unscaled.
-        warn: ``warn(kind, text)`` tells people of something, if it is the first of its kind.
+        warn: ``warn(kind, text)`` tells people, on one rank, of something that all ranks know, if it is the first of
+            its kind.
+        warn_here: The same for what this rank knows and others may not.
         gauge: ``gauge(name, total, count)`` adds to a number that is reported of the round; see
             :class:`gradwire.protocols.Gauges`.
         parts: What the round's buckets leave for its end; notes of its own, empty, where nobody keeps any.
@@ -81,6 +83,7 @@ class Context:
     memory: Memory = field(default_factory=Memory)
     loss_scale: float = 1.0
     warn: Callable[[str, str], None] = _nobody
+    warn_here: Callable[[str, str], None] = _nobody
     gauge: Callable[[str, float, float], None] = unread
     parts: RoundParts = field(default_factory=RoundParts)
     learning_rates: Mapping[str, float] | None = None

@@ -93,6 +93,6 @@ def owned_means(
         codec = section.codec
         if codec.decode_rows(rows, section.summary, flat) is False and isinstance(codec, CheckedCodec):
             codec.spoil(flat)
-            context.warn(type(codec).__name__, f"round {context.round}: {codec.unread()}")
+            context.warn_here(type(codec).__name__, f"round {context.round}: {codec.unread()}")
         finite = both(finite, codec.is_finite(section.summary, flat))
     return parts, bodies, finite

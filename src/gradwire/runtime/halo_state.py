@@ -28,7 +28,7 @@ ROW_BYTES = 4
 
 
 def compiled(method: HaloMethod, backend: str) -> float:
-    """Compile what an exchange calls; return the seconds it took."""
+    """Compile what an exchange calls, or load it; return the seconds in which something was compiled."""
     found_s = get_kernels(backend).warm_up(method.kernels) if method.kernels else 0.0
     return found_s + (0.0 if method.silent else checksum.warm_up())
 

@@ -32,7 +32,7 @@ from gradwire.runtime.open_links import lowest_free, numbers_in_use, register, s
 from gradwire.runtime.parameters import check_parameters, gradient, named_parameters
 from gradwire.runtime.replica_check import ReplicaCheck, value_terms
 from gradwire.runtime.reports import LinkReports
-from gradwire.runtime.selection.autotune import OWN_STATE
+from gradwire.runtime.selection.autotune import OWN_STATE, say_dropped
 from gradwire.runtime.selection.build import make_selection
 from gradwire.runtime.selection.coder import CoderSelection
 from gradwire.runtime.selection.control_channel import ControlChannel
@@ -40,6 +40,7 @@ from gradwire.runtime.selection.link_cost import CostKeeper
 from gradwire.runtime.site import Site
 from gradwire.runtime.state import LINK_STATE, check_state, remembered
 from gradwire.runtime.step_buffer import StepBuffer
+from gradwire.runtime.warn_once import WarnOnce
 from gradwire.seeds import LinkNumber
 from gradwire.segments import flat_view
 from gradwire.spec import method as read_method
@@ -83,6 +84,8 @@ class Link(LinkReports, LocalStepsUser):
             count its steps, since they are local; beside a residual that may grow large, its momentum is warned of.
             An optimizer that is not given, and has a momentum beside the method's own, is found by its first step:
             ``optimizer.step()`` raises IncompatibleError, no parameter changes, and the link is broken.
+        beside: Ranks of the program, beyond those of the group, that exchange other shards of the same module: what all
+            of them know is warned of by the lowest of all.
         options: See :class:`Options`.
 
     Attributes:
@@ -111,6 +114,7 @@ class Link(LinkReports, LocalStepsUser):
         lanes: int | None = None,
         grad_scaler: Any = None,
         optimizer: Any = None,
+        beside: Iterable[int] = (),
         **options: Any,
     ) -> None:
         self.group = group if group is not None else default_group()
@@ -118,6 +122,8 @@ class Link(LinkReports, LocalStepsUser):
         self.grad_scaler, self.optimizer = grad_scaler, optimizer
         count = LANES if lanes is None else lanes
         self.number = LinkNumber()
+        ranks = {*dist.get_process_group_ranks(self.group), *beside}
+        warnings = WarnOnce(dist.get_rank(), min(ranks))
         with agreement(self.group) as mine:
             self.method = read_method(method)
             check_scaler(grad_scaler)
@@ -132,7 +138,14 @@ class Link(LinkReports, LocalStepsUser):
             self._site = Site.of(self.method, self._parameters, self.options, self.group)
             its_options = replace(its_options, backend=self._site.backend)
             self._selection = make_selection(
-                self.method, its_options, self._exchanged, self.world_size, diagnostics, self._coders, self.number
+                self.method,
+                its_options,
+                self._exchanged,
+                self.world_size,
+                diagnostics,
+                self._coders,
+                self.number,
+                warnings,
             )
             check_optimizer(self.method, optimizer, self._parameters)
             self._rates = LearningRates(self.method, optimizer, self._parameters)
@@ -156,6 +169,7 @@ class Link(LinkReports, LocalStepsUser):
         self._runtime = LinkRuntime(
             own_lanes, heartbeat, diagnostics,
             grad_scaler=scaler, check=check, passes=passes, device=device, staged=staged, checks=self._site.checks,
+            warnings=warnings,
         )  # fmt: skip
         self._channel = ControlChannel(own_lanes[0], self._runtime.failed_between_buckets)
         self._replicas = ReplicaCheck(self.options.check_every)
@@ -166,9 +180,8 @@ class Link(LinkReports, LocalStepsUser):
         )
         unbind = (self._local or self.method).bind(optimizer, self._parameters)
         self._search = OptimizerSearch(self.method, optimizer, self._parameters, self._runtime.failures)
-        if self.rank == 0:
-            compressed = {n: p for n, p in self._exchanged.items() if n not in self._selection.planner.dense}
-            caution_about(self.method, optimizer, compressed, self._runtime.warnings)
+        compressed = {n: p for n, p in self._exchanged.items() if n not in self._selection.planner.dense}
+        caution_about(self.method, optimizer, compressed, warnings)
         # Threads and connections end with the link, also where it is dropped or the interpreter ends without close().
         self.close = weakref.finalize(self, close_threads, own_lanes, heartbeat, [unbind, self._search.end])
         register(self)
@@ -351,12 +364,15 @@ class Link(LinkReports, LocalStepsUser):
         self._coders.load(state["global"])
         self._cost.load(state["global"])
         self._runtime.link_cost = self._cost.value
+        warn = self._runtime.warnings.once
+        if self.options.fallback is None:
+            say_dropped(state["global"], warn)
         self._selection.load({**state["global"], **state["rank"]})
         self.number.value = int(state["global"][LINK_STATE])
         self._runtime.rewind(int(state["global"]["round"]))
         if self._local is not None:
             state = self._local.load(state)
-        self._runtime.memory.load(remembered(state, self._exchanged, self.method))
+        self._runtime.memory.load(remembered(state, self._exchanged, self.method, warn))
 
     def check_state_dict(self, state: dict[str, dict[str, torch.Tensor]]) -> None:
         """Check the types and ranges of all values of a state, without taking any of them.

@@ -52,6 +52,7 @@ class LinkRuntime:
         passes: Of the ring that exchanges are compared with: 2 of an all-reduce, 1 of a reduce-scatter.
         device: That buckets lie on; main memory if None.
         staged: Whether they are copied from there to main memory, and exchanged there.
+        warnings: Of the link; a rank's own by default.
         checks: Told whether what arrives is as it was sent; where payloads lie on a device, a
             :class:`gradwire.drivers.LateChecks`.
 
@@ -80,6 +81,7 @@ class LinkRuntime:
         device: Device | None = None,
         staged: bool = False,
         checks: Checks = AT_ONCE,
+        warnings: WarnOnce | None = None,
     ) -> None:
         self.lanes, self.check, self._passes = lanes, check, passes
         self.device, self.staged, self.checks = device or HostDevice(), staged, checks
@@ -90,7 +92,7 @@ class LinkRuntime:
         self.link_cost: LinkCost | None = None
         self.learning_rates: Mapping[str, float] | None = None
         self.failures = Failures(heartbeat, lanes)
-        self.diagnostics, self.warnings = diagnostics, WarnOnce()
+        self.diagnostics, self.warnings = diagnostics, warnings or WarnOnce()
         self._heartbeat, self._grad_scaler = heartbeat, grad_scaler
         self._lock = threading.Lock()
         self.last_skipped, self._elements = -1, 0
@@ -149,6 +151,7 @@ class LinkRuntime:
             memory=self.memory,
             loss_scale=self._loss_scale,
             warn=self.warnings.once,
+            warn_here=self.warnings.here,
             gauge=self.gauges.add,
             parts=self._parts,
             learning_rates=self.learning_rates,

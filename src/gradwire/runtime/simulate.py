@@ -172,7 +172,7 @@ class SimulatedLink:
     def _context(self, rank: int, chunk: int) -> Context:
         return Context(
             rank, self.world_size, self.round, 0, chunk, self._space(rank, chunk), memory=self._memories[rank],
-            warn=self._notices.once, gauge=self._gauges[rank].add, link=self._cost.value,
+            warn=self._notices.once, warn_here=self._notices.here, gauge=self._gauges[rank].add, link=self._cost.value,
             parts=self._parts[rank], learning_rates=self._read,
         )  # fmt: skip
 
@@ -248,9 +248,9 @@ class SimulatedLink:
         check_state(state, self._parameters, self.method, simulated=True)
         self._coders.load(state["global"])
         self._cost.load(state["global"])
-        say_dropped(state["global"])
+        say_dropped(state["global"], self._notices.once)
         self.round, self.number.value = int(state["global"]["round"]), int(state["global"][LINK_STATE])
-        found = remembered(state, self._parameters, self.method)
+        found = remembered(state, self._parameters, self.method, self._notices.once)
         for r, memory in enumerate(self._memories):
             memory.load({**found, "rank": found.get(f"rank {r}", {})})
 

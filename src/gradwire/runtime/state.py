@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
 import torch
@@ -140,7 +139,7 @@ def _is_of_other_shards(name: str, kept: Mapping[str, Parameter]) -> bool:
 
 
 def remembered(
-    state: State, parameters: Mapping[str, torch.Tensor], method: Method
+    state: State, parameters: Mapping[str, torch.Tensor], method: Method, warn: Callable[[str, str], None]
 ) -> dict[str, dict[str, torch.Tensor]]:
     """Return what of a state a method remembers, without the link's own values; the rest is dropped, which is said."""
     kept = kept_names(parameters, method) if method.sharded else {}
@@ -162,8 +161,9 @@ def remembered(
             else:
                 dropped.add(kind)
     if dropped:
-        logging.getLogger("gradwire").warning(
-            "the state is another method's: %s dropped, which mean nothing to %r", _listed(dropped), method
+        warn(
+            "dropped",
+            f"the state is another method's: {_listed(dropped)} dropped, which mean nothing to {method!r}",
         )
     return found
 

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from gradwire.errors import BackendError
 from gradwire.kernels.checksum.reference import reference_check
+from gradwire.kernels.compile_time import compile_time
 
 __all__ = ["checksums", "warm_up"]
 
@@ -39,10 +40,10 @@ def checksums(heads: Words, rows: Bytes) -> Words:
 
 
 def warm_up() -> float:
-    """Compile what :func:`checksums` calls, or load it from Numba's cache; return the seconds that it took."""
-    began = time.perf_counter()
-    _variant()
-    return time.perf_counter() - began
+    """Compile what :func:`checksums` calls, or load it from the cache; return the seconds in which it was compiled."""
+    with compile_time() as spent:
+        _variant()
+    return spent.seconds
 
 
 def _found(variant: bool | None, flat: Bytes, stride: int, length: int, heads: Words) -> Words:

@@ -12,6 +12,7 @@ import torch
 
 from gradwire.errors import BackendError
 from gradwire.kernels.api import Backend, Kernels
+from gradwire.kernels.compile_time import compiling
 from gradwire.kernels.front import Family
 from gradwire.kernels.moments.operations import Moments
 from gradwire.kernels.self_test import agree
@@ -84,7 +85,8 @@ class TritonBackend:
         with self._lock:
             if (family, device) in self._verified:
                 return
-            reason = self.difference(family, device)
+            with compiling():
+                reason = self.difference(family, device)
             if reason is not None:
                 raise BackendError(
                     f"kernel backend 'triton' does not serve the family {family!r} on {device_name(device)}: {reason}; "

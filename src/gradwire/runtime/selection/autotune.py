@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,13 +35,13 @@ HOPELESS = 1.5
 """A candidate is not tried whose bytes over the link alone take this many times the step of the one with the fewest."""
 
 
-def say_dropped(state: Mapping[str, torch.Tensor]) -> None:
-    """Warn that a checkpoint's return to a fallback is not followed."""
+def say_dropped(state: Mapping[str, torch.Tensor], warn: Callable[[str, str], None]) -> None:
+    """Warn that a checkpoint's return to a fallback is not followed; to be called where there is no fallback."""
     if "fallback" in state:
-        logging.getLogger("gradwire").warning(
-            "the checkpoint had left its method in round %d for the errors that it made; without fallback= it is used"
-            " again",
-            int(state["fallback"][0]),
+        warn(
+            "fallback",
+            f"the checkpoint had left its method in round {int(state['fallback'][0])} for the errors that it made; "
+            "without fallback= it is used again",
         )
 
 
@@ -136,7 +135,6 @@ class FixedSelection:
 
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
         """Nothing is taken."""
-        say_dropped(state)
 
     def again(self) -> None:
         """Refuse: there is one method."""
@@ -246,7 +244,6 @@ class Autotuner:
         Raises:
             IncompatibleError: the choice is no candidate here.
         """
-        say_dropped(state)
         index, specs = int(state.get("choice", -1)), list(self._planners)
         if index < 0:
             return

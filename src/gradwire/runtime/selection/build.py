@@ -14,7 +14,7 @@ from gradwire.protocols import REDUCE_SCATTER
 from gradwire.runtime.selection.autotune import Autotuner, FixedSelection, Selection
 from gradwire.runtime.selection.coder import CoderSelection
 from gradwire.runtime.selection.fallback import Fallback, MeasuredErrors, check_fallback
-from gradwire.runtime.warn_once import say_compiled
+from gradwire.runtime.warn_once import WarnOnce
 from gradwire.seeds import LinkNumber
 from gradwire.spec import method as read_method
 
@@ -34,6 +34,7 @@ def make_selection(
     errors: MeasuredErrors,
     coders: CoderSelection,
     number: LinkNumber,
+    warnings: WarnOnce,
 ) -> Selection:
     """Return what says by which method a round travels.
 
@@ -45,15 +46,18 @@ def make_selection(
         errors: Of what the method sends, for a fallback.
         coders: Settles what methods leave open, before the first round.
         number: Of the link.
+        warnings: Of the link.
 
     Raises:
         IncompatibleError: the method cannot do what the options ask.
     """
 
+    compiled_s: list[float] = []
+
     def ready(one: Method, its: Options) -> Planner:
         made = coders.watch(Planner(one, parameters, world_size, its, number))
         made.check()
-        say_compiled(made.compile())
+        compiled_s.append(made.compile())
         return made
 
     chosen: Selection
@@ -61,9 +65,10 @@ def make_selection(
         chosen = Autotuner(method, {spec: ready(read_method(spec), options) for spec in method.candidates})
     else:
         chosen = FixedSelection(ready(method, options))
-    if options.fallback is None or options.fallback_limit is None:
-        return chosen
-    check_fallback(method)
-    # The collective that was asked for is the method's.
-    plain = ready(read_method(options.fallback), _plain(options))
-    return Fallback(chosen, plain, options.fallback_limit, errors)
+    if options.fallback is not None and options.fallback_limit is not None:
+        check_fallback(method)
+        # The collective that was asked for is the method's.
+        plain = ready(read_method(options.fallback), _plain(options))
+        chosen = Fallback(chosen, plain, options.fallback_limit, errors)
+    warnings.compiled(sum(compiled_s))
+    return chosen

@@ -158,8 +158,7 @@ class Fallback:
 
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
         """Take what :meth:`state` gave."""
-        # What it is told of, it would warn of.
-        self._chosen.load({key: value for key, value in state.items() if key != "fallback"})
+        self._chosen.load(state)
         self._forget()
         if "fallback" in state:
             since, self._error, rank = state["fallback"].tolist()
