@@ -84,6 +84,20 @@ def with_accelerate(folder: Path) -> dict[str, Any]:
     found["after free_memory"] = attachment.module is other and attachment.link.close.alive
     attachment.link.close()
 
+    AcceleratorState._reset_state(reset_partial_state=False)
+    accelerator, model = Accelerator(cpu=True), net()
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+    found["too late"] = refusal(lambda: gw.integrations.accelerate(accelerator, METHOD))
+    found["not prepared"] = refusal(lambda: gw.integrations.accelerate(accelerator, METHOD, model=net()))
+    attachment = gw.integrations.accelerate(accelerator, METHOD, model=model)
+    train(accelerator, model, optimizer, range(2))
+    found["rounds of what was prepared before"] = attachment.link.round
+    # Only evaluated, or prepared once more: neither takes the place of the first.
+    accelerator.prepare_model(nn.Linear(3, 3), evaluation_mode=True)
+    accelerator.prepare(model)
+    found["the first one's link, still"] = attachment.link.close.alive
+    attachment.link.close()
+
     # The optimizer is not named to the method, and still is each rank's own.
     accelerator, attachment, model, optimizer = started(LOCAL)
     train(accelerator, model, optimizer, range(3))
@@ -133,6 +147,7 @@ def with_trainer(folder: Path) -> dict[str, Any]:
     link = attachment.link
     dist.barrier()
     return {
+        "trained already": refusal(lambda: gw.integrations.trainer(trainer, METHOD)),
         "compiled": type(trainer.model_wrapped).__name__,
         "rounds": None if link is None else link.round,
         "states": sorted(str(path.relative_to(folder)) for path in folder.rglob("common.pt")),
@@ -235,9 +250,75 @@ def with_fabric(folder: Path) -> dict[str, Any]:
     attachment.link.close()
 
     fabric, attachment = started()
+    attachments = fabric.strategy.attachments
+    pairs = []
+    for i in range(2):
+        model = net()
+        pairs.append(fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1 + i)))
+    for pair in pairs:
+        train(fabric, *pair, 2)
+    train(fabric, *pairs[1], 1)
+    found["rounds of two"] = [one.link.round for one in attachments]
+    found["optimizers of two"] = [
+        [group["lr"] for o in one.optimizers() for group in o.param_groups] for one in attachments
+    ]
+    both = {"a": pairs[0][0], "b": pairs[1][0]}
+    fabric.save(folder / "both.ckpt", both)
+    for pair in pairs:
+        train(fabric, *pair, 1)
+    fabric.load(folder / "both.ckpt", {"b": both["b"]}, strict=False)
+    found["rounds of two, one of them loaded"] = [one.link.round for one in attachments]
+    attachments[0].link.close()
+    third = net()
+    fabric.setup(third, torch.optim.SGD(third.parameters(), lr=0.1))
+    found["the place of a closed link is free"] = [len(attachments), attachments[0].module is third]
+    for one in attachments:
+        one.link.close()
+
+    fabric, attachment = started()
     bare = net()
     optimizer = torch.optim.SGD(bare.parameters(), lr=0.1)
     found["too early"] = refusal(lambda: fabric.load(folder / "a.ckpt", {"model": bare, "optimizer": optimizer}))
+    return found
+
+
+def with_one_process(folder: Path) -> dict[str, Any]:
+    """Train on one device, for which Lightning and Fabric wrap the module in DDP all the same."""
+    import lightning
+
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+
+    class Squares(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net()
+
+        def training_step(self, x: torch.Tensor, number: int) -> torch.Tensor:
+            return self.net(x).square().mean()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    found: dict[str, Any] = {}
+    strategy = gw.integrations.fabric(METHOD)
+    fabric = lightning.Fabric(strategy=strategy, accelerator="cpu", devices=1)
+    fabric.launch()
+    model = net()
+    before = model[0].weight.clone()
+    wrapped, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    fabric.backward(wrapped(inputs(0)).square().mean())
+    optimizer.step()
+    fabric.save(folder / "a.ckpt", {"model": wrapped})
+    fabric.load(folder / "a.ckpt", {"model": wrapped})
+    found["fabric"] = [strategy.attachment.link is None, not torch.equal(model[0].weight, before)]
+
+    strategy = gw.integrations.lightning(METHOD)
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = lightning.Trainer(
+        strategy=strategy, accelerator="cpu", devices=1, max_steps=2, default_root_dir=folder, **quiet
+    )
+    trainer.fit(Squares(), torch.utils.data.DataLoader(torch.ones(16, 20), batch_size=8))
+    found["lightning"] = [strategy.attachment.link is None, trainer.global_step == 2]
     return found
 
 

@@ -66,9 +66,9 @@ def test_with_local_steps_each_ranks_model_and_optimizer_are_saved(tmp_path: Pat
 # ---------------------------------------------------------------------- what else is asked of each framework
 
 
-def asked_of(framework: str, folder: Path) -> Any:
-    """Return what the checks of a framework found on rank 0 of two."""
-    told = run_script(Path(__file__).with_name("framework_checks.py"), framework, folder)
+def asked_of(framework: str, folder: Path, world_size: int = 2) -> Any:
+    """Return what the checks of a framework found on rank 0."""
+    told = run_script(Path(__file__).with_name("framework_checks.py"), framework, folder, world_size=world_size)
     return json.loads(next(line for line in told.splitlines() if line.startswith("found ")).removeprefix("found "))
 
 
@@ -79,6 +79,10 @@ def test_accelerate_accumulates_scales_and_keeps_every_ranks_optimizer(tmp_path:
     assert "serves one module" in found["a second module"]
     assert found["the first one's link"], "it goes on"
     assert found["after free_memory"], "another module takes its place"
+    assert "call gw.integrations.accelerate before prepare, or give it what prepare returned" in found["too late"]
+    assert "model=Sequential is not wrapped in DistributedDataParallel" in found["not prepared"]
+    assert found["rounds of what was prepared before"] == 2
+    assert found["the first one's link, still"]
     # 64 times as large they would be above one.
     assert 0 < found["largest residual"] < 0.1
     assert found["own come back"] == [[True, True], [True, True]]
@@ -89,6 +93,7 @@ def test_the_trainer_attaches_to_what_it_compiles_and_accumulates(tmp_path: Path
     found = asked_of("trainer", tmp_path)
     assert found["states"] == ["run-3/checkpoint-2/gradwire/common.pt"]
     assert (found["compiled"], found["rounds"]) == ("OptimizedModule", 2)
+    assert "this trainer has trained already" in found["trained already"]
 
 
 def test_lightning_resumes_a_link_and_nothing_that_it_validated(tmp_path: Path) -> None:
@@ -109,6 +114,15 @@ def test_fabric_attaches_to_a_module_that_is_set_up_alone(tmp_path: Path) -> Non
     assert found["rounds after a look"] == 4, "a checkpoint that is only read changes nothing"
     assert found["rounds after a load"] == 3
     assert "call fabric.setup first" in found["too early"]
+    assert found["rounds of two"] == [2, 3], "each module has a link of its own"
+    assert found["optimizers of two"] == [[0.1], [1.1]]
+    assert found["rounds of two, one of them loaded"] == [3, 3]
+    assert found["the place of a closed link is free"] == [2, True]
+
+
+def test_on_one_device_lightning_and_fabric_train_and_nothing_is_attached(tmp_path: Path) -> None:
+    found = asked_of("one_process", tmp_path, world_size=1)
+    assert found == {"fabric": [True, True], "lightning": [True, True]}
 
 
 def test_on_one_process_a_state_is_left_out_and_said_so(tmp_path: Path) -> None:

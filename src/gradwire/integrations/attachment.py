@@ -14,7 +14,7 @@ from gradwire.errors import IncompatibleError
 from gradwire.methods import Method
 from gradwire.spec import method as read_method
 
-__all__ = ["FOLDER", "Attachment"]
+__all__ = ["FOLDER", "Attachment", "wrapped"]
 
 FOLDER = "gradwire"
 """Of the link's state, inside a framework's checkpoint or behind its name."""
@@ -43,14 +43,15 @@ class Attachment:
         self._module: DistributedDataParallel | None = None
 
     def attach(self, module: Any, optimizer: Any = None, grad_scaler: Any = None) -> None:
-        """Attach to a module that was wrapped, and compiled or not; nothing where it was not, as with one process.
+        """Attach to a module that was wrapped, and compiled or not; nothing where it was not, or on one process alone.
 
         Args:
             optimizer: The framework's; options that the user gave come first.
             grad_scaler: Likewise; one that is not enabled counts as none.
         """
-        module = getattr(module, "_orig_mod", module)
-        if not isinstance(module, DistributedDataParallel):
+        module = wrapped(module)
+        if module is None or module.process_group.size() == 1:
+            # Some frameworks wrap it all the same on one process, which exchanges nothing.
             return
         if self.link is not None:
             self.link.close()
@@ -64,6 +65,15 @@ class Attachment:
     def module(self) -> Any:
         """The user's own module inside what was attached to; None before."""
         return None if self._module is None else self._module.module
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is a link that was not closed."""
+        return self.link is not None and self.link.close.alive
+
+    def serves(self, module: object) -> bool:
+        """Return whether a module, wrapped or not, is the one that was attached to."""
+        return module is not None and (module is self._module or module is self.module)
 
     def save(self, folder: Path) -> None:
         """Save the link's state (collective), and what is this rank's own under methods with local steps."""
@@ -111,6 +121,12 @@ class Attachment:
 
         restore()
         return restore
+
+
+def wrapped(module: Any) -> DistributedDataParallel | None:
+    """Return the DDP module that a framework gives back, compiled or not; None if it is none."""
+    inner = getattr(module, "_orig_mod", module)
+    return inner if isinstance(inner, DistributedDataParallel) else None
 
 
 def _nothing() -> None:

@@ -7,19 +7,26 @@ from pathlib import Path
 from typing import Any
 
 from gradwire.errors import IncompatibleError
-from gradwire.integrations.attachment import FOLDER, Attachment
+from gradwire.integrations.attachment import FOLDER, Attachment, wrapped
 from gradwire.integrations.sink import needed
 from gradwire.methods import Method
 
 __all__ = ["accelerate", "trainer"]
 
 ANOTHER = (
-    "gw.integrations.accelerate serves one module, and this accelerator prepares a second one: prepare that one before "
-    "you call it, and use gw.attach on what prepare returned"
+    "gw.integrations.accelerate serves one module, and this accelerator prepares a second one: prepare both before you "
+    "call it, name the one that it serves (model=...), and use gw.attach on the other"
+)
+
+LATE = (
+    "this accelerator has prepared a model already, to which nothing would be attached: call "
+    "gw.integrations.accelerate before prepare, or give it what prepare returned (model=...)"
 )
 
 
-def accelerate(accelerator: Any, method: str | Method, *, fresh: bool = False, **options: Any) -> Attachment:
+def accelerate(
+    accelerator: Any, method: str | Method, *, model: Any = None, fresh: bool = False, **options: Any
+) -> Attachment:
     """Exchange the gradients of the module that an ``Accelerator`` prepares by a method.
 
     ::
@@ -28,12 +35,13 @@ def accelerate(accelerator: Any, method: str | Method, *, fresh: bool = False, *
         attachment = gw.integrations.accelerate(accelerator, "EDEN(bits=4)")
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
-    To be called before ``prepare``, on all processes. ``accelerator.save_state`` and ``load_state`` then keep what the
-    method remembers on each rank, in a folder ``gradwire`` of the checkpoint.
+    To be called before ``prepare``, or with what it returned, on all processes. ``accelerator.save_state`` and
+    ``load_state`` then keep what the method remembers on each rank, in a folder ``gradwire`` of the checkpoint.
 
     Args:
         accelerator: That prepares one module by DDP.
         method: A method or its spec.
+        model: The module as ``prepare`` returned it; None: the one that is prepared from now on.
         fresh: Let ``load_state`` take a checkpoint that was saved without gradwire; what the method remembers then
             begins anew.
         options: For :func:`gradwire.attach`; ``optimizer`` for methods that need it, as it was before ``prepare``.
@@ -44,9 +52,14 @@ def accelerate(accelerator: Any, method: str | Method, *, fresh: bool = False, *
     Raises:
         HyperparameterError: the spec is wrong.
         IncompatibleError: the accelerator was given a communication hook of PyTorch's own, or trains otherwise than by
-            DDP; in ``prepare``: it has prepared another module before.
+            DDP, or has prepared a module that is not given; in ``prepare``: it has prepared another module before.
     """
     attachment = Attachment(method, fresh, options)
+    _check_ddp(accelerator)
+    if model is not None:
+        _attach_to_prepared(accelerator, attachment, model)
+    elif accelerator._models and accelerator.num_processes > 1:
+        raise IncompatibleError(LATE)
     _attach_when_prepared(accelerator, attachment, lambda: None, ANOTHER)
     # Accelerate keeps no other list of what it has prepared, and a checkpoint of its own goes through this one.
     attachment.optimizers = lambda: accelerator._optimizers
@@ -72,14 +85,25 @@ def accelerate(accelerator: Any, method: str | Method, *, fresh: bool = False, *
     return attachment
 
 
-def _attach_when_prepared(
-    accelerator: Any, attachment: Attachment, optimizer: Callable[[], Any], only: str | None = None
-) -> None:
-    """Attach to what an accelerator wraps from now on, whether it is compiled afterwards or not.
+def _attach_to_prepared(accelerator: Any, attachment: Attachment, model: Any) -> None:
+    """Attach to what an accelerator has wrapped.
 
     Raises:
-        IncompatibleError: the accelerator trains by FSDP, DeepSpeed and so on, which would train without the method, or
-            was given a communication hook.
+        IncompatibleError: it has not wrapped this.
+    """
+    if wrapped(model) is None and accelerator.num_processes > 1:
+        raise IncompatibleError(
+            f"model={type(model).__name__} is not wrapped in DistributedDataParallel: give what accelerator.prepare "
+            "returned for it"
+        )
+    attachment.attach(model, None, accelerator.scaler)
+
+
+def _check_ddp(accelerator: Any) -> None:
+    """Refuse an accelerator that would train without the method.
+
+    Raises:
+        IncompatibleError: it trains by FSDP, DeepSpeed and so on, or was given a communication hook.
     """
     kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
     if kind != "NO" and not kind.startswith("MULTI_"):
@@ -92,16 +116,30 @@ def _attach_when_prepared(
         raise IncompatibleError(
             f"this accelerator has the communication hook {hook.value!r}, and DDP takes one: leave out comm_hook"
         )
+
+
+def _attach_when_prepared(
+    accelerator: Any, attachment: Attachment, optimizer: Callable[[], Any], only: str | None = None
+) -> None:
+    """Attach to what an accelerator wraps from now on, whether it is compiled afterwards or not.
+
+    Args:
+        only: Why a second module is refused; None: another one takes the place of the first.
+    """
     prepare = accelerator.prepare_model
 
     def prepare_model(model: Any, *arguments: Any, **more: Any) -> Any:
-        wrapped = prepare(model, *arguments, **more)
-        former = attachment.module
+        found = prepare(model, *arguments, **more)
+        inner = wrapped(found)
+        if inner is None or attachment.serves(inner):
+            # A module that is only evaluated, or one process; or what was prepared before.
+            return found
         # One that was freed, as between two trainings, makes room for another.
-        if only is not None and former is not model and any(former is one for one in accelerator._models):
+        is_kept = any(attachment.serves(one) for one in accelerator._models)
+        if only is not None and is_kept and not attachment.serves(model):
             raise IncompatibleError(only)
-        attachment.attach(wrapped, optimizer(), accelerator.scaler)
-        return wrapped
+        attachment.attach(found, optimizer(), accelerator.scaler)
+        return found
 
     # Accelerate's own place for hooks is a handler, which it looks up by its exact class and the Trainer makes anew.
     accelerator.prepare_model = prepare_model
@@ -130,12 +168,18 @@ def trainer(trainer: Any, method: str | Method, *, fresh: bool = False, **option
 
     Raises:
         HyperparameterError: the spec is wrong.
-        IncompatibleError: the trainer trains otherwise than by DDP.
+        IncompatibleError: the trainer trains otherwise than by DDP, or has trained before.
         BackendError: transformers is not installed.
     """
     library, utilities = needed("transformers", "transformers"), needed("transformers.trainer_utils", "transformers")
     attachment = Attachment(method, fresh, options)
     attachment.optimizers = lambda: [trainer.optimizer]
+    _check_ddp(trainer.accelerator)
+    if wrapped(trainer.model_wrapped) is not None:
+        raise IncompatibleError(
+            "this trainer has trained already, and keeps the module that it wrapped, to which nothing would be "
+            "attached: call gw.integrations.trainer before train, or build a new Trainer"
+        )
     _attach_when_prepared(trainer.accelerator, attachment, lambda: trainer.optimizer)
     asked: list[Path] = []
     original = trainer.train

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +109,7 @@ def fabric(method: str | Method, *, fresh: bool = False, ddp: dict[str, Any] | N
         model, optimizer = fabric.setup(model, optimizer)
 
     ``fabric.save`` and ``fabric.load`` keep what the method remembers on each rank in a folder beside the checkpoint's
-    file, ``NAME.gradwire``.
+    file, ``NAME.gradwire``. Each module that is set up has a link of its own, until that is closed.
 
     Args:
         method: A method or its spec.
@@ -118,7 +118,8 @@ def fabric(method: str | Method, *, fresh: bool = False, ddp: dict[str, Any] | N
         options: For :func:`gradwire.attach`.
 
     Returns:
-        The strategy; ``strategy.attachment.link`` is the link once the module was set up.
+        The strategy; ``strategy.attachment.link`` is the link once the module was set up, and of several modules
+        ``strategy.attachments[i].link`` that of the i-th.
 
     Raises:
         HyperparameterError: the spec is wrong.
@@ -131,45 +132,74 @@ def fabric(method: str | Method, *, fresh: bool = False, ddp: dict[str, Any] | N
 
         def __init__(self) -> None:
             super().__init__(**(ddp or {}))
-            self.attachment = Attachment(method, fresh, options)
+            self.attachments: list[Attachment] = []
             self._known: list[Any] = []
-            self.attachment.optimizers = lambda: self._known
+            self._prepare_another()
+
+        @property
+        def attachment(self) -> Attachment:
+            """That of the first module."""
+            return self.attachments[0]
+
+        def _prepare_another(self) -> Attachment:
+            another = Attachment(method, fresh, options)
+            another.optimizers = lambda: _of_module(self._known, another.module)
+            self.attachments.append(another)
+            return another
 
         def setup_module(self, module: Any) -> Any:
             # Alone, or called by setup_module_and_optimizers.
             found = super().setup_module(module)
-            first = self._known[0] if self._known else None
-            self.attachment.attach(found, first, getattr(self.precision, "scaler", None))
+            free = next((one for one in self.attachments if not one.is_open), None) or self._prepare_another()
+            first = next(iter(_of_module(self._known, module)), None)
+            free.attach(found, first, getattr(self.precision, "scaler", None))
             return found
 
         def setup_module_and_optimizers(self, module: Any, optimizers: Any, *arguments: Any) -> Any:
-            self._known = list(optimizers)
+            self._remember(optimizers)
             return super().setup_module_and_optimizers(module, optimizers, *arguments)
 
         def setup_optimizer(self, optimizer: Any) -> Any:
-            if not any(optimizer is one for one in self._known):
-                self._known.append(optimizer)
+            self._remember([optimizer])
             return super().setup_optimizer(optimizer)
+
+        def _remember(self, optimizers: Any) -> None:
+            self._known += [new for new in optimizers if not any(new is one for one in self._known)]
 
         def save_checkpoint(self, path: Any, state: Any, *arguments: Any, **more: Any) -> None:
             super().save_checkpoint(path, state, *arguments, **more)
-            if _has_module(state):
-                self.attachment.save(folder_of(path))
+            for attachment, folder in self._folders(path, state):
+                attachment.save(folder)
+
+        def _folders(self, path: Any, state: Any) -> list[tuple[Attachment, Path]]:
+            """Return those whose modules a checkpoint holds, and the folder of each: the first's is beside the file."""
+            modules, folder = _modules(state), folder_of(path)
+            places = [folder, *(folder / f"module-{i}" for i in range(1, len(self.attachments)))]
+            found = [(one, place) for one, place in zip(self.attachments, places) if any(map(one.serves, modules))]
+            # Where nothing was attached, as on one process, the first says so.
+            return found if found or not modules else [(self.attachment, folder)]
 
         def load_checkpoint(self, path: Any, state: Any = None, *arguments: Any, **more: Any) -> Any:
-            if _has_module(state) and self.attachment.link is None and self.world_size > 1:
+            if _modules(state) and self.attachment.link is None and self.world_size > 1:
                 raise IncompatibleError(
                     f"fabric.load before fabric.setup: {self.attachment.method!r} is not attached yet, and what it "
                     "remembers on each rank would be lost; call fabric.setup first"
                 )
             found = super().load_checkpoint(path, state, *arguments, **more)
-            if _has_module(state):
-                self.attachment.load(folder_of(path))
+            for attachment, folder in self._folders(path, state):
+                attachment.load(folder)
             return found
 
     return GradwireFabricStrategy()
 
 
-def _has_module(state: Any) -> bool:
-    """Return whether a checkpoint is one of a model, other than of numbers alone or one that is only looked at."""
-    return any(isinstance(value, nn.Module) for value in (state.values() if isinstance(state, dict) else [state]))
+def _modules(state: Any) -> list[nn.Module]:
+    """Return the models of a checkpoint: none where it holds numbers alone, or is only looked at."""
+    return [one for one in (state.values() if isinstance(state, dict) else [state]) if isinstance(one, nn.Module)]
+
+
+def _of_module(optimizers: Sequence[Any], module: nn.Module | None) -> list[Any]:
+    """Return the optimizers that hold a parameter of a module."""
+    ours = set() if module is None else {id(p) for p in module.parameters()}
+    held = [{id(p) for group in one.param_groups for p in group["params"]} for one in optimizers]
+    return [one for one, theirs in zip(optimizers, held) if theirs & ours]
