@@ -35,6 +35,14 @@ class Clock:
         return self.now
 
 
+def measured(clock: Clock, file: Path | None, *families: str) -> Automatic:
+    """Return the backend after it has timed the variants of families."""
+    backend = selected(clock, file)
+    for family in families:
+        backend.measure(family)
+    return backend
+
+
 def selected(clock: Clock, file: Path | None = None) -> Automatic:
     return Automatic({name: BACKENDS[name](1) for name in ("cpu", "cpu-plain", "reference")}, clock, file)
 
@@ -61,7 +69,9 @@ def test_a_wait_for_the_processor_is_no_variants_slowness(monkeypatch: pytest.Mo
 
     monkeypatch.setitem(self_test.SELF_TESTS, "moments", timed)
     backends = {name: BACKENDS[name](1) for name in ("cpu", "cpu-plain", "reference")}
-    assert Automatic(backends, file=None).family("moments").simd is True
+    backend = Automatic(backends, file=None)
+    backend.measure("moments")
+    assert backend.family("moments").simd is True
 
 
 @pytest.mark.parametrize(
@@ -71,7 +81,7 @@ def test_the_faster_one_serves_and_vectors_win_within_noise(
     plain_s: float, winner: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Clock({"cpu": 1.0, "cpu-plain": plain_s}, monkeypatch)
-    backend = selected(clock)
+    backend = measured(clock, None, "moments")
     assert backend.family("moments").simd == (True if winner == "cpu" else None)
     row = chosen()["moments"]
     assert row["backend"] == winner
@@ -84,9 +94,9 @@ def test_families_are_chosen_for_one_by_one(monkeypatch: pytest.MonkeyPatch) -> 
     times = {"cpu": 1.0, "cpu-plain": 2.0}
     backend = selected(Clock(times, monkeypatch))
     kernels = Kernels(backend)
-    kernels.warm_up(["moments"])
+    kernels.measure(["moments"])
     times["cpu-plain"] = 0.5
-    kernels.warm_up(["natural"])
+    kernels.measure(["natural"])
     assert {family: row["backend"] for family, row in chosen().items()} == {"moments": "cpu", "natural": "cpu-plain"}
     assert kernels.name == "cpu"
 
@@ -95,7 +105,7 @@ def test_times_are_kept_for_the_next_process(tmp_path: Path, monkeypatch: pytest
     file = tmp_path / "folder" / "times.json"
     clock = Clock({"cpu": 1.0, "cpu-plain": 0.5}, monkeypatch)
     for family in ("moments", "natural"):
-        selected(clock, file).family(family)
+        measured(clock, file, family)
     first = clock.measured
     again = selected(clock, file)
     for family in ("moments", "natural"):
@@ -121,21 +131,35 @@ def test_times_are_kept_for_the_next_process(tmp_path: Path, monkeypatch: pytest
     ],
     ids=["cut", "list", "null", "other family", "other machine", "other sources", "word", "unknown", "negative"],
 )
-def test_what_is_damaged_or_foreign_is_measured_anew(damage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_times_that_are_damaged_or_foreign_count_for_nothing(
+    damage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "times.json"
     clock = Clock({"cpu": 1.0, "cpu-plain": 0.5}, monkeypatch)
-    selected(clock, file).family("moments")
+    measured(clock, file, "moments")
     file.write_text(damage(file.read_text()))
     before = clock.measured
-    assert selected(clock, file).family("moments").simd is None
-    assert clock.measured > before
+    assert selected(clock, file).family("moments").simd is True
+    assert clock.measured == before
+    measured(clock, file, "moments")
     assert json.loads(file.read_text())["times_s"]["moments"] == {"cpu": 1.0, "cpu-plain": 0.5}
 
 
 def test_a_file_that_cannot_be_written_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     clock = Clock({"cpu": 1.0, "cpu-plain": 2.0}, monkeypatch)
-    assert selected(clock, tmp_path / "file" / "times.json").family("moments").simd is True
+    backend = measured(clock, tmp_path / "file" / "times.json", "moments")
+    assert backend.family("moments").simd is True
+    assert chosen()["moments"]["reason"] == "the fastest that agrees"
+
+
+def test_nothing_is_measured_before_a_training_and_the_record_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock({"cpu": 1.0, "cpu-plain": 0.1}, monkeypatch)
+    Kernels(selected(clock)).warm_up(["moments"])
+    assert clock.measured == 0
+    row = chosen()["moments"]
+    assert (row["backend"], row["times_s"]) == ("cpu", {})
+    assert "not measured on this machine" in row["reason"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -188,5 +212,5 @@ def test_scalar_loops_that_differ_are_not_measured(monkeypatch: pytest.MonkeyPat
         return [result.double() + 1 for result in results] if kernels.name == "cpu-plain" else results
 
     monkeypatch.setitem(self_test.SELF_TESTS, "moments", wrong)
-    assert selected(clock).family("moments").simd is True
+    assert measured(clock, None, "moments").family("moments").simd is True
     assert chosen()["moments"] == {"backend": "cpu", "reason": "the only one that agrees", "times_s": {"cpu": 1.0}}

@@ -205,6 +205,7 @@ def measure_kernels(
         began = time.perf_counter()  # "auto" compiles when it is asked for
         kernels = get_kernels(backend)
         kernels.warm_up()
+        kernels.measure()
         warm_up_s = time.perf_counter() - began
         bench = Bench(elements, repetitions, say, GOALS)
         bench.run("floor: memcpy", "flat", elements, lambda: bench.target.copy_(bench.source))

@@ -11,8 +11,10 @@ from gradwire.kernels.compile_time import compile_time
 from gradwire.kernels.entropy.base import CODERS, Coder
 from gradwire.kernels.entropy.dispatch import get_coder
 from gradwire.kernels.front import Family
+from gradwire.kernels.kept_times import cache_folder
 from gradwire.kernels.operations import Operations
 from gradwire.kernels.self_test import SELF_TESTS
+from gradwire.kernels.turns import in_turn
 
 __all__ = ["FAMILIES", "Backend", "Kernels", "known_families"]
 
@@ -55,6 +57,10 @@ class Backend(Protocol):
         """Return the functions of a family."""
         ...
 
+    def measure(self, name: str) -> object:
+        """Let the fastest variant of a family serve from now on, where there are several."""
+        ...
+
 
 class Kernels(Operations):
     """The operations on vectors, as a backend computes them, and the entropy coders that go with it."""
@@ -80,6 +86,9 @@ class Kernels(Operations):
         Returns:
             Seconds in which something was compiled; 0 where all of it was loaded.
 
+        Of processes that do so at the same time on one machine, each part is compiled by one; see
+        :func:`gradwire.kernels.turns.in_turn`.
+
         Raises:
             HyperparameterError: there is no such family or coder.
         """
@@ -87,12 +96,23 @@ class Kernels(Operations):
         if not self._backend.compiles:
             return 0.0
         with compile_time() as spent:
-            for name in wanted:
-                if name in CODERS:
-                    self.coder(name).warm_up()
-                else:
-                    SELF_TESTS[name](self)
+            in_turn(wanted, self._warm_up_one, cache_folder())
         return spent.seconds
+
+    def measure(self, families: Sequence[str] = FAMILIES) -> None:
+        """Time the variants of families where a backend has several; the fastest serves on this machine from now on.
+
+        Raises:
+            HyperparameterError: there is no such family.
+        """
+        for name in known_families(families):
+            self._backend.measure(name)
+
+    def _warm_up_one(self, name: str) -> None:
+        if name in CODERS:
+            self.coder(name).warm_up()
+        else:
+            SELF_TESTS[name](self)
 
 
 def known_families(names: Iterable[str]) -> list[str]:

@@ -32,6 +32,9 @@ class Modules:
     def family(self, name: str) -> Family:
         return import_module(f"gradwire.kernels.{name}.{self._file}")
 
+    def measure(self, name: str) -> None:
+        """Measure nothing: there is one variant."""
+
 
 class CompiledLoops:
     """A backend of loops that Numba compiles, around explicit vectors or scalar bodies.
@@ -61,6 +64,9 @@ class CompiledLoops:
             loops = import_module(f"gradwire.kernels.{name}.loops")
             self._families[name] = getattr(loops, f"{name.title().replace('_', '')}Loops")(self._simd, self._threads)
         return self._families[name]
+
+    def measure(self, name: str) -> None:
+        """Measure nothing: there is one variant."""
 
 
 class Nothing:

@@ -8,11 +8,13 @@ import os
 import platform
 import tempfile
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 
-__all__ = ["default_file", "machine_name", "read_times", "source_digest", "write_times"]
+__all__ = ["cache_folder", "default_file", "machine_name", "read_times", "source_digest", "write_times"]
 
 
+@cache
 def machine_name() -> str:
     """Return the name of the processor, as the operating system tells it, and what Numba compiles for."""
     from llvmlite.binding import get_host_cpu_name
@@ -27,6 +29,7 @@ def machine_name() -> str:
     return f"{model} ({getattr(config, 'CPU_NAME', None) or get_host_cpu_name()})"
 
 
+@cache
 def source_digest() -> str:
     """Return a digest of all that kernels are compiled from, and of the compiler's versions."""
     import llvmlite
@@ -39,12 +42,18 @@ def source_digest() -> str:
     return digest.hexdigest()[:16]
 
 
-def default_file() -> Path | None:
-    """Return the file beside the compiled code in which times are kept, or None where Numba keeps nothing."""
+def cache_folder() -> Path | None:
+    """Return the folder in which Numba keeps compiled code, or None where it keeps nothing."""
     from gradwire.kernels.moments.loops import moments_range
 
     folder = moments_range.stats.cache_path
-    return Path(folder) / "gradwire-kernel-times.json" if folder else None
+    return Path(folder) if folder else None
+
+
+def default_file() -> Path | None:
+    """Return the file beside the compiled code in which times are kept, or None where Numba keeps nothing."""
+    folder = cache_folder()
+    return None if folder is None else folder / "gradwire-kernel-times.json"
 
 
 def read_times(file: Path | None) -> dict[str, dict[str, float]]:

@@ -50,10 +50,13 @@ class Automatic:
     """The backend ``auto``: for each family ``cpu`` or ``cpu-plain``.
 
     A family is chosen for before its first call, or by :meth:`Kernels.warm_up`. ``cpu`` serves if its vectors compile
-    here and agree with the reference, unless ``cpu-plain`` is faster by more than 3 %. Where it does not serve, a
-    warning says so, and all families are scalar loops from then on. Times are kept beside the compiled code, by
-    processor and sources; what another machine or version has measured is measured anew. The bits are the same
-    whatever is chosen, so ranks may differ.
+    here and agree with the reference, unless ``cpu-plain`` was measured to be faster by more than 3 %. Where it does
+    not serve, a warning says so, and all families are scalar loops from then on.
+
+    Nothing is measured before a training: plain loops take as long to compile as explicit vectors, and on the
+    processors measured so far they are nowhere faster by those 3 % (``docs/results.md``). :meth:`measure`, which
+    ``gradwire bench kernels`` calls, keeps times beside the compiled code, by processor and sources, and every later
+    process goes by them. The bits are the same whatever is chosen, so ranks may differ.
 
     Args:
         backends: ``cpu``, ``cpu-plain`` and ``reference``.
@@ -73,6 +76,7 @@ class Automatic:
         self._backends, self._kernels = backends, {name: Kernels(backend) for name, backend in backends.items()}
         self._clock, self._file = clock, file
         self._choices: dict[str, Choice] = {}
+        self._times: dict[str, dict[str, float]] = {}
         self._only_plain = False
         self._lock = threading.Lock()
 
@@ -100,19 +104,12 @@ class Automatic:
     def _decide(self, family: str) -> Choice:
         if self._only_plain:
             return Choice(PLAIN, "the vectors of another family do not serve here")
-        file = default_file() if self._file == "default" else self._file
-        file = None if file is None else Path(file)
-        times = _known(read_times(file).get(family))
+        times = self._times.get(family) or _known(read_times(self._times_file()).get(family))
         backend = FASTEST if times is None else _fastest(times)
         # What serves is compared on every start: what it is compiled to depends on more than the sources.
         reason = self._refusal(backend, family)
-        if reason is None and times is None:
-            times = self._measure(family)
-            write_times(file, {family: times})
-            backend = _fastest(times)
         if reason is None:
-            times = dict(times or {})
-            return Choice(backend, "the only one that agrees" if len(times) < 2 else "the fastest that agrees", times)
+            return Choice(backend, _why(times), dict(times or {}))
         self._only_plain = True
         warnings.warn(
             f"kernel backend 'cpu' does not serve here ({family}: {reason}); using 'cpu-plain', which is slower",
@@ -129,6 +126,20 @@ class Automatic:
         except Exception as error:  # whatever the compiler raises on a machine we have not seen
             return f"its code does not compile: {type(error).__name__}: {error}"
 
+    def measure(self, name: str) -> None:
+        """Time the variants of a family that agree with the reference; the fastest serves from now on."""
+        self._choose(name)
+        if self._only_plain:
+            return
+        with self._lock:
+            self._times[name] = self._measure(name)
+            write_times(self._times_file(), {name: self._times[name]})
+            self._choices[name] = _chosen[name] = self._decide(name)
+
+    def _times_file(self) -> Path | None:
+        file = default_file() if self._file == "default" else self._file
+        return None if file is None else Path(file)
+
     def _measure(self, family: str) -> dict[str, float]:
         """Time those that agree, in turns; ``cpu`` is known to."""
         names = [FASTEST, *([PLAIN] if self._refusal(PLAIN, family) is None else [])]
@@ -139,6 +150,12 @@ class Automatic:
                 SELF_TESTS[family](self._kernels[name], SIZE)
                 times[name] = min(times[name], self._clock() - began)
         return times
+
+
+def _why(times: Mapping[str, float] | None) -> str:
+    if times is None:
+        return "explicit vectors, which agree; not measured on this machine"
+    return "the only one that agrees" if len(times) < 2 else "the fastest that agrees"
 
 
 def _fastest(times: Mapping[str, float]) -> str:

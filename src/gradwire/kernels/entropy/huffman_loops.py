@@ -11,11 +11,12 @@ import numpy as np
 from numba import njit
 
 from gradwire.kernels.entropy import huffman_codes as huffman
+from gradwire.kernels.numba_core.copies import copy_into
 
 __all__ = ["huffman_decode", "huffman_encode"]
 
 # Of all that this is compiled from, so that Numba drops what it kept when that changes (``make digests``).
-DIGEST = "32aceafa672d0d77"
+DIGEST = "74abad6f7459399f"
 
 _u8, _u32, _u64, _i64 = np.uint8, np.uint32, np.uint64, np.int64
 _AT = huffman.LENGTH_BYTES + 4 * huffman.STREAMS
@@ -151,7 +152,7 @@ def huffman_encode(symbols, room):
         for octet in range(4):
             room[huffman.LENGTH_BYTES + 4 * part + octet] = _u8(lengths[part] >> (8 * octet) & 255)
     room[at : at + _PAD] = 0
-    room[at + _PAD : total] = symbols[_STREAMS * each :]
+    copy_into(room[at + _PAD : total], symbols[_STREAMS * each :])
 
     table = np.zeros(256, np.uint64)
     for symbol in range(256):
@@ -283,5 +284,5 @@ def huffman_decode(body, out):
     fits &= _decode_rest(body, table, size, out, _i64(c1), 2 * each, q1, ends[1], area)
     fits &= _decode_rest(body, table, size, out, _i64(c2), 3 * each, q2, ends[2], area)
     fits &= _decode_rest(body, table, size, out, _i64(c3), 4 * each, q3, ends[3], area)
-    out[_STREAMS * each :] = body[area + _PAD :]
+    copy_into(out[_STREAMS * each :], body[area + _PAD :])
     return 0 if fits else 4

@@ -12,13 +12,14 @@ import numpy as np
 from numba import njit
 
 from gradwire.kernels.entropy import rans_tables
+from gradwire.kernels.numba_core.copies import copy_into
 from gradwire.kernels.numba_core.overloads import either
 from gradwire.kernels.numba_core.vectors import prefer_wide
 
 __all__ = ["histogram", "rans_decode", "rans_encode"]
 
 # Of all that this is compiled from, so that Numba drops what it kept when that changes (``make digests``).
-DIGEST = "c61a9e5abfcfe1d6"
+DIGEST = "ba7e3ad4431b864f"
 
 _u8, _u32, _u64, _i64 = np.uint8, np.uint32, np.uint64, np.int64
 _LANES, _ROW_BYTES, _SLACK, _STATE_BYTES = 128, 256, 32, 512
@@ -103,7 +104,7 @@ def rans_encode(variant, symbols, room):
             at += 1
             mask &= mask - _u64(1)
     _put_word(room, 0, at - begin)
-    room[at : at + rest] = symbols[_LANES * rows :]
+    copy_into(room[at : at + rest], symbols[_LANES * rows :])
     at += rest
     return at if at < room.size else -1
 
@@ -160,7 +161,7 @@ def rans_decode(variant, body, out):
                     side += 1
                     mask &= mask - _u64(1)
         done += part
-    out[_LANES * rows :] = body[side_stop:]
+    copy_into(out[_LANES * rows :], body[side_stop:])
     for lane in range(_LANES):
         if states[lane] != _u32(1 << 16):
             return 4

@@ -10,6 +10,7 @@ from numba import njit
 
 from gradwire.kernels.moments.loops import block_exponent, block_maximum
 from gradwire.kernels.numba_core.compiled import MIN_STREAMED, STREAMED_GROUPS, Compiled, rows_of
+from gradwire.kernels.numba_core.copies import copy_into
 from gradwire.kernels.numba_core.overloads import either, kept
 from gradwire.kernels.numba_core.segments import find_segment, next_piece
 from gradwire.kernels.numba_core.vectors import power_of_two, prefer_wide
@@ -18,7 +19,7 @@ from gradwire.kernels.table import GROUP_SIZE, SIGN_BYTES
 __all__ = ["SignsLoops", "finite_range", "sign_decode_range", "sign_encode_range", "sign_sums_range", "sign_vote_range"]
 
 # Of all that this is compiled from: what Numba keeps on disk is kept under this name (``make digests``).
-DIGEST = "be5cfb5270e1ed67"
+DIGEST = "ffb27dac7133729b"
 
 _TILE_BYTES = 512
 """Bytes of a row that are counted before the next ones: with 15 planes 7.5 KiB."""
@@ -198,7 +199,7 @@ def sign_vote_range(rows, begin, end, out):
             _ripple(planes, 2, last, carry, size)
         while row < number:
             at = first + row * stride
-            carry[:size] = octets[at : at + size]
+            copy_into(carry[:size], octets[at : at + size])
             row += 1
             last = 0
             while row >> last:

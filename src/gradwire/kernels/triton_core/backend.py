@@ -71,6 +71,9 @@ class TritonBackend:
             self._families[name] = _Verified(self, name, import_module(f"gradwire.kernels.{name}.triton"))
         return self._families[name]
 
+    def measure(self, name: str) -> None:
+        """Measure nothing: there is one variant."""
+
     def verify(self, family: str, device: torch.device) -> None:
         """Compare a family with the reference on a device, unless that was done before.
 
