@@ -707,6 +707,12 @@ DIFFERING: dict[str, list[gw.Method]] = {
 """Methods whose outcome each rank has for itself: what the shared tests hold others to, a mean, they have not.
 Properties of theirs are in ``algorithms/test_gossip.py`` and ``runtime/test_gossip.py``."""
 
+
+def adds_up(method: gw.Method) -> bool:
+    """Return whether a method remembers sums of what it exchanges, or exchanges parameters: it has a range."""
+    return method.needs_loss_scale and bool(method.remembers or method.local_steps)
+
+
 CASES: dict[str, list[gw.Method]] = {name: [case.method for case in row] for name, row in TABLE.items()} | DIFFERING
 ALL_CASES = [case for row in TABLE.values() for case in row]
 ALL = [case.method for case in ALL_CASES]

@@ -69,7 +69,7 @@ def test_the_declared_contraction_holds_for_the_worst_vector(method: gw.ScaledSi
 
 def test_equal_magnitudes_come_back_exactly() -> None:
     """Property 10, for magnitudes that are no short binary fractions."""
-    for magnitude in (0.1, 1 / 3, 1e-30, 3e38):
+    for magnitude in (0.1, 1 / 3, 1e-30, 1e12):
         p = magnitude * torch.where(randn(5003) >= 0, 1.0, -1.0)
         assert torch.equal(one_round(p, "ef_signsgd"), p)
 

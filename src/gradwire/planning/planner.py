@@ -13,6 +13,7 @@ from gradwire.kernels import CODERS, Kernels, checksum, chosen, get_kernels
 from gradwire.methods import Method, require
 from gradwire.planning.coder_times import measure_coders
 from gradwire.planning.options import Options, dense_names
+from gradwire.protocols.bounded_plan import BoundedPlan
 from gradwire.protocols.bucket_plan import Algorithm, BucketPlan, make_plan
 from gradwire.seeds import LinkNumber, link_seed
 from gradwire.segments import Parameter, Segment, join_compressed, lay_out
@@ -182,7 +183,7 @@ class Planner:
         if self.open_coders and isinstance(method, Algorithm):
             # All coders have the same bounds, which are all that a dry run counts.
             method = method.with_coder(self.coder or self.open_coders[0])
-        return make_plan(
+        plan = make_plan(
             method,
             join_compressed(segments) if self.method.joined else segments,
             kernels=kernels,
@@ -193,6 +194,9 @@ class Planner:
             warm_up=warm_up,
             parts=[s for s in segments if not s.dense] if self.method.joined else (),
         )
+        # Levels that are shares of a scale are remembered, too, and a spike does them no harm.
+        adds_up = method.needs_loss_scale and bool(method.remembers or method.local_steps)
+        return BoundedPlan(plan, segments, type(method).__name__) if adds_up else plan
 
 
 def warm_up(method: str | Method = "terngrad", backend: str = "auto") -> float:

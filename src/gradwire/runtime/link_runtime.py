@@ -59,7 +59,7 @@ class LinkRuntime:
     Attributes:
         round: Synchronised backward passes so far, also those before a checkpoint.
         rounds_here: Rounds that were exchanged in this process.
-        skipped_rounds: Rounds with a non-finite value, where the method looks.
+        skipped_rounds: Rounds with a non-finite value, where the method looks, or one out of its range.
         last_skipped: The last of them, of which nothing was committed; -1 before there is one.
         memory: What the method remembers on this rank.
         failures: The first failure, if there is one.

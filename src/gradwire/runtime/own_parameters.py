@@ -13,6 +13,7 @@ from gradwire.methods import Method
 from gradwire.ops import Exchange
 from gradwire.planning import FragmentClock, Pieces
 from gradwire.protocols import Context, Section, two_shot
+from gradwire.protocols.bounded_plan import in_range
 from gradwire.protocols.bucket_plan import DENSE_TAG
 from gradwire.runtime.global_parameters import STEPS, State
 from gradwire.segments import Parameter, flat_view, lay_out
@@ -48,10 +49,10 @@ class OwnParameters:
     def problem(self) -> str | None:
         """Explain why these parameters must not reach another worker; None where they may."""
         for name, p in self._parameters.items():
-            if not bool(torch.isfinite(p.detach()).all()):
+            if not in_range(p.detach()):
                 return (
-                    f"parameter {name!r} is not finite here, and by {self.method!r} no other worker has it to go back "
-                    "to: load a checkpoint, and use a lower learning rate"
+                    f"parameter {name!r} is not finite here, or beyond 2^40, and by {self.method!r} no other worker "
+                    "has it to go back to: load a checkpoint, and use a lower learning rate"
                 )
         return None
 

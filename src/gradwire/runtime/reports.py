@@ -28,7 +28,7 @@ class LinkReports:
 
     @property
     def skipped_rounds(self) -> int:
-        """Rounds with a non-finite value somewhere, where the method looks."""
+        """Rounds with a non-finite value somewhere, where the method looks, or with one out of its range."""
         self._runtime.settle()
         return self._runtime.skipped_rounds
 
@@ -50,8 +50,8 @@ class LinkReports:
             keeps now, where the method keeps one; ``dial``, the value in force, where the method chooses one for each
             parameter (``l_greco``). Norms are of unscaled gradients, and where the method applies momentum before
             compression, of that instead. ``gauges``: see :meth:`gauges`. ``skipped_rounds``: rounds with a non-finite
-            value somewhere, where the method looks. ``encode_s``, ``wire_s``, ``decode_s``: seconds this rank's lanes
-            spent so far.
+            value somewhere, where the method looks, or one beyond 2^40, where it adds up rounds: nothing of them is
+            remembered. ``encode_s``, ``wire_s``, ``decode_s``: seconds this rank's lanes spent so far.
 
         A residual of more than three times its gradient in a measured round is warned of, once a link, naming the
         parameter with the longest.

@@ -46,6 +46,7 @@ class SimulatedLink:
 
     Attributes:
         number: As of a :class:`Link`: 0, or that of a link whose state was loaded.
+        skipped_rounds: As of a :class:`Link`.
 
     Raises:
         HyperparameterError: a spec, an option or an exclude pattern is wrong, or ``parameters`` are not pairs of
@@ -100,10 +101,10 @@ class SimulatedLink:
         self._gauges = [Gauges() for _ in range(world_size)]
         self._parts = [RoundParts() for _ in range(world_size)]
         self._cost = CostKeeper(self.method, self.options.link_cost)
-        self._notices = WarnOnce()
+        self._notices, self._own_notices = WarnOnce(), [WarnOnce(rank) for rank in range(world_size)]
         self._order = self._planner.step_order()
         self.numel = sum(p.numel() for p in self._parameters.values())
-        self.round = self._rounds_here = self._elements = 0
+        self.round = self._rounds_here = self.skipped_rounds = self._elements = 0
 
     def reduce_(self, gradients: torch.Tensor, names: Sequence[str] | None = None) -> torch.Tensor:
         """Exchange one round.
@@ -158,6 +159,7 @@ class SimulatedLink:
             alike = self.method.properties.state == "none" and not self.method.outcomes_differ
             outcome = simulate_ranks(runs, self._meters, leader_only=alike)[0]
             finite = finite and outcome.finite is not False
+        self.skipped_rounds += not finite
         for memory in self._memories:
             memory.commit() if finite else memory.discard()
         for gauges in self._gauges:
@@ -172,8 +174,8 @@ class SimulatedLink:
     def _context(self, rank: int, chunk: int) -> Context:
         return Context(
             rank, self.world_size, self.round, 0, chunk, self._space(rank, chunk), memory=self._memories[rank],
-            warn=self._notices.once, warn_here=self._notices.here, gauge=self._gauges[rank].add, link=self._cost.value,
-            parts=self._parts[rank], learning_rates=self._read,
+            warn=self._notices.once, warn_here=self._own_notices[rank].here, gauge=self._gauges[rank].add,
+            link=self._cost.value, parts=self._parts[rank], learning_rates=self._read,
         )  # fmt: skip
 
     def _reordered(self, row: torch.Tensor, names: list[str], wanted: list[str]) -> torch.Tensor:
