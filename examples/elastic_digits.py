@@ -6,8 +6,9 @@
 
 The same commands on each of two machines. When a machine dies, torchrun ends the workers of the other, and starts them
 anew as a smaller group; when it comes back, all are started anew as a larger one. Each time they go on from the latest
-checkpoint, which every machine must see. Without the first line, workers that PyTorch 2.13 starts anew find the
-addresses of those before them in the store that it shares, and cannot connect.
+checkpoint, which every machine must see. With one process a machine, the one that is left trains on without an
+exchange. Without the first line, workers that PyTorch 2.13 starts anew find the addresses of those before them in the
+store that it shares, and cannot connect.
 """
 
 import argparse

@@ -12,7 +12,6 @@ __all__ = [
     "IncompatibleError",
     "PayloadError",
     "RankMismatchError",
-    "shortened",
 ]
 
 
@@ -60,16 +59,3 @@ class RankMismatchError(GradwireError):
 
 class ExchangeError(GradwireError):
     """An exchange failed on some rank; the message names the rank, the bucket and the round."""
-
-
-def shortened(text: str, most: int = 600) -> str:
-    """Return a text for a message, without its middle where it is longer than ``most`` characters.
-
-    Example:
-        >>> shortened("a" * 100, 40)
-        'aaaaaaaaaaaaaaaa... [80 characters] ...aaaa'
-    """
-    if len(text) <= most:
-        return text
-    head, tail = most * 2 // 5, most // 10
-    return f"{text[:head]}... [{len(text) - head - tail} characters] ...{text[-tail:]}"

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard
 
 import torch
 
-from gradwire.errors import HyperparameterError, shortened
+from gradwire.errors import HyperparameterError
 
 if TYPE_CHECKING:
     from gradwire.ops import Scope
     from gradwire.segments import Parameter
 
-__all__ = ["Inherited", "Method", "Properties", "check_seed", "is_whole", "require"]
+__all__ = ["Inherited", "Method", "Properties", "check_seed", "is_whole", "require", "shortened"]
 
 
 SEED_BITS = 1024
@@ -292,3 +292,16 @@ def check_seed(seed: object) -> None:
     """
     require(is_whole(seed), "seed", f"a whole number is needed, not {seed!r}")
     require(int(seed).bit_length() <= SEED_BITS, "seed", f"at most {SEED_BITS} bits are used")  # type: ignore[call-overload]
+
+
+def shortened(text: str, most: int = 600) -> str:
+    """Return a text for a message, without its middle where it is longer than ``most`` characters.
+
+    Example:
+        >>> shortened("a" * 100, 40)
+        'aaaaaaaaaaaaaaaa... [80 characters] ...aaaa'
+    """
+    if len(text) <= most:
+        return text
+    head, tail = most * 2 // 5, most // 10
+    return f"{text[:head]}... [{len(text) - head - tail} characters] ...{text[-tail:]}"

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, fields
 from typing import Any
 
-from gradwire.errors import HyperparameterError, shortened
-from gradwire.methods import Method, require
+from gradwire.errors import HyperparameterError
+from gradwire.methods import Method, require, shortened
 from gradwire.optim import KINDS
 from gradwire.registry import METHODS
 

@@ -56,7 +56,18 @@ def sentences() -> list[list[str | None]]:
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 parts = [node.value]
             if sum(len(p) for p in parts if p is not None) >= 12:
-                found.append(parts)
+                found.append(without_senders(parts))
+    return found
+
+
+def without_senders(parts: list[str | None]) -> list[str | None]:
+    """Return parts with a value in the place of each "{sender}", which PayloadError fills in."""
+    found: list[str | None] = []
+    for part in parts:
+        first, *more = (part,) if part is None else part.split("{sender}")
+        found.append(first)
+        for text in more:
+            found += [None, text]
     return found
 
 

@@ -281,9 +281,6 @@ class _ReduceScatter(_Hook):
         world, rank = link.world_size, link.rank
         factor = _factor(op, world)
         self.unit.check_numel(input_tensor.numel(), world)
-        if world == 1:
-            torch.mul(input_tensor, factor, out=output_tensor)
-            return
         columns = input_tensor.view(world, -1).split([p.padded for p in parameters], dim=1)
         whole = [part.reshape(-1)[: p.numel] for part, p in zip(columns, parameters)]
         mean = self.exchange.reduce(self.unit, torch.cat(whole).to(torch.float32)).mul_(factor)
@@ -362,8 +359,6 @@ class _AllReduceHook(_Hook):
         """Replace the gradients by their mean over replicas; by their sum where the user divides by a factor."""
         link, parameters = self.exchange.link, self.unit.parameters
         self.unit.check_numel(reduce_output.numel())
-        if link.world_size == 1:
-            return
         padded = reduce_output.split([p.padded for p in parameters])
         flat = torch.cat([part[: p.local] for part, p in zip(padded, parameters)])
         mean = self.exchange.reduce(self.unit, flat)

@@ -111,7 +111,7 @@ def load(link: Link, folder: str | os.PathLike[str]) -> dict[str, Any] | None:
     try:
         state = _read(source / "common.pt")
         number = _whole(state.pop("save")["number"], "save's number", 0, 1 << 63)
-        world_size = _whole(state.pop("world_size")["value"], "world size", 2, 1 << 31)
+        world_size = _whole(state.pop("world_size")["value"], "world size", 1, 1 << 31)
         digests = state.pop("digests")
         state["rank"] = {}
         if link.rank < world_size:

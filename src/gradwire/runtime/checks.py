@@ -18,6 +18,7 @@ from gradwire.spec import method as read_method
 
 __all__ = [
     "caution_about",
+    "caution_alone",
     "check_not_in_backward",
     "check_optimizer",
     "check_options",
@@ -90,6 +91,21 @@ def caution_about(method: Method, optimizer: Any, compressed: Mapping[str, torch
     sentence = method.caution(optimizer, compressed)
     if sentence is not None:
         warnings.once("optimizer", sentence)
+
+
+def caution_alone(method: Method) -> str:
+    """Return what to warn of where a link has one rank."""
+    beside = (
+        "; the learning rate is that of a direction, and gradients are smaller, so that steps are small"
+        if method.direction
+        else "; the momentum that it brings rests, so that steps are those of the optimizer alone"
+        if method.owns_momentum
+        else ""
+    )
+    return (
+        f"the group has one rank: training goes on without an exchange, with gradients as they are. What {method!r} "
+        f"remembers is kept for when there are more ranks again{beside}"
+    )
 
 
 def check_options(method: str | Method, *, optimizer: Any = None, **options: Any) -> None:

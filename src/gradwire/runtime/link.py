@@ -17,7 +17,7 @@ from gradwire.methods import Method, is_whole, require
 from gradwire.planning import Options, exchanged, own_buckets, refuse_scatter
 from gradwire.protocols import REDUCE_SCATTER
 from gradwire.runtime.bucket_exchange import BucketExchange
-from gradwire.runtime.checks import caution_about, check_optimizer, optimizer_terms
+from gradwire.runtime.checks import caution_about, caution_alone, check_optimizer, optimizer_terms
 from gradwire.runtime.detached import lost
 from gradwire.runtime.diagnostics import Diagnostics
 from gradwire.runtime.failures import place
@@ -71,6 +71,9 @@ class Link(LinkReports, LocalStepsUser):
     Building a link is collective: all ranks of the group build the same one, in the same order, on parameters with the
     same values. A method by which ranks stay different, as gossip, takes any.
 
+    One rank alone, as after an elastic restart, trains on without an exchange and is warned: gradients stay as they
+    are, local steps end in an exchange of one, rounds count, and what the method remembers is kept and saved.
+
     Args:
         parameters: (name, parameter) pairs, or parameters (then named "0", "1", ...).
         method: A method or its spec.
@@ -97,7 +100,7 @@ class Link(LinkReports, LocalStepsUser):
 
     Raises:
         HyperparameterError: a spec, an option or an exclude pattern is wrong.
-        IncompatibleError: the group has one rank, or a parameter, or so many ranks, do not suit the method.
+        IncompatibleError: a parameter, or so many ranks, do not suit the method.
         BackendError: a kernel backend is not installed.
         RankMismatchError: ranks differ in version, method, options or parameters; also in the values of parameters,
             unless ranks stay different under the method.
@@ -129,7 +132,7 @@ class Link(LinkReports, LocalStepsUser):
             check_scaler(grad_scaler)
             self.options = Options.of(options)
             self._parameters = named_parameters(parameters)
-            check_parameters(self._parameters, self.world_size)
+            check_parameters(self._parameters)
             require(is_whole(count, 1), "lanes", f"at least 1 is needed, not {lanes!r}")
             diagnostics = Diagnostics(DIAGNOSTICS_INTERVAL, scaled=bool(grad_scaler))
             self._coders = CoderSelection()
@@ -185,7 +188,10 @@ class Link(LinkReports, LocalStepsUser):
         # Threads and connections end with the link, also where it is dropped or the interpreter ends without close().
         self.close = weakref.finalize(self, close_threads, own_lanes, heartbeat, [unbind, self._search.end])
         register(self)
-        self._cost.measure(self._channel)
+        if self.world_size > 1:
+            self._cost.measure(self._channel)
+        else:
+            self._runtime.warnings.once("one rank", caution_alone(self.method))
         self._runtime.link_cost = self._cost.value
 
     # ------------------------------------------------------------------ exchanging
@@ -227,6 +233,8 @@ class Link(LinkReports, LocalStepsUser):
         if index == 0:
             runtime.settle()
         runtime.failures.refuse()
+        if self.world_size == 1:
+            return runtime.leave(flat, last)
         try:
             if index == 0:
                 self._search.end_when_done()

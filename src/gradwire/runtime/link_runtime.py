@@ -24,7 +24,7 @@ from gradwire.runtime.grad_scaler import scale_of
 from gradwire.runtime.heartbeat import Heartbeat
 from gradwire.runtime.warn_once import WarnOnce
 
-__all__ = ["LinkRuntime", "close_threads"]
+__all__ = ["LinkRuntime", "as_it_is", "close_threads"]
 
 
 @dataclass(frozen=True)
@@ -97,6 +97,7 @@ class LinkRuntime:
         self._lock = threading.Lock()
         self.last_skipped, self._elements = -1, 0
         self._in_flight, self._is_last = 0, False
+        self._unended = False
         self._latest: BucketPlan | None = None
         self._scaled_round, self._loss_scale = -1, 1.0
         self._over = threading.Event()
@@ -125,6 +126,15 @@ class LinkRuntime:
         """Count a round whose buckets have all been started."""
         self.round += 1
         self.rounds_here += 1
+
+    def leave(self, flat: torch.Tensor, last: bool) -> torch.futures.Future[torch.Tensor]:
+        """Count a bucket of the only rank, and return a future of it: it is its own mean."""
+        with self._lock:
+            self._elements += flat.numel()
+            self._unended = not last
+        if last:
+            self.next_round()
+        return as_it_is(flat)
 
     def context(self, plan: BucketPlan, bucket: int, chunk: int | None, round: int, wants_sent: bool) -> Context:
         """Return what a protocol may know while it exchanges a chunk (None: prepares the whole bucket)."""
@@ -180,9 +190,11 @@ class LinkRuntime:
         """End a round of which no bucket was said to be the last one; all of them have been exchanged."""
         with self._lock:
             plan, self._latest = self._latest, None
+            unended, self._unended = self._unended or plan is not None, False
         if plan is not None:
             with self.device.stream():
                 self._end(plan, self.round)
+        if unended:
             self.next_round()
 
     def settle(self) -> None:
@@ -329,6 +341,13 @@ class LinkRuntime:
         """Return the seconds that the lanes have spent in encoders, on the wire and in decoders."""
         meters = [lane.meter for lane in self.lanes]
         return {part: sum(getattr(m, part) for m in meters) for part in ("encode_s", "wire_s", "decode_s")}
+
+
+def as_it_is(flat: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    """Return a future of a bucket that is not exchanged."""
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(flat)
+    return future
 
 
 def close_threads(lanes: Sequence[Lane], heartbeat: Heartbeat, unbinders: Sequence[Callable[[], None] | None]) -> None:

@@ -16,7 +16,7 @@ from gradwire.planning import Options, own_buckets
 from gradwire.protocols import Context, Workspace
 from gradwire.runtime.found_optimizers import on_any_step
 from gradwire.runtime.global_parameters import GlobalParameters, State
-from gradwire.runtime.link_runtime import LinkRuntime
+from gradwire.runtime.link_runtime import LinkRuntime, as_it_is
 from gradwire.runtime.own_parameters import OwnParameters, mean_over_ranks, put, swapped
 from gradwire.runtime.selection.control_channel import ControlChannel
 from gradwire.segments import flat_view
@@ -145,9 +145,7 @@ class LocalSteps:
             self._synchronous = self._synchronous or last
             return None
         self._runtime.failures.refuse()
-        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-        future.set_result(flat)
-        return future
+        return as_it_is(flat)
 
     def after_step(self) -> None:
         """Count a step, and exchange where it is the last of those between two exchanges."""

@@ -38,18 +38,12 @@ def plain_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part != "_orig_mod")
 
 
-def check_parameters(parameters: dict[str, torch.Tensor], world_size: int) -> None:
+def check_parameters(parameters: dict[str, torch.Tensor]) -> None:
     """Refuse what cannot be exchanged.
 
-    One rank may have shards, of which it has the whole: a script that shards is the same on one rank.
-
     Raises:
-        IncompatibleError: one rank, no parameter, or one of a type or with values that cannot travel.
+        IncompatibleError: no parameter, or one of a type or with values that cannot travel.
     """
-    if world_size < 2 and not any(is_sharded(p) for p in parameters.values()):
-        raise IncompatibleError(
-            "a group of one rank has nothing to exchange: train without gradwire, or start at least two ranks"
-        )
     if not parameters:
         raise IncompatibleError("no parameter requires a gradient: there is nothing to exchange")
     for name, p in parameters.items():
