@@ -8,12 +8,13 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from run_help import gradwire, start_gradwire
 
 import gradwire as gw
-from gradwire.cli.bootstrap import summary
+from gradwire.cli.bootstrap import left_apart, summary
 from gradwire.cli.launcher import Report, account
 from gradwire.cli.torchrun import command
 from gradwire.experiments.errors import UsageError
@@ -195,3 +196,35 @@ def test_the_saving_is_told_as_times_less_and_bits_per_element() -> None:
     expected = "each worker sent 20.00 MB instead of 160.00 MB, 8.0 times less (4.00 bits per element)"
     assert summary([Stub(), Stub()]).endswith(expected)
     assert "built no DistributedDataParallel module" in summary([])
+
+
+@pytest.mark.ranks
+def test_steps_after_the_last_exchange_are_told_with_what_to_do() -> None:
+    """DiLoCo exchanges after steps 8 and 16: a model that the script saves after step 20 is one worker's own."""
+    words = ["--nproc-per-node", 2, "--method", "DiLoCo(every=8)", EXAMPLES / "digits.py", "--steps", 20]
+    done = gradwire("run", *words)
+    assert done.returncode == 0, done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if "after the last exchange" in line]
+    assert "DiLoCo(" in line
+    assert "4 optimizer steps lie after the last exchange, and each worker has parameters of its own" in line
+    assert "train 4 steps more or 4 fewer, or call gw.attach in the script, and link.synchronise() before" in line
+
+
+@pytest.mark.parametrize(
+    ("steps", "count", "spec", "apart", "told"),
+    [
+        (0, 1, "DiLoCo(every=8)", False, None),
+        (3, 1, "DiLoCo(every=8)", True, "train 5 steps more or 3 fewer, or call gw.attach"),
+        (3, 4, "StreamingDiLoCo(every=8, fragments=4, delay=0)", True, ": call gw.attach in the script"),
+        (0, 1, "EASGD(every=8)", True, "after the last exchange each worker has parameters of its own"),
+        (0, 1, "terngrad", True, None),
+    ],
+)
+def test_workers_that_end_with_parameters_of_their_own_are_told(
+    steps: int, count: int, spec: str, apart: bool, told: str | None
+) -> None:
+    clock = SimpleNamespace(steps=steps, every=8, count=count, delay=0)
+    parameters = SimpleNamespace(clock=clock, is_apart=lambda: apart)
+    lines = left_apart([SimpleNamespace(method=gw.method(spec), local=SimpleNamespace(parameters=parameters))])
+    assert len(lines) == (told is not None)
+    assert told is None or told in lines[0]

@@ -160,6 +160,37 @@ def test_local_steps_between_exchanges_are_no_difference(three_ranks: Ranks, spe
     assert three_ranks(apart, spec, False) == [["None", "None"]] * 3
 
 
+def ends_apart(spec: str, steps: int) -> list[bool]:
+    """Train, and return whether this rank's parameters are others than the global ones, and so after synchronise()."""
+    module = DistributedDataParallel(small())
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    link = gw.attach(module, spec, optimizer=optimizer, min_numel=0)
+    for step in range(steps):
+        optimizer.zero_grad()
+        backward(module, step)
+        optimizer.step()
+    found = [link.local.parameters.is_apart()]
+    link.synchronise()
+    found.append(link.local.parameters.is_apart())
+    link.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("spec", "steps", "found"),
+    [
+        (LOCAL[0], 4, [False, False]),
+        (LOCAL[0], 5, [True, False]),
+        (LOCAL[2], 4, [True, False]),
+        ("DPSGD(every=2)", 4, [True, True]),
+    ],
+)
+def test_whether_a_rank_has_parameters_of_its_own_is_known(
+    three_ranks: Ranks, spec: str, steps: int, found: list[bool]
+) -> None:
+    assert three_ranks(ends_apart, spec, steps) == [found] * 3
+
+
 def resumed() -> list[str]:
     """Continue from a state after a difference was gathered: it is no longer there."""
     module = DistributedDataParallel(small())

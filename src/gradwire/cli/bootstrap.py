@@ -76,6 +76,28 @@ def summary(links: Sequence[Any]) -> str:
     )
 
 
+def left_apart(links: Sequence[Any]) -> list[str]:
+    """Describe, a line for each link, workers that ended with parameters of their own.
+
+    An exchange here would come too late: a script has usually saved its model, and left its process group, before it
+    ends.
+    """
+    lines = []
+    for link in links:
+        if not link.method.local_steps or not link.local.parameters.is_apart():
+            continue
+        clock = link.local.parameters.clock
+        after, more = f"{clock.steps} optimizer steps lie after the last exchange", clock.every - clock.steps
+        plain = clock.steps and clock.count == 1 and not clock.delay and not link.method.outcomes_differ
+        why = f"{after}, and" if clock.steps else "after the last exchange"
+        remedy = f"train {more} steps more or {clock.steps} fewer, or " if plain else ""
+        lines.append(
+            f"gradwire: {link.method!r}: {why} each worker has parameters of its own, which are what it has saved: "
+            f"{remedy}call gw.attach in the script, and link.synchronise() before it saves"
+        )
+    return lines
+
+
 def _came_to(link: Any) -> str:
     """Describe what a link's gradients travelled by."""
     from gradwire.report.link_notes import choice_text, fallback_reason, fallback_text
@@ -150,7 +172,7 @@ def main() -> None:
         run_script(script, arguments, links)
     finally:
         if os.environ.get("RANK", "0") == "0":
-            print(summary(links), file=sys.stderr, flush=True)
+            print("\n".join([summary(links), *left_apart(links)]), file=sys.stderr, flush=True)
         for link in links:
             with contextlib.suppress(Exception):
                 link.close()

@@ -68,6 +68,10 @@ class GlobalParameters:
             self._velocity = {name: torch.zeros_like(x) for name, x in self.held.items()}
         self.clock.reset()
 
+    def is_apart(self) -> bool:
+        """Return whether the worker's own parameters are others than the global ones."""
+        return any(not torch.equal(flat_view(p.detach()), self.held[n].to(p.dtype)) for n, p in self.pieces.items())
+
     @torch.no_grad()
     def restore(self) -> None:
         """Make the global parameters the worker's own ones."""

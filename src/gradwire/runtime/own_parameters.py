@@ -46,6 +46,10 @@ class OwnParameters:
         """Begin anew, which all workers must do with the same parameters."""
         self.clock.reset()
 
+    def is_apart(self) -> bool:
+        """Return True: there are no global parameters that the worker's own could be."""
+        return True
+
     def problem(self) -> str | None:
         """Explain why these parameters must not reach another worker; None where they may."""
         for name, p in self._parameters.items():
