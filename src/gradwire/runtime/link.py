@@ -175,7 +175,7 @@ class Link(LinkReports, LocalStepsUser):
             warnings=warnings,
         )  # fmt: skip
         self._channel = ControlChannel(own_lanes[0], self._runtime.failed_between_buckets)
-        self._replicas = ReplicaCheck(self.options.check_every)
+        self._replicas = ReplicaCheck(self.options.check_every, dist.get_process_group_ranks(self.group))
         self._step: StepBuffer | None = None
         self.buffer_bytes: Callable[[], int] = lambda: 0
         self._local = LocalSteps.of(

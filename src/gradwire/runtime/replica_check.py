@@ -35,10 +35,11 @@ class ReplicaCheck:
 
     Args:
         every: Rounds from one comparison to the next; 0: never.
+        ranks: The ranks that are compared, as a message names them.
     """
 
-    def __init__(self, every: int) -> None:
-        self._every = every
+    def __init__(self, every: int, ranks: Sequence[int]) -> None:
+        self._every, self._ranks = every, ranks
         self._told: Callable[[], None] | None = None
 
     def begin(self, round: int, channel: ControlChannel, parameters: Mapping[str, torch.Tensor]) -> None:
@@ -72,7 +73,7 @@ class ReplicaCheck:
         found = [row[names.index(differing[0])] for row in rows]
         # Of equally many the value of the lowest rank counts as the others'.
         usual = Counter(found).most_common(1)[0][0]
-        odd, others = ([r for r, value in enumerate(found) if (value != usual) is wanted] for wanted in (True, False))
+        odd, others = ([r for r, v in zip(self._ranks, found) if (v != usual) is wanted] for wanted in (True, False))
         more = f" (and {len(differing) - 1} more)" if len(differing) > 1 else ""
         raise RankMismatchError(
             f"check_every={self._every}: at the beginning of round {round}, parameter {differing[0]!r}{more} of "
