@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from gradwire.drivers import Job, Lane, WireError
-from gradwire.ops import AllGather, AllToAll, Exchange, Reduce, Scope
+from gradwire.ops import AllGather, AllToAll, Exchange, Reduce, Scope, SendRecv
 from ranks import Ranks
 
 
@@ -128,3 +128,40 @@ def test_within_a_scope_each_group_is_on_its_own(four_ranks: Ranks) -> None:
         node, across = (0, 1) if rank < 2 else (2, 3), (rank % 2, rank % 2 + 2)
         assert found == (float(sum(1 << r for r in node)), [*across, *node], 4.0)
         assert sent == {"node": 4 + 100_000, "between nodes": 100_000 + rank % 2}
+
+
+def kept_by_its_error(kept: list[BaseException]) -> tuple[str, str]:
+    """Break a lane of three ranks: rank 2 closes it, rank 1 notices, keeps the error, and rank 0 waits for rank 1."""
+    rank, other = dist.get_rank(), {0: 1, 1: 2, 2: 0}[dist.get_rank()]
+    store = dist.PrefixStore("kept", dist.distributed_c10d._get_default_store())
+    lane = Lane(store, rank, 3, timedelta(seconds=60), "lane")
+    dist.barrier()
+    if rank == 2:
+        lane.close()
+        return "", ""
+
+    def swap() -> Exchange[int]:
+        yield SendRecv(torch.zeros(4, dtype=torch.uint8), torch.empty(4, dtype=torch.uint8), None, other)
+        return 7
+
+    ended = threading.Event()
+
+    def fail(error: Exception) -> None:
+        kept.append(error)
+        ended.set()
+
+    lane.submit(Job(lambda lane: lane.drive(swap()) and None, fail))
+    assert ended.wait(50)
+    return type(kept[0]).__name__, str(bool(kept[0].__traceback__))
+
+
+def keep_the_error() -> tuple[str, str]:
+    kept: list[BaseException] = []
+    found = kept_by_its_error(kept)
+    # While it is kept, and nobody collects anything, the connections of this rank are closed.
+    dist.barrier()
+    return found
+
+
+def test_whoever_keeps_an_error_keeps_no_connection_open(three_ranks: Ranks) -> None:
+    assert three_ranks(keep_the_error) == [("WireError", "True"), ("WireError", "True"), ("", "")]

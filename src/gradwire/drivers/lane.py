@@ -11,6 +11,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -192,6 +193,7 @@ class Lane:
                 job.run(self)
             except Exception as error:
                 job.fail(error)
+                _let_go(error)
                 self._hang_up()
             finally:
                 self._turns.give_back(self._ticket)
@@ -236,6 +238,16 @@ class Lane:
         if self._transports is None:
             raise RuntimeError("this lane was closed after a failure")
         return self._transports[op.scope]
+
+
+def _let_go(error: BaseException | None) -> None:
+    """Empty the frames of an exception, and of what caused it.
+
+    Whoever keeps it, as a future does, would keep the connections open, and ranks at their other ends would wait.
+    """
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def _stays_local(op: Op) -> bool:

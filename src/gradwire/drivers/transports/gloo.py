@@ -153,25 +153,24 @@ class GlooTransport(Transport):
         """Send to one rank and receive from one: lengths first, where they are told, then the rows."""
         if large(op):
             wait_for_turn()
-        backend = self._backend
         self._exchanges = (self._exchanges + 1) % MOST_TAGS
-
-        def both(leaving: torch.Tensor, arriving: torch.Tensor) -> None:
-            asked = None if op.source is None else backend.recv([arriving], op.source, self._exchanges)
-            sent = None if op.to is None else backend.send([leaving], op.to, self._exchanges)
-            for work in (sent, asked):
-                if work is not None:
-                    work.wait()
-
         if op.lengths is None or op.arrived is None:
-            both(op.send, op.recv)
+            self._send_and_receive(op, op.send, op.recv)
             return op.recv
         received = torch.zeros((1, LENGTH_BYTES), dtype=torch.uint8)
-        both(announce(op.lengths), received)
+        self._send_and_receive(op, announce(op.lengths), received)
         if op.source is not None:
             op.arrived.copy_(announced(received, -1, op.recv.numel(), op.source))
-        both(op.send[: int(op.lengths)], op.recv[: int(op.arrived)])
+        self._send_and_receive(op, op.send[: int(op.lengths)], op.recv[: int(op.arrived)])
         return op.recv
+
+    def _send_and_receive(self, op: SendRecv, leaving: torch.Tensor, arriving: torch.Tensor) -> None:
+        # No function within another: the frames of an error hold its cells, and with them the connections.
+        asked = None if op.source is None else self._backend.recv([arriving], op.source, self._exchanges)
+        sent = None if op.to is None else self._backend.send([leaving], op.to, self._exchanges)
+        for work in (sent, asked):
+            if work is not None:
+                work.wait()
 
     def _broadcast(self, op: Broadcast, wait_for_turn: Callable[[], None]) -> torch.Tensor:
         """Send a value down Gloo's binomial tree: its length first, where that is told."""
