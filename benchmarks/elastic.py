@@ -92,7 +92,7 @@ def train(dies: bool) -> dict[str, Any]:
         "dies": dies,
         "starts": starts,
         "loss": float(re.findall(r"loss ([\d.]+) after", log)[-1]),
-        "named": sorted(set(re.findall(r"ranks? [\d, ]+ ended or hangs", log))),
+        "named": sorted(set(re.findall(r"rank \d+ ended without a word", log))),
         "seconds_until_resumed": None if killed_s is None or resumed_s is None else round(resumed_s - killed_s, 1),
     }
 

@@ -40,6 +40,6 @@ def _elastic() -> list[str]:
         f"`python benchmarks/elastic.py --json benchmarks/results/elastic.json`, {made['date_utc'][:10]}: two agents "
         f"of torchrun with {made['workers']} workers each, of which one is killed with its workers. {before} workers "
         f"began at step {first}; {after} went on from step {again}, {torn['seconds_until_resumed']:.0f} seconds later, "
-        f'once torchrun had noticed it. The error named them: "{torn["named"][0]} without a report". Loss after '
+        f'once torchrun had noticed it. The error named them: "{"; ".join(torn["named"])}". Loss after '
         f"{made['steps']} steps {torn['loss']:.4f}; where nobody died {whole['loss']:.4f}.",
     ]

@@ -133,7 +133,7 @@ def test_an_interrupted_run_ends_with_one_line_and_130() -> None:
     assert "Traceback" not in told
 
 
-LOST = "rank 0 could not go on at bucket 1, round 7: rank 1 ended or hangs without a report (killed?)"
+LOST = "rank 0 could not go on at bucket 1, round 7: rank 1 ended without a word (killed, or out of memory?)"
 
 
 @pytest.mark.parametrize(

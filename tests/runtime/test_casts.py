@@ -157,6 +157,6 @@ def test_a_rank_that_is_killed_in_a_cast_is_named_with_the_bucket() -> None:
         assert kind == "ok", value
         error, sentence = value
         assert error == "ExchangeError"
-        assert "rank 1 ended or hangs without a report" in sentence
+        assert "rank 1 ended without a word" in sentence
         assert "round 3" in sentence
         assert "again: True" in sentence

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import os
 import signal
+import socket
+import sys
+import time
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -14,6 +19,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire as gw
+from gradwire.runtime.peers import circle
 from oracle import layers, square_loss
 from ranks import fresh_ranks
 
@@ -71,7 +77,7 @@ def test_a_rank_that_vanishes_is_named_with_the_bucket(what: str) -> None:
         assert kind == "ok", value
         error, sentence = value
         assert error == "ExchangeError"
-        assert "rank 1 ended or hangs without a report" in sentence
+        assert "rank 1 " + ("ended without a word" if what == "killed" else "hangs") in sentence
         assert "bucket" in sentence
         assert "round 3" in sentence
         # Once broken, the link refuses at once instead of hanging in half a step.
@@ -90,6 +96,108 @@ def test_a_rank_that_fails_tells_the_others_what_and_where() -> None:
         assert "rank 1 failed at bucket" in sentence
         assert "KeyError: 'boom'" in sentence
         assert sentence.startswith("rank 1 failed" if rank == 1 else f"rank {rank} could not go on at bucket")
+
+
+def end(how: str) -> None:
+    """End this process as a script of its own would end."""
+    if how == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how in ("raises", "out of memory"):
+        sys.last_value = KeyError("boom") if how == "raises" else MemoryError("no room")
+    atexit._run_exitfuncs()
+    os._exit(0 if how == "leaves" else 1)
+
+
+def hosted_by_rank_0(port: int) -> None:
+    """Join a group whose store is in the process of rank 0, as in a script that init_process_group starts alone."""
+    import torch.distributed as dist
+
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "USE_LIBUV": "1"}
+    dist.init_process_group("gloo", rank=rank, world_size=world_size)
+
+
+def train_until(spec: str, victim: int, how: str, port: int, part: Sequence[int] = ()) -> tuple[str, str, float]:
+    """Train until a rank ends between two exchanges; give this one's error, and how long after the end it came."""
+    import torch.distributed as dist
+
+    if port:
+        hosted_by_rank_0(port)
+    rank = dist.get_rank()
+    group = dist.new_group(list(part)) if part else None
+    if part and rank not in part:
+        return "", "", 0.0
+    module = layers(6)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+    link = gw.Link(module.named_parameters(), spec, group=group, optimizer=optimizer, min_numel=1)
+    ended_s = 0.0
+    try:
+        for step in range(8):
+            if step == 3:
+                if rank == victim:
+                    end(how)
+                ended_s = time.monotonic()
+            square_loss(module, rank, step).backward()
+            link.reduce_()
+            optimizer.step()
+    except gw.GradwireError as error:
+        after_s = time.monotonic() - ended_s
+        # As a script that does not catch it: it ends, and the others see its end.
+        atexit._run_exitfuncs()
+        return str(error), str(link.error), after_s
+    return "no error", "", 0.0
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+KILLED = "ended without a word (killed, or out of memory?)"
+UNCAUGHT = "failed with KeyError: 'boom', which nobody caught"
+
+
+@pytest.mark.parametrize(
+    ("spec", "victim", "how", "hosted", "said"),
+    [
+        # Ranks 0 and 2 exchange nothing with each other, and rank 1 and 3 neither.
+        ("DPSGD(graph='ring')", 1, "killed", False, KILLED),
+        ("gtopk", 3, "killed", False, KILLED),
+        ("Hierarchical(QSGDinf(), node_size=2)", 2, "killed", True, KILLED),
+        # The store ends with rank 0, and nobody can be asked any more.
+        ("DPSGD(graph='ring')", 0, "killed", True, KILLED),
+        ("terngrad", 0, "raises", True, UNCAUGHT),
+        ("DPSGD(graph='ring')", 2, "raises", False, UNCAUGHT),
+        ("gtopk", 1, "out of memory", False, "failed with MemoryError: no room, which nobody caught"),
+        ("fp16", 3, "leaves", True, "ended by itself: its program came to its end, or called sys.exit"),
+    ],
+)
+def test_every_survivor_names_the_rank_that_ended(spec: str, victim: int, how: str, hosted: bool, said: str) -> None:
+    with fresh_ranks(4, group_timeout_s=600) as ranks:
+        ranks.start(train_until, spec, victim, how, free_port() if hosted else 0)
+        answers = ranks.collect(60)
+    assert answers.pop(victim)[0] == "gone"
+    for kind, value in answers:
+        assert kind == "ok", value
+        error, kept, after_s = value
+        assert error == kept
+        assert f": rank {victim} {said} [" in error
+        # Nobody waits for what will not come; the rest is the machine's own time.
+        assert after_s < circle.PATIENCE_S + 20
+
+
+def test_ranks_of_a_subgroup_are_told_by_their_global_numbers() -> None:
+    with fresh_ranks(4, group_timeout_s=600) as ranks:
+        ranks.start(train_until, "terngrad", 3, "killed", 0, (1, 2, 3))
+        answers = ranks.collect(60)
+    assert answers[0] == ("ok", ("", "", 0.0))
+    for rank in (1, 2):
+        kind, value = answers[rank]
+        assert kind == "ok", value
+        assert value[0].startswith(f"rank {rank} could not go on at ")
+        assert f": rank 3 {KILLED} [" in value[0]
 
 
 def broken(where: str) -> tuple[weakref.ref[Any], Exception | None]:

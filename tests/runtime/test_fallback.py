@@ -65,6 +65,8 @@ def test_what_is_sent_beside_zero_gradients() -> None:
 class Told:
     """What another rank tells, and how often it was asked."""
 
+    ranks = (0, 1)
+
     def __init__(self, off: float, gradient: float = 1.0) -> None:
         self.theirs, self.asked = [off, gradient], 0
 

@@ -192,7 +192,7 @@ class BucketExchange:
             if isinstance(self.runtime.checks, LateChecks):
                 # The bits are read anyway, and what differs in them has its cause here.
                 Verdict(self.device, None, self.runtime.checks).read()
-            lane.drive(_same_bits(self._context(None), self.work))
+            lane.drive(_same_bits(self._context(None), self.work, self.runtime.ranks))
         self._complete()
 
     def _complete(self) -> None:
@@ -214,17 +214,17 @@ class BucketExchange:
         self.future.set_result(self.outer)
 
 
-def _same_bits(context: Context, flat: torch.Tensor) -> Exchange[None]:
+def _same_bits(context: Context, flat: torch.Tensor, ranks: Sequence[int]) -> Exchange[None]:
     """Compare a checksum of the mean over ranks.
 
     Raises:
-        ExchangeError: naming the ranks whose bits differ from rank 0's.
+        ExchangeError: naming the ranks, by these numbers, whose bits differ from the first one's.
     """
     digest = zlib.crc32(flat.view(torch.uint8).cpu().numpy().data)
     mine = torch.tensor([digest], dtype=torch.int64).view(torch.uint8)
     workspace = Workspace()
     rows = yield AllGather(mine, workspace.get("check", context.world_size, 8))
     found = rows.contiguous().view(torch.int64).flatten().tolist()
-    wrong = [rank for rank, value in enumerate(found) if value != found[0]]
+    wrong = [rank for rank, value in zip(ranks, found) if value != found[0]]
     if wrong:
-        raise ExchangeError(f"check: the mean of ranks {wrong} differs in its bits from rank 0's")
+        raise ExchangeError(f"check: the mean of ranks {wrong} differs in its bits from rank {ranks[0]}'s")

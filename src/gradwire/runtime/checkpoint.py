@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from gradwire.digests import DIGEST_BYTES, pack, unpack
 from gradwire.drivers.tables import all_gather_tables
@@ -79,7 +80,7 @@ def save(link: Link, folder: str | os.PathLike[str], own: Mapping[str, Any] | No
             "digests": {str(rank): torch.tensor(list(found), dtype=torch.uint8) for rank, found in enumerate(digests)},
         }
         _share(link, _problem(pack({**common, **state})[0], target / "common.pt") if link.rank == 0 else None)
-    except IncompatibleError:
+    except GradwireError:
         path.unlink(missing_ok=True)
         raise
     if link.rank == 0:
@@ -215,9 +216,11 @@ def _tell(link: Link, problem: str | None, number: int, digest: bytes) -> list[t
     Raises:
         IncompatibleError: on every rank alike, naming the first rank that has a problem.
         PayloadError: a rank sent something else; the message names it.
+        ExchangeError: a rank is gone; the link is broken then.
     """
-    told = all_gather_tables([problem, number, digest], "save", link.group, _told)
-    for rank, (found, _, _) in enumerate(told):
+    with link.naming("gradwire.save or load"):
+        told = all_gather_tables([problem, number, digest], "save", link.group, _told)
+    for rank, (found, _, _) in zip(dist.get_process_group_ranks(link.group), told):
         if found is not None:
             raise IncompatibleError(f"rank {rank}: {found}")
     return [(theirs, found) for _, theirs, found in told]

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import re
+import contextlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
+import torch.distributed as dist
+
 from gradwire.drivers import Lane, WireError
-from gradwire.errors import ExchangeError, GradwireError
-from gradwire.runtime.heartbeat import Failure, Heartbeat
+from gradwire.errors import ExchangeError, GradwireError, PayloadError
+from gradwire.runtime.peers.circle import Circle, brief
 
 __all__ = ["Failures", "place"]
 
@@ -31,13 +33,13 @@ class Failures:
     the whole program that it broke: its module holds the link, through C++, where no collector looks.
     """
 
-    def __init__(self, heartbeat: Heartbeat, lanes: Sequence[Lane]) -> None:
+    def __init__(self, circle: Circle, lanes: Sequence[Lane]) -> None:
         self.error: GradwireError | None = None
-        self._rank, self._heartbeat, self._lanes = heartbeat.rank, heartbeat, lanes
+        self.circle, self._lanes = circle, lanes
         self._lock = threading.Lock()
 
     def record(self, error: Exception, where: str) -> GradwireError:
-        """Turn an exception into the link's error, and report it to the other ranks if it began here."""
+        """Turn an exception into the link's error, and tell the other ranks of it before they notice."""
         with self._lock:
             if self.error is None:
                 self.error = self._explain(error, where)
@@ -47,8 +49,25 @@ class Failures:
                     lane.hang_up()
             return _without_frames(self.error)
 
+    @contextlib.contextmanager
+    def naming(self, where: str) -> Iterator[None]:
+        """Turn the failure of a collective that is none of the link's own lanes into the link's error.
+
+        Raises:
+            ExchangeError: the collective in the body broke; the message names the rank that broke it.
+        """
+        try:
+            yield
+        except (RuntimeError, dist.DistError) as error:
+            raise self.record(WireError(str(error)), where) from error
+
     def told(self) -> GradwireError | None:
-        """Return the link's error, if it has one, to be raised or kept by others."""
+        """Return the link's error, if it has one, to be raised or kept by others.
+
+        A rank that has ended without order breaks the link, also where no exchange of it has failed yet.
+        """
+        if self.error is None and self.circle.lost():
+            return self.record(WireError("no exchange was under way"), "its next exchange")
         return None if self.error is None else _without_frames(self.error)
 
     def refuse(self) -> None:
@@ -57,13 +76,16 @@ class Failures:
             raise _without_frames(self.error)
 
     def _explain(self, error: Exception, where: str) -> GradwireError:
+        rank = self.circle.rank
         if isinstance(error, WireError):
-            why = f"{self._heartbeat.explain()} [{_brief(error)}]"
-            return ExchangeError(f"rank {self._rank} could not go on at {where}: {why}")
-        self._heartbeat.report(Failure(self._rank, where, f"{type(error).__name__}: {error}"))
+            said = f"rank {rank} could not go on at {where}: {self.circle.explain()} [{brief(error)}]"
+            return ExchangeError(said)
+        if isinstance(error, PayloadError):
+            error = error.numbered(self.circle.ranks)
+        self.circle.failed(f"at {where}: {type(error).__name__}: {error}")
         if isinstance(error, GradwireError):
-            return type(error)(f"rank {self._rank}, {where}: {error}")
-        return ExchangeError(f"rank {self._rank} failed at {where}: {type(error).__name__}: {error}")
+            return type(error)(f"rank {rank}, {where}: {error}")
+        return ExchangeError(f"rank {rank} failed at {where}: {type(error).__name__}: {error}")
 
 
 def _without_frames(error: Error) -> Error:
@@ -75,9 +97,3 @@ def _without_frames(error: Error) -> Error:
     if error.__cause__ is not None:
         bare.__cause__ = _without_frames(error.__cause__)
     return bare
-
-
-def _brief(error: Exception) -> str:
-    """Keep the first sentence of what the backend said, without the place in its source."""
-    text = re.sub(r"\[/\S+\]\s*", "", str(error))
-    return text.split(". ")[0].strip()

@@ -88,7 +88,7 @@ class HaloLink:
                 "steps": steps,
                 "boundaries": hashlib.sha256(boundary.counts.numpy().tobytes()).hexdigest(),
             }
-        self._side = SideLane(group, mine.token, "halo")
+        self._side = SideLane(group, mine.circle, "halo")
         self._evaluates = False
         self._side.lane.meter = self._worker.meter
         self.close: Callable[[], object] = self._side.close

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -16,6 +16,7 @@ from gradwire.drivers.tables import Plain, all_gather_tables, plain
 from gradwire.errors import GradwireError, IncompatibleError, RankMismatchError
 from gradwire.methods import Method
 from gradwire.planning import Options
+from gradwire.runtime.peers.circle import Circle
 from gradwire.version import __version__
 
 __all__ = ["Terms", "agreement", "compared", "default_group"]
@@ -28,19 +29,24 @@ class Terms:
     """What a rank brings to an agreement, and the token that all ranks take from it.
 
     Attributes:
+        circle: The ranks that agree; has the token when the agreement is reached.
         fields: To be the same on all ranks, of values as :func:`gradwire.drivers.tables.plain` takes them; lists are
             compared item by item.
         told: What this rank measured, told to the others and compared with nothing.
         everyone: What each rank told, by rank; set when the agreement is reached.
         open_links: Numbers of the links that are open on this rank; on any rank, when the agreement is reached.
-        token: Unique to this agreement, the same on all ranks; set when it is reached.
     """
 
+    circle: Circle
     fields: dict[str, object] = field(default_factory=dict)
     told: Told = field(default_factory=dict)
     everyone: list[Told] = field(default_factory=list)
     open_links: set[int] = field(default_factory=set)
-    token: str = ""
+
+    @property
+    def token(self) -> str:
+        """Unique to this agreement, the same on all ranks."""
+        return self.circle.token
 
 
 def compared(
@@ -58,18 +64,23 @@ def compared(
 
 
 @contextmanager
-def agreement(group: dist.ProcessGroup) -> Iterator[Terms]:
+def agreement(group: dist.ProcessGroup, beside: Iterable[int] = ()) -> Iterator[Terms]:
     """Prepare terms in the body, then compare them over the ranks of a group (collective).
 
     A rank whose preparations fail still takes part, so that the others learn of it instead of waiting for it.
+
+    Args:
+        group: The ranks that agree.
+        beside: Global ranks beyond those of the group whose end would end what is agreed on.
 
     Raises:
         Exception: what this rank's body raised.
         IncompatibleError: another rank's body failed; the message names the rank and holds its reason.
         PayloadError: a rank sent something else than its terms; the message names it.
-        RankMismatchError: on every rank alike, naming the first rank and field that differ from rank 0.
+        RankMismatchError: on every rank alike, naming the first rank and field that differ from the group's first.
+        ExchangeError: a rank is gone.
     """
-    terms = Terms()
+    terms = Terms(Circle(group, beside))
     own: Exception | None = None
     fields: Plain = {}
     try:
@@ -89,20 +100,24 @@ def agreement(group: dist.ProcessGroup) -> Iterator[Terms]:
         "told": terms.told if own is None else {},
         "open_links": sorted(terms.open_links),
     }
-    gathered = all_gather_tables(mine, "handshake", group, _Message.read)
+    with terms.circle.naming("the comparison of what ranks were started with"):
+        gathered = all_gather_tables(mine, "handshake", group, _Message.read)
     if own is not None:
         raise own
-    for rank, theirs in enumerate(gathered):
+    ranks = terms.circle.ranks
+    for rank, theirs in zip(ranks, gathered):
         if theirs.problem:
             raise IncompatibleError(f"rank {rank}: {theirs.problem}")
     first = gathered[0].fields
-    for rank, theirs in enumerate(gathered[1:], start=1):
+    for rank, theirs in zip(ranks[1:], gathered[1:]):
         for name in {**first, **theirs.fields}:
             if theirs.fields.get(name) != first.get(name):
-                raise RankMismatchError(_sentence(rank, name, theirs.fields.get(name), first.get(name)))
+                difference = theirs.fields.get(name), first.get(name)
+                raise RankMismatchError(_sentence(ranks[0], rank, name, *difference))
         if _keys(theirs.told) != _keys(gathered[0].told):
-            raise RankMismatchError(_sentence(rank, "coders", _keys(theirs.told), _keys(gathered[0].told)))
-    terms.token = gathered[0].token
+            difference = _keys(theirs.told), _keys(gathered[0].told)
+            raise RankMismatchError(_sentence(ranks[0], rank, "coders", *difference))
+    terms.circle.token = gathered[0].token
     terms.everyone = [theirs.told for theirs in gathered]
     terms.open_links = {number for theirs in gathered for number in theirs.open_links}
 
@@ -147,14 +162,14 @@ def _text(error: Exception | None) -> str:
     return str(error) if isinstance(error, GradwireError) else f"{type(error).__name__}: {error}"
 
 
-def _sentence(rank: int, name: str, found: object, wanted: object) -> str:
+def _sentence(first: int, rank: int, name: str, found: object, wanted: object) -> str:
     if isinstance(found, list) and isinstance(wanted, list):
         if len(found) != len(wanted):
             found, wanted = f"{len(found)} entries", f"{len(wanted)} entries"
         else:
             found, wanted = next((f, w) for f, w in zip(found, wanted) if f != w)
     return (
-        f"rank {rank} differs from rank 0 in {name!r}: rank {rank} has {found}, rank 0 has {wanted}; "
+        f"rank {rank} differs from rank {first} in {name!r}: rank {rank} has {found}, rank {first} has {wanted}; "
         "start all ranks with the same"
     )
 

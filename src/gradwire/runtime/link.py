@@ -24,7 +24,6 @@ from gradwire.runtime.failures import place
 from gradwire.runtime.found_optimizers import OptimizerSearch
 from gradwire.runtime.grad_scaler import check_scaler, check_unscaled
 from gradwire.runtime.handshake import agreement, compared, default_group
-from gradwire.runtime.heartbeat import Heartbeat
 from gradwire.runtime.learning_rates import LearningRates
 from gradwire.runtime.link_runtime import LinkRuntime, close_threads
 from gradwire.runtime.local_steps import LocalSteps, LocalStepsUser
@@ -88,7 +87,7 @@ class Link(LinkReports, LocalStepsUser):
             An optimizer that is not given, and has a momentum beside the method's own, is found by its first step:
             ``optimizer.step()`` raises IncompatibleError, no parameter changes, and the link is broken.
         beside: Ranks of the program, beyond those of the group, that exchange other shards of the same module: what all
-            of them know is warned of by the lowest of all.
+            of them know is warned of by the lowest of all, and the end of any of them breaks the link.
         options: See :class:`Options`.
 
     Attributes:
@@ -127,7 +126,7 @@ class Link(LinkReports, LocalStepsUser):
         self.number = LinkNumber()
         ranks = {*dist.get_process_group_ranks(self.group), *beside}
         warnings = WarnOnce(dist.get_rank(), min(ranks))
-        with agreement(self.group) as mine:
+        with agreement(self.group, beside) as mine:
             self.method = read_method(method)
             check_scaler(grad_scaler)
             self.options = Options.of(options)
@@ -164,18 +163,18 @@ class Link(LinkReports, LocalStepsUser):
         self._coders.agree(mine.everyone)
         store = dist.PrefixStore(f"gradwire/{mine.token}", dist.distributed_c10d._get_default_store())
         order, scopes = TransferOrder(), self.method.scopes(self.world_size)
-        own_lanes = [self._site.lane(i, store, order, scopes) for i in range(count)]
-        heartbeat = Heartbeat(store, self.rank, self.world_size)
+        with mine.circle.naming("the connections of a link"):
+            own_lanes = [self._site.lane(i, store, order, scopes) for i in range(count)]
         scaler = None if self.method.local_steps else grad_scaler  # differences of parameters have no scale
         passes, check = 1 if self.options.collective == REDUCE_SCATTER else 2, self.options.check
         device, staged = self._site.device, self._site.exchanges_copies
         self._runtime = LinkRuntime(
-            own_lanes, heartbeat, diagnostics,
+            own_lanes, mine.circle, diagnostics,
             grad_scaler=scaler, check=check, passes=passes, device=device, staged=staged, checks=self._site.checks,
             warnings=warnings,
         )  # fmt: skip
-        self._channel = ControlChannel(own_lanes[0], self._runtime.failed_between_buckets)
-        self._replicas = ReplicaCheck(self.options.check_every, dist.get_process_group_ranks(self.group))
+        self._channel = ControlChannel(own_lanes[0], self._runtime.failed_between_buckets, mine.circle.ranks)
+        self._replicas = ReplicaCheck(self.options.check_every, mine.circle.ranks)
         self._step: StepBuffer | None = None
         self.buffer_bytes: Callable[[], int] = lambda: 0
         self._local = LocalSteps.of(
@@ -186,7 +185,7 @@ class Link(LinkReports, LocalStepsUser):
         compressed = {n: p for n, p in self._exchanged.items() if n not in self._selection.planner.dense}
         caution_about(self.method, optimizer, compressed, warnings)
         # Threads and connections end with the link, also where it is dropped or the interpreter ends without close().
-        self.close = weakref.finalize(self, close_threads, own_lanes, heartbeat, [unbind, self._search.end])
+        self.close = weakref.finalize(self, close_threads, own_lanes, mine.circle, [unbind, self._search.end])
         register(self)
         if self.world_size > 1:
             self._cost.measure(self._channel)

@@ -21,7 +21,7 @@ from gradwire.protocols.bucket_plan import BucketPlan
 from gradwire.runtime.diagnostics import Diagnostics
 from gradwire.runtime.failures import Failures
 from gradwire.runtime.grad_scaler import scale_of
-from gradwire.runtime.heartbeat import Heartbeat
+from gradwire.runtime.peers.circle import Circle
 from gradwire.runtime.warn_once import WarnOnce
 
 __all__ = ["LinkRuntime", "as_it_is", "close_threads"]
@@ -45,7 +45,7 @@ class LinkRuntime:
 
     Args:
         lanes: Of the link; the order of jobs is the same on every rank.
-        heartbeat: Tells which ranks are alive.
+        circle: The ranks of the link.
         diagnostics: Takes the errors of what is sent.
         grad_scaler: Whose scale is in the gradients; None or False for gradients that are not scaled.
         check: Whether to verify after each bucket that all ranks hold the same bits.
@@ -57,6 +57,7 @@ class LinkRuntime:
             :class:`gradwire.drivers.LateChecks`.
 
     Attributes:
+        ranks: Global numbers of the link's ranks, for people.
         round: Synchronised backward passes so far, also those before a checkpoint.
         rounds_here: Rounds that were exchanged in this process.
         skipped_rounds: Rounds with a non-finite value, where the method looks, or one out of its range.
@@ -72,7 +73,7 @@ class LinkRuntime:
     def __init__(
         self,
         lanes: Sequence[Lane],
-        heartbeat: Heartbeat,
+        circle: Circle,
         diagnostics: Diagnostics,
         *,
         grad_scaler: Any,
@@ -86,14 +87,14 @@ class LinkRuntime:
         self.lanes, self.check, self._passes = lanes, check, passes
         self.device, self.staged, self.checks = device or HostDevice(), staged, checks
         self._room = "cpu" if staged else self.device.name
-        self.rank, self.world_size = heartbeat.rank, heartbeat.world_size
+        self.rank, self.world_size, self.ranks = circle.place, circle.world_size, circle.ranks
         self.round = self.rounds_here = self.skipped_rounds = 0
         self.memory, self.gauges, self._parts = Memory(self._room), Gauges(), RoundParts()
         self.link_cost: LinkCost | None = None
         self.learning_rates: Mapping[str, float] | None = None
-        self.failures = Failures(heartbeat, lanes)
+        self.failures = Failures(circle, lanes)
         self.diagnostics, self.warnings = diagnostics, warnings or WarnOnce()
-        self._heartbeat, self._grad_scaler = heartbeat, grad_scaler
+        self._grad_scaler = grad_scaler
         self._lock = threading.Lock()
         self.last_skipped, self._elements = -1, 0
         self._in_flight, self._is_last = 0, False
@@ -115,7 +116,6 @@ class LinkRuntime:
             self._in_flight += 1
             self._is_last = last
             self._elements += numel
-        self._heartbeat.began()
 
     def kept(self, numel: int) -> None:
         """Count elements of a step that exchanged none of them."""
@@ -174,7 +174,6 @@ class LinkRuntime:
 
         Rounds do not overlap: backward waits for all its buckets, and the next one for what a plan does at the end.
         """
-        self._heartbeat.ended()
         with self._lock:
             if isinstance(finite, torch.Tensor):
                 self._finite = both(self._finite, finite)
@@ -279,18 +278,13 @@ class LinkRuntime:
             with self.device.stream():
                 lane.drive(plan.finish(context))
             self.memory.commit()
-            over()
+            self._over.set()
 
         def fail(error: Exception) -> None:
             self.failures.record(error, f"the end of round {round}")
-            over()
-
-        def over() -> None:
-            self._heartbeat.ended()
             self._over.set()
 
         self._over.clear()
-        self._heartbeat.began()
         self.lanes[0].submit(Job(run, fail, "end of the round"))
 
     def failed_between_buckets(self, error: Exception, purpose: str) -> Exception:
@@ -350,11 +344,12 @@ def as_it_is(flat: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
     return future
 
 
-def close_threads(lanes: Sequence[Lane], heartbeat: Heartbeat, unbinders: Sequence[Callable[[], None] | None]) -> None:
+def close_threads(lanes: Sequence[Lane], circle: Circle, unbinders: Sequence[Callable[[], None] | None]) -> None:
     """End what a link has running, and take its hooks away."""
     for unbind in unbinders:
         if unbind is not None:
             unbind()
-    heartbeat.close()
+    # Before the others see that connections end.
+    circle.close()
     for lane in lanes:
         lane.close()

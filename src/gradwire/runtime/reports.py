@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from gradwire.drivers import Trace, Traffic
@@ -16,7 +17,7 @@ COUNTERS = ("rounds", "skipped_rounds", "sent_bytes", "received_bytes", "encode_
 
 
 class LinkReports:
-    """What users ask of a link; it changes nothing."""
+    """What users ask of a link, and what names the error of a collective beside it."""
 
     _runtime: LinkRuntime
     buffer_bytes: Callable[[], int]
@@ -36,6 +37,14 @@ class LinkReports:
     def error(self) -> Exception | None:
         """The error that broke the link, in full; DDP shows only a mangled part of it."""
         return self._runtime.told()
+
+    def naming(self, where: str) -> AbstractContextManager[None]:
+        """Return a context in which the failure of a collective, whoever's it is, becomes the error of this link.
+
+        Raises:
+            ExchangeError: on leaving the ``with`` block, if a collective broke in it; the message names the rank.
+        """
+        return self._runtime.failures.naming(where)
 
     def traffic(self) -> Traffic:
         """Return the bytes that this rank sent and received so far."""

@@ -12,8 +12,8 @@ from gradwire.drivers import Lane, call, group_timeout
 from gradwire.errors import ExchangeError
 from gradwire.ops import Exchange
 from gradwire.runtime.failures import Failures
-from gradwire.runtime.heartbeat import Heartbeat
 from gradwire.runtime.link_runtime import close_threads
+from gradwire.runtime.peers.circle import Circle
 
 __all__ = ["SideLane"]
 
@@ -27,7 +27,7 @@ class SideLane:
 
     Args:
         group: Whose ranks it joins.
-        token: Unique to it, the same on all ranks, as an agreement gives it.
+        circle: Those ranks, with a token, as an agreement gives them.
         purpose: For messages, the thread's name, and the store's keys.
 
     Attributes:
@@ -35,14 +35,14 @@ class SideLane:
         close: Ends the thread and the connections; done also when this is dropped.
     """
 
-    def __init__(self, group: dist.ProcessGroup, token: str, purpose: str) -> None:
+    def __init__(self, group: dist.ProcessGroup, circle: Circle, purpose: str) -> None:
         rank, world_size, self._purpose = group.rank(), group.size(), purpose
         timeout = group_timeout(group)
-        store = dist.PrefixStore(f"gradwire/{token}", dist.distributed_c10d._get_default_store())
-        self.lane = Lane(dist.PrefixStore(purpose, store), rank, world_size, timeout, f"gradwire {purpose}")
-        self._heartbeat = Heartbeat(store, rank, world_size)
-        self.failures = Failures(self._heartbeat, [self.lane])
-        self.close: Callable[[], object] = weakref.finalize(self, close_threads, [self.lane], self._heartbeat, ())
+        store = dist.PrefixStore(f"gradwire/{circle.token}", dist.distributed_c10d._get_default_store())
+        with circle.naming(f"the connections for {purpose}"):
+            self.lane = Lane(dist.PrefixStore(purpose, store), rank, world_size, timeout, f"gradwire {purpose}")
+        self.failures = Failures(circle, [self.lane])
+        self.close: Callable[[], object] = weakref.finalize(self, close_threads, [self.lane], circle, ())
 
     def run(self, generator: Exchange[T], where: str) -> T:
         """Run an exchange to its end, and return what it returned.
@@ -53,10 +53,7 @@ class SideLane:
         self.failures.refuse()
         if not self.close.alive:  # type: ignore[attr-defined]
             raise ExchangeError(f"this {self._purpose} link was closed: build another one")
-        self._heartbeat.began()
         try:
             return call(self.lane, generator, where)
         except Exception as error:
             raise self.failures.record(error, where) from error
-        finally:
-            self._heartbeat.ended()

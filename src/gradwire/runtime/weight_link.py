@@ -71,7 +71,7 @@ class WeightLink:
         self._buckets = {name: bucket for bucket, name in enumerate(numels)}
         self._gathers = dict.fromkeys(numels, 0)
         self._elements = 0
-        self._side = SideLane(group, mine.token, "weights")
+        self._side = SideLane(group, mine.circle, "weights")
         self.close: Callable[[], object] = self._side.close
 
     def gather(self, name: str, own: torch.Tensor) -> torch.Tensor:

@@ -46,7 +46,13 @@ def say_dropped(state: Mapping[str, torch.Tensor], warn: Callable[[str, str], No
 
 
 class Channel(Protocol):
-    """What a chooser asks of the group; every call is collective."""
+    """What a chooser asks of the group; every call is collective.
+
+    Attributes:
+        ranks: Global numbers of the ranks whose values are told, in the same order; for people.
+    """
+
+    ranks: Sequence[int]
 
     def gather(self, values: Sequence[float]) -> list[list[float]]:
         """Return every rank's values, by rank."""

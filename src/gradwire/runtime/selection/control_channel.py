@@ -42,11 +42,12 @@ class ControlChannel:
 
     Args:
         lane: That carries the calls.
-        failed: TransferOrder a failure, and what was talked about, into the link's error.
+        failed: Turns a failure, and what was talked about, into the link's error.
+        ranks: Global numbers of the lane's ranks, for people.
     """
 
-    def __init__(self, lane: Lane, failed: Callable[[Exception, str], Exception]) -> None:
-        self._lane, self._failed = lane, failed
+    def __init__(self, lane: Lane, failed: Callable[[Exception, str], Exception], ranks: Sequence[int]) -> None:
+        self._lane, self._failed, self.ranks = lane, failed, ranks
         self._messages = 0
 
     def gather(self, values: Sequence[float]) -> list[list[float]]:

@@ -89,7 +89,7 @@ class Fallback:
             return None
         told, self._told = self._told, None
         if told is not None:
-            changed = self._judge(told(), round)
+            changed = self._judge(told(), round, network.ranks)
             if changed is not None:
                 return Change(changed)
         if round and self._errors.wanted(round - 1):
@@ -101,7 +101,7 @@ class Fallback:
         loaded, off, gradient = self._measured
         return (off, gradient) if loaded == round else self._errors.squares(round)
 
-    def _judge(self, rows: list[list[float]], round: int) -> str | None:
+    def _judge(self, rows: list[list[float]], round: int, ranks: Sequence[int]) -> str | None:
         square = sum(gradient for _, gradient in rows) / len(rows)
         if not 0 < square < math.inf:
             return None
@@ -109,7 +109,7 @@ class Fallback:
         worst = max(errors)
         if worst <= self._limit:
             return None
-        self._since, self._error, self._rank = round, worst, errors.index(worst)
+        self._since, self._error, self._rank = round, worst, ranks[errors.index(worst)]
         return (
             f"what rank {self._rank} sent in round {round - 2} has a relative error of {worst:.4g}, above "
             f"fallback_limit={self._limit:g}: gradients travel by {self._fallback.method!r} from now on, and what the "

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from gradwire.drivers import Lane, group_timeout
-from gradwire.errors import ExchangeError, IncompatibleError
+from gradwire.errors import IncompatibleError
 from gradwire.model.machine import DEFAULT, LinkModel, Machine
 from gradwire.model.schedule import Load
+from gradwire.runtime.failures import Failures
 from gradwire.runtime.handshake import agreement
 from gradwire.runtime.selection.control_channel import ControlChannel
 
@@ -45,9 +46,12 @@ def probe(
     with agreement(group) as mine:
         timeout = group_timeout(group)
     store = dist.PrefixStore(f"gradwire/{mine.token}", dist.distributed_c10d._get_default_store())
-    lane = Lane(store, group.rank(), group.size(), timeout, "gradwire probe")
+    what = "the measurement of the link"
+    with mine.circle.naming(what):
+        lane = Lane(store, group.rank(), group.size(), timeout, "gradwire probe")
+    failures = Failures(mine.circle, [lane])
     try:
-        conference = ControlChannel(lane, lambda error, _: ExchangeError(f"the link could not be measured: {error}"))
+        conference = ControlChannel(lane, lambda error, _: failures.record(error, what), mine.circle.ranks)
         found = conference.probe()
     finally:
         lane.close()

@@ -1,0 +1,128 @@
+"""The ranks that one link depends on, and what to say where one of them breaks it."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+import time
+from collections.abc import Iterable, Iterator
+
+import torch.distributed as dist
+
+from gradwire.errors import ExchangeError
+from gradwire.runtime.peers.blame import Blame
+from gradwire.runtime.peers.notices import BECAUSE, CLOSED, FAILED, Notice
+from gradwire.runtime.peers.watch import Watch
+
+__all__ = ["Circle", "brief"]
+
+PATIENCE_S = 3.0
+"""How long a rank whose collective broke waits for what says why."""
+
+ORDER_S = 1.0
+"""How long it waits for more where all that it knows is that a rank ended in order."""
+
+SETTLE_S = 0.1
+"""How long it then waits for ranks that end at the same time."""
+
+
+class Circle:
+    """A process group, seen from one of its ranks, that the others' ends are told of.
+
+    All numbers that people see are global ranks: those within the group mean nothing to who started the processes.
+
+    Args:
+        group: Of the link.
+        beside: Global ranks beyond those of the group whose end breaks the link, too.
+
+    Attributes:
+        ranks: Global ranks of the group, in the order of its own.
+        place: This rank within the group.
+        rank: This rank's global number.
+        token: Of the link; empty before it has one.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, beside: Iterable[int] = ()) -> None:
+        self.ranks = tuple(dist.get_process_group_ranks(group))
+        self.place, self.world_size = group.rank(), group.size()
+        self.rank = self.ranks[self.place]
+        self.token = ""
+        self._depends = {*self.ranks, *beside} - {self.rank}
+        self._watch = Watch.current() if self._depends else None
+        if self._watch is not None:
+            self._watch.meet(self._depends)
+
+    def failed(self, text: str) -> None:
+        """Tell the others what failed here."""
+        self._tell(Notice(FAILED, self.token, text=text))
+
+    def close(self) -> None:
+        """Tell the others that the link was closed here, and what was being handled, if that was an exception."""
+        handled = sys.exc_info()[1]
+        text = "" if handled is None else f", handling {type(handled).__name__}: {handled}"
+        self._tell(Notice(CLOSED, self.token, text=text))
+
+    def explain(self) -> str:
+        """Say why a collective broke, and tell the others; waits up to :data:`PATIENCE_S` seconds for the reason."""
+        blame = self._blamed()
+        self._tell(Notice(BECAUSE, self.token, blame.ranks, blame.text))
+        return blame.text
+
+    def lost(self) -> bool:
+        """Return whether something other than an orderly end has broken the link by now; does not wait."""
+        return self._watch is not None and self._watch.judge(self._depends, self.token, orderly=False) is not None
+
+    @contextlib.contextmanager
+    def naming(self, where: str) -> Iterator[None]:
+        """Turn the failure of a collective in the body into an error that names who broke it.
+
+        Raises:
+            ExchangeError: the collective broke.
+        """
+        try:
+            yield
+        except (RuntimeError, dist.DistError) as error:
+            said = f"rank {self.rank} could not go on at {where}: {self.explain()} [{brief(error)}]"
+            raise ExchangeError(said) from error
+
+    def _tell(self, notice: Notice) -> None:
+        if self._watch is not None:
+            self._watch.tell(notice)
+
+    def _blamed(self) -> Blame:
+        watch = self._watch
+        if watch is None:
+            return Blame((), "it has no other ranks")
+        began_s = time.monotonic()
+        with watch.changed:
+            while watch.judge(self._depends, self.token, orderly=False) is None:
+                # One that closed its link, or ended in order, may be about to say more.
+                in_order = watch.judge(self._depends, self.token) is not None
+                left_s = began_s + (ORDER_S if in_order else PATIENCE_S) - time.monotonic()
+                if left_s <= 0:
+                    break
+                watch.changed.wait(left_s)
+            else:
+                watch.changed.wait(SETTLE_S)
+            found = watch.judge(self._depends, self.token, elsewhere=True)
+        return found or self._of_the_quiet(watch)
+
+    def _of_the_quiet(self, watch: Watch) -> Blame:
+        quiet = watch.quiet(self._depends, time.monotonic())
+        if not quiet:
+            alive = "all ranks are alive; the network between them broke, or the timeout of the group is too short"
+            return Blame((), alive)
+        met = {rank: silent_s for rank, silent_s in quiet.items() if silent_s is not None}
+        if met:
+            why = "(stopped, or its machine is gone)"
+            parts = [f"rank {rank} hangs: no sign of it for {s:.0f} s {why}" for rank, s in met.items()]
+        else:
+            parts = [f"rank {rank} never came here (it ended before, or is out of reach)" for rank in quiet]
+        return Blame(tuple(met or quiet), "; ".join(parts))
+
+
+def brief(error: Exception) -> str:
+    """Keep the first sentence of what the backend said, without the place in its source."""
+    text = re.sub(r"\[/\S+\]\s*", "", str(error))
+    return text.split(". ")[0].strip()

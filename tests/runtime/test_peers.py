@@ -1,0 +1,343 @@
+"""What ranks tell each other of failures, and whom they name; time is the test's."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gradwire.errors import ExchangeError, PayloadError
+from gradwire.runtime.peers import circle, connections, watch
+from gradwire.runtime.peers.addresses import Address, listening
+from gradwire.runtime.peers.blame import Standing, judge
+from gradwire.runtime.peers.circle import Circle
+from gradwire.runtime.peers.notices import BECAUSE, CLOSED, ENDED, FAILED, Inbox, Notice
+from gradwire.runtime.peers.watch import Watch
+
+KILLED = "rank 1 ended without a word (killed, or out of memory?)"
+
+
+def until(true: Callable[[], bool]) -> bool:
+    """Wait for something that another thread does."""
+    for _ in range(1000):
+        if true():
+            return True
+        time.sleep(0.01)
+    return False
+
+
+# ---------------------------------------------------------------------- bytes of peers
+
+
+notices = st.builds(
+    Notice,
+    st.sampled_from([FAILED, BECAUSE, CLOSED, ENDED]),
+    st.text(max_size=64),
+    st.lists(st.integers(0, (1 << 31) - 1), max_size=64).map(tuple),
+    st.text(max_size=2000),
+)
+
+
+@given(st.lists(notices, max_size=4), st.integers(1, 50))
+def test_a_notice_arrives_whole_in_whichever_pieces(sent: list[Notice], size: int) -> None:
+    data = b"\0".join(notice.frame() for notice in sent)
+    inbox, found = Inbox(), list[Notice]()
+    for at in range(0, len(data), size):
+        found += inbox.feed(data[at : at + size])
+    assert [(n.kind, n.link, n.ranks) for n in found] == [(n.kind, n.link, n.ranks) for n in sent]
+    assert all(len(n.text) <= 1000 and n.text.isprintable() for n in found)
+
+
+@given(st.lists(st.binary(max_size=200), max_size=8), st.booleans())
+def test_any_bytes_of_a_peer_are_notices_or_one_error(pieces: list[bytes], framed: bool) -> None:
+    inbox = Inbox()
+    with contextlib.suppress(PayloadError):
+        for piece in pieces:
+            for found in inbox.feed(b"\1" + len(piece).to_bytes(2, "big") + piece if framed else piece):
+                assert isinstance(found, Notice)
+            # What is not whole yet stays bounded, whatever length was announced.
+            assert len(inbox._bytes) <= 8192 + 3
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"", b"{}", b"[]", b"null", b'["failed", "", [1]]', b'["failed", "", [true], ""]', b'["other", "", [], ""]',
+        b'["failed", "", [-1], ""]', b'["failed", "", 1, ""]', b'["failed", 1, [], ""]', b'["failed", "", [], null]',
+        b'["failed", "", [1e9], ""]', b"\xff\xfe", b"[" * 8000, b"9" * 8000,
+    ],
+)  # fmt: skip
+def test_a_malformed_notice_is_refused(body: bytes) -> None:
+    with pytest.raises(PayloadError):
+        Inbox().feed(b"\1" + len(body).to_bytes(2, "big") + body)
+
+
+@given(st.binary(max_size=600))
+def test_any_bytes_in_the_store_are_an_address_or_an_error(value: bytes) -> None:
+    with contextlib.suppress(PayloadError):
+        assert Address.read(value).to_bytes() == value or value.split(b" ")[1].startswith(b"0")
+
+
+# ---------------------------------------------------------------------- who is named
+
+
+def standing(ended_s: float | None = None, *notices: tuple[Notice, float]) -> Standing:
+    made = Standing(heard_s=0.0, ended_s=ended_s)
+    for notice, now_s in notices:
+        made.take(notice, now_s)
+    return made
+
+
+def test_a_survivor_that_ends_because_of_another_is_not_named() -> None:
+    told = Notice(BECAUSE, "a", (1,), KILLED)
+    # Not even where nothing is known of the victim itself, or the survivor spoke of another link of the same process.
+    for link in ("a", "b"):
+        found = judge({2: standing(8.0, (told, 7.0))}, link)
+        assert found is not None
+        assert (found.ranks, found.text) == ((1,), KILLED)
+    alive = {2: standing(None, (told, 7.0))}
+    assert judge(alive, "b") is None
+    through = judge(alive, "b", elsewhere=True)
+    assert through is not None
+    assert through.ranks == (1,)
+
+
+def test_a_chain_of_survivors_resolves_to_the_victim() -> None:
+    """Each is told only by the one before it."""
+    said = Notice(FAILED, "a", (), "at bucket 3, round 7: KeyError: 'boom'")
+    told, text = said, ""
+    for rank in range(1, 6):
+        found = judge({rank: standing(1.0, (told, 0.5))}, "a")
+        assert found is not None
+        assert found.ranks == (1,)
+        text = found.text
+        told = Notice(BECAUSE, "a", found.ranks, found.text)
+    assert text == "rank 1 failed at bucket 3, round 7: KeyError: 'boom'"
+
+
+def test_ranks_that_end_together_are_all_named_and_those_that_end_later_are_not() -> None:
+    found = judge({1: standing(10.0), 2: standing(10.3), 3: standing(14.0)}, "a")
+    assert found is not None
+    assert found.ranks == (1, 2)
+    assert "rank 2 ended without a word" in found.text
+    assert "rank 3" not in found.text
+
+
+def test_an_end_in_order_counts_only_where_it_is_asked_for() -> None:
+    ends = {
+        "rank 1 ended by itself": standing(5.0, (Notice(ENDED, text="ended by itself"), 4.9)),
+        "rank 1 closed its link, handling KeyError: 1": standing(
+            None, (Notice(CLOSED, "a", text=", handling KeyError: 1"), 5.0)
+        ),
+    }
+    for text, how in ends.items():
+        assert judge({1: how}, "a", orderly=False) is None
+        found = judge({1: how}, "a")
+        assert found is not None
+        assert (found.ranks, found.text) == ((1,), text)
+    # An exception that nobody caught is told before the end.
+    raised = standing(
+        5.0, (Notice(FAILED, text="with KeyError: 'boom', which nobody caught"), 4.9), (Notice(ENDED), 4.9)
+    )
+    found = judge({1: raised}, "a", orderly=False)
+    assert found is not None
+    assert found.text == "rank 1 failed with KeyError: 'boom', which nobody caught"
+
+
+def test_what_a_rank_said_of_another_link_does_not_break_this_one_while_it_lives() -> None:
+    failed = standing(None, (Notice(FAILED, "other", (), "at round 1: KeyError: 1"), 1.0))
+    assert judge({1: failed}, "a") is None
+    assert judge({1: failed}, "other") is not None
+
+
+# ---------------------------------------------------------------------- connections
+
+
+@contextlib.contextmanager
+def watches(world_size: int) -> Iterator[tuple[dist.Store, list[Watch]]]:
+    store = dist.HashStore()
+    made = [Watch(store, rank, world_size) for rank in range(world_size)]
+    yield store, made
+    for one in made:
+        one._connections.close()
+
+
+def knows(one: Watch, other: int) -> Standing:
+    return one._standings[other]
+
+
+def test_all_ranks_meet_and_see_an_end_behind_what_was_said() -> None:
+    with watches(3) as (_, made):
+        for one in made:
+            one.meet(range(3))
+        assert until(lambda: all(knows(a, b.rank).heard_s for a in made for b in made if a is not b))
+        made[1].tell(Notice(BECAUSE, "a", (7,), "rank 7 ended"))
+        made[1]._connections.close()
+        for one in (made[0], made[2]):
+            assert until(lambda one=one: knows(one, 1).ended_s is not None)
+            assert knows(one, 1).unheard is None
+            found = one.judge([1], "b")
+            assert found is not None
+            assert found.ranks == (7,)
+        assert knows(made[0], 2).ended_s is None
+
+
+def test_a_stranger_is_not_taken_for_a_rank() -> None:
+    with watches(2) as (store, made):
+        made[0].meet([1])
+        at = Address.read(store.get("gradwire/peers/0"))
+        hello = connections._HELLO.pack(b"gwpeers1", 1)
+        for said in (b"GET / HTTP/1.1\r\n" * 8, hello + bytes(32), hello[:-4] + bytes(4) + at.proof(hello), b""):
+            with socket.create_connection((at.host, at.port)) as stranger:
+                stranger.sendall(said)
+                stranger.shutdown(socket.SHUT_WR)
+                stranger.settimeout(10)
+                with contextlib.suppress(ConnectionResetError):
+                    assert stranger.recv(1) == b""
+        assert knows(made[0], 1).heard_s is None
+        assert knows(made[0], 1).ended_s is None
+        # One who knows the secret is a rank; what it sends then is its own fault, and not its end.
+        with socket.create_connection((at.host, at.port)) as peer:
+            peer.sendall(hello + at.proof(hello))
+            assert len(peer.recv(32)) == 32
+            peer.sendall(b"\1\xff\xff")
+            assert until(lambda: knows(made[0], 1).unheard is not None)
+        found = made[0].judge([1], "a")
+        assert found is not None
+        assert "what it sends cannot be read" in found.text
+
+
+@pytest.mark.parametrize("value", [b"", b"nonsense", b"\xff" * 600, b"127.0.0.1 1 " + b"0" * 32, b"[] 99999 x"])
+def test_a_malformed_entry_of_the_store_harms_nobody(value: bytes) -> None:
+    with watches(3) as (store, made):
+        right = store.get("gradwire/peers/0")
+        store.set("gradwire/peers/0", value)
+        for one in made:
+            one.meet(range(3))
+        assert until(lambda: bool(knows(made[2], 1).heard_s))
+        assert knows(made[2], 0).heard_s is None
+        # The rank is met as soon as its entry is right, as after a restart.
+        store.set("gradwire/peers/0", right)
+        assert until(lambda: bool(knows(made[2], 0).heard_s and knows(made[0], 2).heard_s))
+
+
+def test_a_rank_listens_where_the_host_of_the_store_reaches_it() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    listener, at = listening(dist.PrefixStore("a", dist.PrefixStore("b", store)))
+    with listener:
+        assert at.host == "127.0.0.1"
+        assert listener.getsockname() == ("127.0.0.1", at.port)
+
+
+class _Group:
+    """The part of a process group that a circle asks for."""
+
+    def __init__(self, place: int, size: int) -> None:
+        self._place, self._size = place, size
+
+    def rank(self) -> int:
+        return self._place
+
+    def size(self) -> int:
+        return self._size
+
+
+def circles(
+    monkeypatch: pytest.MonkeyPatch, made: list[Watch], ranks: list[int], beside: Sequence[int] = ()
+) -> list[Circle]:
+    """Return the circle of some ranks, seen from each of them."""
+    found = []
+    monkeypatch.setattr(circle.dist, "get_process_group_ranks", lambda group: ranks)
+    for place, rank in enumerate(ranks):
+        monkeypatch.setattr(Watch, "current", lambda rank=rank: made[rank])
+        found.append(Circle(_Group(place, len(ranks)), beside))  # type: ignore[arg-type]
+        found[-1].token = "link"
+    assert until(lambda: all(knows(made[a], b).heard_s for a in ranks for b in ranks if a != b))
+    return found
+
+
+def test_a_rank_that_cannot_go_on_tells_the_others_because_of_whom(monkeypatch: pytest.MonkeyPatch) -> None:
+    with watches(4) as (_, made):
+        first, second, third = circles(monkeypatch, made, [1, 2, 3])
+        assert (second.place, second.rank) == (1, 2)
+        assert not second.lost()
+        made[3]._connections.close()
+        with pytest.raises(ExchangeError) as told, second.naming("a gather"):
+            raise RuntimeError("[/src/pair.cc:1] Connection closed by peer [::1]. This is typically caused by")
+        said = "rank 2 could not go on at a gather: rank 3 ended without a word (killed, or out of memory?)"
+        assert str(told.value) == f"{said} [Connection closed by peer [::1]]"
+        assert until(lambda: bool(knows(made[1], 2).notices))
+        # Rank 1 is told by rank 2, whatever it has seen itself.
+        made[1]._standings.pop(3)
+        assert first.explain() == "rank 3 ended without a word (killed, or out of memory?)"
+        assert first.lost()
+        assert third.rank == 3
+
+
+def test_where_nobody_ended_those_are_named_that_give_no_sign(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(circle, "PATIENCE_S", 0.0)
+    with watches(3) as (_, made):
+        first, *_ = circles(monkeypatch, made, [0, 1, 2])
+        assert first.explain().startswith("all ranks are alive; ")
+        assert not first.lost()
+        # One that is watched beside the group counts, and one that hangs more than one that never came.
+        first, *_ = circles(monkeypatch, made, [0, 1], [2, 7])
+        knows(made[0], 2).heard_s = time.monotonic() - 60
+        assert first.explain() == "rank 2 hangs: no sign of it for 60 s (stopped, or its machine is gone)"
+        knows(made[0], 2).heard_s = time.monotonic()
+        assert first.explain() == "rank 7 never came here (it ended before, or is out of reach)"
+
+
+def test_one_that_closes_its_link_says_what_it_was_handling(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(circle, "ORDER_S", 0.0)
+    with watches(2) as (_, made):
+        first, second = circles(monkeypatch, made, [0, 1])
+        try:
+            raise KeyError("boom")
+        except KeyError:
+            second.close()
+        assert until(lambda: bool(knows(made[0], 1).notices))
+        assert not first.lost()
+        assert first.explain() == "rank 1 closed its link, handling KeyError: 'boom'"
+
+
+# ---------------------------------------------------------------------- silence
+
+
+def test_a_silent_rank_is_warned_of_once_and_one_that_was_not_heard_for_an_own_pause_is_not(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.WARNING, "gradwire")
+    with watches(1) as (_, (mine,)):
+        mine._connections.close()
+        mine._connections._thread.join()
+        now_s = 1000.0
+        mine._ticked_s = now_s
+        mine.meet([1, 2, 3])
+
+        def pass_by(seconds: float) -> list[int]:
+            """Rank 1 gives signs, rank 2 does not, and rank 3 was never met."""
+            nonlocal now_s
+            warned = []
+            for _ in range(int(2 * seconds)):
+                now_s += 0.5
+                knows(mine, 1).heard_s = now_s
+                warned += mine.look_around(now_s)
+            return warned
+
+        knows(mine, 2).heard_s = now_s
+        assert pass_by(9.5) == []
+        assert mine.quiet([1, 2, 3], now_s) == {2: 9.5, 3: None}
+        now_s += 100
+        assert pass_by(9) == []
+        assert pass_by(2) == [2]
+        assert pass_by(60) == []
+    assert caplog.text.count("rank 0: rank 2 has given no sign for 10 s") == 1
+    assert watch.QUIET_S < watch.SILENCE_S
