@@ -1,8 +1,8 @@
 """Pages of the site that are no files of ``docs/``, and links that differ between the repository and the site.
 
 MkDocs loads this module as a hook. It makes the API reference from the public names of the package, so that a new name
-has an entry without an edit, takes CONTRIBUTING.md and CHANGELOG.md from where they are, and publishes the result files
-that pages link to.
+has an entry without an edit, takes CONTRIBUTING.md, CHANGELOG.md and SECURITY.md from where they are, and publishes
+the result files that pages link to.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import gradwire
 
 ROOT = Path(__file__).parent.parent
 
-FOLDED = {"CONTRIBUTING.md": "contributing/index.md", "CHANGELOG.md": "changelog.md"}
+FOLDED = {"CONTRIBUTING.md": "contributing/index.md", "CHANGELOG.md": "changelog.md", "SECURITY.md": "security.md"}
 """Files of the repository that are pages, by their paths there and in the site."""
 
 DATA = "benchmarks/results/"

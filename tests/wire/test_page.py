@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 import gradwire as gw
+from gradwire.drivers.tables import encode as encode_table
 from gradwire.kernels.checksum import checksums
 from gradwire.kernels.entropy import get_coder
 from gradwire.ops import AllGather, Op
@@ -178,6 +180,15 @@ def test_a_checksum_is_what_the_page_says(length: int) -> None:
     body = np.random.default_rng(length).integers(0, 256, length, np.uint8)
     head = np.arange(3, dtype=np.uint64)[None]
     assert checksums(head, body[None]).tolist() == [checksum(head.tobytes(), body.tobytes())]
+
+
+@pytest.mark.repository
+def test_a_table_is_what_the_page_says() -> None:
+    text = b'{"rate":0.1}'
+    digest = hashlib.blake2b(b"gradwire table\0handshake\x003\0" + text, digest_size=32).digest()
+    assert encode_table({"rate": 0.1}, "handshake", 3) == digest + text
+    assert f"as the `handshake` of rank 3 begins with `{digest[:8].hex(' ')}`" in PAGE.read_text()
+    assert encode_table([b"\0", 1, None], "save", 0)[32:] == b'[{"$bytes":"AA=="},1,null]'
 
 
 @pytest.mark.repository

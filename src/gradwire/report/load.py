@@ -2,46 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gradwire.errors import GradwireError
+from gradwire.report.errors import ReportError
+from gradwire.report.records import checked_config, checked_row, read_json
 
 __all__ = ["ReportError", "Run", "load_runs"]
-
-RECORD = 1
-"""Version of ``config.json`` that is understood, under "gradwire_run"."""
-
-CONFIG_FIELDS = (
-    "method",
-    "task",
-    "seed",
-    "world_size",
-    "simulated",
-    "versions",
-    "hardware",
-    "started",
-    "plan",
-)
-ROW_FIELDS: dict[str, tuple[type, ...]] = {
-    "step": (int,),
-    "event": (str,),
-    "loss": (float, int),
-    "accuracy": (float, int, type(None)),
-    "step_time_s": (float, int, type(None)),
-    "elapsed_s": (float, int),
-    "sent_bytes": (int,),
-    "received_bytes": (int,),
-    "dense_bytes": (int,),
-    "bits_per_element": (float, int, type(None)),
-}
-
-
-class ReportError(GradwireError):
-    """A run folder is missing, incomplete or corrupt; the message names the file and the line."""
 
 
 @dataclass(frozen=True)
@@ -109,18 +78,12 @@ def _members(folder: Path) -> list[Path]:
 def _read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     try:
-        config = json.loads(path.read_text())
+        config = read_json(path.read_text())
     except FileNotFoundError:
         raise ReportError(f"{folder} is not a run folder: it holds no config.json") from None
     except (OSError, ValueError) as error:
         raise ReportError(f"{path} is corrupt: {error}") from error
-    missing = [field for field in CONFIG_FIELDS if not isinstance(config, dict) or field not in config]
-    if missing:
-        raise ReportError(f"{path} is not a run's record: it lacks {', '.join(missing)}")
-    if config.get("gradwire_run", RECORD) != RECORD:
-        raise ReportError(f"{path} is the record of another version of gradwire: report with the version that wrote it")
-    found: dict[str, Any] = config
-    return found
+    return checked_config(path, config)
 
 
 def _load(folder: Path) -> Run:
@@ -145,26 +108,12 @@ def _load(folder: Path) -> Run:
 
 
 def _row(path: Path, number: int, line: bytes) -> dict[str, Any]:
+    where = f"{path}, line {number}"
     try:
-        row = json.loads(line)
+        row = read_json(line)
     except ValueError as error:
-        raise ReportError(f"{path}, line {number} is corrupt: {error}") from error
-    if not isinstance(row, dict) or not _are_gauges(row.get("gauges", {})):
-        raise ReportError(f"{path}, line {number} is not a row of metrics: gauges are wrong")
-    for field, kinds in ROW_FIELDS.items():
-        if not isinstance(row.get(field, ...), kinds):
-            raise ReportError(f"{path}, line {number} is not a row of metrics: {field} is missing or wrong")
-    found: dict[str, Any] = row
-    return found
-
-
-def _are_gauges(value: Any) -> bool:
-    """Return whether a value tells a mean and a deviation by name."""
-    rows = value.values() if isinstance(value, dict) else (None,)
-    return all(
-        isinstance(row, dict) and all(isinstance(row.get(part), float | int) for part in ("mean", "deviation"))
-        for row in rows
-    )
+        raise ReportError(f"{where} is corrupt: {error}") from error
+    return checked_row(where, row)
 
 
 def _distinct(runs: list[Run]) -> list[Run]:
