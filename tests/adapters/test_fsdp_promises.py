@@ -16,7 +16,8 @@ Over shards
     bits, blocks on the boundary: ``test_fsdp.py``, ``protocols/test_reduce_scatter.py``.
     smaller blocks send less, a choice among all elements as much as a gather:
     ``protocols/test_reduce_scatter.py``, ``test_what_is_saved_depends_on_what_is_encoded_together``.
-    the table: methods ``protocols/test_reduce_scatter.py``; shapes, divisors, reduce dtype, gradient sync, one rank
+    the table: methods ``protocols/test_reduce_scatter.py``; padding
+    ``test_padding_is_never_read_and_is_zeros_afterwards``; shapes, divisors, reduce dtype, gradient sync, one rank
     ``test_fsdp.py``.
 The parameters' all-gather
     ``test_fsdp_weights.py``; exact weights and ``begin_anew`` here.
@@ -260,6 +261,32 @@ def test_what_has_no_gradient_counts_as_zeros(four_ranks: Ranks, kind: str) -> N
         assert found["head.weight"][0] > 0.0
         # Four products of float32, of numbers below one.
         assert max(off for _, off in found.values()) < 1e-6
+
+
+def padded() -> list[float]:
+    """Reduce into a buffer that is full of something else; 31 rows of 2 are four shards of 8, the last one short."""
+    flat, _ = meshes()
+    model = nn.Linear(2, 31, bias=False)
+    link = gw.attach(fully_shard(model, mesh=flat), "fp32")
+    scatter: Any = model._get_fsdp_state()._fsdp_param_group._reduce_scatter_comm  # type: ignore[operator]
+    rooms = []
+
+    def allocate(size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        rooms.append(torch.full(tuple(size), float("nan"), dtype=dtype, device=device))
+        return rooms[-1]
+
+    scatter.allocate = allocate
+    model(torch.full((1, 2), 1.0 + link.rank)).sum().backward()
+    link.close()
+    given, found = rooms
+    assert (given.numel(), found.numel()) == (64, 16)
+    return found.tolist()  # type: ignore[no-any-return]
+
+
+def test_padding_is_never_read_and_is_zeros_afterwards(four_ranks: Ranks) -> None:
+    """So that it may be summed up into a norm."""
+    whole, short = [2.5] * 16, [2.5] * 14 + [0.0] * 2
+    assert four_ranks(padded) == [whole, whole, whole, short]
 
 
 # ---------------------------------------------------------------------- what is FSDP2's own

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire as gw
 from contributions import contributed
+from gradwire.drivers import Meter, simulate_ranks
 from gradwire.errors import HyperparameterError, IncompatibleError
 from gradwire.planning import Options, Planner
-from gradwire.protocols import Memory
+from gradwire.protocols import Memory, agree_on_finite
 from gradwire.protocols.bucket_plan import Algorithm
 from gradwire.seeds import shard_seed
 from gradwire.segments import Parameter, cut_into_shards
@@ -178,6 +180,36 @@ def test_a_value_that_is_not_finite_reaches_all_ranks_and_is_not_remembered(wher
         assert {k: v.tolist() for k, v in after[f"rank {rank}"].items()} == {
             k: v.tolist() for k, v in before[f"rank {rank}"].items()
         }
+
+
+def test_each_part_has_the_learning_rate_of_its_parameter() -> None:
+    """With one rank a node, the bits of the method alone, whose steps go by the rates."""
+    spec, outcomes = "SketchedAMSGrad(columns=300, density=0.1, candidates=2)", []
+    for method in (gw.method(spec), around(spec, node_size=1)):
+        parameters = {name: torch.nn.Parameter(torch.zeros_like(p)) for name, p in gradients(0)[0].items()}
+        groups = [{"params": [p], "lr": lr} for p, lr in zip(parameters.values(), (0.5, 0.01, 0.1))]
+        optimizer = torch.optim.SGD(groups, lr=1.0)
+        link = link_of(method, 3, parameters, min_numel=0, optimizer=optimizer)
+        for step in range(3):
+            for group, factor in zip(optimizer.param_groups, (0.1, 20.0, 1.0)):
+                group["lr"] *= factor
+            found = link.reduce_(torch.stack([flat(row) for row in gradients(step, 3)]))
+        outcomes.append(found)
+    assert torch.equal(*outcomes)
+
+
+@pytest.mark.parametrize(
+    ("told", "answer"),
+    [
+        ((True, True), True),
+        ((True, None), None),
+        ((None, None), None),
+        ((None, False), False),
+        ((False, True), False),
+    ],
+)
+def test_a_node_is_as_finite_as_its_worst_shard(told: tuple[bool | None, ...], answer: bool | None) -> None:
+    assert simulate_ranks([agree_on_finite(finite) for finite in told], [Meter(), Meter()]) == [answer, answer]
 
 
 def test_each_rank_keeps_its_shard() -> None:
@@ -360,6 +392,37 @@ def test_it_is_the_outer_level_of_local_steps(four_ranks: Ranks, spec: str) -> N
     for rows, (found, sent) in zip(expected, four_ranks(diverging, spec, 7)):
         assert all(torch.equal(a, b) for a, b in zip(rows, found))
         assert set(sent) == {"node", "between nodes"}
+
+
+def of_other_nodes() -> str:
+    groups = ((0, 1), (2, 3)) if torch.distributed.get_rank() < 3 else ((0, 2), (1, 3))
+    try:
+        gw.Link(module().named_parameters(), gw.Hierarchical(compressor=gw.TernGrad(), groups=groups))
+    except gw.GradwireError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def of_other_sizes() -> str:
+    """As torchrun may say on machines that have different numbers of ranks."""
+    os.environ["LOCAL_WORLD_SIZE"] = "1" if torch.distributed.get_rank() == 3 else "2"
+    try:
+        gw.Link(module().named_parameters(), "Hierarchical(TernGrad())")
+    except gw.GradwireError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        del os.environ["LOCAL_WORLD_SIZE"]
+    return "no error"
+
+
+@pytest.mark.ranks
+def test_ranks_that_see_other_nodes_are_told(four_ranks: Ranks) -> None:
+    for answer in four_ranks(of_other_sizes):
+        assert answer.startswith('RankMismatchError: rank 3 differs from rank 0 in "nodes"') or answer.startswith(
+            "RankMismatchError: rank 3 differs from rank 0 in 'nodes'"
+        )
+    for answer in four_ranks(of_other_nodes):
+        assert answer.startswith("RankMismatchError: rank 3 differs from rank 0")
 
 
 def measured(spec: str) -> dict[str, Any]:

@@ -256,18 +256,93 @@ def test_synchronise_ends_what_is_in_flight_and_leaves_the_global_parameters() -
         assert all(torch.equal(own[name].reshape(-1), found.global_parameters[name]) for name in pieces)
 
 
-def test_elastic_averaging_is_the_papers_update() -> None:
-    """6: x_i <- x_i - alpha (x_i - x), x <- x + alpha sum_i (x_i - x), with the values of before on the right."""
+def test_global_parameters_are_lent_and_given_back() -> None:
+    ours = Quadratics(3)
+    link = ours.train("DiLoCo(every=4)", 6)
+    own, held = ours.flat().clone(), torch.cat(list(link.global_parameters.values()))
+    assert not torch.equal(own, held)
+    with link.swapped():
+        assert torch.equal(ours.flat(), held)
+    assert torch.equal(ours.flat(), own)
+
+
+def test_a_fragment_may_be_empty() -> None:
+    """Two parameters in four fragments: nothing is exchanged in the turn of some, and a state is taken in any."""
+    method = gw.StreamingDiLoCo(every=8, fragments=4, delay=2, mixing=0.0)
+    whole = Quadratics(3)
+    pieces = Pieces(whole.workers[0], 4, "strided")
+    assert [] in pieces.fragments
+    found = whole.train(method, 16)
+    assert found.link.round == 2 * sum(map(bool, pieces.fragments))
+    for cut in range(8, 16):
+        first, second = Quadratics(3), Quadratics(3)
+        state = first.train(method, cut).state_dict()
+        link = gw.SimulatedLocalSteps([worker.items() for worker in second.workers], method, min_numel=0)
+        link.load_state_dict(state)
+        for mine, theirs, optimizer, other in zip(second.workers, first.workers, second.optimizers, first.optimizers):
+            optimizer.load_state_dict(other.state_dict())
+            for name, p in mine.items():
+                p.data.copy_(theirs[name])
+        for _ in range(cut, 16):
+            second.step()
+            link.after_step()
+        assert all(torch.equal(second.flat(worker), whole.flat(worker)) for worker in range(3)), cut
+
+
+@pytest.mark.parametrize("kind", ["a type of their own", "gaps", "transposed"])
+@pytest.mark.parametrize(
+    "spec", ["LocalSGD(every=2)", "DiLoCo(every=2)", "EASGD(every=2, alpha=0.2)", "DPSGD(every=2)"]
+)
+def test_parameters_of_any_layout_and_type_are_written(spec: str, kind: str) -> None:
+    """As those that lie in one piece are, in float32, but for what their own type rounds."""
+
+    def laid_out(x: torch.Tensor) -> torch.nn.Parameter:
+        if kind == "a type of their own":
+            return torch.nn.Parameter(x.bfloat16())
+        room = torch.zeros(4, 9)
+        room[:, :6] = x
+        return torch.nn.Parameter(room[:, :6] if kind == "gaps" else x.T.contiguous().T)
+
+    # Multiples of 1/8 below 16, which bfloat16 holds as they are, and half of the sums of three of them.
+    draw = torch.Generator().manual_seed(0)
+    start = torch.randint(-8, 8, (4, 6), generator=draw) / 8
+    plain = [torch.nn.Parameter(start.clone()) for _ in range(3)]
+    other = [laid_out(start) for _ in range(3)]
+    links = [gw.SimulatedLocalSteps([[("w", p)] for p in some], spec, min_numel=0) for some in (plain, other)]
+    for step in range(2):
+        for mine, theirs in zip(plain, other):
+            with torch.no_grad():
+                change = torch.randint(-8, 8, (4, 6), generator=draw) / 8
+                mine.add_(change), theirs.add_(change)
+        for link in links:
+            link.after_step()
+        for mine, theirs in zip(plain, other):
+            expected = mine.detach().to(theirs.dtype)
+            assert torch.equal(theirs.detach(), expected), step
+    if not gw.method(spec).outcomes_differ:
+        assert not any(torch.equal(p, start) for p in plain)
+        with links[1].swapped():
+            held = links[1].global_parameters["w"]
+            whole = other[0].detach().T if kind == "transposed" else other[0].detach()
+            assert torch.equal(whole.reshape(-1).float(), held.to(other[0].dtype).float())
+
+
+@pytest.mark.parametrize(("given", "alpha"), [(0.1, 0.1), (None, 0.9 / 4)])
+def test_elastic_averaging_is_the_papers_update(given: float | None, alpha: float) -> None:
+    """6: x_i <- x_i - alpha (x_i - x), x <- x + alpha sum_i (x_i - x), with the values of before on the right.
+
+    By default alpha is the paper's beta of 0.9 over the workers.
+    """
     ours = Quadratics(4)
-    found = gw.SimulatedLocalSteps([w.items() for w in ours.workers], gw.EASGD(every=2, alpha=0.1), min_numel=0)
+    found = gw.SimulatedLocalSteps([w.items() for w in ours.workers], gw.EASGD(every=2, alpha=given), min_numel=0)
     centre = torch.cat(list(found.global_parameters.values())).double()
     for step in range(1, 9):
         ours.step()
         own = [ours.flat(worker).double() for worker in range(4)]
         found.after_step()
         if step % 2 == 0:
-            expected = [x - 0.1 * (x - centre) for x in own]
-            centre = centre + 0.1 * sum(x - centre for x in own)
+            expected = [x - alpha * (x - centre) for x in own]
+            centre = centre + alpha * sum(x - centre for x in own)
             for worker, x in enumerate(expected):
                 assert torch.allclose(ours.flat(worker).double(), x, rtol=0, atol=1e-6)
         held = torch.cat(list(found.global_parameters.values())).double()

@@ -138,6 +138,19 @@ def test_the_dry_run_counts_what_is_sent(spec: str) -> None:
         assert meter.sent_bytes <= counted if variable else meter.sent_bytes == counted
 
 
+def test_what_is_saved_depends_on_what_is_encoded_together() -> None:
+    """Small blocks of a small parameter belong to one owner, large ones to several; what chooses among all, to all."""
+    like = {"w": torch.randn(64, 40)}
+
+    def sent(spec: str, collective: str) -> int:
+        return Planner(gw.method(spec), like, 4, Options(collective=collective)).counted(["w"]).sent_bytes
+
+    small, large = (f"EDEN(bits=4, block_size={size})" for size in (256, 4096))
+    assert sent(small, "reduce_scatter") < 0.5 * sent(large, "reduce_scatter")
+    few = "TopK(density=0.05)"
+    assert 0 <= sent(few, "reduce_scatter") - sent(few, "all_gather") <= 3 * 12
+
+
 def test_it_sends_less_than_half_of_what_a_mean_for_all_takes() -> None:
     """Large blocks of large parameters: the way up of two-shot alone, and what shards have in common."""
     workers = [{"w": torch.randn(512, 512, generator=torch.Generator().manual_seed(r))} for r in range(4)]
@@ -218,7 +231,7 @@ def test_shards_cover_their_rows_and_end_on_the_grain(grain: int) -> None:
 
 def test_what_cannot_be_scattered_is_refused_by_name() -> None:
     parameters = gradients(1)[0]
-    for spec in ("diana", "powersgd", "signum", "alq", "cat", "diloco", "rotated", "randk"):
+    for spec in ("diana", "ef21", "powersgd", "signum", "alq", "cat", "diloco", "rotated", "randk"):
         with pytest.raises(gw.IncompatibleError, match="cannot travel by a reduce-scatter"):
             Planner(gw.method(spec), parameters, 4, Options(collective="reduce_scatter"))
     with pytest.raises(gw.IncompatibleError, match="check=True"):

@@ -130,6 +130,79 @@ def test_buffers_are_averaged_with_the_parameters_and_not_broadcast(three_ranks:
     assert not torch.equal(later[0]["buffers"][0], later[1]["buffers"][0])
 
 
+def of_two(module: nn.Module) -> list[torch.optim.Optimizer]:
+    """Return an optimizer of the matrices, and one of all else."""
+    parameters = list(module.parameters())
+    return [
+        torch.optim.SGD([p for p in parameters if (p.dim() > 1) == matrices], lr=0.05) for matrices in (True, False)
+    ]
+
+
+def buffers_of(module: nn.Module) -> list[torch.Tensor]:
+    return [b for b in module.buffers() if b.is_floating_point()]
+
+
+def one_step(module: nn.Module, optimizers: list[torch.optim.Optimizer], rank: int, step: int) -> None:
+    module.zero_grad()
+    module(batch(rank, step)).square().mean().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+
+
+def interrupted(spec: str, at: int, steps: int) -> list[torch.Tensor]:
+    """Synchronise between two exchanges, and go on; return parameters and buffers after each step and in between."""
+    module = DistributedDataParallel(built(norm=True))
+    optimizers, rows = of_two(module), []
+    link = gw.attach(module, spec, min_numel=0)
+    for step in range(steps):
+        one_step(module, optimizers, link.rank, step)
+        rows.append(torch.cat([flat(module), *buffers_of(module)]))
+        if step == at:
+            link.synchronise()
+            rows.append(torch.cat([flat(module), *buffers_of(module)]))
+    link.close()
+    return rows
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "DiLoCo(every=4, inner=EDEN(bits=4))",
+        "EASGD(every=4, inner=ErrorFeedback())",
+        # Fragments are exchanged after steps 4 and 8, and take effect three steps later: one is in flight.
+        "StreamingDiLoCo(every=8, fragments=2, delay=3, inner=EDEN(bits=4))",
+    ],
+)
+def test_synchronised_between_exchanges_real_ranks_have_the_simulations_bits(three_ranks: Ranks, spec: str) -> None:
+    """Then the count begins anew. Of two optimizers the first one's steps count, and buffers go with the last part."""
+    at, steps = 5, 17
+    modules = [built(norm=True) for _ in range(COUNT)]
+    optimizers = [of_two(module) for module in modules]
+    link = gw.SimulatedLocalSteps([module.named_parameters() for module in modules], spec, min_numel=0)
+    link.buffers = [buffers_of(module) for module in modules]
+    expected: list[list[torch.Tensor]] = [[] for _ in modules]
+
+    def note() -> None:
+        for rows, module in zip(expected, modules):
+            rows.append(torch.cat([flat(module), *buffers_of(module)]))
+
+    for step in range(steps):
+        for rank, (module, pair) in enumerate(zip(modules, optimizers)):
+            # The first one's step is the one that is counted, and the other's changes go with the next exchange.
+            module.zero_grad()
+            module(batch(rank, step)).square().mean().backward()
+            pair[0].step()
+        link.after_step()
+        for _, other in optimizers:
+            other.step()
+        note()
+        if step == at:
+            link.synchronise()
+            note()
+    for found, rows in zip(three_ranks(interrupted, spec, at, steps), expected):
+        assert [i for i, (real, ours) in enumerate(zip(found, rows)) if not torch.equal(real, ours)] == []
+
+
 def peaks(spec: str) -> list[int]:
     """Return the bytes that this rank sends after each step."""
     parameters = [("e", torch.nn.Parameter(torch.zeros(900, 64))), ("w", torch.nn.Parameter(torch.zeros(64, 300)))]

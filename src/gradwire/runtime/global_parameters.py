@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 
 from gradwire.errors import IncompatibleError
 from gradwire.local_steps import GLOBAL, VELOCITY, StepsLocally
 from gradwire.planning import FragmentClock, Pieces, cut
+from gradwire.runtime.parameters import put, swapped
 from gradwire.segments import flat_view
 
 __all__ = ["CLOCK", "STEPS", "GlobalParameters", "State"]
@@ -75,8 +76,7 @@ class GlobalParameters:
     @torch.no_grad()
     def restore(self) -> None:
         """Make the global parameters the worker's own ones."""
-        for name, p in self.pieces.items():
-            flat_view(p).copy_(self.held[name])
+        put(list(self.pieces.values()), list(self.held.values()))
 
     @torch.no_grad()
     def outgoing(self, names: Sequence[str]) -> torch.Tensor:
@@ -107,27 +107,19 @@ class GlobalParameters:
             return False
         for names, flat in buckets:
             for name, part in zip(names, flat.split([self.held[name].numel() for name in names])):
-                held, place = self.held[name], flat_view(self.pieces[name])
+                held, place = self.held[name], self.pieces[name]
                 mean = part if self.method.exchanges_parameters else held - part
-                own = place if place.dtype == torch.float32 else place.to(torch.float32)
+                # The parameter's memory, or a copy, of one of another type or with gaps.
+                own = flat_view(place).to(torch.float32)
                 velocity = None if self._velocity is None else self._velocity[name]
                 self.method.step_(own, held, mean, velocity, self.workers)
-                if replaced or own is not place:
-                    place.copy_(held if replaced else own)
+                if replaced or own.data_ptr() != place.data_ptr():
+                    put([place], [held if replaced else own])
         return True
 
-    @contextmanager
-    def swapped(self) -> Iterator[None]:
-        """Put the global parameters in the place of the worker's own while the context lasts."""
-        with torch.no_grad():
-            own = {name: flat_view(p).clone() for name, p in self.pieces.items()}
-            self.restore()
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for name, p in self.pieces.items():
-                    flat_view(p).copy_(own[name])
+    def swapped(self) -> AbstractContextManager[None]:
+        """Return a context in which the global parameters are in the place of the worker's own."""
+        return swapped(list(self.pieces.values()), list(self.held.values()))
 
     def arrived(self) -> Means | None:
         """Return the means that a loaded state had in flight, once; None where there are none."""
@@ -184,6 +176,7 @@ class GlobalParameters:
         if FLYING in state["global"]:
             self.clock.flying, self.clock.left = (int(state["global"][key]) for key in (FLYING, LEFT))
             names = self.pieces.fragments[self.clock.flying]
-            self._arrived = [(names, torch.cat([kept[f"{ARRIVED}/{name}"].reshape(-1) for name in names]))]
+            parts = [kept[f"{ARRIVED}/{name}"].reshape(-1) for name in names]
+            self._arrived = [(names, torch.cat(parts))] if parts else None
         ours = {f"{kind}/{name}" for kind in (*kinds, ARRIVED) for name in self.held}
         return {scope: {key: x for key, x in part.items() if key not in ours} for scope, part in state.items()}

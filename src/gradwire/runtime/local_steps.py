@@ -17,7 +17,8 @@ from gradwire.protocols import Context, Workspace
 from gradwire.runtime.found_optimizers import on_any_step
 from gradwire.runtime.global_parameters import GlobalParameters, State
 from gradwire.runtime.link_runtime import LinkRuntime, as_it_is
-from gradwire.runtime.own_parameters import OwnParameters, mean_over_ranks, put, swapped
+from gradwire.runtime.own_parameters import OwnParameters, mean_over_ranks
+from gradwire.runtime.parameters import put, swapped
 from gradwire.runtime.selection.control_channel import ControlChannel
 from gradwire.segments import flat_view
 

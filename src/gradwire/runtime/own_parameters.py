@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -16,9 +15,10 @@ from gradwire.protocols import Context, Section, two_shot
 from gradwire.protocols.bounded_plan import in_range
 from gradwire.protocols.bucket_plan import DENSE_TAG
 from gradwire.runtime.global_parameters import STEPS, State
+from gradwire.runtime.parameters import put
 from gradwire.segments import Parameter, flat_view, lay_out
 
-__all__ = ["OwnParameters", "mean_over_ranks", "put", "swapped"]
+__all__ = ["OwnParameters", "mean_over_ranks"]
 
 
 class OwnParameters:
@@ -95,27 +95,6 @@ class OwnParameters:
         """Take back what :meth:`add_state` added; return the state."""
         self.clock.steps = int(state["global"][STEPS])
         return {scope: dict(part) for scope, part in state.items()}
-
-
-@torch.no_grad()
-def put(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
-    """Write values, flat in memory order, into tensors."""
-    for tensor, value in zip(tensors, values):
-        view = flat_view(tensor)
-        view.copy_(value)
-        if view.data_ptr() != tensor.data_ptr():
-            tensor.copy_(view.view(tensor.shape))  # it has gaps, so that its view was a copy
-
-
-@contextmanager
-def swapped(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Put values in the place of those of tensors while the context lasts."""
-    own = [flat_view(tensor.detach()).clone() for tensor in tensors]
-    put(tensors, values)
-    try:
-        yield
-    finally:
-        put(tensors, own)
 
 
 def mean_over_ranks(context: Context, flat: torch.Tensor) -> Exchange[None]:

@@ -1,16 +1,25 @@
-"""The parameters of a link: named, checked, and their gradients."""
+"""The parameters of a link: named, checked, written, and their gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from gradwire.errors import HyperparameterError, IncompatibleError
-from gradwire.segments import is_sharded, local_shard
+from gradwire.segments import flat_view, is_sharded, local_shard
 
-__all__ = ["check_parameters", "check_steps_in_backward", "gradient", "named_parameters", "plain_name"]
+__all__ = [
+    "check_parameters",
+    "check_steps_in_backward",
+    "gradient",
+    "named_parameters",
+    "plain_name",
+    "put",
+    "swapped",
+]
 
 
 def named_parameters(parameters: Iterable[Any]) -> dict[str, torch.Tensor]:
@@ -88,3 +97,24 @@ def gradient(p: torch.Tensor) -> torch.Tensor:
         # The same elements must lie at the same place on all ranks, whatever backward made of them here.
         p.grad = torch.empty_like(p).copy_(p.grad)
     return p.grad
+
+
+@torch.no_grad()
+def put(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    """Write values, flat in memory order, into tensors."""
+    for tensor, value in zip(tensors, values):
+        view = flat_view(tensor)
+        view.copy_(value)
+        if view.data_ptr() != tensor.data_ptr():
+            tensor.copy_(view.view(tensor.shape))  # it has gaps, so that its view was a copy
+
+
+@contextmanager
+def swapped(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Put values in the place of those of tensors while the context lasts."""
+    own = [flat_view(tensor.detach()).clone() for tensor in tensors]
+    put(tensors, values)
+    try:
+        yield
+    finally:
+        put(tensors, own)

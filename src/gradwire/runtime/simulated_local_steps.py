@@ -16,8 +16,8 @@ from gradwire.methods import Method
 from gradwire.planning import FragmentClock, Options, exchanged
 from gradwire.protocols import Context
 from gradwire.runtime.global_parameters import GlobalParameters
-from gradwire.runtime.own_parameters import OwnParameters, mean_over_ranks, swapped
-from gradwire.runtime.parameters import named_parameters
+from gradwire.runtime.own_parameters import OwnParameters, mean_over_ranks
+from gradwire.runtime.parameters import named_parameters, swapped
 from gradwire.runtime.simulate import SimulatedLink
 from gradwire.segments import flat_view
 from gradwire.spec import method as read_method
@@ -163,6 +163,8 @@ class SimulatedLocalSteps:
             problem = worker.problem()
             if problem is not None:
                 raise ExchangeError(f"worker {rank}: {problem}")
+        if not names:
+            return  # a fragment of a model that has fewer pieces than there are fragments
         rows = torch.stack([worker.outgoing(names) for worker in self._workers])
         self.link.exchange_(rows, names)
         # A mean is read only.
@@ -170,9 +172,7 @@ class SimulatedLocalSteps:
 
     @torch.no_grad()
     def _end(self, fragment: int, replaced: bool = False) -> None:
-        if self._flying is None:
-            raise TypeError("no exchange is in flight")
-        names, outcomes = self._flying
+        names, outcomes = self._flying or ([], [])
         for worker, outcome in zip(self._workers, outcomes):
             worker.incoming([(names, outcome)], replaced=replaced)
         self._flying = None
