@@ -99,7 +99,7 @@ def differing(what: str) -> str:
     if what == "workers":
         boundary = parts_of(random_graph(), 4)[rank].boundary
     try:
-        gw.HaloLink(boundary, spec, seed=rank if what == "seed" else 0)
+        gw.HaloLink(boundary, spec, seed=rank if what == "seed" else 0, steps=10 + rank if what == "steps" else None)
     except gw.GradwireError as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
@@ -111,6 +111,7 @@ def differing(what: str) -> str:
     [
         ("method", "RankMismatchError: rank 1 differs from rank 0 in 'method of the halo'"),
         ("seed", "RankMismatchError: rank 1 differs from rank 0 in 'seed'"),
+        ("steps", "RankMismatchError: rank 1 differs from rank 0 in 'steps'"),
         ("graph", "RankMismatchError: rank 1 differs from rank 0 in 'boundaries'"),
         ("workers", "IncompatibleError: the boundary is that of worker"),
     ],

@@ -84,6 +84,10 @@ def test_mlflow_has_the_history_of_each_metric(tmp_path: Path, monkeypatch: pyte
     other = MLflowSink(tracking_uri=store, experiment="first")
     assert other.run_id != sink.run_id
     assert [row.step for row in client.get_metric_history(sink.run_id, "gradwire/rounds")] == [0, 50, 60]
+    # A run that somebody else has started goes on.
+    theirs = client.create_run(client.get_experiment_by_name("first").experiment_id).info.run_id
+    MLflowSink(theirs, tracking_uri=store).close()
+    assert client.get_run(theirs).info.status == "RUNNING"
 
 
 def test_prometheus_scrapes_counters_and_gauges_with_the_rank() -> None:

@@ -1,0 +1,102 @@
+"""What transports do beside carrying operations: numbering, rooms that nobody fills, ends, timeouts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from gradwire.drivers.devices import HostDevice
+from gradwire.drivers.transports import GlooTransport, NCCLTransport, StagedTransport, Transport, group_timeout
+from gradwire.ops import Op, Reduce, SendRecv
+
+WAIT = timedelta(seconds=10)
+
+
+def at_once() -> None:
+    """Wait for no turn."""
+
+
+def test_reductions_of_the_same_values_are_told_apart() -> None:
+    """So that a message of an earlier reduction is not taken for one of this."""
+    transport, sealed = GlooTransport(dist.HashStore(), 0, 1, WAIT), list[list[int]]()
+    gather = transport._gather
+
+    def noted(send: torch.Tensor, recv: torch.Tensor) -> torch.Tensor:
+        sealed.append(send.tolist())
+        return gather(send, recv)
+
+    transport._gather = noted  # type: ignore[method-assign]
+    for _ in range(2):
+        assert transport.execute(Reduce(torch.ones(3), "max"), at_once).tolist() == [1.0] * 3
+    first, second = sealed
+    assert first != second
+    # Three values, and behind them what tells the number.
+    assert first[:12] == second[:12]
+
+
+class Still(Transport):
+    """Sends and receives nothing."""
+
+    rank, world_size = 0, 3
+
+    def execute(self, op: Op, wait_for_turn: Callable[[], None]) -> torch.Tensor:
+        assert isinstance(op, SendRecv)
+        return op.recv
+
+    def close(self, broken: bool) -> None:
+        """End nothing."""
+
+
+class Apart(HostDevice):
+    """A device that holds all payloads, and whose page-locked rooms hold something else at first."""
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        return True
+
+    def pinned(self, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.full_like(tensor, 7)
+
+    def copy_async(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        target.copy_(source)
+
+
+@pytest.mark.parametrize(("source", "left"), [(None, [1, 1]), (2, [7, 7])])
+def test_a_room_that_nobody_fills_stays_as_it_was(source: int | None, left: list[int]) -> None:
+    room = torch.ones(2, dtype=torch.uint8)
+    staged = StagedTransport(Still(), Apart())
+    assert staged.execute(SendRecv(torch.zeros(2, dtype=torch.uint8), room, 1, source), at_once).tolist() == left
+    assert room.tolist() == left
+
+
+@pytest.mark.parametrize(("broken", "ended"), [(True, "abort"), (False, "shutdown")])
+def test_broken_connections_are_not_waited_for(broken: bool, ended: str) -> None:
+    calls = list[str]()
+
+    class Backend:
+        def __getattr__(self, name: str) -> Any:
+            return lambda: calls.append(name)
+
+    NCCLTransport(Backend(), Still(), HostDevice()).close(broken)
+    assert calls == [ended]
+
+
+@pytest.mark.parametrize(("backends", "kind"), [("cpu:gloo,cuda:nccl", "cpu"), ("cuda:nccl", "cuda")])
+def test_a_timeout_is_that_of_a_backend_that_the_group_has(
+    backends: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = list[str]()
+
+    class Group:
+        def _get_backend(self, device: torch.device) -> Any:
+            asked.append(device.type)
+            options = type("Options", (), {"_timeout": WAIT})
+            return type("Backend", (), {"options": options})
+
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: backends)
+    assert group_timeout(Group()) == WAIT  # type: ignore[arg-type]
+    assert asked == [kind]
