@@ -45,11 +45,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 
 import gradwire as gw
+from gradwire.registry import METHODS
 from ranks import Ranks
-from sharded import loss_of, meshes, plain, refusal, sharded, shards_of
+from sharded import VOCABULARY, WIDTH, loss_of, meshes, plain, refusal, sharded, shards_of
 
 pytestmark = pytest.mark.ranks
 
@@ -364,6 +367,31 @@ def test_what_else_does_not_fit_is_refused_by_name(four_ranks: Ranks) -> None:
         assert found.keys() == expected.keys()
         for case, sentence in expected.items():
             assert sentence in found[case], (case, found[case])
+
+
+def following_advice() -> dict[str, str]:
+    """Attach every method to sharded modules, and where one is refused do what the refusal says; return what fails."""
+    (flat, mesh), found = meshes(), {}
+    for spec in [kind.name for kind in METHODS if kind is not gw.Hierarchical] + ["hierarchical(node_size=1)"]:
+        told = refusal(lambda spec=spec: gw.attach(sharded(flat, blocks=0), spec).close())
+        if "a mesh of two dimensions" in told:
+            found[spec] = refusal(lambda spec=spec: gw.attach(sharded(mesh, blocks=0), spec).close())
+        elif "use DistributedDataParallel" in told:
+            module = DistributedDataParallel(plain(blocks=0))
+            optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+            given = module, spec
+            found[spec] = refusal(lambda given=given, sgd=optimizer: gw.attach(*given, optimizer=sgd).close())
+        else:
+            found[spec] = told
+    for spec in ("EDEN(bits=4)", "errorfeedback"):
+        found[spec] = refusal(lambda spec=spec: gw.attach(sharded(flat, blocks=0), spec).close())
+    columns = sharded(mesh, blocks=0, shard_placement_fn=lambda p: Shard(1) if p.shape == (VOCABULARY, WIDTH) else None)
+    found["columns"] = refusal(lambda: gw.attach(columns, "qsgd").close())
+    return {case: told for case, told in found.items() if told != "accepted"}
+
+
+def test_what_a_refusal_advises_is_not_refused_next(four_ranks: Ranks) -> None:
+    assert four_ranks(following_advice) == [{}] * 4
 
 
 # ---------------------------------------------------------------------- weights

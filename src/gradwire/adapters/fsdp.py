@@ -226,12 +226,14 @@ class _Scatter(_ShardedExchange):
 
     def __init__(self, units: Sequence[_Unit], shards: dist.ProcessGroup, method: str | Method, options: Any) -> None:
         super().__init__()
+        check_unit_by_unit(method)
         for unit in units:
             for p, ours in zip(_trainable(unit), unit.parameters):
                 if p.fsdp_placement.dim != 0:
                     raise IncompatibleError(
                         f"parameter {ours.name!r} is sharded along dimension {p.fsdp_placement.dim}: a compressing "
-                        "reduce-scatter needs shards of dimension 0; exchange between replicas instead"
+                        "reduce-scatter needs shards of dimension 0; leave shard_placement_fn out, or shard over a "
+                        "mesh of two dimensions, such as ('replicate', 'shard'), where replicas exchange their shards"
                     )
         if options["collective"] not in ("auto", REDUCE_SCATTER):
             raise IncompatibleError(

@@ -19,7 +19,7 @@ def compress_sharded_weights(module: nn.Module, method: str | Method, seed: int,
     """Gather the parameters of a sharded module by differences; see :func:`gradwire.compress_weights`."""
     units, shards = units_of(module)
     if shards.size() == 1:
-        raise IncompatibleError("the module is sharded over one rank: nothing is gathered")
+        raise IncompatibleError("the module is sharded over one rank: nothing is gathered; leave compress_weights out")
     for unit in units:
         device = unit.group.device
         if device.type != "cpu":

@@ -119,8 +119,8 @@ class Options:
         if not method.scatters:
             raise IncompatibleError(
                 f"{method!r} cannot travel by a reduce-scatter, after which each rank has the mean of its own shard "
-                "alone: exchange between replicas instead (attach(..., process_group=replicas)), or use an operator on "
-                "one vector, such as EDEN(bits=4), with or without ErrorFeedback"
+                "alone: shard over a mesh of two dimensions, such as ('replicate', 'shard'), where replicas exchange "
+                "their shards, or use an operator on one vector, such as EDEN(bits=4) or errorfeedback"
             )
         if self.check:
             raise IncompatibleError(
