@@ -11,7 +11,7 @@ ROUNDS ?= 10
 # Parts of names or files of the faults that "make mutants" tries; by default all.
 ONLY ?=
 
-.PHONY: help venv demo docs test lint types unit wheel-test soak mutants digests clean
+.PHONY: help venv demo docs test lint types unit wheel-test soak mutants trials digests clean
 
 help:
 	@echo "make venv   set up $(VENV)"
@@ -20,6 +20,7 @@ help:
 	@echo "make test   lint, types, all tests, and the tests against the installed wheel"
 	@echo "make soak   the property tests, ROUNDS=$(ROUNDS) times, on examples drawn anew each time"
 	@echo "make mutants   put known faults into a copy of the package and check that the tests catch them; ONLY=\"words\""
+	@echo "make trials   kill workers, damage messages, inject spikes, and write docs/trials.md (a quarter of an hour)"
 	@echo "make digests   after edits of kernels: let Numba compile anew what they were compiled into"
 
 venv: $(STAMP)
@@ -62,6 +63,13 @@ soak: $(STAMP)
 # Resumes where it was stopped, as long as neither the package nor the tests have changed.
 mutants: $(STAMP)
 	$(BIN)/python tests/mutants/run_mutants.py --only $(ONLY)
+
+# benchmarks/trials/images.py, which needs CIFAR-10 and half an hour a seed, is run by hand.
+trials: $(STAMP)
+	$(BIN)/python benchmarks/trials/kills.py --json benchmarks/results/trials_kills.json
+	$(BIN)/python benchmarks/trials/messages.py --json benchmarks/results/trials_messages.json
+	$(BIN)/python benchmarks/trials/spikes.py --json benchmarks/results/trials_spikes.json
+	$(BIN)/python benchmarks/summarise.py
 
 # Numba keeps compiled kernels while their own file stays as it is: its digest of their sources makes it change.
 digests: $(STAMP)

@@ -20,6 +20,7 @@ import lgc_page
 import local_page
 import quantisers_page
 import steps_page
+import trials_page
 import two_level_page
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -309,6 +310,7 @@ def main() -> int:
         ("gossip", gossip_page.page()),
         ("lgc", lgc_page.page()),
         ("two-level", two_level_page.page()),
+        ("trials", trials_page.page()),
     )
     for name, made in others:
         if made is not None:
