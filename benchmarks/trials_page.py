@@ -73,7 +73,8 @@ def _spikes() -> list[str]:
     found = result("trials_spikes")
     if found is None:
         return []
-    trials = [row for row in found["rows"] if row["spike"] is not None]
+    refused = sorted({row["method"] for row in found["rows"] if "refused" in row})
+    trials = [row for row in found["rows"] if "later_finite" in row]
     methods = sorted({row["method"] for row in trials})
     bad = [row for row in trials if not row["later_finite"] or row["later_skipped_rounds"]]
     lines = [
@@ -81,6 +82,8 @@ def _spikes() -> list[str]:
         "",
         f"{len(trials)} trials of {len(methods)} methods: {len(trials) - len(bad)} ended as they should. {_where(found)}",
     ]
+    if refused:
+        lines += ["", f"Parameters out of range are refused by {', '.join(f'`{name}`' for name in refused)}."]
     if bad:
         lines += ["", *_table(
             ("method", "spike", "place", "later rounds skipped", "later rounds finite"),
