@@ -12,6 +12,7 @@ import sys
 import time
 import weakref
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -198,6 +199,54 @@ def test_ranks_of_a_subgroup_are_told_by_their_global_numbers() -> None:
         assert kind == "ok", value
         assert value[0].startswith(f"rank {rank} could not go on at ")
         assert f": rank 3 {KILLED} [" in value[0]
+
+
+def end_within(what: str, folder: str) -> tuple[str, str, str]:
+    """Kill rank 3 of four in the middle of a call; give what the call raised, its class, and the link's error."""
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+    parameters = list(layers(3).named_parameters())
+
+    def deadly(given: Any) -> Any:
+        if rank == 3:
+            if what != "elsewhere":
+                # The others are waiting by now.
+                time.sleep(0.5)
+            end("killed")
+        yield from given
+
+    link: Any = None
+    try:
+        if what == "elsewhere":
+            list(deadly(()))
+        link = gw.Link(deadly(parameters) if what == "attach" else parameters, "terngrad")
+        if what == "load":
+            gw.save(link, folder)
+        if rank == 3:
+            link.state_dict = link.check_state_dict = lambda *_: list(deadly(()))
+        gw.load(link, folder) if what == "load" else gw.save(link, folder)
+    except gw.GradwireError as error:
+        return str(error), type(error).__name__, str(link and link.error)
+    return "no error", "", ""
+
+
+@pytest.mark.parametrize("what", ["attach", "save", "load", "elsewhere"])
+def test_a_death_in_a_call_that_all_ranks_make_names_the_rank(what: str, tmp_path: Path) -> None:
+    with fresh_ranks(4, group_timeout_s=600) as ranks:
+        ranks.start(end_within, what, str(tmp_path))
+        *found, (gone, _) = ranks.collect(60)
+    assert gone == "gone"
+    where = "gradwire.save or load" if what in ("save", "load") else "the comparison of what ranks were started with"
+    how = "never came here (it ended before, or is out of reach)" if what == "elsewhere" else KILLED
+    for rank, (kind, value) in enumerate(found):
+        assert kind == "ok", value
+        error, name, kept = value
+        assert name == "ExchangeError"
+        assert error.startswith(f"rank {rank} could not go on at {where}: rank 3 {how} [")
+        assert kept == (error if what in ("save", "load") else "None")
+    # What was saved before is still there, whole; what was not is not.
+    assert (tmp_path / "common.pt").exists() == (what == "load")
 
 
 def broken(where: str) -> tuple[weakref.ref[Any], Exception | None]:

@@ -12,6 +12,7 @@ from torch import nn
 from torch.autograd import Variable
 from torch.distributed.fsdp import FSDPModule
 
+from gradwire.adapters.fsdp_collectives import NamedCollective, name_collectives
 from gradwire.errors import IncompatibleError
 from gradwire.methods import Method, is_whole
 from gradwire.planning import REDUCE_SCATTER
@@ -20,7 +21,7 @@ from gradwire.runtime.link import Link
 from gradwire.runtime.parameters import plain_name
 from gradwire.seeds import shard_seed
 
-__all__ = ["attach_fsdp", "units_of"]
+__all__ = ["attach_fsdp", "mesh_ranks", "units_of"]
 
 
 def attach_fsdp(module: nn.Module, method: str | Method, replicas: dist.ProcessGroup | None, options: Any) -> Link:
@@ -52,6 +53,8 @@ def attach_fsdp(module: nn.Module, method: str | Method, replicas: dist.ProcessG
                 "ranks that hold the same shard are needed, such as mesh['replicate'].get_group(), or no process_group"
             )
         exchange = _Replicas(units, group, shards, method, options)
+    for unit in _all_units(module):
+        name_collectives(unit.module, unit.group, unit.name, exchange.link.naming)
     return exchange.link
 
 
@@ -100,7 +103,9 @@ class _Unit:
                 )
         hook, scatter = self.group._all_reduce_hook, self.group._reduce_scatter_comm
         for taken in (hook, scatter):
-            if isinstance(taken, _Hook):
+            if isinstance(taken, NamedCollective):
+                taken.remove()
+            elif isinstance(taken, _Hook):
                 if taken.exchange.link.close.alive:
                     raise IncompatibleError(
                         f"this module already exchanges by {taken.exchange.link.method!r}: close that link first "
@@ -124,6 +129,15 @@ class _Unit:
 
 
 def _units(module: nn.Module) -> list[_Unit]:
+    """Return the units of a sharded module whose gradients are reduced."""
+    found = [unit for unit in _all_units(module) if unit.parameters]
+    if not found:
+        raise IncompatibleError("no parameter of the sharded module requires a gradient: there is nothing to exchange")
+    return found
+
+
+def _all_units(module: nn.Module) -> list[_Unit]:
+    """Return the units of a sharded module, also those without a gradient, whose parameters are gathered."""
     names = {id(part): plain_name(name) for name, part in module.named_modules()}
     found, seen = list[_Unit](), set[int]()
     for part in module.modules():
@@ -142,11 +156,7 @@ def _units(module: nn.Module) -> list[_Unit]:
                 f"module {names[id(part)]!r} has parameters on several meshes (shard_placement_fn), for which FSDP2 "
                 "takes no exchange of ours: shard them in modules of their own"
             )
-        unit = _Unit(part, groups[0], names)
-        if unit.parameters:
-            found.append(unit)
-    if not found:
-        raise IncompatibleError("no parameter of the sharded module requires a gradient: there is nothing to exchange")
+        found.append(_Unit(part, groups[0], names))
     return found
 
 
@@ -181,6 +191,12 @@ def _shards(unit: _Unit) -> dist.ProcessGroup:
             f"module {unit.name!r} is replicated, not sharded: wrap it in DistributedDataParallel instead"
         )
     return group  # type: ignore[no-any-return]
+
+
+def mesh_ranks(unit: _Unit) -> list[int]:
+    """Return all ranks of a unit's mesh: in HSDP each waits for every other, be it through a third."""
+    ranks: list[int] = unit.group.mesh_info.mesh.mesh.flatten().tolist()
+    return ranks
 
 
 class _ShardedExchange:
@@ -324,7 +340,7 @@ class _Replicas(_ShardedExchange):
         tensors = [(p.name, p.tensor) for unit in units for p in unit.parameters]
         if is_whole(options["seed"]):
             options = {**options, "seed": shard_seed(options["seed"], shards.rank())}
-        self.link = Link(tensors, method, group=replicas, beside=dist.get_process_group_ranks(shards), **options)
+        self.link = Link(tensors, method, group=replicas, beside=mesh_ranks(units[0]), **options)
         if shards.size() > 1:
             self.link.part = f"shard-{shards.rank()}-of-{shards.size()}"
         alone = None

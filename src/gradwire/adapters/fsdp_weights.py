@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from gradwire.adapters.fsdp import units_of
+from gradwire.adapters.fsdp import mesh_ranks, units_of
+from gradwire.adapters.fsdp_collectives import NamedCollective
 from gradwire.errors import IncompatibleError
 from gradwire.methods import Method
 from gradwire.runtime.weight_link import WeightLink
@@ -28,6 +29,10 @@ def compress_sharded_weights(module: nn.Module, method: str | Method, seed: int,
                 "compress_weights out, and compress the exchange between replicas (gw.attach)"
             )
         taken = unit.group._all_gather_comm
+        if isinstance(taken, NamedCollective):
+            # The link of weights names who breaks it by itself.
+            taken.remove()
+            continue
         if isinstance(taken, _Gather) and not taken.link.close.alive:  # type: ignore[attr-defined]
             taken.remove()
         elif type(taken).__name__ != "DefaultAllGather":
@@ -36,7 +41,7 @@ def compress_sharded_weights(module: nn.Module, method: str | Method, seed: int,
                 "or shard the module anew"
             )
     numels = {unit.name: sum(p.padded_sharded_param_size.numel() for p in unit.group.fsdp_params) for unit in units}
-    link = WeightLink(method, numels, shards, seed, backend)
+    link = WeightLink(method, numels, shards, seed, backend, mesh_ranks(units[0]))
     for unit in units:
         _Gather(link, unit.module, unit.name, unit.group)
     return link

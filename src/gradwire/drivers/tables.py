@@ -122,6 +122,7 @@ def all_gather_tables(
     group: dist.ProcessGroup,
     read: Callable[[Any], T],
     most_bytes: int = MOST_BYTES,
+    wait: Callable[[dist.Work], object] = dist.Work.wait,
 ) -> list[T]:
     """Tell all ranks of a group a value, and return what each told, by rank in the group (collective).
 
@@ -135,6 +136,7 @@ def all_gather_tables(
         read: Takes the table of one rank and returns what the caller needs of it. It raises AttributeError, KeyError,
             TypeError or ValueError if the table is not of that form.
         most_bytes: Bytes of a message at most.
+        wait: Waits for a collective over CPU tensors.
 
     Raises:
         IncompatibleError: the value is not one of a table, or longer than ``most_bytes``; raised before anything is
@@ -144,13 +146,23 @@ def all_gather_tables(
     device, ranks = table_device(group), dist.get_process_group_ranks(group)
     own = _message(value, subject, dist.get_rank(), most_bytes)
     told = [torch.empty(8, dtype=torch.uint8, device=device) for _ in ranks]
-    dist.all_gather(told, announce(torch.tensor([len(own)]))[0].to(device), group=group)
+    _gather(told, announce(torch.tensor([len(own)]))[0].to(device), group, wait)
     lengths = [_length(row, rank, most_bytes) for row, rank in zip(told, ranks)]
     padded = torch.zeros(max(lengths), dtype=torch.uint8)
     padded[: len(own)] = own
     rows = [torch.empty(len(padded), dtype=torch.uint8, device=device) for _ in ranks]
-    dist.all_gather(rows, padded.to(device), group=group)
+    _gather(rows, padded.to(device), group, wait)
     return [_read(row[:length], subject, rank, read) for row, length, rank in zip(rows, lengths, ranks)]
+
+
+def _gather(
+    rows: list[torch.Tensor], own: torch.Tensor, group: dist.ProcessGroup, wait: Callable[[dist.Work], object]
+) -> None:
+    work = dist.all_gather(rows, own, group=group, async_op=True)
+    if own.device.type == "cpu":
+        wait(work)
+    else:
+        work.wait()
 
 
 def broadcast_table(

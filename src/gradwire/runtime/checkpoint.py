@@ -218,8 +218,8 @@ def _tell(link: Link, problem: str | None, number: int, digest: bytes) -> list[t
         PayloadError: a rank sent something else; the message names it.
         ExchangeError: a rank is gone; the link is broken then.
     """
-    with link.naming("gradwire.save or load"):
-        told = all_gather_tables([problem, number, digest], "save", link.group, _told)
+    with link.naming("gradwire.save or load") as wait:
+        told = all_gather_tables([problem, number, digest], "save", link.group, _told, wait=wait)
     for rank, (found, _, _) in zip(dist.get_process_group_ranks(link.group), told):
         if found is not None:
             raise IncompatibleError(f"rank {rank}: {found}")

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from gradwire.drivers import Lane, WireError
 from gradwire.errors import ExchangeError, GradwireError, PayloadError
-from gradwire.runtime.peers.circle import Circle, brief
+from gradwire.runtime.peers.circle import Circle, Wait, brief
 
 __all__ = ["Failures", "place"]
 
@@ -50,14 +50,16 @@ class Failures:
             return _without_frames(self.error)
 
     @contextlib.contextmanager
-    def naming(self, where: str) -> Iterator[None]:
+    def naming(self, where: str) -> Iterator[Wait]:
         """Turn the failure of a collective that is none of the link's own lanes into the link's error.
+
+        The body is given a function that waits for one; see :meth:`~gradwire.runtime.peers.circle.Circle.wait`.
 
         Raises:
             ExchangeError: the collective in the body broke; the message names the rank that broke it.
         """
         try:
-            yield
+            yield self.circle.wait
         except (RuntimeError, dist.DistError) as error:
             raise self.record(WireError(str(error)), where) from error
 

@@ -100,8 +100,8 @@ def agreement(group: dist.ProcessGroup, beside: Iterable[int] = ()) -> Iterator[
         "told": terms.told if own is None else {},
         "open_links": sorted(terms.open_links),
     }
-    with terms.circle.naming("the comparison of what ranks were started with"):
-        gathered = all_gather_tables(mine, "handshake", group, _Message.read)
+    with terms.circle.naming("the comparison of what ranks were started with") as wait:
+        gathered = all_gather_tables(mine, "handshake", group, _Message.read, wait=wait)
     if own is not None:
         raise own
     ranks = terms.circle.ranks

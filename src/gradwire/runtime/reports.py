@@ -9,6 +9,7 @@ from typing import Any
 
 from gradwire.drivers import Trace, Traffic
 from gradwire.runtime.link_runtime import LinkRuntime
+from gradwire.runtime.peers.circle import Wait
 
 __all__ = ["COUNTERS", "LinkReports"]
 
@@ -38,8 +39,10 @@ class LinkReports:
         """The error that broke the link, in full; DDP shows only a mangled part of it."""
         return self._runtime.told()
 
-    def naming(self, where: str) -> AbstractContextManager[None]:
+    def naming(self, where: str) -> AbstractContextManager[Wait]:
         """Return a context in which the failure of a collective, whoever's it is, becomes the error of this link.
+
+        Entering it returns a function that waits for a gather in main memory, at most until a rank has ended.
 
         Raises:
             ExchangeError: on leaving the ``with`` block, if a collective broke in it; the message names the rank.

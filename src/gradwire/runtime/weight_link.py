@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,7 @@ class WeightLink:
         group: The ranks that hold shards.
         seed: Of random numbers.
         backend: Of the kernels.
+        beside: Ranks beyond those of the group whose end breaks the link, too.
 
     Attributes:
         close: Call it to end the thread and the connections; done also when the link is dropped.
@@ -45,10 +46,16 @@ class WeightLink:
     """
 
     def __init__(
-        self, method: str | Method, numels: dict[str, int], group: dist.ProcessGroup, seed: int, backend: str
+        self,
+        method: str | Method,
+        numels: dict[str, int],
+        group: dist.ProcessGroup,
+        seed: int,
+        backend: str,
+        beside: Sequence[int] = (),
     ) -> None:
         self.rank, self.world_size = group.rank(), group.size()
-        with agreement(group) as mine:
+        with agreement(group, beside) as mine:
             check_seed(seed)
             self.method = read_method(method)
             check_operator("compress_weights", self.method)

@@ -6,7 +6,9 @@ import contextlib
 import re
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
+from typing import TypeAlias
 
 import torch.distributed as dist
 
@@ -15,13 +17,19 @@ from gradwire.runtime.peers.blame import Blame
 from gradwire.runtime.peers.notices import BECAUSE, CLOSED, FAILED, Notice
 from gradwire.runtime.peers.watch import Watch
 
-__all__ = ["Circle", "brief"]
+__all__ = ["Circle", "Wait", "brief"]
 
 PATIENCE_S = 3.0
 """How long a rank whose collective broke waits for what says why."""
 
 ORDER_S = 1.0
 """How long it waits for more where all that it knows is that a rank ended in order."""
+
+SLICE_S = 0.5
+"""How long a rank waits for a collective before it looks whether others have ended."""
+
+Wait: TypeAlias = Callable[[dist.Work], None]
+"""Waits for a collective."""
 
 SETTLE_S = 0.1
 """How long it then waits for ranks that end at the same time."""
@@ -73,15 +81,37 @@ class Circle:
         """Return whether something other than an orderly end has broken the link by now; does not wait."""
         return self._watch is not None and self._watch.judge(self._depends, self.token, orderly=False) is not None
 
+    def wait(self, work: dist.Work) -> None:
+        """Wait for a gather in main memory, but not much longer than until a rank has ended.
+
+        Ranks that exchange nothing with that one would wait for those that do to end, or for the timeout.
+
+        Raises:
+            RuntimeError: it broke, or a rank has ended.
+        """
+        while True:
+            has_ended, began_s = self.lost(), time.monotonic()
+            try:
+                work.wait(timedelta(seconds=SLICE_S))
+                return
+            except RuntimeError:
+                if work.is_completed() or time.monotonic() - began_s < SLICE_S:
+                    raise
+                # What the rank had sent before its end has had a slice's time to arrive.
+                if has_ended:
+                    raise RuntimeError("a rank has ended before it took part") from None
+
     @contextlib.contextmanager
-    def naming(self, where: str) -> Iterator[None]:
+    def naming(self, where: str) -> Iterator[Wait]:
         """Turn the failure of a collective in the body into an error that names who broke it.
+
+        The body is given a function that waits for a collective, see :meth:`wait`.
 
         Raises:
             ExchangeError: the collective broke.
         """
         try:
-            yield
+            yield self.wait
         except (RuntimeError, dist.DistError) as error:
             said = f"rank {self.rank} could not go on at {where}: {self.explain()} [{brief(error)}]"
             raise ExchangeError(said) from error
