@@ -227,6 +227,7 @@ def test_a_residual_in_the_unit_of_the_step_finds_no_minimum() -> None:
     assert descend(printed=True) > 0.5 * start
 
 
+@pytest.mark.timeout(600)
 def test_a_quadratic_of_unlike_workers_is_solved() -> None:
     """Two elements of 200 a round, at falling learning rates."""
     centres = torch.randn(4, 200, generator=torch.Generator().manual_seed(8))

@@ -193,6 +193,7 @@ def test_unlike_workers_end_near_the_optimum_with_a_memory_and_far_without() -> 
     assert alone[1] > alone[0] / 1.5
 
 
+@pytest.mark.timeout(600)
 def test_smaller_steps_make_the_number_of_rounds_independent_of_the_density() -> None:
     """8: rounds until a quadratic with curvatures 1 to 4 is solved to a hundredth, against those of plain descent."""
     curvature = torch.linspace(1, 4, 200)
