@@ -48,5 +48,7 @@ def test_an_unchanged_script_gossips() -> None:
     done = gradwire("run", *words, fresh=True)
     assert done.returncode == 0, done.stderr
     assert float(done.stdout.split("training accuracy ")[1].split()[0]) > 0.9
-    (line,) = [line for line in done.stderr.splitlines() if line.startswith("gradwire:")]
-    assert "ChocoSGD" in line
+    sent, last = [line for line in done.stderr.splitlines() if line.startswith("gradwire:")]
+    assert "ChocoSGD" in sent
+    assert "each worker sent" in sent
+    assert "each worker has parameters of its own" in last

@@ -250,7 +250,11 @@ def test_wrong_tensors_are_refused_before_memory_is_touched(name: str) -> None:
 
 def test_choice_of_coder_and_backend() -> None:
     assert get_coder("rans") is get_coder("rans")
-    assert (get_coder("huffman").name, get_coder("huffman").backend) == ("huffman", "cpu")
+    huffman = get_coder("huffman")
+    # Which of the two serves by default is measured where it runs.
+    assert huffman.name == "huffman"
+    assert huffman.backend in ("cpu", "cpu-plain")
+    assert [get_coder("huffman", name).backend for name in ("cpu-plain", "reference")] == ["cpu-plain", "reference"]
     with pytest.raises(HyperparameterError, match="did you mean 'rans'"):
         get_coder("ans")
     with pytest.raises(HyperparameterError, match="did you mean 'cpu-plain'"):

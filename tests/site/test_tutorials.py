@@ -54,7 +54,8 @@ def sentences() -> list[list[str | None]]:
             if isinstance(node, ast.JoinedStr):
                 parts = [str(p.value) if isinstance(p, ast.Constant) else None for p in node.values]
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                parts = [node.value]
+                first, *more = re.split(r"%(?:\.\d+)?[dsf]", node.value)
+                parts = [first, *(part for text in more for part in (None, text))]
             if sum(len(p) for p in parts if p is not None) >= 12:
                 found.append(without_senders(parts))
     return found
@@ -72,7 +73,8 @@ def without_senders(parts: list[str | None]) -> list[str | None]:
 
 
 def said(message: str, known: list[list[str | None]]) -> bool:
-    """Return whether one of the texts can become the message."""
+    """Return whether one of the texts can become the message, after the rank that it is said of."""
+    message = re.sub(r"^rank \d+ (?=ended by itself)", "", message)
     near = (parts for parts in known if all(p in message for p in parts if p is not None))
     return any(re.fullmatch("".join(".*" if p is None else re.escape(p) for p in parts), message) for parts in near)
 
