@@ -480,7 +480,7 @@ def losses() -> list[str]:
             for name, by_step in residuals.items()
         ),
         "",
-        "A link warns above 3, in rounds whose number is a multiple of 100.",
+        "A link warns by age and cosine together: see [what a link warns of](methods.md#what-a-link-warns-of).",
         "",
     ]
 

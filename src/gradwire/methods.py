@@ -139,6 +139,9 @@ class Method:
     remembers: ClassVar[tuple[str, ...]] = ()
     """The kinds of vectors and the names of values that it keeps in :class:`gradwire.protocols.Memory`."""
 
+    waiting: ClassVar[str] = "residual"
+    """The kind of vector that holds what a rank has not sent yet, where the method keeps such a vector."""
+
     min_numel: ClassVar[int] = 1024
     """Parameters with fewer elements travel in float32, unless the user says otherwise."""
 

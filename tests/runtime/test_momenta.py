@@ -125,8 +125,11 @@ def test_shards_of_a_module_are_the_optimizers_parameters(three_ranks: Ranks) ->
         assert (found["steps"], found["moved"]) == (0, False)
 
 
-def test_where_one_rank_alone_has_the_momentum_all_end_and_name_it(three_ranks: Ranks) -> None:
-    for rank, one in enumerate(three_ranks(trained, DGC, "of_rank_1", "link")):
+def test_where_one_rank_alone_has_the_momentum_all_end_and_name_it() -> None:
+    """In processes of their own: of others it is known what failed in them before."""
+    with fresh_ranks(3) as ranks:
+        found = ranks(trained, DGC, "of_rank_1", "link")
+    for rank, one in enumerate(found):
         assert "rank 1" in one["link"]
         assert "brings its own momentum, and SGD has momentum=0.9" in one["link"]
         assert one["told"], "no rank trains on"

@@ -1,4 +1,4 @@
-"""What is said of residuals: at attach, beside an optimizer's momentum, and in measured rounds, when they are long."""
+"""What is said of residuals: at attach, beside an optimizer's momentum, and in measured rounds, when they are old."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import pytest
 import torch
 
 import gradwire as gw
-from gradwire.runtime.diagnostics import RESIDUAL_LIMIT, Diagnostics
-from gradwire.segments import Parameter, lay_out
+from gradwire.runtime.judgement import LATE_COSINE, OLD
 from ranks import Ranks
 
 NUMEL = 4096
@@ -70,30 +69,6 @@ def test_short_parameters_and_short_columns_have_no_large_residual() -> None:
     assert gw.method("ef_signsgd").caution(sgd(0.9)([wide]), {"w": wide}) is not None
 
 
-def test_the_longest_residual_of_a_measured_round_is_named_above_the_limit() -> None:
-    said: list[str] = []
-
-    def warned(norms: dict[str, float], round: int = 5) -> list[str]:
-        said.clear()
-        found.check_residuals(round, norms.get, lambda kind, text: said.append(text))
-        return list(said)
-
-    found = Diagnostics(5)
-    gradients = {"a": torch.tensor([3.0, 4.0]), "b": torch.tensor([0.0, 1.0]), "idle": torch.zeros(4)}
-    segments = lay_out(Parameter.of(name, g) for name, g in gradients.items())
-    flat = torch.cat(list(gradients.values()))
-    found.measure(flat, flat, segments, 5)
-    assert warned({"a": 5 * RESIDUAL_LIMIT, "b": RESIDUAL_LIMIT, "idle": 1.0}) == []
-    (sentence,) = warned({"a": 5.1 * RESIDUAL_LIMIT, "b": 1.5 * RESIDUAL_LIMIT})
-    assert "round 5" in sentence
-    assert "'b'" in sentence
-    assert f"{1.5 * RESIDUAL_LIMIT:.1f} times" in sentence
-    assert f"norms {1.5 * RESIDUAL_LIMIT:.3g} and 1;" in sentence
-    assert warned({}) == [], "no residual is kept"
-    assert warned({"b": 100.0}, round=6) == [], "nothing was measured"
-    assert warned({"b": 100.0}, round=10) == [], "nothing was measured in that round"
-
-
 class Said(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
@@ -126,29 +101,31 @@ def test_a_link_tells_on_its_first_rank_alone(three_ranks: Ranks) -> None:
     assert three_ranks(attached, "ef_signsgd", 0.0) == [[], [], []]
 
 
-def grown(spec: str) -> tuple[list[str], dict[str, dict[str, float]]]:
-    """Eleven rounds, every fifth measured; one element of "long" is large, those of "even" have one magnitude."""
-    parameters = {"even": parameter(NUMEL), "long": parameter(NUMEL)}
-    link = gw.Link(list(parameters.items()), spec)
+def grown(spec: str) -> tuple[list[str], dict[str, float]]:
+    """Eleven rounds, every fifth measured; one element is large, and a scale that all share is that of the small."""
+    p = parameter(NUMEL)
+    link = gw.Link([("long", p)], spec)
     link._runtime.diagnostics.interval = 5
     said, generator = Said(), torch.Generator().manual_seed(link.rank)
     for _ in range(11):
-        parameters["even"].grad = torch.where(torch.rand(NUMEL, generator=generator) < 0.5, 1.0, -1.0)
-        parameters["long"].grad = 1e-3 * torch.randn(NUMEL, generator=generator)
-        parameters["long"].grad[7] = 1.0
+        p.grad = 1e-3 * torch.randn(NUMEL, generator=generator)
+        p.grad[7] = 1.0
         link.reduce_()
     said.close()
     link.close()
-    return said.texts, link.diagnostics()["parameters"]
+    row: dict[str, float] = link.diagnostics()["parameters"]["long"]
+    return said.texts, row
 
 
 @pytest.mark.ranks
-def test_a_long_residual_is_warned_of_once_and_named(three_ranks: Ranks) -> None:
-    (texts, rows), *others = three_ranks(grown, "ef_signsgd")
+def test_what_is_late_is_warned_of_once_by_one_rank(three_ranks: Ranks) -> None:
+    (texts, row), *others = three_ranks(grown, "ef_signsgd")
     (sentence,) = texts
-    assert "'long'" in sentence
-    assert rows["long"]["residual_norm"] > RESIDUAL_LIMIT * rows["long"]["gradient_norm"]
-    assert [texts for texts, _ in others] == [[], []], "one rank says it"
+    assert "gradients long" in sentence
+    assert "block_size=64" in sentence
+    assert row["residual_norm"] > OLD * row["gradient_norm"]
+    assert row["cosine"] < LATE_COSINE
+    assert [texts for texts, _ in others] == [[], []]
     for texts, _ in three_ranks(grown, "errorfeedback"):
         assert texts == []
 

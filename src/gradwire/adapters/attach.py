@@ -78,9 +78,9 @@ def attach(
         fallback: ``"bf16"`` or ``"fp32"``: once what any rank sends strays too far from its gradient, all ranks return
             to it in the same round, with a warning, and stay; ``link.record()["fallback"]`` says when and why.
         fallback_limit: The relative error above which that is so: |sent - gradient| over all parameters of any rank,
-            over the root mean square of |gradient| over ranks, looked at every 100 rounds. Biased methods that go
-            astray send a growing residual, and unbiased ones what their variance makes of the gradient:
-            ``link.diagnostics()`` tells usual values.
+            over the root mean square of |gradient| over ranks, looked at in rounds 10, 30 and every 100. Biased
+            methods that go astray send a growing residual, and unbiased ones what their variance makes of the
+            gradient: ``link.diagnostics()`` tells usual values.
         backend: Of the kernels.
         transport: ``"gloo"`` for CPU tensors, ``"nccl"`` or ``"staged"`` (through page-locked memory, by Gloo) for CUDA
             tensors, or ``"auto"``; see ``docs/gpu.md``.

@@ -96,6 +96,7 @@ class DGC(Algorithm):
     collectives: ClassVar[tuple[str, ...]] = TopK.collectives
     unbiased: ClassVar[bool] = False
     unbiased_note: ClassVar[str | None] = "no; without masking, nothing is lost"
+    waiting: ClassVar[str] = "accumulated"
     needs_loss_scale: ClassVar[bool] = True
     properties: ClassVar[Properties] = Properties(
         summary="The largest elements of each worker's accumulated momentum, which is cleared where it is sent",

@@ -138,7 +138,8 @@ Fallback = Annotated[
 FallbackLimit = Annotated[
     float | None,
     typer.Option(
-        help="Relative error, such as 5.0, of what a worker sends; measured every 100 steps", rich_help_panel=LINK
+        help="Relative error, such as 5.0, of what a worker sends; measured at steps 10, 30 and every 100",
+        rich_help_panel=LINK,
     ),
 ]
 CheckEvery = Annotated[

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Collection, Mapping, Sequence
 
@@ -75,12 +76,16 @@ class Memory:
         bank.changed = True
         return bank.staged
 
-    def norm(self, kind: str, name: str) -> float | None:
-        """Return the Euclidean norm of what is held of a parameter; None where nothing of that kind is."""
+    def norm(self, kind: str, name: str | None = None) -> float | None:
+        """Return the Euclidean norm of what is held of a parameter, or, with None, of all that is held of a kind.
+
+        Some methods keep one vector for all parameters joined, or one for each part of a parameter; only the norm of
+        all tells of these. None where nothing of that kind is held.
+        """
         with self._lock:
-            home, loaded = self._home.get((kind, name)), self._loaded.get((kind, name))
-            held = loaded if home is None else home[0].held[home[1] : home[1] + home[2]]
-            return None if held is None else float(held.norm())
+            keys = [key for key in {**self._loaded, **self._home} if key[0] == kind] if name is None else [(kind, name)]
+            found = [held for held in map(self._held, keys) if held is not None]
+            return math.hypot(*(float(held.norm()) for held in found)) if found else None
 
     def forget(self, kind: str) -> None:
         """Make zeros of all that is held of a kind, at once; what was staged stays; twice is as once."""
@@ -154,6 +159,10 @@ class Memory:
                 if scope == "replicated":
                     self._replicated.add(kind)
 
+    def _held(self, key: tuple[str, str]) -> torch.Tensor | None:
+        home = self._home.get(key)
+        return self._loaded.get(key) if home is None else home[0].held[home[1] : home[1] + home[2]]
+
     def _scope(self, kind: str) -> str:
         return "replicated" if kind in self._replicated else "rank"
 
@@ -208,7 +217,7 @@ class ShardMemory(Memory):
     ) -> torch.Tensor:
         return self._memory.stage(kind, segments, dtype=dtype)
 
-    def norm(self, kind: str, name: str) -> float | None:
+    def norm(self, kind: str, name: str | None = None) -> float | None:
         return self._memory.norm(kind, name)
 
     def forget(self, kind: str) -> None:

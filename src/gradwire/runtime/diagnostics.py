@@ -1,45 +1,86 @@
-"""How well the exchange serves each parameter, measured now and then."""
+"""How well the exchange serves the training, measured now and then."""
 
 from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
+from gradwire.protocols import Memory
 from gradwire.segments import Segment
 
-__all__ = ["RESIDUAL_LIMIT", "Diagnostics"]
+__all__ = ["EARLY", "INTERVAL", "Comparison", "Diagnostics", "parameter_rows"]
 
-RESIDUAL_LIMIT = 3.0
-"""How many times as long as its gradient a residual may be without a warning.
+INTERVAL = 100
+"""Rounds from one measurement to the next."""
 
-A residual of L gradients means that what is sent is L rounds old on average, where gradients change little from round
-to round.
-"""
+EARLY = (10, 30)
+"""Rounds that are measured beside those: a training of a few hundred rounds is to be warned while it can be mended."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What a rank sent in a measured round, over all parameters, against its gradient.
+
+    Attributes:
+        relative_error: |sent - gradient| / |gradient|.
+        cosine: Of the two.
+        kept: Share of the gradient that is sent, <sent, gradient> / |gradient|^2: about 1 for what is right on average.
+        density: Share of the elements sent that are not zero.
+        age: |what waits to be sent| / |gradient|; None where the method keeps nothing of the kind. Where gradients
+            change little from round to round, what is sent is so many rounds old.
+    """
+
+    relative_error: float
+    cosine: float
+    kept: float
+    density: float
+    age: float | None = None
+
+
+def parameter_rows(diagnostics: Diagnostics, memory: Memory, waiting: str) -> dict[str, dict[str, float]]:
+    """Return what is known of each parameter: the latest measurement, what waits of it now, and its dial.
+
+    Args:
+        waiting: The kind of vector in which it does.
+    """
+    rows = diagnostics.rows()
+    for name, row in rows.items():
+        residual = memory.norm(waiting, name)
+        if residual is not None:
+            row["residual_norm"] = residual
+        dial = memory.value(f"dial/{name}")
+        if dial is not None:
+            row["dial"] = float(dial)
+    return rows
 
 
 class Diagnostics:
-    """Relative error and cosine of what this rank sent against its gradient, by parameter.
+    """Relative error and cosine of what this rank sent against its gradient, by parameter and over all of them.
 
-    Measured in every ``interval``-th round (0: never), since it reads each gradient twice more. Where a method applies
-    momentum before compression, the momentum takes the place of the gradient.
+    Comparison in the rounds of :data:`EARLY` and in every ``interval``-th one, since it reads each gradient four times
+    more. Where a method applies momentum before compression, the momentum takes the place of the gradient.
 
     Args:
-        interval: Rounds from one measurement to the next.
         scaled: Whether gradients are those of a scaled loss, so that an overflow says nothing of the method.
+
+    Attributes:
+        interval: Rounds from one measurement to the next; 0 for none at all.
     """
 
-    def __init__(self, interval: int, *, scaled: bool = False) -> None:
-        self.interval, self._scaled = interval, scaled
+    def __init__(self, *, scaled: bool = False) -> None:
+        self.interval, self._scaled = INTERVAL, scaled
         self._discounted = -1
         self._lock = threading.Lock()
         self._rows: dict[str, dict[str, float]] = {}
+        self._elements: dict[str, int] = {}
 
     def wanted(self, round: int) -> bool:
         """Return whether that round is to be measured."""
-        return self.interval > 0 and round % self.interval == 0
+        return self.interval > 0 and (round % self.interval == 0 or round in EARLY)
 
     def measure(
         self, gradient: torch.Tensor, sent: torch.Tensor, segments: Sequence[Segment], round: int, scale: float = 1.0
@@ -60,36 +101,37 @@ class Diagnostics:
                 "round": round,
                 "relative_error": float((e - g).norm()) / norm if norm else other / scale,
                 "cosine": min(1.0, max(-1.0, product / both)) if both else float(norm == other),
+                "density": int(e.count_nonzero()) / max(1, s.numel),
                 "gradient_norm": norm / scale,
+                "sent_norm": other / scale,
             }
         with self._lock:
             self._rows.update(rows)
+            self._elements.update({s.parameter.name: s.numel for s in segments})
 
-    def check_residuals(
-        self, round: int, norm_of: Callable[[str], float | None], warn: Callable[[str, str], None]
-    ) -> None:
-        """Warn of the longest residual of a measured round, if it is too long beside its gradient.
+    def over_all(self, round: int, waiting: float | None) -> Comparison | None:
+        """Return what was measured in a round over all parameters.
+
+        None where it was not measured, or tells nothing: no gradient, or one that is not finite.
 
         Args:
-            norm_of: Returns the norm of a parameter's residual after that round; None where none is kept.
-            warn: ``warn(kind, text)`` gives the first warning of a kind.
+            waiting: Norm of what waits to be sent after that round; None where nothing is kept.
         """
-        if not self.wanted(round):
-            return
         with self._lock:
-            norms = {name: row["gradient_norm"] for name, row in self._rows.items() if row["round"] == round}
-        # No multiple is too much of a gradient that is zero, as of a layer that this rank did not use.
-        found = [(norm_of(name) or 0.0, norm, name) for name, norm in norms.items() if norm > 0]
-        residual, norm, name = max(found, key=lambda row: row[0] / row[1], default=(0.0, 1.0, ""))
-        if residual > RESIDUAL_LIMIT * norm:
-            warn(
-                "residual",
-                f"round {round}: what has not been sent of {name!r} yet, its residual, is {residual / norm:.1f} times "
-                f"as long as its gradient (norms {residual:.3g} and {norm:.3g}; more than {RESIDUAL_LIMIT:g} times is "
-                "warned of): it arrives many rounds late and in bursts, which an optimizer's momentum carries too far. "
-                "Use smaller blocks (block_size=64) or more levels, the method's own momentum before compression, or "
-                "an optimizer without momentum; link.diagnostics() has both norms of all parameters",
-            )
+            rows = {name: row for name, row in self._rows.items() if row["round"] == round}
+            numel = {name: self._elements[name] for name in rows}
+        gradient = math.hypot(*(row["gradient_norm"] for row in rows.values()))
+        sent = math.hypot(*(row["sent_norm"] for row in rows.values()))
+        if not 0 < gradient < math.inf or not math.isfinite(sent):
+            return None
+        product = sum(row["cosine"] * row["gradient_norm"] * row["sent_norm"] for row in rows.values())
+        return Comparison(
+            relative_error=math.sqrt(self.squares(round)[0]) / gradient,
+            cosine=product / (gradient * sent) if sent else 0.0,
+            kept=product / gradient**2,
+            density=sum(rows[name]["density"] * n for name, n in numel.items()) / sum(numel.values()),
+            age=None if waiting is None else waiting / gradient,
+        )
 
     def discount(self, round: int) -> None:
         """Note that a round overflowed: its errors tell nothing of the method."""

@@ -24,6 +24,7 @@ from gradwire.runtime.failures import place
 from gradwire.runtime.found_optimizers import OptimizerSearch
 from gradwire.runtime.grad_scaler import check_scaler, check_unscaled
 from gradwire.runtime.handshake import agreement, compared, default_group
+from gradwire.runtime.judgement import Judge
 from gradwire.runtime.learning_rates import LearningRates
 from gradwire.runtime.link_runtime import LinkRuntime, close_threads
 from gradwire.runtime.local_steps import LocalSteps, LocalStepsUser
@@ -52,9 +53,6 @@ LANES = 2
 
 RECORDED = ("min_numel", "warmup_steps", "seed", "chunk_numel", "check", "check_every", "fallback_limit")
 """Options that a run's record holds."""
-
-DIAGNOSTICS_INTERVAL = 100
-"""Rounds from one measurement of :meth:`Link.diagnostics` to the next."""
 
 
 class Link(LinkReports, LocalStepsUser):
@@ -133,7 +131,7 @@ class Link(LinkReports, LocalStepsUser):
             self._parameters = named_parameters(parameters)
             check_parameters(self._parameters)
             require(is_whole(count, 1), "lanes", f"at least 1 is needed, not {lanes!r}")
-            diagnostics = Diagnostics(DIAGNOSTICS_INTERVAL, scaled=bool(grad_scaler))
+            diagnostics = Diagnostics(scaled=bool(grad_scaler))
             self._coders = CoderSelection()
             self._cost = CostKeeper(self.method, self.options.link_cost)
             self._exchanged, its_options = exchanged(self.method, self._parameters, self.options)
@@ -168,10 +166,11 @@ class Link(LinkReports, LocalStepsUser):
         scaler = None if self.method.local_steps else grad_scaler  # differences of parameters have no scale
         passes, check = 1 if self.options.collective == REDUCE_SCATTER else 2, self.options.check
         device, staged = self._site.device, self._site.exchanges_copies
+        selection = self._selection
         self._runtime = LinkRuntime(
             own_lanes, mine.circle, diagnostics,
             grad_scaler=scaler, check=check, passes=passes, device=device, staged=staged, checks=self._site.checks,
-            warnings=warnings,
+            warnings=warnings, judge=Judge(lambda: selection.planner.method, diagnostics, warnings),
         )  # fmt: skip
         self._channel = ControlChannel(own_lanes[0], self._runtime.failed_between_buckets, mine.circle.ranks)
         self._replicas = ReplicaCheck(self.options.check_every, mine.circle.ranks)

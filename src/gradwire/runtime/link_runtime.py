@@ -7,7 +7,6 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from gradwire.protocols.bucket_plan import BucketPlan
 from gradwire.runtime.diagnostics import Diagnostics
 from gradwire.runtime.failures import Failures
 from gradwire.runtime.grad_scaler import scale_of
+from gradwire.runtime.judgement import Judge
 from gradwire.runtime.peers.circle import Circle
 from gradwire.runtime.warn_once import WarnOnce
 
@@ -53,6 +53,7 @@ class LinkRuntime:
         device: That buckets lie on; main memory if None.
         staged: Whether they are copied from there to main memory, and exchanged there.
         warnings: Of the link; a rank's own by default.
+        judge: Looks at the end of rounds that are measured; None: nobody does.
         checks: Told whether what arrives is as it was sent; where payloads lie on a device, a
             :class:`gradwire.drivers.LateChecks`.
 
@@ -83,6 +84,7 @@ class LinkRuntime:
         staged: bool = False,
         checks: Checks = AT_ONCE,
         warnings: WarnOnce | None = None,
+        judge: Judge | None = None,
     ) -> None:
         self.lanes, self.check, self._passes = lanes, check, passes
         self.device, self.staged, self.checks = device or HostDevice(), staged, checks
@@ -94,7 +96,7 @@ class LinkRuntime:
         self.learning_rates: Mapping[str, float] | None = None
         self.failures = Failures(circle, lanes)
         self.diagnostics, self.warnings = diagnostics, warnings or WarnOnce()
-        self._grad_scaler = grad_scaler
+        self._judge, self._grad_scaler = judge, grad_scaler
         self._lock = threading.Lock()
         self.last_skipped, self._elements = -1, 0
         self._in_flight, self._is_last = 0, False
@@ -259,7 +261,8 @@ class LinkRuntime:
         is_skipped = self.last_skipped == round
         self.memory.discard() if is_skipped else self.memory.commit()
         self.gauges.end_round(skipped=is_skipped)
-        self.diagnostics.check_residuals(round, partial(self.memory.norm, "residual"), self.warnings.once)
+        if self._judge is not None and not is_skipped:
+            self._judge.look(self.memory, round)
         if plan.finishes and not is_skipped:
             self._finish(plan, round)
         else:
@@ -318,18 +321,6 @@ class LinkRuntime:
             sent_to=dict(sum((m.sent_to for m in meters), Counter())),
             sent_within=dict(sum((m.sent_within for m in meters), Counter())),
         )
-
-    def parameter_rows(self) -> dict[str, dict[str, float]]:
-        """Return what is known of each parameter: the latest measurement, its residual and its dial."""
-        rows = self.diagnostics.rows()
-        for name, row in rows.items():
-            residual = self.memory.norm("residual", name)
-            if residual is not None:
-                row["residual_norm"] = residual
-            dial = self.memory.value(f"dial/{name}")
-            if dial is not None:
-                row["dial"] = float(dial)
-        return rows
 
     def seconds(self) -> dict[str, float]:
         """Return the seconds that the lanes have spent in encoders, on the wire and in decoders."""

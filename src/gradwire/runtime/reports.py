@@ -8,6 +8,8 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from gradwire.drivers import Trace, Traffic
+from gradwire.methods import Method
+from gradwire.runtime.diagnostics import parameter_rows
 from gradwire.runtime.link_runtime import LinkRuntime
 from gradwire.runtime.peers.circle import Wait
 
@@ -20,6 +22,7 @@ COUNTERS = ("rounds", "skipped_rounds", "sent_bytes", "received_bytes", "encode_
 class LinkReports:
     """What users ask of a link, and what names the error of a collective beside it."""
 
+    method: Method
     _runtime: LinkRuntime
     buffer_bytes: Callable[[], int]
 
@@ -57,21 +60,24 @@ class LinkReports:
         """Report how the exchange serves the training.
 
         Returns:
-            ``parameters``: by name, ``relative_error`` and ``cosine`` of what this rank sent against its gradient, and
-            ``gradient_norm``, at the last measured round (every 100th), and ``residual_norm``, of the residual that it
-            keeps now, where the method keeps one; ``dial``, the value in force, where the method chooses one for each
-            parameter (``l_greco``). Norms are of unscaled gradients, and where the method applies momentum before
-            compression, of that instead. ``gauges``: see :meth:`gauges`. ``skipped_rounds``: rounds with a non-finite
-            value somewhere, where the method looks, or one beyond 2^40, where it adds up rounds: nothing of them is
-            remembered. ``encode_s``, ``wire_s``, ``decode_s``: seconds this rank's lanes spent so far.
+            ``parameters``: by name, at the last measured round (10, 30, and every 100th), ``relative_error`` and
+            ``cosine`` of what this rank sent against its gradient, ``gradient_norm`` and ``sent_norm``, and the share
+            of the elements sent that are not zero, ``density``; ``residual_norm``, of what it keeps now to send later,
+            where the method keeps such a vector for each parameter; ``dial``, the value in force, where the method
+            chooses one for each parameter (``l_greco``). Norms are of unscaled gradients, and where the method applies
+            momentum before compression, of that instead. ``gauges``: see :meth:`gauges`. ``skipped_rounds``: rounds
+            with a non-finite value somewhere, where the method looks, or one beyond 2^40, where it adds up rounds:
+            nothing of them is remembered. ``encode_s``, ``wire_s``, ``decode_s``: seconds this rank's lanes spent so
+            far.
 
-        A residual of more than three times its gradient in a measured round is warned of, once a link, naming the
-        parameter with the longest.
+        A method of which too much is late, lost or noise in a measured round is warned of, once a link
+        (``runtime/judgement.py``).
         """
         runtime = self._runtime
         runtime.settle()
+        rows = parameter_rows(runtime.diagnostics, runtime.memory, self.method.waiting)
         counts = {"rounds": runtime.round, "skipped_rounds": runtime.skipped_rounds}
-        return {"parameters": runtime.parameter_rows(), "gauges": self.gauges(), **counts, **runtime.seconds()}
+        return {"parameters": rows, "gauges": self.gauges(), **counts, **runtime.seconds()}
 
     def gauges(self) -> dict[str, float]:
         """Return the numbers that the method reports of this rank's latest round, by name.
@@ -89,7 +95,7 @@ class LinkReports:
         Returns:
             What only grows: ``rounds``, ``skipped_rounds``, ``sent_bytes``, ``received_bytes``, and the seconds
             ``encode_s``, ``wire_s`` and ``decode_s``. ``compression_factor`` and ``bits_per_element`` over all rounds,
-            see :class:`gradwire.Traffic`. Of the last measured round (every 100th), where there was one,
+            see :class:`gradwire.Traffic`. Of the last measured round, where there was one,
             ``gradient_norm`` and ``relative_error``, over all measured parameters p with gradients :math:`g_p` and
             what this rank sent of them :math:`s_p`:
 
@@ -110,9 +116,9 @@ class LinkReports:
         if rows and norm > 0:
             errors = (row["relative_error"] * row["gradient_norm"] for row in rows)
             found |= {"gradient_norm": norm, "relative_error": math.hypot(*errors) / norm}
-        residuals = [row["residual_norm"] for row in rows if "residual_norm" in row]
-        if residuals:
-            found["residual_norm"] = math.hypot(*residuals)
+        residual = self._runtime.memory.norm(self.method.waiting)
+        if residual is not None:
+            found["residual_norm"] = residual
         return found | {f"gauge/{name}": float(value) for name, value in report["gauges"].items()}
 
     def trace(self, trace: Trace | None) -> None:

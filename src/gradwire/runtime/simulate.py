@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,8 @@ from gradwire.planning.options import Options, refuse_scatter
 from gradwire.planning.planner import Planner
 from gradwire.protocols import Context, Gauges, Memory, RoundParts, Workspace
 from gradwire.runtime.checks import check_optimizer
+from gradwire.runtime.diagnostics import Diagnostics, parameter_rows
+from gradwire.runtime.judgement import Judge
 from gradwire.runtime.learning_rates import LearningRates
 from gradwire.runtime.selection.autotune import say_dropped
 from gradwire.runtime.selection.coder import CoderSelection
@@ -102,6 +104,8 @@ class SimulatedLink:
         self._parts = [RoundParts() for _ in range(world_size)]
         self._cost = CostKeeper(self.method, self.options.link_cost)
         self._notices, self._own_notices = WarnOnce(), [WarnOnce(rank) for rank in range(world_size)]
+        self._diagnostics = Diagnostics()
+        self._judge = Judge(lambda: planner.method, self._diagnostics, self._notices)
         self._order = self._planner.step_order()
         self.numel = sum(p.numel() for p in self._parameters.values())
         self.round = self._rounds_here = self.skipped_rounds = self._elements = 0
@@ -152,18 +156,31 @@ class SimulatedLink:
     def _exchange(self, names: list[str], rows: torch.Tensor) -> None:
         plan = self._planner.plan(names, self.round)
         finite = True
+        # A first round leaves too little to be looked at, and :func:`simulate` has no other.
+        measured = self._rounds_here > 0 and self._diagnostics.wanted(self.round)
+        gradient, sent = (rows[0].clone(), torch.zeros_like(rows[0])) if measured else (None, None)
         prepared: Any = simulate_ranks([plan.prepare(self._context(r, 0), g) for r, g in enumerate(rows)], self._meters)
         for chunk in range(plan.chunks):
-            runs = [plan.run(self._context(r, chunk), g, p) for r, (g, p) in enumerate(zip(rows, prepared))]
+            contexts = [replace(self._context(r, chunk), wants_sent=measured) for r in range(self.world_size)]
+            runs = [plan.run(c, g, p) for c, g, p in zip(contexts, rows, prepared)]
             # Only who remembers something, or has an outcome of its own, has to do what follows its last exchange.
             alike = self.method.properties.state == "none" and not self.method.outcomes_differ
             outcome = simulate_ranks(runs, self._meters, leader_only=alike)[0]
             finite = finite and outcome.finite is not False
+            if outcome.sent is None:
+                sent = None
+            elif sent is not None:
+                outcome.sent(sent, 1.0)
         self.skipped_rounds += not finite
+        if gradient is not None and sent is not None:
+            plan.target_(self._context(0, 0), gradient)
+            self._diagnostics.measure(gradient, sent, self._planner.segments(names), self.round)
         for memory in self._memories:
             memory.commit() if finite else memory.discard()
         for gauges in self._gauges:
             gauges.end_round(skipped=not finite)
+        if finite:
+            self._judge.look(self._memories[0], self.round)
         if plan.finishes and finite:
             simulate_ranks([plan.finish(self._context(r, 0)) for r in range(self.world_size)], self._meters)
             for memory in self._memories:
@@ -205,6 +222,13 @@ class SimulatedLink:
             sent_to=dict(meter.sent_to),
             sent_within=dict(meter.sent_within),
         )
+
+    def diagnostics(self) -> dict[str, Any]:
+        """Return the part ``parameters`` of what :meth:`Link.diagnostics` would return, of worker 0.
+
+        The first round of a simulation is not measured.
+        """
+        return {"parameters": parameter_rows(self._diagnostics, self._memories[0], self.method.waiting)}
 
     def gauges(self) -> list[dict[str, float]]:
         """Return what :meth:`Link.gauges` would return on each worker, by worker."""

@@ -59,6 +59,7 @@ class Around(Algorithm):
     owns_momentum: ClassVar[Inherited] = Inherited("wrapped")
     needs_loss_scale: ClassVar[Inherited] = Inherited("wrapped")
     remembers: ClassVar[Inherited] = Inherited("wrapped")
+    waiting: ClassVar[Inherited] = Inherited("wrapped", "residual")
     min_numel: ClassVar[Inherited] = Inherited("wrapped")
     sharded: ClassVar[Inherited] = Inherited("wrapped", False)
     needs_optimizer: ClassVar[Inherited] = Inherited("wrapped")
