@@ -366,7 +366,7 @@ TABLE: dict[str, list[Case]] = {
         Case(gw.ATOMO(norm="max"), gather(0.4), variance=levels([0, 1], None, "max"), coded=True),
     ],
     "cat": [
-        Case(gw.CAT(), lambda n: gather(64.0)(n), error=1.0, constants=False, coded=True),
+        Case(gw.CAT.paper(), lambda n: gather(64.0)(n), error=1.0, constants=False, coded=True),
         Case(
             gw.CAT(scheme="sign", packet_bytes=256, blocks="parameter"),
             lambda n: gather(64.0)(n),
@@ -404,7 +404,7 @@ TABLE: dict[str, list[Case]] = {
     "spectral_atomo": [Case(gw.SpectralATOMO(), gather(32), error=2e-7, constants=False, coded=True, vectors=False)],
     "gtopk": [
         Case(
-            gw.GTopK(),
+            gw.GTopK.paper(),
             lambda n: doubling(0.001 * (32 + 11.5))(n),
             error=1.01,
             constants=False,
@@ -433,7 +433,7 @@ TABLE: dict[str, list[Case]] = {
     ],
     "clt_k": [
         Case(
-            gw.CLTk(),
+            gw.CLTk.paper(),
             lambda n: ring(0.032)(n) + 0.0115 * (n - 1).bit_length(),
             error=1.01,
             constants=False,
@@ -483,7 +483,7 @@ TABLE: dict[str, list[Case]] = {
     ],
     "sketched_sgd": [
         Case(
-            gw.SketchedSGD(),
+            gw.SketchedSGD.paper(),
             lambda n: ring(32 * 0.054)(n),
             error=1.001,
             constants=False,
@@ -500,7 +500,7 @@ TABLE: dict[str, list[Case]] = {
         ),
     ],
     "sketched_amsgrad": [
-        Case(gw.SketchedAMSGrad(), ring(32 * 0.058), constants=False, direction=True, memory=True, amplifies=True),
+        Case(gw.SketchedAMSGrad.paper(), ring(32 * 0.058), constants=False, direction=True, memory=True, amplifies=True),
         Case(
             gw.SketchedAMSGrad(beta1=0.5, eps=0.01, rows=3, columns=97, density=0.02, candidates=2),
             ring(32 * (2 * 0.04 + 3 * 97e-6)),
@@ -511,7 +511,7 @@ TABLE: dict[str, list[Case]] = {
         ),
     ],
     "sidco": [
-        Case(gw.SIDCo(), gather(0.001 * (32 + 11.5)), error=1.01, constants=False, coded=True),
+        Case(gw.SIDCo.paper(), gather(0.001 * (32 + 11.5)), error=1.01, constants=False, coded=True),
         Case(
             gw.SIDCo(density=0.05, model="gamma", stages=2, blocks="model", values=gw.BF16()),
             gather(0.05 * (16 + 5.8)),
@@ -521,7 +521,7 @@ TABLE: dict[str, list[Case]] = {
         ),
     ],
     "dgc": [
-        Case(gw.DGC(), gather(0.001 * (32 + 11.5)), error=1.01, constants=False, coded=True, memory=True),
+        Case(gw.DGC.paper(), gather(0.001 * (32 + 11.5)), error=1.01, constants=False, coded=True, memory=True),
         Case(
             gw.DGC(density=0.05, momentum=0.5, nesterov=True, clip_norm=1e6, warmup_rounds=3),
             gather(0.25 * (32 + 3.3)),

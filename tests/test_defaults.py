@@ -54,3 +54,36 @@ def test_what_travels_in_float32_by_default() -> None:
         "fp16": 0,
         "signsgd": 0,
     }
+
+
+# A thousandth of the elements, and a message as dear as a packet of Ethernet.
+PAPERS: dict[str, dict[str, Any]] = {
+    # Lin et al., ICLR 2018: the largest 0.1 %, momentum 0.9.
+    "dgc": {"density": 0.001, "momentum": 0.9},
+    # Shi et al., ICDCS 2019.
+    "gtopk": {"density": 0.001},
+    "clt_k": {"density": 0.001},
+    "sidco": {"density": 0.001},
+    "sketched_sgd": {"density": 0.001},
+    "sketched_amsgrad": {"density": 0.001},
+    "cat": {"fixed_bytes": 1500.0},
+}
+
+
+@pytest.mark.parametrize("name", PAPERS)
+def test_the_papers_setting_is_had_by_name_where_it_is_not_the_default(name: str) -> None:
+    kind = type(gw.method(name))
+    assert {field: getattr(kind.paper(), field) for field in PAPERS[name]} == PAPERS[name]
+    assert kind.paper() != kind()
+
+
+def test_elsewhere_the_default_is_the_papers_setting() -> None:
+    others = [type(gw.method(name)) for name in gw.methods() if name not in PAPERS]
+    assert all(kind.paper() == kind() for kind in others)
+
+
+def test_fields_go_before_the_papers_setting() -> None:
+    assert gw.DGC.paper(density=0.25, momentum=0.5) == gw.DGC(density=0.25, momentum=0.5)
+    assert gw.DGC.paper(momentum=0.5) == gw.DGC(density=0.001, momentum=0.5)
+    with pytest.raises(gw.HyperparameterError, match="density"):
+        gw.GTopK.paper(density=2.0)

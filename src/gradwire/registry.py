@@ -192,7 +192,8 @@ class MethodInfo:
     """A method's declared properties, as ``gradwire methods`` prints them.
 
     ``omega`` and ``delta`` are numbers that hold whatever the size of a parameter, or None where there is none; the
-    formulas say what they are for vectors, or blocks, of d elements. The other attributes are those of
+    formulas say what they are for vectors, or blocks, of d elements. ``paper_spec`` is the method with the settings of
+    its paper. The other attributes are those of
     :class:`gradwire.methods.Properties` and :class:`gradwire.methods.Method`.
     """
 
@@ -212,6 +213,7 @@ class MethodInfo:
     stream: str
     collectives: tuple[str, ...]
     paper: str
+    paper_spec: str
 
     @classmethod
     def of(cls, method: Method) -> MethodInfo:
@@ -240,6 +242,7 @@ class MethodInfo:
             stream=p.stream,
             collectives=tuple(method.collectives),
             paper=p.paper,
+            paper_spec=repr(type(method).paper()),
         )
 
 

@@ -435,7 +435,7 @@ def test_real_ranks_with_a_schedule_are_the_simulation(three_ranks: Ranks, tmp_p
 
 def test_only_plain_sgd_of_all_parameters_steps_by_it(caplog: pytest.LogCaptureFixture) -> None:
     named, optimizer = grouped({"a": 10, "b": 10})
-    method = gw.SketchedAMSGrad()
+    method = gw.SketchedAMSGrad.paper()
     for wrong, words in (
         (torch.optim.Adam(named.values()), r"use torch\.optim\.SGD without momentum"),
         (gw.ProximalSGD(named.values(), lr=0.1, prox=gw.L1(strength=0.1)), r"use torch\.optim\.SGD without momentum"),

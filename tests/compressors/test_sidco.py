@@ -246,9 +246,9 @@ def test_an_optimizers_momentum_is_warned_of_as_beside_the_largest_elements() ->
     """By the share that is aimed at: the worst vector, of which one element is kept, is none that a fit meets."""
     w = {"w": torch.nn.Parameter(torch.zeros(1_000_000))}
     sgd = torch.optim.SGD(w.values(), lr=0.1, momentum=0.9)
-    assert gw.SIDCo().delta_of(1_000_000) == 1e-6
-    assert gw.SIDCo().delta_of(50_000) == 1e-3
-    assert 0 < gw.SIDCo().delta <= 1e-9
+    assert gw.SIDCo.paper().delta_of(1_000_000) == 1e-6
+    assert gw.SIDCo.paper().delta_of(50_000) == 1e-3
+    assert 0 < gw.SIDCo.paper().delta <= 1e-9
     for density in (0.01, 0.001, 0.0001):
         warned = [
             gw.ErrorFeedback(compressor=kind(density=density)).caution(sgd, w) is not None

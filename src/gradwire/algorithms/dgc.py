@@ -57,7 +57,7 @@ class DGC(Algorithm):
     precision; a round with a non-finite value changes none.
 
     Args:
-        density: Share k/d of each parameter that is sent, above 0 to 1.
+        density: Share k/d of each parameter that is sent, above 0 to 1; the paper: 0.001.
         momentum: At least 0 and below 1; above 0 the optimizer must have none.
         nesterov: Whether the momentum is Nesterov's, as in ``torch.optim.SGD``.
         factor_masking: Whether the momentum is cleared where an element is sent.
@@ -84,7 +84,7 @@ class DGC(Algorithm):
         tensor([10.,  0.,  0.,  0.])
     """
 
-    density: float = 0.001
+    density: float = 0.05
     momentum: float = 0.9
     nesterov: bool = False
     factor_masking: bool = True
@@ -102,9 +102,10 @@ class DGC(Algorithm):
         summary="The largest elements of each worker's accumulated momentum, which is cleared where it is sent",
         paper="Lin et al., Deep Gradient Compression, ICLR 2018",
         bit_stable=True,
-        bits_per_element=2 * 0.001 * (32 + 11.5),
+        bits_per_element=2 * 0.05 * (32 + 5.8),
         state="a momentum and an accumulated vector per parameter and rank",
         state_bytes_per_element=8.0,
+        paper_settings={"density": 0.001},
     )
 
     def __post_init__(self) -> None:

@@ -36,7 +36,7 @@ class GTopK(ResidualAlgorithm):
     it: with four workers or more, mass is lost.
 
     Args:
-        density: Share k/d of the elements, above 0 to 1.
+        density: Share k/d of the elements, above 0 to 1; the paper: 0.001.
         blocks: "model": the largest of all parameters together, as the authors' program does, which needs the whole
             step; or "parameter": those of each.
         values: How values travel: ``FP32()``, ``BF16()``, or an operator with levels that is a contraction, as for
@@ -66,7 +66,7 @@ class GTopK(ResidualAlgorithm):
         (tensor([1.5000, 0.0000, 0.0000, 0.0000]), [[0.0, 2.0, 1.0, 0.0], [0.0, 0.0, 1.5, 0.0]])
     """
 
-    density: float = 0.001
+    density: float = 0.1
     blocks: str = "model"
     values: Method = field(default_factory=FP32)
     momentum: float = 0.0
@@ -78,9 +78,10 @@ class GTopK(ResidualAlgorithm):
         summary="Workers' largest elements merged pair by pair, each merge keeping the largest, with error feedback",
         paper="Shi et al., ICDCS 2019",
         bit_stable=True,
-        bits_per_element=2 / 1.5 * 0.001 * (32 + 11.5),
+        bits_per_element=2 / 1.5 * 0.1 * (32 + 4.8),
         state="a residual per parameter and rank",
         state_bytes_per_element=4.0,
+        paper_settings={"density": 0.001},
     )
 
     def __post_init__(self) -> None:

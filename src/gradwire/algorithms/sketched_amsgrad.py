@@ -78,7 +78,7 @@ class SketchedAMSGrad(SketchAlgorithm):
         eps: First value of v and w, in the unit of a squared gradient, 1e-30 to 1e30.
         rows: Odd number of rows, up to 31.
         columns: Sums in a row, up to 2^23; None for 10 k.
-        density: Share k/d of the elements, above 0 to 1.
+        density: Share k/d of the elements, above 0 to 1; the paper: 0.001.
         candidates: How many times k elements are asked for, 1 or more.
 
     Raises:
@@ -109,7 +109,7 @@ class SketchedAMSGrad(SketchAlgorithm):
     eps: float = 1e-4
     rows: int = 5
     columns: int | None = None
-    density: float = 0.001
+    density: float = 0.01
     candidates: int = 4
 
     name: ClassVar[str] = "sketched_amsgrad"
@@ -131,10 +131,11 @@ class SketchedAMSGrad(SketchAlgorithm):
         summary="AMSGrad's steps for large elements of the mean momentum, found in a sum of sketches; a direction",
         paper="Xian et al., SketchedAMSGrad, ICDM 2022",
         bit_stable=True,
-        bits_per_element=32 * (5 * COLUMNS_EACH + 2 * 4) * 0.001,
+        bits_per_element=32 * (5 * COLUMNS_EACH + 2 * 4) * 0.01,
         state="a momentum and a residual per parameter and rank, two second moments, learning rates",
         state_bytes_per_element=16.0,
         stream="shared, the same in all rounds",
+        paper_settings={"density": 0.001},
     )
 
     def __post_init__(self) -> None:

@@ -43,7 +43,7 @@ class SketchedSGD(ResidualAlgorithm, SketchAlgorithm):
     Args:
         rows: Odd number of rows, up to 31.
         columns: Sums in a row, up to 2^23; None for 10 k.
-        density: Share k/d of the elements, above 0 to 1.
+        density: Share k/d of the elements, above 0 to 1; the paper: 0.001.
         candidates: How many times k elements are asked for, 1 or more.
         momentum: Of each worker's own, forgotten where elements were sent; above 0 the optimizer must have none.
 
@@ -67,7 +67,7 @@ class SketchedSGD(ResidualAlgorithm, SketchAlgorithm):
 
     rows: int = 5
     columns: int | None = None
-    density: float = 0.001
+    density: float = 0.01
     candidates: int = 4
     momentum: float = 0.0
 
@@ -78,10 +78,11 @@ class SketchedSGD(ResidualAlgorithm, SketchAlgorithm):
         summary="The largest elements of the mean, found in a sum of count sketches, with error feedback",
         paper="Ivkin et al., Sketched-SGD, NeurIPS 2019",
         bit_stable=True,
-        bits_per_element=32 * (5 * COLUMNS_EACH + 4) * 0.001,
+        bits_per_element=32 * (5 * COLUMNS_EACH + 4) * 0.01,
         state="a residual per parameter and rank",
         state_bytes_per_element=4.0,
         stream="shared, the same in all rounds",
+        paper_settings={"density": 0.001},
     )
 
     def __post_init__(self) -> None:

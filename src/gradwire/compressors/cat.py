@@ -49,7 +49,7 @@ class CAT(Compressor):
     Args:
         scheme: "topk", "sign" or "stochastic".
         fixed_bytes: c0, what a message costs beside its bytes, in bytes: its seconds times the link's bytes a second.
-            At 100 Mbit/s, a millisecond is 12500. None: measured by all ranks together when the method is attached
+            At 100 Mbit/s, a millisecond is 12500; the paper: 1500 and less. None: measured by all ranks together when the method is attached
             (:class:`gradwire.LinkCost`), and part of checkpoints, so that a continued training goes on with it. A
             simulation is told, by its option ``link_cost``.
         packet_bytes: Payload of a packet, as 1472 of UDP over Ethernet; None: bytes count one by one.
@@ -75,7 +75,7 @@ class CAT(Compressor):
     """
 
     scheme: str = "topk"
-    fixed_bytes: float | None = 1500.0
+    fixed_bytes: float | None = 150000.0
     packet_bytes: int | None = None
     blocks: str = "model"
 
@@ -90,6 +90,7 @@ class CAT(Compressor):
         paper="Khirirat et al., AAAI 2021",
         bit_stable=True,
         bits_per_element=2 * 32.0,
+        paper_settings={"fixed_bytes": 1500.0},
     )
 
     def __post_init__(self) -> None:

@@ -37,7 +37,7 @@ class SIDCo(Sparse):
     have not; ``stages`` is fixed here.
 
     Args:
-        density: Share k/d that is aimed at, above 0 to 1.
+        density: Share k/d that is aimed at, above 0 to 1; the paper: 0.001.
         model: Distribution of the magnitudes in the first stage and of the excess in later ones: "exponential" for both
             (the paper's SIDCo-E), "gamma" and generalised Pareto (SIDCo-GP), or generalised "pareto" for both
             (SIDCo-P).
@@ -64,7 +64,7 @@ class SIDCo(Sparse):
         True
     """
 
-    density: float = 0.001
+    density: float = 0.05
     model: str = "exponential"
     stages: int = 3
     blocks: str = "parameter"
@@ -79,7 +79,8 @@ class SIDCo(Sparse):
         summary="The elements above a threshold that is estimated by fitting a distribution, with their positions",
         paper="Abdelmoniem et al., SIDCo, MLSys 2021",
         bit_stable=True,
-        bits_per_element=2 * 0.001 * (32 + 11.5),
+        bits_per_element=2 * 0.05 * (32 + 5.8),
+        paper_settings={"density": 0.001},
     )
 
     def __post_init__(self) -> None:
