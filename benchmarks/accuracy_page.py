@@ -38,7 +38,7 @@ LOSSES = {
         "gradients of a perceptron are not smooth: kept frequencies have one and a half to three times the variance of kept elements, and with no error feedback the steps "
         "diverge at all three rates. It is for vectors with few frequencies."
     ),
-    "SketchedAMSGrad": (
+    "SketchedAMSGrad(density=0.001)": (
         "a thousandth of the elements is 82 a step, and an adaptive step moves each of them by about the learning rate: in 300 steps most elements move a few "
         "times at most. With a hundredth of the elements it reaches the mark."
     ),
