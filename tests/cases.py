@@ -500,7 +500,9 @@ TABLE: dict[str, list[Case]] = {
         ),
     ],
     "sketched_amsgrad": [
-        Case(gw.SketchedAMSGrad.paper(), ring(32 * 0.058), constants=False, direction=True, memory=True, amplifies=True),
+        Case(
+            gw.SketchedAMSGrad.paper(), ring(32 * 0.058), constants=False, direction=True, memory=True, amplifies=True
+        ),
         Case(
             gw.SketchedAMSGrad(beta1=0.5, eps=0.01, rows=3, columns=97, density=0.02, candidates=2),
             ring(32 * (2 * 0.04 + 3 * 97e-6)),

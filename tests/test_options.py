@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
+import inspect
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
 
 import gradwire as gw
+from cases import CASES
 from gradwire.errors import HyperparameterError, IncompatibleError
 from gradwire.graphs import Graph, partition, subgraphs
 from gradwire.planning import Options
+from gradwire.registry import METHODS
 
 
 @pytest.mark.parametrize(
@@ -73,3 +77,17 @@ def test_what_no_rank_could_attach_is_refused_before_there_are_ranks(
     with pytest.raises(error, match=told):
         gw.check_options(method, **options)
     gw.check_options("auto", optimizer=None, collective="auto")
+
+
+def test_types_of_options_name_what_is_there() -> None:
+    """A type checker finds a mistyped option, or value of one, before the script runs."""
+    from gradwire.adapters.attach import attach
+    from gradwire.kernels import BACKENDS
+    from gradwire.planning import Collective, KernelBackend, LinkOptions, RareOptions
+
+    assert set(get_type_hints(LinkOptions)) == {field.name for field in dataclasses.fields(Options)}
+    named = set(inspect.signature(attach).parameters) - {"more"} | set(get_type_hints(RareOptions))
+    assert set(get_type_hints(LinkOptions)) <= named
+    assert set(get_args(KernelBackend)) == set(BACKENDS) - {"meta"}
+    protocols = {name for kind in METHODS for case in CASES[kind.name] for name in case.collectives}
+    assert {"auto", *protocols} - {"gossip"} == set(get_args(Collective))

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
+import pickle
 import re
+import types
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -30,9 +34,8 @@ def test_a_name_alone_is_the_default(kind: type[gw.Method]) -> None:
 
 
 @pytest.mark.parametrize("method", EVERY, ids=repr)
-def test_methods_are_frozen_and_keyword_only(method: gw.Method) -> None:
+def test_methods_are_frozen(method: gw.Method) -> None:
     for field in dataclasses.fields(method):
-        assert field.kw_only
         with pytest.raises(dataclasses.FrozenInstanceError):
             setattr(method, field.name, None)
 
@@ -60,7 +63,10 @@ def test_declared_properties() -> None:
         ("TernGrad(clp=2)", "unknown field 'clp' of TernGrad; did you mean 'clip'"),
         ("TernGrad(2.5)", "named values only: TernGrad(clip=..., clip_by=..., share_scaler=...)"),
         ("QSGD(TernGrad())", "named values only: QSGD(levels=..., block_size=..., blocks=...)"),
-        ("ErrorFeedback(QSGDinf(), 3)", "named values only: ErrorFeedback(compressor=..., momentum=..., decay=...)"),
+        (
+            "ErrorFeedback(QSGDinf(), 3)",
+            "one value without a name: ErrorFeedback(compressor=..., momentum=..., decay=...)",
+        ),
         ("ErrorFeedback(QSGDinf(), compressor=QSGDinf())", "field 'compressor' of ErrorFeedback is given twice"),
         ("ErrorFeedback(*x)", "not a method spec"),
         ("TernGrad(clip=", "not a method spec"),
@@ -93,6 +99,46 @@ def test_bad_specs_are_one_clear_error(spec: str, part: str) -> None:
         gw.method(spec)
     assert part in str(caught.value)
     assert isinstance(caught.value, ValueError)
+
+
+@pytest.mark.parametrize("method", EVERY, ids=repr)
+def test_what_a_method_is_around_may_go_without_its_name_in_python_and_in_specs(method: gw.Method) -> None:
+    kind, first = type(method), next((f for f in dataclasses.fields(method) if not f.kw_only), None)
+    holds = next((f for f in dataclasses.fields(method) if f.name in ("compressor", "inner")), None)
+    assert first == holds
+    if first is not None:
+        others = {f.name: getattr(method, f.name) for f in dataclasses.fields(method) if f.name != first.name}
+        assert kind(getattr(method, first.name), **others) == method
+        words = ", ".join(f"{name}={value!r}" for name, value in others.items())
+        assert gw.method(f"{kind.__name__}({getattr(method, first.name)!r}, {words})") == method
+
+
+@pytest.mark.parametrize(
+    ("build", "part"),
+    [
+        (lambda: gw.TernGrad(clp=2), "unknown field 'clp' of TernGrad; did you mean 'clip'"),
+        (lambda: gw.TernGrad(2.5), "TernGrad takes named values only: TernGrad(clip=..., "),
+        (lambda: gw.ErrorFeedback(gw.TopK(), 0.9), "takes one value without a name: ErrorFeedback(compressor=..., "),
+        (lambda: gw.DiLoCo(gw.FP32(), inner=gw.FP32()), "field 'inner' of DiLoCo is given twice"),
+        (lambda: dataclasses.replace(gw.QSGD(), level=3), "did you mean 'levels'"),
+    ],
+)
+def test_python_gets_the_sentences_of_specs(build: Callable[[], gw.Method], part: str) -> None:
+    with pytest.raises(gw.HyperparameterError) as caught:
+        build()
+    assert part in str(caught.value)
+
+
+def test_methods_are_copied_and_pickled() -> None:
+    method = gw.DiLoCo(gw.ErrorFeedback(gw.TopK(density=0.1), momentum=0.9), every=7)
+    assert copy.deepcopy(method) == copy.copy(method) == pickle.loads(pickle.dumps(method)) == method
+
+
+def test_the_package_lists_what_users_need_and_no_modules() -> None:
+    listed = [name for name in dir(gw) if not name.startswith("_")]
+    assert sorted(listed) == sorted(name for name in gw.__all__ if not name.startswith("_"))
+    modules = [name for name in listed if isinstance(getattr(gw, name), types.ModuleType)]
+    assert modules == ["integrations"]
 
 
 @pytest.mark.parametrize("kind", [*METHODS, gw.Auto])

@@ -51,3 +51,8 @@ __all__ = [
 ]
 __all__ += _adapters
 __all__ += _registry
+
+
+def __dir__() -> list[str]:
+    """List what users need; modules are imported by their names."""
+    return sorted(__all__)

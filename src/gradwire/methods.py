@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeGuard
+import difflib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard, TypeVar
 
 import torch
 
@@ -14,8 +15,24 @@ if TYPE_CHECKING:
     from gradwire.ops import Scope
     from gradwire.segments import Parameter
 
-__all__ = ["Inherited", "Method", "Properties", "check_seed", "is_whole", "require", "shortened"]
+__all__ = [
+    "Inherited",
+    "Method",
+    "Properties",
+    "check_fields",
+    "check_seed",
+    "is_whole",
+    "operand",
+    "require",
+    "shortened",
+    "signature",
+    "unknown",
+]
 
+M = TypeVar("M", bound="Method")
+
+MOST_NAME = 100
+"""Characters of an unknown name that are compared with those that are known."""
 
 SEED_BITS = 1024
 """Bits of a seed at most, so that ranks can compare it in any number of digits."""
@@ -171,8 +188,15 @@ class Method:
     gauges: ClassVar[tuple[str, ...]] = ()
     """Numbers that it reports of every round on every rank, as :meth:`gradwire.Link.gauges` returns them."""
 
+    if not TYPE_CHECKING:
+        # Type checkers read the constructor of each dataclass, which says more.
+        def __new__(cls, *operands: object, **given: object) -> Any:
+            """Check the names of fields, so that a wrong one is told as in a spec."""
+            check_fields(cls, len(operands), given)
+            return super().__new__(cls)
+
     @classmethod
-    def paper(cls, **fields: Any) -> Self:
+    def paper(cls: type[M], **fields: Any) -> M:
         """Return the method with the settings of its paper where these are not the defaults.
 
         Papers report the fewest bits that a training of many epochs bears. Some defaults send more, so that a training
@@ -299,6 +323,45 @@ def require(condition: bool, owner: str, sentence: str) -> None:
     """Raise :class:`HyperparameterError` naming the owner unless the condition holds."""
     if not condition:
         raise HyperparameterError(f"{owner}: {shortened(sentence)}")
+
+
+def operand(kind: type[Any]) -> str | None:
+    """Return the name of the field that may go without its name: the method that another one is around."""
+    return next((each.name for each in fields(kind) if not each.kw_only), None)
+
+
+def check_fields(kind: type[Any], unnamed: int, named: Iterable[str]) -> None:
+    """Check with what a frozen dataclass is to be built, by its class.
+
+    Args:
+        kind: The class.
+        unnamed: How many values have no name.
+        named: The names of the others.
+
+    Raises:
+        HyperparameterError: naming the nearest known field, or those that there are.
+    """
+    known, first = [each.name for each in fields(kind)], operand(kind)
+    if unnamed > (first is not None):
+        most = "named values only" if first is None else "one value without a name"
+        raise HyperparameterError(f"{kind.__name__} takes {most}: {signature(kind)}")
+    for name in named:
+        if name not in known:
+            raise HyperparameterError(unknown("field", name, known, f" of {kind.__name__}"))
+        if unnamed and name == first:
+            raise HyperparameterError(f"field {name!r} of {kind.__name__} is given twice: leave one out")
+
+
+def signature(kind: type[Any]) -> str:
+    """Return how a frozen dataclass is written, without values."""
+    return f"{kind.__name__}({', '.join(each.name + '=...' for each in fields(kind))})"
+
+
+def unknown(what: str, name: str, known: Sequence[str], where: str = "") -> str:
+    """Return the sentence about a name that is not known, with the nearest one that is."""
+    near = difflib.get_close_matches(name[:MOST_NAME].lower(), known, n=1, cutoff=0.5)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return f"unknown {what} {shortened(name)!r}{where}{hint} (known: {', '.join(known) or 'none'})"
 
 
 def is_whole(value: object, least: int | None = None) -> TypeGuard[int]:

@@ -11,7 +11,7 @@ from dataclasses import MISSING, fields
 from typing import Any
 
 from gradwire.errors import HyperparameterError
-from gradwire.methods import Method, require, shortened
+from gradwire.methods import Method, check_fields, operand, require, shortened, signature, unknown
 from gradwire.optim import KINDS
 from gradwire.registry import METHODS
 
@@ -36,9 +36,6 @@ MOST_CHARACTERS = 1 << 16
 MOST_BITS = 1024
 """Bits of a whole number in a spec at most."""
 
-MOST_NAME = 100
-"""Characters of an unknown name that are compared with those that are known."""
-
 _WORD = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|\d[\d.]*(?:[eE][+-]?\d+)?|[^\W\d]\w*(?:-\w+)*""")
 """A quoted text, a number, or a name, which may have hyphens."""
 
@@ -60,9 +57,9 @@ def register(kind: type[Method]) -> type[Method]:
 def method(spec: str | Method) -> Method:
     """Read a method's spec.
 
-    A spec is a method object, a name (``"terngrad"``: the paper's defaults) or a call expression over known names
-    with literal arguments (``"TernGrad(clip=2.5)"``), nested where methods nest. The ``compressor`` of a method around
-    another may go without its name (``"DQGD(QSGD(levels=1))"``). A spec is parsed, never evaluated.
+    A spec is a method object, a name (``"terngrad"``: the defaults) or a call expression over known names
+    with literal arguments (``"TernGrad(clip=2.5)"``), nested where methods nest. The method that another one is around
+    may go without its field's name (``"DQGD(QSGD(levels=1))"``), in Python too. A spec is parsed, never evaluated.
 
     Case, "_" and "-" do not matter in the names of methods: ``"EF-SignSGD"`` is ``"ef_signsgd"``, which is shown.
 
@@ -128,18 +125,13 @@ def _build(node: ast.expr, spec: str, also: Mapping[str, type[Any]]) -> object:
         return _make(_kind(node.id, also), {})
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
         kind = _kind(node.func.id, also)
-        known = [f.name for f in fields(kind)]
-        values: dict[str, object] = {}
-        if len(node.args) == 1 and "compressor" in known:
-            values["compressor"] = _build(node.args[0], spec, also)
-        elif node.args:
-            raise HyperparameterError(f"{kind.__name__} takes named values only: {_signature(kind)}")
-        for word in node.keywords:
-            if word.arg not in known:
-                raise HyperparameterError(_unknown("field", str(word.arg), known, f" of {kind.__name__}"))
-            if word.arg in values:
-                raise HyperparameterError(f"field {word.arg!r} of {kind.__name__} is given twice: leave one out")
-            values[word.arg] = _value(word.arg, word.value, spec, also)
+        words = [(str(word.arg), word.value) for word in node.keywords]
+        check_fields(kind, len(node.args), [name for name, _ in words])
+        values = {str(operand(kind)): _build(value, spec, also) for value in node.args}
+        for name, value in words:
+            if name in values:
+                raise HyperparameterError(f"field {name!r} of {kind.__name__} is given twice: leave one out")
+            values[name] = _value(name, value, spec, also)
         return _make(kind, values)
     try:
         return ast.literal_eval(node)
@@ -165,7 +157,7 @@ def _value(field: str, node: ast.expr, spec: str, also: Mapping[str, type[Any]])
 def _make(kind: type[Any], values: dict[str, object]) -> object:
     needed = [f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING]
     missing = [name for name in needed if name not in values]
-    require(not missing, kind.__name__, f"{', '.join(missing)} must be given: {_signature(kind)}")
+    require(not missing, kind.__name__, f"{', '.join(missing)} must be given: {signature(kind)}")
     try:
         return kind(**values)
     except TypeError as error:
@@ -180,15 +172,4 @@ def _kind(name: str, also: Mapping[str, type[Any]]) -> type[Any]:
     if found is not None:
         return found
     known = dict.fromkeys(kind.name for kind in (*also.values(), *_KINDS))
-    raise HyperparameterError(_unknown("method", name, list(known)))
-
-
-def _signature(kind: type[Any]) -> str:
-    return f"{kind.__name__}({', '.join(f.name + '=...' for f in fields(kind))})"
-
-
-def _unknown(what: str, name: str, known: list[str], where: str = "") -> str:
-    near = difflib.get_close_matches(name[:MOST_NAME].lower(), known, n=1, cutoff=0.5)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    listed = ", ".join(known) if known else "none"
-    return f"unknown {what} {shortened(name)!r}{where}{hint} (known: {listed})"
+    raise HyperparameterError(unknown("method", name, list(known)))

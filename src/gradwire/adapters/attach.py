@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -11,11 +12,13 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire.adapters.ddp import attach_ddp
 from gradwire.errors import IncompatibleError
 from gradwire.methods import Method
+from gradwire.planning import Collective, Fallback, KernelBackend, RareOptions, TransportName
 from gradwire.runtime.link import Link
 from gradwire.runtime.weight_link import WeightLink
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
+    from typing_extensions import Unpack
 
 __all__ = ["attach", "compress_weights"]
 
@@ -26,8 +29,8 @@ def attach(
     *,
     optimizer: Any = None,
     grad_scaler: Any = None,
-    collective: str = "auto",
-    exclude: Any = (),
+    collective: Collective = "auto",
+    exclude: str | Iterable[str] = (),
     min_numel: int | None = None,
     lanes: int | None = None,
     warmup_steps: int = 0,
@@ -35,11 +38,11 @@ def attach(
     process_group: dist.ProcessGroup | None = None,
     check: bool = False,
     check_every: int = 0,
-    fallback: str | None = None,
+    fallback: Fallback | None = None,
     fallback_limit: float | None = None,
-    backend: str = "auto",
-    transport: str = "auto",
-    **more: Any,
+    backend: KernelBackend = "auto",
+    transport: TransportName = "auto",
+    **more: Unpack[RareOptions],
 ) -> Link:
     """Exchange the gradients of a module by a method from now on (collective).
 
@@ -134,7 +137,7 @@ def compress_weights(
     method: str | Method = "QSGDinf(levels=7, block_size=128)",
     *,
     seed: int = 0,
-    backend: str = "auto",
+    backend: KernelBackend = "auto",
 ) -> WeightLink:
     r"""Gather the parameters of a module sharded by ``fully_shard`` by what changed of them (collective).
 

@@ -76,7 +76,7 @@ class ChocoSGD(GossipMethod):
     """
 
     graph: str = "ring"
-    compressor: Method = field(default_factory=lambda: QSGDinf(levels=7, block_size=256))
+    compressor: Method = field(default_factory=lambda: QSGDinf(levels=7, block_size=256), kw_only=False)
     gamma: float = 0.9
     every: int = 1
 

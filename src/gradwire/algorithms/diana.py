@@ -57,7 +57,7 @@ class DQGD(Wrapper):
         1
     """
 
-    compressor: Method = field(default_factory=_block_quantisation)
+    compressor: Method = field(default_factory=_block_quantisation, kw_only=False)
 
     name: ClassVar[str] = "dqgd"
     on_device: ClassVar[Inherited] = Inherited("compressor", False)
@@ -136,7 +136,7 @@ class DIANA(ShiftAlgorithm, Wrapper):
         True
     """
 
-    compressor: Method = field(default_factory=_block_quantisation)
+    compressor: Method = field(default_factory=_block_quantisation, kw_only=False)
     alpha: float | None = None
     momentum: float = 0.0
     shifts: str = "float64"

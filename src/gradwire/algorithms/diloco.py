@@ -53,7 +53,7 @@ class DiLoCo(LocalStepsMethod):
         ('global', 'outer_momentum')
     """
 
-    inner: Method = field(default_factory=FP32)
+    inner: Method = field(default_factory=FP32, kw_only=False)
     every: int = 30
     outer_lr: float = 0.7
     outer_momentum: float = 0.9

@@ -49,7 +49,7 @@ class EASGD(LocalStepsMethod):
         10
     """
 
-    inner: Method = field(default_factory=FP32)
+    inner: Method = field(default_factory=FP32, kw_only=False)
     every: int = 10
     alpha: float | None = None
 

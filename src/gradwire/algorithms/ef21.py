@@ -84,7 +84,7 @@ class EF21(ShiftAlgorithm, Wrapper):
         True
     """
 
-    compressor: Method = field(default_factory=lambda: ScaledSign(block_size=64))
+    compressor: Method = field(default_factory=lambda: ScaledSign(block_size=64), kw_only=False)
     momentum: float = 0.0
     shifts: str = "float64"
 

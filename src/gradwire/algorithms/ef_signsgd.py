@@ -52,7 +52,7 @@ class EFSignSGD(ErrorFeedback):
     """
 
     # Decided by the block size, so that the spec does not show it.
-    compressor: Method = field(default_factory=ScaledSign, repr=False)
+    compressor: Method = field(default_factory=ScaledSign, repr=False, kw_only=False)
     block_size: int | None = None
 
     name: ClassVar[str] = "ef_signsgd"

@@ -108,7 +108,7 @@ class ErrorFeedback(ResidualAlgorithm, Wrapper):
         True
     """
 
-    compressor: Method = field(default_factory=lambda: QSGDinf(block_size=256))
+    compressor: Method = field(default_factory=lambda: QSGDinf(block_size=256), kw_only=False)
     momentum: float = 0.0
     decay: float = 1.0
 

@@ -66,7 +66,7 @@ class GRandK(Wrapper):
         ([2, 2, 2], True)
     """
 
-    compressor: Method = field(default_factory=QSGDMaxNorm)
+    compressor: Method = field(default_factory=QSGDMaxNorm, kw_only=False)
     cycle: int = 64
     rescale: bool = False
 

@@ -80,7 +80,7 @@ class Hierarchical(Wrapper):
         (True, True)
     """
 
-    compressor: Method = field(default_factory=TernGrad)
+    compressor: Method = field(default_factory=TernGrad, kw_only=False)
     node_size: int | None = None
     groups: tuple[tuple[int, ...], ...] | None = None
 

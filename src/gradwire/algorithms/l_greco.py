@@ -94,7 +94,7 @@ class LGreCo(Dialled):
         {'dial/a': 15.0, 'dial/b': 3.0, 'dial/c': 3.0}
     """
 
-    compressor: Method = dataclasses.field(default_factory=QSGDinf)
+    compressor: Method = dataclasses.field(default_factory=QSGDinf, kw_only=False)
     field: str = "levels"
     values: tuple[float, ...] = (1, 3, 7, 15, 31)
     every: int = 1000

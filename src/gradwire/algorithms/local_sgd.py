@@ -49,7 +49,7 @@ class LocalSGD(LocalStepsMethod):
         8
     """
 
-    inner: Method = field(default_factory=FP32)
+    inner: Method = field(default_factory=FP32, kw_only=False)
     every: int = 8
 
     name: ClassVar[str] = "local_sgd"

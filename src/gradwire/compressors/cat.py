@@ -49,9 +49,9 @@ class CAT(Compressor):
     Args:
         scheme: "topk", "sign" or "stochastic".
         fixed_bytes: c0, what a message costs beside its bytes, in bytes: its seconds times the link's bytes a second.
-            At 100 Mbit/s, a millisecond is 12500; the paper: 1500 and less. None: measured by all ranks together when the method is attached
-            (:class:`gradwire.LinkCost`), and part of checkpoints, so that a continued training goes on with it. A
-            simulation is told, by its option ``link_cost``.
+            At 100 Mbit/s, a millisecond is 12500; the paper: 1500 and less. None: measured by all ranks together when
+            the method is attached (:class:`gradwire.LinkCost`), and part of checkpoints, so that a continued training
+            goes on with it. A simulation is told, by its option ``link_cost``.
         packet_bytes: Payload of a packet, as 1472 of UDP over Ethernet; None: bytes count one by one.
         blocks: "model": one T for all parameters together, which needs the whole step; or "parameter".
 

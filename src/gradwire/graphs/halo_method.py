@@ -142,7 +142,7 @@ class Halo(HaloMethod):
         Halo(compressor=FP32())
     """
 
-    compressor: Method = field(default_factory=FP32)
+    compressor: Method = field(default_factory=FP32, kw_only=False)
 
     name: ClassVar[str] = "halo"
     tag: ClassVar[int] = 100

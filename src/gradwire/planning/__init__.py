@@ -3,7 +3,18 @@
 from gradwire.planning.buckets import own_buckets
 from gradwire.planning.coder_times import measure_coders
 from gradwire.planning.fragments import FragmentClock, Pieces, cut, exchanged
-from gradwire.planning.options import CHUNK_NUMEL, Options, dense_names, refuse_scatter
+from gradwire.planning.options import (
+    CHUNK_NUMEL,
+    Collective,
+    Fallback,
+    KernelBackend,
+    LinkOptions,
+    Options,
+    RareOptions,
+    TransportName,
+    dense_names,
+    refuse_scatter,
+)
 from gradwire.planning.placement import Placement, place_kernels
 from gradwire.planning.planner import Planner, warm_up
 from gradwire.protocols import REDUCE_SCATTER
@@ -11,11 +22,17 @@ from gradwire.protocols import REDUCE_SCATTER
 __all__ = [
     "CHUNK_NUMEL",
     "REDUCE_SCATTER",
+    "Collective",
+    "Fallback",
     "FragmentClock",
+    "KernelBackend",
+    "LinkOptions",
     "Options",
     "Pieces",
     "Placement",
     "Planner",
+    "RareOptions",
+    "TransportName",
     "cut",
     "dense_names",
     "exchanged",

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, Literal, TypedDict, get_args
 
 from gradwire.errors import HyperparameterError, IncompatibleError
 from gradwire.link_cost import LinkCost
@@ -16,12 +16,38 @@ from gradwire.protocols import PROTOCOLS, REDUCE_SCATTER, SHARED_OUT
 
 __all__ = ["CHUNK_NUMEL", "Options", "dense_names", "refuse_scatter"]
 
-FALLBACKS = ("bf16", "fp32")
+Collective = Literal["auto", "all_reduce", "all_gather", "two_shot", "tree", "two_shot_merged"]
+Fallback = Literal["bf16", "fp32"]
+KernelBackend = Literal["auto", "cpu", "cpu-plain", "reference", "triton"]
+TransportName = Literal["auto", "gloo", "nccl", "staged"]
 
-TRANSPORTS = ("auto", "gloo", "nccl", "staged")
+FALLBACKS, TRANSPORTS = get_args(Fallback), get_args(TransportName)
 
 CHUNK_NUMEL = 1 << 23
 """Elements of a chunk; the bits do not depend on it."""
+
+
+class RareOptions(TypedDict, total=False):
+    """The options of a link that few users set, for type checkers; see :class:`Options`."""
+
+    chunk_numel: int
+    link_cost: LinkCost | None
+
+
+class LinkOptions(RareOptions, total=False):
+    """The options of a link by name, for type checkers; see :class:`Options`."""
+
+    collective: Collective
+    exclude: str | Iterable[str]
+    min_numel: int | None
+    warmup_steps: int
+    seed: int
+    backend: KernelBackend
+    check: bool
+    check_every: int
+    fallback: Fallback | None
+    fallback_limit: float | None
+    transport: TransportName
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +127,7 @@ class Options:
         )
 
     @classmethod
-    def of(cls, given: dict[str, Any]) -> Options:
+    def of(cls, given: Mapping[str, Any]) -> Options:
         """Build options from names and values.
 
         Raises:

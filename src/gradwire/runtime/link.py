@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,7 @@ from gradwire.auto import delivering
 from gradwire.drivers import TransferOrder, profiled
 from gradwire.errors import ExchangeError
 from gradwire.methods import Method, is_whole, require
-from gradwire.planning import Options, exchanged, own_buckets, refuse_scatter
+from gradwire.planning import LinkOptions, Options, exchanged, own_buckets, refuse_scatter
 from gradwire.protocols import REDUCE_SCATTER
 from gradwire.runtime.bucket_exchange import BucketExchange
 from gradwire.runtime.checks import caution_about, caution_alone, check_optimizer, optimizer_terms
@@ -45,6 +45,9 @@ from gradwire.seeds import LinkNumber
 from gradwire.segments import flat_view
 from gradwire.spec import method as read_method
 from gradwire.version import __version__
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["Link"]
 
@@ -115,7 +118,7 @@ class Link(LinkReports, LocalStepsUser):
         grad_scaler: Any = None,
         optimizer: Any = None,
         beside: Iterable[int] = (),
-        **options: Any,
+        **options: Unpack[LinkOptions],
     ) -> None:
         self.group = group if group is not None else default_group()
         self.rank, self.world_size = self.group.rank(), self.group.size()

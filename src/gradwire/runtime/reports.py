@@ -26,6 +26,12 @@ class LinkReports:
     _runtime: LinkRuntime
     buffer_bytes: Callable[[], int]
 
+    def __repr__(self) -> str:
+        runtime = self._runtime
+        sent = runtime.traffic(0)
+        factor = f"{sent.compression_factor:.1f} times fewer bytes than float32" if sent.sent_bytes else "nothing sent"
+        return f"<{type(self).__name__}: {self.method!r}, {len(runtime.ranks)} ranks, round {runtime.round}, {factor}>"
+
     @property
     def round(self) -> int:
         """Synchronised backward passes so far, also those before a checkpoint."""

@@ -77,7 +77,7 @@ class Coded(Wrapper):
         (True, True)
     """
 
-    compressor: Method = field(default_factory=TernGrad)
+    compressor: Method = field(default_factory=TernGrad, kw_only=False)
     coder: str = AUTO
 
     name: ClassVar[str] = "coded"

@@ -76,7 +76,7 @@ class Rotated(Wrapper):
         True
     """
 
-    compressor: Method = field(default_factory=QSGDMaxNorm)
+    compressor: Method = field(default_factory=QSGDMaxNorm, kw_only=False)
     block_size: int = 4096
 
     name: ClassVar[str] = "rotated"

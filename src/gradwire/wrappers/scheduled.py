@@ -82,7 +82,7 @@ class Scheduled(Dialled):
         [160, 40, 10]
     """
 
-    compressor: Method = dataclasses.field(default_factory=lambda: TopK(density=0.001))
+    compressor: Method = dataclasses.field(default_factory=lambda: TopK(density=0.001), kw_only=False)
     field: str = "density"
     start: float | tuple[float, ...] = 0.25
     schedule: str = "exponential"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -120,7 +120,7 @@ class Around(Algorithm):
 class Wrapper(Around):
     """A method around a compressor, which travels as the compressor does."""
 
-    compressor: Method
+    compressor: Method = field(kw_only=False)
 
     @property
     def wrapped(self) -> Method:
