@@ -220,6 +220,8 @@ def end_within(what: str, folder: str) -> tuple[str, str, str]:
     try:
         if what == "elsewhere":
             list(deadly(()))
+        if what == "connecting" and rank == 3:
+            circle.Circle.connected = lambda *_: list(deadly(()))  # type: ignore[method-assign,assignment,return-value]
         link = gw.Link(deadly(parameters) if what == "attach" else parameters, "terngrad")
         if what == "load":
             gw.save(link, folder)
@@ -231,13 +233,17 @@ def end_within(what: str, folder: str) -> tuple[str, str, str]:
     return "no error", "", ""
 
 
-@pytest.mark.parametrize("what", ["attach", "save", "load", "elsewhere"])
+@pytest.mark.parametrize("what", ["attach", "connecting", "save", "load", "elsewhere"])
 def test_a_death_in_a_call_that_all_ranks_make_names_the_rank(what: str, tmp_path: Path) -> None:
     with fresh_ranks(4, group_timeout_s=600) as ranks:
         ranks.start(end_within, what, str(tmp_path))
         *found, (gone, _) = ranks.collect(60)
     assert gone == "gone"
-    where = "gradwire.save or load" if what in ("save", "load") else "the comparison of what ranks were started with"
+    where = {
+        "save": "gradwire.save or load",
+        "load": "gradwire.save or load",
+        "connecting": "the connections of a link",
+    }.get(what, "the comparison of what ranks were started with")
     how = "never came here (it ended before, or is out of reach)" if what == "elsewhere" else KILLED
     for rank, (kind, value) in enumerate(found):
         assert kind == "ok", value
@@ -247,6 +253,35 @@ def test_a_death_in_a_call_that_all_ranks_make_names_the_rank(what: str, tmp_pat
         assert kept == (error if what in ("save", "load") else "None")
     # What was saved before is still there, whole; what was not is not.
     assert (tmp_path / "common.pt").exists() == (what == "load")
+
+
+def begin_without_store(port: int) -> str:
+    """Build a link when rank 0 has ended, and with it the store by which ranks would meet."""
+    import torch.distributed as dist
+
+    hosted_by_rank_0(port)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        end("killed")
+    store = dist.distributed_c10d._get_default_store()
+    with contextlib.suppress(RuntimeError):
+        while True:
+            store.check(["anything"])
+            time.sleep(0.01)
+    try:
+        gw.Link(layers(3).named_parameters(), "terngrad")
+    except gw.ExchangeError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_link_that_begins_when_the_host_of_the_store_has_ended_names_it() -> None:
+    with fresh_ranks(3, group_timeout_s=600) as ranks:
+        ranks.start(begin_without_store, free_port())
+        (gone, _), *found = ranks.collect(60)
+    assert gone == "gone"
+    lost = "rank 0 ended, or is out of reach, and with it the process group's store, which it holds"
+    assert found == [("ok", f"rank {rank} could not meet the others: {lost}") for rank in (1, 2)]
 
 
 def broken(where: str) -> tuple[weakref.ref[Any], Exception | None]:

@@ -282,7 +282,8 @@ def test_a_rank_that_cannot_go_on_tells_the_others_because_of_whom(monkeypatch: 
 
 
 def test_where_nobody_ended_those_are_named_that_give_no_sign(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(circle, "PATIENCE_S", 0.0)
+    for name in ("PATIENCE_S", "STRANGE_S"):
+        monkeypatch.setattr(circle, name, 0.0)
     with watches(3) as (_, made):
         first, *_ = circles(monkeypatch, made, [0, 1, 2])
         assert first.explain().startswith("all ranks are alive; ")
@@ -293,6 +294,38 @@ def test_where_nobody_ended_those_are_named_that_give_no_sign(monkeypatch: pytes
         assert first.explain() == "rank 2 hangs: no sign of it for 60 s (stopped, or its machine is gone)"
         knows(made[0], 2).heard_s = time.monotonic()
         assert first.explain() == "rank 7 never came here (it ended before, or is out of reach)"
+
+
+class _Gone:
+    """A store whose host has ended."""
+
+    def check(self, keys: object) -> bool:
+        raise dist.DistNetworkError("Broken pipe")
+
+
+@pytest.mark.parametrize(
+    ("method", "launcher", "watched", "said"),
+    [
+        # Rank 1 lives, but cannot be found.
+        ("env://", "False", [0, 1], "rank 0 ended with the process group's store"),
+        ("tcp://a:1", "False", [1], "rank 0 ended, or is out of reach, and with it the process group's store, which"),
+        ("env://", "True", [0, 1], "the process group's store is gone: the process that holds it ended, or is out of"),
+        (None, "False", [0, 1], "the process group's store is gone: the process that holds it ended, or is out of"),
+    ],
+)
+def test_where_the_store_is_gone_its_host_is_named_and_nobody_who_cannot_be_found_any_more(
+    monkeypatch: pytest.MonkeyPatch, method: str | None, launcher: str, watched: list[int], said: str
+) -> None:
+    monkeypatch.setattr(circle, "STRANGE_S", 0.0)
+    monkeypatch.setattr(dist.distributed_c10d, "_default_pg_init_method", method)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", launcher)
+    with watches(3) as (_, made):
+        made[2]._connections._store = _Gone()
+        monkeypatch.setattr(circle.dist, "get_process_group_ranks", lambda group: [*watched, 2])
+        monkeypatch.setattr(Watch, "current", lambda: made[2])
+        mine = Circle(_Group(len(watched), len(watched) + 1))  # type: ignore[arg-type]
+        assert until(lambda: made[2].storeless)
+        assert mine.explain().startswith(said)
 
 
 def test_one_that_closes_its_link_says_what_it_was_handling(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -162,10 +162,11 @@ class Link(LinkReports, LocalStepsUser):
             mine.open_links = numbers_in_use()
         self.number.value = lowest_free(mine.open_links)
         self._coders.agree(mine.everyone)
-        store = dist.PrefixStore(f"gradwire/{mine.token}", dist.distributed_c10d._get_default_store())
         order, scopes = TransferOrder(), self.method.scopes(self.world_size)
-        with mine.circle.naming("the connections of a link"):
-            own_lanes = [self._site.lane(i, store, order, scopes) for i in range(count)]
+        own_lanes = mine.circle.connected(
+            "the connections of a link",
+            lambda store: [self._site.lane(i, store, order, scopes) for i in range(count)],
+        )
         scaler = None if self.method.local_steps else grad_scaler  # differences of parameters have no scale
         passes, check = 1 if self.options.collective == REDUCE_SCATTER else 2, self.options.check
         device, staged = self._site.device, self._site.exchanges_copies

@@ -38,9 +38,10 @@ class SideLane:
     def __init__(self, group: dist.ProcessGroup, circle: Circle, purpose: str) -> None:
         rank, world_size, self._purpose = group.rank(), group.size(), purpose
         timeout = group_timeout(group)
-        store = dist.PrefixStore(f"gradwire/{circle.token}", dist.distributed_c10d._get_default_store())
-        with circle.naming(f"the connections for {purpose}"):
-            self.lane = Lane(dist.PrefixStore(purpose, store), rank, world_size, timeout, f"gradwire {purpose}")
+        (self.lane,) = circle.connected(
+            f"the connections for {purpose}",
+            lambda store: [Lane(dist.PrefixStore(purpose, store), rank, world_size, timeout, f"gradwire {purpose}")],
+        )
         self.failures = Failures(circle, [self.lane])
         self.close: Callable[[], object] = weakref.finalize(self, close_threads, [self.lane], circle, ())
 

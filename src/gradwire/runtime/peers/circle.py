@@ -5,22 +5,29 @@ from __future__ import annotations
 import contextlib
 import re
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, wait
 from datetime import timedelta
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch.distributed as dist
 
+from gradwire.drivers import Lane
 from gradwire.errors import ExchangeError
 from gradwire.runtime.peers.blame import Blame
 from gradwire.runtime.peers.notices import BECAUSE, CLOSED, FAILED, Notice
+from gradwire.runtime.peers.store import group_store, without_store
 from gradwire.runtime.peers.watch import Watch
 
 __all__ = ["Circle", "Wait", "brief"]
 
 PATIENCE_S = 3.0
 """How long a rank whose collective broke waits for what says why."""
+
+STRANGE_S = 2.0
+"""How long it waits for that where there are ranks that it has not met."""
 
 ORDER_S = 1.0
 """How long it waits for more where all that it knows is that a rank ended in order."""
@@ -101,6 +108,37 @@ class Circle:
                 if has_ended:
                     raise RuntimeError("a rank has ended before it took part") from None
 
+    def connected(self, purpose: str, make: Callable[[Any], list[Lane]]) -> list[Lane]:
+        """Make connections between the ranks (collective), but wait for none that has ended.
+
+        Who waits for a rank in a store, or for its answer, can be interrupted by nothing. So ``make`` runs in a thread
+        of its own, which is left alone where a rank has ended, and then ends with the group's timeout or the process.
+
+        Args:
+            purpose: For people.
+            make: Takes a store of the link alone, by connections that nothing else of this process waits for.
+
+        Raises:
+            ExchangeError: a rank is gone.
+        """
+        with self.naming(purpose):
+            prefix = f"gradwire/{self.token}"
+            if self._watch is None:
+                return make(dist.PrefixStore(prefix, group_store()))
+            made: Future[list[Lane]] = Future()
+            making = threading.Thread(
+                target=_fulfil, args=(made, make, prefix), name="gradwire connections", daemon=True
+            )
+            making.start()
+            while True:
+                gone = self.lost() or self._left()
+                # A rank may have ended after all connections to it were made.
+                if wait([made], SLICE_S).done:
+                    return made.result()
+                if gone:
+                    made.add_done_callback(_close)
+                    raise RuntimeError("a rank has ended before it was connected")
+
     @contextlib.contextmanager
     def naming(self, where: str) -> Iterator[Wait]:
         """Turn the failure of a collective in the body into an error that names who broke it.
@@ -116,6 +154,10 @@ class Circle:
             said = f"rank {self.rank} could not go on at {where}: {self.explain()} [{brief(error)}]"
             raise ExchangeError(said) from error
 
+    def _left(self) -> bool:
+        """Return whether a rank has ended in whichever way; one that closed the link again has not."""
+        return self._watch is not None and self._watch.judge(self._depends, "") is not None
+
     def _tell(self, notice: Notice) -> None:
         if self._watch is not None:
             self._watch.tell(notice)
@@ -129,7 +171,9 @@ class Circle:
             while watch.judge(self._depends, self.token, orderly=False) is None:
                 # One that closed its link, or ended in order, may be about to say more.
                 in_order = watch.judge(self._depends, self.token) is not None
-                left_s = began_s + (ORDER_S if in_order else PATIENCE_S) - time.monotonic()
+                met = None not in watch.quiet(self._depends, began_s).values()
+                patience_s = ORDER_S if in_order else PATIENCE_S if met else STRANGE_S
+                left_s = began_s + patience_s - time.monotonic()
                 if left_s <= 0:
                     break
                 watch.changed.wait(left_s)
@@ -144,12 +188,27 @@ class Circle:
             alive = "all ranks are alive; the network between them broke, or the timeout of the group is too short"
             return Blame((), alive)
         met = {rank: silent_s for rank, silent_s in quiet.items() if silent_s is not None}
+        if watch.storeless and not met:
+            return Blame((), without_store())
         if met:
             why = "(stopped, or its machine is gone)"
             parts = [f"rank {rank} hangs: no sign of it for {s:.0f} s {why}" for rank, s in met.items()]
         else:
             parts = [f"rank {rank} never came here (it ended before, or is out of reach)" for rank in quiet]
         return Blame(tuple(met or quiet), "; ".join(parts))
+
+
+def _fulfil(made: Future[list[Lane]], make: Callable[[Any], list[Lane]], prefix: str) -> None:
+    try:
+        # What waits in a store keeps all others from it. Where its host has ended, a copy is asked for again and again.
+        made.set_result(make(dist.PrefixStore(prefix, group_store().clone())))
+    except Exception as error:
+        made.set_exception(error)
+
+
+def _close(made: Future[list[Lane]]) -> None:
+    for lane in made.result() if made.exception() is None else []:
+        lane.close()
 
 
 def brief(error: Exception) -> str:

@@ -79,6 +79,7 @@ class Connections:
         heard: Called with a rank when something of it arrives, and with the notices therein.
         ended: Called with a rank when its process has ended, and None, or when no more can be read from it, and why.
         tick: Called about twice a second.
+        storeless: Called when the store is gone before all ranks that are sought have been found in it.
 
     Raises:
         OSError: nothing can be listened on.
@@ -92,9 +93,10 @@ class Connections:
         heard: Callable[[int, list[Notice]], None],
         ended: Callable[[int, str | None], None],
         tick: Callable[[], None],
+        storeless: Callable[[], None],
     ) -> None:
         self._store, self.rank, self.world_size = store, rank, world_size
-        self._heard, self._ended, self._tick = heard, ended, tick
+        self._heard, self._ended, self._tick, self._storeless = heard, ended, tick, storeless
         self._listener, self._own = listening(store)
         store.set(_key(rank), self._own.to_bytes())
         self._lines: dict[int, _Line] = {}
@@ -161,7 +163,8 @@ class Connections:
                 try:
                     found = bytes(self._store.get(_key(rank))) if self._store.check([_key(rank)]) else None
                 except (RuntimeError, dist.DistError):
-                    # The store is gone, and with it whoever could still come.
+                    # Whoever could still come cannot be found any more.
+                    self._storeless()
                     return
                 line = None if found is None else self._connect(rank, found)
                 if line is not None:

@@ -13,9 +13,11 @@ from typing import Any
 
 import torch.distributed as dist
 
+from gradwire.errors import ExchangeError
 from gradwire.runtime.peers.blame import Blame, Standing, judge
 from gradwire.runtime.peers.connections import Connections
 from gradwire.runtime.peers.notices import BECAUSE, ENDED, FAILED, Notice
+from gradwire.runtime.peers.store import group_store, store_host, without_store
 
 __all__ = ["QUIET_S", "SILENCE_S", "Watch"]
 
@@ -39,6 +41,7 @@ class Watch:
 
     Attributes:
         changed: Notified when something was heard.
+        storeless: Whether the store was gone before all ranks that were to be met had been found in it.
     """
 
     _now: Watch | None = None
@@ -50,13 +53,17 @@ class Watch:
         self._standings: dict[int, Standing] = {}
         self._warned: set[int] = set()
         self._ticked_s = time.monotonic()
-        self._in_trouble = False
-        self._connections = Connections(store, rank, world_size, self._heard, self._ended, self._tick)
+        self._in_trouble = self.storeless = False
+        self._connections = Connections(store, rank, world_size, self._heard, self._ended, self._tick, self._alone)
 
     @classmethod
     def current(cls) -> Watch:
-        """Return this process's watch over the default group, which begins with the first call."""
-        store = dist.distributed_c10d._get_default_store()
+        """Return this process's watch over the default group, which begins with the first call.
+
+        Raises:
+            ExchangeError: the store is gone.
+        """
+        store = group_store()
         with cls._making:
             now = cls._now
             if now is None or now.store is not store or now.pid != os.getpid():
@@ -64,7 +71,11 @@ class Watch:
                     atexit.register(_say_goodbye)
                 elif now.pid == os.getpid():
                     now.leave("has left its process group")
-                now = cls._now = cls(store, dist.get_rank(), dist.get_world_size())
+                rank = dist.get_rank()
+                try:
+                    now = cls._now = cls(store, rank, dist.get_world_size())
+                except (RuntimeError, dist.DistError) as error:
+                    raise ExchangeError(f"rank {rank} could not meet the others: {without_store()}") from error
             return now
 
     def meet(self, ranks: Iterable[int]) -> None:
@@ -154,6 +165,15 @@ class Watch:
         with self.changed:
             standing = self._standings.setdefault(rank, Standing())
             standing.ended_s, standing.unheard = time.monotonic(), why
+            self.changed.notify_all()
+
+    def _alone(self) -> None:
+        host = store_host()
+        with self.changed:
+            self.storeless = True
+            standing = None if host is None else self._standings.get(host)
+            if standing is not None and standing.heard_s is None and standing.ended_s is None:
+                standing.ended_s, standing.unheard = time.monotonic(), "ended with the process group's store"
             self.changed.notify_all()
 
     def _tick(self) -> None:

@@ -45,10 +45,10 @@ def probe(
         raise IncompatibleError("a group of one rank has no link to measure: start at least two ranks")
     with agreement(group) as mine:
         timeout = group_timeout(group)
-    store = dist.PrefixStore(f"gradwire/{mine.token}", dist.distributed_c10d._get_default_store())
     what = "the measurement of the link"
-    with mine.circle.naming(what):
-        lane = Lane(store, group.rank(), group.size(), timeout, "gradwire probe")
+    (lane,) = mine.circle.connected(
+        what, lambda store: [Lane(store, group.rank(), group.size(), timeout, "gradwire probe")]
+    )
     failures = Failures(mine.circle, [lane])
     try:
         conference = ControlChannel(lane, lambda error, _: failures.record(error, what), mine.circle.ranks)
