@@ -20,7 +20,7 @@ help:
 	@echo "make test   lint, types, all tests, and the tests against the installed wheel"
 	@echo "make soak   the property tests, ROUNDS=$(ROUNDS) times, on examples drawn anew each time"
 	@echo "make mutants   put known faults into a copy of the package and check that the tests catch them; ONLY=\"words\""
-	@echo "make trials   damage messages, inject spikes, and write docs/trials.md"
+	@echo "make trials   kill workers, damage messages, inject spikes, and write docs/trials.md"
 	@echo "make digests   after edits of kernels: let Numba compile anew what they were compiled into"
 
 venv: $(STAMP)
@@ -66,6 +66,7 @@ mutants: $(STAMP)
 
 # benchmarks/trials/images.py, which needs CIFAR-10 and half an hour a seed, is run by hand.
 trials: $(STAMP)
+	$(BIN)/python benchmarks/trials/kills.py --json benchmarks/results/trials_kills.json
 	$(BIN)/python benchmarks/trials/messages.py --json benchmarks/results/trials_messages.json
 	$(BIN)/python benchmarks/trials/spikes.py --json benchmarks/results/trials_spikes.json
 	$(BIN)/python benchmarks/summarise.py
