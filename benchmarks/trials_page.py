@@ -24,7 +24,7 @@ KILLS = """## Workers that end
 SIGKILL, SIGTERM, `os._exit` or an exception that nobody catches, between two exchanges, in the middle of one, in
 `gw.save`, or while links are built. Where rank 0 hosts the process group's store, that ends with it. Each survivor must
 end within {limit_s:g} s, by an exception that names the rank that ended and blames no other; `link.error` must do the same.
-Seconds are from the end of the one process to the end of the other."""
+Seconds are from the end of the one process to the other's exception, and to its end."""
 
 SPIKES = """## Spikes
 
@@ -71,6 +71,7 @@ def _kills() -> list[str]:
             sum(row["victim"] == 0 for row in rows),
             sum(row["victim"] == 0 and row["store"] == "rank 0" for row in rows),
             sum(row["named"] == len(row["survivors"]) for row in rows),
+            f"{max(told.get('raised_s', told['ended_s']) for row in rows for told in row['survivors']):.1f}",
             f"{max(row['slowest_s'] for row in rows):.1f}",
         )
         for way, rows in by_way.items()
@@ -79,9 +80,12 @@ def _kills() -> list[str]:
     lines = [
         KILLS.format(**found),
         "",
-        f"{kills} kills: in {good} of them all survivors did. {_where(found)}",
+        f"{kills} kills: all survivors did so in {good} of them. {_where(found)}",
         "",
-        *_table(("link", "kills", "of rank 0", "store in it", "named by all", "slowest, s"), table),
+        *_table(
+            ("link", "kills", "of rank 0", "store in it", "named by all", "slowest exception, s", "slowest end, s"),
+            table,
+        ),
     ]
     lost = [(row, told) for row in found["rows"] for told in row["survivors"]
             if not told["named"] or told["ended_s"] > found["limit_s"]]  # fmt: skip
