@@ -366,7 +366,7 @@ TABLE: dict[str, list[Case]] = {
         Case(gw.ATOMO(norm="max"), gather(0.4), variance=levels([0, 1], None, "max"), coded=True),
     ],
     "cat": [
-        Case(gw.CAT.paper(), lambda n: gather(64.0)(n), error=1.0, constants=False, coded=True),
+        Case(gw.CAT(), lambda n: gather(64.0)(n), error=1.0, constants=False, coded=True),
         Case(
             gw.CAT(scheme="sign", packet_bytes=256, blocks="parameter"),
             lambda n: gather(64.0)(n),
@@ -404,8 +404,8 @@ TABLE: dict[str, list[Case]] = {
     "spectral_atomo": [Case(gw.SpectralATOMO(), gather(32), error=2e-7, constants=False, coded=True, vectors=False)],
     "gtopk": [
         Case(
-            gw.GTopK.paper(),
-            lambda n: doubling(0.001 * (32 + 11.5))(n),
+            gw.GTopK(),
+            lambda n: doubling(0.1 * (32 + 4.8))(n),
             error=1.01,
             constants=False,
             coded=True,
@@ -433,8 +433,8 @@ TABLE: dict[str, list[Case]] = {
     ],
     "clt_k": [
         Case(
-            gw.CLTk.paper(),
-            lambda n: ring(0.032)(n) + 0.0115 * (n - 1).bit_length(),
+            gw.CLTk(),
+            lambda n: ring(3.2)(n) + 0.48 * (n - 1).bit_length(),
             error=1.01,
             constants=False,
             coded=True,
@@ -483,8 +483,8 @@ TABLE: dict[str, list[Case]] = {
     ],
     "sketched_sgd": [
         Case(
-            gw.SketchedSGD.paper(),
-            lambda n: ring(32 * 0.054)(n),
+            gw.SketchedSGD(),
+            lambda n: ring(32 * 0.54)(n),
             error=1.001,
             constants=False,
             memory=True,
@@ -500,9 +500,7 @@ TABLE: dict[str, list[Case]] = {
         ),
     ],
     "sketched_amsgrad": [
-        Case(
-            gw.SketchedAMSGrad.paper(), ring(32 * 0.058), constants=False, direction=True, memory=True, amplifies=True
-        ),
+        Case(gw.SketchedAMSGrad(), ring(32 * 0.58), constants=False, direction=True, memory=True, amplifies=True),
         Case(
             gw.SketchedAMSGrad(beta1=0.5, eps=0.01, rows=3, columns=97, density=0.02, candidates=2),
             ring(32 * (2 * 0.04 + 3 * 97e-6)),
@@ -513,7 +511,7 @@ TABLE: dict[str, list[Case]] = {
         ),
     ],
     "sidco": [
-        Case(gw.SIDCo.paper(), gather(0.001 * (32 + 11.5)), error=1.01, constants=False, coded=True),
+        Case(gw.SIDCo(), gather(0.05 * (32 + 5.8)), error=1.01, constants=False, coded=True),
         Case(
             gw.SIDCo(density=0.05, model="gamma", stages=2, blocks="model", values=gw.BF16()),
             gather(0.05 * (16 + 5.8)),
@@ -523,7 +521,7 @@ TABLE: dict[str, list[Case]] = {
         ),
     ],
     "dgc": [
-        Case(gw.DGC.paper(), gather(0.001 * (32 + 11.5)), error=1.01, constants=False, coded=True, memory=True),
+        Case(gw.DGC(), gather(0.05 * (32 + 5.8)), error=1.01, constants=False, coded=True, memory=True),
         Case(
             gw.DGC(density=0.05, momentum=0.5, nesterov=True, clip_norm=1e6, warmup_rounds=3),
             gather(0.25 * (32 + 3.3)),

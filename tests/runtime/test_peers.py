@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -104,9 +105,26 @@ def test_a_survivor_that_ends_because_of_another_is_not_named() -> None:
         assert (found.ranks, found.text) == ((1,), KILLED)
     alive = {2: standing(None, (told, 7.0))}
     assert judge(alive, "b") is None
-    through = judge(alive, "b", elsewhere=True)
+    through = judge(alive, "b", elsewhere_since_s=7.0)
     assert through is not None
     assert through.ranks == (1,)
+
+
+def test_a_failure_that_a_program_went_on_from_is_not_named_for_a_later_link() -> None:
+    """A link "old" failed on rank 2, whose program caught that; now rank 1 fails in a new one."""
+    ranks = {
+        1: standing(None, (Notice(FAILED, "new", text="at bucket 0: ValueError: no"), 7.2)),
+        2: standing(None, (Notice(FAILED, "old", text="at bucket 5: KeyError"), 7.0)),
+    }
+    for since_s in (0.0, 7.1, math.inf):
+        found = judge(ranks, "new", elsewhere_since_s=since_s)
+        assert found is not None
+        assert (found.ranks, found.text) == ((1,), "rank 1 failed at bucket 0: ValueError: no")
+    # Where nothing is said of the new one, only a failure of now counts.
+    assert judge({2: ranks[2]}, "new", elsewhere_since_s=7.1) is None
+    other = judge({2: ranks[2]}, "new", elsewhere_since_s=6.9)
+    assert other is not None
+    assert other.ranks == (2,)
 
 
 def test_a_chain_of_survivors_resolves_to_the_victim() -> None:

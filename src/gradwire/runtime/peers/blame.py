@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -62,7 +63,7 @@ class _Evidence:
 
 
 def judge(
-    standings: Mapping[int, Standing], link: str, *, orderly: bool = True, elsewhere: bool = False
+    standings: Mapping[int, Standing], link: str, *, orderly: bool = True, elsewhere_since_s: float = math.inf
 ) -> Blame | None:
     """Return who broke a link, or None while nothing says so.
 
@@ -72,9 +73,13 @@ def judge(
         standings: Of the ranks that the link depends on.
         link: Its token.
         orderly: Whether a rank that closed the link, or whose program came to its end, has broken it.
-        elsewhere: Whether what ranks that live say of other links counts.
+        elsewhere_since_s: From when on what ranks say of other links counts, where nothing but orderly ends says who
+            broke this one. A program may have gone on after an older failure, with new links.
     """
-    found = [e for rank, standing in standings.items() for e in _evidence(rank, standing, link, elsewhere)]
+    found = [e for rank, standing in standings.items() for e in _evidence(rank, standing, link)]
+    if all(e.orderly for e in found):
+        troubles = [e for rank, standing in standings.items() for e in _elsewhere(rank, standing)]
+        found = [e for e in troubles if e.since_s >= elsewhere_since_s] or found
     found = [e for e in found if orderly or not e.orderly]
     if not found:
         return None
@@ -90,7 +95,7 @@ def judge(
     return Blame(tuple(sorted(named)), "; ".join(texts.values()))
 
 
-def _evidence(rank: int, standing: Standing, link: str, elsewhere: bool) -> Iterable[_Evidence]:
+def _evidence(rank: int, standing: Standing, link: str) -> Iterable[_Evidence]:
     about = {kind: told for (kind, of), told in standing.notices.items() if of == link}
     ended = _ending(rank, standing)
     if FAILED in about or BECAUSE in about:
@@ -100,8 +105,10 @@ def _evidence(rank: int, standing: Standing, link: str, elsewhere: bool) -> Iter
     elif CLOSED in about:
         closed, since_s = about[CLOSED]
         yield _Evidence(since_s, (rank,), f"rank {rank} closed its link{closed.text}", True, orderly=True)
-    elif elsewhere:
-        yield from (_trouble(rank, *told) for told in standing.notices.values() if told[0].kind in (FAILED, BECAUSE))
+
+
+def _elsewhere(rank: int, standing: Standing) -> Iterable[_Evidence]:
+    return (_trouble(rank, *told) for told in standing.notices.values() if told[0].kind in (FAILED, BECAUSE))
 
 
 def _ending(rank: int, standing: Standing) -> _Evidence | None:

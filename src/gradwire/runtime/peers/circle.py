@@ -32,6 +32,9 @@ STRANGE_S = 2.0
 ORDER_S = 1.0
 """How long it waits for more where all that it knows is that a rank ended in order."""
 
+RECENT_S = 10.0
+"""For how long a failure of another link may be why a rank is missing in this one."""
+
 SLICE_S = 0.5
 """How long a rank waits for a collective before it looks whether others have ended."""
 
@@ -179,7 +182,7 @@ class Circle:
                 watch.changed.wait(left_s)
             else:
                 watch.changed.wait(SETTLE_S)
-            found = watch.judge(self._depends, self.token, elsewhere=True)
+            found = watch.judge(self._depends, self.token, elsewhere_since_s=began_s - RECENT_S)
         return found or self._of_the_quiet(watch)
 
     def _of_the_quiet(self, watch: Watch) -> Blame:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import math
 import os
 import sys
 import threading
@@ -104,11 +105,13 @@ class Watch:
         self.tell(Notice(ENDED, text=how))
         self._connections.close()
 
-    def judge(self, ranks: Iterable[int], link: str, *, orderly: bool = True, elsewhere: bool = False) -> Blame | None:
+    def judge(
+        self, ranks: Iterable[int], link: str, *, orderly: bool = True, elsewhere_since_s: float = math.inf
+    ) -> Blame | None:
         """Return who broke a link that depends on some ranks, or None while nothing says so; see :func:`judge`."""
         with self.changed:
             standings = {rank: self._standings[rank] for rank in ranks if rank in self._standings}
-            return judge(standings, link, orderly=orderly, elsewhere=elsewhere)
+            return judge(standings, link, orderly=orderly, elsewhere_since_s=elsewhere_since_s)
 
     def quiet(self, ranks: Iterable[int], now_s: float) -> dict[int, float | None]:
         """Return ranks that gave no sign for :data:`QUIET_S`, and for how many seconds; None: they were never met."""
