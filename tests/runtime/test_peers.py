@@ -312,6 +312,10 @@ def test_where_nobody_ended_those_are_named_that_give_no_sign(monkeypatch: pytes
         assert first.explain() == "rank 2 hangs: no sign of it for 60 s (stopped, or its machine is gone)"
         knows(made[0], 2).heard_s = time.monotonic()
         assert first.explain() == "rank 7 never came here (it ended before, or is out of reach)"
+        # Of several that never came, those that are only late are not accused.
+        first, *_ = circles(monkeypatch, made, [0, 1], [7, 9])
+        said = "one of ranks 7, 9, or several, ended before they came here, or are out of reach; others may be late"
+        assert first.explain() == said
 
 
 class _Gone:

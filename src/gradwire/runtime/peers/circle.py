@@ -197,8 +197,16 @@ class Circle:
             why = "(stopped, or its machine is gone)"
             parts = [f"rank {rank} hangs: no sign of it for {s:.0f} s {why}" for rank, s in met.items()]
         else:
-            parts = [f"rank {rank} never came here (it ended before, or is out of reach)" for rank in quiet]
+            parts = [_never_came(list(quiet))]
         return Blame(tuple(met or quiet), "; ".join(parts))
+
+
+def _never_came(ranks: list[int]) -> str:
+    """Say why ranks that were never met are named, of which some may only be late."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]} never came here (it ended before, or is out of reach)"
+    told = ", ".join(map(str, ranks))
+    return f"one of ranks {told}, or several, ended before they came here, or are out of reach; others may be late"
 
 
 def _fulfil(made: Future[list[Lane]], make: Callable[[Any], list[Lane]], prefix: str) -> None:
