@@ -121,6 +121,7 @@ def test_what_a_method_is_around_may_go_without_its_name_in_python_and_in_specs(
         (lambda: gw.ErrorFeedback(gw.TopK(), 0.9), "takes one value without a name: ErrorFeedback(compressor=..., "),
         (lambda: gw.DiLoCo(gw.FP32(), inner=gw.FP32()), "field 'inner' of DiLoCo is given twice"),
         (lambda: dataclasses.replace(gw.QSGD(), level=3), "did you mean 'levels'"),
+        (lambda: gw.QSGD(levels=10**5000), "QSGD: levels has more than 1024 bits"),
     ],
 )
 def test_python_gets_the_sentences_of_specs(build: Callable[[], gw.Method], part: str) -> None:

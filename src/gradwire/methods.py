@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from gradwire.segments import Parameter
 
 __all__ = [
+    "MOST_BITS",
     "Inherited",
     "Method",
     "Properties",
@@ -33,6 +34,9 @@ M = TypeVar("M", bound="Method")
 
 MOST_NAME = 100
 """Characters of an unknown name that are compared with those that are known."""
+
+MOST_BITS = 1024
+"""Bits of a whole number in a spec, or in a field, at most."""
 
 SEED_BITS = 1024
 """Bits of a seed at most, so that ranks can compare it in any number of digits."""
@@ -193,6 +197,10 @@ class Method:
         def __new__(cls, *operands: object, **given: object) -> Any:
             """Check the names of fields, so that a wrong one is told as in a spec."""
             check_fields(cls, len(operands), given)
+            for name, value in given.items():
+                # Sentences about a value print it, which Python refuses for thousands of digits.
+                huge = isinstance(value, int) and value.bit_length() > MOST_BITS
+                require(not huge, cls.__name__, f"{name} has more than {MOST_BITS} bits")
             return super().__new__(cls)
 
     @classmethod

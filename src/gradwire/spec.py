@@ -11,7 +11,7 @@ from dataclasses import MISSING, fields
 from typing import Any
 
 from gradwire.errors import HyperparameterError
-from gradwire.methods import Method, check_fields, operand, require, shortened, signature, unknown
+from gradwire.methods import MOST_BITS, Method, check_fields, operand, require, shortened, signature, unknown
 from gradwire.optim import KINDS
 from gradwire.registry import METHODS
 
@@ -32,9 +32,6 @@ _OPERATORS: dict[str, type[Any]] = {_key(name): kind for name, kind in KINDS.ite
 
 MOST_CHARACTERS = 1 << 16
 """Characters of a spec at most."""
-
-MOST_BITS = 1024
-"""Bits of a whole number in a spec at most."""
 
 _WORD = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|\d[\d.]*(?:[eE][+-]?\d+)?|[^\W\d]\w*(?:-\w+)*""")
 """A quoted text, a number, or a name, which may have hyphens."""
