@@ -19,7 +19,19 @@ from gradwire.registry import METHODS
 PACKAGE = Path(gradwire.__file__).parent
 ROOT = Path(__file__).parent.parent
 
-LEAVES = {"digests", "errors", "flags", "link_cost", "local_steps", "seeds", "segments", "methods", "ops", "version"}
+LEAVES = {
+    "digests",
+    "errors",
+    "fields",
+    "flags",
+    "link_cost",
+    "local_steps",
+    "seeds",
+    "segments",
+    "methods",
+    "ops",
+    "version",
+}
 METHODS_OF = LEAVES | {"optim", "kernels", "wire", "codecs", "compressors"}
 LAYERS = {
     "errors": set(),
@@ -33,7 +45,8 @@ LAYERS = {
     "ops": set(),
     "processes": set(),
     "forking": {"errors"},
-    "methods": {"errors", "ops", "segments"},
+    "fields": {"errors"},
+    "methods": {"errors", "fields", "ops", "segments"},
     "optim": {"errors"},
     "kernels": {"errors"},
     "wire": {"errors", "flags", "kernels"},

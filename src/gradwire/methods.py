@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard, TypeVar
 
 import torch
 
 from gradwire.errors import HyperparameterError
+from gradwire.fields import check_fields, shortened
 
 if TYPE_CHECKING:
     from gradwire.ops import Scope
@@ -20,20 +20,12 @@ __all__ = [
     "Inherited",
     "Method",
     "Properties",
-    "check_fields",
     "check_seed",
     "is_whole",
-    "operand",
     "require",
-    "shortened",
-    "signature",
-    "unknown",
 ]
 
 M = TypeVar("M", bound="Method")
-
-MOST_NAME = 100
-"""Characters of an unknown name that are compared with those that are known."""
 
 MOST_BITS = 1024
 """Bits of a whole number in a spec, or in a field, at most."""
@@ -333,45 +325,6 @@ def require(condition: bool, owner: str, sentence: str) -> None:
         raise HyperparameterError(f"{owner}: {shortened(sentence)}")
 
 
-def operand(kind: type[Any]) -> str | None:
-    """Return the name of the field that may go without its name: the method that another one is around."""
-    return next((each.name for each in fields(kind) if not each.kw_only), None)
-
-
-def check_fields(kind: type[Any], unnamed: int, named: Iterable[str]) -> None:
-    """Check with what a frozen dataclass is to be built, by its class.
-
-    Args:
-        kind: The class.
-        unnamed: How many values have no name.
-        named: The names of the others.
-
-    Raises:
-        HyperparameterError: naming the nearest known field, or those that there are.
-    """
-    known, first = [each.name for each in fields(kind)], operand(kind)
-    if unnamed > (first is not None):
-        most = "named values only" if first is None else "one value without a name"
-        raise HyperparameterError(f"{kind.__name__} takes {most}: {signature(kind)}")
-    for name in named:
-        if name not in known:
-            raise HyperparameterError(unknown("field", name, known, f" of {kind.__name__}"))
-        if unnamed and name == first:
-            raise HyperparameterError(f"field {name!r} of {kind.__name__} is given twice: leave one out")
-
-
-def signature(kind: type[Any]) -> str:
-    """Return how a frozen dataclass is written, without values."""
-    return f"{kind.__name__}({', '.join(each.name + '=...' for each in fields(kind))})"
-
-
-def unknown(what: str, name: str, known: Sequence[str], where: str = "") -> str:
-    """Return the sentence about a name that is not known, with the nearest one that is."""
-    near = difflib.get_close_matches(name[:MOST_NAME].lower(), known, n=1, cutoff=0.5)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    return f"unknown {what} {shortened(name)!r}{where}{hint} (known: {', '.join(known) or 'none'})"
-
-
 def is_whole(value: object, least: int | None = None) -> TypeGuard[int]:
     """Return whether a value is a whole number, of at least ``least`` if that is given.
 
@@ -388,16 +341,3 @@ def check_seed(seed: object) -> None:
     """
     require(is_whole(seed), "seed", f"a whole number is needed, not {seed!r}")
     require(int(seed).bit_length() <= SEED_BITS, "seed", f"at most {SEED_BITS} bits are used")  # type: ignore[call-overload]
-
-
-def shortened(text: str, most: int = 600) -> str:
-    """Return a text for a message, without its middle where it is longer than ``most`` characters.
-
-    Example:
-        >>> shortened("a" * 100, 40)
-        'aaaaaaaaaaaaaaaa... [80 characters] ...aaaa'
-    """
-    if len(text) <= most:
-        return text
-    head, tail = most * 2 // 5, most // 10
-    return f"{text[:head]}... [{len(text) - head - tail} characters] ...{text[-tail:]}"

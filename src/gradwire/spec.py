@@ -11,7 +11,8 @@ from dataclasses import MISSING, fields
 from typing import Any
 
 from gradwire.errors import HyperparameterError
-from gradwire.methods import MOST_BITS, Method, check_fields, operand, require, shortened, signature, unknown
+from gradwire.fields import check_fields, operand, shortened, signature, unknown
+from gradwire.methods import MOST_BITS, Method, require
 from gradwire.optim import KINDS
 from gradwire.registry import METHODS
 

@@ -1,0 +1,67 @@
+"""With which fields a frozen dataclass may be built, and the sentences about those that it does not have."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+from dataclasses import fields
+from typing import Any
+
+from gradwire.errors import HyperparameterError
+
+__all__ = ["check_fields", "operand", "shortened", "signature", "unknown"]
+
+MOST_NAME = 100
+"""Characters of an unknown name that are compared with those that are known."""
+
+
+def operand(kind: type[Any]) -> str | None:
+    """Return the name of the field that may go without its name: the method that another one is around."""
+    return next((each.name for each in fields(kind) if not each.kw_only), None)
+
+
+def check_fields(kind: type[Any], unnamed: int, named: Iterable[str]) -> None:
+    """Check with what a frozen dataclass is to be built, by its class.
+
+    Args:
+        kind: The class.
+        unnamed: How many values have no name.
+        named: The names of the others.
+
+    Raises:
+        HyperparameterError: naming the nearest known field, or those that there are.
+    """
+    known, first = [each.name for each in fields(kind)], operand(kind)
+    if unnamed > (first is not None):
+        most = "named values only" if first is None else "one value without a name"
+        raise HyperparameterError(f"{kind.__name__} takes {most}: {signature(kind)}")
+    for name in named:
+        if name not in known:
+            raise HyperparameterError(unknown("field", name, known, f" of {kind.__name__}"))
+        if unnamed and name == first:
+            raise HyperparameterError(f"field {name!r} of {kind.__name__} is given twice: leave one out")
+
+
+def signature(kind: type[Any]) -> str:
+    """Return how a frozen dataclass is written, without values."""
+    return f"{kind.__name__}({', '.join(each.name + '=...' for each in fields(kind))})"
+
+
+def unknown(what: str, name: str, known: Sequence[str], where: str = "") -> str:
+    """Return the sentence about a name that is not known, with the nearest one that is."""
+    near = difflib.get_close_matches(name[:MOST_NAME].lower(), known, n=1, cutoff=0.5)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return f"unknown {what} {shortened(name)!r}{where}{hint} (known: {', '.join(known) or 'none'})"
+
+
+def shortened(text: str, most: int = 600) -> str:
+    """Return a text for a message, without its middle where it is longer than ``most`` characters.
+
+    Example:
+        >>> shortened("a" * 100, 40)
+        'aaaaaaaaaaaaaaaa... [80 characters] ...aaaa'
+    """
+    if len(text) <= most:
+        return text
+    head, tail = most * 2 // 5, most // 10
+    return f"{text[:head]}... [{len(text) - head - tail} characters] ...{text[-tail:]}"
