@@ -357,6 +357,8 @@ def looked_at() -> dict[str, Any]:
             parameters["w"].grad = there(torch.ones(60, 400))
             link.reduce_()
         told["before the device is done"] = link.error
+        # Where a rank has failed, the others know of it at their next look.
+        dist.barrier()
         gpu.catch_up(gpu.mark()._count)
         told["error"] = str(link.error)
         with tempfile.TemporaryDirectory() as folder:

@@ -127,6 +127,19 @@ def test_a_failure_that_a_program_went_on_from_is_not_named_for_a_later_link() -
     assert other.ranks == (2,)
 
 
+def test_who_fails_is_named_after_any_number_of_links_that_were_closed() -> None:
+    made = standing()
+    made.take(Notice(ENDED, text="ended by itself"), 0.0)
+    for link in range(10_000):
+        made.take(Notice(CLOSED, str(link)), float(link))
+    made.take(Notice(FAILED, "the last", text="at a bucket"), 20_000.0)
+    blame = judge({1: made}, "the last")
+    assert blame is not None
+    assert (blame.ranks, blame.text) == ((1,), "rank 1 failed at a bucket")
+    assert made.first(ENDED) is not None
+    assert len(made.notices) < 1000
+
+
 def test_a_chain_of_survivors_resolves_to_the_victim() -> None:
     """Each is told only by the one before it."""
     said = Notice(FAILED, "a", (), "at bucket 3, round 7: KeyError: 'boom'")

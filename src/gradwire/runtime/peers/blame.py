@@ -14,6 +14,7 @@ TOGETHER_S = 0.5
 """Ranks that end within this time of the first are named beside it; those that end later most likely end with it."""
 
 MOST_NOTICES = 256
+"""Notices that are kept of each rank."""
 
 
 @dataclass
@@ -33,9 +34,11 @@ class Standing:
     notices: dict[tuple[str, str], tuple[Notice, float]] = field(default_factory=dict)
 
     def take(self, notice: Notice, now_s: float) -> None:
-        """Keep the first notice of its kind and link."""
-        if len(self.notices) < MOST_NOTICES or notice.kind == ENDED:
-            self.notices.setdefault((notice.kind, notice.link), (notice, now_s))
+        """Keep the first notice of its kind and link; of too many, the oldest give way."""
+        self.notices.setdefault((notice.kind, notice.link), (notice, now_s))
+        if len(self.notices) > MOST_NOTICES:
+            # A program that makes and closes links all day is told of each. The end of a process is told once.
+            del self.notices[next(key for key in self.notices if key[0] != ENDED)]
 
     def first(self, *kinds: str) -> Notice | None:
         """Return the earliest notice of some kinds, of whichever link."""
