@@ -13,6 +13,7 @@ from typer.testing import CliRunner, Result
 
 from gradwire.bench import calibration as calibration_of
 from gradwire.bench.predict import cases_of
+from gradwire.cli import plan_command
 from gradwire.cli.app import app
 from gradwire.experiments.errors import RunError
 from gradwire.model.machine import DEFAULT
@@ -188,3 +189,13 @@ def test_bench_kernels_on_a_gpu_is_refused_by_name_without_one(monkeypatch: pyte
     assert f"--device cuda: PyTorch {torch.__version__} finds no CUDA device here" in " ".join(refused.stderr.split())
     assert call("bench", "kernels", "--device", "cuda", "--backend", "cpu").exit_code == 2
     assert call("bench", "kernels", "--device", "tpu").exit_code == 2
+
+
+@pytest.mark.parametrize("name", ["nope.py", "nope.json"])
+def test_a_profile_that_is_not_there_is_refused_before_anything_is_measured(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan_command, "_machine", lambda *_: pytest.fail("the machine was calibrated"))
+    done = call("plan", "--profile", tmp_path / name, "--hosts", 2)
+    assert done.exit_code != 0
+    assert "does not exist" in done.output.replace("\n", " ")

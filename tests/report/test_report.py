@@ -68,6 +68,22 @@ def test_it_did_not_pay_when_the_accuracy_was_not_reached(tmp_path: Path) -> Non
     assert "It paid" not in text
 
 
+@pytest.mark.parametrize(("final", "advised"), [(0.88, True), (0.895, False)])
+def test_a_method_that_forgets_and_falls_behind_gets_a_hint(tmp_path: Path, final: float, advised: bool) -> None:
+    base = write_run(tmp_path / "a")
+    kept = {"with_feedback": "ErrorFeedback(compressor=TopK(density=0.01))"}
+    other = write_run(tmp_path / "b", "TopK(density=0.01)", name="other", accuracies=(0.1, final, final), **kept)
+    runs = load_runs([base, other])
+    assert ("try ErrorFeedback(compressor=TopK(density=0.01))" in verdict(runs[1], runs[0])) == advised
+
+
+def test_a_method_that_forgets_nothing_gets_no_hint(tmp_path: Path) -> None:
+    base = write_run(tmp_path / "a")
+    other = write_run(tmp_path / "b", "TernGrad()", name="other", accuracies=(0.1, 0.5, 0.5), with_feedback=None)
+    runs = load_runs([base, other])
+    assert "forgets the rest" not in verdict(runs[1], runs[0])
+
+
 def test_equal_times_claim_nothing(tmp_path: Path) -> None:
     assert "It saved bytes but no time here." in paragraph(tmp_path, step_time_s=0.0101)
 

@@ -83,9 +83,11 @@ def plan(
         ranks_per_host = found.ranks_per_host
         counts, links = [-(-world_size // ranks_per_host)], {f"measured {_rate(found)}": found}
         print(f"gradwire: {_found(found, world_size)}", file=sys.stderr)
+        known = _profile(profile, arguments, data)
     else:
+        # What is wrong with a script shows at once, and not after a minute of calibration.
+        known = _profile(profile, arguments, data)
         machine = _machine(calibration, calibrate, calibration_limit_s)
-    known = _profile(profile, arguments, data)
     rows: list[dict[str, Any]] = []
     curves: list[tuple[str, Forecast]] = []
     advice: list[tuple[str, str]] = []

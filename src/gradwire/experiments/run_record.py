@@ -54,9 +54,11 @@ def slug(spec: str) -> str:
 
 def config_of(plan: RunConfig) -> dict[str, Any]:
     """Return the run record as far as it is known before the link is built."""
+    method = gw.method(plan.method)
     return {
         "gradwire_run": RECORD,
-        "method": repr(gw.method(plan.method)),
+        "method": repr(method),
+        "with_feedback": _with_feedback(method),
         "name": plan.method,
         "task": plan.task.name,
         "seed": plan.seed,
@@ -71,6 +73,16 @@ def config_of(plan: RunConfig) -> dict[str, Any]:
         "interfaces": None,
         "link": None,
     }
+
+
+def _with_feedback(method: gw.Method) -> str | None:
+    """Return the spec that keeps what ``method`` forgets, or None where it forgets nothing or cannot keep it."""
+    if method.unbiased or method.remembers or method.direction:
+        return None
+    try:
+        return repr(gw.ErrorFeedback(compressor=method))
+    except gw.HyperparameterError:
+        return None
 
 
 def report(runs: Sequence[Path], folder: Path) -> Path:

@@ -68,8 +68,10 @@ class Profile:
         """Read :meth:`save`'s file.
 
         Raises:
-            HyperparameterError: it holds no profile.
+            HyperparameterError: it does not exist, or holds no profile.
         """
+        if not path.is_file():
+            raise HyperparameterError(f"profile {path} does not exist")
         try:
             found: Mapping[str, Any] = json.loads(path.read_text())
             shapes = {n: (tuple(shape), tuple(stride)) for n, (shape, stride) in found["parameters"].items()}

@@ -111,6 +111,7 @@ CONFIG: dict[str, Form] = {
 
 OPTIONAL_CONFIG: dict[str, Form] = {
     "name": _or_none(_text),
+    "with_feedback": _or_none(_text),
     "evaluated_on": _or_none(_text),
     "lab": _or_none(_text),
     "interfaces": _or_none(_listed(_record({"sent_payload_bytes": _whole}))),

@@ -9,6 +9,9 @@ from gradwire.report.summary import RunSummary, first_reaching, summarize
 
 __all__ = ["baseline_of", "bytes_text", "rate_text", "seconds_text", "verdict", "verdicts"]
 
+BEHIND = 0.01
+"""Final accuracy below float32's from which on a method that forgets a part of the gradient is advised against."""
+
 SAME = 0.03
 """Relative difference of times below which nothing is claimed."""
 
@@ -81,9 +84,11 @@ def verdict(run: Run, base: Run | None) -> str:
     if base is None:
         return f"{saved} No fp32 run of the same task, seed and workers is shown, so whether it paid is not said."
     if run.config["simulated"]:
-        return f"{saved} {_accuracy(run, base)[0]} The workers were simulated, so times say nothing about a network."
-    accuracy, ratio = _accuracy(run, base)
-    return " ".join([saved, _step_time(numbers, summarize(base)), accuracy, _conclusion(run, base, ratio)])
+        told = [saved, _accuracy(run, base)[0], "The workers were simulated, so times say nothing about a network."]
+    else:
+        accuracy, ratio = _accuracy(run, base)
+        told = [saved, _step_time(numbers, summarize(base)), accuracy, _conclusion(run, base, ratio)]
+    return " ".join([*told, *_hints(run, base)])
 
 
 def _bytes(numbers: RunSummary) -> str:
@@ -127,6 +132,20 @@ def _accuracy(run: Run, base: Run) -> tuple[str, float | None]:
         f"after {seconds_text(theirs['elapsed_s'])}.",
         ratio,
     )
+
+
+def _hints(run: Run, base: Run) -> list[str]:
+    """Return what to try where a method that loses a part of every gradient has fallen behind."""
+    reached, target = summarize(run).final_accuracy, summarize(base).final_accuracy
+    if reached is None or target is None or reached >= target - BEHIND:
+        return []
+    around = run.config.get("with_feedback")
+    if around is None:
+        return []
+    return [
+        f"{run.config['method']} sends a part of the gradient and forgets the rest, which costs accuracy: "
+        f"try {around}, which sends the rest later, or a method without bias such as EDEN(bits=4)."
+    ]
 
 
 def _conclusion(run: Run, base: Run, ratio: float | None) -> str:
