@@ -101,6 +101,38 @@ def test_a_link_tells_on_its_first_rank_alone(three_ranks: Ranks) -> None:
     assert three_ranks(attached, "ef_signsgd", 0.0) == [[], [], []]
 
 
+def first_steps(spec: str, rate: float, is_given: bool) -> list[str]:
+    """Two steps of an optimizer, whose learning rate is set after it was handed over, as a schedule does."""
+    w = torch.nn.Parameter(torch.full((NUMEL,), 0.5))
+    optimizer = torch.optim.SGD([w], lr=1e-5)
+    said = Said()
+    link = gw.Link([("w", w)], spec, optimizer=optimizer if is_given else None, min_numel=0)
+    optimizer.param_groups[0]["lr"] = rate
+    for _ in range(2):
+        w.grad = torch.ones(NUMEL)
+        link.reduce_()
+        optimizer.step()
+    link.close()
+    said.close()
+    return [text for text in said.texts if "learning rate of" in text]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("is_given", [True, False])
+def test_a_learning_rate_of_gradients_beside_a_direction_is_told_at_the_first_step(
+    three_ranks: Ranks, is_given: bool
+) -> None:
+    for spec in ("signsgd", "signum"):
+        (sentence,), *others = three_ranks(first_steps, spec, 0.06, is_given)
+        assert others == [[], []]
+        assert "rate, 0.06" in sentence
+        assert "elements of 'w' are 0.5" in sentence
+        assert "Try a learning rate of 0.005" in sentence
+        assert sentence.count("\n") == 2
+        assert three_ranks(first_steps, spec, 0.04, is_given) == [[], [], []]
+    assert three_ranks(first_steps, "terngrad", 0.06, is_given) == [[], [], []]
+
+
 def grown(spec: str) -> tuple[list[str], dict[str, float]]:
     """Eleven rounds, every fifth measured; one element is large, and a scale that all share is that of the small."""
     p = parameter(NUMEL)

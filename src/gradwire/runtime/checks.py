@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -18,6 +19,7 @@ from gradwire.spec import method as read_method
 
 __all__ = [
     "caution_about",
+    "caution_about_rate",
     "caution_alone",
     "check_not_in_backward",
     "check_optimizer",
@@ -25,6 +27,10 @@ __all__ = [
     "check_unit_by_unit",
     "optimizer_terms",
 ]
+
+
+LONG_STEP, USUAL_STEP = 0.1, 0.01
+"""Step of a direction over the size of what it moves: from where on it is warned of, and what is advised."""
 
 
 def check_optimizer(method: Method, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> None:
@@ -91,6 +97,34 @@ def caution_about(method: Method, optimizer: Any, compressed: Mapping[str, torch
     sentence = method.caution(optimizer, compressed)
     if sentence is not None:
         warnings.once("optimizer", sentence)
+
+
+def caution_about_rate(
+    method: Method, optimizer: Any, compressed: Mapping[str, torch.Tensor], warnings: WarnOnce
+) -> None:
+    """Warn of a learning rate for gradients beside a method that gives a direction.
+
+    Each element of a direction is about 1 long, so that a step moves each parameter by the learning rate, however small
+    its gradient. Trainings diverge where that is a large share of the parameter itself.
+
+    Args:
+        compressed: As for :func:`caution_about`.
+    """
+    if optimizer is None or not method.direction:
+        return
+    rates = {id(p): float(group["lr"]) for group in optimizer.param_groups for p in group["params"]}
+    stepped = [(name, p, rates[id(p)]) for name, p in compressed.items() if id(p) in rates and p.numel() > 1]
+    for name, parameter, rate in stepped:
+        size = float(parameter.detach().norm()) / math.sqrt(parameter.numel())
+        if size > 0 and rate > LONG_STEP * size:
+            warnings.once(
+                "learning rate",
+                f"{method!r} gives a direction: a step moves every element by about the learning rate, {rate:.2g}.\n"
+                f"The elements of {name!r} are {size:.1g} (root mean square), and trainings diverge above a tenth of "
+                "that.\n"
+                f"Try a learning rate of {USUAL_STEP * size:.1g}, or EDEN(bits=4), which works with {rate:.2g}.",
+            )
+            return
 
 
 def caution_alone(method: Method) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -11,8 +11,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from gradwire.algorithms.optimizers import not_stepped
 from gradwire.errors import IncompatibleError
 from gradwire.methods import Method
-from gradwire.runtime.checks import check_not_in_backward, check_optimizer
+from gradwire.runtime.checks import caution_about_rate, check_not_in_backward, check_optimizer
 from gradwire.runtime.failures import Failures
+from gradwire.runtime.warn_once import WarnOnce
 from gradwire.segments import is_sharded
 
 __all__ = ["OptimizerSearch", "on_any_step"]
@@ -50,24 +51,35 @@ class OptimizerSearch:
 
     Each is checked before its first step: as the one that was given is when a link is built, and that it does not step
     during the backward pass. No parameter has changed then. What is refused breaks the link, so that the other ranks
-    end with an error, too. The search ends when every parameter has been seen in a step.
+    end with an error, too. The search ends when every parameter has been seen in a step. The learning rate beside a
+    method that gives a direction is looked at there as well.
 
     Args:
         method: Of the link.
         optimizer: The one that was given and checked; None if none was.
         parameters: That are exchanged, by name.
+        compressed: Names of those that do not travel in float32.
         failures: Of the link.
+        warnings: Of the link.
     """
 
     def __init__(
-        self, method: Method, optimizer: Any, parameters: Mapping[str, torch.Tensor], failures: Failures
+        self,
+        method: Method,
+        optimizer: Any,
+        parameters: Mapping[str, torch.Tensor],
+        compressed: Iterable[str],
+        failures: Failures,
+        warnings: WarnOnce,
     ) -> None:
-        self._method, self._failures = method, failures
+        self._method, self._failures, self._warnings = method, failures, warnings
         unknown = parameters if optimizer is None else not_stepped(optimizer, parameters)
         self._unknown = set(unknown) if method.owns_momentum or method.local_steps else set[str]()
+        # The learning rate is looked at where the first step is taken: a schedule may have set it since.
+        self._rated = set(compressed) if method.direction else set[str]()
         # FSDP2 has reduced a gradient before anybody can step by it.
         self._unseen = {name for name, p in parameters.items() if not is_sharded(p)}
-        searches = self._unknown or self._unseen
+        searches = self._unknown or self._unseen or self._rated
         self._stop = on_any_step(parameters, self._check, before=True) if searches else None
 
     def _check(self, optimizer: torch.optim.Optimizer, held: dict[str, torch.Tensor]) -> None:
@@ -78,12 +90,15 @@ class OptimizerSearch:
                 check_optimizer(self._method, optimizer, held)
         except IncompatibleError as error:
             raise self._failures.record(error, f"the first step of {type(optimizer).__name__}") from None
+        rated = {name: p for name, p in held.items() if name in self._rated}
+        caution_about_rate(self._method, optimizer, rated, self._warnings)
+        self._rated.difference_update(held)
         self._unknown.difference_update(held)
         self._unseen.difference_update(held)
 
     def end_when_done(self) -> None:
         """End the search if nothing is left to look for; not to be called during an optimizer's step."""
-        if not self._unknown and not self._unseen:
+        if not (self._unknown or self._unseen or self._rated):
             self.end()
 
     def end(self) -> None:

@@ -141,15 +141,9 @@ class Link(LinkReports, LocalStepsUser):
             self._site = Site.of(self.method, self._parameters, self.options, self.group)
             its_options = replace(its_options, backend=self._site.backend)
             self._selection = make_selection(
-                self.method,
-                its_options,
-                self._exchanged,
-                self.world_size,
-                diagnostics,
-                self._coders,
-                self.number,
-                warnings,
-            )
+                self.method, its_options, self._exchanged, self.world_size,
+                diagnostics, self._coders, self.number, warnings,
+            )  # fmt: skip
             check_optimizer(self.method, optimizer, self._parameters)
             self._rates = LearningRates(self.method, optimizer, self._parameters)
             count = count if lanes is not None or self._site.transport != "nccl" else 1
@@ -184,9 +178,11 @@ class Link(LinkReports, LocalStepsUser):
             self.method, self._parameters, self.options, self._begin, self._runtime, self._channel, grad_scaler
         )
         unbind = (self._local or self.method).bind(optimizer, self._parameters)
-        self._search = OptimizerSearch(self.method, optimizer, self._parameters, self._runtime.failures)
         compressed = {n: p for n, p in self._exchanged.items() if n not in self._selection.planner.dense}
         caution_about(self.method, optimizer, compressed, warnings)
+        self._search = OptimizerSearch(
+            self.method, optimizer, self._parameters, compressed, self._runtime.failures, warnings
+        )
         # Threads and connections end with the link, also where it is dropped or the interpreter ends without close().
         self.close = weakref.finalize(self, close_threads, own_lanes, mine.circle, [unbind, self._search.end])
         register(self)
