@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from gradwire.bench.step import read_rows
+from gradwire.tools.bench.step import read_rows
 
 RESULTS = Path(__file__).resolve().parent / "results"
 CASTS = ("ddp fp32", "ddp fp16", "gradwire bf16")

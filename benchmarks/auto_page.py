@@ -5,7 +5,7 @@ from __future__ import annotations
 from auto_cells import relative
 from page_parts import UNLIMITED, cells_of, ms, result, rows_of, speed
 
-from gradwire.auto import Auto
+from gradwire.methods.auto import Auto
 
 
 def auto_section() -> list[str]:

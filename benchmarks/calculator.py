@@ -23,15 +23,15 @@ from typing import Any
 
 import torch
 
-from gradwire.drivers import LocalProfiler, Stage, local_profiler
-from gradwire.drivers.traffic import LARGE_BYTES
-from gradwire.experiments.machine import hardware, versions
+from gradwire.exchange.drivers import LocalProfiler, Stage, local_profiler
+from gradwire.exchange.drivers.traffic import LARGE_BYTES
+from gradwire.exchange.ops import Op
+from gradwire.exchange.planning import CHUNK_NUMEL, Options, Planner, exchanged
+from gradwire.methods.spec import method as read_method
 from gradwire.model.cycle import cycle_of
 from gradwire.model.forecast import CASTS, LOSSLESS, NOTHING, SIGMAS, WORTH, why_apart
 from gradwire.model.machine import FAR, Machine
-from gradwire.ops import Op
-from gradwire.planning import CHUNK_NUMEL, Options, Planner, exchanged
-from gradwire.spec import method as read_method
+from gradwire.tools.experiments.machine import hardware, versions
 
 RESULTS = Path(__file__).resolve().parent / "results"
 OUT = RESULTS / "calculator.json"

@@ -18,10 +18,10 @@ import torch
 from runs import write
 
 import gradwire as gw
-from gradwire.codecs import MessageCost
-from gradwire.experiments.convex import LogisticProblem
-from gradwire.experiments.optimum import find_optimum
-from gradwire.experiments.tasks.readers import read_libsvm
+from gradwire.methods.sparse.descent_per_byte import MessageCost
+from gradwire.tools.experiments.convex import LogisticProblem
+from gradwire.tools.experiments.optimum import find_optimum
+from gradwire.tools.experiments.tasks.readers import read_libsvm
 
 FILES = ("a9a.txt", "mushrooms.txt")
 COSTS = {

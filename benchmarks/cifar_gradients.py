@@ -10,7 +10,7 @@ import torch
 from cifar_levels import STEPS
 from torch import Tensor
 
-from gradwire.experiments import tasks
+from gradwire.tools.experiments import tasks
 
 __all__ = ["gradients", "parser"]
 

@@ -26,11 +26,11 @@ from runs import write
 from variance import real_gradient
 
 import gradwire as gw
-from gradwire.drivers import Meter, simulate_ranks
+from gradwire.exchange.drivers import Meter, simulate_ranks
+from gradwire.exchange.planning import Options, Planner
+from gradwire.exchange.protocols import Context, Memory, Workspace
 from gradwire.kernels import Coder, Kernels, get_kernels
 from gradwire.kernels.entropy import elias_bits, entropy_bits, get_coder
-from gradwire.planning import Options, Planner
-from gradwire.protocols import Context, Memory, Workspace
 
 WORKERS = 4
 GAUSSIAN_NUMEL = 1 << 20

@@ -28,9 +28,9 @@ import torch
 from runs import write
 
 import gradwire as gw
-from gradwire.bench.coders import trits_of_a_gaussian
 from gradwire.kernels import get_kernels
 from gradwire.kernels.entropy import CODERS, entropy_bits, get_coder
+from gradwire.tools.bench.coders import trits_of_a_gaussian
 
 SIZES = (1_000_000, 20_000_000)
 SKEWS = (100, 1000, 10_000)

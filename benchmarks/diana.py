@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from gradwire.experiments.convex import LogisticProblem
-from gradwire.experiments.descent import descend, exact_mean, float32_floor, rounded_mean
-from gradwire.experiments.optimum import find_optimum
+from gradwire.tools.experiments.convex import LogisticProblem
+from gradwire.tools.experiments.descent import descend, exact_mean, float32_floor, rounded_mean
+from gradwire.tools.experiments.optimum import find_optimum
 
 
 def row(name: str, problem: LogisticProblem, steps: int) -> dict[str, Any]:

@@ -20,9 +20,9 @@ import torch
 from runs import write
 
 import gradwire as gw
-from gradwire.experiments.convex import LogisticProblem
-from gradwire.experiments.descent import descend, float32_floor
-from gradwire.experiments.optimum import Optimum, find_optimum
+from gradwire.tools.experiments.convex import LogisticProblem
+from gradwire.tools.experiments.descent import descend, float32_floor
+from gradwire.tools.experiments.optimum import Optimum, find_optimum
 
 WORKERS = 8
 BLOCK = 32

@@ -20,9 +20,9 @@ from diana_convergence import GOAL, METHODS, WORKERS, omega_of
 from runs import write
 
 import gradwire as gw
-from gradwire.experiments.convex import LogisticProblem
-from gradwire.experiments.descent import descend
-from gradwire.experiments.optimum import Optimum, find_optimum
+from gradwire.tools.experiments.convex import LogisticProblem
+from gradwire.tools.experiments.descent import descend
+from gradwire.tools.experiments.optimum import Optimum, find_optimum
 
 AT_ONCE = 500
 """Steps between two looks at the goal."""

@@ -57,7 +57,7 @@ GROUPS = (
 
 def measure(group: tuple[str, ...], path: Path) -> list[str]:
     """Measure what of a group is not in its file yet; give the file's lines."""
-    command = [sys.executable, "-m", "gradwire.cli.main", "bench", "step", "--model", "mlp", "--hosts", "4"]
+    command = [sys.executable, "-m", "gradwire.tools.cli.main", "bench", "step", "--model", "mlp", "--hosts", "4"]
     command += ["--bandwidth", "100mbit", "--out", str(path)]
     for variant in (*REFERENCES, *group):
         command += ["--variant", variant]

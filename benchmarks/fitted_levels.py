@@ -29,7 +29,7 @@ from torch import Tensor
 from zero_level import of_block, variance
 
 import gradwire as gw
-from gradwire.algorithms.level_fitting import Mixture, powers
+from gradwire.methods.levels.level_fitting import Mixture, powers
 
 WORKERS = 4
 BLOCKS = (64, 8192, 32768)

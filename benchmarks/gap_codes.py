@@ -26,13 +26,13 @@ import numpy.typing as npt
 import torch
 from runs import write
 
-from gradwire.codecs.coded_gaps import encode_gaps, gaps_of, symbols_of
-from gradwire.experiments import tasks
-from gradwire.experiments.config import RunConfig
-from gradwire.experiments.simulate import SimulatedEngine
 from gradwire.kernels import get_kernels, smallest_format
 from gradwire.kernels.entropy import entropy_bits, get_coder
 from gradwire.kernels.indices.operations import IndexOperations
+from gradwire.methods.sparse.coded_gaps import encode_gaps, gaps_of, symbols_of
+from gradwire.tools.experiments import tasks
+from gradwire.tools.experiments.config import RunConfig
+from gradwire.tools.experiments.simulate import SimulatedEngine
 
 DENSITIES = (0.1, 0.01, 0.001)
 STEPS, EVERY = 100, 10

@@ -26,11 +26,11 @@ from runs import claim, release, write
 from torch import nn
 
 import gradwire as gw
-from gradwire.drivers import dense_bytes
-from gradwire.experiments.config import RunConfig
-from gradwire.experiments.engine import build_model, score_share
-from gradwire.experiments.order import DataOrder
-from gradwire.experiments.tasks import build
+from gradwire.exchange.drivers import dense_bytes
+from gradwire.tools.experiments.config import RunConfig
+from gradwire.tools.experiments.engine import build_model, score_share
+from gradwire.tools.experiments.order import DataOrder
+from gradwire.tools.experiments.tasks import build
 
 WORKERS, BATCH, STEPS, SEEDS = 8, 8, 200, (0, 1)
 RATES = (0.05, 0.2)

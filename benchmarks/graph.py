@@ -117,11 +117,11 @@ class Training:
         """Return accuracy and bytes every :data:`EVERY` steps."""
         import torch
 
-        from gradwire.experiments.config import RunConfig
-        from gradwire.experiments.engines import simulated_engine
-        from gradwire.experiments.tasks import build
-        from gradwire.experiments.tasks.graph_data import build_graph
         from gradwire.graphs import cut_edges, partition
+        from gradwire.tools.experiments.config import RunConfig
+        from gradwire.tools.experiments.engines import simulated_engine
+        from gradwire.tools.experiments.tasks import build
+        from gradwire.tools.experiments.tasks.graph_data import build_graph
 
         torch.set_num_threads(1)
         s = self.setup
@@ -153,8 +153,8 @@ def perceptron(graph_name: str, steps: int, seed: int) -> float:
     """Return the accuracy of a perceptron on the same nodes, as wide, with as many steps, which sees no edges."""
     import torch
 
-    from gradwire.experiments.order import generator
-    from gradwire.experiments.tasks.graph_data import build_graph
+    from gradwire.tools.experiments.order import generator
+    from gradwire.tools.experiments.tasks.graph_data import build_graph
 
     graph = build_graph(graph_name)
     with torch.random.fork_rng():

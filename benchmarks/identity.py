@@ -139,7 +139,7 @@ def simulated(run: Run) -> str:
     import torch
 
     import gradwire as gw
-    from gradwire.segments import flatten
+    from gradwire.exchange.segments import flatten
 
     torch.set_num_threads(1)
     module = network(run.layers)

@@ -43,7 +43,7 @@ def kind(step: int) -> str:
 def trained(spec: str, hosts: int, bandwidth: str, work: Path) -> list[Row]:
     """Train for some cycles, and return the rows of steps."""
     steps, path = EVERY * CYCLES, work / "lab"
-    command = [sys.executable, "-m", "gradwire.cli.main", "train", "text", "--out", str(path), "--overwrite"]
+    command = [sys.executable, "-m", "gradwire.tools.cli.main", "train", "text", "--out", str(path), "--overwrite"]
     command += ["--lab", f"hosts={hosts},bandwidth={bandwidth}", "--steps", str(steps), "--eval-every", str(steps)]
     options = {"workers": hosts, "method": spec, "model": "transformer", "optimizer": "adam", "lr": 0.004}
     for key, value in (options | {"seed": 0, "log-every": 1}).items():

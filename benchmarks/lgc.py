@@ -29,9 +29,9 @@ import torch
 from runs import claim, earlier, release, write
 
 import gradwire as gw
-from gradwire.experiments.config import RunConfig
-from gradwire.experiments.simulate import SimulatedEngine
-from gradwire.experiments.tasks import build
+from gradwire.tools.experiments.config import RunConfig
+from gradwire.tools.experiments.simulate import SimulatedEngine
+from gradwire.tools.experiments.tasks import build
 
 STEPS = {"mnist": 300, "cifar10": 300}
 FULL, TRAINING = 30, 90

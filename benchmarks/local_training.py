@@ -155,7 +155,7 @@ def time_steps(goal: Goal, name: str, bandwidth: str, arguments: argparse.Namesp
     """Train for a few cycles on the emulated cluster, and return the mean time of a step of all but the first."""
     cycle = EVERY if name in LOCAL else 8
     steps, path = 4 * cycle, arguments.work / "lab"
-    command = [sys.executable, "-m", "gradwire.cli.main", "train", goal.task, "--out", str(path), "--overwrite"]
+    command = [sys.executable, "-m", "gradwire.tools.cli.main", "train", goal.task, "--out", str(path), "--overwrite"]
     command += ["--lab", f"hosts={HOSTS},bandwidth={bandwidth}", "--steps", str(steps), "--eval-every", str(steps)]
     for key, value in (options(goal, name, 0, arguments) | {"log-every": 1}).items():
         command += [f"--{key}", str(value)]

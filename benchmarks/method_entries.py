@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import gradwire as gw
-from gradwire.experiments.tasks import build
+from gradwire.tools.experiments.tasks import build
 
 __all__ = [
     "FORMS",

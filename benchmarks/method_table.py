@@ -33,12 +33,12 @@ from method_entries import RATES, Entry, entries, entry_of, family, label, narro
 from runs import claim, release, write
 
 import gradwire as gw
-from gradwire.experiments.config import RunConfig
-from gradwire.experiments.folder import RunFolder
-from gradwire.experiments.run_record import config_of, slug
-from gradwire.experiments.simulate import SimulatedEngine
-from gradwire.experiments.tasks import build
-from gradwire.experiments.train import Trainer
+from gradwire.tools.experiments.config import RunConfig
+from gradwire.tools.experiments.folder import RunFolder
+from gradwire.tools.experiments.run_record import config_of, slug
+from gradwire.tools.experiments.simulate import SimulatedEngine
+from gradwire.tools.experiments.tasks import build
+from gradwire.tools.experiments.train import Trainer
 
 WORKERS = 4
 SEEDS = (0, 1, 2)

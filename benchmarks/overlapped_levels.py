@@ -21,9 +21,9 @@ from method_table import SEEDS, STEPS, WORKERS, train
 from runs import write
 
 import gradwire as gw
-from gradwire.experiments.config import RunConfig
-from gradwire.experiments.folder import RunFolder
-from gradwire.experiments.tasks import build
+from gradwire.tools.experiments.config import RunConfig
+from gradwire.tools.experiments.folder import RunFolder
+from gradwire.tools.experiments.tasks import build
 
 RATE, MOMENTUM = 0.15, 0.9
 KINDS = {"alq": gw.ALQ, "amq": gw.AMQ}

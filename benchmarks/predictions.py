@@ -16,10 +16,10 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
-from gradwire.bench.predict import judge
-from gradwire.bench.step import read_rows
-from gradwire.bench.variants import VARIANTS
-from gradwire.experiments.machine import hardware, versions
+from gradwire.tools.bench.predict import judge
+from gradwire.tools.bench.step import read_rows
+from gradwire.tools.bench.variants import VARIANTS
+from gradwire.tools.experiments.machine import hardware, versions
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from runs import write
 
-from gradwire.lab import parse_rate
+from gradwire.tools.lab import parse_rate
 
 ORDERS = ("in turn", "in lockstep", "overlapped", "at once", "all-to-all")
 SIZES = (100_000, 250_000, 500_000)

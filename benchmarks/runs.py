@@ -58,7 +58,7 @@ def train(task: str, folder: Path, options: dict[str, Any]) -> None:
     The folder's ``took.json`` has the seconds of the clock and of the processor.
     """
     start, before = time.monotonic(), os.times()
-    command = [sys.executable, "-m", "gradwire.cli.main", "train", task, "--simulate", "--overwrite", "--json"]
+    command = [sys.executable, "-m", "gradwire.tools.cli.main", "train", task, "--simulate", "--overwrite", "--json"]
     for name, value in options.items():
         command += [f"--{name}", str(value)]
     subprocess.run([*command, "--out", str(folder)], check=True, stdout=subprocess.DEVNULL)

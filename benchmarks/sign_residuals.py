@@ -5,7 +5,7 @@
 Four simulated workers train by SGD on the task's default data. After some steps, for each compressed parameter of
 worker 0: the share |C(g) - g|^2 / |g|^2 of the gradient that the scaled sign loses, by block size (in the float32 run),
 and the length of the residual over that of the gradient, or of the momentum where that is what is compressed (in the
-other runs). ``runtime/diagnostics.py`` warns above a multiple that these runs support.
+other runs). ``link/diagnostics.py`` warns above a multiple that these runs support.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import torch
 from runs import write
 
 import gradwire as gw
-from gradwire.experiments import tasks
-from gradwire.experiments.config import RunConfig
-from gradwire.experiments.simulate import SimulatedEngine
+from gradwire.tools.experiments import tasks
+from gradwire.tools.experiments.config import RunConfig
+from gradwire.tools.experiments.simulate import SimulatedEngine
 
 BLOCKS = (None, 1024, 256, 64)
 MEASURED = (1, 3, 10, 30, 100, 200, 300)

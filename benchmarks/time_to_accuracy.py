@@ -121,7 +121,7 @@ def run(cell: Cell, arguments: argparse.Namespace) -> None:
     # Rows of an earlier run must not be taken for this one's.
     shutil.rmtree(folder, ignore_errors=True)
     (arguments.work / f"{cell.name}.json").write_text(json.dumps(settings(cell)) + "\n")
-    command = [sys.executable, "-m", "gradwire.cli.main", "train", goal.task, "--out", str(folder)]
+    command = [sys.executable, "-m", "gradwire.tools.cli.main", "train", goal.task, "--out", str(folder)]
     command += ["--lab", f"hosts={HOSTS},bandwidth={cell.bandwidth}", "--workers", str(HOSTS)]
     command += ["--method", cell.method, "--seed", str(cell.seed), *goal.options]
     command += ["--steps", str(goal.steps), "--eval-every", str(goal.eval_every), "--log-every", "20"]

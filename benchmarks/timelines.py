@@ -30,7 +30,7 @@ def record(method: str, bandwidth: str, steps: int) -> dict[str, Any]:
     """Return the medians of all parts of a step."""
     figure = ROOT / "docs" / "figures" / f"lanes_{method}_{bandwidth}.png"
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "gradwire.cli.main", "bench", "timeline", "--json", "--method", method]
+        command = [sys.executable, "-m", "gradwire.tools.cli.main", "bench", "timeline", "--json", "--method", method]
         command += ["--lab", f"hosts={HOSTS},bandwidth={bandwidth}", "--steps", str(steps), "--figure", str(figure)]
         command += ["--out", str(Path(folder) / "trace.json")]
         rows = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)

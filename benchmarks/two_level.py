@@ -24,7 +24,7 @@ from typing import Any
 
 from runs import write
 
-from gradwire.lab import Network, Topology, open_network, run_command
+from gradwire.tools.lab import Network, Topology, open_network, run_command
 
 UNTIMED, NODE = 2, 2
 STEPS = {"10mbit": 3, "100mbit": 8, "1gbit": 16}

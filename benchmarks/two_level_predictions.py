@@ -18,11 +18,11 @@ from runs import write
 from torch import nn
 from two_level import HSDP, METHODS, NODE, STEPS
 
-from gradwire.bench.calibration import measure_machine
-from gradwire.bench.profile import profile_module
-from gradwire.lab import parse_rate
 from gradwire.model.forecast import NOTHING, Scenario, forecast
 from gradwire.model.machine import LinkModel
+from gradwire.tools.bench.calibration import measure_machine
+from gradwire.tools.bench.profile import profile_module
+from gradwire.tools.lab import parse_rate
 
 NODES, CORES, CALIBRATION_S = 2, 2, 180.0
 

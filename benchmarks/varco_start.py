@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from runs import write
 
-from gradwire.experiments.config import RunConfig
-from gradwire.experiments.engines import simulated_engine
-from gradwire.experiments.tasks import build
+from gradwire.tools.experiments.config import RunConfig
+from gradwire.tools.experiments.engines import simulated_engine
+from gradwire.tools.experiments.tasks import build
 
 STEPS, WORKERS, SEEDS = 60, 4, (0, 1, 2)
 WHOLE = 12

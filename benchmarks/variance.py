@@ -19,7 +19,7 @@ import torch
 from runs import write
 
 import gradwire as gw
-from gradwire.experiments import tasks
+from gradwire.tools.experiments import tasks
 
 BLOCKS = (128, 512, 1024, 8192)
 # Block sizes in columns, as they are written in the tables of QSGD, NUQSGD and AQSGD; "-" where there is no entry.

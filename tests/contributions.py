@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import torch
 
-from gradwire.drivers import Meter, simulate_ranks
-from gradwire.protocols import Context, Memory, Outcome, Workspace
-from gradwire.protocols.bucket_plan import BucketPlan
+from gradwire.exchange.drivers import Meter, simulate_ranks
+from gradwire.exchange.protocols import Context, Memory, Outcome, Workspace
+from gradwire.exchange.protocols.bucket_plan import BucketPlan
 
 __all__ = ["contributed", "told"]
 

@@ -12,15 +12,15 @@ import numpy as np
 import torch
 
 import gradwire as gw
-from gradwire.algorithms.vector_coder import VectorCoder
-from gradwire.drivers import Meter, simulate_ranks
+from gradwire.exchange.drivers import Meter, simulate_ranks
+from gradwire.exchange.ops import AllGather, AllToAll, Broadcast, Exchange, Op, Reduce, SendRecv
+from gradwire.exchange.protocols import Context, Memory
+from gradwire.exchange.protocols.bucket_plan import Algorithm, BucketPlan, make_plan
+from gradwire.exchange.protocols.differences import Known, gathered_differences
+from gradwire.exchange.segments import Parameter, lay_out
+from gradwire.exchange.wire import HEADER_BYTES
 from gradwire.kernels import get_kernels
-from gradwire.ops import AllGather, AllToAll, Broadcast, Exchange, Op, Reduce, SendRecv
-from gradwire.protocols import Context, Memory
-from gradwire.protocols.bucket_plan import Algorithm, BucketPlan, make_plan
-from gradwire.protocols.differences import Known, gathered_differences
-from gradwire.segments import Parameter, lay_out
-from gradwire.wire import HEADER_BYTES
+from gradwire.methods.gossip.vector_coder import VectorCoder
 
 __all__ = ["CHANGES", "OUTCOMES", "Trials", "WeightTrials"]
 

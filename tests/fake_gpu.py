@@ -25,7 +25,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from gradwire.drivers.devices import Device
+from gradwire.exchange.drivers.devices import Device
 from gradwire.kernels import Kernels, get_kernels
 from gradwire.kernels.checksum import checksums
 
@@ -375,11 +375,11 @@ def fake_gpu() -> Iterator[FakeGPU]:
         return kernels if name == "triton" else real(name, threads)
 
     with (
-        mock.patch("gradwire.runtime.site.one_device", return_value=WHERE),
-        mock.patch("gradwire.runtime.site.device_of", return_value=gpu),
-        mock.patch("gradwire.planning.planner.get_kernels", served),
-        mock.patch("gradwire.wire.header.device_checksums", device_checksums),
-        mock.patch("gradwire.wire.sealed.device_checksums", device_checksums),
+        mock.patch("gradwire.link.site.one_device", return_value=WHERE),
+        mock.patch("gradwire.link.site.device_of", return_value=gpu),
+        mock.patch("gradwire.exchange.planning.planner.get_kernels", served),
+        mock.patch("gradwire.exchange.wire.header.device_checksums", device_checksums),
+        mock.patch("gradwire.exchange.wire.sealed.device_checksums", device_checksums),
         gpu.on("main"),
     ):
         yield gpu

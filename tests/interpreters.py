@@ -39,7 +39,7 @@ NAME = "interpreters"
 PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 15, 36
 CLONE_NEWNET = 0x40000000
 LARGEST = 1 << 17
-STARTERS = ("gradwire", "gradwire.cli.main", "gradwire.cli.launcher", "torch.distributed.run")
+STARTERS = ("gradwire", "gradwire.tools.cli.main", "gradwire.tools.cli.launcher", "torch.distributed.run")
 """Modules that start processes themselves, and so get a server of their own while they run no thread."""
 
 _Popen, _execve = subprocess.Popen, os.execve
@@ -364,15 +364,15 @@ def preload() -> None:
     import torch.distributed.elastic.rendezvous.c10d_rendezvous_backend
     import torch.distributed.run  # noqa: F401
 
-    import gradwire.bench.rank
-    import gradwire.bench.step
-    import gradwire.cli.app
-    import gradwire.cli.bootstrap
-    import gradwire.cli.launcher
-    import gradwire.experiments.run
-    import gradwire.experiments.worker
-    import gradwire.lab
-    import gradwire.report  # noqa: F401
+    import gradwire.tools.bench.rank
+    import gradwire.tools.bench.step
+    import gradwire.tools.cli.app
+    import gradwire.tools.cli.bootstrap
+    import gradwire.tools.cli.launcher
+    import gradwire.tools.experiments.run
+    import gradwire.tools.experiments.worker
+    import gradwire.tools.lab
+    import gradwire.tools.report  # noqa: F401
     import ranks_preload  # noqa: F401
 
     if len(os.listdir("/proc/self/task")) != 1:

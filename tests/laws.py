@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable
 import torch
 
 import gradwire as gw
-from gradwire.algorithms.level_fitting import powers
 from gradwire.kernels import block_sizes
+from gradwire.methods.levels.level_fitting import powers
 
 __all__ = [
     "Law",

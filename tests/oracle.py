@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import gradwire as gw
-from gradwire.segments import flatten
+from gradwire.exchange.segments import flatten
 
 Loss = Callable[[nn.Module, int, int], torch.Tensor]
 """(module, rank, step) -> loss."""

@@ -13,7 +13,7 @@ import gradwire
 NAMES = [
     m.name
     for m in pkgutil.walk_packages(gradwire.__path__, "gradwire.")
-    if not m.name.startswith(("gradwire.cli", "gradwire.report", "gradwire.experiments"))
+    if not m.name.startswith(("gradwire.tools.cli", "gradwire.tools.report", "gradwire.tools.experiments"))
 ]
 
 

@@ -13,80 +13,99 @@ import pytest
 
 import gradwire
 from cases import CASES
-from gradwire.compressors import Compressor
-from gradwire.registry import METHODS
+from gradwire.exchange.compressor import Compressor
+from gradwire.methods.registry import METHODS
 
 PACKAGE = Path(gradwire.__file__).parent
 ROOT = Path(__file__).parent.parent
 
 LEAVES = {
-    "digests",
     "errors",
-    "fields",
-    "flags",
-    "link_cost",
-    "local_steps",
     "seeds",
-    "segments",
-    "methods",
-    "ops",
     "version",
+    *(
+        f"exchange.{name}"
+        for name in (
+            "deferred_checks",
+            "digests",
+            "fields",
+            "local_steps",
+            "method",
+            "network_cost",
+            "ops",
+            "segments",
+        )
+    ),
 }
-METHODS_OF = LEAVES | {"optim", "kernels", "wire", "codecs", "compressors"}
+PAYLOADS = LEAVES | {"optim", "kernels", "exchange.wire", "exchange.codecs", "exchange.compressor", "methods.casts"}
+METHODS_OF = PAYLOADS | {"exchange.protocols"}
 LAYERS = {
     "errors": set(),
-    "digests": {"errors"},
-    "flags": set(),
     "seeds": set(),
     "version": set(),
-    "segments": set(),
-    "link_cost": {"errors"},
-    "local_steps": set(),
-    "ops": set(),
-    "processes": set(),
-    "forking": {"errors"},
-    "fields": {"errors"},
-    "methods": {"errors", "fields", "ops", "segments"},
+    "exchange.deferred_checks": set(),
+    "exchange.digests": {"errors"},
+    "exchange.fields": {"errors"},
+    "exchange.local_steps": set(),
+    "exchange.method": {"errors", "exchange.fields", "exchange.ops", "exchange.segments"},
+    "exchange.network_cost": {"errors"},
+    "exchange.ops": set(),
+    "exchange.segments": set(),
     "optim": {"errors"},
     "kernels": {"errors"},
-    "wire": {"errors", "flags", "kernels"},
-    "codecs": LEAVES | {"kernels", "wire"},
-    "compressors": LEAVES | {"kernels", "wire", "codecs"},
-    "protocols": METHODS_OF,
-    "wrappers": METHODS_OF | {"protocols"},
-    "algorithms": METHODS_OF | {"protocols", "wrappers"},
-    "registry": LEAVES | {"compressors", "wrappers", "algorithms"},
-    "spec": LEAVES | {"optim", "registry"},
-    "auto": LEAVES | {"spec", "protocols", "wrappers", "algorithms"},
-    "graphs": METHODS_OF | {"protocols", "wrappers", "algorithms", "spec"},
-    "drivers": LEAVES | {"wire", "protocols"},
-    "planning": LEAVES | {"kernels", "compressors", "protocols", "spec", "drivers"},
-    "model": LEAVES | {"kernels", "spec", "auto", "drivers", "planning"},
-    "runtime": METHODS_OF | {"protocols", "algorithms", "spec", "auto", "graphs", "drivers", "planning", "model"},
-    "adapters": LEAVES | {"planning", "runtime"},
-    "integrations": {"errors", "methods", "spec", "adapters", "runtime"},
+    "exchange.wire": {"errors", "exchange.deferred_checks", "kernels"},
+    "exchange.codecs": LEAVES | {"kernels", "exchange.wire"},
+    "exchange.compressor": LEAVES | {"kernels", "exchange.codecs"},
+    # What everything falls back to is known to the protocols.
+    "methods.casts": LEAVES | {"kernels", "exchange.wire", "exchange.codecs"},
+    "exchange.protocols": PAYLOADS,
+    "exchange.drivers": LEAVES | {"exchange.wire", "exchange.protocols"},
+    "methods": METHODS_OF,
+    "methods.registry": LEAVES | {"methods", "methods.casts"},
+    "methods.spec": LEAVES | {"optim", "methods.registry"},
+    "methods.auto": LEAVES | {"methods", "methods.spec", "exchange.protocols"},
+    "graphs": METHODS_OF | {"methods", "methods.spec"},
+    "exchange.planning": LEAVES | {"kernels", "exchange.drivers", "exchange.protocols", "methods.spec"},
+    "model": LEAVES | {"exchange.drivers", "exchange.planning", "methods.auto", "methods.spec"},
+    "link": METHODS_OF
+    | {"exchange.drivers", "exchange.planning", "graphs", "methods", "methods.auto", "methods.spec", "model"},
+    "link.adapters": LEAVES | {"exchange.planning", "link"},
+    "integrations": {"errors", "exchange.method", "link", "link.adapters", "methods.spec"},
     "__init__": {
-        "adapters",
-        "auto",
-        "drivers",
         "errors",
+        "exchange.drivers",
+        "exchange.method",
+        "exchange.network_cost",
         "graphs",
         "integrations",
-        "link_cost",
-        "methods",
+        "link.adapters",
+        "methods.auto",
+        "methods.registry",
+        "methods.spec",
         "optim",
-        "registry",
-        "spec",
         "version",
     },
     # Above the public interface: these build on `import gradwire`, and on a few parts of the library by name.
-    "lab": {"errors", "processes"},
-    "report": {"errors", "version"},
-    "experiments": LEAVES | {"__init__", "graphs", "drivers", "report", "processes", "forking", "lab"},
-    "bench": LEAVES
-    | {"__init__", "experiments", "processes", "lab", "model", "planning", "kernels", "drivers", "registry"},
-    "cli": {"__init__", "errors", "experiments", "report", "version", "lab", "bench", "model"},
-    "__main__": {"cli"},
+    "tools.processes": set(),
+    "tools.forking": {"errors"},
+    "tools.lab": {"errors", "tools.processes"},
+    "tools.report": {"errors"},
+    "tools.experiments": LEAVES
+    | {"__init__", "exchange.drivers", "graphs", "tools.forking", "tools.lab", "tools.processes", "tools.report"},
+    "tools.bench": LEAVES
+    | {
+        "__init__",
+        "exchange.drivers",
+        "exchange.planning",
+        "kernels",
+        "methods.registry",
+        "model",
+        "tools.experiments",
+        "tools.lab",
+        "tools.processes",
+    },
+    "tools.cli": {"__init__", "errors", "model", "tools.bench", "tools.experiments", "tools.lab", "tools.report"},
+    "__main__": {"tools.cli"},
 }
 """What each part may import: a part stands below all that import it."""
 
@@ -94,11 +113,11 @@ FENCED = {
     "numba": {"kernels"},
     "llvmlite": {"kernels"},
     "triton": {"kernels"},
-    "matplotlib": {"report"},
-    "jinja2": {"report"},
-    "typer": {"cli"},
-    "rich": {"cli"},
-    "sklearn": {"experiments"},
+    "matplotlib": {"tools.report"},
+    "jinja2": {"tools.report"},
+    "typer": {"tools.cli"},
+    "rich": {"tools.cli"},
+    "sklearn": {"tools.experiments"},
     "scipy": {"model"},
     "tensorboard": {"integrations"},
     "wandb": {"integrations"},
@@ -107,7 +126,14 @@ FENCED = {
     "accelerate": {"integrations"},
     "transformers": {"integrations"},
     "lightning": {"integrations"},
-    "torch.distributed": {"drivers", "runtime", "adapters", "experiments", "bench", "cli"},
+    "torch.distributed": {
+        "exchange.drivers",
+        "link",
+        "link.adapters",
+        "tools.bench",
+        "tools.cli",
+        "tools.experiments",
+    },
 }
 
 
@@ -115,10 +141,12 @@ FENCED = {
 def modules() -> list[tuple[str, Path, ast.Module]]:
     found = []
     for path in sorted(PACKAGE.rglob("*.py")):
-        relative = path.relative_to(PACKAGE)
-        part = relative.parts[0] if len(relative.parts) > 1 else relative.stem
-        found.append((part, path, ast.parse(path.read_text())))
+        found.append((part_of(module_of(path)), path, ast.parse(path.read_text())))
     return found
+
+
+def module_of(path: Path) -> str:
+    return ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
 
 
 def imported(tree: ast.AST) -> Iterator[str]:
@@ -149,14 +177,22 @@ def is_module(pieces: list[str]) -> bool:
 
 
 def part_of(module: str) -> str:
-    return module.split(".")[1] if "." in module else "__init__"
+    """Return the part of :data:`LAYERS` that a module belongs to, the longest name of all."""
+    pieces = module.split(".")[1:]
+    names = (".".join(pieces[:n]) for n in range(len(pieces), 0, -1))
+    return next((name for name in names if name in LAYERS), ".".join(pieces[:1]) or "__init__")
+
+
+def is_package(module: str) -> bool:
+    """Return whether a module holds others and nothing itself."""
+    return module in {"gradwire.exchange", "gradwire.methods", "gradwire.tools"}
 
 
 def test_imports_point_one_way() -> None:
     wrong = []
     for part, path, tree in modules():
         for target in targets(tree):
-            if part_of(target) != part and part_of(target) not in LAYERS[part]:
+            if part_of(target) not in {part, *LAYERS.get(part, ())} and not is_package(target):
                 wrong.append(f"{path.relative_to(PACKAGE)} imports {target}")
     assert not wrong
 
@@ -193,7 +229,7 @@ def test_modules_form_no_circle() -> None:
     """Not even within a part, nor by imports inside functions or for types alone."""
     graph: dict[str, set[str]] = {}
     for _, path, tree in modules():
-        module = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
+        module = module_of(path)
         graph[module] = set(targets(tree)) - {module, "gradwire"}
     assert circle(graph) == []
 
@@ -233,7 +269,7 @@ def test_no_assert_and_no_global_generator_in_the_library() -> None:
             where = f"{path.relative_to(PACKAGE)}:{getattr(node, 'lineno', 0)}"
             if isinstance(node, ast.Assert):
                 wrong.append(f"{where} asserts")
-            if part in ("experiments", "bench", "cli") or not isinstance(node, ast.Call):
+            if part in ("tools.experiments", "tools.bench", "tools.cli") or not isinstance(node, ast.Call):
                 continue
             name = ast.unparse(node.func)
             drawn = name in {f"{a}.{b}" for a, b in FORBIDDEN} or name.startswith(("np.random.", "random."))
@@ -298,7 +334,7 @@ def test_files_can_be_read_in_one_sitting() -> None:
 def test_every_method_is_in_the_tuple_the_cases_and_has_its_own_tag() -> None:
     found = set()
     for part, _, tree in modules():
-        if part in ("compressors", "wrappers", "algorithms"):
+        if part.startswith("methods") and part != "methods.auto":
             for node in ast.walk(tree):
                 if isinstance(node, ast.ClassDef):
                     named = [

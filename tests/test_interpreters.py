@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import interpreters
-from gradwire.processes import die_with_parent
+from gradwire.tools.processes import die_with_parent
 
 pytestmark = [
     pytest.mark.ranks,

@@ -12,9 +12,9 @@ import torch
 import gradwire as gw
 from cases import CASES
 from gradwire.errors import HyperparameterError, IncompatibleError
+from gradwire.exchange.planning import Options
 from gradwire.graphs import Graph, partition, subgraphs
-from gradwire.planning import Options
-from gradwire.registry import METHODS
+from gradwire.methods.registry import METHODS
 
 
 @pytest.mark.parametrize(
@@ -81,9 +81,9 @@ def test_what_no_rank_could_attach_is_refused_before_there_are_ranks(
 
 def test_types_of_options_name_what_is_there() -> None:
     """A type checker finds a mistyped option, or value of one, before the script runs."""
-    from gradwire.adapters.attach import attach
+    from gradwire.exchange.planning import Collective, KernelBackend, LinkOptions, RareOptions
     from gradwire.kernels import BACKENDS
-    from gradwire.planning import Collective, KernelBackend, LinkOptions, RareOptions
+    from gradwire.link.adapters.attach import attach
 
     assert set(get_type_hints(LinkOptions)) == {field.name for field in dataclasses.fields(Options)}
     named = set(inspect.signature(attach).parameters) - {"more"} | set(get_type_hints(RareOptions))

@@ -7,8 +7,8 @@ import hashlib
 import pytest
 import torch
 
+from gradwire.exchange.segments import Parameter, flat_view, flatten, lay_out
 from gradwire.seeds import OWNER, SHARED, parameter_key
-from gradwire.segments import Parameter, flat_view, flatten, lay_out
 
 
 def test_a_key_is_the_hash_of_seed_purpose_and_name() -> None:

@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from runs import machine
 
 import gradwire as gw
-from gradwire.experiments.tasks.readers import read_cifar10
+from gradwire.tools.experiments.tasks.readers import read_cifar10
 
 WORKERS, UPDATES, BATCH = 4, 300, 64
 RATE = 0.05

@@ -1,10 +1,6 @@
 """Data-parallel PyTorch training over slow links: gradients packed to a few bits per element, for real."""
 
 from gradwire import integrations
-from gradwire.adapters import *  # noqa: F403
-from gradwire.adapters import __all__ as _adapters
-from gradwire.auto import Auto
-from gradwire.drivers import Traffic
 from gradwire.errors import (
     BackendError,
     ExchangeError,
@@ -14,13 +10,17 @@ from gradwire.errors import (
     PayloadError,
     RankMismatchError,
 )
+from gradwire.exchange.drivers import Traffic
+from gradwire.exchange.method import Method, Properties
+from gradwire.exchange.network_cost import LinkCost
 from gradwire.graphs import CDFGNN, VARCO, Halo, Isolated, halo_method
-from gradwire.link_cost import LinkCost
-from gradwire.methods import Method, Properties
+from gradwire.link.adapters import *  # noqa: F403
+from gradwire.link.adapters import __all__ as _adapters
+from gradwire.methods.auto import Auto
+from gradwire.methods.registry import *  # noqa: F403
+from gradwire.methods.registry import __all__ as _registry
+from gradwire.methods.spec import method, register
 from gradwire.optim import L1, Box, ProximalSGD
-from gradwire.registry import *  # noqa: F403
-from gradwire.registry import __all__ as _registry
-from gradwire.spec import method, register
 from gradwire.version import __version__
 
 __all__ = [

@@ -1,6 +1,6 @@
 """``python -m gradwire``: the command line."""
 
-from gradwire.cli.main import main
+from gradwire.tools.cli.main import main
 
 if __name__ == "__main__":
     main()

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire as gw
-from gradwire.adapters import ddp as adapter
+from gradwire.link.adapters import ddp as adapter
 
 OPTIONS: dict[str, Any] = {
     "lanes": 3,

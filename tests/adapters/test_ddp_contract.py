@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire as gw
-from gradwire.digests import unpack
+from gradwire.exchange.digests import unpack
 from oracle import batch, digest, layers, simulated_run, square_loss
 
 pytestmark = pytest.mark.ranks
@@ -163,7 +163,7 @@ def test_a_refusal_on_one_rank_reaches_the_others(three_ranks: Any) -> None:
 
 
 def refuse_tuple() -> str:
-    from gradwire.adapters.ddp import _exchange
+    from gradwire.link.adapters.ddp import _exchange
 
     return refusal(lambda: _exchange(object(), (torch.zeros(3), torch.zeros(3))))  # type: ignore[arg-type]
 
@@ -421,7 +421,7 @@ def run_checked_corruption() -> str:
     """Rank 1 decodes something else, as a broken CPU or a drifted library would."""
     import torch.distributed as dist
 
-    from gradwire.codecs import TernaryCodec
+    from gradwire.methods.ternary.ternary_codec import TernaryCodec
 
     ddp = DistributedDataParallel(layers(2))
     link = gw.attach(ddp, "terngrad", check=True)

@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire as gw
-from gradwire.algorithms.low_rank import draw_factor, matrices
-from gradwire.segments import Parameter, lay_out
+from gradwire.exchange.segments import Parameter, lay_out
+from gradwire.methods.low_rank.low_rank import draw_factor, matrices
 from modes import train
 from oracle import batch, digest, layers, square_loss
 from ranks import fresh_ranks

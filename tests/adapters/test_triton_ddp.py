@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire as gw
 from gradwire.kernels import CODERS
 from gradwire.kernels.triton_core.backend import SERVED
-from gradwire.registry import METHODS
+from gradwire.methods.registry import METHODS
 from triton_interpreter import interpreted
 
 # NumPy warns of products with an infinity, which kernels compute and do not use.

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.nn import functional
 
-from gradwire.algorithms.autoencoder import INPUT_BITS, WEIGHT_BITS, Autoencoder, _integers, latent_length
-from gradwire.algorithms.autoencoder_training import REMEMBERED, ElementScales, Training
-from gradwire.protocols import Context, Memory
+from gradwire.exchange.protocols import Context, Memory
+from gradwire.methods.learned.autoencoder import INPUT_BITS, WEIGHT_BITS, Autoencoder, _integers, latent_length
+from gradwire.methods.learned.autoencoder_training import REMEMBERED, ElementScales, Training
 
 PLAIN, GUIDED = Autoencoder(), Autoencoder(innovation=True)
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 import gradwire as gw
-from gradwire.algorithms.leaders_elements import LeadersElements
 from gradwire.errors import HyperparameterError, PayloadError
+from gradwire.exchange.protocols.bucket_plan import PlanSetting
+from gradwire.exchange.segments import Parameter, lay_out
 from gradwire.kernels import get_kernels
-from gradwire.protocols.bucket_plan import PlanSetting
-from gradwire.segments import Parameter, lay_out
+from gradwire.methods.sparse.leaders_elements import LeadersElements
 
 SIZES = {"a": 3000, "b": 900, "c": 40}
 NUMEL = sum(SIZES.values())

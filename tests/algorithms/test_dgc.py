@@ -8,13 +8,13 @@ import pytest
 import torch
 
 import gradwire as gw
-from gradwire.algorithms.dgc import MaskedMomentum
-from gradwire.drivers import Meter, simulate_ranks
 from gradwire.errors import HyperparameterError, IncompatibleError
+from gradwire.exchange.drivers import Meter, simulate_ranks
+from gradwire.exchange.protocols import Context
+from gradwire.exchange.protocols.bucket_plan import PlanSetting, SectionPlan
+from gradwire.exchange.segments import Parameter, lay_out
 from gradwire.kernels import get_kernels
-from gradwire.protocols import Context
-from gradwire.protocols.bucket_plan import PlanSetting, SectionPlan
-from gradwire.segments import Parameter, lay_out
+from gradwire.methods.sparse.dgc import MaskedMomentum
 from resumed import assert_resumes
 
 

@@ -11,8 +11,8 @@ import torch
 import gradwire as gw
 from contributions import contributed
 from gradwire.errors import HyperparameterError
-from gradwire.planning import Options, Planner
-from gradwire.protocols import Memory
+from gradwire.exchange.planning import Options, Planner
+from gradwire.exchange.protocols import Memory
 from laws import levels
 from quadratics import Quadratic, descend
 

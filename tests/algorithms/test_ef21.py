@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import gradwire as gw
-from gradwire.drivers import Meter, simulate_ranks
 from gradwire.errors import HyperparameterError
-from gradwire.planning import Options, Planner
-from gradwire.protocols import Context, Memory
+from gradwire.exchange.drivers import Meter, simulate_ranks
+from gradwire.exchange.planning import Options, Planner
+from gradwire.exchange.protocols import Context, Memory
 from quadratics import Quadratic, descend
 
 N, D = 8, 40

@@ -13,10 +13,10 @@ import torch
 import gradwire as gw
 from cases import DIFFERING
 from contributions import contributed
-from gradwire.algorithms.graphs import graph_of
-from gradwire.drivers import Meter, simulate_ranks
-from gradwire.planning import Options, Planner
-from gradwire.protocols import Context, Memory
+from gradwire.exchange.drivers import Meter, simulate_ranks
+from gradwire.exchange.planning import Options, Planner
+from gradwire.exchange.protocols import Context, Memory
+from gradwire.methods.gossip.graphs import graph_of
 
 SHAPES = {"a": (24, 12), "b": (7,), "c": (3, 5, 4)}
 U = 2.0**-24

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import gradwire as gw
-from gradwire.algorithms.graphs import MixingMatrix, graph_of, metropolis_hastings, rounds
+from gradwire.methods.gossip.graphs import MixingMatrix, graph_of, metropolis_hastings, rounds
 
 
 def edges_of(graph: MixingMatrix) -> set[tuple[int, int]]:

@@ -14,13 +14,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire as gw
 from contributions import contributed
-from gradwire.drivers import Meter, simulate_ranks
 from gradwire.errors import HyperparameterError, IncompatibleError
-from gradwire.planning import Options, Planner
-from gradwire.protocols import Memory, agree_on_finite
-from gradwire.protocols.bucket_plan import Algorithm
+from gradwire.exchange.drivers import Meter, simulate_ranks
+from gradwire.exchange.planning import Options, Planner
+from gradwire.exchange.protocols import Memory, agree_on_finite
+from gradwire.exchange.protocols.bucket_plan import Algorithm
+from gradwire.exchange.segments import Parameter, cut_into_shards
 from gradwire.seeds import shard_seed
-from gradwire.segments import Parameter, cut_into_shards
 from ranks import Ranks
 
 M, L = 2, 2

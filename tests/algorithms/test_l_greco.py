@@ -11,11 +11,11 @@ import pytest
 import torch
 
 import gradwire as gw
-from gradwire.drivers import Meter, dry_run, simulate_ranks
+from gradwire.exchange.drivers import Meter, dry_run, simulate_ranks
+from gradwire.exchange.protocols import Context, Memory
+from gradwire.exchange.protocols.bucket_plan import make_plan
+from gradwire.exchange.segments import Parameter, Segment, lay_out
 from gradwire.kernels import get_kernels
-from gradwire.protocols import Context, Memory
-from gradwire.protocols.bucket_plan import make_plan
-from gradwire.segments import Parameter, Segment, lay_out
 
 SIZES = {"wide": 3000, "few": 500, "small": 1600}
 SPARSE = (0.01, 0.04, 0.2, 0.5)

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import gradwire as gw
-from gradwire.algorithms.autoencoder import Autoencoder, latent_length
 from gradwire.errors import HyperparameterError
+from gradwire.methods.learned.autoencoder import Autoencoder, latent_length
 
 SIZES = {"a": 2000, "b": 1200, "small": 40}
 FULL, TRAINING = 2, 3

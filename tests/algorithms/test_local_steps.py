@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import gradwire as gw
-from gradwire.planning import Options, Pieces, dense_names
-from gradwire.segments import flat_view
+from gradwire.exchange.planning import Options, Pieces, dense_names
+from gradwire.exchange.segments import flat_view
 
 Optimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 SIZES = {"a": (12, 7), "b": (40,)}

@@ -7,13 +7,13 @@ import torch
 
 import gradwire as gw
 from factors import COLUMNS, ROWS, link, step, workers
-from gradwire.algorithms.low_rank import matrices, shape_of
-from gradwire.drivers import Meter, simulate_ranks
+from gradwire.exchange.drivers import Meter, simulate_ranks
+from gradwire.exchange.protocols import Context, Memory
+from gradwire.exchange.protocols.bucket_plan import make_plan
+from gradwire.exchange.segments import Parameter, lay_out
+from gradwire.exchange.wire.header import HEADER_BYTES
 from gradwire.kernels import get_kernels
-from gradwire.protocols import Context, Memory
-from gradwire.protocols.bucket_plan import make_plan
-from gradwire.segments import Parameter, lay_out
-from gradwire.wire.header import HEADER_BYTES
+from gradwire.methods.low_rank.low_rank import matrices, shape_of
 
 METHODS = [gw.PowerSGD(), gw.ACPSGD()]
 CODED = [

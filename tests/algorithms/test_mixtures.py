@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import gradwire as gw
-from gradwire.algorithms import level_fitting
-from gradwire.algorithms.level_fitting import Mixture, best_levels, best_ratio, powers
+from gradwire.methods.levels import level_fitting
+from gradwire.methods.levels.level_fitting import Mixture, best_levels, best_ratio, powers
 
 
 def hard(workers: int, blocks: int) -> Mixture:

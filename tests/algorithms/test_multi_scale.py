@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import gradwire as gw
-from gradwire.codecs import Draw, MinimumCodec, NoSummary
+from gradwire.exchange.codecs import Draw, NoSummary
+from gradwire.methods.sparse.minimum import MinimumCodec
 from laws import levels, multi_scale
 
 

@@ -9,18 +9,18 @@ import pytest
 import torch
 
 import gradwire as gw
-from gradwire.algorithms.level_fitting import powers
-from gradwire.algorithms.level_histogram import BINS
-from gradwire.algorithms.level_statistics import Histograms, Normals
-from gradwire.codecs import LevelCodec
-from gradwire.drivers import LocalProfiler, Meter, dry_run, simulate_ranks
+from gradwire.exchange.drivers import LocalProfiler, Meter, dry_run, simulate_ranks
+from gradwire.exchange.planning import Options, Planner
+from gradwire.exchange.protocols import Context, Memory
+from gradwire.exchange.protocols.bucket_plan import SectionPlan, make_plan
+from gradwire.exchange.segments import Parameter, lay_out
+from gradwire.exchange.wire import HEADER_BYTES, padded
 from gradwire.kernels import get_kernels
-from gradwire.planning import Options, Planner
-from gradwire.protocols import Context, Memory
-from gradwire.protocols.bucket_plan import SectionPlan, make_plan
-from gradwire.segments import Parameter, lay_out
-from gradwire.wire import HEADER_BYTES, padded
-from gradwire.wrappers.wrapper import WrappedPlan
+from gradwire.methods.levels.level_codec import LevelCodec
+from gradwire.methods.levels.level_fitting import powers
+from gradwire.methods.levels.level_histogram import BINS
+from gradwire.methods.levels.level_statistics import Histograms, Normals
+from gradwire.methods.wrappers.wrapper import WrappedPlan
 
 SIZES = {"a": 2000, "b": 700, "c": 3300}
 METHODS = [gw.ALQ, gw.ALQN, gw.AMQ, gw.AMQN]

@@ -8,9 +8,9 @@ import torch
 
 import gradwire as gw
 from factors import COLUMNS, ROWS, link, step, workers
-from gradwire.algorithms.low_rank import draw_factor, matrices
-from gradwire.segments import Parameter, lay_out
-from gradwire.wire.header import HEADER_BYTES
+from gradwire.exchange.segments import Parameter, lay_out
+from gradwire.exchange.wire.header import HEADER_BYTES
+from gradwire.methods.low_rank.low_rank import draw_factor, matrices
 
 NARROW = gw.PowerSGD(values=gw.BF16())
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import gradwire as gw
-from gradwire.codecs import RandomElements
 from gradwire.errors import HyperparameterError
+from gradwire.methods.sparse.random_places import RandomElements
 
 
 def gaussian(*shape: int, seed: int = 0) -> torch.Tensor:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gradwire.algorithms.rate_ratios import RateRatios
-from gradwire.algorithms.second_moments import SecondMoments
-from gradwire.protocols import Context, Memory
-from gradwire.segments import Parameter, lay_out
+from gradwire.exchange.protocols import Context, Memory
+from gradwire.exchange.segments import Parameter, lay_out
+from gradwire.methods.feedback.rate_ratios import RateRatios
+from gradwire.methods.sketches.second_moments import SecondMoments
 
 SEGMENTS = lay_out([Parameter("a", (300,), (1,)), Parameter("b", (20,), (1,)), Parameter("c", (80,), (1,))])
 U = 2.0**-24

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 import gradwire as gw
-from gradwire.drivers import Meter, simulate_ranks
+from gradwire.exchange.drivers import Meter, simulate_ranks
+from gradwire.exchange.protocols import Context
+from gradwire.exchange.protocols.bucket_plan import make_plan
+from gradwire.exchange.segments import Parameter, lay_out
 from gradwire.kernels import SegmentTable, get_kernels
-from gradwire.protocols import Context
-from gradwire.protocols.bucket_plan import make_plan
 from gradwire.seeds import SHARED, parameter_key
-from gradwire.segments import Parameter, lay_out
 
 REFERENCE = get_kernels("reference")
 

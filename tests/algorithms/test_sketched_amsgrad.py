@@ -14,12 +14,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire as gw
 from contributions import told
-from gradwire.drivers import Meter, simulate_ranks
+from gradwire.exchange.drivers import Meter, simulate_ranks
+from gradwire.exchange.protocols import Context, Memory
+from gradwire.exchange.protocols.bucket_plan import BucketPlan, make_plan
+from gradwire.exchange.segments import Parameter, lay_out
 from gradwire.kernels import SegmentTable, get_kernels
-from gradwire.protocols import Context, Memory
-from gradwire.protocols.bucket_plan import BucketPlan, make_plan
 from gradwire.seeds import SHARED, parameter_key
-from gradwire.segments import Parameter, lay_out
 from oracle import digest, layers, square_loss
 from ranks import Ranks
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import gradwire as gw
-from gradwire.algorithms.vector_coder import VectorCoder
 from gradwire.kernels import get_kernels
+from gradwire.methods.gossip.vector_coder import VectorCoder
 
 OPERATORS = [
     "FP32()",

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 import gradwire as gw
-from gradwire.codecs import Draw, zero_throughout
 from gradwire.errors import HyperparameterError
+from gradwire.exchange.codecs import Draw
+from gradwire.exchange.segments import Parameter, lay_out
 from gradwire.kernels import SegmentTable, get_kernels
-from gradwire.segments import Parameter, lay_out
+from gradwire.methods.signs.majority_vote import zero_throughout
 
 
 def randn(*shape: int, seed: int = 0) -> torch.Tensor:

@@ -11,20 +11,20 @@ from typing import Any
 
 import pytest
 
-from gradwire.bench import calibration
-from gradwire.bench.calibration import measure_machine
-from gradwire.bench.deadline import Deadline, OutOfTimeError
-from gradwire.bench.predict import cases_of
-from gradwire.bench.ranks import open_ranks
-from gradwire.bench.step import Cell, StepGrid, measure_grid
-from gradwire.drivers import Stage
 from gradwire.errors import HyperparameterError
-from gradwire.lab import Topology
+from gradwire.exchange.drivers import Stage
 from gradwire.model.calibrate import Observation, calibrate, log_error
 from gradwire.model.exchange import BucketJobs, ExchangeProfile
 from gradwire.model.machine import DEFAULT, LinkModel, Machine
 from gradwire.model.schedule import Load
 from gradwire.model.timeline import ReadyBucket, Timeline
+from gradwire.tools.bench import calibration
+from gradwire.tools.bench.calibration import measure_machine
+from gradwire.tools.bench.deadline import Deadline, OutOfTimeError
+from gradwire.tools.bench.predict import cases_of
+from gradwire.tools.bench.ranks import open_ranks
+from gradwire.tools.bench.step import Cell, StepGrid, measure_grid
+from gradwire.tools.lab import Topology
 
 TRUTH = Machine(round_s=1e-3, call_s=2e-3, contention=2.5)
 BUCKET = {"names": ["0.weight"], "numel": 500, "ready_s": 1e-3}

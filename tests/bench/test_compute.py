@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gradwire.bench.compute import SleepingCompute, make_compute
-from gradwire.bench.models import bench_model
-from gradwire.experiments.errors import RunError
-from gradwire.experiments.launch import loopback
 from gradwire.model.timeline import ReadyBucket, Timeline
+from gradwire.tools.bench.compute import SleepingCompute, make_compute
+from gradwire.tools.bench.models import bench_model
+from gradwire.tools.experiments.errors import RunError
+from gradwire.tools.experiments.launch import loopback
 
 CAP_MB = 4e-4
 """About 100 float32 elements, so that a small module has several buckets."""

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from gradwire.bench.kernels import measure_cuda_kernels
 from gradwire.kernels.triton_core.backend import SERVED, TritonBackend
+from gradwire.tools.bench.kernels import measure_cuda_kernels
 from triton_interpreter import interpreted
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
@@ -22,7 +22,7 @@ def test_families_are_verified_before_they_are_measured(monkeypatch: pytest.Monk
         return "its results differ" if family == "levels" else right(self, family, device)
 
     monkeypatch.setattr(TritonBackend, "difference", difference)
-    monkeypatch.setattr("gradwire.bench.kernels.resnet50_sizes", lambda elements: [3000, 500, 17])
+    monkeypatch.setattr("gradwire.tools.bench.kernels.resnet50_sizes", lambda elements: [3000, 500, 17])
     said: list[dict[str, Any]] = []
     rows, wrong = measure_cuda_kernels(20_000, 2, said.append, said.append, torch.device("cpu"))
     assert wrong == ["levels (its results differ)"]

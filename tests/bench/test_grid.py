@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from gradwire.bench import step
-from gradwire.bench.models import MODELS, bench_model
-from gradwire.bench.step import StepGrid, measure_grid, read_rows
-from gradwire.bench.variants import COMPUTE, VARIANTS, check_variant, dense_wire_bytes
 from gradwire.errors import HyperparameterError
-from gradwire.experiments.errors import UsageError
-from gradwire.lab import Topology
+from gradwire.tools.bench import step
+from gradwire.tools.bench.models import MODELS, bench_model
+from gradwire.tools.bench.step import StepGrid, measure_grid, read_rows
+from gradwire.tools.bench.variants import COMPUTE, VARIANTS, check_variant, dense_wire_bytes
+from gradwire.tools.experiments.errors import UsageError
+from gradwire.tools.lab import Topology
 
 TWO = Topology(hosts=2)
 

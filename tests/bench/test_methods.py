@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from gradwire.bench.methods import bench_methods
-from gradwire.bench.timing import Bench
 from gradwire.kernels import get_kernels
-from gradwire.registry import METHODS
+from gradwire.methods.registry import METHODS
+from gradwire.tools.bench.methods import bench_methods
+from gradwire.tools.bench.timing import Bench
 
 
 def test_every_method_has_a_row_and_its_time_is_a_share_of_memcpy() -> None:

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 import gradwire as gw
-from gradwire.bench.rank import Rank
-from gradwire.bench.ranks import backend_of
-from gradwire.bench.step import Cell, StepGrid, describe
-from gradwire.lab import Topology
+from gradwire.tools.bench.rank import Rank
+from gradwire.tools.bench.ranks import backend_of
+from gradwire.tools.bench.step import Cell, StepGrid, describe
+from gradwire.tools.lab import Topology
 
 NUMEL, HOSTS, NCCL = 1000, 3, "cpu:gloo,cuda:nccl"
 TIMES_S = {"compute": [0.010, 0.020, 0.030], "ddp fp32": [0.080, 0.100, 0.120], "gradwire terngrad": [0.02, 0.04, 0.06]}

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from gradwire.bench import step
-from gradwire.bench.predict import cases_of
-from gradwire.bench.step import StepGrid, compute_of, describe, measure_grid, read_rows
-from gradwire.experiments.errors import RunError, UsageError
-from gradwire.lab import Topology
+from gradwire.tools.bench import step
+from gradwire.tools.bench.predict import cases_of
+from gradwire.tools.bench.step import StepGrid, compute_of, describe, measure_grid, read_rows
+from gradwire.tools.experiments.errors import RunError, UsageError
+from gradwire.tools.lab import Topology
 
 TWO = Topology(hosts=2)
 VARIANTS = ("compute", "ddp fp16", "ddp powersgd", "gradwire terngrad")

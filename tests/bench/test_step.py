@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from gradwire.bench.ranks import open_ranks
-from gradwire.bench.step import StepGrid, measure_grid, read_rows
-from gradwire.experiments.errors import WorkerError
-from gradwire.lab import Topology, missing
+from gradwire.tools.bench.ranks import open_ranks
+from gradwire.tools.bench.step import StepGrid, measure_grid, read_rows
+from gradwire.tools.experiments.errors import WorkerError
+from gradwire.tools.lab import Topology, missing
 
 pytestmark = pytest.mark.ranks
 

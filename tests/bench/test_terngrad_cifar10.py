@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from gradwire.experiments.config import RunConfig
-from gradwire.experiments.tasks import build
+from gradwire.tools.experiments.config import RunConfig
+from gradwire.tools.experiments.tasks import build
 
 pytestmark = pytest.mark.repository
 

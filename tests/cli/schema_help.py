@@ -24,6 +24,6 @@ def fits(value: object, schema: dict[str, Any], where: str = "$") -> None:
 
 def schema(name: str) -> dict[str, Any]:
     """Read a schema."""
-    text = resources.files("gradwire.cli").joinpath("schemas", f"{name}.json").read_text()
+    text = resources.files("gradwire.tools.cli").joinpath("schemas", f"{name}.json").read_text()
     found: dict[str, Any] = json.loads(text)
     return found

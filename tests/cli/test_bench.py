@@ -13,7 +13,7 @@ from run_help import gradwire
 from schema_help import fits, schema
 from typer.testing import CliRunner, Result
 
-from gradwire.cli.app import app
+from gradwire.tools.cli.app import app
 
 
 def call(*words: object) -> Result:

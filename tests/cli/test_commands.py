@@ -13,8 +13,8 @@ from schema_help import fits, schema
 from typer.testing import CliRunner, Result
 
 import gradwire as gw
-from gradwire.cli.app import app
-from gradwire.cli.show_methods import method_rows, unbiased_text
+from gradwire.tools.cli.app import app
+from gradwire.tools.cli.show_methods import method_rows, unbiased_text
 
 SIMULATED = ["--simulate", "--steps", "6", "--eval-every", "3"]
 
@@ -266,7 +266,7 @@ def test_the_package_itself_is_the_command_line() -> None:
 
 
 def test_help_is_quick_to_import_and_missing_libraries_are_one_line() -> None:
-    code = "import sys; sys.modules['typer'] = None; from gradwire.cli.main import main; main()"
+    code = "import sys; sys.modules['typer'] = None; from gradwire.tools.cli.main import main; main()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert done.stderr.strip() == 'gradwire: the command line needs typer: pip install "gradwire[cli]"'
@@ -274,8 +274,8 @@ def test_help_is_quick_to_import_and_missing_libraries_are_one_line() -> None:
 
 def test_importing_gradwire_imports_nothing_of_the_command_line() -> None:
     code = (
-        "import sys, gradwire; bad = {'typer', 'rich', 'jinja2', 'matplotlib', 'sklearn', 'gradwire.experiments',"
-        " 'gradwire.report', 'gradwire.cli'} & set(sys.modules); sys.exit(bool(bad))"
+        "import sys, gradwire; bad = {'typer', 'rich', 'jinja2', 'matplotlib', 'sklearn', 'gradwire.tools.experiments',"
+        " 'gradwire.tools.report', 'gradwire.tools.cli'} & set(sys.modules); sys.exit(bool(bad))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

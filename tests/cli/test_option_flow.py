@@ -14,17 +14,17 @@ from torch import nn
 from typer.testing import CliRunner, Result
 
 import gradwire as gw
-from gradwire import lab as lab_package
-from gradwire.cli import bench_commands, bootstrap, commands, lab_commands, plan_command
-from gradwire.cli import torchrun as torchrun_of
-from gradwire.cli.app import app
-from gradwire.experiments import run
-from gradwire.experiments.config import RunConfig
-from gradwire.experiments.link_settings import LinkSettings
-from gradwire.experiments.simulate import SimulatedEngine
-from gradwire.lab import Topology
 from gradwire.model.forecast import Scenario
 from gradwire.model.machine import DEFAULT, LinkModel
+from gradwire.tools import lab as lab_package
+from gradwire.tools.cli import bench_commands, bootstrap, commands, lab_commands, plan_command
+from gradwire.tools.cli import torchrun as torchrun_of
+from gradwire.tools.cli.app import app
+from gradwire.tools.experiments import run
+from gradwire.tools.experiments.config import RunConfig
+from gradwire.tools.experiments.link_settings import LinkSettings
+from gradwire.tools.experiments.simulate import SimulatedEngine
+from gradwire.tools.lab import Topology
 
 LINK = {
     "exclude": (["--exclude", "0.*", "--exclude", "*.bias"], ("0.*", "*.bias")),
@@ -195,7 +195,7 @@ def test_run_hands_every_option_and_flag_on(reached: dict[str, Any]) -> None:
     settings, words = reached["words"]
     assert settings == LinkSettings(method=repr(gw.QSGD(levels=3)), **LINK_OPTIONS)
     assert sorted(words[3:-5]) == sorted(flags)
-    assert words[-5:] == ["-m", "gradwire.cli.bootstrap", __file__, "--epochs", "3"]
+    assert words[-5:] == ["-m", "gradwire.tools.cli.bootstrap", __file__, "--epochs", "3"]
 
 
 def test_run_on_a_lab_hands_the_settings_to_every_host(

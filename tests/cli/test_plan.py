@@ -11,14 +11,14 @@ import torch
 from schema_help import fits, schema
 from typer.testing import CliRunner, Result
 
-from gradwire.bench import calibration as calibration_of
-from gradwire.bench.predict import cases_of
-from gradwire.cli import plan_command
-from gradwire.cli.app import app
-from gradwire.experiments.errors import RunError
 from gradwire.model.machine import DEFAULT
 from gradwire.model.profile import Profile
 from gradwire.model.timeline import ReadyBucket, Timeline
+from gradwire.tools.bench import calibration as calibration_of
+from gradwire.tools.bench.predict import cases_of
+from gradwire.tools.cli import plan_command
+from gradwire.tools.cli.app import app
+from gradwire.tools.experiments.errors import RunError
 
 
 def call(*words: object) -> Result:

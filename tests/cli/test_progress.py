@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from run_help import Listener
 
-from gradwire.cli import progress
-from gradwire.cli.progress import Progressing, Rate
-from gradwire.experiments import run, train
-from gradwire.experiments.config import RunConfig
-from gradwire.experiments.tasks import build
+from gradwire.tools.cli import progress
+from gradwire.tools.cli.progress import Progressing, Rate
+from gradwire.tools.experiments import run, train
+from gradwire.tools.experiments.config import RunConfig
+from gradwire.tools.experiments.tasks import build
 
 
 class Clock:

@@ -14,10 +14,10 @@ import pytest
 from run_help import gradwire, start_gradwire
 
 import gradwire as gw
-from gradwire.cli.bootstrap import left_apart, summary
-from gradwire.cli.launcher import Report, account
-from gradwire.cli.torchrun import command
-from gradwire.experiments.errors import UsageError
+from gradwire.tools.cli.bootstrap import left_apart, summary
+from gradwire.tools.cli.launcher import Report, account
+from gradwire.tools.cli.torchrun import command
+from gradwire.tools.experiments.errors import UsageError
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -26,12 +26,12 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 def test_flags_reach_torchrun_and_words_reach_the_script() -> None:
     script = EXAMPLES / "digits.py"
     words = command({"nproc-per-node": "4", "nnodes": None}, False, script, ["--steps", "3"])
-    assert words[1:3] == ["-m", "gradwire.cli.launcher"]
+    assert words[1:3] == ["-m", "gradwire.tools.cli.launcher"]
     assert words[3:] == [
         "--standalone",
         "--nproc-per-node=4",
         "-m",
-        "gradwire.cli.bootstrap",
+        "gradwire.tools.cli.bootstrap",
         str(script),
         "--steps",
         "3",
@@ -168,7 +168,7 @@ def test_the_account_that_tells_most_is_given(codes: dict[int, int], reports: li
 
 @pytest.mark.ranks
 def test_train_takes_the_group_that_torchrun_gives(tmp_path: Path) -> None:
-    words = ["--standalone", "--nproc-per-node", "2", "-m", "gradwire.cli.main", "train", "digits"]
+    words = ["--standalone", "--nproc-per-node", "2", "-m", "gradwire.tools.cli.main", "train", "digits"]
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", *words, "--steps", "6", "--json", "--out", str(tmp_path / "r")],
         capture_output=True,

@@ -10,9 +10,9 @@ import pytest
 from schema_help import fits, schema
 from typer.testing import CliRunner, Result
 
-from gradwire.bench.timeline import RankTrace, chrome_trace, earliest, summarise, union
-from gradwire.cli.app import app
-from gradwire.drivers import Span, Trace
+from gradwire.exchange.drivers import Span, Trace
+from gradwire.tools.bench.timeline import RankTrace, chrome_trace, earliest, summarise, union
+from gradwire.tools.cli.app import app
 
 
 def call(*words: object) -> Result:

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import gradwire as gw
-from gradwire.codecs import Codec, Constant, DenseCodec, Draw, NoSummary, SummableCodec, check_workers
-from gradwire.codecs.scales import usable
+from gradwire.exchange.codecs import Codec, Constant, DenseCodec, Draw, NoSummary, SummableCodec, check_workers
+from gradwire.exchange.codecs.scales import usable
+from gradwire.exchange.segments import Parameter, Segment, lay_out
 from gradwire.kernels import MAX_WORLD_SIZE, get_kernels, inverse_scale
-from gradwire.segments import Parameter, Segment, lay_out
 
 KERNELS = get_kernels("reference")
 N = 3

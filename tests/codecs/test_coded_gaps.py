@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gradwire as gw
-from gradwire.codecs.coded_gaps import decode_gaps, encode_gaps, symbols_of
 from gradwire.errors import PayloadError
 from gradwire.kernels import get_kernels, smallest_format
 from gradwire.kernels.entropy import entropy_bits
+from gradwire.methods.sparse.coded_gaps import decode_gaps, encode_gaps, symbols_of
 
 KERNELS = get_kernels("reference")
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import gradwire as gw
-from gradwire.codecs import probabilities
 from gradwire.errors import HyperparameterError
+from gradwire.methods.atoms.probabilities import probabilities
 
 
 def gaussian(*shape: int, seed: int = 0) -> torch.Tensor:

@@ -9,9 +9,9 @@ import torch
 
 import gradwire as gw
 from gradwire.errors import HyperparameterError
+from gradwire.exchange.segments import Parameter, Segment
 from gradwire.kernels import get_kernels
 from gradwire.kernels.group_index import GroupIndex
-from gradwire.segments import Parameter, Segment
 from laws import levels
 
 

@@ -10,8 +10,10 @@ import pytest
 import torch
 
 import gradwire as gw
-from gradwire.codecs import Draw, RotatedSampleCodec
-from gradwire.compressors.normal_levels import (
+from gradwire.exchange.codecs import Draw
+from gradwire.exchange.segments import Parameter, lay_out
+from gradwire.kernels import digit_layout, get_kernels
+from gradwire.methods.levels.normal_levels import (
     DISTORTION,
     NORMAL_LEVELS,
     UNIFORM_STEP,
@@ -20,8 +22,7 @@ from gradwire.compressors.normal_levels import (
     uniform_levels,
     uniform_step,
 )
-from gradwire.kernels import digit_layout, get_kernels
-from gradwire.segments import Parameter, lay_out
+from gradwire.methods.rotations.rotated_samples import RotatedSampleCodec
 
 NUMEL = 1 << 16
 

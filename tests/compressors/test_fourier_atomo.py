@@ -9,10 +9,12 @@ import torch
 from sklearn.datasets import load_digits
 
 import gradwire as gw
-from gradwire.codecs import FourierAtomCodec, SparseSummary, probabilities
 from gradwire.errors import HyperparameterError
+from gradwire.exchange.segments import Parameter, lay_out
 from gradwire.kernels import block_sizes, get_kernels
-from gradwire.segments import Parameter, lay_out
+from gradwire.methods.atoms.fourier_atoms import FourierAtomCodec
+from gradwire.methods.atoms.probabilities import probabilities
+from gradwire.methods.sparse.sparse_codec import SparseSummary
 
 ROUNDING = 2.0**-24
 

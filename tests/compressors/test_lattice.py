@@ -9,12 +9,12 @@ import pytest
 import torch
 
 import gradwire as gw
-from gradwire.codecs import Draw
-from gradwire.drivers.simulation import simulate_ranks
-from gradwire.drivers.traffic import Meter
+from gradwire.exchange.codecs import Draw
+from gradwire.exchange.drivers.simulation import simulate_ranks
+from gradwire.exchange.drivers.traffic import Meter
+from gradwire.exchange.protocols import Context, Outcome, Section, all_gather
+from gradwire.exchange.segments import Parameter, lay_out
 from gradwire.kernels import get_kernels
-from gradwire.protocols import Context, Outcome, Section, all_gather
-from gradwire.segments import Parameter, lay_out
 
 
 def gaussian(*shape: int, seed: int = 0) -> torch.Tensor:

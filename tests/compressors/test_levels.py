@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import gradwire as gw
-from gradwire.codecs import LevelCodec
 from gradwire.errors import HyperparameterError
+from gradwire.exchange.segments import Parameter, Segment
 from gradwire.kernels import Grid, get_kernels
 from gradwire.kernels.entropy import elias_bits
-from gradwire.segments import Parameter, Segment
+from gradwire.methods.levels.level_codec import LevelCodec
 from laws import levels, natural
 
 

@@ -9,8 +9,10 @@ import pytest
 import torch
 
 import gradwire as gw
-from gradwire.codecs import BoundedSupportCodec, Draw
-from gradwire.compressors.bounded_levels import (
+from gradwire.exchange.codecs import Draw
+from gradwire.exchange.segments import Parameter, lay_out
+from gradwire.kernels import get_kernels
+from gradwire.methods.levels.bounded_levels import (
     ERROR,
     FIRST,
     LIMIT,
@@ -22,8 +24,7 @@ from gradwire.compressors.bounded_levels import (
     points_of,
     solve,
 )
-from gradwire.kernels import get_kernels
-from gradwire.segments import Parameter, lay_out
+from gradwire.methods.levels.bounded_support import BoundedSupportCodec
 
 PUBLISHED = {1: 1.48, 2: 0.215, 3: 0.0431, 4: 0.0097}
 """Errors of the authors' tables for normal coordinates."""

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import gradwire as gw
+from gradwire.exchange.segments import Parameter, lay_out
 from gradwire.kernels import get_kernels
-from gradwire.segments import Parameter, lay_out
 
 
 def mean(rows: torch.Tensor, method: gw.Method, *, round: int = 0, seed: int = 0) -> torch.Tensor:

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import gradwire as gw
-from gradwire.codecs import Draw
-from gradwire.compressors.sparse import unit_length
 from gradwire.errors import HyperparameterError, IncompatibleError, PayloadError
+from gradwire.exchange.codecs import Draw
+from gradwire.exchange.segments import Parameter, lay_out
 from gradwire.kernels import get_kernels
-from gradwire.segments import Parameter, lay_out
+from gradwire.methods.sparse.sparse import unit_length
 
 METHODS = [
     gw.TopK(density=0.1),

@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gradwire.drivers import Lane
-from gradwire.drivers.traffic import broadcast_sends
-from gradwire.ops import Broadcast, Exchange
+from gradwire.exchange.drivers import Lane
+from gradwire.exchange.drivers.traffic import broadcast_sends
+from gradwire.exchange.ops import Broadcast, Exchange
 from ranks import fresh_ranks
 
 COUNTS = Path("/proc/self/io")

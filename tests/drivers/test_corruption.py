@@ -16,7 +16,7 @@ SIZE = 2000
 
 def refusal_of(method: str, name: str, second: int, bits: int, liar: int = 1) -> tuple[str, str]:
     """Exchange two rounds, and damage what one rank sends by that call of a function of the transport's module."""
-    from gradwire.drivers.transports import base, gloo
+    from gradwire.exchange.drivers.transports import base, gloo
 
     module = base if name == "sealed" else gloo
     parameter = torch.nn.Parameter(torch.zeros(SIZE))

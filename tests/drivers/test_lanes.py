@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gradwire.drivers import Job, Lane, WireError
-from gradwire.ops import AllGather, AllToAll, Exchange, Reduce, Scope, SendRecv
+from gradwire.exchange.drivers import Job, Lane, WireError
+from gradwire.exchange.ops import AllGather, AllToAll, Exchange, Reduce, Scope, SendRecv
 from ranks import Ranks
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gradwire.drivers.lengths import announce, announced
 from gradwire.errors import PayloadError
+from gradwire.exchange.drivers.lengths import announce, announced
 
 LENGTHS = torch.tensor([[0, 7, 64], [1, 0, 3], [2, 5, 0]])
 """Row r: what rank r announces to each of three."""

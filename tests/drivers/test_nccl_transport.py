@@ -12,10 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gradwire.drivers.devices import HostDevice
-from gradwire.drivers.traffic import GATHERED_REDUCE_BYTES
-from gradwire.drivers.transports import GlooTransport, NCCLTransport
-from gradwire.ops import AllGather, AllToAll, Broadcast, Op, Reduce, SendRecv
+from gradwire.exchange.drivers.devices import HostDevice
+from gradwire.exchange.drivers.traffic import GATHERED_REDUCE_BYTES
+from gradwire.exchange.drivers.transports import GlooTransport, NCCLTransport
+from gradwire.exchange.ops import AllGather, AllToAll, Broadcast, Op, Reduce, SendRecv
 from ranks import Ranks
 
 pytestmark = pytest.mark.ranks

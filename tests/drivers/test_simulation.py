@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from gradwire.drivers import Meter, simulate_ranks
 from gradwire.errors import ExchangeError
-from gradwire.ops import AllGather, AllToAll, Broadcast, Exchange, Op, Reduce, Scope
+from gradwire.exchange.drivers import Meter, simulate_ranks
+from gradwire.exchange.ops import AllGather, AllToAll, Broadcast, Exchange, Op, Reduce, Scope
 
 N = 3
 

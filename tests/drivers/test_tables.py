@@ -17,11 +17,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import gradwire as gw
-from gradwire.digests import digest_of
-from gradwire.drivers import tables
-from gradwire.drivers.tables import all_gather_tables, broadcast_table, decode, encode, plain
 from gradwire.errors import IncompatibleError, PayloadError
-from gradwire.runtime.handshake import agreement
+from gradwire.exchange.digests import digest_of
+from gradwire.exchange.drivers import tables
+from gradwire.exchange.drivers.tables import all_gather_tables, broadcast_table, decode, encode, plain
+from gradwire.link.handshake import agreement
 from ranks import Ranks, fresh_ranks
 
 SCALARS = (

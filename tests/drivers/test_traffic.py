@@ -5,10 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gradwire.drivers import Meter, Traffic, dense_bytes
-from gradwire.drivers.local_profiler import _shape
-from gradwire.drivers.traffic import GATHERED_REDUCE_BYTES, LARGE_BYTES, broadcast_sends, gathers, large, op_bytes
-from gradwire.ops import AllGather, AllToAll, Broadcast, Op, Reduce, Scope, SendRecv
+from gradwire.exchange.drivers import Meter, Traffic, dense_bytes
+from gradwire.exchange.drivers.local_profiler import _shape
+from gradwire.exchange.drivers.traffic import (
+    GATHERED_REDUCE_BYTES,
+    LARGE_BYTES,
+    broadcast_sends,
+    gathers,
+    large,
+    op_bytes,
+)
+from gradwire.exchange.ops import AllGather, AllToAll, Broadcast, Op, Reduce, Scope, SendRecv
 
 N = 4
 

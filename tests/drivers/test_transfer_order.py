@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gradwire.drivers import Job, Lane, TransferOrder
-from gradwire.drivers.traffic import LARGE_BYTES
-from gradwire.ops import AllGather, Exchange
+from gradwire.exchange.drivers import Job, Lane, TransferOrder
+from gradwire.exchange.drivers.traffic import LARGE_BYTES
+from gradwire.exchange.ops import AllGather, Exchange
 
 
 def test_a_ticket_waits_for_all_earlier_ones_and_for_no_later_one() -> None:

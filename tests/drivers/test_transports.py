@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gradwire.drivers.devices import HostDevice
-from gradwire.drivers.transports import GlooTransport, NCCLTransport, StagedTransport, Transport, group_timeout
-from gradwire.ops import Op, Reduce, SendRecv
+from gradwire.exchange.drivers.devices import HostDevice
+from gradwire.exchange.drivers.transports import GlooTransport, NCCLTransport, StagedTransport, Transport, group_timeout
+from gradwire.exchange.ops import Op, Reduce, SendRecv
 
 WAIT = timedelta(seconds=10)
 

@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gradwire.experiments.config import RunConfig
-from gradwire.experiments.distributed import DistributedEngine
-from gradwire.experiments.engine import Engine
-from gradwire.experiments.tasks.base import Source, Task
-from gradwire.experiments.tasks.images import Images
+from gradwire.tools.experiments.config import RunConfig
+from gradwire.tools.experiments.distributed import DistributedEngine
+from gradwire.tools.experiments.engine import Engine
+from gradwire.tools.experiments.tasks.base import Source, Task
+from gradwire.tools.experiments.tasks.images import Images
 
 WORKERS, STEPS = 2, 6
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from gradwire.digests import unpack
-from gradwire.experiments.config import RunConfig
+from gradwire.exchange.digests import unpack
+from gradwire.tools.experiments.config import RunConfig
 from interpreters import forking, is_server
 
 
@@ -91,14 +91,14 @@ def same(a: Path, b: Path) -> bool:
 
 def gradwire(*words: object, fresh: bool = False, **options: Any) -> subprocess.CompletedProcess[str]:
     """Run the command line to its end in a process of its own; ``fresh``: it and all that it starts import anew."""
-    command = [sys.executable, "-m", "gradwire.cli.main", *map(str, words)]
+    command = [sys.executable, "-m", "gradwire.tools.cli.main", *map(str, words)]
     with forking(fresh):
         return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, **options)
 
 
 def start_gradwire(*words: object) -> subprocess.Popen[str]:
     """Start the command line."""
-    command = [sys.executable, "-m", "gradwire.cli.main", *map(str, words)]
+    command = [sys.executable, "-m", "gradwire.tools.cli.main", *map(str, words)]
     with forking():
         return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 

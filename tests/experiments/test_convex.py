@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from gradwire.experiments.convex import LogisticProblem
-from gradwire.experiments.descent import descend, exact_mean, float32_floor, rounded_mean
-from gradwire.experiments.errors import TrainingError, UsageError
-from gradwire.experiments.optimum import find_optimum, residual
+from gradwire.tools.experiments.convex import LogisticProblem
+from gradwire.tools.experiments.descent import descend, exact_mean, float32_floor, rounded_mean
+from gradwire.tools.experiments.errors import TrainingError, UsageError
+from gradwire.tools.experiments.optimum import find_optimum, residual
 
 L2, L1 = 0.02, 0.02
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from gradwire.experiments.errors import RunError, UsageError
-from gradwire.experiments.folder import ROW_FIELDS, RunFolder, checkpoint_steps
+from gradwire.tools.experiments.errors import RunError, UsageError
+from gradwire.tools.experiments.folder import ROW_FIELDS, RunFolder, checkpoint_steps
 
 ROW = dict.fromkeys(ROW_FIELDS, 1)
 

@@ -10,9 +10,9 @@ import pytest
 from run_help import Listener, gradwire
 
 import gradwire as gw
-from gradwire.experiments import run
-from gradwire.experiments.config import RunConfig
-from gradwire.experiments.tasks import build
+from gradwire.tools.experiments import run
+from gradwire.tools.experiments.config import RunConfig
+from gradwire.tools.experiments.tasks import build
 
 pytestmark = pytest.mark.ranks
 EXAMPLES = Path(__file__).parents[2] / "examples"

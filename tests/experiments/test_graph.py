@@ -12,15 +12,15 @@ from run_help import Listener, model_of, same
 from torch.nn import functional as F
 
 import gradwire as gw
-from gradwire.experiments import run
-from gradwire.experiments.config import RunConfig
-from gradwire.experiments.engine import build_model
-from gradwire.experiments.engines import simulated_engine
-from gradwire.experiments.errors import UsageError
-from gradwire.experiments.order import generator
-from gradwire.experiments.tasks import build
-from gradwire.experiments.tasks.graph import GraphTask
-from gradwire.experiments.tasks.graph_data import build_graph
+from gradwire.tools.experiments import run
+from gradwire.tools.experiments.config import RunConfig
+from gradwire.tools.experiments.engine import build_model
+from gradwire.tools.experiments.engines import simulated_engine
+from gradwire.tools.experiments.errors import UsageError
+from gradwire.tools.experiments.order import generator
+from gradwire.tools.experiments.tasks import build
+from gradwire.tools.experiments.tasks.graph import GraphTask
+from gradwire.tools.experiments.tasks.graph_data import build_graph
 
 CDFGNN = "CDFGNN(tolerance=0.1, values=QSGDinf(levels=7))"
 VARCO = "VARCO(start=16, end=1, slope=2)"

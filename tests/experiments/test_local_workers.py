@@ -11,10 +11,10 @@ import pytest
 import torch
 from run_help import Listener
 
-from gradwire.experiments import run
-from gradwire.experiments.config import RunConfig
-from gradwire.experiments.folder import RunFolder
-from gradwire.experiments.tasks import build
+from gradwire.tools.experiments import run
+from gradwire.tools.experiments.config import RunConfig
+from gradwire.tools.experiments.folder import RunFolder
+from gradwire.tools.experiments.tasks import build
 
 STREAMING = "StreamingDiLoCo(every=6, fragments=2, delay=2, inner=QSGDinf())"
 PLAN = RunConfig(

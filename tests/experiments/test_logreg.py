@@ -13,14 +13,14 @@ from run_help import Listener, gradwire, model_of, same
 from typer.testing import CliRunner
 
 import gradwire as gw
-from gradwire.cli.app import app
-from gradwire.experiments import run
-from gradwire.experiments.config import RunConfig
-from gradwire.experiments.errors import DataError, UsageError
-from gradwire.experiments.order import share
-from gradwire.experiments.simulate import SimulatedEngine
-from gradwire.experiments.tasks import build, logreg
-from gradwire.experiments.tasks.readers import read_libsvm
+from gradwire.tools.cli.app import app
+from gradwire.tools.experiments import run
+from gradwire.tools.experiments.config import RunConfig
+from gradwire.tools.experiments.errors import DataError, UsageError
+from gradwire.tools.experiments.order import share
+from gradwire.tools.experiments.simulate import SimulatedEngine
+from gradwire.tools.experiments.tasks import build, logreg
+from gradwire.tools.experiments.tasks.readers import read_libsvm
 
 
 @pytest.fixture

@@ -14,14 +14,14 @@ import torch
 from torch import nn
 
 import gradwire as gw
-from gradwire.experiments import train
-from gradwire.experiments.config import RunConfig
-from gradwire.experiments.engine import score_share
-from gradwire.experiments.folder import RunFolder
-from gradwire.experiments.launch import Crew, Worker
-from gradwire.experiments.simulate import SimulatedEngine
-from gradwire.experiments.tasks import build
-from gradwire.experiments.train import Trainer
+from gradwire.tools.experiments import train
+from gradwire.tools.experiments.config import RunConfig
+from gradwire.tools.experiments.engine import score_share
+from gradwire.tools.experiments.folder import RunFolder
+from gradwire.tools.experiments.launch import Crew, Worker
+from gradwire.tools.experiments.simulate import SimulatedEngine
+from gradwire.tools.experiments.tasks import build
+from gradwire.tools.experiments.train import Trainer
 
 PLAN = RunConfig(task=build("digits", steps=4, eval_every=4, lr=0.5, momentum=0.0), workers=4, log_every=2)
 LOSSES = [8.0, 4.0, 1.0, 3.0]

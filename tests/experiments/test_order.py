@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradwire.experiments.errors import UsageError
-from gradwire.experiments.order import DataOrder, ShareOrder, generator, share
+from gradwire.tools.experiments.errors import UsageError
+from gradwire.tools.experiments.order import DataOrder, ShareOrder, generator, share
 
 
 @given(samples=st.integers(1, 50), batch=st.integers(1, 40), seed=st.integers(0, 1000))

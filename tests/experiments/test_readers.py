@@ -10,9 +10,9 @@ import pytest
 import torch
 from run_help import write_idx
 
-from gradwire.experiments.errors import DataError, UsageError
-from gradwire.experiments.tasks import build
-from gradwire.experiments.tasks.readers import read_cifar10, read_idx_images, read_idx_labels, read_libsvm
+from gradwire.tools.experiments.errors import DataError, UsageError
+from gradwire.tools.experiments.tasks import build
+from gradwire.tools.experiments.tasks.readers import read_cifar10, read_idx_images, read_idx_labels, read_libsvm
 
 
 def test_idx_files_are_read_exactly(tmp_path: Path) -> None:

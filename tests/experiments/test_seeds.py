@@ -13,13 +13,13 @@ import torch.distributed as dist
 from norm_worker import Normed
 
 import gradwire as gw
-from gradwire.experiments.config import RunConfig
-from gradwire.experiments.distributed import DistributedEngine
-from gradwire.experiments.engine import build_model
-from gradwire.experiments.order import ShareOrder
-from gradwire.experiments.simulate import SimulatedEngine
-from gradwire.experiments.tasks import build
-from gradwire.experiments.tasks.images import Images
+from gradwire.tools.experiments.config import RunConfig
+from gradwire.tools.experiments.distributed import DistributedEngine
+from gradwire.tools.experiments.engine import build_model
+from gradwire.tools.experiments.order import ShareOrder
+from gradwire.tools.experiments.simulate import SimulatedEngine
+from gradwire.tools.experiments.tasks import build
+from gradwire.tools.experiments.tasks.images import Images
 
 PLAN = RunConfig(task=Normed(), method="terngrad", workers=2, simulate=True, min_numel=0)
 OPTIONS: dict[str, Any] = {

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradwire.experiments.tasks import Source, build, readers
+from gradwire.tools.experiments.tasks import Source, build, readers
 
 
 def evaluated(source: Source) -> tuple[Tensor, Tensor]:

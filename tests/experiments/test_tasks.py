@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from gradwire.experiments.config import RunConfig
-from gradwire.experiments.errors import DataError, UsageError
-from gradwire.experiments.simulate import SimulatedEngine
-from gradwire.experiments.tasks import ALL, build
-from gradwire.experiments.tasks.cifar10 import Cifar10
-from gradwire.experiments.tasks.convnet import ConvNet, ResponseNorm
-from gradwire.experiments.tasks.graph import GraphTask
-from gradwire.experiments.tasks.images import Images, crop_and_flip
-from gradwire.experiments.tasks.logreg import Logreg
-from gradwire.experiments.tasks.text import LENGTH, standard_library
+from gradwire.tools.experiments.config import RunConfig
+from gradwire.tools.experiments.errors import DataError, UsageError
+from gradwire.tools.experiments.simulate import SimulatedEngine
+from gradwire.tools.experiments.tasks import ALL, build
+from gradwire.tools.experiments.tasks.cifar10 import Cifar10
+from gradwire.tools.experiments.tasks.convnet import ConvNet, ResponseNorm
+from gradwire.tools.experiments.tasks.graph import GraphTask
+from gradwire.tools.experiments.tasks.images import Images, crop_and_flip
+from gradwire.tools.experiments.tasks.logreg import Logreg
+from gradwire.tools.experiments.tasks.text import LENGTH, standard_library
 
 
 def test_unknown_names_get_the_nearest_one() -> None:

@@ -14,15 +14,15 @@ import pytest
 import torch
 from run_help import Listener, gradwire, model_of, same
 
-from gradwire.experiments import run
-from gradwire.experiments.config import RunConfig
-from gradwire.experiments.engine import build_model
-from gradwire.experiments.errors import RunError, TrainingError, UsageError
-from gradwire.experiments.folder import ROW_FIELDS, checkpoint_steps
-from gradwire.experiments.order import DataOrder
-from gradwire.experiments.simulate import SimulatedEngine
-from gradwire.experiments.tasks import build
-from gradwire.experiments.train import Average
+from gradwire.tools.experiments import run
+from gradwire.tools.experiments.config import RunConfig
+from gradwire.tools.experiments.engine import build_model
+from gradwire.tools.experiments.errors import RunError, TrainingError, UsageError
+from gradwire.tools.experiments.folder import ROW_FIELDS, checkpoint_steps
+from gradwire.tools.experiments.order import DataOrder
+from gradwire.tools.experiments.simulate import SimulatedEngine
+from gradwire.tools.experiments.tasks import build
+from gradwire.tools.experiments.train import Average
 
 PLAN = RunConfig(
     task=build("digits", steps=12, eval_every=5, weight_decay=1e-3),

@@ -15,13 +15,13 @@ import pytest
 import torch
 from run_help import Listener, alive, children, model_of, same, start_gradwire, wait_for
 
-from gradwire.experiments import run
-from gradwire.experiments.config import RunConfig
-from gradwire.experiments.errors import UsageError, WorkerError
-from gradwire.experiments.folder import RunFolder, checkpoint_steps
-from gradwire.experiments.machine import check_workers
-from gradwire.experiments.simulate import SimulatedEngine
-from gradwire.experiments.tasks import build
+from gradwire.tools.experiments import run
+from gradwire.tools.experiments.config import RunConfig
+from gradwire.tools.experiments.errors import UsageError, WorkerError
+from gradwire.tools.experiments.folder import RunFolder, checkpoint_steps
+from gradwire.tools.experiments.machine import check_workers
+from gradwire.tools.experiments.simulate import SimulatedEngine
+from gradwire.tools.experiments.tasks import build
 from ranks import run_script
 
 pytestmark = pytest.mark.ranks

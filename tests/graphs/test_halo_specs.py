@@ -8,7 +8,7 @@ from small_graphs import link_of, parts_of, random_graph
 
 import gradwire as gw
 from gradwire.graphs import HALO_METHODS, Halo, Isolated, extended
-from gradwire.registry import METHODS
+from gradwire.methods.registry import METHODS
 
 SPECS = [
     "Halo(compressor=FP32())",

@@ -10,10 +10,10 @@ import torch
 from small_graphs import CLASSES, FEATURES, Run, link_of, parts_of, random_graph
 
 import gradwire as gw
+from gradwire.exchange.protocols import Context
 from gradwire.graphs import GCN, extended
 from gradwire.graphs.halo_method import ChannelSetting, RowChannel
 from gradwire.kernels import get_kernels
-from gradwire.protocols import Context
 
 
 def network() -> GCN:

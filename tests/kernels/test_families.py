@@ -10,8 +10,8 @@ import torch
 
 import gradwire as gw
 from cases import ALL
+from gradwire.exchange.planning import measure_coders
 from gradwire.kernels import CODERS, FAMILIES, Coder, Kernels, entropy
-from gradwire.planning import measure_coders
 
 PROBE = """
 import sys, torch, gradwire as gw

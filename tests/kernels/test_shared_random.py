@@ -10,14 +10,7 @@ from hypothesis import strategies as st
 from kernel_cases import BACKENDS, OTHERS, normal, tables, unaligned_bytes
 
 from gradwire.errors import HyperparameterError
-from gradwire.kernels import (
-    BlockTable,
-    SegmentTable,
-    SharedRandomGrid,
-    digit_layout,
-    get_kernels,
-    packed_groups,
-)
+from gradwire.kernels import BlockTable, SegmentTable, SharedRandomGrid, digit_layout, get_kernels, packed_groups
 
 REFERENCE = get_kernels("reference")
 

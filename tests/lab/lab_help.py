@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from run_help import wait_for
 
-from gradwire.lab import Network, missing
+from gradwire.tools.lab import Network, missing
 
 PROBLEM = missing()
 NEEDS_LAB = [pytest.mark.lab, pytest.mark.skipif(PROBLEM is not None, reason=str(PROBLEM))]
@@ -53,5 +53,5 @@ def lab_of(process: int) -> str:
 
 def start_lab(*words: object, **options: Any) -> subprocess.Popen[str]:
     """Start ``gradwire lab``."""
-    command = [sys.executable, "-m", "gradwire.cli.main", "lab", *map(str, words)]
+    command = [sys.executable, "-m", "gradwire.tools.cli.main", "lab", *map(str, words)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)

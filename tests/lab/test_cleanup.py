@@ -13,7 +13,7 @@ import pytest
 from lab_help import NEEDS_LAB, lab_of, on_host, program, spaces, start_lab
 from run_help import alive, wait_for
 
-from gradwire.lab import LabError, Network, Topology, environment, open_network, run_command
+from gradwire.tools.lab import LabError, Network, Topology, environment, open_network, run_command
 
 pytestmark = NEEDS_LAB
 
@@ -104,7 +104,7 @@ def code_on(host: int, code: str) -> list[str]:
 def test_a_failing_command_ends_all_hosts_and_is_named(
     code: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gradwire.lab.command.GRACE_S", 0.2)
+    monkeypatch.setattr("gradwire.tools.lab.command.GRACE_S", 0.2)
     with open_network(Topology(hosts=3)) as lab:
         with pytest.raises(LabError, match=message):
             run_command(lab, code_on(1, code))

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from gradwire.lab import Topology, network
-from gradwire.lab.command import environment
-from gradwire.lab.network import Network
+from gradwire.tools.lab import Topology, network
+from gradwire.tools.lab.command import environment
+from gradwire.tools.lab.network import Network
 
 
 @pytest.fixture

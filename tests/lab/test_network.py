@@ -11,7 +11,7 @@ import pytest
 from lab_help import NEEDS_LAB, limit, on_host, program, spaces
 
 from gradwire.errors import BackendError
-from gradwire.lab import Counters, LabError, Network, Topology, network, open_network
+from gradwire.tools.lab import Counters, LabError, Network, Topology, network, open_network
 
 PORT = 7001
 MEGABYTE = 1_000_000

@@ -16,14 +16,14 @@ from lab_help import NEEDS_LAB, lab_of, spaces
 from run_help import Listener, alive, children, gradwire, same, start_gradwire, wait_for
 from typer.testing import CliRunner
 
-from gradwire.cli.app import app
 from gradwire.errors import BackendError, HyperparameterError
-from gradwire.experiments import run
-from gradwire.experiments.config import RunConfig
-from gradwire.experiments.errors import UsageError
-from gradwire.experiments.folder import checkpoint_steps
-from gradwire.experiments.launch import Crew
-from gradwire.experiments.tasks import build
+from gradwire.tools.cli.app import app
+from gradwire.tools.experiments import run
+from gradwire.tools.experiments.config import RunConfig
+from gradwire.tools.experiments.errors import UsageError
+from gradwire.tools.experiments.folder import checkpoint_steps
+from gradwire.tools.experiments.launch import Crew
+from gradwire.tools.experiments.tasks import build
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 RANKS_ON_A_LAB = [*NEEDS_LAB, pytest.mark.ranks]
@@ -185,8 +185,8 @@ class TestOnALab:
 
     def test_a_lab_under_a_training_is_the_group_of_its_hosts(self, tmp_path: Path) -> None:
         """``gradwire lab -- gradwire train`` trains on the group that the lab's variables describe."""
-        train = [sys.executable, "-m", "gradwire.cli.main", "train", "digits", "--steps", "4"]
-        command = [sys.executable, "-m", "gradwire.cli.main", "lab", "--hosts", "2", "--", *train]
+        train = [sys.executable, "-m", "gradwire.tools.cli.main", "train", "digits", "--steps", "4"]
+        command = [sys.executable, "-m", "gradwire.tools.cli.main", "lab", "--hosts", "2", "--", *train]
         done = subprocess.run(
             [*command, "--out", str(tmp_path / "r")], capture_output=True, text=True, timeout=100, check=False
         )

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradwire.errors import HyperparameterError
-from gradwire.lab import Topology, format_rate, parse_rate
-from gradwire.lab.topology import parse_delay
+from gradwire.tools.lab import Topology, format_rate, parse_rate
+from gradwire.tools.lab.topology import parse_delay
 
 LIMITED = st.floats(min_value=8000, max_value=6e11)
 RATES = st.none() | LIMITED

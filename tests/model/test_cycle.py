@@ -10,15 +10,15 @@ import torch
 from model_cases import SHAPES, profile
 
 import gradwire as gw
-from gradwire.drivers import Stage
+from gradwire.exchange.drivers import Stage
+from gradwire.exchange.ops import Scope
+from gradwire.exchange.planning import Options, Planner, exchanged
 from gradwire.model.cycle import Cycle, Fragment, cycle_of, cycle_time
 from gradwire.model.exchange import BucketJobs, ExchangeProfile
 from gradwire.model.forecast import NOTHING, Scenario, forecast, recommend
 from gradwire.model.machine import DEFAULT, LinkModel
 from gradwire.model.schedule import Load, step_time
 from gradwire.model.timeline import ReadyBucket, Timeline
-from gradwire.ops import Scope
-from gradwire.planning import Options, Planner, exchanged
 
 SPECS = (
     "LocalSGD(every=3)",

@@ -9,10 +9,8 @@ from typing import Any
 
 import pytest
 
-from gradwire.bench import predict
-from gradwire.drivers import Stage
 from gradwire.errors import HyperparameterError
-from gradwire.experiments.errors import RunError
+from gradwire.exchange.drivers import Stage
 from gradwire.model.calibrate import BOUNDS, Observation, calibrate, log_error
 from gradwire.model.exchange import BucketJobs, ExchangeProfile
 from gradwire.model.forecast import Scenario, forecast
@@ -20,6 +18,8 @@ from gradwire.model.machine import DEFAULT, LinkModel, Machine
 from gradwire.model.profile import Profile
 from gradwire.model.schedule import Load
 from gradwire.model.timeline import ReadyBucket, Timeline
+from gradwire.tools.bench import predict
+from gradwire.tools.experiments.errors import RunError
 
 RATES = (None, 1e9, 1e8, 1e7)
 VARIANTS = ("compute", "ddp fp32", "gradwire terngrad", "ddp powersgd", "gradwire auto")

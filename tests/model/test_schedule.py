@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradwire.drivers import Stage
+from gradwire.exchange.drivers import Stage
 from gradwire.model.exchange import BucketJobs, ExchangeProfile
 from gradwire.model.machine import LinkModel, Machine
 from gradwire.model.schedule import Load, step_time

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.bench.profile import profile_name, profile_script
-from gradwire.experiments.errors import UsageError, WorkerError
 from gradwire.model.profile import Profile
 from gradwire.model.timeline import Recorder, Timeline
+from gradwire.tools.bench.profile import profile_name, profile_script
+from gradwire.tools.experiments.errors import UsageError, WorkerError
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "digits.py"
 

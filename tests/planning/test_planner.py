@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import gradwire as gw
+from gradwire.exchange.planning import Options, Planner, dense_names
+from gradwire.exchange.protocols.bucket_plan import DENSE_TAG, SectionPlan
 from gradwire.kernels import get_kernels
-from gradwire.planning import Options, Planner, dense_names
-from gradwire.protocols.bucket_plan import DENSE_TAG, SectionPlan
 
 SHAPES = {"small": (10,), "even": (1024,), "weight": (2000,), "head.weight": (4000,), "head.bias": (5000,)}
 SIZES = {name: shape[0] for name, shape in SHAPES.items()}

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import gradwire as gw
-from gradwire.drivers import Meter, simulate_ranks
-from gradwire.ops import AllToAll, Exchange
-from gradwire.protocols import Context, alltoallv
+from gradwire.exchange.drivers import Meter, simulate_ranks
+from gradwire.exchange.ops import AllToAll, Exchange
+from gradwire.exchange.protocols import Context, alltoallv
 
 WORLD, MOST = 3, 50
 Found = list[torch.Tensor | None]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import gradwire as gw
-from gradwire.planning import Options, Planner
+from gradwire.exchange.planning import Options, Planner
 
 NUMEL = 80 * 512 * 27
 """Whole groups, blocks and shards, so that nothing but headers is padded."""

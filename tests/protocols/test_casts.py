@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import gradwire as gw
-from gradwire.protocols.bucket_plan import FEW_BYTES
+from gradwire.exchange.protocols.bucket_plan import FEW_BYTES
 
 
 def workers(count: int, sizes: dict[str, int]) -> list[dict[str, torch.Tensor]]:

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import torch
 
-from gradwire.protocols import Memory
-from gradwire.segments import Parameter, lay_out
+from gradwire.exchange.protocols import Memory
+from gradwire.exchange.segments import Parameter, lay_out
 
 A, B = Parameter("a", (3,), (1,)), Parameter("b", (2,), (1,))
 SEGMENTS = lay_out([A, B])

@@ -11,14 +11,14 @@ import torch
 import gradwire as gw
 from cases import ALL, ALL_CASES, COMPRESSORS
 from contributions import contributed
-from gradwire.drivers import Meter, dry_run, simulate_ranks
+from gradwire.exchange.drivers import Meter, dry_run, simulate_ranks
+from gradwire.exchange.ops import AllGather, AllToAll, Reduce
+from gradwire.exchange.protocols import Context, Memory
+from gradwire.exchange.protocols.bucket_plan import Algorithm, make_plan
+from gradwire.exchange.protocols.pieces import cut
+from gradwire.exchange.segments import Parameter, Segment, flat_view, lay_out
+from gradwire.exchange.wire import HEADER_BYTES, pretend_senders
 from gradwire.kernels import get_kernels
-from gradwire.ops import AllGather, AllToAll, Reduce
-from gradwire.protocols import Context, Memory
-from gradwire.protocols.bucket_plan import Algorithm, make_plan
-from gradwire.protocols.pieces import cut
-from gradwire.segments import Parameter, Segment, flat_view, lay_out
-from gradwire.wire import HEADER_BYTES, pretend_senders
 
 SHAPES = ((3000,), (5,), (81,), (70, 100), (160,))
 SIZES = tuple(math.prod(shape) for shape in SHAPES)

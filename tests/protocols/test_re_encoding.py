@@ -6,12 +6,12 @@ import pytest
 import torch
 
 import gradwire as gw
-from gradwire.drivers import Meter, simulate_ranks
+from gradwire.exchange.drivers import Meter, simulate_ranks
+from gradwire.exchange.protocols import Context
+from gradwire.exchange.protocols.bucket_plan import make_plan
+from gradwire.exchange.protocols.pieces import share_out
+from gradwire.exchange.segments import Parameter, Segment
 from gradwire.kernels import get_kernels
-from gradwire.protocols import Context
-from gradwire.protocols.bucket_plan import make_plan
-from gradwire.protocols.pieces import share_out
-from gradwire.segments import Parameter, Segment
 
 METHODS = ("EDEN(bits=2)", "EDEN(bits=0.5)", "QSGDinf(block_size=64)", "QSGD(block_size=512)", "NUQSGD(blocks='model')")
 

@@ -10,12 +10,12 @@ import torch
 
 import gradwire as gw
 from contributions import contributed
-from gradwire.drivers import Meter, dry_run, simulate_ranks
+from gradwire.exchange.drivers import Meter, dry_run, simulate_ranks
+from gradwire.exchange.planning import Options, Planner
+from gradwire.exchange.protocols import Context, Memory, Outcome
+from gradwire.exchange.protocols.pieces import shard_out
+from gradwire.exchange.segments import Parameter, lay_out, rows_of_rank
 from gradwire.kernels import get_kernels
-from gradwire.planning import Options, Planner
-from gradwire.protocols import Context, Memory, Outcome
-from gradwire.protocols.pieces import shard_out
-from gradwire.segments import Parameter, lay_out, rows_of_rank
 
 SHAPES = {"a": (37, 61), "b": (5,), "c": (3, 700), "d": (2200,), "e": (1, 1500), "f": (64, 64)}
 """Rows that no number of ranks divides, fewer rows than ranks, and a parameter that travels in float32."""

@@ -9,14 +9,14 @@ import pytest
 import torch
 
 import gradwire as gw
-from gradwire.drivers import Meter, dry_run, simulate_ranks
+from gradwire.exchange.drivers import Meter, dry_run, simulate_ranks
+from gradwire.exchange.method import Method
+from gradwire.exchange.ops import AllGather, AllToAll
+from gradwire.exchange.protocols import Context
+from gradwire.exchange.protocols.bucket_plan import BucketPlan, make_plan
+from gradwire.exchange.protocols.pieces import join
+from gradwire.exchange.segments import Parameter, lay_out
 from gradwire.kernels import get_kernels
-from gradwire.methods import Method
-from gradwire.ops import AllGather, AllToAll
-from gradwire.protocols import Context
-from gradwire.protocols.bucket_plan import BucketPlan, make_plan
-from gradwire.protocols.pieces import join
-from gradwire.segments import Parameter, lay_out
 
 SIZES = (7, 2161, 81)
 """Thirty groups to compress: more than two shares of the thirteen that a word of two workers' sums asks for."""

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import gradwire as gw
-from gradwire.drivers import Meter, simulate_ranks
 from gradwire.errors import ExchangeError
-from gradwire.ops import Exchange, SendRecv
-from gradwire.protocols.tree import Meeting, meetings
+from gradwire.exchange.drivers import Meter, simulate_ranks
+from gradwire.exchange.ops import Exchange, SendRecv
+from gradwire.exchange.protocols.tree import Meeting, meetings
 
 
 def steps(world_size: int) -> list[tuple[Meeting, ...]]:

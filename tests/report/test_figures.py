@@ -10,10 +10,10 @@ from fake_runs import write_run
 from matplotlib.figure import Figure
 
 from gradwire.errors import IncompatibleError
-from gradwire.report import load_runs
-from gradwire.report.figures import AXES, draw, gauge_figure, lowest_accuracy, spans_decades
-from gradwire.report.scaling import draw_scaling
-from gradwire.report.steps import draw_steps
+from gradwire.tools.report import load_runs
+from gradwire.tools.report.figures import AXES, draw, gauge_figure, lowest_accuracy, spans_decades
+from gradwire.tools.report.scaling import draw_scaling
+from gradwire.tools.report.steps import draw_steps
 
 
 @pytest.fixture

@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from gradwire.cli.app import app
-from gradwire.report import ReportError, figures, load_runs
-from gradwire.report.page import render
-from gradwire.report.records import read_json
+from gradwire.tools.cli.app import app
+from gradwire.tools.report import ReportError, figures, load_runs
+from gradwire.tools.report.page import render
+from gradwire.tools.report.records import read_json
 
 LINK = {
     "backend": "cpu",

@@ -15,10 +15,10 @@ from fake_runs import write_run
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from gradwire.report import ReportError, load_runs, summarize, write_report
-from gradwire.report.figures import scale_bytes
-from gradwire.report.page import render
-from gradwire.report.verdict import bytes_text, rate_text, seconds_text, verdict, verdicts
+from gradwire.tools.report import ReportError, load_runs, summarize, write_report
+from gradwire.tools.report.figures import scale_bytes
+from gradwire.tools.report.page import render
+from gradwire.tools.report.verdict import bytes_text, rate_text, seconds_text, verdict, verdicts
 
 TERNGRAD = "TernGrad(clip=2.5)"
 
@@ -247,7 +247,7 @@ def test_a_page_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
 
 
 def test_reading_runs_needs_no_matplotlib() -> None:
-    code = "import sys, gradwire.report; sys.exit('matplotlib' in sys.modules or 'jinja2' in sys.modules)"
+    code = "import sys, gradwire.tools.report; sys.exit('matplotlib' in sys.modules or 'jinja2' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

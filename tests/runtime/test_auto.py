@@ -11,14 +11,14 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire as gw
-from gradwire.drivers import Meter, Stage
+from gradwire.exchange.drivers import Meter, Stage
+from gradwire.exchange.planning import Options, Planner
+from gradwire.link.selection.autotune import Autotuner
 from gradwire.model.exchange import BucketJobs, ExchangeProfile
 from gradwire.model.machine import LinkModel, Machine
 from gradwire.model.probing import Probed
 from gradwire.model.schedule import Load, step_time
 from gradwire.model.timeline import ReadyBucket, Timeline
-from gradwire.planning import Options, Planner
-from gradwire.runtime.selection.autotune import Autotuner
 from oracle import layers, square_loss
 from ranks import Ranks
 

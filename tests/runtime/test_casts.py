@@ -99,7 +99,7 @@ def run_until(method: str, what: str) -> tuple[str, str]:
     """Train; at step 3 rank 1 does something bad. Give the error's kind and sentence."""
     import torch.distributed as dist
 
-    from gradwire.protocols import bucket_plan as plan
+    from gradwire.exchange.protocols import bucket_plan as plan
 
     rank = dist.get_rank()
     ddp = DistributedDataParallel(layers(6), bucket_cap_mb=SMALL_BUCKETS_MB)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import gradwire as gw
-from gradwire.digests import pack, unpack
+from gradwire.exchange.digests import pack, unpack
 
 pytestmark = pytest.mark.ranks
 
@@ -71,7 +71,7 @@ def cut_a_save_short(folder: str) -> tuple[bool, bool, list[str], str]:
     """Save, then fail where ``common.pt`` is written; give whether what loads is the earlier state, bit for bit."""
     import torch.distributed as dist
 
-    from gradwire.runtime import checkpoint
+    from gradwire.link import checkpoint
 
     parameter, link = make()
     go(parameter, link, 2)

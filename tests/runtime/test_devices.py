@@ -11,7 +11,7 @@ import torch
 
 import gradwire as gw
 from fake_gpu import FakeGPU, fake_gpu, here, there
-from gradwire.ops import Reduce
+from gradwire.exchange.ops import Reduce
 from ranks import fresh_ranks
 
 pytestmark = pytest.mark.ranks
@@ -128,7 +128,7 @@ def test_what_cannot_be_is_refused(
 
 
 def test_parameters_of_two_devices_are_refused() -> None:
-    from gradwire.drivers import one_device
+    from gradwire.exchange.drivers import one_device
 
     with pytest.raises(gw.IncompatibleError, match="'a' is on cpu and 'b' on cuda:0"):
         one_device({"a": torch.device("cpu"), "b": torch.device("cuda", 0)})
@@ -175,7 +175,7 @@ def corrupted(method: str, kind: str) -> tuple[list[bool], str, str]:
     """Change one byte of what arrives on rank 1 in the second round; return which means are whole, and the errors."""
     import torch.distributed as dist
 
-    from gradwire.drivers.transports.staged import StagedTransport
+    from gradwire.exchange.drivers.transports.staged import StagedTransport
 
     returned, rank = StagedTransport._returned, dist.get_rank()
 
@@ -225,8 +225,8 @@ def test_a_payload_that_changed_on_the_way_to_a_device_is_told_before_the_next_r
 
 
 def test_a_wrong_seal_is_an_error_at_once_in_main_memory_and_late_on_a_device() -> None:
-    from gradwire.drivers import LateChecks, Verdict
-    from gradwire.wire import open_sealed, sealed
+    from gradwire.exchange.drivers import LateChecks, Verdict
+    from gradwire.exchange.wire import open_sealed, sealed
 
     values = torch.arange(6.0)
     rows = torch.stack([sealed(values, sender, 7) for sender in range(3)])
@@ -285,7 +285,7 @@ def scattered(method: str, on_device: bool) -> tuple[list[torch.Tensor], list[bo
     """Reduce-scatter some rounds; return this rank's shards, where operations had their tensors, and who waited."""
     import torch.distributed as dist
 
-    from gradwire.drivers.transports.staged import StagedTransport
+    from gradwire.exchange.drivers.transports.staged import StagedTransport
 
     execute, rank, places = StagedTransport.execute, dist.get_rank(), list[bool]()
 
@@ -334,7 +334,7 @@ def looked_at() -> dict[str, Any]:
 
     import torch.distributed as dist
 
-    from gradwire.drivers.transports.staged import StagedTransport
+    from gradwire.exchange.drivers.transports.staged import StagedTransport
 
     returned, rank, told = StagedTransport._returned, dist.get_rank(), dict[str, Any]()
 
@@ -381,7 +381,7 @@ def checked() -> str:
     """Spoil what rank 1 gets where bits are compared after each bucket; return the error."""
     import torch.distributed as dist
 
-    from gradwire.drivers.transports.staged import StagedTransport
+    from gradwire.exchange.drivers.transports.staged import StagedTransport
 
     returned, rank = StagedTransport._returned, dist.get_rank()
 

@@ -20,7 +20,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire as gw
-from gradwire.runtime.peers import circle
+from gradwire.link.peers import circle
 from oracle import layers, square_loss
 from ranks import fresh_ranks
 
@@ -31,7 +31,7 @@ def run_until(what: str) -> tuple[str, str]:
     """Train; at step 3 rank 1 does something bad. Give the error's kind and sentence."""
     import torch.distributed as dist
 
-    from gradwire.codecs import TernaryCodec
+    from gradwire.methods.ternary.ternary_codec import TernaryCodec
 
     rank = dist.get_rank()
     ddp = DistributedDataParallel(layers(6), bucket_cap_mb=0.0163)

@@ -14,11 +14,11 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire as gw
-from gradwire.planning import Options, Planner
-from gradwire.runtime.diagnostics import EARLY, Diagnostics
-from gradwire.runtime.selection.autotune import FixedSelection
-from gradwire.runtime.selection.fallback import Fallback
-from gradwire.segments import Parameter, lay_out
+from gradwire.exchange.planning import Options, Planner
+from gradwire.exchange.segments import Parameter, lay_out
+from gradwire.link.diagnostics import EARLY, Diagnostics
+from gradwire.link.selection.autotune import FixedSelection
+from gradwire.link.selection.fallback import Fallback
 from ranks import Ranks
 
 NUMEL = 4096

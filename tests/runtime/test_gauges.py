@@ -9,7 +9,7 @@ import torch
 
 import gradwire as gw
 from cases import TABLE
-from gradwire.protocols import Gauges
+from gradwire.exchange.protocols import Gauges
 
 CASES = [case.method for rows in TABLE.values() for case in rows]
 REPORTING = [method for method in CASES if method.gauges]

@@ -10,10 +10,10 @@ import torch
 
 import gradwire as gw
 from cases import TABLE
-from gradwire.protocols import Memory
-from gradwire.runtime.diagnostics import EARLY, INTERVAL, Comparison, Diagnostics
-from gradwire.runtime.judgement import ELEMENTS, ERROR, KEPT, LATE_COSINE, OLD, judge
-from gradwire.segments import Parameter, lay_out
+from gradwire.exchange.protocols import Memory
+from gradwire.exchange.segments import Parameter, lay_out
+from gradwire.link.diagnostics import EARLY, INTERVAL, Comparison, Diagnostics
+from gradwire.link.judgement import ELEMENTS, ERROR, KEPT, LATE_COSINE, OLD, judge
 
 FINE = Comparison(relative_error=1.0, cosine=0.9, kept=0.9, density=1.0, age=1.0)
 LATE = replace(FINE, age=OLD + 0.1, cosine=LATE_COSINE - 0.01)

@@ -13,11 +13,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire as gw
-from gradwire.algorithms.optimizers import not_stepped
-from gradwire.methods import Properties
-from gradwire.protocols import Context
-from gradwire.protocols.bucket_plan import Algorithm, BucketPlan, PlanSetting
-from gradwire.wrappers.wrapper import WrappedPlan
+from gradwire.exchange.method import Properties
+from gradwire.exchange.protocols import Context
+from gradwire.exchange.protocols.bucket_plan import Algorithm, BucketPlan, PlanSetting
+from gradwire.methods.feedback.optimizers import not_stepped
+from gradwire.methods.wrappers.wrapper import WrappedPlan
 from ranks import Ranks
 
 SEEN: list[tuple[int, Mapping[str, float] | None]] = []

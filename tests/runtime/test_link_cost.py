@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import gradwire as gw
-from gradwire.codecs import MessageCost
+from gradwire.link.selection.link_cost import CostKeeper
+from gradwire.methods.sparse.descent_per_byte import MessageCost
 from gradwire.model.probing import Probed
-from gradwire.runtime.selection.link_cost import CostKeeper
 
 SIZE = 3000
 MEASURED = gw.CAT(fixed_bytes=None)

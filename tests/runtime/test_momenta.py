@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import optimizer as hooks
 
 import gradwire as gw
-from gradwire.algorithms.optimizers import momentum_of
+from gradwire.methods.feedback.optimizers import momentum_of
 from ranks import Ranks, fresh_ranks
 
 pytestmark = pytest.mark.ranks

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire as gw
-from gradwire.registry import METHODS
+from gradwire.methods.registry import METHODS
 from ranks import Ranks, fresh_ranks
 
 pytestmark = pytest.mark.ranks

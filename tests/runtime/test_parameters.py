@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 import gradwire as gw
-from gradwire.planning import own_buckets
-from gradwire.runtime.failures import place
-from gradwire.runtime.grad_scaler import check_scaler, scale_of
-from gradwire.runtime.parameters import check_parameters, gradient, named_parameters
+from gradwire.exchange.planning import own_buckets
+from gradwire.link.failures import place
+from gradwire.link.grad_scaler import check_scaler, scale_of
+from gradwire.link.parameters import check_parameters, gradient, named_parameters
 
 
 def test_only_what_requires_a_gradient_is_exchanged_by_name_or_number() -> None:

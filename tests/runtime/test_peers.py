@@ -15,12 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradwire.errors import ExchangeError, PayloadError
-from gradwire.runtime.peers import circle, connections, watch
-from gradwire.runtime.peers.addresses import Address, listening
-from gradwire.runtime.peers.blame import Standing, judge
-from gradwire.runtime.peers.circle import Circle
-from gradwire.runtime.peers.notices import BECAUSE, CLOSED, ENDED, FAILED, Inbox, Notice
-from gradwire.runtime.peers.watch import Watch
+from gradwire.link.peers import circle, connections, watch
+from gradwire.link.peers.addresses import Address, listening
+from gradwire.link.peers.blame import Standing, judge
+from gradwire.link.peers.circle import Circle
+from gradwire.link.peers.notices import BECAUSE, CLOSED, ENDED, FAILED, Inbox, Notice
+from gradwire.link.peers.watch import Watch
 
 KILLED = "rank 1 ended without a word (killed, or out of memory?)"
 

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire as gw
-from gradwire.algorithms.optimizers import not_stepped_here
+from gradwire.methods.feedback.optimizers import not_stepped_here
 from ranks import Ranks
 
 pytestmark = pytest.mark.ranks

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import gradwire as gw
-from gradwire.drivers import HostDevice
-from gradwire.runtime.step_buffer import StepBuffer
-from gradwire.segments import Parameter
+from gradwire.exchange.drivers import HostDevice
+from gradwire.exchange.segments import Parameter
+from gradwire.link.step_buffer import StepBuffer
 
 SIZES = {"a": 2, "b": 3, "c": 1}
 

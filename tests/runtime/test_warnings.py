@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 
 import gradwire as gw
 from gradwire.kernels.compile_time import compile_time, compiling
-from gradwire.runtime.warn_once import LONG_S, WarnOnce
+from gradwire.link.warn_once import LONG_S, WarnOnce
 from ranks import Ranks
 
 

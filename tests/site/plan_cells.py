@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from gradwire.cli.app import app
-from gradwire.drivers import Stage
+from gradwire.exchange.drivers import Stage
+from gradwire.methods.spec import method as read_method
 from gradwire.model import cycle, exchange
 from gradwire.model.exchange import BucketJobs
 from gradwire.model.machine import Machine
-from gradwire.spec import method as read_method
+from gradwire.tools.cli.app import app
 
 ROOT = Path(__file__).parents[2]
 DATA = json.loads((ROOT / "benchmarks" / "results" / "calculator.json").read_text())

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from gradwire.cli.app import app
+from gradwire.tools.cli.app import app
 from ranks import run_script
 
 pytestmark = pytest.mark.repository

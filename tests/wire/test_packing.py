@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from gradwire.errors import PayloadError
+from gradwire.exchange.wire import Measured, packing
 from gradwire.kernels import get_kernels
-from gradwire.wire import Measured, packing
 
 
 def body(size: int) -> torch.Tensor:

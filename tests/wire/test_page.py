@@ -12,13 +12,13 @@ import pytest
 import torch
 
 import gradwire as gw
-from gradwire.drivers.tables import encode as encode_table
+from gradwire.exchange.drivers.tables import encode as encode_table
+from gradwire.exchange.ops import AllGather, Op
+from gradwire.exchange.planning import Options, Planner
+from gradwire.exchange.protocols import Context, Memory
+from gradwire.exchange.wire import HEADER_BYTES, WIRE_VERSION
 from gradwire.kernels.checksum import checksums
 from gradwire.kernels.entropy import get_coder
-from gradwire.ops import AllGather, Op
-from gradwire.planning import Options, Planner
-from gradwire.protocols import Context, Memory
-from gradwire.wire import HEADER_BYTES, WIRE_VERSION
 
 PAGE = Path(__file__).parents[2] / "docs" / "wire-format.md"
 NUMEL, BLOCK, WORKERS = 203, 32, 2

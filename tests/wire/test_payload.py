@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradwire.errors import PayloadError
-from gradwire.wire import (
+from gradwire.exchange.wire import (
     ALIGNMENT,
     EVERYONE,
     HEADER_BYTES,

@@ -10,15 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gradwire as gw
-from gradwire.codecs import Draw
-from gradwire.drivers import Meter, simulate_ranks
 from gradwire.errors import HyperparameterError, IncompatibleError, PayloadError
+from gradwire.exchange.codecs import Draw
+from gradwire.exchange.drivers import Meter, simulate_ranks
+from gradwire.exchange.ops import AllGather, AllToAll, Reduce
+from gradwire.exchange.protocols import Context, Memory
+from gradwire.exchange.protocols.bucket_plan import make_plan
+from gradwire.exchange.segments import Parameter, Segment, lay_out
+from gradwire.exchange.wire import pretend_senders
 from gradwire.kernels import get_kernels
-from gradwire.ops import AllGather, AllToAll, Reduce
-from gradwire.protocols import Context, Memory
-from gradwire.protocols.bucket_plan import make_plan
-from gradwire.segments import Parameter, Segment, lay_out
-from gradwire.wire import pretend_senders
 
 INNER = [
     "TernGrad()",

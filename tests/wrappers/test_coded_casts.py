@@ -8,10 +8,11 @@ import pytest
 import torch
 
 import gradwire as gw
-from gradwire.codecs import CastCodec, Draw, NoSummary
 from gradwire.errors import HyperparameterError
+from gradwire.exchange.codecs import Draw, NoSummary
+from gradwire.exchange.segments import Parameter, Segment, lay_out
 from gradwire.kernels.entropy import entropy_bits
-from gradwire.segments import Parameter, Segment, lay_out
+from gradwire.methods.casts.cast_codec import CastCodec
 from ranks import fresh_ranks
 
 CASTS = [gw.FP32(), gw.FP16(), gw.BF16()]

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import gradwire as gw
-from gradwire.drivers import LocalProfiler
-from gradwire.planning import Options, Planner
+from gradwire.exchange.drivers import LocalProfiler
+from gradwire.exchange.planning import Options, Planner
 from resumed import assert_resumes
 
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 import gradwire as gw
-from gradwire.drivers import Meter, simulate_ranks
+from gradwire.exchange.drivers import Meter, simulate_ranks
+from gradwire.exchange.method import Method
+from gradwire.exchange.protocols import Context, Memory
+from gradwire.exchange.protocols.bucket_plan import BucketPlan, make_plan
+from gradwire.exchange.segments import Parameter, lay_out
 from gradwire.kernels import get_kernels
-from gradwire.methods import Method
-from gradwire.protocols import Context, Memory
-from gradwire.protocols.bucket_plan import BucketPlan, make_plan
-from gradwire.segments import Parameter, lay_out
-from gradwire.wrappers.wrapper import PIECE, pieces
+from gradwire.methods.wrappers.wrapper import PIECE, pieces
 
 INHERITED = ("whole_step", "joined", "kernels", "direction", "owns_momentum", "min_numel")
 

@@ -8,14 +8,14 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from gradwire.algorithms.vector_coder import VectorCoder
-from gradwire.compressors import FP32
 from gradwire.errors import PayloadError
+from gradwire.exchange.method import Method, require
+from gradwire.exchange.protocols import Context
+from gradwire.exchange.segments import Parameter, Segment
 from gradwire.graphs.halo_method import ChannelSetting, HaloMethod, RowChannel, checked_operator
-from gradwire.methods import Method, require
-from gradwire.protocols import Context
-from gradwire.segments import Parameter, Segment
-from gradwire.wrappers.dial import is_number
+from gradwire.methods.casts.cast import FP32
+from gradwire.methods.gossip.vector_coder import VectorCoder
+from gradwire.methods.wrappers.dial import is_number
 
 __all__ = ["CDFGNN", "RECEIVED", "SENT"]
 

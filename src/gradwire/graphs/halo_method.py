@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from gradwire.algorithms.vector_coder import VectorCoder, check_operator
-from gradwire.compressors import FP32
 from gradwire.errors import PayloadError
-from gradwire.methods import Method, require
-from gradwire.protocols import Context
+from gradwire.exchange.method import Method, require
+from gradwire.exchange.protocols import Context
+from gradwire.methods.casts.cast import FP32
+from gradwire.methods.gossip.vector_coder import VectorCoder, check_operator
 
 if TYPE_CHECKING:
     from gradwire.kernels import Kernels

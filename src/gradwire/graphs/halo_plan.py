@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from gradwire.exchange.method import check_seed, is_whole, require
+from gradwire.exchange.ops import Exchange
+from gradwire.exchange.protocols import Context, alltoallv
 from gradwire.graphs.halo_method import ChannelSetting, HaloMethod, RowChannel
 from gradwire.graphs.subgraph import Boundary
-from gradwire.methods import check_seed, is_whole, require
-from gradwire.ops import Exchange
-from gradwire.protocols import Context, alltoallv
 
 if TYPE_CHECKING:
     from gradwire.kernels import Kernels

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import torch
 
 from gradwire.errors import HyperparameterError
+from gradwire.exchange.method import check_seed, is_whole, require
 from gradwire.graphs.graph import Graph
-from gradwire.methods import check_seed, is_whole, require
 from gradwire.seeds import parameter_key
 
 __all__ = ["PARTITIONS", "cut_edges", "partition"]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from gradwire.errors import HyperparameterError
+from gradwire.exchange.method import Method
 from gradwire.graphs.cdfgnn import CDFGNN
 from gradwire.graphs.halo_method import Halo, HaloMethod, Isolated
 from gradwire.graphs.varco import VARCO
-from gradwire.methods import Method
-from gradwire.spec import parse
+from gradwire.methods.spec import parse
 
 __all__ = ["HALO_METHODS", "halo_method"]
 

@@ -8,16 +8,16 @@ from typing import ClassVar
 
 import torch
 
-from gradwire.algorithms.vector_coder import VectorCoder
-from gradwire.codecs import RandomElements
-from gradwire.compressors import FP32
 from gradwire.errors import IncompatibleError
+from gradwire.exchange.method import Method, is_whole, require
+from gradwire.exchange.protocols import Context
 from gradwire.graphs.halo_method import ChannelSetting, HaloMethod, RowChannel, checked_operator
-from gradwire.methods import Method, is_whole, require
-from gradwire.protocols import Context
+from gradwire.methods.casts.cast import FP32
+from gradwire.methods.gossip.vector_coder import VectorCoder
+from gradwire.methods.sparse.random_places import RandomElements
+from gradwire.methods.wrappers.dial import is_number
+from gradwire.methods.wrappers.schedule import CURVES
 from gradwire.seeds import SHARED, parameter_key
-from gradwire.wrappers.dial import is_number
-from gradwire.wrappers.schedule import CURVES
 
 __all__ = ["VARCO"]
 

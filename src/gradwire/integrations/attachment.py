@@ -9,10 +9,10 @@ from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.adapters import Link, attach, load, save
 from gradwire.errors import IncompatibleError
-from gradwire.methods import Method
-from gradwire.spec import method as read_method
+from gradwire.exchange.method import Method
+from gradwire.link.adapters import Link, attach, load, save
+from gradwire.methods.spec import method as read_method
 
 __all__ = ["FOLDER", "Attachment", "wrapped"]
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from gradwire.adapters import Link
 from gradwire.errors import IncompatibleError
-from gradwire.runtime.checkpoint import take
+from gradwire.link.adapters import Link
+from gradwire.link.checkpoint import take
 
 __all__ = ["StatefulLink"]
 

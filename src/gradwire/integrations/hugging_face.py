@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from gradwire.errors import IncompatibleError
+from gradwire.exchange.method import Method
 from gradwire.integrations.attachment import FOLDER, Attachment, wrapped
 from gradwire.integrations.sink import needed
-from gradwire.methods import Method
 
 __all__ = ["accelerate", "trainer"]
 

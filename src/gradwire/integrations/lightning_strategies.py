@@ -11,9 +11,9 @@ from typing import Any
 from torch import nn
 
 from gradwire.errors import IncompatibleError
+from gradwire.exchange.method import Method
 from gradwire.integrations.attachment import FOLDER, Attachment
 from gradwire.integrations.sink import needed
-from gradwire.methods import Method
 
 __all__ = ["fabric", "lightning"]
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from gradwire.integrations.sink import Sink, needed
-from gradwire.runtime.reports import COUNTERS
+from gradwire.link.reports import COUNTERS
 
 __all__ = ["PrometheusSink"]
 

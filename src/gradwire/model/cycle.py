@@ -10,14 +10,14 @@ from typing import cast
 
 import torch
 
-from gradwire.local_steps import VELOCITY, StepsLocally
-from gradwire.methods import Method
+from gradwire.exchange.local_steps import VELOCITY, StepsLocally
+from gradwire.exchange.method import Method
+from gradwire.exchange.planning import Options, Pieces, Planner, exchanged, own_buckets
+from gradwire.methods.spec import method as read_method
 from gradwire.model.exchange import ExchangeProfile, jobs_of
 from gradwire.model.machine import LinkModel, Machine
 from gradwire.model.schedule import Load, Steps, step_time
 from gradwire.model.timeline import ReadyBucket, Timeline
-from gradwire.planning import Options, Pieces, Planner, exchanged, own_buckets
-from gradwire.spec import method as read_method
 
 __all__ = ["Cycle", "Fragment", "cycle_of", "cycle_time"]
 

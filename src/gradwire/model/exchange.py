@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from gradwire.drivers import Stage, profile_locally
 from gradwire.errors import IncompatibleError
-from gradwire.methods import Method
+from gradwire.exchange.drivers import Stage, profile_locally
+from gradwire.exchange.method import Method
+from gradwire.exchange.planning import Options, Planner
+from gradwire.methods.spec import method as read_method
 from gradwire.model.timeline import ReadyBucket
-from gradwire.planning import Options, Planner
-from gradwire.spec import method as read_method
 
 __all__ = ["BucketJobs", "ExchangeProfile", "exchange_of", "jobs_of", "nothing_but_the_sum"]
 

@@ -6,15 +6,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from gradwire.auto import not_comparable
 from gradwire.errors import GradwireError
+from gradwire.methods.auto import not_comparable
+from gradwire.methods.spec import method as read_method
 from gradwire.model.cycle import Cycle, cycle_of, cycle_time
 from gradwire.model.exchange import ExchangeProfile, exchange_of, nothing_but_the_sum
 from gradwire.model.machine import LinkModel, Machine
 from gradwire.model.profile import Profile
 from gradwire.model.schedule import Load, Steps, step_time
 from gradwire.model.timeline import Timeline
-from gradwire.spec import method as read_method
 
 __all__ = ["NOTHING", "Forecast", "Scenario", "forecast", "recommend", "why_apart"]
 

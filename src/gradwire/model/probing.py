@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gradwire.link_cost import LinkCost
+from gradwire.exchange.network_cost import LinkCost
 from gradwire.model.machine import LinkModel, Machine
 from gradwire.model.schedule import Load
 

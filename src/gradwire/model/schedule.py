@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from gradwire.drivers import Stage
+from gradwire.exchange.drivers import Stage
 from gradwire.model.exchange import BucketJobs, ExchangeProfile
 from gradwire.model.machine import LinkModel, Machine
 from gradwire.model.timeline import Timeline

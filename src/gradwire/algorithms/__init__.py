@@ -1,1 +1,0 @@
-"""Methods that remember something between steps, one file each."""

@@ -1,0 +1,1 @@
+"""What carries any method: its interface, payloads, protocols, drivers and planning."""

@@ -1,0 +1,258 @@
+"""Jobs on a torch.distributed group: lanes, each one process group and one thread.
+
+Order is safe by construction. Jobs are handed to lanes in an order that is the same on every rank (the order of
+DDP's hook calls), each lane runs its jobs one after the other, and a job waits only for jobs submitted before it. So
+the earliest unfinished job can always proceed on every rank, and no two collectives of a group can change places.
+A collective is never started from a future's callback: on Gloo those run in completion order, which differs by rank.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from gradwire.errors import PayloadError
+from gradwire.exchange.drivers.trace import Trace, profiled
+from gradwire.exchange.drivers.traffic import Meter, large, op_bytes
+from gradwire.exchange.drivers.transfer_order import TransferOrder
+from gradwire.exchange.drivers.transports import Connect, GlooTransport, Transport
+from gradwire.exchange.ops import Exchange, Op, Reduce, Scope
+
+__all__ = ["Job", "Lane", "WireError"]
+
+T = TypeVar("T")
+
+CLOSE_S = 2.0
+"""How long closing waits for a lane that is in the middle of a job."""
+
+
+class WireError(Exception):
+    """A collective broke: the cause is most likely on another rank."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """Something for a lane to do: ``run`` does it, ``fail`` is told why it could not; a trace shows ``label``."""
+
+    run: Callable[[Lane], None]
+    fail: Callable[[Exception], None]
+    label: str = ""
+
+
+class Lane:
+    """A thread with connections of its own.
+
+    Args:
+        store: Of the lane alone; all its ranks give the same.
+        rank: This rank.
+        world_size: Ranks in the lane.
+        timeout: Of each collective.
+        name: For the thread, as debuggers and profilers show it.
+        turns: Shared by the lanes of one link; submit to them from one thread.
+        scopes: Of the operations beside those among all ranks.
+        connect: Makes the connections: one transport for all ranks, and one for each scope.
+
+    Attributes:
+        trace: Takes what the lane does from now on; None: nothing is recorded.
+    """
+
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        world_size: int,
+        timeout: timedelta,
+        name: str,
+        turns: TransferOrder | None = None,
+        scopes: Sequence[Scope] = (),
+        connect: Connect = GlooTransport,
+    ) -> None:
+        self._transports: dict[Scope | None, Transport] | None = {None: connect(store, rank, world_size, timeout)}
+        for scope in scopes:
+            place, size = scope.place(rank)
+            its_store = dist.PrefixStore(f"{scope.name}/{scope.ranks(rank)[0]}", store)
+            self._transports[scope] = connect(its_store, place, size, timeout)
+        self.rank, self.world_size = rank, world_size
+        self._turns, self._ticket = turns or TransferOrder(), 0
+        self._turn_s = 0.0
+        self.meter = Meter(rank)
+        self.name, self._label = name, ""
+        self.trace: Trace | None = None
+        self._begun = threading.Lock()
+        self._jobs: queue.SimpleQueue[tuple[int, Job] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, job: Job) -> None:
+        """Queue a job behind those submitted before."""
+        self._jobs.put((self._turns.take(), job))
+
+    def hang_up(self) -> None:
+        """Close the connections once the lane is idle."""
+        self.submit(Job(Lane._hang_up, lambda error: None))
+
+    def close(self) -> None:
+        """End the thread, and with it the connections, once its queue is empty."""
+        self._jobs.put(None)
+        if self._thread is not threading.current_thread():
+            self._thread.join(timeout=CLOSE_S)
+
+    def drive(self, generator: Exchange[T]) -> T:
+        """Run a generator to its end on this lane's group; to be called by the lane's own thread."""
+        meter, clock = self.meter, time.perf_counter
+        before_wire = True
+        started = clock()
+        try:
+            with profiled("encode", self._label):
+                op = next(generator)
+            while True:
+                asked = clock()
+                self._worked(before_wire, started, asked)
+                with profiled("wire", f"{self._label}, {type(op).__name__}"):
+                    reply = self._wire(op)
+                meter.count(op, self.world_size)
+                # A reduction of scalers precedes the encoder; what follows any other reply decodes.
+                before_wire = before_wire and isinstance(op, Reduce) and op.op != "sum"
+                started = clock()
+                meter.wire_s += started - asked
+                with profiled("encode" if before_wire else "decode", self._label):
+                    op = generator.send(reply)
+        except StopIteration as stop:
+            self._worked(before_wire, started, clock())
+            result: T = stop.value
+            return result
+
+    def _worked(self, before_wire: bool, began_s: float, ended_s: float) -> None:
+        if before_wire:
+            self.meter.encode_s += ended_s - began_s
+        else:
+            self.meter.decode_s += ended_s - began_s
+        if self.trace is not None:
+            self.trace.add(self.name, "encode" if before_wire else "decode", began_s, ended_s, self._label)
+
+    def begin(self, generator: Exchange[T], done: Callable[[T], None], fail: Callable[[Exception], None]) -> None:
+        """Start a generator of one collective without waiting; ``done`` or ``fail`` is called on the backend's thread.
+
+        ``fail`` is told what ``done`` raises, too.
+
+        Neither the lane's thread nor its queue takes part. It saves their hand-overs, which cost more than a small
+        bucket's exchange.
+        """
+        meter, clock = self.meter, time.perf_counter
+        started = clock()
+        with profiled("encode", ""):
+            op = next(generator)
+        asked = clock()
+        future, reply = self._transport(op).start(op)
+
+        def finish(ended: torch.futures.Future[Any]) -> None:
+            arrived = clock()
+            try:
+                ended.value()
+            except RuntimeError as error:
+                fail(WireError(f"{type(op).__name__}: {error}"))
+                return
+            try:
+                with profiled("decode", ""):
+                    generator.send(reply)
+            except StopIteration as stop:
+                value: T = stop.value
+            except Exception as error:
+                fail(error)
+                return
+            else:
+                fail(TypeError("this exchange has a second collective: it needs the lane's thread"))
+                return
+            with self._begun:
+                meter.count(op, self.world_size)
+                meter.encode_s += asked - started
+                meter.wire_s += arrived - asked
+                meter.decode_s += clock() - arrived
+            try:
+                done(value)
+            except Exception as error:
+                # The backend would only print it, and whoever waits would wait for ever.
+                fail(error)
+
+        future.add_done_callback(finish)
+
+    def _loop(self) -> None:
+        while (item := self._jobs.get()) is not None:
+            self._ticket, job = item
+            self._label = job.label
+            try:
+                job.run(self)
+            except Exception as error:
+                job.fail(error)
+                _let_go(error)
+                self._hang_up()
+            finally:
+                self._turns.give_back(self._ticket)
+            # Let go of tensors now, not when the next job arrives.
+            del item, job
+        self._hang_up(broken=False)
+
+    def _hang_up(self, broken: bool = True) -> None:
+        # Closes this lane's connections, so that the other ranks learn of the failure now rather than after the
+        # group's timeout, also where the user catches the error and the process lives on.
+        transports, self._transports = self._transports, None
+        for transport in (transports or {}).values():
+            transport.close(broken)
+
+    def _wire(self, op: Op) -> torch.Tensor:
+        began_s, self._turn_s = time.perf_counter(), 0.0
+        try:
+            reply = self._transport(op).execute(op, _no_wait if _stays_local(op) else self._wait_for_turn)
+        except PayloadError as error:
+            raise error if op.scope is None else error.numbered(op.scope.ranks(self.rank)) from None
+        except RuntimeError as error:
+            raise WireError(f"{type(op).__name__}: {error}") from error
+        if self.trace is not None:
+            # A wait for the turn comes first.
+            began = began_s + self._turn_s
+            if self._turn_s:
+                self.trace.add(self.name, "wait for turn", began_s, began, self._label)
+            kind = "send rows" if large(op) else "small message"
+            sent_bytes, detail = op_bytes(op, self.world_size, self.rank)[0], f"{self._label}, {type(op).__name__}"
+            self.trace.add(self.name, kind, began, time.perf_counter(), detail, sent_bytes)
+        if not isinstance(op, Reduce) and op.last and not _stays_local(op):
+            self._turns.give_back(self._ticket)
+        return reply
+
+    def _wait_for_turn(self) -> None:
+        """Wait until no earlier job has rows to send over the network."""
+        began_s = time.perf_counter()
+        self._turns.wait(self._ticket)
+        self._turn_s = time.perf_counter() - began_s
+
+    def _transport(self, op: Op) -> Transport:
+        if self._transports is None:
+            raise RuntimeError("this lane was closed after a failure")
+        return self._transports[op.scope]
+
+
+def _let_go(error: BaseException | None) -> None:
+    """Empty the frames of an exception, and of what caused it.
+
+    Whoever keeps it, as a future does, would keep the connections open, and ranks at their other ends would wait.
+    """
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+
+
+def _stays_local(op: Op) -> bool:
+    return op.scope is not None and op.scope.local
+
+
+def _no_wait() -> None:
+    """Take no turn: what stays within a machine is in nobody's way."""

@@ -1,0 +1,268 @@
+"""Plain tables that ranks tell one another: numbers, strings, bytes, lists and dicts, never pickles.
+
+PyTorch's object collectives unpickle what arrives, and so execute whatever a peer has put there. A table is data alone.
+
+Layout of a message: the BLAKE2b digest (32 bytes) of the subject, the sender and the text, then the text, which is
+JSON in UTF-8 without white space. Bytes in a table are an object ``{"$bytes": "<base64>"}``. Floats are written by
+``repr`` and so are exact; infinity and NaN are written as ``Infinity``, ``-Infinity`` and ``NaN``. A table is decoded
+only if encoding it again gives the same text, so that no two texts stand for one table.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from collections.abc import Callable, Mapping
+from itertools import accumulate
+from typing import Any, TypeAlias, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from gradwire.errors import IncompatibleError, PayloadError
+from gradwire.exchange.digests import DIGEST_BYTES, digest_of
+from gradwire.exchange.drivers.lengths import announce, announced
+
+__all__ = ["MOST_BYTES", "Plain", "all_gather_tables", "broadcast_table", "decode", "encode", "plain", "table_device"]
+
+Plain: TypeAlias = "bool | int | float | str | bytes | list[Plain] | dict[str, Plain] | None"
+"""Values of a table."""
+
+T = TypeVar("T")
+
+MOST_BYTES = 1 << 24
+"""Bytes of a message at most: a model of 100,000 parameters tells its layout in about ten million."""
+
+MOST_DEPTH = 32
+"""Lists and objects within one another at most."""
+
+MOST_BITS = 2048
+"""Bits of a whole number at most."""
+
+MOST_DIGITS = 640
+"""Characters of a number at most, which hold those bits; Python may be told to read no more."""
+
+_BYTES = "$bytes"
+_STRING_OR_BRACKET = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*(?:"|\\?\Z)|[\[\]{}]', re.DOTALL)
+_NESTS = {"[": 1, "{": 1, "]": -1, "}": -1}
+
+
+def plain(value: object, depth: int = MOST_DEPTH) -> Plain:
+    """Return a value as it arrives on another rank, with lists for tuples.
+
+    Args:
+        value: None, a number, a string, bytes, or lists, tuples and mappings by strings of these.
+        depth: Lists and mappings within one another at most.
+
+    Raises:
+        IncompatibleError: it holds something else, or is nested more deeply.
+    """
+    if value is None or isinstance(value, bool | str | bytes):
+        return value
+    if isinstance(value, int) and value.bit_length() <= MOST_BITS:
+        return int(value)
+    if isinstance(value, float):
+        return float(value)
+    if depth == 0:
+        raise IncompatibleError(f"ranks tell one another lists and dicts at most {MOST_DEPTH} deep: tell flatter ones")
+    if isinstance(value, list | tuple):
+        return [plain(item, depth - 1) for item in value]
+    if isinstance(value, Mapping) and all(isinstance(key, str) and key != _BYTES for key in value):
+        return {key: plain(item, depth - 1) for key, item in value.items()}
+    raise IncompatibleError(
+        f"ranks tell one another None, floats, whole numbers of at most {MOST_BITS} bits, strings, bytes, lists, and "
+        f"dicts by strings other than {_BYTES!r}, and this is none of them but of type {type(value).__name__}"
+    )
+
+
+def encode(value: object, subject: str, sender: int) -> bytes:
+    """Return the message of a table.
+
+    Args:
+        value: See :func:`plain`.
+        subject: Name of what is told, such as "handshake"; a message of one subject is not taken for another's.
+        sender: Rank that sends it, by its number in the default group.
+
+    Raises:
+        IncompatibleError: the value is not one of a table.
+    """
+    try:
+        text = _text(plain(value)).encode()
+    except UnicodeEncodeError as error:
+        raise IncompatibleError(f"a string of the {subject} is not Unicode text: {error}") from None
+    return _digest(text, subject, sender) + text
+
+
+def decode(message: bytes, subject: str, sender: int) -> Plain:
+    """Return the table of a message, as :func:`plain` gives it.
+
+    Nothing in the message is executed, and memory is bounded by a multiple of its length.
+
+    Raises:
+        PayloadError: it is not whole, of another subject or sender, or not what :func:`encode` writes; the error names
+            the sender.
+    """
+    text = message[DIGEST_BYTES:]
+    if _digest(text, subject, sender) != message[:DIGEST_BYTES]:
+        raise PayloadError(
+            f"the {subject} from rank {sender}: its checksum differs, so that bytes changed on the way, or it is "
+            "another message; run the same version of gradwire on all ranks"
+        )
+    try:
+        return _parsed(text.decode())
+    except (TypeError, ValueError) as error:
+        # An error may quote much of what it is about.
+        raise PayloadError(f"the {subject} from rank {sender} is not a table: {str(error)[:200]}") from None
+
+
+def all_gather_tables(
+    value: object,
+    subject: str,
+    group: dist.ProcessGroup,
+    read: Callable[[Any], T],
+    most_bytes: int = MOST_BYTES,
+    wait: Callable[[dist.Work], object] = dist.Work.wait,
+) -> list[T]:
+    """Tell all ranks of a group a value, and return what each told, by rank in the group (collective).
+
+    Lengths are gathered before the messages, and checked before memory is taken: that of a group is ``world_size``
+    times the longest message.
+
+    Args:
+        value: See :func:`plain`.
+        subject: Name of what is told, the same on all ranks.
+        group: Process group, over CPU or CUDA tensors.
+        read: Takes the table of one rank and returns what the caller needs of it. It raises AttributeError, KeyError,
+            TypeError or ValueError if the table is not of that form.
+        most_bytes: Bytes of a message at most.
+        wait: Waits for a collective over CPU tensors.
+
+    Raises:
+        IncompatibleError: the value is not one of a table, or longer than ``most_bytes``; raised before anything is
+            sent.
+        PayloadError: a rank sent something else; the error names it, by its number in the default group.
+    """
+    device, ranks = table_device(group), dist.get_process_group_ranks(group)
+    own = _message(value, subject, dist.get_rank(), most_bytes)
+    told = [torch.empty(8, dtype=torch.uint8, device=device) for _ in ranks]
+    _gather(told, announce(torch.tensor([len(own)]))[0].to(device), group, wait)
+    lengths = [_length(row, rank, most_bytes) for row, rank in zip(told, ranks)]
+    padded = torch.zeros(max(lengths), dtype=torch.uint8)
+    padded[: len(own)] = own
+    rows = [torch.empty(len(padded), dtype=torch.uint8, device=device) for _ in ranks]
+    _gather(rows, padded.to(device), group, wait)
+    return [_read(row[:length], subject, rank, read) for row, length, rank in zip(rows, lengths, ranks)]
+
+
+def _gather(
+    rows: list[torch.Tensor], own: torch.Tensor, group: dist.ProcessGroup, wait: Callable[[dist.Work], object]
+) -> None:
+    work = dist.all_gather(rows, own, group=group, async_op=True)
+    if own.device.type == "cpu":
+        wait(work)
+    else:
+        work.wait()
+
+
+def broadcast_table(
+    value: object,
+    subject: str,
+    group: dist.ProcessGroup,
+    read: Callable[[Any], T],
+    source: int = 0,
+    most_bytes: int = MOST_BYTES,
+) -> T:
+    """Return on all ranks what one rank of a group tells (collective); see :func:`all_gather_tables`.
+
+    Args:
+        value: What is told; used on the source alone.
+        source: Its rank in the group.
+    """
+    device, rank = table_device(group), dist.get_process_group_ranks(group)[source]
+    own = _message(value, subject, rank, most_bytes) if group.rank() == source else torch.empty(0, dtype=torch.uint8)
+    told = announce(torch.tensor([len(own)]))[0].to(device)
+    dist.broadcast(told, group=group, group_src=source)
+    length = _length(told, rank, most_bytes)
+    row = own.to(device) if group.rank() == source else torch.empty(length, dtype=torch.uint8, device=device)
+    dist.broadcast(row, group=group, group_src=source)
+    return _read(row, subject, rank, read)
+
+
+def table_device(group: dist.ProcessGroup) -> torch.device:
+    """Return the device of the tensors that carry tables over a group: main memory where the group can send from it."""
+    if "cpu" in dist.get_backend_config(group):
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _message(value: object, subject: str, sender: int, most_bytes: int) -> torch.Tensor:
+    message = encode(value, subject, sender)
+    if len(message) > most_bytes:
+        raise IncompatibleError(
+            f"the {subject} of this rank takes {len(message)} bytes, and ranks take at most {most_bytes} of one "
+            "another: exchange fewer parameters by one link"
+        )
+    return torch.frombuffer(bytearray(message), dtype=torch.uint8)
+
+
+def _length(told: torch.Tensor, rank: int, most_bytes: int) -> int:
+    return int(announced(told.cpu().reshape(1, 8), -1, most_bytes, first=rank)[0])
+
+
+def _read(row: torch.Tensor, subject: str, rank: int, read: Callable[[Any], T]) -> T:
+    table = decode(row.cpu().numpy().tobytes(), subject, rank)
+    try:
+        return read(table)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise PayloadError(
+            f"the {subject} from rank {rank} has not the expected form ({type(error).__name__}: {str(error)[:200]}): "
+            "run the same version of gradwire on all ranks"
+        ) from None
+
+
+def _digest(text: bytes, subject: str, sender: int) -> bytes:
+    return digest_of(f"gradwire table\0{subject}\0{sender}\0".encode() + text)
+
+
+def _text(value: Plain) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=_tagged)
+
+
+def _tagged(value: bytes) -> dict[str, str]:
+    return {_BYTES: base64.b64encode(value).decode()}
+
+
+def _parsed(text: str) -> Plain:
+    """Return the value of a text.
+
+    Raises:
+        ValueError: it is not JSON, or not as :func:`_text` writes it.
+    """
+    nesting = (_NESTS[found[0]] for found in _STRING_OR_BRACKET.findall(text) if found[0] != '"')
+    if max(accumulate(nesting), default=0) > MOST_DEPTH + 1:
+        raise ValueError(f"it is nested more than {MOST_DEPTH} deep")
+    value: Plain = json.loads(text, object_hook=_untagged, parse_int=_whole, parse_float=_float)
+    if _text(value) != text:
+        raise ValueError("it is not written as tables are: keys occur twice, or there is white space")
+    return value
+
+
+def _untagged(found: dict[str, Any]) -> Plain:
+    if _BYTES in found:
+        return base64.b64decode(found[_BYTES], validate=True)
+    return found
+
+
+def _whole(digits: str) -> int:
+    return int(_short(digits))
+
+
+def _float(digits: str) -> float:
+    return float(_short(digits))
+
+
+def _short(digits: str) -> str:
+    if len(digits) > MOST_DIGITS:
+        raise ValueError(f"a number has {len(digits)} characters, more than {MOST_DIGITS}")
+    return digits

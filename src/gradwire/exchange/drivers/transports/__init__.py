@@ -1,0 +1,27 @@
+"""What carries operations between ranks: one class for each kind of connection."""
+
+from gradwire.exchange.drivers.transports.base import Transport
+from gradwire.exchange.drivers.transports.choice import (
+    Connect,
+    choose_transport,
+    connector,
+    device_of,
+    group_timeout,
+    one_device,
+)
+from gradwire.exchange.drivers.transports.gloo import GlooTransport
+from gradwire.exchange.drivers.transports.nccl import NCCLTransport
+from gradwire.exchange.drivers.transports.staged import StagedTransport
+
+__all__ = [
+    "Connect",
+    "GlooTransport",
+    "NCCLTransport",
+    "StagedTransport",
+    "Transport",
+    "choose_transport",
+    "connector",
+    "device_of",
+    "group_timeout",
+    "one_device",
+]

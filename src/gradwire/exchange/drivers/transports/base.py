@@ -1,0 +1,80 @@
+"""What carries the operations of protocols between ranks."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from gradwire.exchange.deferred_checks import AT_ONCE, Checks
+from gradwire.exchange.ops import Op, Reduce
+from gradwire.exchange.wire import open_sealed, sealed
+
+__all__ = ["Transport", "reduce_by_gather"]
+
+
+class Transport(ABC):
+    """The connections of one lane among some ranks.
+
+    All of them execute the same operations in the same order. The lane decides the order; a transport knows nothing of
+    jobs, methods or buckets.
+
+    Attributes:
+        rank: This rank among them.
+        world_size: How many they are.
+    """
+
+    rank: int
+    world_size: int
+
+    @abstractmethod
+    def execute(self, op: Op, wait_for_turn: Callable[[], None]) -> torch.Tensor:
+        """Carry an operation to its end, and return the reply.
+
+        Args:
+            wait_for_turn: Called before rows that are long enough to fill a link; returns when it is the lane's turn.
+
+        Raises:
+            RuntimeError: the connection broke, or another rank did something else.
+        """
+
+    def start(self, op: Op) -> tuple[torch.futures.Future[Any], torch.Tensor]:
+        """Begin an operation without waiting for it, and return what says that it has ended, and the reply.
+
+        Raises:
+            TypeError: it needs buffers of the transport, and so the thread of its lane.
+        """
+        raise TypeError(f"{type(op).__name__}: this operation needs buffers of the lane, and so its thread")
+
+    @abstractmethod
+    def close(self, broken: bool) -> None:
+        """End the connections; where they are ``broken``, without waiting for what is under way.
+
+        They end now, also where a failure's traceback still holds this object.
+        """
+
+
+def reduce_by_gather(
+    op: Reduce,
+    rank: int,
+    world_size: int,
+    number: int,
+    gather: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    checks: Checks = AT_ONCE,
+) -> torch.Tensor:
+    """Reduce a few values, sealed, on every rank by itself.
+
+    Args:
+        op: A maximum or a minimum.
+        rank: This rank.
+        world_size: How many ranks there are.
+        number: Of the reduction, which says which one it is: all ranks run the same jobs in the same order.
+        gather: ``gather(send, recv)`` sends a vector to all ranks, and returns ``recv`` with a row of each.
+        checks: Told whether values on a device are as they were sent.
+    """
+    mine = sealed(op.value, rank, number)
+    received = gather(mine, mine.new_empty((world_size, mine.numel())))
+    rows = open_sealed(received, op.value.dtype, f"values for a {op.op}imum", number, checks=checks)
+    return (rows.amax(0) if op.op == "max" else rows.amin(0)).view(op.value.shape)

@@ -1,0 +1,118 @@
+"""Which transport carries a link's payloads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+
+from gradwire.errors import IncompatibleError
+from gradwire.exchange.deferred_checks import Checks
+from gradwire.exchange.drivers.devices import CudaDevice, Device, HostDevice
+from gradwire.exchange.drivers.transports.base import Transport
+from gradwire.exchange.drivers.transports.gloo import GlooTransport
+from gradwire.exchange.drivers.transports.nccl import NCCLTransport
+from gradwire.exchange.drivers.transports.staged import StagedTransport
+
+__all__ = ["Connect", "choose_transport", "connector", "device_of", "group_timeout", "one_device"]
+
+Connect: TypeAlias = Callable[[Any, int, int, timedelta], Transport]
+"""``connect(store, rank, world_size, timeout)`` joins some ranks, which all call it."""
+
+
+def one_device(devices: Mapping[str, torch.device]) -> torch.device:
+    """Return the device that all parameters lie on.
+
+    Raises:
+        IncompatibleError: they lie on several.
+    """
+    (first, device), *others = devices.items()
+    for name, other in others:
+        if other != device:
+            raise IncompatibleError(
+                f"parameter {first!r} is on {device} and {name!r} on {other}: a link exchanges the gradients of one "
+                "device; move the model to one, or build a gradwire.Link for the parameters of each"
+            )
+    return device
+
+
+def choose_transport(asked: str, device: torch.device, on_device: bool, group: dist.ProcessGroup) -> str:
+    """Return "gloo", "nccl" or "staged".
+
+    Args:
+        asked: One of them, or "auto": NCCL for payloads on a device where the group has it, else staged; Gloo for
+            gradients in main memory.
+        device: That the parameters lie on.
+        on_device: Whether payloads are made there; otherwise gradients are copied to main memory and exchanged there.
+        group: Of the link.
+
+    Raises:
+        IncompatibleError: what was asked for cannot carry these tensors.
+    """
+    if device.type == "cpu":
+        if asked in ("auto", "gloo"):
+            return "gloo"
+        raise IncompatibleError(
+            f"transport={asked!r} is for parameters on CUDA devices, and these are in main memory: leave transport "
+            "out, or use transport='gloo'"
+        )
+    if asked == "gloo":
+        raise IncompatibleError(
+            f"transport='gloo' sends from main memory, and the parameters are on {device}: use transport='staged', "
+            "which copies payloads to main memory and sends them by Gloo"
+        )
+    if asked == "nccl":
+        if not dist.is_nccl_available():
+            raise IncompatibleError(
+                f"transport='nccl' needs a PyTorch with NCCL, and {torch.__version__} was built without it: install a "
+                "CUDA build of PyTorch, or use transport='staged'"
+            )
+        if not on_device:
+            raise IncompatibleError(
+                "transport='nccl' carries payloads that are made on the device, and those of this method are made in "
+                "main memory (link.record()['kernels_on'] says so): use transport='staged', or a method with Triton "
+                "kernels, such as 'terngrad'"
+            )
+        return "nccl"
+    return "nccl" if asked == "auto" and on_device and _has_nccl(group) else "staged"
+
+
+def _has_nccl(group: dist.ProcessGroup) -> bool:
+    return dist.is_nccl_available() and "nccl" in dist.get_backend_config(group)
+
+
+def device_of(device: torch.device) -> Device:
+    """Return what a link does on a device."""
+    return HostDevice() if device.type == "cpu" else CudaDevice(device)
+
+
+def connector(transport: str, device: Device, on_device: bool, checks: Checks) -> Connect:
+    """Return what joins ranks by a transport.
+
+    Args:
+        on_device: As for :func:`choose_transport`.
+        checks: Told whether what is reduced on a device is as it was sent.
+    """
+    if transport == "gloo" or not on_device:
+        return GlooTransport
+    return partial(_over_nccl, device, checks) if transport == "nccl" else partial(_staged, device)
+
+
+def _staged(device: Device, store: Any, rank: int, world_size: int, timeout: timedelta) -> Transport:
+    return StagedTransport(GlooTransport(store, rank, world_size, timeout), device)
+
+
+def _over_nccl(device: Device, checks: Checks, store: Any, rank: int, world_size: int, timeout: timedelta) -> Transport:
+    host = GlooTransport(dist.PrefixStore("host", store), rank, world_size, timeout)
+    return NCCLTransport.of(dist.PrefixStore("nccl", store), rank, world_size, timeout, host, device, checks)
+
+
+def group_timeout(group: dist.ProcessGroup) -> timedelta:
+    """Return how long collectives of a group wait for other ranks."""
+    device = torch.device("cpu" if "cpu" in dist.get_backend_config(group) else "cuda")
+    found: timedelta = group._get_backend(device).options._timeout
+    return found

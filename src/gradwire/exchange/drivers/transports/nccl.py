@@ -1,0 +1,147 @@
+"""Operations over NCCL, between processes whose tensors lie on CUDA devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gradwire.exchange.deferred_checks import AT_ONCE, Checks
+from gradwire.exchange.drivers.devices import Device
+from gradwire.exchange.drivers.lengths import announce, announced
+from gradwire.exchange.drivers.traffic import LENGTH_BYTES, gathers, large
+from gradwire.exchange.drivers.transports.base import Transport, reduce_by_gather
+from gradwire.exchange.ops import AllGather, AllToAll, Broadcast, Op, Reduce, SendRecv
+
+__all__ = ["NCCLTransport"]
+
+
+class NCCLTransport(Transport):
+    """Enqueues operations on the stream that is current, and waits for none of them.
+
+    ``Work.wait`` of NCCL makes the current stream wait, not the thread, so that a reply may be used by whatever is
+    enqueued behind it. Payloads are bytes, all of them, since NCCL knows neither int16 nor uint16. Tensors of an
+    operation that lie in main memory, such as lengths and single flags, travel by ``host``.
+
+    An operation that fails on the device does not raise here: PyTorch's watchdog ends the process after the timeout.
+
+    Args:
+        backend: A ``torch.distributed.ProcessGroupNCCL`` of these ranks alone.
+        host: Between the same ranks, for tensors in main memory.
+        device: That payloads lie on.
+        checks: Told whether what is reduced is as it was sent.
+    """
+
+    def __init__(self, backend: Any, host: Transport, device: Device, checks: Checks = AT_ONCE) -> None:
+        self._backend, self._host, self._device, self._checks = backend, host, device, checks
+        self.rank, self.world_size = host.rank, host.world_size
+        self._reductions = 0
+
+    @classmethod
+    def of(
+        cls, store: Any, rank: int, world_size: int, timeout: timedelta, host: Transport, device: Device, checks: Checks
+    ) -> NCCLTransport:
+        """Connect ranks; all of them do so at the same time."""
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        backend = dist.ProcessGroupNCCL(store, rank, world_size, options)
+        # Else the first operation would, and that may be one in which some ranks have nothing to do.
+        backend.eager_connect_single_device(torch.device(device.name))
+        return cls(backend, host, device, checks)
+
+    def execute(self, op: Op, wait_for_turn: Callable[[], None]) -> torch.Tensor:
+        if not self._device.holds(op.value if isinstance(op, (Reduce, Broadcast)) else op.send):
+            return self._host.execute(op, wait_for_turn)
+        if large(op):
+            wait_for_turn()
+        if isinstance(op, Reduce):
+            return self._reduce(op)
+        if isinstance(op, Broadcast):
+            return self._broadcast(op)
+        if isinstance(op, SendRecv):
+            return self._swap(op)
+        if op.lengths is not None:
+            return self._of_lengths(op, op.lengths)
+        if isinstance(op, AllToAll):
+            self._backend.alltoall_base(op.recv, op.send, [], []).wait()
+        else:
+            self._gather(op.send, op.recv)
+        return op.recv
+
+    def close(self, broken: bool) -> None:
+        # With the others gone, to wait for what is pending would be to wait for ever.
+        self._backend.abort() if broken else self._backend.shutdown()
+
+    def _gather(self, send: torch.Tensor, recv: torch.Tensor) -> torch.Tensor:
+        self._backend._allgather_base(recv.view(-1), send).wait()
+        return recv
+
+    def _reduce(self, op: Reduce) -> torch.Tensor:
+        if gathers(op):
+            self._reductions += 1
+            return reduce_by_gather(op, self.rank, self.world_size, self._reductions, self._gather, self._checks)
+        options: Any = dist.AllreduceOptions()
+        options.reduceOp = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}[op.op]
+        self._backend.allreduce([op.value], options).wait()
+        return op.value
+
+    def _tell(self, op: AllToAll | AllGather, lengths: torch.Tensor) -> torch.Tensor:
+        """Tell lengths, which lie in main memory, and return those that were told."""
+        received = torch.empty((self.world_size, LENGTH_BYTES), dtype=torch.uint8)
+        self._host.execute(AllToAll(announce(lengths), received), lambda: None)
+        return announced(received, self.rank, op.recv.view(self.world_size, -1).shape[1])
+
+    def _of_lengths(self, op: AllToAll | AllGather, lengths: torch.Tensor) -> torch.Tensor:
+        n, rank, told = self.world_size, self.rank, self._tell(op, lengths)
+        if op.arrived is not None:
+            op.arrived.copy_(told)
+        rows, slots = op.send if isinstance(op, AllToAll) else op.send.expand(n, -1), op.recv.view(n, -1)
+        slots[rank].copy_(rows[rank])
+        others = [other for other in range(n) if other != rank]
+        self._pairs(
+            ((rows[to][: int(lengths[to])], to) for to in others),
+            ((slots[source, : int(told[source])], source) for source in others),
+        )
+        return op.recv
+
+    def _pairs(self, sends: Iterable[tuple[torch.Tensor, int]], receives: Iterable[tuple[torch.Tensor, int]]) -> None:
+        """Send and receive between pairs of ranks, as one operation: one by one they would wait for each other."""
+        leaving, arriving = ([(t, peer) for t, peer in some if t.numel()] for some in (sends, receives))
+        if not leaving and not arriving:
+            return
+        self._backend._start_coalescing()
+        for tensor, to in leaving:
+            self._backend.send([tensor], to, 0)
+        for tensor, source in arriving:
+            self._backend.recv([tensor], source, 0)
+        self._backend._end_coalescing().wait()
+
+    def _swap(self, op: SendRecv) -> torch.Tensor:
+        sent, room = op.send, op.recv
+        if op.lengths is not None and op.arrived is not None:
+            told = torch.zeros((1, LENGTH_BYTES), dtype=torch.uint8)
+            self._host.execute(SendRecv(announce(op.lengths)[0], told[0], op.to, op.source), lambda: None)
+            if op.source is not None:
+                op.arrived.copy_(announced(told, -1, op.recv.numel(), op.source))
+            sent, room = op.send[: int(op.lengths)], op.recv[: int(op.arrived)]
+        self._pairs(
+            [] if op.to is None else [(sent, op.to)],
+            [] if op.source is None else [(room, op.source)],
+        )
+        return op.recv
+
+    def _broadcast(self, op: Broadcast) -> torch.Tensor:
+        row = op.value
+        if op.length is not None:
+            told = announce(op.length)
+            self._host.execute(Broadcast(told, op.root), lambda: None)
+            if self.rank != op.root:
+                op.length.copy_(announced(told, -1, row.numel(), op.root))
+            row = row[: int(op.length)]
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = op.root, 0
+        self._backend.broadcast([row], options).wait()
+        return op.value

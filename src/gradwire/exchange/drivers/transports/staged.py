@@ -1,0 +1,59 @@
+"""Operations on tensors of a device, carried by Gloo from page-locked main memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from gradwire.exchange.drivers.devices import Device
+from gradwire.exchange.drivers.transports.base import Transport
+from gradwire.exchange.ops import Broadcast, Op, Reduce, SendRecv
+
+__all__ = ["StagedTransport"]
+
+
+class StagedTransport(Transport):
+    """Copies what leaves a device to main memory, and what arrives back.
+
+    The copies are enqueued on the stream that is current, behind what computes the payload there. The thread of the
+    lane then waits for that copy alone, not for the device, and Gloo sends from the page-locked buffer. The copy of
+    the reply is enqueued and not waited for: the decoder's kernels follow it on the same stream. Tensors of an
+    operation that lie in main memory already, such as lengths, stay there.
+
+    Args:
+        inner: Between processes that hold their tensors in main memory.
+        device: That payloads lie on.
+    """
+
+    def __init__(self, inner: Transport, device: Device) -> None:
+        self._inner, self._device = inner, device
+        self.rank, self.world_size = inner.rank, inner.world_size
+
+    def execute(self, op: Op, wait_for_turn: Callable[[], None]) -> torch.Tensor:
+        if isinstance(op, (Reduce, Broadcast)):
+            if not self._device.holds(op.value):
+                return self._inner.execute(op, wait_for_turn)
+            here = self._fetched(op.value)
+            return self._returned(op.value, self._inner.execute(replace(op, value=here), wait_for_turn))
+        if not self._device.holds(op.send):
+            return self._inner.execute(op, wait_for_turn)
+        here, room = self._fetched(op.send), self._device.pinned(op.recv)
+        reply = self._inner.execute(replace(op, send=here, recv=room), wait_for_turn)
+        # What nobody sends leaves the room as it was.
+        is_due = not isinstance(op, SendRecv) or op.source is not None
+        return self._returned(op.recv, reply) if is_due else op.recv
+
+    def close(self, broken: bool) -> None:
+        self._inner.close(broken)
+
+    def _fetched(self, there: torch.Tensor) -> torch.Tensor:
+        here = self._device.pinned(there)
+        self._device.copy_async(here, there)
+        self._device.mark().synchronize()
+        return here
+
+    def _returned(self, there: torch.Tensor, reply: torch.Tensor) -> torch.Tensor:
+        self._device.copy_async(there, reply)
+        return there

@@ -1,0 +1,343 @@
+"""The base class of all methods: a frozen set of hyper-parameters with declared properties."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard, TypeVar
+
+import torch
+
+from gradwire.errors import HyperparameterError
+from gradwire.exchange.fields import check_fields, shortened
+
+if TYPE_CHECKING:
+    from gradwire.exchange.ops import Scope
+    from gradwire.exchange.segments import Parameter
+
+__all__ = [
+    "MOST_BITS",
+    "Inherited",
+    "Method",
+    "Properties",
+    "check_seed",
+    "is_whole",
+    "require",
+]
+
+M = TypeVar("M", bound="Method")
+
+MOST_BITS = 1024
+"""Bits of a whole number in a spec, or in a field, at most."""
+
+SEED_BITS = 1024
+"""Bits of a seed at most, so that ranks can compare it in any number of digits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Properties:
+    """The properties that a method declares for all values of its fields; the shared tests check each of them.
+
+    What depends on the fields is declared on the method itself: :attr:`Method.unbiased`, :attr:`Method.omega`,
+    :attr:`Method.delta`.
+
+    Attributes:
+        summary: One sentence.
+        paper: Authors, title, venue, year.
+        bit_stable: The result is the same bits for any bucket layout, number of lanes and chunk size, and from the
+            simulation, since all arithmetic is the method's own; False where the backend's float sum takes part.
+        bits_per_element: Bits that the default sends for each element and direction with four workers and large
+            parameters, on the scale where a float32 all-reduce has 32.
+        state: What is remembered between steps.
+        state_bytes_per_element: How much that is on each rank, by default and for large parameters. In memory it is
+            twice as much: what holds, and what the round makes of it, which counts if all of the round was finite.
+        stream: The random stream drawn from: "rank", "shared", "owner" or "none".
+        paper_settings: The fields in which the paper's setting is not the default, by name.
+    """
+
+    summary: str
+    paper: str
+    bit_stable: bool
+    bits_per_element: float
+    state: str = "none"
+    state_bytes_per_element: float = 0.0
+    stream: str = "none"
+    paper_settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Inherited:
+    """An attribute that a wrapper takes, under the same name, from the method in one of its fields.
+
+    On the class itself it is ``default``.
+    """
+
+    def __init__(self, field: str, default: object = None) -> None:
+        self._field, self._default = field, default
+
+    def __set_name__(self, owner: type[Method], name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: Method | None, owner: type[Method]) -> Any:
+        return self._default if instance is None else getattr(getattr(instance, self._field), self._name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """Base of every method. Subclasses are final, and their fields are their hyper-parameters.
+
+    ``repr(method)`` is its spec: :func:`gradwire.method` reads it back.
+    """
+
+    name: ClassVar[str]
+    """The lower-case name that stands for the defaults."""
+
+    properties: ClassVar[Properties]
+
+    collectives: ClassVar[tuple[str, ...]]
+    """The protocols that can carry the method, the default first."""
+
+    re_encoding: ClassVar[bool] = False
+    """Whether owners of shares encode the mean once more where it travels by two-shot, so that another protocol gives
+    another outcome."""
+
+    unbiased: ClassVar[bool]
+    """Whether the outcome is the mean of the gradients, whatever they are, on average over draws."""
+
+    unbiased_note: ClassVar[str | None] = None
+    """The text to show in place of "yes" or "no" where ``unbiased`` alone does not say enough."""
+
+    omega_formula: ClassVar[str | None] = None
+    """``omega`` for vectors, or blocks, of d elements as a formula to be shown, or a bound where it is too long."""
+
+    cut: ClassVar[int] = 80
+    """Parameters are cut into chunks at multiples of this many elements: a group of the kernels, and whole units of
+    every codec that declares nothing else."""
+
+    share_cut: ClassVar[int] = 80
+    """The same where owners of shares encode the mean once more: no share ends within what is encoded together."""
+
+    worst_step: ClassVar[float | None] = None
+    """Smallest known c with |C(x_i) - x_i| <= c M in every element of every worker i and for every draw, where M is the
+    largest magnitude on any worker; None where none is known."""
+
+    worst_error: ClassVar[float | None] = None
+    """Smallest known c with |C(x_i) - x_i| <= c in every element of every worker i, whatever the vectors and the draw;
+    None where none is known."""
+
+    whole_step: ClassVar[bool] = False
+    """Whether the exchange begins only when all gradients of a step are there."""
+
+    joined: ClassVar[bool] = False
+    """Whether all compressed parameters are one vector, in the order of ``named_parameters``; needs the whole step."""
+
+    direction: ClassVar[bool] = False
+    """Whether the outcome is a direction to step in, not the mean, so that it needs a learning rate of its own."""
+
+    owns_momentum: ClassVar[bool] = False
+    """Whether the outcome holds gradients of earlier steps, so that no optimizer's momentum belongs beside it."""
+
+    needs_loss_scale: ClassVar[bool] = False
+    """Whether the loss scale of automatic mixed precision, which changes from time to time, has to be taken out, since
+    gradients of several rounds are added up or a field has their unit."""
+
+    scatters: ClassVar[bool] = False
+    """Whether the owner of a shard can be given the mean of that shard alone, by
+    :func:`gradwire.exchange.protocols.reduce_scatter`: nothing that it remembers needs the mean of the rest."""
+
+    kernels: ClassVar[tuple[str, ...]]
+    """The families of kernels, and the entropy coder, that it calls. They are compiled before the first step."""
+
+    on_device: ClassVar[bool] = False
+    """Whether what it computes beside its kernels stays on the device that a vector lies on; each that says so is
+    tested to."""
+
+    remembers: ClassVar[tuple[str, ...]] = ()
+    """The kinds of vectors and the names of values that it keeps in :class:`gradwire.exchange.protocols.Memory`."""
+
+    waiting: ClassVar[str] = "residual"
+    """The kind of vector that holds what a rank has not sent yet, where the method keeps such a vector."""
+
+    min_numel: ClassVar[int] = 1024
+    """Parameters with fewer elements travel in float32, unless the user says otherwise."""
+
+    local_steps: ClassVar[int] = 0
+    """Optimizer steps from one exchange to the next, of what they changed; 0: gradients are exchanged, at every
+    synchronised backward."""
+
+    outcomes_differ: ClassVar[bool] = False
+    """Whether each rank ends an exchange with an outcome of its own, so that no two ranks' parameters are the same;
+    what ranks then have in common is the mean over them, which an exchange leaves as it is."""
+
+    sharded: ClassVar[bool] = False
+    """Whether what a rank remembers of a parameter is of its own shard of it, which :meth:`kept_as` names."""
+
+    needs_optimizer: ClassVar[bool] = False
+    """Whether it also acts on the steps of an optimizer."""
+
+    needs_learning_rates: ClassVar[bool] = False
+    """Whether it is told in every round the learning rates of the step that follows, as far as a link knows the
+    optimizer: :attr:`gradwire.exchange.protocols.Context.learning_rates`."""
+
+    needs_link_cost: ClassVar[bool] = False
+    """Whether its codecs must be told what a message costs on the link: :class:`gradwire.LinkCost`."""
+
+    gauges: ClassVar[tuple[str, ...]] = ()
+    """Numbers that it reports of every round on every rank, as :meth:`gradwire.Link.gauges` returns them."""
+
+    if not TYPE_CHECKING:
+        # Type checkers read the constructor of each dataclass, which says more.
+        def __new__(cls, *operands: object, **given: object) -> Any:
+            """Check the names of fields, so that a wrong one is told as in a spec."""
+            check_fields(cls, len(operands), given)
+            for name, value in given.items():
+                # Sentences about a value print it, which Python refuses for thousands of digits.
+                huge = isinstance(value, int) and value.bit_length() > MOST_BITS
+                require(not huge, cls.__name__, f"{name} has more than {MOST_BITS} bits")
+            return super().__new__(cls)
+
+    @classmethod
+    def paper(cls: type[M], **fields: Any) -> M:
+        """Return the method with the settings of its paper where these are not the defaults.
+
+        Papers report the fewest bits that a training of many epochs bears. Some defaults send more, so that a training
+        of a few hundred steps keeps its accuracy.
+
+        Args:
+            fields: Fields to set instead.
+
+        Raises:
+            HyperparameterError: a field is out of range.
+
+        Example:
+            >>> import gradwire as gw
+            >>> gw.DGC().density, gw.DGC.paper().density, gw.TernGrad.paper() == gw.TernGrad()
+            (0.05, 0.001, True)
+        """
+        return cls(**{**cls.properties.paper_settings, **fields})
+
+    def remembered_numel(self, kind: str, parameter: Parameter) -> int:
+        """Return how many numbers of a kind in :attr:`remembers` it keeps of a parameter: by default one an element.
+
+        Of a kind that is kept for each of several other ranks, those for one of them; see
+        :func:`gradwire.exchange.protocols.memory.kind_of_peer`.
+        """
+        return parameter.numel
+
+    def kept_as(self, parameter: Parameter) -> Sequence[Parameter]:
+        """Return what a parameter is to what the method remembers: by default itself, else the parts it is cut into."""
+        return (parameter,)
+
+    def scopes(self, world_size: int) -> Sequence[Scope]:
+        """Return the divisions of so many ranks into groups that its exchanges name beside all ranks.
+
+        Raises:
+            IncompatibleError: so many ranks cannot be divided as the method asks.
+        """
+        return ()
+
+    def omega_of(self, numel: int | None = None) -> float | None:
+        """Return the variance constant for parameters of ``numel`` elements, or of any number of them.
+
+        Returns:
+            The smallest known omega with E|Q(x) - x|^2 <= omega |x|^2 for every vector x; None where none is known, and
+            for biased operators and methods whose outcome depends on earlier rounds.
+        """
+        return None
+
+    def delta_of(self, numel: int | None = None) -> float | None:
+        """Return the contraction constant for parameters of ``numel`` elements, or of any number of them.
+
+        Returns:
+            The largest known delta > 0 with E|C(x) - x|^2 <= (1 - delta) |x|^2 for every vector x; None where none is
+            known. For an unbiased operator with omega < 1 it is 1 - omega.
+        """
+        omega = self.omega_of(numel)
+        return None if omega is None or omega >= 1 else 1 - omega
+
+    def usual_delta_of(self, numel: int | None = None) -> float | None:
+        """Return the constant that cautions go by, which may leave out vectors that are not met in practice.
+
+        By default it is that of all vectors, see :meth:`delta_of`.
+        """
+        return self.delta_of(numel)
+
+    @property
+    def omega(self) -> float | None:
+        """The variance constant whatever the size of a parameter, see :meth:`omega_of`."""
+        return self.omega_of()
+
+    @property
+    def delta(self) -> float | None:
+        """The contraction constant whatever the size of a parameter, see :meth:`delta_of`."""
+        return self.delta_of()
+
+    @property
+    def delta_formula(self) -> str | None:
+        """``delta`` as a formula to be shown."""
+        return None if self.omega is None or self.delta is None else "1 - omega"
+
+    def terms(self, world_size: int) -> Mapping[str, object]:
+        """Return what ranks compare beside the spec before they exchange anything, such as what a file holds.
+
+        Raises:
+            IncompatibleError: it cannot be, with so many ranks.
+        """
+        return {}
+
+    def check_optimizer(self, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Refuse an optimizer that :meth:`bind` could not hook into.
+
+        Raises:
+            IncompatibleError: the method needs an optimizer and has none, or cannot work with this one.
+        """
+
+    def usual_collective(self, world_size: int) -> str | None:
+        """Return the protocol that is taken by default where another gives another outcome; None where none does.
+
+        By default the outcome depends on it where owners of shares encode a mean once more: two workers or fewer then
+        gather, which sends no more, and others take the first protocol.
+        """
+        if not self.re_encoding or len(self.collectives) < 2:
+            return None
+        return "all_gather" if world_size <= 2 else self.collectives[0]
+
+    def caution(self, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> str | None:
+        """Return a sentence to warn the user with when the method is attached beside an optimizer; None for none.
+
+        Args:
+            optimizer: The one that was given, which :meth:`check_optimizer` did not refuse; None if none was.
+            parameters: By name, those that are compressed.
+        """
+        return None
+
+    def bind(self, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> Callable[[], None] | None:
+        """Hook whatever the method does beside the exchange into the steps of an optimizer that was checked.
+
+        Returns:
+            What takes the hook away again; None where there is none.
+        """
+        return None
+
+
+def require(condition: bool, owner: str, sentence: str) -> None:
+    """Raise :class:`HyperparameterError` naming the owner unless the condition holds."""
+    if not condition:
+        raise HyperparameterError(f"{owner}: {shortened(sentence)}")
+
+
+def is_whole(value: object, least: int | None = None) -> TypeGuard[int]:
+    """Return whether a value is a whole number, of at least ``least`` if that is given.
+
+    True and False are none, though Python counts them as 1 and 0: ``seed=True`` is a slip.
+    """
+    return isinstance(value, int) and not isinstance(value, bool) and (least is None or value >= least)
+
+
+def check_seed(seed: object) -> None:
+    """Check the seed of random numbers.
+
+    Raises:
+        HyperparameterError: it is not a whole number of at most 1024 bits.
+    """
+    require(is_whole(seed), "seed", f"a whole number is needed, not {seed!r}")
+    require(int(seed).bit_length() <= SEED_BITS, "seed", f"at most {SEED_BITS} bits are used")  # type: ignore[call-overload]

@@ -1,0 +1,44 @@
+"""Which plan each bucket gets: users' options, layouts, and the choice of collectives."""
+
+from gradwire.exchange.planning.buckets import own_buckets
+from gradwire.exchange.planning.coder_times import measure_coders
+from gradwire.exchange.planning.fragments import FragmentClock, Pieces, cut, exchanged
+from gradwire.exchange.planning.options import (
+    CHUNK_NUMEL,
+    Collective,
+    Fallback,
+    KernelBackend,
+    LinkOptions,
+    Options,
+    RareOptions,
+    TransportName,
+    dense_names,
+    refuse_scatter,
+)
+from gradwire.exchange.planning.placement import Placement, place_kernels
+from gradwire.exchange.planning.planner import Planner, warm_up
+from gradwire.exchange.protocols import REDUCE_SCATTER
+
+__all__ = [
+    "CHUNK_NUMEL",
+    "REDUCE_SCATTER",
+    "Collective",
+    "Fallback",
+    "FragmentClock",
+    "KernelBackend",
+    "LinkOptions",
+    "Options",
+    "Pieces",
+    "Placement",
+    "Planner",
+    "RareOptions",
+    "TransportName",
+    "cut",
+    "dense_names",
+    "exchanged",
+    "measure_coders",
+    "own_buckets",
+    "place_kernels",
+    "refuse_scatter",
+    "warm_up",
+]

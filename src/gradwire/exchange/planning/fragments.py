@@ -1,0 +1,175 @@
+"""Fragments of a model, each exchanged by itself, and the steps at which they are."""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import cast
+
+import torch
+
+from gradwire.exchange.local_steps import StepsLocally
+from gradwire.exchange.method import Method
+from gradwire.exchange.planning.options import Options, dense_names
+from gradwire.exchange.protocols import REDUCE_SCATTER
+from gradwire.exchange.segments import local_shard
+
+__all__ = ["FragmentClock", "Pieces", "cut", "exchanged"]
+
+LEAST = 1024
+"""Parameters with fewer elements are not cut."""
+
+RUNS = {"sequential": 1, "strided": 4}
+"""Into how many runs of neighbours a fragment's elements fall."""
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Rows of a parameter: what lies between two indices of its outermost dimension in memory."""
+
+    parameter: str
+    dim: int
+    begin: int
+    rows: int
+
+
+class Pieces(Mapping[str, torch.Tensor]):
+    """Views of parameters, or of rows of large ones, by names of their own; and which fragment each belongs to.
+
+    Elements are taken in the order of the parameters and cut into runs of about equal length, which are dealt out to
+    the fragments in turn. A parameter is cut between rows; one of fewer than 1024 elements is not. So a fragment has no
+    more than its share of the elements, but for that much and a row at each end of a run.
+
+    Args:
+        parameters: By name.
+        count: How many fragments there are; with 1 the pieces are the parameters.
+        order: "sequential": a fragment is one run; "strided": it is four, spread over the model.
+
+    Attributes:
+        fragments: The names of each fragment's pieces.
+
+    Example:
+        >>> pieces = Pieces({"w": torch.zeros(100, 30), "b": torch.zeros(100)}, 2, "sequential")
+        >>> pieces.fragments, pieces["w[52:100]"].shape
+        ([['w[0:52]'], ['w[52:100]', 'b']], torch.Size([48, 30]))
+    """
+
+    def __init__(self, parameters: Mapping[str, torch.Tensor], count: int, order: str) -> None:
+        self._parameters = dict(parameters)
+        self._pieces: dict[str, _Piece | None] = {}
+        self.fragments: list[list[str]] = [[] for _ in range(count)]
+        self._of: dict[str, list[str]] = {}
+        runs, total = RUNS[order] * count if count > 1 else 1, sum(p.numel() for p in parameters.values())
+        bounds, at = [total * j / runs for j in range(1, runs)], 0
+        for name, p in parameters.items():
+            self._of[name] = []
+            for piece, numel in _cut(name, p, [b - at for b in bounds]):
+                label = name if piece is None else f"{name}[{piece.begin}:{piece.begin + piece.rows}]"
+                run = sum(b <= at + numel / 2 for b in bounds)
+                self._pieces[label] = piece
+                self._of[name].append(label)
+                self.fragments[run % count].append(label)
+                at += numel
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        piece = self._pieces[name]
+        if piece is None:
+            return self._parameters[name].detach()
+        return self._parameters[piece.parameter].detach().narrow(piece.dim, piece.begin, piece.rows)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._pieces)
+
+    def __len__(self) -> int:
+        return len(self._pieces)
+
+    def of(self, parameters: Sequence[str]) -> list[str]:
+        """Return the pieces of whole parameters, in the order in which they lie in memory."""
+        return [label for name in parameters for label in self._of[name]]
+
+    def options(self, options: Options, method: Method) -> Options:
+        """Return a link's options for pieces: those of a parameter that travels in float32 do, however large."""
+        if all(piece is None for piece in self._pieces.values()):
+            return options
+        dense = dense_names({name: p.numel() for name, p in self._parameters.items()}, options, method)
+        names = self.of([name for name in self._parameters if name in dense])
+        return replace(options, exclude=tuple(glob.escape(name) for name in names), min_numel=0)
+
+
+def _cut(name: str, p: torch.Tensor, bounds: Sequence[float]) -> Iterator[tuple[_Piece | None, int]]:
+    """Yield the pieces of a parameter between bounds, in elements from its first one, and their elements."""
+    dim = max(range(p.dim()), key=lambda d: (p.stride(d) * (p.shape[d] > 1), -d), default=0)
+    rows = p.shape[dim] if p.dim() else 1
+    row = p.numel() // max(rows, 1)
+    inside = {round(b / row) for b in bounds if 0 < b < p.numel()} if p.numel() >= LEAST else set()
+    ends = [*sorted(inside - {0, rows}), rows]
+    if len(ends) == 1:
+        yield None, p.numel()
+        return
+    for begin, end in zip([0, *ends], ends):
+        yield _Piece(name, dim, begin, end - begin), (end - begin) * row
+
+
+def cut(parameters: Mapping[str, torch.Tensor], method: StepsLocally) -> Pieces:
+    """Return the pieces in which a method with local steps exchanges parameters."""
+    return Pieces(parameters, method.fragments, method.order)
+
+
+def exchanged(
+    method: Method, parameters: Mapping[str, torch.Tensor], options: Options
+) -> tuple[Mapping[str, torch.Tensor], Options]:
+    """Return what is exchanged as a parameter by a link of any method, and the link's options for that."""
+    if not method.local_steps or method.outcomes_differ:
+        if options.collective != REDUCE_SCATTER:
+            # Replicas of a shard exchange the shard; those who scatter, whole parameters.
+            parameters = {name: local_shard(p) for name, p in parameters.items()}
+        return parameters, options
+    pieces = cut(parameters, cast(StepsLocally, method))
+    return pieces, pieces.options(options, method)
+
+
+class FragmentClock:
+    """Says when each of F fragments is exchanged, and when what was exchanged takes effect.
+
+    Fragment f begins after the step number floor((f + 1) H / F) of every H, so that the last one begins after the H-th,
+    and ends ``delay`` steps later. At most one is in flight.
+
+    Attributes:
+        steps: Since the last exchange of the last fragment.
+        flying: The fragment in flight; None where there is none.
+        left: Steps until it ends.
+
+    Example:
+        >>> clock = FragmentClock(6, 2, 1)
+        >>> [clock.step() for _ in range(8)]
+        [(None, None), (None, None), (None, 0), (0, None), (None, None), (None, 1), (1, None), (None, None)]
+    """
+
+    def __init__(self, every: int, count: int, delay: int) -> None:
+        self.every, self.count, self.delay = every, count, delay
+        self._begins = {(f + 1) * every // count: f for f in range(count)}
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin anew, with nothing in flight."""
+        self.steps, self.left = 0, 0
+        self.flying: int | None = None
+
+    def step(self) -> tuple[int | None, int | None]:
+        """Count a step; return the fragment whose exchange ends after it, and the one whose exchange then begins.
+
+        With a delay of 0 an exchange ends at once, and is only returned as one that begins.
+        """
+        self.steps += 1
+        ends = None
+        if self.flying is not None:
+            self.left -= 1
+            if self.left == 0:
+                ends, self.flying = self.flying, None
+        begins = self._begins.get(self.steps)
+        if begins is not None and self.delay:
+            self.flying, self.left = begins, self.delay
+        if self.steps == self.every:
+            self.steps = 0
+        return ends, begins

@@ -1,0 +1,230 @@
+"""What a user may set about an exchange, checked before anything is built."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any, Literal, TypedDict, get_args
+
+from gradwire.errors import HyperparameterError, IncompatibleError
+from gradwire.exchange.method import Method, check_seed, is_whole, require
+from gradwire.exchange.network_cost import LinkCost
+from gradwire.exchange.protocols import PROTOCOLS, REDUCE_SCATTER, SHARED_OUT
+
+__all__ = ["CHUNK_NUMEL", "Options", "dense_names", "refuse_scatter"]
+
+Collective = Literal["auto", "all_reduce", "all_gather", "two_shot", "tree", "two_shot_merged"]
+Fallback = Literal["bf16", "fp32"]
+KernelBackend = Literal["auto", "cpu", "cpu-plain", "reference", "triton"]
+TransportName = Literal["auto", "gloo", "nccl", "staged"]
+
+FALLBACKS, TRANSPORTS = get_args(Fallback), get_args(TransportName)
+
+CHUNK_NUMEL = 1 << 23
+"""Elements of a chunk; the bits do not depend on it."""
+
+
+class RareOptions(TypedDict, total=False):
+    """The options of a link that few users set, for type checkers; see :class:`Options`."""
+
+    chunk_numel: int
+    link_cost: LinkCost | None
+
+
+class LinkOptions(RareOptions, total=False):
+    """The options of a link by name, for type checkers; see :class:`Options`."""
+
+    collective: Collective
+    exclude: str | Iterable[str]
+    min_numel: int | None
+    warmup_steps: int
+    seed: int
+    backend: KernelBackend
+    check: bool
+    check_every: int
+    fallback: Fallback | None
+    fallback_limit: float | None
+    transport: TransportName
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Settings of one link, the same on every rank.
+
+    Attributes:
+        collective: A protocol by name, or "auto": the one that sends the fewest bytes, bucket by bucket.
+        exclude: Patterns (``fnmatch``) of parameter names that travel in float32.
+        min_numel: Smaller parameters travel in float32; None: as the method has it, 1024, or 0 for casts.
+        warmup_steps: Rounds at the start in which everything travels in float32.
+        seed: Of all random streams.
+        backend: Of the kernels: "auto", "cpu", "cpu-plain", "reference" or "triton". On CUDA devices, all but "auto"
+            and "triton" exchange copies of the gradients in main memory; "auto" takes Triton's kernels where all that
+            the method computes has them, else those of the CPU.
+        chunk_numel: Elements of a chunk at most.
+        check: Verify after every bucket that all ranks hold the same bits.
+        check_every: Rounds from one comparison of all ranks' parameters to the next, by digests; 0: never. Simulated
+            workers have them in common.
+        fallback: "bf16" or "fp32": what all ranks travel by once what one of them sends strays too far from its
+            gradient; None: never.
+        fallback_limit: The relative error above which that is so: |sent - gradient| over all parameters of any rank,
+            over the root mean square of |gradient| over ranks.
+        transport: "gloo", "nccl" or "staged"; "auto": Gloo for parameters in main memory; on CUDA devices NCCL where
+            the group has it and payloads are made there, else staged.
+        link_cost: What a message costs, for methods that need to know it (``CAT(fixed_bytes=None)``); None: measured
+            when a link is built with such a method.
+    """
+
+    collective: str = "auto"
+    exclude: Sequence[str] = field(default=())
+    min_numel: int | None = None
+    warmup_steps: int = 0
+    seed: int = 0
+    backend: str = "auto"
+    chunk_numel: int = CHUNK_NUMEL
+    check: bool = False
+    check_every: int = 0
+    fallback: str | None = None
+    fallback_limit: float | None = None
+    transport: str = "auto"
+    link_cost: LinkCost | None = None
+
+    def __post_init__(self) -> None:
+        given = (self.exclude,) if isinstance(self.exclude, str) else self.exclude
+        require(isinstance(given, Iterable), "exclude", f"patterns of parameter names are needed, not {given!r}")
+        # A generator can be read once only.
+        patterns = tuple(given)
+        listed = all(isinstance(pattern, str) for pattern in patterns)
+        require(listed, "exclude", f"patterns of parameter names are needed, not {patterns!r}")
+        object.__setattr__(self, "exclude", patterns)
+        for name, least in (("min_numel", 0), ("warmup_steps", 0), ("chunk_numel", 1), ("check_every", 0)):
+            value = getattr(self, name)
+            if value is None and name == "min_numel":
+                continue
+            whole = is_whole(value)
+            require(whole and value >= least, name, f"a whole number of at least {least} is needed, not {value!r}")
+        check_seed(self.seed)
+        known = self.transport in TRANSPORTS
+        require(known, "transport", f"one of {', '.join(TRANSPORTS)} is needed, not {self.transport!r}")
+        stated = self.link_cost is None or isinstance(self.link_cost, LinkCost)
+        require(stated, "link_cost", f"a LinkCost is needed, or None, not {self.link_cost!r}")
+        self._check_fallback()
+
+    def _check_fallback(self) -> None:
+        known = self.fallback is None or self.fallback in FALLBACKS
+        require(known, "fallback", f"one of {', '.join(FALLBACKS)} is needed, or None, not {self.fallback!r}")
+        limit = self.fallback_limit
+        if self.fallback is None:
+            require(limit is None, "fallback_limit", f"{limit!r} without fallback= has no meaning: add fallback='bf16'")
+            return
+        number = isinstance(limit, (int, float)) and not isinstance(limit, bool) and 0 < limit < math.inf
+        require(
+            number,
+            "fallback_limit",
+            f"a relative error above 0 is needed beside fallback=, not {limit!r}; link.diagnostics() tells usual ones",
+        )
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Options:
+        """Build options from names and values.
+
+        Raises:
+            HyperparameterError: an unknown name (the nearest known one is named), or a wrong value.
+        """
+        known = list(cls.__dataclass_fields__)
+        for name in given:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                raise HyperparameterError(f"unknown option {name!r}{hint} (known: {', '.join(known)})")
+        return cls(**given)
+
+    def _scattered(self, method: Method) -> tuple[str, ...]:
+        if not method.scatters:
+            raise IncompatibleError(
+                f"{method!r} cannot travel by a reduce-scatter, after which each rank has the mean of its own shard "
+                "alone: shard over a mesh of two dimensions, such as ('replicate', 'shard'), where replicas exchange "
+                "their shards, or use an operator on one vector, such as EDEN(bits=4) or errorfeedback"
+            )
+        if self.check:
+            raise IncompatibleError(
+                "check=True compares the bits of all ranks' outcomes, and after a reduce-scatter each rank has a shard "
+                "of its own: leave it out"
+            )
+        if self.check_every:
+            raise IncompatibleError(
+                f"check_every={self.check_every} compares the parameters of replicas, and by a reduce-scatter each "
+                "rank has a shard of its own: leave it out"
+            )
+        return (REDUCE_SCATTER,)
+
+    def has_replicas(self, method: Method) -> bool:
+        """Return whether all ranks of a link have the same parameters, with local steps when an exchange has ended."""
+        return not method.outcomes_differ and self.collective != REDUCE_SCATTER
+
+    def collectives(self, method: Method) -> tuple[str, ...]:
+        """Return the protocols to choose from.
+
+        Raises:
+            IncompatibleError: the method cannot travel by the collective that was asked for, or have its outcomes
+                checked.
+            HyperparameterError: there is no such collective.
+        """
+        if self.check and method.outcomes_differ:
+            raise IncompatibleError(
+                f"check=True compares the bits of all ranks' outcomes, and under {method!r} each rank has its own: "
+                "leave it out"
+            )
+        if self.check_every and method.outcomes_differ:
+            raise IncompatibleError(
+                f"check_every={self.check_every} compares the parameters of all ranks, and under {method!r} each rank "
+                "has its own: leave it out"
+            )
+        if self.collective == REDUCE_SCATTER:
+            return self._scattered(method)
+        if self.collective == "auto":
+            return tuple(method.collectives)
+        known = tuple(dict.fromkeys(("auto", "all_reduce", *PROTOCOLS, *SHARED_OUT)))
+        if self.collective not in known:
+            near = difflib.get_close_matches(self.collective, known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise HyperparameterError(f"unknown collective {self.collective!r}{hint} (known: {', '.join(known)})")
+        if self.collective not in method.collectives:
+            raise IncompatibleError(
+                f"{method!r} cannot travel by {self.collective}; use collective='auto'"
+                + "".join(f" or {c!r}" for c in method.collectives)
+            )
+        return (self.collective,)
+
+
+def refuse_scatter(collective: str, who: str) -> None:
+    """Refuse the protocol that leaves each rank with its shard alone, where all of the mean is needed.
+
+    Raises:
+        IncompatibleError: it is asked for.
+    """
+    if collective == REDUCE_SCATTER:
+        raise IncompatibleError(
+            f"collective={REDUCE_SCATTER!r} leaves each rank with the mean of its own shard, and {who} needs all of "
+            "it: it is for modules of FSDP2, where attach asks for it; leave collective out"
+        )
+
+
+def dense_names(sizes: dict[str, int], options: Options, method: Method) -> frozenset[str]:
+    """Name the parameters that travel in float32.
+
+    Raises:
+        HyperparameterError: a pattern matches no parameter.
+    """
+    least = method.min_numel if options.min_numel is None else options.min_numel
+    dense = {name for name, numel in sizes.items() if numel < least}
+    for pattern in options.exclude:
+        found = {name for name in sizes if fnmatchcase(name, pattern)}
+        if not found:
+            near = difflib.get_close_matches(pattern, sizes, n=1, cutoff=0.4)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise HyperparameterError(f"exclude pattern {pattern!r} matches no parameter{hint}")
+        dense |= found
+    return frozenset(dense)

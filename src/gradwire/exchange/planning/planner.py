@@ -1,0 +1,211 @@
+"""Plans of buckets, made once for each layout that is met."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from gradwire.exchange.drivers import Meter, dry_run
+from gradwire.exchange.method import Method, require
+from gradwire.exchange.planning.coder_times import measure_coders
+from gradwire.exchange.planning.options import Options, dense_names
+from gradwire.exchange.protocols.bounded_plan import BoundedPlan
+from gradwire.exchange.protocols.bucket_plan import Algorithm, BucketPlan, make_plan
+from gradwire.exchange.segments import Parameter, Segment, join_compressed, lay_out
+from gradwire.kernels import CODERS, Kernels, checksum, chosen, get_kernels
+from gradwire.methods.spec import method as read_method
+from gradwire.seeds import LinkNumber, link_seed
+
+__all__ = ["Planner", "warm_up"]
+
+
+class Planner:
+    """Makes the plan of any bucket of known parameters, and remembers it.
+
+    Args:
+        method: How they are exchanged.
+        parameters: All of them, by name.
+        world_size: Ranks that take part.
+        options: Checked here against the method and the names.
+        number: Of the link, on which its random numbers depend; 0 if None. A change takes effect with the next plan.
+
+    Attributes:
+        open_coders: Entropy coders of which one is to be settled; see :meth:`settle`.
+        coder: The one that serves; None where there is none, or none yet.
+
+    Raises:
+        HyperparameterError: the method is one that chooses among others, or a pattern matches no name.
+        IncompatibleError: the method cannot travel as the options ask.
+    """
+
+    def __init__(
+        self,
+        method: Method,
+        parameters: Mapping[str, torch.Tensor],
+        world_size: int,
+        options: Options,
+        number: LinkNumber | None = None,
+    ) -> None:
+        self._number = number or LinkNumber()
+        self.method, self.options, self.world_size = method, options, world_size
+        self.open_coders = method.open_coders if isinstance(method, Algorithm) else ()
+        self.coder = next((name for name in method.kernels if name in CODERS), None) if not self.open_coders else None
+        self.parameters = {name: Parameter.of(name, tensor) for name, tensor in parameters.items()}
+        self.dense = dense_names({n: p.numel for n, p in self.parameters.items()}, options, method)
+        self._kernels: Kernels | None = None
+        self.chosen: dict[str, int] = {}
+        self._collectives = options.collectives(method)
+        usual = method.usual_collective(world_size)
+        if usual in self._collectives:
+            # A choice by bytes would let the layout of buckets decide the outcome.
+            self._collectives = (usual,)
+        require(bool(self._collectives), method.name, "it chooses among methods and has no plan of its own: name one")
+        self._plans: dict[tuple[tuple[str, ...], bool, int], BucketPlan] = {}
+        self._last_used: dict[tuple[tuple[str, ...], bool, int], int] = {}
+        self._laid_out: dict[tuple[str, ...], list[Segment]] = {}
+
+    @property
+    def kernels(self) -> Kernels:
+        """The backend."""
+        if self._kernels is None:
+            require(self.options.backend != "meta", "backend", "'meta' computes nothing: it is for dry runs")
+            self._kernels = get_kernels(self.options.backend)
+        return self._kernels
+
+    def compile(self) -> float:
+        """Compile what the method will call, or load it; return the seconds in which something was compiled.
+
+        Raises:
+            HyperparameterError: there is no such backend.
+            BackendError: the backend is not installed.
+        """
+        compiled_s = self.kernels.warm_up(self.method.kernels) if self.method.kernels else 0.0
+        return compiled_s + (checksum.warm_up() if self.method.kernels or self.dense else 0.0)
+
+    def measure_coders(self) -> dict[str, float]:
+        """Return the seconds that each open coder takes here; see :func:`gradwire.exchange.planning.measure_coders`."""
+        if not isinstance(self.method, Algorithm) or self.dense == self.parameters.keys():
+            return dict.fromkeys(self.open_coders, 0.0)
+        return measure_coders(self.method, self.kernels.name)
+
+    def settle(self, coder: str) -> None:
+        """Use that one of the method's open coders from the next plan on; without a call, the fastest in this process.
+
+        Raises:
+            HyperparameterError: the method leaves no such coder open.
+        """
+        require(coder in self.open_coders, self.method.name, f"no open coder {coder!r} in {self.open_coders}")
+        if coder != self.coder:
+            self.coder = coder
+            self._plans.clear()
+            self._last_used.clear()
+
+    def check(self) -> None:
+        """Plan all parameters once, without data or kernels, so that what has no plan is refused before a step.
+
+        Raises:
+            IncompatibleError: the method cannot work with so many workers, or a method around it with its payload.
+        """
+        names = tuple(self.step_order())
+        for collective in self._collectives:
+            self._build(names, False, collective, get_kernels("meta"))
+        self._laid_out.pop(names, None)
+
+    @property
+    def backend(self) -> str:
+        """The backend that runs; "none" where the method needs no kernels."""
+        return self.kernels.name if self.method.kernels else "none"
+
+    @property
+    def chosen_kernels(self) -> dict[str, dict[str, Any]]:
+        """What the backend "auto" chose for the families of kernels that the method calls, and the times it took."""
+        ours = self.method.kernels if self.options.backend == "auto" else ()
+        return {family: row for family, row in chosen().items() if family in ours}
+
+    def is_warm_up(self, round: int) -> bool:
+        """Return whether that round travels in float32."""
+        return round < self.options.warmup_steps
+
+    def plan(self, names: Sequence[str], round: int) -> BucketPlan:
+        """Return the plan of a bucket that holds these whole parameters, in this order."""
+        key = (tuple(names), self.is_warm_up(round), self._number.value)
+        if key not in self._plans:
+            # DDP lays its buckets out anew after the first step, and warm-up ends: what no round uses any more goes.
+            for old in [k for k, last in self._last_used.items() if last < round]:
+                del self._plans[old], self._last_used[old]
+                self._laid_out.pop(old[0], None)
+            self._plans[key] = self._make(*key[:2])
+        self._last_used[key] = round
+        return self._plans[key]
+
+    def segments(self, names: Sequence[str]) -> list[Segment]:
+        """Lay whole parameters one after the other."""
+        key = tuple(names)
+        if key not in self._laid_out:
+            laid = lay_out(self.parameters[name] for name in names)
+            self._laid_out[key] = [replace(s, dense=s.parameter.name in self.dense) for s in laid]
+        return self._laid_out[key]
+
+    def step_order(self) -> list[str]:
+        """Name all parameters in the order in which a whole step lies: compressed ones first, then the others."""
+        return sorted(self.parameters, key=lambda name: name in self.dense)
+
+    def sent_bytes(self, names: Sequence[str]) -> int:
+        """Count the bytes that one rank sends for a bucket, without data or kernels."""
+        return self.counted(names).sent_bytes
+
+    def counted(self, names: Sequence[str]) -> Meter:
+        """Count what one rank sends for a bucket, without data or kernels."""
+        order = tuple(self.step_order()) if self.method.whole_step else tuple(names)
+        return min(self._costs(order, warm_up=False).values(), key=lambda meter: meter.sent_bytes)
+
+    def _make(self, names: tuple[str, ...], warm_up: bool) -> BucketPlan:
+        best = self._collectives[0]
+        if len(self._collectives) > 1:
+            costs = self._costs(names, warm_up)
+            best = min(costs, key=lambda c: costs[c].sent_bytes)
+        self.chosen[best] = self.chosen.get(best, 0) + 1
+        if self.open_coders and self.coder is None:
+            times = self.measure_coders()
+            self.settle(min(times, key=lambda name: times[name]))
+        return self._build(names, warm_up, best, self.kernels if self.method.kernels else get_kernels("meta"))
+
+    def _costs(self, names: tuple[str, ...], warm_up: bool) -> dict[str, Meter]:
+        numel, meta = sum(self.parameters[name].numel for name in names), get_kernels("meta")
+        plans = {c: self._build(names, warm_up, c, meta) for c in self._collectives}
+        return {c: dry_run(plan, numel, self.world_size) for c, plan in plans.items()}
+
+    def _build(self, names: tuple[str, ...], warm_up: bool, collective: str, kernels: Kernels) -> BucketPlan:
+        segments, method = self.segments(names), self.method
+        if self.open_coders and isinstance(method, Algorithm):
+            # All coders have the same bounds, which are all that a dry run counts.
+            method = method.with_coder(self.coder or self.open_coders[0])
+        plan = make_plan(
+            method,
+            join_compressed(segments) if self.method.joined else segments,
+            kernels=kernels,
+            world_size=self.world_size,
+            collective=collective,
+            seed=link_seed(self.options.seed, self._number.value),
+            chunk_numel=self.options.chunk_numel,
+            warm_up=warm_up,
+            parts=[s for s in segments if not s.dense] if self.method.joined else (),
+        )
+        # Levels that are shares of a scale are remembered, too, and a spike does them no harm.
+        adds_up = method.needs_loss_scale and bool(method.remembers or method.local_steps)
+        return BoundedPlan(plan, segments, type(method).__name__) if adds_up else plan
+
+
+def warm_up(method: str | Method = "terngrad", backend: str = "auto") -> float:
+    """Compile what a method will call, once a machine; the result is kept on disk.
+
+    Call it before starting several workers on one machine, so that they do not compile the same code side by side.
+
+    Returns:
+        Seconds in which something was compiled; 0 where all of it was kept on disk.
+    """
+    families = read_method(method).kernels
+    return get_kernels(backend).warm_up(families) + checksum.warm_up() if families else 0.0

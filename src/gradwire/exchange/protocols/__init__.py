@@ -1,0 +1,57 @@
+"""How payloads become the mean. Protocols are generators and do no input or output."""
+
+from gradwire.exchange.protocols.all_reduce import all_reduce, gathered_mean, gathered_values
+from gradwire.exchange.protocols.alltoallv import alltoallv
+from gradwire.exchange.protocols.broadcast import broadcast, broadcast_values, leader
+from gradwire.exchange.protocols.collect import collected, collected_values
+from gradwire.exchange.protocols.context import Context, Outcome, Workspace
+from gradwire.exchange.protocols.gauges import Gauges
+from gradwire.exchange.protocols.memory import Memory, ShardMemory
+from gradwire.exchange.protocols.merged import two_shot_merged
+from gradwire.exchange.protocols.payloads import Section
+from gradwire.exchange.protocols.reduce_scatter import REDUCE_SCATTER, ShardSections, reduce_scatter
+from gradwire.exchange.protocols.round_parts import RoundParts
+from gradwire.exchange.protocols.sections import all_gather, two_shot
+from gradwire.exchange.protocols.shares import Share, two_shot_re_encoded
+from gradwire.exchange.protocols.tree import tree
+from gradwire.exchange.protocols.two_level import ScopeChecks, agree_on_finite, gather_shards, scatter_shards, within
+
+PROTOCOLS = {"two_shot": two_shot, "all_gather": all_gather, "tree": tree}
+"""Those that carry sections of a whole chunk, by name."""
+SHARED_OUT = {"two_shot": two_shot_re_encoded, "two_shot_merged": two_shot_merged}
+"""Those that carry sections of each rank's share of a chunk: of two of one name, where codes do not add up."""
+
+__all__ = [
+    "PROTOCOLS",
+    "REDUCE_SCATTER",
+    "SHARED_OUT",
+    "Context",
+    "Gauges",
+    "Memory",
+    "Outcome",
+    "RoundParts",
+    "ScopeChecks",
+    "Section",
+    "ShardMemory",
+    "ShardSections",
+    "Share",
+    "Workspace",
+    "agree_on_finite",
+    "all_gather",
+    "all_reduce",
+    "alltoallv",
+    "broadcast",
+    "broadcast_values",
+    "collected",
+    "collected_values",
+    "gather_shards",
+    "gathered_mean",
+    "gathered_values",
+    "leader",
+    "reduce_scatter",
+    "scatter_shards",
+    "tree",
+    "two_shot",
+    "two_shot_re_encoded",
+    "within",
+]

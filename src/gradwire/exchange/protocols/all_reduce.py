@@ -1,0 +1,105 @@
+"""The backend's own float sum: identity and casts; and ours, for the few values that a cast leaves alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from gradwire.exchange.ops import AllGather, AllToAll, Exchange, Reduce
+from gradwire.exchange.protocols.context import Context, Outcome
+from gradwire.exchange.protocols.sizes import laid_out
+from gradwire.exchange.segments import Segment
+from gradwire.exchange.wire import EVERYONE, Rows, padded
+
+__all__ = ["all_reduce", "gathered_mean", "gathered_values"]
+
+
+def all_reduce(
+    context: Context, flat: torch.Tensor, dtype: torch.dtype, segments: Sequence[Segment] | None
+) -> Exchange[Outcome]:
+    """Replace ``flat``, or some segments of it, by the mean over ranks, summed by the backend in one collective.
+
+    A whole vector whose dtype is ``dtype`` goes in place, as in DDP.
+
+    Bytes sent by a rank: 2 (N - 1) / N times the payload (ring).
+    """
+    runs = [flat] if segments is None else [flat[s.offset : s.offset + s.numel] for s in segments]
+    part = flat if segments is None else torch.cat(runs)
+    original = part.to(dtype, copy=True) if context.wants_sent else None
+    if part.dtype == dtype:
+        part.mul_(1.0 / context.world_size)
+        reply = yield Reduce(part, "sum")
+    else:
+        room = context.workspace.get(f"cast to {dtype}", part.numel() * dtype.itemsize).view(dtype)
+        reply = yield Reduce(room.copy_(part).div_(context.world_size), "sum")
+    if reply is not part:
+        part.copy_(reply)
+    if part is not flat:
+        torch._foreach_copy_(runs, list(part.split([r.numel() for r in runs])))
+    if original is None:
+        return Outcome()
+
+    return Outcome(sent=_add(original, segments))
+
+
+def gathered_mean(context: Context, tag: int, flat: torch.Tensor, segments: Sequence[Segment]) -> Exchange[Outcome]:
+    """Replace some segments by the mean over ranks, every rank adding all ranks' values in the order of ranks.
+
+    One message where a ring needs 2 (N - 1) that wait for each other: for values too few to fill a link.
+
+    Bytes sent by a rank: (N - 1) (header + values).
+    """
+    runs = [flat[s.offset : s.offset + s.numel] for s in segments]
+    part = torch.cat(runs)
+    original = part.clone() if context.wants_sent else None
+    world, size = context.world_size, part.numel() * part.element_size()
+    layout = laid_out(Rows([padded(size)], checks=context.checks), flat)
+    head = layout.header(tag=tag, round=context.round, bucket=context.bucket, chunk=context.chunk)
+    values = context.workspace.get("values", world, padded(size))
+    values[:, :size].view(part.dtype).copy_(part.expand(world, -1))
+    send = context.workspace.get("values, sent", world, layout.row_bytes)
+    layout.write(send, head, [values], context.rank, range(world))
+    received = yield AllToAll(send, context.workspace.get("values, received", world, layout.row_bytes))
+    (rows,) = layout.read(received, head, context.rank)
+    rows = rows[:, :size].view(part.dtype)
+    total = rows[0].clone()
+    for row in rows[1:]:
+        total.add_(row)
+    total.mul_(1.0 / world)
+    torch._foreach_copy_(runs, list(total.split([r.numel() for r in runs])))
+    if original is None:
+        return Outcome()
+
+    return Outcome(sent=_add(original, segments))
+
+
+def gathered_values(context: Context, tag: int, values: torch.Tensor) -> Exchange[torch.Tensor]:
+    """Return every rank's values, ``[world_size, *values.shape]``, for statistics beside the gradient.
+
+    Several exchanges of one chunk are told apart by ``context.exchange``.
+
+    Bytes sent by a rank: (N - 1) (header + values, rounded up to 16 bytes).
+    """
+    mine = values.contiguous().view(torch.uint8).reshape(1, -1)
+    size = mine.shape[1]
+    layout = laid_out(Rows([padded(size)], checks=context.checks), values)
+    head = layout.header(
+        tag=tag, round=context.round, bucket=context.bucket, chunk=context.chunk, exchange=context.exchange
+    )
+    body = mine.new_zeros((1, padded(size)))
+    body[:, :size] = mine
+    send = mine.new_empty((1, layout.row_bytes))
+    layout.write(send, head, [body], context.rank, [EVERYONE])
+    received = yield AllGather(send[0], send.new_empty((context.world_size, layout.row_bytes)))
+    (rows,) = layout.read(received, head, EVERYONE)
+    return rows[:, :size].contiguous().view(values.dtype).reshape(context.world_size, *values.shape)
+
+
+def _add(original: torch.Tensor, segments: Sequence[Segment] | None) -> Callable[[torch.Tensor, float], None]:
+    def sent(out: torch.Tensor, weight: float) -> None:
+        targets = [out] if segments is None else [out[s.offset : s.offset + s.numel] for s in segments]
+        for target, part in zip(targets, original.split([t.numel() for t in targets])):
+            target.add_(part.to(target.dtype), alpha=weight)
+
+    return sent

@@ -1,0 +1,375 @@
+"""How one bucket of gradients is exchanged: what happens once for the bucket, and what for each of its chunks.
+
+A plan is made once for a bucket's layout and used every round. A driver runs :meth:`BucketPlan.prepare` first, then
+:meth:`BucketPlan.run` for each chunk, in any number of lanes; a rank that runs them in one thread gets the same bits.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+import torch
+
+from gradwire.errors import IncompatibleError
+from gradwire.exchange.codecs import Codec, Constant, DenseCodec, SummableCodec
+from gradwire.exchange.compressor import Compressor
+from gradwire.exchange.deferred_checks import Flag, both
+from gradwire.exchange.method import Method
+from gradwire.exchange.ops import Exchange, Reduce
+from gradwire.exchange.protocols import (
+    PROTOCOLS,
+    REDUCE_SCATTER,
+    SHARED_OUT,
+    Context,
+    Outcome,
+    ShardSections,
+    Share,
+    all_reduce,
+    gathered_mean,
+    reduce_scatter,
+)
+from gradwire.exchange.protocols.bound_sections import Bound, BoundChunk, BoundPart, BoundShard, Prepared
+from gradwire.exchange.protocols.pieces import Pieces, cut, join, shard_out, share_out
+from gradwire.exchange.segments import Segment, divide
+from gradwire.methods.casts.cast import FP32, Cast
+
+if TYPE_CHECKING:
+    from gradwire.kernels import Coder, Kernels
+
+__all__ = ["DENSE_TAG", "Algorithm", "BucketPlan", "PlanSetting", "Prepared", "SectionPlan", "make_plan"]
+
+DENSE_TAG = 127
+"""Wire tag of payloads that hold nothing but float32, as in warm-up rounds."""
+
+FEW_BYTES = 1 << 19
+"""Values that a cast leaves alone go to each rank in a message of their own up to this many bytes; beyond by a ring."""
+
+
+class BucketPlan(ABC):
+    """The exchange of one bucket.
+
+    Attributes:
+        chunks: Parts that :meth:`run` exchanges one by one, in any order and side by side.
+        collective: The protocol's name.
+        runs: For each chunk, where what it compresses lies in the flat vector: (begin, end), ascending. What travels in
+            float32 beside it is left out: a method that remembers something has nothing to remember of that.
+        asynchronous: Nothing is to prepare, and each chunk is one collective with local arithmetic before and after.
+            So it may start on the thread that brings the bucket and end on the one that brings the reply.
+        keeps_dtype: The bucket is exchanged in its own dtype; otherwise in float32.
+        finishes: Whether :meth:`finish` is to be run at the end of a round.
+    """
+
+    chunks: int
+    collective: str
+    asynchronous: bool = False
+    keeps_dtype: bool = False
+    runs: Sequence[Sequence[tuple[int, int]]] = ()
+    finishes: bool = False
+
+    @abstractmethod
+    def prepare(self, context: Context, flat: torch.Tensor) -> Exchange[Any]:
+        """Measure whole parameters and agree on what all ranks must share; the result goes to every chunk."""
+
+    @abstractmethod
+    def run(self, context: Context, flat: torch.Tensor, prepared: Any) -> Exchange[Outcome]:
+        """Exchange chunk ``context.chunk``, writing the mean into its part of ``flat``."""
+
+    def finish(self, context: Context) -> Exchange[None]:
+        """Do what is left of a round once all its buckets have been exchanged, while the training goes on.
+
+        It is run once a round, on the plan of any of its buckets, and not where a value of the round was not finite. It
+        must not depend on which bucket that is: what it needs of the buckets is in ``context.parts``. What it stages
+        holds from the next round on, whose first bucket waits for its end.
+        """
+        yield from ()
+
+    def target_(self, context: Context, gradient: torch.Tensor) -> None:  # noqa: B027
+        """Replace a copy of this round's gradient by the vector whose mean over ranks the exchange estimates.
+
+        To be called when the round's chunks have run; most plans estimate the mean of the gradient itself.
+        """
+
+    def whole(self, context: Context, flat: torch.Tensor) -> Exchange[Outcome]:
+        """Run everything in order, as one generator."""
+        prepared = yield from self.prepare(context, flat)
+        finite: Flag | None = True
+        for chunk in range(self.chunks):
+            outcome = yield from self.run(replace(context, chunk=chunk), flat, prepared)
+            finite = both(finite, outcome.finite)
+        return Outcome(finite)
+
+
+def make_plan(
+    method: Method,
+    segments: Sequence[Segment],
+    *,
+    kernels: Kernels,
+    world_size: int,
+    collective: str,
+    seed: int,
+    chunk_numel: int,
+    warm_up: bool = False,
+    coder: Coder | None = None,
+    parts: Sequence[Segment] = (),
+) -> BucketPlan:
+    """Plan the exchange of one bucket.
+
+    Args:
+        collective: One of the method's protocols, by name.
+        chunk_numel: Elements of a chunk at most (rounded up to a multiple of 80); the bits do not depend on it.
+        warm_up: Send everything in float32, by a protocol whose bits do not depend on the layout.
+        coder: An entropy coder for the digits of compressed sections, whatever the method says of coders; the outcome
+            does not depend on it.
+        parts: Where one of ``segments`` is all compressed parameters joined, those that it is made of.
+
+    Raises:
+        IncompatibleError: the method cannot travel by that collective.
+    """
+    setting = PlanSetting(segments, kernels, world_size, collective, seed, chunk_numel, coder, parts)
+    if isinstance(method, Cast) and collective == REDUCE_SCATTER:
+        # Payloads of its own, added up in float32 by the owner: the backend's sum serves whole vectors.
+        return SectionPlan(method, setting.whole() if warm_up or isinstance(method, FP32) else setting)
+    if isinstance(method, Cast):
+        _check_collective(method, collective)
+        return CastPlan(None if warm_up or isinstance(method, FP32) else method.dtype, segments)
+    if isinstance(method, Algorithm):
+        return method.warm_up_plan(setting) if warm_up else method.plan(setting)
+    if isinstance(method, Compressor):
+        _check_collective(method, collective)
+        return SectionPlan(method, setting.whole() if warm_up else setting)
+    raise IncompatibleError(f"{method!r} is not a method that this version can run")
+
+
+def _check_collective(method: Method, collective: str) -> None:
+    if collective == REDUCE_SCATTER and method.scatters:
+        return
+    if collective not in method.collectives:
+        raise IncompatibleError(
+            f"{method!r} cannot travel by {collective}; use collective={method.collectives[0]!r} or 'auto'"
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class PlanSetting:
+    """What a plan is made for; see :func:`make_plan`."""
+
+    segments: Sequence[Segment]
+    kernels: Kernels
+    world_size: int
+    collective: str
+    seed: int
+    chunk_numel: int
+    coder: Coder | None = None
+    parts: Sequence[Segment] = ()
+
+    @property
+    def compressed(self) -> Sequence[Segment]:
+        """The parameters that are compressed, each by itself also where they are joined."""
+        return self.parts or divide(self.segments)[0]
+
+    def whole(self) -> PlanSetting:
+        """Return the setting in which everything travels in float32."""
+        return replace(self, segments=[replace(s, dense=True) for s in self.segments])
+
+    def plan(self, method: Method, *, warm_up: bool = False) -> BucketPlan:
+        """Plan the exchange of the same bucket by another method."""
+        return make_plan(
+            method,
+            self.segments,
+            kernels=self.kernels,
+            world_size=self.world_size,
+            collective=self.collective,
+            seed=self.seed,
+            chunk_numel=self.chunk_numel,
+            warm_up=warm_up,
+            coder=self.coder,
+            parts=self.parts,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Algorithm(Method):
+    """A method that remembers something between rounds, around another or by itself."""
+
+    open_coders: ClassVar[tuple[str, ...]] = ()
+    """Entropy coders of which one is to be settled, by :meth:`with_coder`, before the method can exchange anything;
+    empty where the method leaves nothing open. The outcome does not depend on which one it is."""
+
+    def with_coder(self, coder: str) -> Algorithm:
+        """Return the method with one of its open coders settled."""
+        return self
+
+    @abstractmethod
+    def plan(self, setting: PlanSetting) -> BucketPlan:
+        """Plan the exchange of one bucket."""
+
+    def warm_up_plan(self, setting: PlanSetting) -> BucketPlan:
+        """Return the plan of a bucket in rounds of warm-up, where everything travels in float32.
+
+        By default it leaves the memory as it is: what travels whole leaves nothing to remember.
+        """
+        return setting.plan(self.innermost, warm_up=True)
+
+    @property
+    @abstractmethod
+    def innermost(self) -> Cast | Compressor:
+        """The operator at the heart, for rounds that travel in float32."""
+
+
+class Operator(Protocol):
+    """What a plan of sections needs of a compressor."""
+
+    tag: ClassVar[int]
+
+    @property
+    def cut(self) -> int:
+        """Parameters are cut into chunks at multiples of this many elements."""
+        ...
+
+    @property
+    def share_cut(self) -> int:
+        """The same where owners of shares encode the mean once more."""
+        ...
+
+    def codec(self, kernels: Kernels, segments: Sequence[Segment], world_size: int, seed: int) -> Codec:
+        """Bind the operator to segments."""
+        ...
+
+
+class CastPlan(BucketPlan):
+    """One all-reduce of the whole bucket: cutting it would change the order of the backend's sum.
+
+    Without a ``dtype`` the bucket travels in its own, as in DDP. Otherwise dense segments are a chunk of their own, in
+    the bucket's own dtype: by a ring where they are many, else by one message to each rank.
+    """
+
+    collective = "all_reduce"
+    asynchronous = True
+    keeps_dtype = True
+
+    def __init__(self, dtype: torch.dtype | None, segments: Sequence[Segment]) -> None:
+        light, dense = divide(segments)
+        self._parts: list[tuple[torch.dtype | None, Sequence[Segment] | None]] = [(dtype, light), (None, dense)]
+        if dtype is None or not light:
+            self._parts = [(None, None)]
+        elif not dense:
+            self._parts = [(dtype, None)]
+        self.chunks = len(self._parts)
+        runs = join((s.offset, s.offset + s.numel) for s in light)
+        self.runs = [runs, []][: self.chunks]
+
+    def prepare(self, context: Context, flat: torch.Tensor) -> Exchange[None]:
+        return
+        yield
+
+    def run(self, context: Context, flat: torch.Tensor, prepared: None) -> Exchange[Outcome]:
+        dtype, segments = self._parts[context.chunk]
+        if dtype is None and segments is not None:
+            size = sum(s.numel for s in segments) * flat.element_size() * (context.world_size - 1)
+            if size <= FEW_BYTES:
+                return gathered_mean(context, DENSE_TAG, flat, segments)
+        return all_reduce(context, flat, dtype or flat.dtype, segments)
+
+
+class SectionPlan(BucketPlan):
+    """A compressor's section and a dense one, by any protocol.
+
+    Protocols of shares, among them two-shot where codes do not add up, are given each chunk cut into one a rank.
+
+    Args:
+        method: Compresses all segments that are not dense.
+        setting: Of the bucket.
+        others: By the name of a parameter, an operator in the place of ``method``, with its tag and cuts. Each operator
+            that any parameter of a chunk has is a section, in the order in which the bucket first has them.
+
+    Attributes:
+        codecs: Of each operator, bound to all that it compresses of the bucket.
+    """
+
+    def __init__(self, method: Operator, setting: PlanSetting, others: Mapping[str, Operator] | None = None) -> None:
+        self.method, self.setting, self.collective = method, setting, setting.collective
+        others, ours_of = others or {}, dict[Operator, list[Segment]]()
+        compressed, _ = divide(setting.segments)
+        for s in compressed:
+            ours_of.setdefault(others.get(s.parameter.name, method), []).append(s)
+        self._operators = list(ours_of)
+        self.tag = method.tag if compressed else DENSE_TAG
+        self.codecs = [self._bind(i, ours, setting.world_size) for i, ours in enumerate(ours_of.values())]
+        add_up = self.collective in PROTOCOLS and all(isinstance(c, SummableCodec) for c in self.codecs)
+        shared_out = self.collective in SHARED_OUT and not add_up
+        self.grain = math.lcm(method.cut, method.share_cut) if shared_out else method.cut
+        position = {s: (i, j) for i, ours in enumerate(ours_of.values()) for j, s in enumerate(ours)}
+        self._chunks = []
+        self.runs = []
+        for pieces in cut([s for s in setting.segments if s.numel], setting.chunk_numel, self.grain):
+            ours = [(piece, position[whole]) for piece, whole in pieces if not piece.dense]
+            rest = [(piece, (0, 0)) for piece, _ in pieces if piece.dense]
+            if self.collective == REDUCE_SCATTER:
+                self._chunks.append(self._sharded(ours, rest))
+            else:
+                self._chunks.append(self._shared_out(ours, rest) if shared_out else BoundChunk(self._part(ours, rest)))
+            self.runs.append(join((p.offset, p.offset + p.numel) for p, _ in ours))
+        self.chunks = len(self._chunks)
+
+    @property
+    def codec(self) -> Codec | None:
+        """The codec of the whole bucket where there is one operator; None where nothing is compressed."""
+        return self.codecs[0] if self.codecs else None
+
+    def _bind(self, operator: int, segments: Sequence[Segment], world_size: int) -> Codec:
+        return self._operators[operator].codec(self.setting.kernels, segments, world_size, self.setting.seed)
+
+    def _part(self, ours: Pieces, rest: Pieces, world_size: int | None = None) -> BoundPart:
+        world_size = world_size or self.setting.world_size
+        bound = []
+        for operator in range(len(self._operators)):
+            own = [(p, i) for p, (of, i) in ours if of == operator]
+            if not own:
+                continue
+            codec = self._bind(operator, [p for p, _ in own], world_size)
+            if self.setting.coder is not None:
+                codec.use_coder(self.setting.coder)
+            bound.append(Bound(codec, operator, Constant(torch.tensor([i for _, i in own], dtype=torch.int64))))
+        return BoundPart(bound, DenseCodec([p for p, _ in rest], world_size) if rest else None)
+
+    def _shared_out(self, ours: Pieces, rest: Pieces) -> BoundChunk:
+        world_size = self.setting.world_size
+        parts = zip(share_out(ours, world_size, self.method.share_cut), share_out(rest, world_size, 1))
+        # One who encodes the mean is the only worker of it.
+        return BoundChunk(None, [(self._part(*part), self._part(*part, world_size=1)) for part in parts])
+
+    def _sharded(self, ours: Pieces, rest: Pieces) -> BoundChunk:
+        world_size, shards = self.setting.world_size, list[BoundShard]()
+        made: dict[tuple[Segment, ...], BoundPart] = {}
+        wide, narrow, own = (shard_out(p, world_size, g) for p, g in ((ours, self.grain), (rest, 1), (ours, 1)))
+        for mine, dense, owned in zip(wide, narrow, own):
+            key = tuple(piece for piece, _ in mine)
+            if key not in made:
+                made[key] = self._part(mine, [])
+            part = BoundPart(made[key].compressed, self._part([], dense).dense)
+            covered, exact = (
+                join(sorted((p.offset, p.offset + p.numel) for p, _ in (*some, *dense))) for some in (mine, owned)
+            )
+            shards.append(BoundShard(part, covered, exact))
+        return BoundChunk(None, shards=shards)
+
+    def prepare(self, context: Context, flat: torch.Tensor) -> Exchange[Prepared]:
+        found = []
+        for codec in self.codecs:
+            summary = codec.summarise(flat)
+            found.append((summary, None if summary.shared is None else (yield Reduce(summary.shared.clone(), "max"))))
+        return found
+
+    def run(self, context: Context, flat: torch.Tensor, prepared: Prepared) -> Exchange[Outcome]:
+        chunk = self._chunks[context.chunk]
+        if chunk.whole is not None:
+            return PROTOCOLS[self.collective](context, self.tag, chunk.whole.sections(prepared), flat)
+        if chunk.shards:
+            shards = [ShardSections(s.part.sections(prepared), s.covered, s.owned) for s in chunk.shards]
+            return reduce_scatter(context, self.tag, shards, flat)
+        shares = [Share(up.sections(prepared), down.sections(prepared)) for up, down in chunk.shares]
+        return SHARED_OUT[self.collective](context, self.tag, shares, flat)

@@ -1,0 +1,123 @@
+"""Payloads of several sections through a sharded server or a gather."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from gradwire.exchange.codecs import CheckedCodec, Codec, SummableCodec
+from gradwire.exchange.ops import AllGather, AllToAll, Exchange, Reduce
+from gradwire.exchange.protocols.context import Context, Outcome
+from gradwire.exchange.protocols.payloads import (
+    Section,
+    draw_of,
+    encode,
+    header,
+    outcome,
+    remember,
+    rows_of,
+    sized,
+    told_lengths,
+    whole_rows,
+)
+from gradwire.exchange.wire import EVERYONE
+
+__all__ = ["all_gather", "two_shot"]
+
+
+def two_shot(context: Context, tag: int, sections: Sequence[Section], flat: torch.Tensor) -> Exchange[Outcome]:
+    """Replace ``flat`` by the mean over ranks through a parameter server that is sharded over the ranks.
+
+    1. Every rank encodes its vector and sends shard r of the codes to rank r (all-to-all).
+    2. Every rank reduces the codes of its own shard.
+    3. Every rank sends its reduced shard to all (all-gather), and decodes all shards.
+
+    Shards are equal runs of units; the last ones may be partly, or wholly, padding.
+
+    Bytes sent by a rank: (N - 1) (header + codes of a shard) + (N - 1) (header + reduced codes of a shard).
+    """
+    world, sections = context.world_size, sized(sections, flat)
+    codecs = [_summable(s.codec) for s in sections]
+    shares = [_share(codec, world) for codec in codecs]
+    pairs = list(zip(codecs, shares))
+    up = rows_of(context, [c.packing(n) for c, n in pairs])
+    down = rows_of(context, [c.mean_packing(n) for c, n in pairs])
+    space = context.workspace
+
+    bodies = encode(context, sections, flat, [world * n for n in shares], draw_of(context))
+    sections = remember(context, sections, flat)
+    send = space.get("up", world, up.row_bytes)
+    head = header(context, up, tag, context.exchange)
+    shared_out = [_shared_out(s.codec, body, world) for s, body in zip(sections, bodies)]
+    told, arrived = told_lengths(context, up.write(send, head, shared_out, context.rank, range(world)))
+    rows = yield AllToAll(send, space.get("up, received", world, up.row_bytes), told, arrived)
+
+    mine = space.get("down", 1, down.row_bytes)
+    reduced = [space.get(f"reduced {i}", size) for i, size in enumerate(down.sizes)]
+    for (codec, share), part, out in zip(pairs, up.read(rows, head, context.rank, arrived), reduced):
+        codec.reduce(part, context.rank * share, out)
+    head = header(context, down, tag, context.exchange + 1)
+    told, arrived = told_lengths(
+        context, down.write(mine, head, [out.view(1, -1) for out in reduced], context.rank, [EVERYONE])
+    )
+    room = space.get("down, received", world, down.row_bytes)
+    gathered = yield AllGather(mine[0], room, told, arrived, last=True)
+
+    parts = down.read(gathered, head, EVERYONE, arrived)
+    for codec, section, part, share in zip(codecs, sections, parts, shares):
+        for owner, data in enumerate(part):
+            begin, end = min(owner * share, codec.units), min((owner + 1) * share, codec.units)
+            codec.decode_mean(data, section.summary, begin, end, flat)
+    return outcome(context, sections, bodies, flat)
+
+
+def all_gather(context: Context, tag: int, sections: Sequence[Section], flat: torch.Tensor) -> Exchange[Outcome]:
+    """Replace ``flat`` by the mean over ranks, every rank receiving every rank's whole payload.
+
+    Where a codec is checked, a last, small reduction tells all ranks whether any could not read a section, whose mean
+    is then +inf on all of them, and the first such section of a link is warned of.
+
+    Bytes sent by a rank: (N - 1) (header + codes): one round, but traffic that grows with N.
+    """
+    sections = sized(sections, flat)
+    codecs = [s.codec for s in sections]
+    layout = whole_rows(context, sections)
+    space = context.workspace
+    bodies = encode(context, sections, flat, [s.codec.units for s in sections], draw_of(context))
+    sections = remember(context, sections, flat)
+    send = space.get("up", 1, layout.row_bytes)
+    head = header(context, layout, tag, context.exchange)
+    told, arrived = told_lengths(
+        context, layout.write(send, head, [body.view(1, -1) for body in bodies], context.rank, [EVERYONE])
+    )
+    room = space.get("up, received", context.world_size, layout.row_bytes)
+    rows = yield AllGather(send[0], room, told, arrived, last=True)
+    parts = zip(sections, layout.read(rows, head, EVERYONE, arrived))
+    could_read = [section.codec.decode_rows(part, section.summary, flat) for section, part in parts]
+    if any(codec.checked for codec in codecs):
+        failed = yield Reduce(torch.tensor([float(answer is False) for answer in could_read]), "max")
+        for codec, bad in zip(codecs, failed.tolist()):
+            if isinstance(codec, CheckedCodec) and bad:
+                codec.spoil(flat)
+                context.warn(type(codec).__name__, f"round {context.round}: {codec.unread()}")
+    return outcome(context, sections, bodies, flat)
+
+
+def _summable(codec: Codec) -> SummableCodec:
+    if not isinstance(codec, SummableCodec):
+        raise TypeError(f"codes of {type(codec).__name__} do not add up: only a gather can carry them")
+    return codec
+
+
+def _share(codec: Codec, world_size: int) -> int:
+    """Units of a shard: equal for all ranks, a multiple of the codec's grain."""
+    each = world_size * codec.grain
+    return -(-codec.units // each) * codec.grain
+
+
+def _shared_out(codec: Codec, body: torch.Tensor, world_size: int) -> torch.Tensor:
+    """Cut a payload into one of a share for each rank, ``[world_size, bytes]``."""
+    side = codec.side_bytes
+    shares = body[side:].view(world_size, -1)
+    return torch.cat([body[:side].expand(world_size, side), shares], 1) if side else shares

@@ -1,0 +1,119 @@
+"""Payloads of a share of a chunk for each rank, which owns it and tells all others what it makes of theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from gradwire.exchange.codecs import Draw, unread
+from gradwire.exchange.ops import AllGather, AllToAll, Exchange
+from gradwire.exchange.protocols.context import Context, Outcome
+from gradwire.exchange.protocols.payloads import (
+    Section,
+    draw_of,
+    encode,
+    equal_rows,
+    header,
+    outcome,
+    remember,
+    sized,
+    told_lengths,
+)
+from gradwire.exchange.wire import EVERYONE
+from gradwire.seeds import OWNER
+
+__all__ = ["Share", "send_shares", "tell_shares", "two_shot_re_encoded"]
+
+Bodies = list[torch.Tensor]
+"""The codes of the sections of a share."""
+
+
+@dataclass(frozen=True, eq=False)
+class Share:
+    """The sections of what one rank owns, as workers encode it and as the owner encodes the mean."""
+
+    up: Sequence[Section]
+    down: Sequence[Section]
+
+
+def two_shot_re_encoded(context: Context, tag: int, shares: Sequence[Share], flat: torch.Tensor) -> Exchange[Outcome]:
+    """Replace ``flat`` by an estimate of the mean over ranks: the owner of a share encodes the mean of it once more.
+
+    As :func:`gradwire.exchange.protocols.two_shot`, for codes that do not add up: the owner decodes them, averages in
+    float32, and encodes the mean from the owner's stream. So both directions are as narrow as the codes, and the mean
+    has the error of one more encoding, the same on every rank.
+
+    Bytes sent by a rank: (N - 1) times header and codes of a share, twice; shares are as long as the longest.
+    """
+    ups, downs = [sized(s.up, flat) for s in shares], [sized(s.down, flat) for s in shares]
+    owners = replace(draw_of(context), stream=OWNER, gauge=unread)
+    ups, bodies, parts = yield from send_shares(context, tag, ups, flat)
+    for section, part in zip(ups[context.rank], parts):
+        section.codec.decode_rows(part, section.summary, flat)
+    ours = [replace(s, summary=s.codec.summarise(flat)) for s in downs[context.rank]]
+    means = encode(context, ours, flat, [s.codec.units for s in ours], owners, "mean's ")
+    yield from tell_shares(context, tag, downs, means, flat, owners)
+    return outcome(context, [s for part in ups for s in part], [b for part in bodies for b in part], flat)
+
+
+def send_shares(
+    context: Context, tag: int, shares: Sequence[Sequence[Section]], flat: torch.Tensor
+) -> Exchange[tuple[list[Sequence[Section]], list[Bodies], Sequence[torch.Tensor]]]:
+    """Encode every share of ``flat`` and send each to its owner.
+
+    Returns:
+        The sections with the summaries that this rank's decoders need; what this rank encoded of each share; and of
+        each section of its own share, every rank's codes, ``[world_size, bytes]``.
+    """
+    world, rank, space, draw = context.world_size, context.rank, context.workspace, draw_of(context)
+    layouts, width = equal_rows(context, shares)
+    heads = [header(context, layout, tag, context.exchange) for layout in layouts]
+    send, lengths, bodies = space.get("up", world, width), [], list[Bodies]()
+    made: dict[int, torch.Tensor] = {}
+    for to, (sections, layout, head) in enumerate(zip(shares, layouts, heads)):
+        # A codec that several shares have in common encodes once.
+        new = [s for s in sections if id(s.codec) not in made]
+        codes = encode(context, new, flat, [s.codec.units for s in new], draw, f"share {to} ")
+        made.update((id(s.codec), body) for s, body in zip(new, codes))
+        bodies.append([made[id(s.codec)] for s in sections])
+        rows = [body.view(1, -1) for body in bodies[-1]]
+        lengths.append(layout.write(send[to : to + 1, : layout.row_bytes], head, rows, rank, [to]))
+    shares = [remember(context, sections, flat) for sections in shares]
+    uneven = [n for n in lengths if n is not None]
+    told, arrived = told_lengths(context, torch.cat(uneven) if uneven else None)
+    received = yield AllToAll(send, space.get("up, received", world, width), told, arrived)
+    parts = layouts[rank].read(received[:, : layouts[rank].row_bytes], heads[rank], rank, arrived)
+    return shares, bodies, parts
+
+
+def tell_shares(
+    context: Context,
+    tag: int,
+    shares: Sequence[Sequence[Section]],
+    codes: Bodies,
+    flat: torch.Tensor,
+    draw: Draw | None = None,
+) -> Exchange[None]:
+    """Tell all ranks the codes of this rank's own share, and decode those of every share into ``flat``.
+
+    Args:
+        draw: The owners', for codecs that decode with it; None where ranks decode as they do their own codes.
+    """
+    world, rank, space = context.world_size, context.rank, context.workspace
+    layouts, width = equal_rows(context, shares)
+    heads = [header(context, layout, tag, context.exchange + 1) for layout in layouts]
+    mine, layout = space.get("down", 1, width), layouts[rank]
+    rows = [body.view(1, -1) for body in codes]
+    length = layout.write(mine[:, : layout.row_bytes], heads[rank], rows, rank, [EVERYONE])
+    told, arrived = told_lengths(context, length)
+    gathered = yield AllGather(mine[0], space.get("down, received", world, width), told, arrived, last=True)
+    for owner, (sections, layout, head) in enumerate(zip(shares, layouts, heads)):
+        row = gathered[owner : owner + 1, : layout.row_bytes]
+        came = None if arrived is None else arrived[owner : owner + 1]
+        for section, part in zip(sections, layout.read(row, head, EVERYONE, came, first=owner)):
+            summary = section.summary
+            if draw is not None:
+                summary = section.codec.remember(summary, flat, draw, False)
+            section.codec.decode_rows(part, summary, flat)

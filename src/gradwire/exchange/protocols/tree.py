@@ -1,0 +1,126 @@
+"""Payloads that are merged pair by pair, so that what a rank sends grows with the logarithm of the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from gradwire.exchange.codecs import LeftOut, unread
+from gradwire.exchange.ops import Exchange, SendRecv
+from gradwire.exchange.protocols.context import Context, Outcome
+from gradwire.exchange.protocols.payloads import (
+    Section,
+    draw_of,
+    encode,
+    header,
+    mergeable,
+    remember,
+    sections_finite,
+    sized,
+    whole_rows,
+)
+from gradwire.exchange.wire import EVERYONE
+from gradwire.seeds import OWNER
+
+__all__ = ["Meeting", "meetings", "tree"]
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """What one rank does in one round of messages.
+
+    Attributes:
+        to, source: Ranks; None for nobody.
+        merges: Whether what comes is merged with what this rank has, rather than put in its place.
+        keeps: Whether this rank is the one to keep what the merge leaves out, of all that do the same merge.
+    """
+
+    to: int | None = None
+    source: int | None = None
+    merges: bool = False
+    keeps: bool = False
+
+
+def meetings(rank: int, world_size: int) -> Iterator[Meeting]:
+    """Yield what a rank does in each round of recursive doubling, on as many ranks as there may be.
+
+    With P the largest power of two that is not above ``world_size``, rank P + i first gives what it has to rank i.
+    Then, for h = 1, 2, 4, ... P / 2, ranks i and i xor h below P exchange what they have and both merge it; and rank i
+    gives the result back to rank P + i.
+
+    Example:
+        >>> [(m.to, m.source, m.merges) for m in meetings(0, 3)]
+        [(None, 2, True), (1, 1, True), (2, None, False)]
+    """
+    power = 1 << (world_size.bit_length() - 1)
+    twin = rank + power if rank < power else rank - power
+    has_twin = twin < world_size
+    if power < world_size:
+        if rank >= power:
+            yield Meeting(to=twin)
+        else:
+            yield Meeting(source=twin, merges=True, keeps=True) if has_twin else Meeting()
+    half = 1
+    while half < power:
+        other = rank ^ half
+        yield Meeting(other, other, merges=True, keeps=rank % (2 * half) == 0) if rank < power else Meeting()
+        half *= 2
+    if power < world_size:
+        if rank >= power:
+            yield Meeting(source=twin)
+        else:
+            yield Meeting(to=twin) if has_twin else Meeting()
+
+
+def tree(context: Context, tag: int, sections: Sequence[Section], flat: torch.Tensor) -> Exchange[Outcome]:
+    """Replace ``flat`` by what is left of the mean over ranks when payloads are merged pair by pair.
+
+    Every merge makes one payload of two, of the same kind and size, and may leave something out. All ranks end with the
+    same payload. What a merge leaves out is kept by one of the ranks that do it: it counts as not sent by that rank, so
+    that the outcome is the mean of what ranks sent, whatever was left out on the way.
+
+    Bytes sent by a rank: log2(N) (header + codes) for N a power of two, else at most two more; each with its length
+    before it where that varies.
+    """
+    world, rank, space = context.world_size, context.rank, context.workspace
+    sections = sized(sections, flat)
+    codecs = [mergeable(s.codec) for s in sections]
+    layout = whole_rows(context, sections)
+    own = encode(context, sections, flat, [c.units for c in codecs], draw_of(context))
+    sections = remember(context, sections, flat)
+    have, left_out = own, list[LeftOut]()
+    rounds, draw = list(meetings(rank, world)), replace(draw_of(context), stream=OWNER, gauge=unread)
+    for number, meeting in enumerate(rounds):
+        head = header(context, layout, tag, context.exchange + number)
+        send = space.get("up", 1, layout.row_bytes)
+        room = space.get("received", 1, layout.row_bytes)
+        lengths, arrived = (torch.zeros(1, dtype=torch.int64) if layout.variable else None for _ in range(2))
+        if meeting.to is not None:
+            lengths = layout.write(send, head, [body.view(1, -1) for body in have], rank, [EVERYONE])
+        last = number == len(rounds) - 1
+        reply = yield SendRecv(send[0], room[0], meeting.to, meeting.source, lengths, arrived, last)
+        if meeting.source is None:
+            continue
+        parts = layout.read(reply.view(1, -1), head, EVERYONE, arrived, first=meeting.source)
+        came = [part[0] for part in parts]
+        if not meeting.merges:
+            have = came
+            continue
+        low, high = (have, came) if rank < meeting.source else (came, have)
+        have = [space.get(f"merged {number % 2} {i}", len(body)) for i, body in enumerate(own)]
+        for codec, a, b, out in zip(codecs, low, high, have):
+            rest = codec.merge([a, b], draw, out)
+            if rest is not None and meeting.keeps:
+                left_out.append(rest)
+    for section, body in zip(sections, have):
+        section.codec.decode_rows(body.view(1, -1), section.summary, flat)
+
+    def sent(out: torch.Tensor, weight: float) -> None:
+        for section, body in zip(sections, own):
+            section.codec.add_own(body, section.summary, weight, out)
+        for rest in left_out:
+            rest(out, -weight)
+
+    return Outcome(sections_finite(sections, flat), sent if context.wants_sent else None)

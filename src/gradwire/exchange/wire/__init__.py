@@ -1,0 +1,40 @@
+"""Byte layout of a payload: a header, then sections, each a multiple of sixteen bytes long.
+
+Another language can read it from ``docs/wire-format.md``.
+"""
+
+from gradwire.exchange.wire.header import (
+    EVERYONE,
+    HEADER_BYTES,
+    WIRE_VERSION,
+    Header,
+    check_rows,
+    pretend_senders,
+    seal_rows,
+)
+from gradwire.exchange.wire.packing import Measured, OrAbsent, Packing, Whole, packing
+from gradwire.exchange.wire.rows import ALIGNMENT, Rows, padded
+from gradwire.exchange.wire.sealed import SEAL_BYTES, open_sealed, sealed
+from gradwire.exchange.wire.variable import VariableRows
+
+__all__ = [
+    "ALIGNMENT",
+    "EVERYONE",
+    "HEADER_BYTES",
+    "SEAL_BYTES",
+    "WIRE_VERSION",
+    "Header",
+    "Measured",
+    "OrAbsent",
+    "Packing",
+    "Rows",
+    "VariableRows",
+    "Whole",
+    "check_rows",
+    "open_sealed",
+    "packing",
+    "padded",
+    "pretend_senders",
+    "seal_rows",
+    "sealed",
+]

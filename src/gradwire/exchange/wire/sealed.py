@@ -1,0 +1,73 @@
+"""Small messages without a header: a few values with their checksum behind them.
+
+Layout: the bytes of the values, then the checksum of them and of the words ``(sender, *place)``.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from gradwire.errors import PayloadError
+from gradwire.exchange.deferred_checks import AT_ONCE, Checks
+from gradwire.kernels.checksum import checksums, device_checksums
+
+__all__ = ["SEAL_BYTES", "open_sealed", "sealed"]
+
+SEAL_BYTES = 8
+
+
+def sealed(values: torch.Tensor, sender: int, *place: int) -> torch.Tensor:
+    """Return the bytes of ``values``, and behind them the checksum, uint8 ``[bytes + 8]``.
+
+    Args:
+        place: What tells this message from all others of its sender: sender and receiver count alike.
+    """
+    row = values.detach().contiguous().view(torch.uint8).reshape(1, -1)
+    if row.device.type != "cpu":
+        seal = device_checksums(_heads([(sender, *place)], row.device), row)
+        return torch.cat([row[0], seal.view(torch.uint8)])
+    octets = row.numpy()
+    found = checksums(np.array([(sender, *place)], np.uint64), octets)
+    return torch.from_numpy(np.concatenate([octets[0], found.view(np.uint8)]))
+
+
+def open_sealed(
+    rows: torch.Tensor, dtype: torch.dtype, about: str, *place: int, checks: Checks = AT_ONCE
+) -> torch.Tensor:
+    """Check messages, row r (uint8 ``[ranks, bytes + 8]``) from rank r, and return their values ``[ranks, numel]``.
+
+    Raises:
+        PayloadError: naming the sender and what the message is ``about``. Of rows on a device ``checks`` are told
+            instead.
+    """
+    if rows.device.type != "cpu":
+        rows = rows.contiguous()
+        body, stated = rows[:, :-SEAL_BYTES], rows[:, -SEAL_BYTES:].contiguous().view(torch.int64)[:, 0]
+        words = _heads([(sender, *place) for sender in range(len(rows))], rows.device)
+        checks.require((device_checksums(words, body) == stated).all(), lambda: _difference(rows, dtype, about, place))
+        return body.contiguous().view(dtype)
+    octets = rows.contiguous().numpy()
+    bodies, sums = octets[:, :-SEAL_BYTES], np.ascontiguousarray(octets[:, -SEAL_BYTES:]).view(np.uint64)[:, 0]
+    heads = np.array([(sender, *place) for sender in range(len(rows))], np.uint64)
+    differs = np.flatnonzero(sums != checksums(heads, bodies))
+    if len(differs):
+        raise PayloadError(
+            f"{about} from {{sender}}: its checksum differs, so that bytes changed on the way, or it is another "
+            "message",
+            int(differs[0]),
+        )
+    return torch.from_numpy(np.ascontiguousarray(bodies)).view(dtype)
+
+
+def _heads(words: list[tuple[int, ...]], device: torch.device) -> torch.Tensor:
+    return torch.tensor(words, dtype=torch.int64).pin_memory().to(device, non_blocking=True)
+
+
+def _difference(rows: torch.Tensor, dtype: torch.dtype, about: str, place: tuple[int, ...]) -> PayloadError:
+    """Say what differs in messages on a device, of which one was found wrong there."""
+    try:
+        open_sealed(rows.cpu(), dtype, about, *place)
+    except PayloadError as error:
+        return error
+    return PayloadError(f"{about}: a checksum differed on {rows.device}")

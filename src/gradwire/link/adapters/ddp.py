@@ -1,0 +1,127 @@
+"""The communication hook of DistributedDataParallel. No mathematics here.
+
+This module does not postpone annotations: DDP compares a hook's annotations with the types themselves.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from gradwire.errors import IncompatibleError
+from gradwire.exchange.method import Method
+from gradwire.exchange.planning import refuse_scatter
+from gradwire.link.detached import DetachedLink
+from gradwire.link.link import Link
+from gradwire.link.parameters import check_steps_in_backward, plain_name
+
+__all__ = ["attach_ddp"]
+
+
+def attach_ddp(
+    module: DistributedDataParallel, method: str | Method, process_group: dist.ProcessGroup | None, options: Any
+) -> Link:
+    """Exchange the gradients of a DDP module by a method from now on; see :func:`gradwire.attach`."""
+    group = _check(module, process_group)
+    refuse_scatter(options["collective"], "a DistributedDataParallel module")
+    link = Link(module.module.named_parameters(), method, group=group, **options)
+    module._comm_hooks.clear()
+    module.register_comm_hook(_Hooked(module, link), _exchange)
+    if link.method.local_steps:
+        # Of rank 0 before every forward they would be traffic, and overwrite what ranks have seen themselves.
+        module.broadcast_buffers = False
+        link.local.count_any_optimizer()
+        link.local.buffers = [b for b in module.module.buffers() if b.is_floating_point()]
+    _count_buffers(module, link)
+    return link
+
+
+class _Hooked:
+    """What DDP hands to the hook: the link, and the names of the parameters that buckets speak of."""
+
+    def __init__(self, module: DistributedDataParallel, link: Link) -> None:
+        self.link = link
+        self.names = {id(p): plain_name(name) for name, p in module.module.named_parameters()}
+
+    def __reduce__(self) -> Any:
+        return self.link.__reduce__()
+
+
+def _exchange(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    handed: object = bucket
+    if isinstance(handed, tuple):
+        raise IncompatibleError(
+            'torch.compile with optimize_ddp="python_reducer" calls hooks by parameter and ignores what they return; '
+            'set torch._dynamo.config.optimize_ddp = "ddp_optimizer"'
+        )
+    if not isinstance(state, _Hooked):
+        raise IncompatibleError("this module was reloaded without its link; call gradwire.attach on it again")
+    flat = bucket.buffer()
+    if flat.is_sparse:
+        raise IncompatibleError("a sparse gradient cannot be exchanged; build the embedding with sparse=False")
+    names = [state.names[id(p)] for p in bucket.parameters()]
+    return state.link.exchange(bucket.index(), names, flat, bucket.is_last())
+
+
+def _check(module: DistributedDataParallel, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    for name, p in module.module.named_parameters():
+        check_steps_in_backward(name, p)
+    hooks = [state for _, state in module._comm_hooks if not isinstance(state, DetachedLink)]
+    if hooks:
+        first = hooks[0]
+        what = repr(first.link.method) if isinstance(first, _Hooked) else "another communication hook"
+        raise IncompatibleError(
+            f"this module already exchanges by {what}, and DDP takes one hook in its life; wrap the module anew"
+        )
+    if module.mixed_precision is not None:
+        raise IncompatibleError("DDP's mixed_precision takes the only hook; use torch.autocast instead")
+    if getattr(module, "_use_python_reducer", False):
+        raise IncompatibleError(
+            'optimize_ddp="python_reducer" ignores what a hook returns; set torch._dynamo.config.optimize_ddp = '
+            '"ddp_optimizer" before wrapping'
+        )
+    for name, part in module.module.named_modules():
+        if getattr(part, "sparse", False) is True and isinstance(part, torch.nn.Embedding | torch.nn.EmbeddingBag):
+            raise IncompatibleError(
+                f"module {name!r} makes sparse gradients, which no method here can exchange; build it with sparse=False"
+            )
+    if group is not None and group is not module.process_group:
+        raise IncompatibleError("process_group differs from the module's own; wrap the module with that group instead")
+    own: dist.ProcessGroup = module.process_group
+    return own
+
+
+class _BufferCounter:
+    """Counts DDP's broadcasts of buffers: one from rank 0 to all before each synchronised forward.
+
+    A forward pre-hook of the module, and pickled with it.
+    """
+
+    def __init__(self, bytes_of_one: int) -> None:
+        self.bytes_of_one, self.calls = bytes_of_one, 0
+
+    def __call__(self, module: DistributedDataParallel, _inputs: object) -> None:
+        self.calls += bool(module.broadcast_buffers and module.require_forward_param_sync)
+
+    def total(self) -> int:
+        return self.calls * self.bytes_of_one
+
+
+def _count_buffers(module: DistributedDataParallel, link: Link) -> None:
+    size = sum(b.numel() * b.element_size() for b in module.module.buffers())
+    if size and module.broadcast_buffers:
+        counter = _BufferCounter(size * _broadcast_copies(link.rank, link.world_size))
+        module.register_forward_pre_hook(counter)
+        link.buffer_bytes = counter.total
+
+
+def _broadcast_copies(rank: int, world_size: int) -> int:
+    """Count the copies that a rank passes on in a binomial tree from rank 0: N - 1 in all."""
+    reach = 1
+    while reach <= rank:
+        reach *= 2
+    copies = 0
+    while rank + reach < world_size:
+        copies, reach = copies + 1, reach * 2
+    return copies

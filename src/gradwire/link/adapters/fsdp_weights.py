@@ -1,0 +1,76 @@
+"""Modules that FSDP2 has sharded: the all-gather of their parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from gradwire.errors import IncompatibleError
+from gradwire.exchange.method import Method
+from gradwire.link.adapters.fsdp import mesh_ranks, units_of
+from gradwire.link.adapters.fsdp_collectives import NamedCollective
+from gradwire.link.weight_link import WeightLink
+
+__all__ = ["compress_sharded_weights"]
+
+
+def compress_sharded_weights(module: nn.Module, method: str | Method, seed: int, backend: str) -> WeightLink:
+    """Gather the parameters of a sharded module by differences; see :func:`gradwire.compress_weights`."""
+    units, shards = units_of(module)
+    if shards.size() == 1:
+        raise IncompatibleError("the module is sharded over one rank: nothing is gathered; leave compress_weights out")
+    for unit in units:
+        device = unit.group.device
+        if device.type != "cpu":
+            raise IncompatibleError(
+                f"module {unit.name!r} is on {device}: weights are gathered by differences in main memory alone; leave "
+                "compress_weights out, and compress the exchange between replicas (gw.attach)"
+            )
+        taken = unit.group._all_gather_comm
+        if isinstance(taken, NamedCollective):
+            # The link of weights names who breaks it by itself.
+            taken.remove()
+            continue
+        if isinstance(taken, _Gather) and not taken.link.close.alive:  # type: ignore[attr-defined]
+            taken.remove()
+        elif type(taken).__name__ != "DefaultAllGather":
+            raise IncompatibleError(
+                f"module {unit.name!r} has an all-gather of its own ({type(taken).__name__}): close that link first, "
+                "or shard the module anew"
+            )
+    numels = {unit.name: sum(p.padded_sharded_param_size.numel() for p in unit.group.fsdp_params) for unit in units}
+    link = WeightLink(method, numels, shards, seed, backend, mesh_ranks(units[0]))
+    for unit in units:
+        _Gather(link, unit.module, unit.name, unit.group)
+    return link
+
+
+class _Gather:
+    """What FSDP2 calls to gather a unit's parameters, by its protocol ``AllGather``."""
+
+    def __init__(self, link: WeightLink, module: torch.nn.Module, name: str, group: object) -> None:
+        self.link, self._module, self._name = link, module, name
+        self._before = group._all_gather_comm  # type: ignore[attr-defined]
+        module.set_custom_all_gather(self)  # type: ignore[operator]
+
+    def remove(self) -> None:
+        """Let FSDP2 gather as it did before."""
+        self._module.set_custom_all_gather(self._before)  # type: ignore[operator]
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return room for all ranks' shards."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: object, async_op: bool = False
+    ) -> None:
+        """Write all ranks' shards into ``output_tensor``, of which ``input_tensor`` may be this rank's part."""
+        if not input_tensor.is_floating_point():
+            raise IncompatibleError(
+                f"module {self._name!r} gathers {input_tensor.dtype}, not floating-point weights: leave its weights as "
+                "they are"
+            )
+        rows = self.link.gather(self._name, input_tensor)
+        output_tensor.view(rows.shape).copy_(rows)

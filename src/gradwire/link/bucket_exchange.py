@@ -1,0 +1,230 @@
+"""One bucket of one round on its way through the lanes."""
+
+from __future__ import annotations
+
+import math
+import threading
+import zlib
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from gradwire.errors import ExchangeError
+from gradwire.exchange.deferred_checks import Flag, both
+from gradwire.exchange.drivers import Job, Lane, LateChecks, Verdict, WireError
+from gradwire.exchange.ops import AllGather, Exchange
+from gradwire.exchange.protocols import REDUCE_SCATTER, Context, Outcome, Workspace
+from gradwire.exchange.protocols.bucket_plan import BucketPlan
+from gradwire.exchange.segments import Segment
+from gradwire.link.failures import place
+from gradwire.link.link_runtime import LinkRuntime
+
+__all__ = ["BucketExchange"]
+
+
+class BucketExchange:
+    """Jobs of one bucket: prepare, then each chunk in a lane chosen by index, then an optional check.
+
+    Args:
+        runtime: Of the link; gives contexts, and is told of the end or a failure.
+        plan: How the bucket is exchanged.
+        segments: The parameters in ``flat``.
+        flat: The bucket, in its own dtype; holds the mean when ``future`` is done. On a device, all work on it is
+            enqueued on the link's stream, between that of the thread that brings it and that of whoever waits for
+            ``future``.
+        bucket: Index of the bucket in its round, which is the link's current one.
+
+    Attributes:
+        future: Of ``flat``.
+        finite: Whether the mean is finite; None where nobody looked.
+    """
+
+    def __init__(
+        self,
+        runtime: LinkRuntime,
+        plan: BucketPlan,
+        segments: Sequence[Segment],
+        flat: torch.Tensor,
+        bucket: int,
+    ) -> None:
+        self.runtime, self.plan, self.segments = runtime, plan, segments
+        self.outer, self.bucket, self.round = flat, bucket, runtime.round
+        self.device = runtime.device
+        self.future = self.device.future()
+        self.finite: Flag | None = True
+        self._lock = threading.Lock()
+        self._left = plan.chunks
+        self._prepared: Any = None
+        # What starts at once has no jobs that wait for each other. Two events would be a quarter of its overhead.
+        self._starts_at_once = plan.asynchronous and not runtime.check and self.device.is_host
+        self._events: tuple[threading.Event, ...] = (
+            () if self._starts_at_once else (threading.Event(), threading.Event())
+        )
+        self._measured = runtime.diagnostics.wanted(self.round)
+        # Copies to the device that came before it are waited for with it.
+        self.device.wait_for_current()
+        with self.device.stream():
+            self.flat = self.device.pinned(flat) if runtime.staged else flat
+            if runtime.staged:
+                self.device.copy_async(self.flat, flat)
+            self.device.use(flat)
+            self._fetched = self.device.mark()
+        self.work = self.flat
+        self._gradient: torch.Tensor | None = None
+        self._sent: torch.Tensor | None = None
+        if not runtime.staged:
+            self._take()
+
+    def _take(self) -> None:
+        """Begin to work with the bucket: in float32, and beside copies of it where they are asked for."""
+        with self.device.stream():
+            keeps = self.plan.keeps_dtype or self.flat.dtype == torch.float32
+            self.work = self.flat if keeps else self.flat.float()
+            if self._measured:
+                self._gradient, self._sent = self.work.clone(), torch.zeros_like(self.work)
+
+    def start(self, last: bool) -> torch.futures.Future[torch.Tensor]:
+        """Hand the jobs to the lanes, in the same order and to the same lanes on every rank; return the future.
+
+        Args:
+            last: Whether the round ends with this bucket.
+        """
+        self.runtime.began(self.flat.numel(), last)
+        self._submit(self.runtime.lanes)
+        return self.future
+
+    def _submit(self, lanes: Sequence[Lane]) -> None:
+        first = lanes[self.bucket % len(lanes)]
+        if self._starts_at_once:
+            self._begin(lanes)
+            return
+        if self.plan.chunks == 1:
+            first.submit(self._job(self._run_whole, 0))
+        else:
+            first.submit(self._job(self._prepare, None))
+            for chunk in range(self.plan.chunks):
+                lane = lanes[(self.bucket + chunk) % len(lanes)]
+                lane.submit(self._job(partial(self._run_chunk, chunk), chunk))
+        if self.runtime.check or not self.plan.chunks:
+            first.submit(self._job(self._verify, None))
+
+    def _context(self, chunk: int | None) -> Context:
+        return self.runtime.context(self.plan, self.bucket, chunk, self.round, self._measured)
+
+    @property
+    def _is_prepared(self) -> threading.Event:
+        return self._events[0]
+
+    @property
+    def _all_run(self) -> threading.Event:
+        return self._events[1]
+
+    def _begin(self, lanes: Sequence[Lane]) -> None:
+        for chunk in range(self.plan.chunks):
+            lane = lanes[(self.bucket + chunk) % len(lanes)]
+            fail = partial(self._fail, chunk)
+            try:
+                lane.begin(self.plan.run(self._context(chunk), self.work, None), self._finish_chunk, fail)
+            except Exception as error:
+                fail(WireError(str(error)) if isinstance(error, RuntimeError) else error)
+
+    def _job(self, run: Callable[[Lane], None], chunk: int | None) -> Job:
+        def guarded(lane: Lane) -> None:
+            self.runtime.failures.refuse()
+            with self.device.stream():
+                run(lane)
+
+        label = f"bucket {self.bucket}" if chunk is None else f"bucket {self.bucket}, chunk {chunk}"
+        return Job(guarded, partial(self._fail, chunk), label)
+
+    def _fail(self, chunk: int | None, error: Exception) -> None:
+        where = place(self.bucket, chunk, self.round, [s.parameter.name for s in self.segments])
+        told = self.runtime.failures.record(error, where)
+        for event in self._events:
+            event.set()
+        with self._lock:
+            if not self.future.done():
+                self.future.set_exception(told)  # type: ignore[arg-type]
+
+    def _run_whole(self, lane: Lane) -> None:
+        self._wait_until_fetched()
+        self._prepared = lane.drive(self.plan.prepare(self._context(None), self.work))
+        self._finish_chunk(lane.drive(self.plan.run(self._context(0), self.work, self._prepared)))
+
+    def _wait_until_fetched(self) -> None:
+        """Wait for the copy in main memory, in the lane's thread: backward goes on meanwhile."""
+        if self.runtime.staged:
+            self._fetched.synchronize()
+            self._take()
+
+    def _prepare(self, lane: Lane) -> None:
+        self._wait_until_fetched()
+        self._prepared = lane.drive(self.plan.prepare(self._context(None), self.work))
+        self._is_prepared.set()
+
+    def _run_chunk(self, chunk: int, lane: Lane) -> None:
+        # Waits for a job that was submitted before this one, never the other way round: no deadlock.
+        self._is_prepared.wait()
+        self.runtime.failures.refuse()
+        self._finish_chunk(lane.drive(self.plan.run(self._context(chunk), self.work, self._prepared)))
+
+    def _finish_chunk(self, outcome: Outcome) -> None:
+        if outcome.sent is None:
+            self._sent = None  # nothing to compare the gradient with
+        elif self._sent is not None:
+            outcome.sent(self._sent, 1.0)
+        with self._lock:
+            self.finite = both(self.finite, outcome.finite)
+            self._left -= 1
+            if self._left:
+                return
+        if self.runtime.check:
+            self._all_run.set()
+        else:
+            self._complete()
+
+    def _verify(self, lane: Lane) -> None:
+        if self.plan.chunks:
+            self._all_run.wait()
+            self.runtime.failures.refuse()
+            if isinstance(self.runtime.checks, LateChecks):
+                # The bits are read anyway, and what differs in them has its cause here.
+                Verdict(self.device, None, self.runtime.checks).read()
+            lane.drive(_same_bits(self._context(None), self.work, self.runtime.ranks))
+        self._complete()
+
+    def _complete(self) -> None:
+        if self.plan.chunks and self.work is not self.flat:
+            self.flat.copy_(self.work)
+        if self._gradient is not None and self._sent is not None:
+            context = self._context(None)
+            self.plan.target_(context, self._gradient)
+            measure = self.runtime.diagnostics.measure
+            measure(self._gradient, self._sent, self.segments, self.round, context.loss_scale)
+        if self.flat is not self.outer and self.plan.chunks:
+            self.device.copy_async(self.outer, self.flat)
+        arrived = self.runtime.checks.so_far()
+        if isinstance(arrived, torch.Tensor):
+            # The error is known later: until then nobody must take this for a mean. Of shards each rank takes its own.
+            read = self.outer if self.plan.collective == REDUCE_SCATTER else self.outer[:1]
+            read.masked_fill_(~arrived, math.nan)
+        self.runtime.ended(self.plan, self.round, self.finite)
+        self.future.set_result(self.outer)
+
+
+def _same_bits(context: Context, flat: torch.Tensor, ranks: Sequence[int]) -> Exchange[None]:
+    """Compare a checksum of the mean over ranks.
+
+    Raises:
+        ExchangeError: naming the ranks, by these numbers, whose bits differ from the first one's.
+    """
+    digest = zlib.crc32(flat.view(torch.uint8).cpu().numpy().data)
+    mine = torch.tensor([digest], dtype=torch.int64).view(torch.uint8)
+    workspace = Workspace()
+    rows = yield AllGather(mine, workspace.get("check", context.world_size, 8))
+    found = rows.contiguous().view(torch.int64).flatten().tolist()
+    wrong = [rank for rank, value in zip(ranks, found) if value != found[0]]
+    if wrong:
+        raise ExchangeError(f"check: the mean of ranks {wrong} differs in its bits from rank {ranks[0]}'s")

@@ -1,0 +1,193 @@
+"""What can be refused before there is a group."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from gradwire.errors import IncompatibleError
+from gradwire.exchange.method import Method
+from gradwire.exchange.planning import Options
+from gradwire.link.selection.fallback import check_fallback
+from gradwire.link.warn_once import WarnOnce
+from gradwire.methods.auto import Auto
+from gradwire.methods.feedback.optimizers import momentum_of, not_stepped, not_stepped_here
+from gradwire.methods.spec import method as read_method
+
+__all__ = [
+    "caution_about",
+    "caution_about_rate",
+    "caution_alone",
+    "check_not_in_backward",
+    "check_optimizer",
+    "check_options",
+    "check_unit_by_unit",
+    "optimizer_terms",
+]
+
+
+LONG_STEP, USUAL_STEP = 0.1, 0.01
+"""Step of a direction over the size of what it moves: from where on it is warned of, and what is advised."""
+
+
+def check_optimizer(method: Method, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> None:
+    """Refuse what a method refuses, and what no method can work with that is like this one.
+
+    That is a momentum beside a method that brings its own, and beside one with local steps an optimizer that leaves
+    steps to other ranks.
+
+    Raises:
+        IncompatibleError: naming the setting, or the optimizer.
+    """
+    method.check_optimizer(optimizer, parameters)
+    if optimizer is not None and method.local_steps and not_stepped_here(optimizer, parameters):
+        raise IncompatibleError(
+            f"{method!r} lets each rank step all parameters by itself, and {type(optimizer).__name__} steps only a "
+            "share of the parameters on each rank and takes the others from other ranks: use the optimizer inside it, "
+            "or a method that exchanges gradients"
+        )
+    found = None if optimizer is None or not method.owns_momentum else momentum_of(optimizer, parameters)
+    if found is not None:
+        setting, value = found
+        raise IncompatibleError(
+            f"{method!r} brings its own momentum, and {type(optimizer).__name__} has {setting}={value!r} beside it: "
+            "use torch.optim.SGD with momentum=0"
+        )
+
+
+def optimizer_terms(method: Method, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> dict[str, object]:
+    """Return what all ranks need alike of an optimizer that takes local steps: the parameters that it steps.
+
+    An optimizer that was not given is taken to step all of them.
+    """
+    if not method.local_steps:
+        return {}
+    missing = () if optimizer is None else not_stepped(optimizer, parameters)
+    return {"parameters that the optimizer steps": [name for name in parameters if name not in missing]}
+
+
+def check_not_in_backward(method: Method, optimizer: torch.optim.Optimizer, parameters: Iterable[str]) -> None:
+    """Refuse a step during the backward pass, which knows the gradients of one rank alone.
+
+    To be called before the step, by whoever hooks into it.
+
+    Args:
+        parameters: That the optimizer holds, by name.
+
+    Raises:
+        IncompatibleError: backward is running in this thread.
+    """
+    if torch._C._current_graph_task_id() != -1:
+        raise IncompatibleError(
+            f"{type(optimizer).__name__} steps parameter {next(iter(parameters))!r} during the backward pass, before "
+            f"{method!r} has exchanged anything: let it step after backward, without "
+            "torch.distributed.optim._apply_optimizer_in_backward and without hooks of parameters that step"
+        )
+
+
+def caution_about(method: Method, optimizer: Any, compressed: Mapping[str, torch.Tensor], warnings: WarnOnce) -> None:
+    """Warn of an optimizer that works with a method, but badly.
+
+    Args:
+        compressed: The parameters that do not travel in float32, by name.
+    """
+    sentence = method.caution(optimizer, compressed)
+    if sentence is not None:
+        warnings.once("optimizer", sentence)
+
+
+def caution_about_rate(
+    method: Method, optimizer: Any, compressed: Mapping[str, torch.Tensor], warnings: WarnOnce
+) -> None:
+    """Warn of a learning rate for gradients beside a method that gives a direction.
+
+    Each element of a direction is about 1 long, so that a step moves each parameter by the learning rate, however small
+    its gradient. Trainings diverge where that is a large share of the parameter itself.
+
+    Args:
+        compressed: As for :func:`caution_about`.
+    """
+    if optimizer is None or not method.direction:
+        return
+    rates = {id(p): float(group["lr"]) for group in optimizer.param_groups for p in group["params"]}
+    stepped = [(name, p, rates[id(p)]) for name, p in compressed.items() if id(p) in rates and p.numel() > 1]
+    for name, parameter, rate in stepped:
+        size = float(parameter.detach().norm()) / math.sqrt(parameter.numel())
+        if size > 0 and rate > LONG_STEP * size:
+            warnings.once(
+                "learning rate",
+                f"{method!r} gives a direction: a step moves every element by about the learning rate, {rate:.2g}.\n"
+                f"The elements of {name!r} are {size:.1g} (root mean square), and trainings diverge above a tenth of "
+                "that.\n"
+                f"Try a learning rate of {USUAL_STEP * size:.1g}, or EDEN(bits=4), which works with {rate:.2g}.",
+            )
+            return
+
+
+def caution_alone(method: Method) -> str:
+    """Return what to warn of where a link has one rank."""
+    beside = (
+        "; the learning rate is that of a direction, and gradients are smaller, so that steps are small"
+        if method.direction
+        else "; the momentum that it brings rests, so that steps are those of the optimizer alone"
+        if method.owns_momentum
+        else ""
+    )
+    return (
+        f"the group has one rank: training goes on without an exchange, with gradients as they are. What {method!r} "
+        f"remembers is kept for when there are more ranks again{beside}"
+    )
+
+
+def check_options(method: str | Method, *, optimizer: Any = None, **options: Any) -> None:
+    """Refuse what :func:`gradwire.attach` would refuse on every rank, as far as neither group nor module is needed.
+
+    For what starts workers: an error before they start is one line, not one a worker. Of parameters, which are not
+    there yet, nothing is checked.
+
+    Args:
+        method: Spec or method.
+        optimizer: As for :func:`gradwire.attach`.
+        options: As for :func:`gradwire.attach`.
+
+    Raises:
+        HyperparameterError: an unknown method or option, or a wrong value.
+        IncompatibleError: an option or an optimizer that does not go with the method.
+
+    Example:
+        >>> import gradwire as gw
+        >>> gw.check_options("terngrad", fallback="bf16", fallback_limit=5.0)
+    """
+    found, given = read_method(method), Options.of(options)
+    for one in found.candidates if isinstance(found, Auto) else (found,):
+        given.collectives(read_method(one))
+    check_optimizer(found, optimizer, {})
+    if given.fallback is not None:
+        check_fallback(found)
+
+
+def check_unit_by_unit(method: str | Method) -> None:
+    """Refuse what cannot be exchanged one unit after the other while backward runs.
+
+    Raises:
+        IncompatibleError: naming why.
+    """
+    found = read_method(method)
+    for one in [read_method(spec) for spec in found.candidates] if isinstance(found, Auto) else [found]:
+        reason = (
+            "takes local steps, between which FSDP2 would need shards that differ by replica"
+            if one.local_steps or one.outcomes_differ
+            else "needs the gradients of a whole step at once, and FSDP2 frees them unit by unit"
+            if one.whole_step
+            else "acts on the optimizer's steps, which see shards alone"
+            if one.needs_optimizer
+            else None
+        )
+        if reason is not None:
+            raise IncompatibleError(
+                f"{one!r} cannot serve a sharded module: it {reason}; use DistributedDataParallel, or a method of "
+                "single gradients, such as EDEN(bits=4)"
+            )

@@ -1,0 +1,108 @@
+"""Optimizers that step a link's parameters, found by their steps where none was given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from gradwire.errors import IncompatibleError
+from gradwire.exchange.method import Method
+from gradwire.exchange.segments import is_sharded
+from gradwire.link.checks import caution_about_rate, check_not_in_backward, check_optimizer
+from gradwire.link.failures import Failures
+from gradwire.link.warn_once import WarnOnce
+from gradwire.methods.feedback.optimizers import not_stepped
+
+__all__ = ["OptimizerSearch", "on_any_step"]
+
+
+def on_any_step(
+    parameters: Mapping[str, torch.Tensor],
+    call: Callable[[torch.optim.Optimizer, dict[str, torch.Tensor]], None],
+    *,
+    before: bool = False,
+) -> Callable[[], None]:
+    """Call ``call`` at every step of every optimizer that holds one of the parameters; return what ends that.
+
+    The parameters are not kept alive.
+
+    Args:
+        parameters: By name.
+        call: Takes the optimizer and those of the parameters that it holds. It must not end the calls itself: PyTorch
+            is going through the hooks meanwhile.
+        before: Call before the step, when no parameter has changed, instead of after it.
+    """
+    names = {id(p): name for name, p in parameters.items()}
+
+    def stepping(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        held = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"] if id(p) in names}
+        if held:
+            call(optimizer, held)
+
+    register = register_optimizer_step_pre_hook if before else register_optimizer_step_post_hook
+    return register(stepping).remove
+
+
+class OptimizerSearch:
+    """Looks for optimizers that a link's method cannot work with.
+
+    Each is checked before its first step: as the one that was given is when a link is built, and that it does not step
+    during the backward pass. No parameter has changed then. What is refused breaks the link, so that the other ranks
+    end with an error, too. The search ends when every parameter has been seen in a step. The learning rate beside a
+    method that gives a direction is looked at there as well.
+
+    Args:
+        method: Of the link.
+        optimizer: The one that was given and checked; None if none was.
+        parameters: That are exchanged, by name.
+        compressed: Names of those that do not travel in float32.
+        failures: Of the link.
+        warnings: Of the link.
+    """
+
+    def __init__(
+        self,
+        method: Method,
+        optimizer: Any,
+        parameters: Mapping[str, torch.Tensor],
+        compressed: Iterable[str],
+        failures: Failures,
+        warnings: WarnOnce,
+    ) -> None:
+        self._method, self._failures, self._warnings = method, failures, warnings
+        unknown = parameters if optimizer is None else not_stepped(optimizer, parameters)
+        self._unknown = set(unknown) if method.owns_momentum or method.local_steps else set[str]()
+        # The learning rate is looked at where the first step is taken: a schedule may have set it since.
+        self._rated = set(compressed) if method.direction else set[str]()
+        # FSDP2 has reduced a gradient before anybody can step by it.
+        self._unseen = {name for name, p in parameters.items() if not is_sharded(p)}
+        searches = self._unknown or self._unseen or self._rated
+        self._stop = on_any_step(parameters, self._check, before=True) if searches else None
+
+    def _check(self, optimizer: torch.optim.Optimizer, held: dict[str, torch.Tensor]) -> None:
+        try:
+            if not self._unseen.isdisjoint(held):
+                check_not_in_backward(self._method, optimizer, held)
+            if not self._unknown.isdisjoint(held):
+                check_optimizer(self._method, optimizer, held)
+        except IncompatibleError as error:
+            raise self._failures.record(error, f"the first step of {type(optimizer).__name__}") from None
+        rated = {name: p for name, p in held.items() if name in self._rated}
+        caution_about_rate(self._method, optimizer, rated, self._warnings)
+        self._rated.difference_update(held)
+        self._unknown.difference_update(held)
+        self._unseen.difference_update(held)
+
+    def end_when_done(self) -> None:
+        """End the search if nothing is left to look for; not to be called during an optimizer's step."""
+        if not (self._unknown or self._unseen or self._rated):
+            self.end()
+
+    def end(self) -> None:
+        """Take the hook away, if it is still there."""
+        stop, self._stop = self._stop, None
+        if stop is not None:
+            stop()

@@ -1,0 +1,182 @@
+"""The global parameters of workers that step by themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+
+import torch
+
+from gradwire.errors import IncompatibleError
+from gradwire.exchange.local_steps import GLOBAL, VELOCITY, StepsLocally
+from gradwire.exchange.planning import FragmentClock, Pieces, cut
+from gradwire.exchange.segments import flat_view
+from gradwire.link.parameters import put, swapped
+
+__all__ = ["CLOCK", "STEPS", "GlobalParameters", "State"]
+
+STEPS, FLYING, LEFT = "local_steps", "local_fragment", "local_steps_left"
+"""Keys, in a link's state, of the optimizer steps since the last exchange of the last fragment; and where one is in
+flight, of its number and of the steps until it takes effect."""
+
+CLOCK = (STEPS, FLYING, LEFT)
+
+ARRIVED = "arrived"
+"""Kind, in a link's state, of means that have arrived and are not in effect yet."""
+
+Means = list[tuple[Sequence[str], torch.Tensor]]
+"""Of each bucket, the names of what lies in it, and the mean."""
+
+State = Mapping[str, Mapping[str, torch.Tensor]]
+"""Of a link."""
+
+
+class GlobalParameters:
+    """The global parameters of one worker's link, the outer optimizer's memory, and when what is exchanged.
+
+    It exchanges nothing itself: an owner takes :meth:`outgoing`, replaces it by the mean over workers, and hands that
+    to :meth:`incoming`. So a real link and a simulation do the same arithmetic.
+
+    Args:
+        method: What is done with a mean.
+        parameters: The worker's own, by name.
+        workers: How many there are.
+
+    Attributes:
+        pieces: What is exchanged as a parameter: parameters, or rows of them.
+        clock: Counts the optimizer's steps.
+        held: The global parameters by the names of pieces, float32, flat in memory order.
+    """
+
+    def __init__(self, method: StepsLocally, parameters: Mapping[str, torch.Tensor], workers: int) -> None:
+        self.method, self.workers = method, workers
+        self.pieces: Pieces = cut(parameters, method)
+        self.clock = FragmentClock(method.every, method.fragments, method.delay)
+        self._arrived: Means | None = None
+        self._velocity: dict[str, torch.Tensor] | None = None
+        self.held: dict[str, torch.Tensor] = {}
+        self.take()
+
+    def problem(self) -> str | None:
+        """Return None: what is not finite reaches all workers, who then go back to the global parameters together."""
+        return None
+
+    @torch.no_grad()
+    def take(self) -> None:
+        """Make the worker's own parameters the global ones, which all workers must do with the same parameters."""
+        self.held = {name: flat_view(p).to(torch.float32, copy=True) for name, p in self.pieces.items()}
+        if VELOCITY in self.method.remembers_beside:
+            self._velocity = {name: torch.zeros_like(x) for name, x in self.held.items()}
+        self.clock.reset()
+
+    def is_apart(self) -> bool:
+        """Return whether the worker's own parameters are others than the global ones."""
+        return any(not torch.equal(flat_view(p.detach()), self.held[n].to(p.dtype)) for n, p in self.pieces.items())
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Make the global parameters the worker's own ones."""
+        put(list(self.pieces.values()), list(self.held.values()))
+
+    @torch.no_grad()
+    def outgoing(self, names: Sequence[str]) -> torch.Tensor:
+        """Return what a bucket of these pieces is to send: the global ones less the worker's own, float32.
+
+        Of a method that exchanges parameters, these themselves.
+        """
+        parts = [flat_view(self.pieces[name]).to(torch.float32) for name in names]
+        if self.method.exchanges_parameters:
+            return torch.cat(parts)
+        return torch.cat([self.held[name] - part for name, part in zip(names, parts)])
+
+    @torch.no_grad()
+    def incoming(self, means: Iterable[tuple[Sequence[str], torch.Tensor]], *, replaced: bool = False) -> bool:
+        """Step by the means over workers of what all have sent, of all buckets.
+
+        Args:
+            means: Of some pieces or all.
+            replaced: Whether the worker's own take the values of the global ones, whatever the method makes of them.
+
+        Returns:
+            Whether all were finite. Where not, the worker's own parameters are the global ones of before again, and
+            nothing else changes: all workers see the same means, so that all do the same.
+        """
+        buckets = list(means)
+        if not all(bool(torch.isfinite(flat).all()) for _, flat in buckets):
+            self.restore()
+            return False
+        for names, flat in buckets:
+            for name, part in zip(names, flat.split([self.held[name].numel() for name in names])):
+                held, place = self.held[name], self.pieces[name]
+                mean = part if self.method.exchanges_parameters else held - part
+                # The parameter's memory, or a copy, of one of another type or with gaps.
+                own = flat_view(place).to(torch.float32)
+                velocity = None if self._velocity is None else self._velocity[name]
+                self.method.step_(own, held, mean, velocity, self.workers)
+                if replaced or own.data_ptr() != place.data_ptr():
+                    put([place], [held if replaced else own])
+        return True
+
+    def swapped(self) -> AbstractContextManager[None]:
+        """Return a context in which the global parameters are in the place of the worker's own."""
+        return swapped(list(self.pieces.values()), list(self.held.values()))
+
+    def arrived(self) -> Means | None:
+        """Return the means that a loaded state had in flight, once; None where there are none."""
+        found, self._arrived = self._arrived, None
+        return found
+
+    def add_state(self, state: dict[str, dict[str, torch.Tensor]], flying: Means | None = None) -> None:
+        """Add copies of all that is kept to a link's state, and the means of the exchange in flight."""
+        kept = {f"{GLOBAL}/{name}": x.clone() for name, x in self.held.items()}
+        if self._velocity is not None:
+            kept |= {f"{VELOCITY}/{name}": x.clone() for name, x in self._velocity.items()}
+        state["global"][STEPS] = torch.tensor(self.clock.steps)
+        if self.clock.flying is not None:
+            state["global"] |= {FLYING: torch.tensor(self.clock.flying), LEFT: torch.tensor(self.clock.left)}
+        for names, flat in flying or self._arrived or ():
+            parts = flat.split([self.held[name].numel() for name in names])
+            kept |= {f"{ARRIVED}/{name}": part.clone() for name, part in zip(names, parts)}
+        state["replicated"].update(kept)
+
+    def _kinds(self) -> list[str]:
+        return [GLOBAL] if self._velocity is None else [GLOBAL, VELOCITY]
+
+    def check(self, state: State) -> None:
+        """Check that a link's state has what :meth:`add_state` adds.
+
+        Raises:
+            IncompatibleError: it has not, as that of a method without local steps.
+        """
+        kept, kinds = state["replicated"], self._kinds()
+        needed = [f"{kind}/{name}" for kind in kinds for name in self.held]
+        fragment = state["global"].get(FLYING)
+        if fragment is not None:
+            if not 0 <= int(fragment) < len(self.pieces.fragments) or LEFT not in state["global"]:
+                raise IncompatibleError(
+                    f"the state has fragment {int(fragment)} in flight, which {self.method!r} has not"
+                )
+            needed += [f"{ARRIVED}/{name}" for name in self.pieces.fragments[int(fragment)]]
+        missing = [key for key in needed if key not in kept]
+        if missing or STEPS not in state["global"]:
+            raise IncompatibleError(
+                f"the state has no {missing[0] if missing else STEPS!r}: it is of a method without local steps; attach "
+                f"{self.method!r} without loading it, and the parameters as they are become the global ones"
+            )
+
+    def load(self, state: State) -> dict[str, dict[str, torch.Tensor]]:
+        """Take back what :meth:`add_state` added and :meth:`check` has passed; return the state without it."""
+        kept, kinds = state["replicated"], self._kinds()
+        for name, x in self.held.items():
+            x.copy_(kept[f"{GLOBAL}/{name}"].reshape(-1))
+            if self._velocity is not None:
+                self._velocity[name].copy_(kept[f"{VELOCITY}/{name}"].reshape(-1))
+        self.clock.reset()
+        self.clock.steps, self._arrived = int(state["global"][STEPS]), None
+        if FLYING in state["global"]:
+            self.clock.flying, self.clock.left = (int(state["global"][key]) for key in (FLYING, LEFT))
+            names = self.pieces.fragments[self.clock.flying]
+            parts = [kept[f"{ARRIVED}/{name}"].reshape(-1) for name in names]
+            self._arrived = [(names, torch.cat(parts))] if parts else None
+        ours = {f"{kind}/{name}" for kind in (*kinds, ARRIVED) for name in self.held}
+        return {scope: {key: x for key, x in part.items() if key not in ours} for scope, part in state.items()}

@@ -1,0 +1,188 @@
+"""Before anything is exchanged, ranks compare what they are about to do."""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+
+from gradwire.errors import GradwireError, IncompatibleError, RankMismatchError
+from gradwire.exchange.drivers.tables import Plain, all_gather_tables, plain
+from gradwire.exchange.method import Method
+from gradwire.exchange.planning import Options
+from gradwire.link.peers.circle import Circle
+from gradwire.version import __version__
+
+__all__ = ["Terms", "agreement", "compared", "default_group"]
+
+Told: TypeAlias = dict[str, dict[str, float]]
+
+
+@dataclass
+class Terms:
+    """What a rank brings to an agreement, and the token that all ranks take from it.
+
+    Attributes:
+        circle: The ranks that agree; has the token when the agreement is reached.
+        fields: To be the same on all ranks, of values as :func:`gradwire.exchange.drivers.tables.plain` takes them;
+            lists are compared item by item.
+        told: What this rank measured, told to the others and compared with nothing.
+        everyone: What each rank told, by rank; set when the agreement is reached.
+        open_links: Numbers of the links that are open on this rank; on any rank, when the agreement is reached.
+    """
+
+    circle: Circle
+    fields: dict[str, object] = field(default_factory=dict)
+    told: Told = field(default_factory=dict)
+    everyone: list[Told] = field(default_factory=list)
+    open_links: set[int] = field(default_factory=set)
+
+    @property
+    def token(self) -> str:
+        """Unique to this agreement, the same on all ranks."""
+        return self.circle.token
+
+
+def compared(
+    method: Method, options: Options, parameters: Mapping[str, torch.Tensor], more: Mapping[str, object]
+) -> dict[str, object]:
+    """Return the fields in which all ranks of a link agree."""
+    return {
+        "gradwire version": __version__,
+        "method": repr(method),
+        **more,
+        **{k: getattr(options, k) for k in options.__dataclass_fields__ if k != "link_cost"},
+        "link_cost": None if options.link_cost is None else repr(options.link_cost),
+        "parameters": [f"{n} {tuple(p.shape)} {p.dtype} {p.stride()}" for n, p in parameters.items()],
+    }
+
+
+@contextmanager
+def agreement(group: dist.ProcessGroup, beside: Iterable[int] = ()) -> Iterator[Terms]:
+    """Prepare terms in the body, then compare them over the ranks of a group (collective).
+
+    A rank whose preparations fail still takes part, so that the others learn of it instead of waiting for it.
+
+    Args:
+        group: The ranks that agree.
+        beside: Global ranks beyond those of the group whose end would end what is agreed on.
+
+    Raises:
+        Exception: what this rank's body raised.
+        IncompatibleError: another rank's body failed; the message names the rank and holds its reason.
+        PayloadError: a rank sent something else than its terms; the message names it.
+        RankMismatchError: on every rank alike, naming the first rank and field that differ from the group's first.
+        ExchangeError: a rank is gone.
+    """
+    terms = Terms(Circle(group, beside))
+    own: Exception | None = None
+    fields: Plain = {}
+    try:
+        yield terms
+        fields = plain(terms.fields)
+    except Exception as error:
+        own = error
+    if group.size() == 1:
+        if own is not None:
+            raise own
+        terms.everyone = [terms.told]
+        return
+    mine = {
+        "token": uuid.uuid4().hex,
+        "fields": fields,
+        "problem": _text(own),
+        "told": terms.told if own is None else {},
+        "open_links": sorted(terms.open_links),
+    }
+    with terms.circle.naming("the comparison of what ranks were started with") as wait:
+        gathered = all_gather_tables(mine, "handshake", group, _Message.read, wait=wait)
+    if own is not None:
+        raise own
+    ranks = terms.circle.ranks
+    for rank, theirs in zip(ranks, gathered):
+        if theirs.problem:
+            raise IncompatibleError(f"rank {rank}: {theirs.problem}")
+    first = gathered[0].fields
+    for rank, theirs in zip(ranks[1:], gathered[1:]):
+        for name in {**first, **theirs.fields}:
+            if theirs.fields.get(name) != first.get(name):
+                difference = theirs.fields.get(name), first.get(name)
+                raise RankMismatchError(_sentence(ranks[0], rank, name, *difference))
+        if _keys(theirs.told) != _keys(gathered[0].told):
+            difference = _keys(theirs.told), _keys(gathered[0].told)
+            raise RankMismatchError(_sentence(ranks[0], rank, "coders", *difference))
+    terms.circle.token = gathered[0].token
+    terms.everyone = [theirs.told for theirs in gathered]
+    terms.open_links = {number for theirs in gathered for number in theirs.open_links}
+
+
+@dataclass(frozen=True)
+class _Message:
+    """What a rank sends in an agreement."""
+
+    token: str
+    fields: dict[str, object]
+    problem: str
+    told: Told
+    open_links: list[int]
+
+    @classmethod
+    def read(cls, table: Any) -> _Message:
+        """Return the message of a table.
+
+        Raises:
+            KeyError, TypeError, ValueError: it has not the form of one.
+        """
+        found = cls(**table)
+        if not re.fullmatch("[0-9a-f]{32}", found.token):
+            raise ValueError(f"token {found.token!r}")
+        if not isinstance(found.fields, dict) or not isinstance(found.problem, str):
+            raise TypeError("fields or problem")
+        if not all(isinstance(number, int) and number >= 0 for number in found.open_links):
+            raise ValueError(f"open links {found.open_links!r}")
+        for times in found.told.values():
+            if not all(isinstance(time, int | float) for time in times.values()):
+                raise ValueError(f"times {times!r}")
+        return found
+
+
+def _keys(told: Told) -> list[object]:
+    return [[name, sorted(times)] for name, times in sorted(told.items())]
+
+
+def _text(error: Exception | None) -> str:
+    if error is None:
+        return ""
+    return str(error) if isinstance(error, GradwireError) else f"{type(error).__name__}: {error}"
+
+
+def _sentence(first: int, rank: int, name: str, found: object, wanted: object) -> str:
+    if isinstance(found, list) and isinstance(wanted, list):
+        if len(found) != len(wanted):
+            found, wanted = f"{len(found)} entries", f"{len(wanted)} entries"
+        else:
+            found, wanted = next((f, w) for f, w in zip(found, wanted) if f != w)
+    return (
+        f"rank {rank} differs from rank {first} in {name!r}: rank {rank} has {found}, rank {first} has {wanted}; "
+        "start all ranks with the same"
+    )
+
+
+def default_group() -> dist.ProcessGroup:
+    """Return the group of all ranks.
+
+    Raises:
+        IncompatibleError: there is none, or this process is not in it.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        raise IncompatibleError("no process group: call torch.distributed.init_process_group first")
+    group = dist.group.WORLD
+    if group is None:
+        raise IncompatibleError("this process is in no group")
+    return group

@@ -1,0 +1,396 @@
+"""A link: the gradient exchange of one set of parameters over one group."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from gradwire.errors import ExchangeError
+from gradwire.exchange.drivers import TransferOrder, profiled
+from gradwire.exchange.method import Method, is_whole, require
+from gradwire.exchange.planning import LinkOptions, Options, exchanged, own_buckets, refuse_scatter
+from gradwire.exchange.protocols import REDUCE_SCATTER
+from gradwire.exchange.segments import flat_view
+from gradwire.link.bucket_exchange import BucketExchange
+from gradwire.link.checks import caution_about, caution_alone, check_optimizer, optimizer_terms
+from gradwire.link.detached import lost
+from gradwire.link.diagnostics import Diagnostics
+from gradwire.link.failures import place
+from gradwire.link.found_optimizers import OptimizerSearch
+from gradwire.link.grad_scaler import check_scaler, check_unscaled
+from gradwire.link.handshake import agreement, compared, default_group
+from gradwire.link.judgement import Judge
+from gradwire.link.learning_rates import LearningRates
+from gradwire.link.link_runtime import LinkRuntime, close_threads
+from gradwire.link.local_steps import LocalSteps, LocalStepsUser
+from gradwire.link.open_links import lowest_free, numbers_in_use, register, share_a_number
+from gradwire.link.parameters import check_parameters, gradient, named_parameters
+from gradwire.link.replica_check import ReplicaCheck, value_terms
+from gradwire.link.reports import LinkReports
+from gradwire.link.selection.autotune import OWN_STATE, say_dropped
+from gradwire.link.selection.build import make_selection
+from gradwire.link.selection.coder import CoderSelection
+from gradwire.link.selection.control_channel import ControlChannel
+from gradwire.link.selection.link_cost import CostKeeper
+from gradwire.link.site import Site
+from gradwire.link.state import LINK_STATE, check_state, remembered
+from gradwire.link.step_buffer import StepBuffer
+from gradwire.link.warn_once import WarnOnce
+from gradwire.methods.auto import delivering
+from gradwire.methods.spec import method as read_method
+from gradwire.seeds import LinkNumber
+from gradwire.version import __version__
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+__all__ = ["Link"]
+
+LANES = 2
+"""Lanes on CPU, where a lane's thread computes and sends by turns."""
+
+RECORDED = ("min_numel", "warmup_steps", "seed", "chunk_numel", "check", "check_every", "fallback_limit")
+"""Options that a run's record holds."""
+
+
+class Link(LinkReports, LocalStepsUser):
+    """Exchanges the gradients of some parameters over a process group by a method.
+
+    :func:`gradwire.attach` is for DDP modules. For a loop without DDP::
+
+        link = gw.Link(model.named_parameters(), "terngrad")
+        loss.backward()
+        link.reduce_()
+        optimizer.step()
+
+    Building a link is collective: all ranks of the group build the same one, in the same order, on parameters with the
+    same values. A method by which ranks stay different, as gossip, takes any.
+
+    One rank alone, as after an elastic restart, trains on without an exchange and is warned: gradients stay as they
+    are, local steps end in an exchange of one, rounds count, and what the method remembers is kept and saved.
+
+    Args:
+        parameters: (name, parameter) pairs, or parameters (then named "0", "1", ...).
+        method: A method or its spec.
+        group: Process group; the default group if None.
+        lanes: Process groups and threads that exchange side by side; the bits do not depend on it.
+        grad_scaler: The scaler of automatic mixed precision, for methods that remember something or give a direction,
+            which refuse to run without it; False: these gradients are not scaled when they are exchanged, whatever
+            scalers there are. Other methods do not need it: a non-finite gradient on any rank becomes non-finite on
+            all, so that every rank's scaler skips.
+        optimizer: For methods that need the learning rate, which is read when a round begins, or own the momentum, or
+            count its steps, since they are local; beside a residual that may grow large, its momentum is warned of.
+            An optimizer that is not given, and has a momentum beside the method's own, is found by its first step:
+            ``optimizer.step()`` raises IncompatibleError, no parameter changes, and the link is broken.
+        beside: Ranks of the program, beyond those of the group, that exchange other shards of the same module: what all
+            of them know is warned of by the lowest of all, and the end of any of them breaks the link.
+        options: See :class:`Options`.
+
+    Attributes:
+        part: Name of its own folder in a checkpoint, where several groups of ranks exchange shards of one module.
+        close: Call it to end the link's threads and connections; done also when the link is dropped.
+        number: Which of the links that are open in this process it is, counted from 0 in the order in which they were
+            attached. Random numbers depend on it, so that links draw independently though their parameters bear the
+            same names. The number of a closed link is used again; a checkpoint restores the number of its link.
+
+    Raises:
+        HyperparameterError: a spec, an option or an exclude pattern is wrong.
+        IncompatibleError: a parameter, or so many ranks, do not suit the method.
+        BackendError: a kernel backend is not installed.
+        RankMismatchError: ranks differ in version, method, options or parameters; also in the values of parameters,
+            unless ranks stay different under the method.
+    """
+
+    part: str = ""
+
+    def __init__(
+        self,
+        parameters: Iterable[tuple[str, torch.Tensor]] | Iterable[torch.Tensor],
+        method: str | Method,
+        *,
+        group: dist.ProcessGroup | None = None,
+        lanes: int | None = None,
+        grad_scaler: Any = None,
+        optimizer: Any = None,
+        beside: Iterable[int] = (),
+        **options: Unpack[LinkOptions],
+    ) -> None:
+        self.group = group if group is not None else default_group()
+        self.rank, self.world_size = self.group.rank(), self.group.size()
+        self.grad_scaler, self.optimizer = grad_scaler, optimizer
+        count = LANES if lanes is None else lanes
+        self.number = LinkNumber()
+        ranks = {*dist.get_process_group_ranks(self.group), *beside}
+        warnings = WarnOnce(dist.get_rank(), min(ranks))
+        with agreement(self.group, beside) as mine:
+            self.method = read_method(method)
+            check_scaler(grad_scaler)
+            self.options = Options.of(options)
+            self._parameters = named_parameters(parameters)
+            check_parameters(self._parameters)
+            require(is_whole(count, 1), "lanes", f"at least 1 is needed, not {lanes!r}")
+            diagnostics = Diagnostics(scaled=bool(grad_scaler))
+            self._coders = CoderSelection()
+            self._cost = CostKeeper(self.method, self.options.link_cost)
+            self._exchanged, its_options = exchanged(self.method, self._parameters, self.options)
+            self._site = Site.of(self.method, self._parameters, self.options, self.group)
+            its_options = replace(its_options, backend=self._site.backend)
+            self._selection = make_selection(
+                self.method, its_options, self._exchanged, self.world_size,
+                diagnostics, self._coders, self.number, warnings,
+            )  # fmt: skip
+            check_optimizer(self.method, optimizer, self._parameters)
+            self._rates = LearningRates(self.method, optimizer, self._parameters)
+            count = count if lanes is not None or self._site.transport != "nccl" else 1
+            terms = {"lanes": count, "learning rates": self._rates.read(), **self.method.terms(self.world_size)}
+            terms |= self._site.terms() | optimizer_terms(self.method, optimizer, self._parameters)
+            mine.fields = compared(self.method, self.options, self._parameters, terms)
+            if self.options.has_replicas(self.method):
+                mine.fields |= value_terms(self._parameters)
+            mine.told = self._coders.measure()
+            mine.open_links = numbers_in_use()
+        self.number.value = lowest_free(mine.open_links)
+        self._coders.agree(mine.everyone)
+        order, scopes = TransferOrder(), self.method.scopes(self.world_size)
+        own_lanes = mine.circle.connected(
+            "the connections of a link",
+            lambda store: [self._site.lane(i, store, order, scopes) for i in range(count)],
+        )
+        scaler = None if self.method.local_steps else grad_scaler  # differences of parameters have no scale
+        passes, check = 1 if self.options.collective == REDUCE_SCATTER else 2, self.options.check
+        device, staged = self._site.device, self._site.exchanges_copies
+        selection = self._selection
+        self._runtime = LinkRuntime(
+            own_lanes, mine.circle, diagnostics,
+            grad_scaler=scaler, check=check, passes=passes, device=device, staged=staged, checks=self._site.checks,
+            warnings=warnings, judge=Judge(lambda: selection.planner.method, diagnostics, warnings),
+        )  # fmt: skip
+        self._channel = ControlChannel(own_lanes[0], self._runtime.failed_between_buckets, mine.circle.ranks)
+        self._replicas = ReplicaCheck(self.options.check_every, mine.circle.ranks)
+        self._step: StepBuffer | None = None
+        self.buffer_bytes: Callable[[], int] = lambda: 0
+        self._local = LocalSteps.of(
+            self.method, self._parameters, self.options, self._begin, self._runtime, self._channel, grad_scaler
+        )
+        unbind = (self._local or self.method).bind(optimizer, self._parameters)
+        compressed = {n: p for n, p in self._exchanged.items() if n not in self._selection.planner.dense}
+        caution_about(self.method, optimizer, compressed, warnings)
+        self._search = OptimizerSearch(
+            self.method, optimizer, self._parameters, compressed, self._runtime.failures, warnings
+        )
+        # Threads and connections end with the link, also where it is dropped or the interpreter ends without close().
+        self.close = weakref.finalize(self, close_threads, own_lanes, mine.circle, [unbind, self._search.end])
+        register(self)
+        if self.world_size > 1:
+            self._cost.measure(self._channel)
+        else:
+            self._runtime.warnings.once("one rank", caution_alone(self.method))
+        self._runtime.link_cost = self._cost.value
+
+    # ------------------------------------------------------------------ exchanging
+
+    def exchange(
+        self, index: int, names: Sequence[str], flat: torch.Tensor, last: bool
+    ) -> torch.futures.Future[torch.Tensor]:
+        """Start the exchange of one bucket; to be called in the same order on all ranks.
+
+        Args:
+            index: Of the bucket in this step.
+            names: The whole parameters that lie in ``flat``, one after the other, in memory order.
+            flat: Their gradients, overwritten by the mean over ranks.
+            last: Whether the step ends with this bucket.
+
+        Returns:
+            A future of ``flat``.
+
+        Raises:
+            ExchangeError: the link is broken or closed, or the exchange cannot be started.
+        """
+        if not self.close.alive:
+            raise ExchangeError("this link was closed: wrap the module anew and attach again")
+        with profiled("bucket", str(index)):
+            return self._given(index, names, flat, last)
+
+    def _given(
+        self, index: int, names: Sequence[str], flat: torch.Tensor, last: bool
+    ) -> torch.futures.Future[torch.Tensor]:
+        if self._local is None:
+            return self._begin(index, names, flat, last)
+        kept = self._local.keep(flat, last, self._selection.planner.is_warm_up(self._runtime.round))
+        return kept or self._begin(index, self._local.parameters.pieces.of(names), flat, last)
+
+    def _begin(
+        self, index: int, names: Sequence[str], flat: torch.Tensor, last: bool
+    ) -> torch.futures.Future[torch.Tensor]:
+        runtime = self._runtime
+        if index == 0:
+            runtime.settle()
+        runtime.failures.refuse()
+        if self.world_size == 1:
+            return runtime.leave(flat, last)
+        try:
+            if index == 0:
+                self._search.end_when_done()
+                if runtime.rounds_here == 0:
+                    check_unscaled(self.method, self.grad_scaler)
+                    shared = share_a_number(self)
+                    if shared is not None:
+                        runtime.warnings.once(shared, shared)
+                replicated = self._parameters if self._local is None else self._local.replicated()
+                self._replicas.begin(runtime.round, self._channel, replicated)
+                runtime.learning_rates = self._rates.read()
+                skipped = 0 <= runtime.last_skipped == runtime.round - 1
+                changed = self._selection.begin(runtime.round, self._channel, skipped)
+                if changed is not None:
+                    runtime.forget(changed.reason, changed.keeps)
+            future = self._whole_step(names, flat, last) or self._start(index, names, flat, last)
+        except Exception as error:
+            raise runtime.failures.record(error, place(index, None, runtime.round, names)) from error
+        if last:
+            runtime.next_round()
+        return future
+
+    def _whole_step(
+        self, names: Sequence[str], flat: torch.Tensor, last: bool
+    ) -> torch.futures.Future[torch.Tensor] | None:
+        """Hold a bucket back until the step's last one is there, where the method needs that."""
+        planner = self._selection.planner
+        if not planner.method.whole_step:
+            return None
+        if self._step is None:
+            self._step = StepBuffer(planner.step_order(), planner.parameters, self._runtime.device)
+        future = self._step.add(names, flat)
+        if last:
+            whole = self._start(0, self._step.order, self._step.vector(), last=True)
+            whole.add_done_callback(self._step.give_back)
+        return future
+
+    def _start(
+        self, index: int, names: Sequence[str], flat: torch.Tensor, last: bool
+    ) -> torch.futures.Future[torch.Tensor]:
+        planner = self._selection.planner
+        plan, segments = planner.plan(names, self._runtime.round), planner.segments(names)
+        if self._selection.delivers:
+            plan = delivering(plan, segments)
+        return BucketExchange(self._runtime, plan, segments, flat, index).start(last)
+
+    def end_round(self) -> None:
+        """End a round of which no bucket was said to be the last one, where all of its buckets have been exchanged."""
+        self._runtime.end_round()
+
+    def reduce_(self) -> None:
+        """Replace the gradient of every parameter by its mean over ranks; for loops without DDP (collective).
+
+        A parameter without a gradient here takes part with zeros, and receives the mean. Of a method with local steps,
+        gradients stay as they are.
+        """
+        refuse_scatter(self.options.collective, "reduce_()")
+        buckets = own_buckets(self._parameters, 4 * self.options.chunk_numel)
+        started = []
+        for i, names in enumerate(buckets):
+            grads = [flat_view(gradient(self._parameters[n])) for n in names]
+            started.append((grads, self.exchange(i, names, torch.cat(grads), i == len(buckets) - 1)))
+        for grads, future in started:
+            try:
+                flat = future.wait()
+            except Exception:
+                self._runtime.failures.refuse()
+                raise
+            torch._foreach_copy_(grads, list(flat.split([g.numel() for g in grads])))
+
+    # ------------------------------------------------------------------ what users ask
+
+    def record(self) -> dict[str, Any]:
+        """Return what runs, in plain values, for a run's record: also what "auto" chose."""
+        planner = self._selection.planner
+        return {
+            "gradwire": __version__,
+            "torch": torch.__version__,
+            "method": repr(self.method),
+            "world_size": self.world_size,
+            "link_number": self.number.value,
+            "backend": planner.backend,
+            **self._site.record(),
+            "kernels": planner.chosen_kernels,
+            "lanes": len(self._runtime.lanes),
+            "collectives": dict(planner.chosen),
+            "dense_parameters": sorted(planner.dense),
+            "choice": self._selection.record(),
+            "coder": self._coders.record(planner),
+            "link_cost": self._cost.record(),
+            "fallback": self._selection.returned(),
+            "fallback_to": self.options.fallback,
+            **{k: getattr(self.options, k) for k in RECORDED},
+        }
+
+    def choose_again(self) -> None:
+        """Begin a new trial with the next round, where the method is "auto"; to be called on all ranks.
+
+        Also after a return to the fallback.
+
+        Raises:
+            IncompatibleError: the link has one method.
+        """
+        self._selection.again()
+
+    def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Return this rank's state: local, tensors only, loads with ``weights_only=True``.
+
+        ``global`` holds the round and a method's values; ``replicated`` and ``rank`` hold its vectors by
+        "kind/parameter", the same on all ranks or this rank's own.
+        """
+        if self._local is not None:
+            self._local.waited()
+        self._runtime.settle()
+        self._runtime.device.join()
+        state = self._runtime.memory.state()
+        kept = {**self._coders.state(), **self._cost.state()}
+        state["global"].update(kept, round=torch.tensor(self._runtime.round))
+        state["global"][LINK_STATE] = torch.tensor(self.number.value)
+        for key, value in self._selection.state().items():
+            state["rank" if key in OWN_STATE else "global"][key] = value
+        if self._local is not None:
+            self._local.parameters.add_state(state, self._local.waited())
+        return state
+
+    def load_state_dict(self, state: dict[str, dict[str, torch.Tensor]]) -> None:
+        """Continue where :meth:`state_dict` was taken; what another method remembered is dropped, with a warning.
+
+        Raises:
+            IncompatibleError: it is not a link's state, or not all of one, or its choice is no candidate here.
+        """
+        self.check_state_dict(state)
+        self._runtime.settle()
+        self._replicas.forget()
+        self._coders.load(state["global"])
+        self._cost.load(state["global"])
+        self._runtime.link_cost = self._cost.value
+        warn = self._runtime.warnings.once
+        if self.options.fallback is None:
+            say_dropped(state["global"], warn)
+        self._selection.load({**state["global"], **state["rank"]})
+        self.number.value = int(state["global"][LINK_STATE])
+        self._runtime.rewind(int(state["global"]["round"]))
+        if self._local is not None:
+            state = self._local.load(state)
+        self._runtime.memory.load(remembered(state, self._exchanged, self.method, warn))
+
+    def check_state_dict(self, state: dict[str, dict[str, torch.Tensor]]) -> None:
+        """Check the types and ranges of all values of a state, without taking any of them.
+
+        Raises:
+            IncompatibleError: it is not a link's state, or not all of one, or a value cannot be.
+        """
+        check_state(state, self._exchanged, self.method, simulated=False)
+        if self._local is not None:
+            self._local.parameters.check(state)
+
+    # ------------------------------------------------------------------ pickling
+
+    def __reduce__(self) -> Any:
+        return lost, (repr(self.method),)

@@ -1,0 +1,330 @@
+"""Exchanges of what a link's local steps have changed: when they are due, and how they go through the link."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, cast
+
+import torch
+
+from gradwire.errors import ExchangeError, IncompatibleError
+from gradwire.exchange.local_steps import StepsLocally
+from gradwire.exchange.method import Method
+from gradwire.exchange.planning import Options, own_buckets
+from gradwire.exchange.protocols import Context, Workspace
+from gradwire.exchange.segments import flat_view
+from gradwire.link.found_optimizers import on_any_step
+from gradwire.link.global_parameters import GlobalParameters, State
+from gradwire.link.link_runtime import LinkRuntime, as_it_is
+from gradwire.link.own_parameters import OwnParameters, mean_over_ranks
+from gradwire.link.parameters import put, swapped
+from gradwire.link.selection.control_channel import ControlChannel
+
+__all__ = ["LocalSteps", "LocalStepsUser"]
+
+Exchange = Callable[[int, Sequence[str], torch.Tensor, bool], torch.futures.Future[torch.Tensor]]
+
+
+class LocalStepsUser:
+    """What users ask of a link whose method takes local steps."""
+
+    method: Method
+    _local: LocalSteps | None = None
+
+    def after_step(self) -> None:
+        """Count an optimizer step, and exchange if it is the last of the method's ``every`` (collective).
+
+        A link that was given the optimizer, or the GradScaler, calls it itself.
+
+        Raises:
+            IncompatibleError: the method exchanges gradients.
+            ExchangeError: the link is broken; the global parameters are what they were.
+        """
+        self.local.after_step()
+
+    def synchronise(self) -> None:
+        """Exchange now what the steps since the last exchange have changed, however many they are (collective).
+
+        For evaluations and checkpoints of what all ranks know. An exchange in flight ends first. The next exchange is
+        as many steps later as the first one was after the start. Of a method by which each rank has parameters of its
+        own, all of them become their mean over ranks.
+
+        Raises:
+            IncompatibleError: the method exchanges gradients.
+            ExchangeError: the link is broken; the global parameters are what they were.
+        """
+        self.local.synchronise()
+
+    def global_parameters(self) -> AbstractContextManager[None]:
+        """Return a context in which the parameters are the global ones, the same on all ranks.
+
+        ::
+
+            with link.global_parameters():
+                evaluate(model)
+
+        Of a method by which each rank has parameters of its own, they are the mean over ranks, and so are buffers; it
+        is computed here, so that all ranks must enter the context (collective).
+
+        Raises:
+            IncompatibleError: the method exchanges gradients.
+            ExchangeError: the link is broken.
+        """
+        return self.local.global_parameters()
+
+    @property
+    def local(self) -> LocalSteps:
+        """The local steps of the link.
+
+        Raises:
+            IncompatibleError: the method exchanges gradients.
+        """
+        if self._local is None:
+            raise IncompatibleError(f"{self.method!r} exchanges gradients at every step: it has no local steps")
+        return self._local
+
+
+class LocalSteps:
+    """Counts the steps of a link's optimizer, and begins and ends exchanges when they are due.
+
+    Args:
+        parameters: The global ones; the worker's own alone where outcomes differ by rank.
+        named: The worker's own, by name.
+        most: Elements of a bucket at most.
+        exchange: A method of the link, which starts the exchange of a bucket; it does not keep the link alive.
+        runtime, channel, grad_scaler: The link's.
+
+    Attributes:
+        buffers: Floating-point buffers that are averaged at every exchange, or with the parameters where outcomes
+            differ.
+    """
+
+    def __init__(
+        self,
+        parameters: GlobalParameters | OwnParameters,
+        named: dict[str, torch.Tensor],
+        most: int,
+        exchange: Exchange,
+        runtime: LinkRuntime,
+        channel: ControlChannel,
+        grad_scaler: Any,
+    ) -> None:
+        self._grad_scaler = grad_scaler
+        self.parameters, self._named, self._most = parameters, named, most
+        self._exchange, self._runtime, self._channel = weakref.WeakMethod(exchange), runtime, channel
+        self.buffers: list[torch.Tensor] = []
+        self._hooks: list[Callable[[], None]] = []
+        self._synchronous = False
+        self._flying: list[tuple[Sequence[str], torch.futures.Future[torch.Tensor]]] | None = None
+
+    @classmethod
+    def of(
+        cls,
+        method: Method,
+        named: dict[str, torch.Tensor],
+        options: Options,
+        exchange: Exchange,
+        runtime: LinkRuntime,
+        channel: ControlChannel,
+        grad_scaler: Any,
+    ) -> LocalSteps | None:
+        """Return the local steps of a link, if its method takes any."""
+        if not method.local_steps:
+            return None
+        parameters: GlobalParameters | OwnParameters
+        if method.outcomes_differ:
+            parameters = OwnParameters(method, named)
+        else:
+            parameters = GlobalParameters(cast(StepsLocally, method), named, runtime.world_size)
+        return cls(parameters, named, 4 * options.chunk_numel, exchange, runtime, channel, grad_scaler)
+
+    def keep(self, flat: torch.Tensor, last: bool, warm_up: bool) -> torch.futures.Future[torch.Tensor] | None:
+        """Give a bucket of gradients back as it is; None in rounds of warm-up, in which it is to be exchanged."""
+        if warm_up:
+            self._synchronous = self._synchronous or last
+            return None
+        self._runtime.failures.refuse()
+        return as_it_is(flat)
+
+    def after_step(self) -> None:
+        """Count a step, and exchange where it is the last of those between two exchanges."""
+        if self._synchronous:
+            # Gradients were exchanged: the parameters are still the same on all ranks.
+            self._synchronous = False
+            self.parameters.take()
+            return
+        ends, begins = self.parameters.clock.step()
+        if ends is not None:
+            self._end(ends)
+        names = [] if begins is None else self.parameters.pieces.fragments[begins]
+        self._runtime.kept(sum(p.numel() for p in self._named.values()) - self._begin(names))
+        if begins is not None and not self.parameters.clock.delay:
+            self._end(begins)
+
+    def synchronise(self) -> None:
+        """Exchange all that steps have changed, or make all ranks' own parameters their mean (collective)."""
+        if not isinstance(self.parameters, GlobalParameters):
+            put(list(self._named.values()), self._mean_parameters())
+            put(self.buffers, self._mean_buffers())
+            return
+        if self.parameters.clock.flying is not None:
+            self._end(self.parameters.clock.flying)
+        self.parameters.clock.reset()
+        self._begin(list(self.parameters.pieces))
+        self._end(self.parameters.clock.count - 1, replaced=not self.parameters.method.keeps_own)
+
+    def global_parameters(self) -> AbstractContextManager[None]:
+        """Return a context in which the parameters are the global ones, or their mean over ranks (collective)."""
+        if isinstance(self.parameters, GlobalParameters):
+            return self.parameters.swapped()
+        mean = self._mean_parameters()
+        return swapped([*self._named.values(), *self.buffers], [*mean, *self._mean_buffers()])
+
+    def _begin(self, names: Sequence[str]) -> int:
+        """Begin the exchange of some pieces, and return how many elements they have."""
+        exchange, pieces = self._exchange(), {name: self.parameters.pieces[name] for name in names}
+        if exchange is None or not pieces:
+            self._runtime.failures.refuse()
+            return 0
+        self._refuse()
+        buckets = own_buckets(pieces, self._most)
+        self._flying = [
+            (names, exchange(i, names, self.parameters.outgoing(names), i == len(buckets) - 1))
+            for i, names in enumerate(buckets)
+        ]
+        return sum(p.numel() for p in pieces.values())
+
+    def _end(self, fragment: int, replaced: bool = False) -> None:
+        """Wait for the exchange in flight, and let it take effect; buffers go with the last fragment."""
+        means, self._flying = self.parameters.arrived() or self.waited(), None
+        if not self.parameters.incoming(means, replaced=replaced):
+            self._runtime.warnings.once(
+                "local steps",
+                f"after the local steps before exchange {self._runtime.round} a parameter was not finite on some rank: "
+                "all ranks go on from the global parameters of the exchange before",
+            )
+        last = fragment == self.parameters.clock.count - 1
+        if self.buffers and last and isinstance(self.parameters, GlobalParameters):
+            put(self.buffers, self._mean_buffers())
+
+    def waited(self) -> list[tuple[Sequence[str], torch.Tensor]]:
+        """Wait for the exchange in flight, if there is one, and return its means."""
+        try:
+            return [(names, future.wait()) for names, future in self._flying or ()]
+        except Exception:
+            self._runtime.failures.refuse()
+            raise
+
+    def replicated(self) -> Mapping[str, torch.Tensor]:
+        """Return the parameters that all ranks have alike when an exchange begins: the global ones."""
+        return self.parameters.held if isinstance(self.parameters, GlobalParameters) else {}
+
+    def load(self, state: State) -> dict[str, dict[str, torch.Tensor]]:
+        """Take back what the parameters added to a link's state; return the state without it."""
+        self._flying = None
+        return self.parameters.load(state)
+
+    def agree(self) -> None:
+        """Give all ranks the same parameters, after another number of ranks has loaded a state (collective).
+
+        Each rank's own parameters become the global ones. Where there are none, they become their mean over ranks.
+        """
+        if isinstance(self.parameters, GlobalParameters):
+            self.parameters.restore()
+        else:
+            self.synchronise()
+
+    def _refuse(self) -> None:
+        """Refuse to exchange on a link that is broken, and break it where this rank has nothing that it could send."""
+        self._runtime.failures.refuse()
+        problem = self.parameters.problem()
+        if problem is not None:
+            raise self._runtime.failures.record(ExchangeError(problem), f"the exchange of round {self._runtime.round}")
+
+    def _mean_parameters(self) -> list[torch.Tensor]:
+        """Return the mean over ranks of each parameter, float32, flat in memory order."""
+        self._refuse()
+        runtime, found = self._runtime, dict[str, torch.Tensor]()
+        for number, names in enumerate(own_buckets(self._named, self._most)):
+            flat = self.parameters.outgoing(names)
+            context = Context(runtime.rank, runtime.world_size, runtime.round, number, workspace=Workspace())
+            self._channel.run(mean_over_ranks(context, flat), "the mean of parameters")
+            found.update(zip(names, flat.split([self._named[name].numel() for name in names])))
+        return [found[name] for name in self._named]
+
+    def _mean_buffers(self) -> list[torch.Tensor]:
+        """Return the mean over ranks of each buffer; their few values are gathered."""
+        if not self.buffers:
+            return []
+        sizes = [b.numel() for b in self.buffers]
+        own = torch.cat([flat_view(b.detach()).to(torch.float32) for b in self.buffers])
+        mean = torch.tensor(self._channel.gather(own.tolist()), dtype=torch.float64).mean(0)
+        return list(mean.split(sizes))
+
+    def bind(self, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> Callable[[], None]:
+        """Count the steps of an optimizer or a scaler, if there is one; return what ends all counting."""
+        if optimizer is not None or self._grad_scaler:
+            self._hooks.append(on_steps(optimizer, self._grad_scaler, parameters, self._stepped()))
+        hooks = self._hooks
+
+        def unbind() -> None:
+            for remove in hooks:
+                remove()
+
+        return unbind
+
+    def count_any_optimizer(self) -> None:
+        """Count the steps of whichever optimizer holds the parameters, unless one or a scaler is known already."""
+        if not self._hooks:
+            self._hooks.append(on_steps(None, None, self._named, self._stepped()))
+
+    def _stepped(self) -> Callable[[], None]:
+        """Return what counts a step, and does not keep the link alive."""
+        local = weakref.ref(self)
+
+        def stepped() -> None:
+            found = local()
+            if found is not None:
+                found.after_step()
+
+        return stepped
+
+
+def on_steps(
+    optimizer: Any, grad_scaler: Any, parameters: Mapping[str, torch.Tensor], stepped: Callable[[], None]
+) -> Callable[[], None]:
+    """Call ``stepped`` after every step of an optimizer, and return what ends that.
+
+    Args:
+        optimizer: Whose steps count; None for any optimizer that holds one of the parameters.
+        grad_scaler: Whose calls of ``update()`` count in their place: a scaler skips steps on ranks that overflowed,
+            and a step that one rank skips must count there as on the others.
+        parameters: That are exchanged.
+    """
+    if grad_scaler:
+        update = grad_scaler.update
+
+        def updated(*arguments: Any, **options: Any) -> None:
+            update(*arguments, **options)
+            stepped()
+
+        grad_scaler.update = updated
+
+        def unbind() -> None:
+            del grad_scaler.update
+
+        return unbind
+    if optimizer is not None:
+        return optimizer.register_step_post_hook(lambda *_: stepped()).remove  # type: ignore[no-any-return]
+    first: list[int] = []
+
+    def any_stepped(found: torch.optim.Optimizer, _: object) -> None:
+        # Of several optimizers the first one's steps count. What others change later travels with the next exchange.
+        if not first:
+            first.append(id(found))
+        if first == [id(found)]:
+            stepped()
+
+    return on_any_step(parameters, any_stepped)

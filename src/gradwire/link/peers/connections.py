@@ -1,0 +1,332 @@
+"""Connections between all processes of a training, by which each sees at once that another has ended.
+
+The kernel closes the connections of a process that ends, whichever way it ends, behind all that the process has sent.
+So whoever reads the end of a connection has read before what the other had to say. A process that is stopped closes
+nothing, and sends nothing either.
+
+Of two ranks the higher connects to the lower. Both show that they have read the lower one's secret in the group's
+store, and neither sends it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import os
+import selectors
+import socket
+import struct
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch.distributed as dist
+
+from gradwire.errors import PayloadError
+from gradwire.link.peers.addresses import PROOF_BYTES, Address, listening
+from gradwire.link.peers.notices import BEAT, Inbox, Notice
+
+__all__ = ["BEAT_S", "Connections"]
+
+BEAT_S = 0.5
+"""How often a rank says that it lives."""
+
+HANDSHAKE_S = 10.0
+LOOK_S = 0.05
+"""How often the store is asked for the address of a rank that has not come yet, at first."""
+
+MOST_UNSENT = 1 << 16
+MOST_STRANGERS = 256
+MOST_READ = 1 << 16
+
+_HELLO = struct.Struct(">8sI")
+_MAGIC, _WELCOME = b"gwpeers1", b"welcome"
+_HELLO_BYTES = _HELLO.size + PROOF_BYTES
+
+STRANGER = -1
+
+_open: weakref.WeakSet[Connections] = weakref.WeakSet()
+
+
+class _Line:
+    """One connection: to a rank, or to a stranger who has not shown yet which rank it is."""
+
+    def __init__(self, made: socket.socket, rank: int = STRANGER) -> None:
+        self.socket, self.rank = made, rank
+        self.inbox, self.unsent, self.hello = Inbox(), bytearray(), bytearray()
+        self.since_s = time.monotonic()
+        self.met = False
+
+    def send(self, data: bytes) -> None:
+        """Send without waiting; what does not go now goes later, unless too much waits already."""
+        if len(self.unsent) + len(data) > MOST_UNSENT:
+            return
+        self.unsent += data
+        with contextlib.suppress(OSError):
+            del self.unsent[: self.socket.send(self.unsent)]
+
+
+class Connections:
+    """This process's connections to other ranks, and the thread that reads them.
+
+    Args:
+        store: Of the process group; holds the addresses of all ranks.
+        rank: This rank.
+        world_size: Ranks in the group.
+        heard: Called with a rank when something of it arrives, and with the notices therein.
+        ended: Called with a rank when its process has ended, and None, or when no more can be read from it, and why.
+        tick: Called about twice a second.
+        storeless: Called when the store is gone before all ranks that are sought have been found in it.
+
+    Raises:
+        OSError: nothing can be listened on.
+    """
+
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        world_size: int,
+        heard: Callable[[int, list[Notice]], None],
+        ended: Callable[[int, str | None], None],
+        tick: Callable[[], None],
+        storeless: Callable[[], None],
+    ) -> None:
+        self._store, self.rank, self.world_size = store, rank, world_size
+        self._heard, self._ended, self._tick, self._storeless = heard, ended, tick, storeless
+        self._listener, self._own = listening(store)
+        store.set(_key(rank), self._own.to_bytes())
+        self._lines: dict[int, _Line] = {}
+        self._strangers: set[_Line] = set()
+        self._new: deque[_Line] = deque()
+        self._lock = threading.Lock()
+        self._sought: set[int] = set()
+        self._seeking = False
+        self._closed = threading.Event()
+        self._waker, self._woken = socket.socketpair()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ, None)
+        self._woken.setblocking(False)
+        self._selector.register(self._woken, selectors.EVENT_READ, None)
+        self._thread = threading.Thread(target=self._loop, name="gradwire peers", daemon=True)
+        self._thread.start()
+        _open.add(self)
+
+    def meet(self, ranks: Iterable[int]) -> None:
+        """Connect to ranks in the background, as soon as they have come; those that were met stay as they are."""
+        with self._lock:
+            # Higher ranks connect to this one.
+            self._sought |= {r for r in ranks if r < self.rank and r not in self._lines}
+            if not self._sought or self._seeking:
+                return
+            self._seeking = True
+        threading.Thread(target=self._seek, name="gradwire introductions", daemon=True).start()
+
+    def tell(self, notice: Notice) -> None:
+        """Tell all ranks that were met; does not wait for them."""
+        frame = notice.frame()
+        with self._lock:
+            for line in self._lines.values():
+                line.send(frame)
+
+    def close(self) -> None:
+        """End the connections and the thread."""
+        self._closed.set()
+        with contextlib.suppress(OSError):
+            self._waker.send(b"x")
+
+    def forget(self) -> None:
+        """Close what a fork has inherited: while it holds a copy, nobody sees the end of its parent."""
+        self._closed.set()
+        lines = [*self._lines.values(), *self._strangers, *self._new]
+        for held in (self._listener, self._waker, self._woken, *(line.socket for line in lines)):
+            with contextlib.suppress(OSError):
+                held.close()
+        # Its set is the parent's own: unregistering from it would stop the parent's thread from hearing anything.
+        with contextlib.suppress(OSError):
+            self._selector.close()
+
+    # ------------------------------------------------------------------ the thread that finds lower ranks
+
+    def _seek(self) -> None:
+        pause_s = LOOK_S
+        while not self._closed.is_set():
+            with self._lock:
+                sought = sorted(self._sought)
+                if not sought:
+                    self._seeking = False
+                    return
+            for rank in sought:
+                try:
+                    found = bytes(self._store.get(_key(rank))) if self._store.check([_key(rank)]) else None
+                except (RuntimeError, dist.DistError):
+                    # Whoever could still come cannot be found any more.
+                    self._storeless()
+                    return
+                line = None if found is None else self._connect(rank, found)
+                if line is not None:
+                    with self._lock:
+                        self._sought.discard(rank)
+                    self._new.append(line)
+                    with contextlib.suppress(OSError):
+                        self._waker.send(b"x")
+            self._closed.wait(pause_s)
+            pause_s = min(1.5 * pause_s, 1.0)
+
+    def _connect(self, rank: int, found: bytes) -> _Line | None:
+        """Return a connection to a lower rank; None where it cannot be reached now."""
+        try:
+            address = Address.read(found)
+            made = socket.create_connection((address.host, address.port), HANDSHAKE_S)
+        except (OSError, PayloadError):
+            return None
+        try:
+            hello = _HELLO.pack(_MAGIC, self.rank)
+            made.sendall(hello + address.proof(hello))
+            answer = bytearray()
+            while len(answer) < PROOF_BYTES:
+                part = made.recv(PROOF_BYTES - len(answer))
+                if not part:
+                    raise OSError("the connection was closed")
+                answer += part
+            if not hmac.compare_digest(answer, address.proof(_WELCOME + hello)):
+                raise OSError("somebody else listens there")
+            made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            # Before this the other side does not count this rank as one that it has met.
+            made.sendall(BEAT)
+            made.setblocking(False)
+        except OSError:
+            made.close()
+            return None
+        return _Line(made, rank)
+
+    # ------------------------------------------------------------------ the thread that reads
+
+    def _loop(self) -> None:
+        due_s = time.monotonic()
+        while not self._closed.is_set():
+            for key, _ in self._selector.select(max(due_s - time.monotonic(), 0.0)):
+                if key.fileobj is self._listener:
+                    self._accept()
+                elif key.fileobj is self._woken:
+                    self._welcome()
+                else:
+                    self._receive(key.data)
+            if time.monotonic() >= due_s:
+                self._beat()
+                self._tick()
+                due_s = time.monotonic() + BEAT_S
+        self.forget()
+
+    def _beat(self) -> None:
+        with self._lock:
+            for line in self._lines.values():
+                line.send(b"" if line.unsent else BEAT)
+        for line in [s for s in self._strangers if time.monotonic() - s.since_s > HANDSHAKE_S]:
+            self._drop(line)
+
+    def _accept(self) -> None:
+        try:
+            made, _ = self._listener.accept()
+        except OSError:
+            return
+        if len(self._strangers) >= MOST_STRANGERS:
+            made.close()
+            return
+        made.setblocking(False)
+        line = _Line(made)
+        self._strangers.add(line)
+        self._selector.register(made, selectors.EVENT_READ, line)
+
+    def _welcome(self) -> None:
+        """Take the connections that the other thread has made."""
+        with contextlib.suppress(OSError):
+            self._woken.recv(MOST_READ)
+        while self._new:
+            line = self._new.popleft()
+            self._selector.register(line.socket, selectors.EVENT_READ, line)
+            self._meet(line)
+
+    def _meet(self, line: _Line) -> None:
+        rank, line.met = line.rank, True
+        with self._lock:
+            before = self._lines.pop(rank, None)
+            self._lines[rank] = line
+        if before is not None:
+            self._drop(before)
+        self._heard(rank, [])
+
+    def _receive(self, line: _Line) -> None:
+        try:
+            data = line.socket.recv(MOST_READ)
+        except BlockingIOError:
+            return
+        except ConnectionResetError:
+            data = b""
+        except OSError as error:
+            self._lose(line, f"the connection to it broke: {error.strerror}")
+            return
+        if not data:
+            self._lose(line, None)
+        elif line.rank == STRANGER:
+            self._introduce(line, data)
+        else:
+            self._read(line, data)
+
+    def _introduce(self, line: _Line, data: bytes) -> None:
+        """Find out which rank somebody is."""
+        line.hello += data
+        if len(line.hello) < _HELLO_BYTES:
+            return
+        hello, proof = bytes(line.hello[: _HELLO.size]), bytes(line.hello[_HELLO.size : _HELLO_BYTES])
+        magic, rank = _HELLO.unpack(hello)
+        allowed = magic == _MAGIC and self.rank < rank < self.world_size
+        if not allowed or not hmac.compare_digest(proof, self._own.proof(hello)):
+            self._drop(line)
+            return
+        line.rank = rank
+        line.send(self._own.proof(_WELCOME + hello))
+        rest = bytes(line.hello[_HELLO_BYTES:])
+        if rest:
+            self._read(line, rest)
+
+    def _read(self, line: _Line, data: bytes) -> None:
+        if not line.met:
+            self._strangers.discard(line)
+            self._meet(line)
+        try:
+            notices = line.inbox.feed(data)
+        except PayloadError as error:
+            self._lose(line, f"what it sends cannot be read: {error}")
+            return
+        self._heard(line.rank, notices)
+
+    def _lose(self, line: _Line, why: str | None) -> None:
+        known = self._lines.get(line.rank) is line
+        self._drop(line)
+        if known:
+            with self._lock:
+                self._lines.pop(line.rank, None)
+            self._ended(line.rank, why)
+
+    def _drop(self, line: _Line) -> None:
+        self._strangers.discard(line)
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(line.socket)
+        line.socket.close()
+
+
+def _key(rank: int) -> str:
+    return f"gradwire/peers/{rank}"
+
+
+def _forget_all() -> None:
+    for connections in list(_open):
+        connections.forget()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_all)

@@ -1,0 +1,189 @@
+"""What this process knows of the others in its process group."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import torch.distributed as dist
+
+from gradwire.errors import ExchangeError
+from gradwire.link.peers.blame import Blame, Standing, judge
+from gradwire.link.peers.connections import Connections
+from gradwire.link.peers.notices import BECAUSE, ENDED, FAILED, Notice
+from gradwire.link.peers.store import group_store, store_host, without_store
+
+__all__ = ["QUIET_S", "SILENCE_S", "Watch"]
+
+QUIET_S = 2.5
+"""Where a collective broke and nobody has ended or said anything, ranks that gave no sign for this long are named."""
+
+SILENCE_S = 10.0
+"""A rank that gives no sign for this long is warned of, whatever this one does meanwhile."""
+
+OWN_PAUSE_S = 2.0
+"""Where this process was stopped itself for this long, it has not heard the others through no fault of theirs."""
+
+
+class Watch:
+    """One process's view of the others, shared by all its links.
+
+    Args:
+        store: Of the process group.
+        rank: This rank.
+        world_size: Ranks in the group.
+
+    Attributes:
+        changed: Notified when something was heard.
+        storeless: Whether the store was gone before all ranks that were to be met had been found in it.
+    """
+
+    _now: Watch | None = None
+    _making = threading.Lock()
+
+    def __init__(self, store: Any, rank: int, world_size: int) -> None:
+        self.store, self.rank, self.pid = store, rank, os.getpid()
+        self.changed = threading.Condition()
+        self._standings: dict[int, Standing] = {}
+        self._warned: set[int] = set()
+        self._ticked_s = time.monotonic()
+        self._in_trouble = self.storeless = False
+        self._connections = Connections(store, rank, world_size, self._heard, self._ended, self._tick, self._alone)
+
+    @classmethod
+    def current(cls) -> Watch:
+        """Return this process's watch over the default group, which begins with the first call.
+
+        Raises:
+            ExchangeError: the store is gone.
+        """
+        store = group_store()
+        with cls._making:
+            now = cls._now
+            if now is None or now.store is not store or now.pid != os.getpid():
+                if now is None:
+                    atexit.register(_say_goodbye)
+                elif now.pid == os.getpid():
+                    now.leave("has left its process group")
+                rank = dist.get_rank()
+                try:
+                    now = cls._now = cls(store, rank, dist.get_world_size())
+                except (RuntimeError, dist.DistError) as error:
+                    raise ExchangeError(f"rank {rank} could not meet the others: {without_store()}") from error
+            return now
+
+    def meet(self, ranks: Iterable[int]) -> None:
+        """Watch over ranks from now on, too."""
+        others = {rank for rank in ranks if rank != self.rank}
+        with self.changed:
+            for rank in others:
+                self._standings.setdefault(rank, Standing())
+        self._connections.meet(others)
+
+    def tell(self, notice: Notice) -> None:
+        """Tell all ranks that were met."""
+        self._in_trouble = self._in_trouble or notice.kind in (FAILED, BECAUSE)
+        self._connections.tell(notice)
+
+    def leave(self, how: str) -> None:
+        """Tell the others that this process ends, and why if it was an exception that nobody caught."""
+        raised = getattr(sys, "last_value", None)
+        if raised is not None and not self._in_trouble:
+            # Of those that have ended here, one is the cause of most exceptions that come later.
+            blamed = self.judge(self._standings, "", orderly=False)
+            if blamed is None:
+                self.tell(Notice(FAILED, text=f"with {type(raised).__name__}: {raised}, which nobody caught"))
+            else:
+                self.tell(Notice(BECAUSE, "", blamed.ranks, blamed.text))
+        self.tell(Notice(ENDED, text=how))
+        self._connections.close()
+
+    def judge(
+        self, ranks: Iterable[int], link: str, *, orderly: bool = True, elsewhere_since_s: float = math.inf
+    ) -> Blame | None:
+        """Return who broke a link that depends on some ranks, or None while nothing says so; see :func:`judge`."""
+        with self.changed:
+            standings = {rank: self._standings[rank] for rank in ranks if rank in self._standings}
+            return judge(standings, link, orderly=orderly, elsewhere_since_s=elsewhere_since_s)
+
+    def quiet(self, ranks: Iterable[int], now_s: float) -> dict[int, float | None]:
+        """Return ranks that gave no sign for :data:`QUIET_S`, and for how many seconds; None: they were never met."""
+        found: dict[int, float | None] = {}
+        with self.changed:
+            for rank in sorted(set(ranks) & set(self._standings)):
+                heard_s = self._standings[rank].heard_s
+                if heard_s is None:
+                    found[rank] = None
+                elif now_s - heard_s >= QUIET_S:
+                    found[rank] = now_s - heard_s
+        return found
+
+    def look_around(self, now_s: float) -> list[int]:
+        """Warn, once a rank, of those that give no sign; return the ranks warned of now.
+
+        Args:
+            now_s: By ``time.monotonic``.
+        """
+        silent = []
+        with self.changed:
+            paused_s, self._ticked_s = now_s - self._ticked_s, now_s
+            for rank, standing in self._standings.items():
+                if standing.heard_s is None or standing.ended_s is not None:
+                    continue
+                if paused_s > OWN_PAUSE_S:
+                    standing.heard_s = now_s
+                elif now_s - standing.heard_s >= SILENCE_S and rank not in self._warned:
+                    self._warned.add(rank)
+                    silent.append((rank, now_s - standing.heard_s))
+        for rank, silent_s in silent:
+            logging.getLogger("gradwire").warning(
+                "rank %d: rank %d has given no sign for %.0f s: it is stopped, its machine is gone, or its program "
+                "keeps Python's lock; look at it, or end the run",
+                self.rank,
+                rank,
+                silent_s,
+            )
+        return [rank for rank, _ in silent]
+
+    # ------------------------------------------------------------------ called by the connections' thread
+
+    def _heard(self, rank: int, notices: list[Notice]) -> None:
+        now_s = time.monotonic()
+        with self.changed:
+            standing = self._standings.setdefault(rank, Standing())
+            standing.heard_s = now_s
+            for notice in notices:
+                standing.take(notice, now_s)
+            if notices:
+                self.changed.notify_all()
+
+    def _ended(self, rank: int, why: str | None) -> None:
+        with self.changed:
+            standing = self._standings.setdefault(rank, Standing())
+            standing.ended_s, standing.unheard = time.monotonic(), why
+            self.changed.notify_all()
+
+    def _alone(self) -> None:
+        host = store_host()
+        with self.changed:
+            self.storeless = True
+            standing = None if host is None else self._standings.get(host)
+            if standing is not None and standing.heard_s is None and standing.ended_s is None:
+                standing.ended_s, standing.unheard = time.monotonic(), "ended with the process group's store"
+            self.changed.notify_all()
+
+    def _tick(self) -> None:
+        self.look_around(time.monotonic())
+
+
+def _say_goodbye() -> None:
+    now = Watch._now
+    if now is not None and now.pid == os.getpid():
+        now.leave("ended by itself: its program came to its end, or called sys.exit")

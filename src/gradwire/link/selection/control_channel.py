@@ -1,0 +1,178 @@
+"""Numbers that ranks tell each other between two buckets, over a lane."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from statistics import median
+from typing import TypeVar
+
+import torch
+
+from gradwire.errors import PayloadError
+from gradwire.exchange.drivers import Lane, WireError, call
+from gradwire.exchange.network_cost import LinkCost
+from gradwire.exchange.ops import AllGather, AllToAll, Exchange
+from gradwire.exchange.wire import open_sealed, sealed
+from gradwire.link.selection.host_identity import host_number
+from gradwire.model.probing import Probed
+
+__all__ = ["ControlChannel"]
+
+T = TypeVar("T")
+
+SMALL_BYTES, LARGE_BYTES = 1 << 8, 1 << 18
+SMALL_REPEATS, REPEATS = 7, 3
+LONG_S = 0.03
+"""A burst of one millisecond of the rate, which a token bucket lets pass, then is three per cent."""
+MOST_BYTES = 1 << 25
+"""Of a rank, for one all-to-all."""
+
+
+class ControlChannel:
+    """Collective calls from the thread that brings buckets; each waits for its answer, but :meth:`gathering`.
+
+    To wait for ranks that are not in this step yet is in order between steps, but not where backward holds other
+    collectives.
+
+    Safe where every rank makes the same call at the same place: the lane runs it behind what was submitted before.
+
+    Args:
+        lane: That carries the calls.
+        failed: Turns a failure, and what was talked about, into the link's error.
+        ranks: Global numbers of the lane's ranks, for people.
+    """
+
+    def __init__(self, lane: Lane, failed: Callable[[Exception, str], Exception], ranks: Sequence[int]) -> None:
+        self._lane, self._failed, self.ranks = lane, failed, ranks
+        self._messages = 0
+
+    def gather(self, values: Sequence[float]) -> list[list[float]]:
+        """Return every rank's values, by rank.
+
+        Raises:
+            ExchangeError: a rank is gone.
+            PayloadError: what a rank told changed on the way.
+        """
+        mine, number = self._sealed(values)
+        return self._opened(self._call(_all_gather(mine, self._lane.world_size)), number)
+
+    def gathering(self, values: Sequence[float], about: str) -> Callable[[], list[list[float]]]:
+        """Start to gather, without a wait; what is returned waits, and gives every rank's values.
+
+        To be called while the lane is idle: it starts here and now, before whatever is submitted to the lane next.
+
+        Raises:
+            ExchangeError: a rank is gone, when the answer is asked for.
+        """
+        n = self._lane.world_size
+        mine, number = self._sealed(values)
+        recv = torch.empty((n, mine.numel()), dtype=torch.uint8)
+        done = threading.Event()
+        errors: list[Exception] = []
+
+        def fail(error: Exception) -> None:
+            errors.append(error)
+            done.set()
+
+        try:
+            self._lane.begin(_all_to_all(mine.repeat(n, 1), recv), lambda _: done.set(), fail)
+        except RuntimeError as error:
+            fail(WireError(str(error)))
+
+        def answer() -> list[list[float]]:
+            done.wait()
+            if errors:
+                raise self._failed(errors[0], about) from errors[0]
+            return self._opened(recv, number, about)
+
+        return answer
+
+    def run(self, generator: Exchange[T], about: str) -> T:
+        """Run a protocol that all ranks run at this place, and return what it returns.
+
+        Raises:
+            ExchangeError: a rank is gone.
+        """
+        return self._call(generator, about)
+
+    def _sealed(self, values: Sequence[float]) -> tuple[torch.Tensor, int]:
+        """Return the bytes of a message, with a checksum that holds its number too, and the number."""
+        self._messages += 1
+        return sealed(torch.tensor(values, dtype=torch.float64), self._lane.rank, self._messages), self._messages
+
+    def _opened(self, rows: torch.Tensor, number: int, about: str = "the choice of a method") -> list[list[float]]:
+        try:
+            found: list[list[float]] = open_sealed(rows, torch.float64, "numbers", number).tolist()
+        except PayloadError as error:
+            raise self._failed(error, about) from error
+        return found
+
+    def probe(self, most_bytes: int = MOST_BYTES) -> Probed:
+        """Time all-to-alls of small and of large rows; every rank gives the same.
+
+        Rows grow until their bytes take long against a token bucket's burst and the clock of a scheduler. On one host,
+        where they would tell of no link, there are no large ones.
+
+        Args:
+            most_bytes: Of a rank, for one all-to-all, where rows of 256 KiB are not more already.
+
+        Raises:
+            ExchangeError: a rank is gone.
+        """
+        return self._probe(most_bytes, within_a_host=False)
+
+    def cost(self) -> LinkCost:
+        """Measure what a message to all other ranks costs, over whatever connects them; every rank gets the same.
+
+        Raises:
+            ExchangeError: a rank is gone.
+        """
+        return self._probe(MOST_BYTES, within_a_host=True).cost
+
+    def _probe(self, most_bytes: int, *, within_a_host: bool) -> Probed:
+        hosts = [row[0] for row in self.gather([host_number()])]
+        small_s = median(row[0] for row in self.gather([self._timed(SMALL_BYTES, SMALL_REPEATS)]))
+        found = Probed(
+            world_size=self._lane.world_size,
+            ranks_per_host=max(Counter(hosts).values()),
+            small_bytes=SMALL_BYTES,
+            small_s=small_s,
+            large_bytes=LARGE_BYTES,
+            large_s=0.0,
+        )
+        while within_a_host or not found.one_host:
+            large_s = max(row[0] for row in self.gather([self._timed(found.large_bytes, REPEATS)]))
+            found = replace(found, large_s=large_s)
+            more = 4 * found.large_bytes
+            if found.wire_s >= LONG_S or more * (found.world_size - 1) > most_bytes:
+                break
+            found = replace(found, large_bytes=more)
+        return found
+
+    def _timed(self, size: int, repeats: int) -> float:
+        n = self._lane.world_size
+        send, recv = torch.zeros((n, size), dtype=torch.uint8), torch.empty((n, size), dtype=torch.uint8)
+        taken = []
+        for _ in range(repeats):
+            start = time.perf_counter()
+            self._call(_all_to_all(send, recv))
+            taken.append(time.perf_counter() - start)
+        return median(taken)
+
+    def _call(self, generator: Exchange[T], about: str = "the choice of a method") -> T:
+        try:
+            return call(self._lane, generator)
+        except Exception as error:
+            raise self._failed(error, about) from error
+
+
+def _all_gather(mine: torch.Tensor, world_size: int) -> Exchange[torch.Tensor]:
+    return (yield AllGather(mine, torch.empty((world_size, mine.numel()), dtype=torch.uint8)))
+
+
+def _all_to_all(send: torch.Tensor, recv: torch.Tensor) -> Exchange[torch.Tensor]:
+    return (yield AllToAll(send, recv))

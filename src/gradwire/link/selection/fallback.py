@@ -1,0 +1,179 @@
+"""A return to a plain method, once what is sent strays too far from the gradients."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from gradwire.errors import ExchangeError, IncompatibleError
+from gradwire.exchange.method import Method
+from gradwire.exchange.planning import Planner
+from gradwire.link.selection.autotune import Change, Channel, Selection
+
+__all__ = ["Fallback", "MeasuredErrors", "check_fallback"]
+
+
+def check_fallback(method: Method) -> None:
+    """Refuse a method whose outcome a mean cannot take the place of.
+
+    Raises:
+        IncompatibleError: naming why.
+    """
+    reason = (
+        "gives a direction, which needs a learning rate of its own"
+        if method.direction
+        else "brings a momentum, without which steps would be smaller"
+        if method.owns_momentum
+        else "exchanges no gradients that another method could take"
+        if method.local_steps
+        else None
+    )
+    if reason is not None:
+        raise IncompatibleError(f"fallback= has no place here: {method!r} {reason}; leave it out")
+
+
+class MeasuredErrors(Protocol):
+    """Errors of what this rank sends, measured in some rounds."""
+
+    def wanted(self, round: int) -> bool:
+        """Return whether a round is measured."""
+
+    def squares(self, round: int) -> tuple[float, float]:
+        """Return |sent - gradient|^2 and |gradient|^2 of a measured round; the latter is NaN if it tells nothing."""
+
+
+class Fallback:
+    """Serves by another selection until the limit is crossed, and by a plain method from then on.
+
+    With |e_i| the error |sent - gradient| of rank i over all parameters in a measured round, ranks return if
+
+        max_i |e_i| / sqrt(mean_i |g_i|^2) > limit
+
+    The mean over ranks, since one rank may have no gradient at all, and a residual to send. A round in which a gradient
+    overflowed tells nothing. Ranks start to tell each other in the round after the measurement, and read it in the one
+    after that, when all have: no rank waits in the midst of backward, and all return at once, or none. A checkpoint
+    holds what was measured but not told yet, this rank's own, and what was told but not judged yet.
+
+    Args:
+        chosen: The selection that serves until then.
+        fallback: The planner that serves afterwards.
+        limit: See above.
+        errors: |e_i|^2 and |g_i|^2 of measured rounds.
+    """
+
+    def __init__(self, chosen: Selection, fallback: Planner, limit: float, errors: MeasuredErrors) -> None:
+        self._chosen, self._fallback, self._limit, self._errors = chosen, fallback, limit, errors
+        self._told: Callable[[], list[list[float]]] | None = None
+        self._round, self._measured = -1, (-1, 0.0, 0.0)
+        self._since: int | None = None
+        self._error, self._rank = 0.0, 0
+
+    @property
+    def planner(self) -> Planner:
+        """The fallback's, or the other selection's."""
+        return self._chosen.planner if self._since is None else self._fallback
+
+    @property
+    def delivers(self) -> bool:
+        """As the other selection says, as long as it serves."""
+        return self._since is None and self._chosen.delivers
+
+    def begin(self, round: int, network: Channel, skipped: bool = False) -> Change | None:
+        """Gather what was measured in the round before, or judge what was gathered in it."""
+        self._round = round
+        if self._since is not None:
+            return None
+        told, self._told = self._told, None
+        if told is not None:
+            changed = self._judge(told(), round, network.ranks)
+            if changed is not None:
+                return Change(changed)
+        if round and self._errors.wanted(round - 1):
+            self._told = network.gathering(self._found(round - 1), "the check of fallback_limit")
+        return self._chosen.begin(round, network, skipped)
+
+    def _found(self, round: int) -> tuple[float, float]:
+        """Return what was measured in a round, before the last checkpoint or since."""
+        loaded, off, gradient = self._measured
+        return (off, gradient) if loaded == round else self._errors.squares(round)
+
+    def _judge(self, rows: list[list[float]], round: int, ranks: Sequence[int]) -> str | None:
+        square = sum(gradient for _, gradient in rows) / len(rows)
+        if not 0 < square < math.inf:
+            return None
+        errors = [math.sqrt(off / square) for off, _ in rows]
+        worst = max(errors)
+        if worst <= self._limit:
+            return None
+        self._since, self._error, self._rank = round, worst, ranks[errors.index(worst)]
+        return (
+            f"what rank {self._rank} sent in round {round - 2} has a relative error of {worst:.4g}, above "
+            f"fallback_limit={self._limit:g}: gradients travel by {self._fallback.method!r} from now on, and what the "
+            "method remembered is dropped"
+        )
+
+    def again(self) -> None:
+        """Return to the other selection."""
+        self._chosen.again()
+        self._forget()
+
+    def record(self) -> dict[str, Any] | None:
+        """Return what the other selection chose, or that it did not come to choose."""
+        found = self._chosen.record()
+        if found and found["chosen"] is None and self._since is not None:
+            found["reason"] = "the trial ended with the return to the fallback"
+        return found
+
+    def returned(self) -> dict[str, Any] | None:
+        """Return since which round the fallback serves, and which rank's error it was; None before."""
+        if self._since is None:
+            return None
+        return {
+            "method": repr(self._fallback.method),
+            "since_round": self._since,
+            "relative_error": self._error,
+            "rank": self._rank,
+        }
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Return the other selection's state, and what :meth:`returned` tells, or what is on its way there.
+
+        Between rounds: then all ranks have begun to tell what they are to be judged by, and waiting for it is short.
+        """
+        found = self._chosen.state()
+        if self._since is not None:
+            found["fallback"] = _doubles([self._since, self._error, self._rank])
+            return found
+        if self._round >= 0 and self._errors.wanted(self._round):
+            found["fallback_measured"] = _doubles([self._round, *self._found(self._round)])
+        if self._told is not None:
+            # Of a rank that is gone, the next round tells.
+            with contextlib.suppress(ExchangeError):
+                found["fallback_told"] = _doubles(self._told())
+        return found
+
+    def load(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Take what :meth:`state` gave."""
+        self._chosen.load(state)
+        self._forget()
+        if "fallback" in state:
+            since, self._error, rank = state["fallback"].tolist()
+            self._since, self._rank = int(since), int(rank)
+        if "fallback_measured" in state:
+            round, off, gradient = state["fallback_measured"].tolist()
+            self._round, self._measured = int(round), (int(round), off, gradient)
+        if "fallback_told" in state:
+            rows: list[list[float]] = state["fallback_told"].tolist()
+            self._told = lambda: rows
+
+    def _forget(self) -> None:
+        self._since, self._told = None, None
+        self._round, self._measured = -1, (-1, 0.0, 0.0)
+
+
+def _doubles(values: Sequence[object]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)

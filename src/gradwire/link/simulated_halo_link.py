@@ -1,0 +1,119 @@
+"""The exchange of halos with all workers in one process."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from gradwire.errors import IncompatibleError
+from gradwire.exchange.drivers import Traffic, simulate_ranks
+from gradwire.exchange.method import Method
+from gradwire.graphs import Boundary, Halo, HaloMethod, halo_method
+from gradwire.graphs.halo_plan import BACKWARD, FORWARD
+from gradwire.link.halo_state import HaloWorker, State, compiled
+
+__all__ = ["SimulatedHaloLink"]
+
+
+class SimulatedHaloLink:
+    """Exchanges halos between simulated workers: the code, the bytes and the bits of :class:`HaloLink`.
+
+    Args:
+        boundaries: One a worker, in their order.
+        method: See :class:`HaloLink`, with the other arguments.
+
+    Raises:
+        HyperparameterError: a spec is wrong.
+        IncompatibleError: boundaries are missing, or the method cannot be used.
+    """
+
+    def __init__(
+        self,
+        boundaries: Sequence[Boundary],
+        method: str | HaloMethod | Method,
+        *,
+        steps: int | None = None,
+        seed: int = 0,
+        backend: str = "auto",
+    ) -> None:
+        self.method = halo_method(method)
+        if not boundaries or any((b.rank, b.workers) != (r, len(boundaries)) for r, b in enumerate(boundaries)):
+            raise IncompatibleError("the boundaries of all workers are needed, in the order of their ranks")
+        self.workers = [HaloWorker(self.method, b, seed=seed, steps=steps, backend=backend) for b in boundaries]
+        self._exact = [HaloWorker(Halo(), b) for b in boundaries]
+        compiled(self.method, backend)
+        self._evaluates = False
+
+    @property
+    def round(self) -> int:
+        """Training step, counted from 0."""
+        return self.workers[0].round
+
+    def next_round(self) -> None:
+        """End a training step of all workers."""
+        for worker in self.workers:
+            worker.next_round()
+
+    @contextlib.contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """Send all rows in float32 within the ``with`` block; neither counted as traffic nor remembered."""
+        self._evaluates = True
+        try:
+            yield
+        finally:
+            self._evaluates = False
+
+    def forward(self, layer: int, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """See :class:`gradwire.graphs.HaloExchange`."""
+        workers = self._now()
+        for worker, own in zip(workers, rows):
+            worker.count_forward(own.shape[1])
+        return simulate_ranks(
+            [w.plan.forward(w.context(layer, FORWARD), own) for w, own in zip(workers, rows)],
+            [worker.meter for worker in workers],
+        )
+
+    def backward(self, layer: int, gradients: Sequence[torch.Tensor], own: Sequence[int]) -> list[torch.Tensor]:
+        """See :class:`gradwire.graphs.HaloExchange`."""
+        workers = self._now()
+        for worker, halo in zip(workers, gradients):
+            worker.count_backward(halo.shape[1])
+        generators = [
+            w.plan.backward(w.context(layer, BACKWARD), halo, n) for w, halo, n in zip(workers, gradients, own)
+        ]
+        return simulate_ranks(generators, [worker.meter for worker in workers])
+
+    def _now(self) -> list[HaloWorker]:
+        return self._exact if self._evaluates else self.workers
+
+    def traffic(self) -> list[Traffic]:
+        """Return what :meth:`HaloLink.traffic` would return on each worker."""
+        return [worker.traffic() for worker in self.workers]
+
+    def gauges(self) -> list[dict[str, float]]:
+        """Return what the method reports of each worker's latest step."""
+        return [dict(worker.gauges.latest) for worker in self.workers]
+
+    def record(self) -> dict[str, Any]:
+        """Return what runs, in plain values, and the bytes of each worker so far."""
+        return {"method": repr(self.method), "traffic": [worker.record() for worker in self.workers]}
+
+    def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Return the state, with a "rank R" for every worker."""
+        states = [worker.state() for worker in self.workers]
+        return {"global": states[0]["global"], **{f"rank {r}": state["rank"] for r, state in enumerate(states)}}
+
+    def load_state_dict(self, state: State) -> None:
+        """Continue where :meth:`state_dict` was taken, with the same workers.
+
+        Raises:
+            IncompatibleError: it is no such state.
+        """
+        names = [f"rank {r}" for r in range(len(self.workers))]
+        if set(state) != {"global", *names}:
+            raise IncompatibleError(f"this is not the state of a halo link of {len(names)} simulated workers")
+        for name, worker in zip(names, self.workers):
+            worker.load({"global": state["global"], "rank": state[name]})

@@ -1,0 +1,190 @@
+"""Local steps of several workers in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import fields, replace
+from typing import Any, cast
+
+import torch
+
+from gradwire.errors import ExchangeError, IncompatibleError
+from gradwire.exchange.drivers import Meter, Traffic, dense_bytes, simulate_ranks
+from gradwire.exchange.local_steps import StepsLocally
+from gradwire.exchange.method import Method
+from gradwire.exchange.planning import FragmentClock, Options, exchanged
+from gradwire.exchange.protocols import Context
+from gradwire.exchange.segments import flat_view
+from gradwire.link.global_parameters import GlobalParameters
+from gradwire.link.own_parameters import OwnParameters, mean_over_ranks
+from gradwire.link.parameters import named_parameters, swapped
+from gradwire.link.simulate import SimulatedLink
+from gradwire.methods.spec import method as read_method
+
+__all__ = ["SimulatedLocalSteps"]
+
+
+class SimulatedLocalSteps:
+    """Exchanges what N workers' optimizers have changed: the arithmetic of real ranks, in one process.
+
+    The bits are those of a real group where the inner method is bit-stable.
+
+    Args:
+        workers: Of each worker its (name, parameter) pairs, the same parameters at first.
+        method: A method with local steps, or its spec.
+        options: As of :class:`SimulatedLink`.
+
+    Attributes:
+        link: The simulated link that the differences, or parameters, go through: ``link.traffic(worker)`` is that of a
+            rank, without what a mean for an evaluation takes.
+        buffers: Of each worker, buffers that are averaged when the last fragment is exchanged, unless workers stay
+            different.
+
+    Raises:
+        IncompatibleError: the method exchanges gradients, or workers begin with different parameters, but for a method
+            by which they stay different.
+        ExchangeError: at an exchange by such a method: a parameter of a worker is not finite.
+
+    Example:
+        >>> import torch, gradwire as gw
+        >>> workers = [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)]
+        >>> steps = gw.SimulatedLocalSteps([[("x", x)] for x in workers], "LocalSGD(every=1)")
+        >>> with torch.no_grad():
+        ...     _ = workers[0].add_(1.0)
+        >>> steps.after_step()
+        >>> workers[1].tolist()
+        [0.5, 0.5]
+    """
+
+    def __init__(
+        self, workers: Sequence[Iterable[tuple[str, torch.Tensor]]], method: str | Method, **options: Any
+    ) -> None:
+        named, found = [named_parameters(pairs) for pairs in workers], read_method(method)
+        if not found.local_steps:
+            raise IncompatibleError(f"{found!r} exchanges gradients at every step: simulate it by a SimulatedLink")
+        pieces, its_options = exchanged(found, named[0], Options.of(options))
+        settings = {field.name: getattr(its_options, field.name) for field in fields(its_options)}
+        self.link = SimulatedLink(pieces.items(), found, len(named), **settings)
+        for rank, mine in enumerate(named):
+            same = found.outcomes_differ or all(torch.equal(p, named[0][n]) for n, p in mine.items())
+            if mine.keys() != named[0].keys() or not same:
+                raise IncompatibleError(f"worker {rank} begins with other parameters than worker 0")
+        self._workers: list[GlobalParameters | OwnParameters] = [
+            OwnParameters(found, mine)
+            if found.outcomes_differ
+            else GlobalParameters(cast(StepsLocally, found), mine, len(named))
+            for mine in named
+        ]
+        self.buffers: list[list[torch.Tensor]] = []
+        self._names = list(self._workers[0].pieces)
+        self._flying: tuple[Sequence[str], list[torch.Tensor]] | None = None
+        self._elements = 0
+
+    @property
+    def global_parameters(self) -> dict[str, torch.Tensor]:
+        """The global parameters by the names of what is exchanged, or the mean over workers; not to be written.
+
+        Float32, flat in memory order.
+        """
+        first = self._workers[0]
+        return first.held if isinstance(first, GlobalParameters) else self._mean()
+
+    def after_step(self) -> None:
+        """Count a step that every worker's optimizer has made, and exchange what is due after it."""
+        self._elements += self.link.numel
+        ends, begins = self._clock.step()
+        if ends is not None:
+            self._end(ends)
+        if begins is not None:
+            self._begin(self._workers[0].pieces.fragments[begins])
+            if not self._clock.delay:
+                self._end(begins)
+
+    def synchronise(self) -> None:
+        """Exchange now what the steps since the last exchange have changed, or make all parameters their mean.
+
+        An exchange in flight ends first.
+        """
+        first = self._workers[0]
+        if not isinstance(first, GlobalParameters):
+            mean = self._mean()
+            for worker in self._workers:
+                worker.incoming([([name], values) for name, values in mean.items()])
+            return
+        if self._clock.flying is not None:
+            self._end(self._clock.flying)
+        self._clock.reset()
+        self._begin(self._names)
+        self._end(self._clock.count - 1, replaced=not first.method.keeps_own)
+
+    def swapped(self) -> AbstractContextManager[None]:
+        """Return a context in which worker 0's parameters are the global ones, or the mean, with that of buffers."""
+        first = self._workers[0]
+        if isinstance(first, GlobalParameters):
+            return first.swapped()
+        buffers = [torch.stack([b.to(torch.float64) for b in same]).mean(0) for same in zip(*self.buffers)]
+        tensors = [*first.pieces.values(), *(self.buffers[0] if self.buffers else ())]
+        return swapped(tensors, [*self._mean().values(), *map(flat_view, buffers)])
+
+    def traffic(self, worker: int = 0) -> Traffic:
+        """Return the bytes that a worker would have sent and received, against an exchange in every step."""
+        found = self.link.traffic(worker)
+        return replace(found, elements=self._elements, dense_bytes=dense_bytes(self._elements, len(self._workers)))
+
+    def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Return the link's state, and that of a real link's local steps, without the workers' own parameters."""
+        state = self.link.state_dict()
+        flying = self._flying if self._clock.flying is not None else None
+        self._workers[0].add_state(state, [(flying[0], flying[1][0])] if flying else None)
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+        """Continue where :meth:`state_dict` was taken; parameters and optimizers are loaded by whoever has them.
+
+        Raises:
+            IncompatibleError: it is no state of these local steps.
+        """
+        self._workers[0].check(state)
+        rest, self._flying = state, None
+        for worker in self._workers:
+            rest = worker.load(state)
+            for names, mean in worker.arrived() or ():
+                self._flying = names, [mean] * len(self._workers)
+        self.link.load_state_dict(rest)
+
+    @property
+    def _clock(self) -> FragmentClock:
+        """All workers count alike."""
+        return self._workers[0].clock
+
+    def _begin(self, names: Sequence[str]) -> None:
+        for rank, worker in enumerate(self._workers):
+            problem = worker.problem()
+            if problem is not None:
+                raise ExchangeError(f"worker {rank}: {problem}")
+        if not names:
+            return  # a fragment of a model that has fewer pieces than there are fragments
+        rows = torch.stack([worker.outgoing(names) for worker in self._workers])
+        self.link.exchange_(rows, names)
+        # A mean is read only.
+        self._flying = names, list(rows) if self.link.method.outcomes_differ else [rows[0]] * len(rows)
+
+    @torch.no_grad()
+    def _end(self, fragment: int, replaced: bool = False) -> None:
+        names, outcomes = self._flying or ([], [])
+        for worker, outcome in zip(self._workers, outcomes):
+            worker.incoming([(names, outcome)], replaced=replaced)
+        self._flying = None
+        averaged = fragment == self._clock.count - 1 and isinstance(self._workers[0], GlobalParameters)
+        for buffers in zip(*self.buffers) if averaged else ():
+            mean = torch.stack([b.to(torch.float64) for b in buffers]).mean(0)
+            for buffer in buffers:
+                buffer.copy_(mean)
+
+    def _mean(self) -> dict[str, torch.Tensor]:
+        rows = torch.stack([worker.outgoing(self._names) for worker in self._workers])
+        contexts = [Context(rank, len(rows), self.link.round) for rank in range(len(rows))]
+        simulate_ranks([mean_over_ranks(*pair) for pair in zip(contexts, rows)], [Meter() for _ in rows])
+        sizes = [p.numel() for p in self._workers[0].pieces.values()]
+        return dict(zip(self._names, rows[0].split(sizes)))

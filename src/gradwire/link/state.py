@@ -1,0 +1,172 @@
+"""What a state must hold before a link takes any of it, and what of it is taken."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TypeAlias
+
+import torch
+
+from gradwire.errors import IncompatibleError
+from gradwire.exchange.method import Method
+from gradwire.exchange.protocols.memory import OWN_VALUE, base_kind
+from gradwire.exchange.segments import Parameter
+from gradwire.link.global_parameters import CLOCK
+from gradwire.link.selection.autotune import OWN_STATE, STATE
+from gradwire.link.selection.coder import CODER_STATE
+from gradwire.link.selection.link_cost import LINK_COST_STATE, read_cost
+
+__all__ = ["LINK_STATE", "check_state", "remembered"]
+
+State: TypeAlias = Mapping[str, Mapping[str, torch.Tensor]]
+
+LINK_STATE = "link"
+"""Key of the link's number."""
+
+MOST_ROUNDS = 1 << 48
+"""No training gets that far: a microsecond a round would take nine years."""
+
+MOST_LINKS = 1 << 16
+
+JOINED_PARAMETER = "(model)"
+"""Name under which all compressed parameters, joined, remember something."""
+
+OWN_VALUES = ("round", LINK_STATE, CODER_STATE, LINK_COST_STATE, *CLOCK, *STATE, *OWN_STATE)
+"""Values that are the link's, not its method's."""
+
+
+def check_state(state: State, parameters: Mapping[str, torch.Tensor], method: Method, *, simulated: bool) -> None:
+    """Refuse what is no state of a link of these parameters, or has not the ranks' parts that this kind of link takes.
+
+    Every value is checked for its type and range, before anything is taken.
+
+    Without a rank's own part, memories that all ranks share would be taken beside others that are zero, and what one
+    method keeps of the two would never agree again.
+
+    Raises:
+        IncompatibleError: naming what is missing and where to find it, or the value that cannot be.
+    """
+    try:
+        rounds, ranks = state["global"]["round"], set(state) - {"global", "replicated"}
+    except (KeyError, TypeError):
+        raise IncompatibleError("this is not the state of a link: it has no global round") from None
+    _check_number("round", rounds, MOST_ROUNDS)
+    if LINK_STATE not in state["global"]:
+        raise IncompatibleError(
+            "this state does not say which of its process's links it is of: it was saved by an earlier version, whose "
+            "random numbers were others"
+        )
+    _check_number(LINK_STATE, state["global"][LINK_STATE], MOST_LINKS)
+    for key in CLOCK:
+        if key in state["global"]:
+            _check_number(key, state["global"][key], MOST_ROUNDS)
+    if LINK_COST_STATE in state["global"]:
+        read_cost(state["global"][LINK_COST_STATE])
+    if "replicated" not in state:
+        raise IncompatibleError("this state has no part 'replicated': pass all of what state_dict() gave")
+    if simulated:
+        if ranks != {f"rank {r}" for r in range(max(len(ranks), 1))}:
+            raise IncompatibleError(
+                "a simulation's state has a part for every worker, 'rank 0', 'rank 1' and so on, and this one has "
+                f"{_listed(ranks)}: of the states of a Link's ranks, put what is under 'rank' on rank 1 under 'rank 1'"
+            )
+    elif ranks != {"rank"}:
+        raise IncompatibleError(
+            f"a link's state has one part 'rank', this rank's own, and this one has {_listed(ranks)}: of a "
+            "simulation's state, pass 'global', 'replicated', and under 'rank' what is under 'rank 1' on rank 1"
+        )
+
+    known = kept_names(parameters, method)
+    for scope, part in state.items():
+        _check_part(scope, part, known, method)
+
+
+def kept_names(parameters: Mapping[str, torch.Tensor], method: Method) -> dict[str, Parameter]:
+    """Return what a method may remember something of, by name: parameters, or parts of them."""
+    whole = (Parameter.of(name, p) for name, p in parameters.items())
+    return {kept.name: kept for parameter in whole for kept in method.kept_as(parameter)}
+
+
+def _check_number(name: str, value: object, most: int) -> None:
+    """Check that a value is a whole number, at least 0 and below ``most``, in an integer tensor."""
+    whole = isinstance(value, torch.Tensor) and value.dtype == torch.int64 and value.dim() == 0
+    if not whole or not 0 <= int(value) < most:  # type: ignore[call-overload]
+        shown = f"{value.tolist()!r} ({value.dtype})" if isinstance(value, torch.Tensor) else repr(value)
+        raise IncompatibleError(
+            f"the state's {name!r} is {shown}: a whole number from 0 to {most - 1} is needed, as an int64 tensor "
+            "without dimensions"
+        )
+
+
+def _check_part(scope: str, part: object, parameters: Mapping[str, Parameter], method: Method) -> None:
+    """Check one part of a state: tensors by name; vectors of known parameters, as long as these, of finite floats."""
+    if not isinstance(part, Mapping) or not all(isinstance(key, str) for key in part):
+        raise IncompatibleError(f"the state's part {scope!r} is not a dict of tensors by name")
+    for key, value in part.items():
+        what = f"the state's {key!r} in {scope!r}"
+        if not isinstance(value, torch.Tensor) or value.layout != torch.strided or value.is_meta:
+            raise IncompatibleError(f"{what} is a {type(value).__name__}, not a dense tensor")
+        if key in OWN_VALUES:
+            continue
+        if value.is_floating_point() and not bool(torch.isfinite(value).all()):
+            raise IncompatibleError(f"{what} holds a NaN or inf, which no link remembers")
+        if scope == "global":
+            continue
+        kind, slash, name = key.partition("/")
+        if kind == OWN_VALUE and name.partition("/")[0] in method.remembers:
+            continue
+        if slash and method.sharded and _is_of_other_shards(name, parameters):
+            continue
+        if not slash or (name not in parameters and name != JOINED_PARAMETER):
+            raise IncompatibleError(
+                f"{what} belongs to no parameter of this link: load the state of a link of the same parameters"
+            )
+        most = parameters[name].numel if name in parameters else sum(p.numel for p in parameters.values())
+        # What another method keeps is dropped, whatever its size.
+        kind = base_kind(kind)
+        exact = name in parameters and kind in method.remembers
+        needed = method.remembered_numel(kind, parameters[name]) if exact else most
+        fits = value.numel() == needed if exact else value.numel() <= needed
+        if not fits or not value.is_floating_point():
+            told = f"{needed}" if exact else f"at most {needed}"
+            raise IncompatibleError(f"{what} is {value.dtype} {list(value.shape)}: {told} floats are needed")
+
+
+def _is_of_other_shards(name: str, kept: Mapping[str, Parameter]) -> bool:
+    """Return whether something is of a part of a parameter that is cut into other parts here."""
+    whole = {part.partition("[")[0] for part in kept}
+    return name not in kept and "[" in name and name.partition("[")[0] in whole
+
+
+def remembered(
+    state: State, parameters: Mapping[str, torch.Tensor], method: Method, warn: Callable[[str, str], None]
+) -> dict[str, dict[str, torch.Tensor]]:
+    """Return what of a state a method remembers, without the link's own values; the rest is dropped, which is said."""
+    kept = kept_names(parameters, method) if method.sharded else {}
+    # A method that does not say what it remembers is given all.
+    known = method.remembers if method.remembers or method.properties.state == "none" else None
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    dropped = set()
+    for scope, part in state.items():
+        found[scope] = {}
+        for key, value in part.items():
+            kind, _, name = key.partition("/")
+            kind = name.partition("/")[0] if kind == OWN_VALUE else base_kind(kind)
+            if key in OWN_VALUES:
+                continue
+            if method.sharded and _is_of_other_shards(name, kept):
+                dropped.add(f"{kind} of other shards")
+            elif known is None or kind in known:
+                found[scope][key] = value
+            else:
+                dropped.add(kind)
+    if dropped:
+        warn(
+            "dropped",
+            f"the state is another method's: {_listed(dropped)} dropped, which mean nothing to {method!r}",
+        )
+    return found
+
+
+def _listed(ranks: set[str]) -> str:
+    return ", ".join(repr(name) for name in sorted(ranks)) or "none"

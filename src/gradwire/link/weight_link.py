@@ -1,0 +1,123 @@
+"""The gather of sharded weights by what changed of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from gradwire.errors import IncompatibleError
+from gradwire.exchange.drivers import Traffic
+from gradwire.exchange.method import Method, check_seed
+from gradwire.exchange.protocols import Context, Workspace
+from gradwire.exchange.protocols.differences import Known, gathered_differences
+from gradwire.kernels import checksum, get_kernels
+from gradwire.link.handshake import agreement
+from gradwire.link.side_lane import SideLane
+from gradwire.methods.gossip.vector_coder import VectorCoder, check_operator
+from gradwire.methods.spec import method as read_method
+from gradwire.seeds import worker_seed
+from gradwire.version import __version__
+
+__all__ = ["WeightLink"]
+
+
+class WeightLink:
+    """Gathers sharded weights over a group, each shard by what changed of it since it was last sent.
+
+    Built by :func:`gradwire.compress_weights`.
+
+    Args:
+        method: An operator on one vector, or its spec.
+        numels: Of each unit's shard, by the unit's name.
+        group: The ranks that hold shards.
+        seed: Of random numbers.
+        backend: Of the kernels.
+        beside: Ranks beyond those of the group whose end breaks the link, too.
+
+    Attributes:
+        close: Call it to end the thread and the connections; done also when the link is dropped.
+
+    Raises:
+        HyperparameterError: the spec is wrong.
+        IncompatibleError: the method is no operator on one vector, or has a scale that all ranks share.
+        RankMismatchError: ranks differ in version, method, seed or units.
+    """
+
+    def __init__(
+        self,
+        method: str | Method,
+        numels: dict[str, int],
+        group: dist.ProcessGroup,
+        seed: int,
+        backend: str,
+        beside: Sequence[int] = (),
+    ) -> None:
+        self.rank, self.world_size = group.rank(), group.size()
+        with agreement(group, beside) as mine:
+            check_seed(seed)
+            self.method = read_method(method)
+            check_operator("compress_weights", self.method)
+            kernels = get_kernels(backend)
+            if self.method.kernels:
+                kernels.warm_up(self.method.kernels)
+            checksum.warm_up()
+            mine.fields = {
+                "gradwire version": __version__,
+                "method of the weights": repr(self.method),
+                "seed": seed,
+                "shards": list(numels.items()),
+            }
+        self._coders = {
+            name: [VectorCoder(self.method, kernels, name, worker_seed(seed, r)) for r in range(self.world_size)]
+            for name in numels
+        }
+        self._known = {name: Known() for name in numels}
+        self._spaces = {name: Workspace() for name in numels}
+        self._buckets = {name: bucket for bucket, name in enumerate(numels)}
+        self._gathers = dict.fromkeys(numels, 0)
+        self._elements = 0
+        self._side = SideLane(group, mine.circle, "weights")
+        self.close: Callable[[], object] = self._side.close
+
+    def gather(self, name: str, own: torch.Tensor) -> torch.Tensor:
+        """Return all ranks' shards of a unit, float32 ``[world_size, numel]``, of which ``own`` is this rank's.
+
+        Raises:
+            ExchangeError: the link is broken or closed.
+        """
+        bucket, count = self._buckets[name], self._gathers[name]
+        self._gathers[name] += 1
+        self._elements += own.numel() * self.world_size
+        context = Context(self.rank, self.world_size, count, bucket, workspace=self._spaces[name])
+        exchange = gathered_differences(context, self._known[name], self._coders[name], own)
+        return self._side.run(exchange, f"weights of {name!r}, gather {count}")
+
+    def drift(self) -> dict[str, float]:
+        """Return |k - w| / |w| of this rank's shards, by unit: how far what was last gathered is from the weights."""
+        found = {}
+        for name, known in self._known.items():
+            if known.rows is not None and known.sent is not None:
+                norm = float(known.sent.float().norm())
+                error = float((known.rows[self.rank] - known.sent.float()).norm())
+                found[name] = error / norm if norm else error
+        return found
+
+    def traffic(self) -> Traffic:
+        """Return the bytes so far; ``dense_bytes`` are those of all gathers in float32."""
+        meter = self._side.lane.meter
+        dense = 4 * self._elements * (self.world_size - 1) // self.world_size
+        return Traffic(meter.sent_bytes, meter.received_bytes, dense, self._elements, max(self._gathers.values()))
+
+    def begin_anew(self) -> None:
+        """Let the next gather of every unit be exact; to be called on all ranks, as after weights were loaded."""
+        self._known = {name: Known() for name in self._known}
+
+    @property
+    def error(self) -> Exception | None:
+        """The error that broke the link, in full."""
+        return self._side.failures.told()
+
+    def __reduce__(self) -> str:
+        raise IncompatibleError("a link of weights holds connections and cannot be pickled: build another one")

@@ -1,0 +1,1 @@
+"""Methods of the literature, a folder a family."""

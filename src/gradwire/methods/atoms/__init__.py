@@ -1,0 +1,1 @@
+"""ATOMO: drawn atoms of a decomposition."""

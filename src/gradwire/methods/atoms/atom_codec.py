@@ -1,0 +1,106 @@
+"""The codec of units that are kept at random and made larger, so that the mean is right."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from gradwire.exchange.codecs.base import Draw, Summary
+from gradwire.exchange.codecs.scales import SMALLEST_SCALE
+from gradwire.kernels import GROUP_BYTES, SegmentTable, inverse_scale
+from gradwire.methods.atoms.probabilities import kept_magnitude
+from gradwire.methods.sparse.sparse_codec import AboveRule, SparseCodec, choose_above
+from gradwire.methods.sparse.sparse_values import KeptValues
+from gradwire.methods.sparse.units import UnitTable
+
+if TYPE_CHECKING:
+    from gradwire.kernels import Kernels
+
+__all__ = ["AtomCodec"]
+
+
+class AtomCodec(SparseCodec):
+    """Units kept with the probability ``p_i = min(1, size_i / c)`` and sent as ``x_i / p_i``, one c a parameter.
+
+    Args:
+        units: What is kept or left out as a whole.
+        drawn: Where the sizes of each parameter's units lie in what :meth:`sizes` returns, and what they draw with. The
+            units of a parameter follow those of the one before.
+        density: Share of a parameter's units that is kept on average, which decides c.
+        values: How values travel.
+    """
+
+    def __init__(
+        self,
+        kernels: Kernels,
+        units: UnitTable,
+        world_size: int,
+        *,
+        drawn: SegmentTable,
+        density: float,
+        values: KeptValues,
+    ) -> None:
+        super().__init__(kernels, units, world_size, rule=AboveRule(0.5), block=None, values=values)
+        self.drawn, self.density = drawn, density
+        self._all = self.rule.most(drawn)
+        self._before, self._at = (
+            (self._all.cumsum(0) - self._all).to(torch.int32),
+            torch.from_numpy(drawn.offset.copy()),
+        )
+        self._trits = torch.empty(GROUP_BYTES * drawn.groups, dtype=torch.uint8)
+
+    def encode(self, flat: torch.Tensor, summary: Summary, draw: Draw, out: torch.Tensor) -> None:
+        number, sizes = len(self.drawn), self.sizes(flat)
+        scale, factor = self.magnitudes(sizes, draw)
+        limit = torch.full((number,), torch.inf)
+        inverse = inverse_scale(scale)
+        groups = self.drawn.groups
+        self.kernels.ternary_encode(sizes, self.drawn, limit, inverse, draw.round, draw.stream, 0, groups, self._trits)
+        trits = torch.zeros(self.drawn.extent)
+        self.kernels.decode(self._trits, 1, self.drawn, torch.ones(number), 0, groups, trits)
+        # What is not finite is kept, and so is all of a parameter that the budget covers.
+        trits = torch.where(torch.isfinite(sizes[: len(trits)]), trits, torch.inf)
+        threshold = torch.full((number,), 0.5)
+        for i in torch.nonzero(scale == 0).flatten().tolist():
+            a, n = int(self.drawn.offset[i]), int(self.drawn.numel[i])
+            trits[a : a + n] = sizes[a : a + n]
+            threshold[i] = 2.0**-149
+        positions, counts = choose_above(self.kernels, trits, self.drawn, threshold, self._all)
+        before, at, least, factors = (
+            torch.repeat_interleave(column, counts) for column in (self._before, self._at, scale, factor)
+        )
+        chosen = positions + before
+        values = self.larger(flat[self.table.places(chosen)], chosen, sizes[at + positions], least)
+        self.write(chosen, values * torch.repeat_interleave(factors, self.table.lengths(chosen)), draw, out)
+
+    def sizes(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return the size of each unit, float32; that of a single element may have the element's sign."""
+        return self.table.score(self.kernels, flat)
+
+    def larger(
+        self, values: torch.Tensor, chosen: torch.Tensor, size: torch.Tensor, least: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the values of chosen units over their probabilities, times ``max(1, least / size)``."""
+        ratio = torch.where(least > size, least / size, 1.0)
+        return values * torch.repeat_interleave(ratio, self.table.lengths(chosen))
+
+    def magnitudes(self, sizes: torch.Tensor, draw: Draw) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return c of each parameter, 0 where all units other than zero are kept, and a factor of what is sent."""
+        moments, sums = self.kernels.moments(sizes, self.drawn), self.kernels.sign_sums(sizes, self.drawn)
+        total = sums.above + sums.below
+        budget = [self.budget(n) for n in self.drawn.numel.tolist()]
+        most = torch.tensor([min(n, int(b)) for n, b in zip(self.drawn.numel.tolist(), budget)], dtype=torch.int64)
+        index = torch.empty(int(most.sum()), dtype=torch.int32)
+        self.kernels.select_largest(sizes, self.drawn, most, index)
+        found = []
+        for part, at, whole, b in zip(index.split(most.tolist()), self.drawn.offset.tolist(), total.tolist(), budget):
+            largest = sizes[at + part.long()].abs().double().sort(descending=True).values
+            c = kept_magnitude(largest, whole, b)
+            found.append(c if c == 0 else max(c, SMALLEST_SCALE))
+        scale = torch.tensor(found, dtype=torch.float64).to(torch.float32)
+        return torch.where(torch.isfinite(moments.max_abs), scale, torch.inf), torch.ones_like(scale)
+
+    def budget(self, units: int) -> float:
+        """Return how many of a parameter's units are kept on average: one at least."""
+        return max(1.0, self.density * units)

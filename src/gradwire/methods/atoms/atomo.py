@@ -1,0 +1,96 @@
+"""ATOMO on elements: each kept at random with the best probability for a budget."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from gradwire.exchange.compressor import Compressor
+from gradwire.exchange.method import Properties, require
+from gradwire.exchange.segments import Segment
+from gradwire.methods.atoms.atom_elements import AtomElementCodec
+from gradwire.methods.levels.worst_case import even_constant
+from gradwire.methods.sparse.top_k import check_density
+
+if TYPE_CHECKING:
+    from gradwire.kernels import Kernels
+
+__all__ = ["ATOMO"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ATOMO(Compressor):
+    r"""ATOMO with the elements as atoms: each kept at random, and what is kept made larger by as much.
+
+    With independent t_i, 1 with the probability p_i and else 0::
+
+        Q(x)_i = x_i t_i / p_i      p_i = min(1, |x_i| / c)      sum_i p_i = s = density d
+
+    These p have the least variance, sum_i x_i^2 (1 / p_i - 1), of all that keep s elements on average. Unbiased. Where
+    no p_i is cut off at 1, all values sent of a parameter are c up to their sign, and the variance is
+    |x|_1^2 / s - |x|_2^2.
+
+    ``norm`` sets c to a norm of the parameter, in place of a density: "l2" is QSGD with one level, s = |x|_1 / |x|_2,
+    and "max" is TernGrad without clipping, s = |x|_1 / |x|_inf, with the same bits as theirs. Then c travels once and
+    every element takes a bit beside its position.
+
+    Args:
+        density: Share s/d of the elements that is kept on average, above 0 to 1; at least one of a parameter.
+        norm: None, "l2" or "max".
+
+    Raises:
+        HyperparameterError: a field is out of range.
+
+    Wire: a sparse section (``docs/wire-format.md``). The number of elements depends on the draws. Draws from the rank's
+    stream.
+
+    Reference: H. Wang et al., "ATOMO: Communication-efficient Learning via Atomic Sparsification", NeurIPS 2018,
+    algorithm 1, theorem 5 and section 4. The same probabilities: J. Wangni et al., "Gradient Sparsification for
+    Communication-Efficient Distributed Optimization", NeurIPS 2018.
+
+    Example:
+        >>> import torch, gradwire as gw
+        >>> x = torch.tensor([[4.0, 0.0, -1.0, 1.0]])
+        >>> found = gw.simulate(x, gw.ATOMO(density=0.5)).mean
+        >>> float(found[0]), float(found[1]), set(found[2:].abs().tolist()) <= {0.0, 2.0}
+        (4.0, 0.0, True)
+    """
+
+    density: float = 0.01
+    norm: str | None = None
+
+    name: ClassVar[str] = "atomo"
+    tag: ClassVar[int] = 37
+    collectives: ClassVar[tuple[str, ...]] = ("all_gather",)
+    cut: ClassVar[int] = 1 << 40
+    unbiased: ClassVar[bool] = True
+    omega_formula: ClassVar[str | None] = "d / s - 1 for one budget; sqrt(d) - 1 for the l2 norm"
+    properties: ClassVar[Properties] = Properties(
+        summary="Elements kept at random with the probabilities of the least variance",
+        paper="Wang et al., ATOMO, NeurIPS 2018",
+        bit_stable=True,
+        bits_per_element=2 * 0.01 * (32 + 8.14),
+        stream="rank",
+    )
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "density", check_density("ATOMO", self.density))
+        require(self.norm in (None, "l2", "max"), "ATOMO", f"norm is None, 'l2' or 'max', not {self.norm!r}")
+
+    @property
+    def kernels(self) -> tuple[str, ...]:  # type: ignore[override]
+        """Those of norms, trits and positions; where a budget decides, of the sum of magnitudes."""
+        return ("moments", *(() if self.norm else ("signs",)), "ternary", "selection", "indices")
+
+    def omega_of(self, numel: int | None = None) -> float | None:
+        """Return the variance of the worst vector: of equal magnitudes for a budget, and for the l2 norm."""
+        if self.norm is not None:
+            return None if numel is None else even_constant(1, max(1, numel), self.norm)
+        if numel is None:
+            return 1 / self.density - 1
+        return max(0.0, max(1, numel) / max(1.0, self.density * numel) - 1)
+
+    def codec(self, kernels: Kernels, segments: Sequence[Segment], world_size: int, seed: int) -> AtomElementCodec:
+        density = None if self.norm else self.density
+        return AtomElementCodec(kernels, segments, world_size, seed, density=density, norm=self.norm)

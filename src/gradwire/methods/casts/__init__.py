@@ -1,0 +1,1 @@
+"""Casts to fewer bits."""

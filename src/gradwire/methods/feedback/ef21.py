@@ -1,0 +1,167 @@
+"""EF21: contracted differences to each worker's own estimate of its gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+from gradwire.exchange.codecs import DenseCodec
+from gradwire.exchange.method import Inherited, Method, Properties
+from gradwire.exchange.protocols import Context, Outcome
+from gradwire.exchange.protocols.bucket_plan import DENSE_TAG, BucketPlan, PlanSetting, SectionPlan
+from gradwire.exchange.segments import Segment
+from gradwire.methods.casts.cast import FP32
+from gradwire.methods.feedback.contraction import check_contraction
+from gradwire.methods.feedback.local_momentum import LocalMomentum, checked_momentum
+from gradwire.methods.feedback.shifts import SHIFTS, ShiftAlgorithm, memory_pair, shift_dtype
+from gradwire.methods.signs.scaledsign import ScaledSign
+from gradwire.methods.wrappers.wrapper import WrappedPlan, Wrapper, pieces
+
+if TYPE_CHECKING:
+    from gradwire.kernels import Kernels
+
+__all__ = ["EF21"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EF21(ShiftAlgorithm, Wrapper):
+    r"""EF21: each worker sends a contraction of its gradient's difference to the estimate that all have of it.
+
+    With grad_i worker i's gradient, g_i its estimate and g the mean of all g_i, which every worker keeps, zero at
+    first, and C a contraction::
+
+        c_i = C(grad_i - g_i)              g_i <- g_i + c_i
+        g   <- g + (1 / N) sum_i c_i       outcome: g
+
+    This is :class:`DIANA` with an operator that may be biased, and with shifts that take up all that is sent. What is
+    sent goes to zero where gradients settle, so that with exact gradients and a constant step size the optimum itself
+    is reached, with heterogeneous workers too. Nothing arrives in bursts, as from the residual of
+    :class:`ErrorFeedback`: the outcome is a mean of gradients that lags behind.
+
+    **Bound.** If |C(x) - x|^2 <= (1 - delta) |x|^2, let theta = 1 - sqrt(1 - delta) and beta = (1 - delta) / theta. Let
+    G be the mean over workers of |g_i - grad_i|^2 after a round, and m that of the squared distance by which gradients
+    move until the next one. After the next round, G is at most (1 - theta) G + beta m.
+
+    **Start.** With zeros at first, g_i is C(grad_i) after the first round, as in the paper. In rounds of warm-up, where
+    gradients travel whole, g_i becomes grad_i: with ``warmup_steps=1`` the error G starts from zero.
+
+    **Momentum.** The noise of minibatches does not average out in g_i. With ``momentum`` (EF21-SGDM) an average of each
+    worker's gradients takes the place of grad_i::
+
+        v_i <- momentum v_i + (1 - momentum) grad_i
+
+    The paper's eta is 1 - momentum. Here v_i is zero at first, so that the first 1 / (1 - momentum) outcomes are
+    shorter; the paper starts from a gradient. It is applied to all parameters, also to those that travel in float32 and
+    in rounds of warm-up.
+
+    **Memory.** g_i and g are kept by parameter, unscaled under automatic mixed precision, g_i for this rank alone, g
+    the same on all; a round with a non-finite value changes none. Continued with another number of workers they start
+    from zero again, since g would not be the mean of the g_i that are left.
+
+    Args:
+        compressor: The contraction C: an operator on one vector, :class:`Rotated` around one, or :class:`MultiScale`,
+            with a known ``delta``, or with an error in each element below the largest magnitude on any worker; or
+            ``fp32``.
+        momentum: At least 0 and below 1; above 0 the optimizer must have none.
+        shifts: Type of g_i and g, "float64" or "float32", as for :class:`DIANA`.
+
+    Raises:
+        HyperparameterError: ``compressor`` is no operator on one vector, or no contraction, ``momentum`` is out of
+            range, or ``shifts`` is neither of the two words.
+
+    Reference: P. Richtarik, I. Sokolov, I. Fatkhullin, "EF21: A New, Simpler, Theoretically Better, and Practically
+    Faster Error Feedback", NeurIPS 2021, algorithm 2 and lemma 3; I. Fatkhullin, A. Tyurin, P. Richtarik, "Momentum
+    Provably Improves Error Feedback!", NeurIPS 2023, algorithm 1.
+
+    Example:
+        >>> import torch, gradwire as gw
+        >>> g = torch.randn(2, 640, generator=torch.Generator().manual_seed(0))
+        >>> link = gw.SimulatedLink([("w", torch.empty(640))], "ef21", 2, min_numel=0)
+        >>> errors = [float((link.reduce_(g.clone()) - g.mean(0)).norm()) for _ in range(100)]
+        >>> errors[-1] < 0.01 * errors[0]
+        True
+    """
+
+    compressor: Method = field(default_factory=lambda: ScaledSign(block_size=64), kw_only=False)
+    momentum: float = 0.0
+    shifts: str = "float64"
+
+    name: ClassVar[str] = "ef21"
+    on_device: ClassVar[Inherited] = Inherited("compressor", False)
+    unbiased: ClassVar[bool] = False
+    unbiased_note: ClassVar[str | None] = "no; exact where gradients settle"
+    delta_formula: ClassVar[str | None] = "the compressor's, of grad - g"
+    properties: ClassVar[Properties] = Properties(
+        summary="Contracted differences to each worker's estimate of its gradient, biased operators included",
+        paper="Richtarik et al., EF21, NeurIPS 2021",
+        bit_stable=True,
+        bits_per_element=2 * (1 + 32 / 64),
+        state="an estimate per parameter and rank, their mean, a momentum",
+        state_bytes_per_element=16.0,
+        stream="the compressor's",
+    )
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "momentum", checked_momentum("EF21", self.momentum))
+        shift_dtype("EF21", self.shifts)
+        if not isinstance(self.compressor, FP32):
+            check_contraction("EF21", self.compressor, "so its estimates may grow without bound", "no estimate")
+
+    @property
+    def owns_momentum(self) -> bool:  # type: ignore[override]
+        """Whether ``momentum`` is not 0."""
+        return self.momentum > 0
+
+    @property
+    def remembers(self) -> tuple[str, ...]:  # type: ignore[override]
+        """The estimates, the momentum where there is one, and what the compressor remembers."""
+        return (*SHIFTS, *(("momentum",) if self.momentum else ()), *self.compressor.remembers)
+
+    def plan(self, setting: PlanSetting) -> BucketPlan:
+        return self._after_momentum(self.differences(setting, 1.0), setting)
+
+    def warm_up_plan(self, setting: PlanSetting) -> BucketPlan:
+        whole = setting.plan(self.compressor) if isinstance(self.compressor, FP32) else SectionPlan(_Whole(), setting)
+        return self._after_momentum(_Estimates(whole, setting.segments, shift_dtype("EF21", self.shifts)), setting)
+
+    def _after_momentum(self, plan: BucketPlan, setting: PlanSetting) -> BucketPlan:
+        if not self.momentum:
+            return plan
+        return LocalMomentum(plan, setting.segments, self.momentum, dampening=self.momentum)
+
+
+class _Whole:
+    """Float32 as an operator, for a plan that knows which part of a bucket it compresses."""
+
+    tag: ClassVar[int] = DENSE_TAG
+    cut: ClassVar[int] = 80
+    share_cut: ClassVar[int] = 80
+
+    def codec(self, kernels: Kernels, segments: Sequence[Segment], world_size: int, seed: int) -> DenseCodec:
+        return DenseCodec(segments, world_size)
+
+
+class _Estimates(WrappedPlan):
+    """Makes estimates of the vectors that travel whole."""
+
+    def __init__(self, inner: BucketPlan, segments: Sequence[Segment], dtype: torch.dtype) -> None:
+        super().__init__(inner, segments)
+        self._dtype = dtype
+
+    def before(self, context: Context, flat: torch.Tensor) -> None:
+        context.memory.stage_value("workers", torch.tensor(context.world_size))
+        self._keep(context, "shift", flat, self.all_runs, replicated=False)
+
+    def after(self, context: Context, flat: torch.Tensor, outcome: Outcome) -> Outcome:
+        self._keep(context, "mean_shift", flat, self.runs[context.chunk], replicated=True)
+        return outcome
+
+    def _keep(
+        self, context: Context, kind: str, flat: torch.Tensor, runs: Sequence[tuple[int, int]], *, replicated: bool
+    ) -> None:
+        _, staged = memory_pair(context, kind, self.segments, self._dtype, replicated=replicated)
+        for a, b in pieces(runs, flat):
+            torch.div(flat[a:b].to(self._dtype), context.loss_scale, out=staged[a:b])

@@ -1,0 +1,227 @@
+"""Error feedback: what a compressor left out is added to the next gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+
+from gradwire.exchange.method import Inherited, Method, Properties, require
+from gradwire.exchange.protocols import Context, Outcome
+from gradwire.exchange.protocols.bucket_plan import Algorithm, BucketPlan, PlanSetting
+from gradwire.exchange.segments import Segment
+from gradwire.methods.feedback.contraction import check_contraction
+from gradwire.methods.feedback.local_momentum import LocalMomentum, checked_momentum
+from gradwire.methods.feedback.optimizers import momentum_of
+from gradwire.methods.levels.qsgd import QSGDinf
+from gradwire.methods.sparse.grandk import GRandK
+from gradwire.methods.wrappers.wrapper import AsSent, WrappedPlan, Wrapper, pieces
+
+__all__ = ["SMALL_DELTA", "Delivery", "ErrorFeedback", "Feedback", "ResidualAlgorithm", "momentum_beside_residual"]
+
+SMALL_DELTA = 1 / 1024
+"""Where a contraction keeps less than this of the worst vector, its residual counts as large."""
+
+
+class ResidualAlgorithm(Algorithm):
+    """An algorithm that keeps a residual, behind a momentum of each worker's own where its field is not 0.
+
+    No dataclass, so that each method's own fields keep their order in its spec.
+    """
+
+    momentum: float
+
+    needs_loss_scale: ClassVar[bool] = True
+
+    @property
+    def owns_momentum(self) -> bool:  # type: ignore[override]
+        """Whether ``momentum`` is not 0."""
+        return self.momentum > 0
+
+    @property
+    def remembers(self) -> tuple[str, ...]:  # type: ignore[override]
+        """The residual, and the momentum where there is one."""
+        return ("residual", "momentum") if self.momentum else ("residual",)
+
+    def fed_back(self, inner: BucketPlan, setting: PlanSetting, decay: float = 1.0) -> BucketPlan:
+        """Return a plan that feeds back what ``inner`` leaves out, or a share of it."""
+        return self._after_momentum(Feedback(inner, setting.segments, decay=decay), setting)
+
+    def warm_up_plan(self, setting: PlanSetting) -> BucketPlan:
+        return self._after_momentum(super().warm_up_plan(setting), setting)
+
+    def _after_momentum(self, plan: BucketPlan, setting: PlanSetting) -> BucketPlan:
+        return LocalMomentum(plan, setting.segments, self.momentum) if self.momentum else plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class ErrorFeedback(ResidualAlgorithm, Wrapper):
+    r"""Error feedback around any compressor C that is a contraction.
+
+    With g_i worker i's gradient, e_i its residual and m_i its momentum, zero at first::
+
+        m_i <- momentum m_i + g_i
+        p_i = m_i + e_i        mean = (1 / N) sum_i C(p_i)        e_i <- p_i - C(p_i)
+
+    Without ``momentum``, m_i is the gradient. Nothing is lost, it comes later: the sum over rounds of what a worker
+    contributed is the sum of its m_i, less e_i. Residuals are kept in units of the gradient, so that a change of the
+    learning rate needs no rescaling, and unscaled under automatic mixed precision. They are this rank's own state; a
+    round with a non-finite value changes none.
+
+    **Momentum.** What is left out arrives later, in bursts. An optimizer's momentum, which follows the exchange,
+    carries such bursts on for 1 / (1 - momentum) further steps and overshoots where the residual is several gradients
+    long. ``momentum=0.9`` here is applied by each worker before compression instead, and the optimizer has none: an
+    exchange without loss would give the same steps. It is applied to all parameters, also to those that travel in
+    float32 and in rounds of warm-up.
+
+    **Bounds.** If |C(p) - p|^2 <= q |p|^2 with q < 1, residuals of bounded vectors |m_i| <= B stay below
+    B sqrt(q) / (1 - sqrt(q)). Where no element errs by more than c < 1 times the largest magnitude on any worker, as
+    with two or more levels of a maximum, and the elements of all m_i stay within B, those of residuals stay below
+    B c / (1 - c), whatever the variance; where none errs by more than a fixed c, as with :class:`Threshold`, those of
+    residuals stay below c. For :class:`GRandK`, which sends a part of p a round, such a bound holds over
+    its cycle. An unbiased compressor with a variance above |p|^2 and without such a bound is no contraction: its
+    residual grows without bound, so it is refused.
+
+    Args:
+        compressor: The method C: an operator on one vector, :class:`Rotated` or :class:`LGreCo` around one,
+            :class:`MultiScale`, :class:`RandK`, or :class:`GRandK`.
+        momentum: At least 0 and below 1; above 0 the optimizer must have none.
+        decay: Share of the residual that is added to the next vector, above 0 to 1: p_i = m_i + decay e_i. Below 1 what
+            was left out long ago is forgotten, and it is lost, as in :class:`SparseLoCo`. Residuals of bounded vectors
+            |m_i| <= B then stay below B / (1 - decay) for any operator whose error is never longer than its input.
+
+    Raises:
+        HyperparameterError: ``compressor`` is no operator on one vector, or no contraction, or ``momentum`` or
+            ``decay`` is out of range.
+
+    Reference: F. Seide et al., Interspeech 2014; S. P. Karimireddy et al., "Error Feedback Fixes SignSGD and other
+    Gradient Compression Schemes", ICML 2019, algorithm 2, which has no momentum.
+
+    Example:
+        >>> import torch, gradwire as gw
+        >>> g = torch.randn(2, 1000, generator=torch.Generator().manual_seed(0))
+        >>> first = gw.simulate(g, gw.ErrorFeedback(compressor=gw.QSGDinf(block_size=256)))
+        >>> residuals = torch.stack([first.state[f"rank {r}"]["residual/0"] for r in (0, 1)])
+        >>> torch.allclose(first.mean + residuals.mean(0), g.mean(0), atol=1e-6)
+        True
+    """
+
+    compressor: Method = field(default_factory=lambda: QSGDinf(block_size=256), kw_only=False)
+    momentum: float = 0.0
+    decay: float = 1.0
+
+    name: ClassVar[str] = "errorfeedback"
+    collectives: ClassVar[AsSent] = AsSent("compressor")
+    re_encoding: ClassVar[bool] = False
+    scatters: ClassVar[Inherited] = Inherited("compressor", False)
+    on_device: ClassVar[Inherited] = Inherited("compressor", False)
+    unbiased: ClassVar[bool] = False
+    unbiased_note: ClassVar[str | None] = "no; nothing is lost"
+    delta_formula: ClassVar[str | None] = "the compressor's, of g + e"
+    properties: ClassVar[Properties] = Properties(
+        summary="Adds what the compressor left out to the next gradient",
+        paper="Karimireddy et al., ICML 2019",
+        bit_stable=True,
+        bits_per_element=2 * (4 + 32 / 256),
+        state="a residual per parameter and rank",
+        state_bytes_per_element=4.0,
+        stream="the compressor's",
+    )
+
+    def __post_init__(self) -> None:
+        owner, inner = type(self).__name__, self.compressor
+        object.__setattr__(self, "momentum", checked_momentum(owner, self.momentum))
+        number = isinstance(self.decay, int | float) and not isinstance(self.decay, bool)
+        require(number and 0 < self.decay <= 1, owner, f"decay is above 0 and at most 1, not {self.decay!r}")
+        object.__setattr__(self, "decay", float(self.decay))
+        c = inner.worst_step if isinstance(inner, Method) else None
+        if isinstance(inner, GRandK):
+            require(
+                c is not None and c < 1,
+                owner,
+                f"{inner!r} is no contraction over its cycle (what is sent of an element may err by as much as the "
+                "largest, or no bound is known), so its residual may grow without bound; use at least two levels of a "
+                "maximum, such as QSGDMaxNorm(), and rescale=False",
+            )
+            return
+        consequence, decays = "so its residual may grow without bound", self.decay < 1
+        check_contraction(owner, inner, consequence, "no residual", decays=decays)
+
+    @property
+    def remembers(self) -> tuple[str, ...]:  # type: ignore[override]
+        """What every residual algorithm remembers, and what the compressor does."""
+        return (*super().remembers, *self.compressor.remembers)
+
+    def caution(self, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> str | None:
+        inner = self.compressor
+        if isinstance(inner, GRandK) and inner.cycle > 1:
+            # A vector may lie wholly in what a round does not send.
+            delta = 0.0
+        elif (inner.worst_step is not None and inner.worst_step < 1) or inner.worst_error is not None:
+            # Its residual is bounded otherwise, in each element.
+            delta = 1.0
+        else:
+            delta = inner.usual_delta_of(max((p.numel() for p in parameters.values()), default=1)) or 0.0
+        return momentum_beside_residual(self, optimizer, delta)
+
+    def plan(self, setting: PlanSetting) -> BucketPlan:
+        return self.fed_back(setting.plan(self.compressor), setting, self.decay)
+
+
+def momentum_beside_residual(method: Method, optimizer: Any, delta: float) -> str | None:
+    """Return a warning where an optimizer's momentum stands beside a residual that may grow large.
+
+    Args:
+        delta: What the method's compressor keeps at least of any vector, |C(p) - p|^2 <= (1 - delta) |p|^2. Residuals
+            count as large below :data:`SMALL_DELTA`.
+    """
+    found = None if delta >= SMALL_DELTA or optimizer is None else momentum_of(optimizer, {})
+    if found is None:
+        return None
+    setting, value = found
+    return (
+        f"{method!r} leaves out most of a gradient in the worst case (delta={delta:.2g}, below {SMALL_DELTA:.2g}), and "
+        f"sends it later in bursts, which {type(optimizer).__name__} with {setting}={value!r} carries too far: use "
+        "blocks (block_size=64), or momentum before compression (the method's momentum=0.9 and torch.optim.SGD with "
+        "momentum=0), or SGD without momentum at a higher learning rate"
+    )
+
+
+class Feedback(WrappedPlan):
+    """Adds what an inner plan left out of a bucket, times ``decay``, to the next one, and keeps it as ``kind``."""
+
+    def __init__(
+        self, inner: BucketPlan, segments: Sequence[Segment], kind: str = "residual", decay: float = 1.0
+    ) -> None:
+        super().__init__(inner, segments)
+        self._kind, self._decay = kind, decay
+
+    def before(self, context: Context, flat: torch.Tensor) -> None:
+        held = context.memory.read(self._kind, self.segments)
+        staged = context.memory.stage(self._kind, self.segments)
+        for a, b in pieces(self.all_runs, flat):
+            flat[a:b].add_(held[a:b].to(flat.dtype), alpha=self._decay * context.loss_scale)
+            staged[a:b].copy_(flat[a:b])
+
+    def after(self, context: Context, flat: torch.Tensor, outcome: Outcome) -> Outcome:
+        staged = context.memory.stage(self._kind, self.segments)
+        if outcome.sent is None:
+            raise TypeError("an inner plan did not say what it sent")
+        outcome.sent(staged, -1.0)
+        if context.loss_scale != 1.0:
+            for a, b in self.runs[context.chunk]:
+                staged[a:b].div_(context.loss_scale)
+        return outcome
+
+
+class Delivery(WrappedPlan):
+    """Adds the residuals that another method has left to a bucket, once: none is kept of what the inner plan does."""
+
+    def before(self, context: Context, flat: torch.Tensor) -> None:
+        held = context.memory.read("residual", self.segments)
+        context.memory.stage("residual", self.segments).zero_()
+        # All that is not dense: a cast says of no part that it compresses it.
+        for s in (s for s in self.segments if not s.dense):
+            flat[s.offset : s.offset + s.numel].add_(held[s.offset : s.offset + s.numel], alpha=context.loss_scale)

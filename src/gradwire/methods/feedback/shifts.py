@@ -1,0 +1,119 @@
+"""Shifts: each worker's own reference, from which only a compressed difference is sent; DIANA's and EF21's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import ClassVar
+
+import torch
+
+from gradwire.exchange.method import Method, require
+from gradwire.exchange.protocols import Context, Outcome
+from gradwire.exchange.protocols.bucket_plan import Algorithm, BucketPlan, PlanSetting
+from gradwire.exchange.segments import Segment
+from gradwire.methods.wrappers.wrapper import AsSent, WrappedPlan, pieces
+
+__all__ = ["SHIFTS", "ShiftAlgorithm", "memory_pair", "shift_dtype"]
+
+SHIFTS = ("workers", "shift", "mean_shift")
+"""What methods with shifts remember: for how many workers, this rank's own shift, the mean of all workers'."""
+
+_DTYPES = {"float64": torch.float64, "float32": torch.float32}
+
+
+def shift_dtype(owner: str, name: object) -> torch.dtype:
+    """Return the type of shifts by its name.
+
+    Raises:
+        HyperparameterError: it is neither "float64" nor "float32".
+    """
+    given = isinstance(name, str) and name in _DTYPES
+    require(given, owner, f"shifts is 'float64' or 'float32', not {name!r}")
+    return _DTYPES[str(name)]
+
+
+class ShiftAlgorithm(Algorithm):
+    """An algorithm that compresses differences to shifts.
+
+    With x_i worker i's vector, h_i its shift and h the mean of all, zero at first, and C the compressor::
+
+        D_i = C(x_i - h_i)                 h_i <- h_i + rate D_i
+        D   = (1 / N) sum_i D_i            outcome: h + D                h <- h + rate D
+
+    Every worker keeps h, from the bytes that all receive. Shifts are unscaled under automatic mixed precision.
+    Continued with another number of workers they start from zero again, since h would not be the mean of the h_i that
+    are left.
+
+    No dataclass, so that each method's own fields keep their order in its spec.
+    """
+
+    compressor: Method
+    shifts: str
+
+    collectives: ClassVar[AsSent] = AsSent("compressor")
+    re_encoding: ClassVar[bool] = False
+    needs_loss_scale: ClassVar[bool] = True
+
+    def differences(self, setting: PlanSetting, rate: float) -> BucketPlan:
+        """Return the plan of a bucket whose shifts learn at ``rate``."""
+        inner = setting.plan(self.compressor)
+        return _Differences(inner, setting.segments, rate, shift_dtype(type(self).__name__, self.shifts))
+
+
+def memory_pair(
+    context: Context, kind: str, segments: Sequence[Segment], dtype: torch.dtype, *, replicated: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what is held of a kind, and what takes its place."""
+    memory = context.memory
+    return (
+        memory.read(kind, segments, replicated=replicated, dtype=dtype),
+        memory.stage(kind, segments, replicated=replicated, dtype=dtype),
+    )
+
+
+class _Differences(WrappedPlan):
+    def __init__(self, inner: BucketPlan, segments: Sequence[Segment], rate: float, dtype: torch.dtype) -> None:
+        super().__init__(inner, segments)
+        self._rate, self._dtype = rate, dtype
+
+    def before(self, context: Context, flat: torch.Tensor) -> None:
+        memory, workers = context.memory, context.memory.value("workers")
+        if workers is not None and int(workers) != context.world_size:
+            # From a checkpoint: h is no longer the mean of the h_i that are left, and would stay beside it for good.
+            memory.forget("shift")
+            memory.forget("mean_shift")
+        memory.stage_value("workers", torch.tensor(context.world_size))
+        reference, _ = self._pair(context, "shift", replicated=False)
+        for a, b in pieces(self.all_runs, flat):
+            # Rounded once, after the subtraction.
+            flat[a:b] = flat[a:b].to(self._dtype).sub_(reference[a:b], alpha=context.loss_scale)
+
+    def after(self, context: Context, flat: torch.Tensor, outcome: Outcome) -> Outcome:
+        rate, scale = self._rate / context.loss_scale, context.loss_scale
+        inner = outcome.sent
+        if inner is None:
+            raise TypeError("an inner plan did not say what it sent")
+        sent = context.workspace.get("sent", 4 * flat.numel()).view(torch.float32)
+        runs = self.runs[context.chunk]
+        for a, b in runs:
+            sent[a:b].zero_()
+        inner(sent, 1.0)
+        reference, shift = self._pair(context, "shift", replicated=False)
+        held, staged = self._pair(context, "mean_shift", replicated=True)
+        for a, b in pieces(runs, flat):
+            torch.add(reference[a:b], sent[a:b].to(self._dtype), alpha=rate, out=shift[a:b])
+            mean = flat[a:b].to(self._dtype)
+            # The old mean of the shifts serves the outcome.
+            torch.add(held[a:b], mean, alpha=rate, out=staged[a:b])
+            flat[a:b] = mean.add_(held[a:b], alpha=scale)
+
+        def contributed(out: torch.Tensor, weight: float) -> None:
+            inner(out, weight)
+            for a, b in pieces(runs, flat):
+                out[a:b] += reference[a:b].to(out.dtype) * (weight * scale)
+
+        return replace(outcome, sent=contributed)
+
+    def _pair(self, context: Context, kind: str, *, replicated: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        return memory_pair(context, kind, self.segments, self._dtype, replicated=replicated)

@@ -1,0 +1,178 @@
+"""Methods whose workers exchange parameters with their neighbours in a graph, and with nobody else."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+
+from gradwire.exchange.codecs import DenseCodec, NoSummary
+from gradwire.exchange.method import is_whole, require
+from gradwire.exchange.ops import Exchange
+from gradwire.exchange.protocols import Context, Outcome
+from gradwire.exchange.protocols.bucket_plan import Algorithm, BucketPlan, PlanSetting
+from gradwire.exchange.protocols.neighbours import tell_neighbours
+from gradwire.exchange.protocols.payloads import Section, draw_of, encode, sized, whole_rows
+from gradwire.exchange.segments import Segment
+from gradwire.methods.gossip.graph_file import is_special
+from gradwire.methods.gossip.graphs import GRAPHS, MixingMatrix, graph_of
+from gradwire.methods.ternary.terngrad import TernGrad
+
+__all__ = ["GRAPH", "GossipMethod", "GossipPlan", "Mixing", "floats", "mix"]
+
+GRAPH = "graph"
+"""Name of the value by which a method with memory knows that what it remembers is of this graph."""
+
+
+class GossipMethod(Algorithm):
+    """A method whose workers average their parameters with those of their neighbours after their own steps.
+
+    No dataclass, so that each method's own fields keep their order in its spec.
+    """
+
+    graph: str
+    every: int
+
+    collectives: ClassVar[tuple[str, ...]] = ("gossip",)
+    unbiased: ClassVar[bool] = False
+    unbiased_note: ClassVar[str | None] = "no; the mean over workers stays"
+    outcomes_differ: ClassVar[bool] = True
+    needs_loss_scale: ClassVar[bool] = True
+    """A scaler skips a step on one rank, which then would count one less: the scaler's own steps are counted."""
+
+    @property
+    def local_steps(self) -> int:  # type: ignore[override]
+        """Optimizer steps from one exchange to the next."""
+        return self.every
+
+    @property
+    def innermost(self) -> TernGrad:
+        """Any operator for the same protocol: nothing of it is used where everything travels in float32."""
+        return TernGrad()
+
+    def check_graph(self) -> None:
+        """Check the fields that all have.
+
+        Raises:
+            HyperparameterError: ``every`` is out of range, or ``graph`` is no text.
+        """
+        owner = type(self).__name__
+        whole = is_whole(self.every)
+        require(whole and self.every >= 1, owner, f"every is at least 1 step, not {self.every!r}")
+        known = ", ".join(map(repr, GRAPHS))
+        named = isinstance(self.graph, str) and bool(self.graph)
+        found = named and (self.graph in GRAPHS or not is_special(self.graph))
+        require(found, owner, f"graph is one of {known}, or the path to a file, not {self.graph!r}")
+
+    def terms(self, world_size: int) -> Mapping[str, object]:
+        return {"graph": graph_of(self.graph, world_size).digest()}
+
+    def check_optimizer(self, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> None:
+        # Any optimizer steps a worker's own parameters.
+        return
+
+    def warm_up_plan(self, setting: PlanSetting) -> BucketPlan:
+        # Gradients, of which all workers need the mean, so that they begin to gossip with the same parameters.
+        return replace(setting, collective="two_shot").plan(self.innermost, warm_up=True)
+
+
+class Mixing:
+    """Part of a bucket whose values travel as they are: ``x_i <- x_i + sum_j w_ij (x_j - x_i)``.
+
+    Both ends of an edge add exactly opposite terms, and workers that agree stay as they are, bit for bit.
+
+    Args:
+        segments: Which part.
+
+    Attributes:
+        codec: Of the part, as any one worker sends it.
+    """
+
+    def __init__(self, segments: list[Segment]) -> None:
+        self.codec = DenseCodec(segments, 1)
+
+    def read(self, data: torch.Tensor, out: torch.Tensor) -> None:
+        """Write a worker's values into ``out``."""
+        self.codec.decode_rows(data.view(1, -1), NoSummary(), out)
+
+    def pull(self, theirs: torch.Tensor, weight: float, flat: torch.Tensor, out: torch.Tensor) -> None:
+        """Add ``weight (x_j - x_i)`` to ``out``, where ``theirs``, which is overwritten, holds x_j and ``flat`` x_i."""
+        for a, n in self.codec.runs:
+            # Products are rounded before they are added: no fused operation makes a bit depend on the place.
+            out[a : a + n].add_(theirs[a : a + n].sub_(flat[a : a + n]).mul_(weight))
+
+    def move(self, flat: torch.Tensor, pull: torch.Tensor) -> None:
+        """Add the sum over neighbours."""
+        for a, n in self.codec.runs:
+            flat[a : a + n].add_(pull[a : a + n])
+
+
+class GossipPlan(BucketPlan):
+    """The exchange of a bucket of parameters with neighbours: all of it in one chunk.
+
+    Attributes:
+        graph: Who exchanges with whom.
+    """
+
+    chunks = 1
+    collective = "gossip"
+
+    def __init__(self, method: GossipMethod, setting: PlanSetting) -> None:
+        self.setting, self.graph = setting, graph_of(method.graph, setting.world_size)
+        self.runs = [[]]
+
+    def prepare(self, context: Context, flat: torch.Tensor) -> Exchange[None]:
+        return
+        yield
+
+    @abstractmethod
+    def run(self, context: Context, flat: torch.Tensor, prepared: None) -> Exchange[Outcome]:
+        """Replace a worker's own parameters in ``flat`` by what they are after the exchange."""
+
+    def remembers_this_graph(self, context: Context) -> bool:
+        """Return whether what is remembered is of this graph, and of all its workers; it is from the next round on."""
+        memory, mine = context.memory, self.graph.digest()
+        before = memory.value(GRAPH)
+        memory.stage_value(GRAPH, torch.tensor(mine))
+        if before is not None and int(before) != mine:
+            context.warn(GRAPH, "what was remembered is of another graph, or of other workers: it begins anew")
+        return before is not None and int(before) == mine
+
+
+def mix(
+    context: Context,
+    tag: int,
+    graph: MixingMatrix,
+    mixing: Mixing,
+    flat: torch.Tensor,
+    seen: Callable[[int, torch.Tensor], None] | None = None,
+) -> Exchange[None]:
+    """Average a part of a bucket, as it is, with that of the neighbours.
+
+    Args:
+        seen: ``seen(neighbour, values)`` is told of each neighbour's values before they are used up.
+    """
+    sections = sized([Section(mixing.codec, NoSummary())], flat)
+    layout = whole_rows(context, sections)
+    bodies = encode(context, sections, flat, [s.codec.units for s in sections], draw_of(context))
+    pull, theirs = floats(context, "pull", flat.numel()).zero_(), floats(context, "theirs", flat.numel())
+
+    def take(neighbour: int, parts: list[torch.Tensor]) -> None:
+        if flat.is_meta:
+            return
+        mixing.read(parts[0], theirs)
+        if seen is not None:
+            seen(neighbour, theirs)
+        mixing.pull(theirs, graph.weight(context.rank, neighbour), flat, pull)
+
+    yield from tell_neighbours(context, tag, graph.moves(context.rank), layout, bodies, take)
+    if not flat.is_meta:
+        mixing.move(flat, pull)
+
+
+def floats(context: Context, name: str, numel: int) -> torch.Tensor:
+    """Return a float32 buffer of a job that lives from round to round, with whatever was left there."""
+    return context.workspace.get(name, 4 * numel).view(torch.float32)

@@ -1,0 +1,222 @@
+"""Graphs of workers: who exchanges with whom, by which weights, and in which order messages go."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property, lru_cache
+from pathlib import Path
+
+import torch
+
+from gradwire.errors import IncompatibleError
+from gradwire.exchange.protocols.neighbours import Move
+from gradwire.methods.gossip.graph_file import read_file, read_weights
+
+__all__ = ["GRAPHS", "MixingMatrix", "graph_of", "metropolis_hastings"]
+
+MIXES = 1e-9
+"""How far below 1 the second largest magnitude of an eigenvalue must be, for differences to fall by exchanges."""
+
+Edges = set[tuple[int, int]]
+
+
+class MixingMatrix:
+    """Symmetric, doubly stochastic weights of a connected graph of workers.
+
+    Args:
+        weights: Of each edge (lower rank, higher rank), above 0; what is missing to 1 is a worker's own weight.
+        workers: How many there are.
+        source: Whose weights they are, for messages.
+
+    Raises:
+        IncompatibleError: weights of a worker are more than 1, the graph falls into parts, or differences between
+            workers would never become smaller.
+
+    Example:
+        >>> graph = MixingMatrix({(0, 1): 0.5, (1, 2): 0.25}, 3, "an example")
+        >>> graph.weights.tolist()
+        [[0.5, 0.5, 0.0], [0.5, 0.25, 0.25], [0.0, 0.25, 0.75]]
+        >>> graph.neighbours(1)
+        (0, 2)
+    """
+
+    def __init__(self, weights: Mapping[tuple[int, int], float], workers: int, source: str) -> None:
+        self.workers, self._edges = workers, dict(weights)
+        found = torch.zeros(workers, workers, dtype=torch.float64)
+        for (low, high), weight in sorted(weights.items()):
+            found[low, high] = found[high, low] = weight
+        own = 1 - found.sum(1)
+        if bool((own < -MIXES).any()):
+            worst = int(own.argmin())
+            raise IncompatibleError(
+                f"{source}: the weights of worker {worst} add up to {1 - float(own[worst]):.6g}: rows of a doubly "
+                "stochastic matrix add up to 1; use smaller weights, or none"
+            )
+        self.weights = found + torch.diag(own.clamp(min=0))
+        """Float64 ``[workers, workers]``."""
+        self._rows: list[list[float]] = self.weights.tolist()
+        self._check(source)
+
+    def _check(self, source: str) -> None:
+        reached, added = {0}, [0]
+        while added:
+            added = [n for rank in added for n in self.neighbours(rank) if n not in reached]
+            reached.update(added)
+        if len(reached) < self.workers:
+            lost = min(set(range(self.workers)) - reached)
+            raise IncompatibleError(
+                f"{source}: no path leads from worker 0 to worker {lost}: what one of them learns never reaches the "
+                "other; connect them"
+            )
+        if self.second_eigenvalue > 1 - MIXES:
+            raise IncompatibleError(
+                f"{source}: its workers swap their parameters for ever instead of averaging them (the matrix of "
+                "weights has the eigenvalue -1): leave workers a weight of their own, by smaller weights"
+            )
+
+    @cached_property
+    def second_eigenvalue(self) -> float:
+        """The second largest magnitude of an eigenvalue: an exchange multiplies differences by that or less."""
+        magnitudes = torch.linalg.eigvalsh(self.weights).abs().sort().values
+        return float(magnitudes[-2]) if self.workers > 1 else 0.0
+
+    def weight(self, rank: int, other: int) -> float:
+        """Return the weight between two workers, or a worker's own."""
+        return self._rows[rank][other]
+
+    def neighbours(self, rank: int) -> tuple[int, ...]:
+        """Return the ranks that a rank exchanges with, ascending."""
+        row = self.weights[rank]
+        return tuple(j for j in torch.nonzero(row).flatten().tolist() if j != rank)
+
+    def digest(self) -> int:
+        """Return a number, from 0 to 2^63 - 1, that two graphs share only where all their weights are the same."""
+        text = f"{self.workers} {sorted(self._edges.items())!r}"
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+    def moves(self, rank: int) -> list[Move]:
+        """Return what a rank does in each round of messages, see :func:`rounds`."""
+        return self._moves[rank]
+
+    @cached_property
+    def _moves(self) -> list[list[Move]]:
+        messages = [(i, j) for i in range(self.workers) for j in self.neighbours(i)]
+        to, source = rounds(messages, self.workers)
+        return [[Move(*pair) for pair in zip(to[rank], source[rank])] for rank in range(self.workers)]
+
+
+def rounds(messages: Iterable[tuple[int, int]], workers: int) -> tuple[list[list[int | None]], list[list[int | None]]]:
+    """Order messages (sender, receiver) so that in no round a rank sends, or receives, more than one.
+
+    As many rounds as the most messages that a rank sends or receives, which is the least there can be: messages are
+    edges between senders and receivers, a bipartite graph, whose edges need no more colours than that (Kőnig).
+
+    Returns:
+        For each rank, whom it sends to in each round, and whom it receives from; None for nobody.
+
+    Example:
+        >>> to, source = rounds([(0, 1), (1, 0), (1, 2), (2, 1), (2, 0), (0, 2)], 3)
+        >>> [sorted(filter(None, row)) for row in to], len(to[0])
+        ([[1, 2], [2], [1]], 2)
+    """
+    listed = list(messages)
+    count = max(
+        [0, *(sum(pair[side] == rank for pair in listed) for side in (0, 1) for rank in range(workers))],
+    )
+    to: list[list[int | None]] = [[None] * count for _ in range(workers)]
+    source: list[list[int | None]] = [[None] * count for _ in range(workers)]
+    for sender, receiver in listed:
+        a, b = to[sender].index(None), source[receiver].index(None)
+        _make_free(a, b, receiver, to, source)
+        to[sender][a], source[receiver][a] = receiver, sender
+    return to, source
+
+
+def _make_free(a: int, b: int, receiver: int, to: list[list[int | None]], source: list[list[int | None]]) -> None:
+    """Exchange rounds ``a`` and ``b`` along the messages that start with the one to ``receiver`` in round ``a``.
+
+    Afterwards nothing comes to ``receiver`` in round ``a``. A sender who is free in round ``a`` is not met on the way.
+    """
+    path, at, colour, other = [], receiver, a, b
+    while True:
+        sender = source[at][colour]
+        if sender is None:
+            break
+        path.append((sender, at, colour))
+        following = to[sender][other]
+        if following is None:
+            break
+        path.append((sender, following, other))
+        at = following
+    for sender, reached, old in path:
+        to[sender][old] = source[reached][old] = None
+    for sender, reached, old in path:
+        new = a + b - old
+        to[sender][new], source[reached][new] = reached, sender
+
+
+def metropolis_hastings(edges: Edges, workers: int) -> dict[tuple[int, int], float]:
+    """Return the weight 1 / (1 + max(degree i, degree j)) of each edge, with which any graph mixes.
+
+    L. Xiao, S. Boyd, S. Lall, "Distributed average consensus with time-varying Metropolis weights", 2006.
+    """
+    degree = [sum(rank in edge for edge in edges) for rank in range(workers)]
+    return {(i, j): 1 / (1 + max(degree[i], degree[j])) for i, j in edges}
+
+
+def _ring(workers: int) -> Edges:
+    return _steps(workers, [1])
+
+
+def _exponential(workers: int) -> Edges:
+    return _steps(workers, [1 << k for k in range((workers // 2).bit_length())])
+
+
+def _steps(workers: int, distances: Iterable[int]) -> Edges:
+    """Connect each worker with those that so many places on, and back, round a ring."""
+    pairs = ((i, (i + d) % workers) for i in range(workers) for d in distances)
+    return {(min(pair), max(pair)) for pair in pairs if pair[0] != pair[1]}
+
+
+def _torus(workers: int) -> Edges:
+    rows = next((r for r in range(int(workers**0.5), 1, -1) if workers % r == 0), 1)
+    if rows == 1:
+        raise IncompatibleError(
+            f'graph="torus": {workers} workers make no rectangle of at least 2 by 2: use a number that is a product, '
+            'graph="ring", or a file'
+        )
+    columns = workers // rows
+    found: Edges = set()
+    for i in range(workers):
+        row, column = divmod(i, columns)
+        for j in (row * columns + (column + 1) % columns, (row + 1) % rows * columns + column):
+            found.add((min(i, j), max(i, j)))
+    return found
+
+
+GRAPHS: Mapping[str, Callable[[int], Edges]] = {"ring": _ring, "torus": _torus, "exponential": _exponential}
+"""The graphs that have a name, as the edges between so many workers."""
+
+
+@lru_cache(maxsize=64)
+def _named(name: str, workers: int) -> MixingMatrix:
+    return MixingMatrix(metropolis_hastings(GRAPHS[name](workers), workers), workers, f'graph="{name}"')
+
+
+def graph_of(graph: str, workers: int) -> MixingMatrix:
+    """Return the weights of a graph by its name, or of one that a file describes.
+
+    Raises:
+        IncompatibleError: there is no such graph of so many workers, or no such file, or its weights are none.
+    """
+    if graph in GRAPHS:
+        return _named(graph, workers)
+    path = Path(graph)
+    try:
+        text = read_file(graph)
+    except (OSError, ValueError) as error:
+        known = ", ".join(GRAPHS)
+        raise IncompatibleError(f"graph={graph!r} is none of {known}, and no file that can be read: {error}") from None
+    edges, weights = read_weights(text, path.name, workers)
+    return MixingMatrix(weights or metropolis_hastings(edges, workers), workers, path.name)

@@ -1,0 +1,129 @@
+"""Any operator on one vector, between one sender and one receiver."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from gradwire.errors import IncompatibleError
+from gradwire.exchange.codecs import Constant, DenseCodec, Draw
+from gradwire.exchange.compressor import Compressor
+from gradwire.exchange.method import Method
+from gradwire.exchange.segments import Parameter, Segment
+from gradwire.methods.casts.cast import Cast
+from gradwire.methods.sparse.rand_k import RandK
+from gradwire.methods.sparse.sparse import check_values
+
+if TYPE_CHECKING:
+    from gradwire.exchange.codecs import Codec
+    from gradwire.kernels import Kernels
+
+__all__ = ["VectorCoder", "check_operator"]
+
+STREAM = 0
+"""Codecs decode the first row as rank 0's."""
+
+_ONLY = Constant(torch.zeros(1, dtype=torch.int64))
+"""The number of the only segment."""
+
+
+def check_operator(owner: str, method: object) -> None:
+    """Check that a method is an operator that one worker can encode with and another decode, without a third.
+
+    Raises:
+        IncompatibleError: it is none; the message says what to use.
+    """
+    if isinstance(method, RandK):
+        check_values(owner, method.values)
+        return
+    if isinstance(method, Compressor):
+        if method.joined:
+            raise IncompatibleError(f"{owner}: rows have no parameters to join: give {method!r} blocks='parameter'")
+        if method.needs_link_cost:
+            raise IncompatibleError(f"{owner}: {method!r} needs to know what a message costs: give it a number")
+        if getattr(method, "share_scaler", False):
+            raise IncompatibleError(
+                f"{owner}: {method!r} has a scaler that all workers share, which one sender and one receiver cannot "
+                "know: give it share_scaler=False"
+            )
+        return
+    if not isinstance(method, Cast):
+        raise IncompatibleError(
+            f"{owner}: rows are encoded by an operator on one vector, such as FP32(), QSGDinf() or TopK(), not "
+            f"{method!r}"
+        )
+
+
+class VectorCoder:
+    """Encodes vectors of any length for one receiver, by the codec that carries gradients, bound to one worker.
+
+    What is decoded is what an exchange of one worker by the same method returns: the bits of :func:`gradwire.simulate`
+    with a row and the same name, seed and round.
+
+    Args:
+        method: One that :func:`check_operator` has passed.
+        kernels: Of a backend that has compiled the families of the method.
+        name: Random numbers depend on it.
+        seed: Likewise.
+
+    Raises:
+        IncompatibleError: the codec needs numbers that all workers share.
+    """
+
+    def __init__(self, method: Method, kernels: Kernels, name: str, seed: int) -> None:
+        self._method, self._kernels, self._name, self._seed = method, kernels, name, seed
+        self._latest: tuple[int, Codec] | None = None
+
+    def most_bytes(self, numel: int) -> int:
+        """Return the most bytes that a vector of ``numel`` values takes."""
+        if not numel:
+            return 0
+        codec = self._codec(numel)
+        return codec.packing(codec.units).bound
+
+    def encode(self, values: torch.Tensor, round: int) -> torch.Tensor:
+        """Return the bytes of a vector, float32 ``[numel]``."""
+        if not len(values):
+            return torch.empty(0, dtype=torch.uint8)
+        codec, values = self._codec(len(values)), values.contiguous()
+        summary = codec.summarise(values)
+        if summary.shared is not None:
+            raise IncompatibleError(
+                f"{self._method!r} takes a scale that all workers share, which one sender and one receiver do not "
+                "have: use an operator with scales of its own, such as QSGDinf()"
+            )
+        packing = codec.packing(codec.units)
+        body = torch.zeros(codec.payload_bytes(codec.units), dtype=torch.uint8)
+        codec.encode(values, summary.select(_ONLY, None), Draw(round, STREAM), body)
+        out = torch.zeros(packing.bound, dtype=torch.uint8)
+        return out[: packing.pack(body, out)]
+
+    def decode(self, data: torch.Tensor, numel: int, round: int) -> torch.Tensor:
+        """Return the values that a vector of ``numel`` has at the receiver, float32.
+
+        Raises:
+            PayloadError: :meth:`encode` writes no such bytes for a vector of that length.
+        """
+        values = torch.zeros(numel)
+        if not numel:
+            return values
+        codec = self._codec(numel)
+        body = torch.zeros(codec.payload_bytes(codec.units), dtype=torch.uint8)
+        codec.packing(codec.units).unpack(data, body)
+        summary = codec.summarise(values).select(_ONLY, None)
+        codec.decode_rows(body[None], codec.remember(summary, values, Draw(round, STREAM), False), values)
+        return values
+
+    def _codec(self, numel: int) -> Codec:
+        if self._latest is None or self._latest[0] != numel:
+            segments = [Segment(Parameter(self._name, (numel,), (1,)), 0, 0, numel)]
+            self._latest = numel, self._bind(segments)
+        return self._latest[1]
+
+    def _bind(self, segments: list[Segment]) -> Codec:
+        if isinstance(self._method, Cast):
+            return DenseCodec(segments, 1, self._method.dtype)
+        if isinstance(self._method, RandK | Compressor):
+            return self._method.codec(self._kernels, segments, 1, self._seed)
+        raise TypeError(f"{self._method!r} is no operator on one vector")

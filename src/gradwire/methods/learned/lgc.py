@@ -1,0 +1,240 @@
+"""LGC: a small autoencoder, trained inside the job, for the largest elements of gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+
+from gradwire.exchange.method import Properties, is_whole, require
+from gradwire.exchange.ops import Exchange
+from gradwire.exchange.protocols import Context, Outcome
+from gradwire.exchange.protocols.bucket_plan import BucketPlan, PlanSetting
+from gradwire.exchange.segments import divide
+from gradwire.methods.feedback.error_feedback import Feedback, ResidualAlgorithm, momentum_beside_residual
+from gradwire.methods.feedback.local_momentum import checked_momentum
+from gradwire.methods.learned.autoencoder import Autoencoder
+from gradwire.methods.learned.autoencoder_training import REMEMBERED, ElementScales, Training
+from gradwire.methods.learned.lgc_all_reduce import CodedMean, WatchedSum
+from gradwire.methods.learned.lgc_server import CommonCode, WatchedTopK
+from gradwire.methods.sparse.leaders_elements import LeadersElements
+from gradwire.methods.sparse.top_k import TopK, check_density
+from gradwire.methods.ternary.terngrad import TernGrad
+
+__all__ = ["LGC"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LGC(ResidualAlgorithm):
+    r"""Learned Gradient Compression: codes of the largest elements, by an autoencoder that is trained inside the job.
+
+    A training has three phases, by the round alone:
+
+    1. ``full_rounds`` rounds travel in float32.
+    2. In the next ``training_rounds``, the largest elements travel with error feedback, and rank 0 takes a step of the
+       autoencoder's training on all workers' elements after each round.
+    3. Rank 0 tells all others the autoencoder, once, which stays as it is from then on. In each round a leader, each
+       worker in its turn, tells all others the places of its k = max(1, floor(density d)) largest elements of each
+       parameter. With E the encoder and D the decoder:
+
+    ``instance="all_reduce"``: p_i = g_i + e_i, and x_i are the values of p_i at the leader's elements, each parameter's
+    divided by s, the largest root mean square that they have on any worker::
+
+        phase 2     mean = (1 / N) sum_i p_i      at the leader's elements, 0 elsewhere: as CLTk
+        phase 3     mean = s D((1 / N) sum_i E(x_i))   there, 0 elsewhere
+
+    ``instance="parameter_server"``: the leader alone sends a code, and each worker its innovation v_i, its
+    max(1, floor(innovation d)) largest elements of each parameter, at their own coordinates. Rank 0 is the server::
+
+        phase 2     mean = (1 / N) sum_i TopK_k(p_i)           as ErrorFeedback(TopK)
+        phase 3     r_i = s D(E(x_leader), v_i / s) at the leader's elements, v_i at those of v_i, 0 elsewhere
+                    mean = (1 / N) sum_i r_i                   the server's, told to all
+
+    A code has a quarter of the vector's numbers. The convolutions see neighbours alone, so the order matters: with
+    ``order="value"`` elements are in descending order of the leader's values, a smooth curve; the order is told with
+    the places, in log2(k) bits an element. With "index" it is not told, and signs follow each other at random.
+
+    **What the residual keeps.** With ``feedback="selection"`` e_i <- p_i with zeros at the elements that were chosen
+    (the leader's, or with a server each worker's own): what the autoencoder errs by is lost, as in a public
+    implementation. With "reconstruction" e_i <- p_i - mean: nothing is lost, and, as for :class:`PowerSGD`, differences
+    between workers stay in their residuals. But an autoencoder is no contraction: it was trained on values whose
+    differences were smaller, and where it errs by as much as it is given, residuals grow without bound. Tests and
+    measurements saw that.
+
+    **Determinism.** Encoder and decoder are computed in a way that gives the same bits on every machine, so that each
+    rank may decode for itself; training happens on one rank, with one thread. See
+    :class:`gradwire.methods.learned.autoencoder.Autoencoder`.
+
+    **Memory.** A residual for each parameter and rank, unscaled under automatic mixed precision; 216 678 weights of the
+    autoencoder, on rank 0 with two moments of its optimizer from the second phase on, and on all from the third.
+
+    Args:
+        density: Share k/d of each parameter whose elements are chosen, above 0 to 1. Fewer than 31 elements of all
+            parameters have zeros behind them when they are encoded.
+        instance: "all_reduce" or "parameter_server".
+        full_rounds: Of the first phase; 0 or more. Rounds in float32 at the start (``warmup_steps`` of :func:`attach`)
+            count among them.
+        training_rounds: Of the second phase; 1 or more.
+        feedback: "selection" or "reconstruction".
+        order: "value" or "index".
+        innovation: Share of each parameter that a worker sends to a server as it is, above 0 to 1.
+        optimizer: Of the autoencoder: "adam" (with moments 0.9 and 0.999) or "sgd".
+        learning_rate: Of that optimizer.
+        similarity: Share of the loss that makes workers' codes alike, with a server; 0 or more, below 1.
+        momentum: Applied before compression, as :class:`ErrorFeedback` describes; above 0 the optimizer must have
+            none.
+
+    Raises:
+        HyperparameterError: a field is out of range.
+
+    The exchange begins when the whole gradient is there. What the papers leave dense (the first layers and the last) is
+    for ``exclude`` and ``min_numel`` to say; it goes past the autoencoder.
+
+    Wire: ``docs/wire-format.md``; what is the paper's and what is not: ``docs/methods.md``.
+
+    Reference: L. Abrahamyan, Y. Chen, G. Bekoulis, N. Deligiannis, "Learned Gradient Compression for Distributed Deep
+    Learning", IEEE Transactions on Neural Networks and Learning Systems, 2021.
+
+    Example:
+        >>> import torch, gradwire as gw
+        >>> method = gw.LGC(density=0.1, full_rounds=0, training_rounds=1)
+        >>> link = gw.SimulatedLink([("w", torch.empty(2000))], method, 2)
+        >>> g = torch.randn(2, 2000, generator=torch.Generator().manual_seed(0))
+        >>> [int(link.reduce_(g.clone()).count_nonzero()) for _ in range(2)]
+        [200, 200]
+        >>> link.state_dict()["global"]["autoencoder"].shape
+        torch.Size([216677])
+    """
+
+    density: float = 0.001
+    instance: str = "all_reduce"
+    full_rounds: int = 200
+    training_rounds: int = 300
+    feedback: str = "selection"
+    order: str = "value"
+    innovation: float = 1e-5
+    optimizer: str = "adam"
+    learning_rate: float = 1e-3
+    similarity: float = 0.5
+    momentum: float = 0.0
+
+    name: ClassVar[str] = "lgc"
+    tag: ClassVar[int] = 55
+    kernels: ClassVar[tuple[str, ...]] = ("selection", "indices", "signs")
+    whole_step: ClassVar[bool] = True
+    unbiased: ClassVar[bool] = False
+    properties: ClassVar[Properties] = Properties(
+        summary="Codes of the largest elements by an autoencoder that is trained inside the job, with error feedback",
+        paper="Abrahamyan et al., Learned Gradient Compression, IEEE TNNLS 2021",
+        bit_stable=True,
+        bits_per_element=0.001 * (8 + (11.5 + 10) * 2 * 2 / 3),
+        state="a residual per parameter and rank, an autoencoder",
+        state_bytes_per_element=4.0,
+        stream="shared",
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("density", "innovation"):
+            object.__setattr__(self, name, check_density("LGC", getattr(self, name)))
+        object.__setattr__(self, "momentum", checked_momentum("LGC", self.momentum))
+        for name, known in CHOICES.items():
+            value = getattr(self, name)
+            require(value in known, "LGC", f"{name} is {' or '.join(map(repr, known))}, not {value!r}")
+        for name, least in (("full_rounds", 0), ("training_rounds", 1)):
+            value = getattr(self, name)
+            whole = is_whole(value)
+            require(whole and value >= least, "LGC", f"{name} is a number of rounds, at least {least}, not {value!r}")
+        rate, share = self.learning_rate, self.similarity
+        for name, value in (("learning_rate", rate), ("similarity", share)):
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            require(number, "LGC", f"{name} is a number, not {value!r}")
+            object.__setattr__(self, name, float(value))
+        require(0 < rate < float("inf"), "LGC", f"learning_rate is above 0, not {rate!r}")
+        require(0 <= share < 1, "LGC", f"similarity is at least 0 and below 1, not {share!r}")
+
+    @property
+    def collectives(self) -> tuple[str, ...]:  # type: ignore[override]
+        return ("two_shot", "all_gather") if self.instance == "all_reduce" else ("all_gather",)
+
+    @property
+    def remembers(self) -> tuple[str, ...]:  # type: ignore[override]
+        """The autoencoder beside what every residual algorithm remembers."""
+        return (*super().remembers, *REMEMBERED)
+
+    @property
+    def first_compressed(self) -> int:
+        """The first round of the third phase."""
+        return self.full_rounds + self.training_rounds
+
+    @property
+    def innermost(self) -> TernGrad:
+        """Any operator for the same protocol: nothing of it is used where everything travels in float32."""
+        return TernGrad()
+
+    def caution(self, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> str | None:
+        numel = max((p.numel() for p in parameters.values()), default=1)
+        return momentum_beside_residual(self, optimizer, TopK(density=self.density).delta_of(numel) or 0.0)
+
+    def training(self) -> Training:
+        """Return what a step of the autoencoder's training does."""
+        mean = self.instance == "all_reduce"
+        return Training(Autoencoder(innovation=not mean), self.optimizer, self.learning_rate, self.similarity, mean)
+
+    def plan(self, setting: PlanSetting) -> BucketPlan:
+        if not divide(setting.segments)[0]:
+            return self.warm_up_plan(setting)
+        setting = replace(setting, chunk_numel=max(1, sum(s.numel for s in setting.segments)))
+        return self._after_momentum(_PhasedPlan(self, setting), setting)
+
+    def warm_up_plan(self, setting: PlanSetting) -> BucketPlan:
+        return super().warm_up_plan(replace(setting, collective="two_shot"))
+
+
+CHOICES = {
+    "instance": ("all_reduce", "parameter_server"),
+    "feedback": ("selection", "reconstruction"),
+    "order": ("value", "index"),
+    "optimizer": ("adam", "sgd"),
+}
+
+
+class _PhasedPlan(BucketPlan):
+    """Exchanges a step by the plan of the phase that its round belongs to, and trains the autoencoder in the second."""
+
+    chunks, finishes = 1, True
+
+    def __init__(self, method: LGC, setting: PlanSetting) -> None:
+        self._method, self._setting = method, setting
+        self._training = method.training()
+        whole = replace(setting, collective="two_shot").plan(method.innermost, warm_up=True)
+        if method.instance == "all_reduce":
+            inner: list[BucketPlan] = [WatchedSum(method, setting), CodedMean(method, setting, self._training)]
+        else:
+            inner = [WatchedTopK(method, setting), CommonCode(method, setting, self._training)]
+        self._phases = [whole, *(Feedback(plan, setting.segments) for plan in inner)]
+        self._scales = ElementScales(LeadersElements(setting, method.density).counts)
+        self.collective, self.runs = setting.collective, self._phases[-1].runs
+
+    def phase(self, round: int) -> int:
+        """Return the number of a round's phase, from 0; a round below 0, a usual one, belongs to the last."""
+        method = self._method
+        return 2 if round < 0 else (round >= method.full_rounds) + (round >= method.first_compressed)
+
+    def prepare(self, context: Context, flat: torch.Tensor) -> Exchange[Any]:
+        return (yield from self._phases[self.phase(context.round)].prepare(context, flat))
+
+    def run(self, context: Context, flat: torch.Tensor, prepared: Any) -> Exchange[Outcome]:
+        return (yield from self._phases[self.phase(context.round)].run(context, flat, prepared))
+
+    def finish(self, context: Context) -> Exchange[None]:
+        for vectors, innovation in context.parts.take():
+            each = torch.stack([self._scales.of(row) for row in vectors])
+            # Codes that are added up have one scale; each of the others has its worker's.
+            each = each.amax(0).expand_as(each) if innovation is None else each
+            rows = torch.stack([self._scales.normal(*pair) for pair in zip(vectors, each)])
+            if innovation is not None:
+                innovation = torch.stack([self._scales.normal(*pair) for pair in zip(innovation, each)])
+            self._training.step(context, self._setting.seed, rows, innovation)
+        yield from ()

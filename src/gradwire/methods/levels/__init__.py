@@ -1,0 +1,1 @@
+"""Levels between zero and a scale: QSGD, its relatives, and adaptive levels."""

@@ -1,0 +1,235 @@
+"""Implement ALQ and AMQ, whose levels follow the distribution of the gradient."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+from gradwire.exchange.compressor import Compressor
+from gradwire.exchange.method import Properties, is_whole, require
+from gradwire.exchange.protocols.bucket_plan import Algorithm, BucketPlan, PlanSetting
+from gradwire.exchange.segments import Segment
+from gradwire.kernels import Grid
+from gradwire.methods.casts.cast import Cast
+from gradwire.methods.levels.adaptive_plan import AdaptiveLevelPlan
+from gradwire.methods.levels.level_codec import LevelCodec
+from gradwire.methods.levels.level_compressor import check_blocks
+from gradwire.methods.levels.level_fitting import Distribution, best_levels, best_ratio, powers
+from gradwire.methods.levels.level_statistics import Histograms, Normals, Statistics
+from gradwire.methods.levels.qsgd import QSGDinf
+
+if TYPE_CHECKING:
+    from gradwire.kernels import Kernels
+
+__all__ = ["ALQ", "ALQN", "AMQ", "AMQN"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Adaptive(Algorithm):
+    """The fields and the schedule of all four methods."""
+
+    bits: int = 3
+    norm: str = "l2"
+    block_size: int | None = 8192
+    blocks: str = "model"
+    updates: tuple[int, ...] = (0, 100, 2000)
+    every: int = 10_000
+    kept: int = 350
+    model: str = "normal"
+    overlap: bool = False
+
+    collectives: ClassVar[tuple[str, ...]] = ("all_gather",)
+    kernels: ClassVar[tuple[str, ...]] = ("moments", "levels")
+    unbiased: ClassVar[bool] = True
+    remembers: ClassVar[tuple[str, ...]] = ("levels", "levels_of")
+    tag: ClassVar[int]
+    weighted: ClassVar[bool]
+
+    def __post_init__(self) -> None:
+        owner = type(self).__name__
+
+        def whole(value: object, least: int) -> bool:
+            return is_whole(value) and value >= least
+
+        require(whole(self.bits, 2) and self.bits <= 8, owner, f"bits is 2 to 8, not {self.bits!r}")
+        require(self.norm in ("l2", "max"), owner, f"norm is 'l2' or 'max', not {self.norm!r}")
+        check_blocks(owner, self.block_size, self.blocks)
+        listed = isinstance(self.updates, (tuple, list)) and all(whole(u, 0) for u in self.updates)
+        require(listed, owner, f"updates is a tuple of rounds, not {self.updates!r}")
+        object.__setattr__(self, "updates", tuple(self.updates))
+        require(whole(self.every, 1), owner, f"every is a number of rounds, not {self.every!r}")
+        require(whole(self.kept, 1), owner, f"kept is a number of blocks, not {self.kept!r}")
+        known = self.model in ("normal", "histogram")
+        require(known, owner, f"model is 'normal' or 'histogram', not {self.model!r}")
+        require(isinstance(self.overlap, bool), owner, f"overlap is True or False, not {self.overlap!r}")
+        require(
+            not self.overlap or self.blocks == "parameter",
+            owner,
+            "overlap=True lets buckets leave as they come, and a block of blocks='model' may lie in two of them: use "
+            "blocks='parameter'",
+        )
+
+    @property
+    def whole_step(self) -> bool:  # type: ignore[override]
+        """Whether levels serve in the round to whose gradients they are fitted."""
+        return not self.overlap
+
+    @property
+    def joined(self) -> bool:  # type: ignore[override]
+        """Whether blocks cross parameters."""
+        return self.blocks == "model"
+
+    @property
+    def innermost(self) -> Cast | Compressor:
+        """Return any operator: none of it is used where everything travels in float32."""
+        return QSGDinf()
+
+    def is_update(self, round: int) -> bool:
+        """Return whether the levels are fitted anew in that round."""
+        last = max(self.updates, default=0)
+        return round in self.updates or (round > last and round % self.every == 0)
+
+    @property
+    def purpose(self) -> torch.Tensor:
+        """Return what levels are fitted for, int64; for another purpose they serve badly."""
+        fields = [self.tag, self.bits, self.norm == "max", self.block_size or 0, self.blocks == "model"]
+        return torch.tensor([*fields, self.model == "histogram"], dtype=torch.int64)
+
+    @property
+    def statistics(self) -> Statistics:
+        """Return what ranks exchange before a fit."""
+        return Histograms(self.weighted) if self.model == "histogram" else Normals(self.weighted, self.kept)
+
+    def no_levels(self) -> torch.Tensor:
+        """Return as many zeros as there are levels, float64."""
+        return torch.zeros(2**self.bits, dtype=torch.float64)
+
+    @abstractmethod
+    def fit(self, distribution: Distribution, before: Sequence[float] | None) -> list[float]:
+        """Return the best levels, ascending from -1 to 1."""
+
+    def codec(self, kernels: Kernels, segments: Sequence[Segment], world_size: int, seed: int) -> LevelCodec:
+        grid = Grid.ordered(powers(0.5, 2**self.bits))
+        return LevelCodec(
+            kernels, segments, world_size, seed, grid=grid, norm=self.norm, block_size=self.block_size, purpose="fitted"
+        )
+
+    def plan(self, setting: PlanSetting) -> BucketPlan:
+        return AdaptiveLevelPlan(self, setting)
+
+
+_FIELDS = """
+
+    Args:
+        bits: Code width b: 2^b signed levels from -1 to 1.
+        norm: "l2", as in the authors' program, or "max": what a block is divided by.
+        block_size: Values that share a norm, a multiple of 16; None: all of a parameter.
+        blocks: "model", as in the authors' program: cut from all compressed parameters joined in the order of
+            ``named_parameters``; or "parameter".
+        updates: Rounds in which the levels are fitted.
+        every: Rounds from one update to the next after those.
+        kept: Blocks of a worker whose statistics are exchanged, three float32 each, under the normal model: those
+            whose errors weigh most, which are those with the largest norms where blocks are equally long.
+        model: What levels are fitted to: "normal", as in the paper, a truncated normal for each kept block, of the mean
+            and the deviation of its values; or "histogram", how often the values of all blocks were counted in 641
+            fixed bins, an int64 each. Values of many layers in one block are far from normal: there the histogram is
+            the better model by far, see docs/quantisers.md.
+        overlap: False: the exchange begins when the whole gradient is there, and its statistics decide the levels that
+            it is rounded to. True: buckets leave while backward still runs, with the levels that there are, +-2^-j at
+            first; those that an update round's gradients make serve from the next round on, and are fitted while the
+            optimizer steps. Needs ``blocks="parameter"``.
+
+    Raises:
+        HyperparameterError: a field is out of range.
+
+    All of the gradient shares the levels. They are kept in the checkpoint, and fitted anew after one of another method,
+    width, norm or blocks. The statistics are those of the update round's own gradients on all workers, where the
+    authors draw ten further minibatches. Random numbers come from the rank's stream.
+
+    Reference: F. Faghri et al., "Adaptive Gradient Quantization for Data-Parallel SGD", NeurIPS 2020.
+    """
+
+
+def _properties(summary: str) -> Properties:
+    return Properties(
+        summary=summary,
+        paper="Faghri et al., AQSGD, NeurIPS 2020",
+        bit_stable=True,
+        bits_per_element=2 * (3.2 + 32 / 8192),
+        state="levels, the same on all ranks",
+        stream="rank",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ALQ(_Adaptive):
+    __doc__ = (
+        r"""ALQ: every level moves to where the expected variance of rounding is least.
+
+    A value v of a block with scale R is rounded without bias to one of the two neighbours of r = v / R among 2^b levels
+    l_j, as in :class:`QSGD`. The levels minimise the sum over j of the integral of (l_(j+1) - r) (r - l_j) dF(r) by
+    coordinate descent with the closed form of the paper's section 3.2. F is a mixture of the blocks' distributions. A
+    block of d values weighs R^2 d, since its error is R^2 times the sum of its values' errors in units of R. For
+    Euclidean norms of equally long blocks that is the squared norm, as in the paper."""
+        + _FIELDS
+    )
+
+    name: ClassVar[str] = "alq"
+    tag: ClassVar[int] = 5
+    weighted: ClassVar[bool] = True
+    properties: ClassVar[Properties] = _properties("Levels fitted to the gradient, each by itself")
+
+    def fit(self, distribution: Distribution, before: Sequence[float] | None) -> list[float]:
+        return best_levels(distribution, 2**self.bits, [before] if before else [])
+
+
+@dataclass(frozen=True, kw_only=True)
+class ALQN(ALQ):
+    __doc__ = (
+        """ALQ-N: as :class:`ALQ`, but a block of d values weighs d, whatever its scale.
+
+    Under the normal model all values of the kept blocks are one truncated normal."""
+        + _FIELDS
+    )
+
+    name: ClassVar[str] = "alq_n"
+    tag: ClassVar[int] = 6
+    weighted: ClassVar[bool] = False
+    properties: ClassVar[Properties] = _properties("Levels fitted to the gradient, norms of blocks left out")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AMQ(_Adaptive):
+    __doc__ = (
+        """AMQ: levels +-p^j, j = 0 .. 2^(b-1) - 1, with the ratio p of least expected variance; no zero.
+
+    The objective is that of :class:`ALQ`, over one number. At p = 1/2 this is NUQSGD without a zero."""
+        + _FIELDS
+    )
+
+    name: ClassVar[str] = "amq"
+    tag: ClassVar[int] = 7
+    weighted: ClassVar[bool] = True
+    properties: ClassVar[Properties] = _properties("An exponential grid whose ratio is fitted to the gradient")
+
+    def fit(self, distribution: Distribution, before: Sequence[float] | None) -> list[float]:
+        return powers(best_ratio(distribution, 2**self.bits), 2**self.bits)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AMQN(AMQ):
+    __doc__ = (
+        """AMQ-N: as :class:`AMQ`, but a block of d values weighs d, whatever its scale.
+
+    Under the normal model all values of the kept blocks are one truncated normal."""
+        + _FIELDS
+    )
+
+    name: ClassVar[str] = "amq_n"
+    tag: ClassVar[int] = 8
+    weighted: ClassVar[bool] = False
+    properties: ClassVar[Properties] = _properties("A fitted exponential grid, norms of blocks left out")

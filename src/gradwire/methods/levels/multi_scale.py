@@ -1,0 +1,188 @@
+"""MultiScale: several numbers of levels, one for each coordinate, agreed by all workers."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import torch
+
+from gradwire.exchange.codecs import NoSummary
+from gradwire.exchange.method import Properties, is_whole, require
+from gradwire.exchange.ops import Exchange
+from gradwire.exchange.protocols import PROTOCOLS, Context, Outcome, Section
+from gradwire.exchange.protocols.bucket_plan import Algorithm, BucketPlan, PlanSetting, SectionPlan
+from gradwire.exchange.segments import Segment
+from gradwire.methods.levels.level_compressor import check_blocks
+from gradwire.methods.levels.qsgd_max_norm import QSGDMaxNorm
+from gradwire.methods.levels.shared_levels import SharedLevelCodec
+from gradwire.methods.sparse.minimum import MinimumCodec
+from gradwire.methods.wrappers.wrapper import pieces
+
+if TYPE_CHECKING:
+    from gradwire.kernels import Kernels
+
+__all__ = ["MultiScale"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MultiScale(Algorithm):
+    r"""Multi-scale quantisation: small coordinates get more levels in the same width.
+
+    With s_1 < s_2 < ... the ``levels`` and R the largest magnitude of a block on any worker, the workers agree for each
+    coordinate k on the largest s_j whose level fits the range of s_1 on all of them, then proceed as
+    :class:`QSGDMaxNorm`::
+
+        j_k = min_i max { j : |v_ik| s_j / R <= s_1 }
+        z_ik = |v_ik| s_(j_k) / R, rounded at random, with the sign of v_ik         (in [-s_1, s_1])
+        mean_k = R / (s_(j_k) N) sum_i z_ik                                         (an exact integer sum)
+
+    Unbiased; worker i's variance is (R / s_(j_k))^2 p (1 - p), p = frac(|v_ik| s_(j_k) / R): never more than with s_1
+    alone where the ratios s_j / s_1 are whole, and far less for coordinates below s_1 / s_j of the scale on all
+    workers.
+
+    Args:
+        levels: Two or more level counts, ascending: the paper's (4, 8) bits are (15, 255).
+        block_size: Values that share a scale, a multiple of 16; None: all of a parameter.
+
+    Raises:
+        HyperparameterError: a field is out of range.
+        IncompatibleError: when attached to more workers than sums of s_1 levels have room for.
+
+    Wire: first the masks, a bit a coordinate for each count beyond the first, joined over workers by the same protocol;
+    then as :class:`QSGDMaxNorm` with s_1 levels. Draws from the rank's stream.
+
+    Reference: S. Vineeth, "Unbiased Single-scale and Multi-scale Quantizers for Distributed Optimization",
+    arXiv 2109.12497, 2021.
+
+    Example:
+        >>> import torch, gradwire as gw
+        >>> g = torch.tensor([[1.0, 0.125, 0.25], [-1.0, 0.125, 0.0]])
+        >>> gw.simulate(g, gw.MultiScale(levels=(1, 8))).mean[1]
+        tensor(0.1250)
+    """
+
+    levels: tuple[int, ...] = (15, 255)
+    block_size: int | None = None
+
+    name: ClassVar[str] = "multiscale"
+    tag: ClassVar[int] = 21
+    collectives: ClassVar[tuple[str, ...]] = ("two_shot", "all_gather")
+    kernels: ClassVar[tuple[str, ...]] = ("moments", "levels")
+    unbiased: ClassVar[bool] = True
+    omega_formula: ClassVar[str | None] = "as qsgdmaxnorm with the fewest levels, at most"
+    properties: ClassVar[Properties] = Properties(
+        summary="More levels for coordinates that are small on all workers, exact integer sums",
+        paper="Vineeth, Quantization for Distributed Optimization, 2021",
+        bit_stable=True,
+        bits_per_element=(16 / 3 + 8 + 2) / 2,
+        stream="rank",
+    )
+
+    def __post_init__(self) -> None:
+        listed = isinstance(self.levels, (tuple, list)) and all(is_whole(s) for s in self.levels)
+        ascending = listed and all(a < b for a, b in itertools.pairwise(self.levels))
+        require(
+            ascending and len(self.levels) > 1 and 1 <= self.levels[0] <= 32767 and self.levels[-1] < 1 << 23,
+            "MultiScale",
+            "levels is two or more ascending numbers, the first 1 to 32767 and all below 2^23, such as (15, 255), not "
+            f"{self.levels!r}",
+        )
+        object.__setattr__(self, "levels", tuple(self.levels))
+        check_blocks("MultiScale", self.block_size, "parameter")
+
+    @property
+    def worst_step(self) -> float | None:  # type: ignore[override]
+        """One step of the fewest levels."""
+        return 1 / self.levels[0]
+
+    @property
+    def innermost(self) -> QSGDMaxNorm:
+        """The same with the fewest levels everywhere."""
+        return QSGDMaxNorm(levels=self.levels[0], block_size=self.block_size)
+
+    def codec(self, kernels: Kernels, segments: Sequence[Segment], world_size: int, seed: int) -> SharedLevelCodec:
+        """Bind what carries the levels, once they are agreed."""
+        return SharedLevelCodec(
+            kernels, segments, world_size, seed, levels=self.levels[0], block_size=self.block_size, owner="MultiScale"
+        )
+
+    def plan(self, setting: PlanSetting) -> BucketPlan:
+        return _MultiScalePlan(self, setting)
+
+
+class _MultiScalePlan(SectionPlan):
+    """Agrees on the mask of a chunk, stretches the coordinates that it marks, and shrinks their mean again."""
+
+    def __init__(self, method: MultiScale, setting: PlanSetting) -> None:
+        super().__init__(method, setting)
+        self._factors = torch.tensor([s / method.levels[0] for s in method.levels], dtype=torch.float32)
+        sizes = [sum(b - a for a, b in runs) for runs in self.runs]
+        self._masks = [MinimumCodec(size, len(method.levels) - 1) for size in sizes]
+
+    def _count(self, magnitudes: torch.Tensor, limit: torch.Tensor, steps: torch.Tensor) -> None:
+        """Count the factors by which a magnitude may grow without passing its limit."""
+        stretched, counted = torch.empty_like(magnitudes), steps.numpy()
+        for number, factor in enumerate(self._factors[1:]):
+            torch.mul(magnitudes, factor, out=stretched)
+            # NumPy compares floats several times as fast as PyTorch does.
+            if number:
+                counted += np.less_equal(stretched.numpy(), limit.numpy())
+            else:
+                np.less_equal(stretched.numpy(), limit.numpy(), out=counted.view(np.bool_))
+
+    def _in_pieces(self, context: Context, steps: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Cut the chunk so that temporaries stay in a cache: where a piece lies in the bucket, and its steps."""
+        at = 0
+        for a, b in pieces(self.runs[context.chunk]):
+            yield slice(a, b), steps[at : at + b - a]
+            at += b - a
+
+    def _stretch(self, steps: torch.Tensor) -> torch.Tensor:
+        """Return the factor of each element."""
+        if len(self._factors) > 2:
+            return self._factors.index_select(0, steps.to(torch.int32))
+        # The first factor is 1, and a float32 above it and below 2^24 less 1 is exact. A choice by bits that are random
+        # takes many times as long.
+        return steps.to(torch.float32).mul_(self._factors[1] - 1).add_(1)
+
+    def run(self, context: Context, flat: torch.Tensor, prepared: Any) -> Exchange[Outcome]:
+        chunk, runs = self._chunks[context.chunk].whole, self.runs[context.chunk]
+        if chunk is None or not chunk.compressed:
+            return (yield from super().run(context, flat, prepared))
+        (bound,), ((summary, shared),) = chunk.compressed, prepared
+        numel = sum(b - a for a, b in runs)
+        steps = torch.empty(numel, dtype=torch.uint8, device=flat.device)
+        if not flat.is_meta:
+            limit = context.workspace.get("limit", 4 * numel).view(torch.float32)
+            bound.codec.spread(summary.select(bound.index, shared), limit)
+            at = 0
+            for where, part in self._in_pieces(context, steps):
+                self._count(flat[where].abs(), limit[at : at + len(part)], part)
+                at += len(part)
+        beside = replace(context, workspace=context.workspace.part("mask"), wants_sent=False, exchange=2)
+        section = Section(self._masks[context.chunk], NoSummary())
+        yield from PROTOCOLS[self.collective](beside, self.tag, [section], steps)
+        if flat.is_meta:
+            return (yield from super().run(context, flat, prepared))
+        for where, part in self._in_pieces(context, steps):
+            flat[where].mul_(self._stretch(part))
+        outcome = yield from super().run(context, flat, prepared)
+        for where, part in self._in_pieces(context, steps):
+            flat[where].div_(self._stretch(part))
+        inner = outcome.sent
+        if inner is None:
+            return outcome
+
+        def sent(out: torch.Tensor, weight: float) -> None:
+            stretched = torch.zeros_like(out)
+            inner(stretched, weight)
+            for where, part in self._in_pieces(context, steps):
+                stretched[where].div_(self._stretch(part))
+            # With what travels in float32, which lies between the runs.
+            out.add_(stretched)
+
+        return replace(outcome, sent=sent)

@@ -1,0 +1,1 @@
+"""Workers that step by themselves between exchanges."""

@@ -1,0 +1,90 @@
+"""Elastic averaging: workers are drawn to a centre, and the centre to them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+
+from gradwire.errors import IncompatibleError
+from gradwire.exchange.method import Method, Properties, require
+from gradwire.exchange.protocols.bucket_plan import BucketPlan, PlanSetting
+from gradwire.methods.casts.cast import FP32
+from gradwire.methods.local_steps.local_steps import LocalStepsMethod
+
+__all__ = ["EASGD"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EASGD(LocalStepsMethod):
+    r"""EASGD: elastic averaging, every ``every`` steps; with a Nesterov momentum in the optimizer, EAMSGD.
+
+    With x the centre, the same on all workers, and x_i worker i's parameters::
+
+        d_i = x - x_i        x_i <- x_i + alpha d_i        x <- x - alpha sum_i C(d_i)
+
+    Both right sides have the values of before. Workers stay different, which lets them search apart; the centre follows
+    their mean. It is what is to be evaluated: ``link.global_parameters()``. C is the inner method; a worker is drawn by
+    its own difference as it is.
+
+    The centre is drawn by N alpha, which must not be more than 1, or it overshoots its workers.
+
+    Args:
+        inner: The method by which differences are exchanged.
+        every: Optimizer steps from one exchange to the next.
+        alpha: Above 0 and below 1; None for 0.9 / N, the paper's beta = 0.9.
+
+    Raises:
+        HyperparameterError: a field is out of range, or alpha times the number of workers is above 1.
+
+    Memory: the centre, 4 bytes an element, beside what the inner method keeps.
+
+    Reference: S. Zhang, A. Choromanska, Y. LeCun, "Deep learning with Elastic Averaging SGD", NIPS 2015, algorithm 1
+    with all workers at a time, and equations 3 and 4; beta is alpha N.
+
+    Example:
+        >>> import gradwire as gw
+        >>> gw.EASGD(every=10).local_steps
+        10
+    """
+
+    inner: Method = field(default_factory=FP32, kw_only=False)
+    every: int = 10
+    alpha: float | None = None
+
+    name: ClassVar[str] = "easgd"
+    keeps_own: ClassVar[bool] = True
+    unbiased: ClassVar[bool] = True
+    unbiased_note: ClassVar[str | None] = "the mean of parameters"
+    properties: ClassVar[Properties] = Properties(
+        summary="Workers step by themselves, drawn to a centre that follows their mean",
+        paper="Zhang et al., NIPS 2015",
+        bit_stable=False,
+        bits_per_element=32.0,
+        state="the centre",
+        state_bytes_per_element=4.0,
+    )
+
+    def __post_init__(self) -> None:
+        self.check_inner()
+        if self.alpha is not None:
+            number = isinstance(self.alpha, int | float) and not isinstance(self.alpha, bool)
+            require(number and 0 < self.alpha < 1, "EASGD", f"alpha is above 0 and below 1, not {self.alpha!r}")
+            object.__setattr__(self, "alpha", float(self.alpha))
+
+    def plan(self, setting: PlanSetting) -> BucketPlan:
+        workers = setting.world_size
+        if self.alpha is not None and self.alpha * workers > 1:
+            raise IncompatibleError(
+                f"EASGD: alpha={self.alpha:g} draws the centre beyond the mean of {workers} workers: use at most "
+                f"{1 / workers:g}"
+            )
+        return super().plan(setting)
+
+    def step_(
+        self, own: torch.Tensor, held: torch.Tensor, mean: torch.Tensor, velocity: torch.Tensor | None, workers: int
+    ) -> None:
+        alpha = 0.9 / workers if self.alpha is None else self.alpha
+        own.add_(held - own, alpha=alpha)
+        held.add_(mean - held, alpha=alpha * workers)

@@ -1,0 +1,238 @@
+"""What methods of a low rank have in common: factors of a bucket's matrices, and their means over workers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+
+from gradwire.exchange.compressor import Compressor
+from gradwire.exchange.method import Method, require
+from gradwire.exchange.ops import Exchange
+from gradwire.exchange.protocols import Context
+from gradwire.exchange.protocols.bucket_plan import BucketPlan, PlanSetting, SectionPlan
+from gradwire.exchange.protocols.pieces import join
+from gradwire.exchange.segments import Parameter, Segment
+from gradwire.methods.casts.cast import BF16, FP32
+from gradwire.methods.feedback.contraction import check_contraction
+from gradwire.methods.feedback.error_feedback import ResidualAlgorithm, momentum_beside_residual
+from gradwire.methods.feedback.local_momentum import checked_momentum
+from gradwire.methods.low_rank.float_means import Beside, mean_of_floats
+from gradwire.methods.low_rank.low_rank import Matrix, check_matrix_rank, draw_factor, matrices, matrix_table
+from gradwire.methods.ternary.terngrad import TernGrad
+
+__all__ = ["FactorPlan", "LowRankAlgorithm", "Sent", "Side", "all_finite"]
+
+Sent = Callable[[torch.Tensor, float], None]
+"""``sent(out, weight)`` adds ``weight`` times what this rank sent of a side, and of all behind it, to ``out``."""
+
+
+class LowRankAlgorithm(ResidualAlgorithm):
+    """An algorithm that sends factors of matrices, with the fields ``matrix_rank``, ``least_saving`` and ``values``.
+
+    No dataclass, so that each method's own fields keep their order in its spec.
+    """
+
+    matrix_rank: int
+    least_saving: float
+    values: Method
+
+    tag: ClassVar[int]
+    unbiased: ClassVar[bool] = False
+    unbiased_note: ClassVar[str | None] = "no; nothing is lost"
+
+    @property
+    def collectives(self) -> tuple[str, ...]:  # type: ignore[override]
+        """Those of a cast, or the operator's but for one that rounds the mean, which no residual would know of."""
+        operator = self.operator
+        found = ("two_shot", "all_gather") if operator is None else operator.collectives
+        sums = operator is None or not operator.re_encoding
+        return tuple(collective for collective in found if sums or collective != "two_shot")
+
+    @property
+    def kernels(self) -> tuple[str, ...]:  # type: ignore[override]
+        """Those of the factors, and the operator's."""
+        return ("low_rank", *(() if self.operator is None else self.operator.kernels))
+
+    @property
+    def operator(self) -> Compressor | None:
+        """The operator by which factors travel; None where they are cast."""
+        return self.values if isinstance(self.values, Compressor) else None
+
+    def check_fields(self) -> None:
+        """Check the fields that all of them have.
+
+        Raises:
+            HyperparameterError: a field is out of range.
+        """
+        owner, saving = type(self).__name__, self.least_saving
+        check_matrix_rank(owner, self.matrix_rank)
+        number = isinstance(saving, int | float) and not isinstance(saving, bool)
+        require(number and saving >= 1, owner, f"least_saving is at least 1, not {saving!r}")
+        object.__setattr__(self, "least_saving", float(saving))
+        operator = self.operator
+        require(
+            isinstance(self.values, FP32 | BF16)
+            or (operator is not None and not (operator.joined or operator.needs_link_cost or operator.direction)),
+            owner,
+            "values is FP32(), BF16() or an operator on one vector such as QSGDinf(levels=7, block_size=256), not "
+            f"{self.values!r}",
+        )
+        if operator is not None:
+            check_contraction(owner, operator, "so its residual may grow without bound", "no residual")
+        object.__setattr__(self, "momentum", checked_momentum(owner, self.momentum))
+
+    @property
+    def innermost(self) -> TernGrad:
+        """Any operator for the same protocol: nothing of it is used where everything travels in float32."""
+        return TernGrad()
+
+    def caution(self, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> str | None:
+        # The papers train with momentum after the exchange, at the rates of SGD: what is left out is small and changes
+        # from round to round.
+        return momentum_beside_residual(self, optimizer, 1.0)
+
+
+def all_finite(values: torch.Tensor) -> bool:
+    """Return whether all values are finite, of which there may be none."""
+    # A NaN is passed on by the maximum.
+    return not values.numel() or math.isfinite(float(values.abs().amax()))
+
+
+class Side:
+    """The left factors of a bucket's matrices, or the right ones, one after the other.
+
+    Attributes:
+        name: "left" or "right".
+        segments: Where each factor lies, ``[rank, rows]`` or ``[rank, columns]``, under its parameter's name.
+        numel: Numbers of all factors.
+    """
+
+    def __init__(self, found: Sequence[Matrix], name: str) -> None:
+        self._matrices, self.name = found, name
+        self.segments: list[Segment] = []
+        self.numel = 0
+        for m in found:
+            numel = m.rank * (m.rows if name == "left" else m.columns)
+            self.segments.append(Segment(m.segment.parameter, self.numel, 0, numel))
+            self.numel += numel
+        vectors = [s.numel // m.rank for s, m in zip(self.segments, found) for _ in range(m.rank)]
+        self._lengths = torch.tensor(vectors, dtype=torch.int64)
+
+    def held(self, context: Context, kind: str, seed: int) -> torch.Tensor:
+        """Return the factors that are remembered; a vector that is zero is drawn.
+
+        So are all of them at first and after a gradient of zeros, and those that depended on the others in the round
+        before: it would stay zero.
+        """
+        return self.filled(context.memory.read(kind, self.segments, replicated=True), seed, context.round)
+
+    def filled(self, factors: torch.Tensor, seed: int, round: int, whose: str = "") -> torch.Tensor:
+        """Return factors of which every vector that is zero has been drawn, the same on all ranks.
+
+        Args:
+            whose: Stands behind the names of parameters where only some ranks draw them.
+        """
+        if not self._matrices:
+            return factors
+        nothing = torch.segment_reduce(factors.abs(), "max", lengths=self._lengths) == 0
+        if not bool(nothing.any()):
+            return factors
+        found, at = factors.clone(), 0
+        for m, segment in zip(self._matrices, self.segments):
+            zero = nothing[at : at + m.rank]
+            at += m.rank
+            if bool(zero.any()):
+                factor = found[segment.offset : segment.offset + segment.numel].view(m.rank, -1)
+                drawn = draw_factor(m.segment.parameter.name + whose, factor.shape[1], m.rank, seed, round)
+                factor.copy_(torch.where(zero[:, None], drawn, factor))
+        return found
+
+    def vectors(self) -> list[Segment]:
+        """Return the vectors of all factors as parameters of their own, whose names are the sides', too."""
+        found = []
+        for m, factor in zip(self._matrices, self.segments):
+            length = factor.numel // m.rank
+            for i in range(m.rank):
+                name = f"{m.segment.parameter.name}, {self.name} vector {i}"
+                found.append(Segment(Parameter(name, (length,), (1,)), factor.offset + i * length, 0, length))
+        return found
+
+    def keep(self, context: Context, kind: str, values: torch.Tensor) -> None:
+        """Remember factors, from the end of the round on."""
+        context.memory.stage(kind, self.segments, replicated=True).copy_(values[: self.numel])
+
+
+class FactorPlan(BucketPlan):
+    """A bucket with matrices that factors describe, and what is not compressed beside one of the sides.
+
+    Attributes:
+        matrices: The parameters that are compressed.
+        table: Where they lie, for the kernels.
+        left, right: The sides of their factors.
+        rest: All other segments.
+    """
+
+    chunks = 1
+
+    def __init__(self, method: LowRankAlgorithm, setting: PlanSetting) -> None:
+        self.method, self.setting, self.collective = method, setting, setting.collective
+        self.matrices = matrices(setting.segments, method.matrix_rank, method.least_saving)
+        whole = {m.segment for m in self.matrices}
+        self.rest = [s for s in setting.segments if s not in whole and s.numel]
+        self.runs = [join((m.segment.offset, m.segment.offset + m.segment.numel) for m in self.matrices)]
+        self.table = matrix_table(self.matrices)
+        self.left, self.right = Side(self.matrices, "left"), Side(self.matrices, "right")
+        self._beside = Beside(self.rest)
+        self._plans: dict[tuple[str, int], SectionPlan] = {}
+
+    def prepare(self, context: Context, flat: torch.Tensor) -> Exchange[None]:
+        return
+        yield
+
+    def room(self, flat: torch.Tensor, side: Side) -> torch.Tensor:
+        """Return a vector for the factors of a side with all that is not compressed behind them."""
+        values = flat.new_empty(side.numel + self._beside.numel)
+        self._beside.take(flat, values[side.numel :])
+        return values
+
+    def take_rest(self, flat: torch.Tensor, side: Side, values: torch.Tensor) -> None:
+        """Write what lies behind the factors of a side back into the bucket."""
+        self._beside.put(values[side.numel :], flat)
+
+    def add_rest(self, own: torch.Tensor, weight: float, out: torch.Tensor) -> None:
+        """Add ``weight`` times what this rank contributed to all that is not compressed."""
+        self._beside.add(own, weight, out)
+
+    def mean(self, context: Context, values: torch.Tensor, side: Side) -> Exchange[Sent | None]:
+        """Replace factors of a side, and what lies behind them, by their mean over ranks, in the order of ranks.
+
+        Returns:
+            What this rank sent, where an operator encodes the factors and ``context.wants_sent``; else None.
+        """
+        operator = self.method.operator
+        if operator is None:
+            dtype = torch.bfloat16 if isinstance(self.method.values, BF16) else torch.float32
+            yield from mean_of_floats(context, self.collective, self.method.tag, values, side.numel, dtype)
+            return None
+        plan = self._plan(operator, side, len(values))
+        if not plan.chunks:  # of no element
+            return None
+        prepared = yield from plan.prepare(context, values)
+        outcome = yield from plan.run(context, values, prepared)
+        return outcome.sent
+
+    def _plan(self, operator: Compressor, side: Side, numel: int) -> SectionPlan:
+        """Return the exchange of a side and what lies behind it: of each factor every vector is encoded by itself."""
+        found = self._plans.get((side.name, numel))
+        if found is None:
+            segments = side.vectors()
+            if numel > side.numel:
+                behind = numel - side.numel
+                segments.append(Segment(Parameter("(beside)", (behind,), (1,)), side.numel, 0, behind, dense=True))
+            setting = replace(self.setting, segments=segments, chunk_numel=max(1, numel))
+            found = self._plans[side.name, numel] = SectionPlan(operator, setting)
+        return found

@@ -1,0 +1,144 @@
+"""PowerSGD: matrices as products of two thin factors, improved by one step of the power method a round."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+
+from gradwire.exchange.method import Method, Properties
+from gradwire.exchange.ops import Exchange
+from gradwire.exchange.protocols import Context, Outcome
+from gradwire.exchange.protocols.bucket_plan import BucketPlan, PlanSetting
+from gradwire.exchange.segments import Parameter
+from gradwire.methods.casts.cast import FP32
+from gradwire.methods.low_rank.factors import FactorPlan, LowRankAlgorithm, all_finite
+from gradwire.methods.low_rank.float_means import first_of_two
+from gradwire.methods.low_rank.low_rank import shape_of
+
+__all__ = ["PowerSGD"]
+
+FACTOR = "factor"
+"""What is remembered of a parameter beside its residual: the right factor, ``columns * rank`` numbers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PowerSGD(LowRankAlgorithm):
+    r"""PowerSGD: each matrix as a product of two factors of a low rank, with error feedback.
+
+    With M_i worker i's gradient of a parameter plus its residual, as a matrix of n by m, and a factor Q of m by r, the
+    same on all workers and at first random::
+
+        P = orthonormalise((1 / N) sum_i M_i Q)       Q <- (1 / N) sum_i M_i^T P
+        mean = P Q^T        residual_i <- M_i - P Q^T
+
+    One step of the power method a round, from where the last one ended: for a matrix that stays as it is, the product
+    becomes the best of rank r. Both sums are linear, so that workers do as one worker with the mean of their matrices.
+    The mean is no contraction of every matrix: what is orthogonal to Q is not seen, until the residual has turned Q.
+
+    A matrix has the outermost dimension in memory as rows and all others as columns. It is compressed where two factors
+    have ``least_saving`` times fewer numbers; all else, vectors among it, travels in float32 beside the right factors.
+    All sums are made in a stated order, so that the bits are the same on every machine and in every layout.
+
+    Args:
+        matrix_rank: Columns r of a factor.
+        least_saving: How many times fewer numbers the factors of a matrix must have; 1 or more.
+        momentum: Of each worker's own, before compression, see :class:`ErrorFeedback`. The paper has the optimizer's
+            momentum after it, which is ``momentum=0.0`` here.
+        values: How factors travel: ``FP32()``, ``BF16()``, or an operator that is a contraction, such as
+            ``QSGDinf(levels=7, block_size=256)``, to which each vector of a factor is a parameter of its own. What
+            rounding takes from a product stays in the residuals: with ``BF16()`` because all of them are less the
+            product itself, and with an operator C because worker i's is less what it sent,
+            residual_i <- M_i - P C(M_i^T P)^T.
+
+    Raises:
+        HyperparameterError: a field is out of range.
+
+    Wire: left factors, then right ones and what is not compressed, by two-shot or a gather (``docs/wire-format.md``).
+    The first factor is drawn from the shared stream; it is uniform, where the paper's is normal, which no machine would
+    round alike.
+
+    Reference: T. Vogels, S. P. Karimireddy, M. Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for
+    Distributed Optimization", NeurIPS 2019, algorithms 1 and 2.
+
+    Example:
+        >>> import torch, gradwire as gw
+        >>> w = torch.outer(torch.arange(1.0, 33.0), torch.ones(32))
+        >>> torch.allclose(gw.simulate([{"w": w}, {"w": 3 * w}], gw.PowerSGD()).mean["w"], 2 * w)
+        True
+    """
+
+    matrix_rank: int = 2
+    least_saving: float = 2.0
+    momentum: float = 0.0
+    values: Method = field(default_factory=FP32)
+
+    name: ClassVar[str] = "powersgd"
+    tag: ClassVar[int] = 40
+    properties: ClassVar[Properties] = Properties(
+        summary="Matrices as products of two factors of a low rank, with error feedback",
+        paper="Vogels et al., PowerSGD, NeurIPS 2019",
+        bit_stable=True,
+        bits_per_element=32 * 2 * 2000 / 1e6,
+        state="a residual per parameter and rank, a factor per parameter",
+        state_bytes_per_element=4.0,
+        stream="shared",
+    )
+
+    def __post_init__(self) -> None:
+        self.check_fields()
+
+    @property
+    def remembers(self) -> tuple[str, ...]:  # type: ignore[override]
+        """The factor beside what every residual algorithm remembers."""
+        return (*super().remembers, FACTOR)
+
+    def remembered_numel(self, kind: str, parameter: Parameter) -> int:
+        if kind != FACTOR:
+            return parameter.numel
+        rows, columns = shape_of(parameter)
+        return columns * min(self.matrix_rank, rows, columns)
+
+    def plan(self, setting: PlanSetting) -> BucketPlan:
+        return self.fed_back(_PowerPlan(self, setting), setting)
+
+
+class _PowerPlan(FactorPlan):
+    """Left factors, then right ones with what is not compressed."""
+
+    def run(self, context: Context, flat: torch.Tensor, prepared: None) -> Exchange[Outcome]:
+        kernels, table = self.setting.kernels, self.table
+        left, right = flat.new_empty(self.left.numel), self.room(flat, self.right)
+        factors = right[: self.right.numel]
+        if not flat.is_meta:
+            kernels.multiply_right(flat, table, self.right.held(context, FACTOR, self.setting.seed), left)
+        if self.matrices:
+            yield from self.mean(first_of_two(context), left, self.left)
+
+        basis = left if flat.is_meta else kernels.orthonormalise(left, table, "left")
+        if not flat.is_meta:
+            kernels.multiply_left(flat, table, basis, factors)
+        own = right[self.right.numel :].clone() if context.wants_sent else None
+        coded = yield from self.mean(context, right, self.right)
+        if flat.is_meta:
+            return Outcome()
+        self.take_rest(flat, self.right, right)
+        kernels.multiply_out(basis, factors, table, flat)
+        if self.matrices:
+            self.right.keep(context, FACTOR, right)
+        finite = all_finite(right) and all_finite(left)
+        if own is None:
+            return Outcome(finite)
+
+        def sent(out: torch.Tensor, weight: float) -> None:
+            # What a worker contributed to a matrix is the product itself, as in the paper: only the mean of the
+            # residuals decides what comes of them. Yet in each of them the differences between workers add up, and an
+            # operator errs by a share of what it is given: then it is what the worker sent.
+            share = factors
+            if coded is not None:
+                coded(share := torch.zeros(len(right)), 1.0)
+            kernels.multiply_out(basis, share[: self.right.numel], table, out, weight)
+            self.add_rest(own, weight, out)
+
+        return Outcome(finite, sent)

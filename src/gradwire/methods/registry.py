@@ -1,0 +1,251 @@
+"""All methods of the package, and their declared properties."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gradwire.exchange.method import Method
+from gradwire.methods.atoms.atomo import ATOMO
+from gradwire.methods.atoms.fourier_atomo import FourierATOMO
+from gradwire.methods.atoms.spectral_atomo import SpectralATOMO
+from gradwire.methods.casts.cast import BF16, FP16, FP32
+from gradwire.methods.feedback.diana import DIANA, DQGD
+from gradwire.methods.feedback.ef21 import EF21
+from gradwire.methods.feedback.error_feedback import ErrorFeedback
+from gradwire.methods.gossip.choco_sgd import ChocoSGD
+from gradwire.methods.gossip.dpsgd import DPSGD
+from gradwire.methods.gossip.power_gossip import PowerGossip
+from gradwire.methods.lattice.lattice import Lattice
+from gradwire.methods.learned.lgc import LGC
+from gradwire.methods.levels.adaptive_levels import ALQ, ALQN, AMQ, AMQN
+from gradwire.methods.levels.dorefa import DoReFa
+from gradwire.methods.levels.multi_scale import MultiScale
+from gradwire.methods.levels.natural_dithering import NaturalDithering
+from gradwire.methods.levels.nuqsgd import NUQSGD
+from gradwire.methods.levels.p_quantisation import PQuantisation
+from gradwire.methods.levels.qsgd import QSGD, QSGDinf
+from gradwire.methods.levels.qsgd_max_norm import QSGDMaxNorm
+from gradwire.methods.local_steps.diloco import DiLoCo
+from gradwire.methods.local_steps.easgd import EASGD
+from gradwire.methods.local_steps.local_sgd import LocalSGD
+from gradwire.methods.local_steps.sparse_loco import SparseLoCo
+from gradwire.methods.local_steps.streaming_diloco import StreamingDiLoCo
+from gradwire.methods.low_rank.acp_sgd import ACPSGD
+from gradwire.methods.low_rank.powersgd import PowerSGD
+from gradwire.methods.natural.natural import Natural
+from gradwire.methods.rotations.eden import DRIVE, EDEN
+from gradwire.methods.rotations.quic_fl import QUICFL
+from gradwire.methods.rotations.rotated import Rotated
+from gradwire.methods.signs.ef_signsgd import EFSignSGD
+from gradwire.methods.signs.onebit import OneBit
+from gradwire.methods.signs.scaledsign import ScaledSign
+from gradwire.methods.signs.signsgd import SignSGD, Signum
+from gradwire.methods.sketches.sketched_amsgrad import SketchedAMSGrad
+from gradwire.methods.sketches.sketched_sgd import SketchedSGD
+from gradwire.methods.sparse.cat import CAT
+from gradwire.methods.sparse.clt_k import CLTk
+from gradwire.methods.sparse.dgc import DGC
+from gradwire.methods.sparse.grandk import GRandK
+from gradwire.methods.sparse.gtopk import GTopK
+from gradwire.methods.sparse.rand_k import RandK
+from gradwire.methods.sparse.sidco import SIDCo
+from gradwire.methods.sparse.threshold import Threshold
+from gradwire.methods.sparse.top_k import TopK
+from gradwire.methods.ternary.terngrad import TernGrad
+from gradwire.methods.wrappers.coded import Coded
+from gradwire.methods.wrappers.hierarchical import Hierarchical
+from gradwire.methods.wrappers.l_greco import LGreCo
+from gradwire.methods.wrappers.scheduled import Scheduled
+
+__all__ = [
+    "ACPSGD",
+    "ALQ",
+    "ALQN",
+    "AMQ",
+    "AMQN",
+    "ATOMO",
+    "BF16",
+    "CAT",
+    "DGC",
+    "DIANA",
+    "DPSGD",
+    "DQGD",
+    "DRIVE",
+    "EASGD",
+    "EDEN",
+    "EF21",
+    "FP16",
+    "FP32",
+    "LGC",
+    "NUQSGD",
+    "QSGD",
+    "QUICFL",
+    "CLTk",
+    "ChocoSGD",
+    "Coded",
+    "DiLoCo",
+    "DoReFa",
+    "EFSignSGD",
+    "ErrorFeedback",
+    "FourierATOMO",
+    "GRandK",
+    "GTopK",
+    "Hierarchical",
+    "LGreCo",
+    "Lattice",
+    "LocalSGD",
+    "MethodInfo",
+    "MultiScale",
+    "Natural",
+    "NaturalDithering",
+    "OneBit",
+    "PQuantisation",
+    "PowerGossip",
+    "PowerSGD",
+    "QSGDMaxNorm",
+    "QSGDinf",
+    "RandK",
+    "Rotated",
+    "SIDCo",
+    "ScaledSign",
+    "Scheduled",
+    "SignSGD",
+    "Signum",
+    "SketchedAMSGrad",
+    "SketchedSGD",
+    "SparseLoCo",
+    "SpectralATOMO",
+    "StreamingDiLoCo",
+    "TernGrad",
+    "Threshold",
+    "TopK",
+    "methods",
+]
+
+METHODS: tuple[type[Method], ...] = (
+    FP32,
+    FP16,
+    BF16,
+    TernGrad,
+    QSGD,
+    QSGDinf,
+    NUQSGD,
+    DoReFa,
+    ALQ,
+    ALQN,
+    AMQ,
+    AMQN,
+    ErrorFeedback,
+    EF21,
+    DQGD,
+    DIANA,
+    Coded,
+    QSGDMaxNorm,
+    EDEN,
+    DRIVE,
+    QUICFL,
+    Rotated,
+    MultiScale,
+    Natural,
+    NaturalDithering,
+    Lattice,
+    ScaledSign,
+    EFSignSGD,
+    SignSGD,
+    Signum,
+    OneBit,
+    PQuantisation,
+    GRandK,
+    PowerSGD,
+    ACPSGD,
+    TopK,
+    RandK,
+    Threshold,
+    GTopK,
+    ATOMO,
+    SpectralATOMO,
+    FourierATOMO,
+    CAT,
+    CLTk,
+    DGC,
+    SIDCo,
+    SketchedSGD,
+    SketchedAMSGrad,
+    Scheduled,
+    LGreCo,
+    LGC,
+    Hierarchical,
+    LocalSGD,
+    DiLoCo,
+    StreamingDiLoCo,
+    SparseLoCo,
+    EASGD,
+    DPSGD,
+    ChocoSGD,
+    PowerGossip,
+)
+"""Every method of the package; adding one adds a line here."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MethodInfo:
+    """A method's declared properties, as ``gradwire methods`` prints them.
+
+    ``omega`` and ``delta`` are numbers that hold whatever the size of a parameter, or None where there is none; the
+    formulas say what they are for vectors, or blocks, of d elements. ``paper_spec`` is the method with the settings of
+    its paper. The other attributes are those of
+    :class:`gradwire.exchange.method.Properties` and :class:`gradwire.exchange.method.Method`.
+    """
+
+    name: str
+    spec: str
+    summary: str
+    unbiased: bool
+    unbiased_note: str | None
+    bits_per_element: float
+    omega: float | None
+    omega_formula: str | None
+    delta: float | None
+    delta_formula: str | None
+    bit_stable: bool
+    state: str
+    state_bytes_per_element: float
+    stream: str
+    collectives: tuple[str, ...]
+    paper: str
+    paper_spec: str
+
+    @classmethod
+    def of(cls, method: Method) -> MethodInfo:
+        """Return the declared properties of a method; ``bits_per_element`` and ``state_bytes_per_element`` are
+        those of its class's defaults.
+
+        Example:
+            >>> MethodInfo.of(QSGDinf(levels=1, block_size=64)).omega
+            3.5
+        """
+        p = type(method).properties
+        return cls(
+            name=type(method).name,
+            spec=repr(method),
+            summary=p.summary,
+            unbiased=method.unbiased,
+            unbiased_note=method.unbiased_note,
+            bits_per_element=p.bits_per_element,
+            omega=method.omega,
+            omega_formula=method.omega_formula,
+            delta=method.delta,
+            delta_formula=method.delta_formula,
+            bit_stable=p.bit_stable,
+            state=p.state,
+            state_bytes_per_element=p.state_bytes_per_element,
+            stream=p.stream,
+            collectives=tuple(method.collectives),
+            paper=p.paper,
+            paper_spec=repr(type(method).paper()),
+        )
+
+
+def methods() -> dict[str, MethodInfo]:
+    """Map each method's lower-case name to the declared properties of its default."""
+    return {kind.name: MethodInfo.of(kind()) for kind in METHODS}

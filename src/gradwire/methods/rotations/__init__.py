@@ -1,0 +1,1 @@
+"""Rotations before rounding: DRIVE, EDEN, QUIC-FL."""

@@ -1,0 +1,1 @@
+"""One bit an element."""

@@ -1,0 +1,119 @@
+"""1-bit SGD: a bit an element, two values a column, and error feedback."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from gradwire.exchange.method import Properties
+from gradwire.exchange.protocols.bucket_plan import BucketPlan, PlanSetting, SectionPlan
+from gradwire.exchange.segments import Parameter, Segment
+from gradwire.methods.feedback.error_feedback import ResidualAlgorithm, momentum_beside_residual
+from gradwire.methods.feedback.local_momentum import checked_momentum
+from gradwire.methods.levels.level_compressor import check_blocks
+from gradwire.methods.signs.scaledsign import ScaledSign
+from gradwire.methods.signs.sign_codec import SignCodec
+
+if TYPE_CHECKING:
+    from gradwire.kernels import Kernels
+
+__all__ = ["OneBit"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OneBit(ResidualAlgorithm):
+    r"""1-bit SGD: which side of zero an element lies on, the mean of each side, and error feedback.
+
+    With g_i worker i's gradient, e_i its residual, zero at first, and j a column::
+
+        p_i = g_i + e_i        Q(p)_kj = mean of the p_lj >= 0 if p_kj >= 0 else mean of the p_lj < 0
+        mean = (1 / N) sum_i Q(p_i)        e_i <- p_i - Q(p_i)
+
+    A *column* holds the weights of one output: the elements of one index of the first dimension, a row of
+    ``torch.nn.Linear``'s weight and a filter of a convolution (in memory order). A parameter with one dimension is a
+    single column. With ``block_size``, blocks of that many elements take the place of columns. A side without an
+    element has the mean zero.
+
+    Q is the least-squares choice for that partition: |Q(p)|^2 + |p - Q(p)|^2 = |p|^2, and the error of a column is at
+    most that of :class:`ScaledSign` on it, 1 - 2/pi for a long Gaussian one.
+
+    Every worker receives every worker's bits. The paper's other way, where the owner of a stripe quantises the sum
+    again with a residual of its own, is not offered. Unquantised steps at the beginning, which the paper needs, are
+    ``attach(..., warmup_steps=...)``. Momentum beside the residual is discussed at :class:`EFSignSGD`.
+
+    Args:
+        block_size: Elements that share two means, a multiple of 16; None: a column, as in the paper.
+        momentum: Applied before compression, as :class:`ErrorFeedback` describes; above 0 the optimizer must have
+            none.
+
+    Raises:
+        HyperparameterError: ``block_size`` or ``momentum`` is out of range.
+
+    Wire: for columns (or blocks) of m elements a worker's payload has 1 + 64/m bits an element: float32 pairs, then
+    bits (``docs/wire-format.md``). It is sent to N - 1 workers: on the scale where a float32 all-reduce has 32, that is
+    N/2 (1 + 64/m) bits, with four workers 2 + 128/m. Short columns are wasteful (with four workers 4 bits at m = 64,
+    16.2 at m = 9): leave such parameters out with ``exclude``, or use blocks. Draws nothing.
+
+    Reference: F. Seide et al., "1-Bit Stochastic Gradient Descent and its Application to Data-Parallel Distributed
+    Training of Speech DNNs", Interspeech 2014, sections 3.1 and 3.2.
+
+    Example:
+        >>> import torch, gradwire as gw
+        >>> w = torch.tensor([[1.0, 3.0, -4.0], [2.0, 2.0, 2.0]])
+        >>> gw.simulate([{"w": w}], gw.OneBit()).mean["w"]
+        tensor([[ 2.,  2., -4.],
+                [ 2.,  2.,  2.]])
+    """
+
+    block_size: int | None = None
+    momentum: float = 0.0
+
+    name: ClassVar[str] = "onebit"
+    on_device: ClassVar[bool] = True
+    tag: ClassVar[int] = 19
+    collectives: ClassVar[tuple[str, ...]] = ("all_gather",)
+    scatters: ClassVar[bool] = True
+    kernels: ClassVar[tuple[str, ...]] = ("signs",)
+    unbiased: ClassVar[bool] = False
+    delta_formula: ClassVar[str | None] = "at least 1/m for columns or blocks of m, of g + e"
+    properties: ClassVar[Properties] = Properties(
+        summary="A bit an element and two means a column, with error feedback",
+        paper="Seide et al., 1-bit SGD, Interspeech 2014",
+        bit_stable=True,
+        bits_per_element=2.0,
+        state="a residual per parameter and rank",
+        state_bytes_per_element=4.0,
+    )
+
+    def __post_init__(self) -> None:
+        check_blocks("OneBit", self.block_size, "parameter")
+        object.__setattr__(self, "momentum", checked_momentum("OneBit", self.momentum))
+
+    @property
+    def innermost(self) -> ScaledSign:
+        """Any operator for the same protocol: nothing of it is used where everything travels in float32."""
+        return ScaledSign()
+
+    def caution(self, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> str | None:
+        longest = max((self._run(Parameter.of(name, p)) for name, p in parameters.items()), default=1)
+        return momentum_beside_residual(self, optimizer, 1 / longest)
+
+    def codec(self, kernels: Kernels, segments: Sequence[Segment], world_size: int, seed: int) -> SignCodec:
+        length = [self._run(s.parameter) for s in segments]
+        return SignCodec(kernels, segments, world_size, length=length, sides=2)
+
+    def plan(self, setting: PlanSetting) -> BucketPlan:
+        return self.fed_back(SectionPlan(self, setting), setting)
+
+    def _run(self, parameter: Parameter) -> int:
+        """Return the number of elements of a parameter that share two means."""
+        return self.block_size or _column(parameter)
+
+
+def _column(parameter: Parameter) -> int:
+    """Elements of a column."""
+    shape = parameter.shape
+    return max(1, parameter.numel // shape[0] if len(shape) > 1 and shape[0] else parameter.numel)

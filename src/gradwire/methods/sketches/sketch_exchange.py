@@ -1,0 +1,193 @@
+"""The large elements of a mean: found in a sum of count sketches, then asked for by exact value."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+from gradwire.exchange.method import is_whole, require
+from gradwire.exchange.ops import Exchange
+from gradwire.exchange.protocols import Context
+from gradwire.exchange.protocols.bucket_plan import Algorithm, PlanSetting
+from gradwire.exchange.protocols.pieces import join
+from gradwire.exchange.segments import divide
+from gradwire.kernels import MOST_COLUMNS, MOST_ROWS, SegmentTable
+from gradwire.methods.low_rank.float_means import Beside, first_of_two, mean_of_floats
+from gradwire.methods.sparse.top_k import check_density
+from gradwire.methods.ternary.terngrad import TernGrad
+from gradwire.seeds import SHARED, parameter_key
+
+if TYPE_CHECKING:
+    from gradwire.kernels import Kernels
+
+__all__ = ["COLUMNS_EACH", "Asked", "SketchAlgorithm", "SketchExchange", "largest"]
+
+COLUMNS_EACH = 10
+"""Columns for each element that is kept, where no number is given: those of the experiments of Ivkin et al."""
+
+
+class SketchAlgorithm(Algorithm):
+    """An algorithm that finds elements in sketches of all compressed parameters, joined.
+
+    No dataclass, so that each method's own fields keep their order in its spec.
+    """
+
+    rows: int
+    columns: int | None
+    density: float
+    candidates: int
+
+    tag: ClassVar[int]
+    collectives: ClassVar[tuple[str, ...]] = ("two_shot", "all_gather")
+    kernels: ClassVar[tuple[str, ...]] = ("sketch", "selection")
+    whole_step: ClassVar[bool] = True
+    joined: ClassVar[bool] = True
+    unbiased: ClassVar[bool] = False
+
+    def check_sketch(self) -> None:
+        """Refuse fields that are out of range, and make ``density`` a float.
+
+        Raises:
+            HyperparameterError: naming the field.
+        """
+        owner = type(self).__name__
+        require(
+            is_whole(self.rows) and 1 <= self.rows <= MOST_ROWS and self.rows % 2 == 1,
+            owner,
+            f"rows is an odd number from 1 to {MOST_ROWS}, not {self.rows!r}",
+        )
+        require(
+            self.columns is None or (is_whole(self.columns) and 1 <= self.columns <= MOST_COLUMNS),
+            owner,
+            f"columns is None or a number from 1 to {MOST_COLUMNS}, not {self.columns!r}",
+        )
+        require(
+            is_whole(self.candidates) and self.candidates >= 1,
+            owner,
+            f"candidates is at least 1, not {self.candidates!r}",
+        )
+        object.__setattr__(self, "density", check_density(owner, self.density))
+
+    @property
+    def innermost(self) -> TernGrad:
+        """Any operator for the same protocol: nothing of it is used where everything travels in float32."""
+        return TernGrad()
+
+    def kept(self, numel: int) -> int:
+        """Return the elements k that are kept of ``numel``."""
+        return max(1, int(self.density * numel))
+
+    def columns_of(self, numel: int) -> int:
+        """Return the columns of the sketch of ``numel`` elements."""
+        return min(COLUMNS_EACH * self.kept(numel), MOST_COLUMNS) if self.columns is None else self.columns
+
+
+@dataclass(frozen=True, eq=False)
+class Asked:
+    """What all ranks know after an exchange; the same on all of them, but for ``own``.
+
+    Attributes:
+        places: Of the candidates in the bucket, ascending by the elements' numbers.
+        means: Of each vector, the exact means over ranks at these places.
+        beside: Means of what is not compressed.
+        readable: Whether the sketch is finite. It holds every element, so that whatever is not finite anywhere is seen.
+        finite: Whether the sketch and all means are.
+        own: This rank's values in the order of ``means`` and ``beside``; None unless the context wanted what was sent.
+    """
+
+    places: torch.Tensor
+    means: Sequence[torch.Tensor]
+    beside: torch.Tensor
+    readable: bool
+    finite: bool
+    own: Sequence[torch.Tensor] | None
+
+
+class SketchExchange:
+    """The sketch of a bucket's compressed segments, then the values of candidates with what is not compressed.
+
+    Attributes:
+        runs: Where in the bucket what is compressed lies.
+        numel: Elements that are compressed.
+        kept: How many of them the method keeps.
+        beside: Segments that are not compressed.
+    """
+
+    def __init__(self, method: SketchAlgorithm, setting: PlanSetting) -> None:
+        self._kernels, self._collective, self._tag = setting.kernels, setting.collective, method.tag
+        light, dense = divide(setting.segments)
+        self.beside = Beside(dense)
+        self.runs = join((s.offset, s.offset + s.numel) for s in light)
+        numel = [s.numel for s in light]
+        self.numel = sum(numel)
+        self.kept = method.kept(self.numel) if light else 0
+        self._asked = min(self.numel, method.candidates * self.kept)
+        self._rows, self._columns = method.rows, method.columns_of(self.numel)
+        offset = torch.tensor([s.offset for s in light], dtype=torch.int64)
+        size = torch.tensor(numel, dtype=torch.int64)
+        # Estimates lie without gaps.
+        self._first = size.cumsum(0) - size
+        self._shift = offset - self._first
+        key = [parameter_key(setting.seed, s.parameter.name, "sketch") for s in light]
+        start = [0] * len(light)
+        self._table = SegmentTable(offset.numpy(), numel, start, key)
+        self._estimated = SegmentTable(self._first.numpy(), numel, start, key)
+
+    def run(
+        self,
+        context: Context,
+        vectors: Sequence[torch.Tensor],
+        flat: torch.Tensor,
+        divisor: torch.Tensor | None = None,
+    ) -> Exchange[Asked]:
+        """Find the large elements of the mean of ``vectors[0]``, and exchange the values of all vectors there.
+
+        Args:
+            vectors: Laid out as the bucket.
+            flat: Holds what is not compressed.
+            divisor: Laid out as the bucket: estimates are divided by it before they are compared.
+        """
+        sums = flat.new_empty(self._rows * self._columns if self.numel else 0)
+        if self.numel:
+            self._kernels.sketch(vectors[0], self._table, self._rows, self._columns, SHARED, sums)
+            yield from mean_of_floats(first_of_two(context), self._collective, self._tag, sums)
+
+        # Values of candidates lie before what is not compressed.
+        sizes = [self._asked] * len(vectors) + [self.beside.numel]
+        values = flat.new_empty(sum(sizes))
+        *means, beside = values.split(sizes)
+        places = self._candidates(context, sums, divisor)
+        if not flat.is_meta:
+            for vector, part in zip(vectors, means):
+                torch.index_select(vector, 0, places, out=part)
+        self.beside.take(flat, beside)
+        own = values.clone().split(sizes) if context.wants_sent else None
+        yield from mean_of_floats(context, self._collective, self._tag, values)
+        readable = flat.is_meta or bool(torch.isfinite(sums).all())
+        finite = readable and (flat.is_meta or bool(torch.isfinite(values).all()))
+        return Asked(places, means, beside, readable, finite, own)
+
+    def _candidates(self, context: Context, sums: torch.Tensor, divisor: torch.Tensor | None) -> torch.Tensor:
+        """Return the places in the bucket of the elements that seem largest, the same on all ranks."""
+        estimates = context.workspace.get("estimates", 4 * self.numel).view(torch.float32)
+        if sums.is_meta or not self.numel:
+            return torch.empty(0, dtype=torch.int64)
+        self._kernels.unsketch(sums, self._estimated, self._rows, self._columns, SHARED, estimates)
+        if divisor is not None:
+            begin = 0
+            for a, b in self.runs:
+                estimates[begin : begin + b - a].div_(divisor[a:b])
+                begin += b - a
+        found = largest(self._kernels, estimates, self._asked)
+        return found + self._shift[torch.searchsorted(self._first, found, right=True) - 1]
+
+
+def largest(kernels: Kernels, values: torch.Tensor, count: int) -> torch.Tensor:
+    """Return the positions of the values of the largest magnitude, ascending, int64."""
+    whole = SegmentTable([0], [len(values)], [0], [(0, 0)])
+    index = torch.empty(count, dtype=torch.int32)
+    kernels.select_largest(values, whole, torch.tensor([count]), index)
+    return index.long()

@@ -1,0 +1,1 @@
+"""A few elements of many."""

@@ -1,0 +1,146 @@
+"""CAT: as many elements as bring the most descent for what it costs to send them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+from gradwire.exchange.compressor import Compressor
+from gradwire.exchange.method import Properties, is_whole, require
+from gradwire.exchange.segments import Segment
+from gradwire.methods.atoms.adaptive_atoms import AdaptiveAtomCodec
+from gradwire.methods.sparse.descent_per_byte import BestRatioRule, MessageCost
+from gradwire.methods.sparse.sparse_codec import SparseCodec
+from gradwire.methods.sparse.sparse_values import CastValues, SignedValues
+from gradwire.methods.sparse.units import UnitTable
+
+if TYPE_CHECKING:
+    from gradwire.kernels import Kernels
+
+__all__ = ["CAT"]
+
+SCHEMES = ("topk", "sign", "stochastic")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CAT(Compressor):
+    r"""CAT: in every round as many elements T as bring the most guaranteed descent for what a message costs.
+
+    For a gradient g of an L-smooth function, a step of 1 / L along what T elements make of it descends by at least
+    descent(T) |g|^2 / (2 L); each worker sends T elements with::
+
+        T = argmax descent(T) / (c0 + bytes of T elements)
+
+        topk:        the T largest as they are                    sum of the T largest squares / |g|^2
+        sign:        their mean magnitude, and their signs        (sum of the T largest magnitudes)^2 / (T |g|^2)
+        stochastic:  ATOMO's T elements, times omega(T)           omega(T) = |g|^2 / sum_i g_i^2 / p_i
+
+    There is no compression ratio to tune: where messages are dear (``fixed_bytes`` large) T is large, and where only
+    bytes count T is one. The rule counts an element as a value, or a sign, and ceil(log2 d) bits of position; positions
+    are shorter on the wire. ``packet_bytes`` counts bytes in whole packets, and then T fills them.
+
+    Args:
+        scheme: "topk", "sign" or "stochastic".
+        fixed_bytes: c0, what a message costs beside its bytes, in bytes: its seconds times the link's bytes a second.
+            At 100 Mbit/s, a millisecond is 12500; the paper: 1500 and less. None: measured by all ranks together when
+            the method is attached (:class:`gradwire.LinkCost`), and part of checkpoints, so that a continued training
+            goes on with it. A simulation is told, by its option ``link_cost``.
+        packet_bytes: Payload of a packet, as 1472 of UDP over Ethernet; None: bytes count one by one.
+        blocks: "model": one T for all parameters together, which needs the whole step; or "parameter".
+
+    Raises:
+        HyperparameterError: a field is out of range.
+        IncompatibleError: in a simulation: ``fixed_bytes`` is None, and no ``link_cost`` is given.
+
+    Gauges: ``elements``, the T of this rank: of all parameters together, or the mean over parameters.
+
+    Wire: a sparse section (``docs/wire-format.md``), whose length depends on the gradient. "stochastic" draws from the
+    rank's stream.
+
+    Reference: S. Khirirat et al., "A Flexible Framework for Communication-Efficient Machine Learning", AAAI 2021 (arXiv
+    2003.06377), sections 3 to 5.
+
+    Example:
+        >>> import torch, gradwire as gw
+        >>> x = torch.tensor([[8.0, 4.0, 2.0, 1.0, 0.5, 0.25]])
+        >>> [int(gw.simulate(x, gw.CAT(fixed_bytes=c)).mean.count_nonzero()) for c in (0.0, 20.0, 1000.0)]
+        [1, 2, 4]
+    """
+
+    scheme: str = "topk"
+    fixed_bytes: float | None = 150000.0
+    packet_bytes: int | None = None
+    blocks: str = "model"
+
+    name: ClassVar[str] = "cat"
+    tag: ClassVar[int] = 39
+    collectives: ClassVar[tuple[str, ...]] = ("all_gather",)
+    cut: ClassVar[int] = 1 << 40
+    gauges: ClassVar[tuple[str, ...]] = ("elements",)
+    unbiased: ClassVar[bool] = False
+    properties: ClassVar[Properties] = Properties(
+        summary="As many of the largest elements as descend most for what a message costs",
+        paper="Khirirat et al., AAAI 2021",
+        bit_stable=True,
+        bits_per_element=2 * 32.0,
+        paper_settings={"fixed_bytes": 1500.0},
+    )
+
+    def __post_init__(self) -> None:
+        require(self.scheme in SCHEMES, "CAT", f"scheme is one of {', '.join(SCHEMES)}, not {self.scheme!r}")
+        fixed = self.fixed_bytes
+        if fixed is not None:
+            known = isinstance(fixed, int | float) and not isinstance(fixed, bool) and 0 <= fixed < float("inf")
+            require(known, "CAT", f"fixed_bytes is a number of bytes from 0 on, or None, not {fixed!r}")
+            object.__setattr__(self, "fixed_bytes", float(fixed))
+        size = self.packet_bytes
+        whole = is_whole(size)
+        require(
+            size is None or (whole and size >= 16), "CAT", f"packet_bytes is at least 16 bytes, or None, not {size!r}"
+        )
+        require(self.blocks in ("parameter", "model"), "CAT", f"blocks is 'parameter' or 'model', not {self.blocks!r}")
+
+    @property
+    def kernels(self) -> tuple[str, ...]:  # type: ignore[override]
+        """Those of norms, positions and, where elements are drawn, trits."""
+        drawn = ("ternary",) if self.scheme == "stochastic" else ()
+        return ("moments", "signs", *drawn, "selection", "indices")
+
+    @property
+    def needs_link_cost(self) -> bool:  # type: ignore[override]
+        """Whether what a message costs is the link's to tell."""
+        return self.fixed_bytes is None
+
+    @property
+    def whole_step(self) -> bool:  # type: ignore[override]
+        """Whether all parameters share one T."""
+        return self.joined
+
+    @property
+    def joined(self) -> bool:  # type: ignore[override]
+        """Whether all parameters share one T."""
+        return self.blocks == "model"
+
+    @property
+    def delta_formula(self) -> str | None:
+        return "1/d, the descent for most" if self.scheme == "topk" else None
+
+    def delta_of(self, numel: int | None = None) -> float | None:
+        """Return the share of the largest element alone, which is always sent."""
+        return 1 / numel if self.scheme == "topk" and numel and self.blocks == "parameter" else None
+
+    def codec(self, kernels: Kernels, segments: Sequence[Segment], world_size: int, seed: int) -> SparseCodec:
+        cost = MessageCost(self.fixed_bytes, self.packet_bytes)
+        if self.scheme == "stochastic":
+            return AdaptiveAtomCodec(kernels, segments, world_size, seed, cost=cost)
+        return SparseCodec(
+            kernels,
+            UnitTable(segments, [1] * len(segments)),
+            world_size,
+            rule=BestRatioRule(self.scheme, cost),
+            block=None,
+            values=SignedValues() if self.scheme == "sign" else CastValues(torch.float32),
+        )

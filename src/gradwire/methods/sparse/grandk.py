@@ -1,0 +1,127 @@
+"""GRandK: a random part of the elements in each round, the same on all workers, all of them within a cycle."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from gradwire.exchange.compressor import Compressor
+from gradwire.exchange.method import Method, Properties, is_whole, require
+from gradwire.exchange.protocols.bucket_plan import BucketPlan, PlanSetting
+from gradwire.methods.levels.multi_scale import MultiScale
+from gradwire.methods.levels.qsgd_max_norm import QSGDMaxNorm
+from gradwire.methods.sparse.chosen_elements import Chosen, ChosenElements
+from gradwire.methods.sparse.feistel_permutation import FeistelPermutation
+from gradwire.methods.wrappers.wrapper import Wrapper
+
+__all__ = ["GRandK"]
+
+MOST_ROUNDS = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class GRandK(Wrapper):
+    r"""GRandK: one of ``cycle`` random parts of every parameter a round, the same part on all workers, quantised.
+
+    A permutation of a parameter's d elements, fresh in every cycle and the same on all workers, is cut into C =
+    ``cycle`` parts of d / C elements, to within one. In round t all workers send part S = t mod C, and nothing says
+    which elements these are::
+
+        mean_k = (1 / N) sum_i Q(g_i[S])_k   for k in S        0 elsewhere
+
+    By itself this loses most of the gradient: over a cycle, the outcomes of a constant gradient add up to one gradient,
+    not to C of them. ``rescale=True`` multiplies by C: over a cycle unbiased, with a variance of (C - 1) |g|^2 and C
+    times that of Q. The useful form is ``ErrorFeedback(compressor=GRandK())``: what is not sent is added up until it
+    is, so that an element moves once in C rounds, by C gradients, which are 7 C / 12 rounds old on average.
+
+    Error feedback is stable here though no single round is a contraction. If Q errs in no element by more than c times
+    the largest magnitude of all workers (c = 1 / s for s levels of a maximum), then, since an element waits 2 C - 1
+    rounds at most, residuals of gradients with entries up to B stay below (2 C - 1) B / (1 - c), for every draw, in
+    rounds of which none is skipped. Without such a c below 1, and with ``rescale``, error feedback refuses it.
+
+    What is not sent is looked at all the same: an infinity or a NaN anywhere in a parameter, on any worker, makes its
+    outcome +inf everywhere on all. A round that is skipped for that reason takes its turn with it; rounds of warm-up
+    count, too.
+
+    Args:
+        compressor: Q, an unbiased operator on one vector, or :class:`MultiScale`. It sees the part of a parameter as a
+            parameter of its own; ``QSGDMaxNorm(blocks="model")`` joins all before they are cut, as in the paper.
+        cycle: Rounds C in which every element is sent once, 1 to 2^20. The paper's K elements of d are C = d / K.
+        rescale: Whether the outcome is multiplied by C.
+
+    Raises:
+        HyperparameterError: ``compressor`` is no such operator, or ``cycle`` out of range.
+
+    Wire: as the compressor for ``ceil(d / C)`` elements of every parameter (``docs/wire-format.md``). Draws the
+    permutations from the shared stream, in O(d / C) time and memory, and keeps none of them.
+
+    Reference: S. Vineeth, "Quantization for Distributed Optimization", arXiv 2109.12497, 2021, "Global Random-K". Its
+    program leaves each worker's own gradient in the elements that are not sent, so that replicas drift apart.
+
+    Example:
+        >>> import torch, gradwire as gw
+        >>> g = torch.tensor([[1.0, -1.0, 1.0, -1.0, 1.0, -1.0]])
+        >>> link = gw.SimulatedLink([("w", torch.empty(6))], gw.GRandK(cycle=3), 1, min_numel=0)
+        >>> rounds = [link.reduce_(g.clone()).clone() for _ in range(3)]
+        >>> [int(r.count_nonzero()) for r in rounds], torch.equal(sum(rounds), g[0])
+        ([2, 2, 2], True)
+    """
+
+    compressor: Method = field(default_factory=QSGDMaxNorm, kw_only=False)
+    cycle: int = 64
+    rescale: bool = False
+
+    name: ClassVar[str] = "grandk"
+    unbiased: ClassVar[bool] = False
+    unbiased_note: ClassVar[str | None] = "no; with rescale=True over a cycle"
+    properties: ClassVar[Properties] = Properties(
+        summary="A random part of the elements a round, the same on all workers; each once in a cycle",
+        paper="Vineeth, Quantization for Distributed Optimization, 2021",
+        bit_stable=True,
+        bits_per_element=(16 / 3 + 8) / 2 / 64,
+        stream="shared, and the compressor's",
+    )
+
+    def __post_init__(self) -> None:
+        inner = self.compressor
+        require(
+            isinstance(inner, Compressor | MultiScale) and inner.unbiased,
+            "GRandK",
+            f"compressor is an unbiased operator on one vector, such as QSGDMaxNorm(), or MultiScale(), not {inner!r}",
+        )
+        whole = is_whole(self.cycle)
+        require(
+            whole and 1 <= self.cycle <= MOST_ROUNDS,
+            "GRandK",
+            f"cycle is a number of rounds, in which every element is sent once, 1 to {MOST_ROUNDS}, not {self.cycle!r}",
+        )
+        require(isinstance(self.rescale, bool), "GRandK", f"rescale is True or False, not {self.rescale!r}")
+
+    @property
+    def kernels(self) -> tuple[str, ...]:  # type: ignore[override]
+        """The compressor's, and the one that looks for what is not finite."""
+        return tuple(dict.fromkeys((*self.compressor.kernels, "signs")))
+
+    @property
+    def worst_step(self) -> float | None:  # type: ignore[override]
+        """The compressor's, of an element when it is sent; None where it is multiplied."""
+        return None if self.rescale else self.compressor.worst_step
+
+    def plan(self, setting: PlanSetting) -> BucketPlan:
+        return ChosenElements(
+            setting,
+            self.compressor,
+            lambda numel, key: _PartsOfCycles(FeistelPermutation(numel, key, self.cycle), self.rescale),
+        )
+
+
+class _PartsOfCycles:
+    """Part t mod C of a permutation in round t, and a new permutation after C rounds."""
+
+    def __init__(self, shuffle: FeistelPermutation, rescale: bool) -> None:
+        self._shuffle, self.slots = shuffle, shuffle.slots
+        self.factor = [shuffle.parts if rescale else 1.0] * len(shuffle.slots)
+
+    def choose(self, round: int) -> Chosen:
+        """Return the elements of a round, and the slots that they go to."""
+        return self._shuffle.part(*divmod(round, self._shuffle.parts))

@@ -1,0 +1,212 @@
+"""RandK: a random share of the elements in every round."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, ClassVar
+
+from gradwire.exchange.compressor import Compressor
+from gradwire.exchange.method import Method, Properties, require
+from gradwire.exchange.protocols.bucket_plan import Algorithm, BucketPlan, PlanSetting, SectionPlan
+from gradwire.methods.casts.cast import FP32, Cast
+from gradwire.methods.sparse.chosen_elements import Chosen, ChosenElements
+from gradwire.methods.sparse.random_places import RandomElements
+from gradwire.methods.sparse.random_sparse import RandomSparseCodec
+from gradwire.methods.sparse.sparse import check_values, sparse_values
+from gradwire.methods.sparse.top_k import check_density
+from gradwire.seeds import SHARED, parameter_key
+
+if TYPE_CHECKING:
+    from gradwire.exchange.segments import Segment
+    from gradwire.kernels import Kernels
+
+__all__ = ["RandK"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RandK(Algorithm):
+    r"""Random-k: k random elements of every parameter, drawn anew in every round, and zeros in place of the others.
+
+    Of a parameter with d elements, k = max(1, floor(density d)), without replacement::
+
+        C(x)_i = x_i  for i in S, |S| = k,  0 elsewhere         E |C(x) - x|^2 = (1 - k/d) |x|^2
+
+    No byte says which elements these are: receivers draw them, too. With ``coordinates="shared"`` all workers have the
+    same ones, so that k values travel as a parameter of k elements would, by an all-reduce where they are float32.
+    With ``"private"`` ones every worker has its own, the mean of N workers has more elements, and all workers gather
+    all values.
+
+    ``rescale`` multiplies by d / k: unbiased, with a variance of (d/k - 1) |x|^2. Without it, use
+    ``ErrorFeedback(compressor=RandK())``; rescaled elements under error feedback diverge, so that it refuses them.
+
+    What is not sent is looked at all the same: an infinity or a NaN anywhere in a parameter, on any worker, makes its
+    outcome +inf everywhere on all.
+
+    Args:
+        density: Share k/d of the elements, above 0 to 1.
+        coordinates: "shared" or "private".
+        contiguous: Whether they are neighbours, from a random one on, around the end of the parameter (a random block).
+        rescale: Whether the outcome is multiplied by d / k.
+        values: How they travel: ``FP32()``, ``BF16()`` or, of shared ones, ``FP16()`` or any operator on one
+            vector, or of private ones an operator with levels such as ``QSGDinf()``.
+
+    Raises:
+        HyperparameterError: a field is out of range.
+
+    Wire: the values alone (``docs/wire-format.md``). Draws from the shared stream, or the rank's.
+
+    Reference: S. U. Stich, J.-B. Cordonnier, M. Jaggi, "Sparsified SGD with Memory", NeurIPS 2018; shared coordinates
+    and blocks as in T. Vogels, S. P. Karimireddy, M. Jaggi, "PowerSGD", NeurIPS 2019, section 5.
+
+    Example:
+        >>> import torch, gradwire as gw
+        >>> found = gw.simulate(torch.ones(2, 1000), gw.RandK(density=0.05)).mean
+        >>> int(found.count_nonzero()), float(found.max())
+        (50, 1.0)
+    """
+
+    density: float = 0.01
+    coordinates: str = "shared"
+    contiguous: bool = False
+    rescale: bool = False
+    values: Method = field(default_factory=FP32)
+
+    name: ClassVar[str] = "randk"
+    tag: ClassVar[int] = 34
+    cut: ClassVar[int] = 1 << 40
+    share_cut: ClassVar[int] = 1 << 40
+    properties: ClassVar[Properties] = Properties(
+        summary="A random share of the elements in every round, by default the same on all workers",
+        paper="Stich et al., Sparsified SGD with Memory, NeurIPS 2018",
+        bit_stable=False,
+        bits_per_element=0.32,
+        stream="shared, or rank",
+    )
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "density", check_density("RandK", self.density))
+        require(
+            self.coordinates in ("shared", "private"),
+            "RandK",
+            f"coordinates is 'shared' (the same elements on all workers) or 'private', not {self.coordinates!r}",
+        )
+        for name in ("contiguous", "rescale"):
+            value = getattr(self, name)
+            require(isinstance(value, bool), "RandK", f"{name} is True or False, not {value!r}")
+        if self.private:
+            check_values("RandK", self.values)
+            return
+        require(
+            isinstance(self.values, Cast | Compressor) and not self.values.joined,
+            "RandK",
+            f"values is a cast, or an operator on one vector whose blocks are of a parameter, not {self.values!r}",
+        )
+
+    @property
+    def innermost(self) -> Cast | Compressor:
+        """How values travel."""
+        values = self.values
+        if not isinstance(values, Cast | Compressor):
+            raise TypeError(f"{values!r} is no operator on one vector")
+        return values
+
+    @property
+    def private(self) -> bool:
+        """Whether each worker draws elements of its own."""
+        return self.coordinates == "private"
+
+    @property
+    def collectives(self) -> tuple[str, ...]:  # type: ignore[override]
+        """A gather of private elements; else those of the values."""
+        return ("all_gather",) if self.private else self.values.collectives
+
+    @property
+    def re_encoding(self) -> bool:  # type: ignore[override]
+        """That of the values, of shared elements."""
+        return not self.private and self.values.re_encoding
+
+    @property
+    def kernels(self) -> tuple[str, ...]:  # type: ignore[override]
+        """Those of the values, and the one that looks for what is not finite."""
+        return tuple(dict.fromkeys((*self.values.kernels, "signs")))
+
+    @property
+    def unbiased(self) -> bool:  # type: ignore[override]
+        """Whether it is rescaled, and its values are unbiased."""
+        return self.rescale and self.values.unbiased
+
+    @property
+    def unbiased_note(self) -> str | None:  # type: ignore[override]
+        """That ``rescale`` makes it unbiased, where it is not set."""
+        return None if self.rescale else "no; with rescale=True"
+
+    @property
+    def omega_formula(self) -> str | None:  # type: ignore[override]
+        return "(1 + omega of the values) d/k - 1" if self.rescale else None
+
+    @property
+    def delta_formula(self) -> str | None:
+        return None if self.rescale else "k/d times that of the values"
+
+    def kept(self, numel: int) -> int:
+        """Return the elements k of a parameter with ``numel`` elements."""
+        return max(1, int(self.density * numel))
+
+    def omega_of(self, numel: int | None = None) -> float | None:
+        if not self.rescale:
+            return None
+        # Of a number of elements that is not known, floor(y) > y / 2 of y = density d above 1 are kept.
+        share = (self.density / 2 if self.density < 1 else 1.0) if numel is None else self.kept(numel) / numel
+        inner = self.values.omega_of(None if numel is None else self.kept(numel))
+        return None if inner is None else (1 + inner) / share - 1
+
+    def delta_of(self, numel: int | None = None) -> float | None:
+        if self.rescale:
+            return None
+        share = (self.density / 2 if self.density < 1 else 1.0) if numel is None else self.kept(numel) / numel
+        inner = self.values.delta_of(None if numel is None else self.kept(numel))
+        return None if inner is None else share * inner
+
+    def plan(self, setting: PlanSetting) -> BucketPlan:
+        if self.private:
+            return SectionPlan(self, setting)
+        return ChosenElements(setting, self.values, self._chooser)
+
+    def warm_up_plan(self, setting: PlanSetting) -> BucketPlan:
+        if self.private:
+            return SectionPlan(self, replace(setting, segments=[replace(s, dense=True) for s in setting.segments]))
+        return super().warm_up_plan(setting)
+
+    def codec(self, kernels: Kernels, segments: Sequence[Segment], world_size: int, seed: int) -> RandomSparseCodec:
+        """Bind private elements to segments."""
+        numel = [s.numel for s in segments]
+        key = [parameter_key(seed, s.parameter.name, "choice") for s in segments]
+        return RandomSparseCodec(
+            kernels,
+            segments,
+            world_size,
+            elements=self._elements(numel, key),
+            values=sparse_values(self.values, kernels, segments, seed),
+            factor=self._factors(numel),
+        )
+
+    def _elements(self, numel: Sequence[int], key: Sequence[tuple[int, int]]) -> RandomElements:
+        return RandomElements(numel, key, [self.kept(n) for n in numel], self.contiguous)
+
+    def _chooser(self, numel: Sequence[int], key: Sequence[tuple[int, int]]) -> _SharedElements:
+        return _SharedElements(self._elements(numel, key), self._factors(numel))
+
+    def _factors(self, numel: Sequence[int]) -> list[float]:
+        return [n / self.kept(n) if self.rescale else 1.0 for n in numel]
+
+
+class _SharedElements:
+    """The same elements on all workers, anew in every round."""
+
+    def __init__(self, elements: RandomElements, factor: list[float]) -> None:
+        self._elements, self.slots, self.factor = elements, elements.slots, factor
+
+    def choose(self, round: int) -> Chosen:
+        """Return the elements of a round, one for each slot."""
+        return self._elements.draw(round, SHARED), None

@@ -1,0 +1,147 @@
+"""The base of compressors that keep some elements and leave out the others."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+from gradwire.errors import IncompatibleError
+from gradwire.exchange.compressor import Compressor
+from gradwire.exchange.method import Method, require
+from gradwire.exchange.segments import Parameter, Segment
+from gradwire.methods.casts.cast import BF16, FP32, Cast
+from gradwire.methods.levels.level_compressor import LevelCompressor
+from gradwire.methods.sparse.sparse_codec import Rule, SparseCodec
+from gradwire.methods.sparse.sparse_values import CastValues, CodedValues, KeptValues
+from gradwire.methods.sparse.units import UnitTable
+
+if TYPE_CHECKING:
+    from gradwire.exchange.codecs import Codec
+    from gradwire.kernels import Kernels
+
+__all__ = ["UNITS", "Sparse", "check_values", "sparse_values", "unit_length"]
+
+UNITS = ("element", "row", "kernel")
+
+
+class Sparse(Compressor):
+    """A compressor that keeps units by a rule, with the fields ``unit``, ``blocks`` and ``values``.
+
+    It is no dataclass, so that each method's own fields keep their order in its spec.
+    """
+
+    unit: str
+    blocks: str
+    values: Method
+
+    collectives: ClassVar[tuple[str, ...]] = ("all_gather",)
+    cut: ClassVar[int] = 1 << 40
+    """Parameters stay whole: what is kept of one is not to depend on chunks."""
+
+    @property
+    def kernels(self) -> tuple[str, ...]:  # type: ignore[override]
+        """Those of positions, of the units' norms, and of the values."""
+        norms = () if self.unit == "element" else ("moments",)
+        return tuple(dict.fromkeys(("selection", "indices", *norms, *self.values.kernels)))
+
+    @property
+    def whole_step(self) -> bool:  # type: ignore[override]
+        """Whether units of all parameters are compared: that needs the gradients of all."""
+        return self.joined
+
+    @property
+    def joined(self) -> bool:  # type: ignore[override]
+        """Whether units of all parameters are compared."""
+        return self.blocks == "model"
+
+    @abstractmethod
+    def rule(self) -> Rule:
+        """Return which units are kept."""
+
+    def block(self) -> int | None:
+        """Return the units of a block, of which the rule chooses by itself; None for all of a parameter."""
+        return None
+
+    def check_sparse(self) -> None:
+        """Check the fields that all have.
+
+        Raises:
+            HyperparameterError: one is out of range, or two exclude each other.
+        """
+        owner = type(self).__name__
+        require(self.unit in UNITS, owner, f"unit is one of {', '.join(UNITS)}, not {self.unit!r}")
+        require(
+            self.blocks in ("parameter", "model"),
+            owner,
+            f"blocks is 'parameter' (units of a parameter are compared) or 'model' (those of all), not {self.blocks!r}",
+        )
+        require(
+            self.unit == "element" or self.blocks == "parameter",
+            owner,
+            f"unit={self.unit!r} compares units within a parameter, so that blocks is 'parameter'",
+        )
+        check_values(owner, self.values)
+
+    def codec(self, kernels: Kernels, segments: Sequence[Segment], world_size: int, seed: int) -> SparseCodec:
+        units = UnitTable(segments, [unit_length(self.unit, s.parameter) for s in segments])
+        return SparseCodec(
+            kernels,
+            units,
+            world_size,
+            rule=self.rule(),
+            block=self.block(),
+            values=sparse_values(self.values, kernels, segments, seed),
+        )
+
+
+def check_values(owner: str, values: Method) -> None:
+    """Check the field ``values`` of a method that keeps some elements.
+
+    Raises:
+        HyperparameterError: it is neither a cast to float32 or bfloat16 nor an operator with levels of its own blocks.
+    """
+    own_levels = isinstance(values, LevelCompressor) and values.collectives[0] == "all_gather"
+    require(
+        isinstance(values, FP32 | BF16) or (own_levels and not values.joined),
+        owner,
+        "values is FP32(), BF16() or an operator with levels whose blocks are of a parameter, such as QSGDinf(), not "
+        f"{values!r}",
+    )
+
+
+def sparse_values(operator: Method, kernels: Kernels, segments: Sequence[Segment], seed: int) -> KeptValues:
+    """Return how the values kept of segments travel, by a method that :func:`check_values` has passed."""
+    if isinstance(operator, Cast):
+        return CastValues(operator.dtype)
+    if not isinstance(operator, Compressor):
+        raise TypeError(f"{operator!r} is no operator on one vector")
+
+    def bind(kept: Sequence[Segment]) -> Codec:
+        return operator.codec(kernels, kept, 1, seed)
+
+    return CodedValues(bind, [s.parameter.name for s in segments])
+
+
+def unit_length(unit: str, parameter: Parameter) -> int:
+    """Return the elements of a unit of a parameter.
+
+    A row is what one index of the first dimension selects, a kernel what one index of the first two selects where there
+    are at least three dimensions; of parameters with fewer, a kernel is an element, and so is a row of a vector.
+
+    Raises:
+        IncompatibleError: a unit's elements are not neighbours in memory, as kernels of ``channels_last`` parameters.
+    """
+    leading = {"element": len(parameter.shape), "row": 1, "kernel": 2}[unit]
+    if len(parameter.shape) <= leading:
+        return 1
+    inner = parameter.shape[leading:]
+    length = math.prod(inner)
+    reach = sum((n - 1) * stride for n, stride in zip(inner, parameter.stride[leading:]))
+    if reach >= length:
+        raise IncompatibleError(
+            f"{parameter.name}: the elements of a {unit} are not neighbours in memory (shape {parameter.shape}, stride "
+            f"{parameter.stride}): use unit='element', or parameters in the default memory format"
+        )
+    return length

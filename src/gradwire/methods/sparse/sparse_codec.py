@@ -1,0 +1,276 @@
+"""The codec of methods that keep some elements and leave out the others."""
+
+from __future__ import annotations
+
+import itertools
+import struct
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from gradwire.errors import IncompatibleError, PayloadError
+from gradwire.exchange.codecs.base import Draw, LeftOut, MergeableCodec, Summary
+from gradwire.exchange.codecs.constants import Constant
+from gradwire.exchange.deferred_checks import Flag
+from gradwire.exchange.wire import Measured, Packing, padded
+from gradwire.kernels import FORMATS, Coder, SegmentTable, most_index_bytes, smallest_format
+from gradwire.methods.sparse.coded_gaps import decode_gaps, encode_gaps
+from gradwire.methods.sparse.sparse_values import KeptValues
+from gradwire.methods.sparse.units import UnitTable
+
+if TYPE_CHECKING:
+    from gradwire.kernels import Kernels
+
+__all__ = ["MOST_UNITS", "AboveRule", "LargestRule", "Rule", "SparseCodec", "SparseSummary", "choose_above"]
+
+HEAD = struct.Struct("<IIIBBH")
+"""Bytes of the section, units kept, bytes of their positions, format of these, its parameter, two bytes of zeros."""
+
+CODED = len(FORMATS)
+"""The format of positions whose gaps are entropy-coded, see :mod:`gradwire.methods.sparse.coded_gaps`."""
+
+MOST_UNITS = 2**31 - 1
+
+
+class Rule(ABC):
+    """Which units of a worker's vector are kept.
+
+    Attributes:
+        fixed: Whether as many as :meth:`most` are kept of every vector.
+        gauges: What is reported of a round: "density", the share of the elements that is kept, or "elements", how many
+            are kept of a block on average.
+    """
+
+    fixed: bool = False
+    gauges: tuple[str, ...] = ("density",)
+
+    @abstractmethod
+    def most(self, table: SegmentTable) -> torch.Tensor:
+        """Return the most units that may be kept of each block, int64 ``[blocks]``."""
+
+    @abstractmethod
+    def choose(
+        self, kernels: Kernels, scores: torch.Tensor, table: SegmentTable, draw: Draw
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the positions kept, int32, ascending within their block, and how many there are of each block."""
+
+
+class LargestRule(Rule):
+    """Of each block of n units max(1, floor(density n)), those of the largest magnitude; of equal ones the first."""
+
+    fixed = True
+    gauges = ()
+
+    def __init__(self, density: float) -> None:
+        self.density = density
+
+    def most(self, table: SegmentTable) -> torch.Tensor:
+        return (torch.from_numpy(table.numel.copy()).double() * self.density).long().clamp(min=1)
+
+    def choose(
+        self, kernels: Kernels, scores: torch.Tensor, table: SegmentTable, draw: Draw
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        counts = self.most(table)
+        positions = torch.empty(int(counts.sum()), dtype=torch.int32)
+        kernels.select_largest(scores, table, counts, positions)
+        return positions, counts
+
+
+class AboveRule(Rule):
+    """All units whose magnitude is at least a threshold."""
+
+    def __init__(self, threshold: float) -> None:
+        self.threshold = threshold
+
+    def most(self, table: SegmentTable) -> torch.Tensor:
+        return torch.from_numpy(table.numel.copy())
+
+    def choose(
+        self, kernels: Kernels, scores: torch.Tensor, table: SegmentTable, draw: Draw
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        threshold = torch.full((len(table),), self.threshold * draw.loss_scale)
+        return choose_above(kernels, scores, table, threshold, self.most(table))
+
+
+def choose_above(
+    kernels: Kernels, scores: torch.Tensor, table: SegmentTable, threshold: torch.Tensor, limit: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the positions at or above the threshold of their block, up to ``limit`` each, and their numbers."""
+    room = torch.empty(int(limit.sum()), dtype=torch.int32)
+    counts = torch.minimum(kernels.select_above(scores, table, threshold, limit, room), limit)
+    return torch.cat([part[:n] for part, n in zip(room.split(limit.tolist()), counts.tolist())]), counts
+
+
+@dataclass(eq=False)
+class SparseSummary:
+    """What a decoder leaves for the outcome: nothing is measured before the units are chosen."""
+
+    finite: bool = True
+    shared: torch.Tensor | None = None
+
+    def select(self, index: Constant, shared: torch.Tensor | None) -> SparseSummary:
+        return SparseSummary()
+
+
+class SparseCodec(MergeableCodec):
+    """Positions of the units that are kept, in the shortest of several formats, and the values of their elements.
+
+    A payload is a head of 16 bytes, the positions of the units kept among all units, zeros up to a multiple of 16, and
+    the values. It is one section of all parameters of a bucket: none is cut, so that what is kept does not depend on
+    chunks.
+
+    Args:
+        units: What is kept or left out as a whole.
+        block: Units of a block, for which ``rule`` chooses by itself; None: a segment.
+        values: How values travel.
+    """
+
+    grain = 1
+
+    def __init__(
+        self,
+        kernels: Kernels,
+        units: UnitTable,
+        world_size: int,
+        *,
+        rule: Rule,
+        block: int | None,
+        values: KeptValues,
+    ) -> None:
+        if units.units > MOST_UNITS:
+            raise IncompatibleError(
+                f"{units.units} positions in one bucket do not fit 31 bits: use smaller buckets (bucket_cap_mb)"
+            )
+        self.kernels, self.world_size, self.rule, self.values = kernels, world_size, rule, values
+        self.table, self.units = units, units.units
+        self.blocks = units.blocks(block)
+        most = rule.most(self.blocks)
+        bounds = torch.from_numpy(units.first)
+        begins = self._numbers()
+        per_segment = torch.zeros(len(units.segments), dtype=torch.int64)
+        per_segment.index_add_(0, torch.bucketize(begins, bounds[1:], right=True), most)
+        count = int(most.sum())
+        self._index_bytes = most_index_bytes(count, self.units, fewer=not rule.fixed)
+        counts = (per_segment * torch.from_numpy(units.length)).tolist()
+        self._bound = HEAD.size + padded(self._index_bytes) + padded(values.bytes(counts))
+
+    def use_coder(self, coder: Coder) -> None:
+        # Positions alone are coded, where that is shorter than every other format.
+        self.coder = coder
+
+    def packing(self, units: int) -> Packing:
+        return Measured(self.payload_bytes(units))
+
+    def payload_bytes(self, units: int) -> int:
+        return self._bound
+
+    def summarise(self, flat: torch.Tensor) -> SparseSummary:
+        return SparseSummary()
+
+    def remember(self, summary: Summary, flat: torch.Tensor, draw: Draw, wants_sent: bool) -> SparseSummary:
+        return SparseSummary()
+
+    def encode(self, flat: torch.Tensor, summary: Summary, draw: Draw, out: torch.Tensor) -> None:
+        scores = self.table.score(self.kernels, flat)
+        positions, counts = self.rule.choose(self.kernels, scores, self.blocks, draw)
+        first = torch.repeat_interleave(self._numbers().to(torch.int32), counts)
+        chosen = positions.add_(first)
+        counted = {"density": self.table.elements, "elements": len(self.blocks)}
+        for name in self.rule.gauges:
+            draw.gauge(name, sum(self.table.counts(chosen)), counted[name])
+        self.write(chosen, flat[self.table.places(chosen)], draw, out)
+
+    def write(self, chosen: torch.Tensor, values: torch.Tensor, draw: Draw, out: torch.Tensor) -> None:
+        """Write the payload of the units ``chosen`` (int32, ascending) and the values of their elements."""
+        form = smallest_format(self.kernels.gap_statistics(chosen, self.units))
+        coded = encode_gaps(chosen, self.coder) if self.coder is not None and len(chosen) else None
+        begin, counts = HEAD.size, self.table.counts(chosen)
+        if coded is not None and len(coded) < form.bytes:
+            size, number, parameter = len(coded), CODED, 0
+            out[begin : begin + size] = coded
+        else:
+            size, number, parameter = form.bytes, FORMATS.index(form.format), form.parameter
+            self.kernels.encode_indices(chosen, self.units, form.format, parameter, out[begin : begin + size])
+        end = begin + padded(size)
+        out[begin + size : end] = 0
+        used = end + self.values.bytes(counts)
+        self.values.write(values, counts, draw, out[end:used])
+        head = HEAD.pack(used, len(chosen), size, number, parameter, 0)
+        out[: HEAD.size] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
+
+    def read(self, row: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the units that a payload names, int32, and the values of their elements.
+
+        Raises:
+            PayloadError: :meth:`write` does not write it.
+        """
+        used, count, size, form, parameter, nothing = HEAD.unpack(row[: HEAD.size].numpy().tobytes())
+        end = HEAD.size + padded(size)
+        known = form < CODED or (form == CODED and parameter == 0 and self.coder is not None)
+        if nothing or not known or not end <= used <= len(row) or count > self.units:
+            raise PayloadError(f"a sparse section of {used} bytes with {count} positions of format {form} is none")
+        data = row[HEAD.size : HEAD.size + size]
+        if form == CODED and self.coder is not None:
+            chosen = decode_gaps(data, self.coder, count, self.units)
+        else:
+            chosen = torch.empty(count, dtype=torch.int32)
+            self.kernels.decode_indices(data, FORMATS[form], parameter, count, self.units, chosen)
+        counts = self.table.counts(chosen)
+        if used - end != self.values.bytes(counts) or bool(row[HEAD.size + size : end].any()):
+            raise PayloadError(f"a sparse section of {used} bytes does not hold {count} positions and their values")
+        return chosen, self.values.read(row[end:used], counts)
+
+    def merge(self, rows: Sequence[torch.Tensor], draw: Draw, out: torch.Tensor) -> LeftOut:
+        """Add values of units that several have, and keep the largest, no more of each block than a rank may send.
+
+        Units are single elements. Values of one unit are added in the order of the rows.
+        """
+        positions, kept = zip(*(self.read(row) for row in rows))
+        chosen, where = torch.cat(positions).unique(return_inverse=True)
+        values = torch.zeros(len(chosen)).index_add_(0, where, torch.cat(kept))
+        begins = torch.searchsorted(chosen, self._numbers().to(torch.int32)).tolist()
+        counts = [b - a for a, b in itertools.pairwise([*begins, len(chosen)])]
+        table = SegmentTable(begins, counts, [0] * len(counts), [(0, 0)] * len(counts))
+        limit = torch.minimum(self.rule.most(self.blocks), torch.tensor(counts))
+        largest = torch.empty(int(limit.sum()), dtype=torch.int32)
+        self.kernels.select_largest(values, table, limit, largest)
+        stay = torch.repeat_interleave(torch.tensor(begins, dtype=torch.int64), limit) + largest
+        self.write(chosen[stay], values[stay], draw, out)
+        values[stay] -= self.read(out)[1]
+        places = self.table.places(chosen)
+
+        def left_out(flat: torch.Tensor, weight: float) -> None:
+            flat.index_add_(0, places, values, alpha=weight)
+
+        return left_out
+
+    def decode_rows(self, rows: torch.Tensor, summary: Summary, flat: torch.Tensor) -> None:
+        weight, ours = torch.tensor(1.0 / self.world_size, dtype=torch.float32), _as_sparse(summary)
+        for a, n in self.table.runs:
+            flat[a : a + n].zero_()
+        for row in rows:
+            chosen, values = self.read(row)
+            values = values * weight
+            ours.finite = ours.finite and bool(torch.isfinite(values).all())
+            flat.index_add_(0, self.table.places(chosen), values)
+
+    def add_own(self, data: torch.Tensor, summary: Summary, weight: float, flat: torch.Tensor) -> None:
+        chosen, values = self.read(data)
+        flat.index_add_(0, self.table.places(chosen), values, alpha=weight)
+
+    def is_finite(self, summary: Summary, flat: torch.Tensor) -> Flag:
+        return _as_sparse(summary).finite
+
+    def _numbers(self) -> torch.Tensor:
+        """Return the number of the first unit of each block."""
+        numel = torch.from_numpy(self.blocks.numel.copy())
+        return numel.cumsum(0) - numel
+
+
+def _as_sparse(summary: Summary) -> SparseSummary:
+    if not isinstance(summary, SparseSummary):
+        raise TypeError(f"a sparse codec cannot use a {type(summary).__name__}")
+    return summary

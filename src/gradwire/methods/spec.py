@@ -1,0 +1,173 @@
+"""Read a method from its spec: a call expression over known names, parsed and never evaluated."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, fields
+from typing import Any
+
+from gradwire.errors import HyperparameterError
+from gradwire.exchange.fields import check_fields, operand, shortened, signature, unknown
+from gradwire.exchange.method import MOST_BITS, Method, require
+from gradwire.methods.registry import METHODS
+from gradwire.optim import KINDS
+
+__all__ = ["method", "parse", "register"]
+
+_KINDS: list[type[Method]] = list(METHODS)
+
+
+def _key(name: str) -> str:
+    """Return what is left of a name where case, "_" and "-" do not matter."""
+    return name.lower().replace("_", "").replace("-", "")
+
+
+_BY_NAME: dict[str, type[Method]] = {_key(name): kind for kind in _KINDS for name in (kind.name, kind.__name__)}
+"""Classes of methods by the keys of their names; :func:`register` adds to both."""
+
+_OPERATORS: dict[str, type[Any]] = {_key(name): kind for name, kind in KINDS.items()}
+
+MOST_CHARACTERS = 1 << 16
+"""Characters of a spec at most."""
+
+_WORD = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|\d[\d.]*(?:[eE][+-]?\d+)?|[^\W\d]\w*(?:-\w+)*""")
+"""A quoted text, a number, or a name, which may have hyphens."""
+
+
+def register(kind: type[Method]) -> type[Method]:
+    """Add a class of methods to the names that specs may use; a decorator.
+
+    Raises:
+        HyperparameterError: another class has one of its names already.
+    """
+    for name in (kind.name, kind.__name__):
+        known = _BY_NAME.get(_key(name), kind)
+        require(known is kind, kind.__name__, f"the name {name!r} belongs to {known.__name__} already")
+    _KINDS.append(kind)
+    _BY_NAME.update({_key(name): kind for name in (kind.name, kind.__name__)})
+    return kind
+
+
+def method(spec: str | Method) -> Method:
+    """Read a method's spec.
+
+    A spec is a method object, a name (``"terngrad"``: the defaults) or a call expression over known names
+    with literal arguments (``"TernGrad(clip=2.5)"``), nested where methods nest. The method that another one is around
+    may go without its field's name (``"DQGD(QSGD(levels=1))"``), in Python too. A spec is parsed, never evaluated.
+
+    Case, "_" and "-" do not matter in the names of methods: ``"EF-SignSGD"`` is ``"ef_signsgd"``, which is shown.
+
+    Raises:
+        HyperparameterError: an unknown name or field (the nearest known one is named), a value that the method
+            refuses, or text that is not a spec.
+
+    Example:
+        >>> method("terngrad")
+        TernGrad(clip=2.5, clip_by='rms', share_scaler=True)
+        >>> method(repr(method("TernGrad(clip=None)"))) == method("TernGrad(clip=None)")
+        True
+    """
+    if isinstance(spec, Method):
+        return spec
+    if not isinstance(spec, str):
+        raise HyperparameterError(f"a method is a spec such as 'terngrad' or a method object, not {spec!r}")
+    built = parse(spec)
+    if not isinstance(built, Method):
+        raise _malformed(spec)
+    return built
+
+
+def parse(spec: str, kinds: Iterable[type[Any]] = ()) -> object:
+    """Read a spec in which classes beside the methods may stand, and return the object that it describes.
+
+    Args:
+        spec: As for :func:`method`.
+        kinds: Frozen dataclasses with an attribute ``name``, which is their lower-case name in specs.
+
+    Raises:
+        HyperparameterError: as :func:`method` does.
+    """
+    also = {_key(word): kind for kind in kinds for word in (kind.name, kind.__name__)}
+    if len(spec) > MOST_CHARACTERS:
+        raise HyperparameterError(
+            f"a spec has at most {MOST_CHARACTERS} characters, not {len(spec)}: {shortened(spec, 60)!r}"
+        )
+    try:
+        tree = ast.parse(_WORD.sub(_without_hyphens, spec.strip()), mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        raise _malformed(spec) from None
+    numbers = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, int))
+    if any(number.bit_length() > MOST_BITS for number in numbers):
+        raise HyperparameterError(f"a number has more than {MOST_BITS} bits in the spec {shortened(spec)!r}")
+    return _build(tree, spec, also)
+
+
+def _without_hyphens(word: re.Match[str]) -> str:
+    """Make Python's of a name with hyphens; leave quoted texts and numbers as they are."""
+    return word[0] if word[0][0] in "'\"0123456789" else word[0].replace("-", "_")
+
+
+def _malformed(spec: str) -> HyperparameterError:
+    return HyperparameterError(
+        f"{shortened(spec)!r} is not a method spec; write a name, such as 'terngrad', or a call with named literal "
+        "values, such as 'TernGrad(clip=2.5)'"
+    )
+
+
+def _build(node: ast.expr, spec: str, also: Mapping[str, type[Any]]) -> object:
+    if isinstance(node, ast.Name):
+        return _make(_kind(node.id, also), {})
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+        kind = _kind(node.func.id, also)
+        words = [(str(word.arg), word.value) for word in node.keywords]
+        check_fields(kind, len(node.args), [name for name, _ in words])
+        values = {str(operand(kind)): _build(value, spec, also) for value in node.args}
+        for name, value in words:
+            if name in values:
+                raise HyperparameterError(f"field {name!r} of {kind.__name__} is given twice: leave one out")
+            values[name] = _value(name, value, spec, also)
+        return _make(kind, values)
+    try:
+        return ast.literal_eval(node)
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+        raise _malformed(spec) from None
+
+
+def _value(field: str, node: ast.expr, spec: str, also: Mapping[str, type[Any]]) -> object:
+    """Build what stands behind a field's name."""
+    word, sign = (
+        (node.operand, -1.0) if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub) else (node, 1.0)
+    )
+    if isinstance(word, ast.Name) and word.id == "inf":
+        # As repr writes it, which is no literal of Python's.
+        return sign * math.inf
+    if isinstance(node, ast.Name) and field != "compressor" and _key(node.id) not in (*_BY_NAME, *_OPERATORS, *also):
+        near = difflib.get_close_matches(node.id.capitalize(), ("None", "True", "False"), n=1, cutoff=0.7)
+        hint = f"; did you mean {near[0]}?" if near else ": a text has quotes"
+        raise HyperparameterError(f"{field}={shortened(node.id)} is no value{hint}")
+    return _build(node, spec, also)
+
+
+def _make(kind: type[Any], values: dict[str, object]) -> object:
+    needed = [f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING]
+    missing = [name for name in needed if name not in values]
+    require(not missing, kind.__name__, f"{', '.join(missing)} must be given: {signature(kind)}")
+    try:
+        return kind(**values)
+    except TypeError as error:
+        given = ", ".join(f"{name}={value!r}" for name, value in values.items())
+        raise HyperparameterError(
+            f"{kind.__name__}({shortened(given)}): a value is of the wrong type ({error})"
+        ) from None
+
+
+def _kind(name: str, also: Mapping[str, type[Any]]) -> type[Any]:
+    found = also.get(_key(name)) or _BY_NAME.get(_key(name)) or _OPERATORS.get(_key(name))
+    if found is not None:
+        return found
+    known = dict.fromkeys(kind.name for kind in (*also.values(), *_KINDS))
+    raise HyperparameterError(unknown("method", name, list(known)))

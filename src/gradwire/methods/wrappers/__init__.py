@@ -1,0 +1,1 @@
+"""Methods around any other method."""

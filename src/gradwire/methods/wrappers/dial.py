@@ -1,0 +1,183 @@
+"""Methods with a dial, a field that is a number, at several of its values."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from gradwire.exchange.method import Method, require
+from gradwire.exchange.segments import Parameter
+from gradwire.methods.wrappers.wrapper import Wrapper
+
+__all__ = ["Dialled", "is_number"]
+
+ALIKE = (
+    "collectives",
+    "re_encoding",
+    "cut",
+    "share_cut",
+    "whole_step",
+    "joined",
+    "direction",
+    "owns_momentum",
+    "needs_loss_scale",
+    "needs_optimizer",
+    "needs_learning_rates",
+    "remembers",
+    "min_numel",
+)
+"""What the link asks of a method once, for all rounds and parameters."""
+
+PROBE = Parameter("(probe)", (1 << 12, 1 << 12), (1 << 12, 1))
+"""A matrix that is larger than any dial."""
+
+
+def is_number(value: object) -> bool:
+    """Return whether a value is a finite number that a dial could have."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+class Dialled(Wrapper):
+    """A method around another whose dial takes several values; what it declares holds with all of them.
+
+    The dial is the outermost field with the name in ``field``, of the method or of one that it is around. No dataclass,
+    so that each method's own fields keep their order in its spec.
+    """
+
+    field: str
+
+    @property
+    @abstractmethod
+    def variants(self) -> Sequence[Method]:
+        """The method with each value of the dial."""
+
+    @property
+    def dial(self) -> float:
+        """The value that the method itself has.
+
+        Raises:
+            HyperparameterError: there is no such field, or it holds no number.
+        """
+        owner = type(self).__name__
+        require(isinstance(self.field, str), owner, f"field is the name of a field, not {self.field!r}")
+        value = self.dial_of(self.compressor)
+        inner = self.compressor
+        require(is_number(value), owner, f"{self.field}={value!r} of {inner!r} is no number to begin with")
+        return value  # type: ignore[no-any-return]
+
+    def dial_of(self, method: Method) -> Any:
+        """Return the value that a variant has."""
+        return getattr(self._holder(method), self.field)
+
+    def turned(self, value: float) -> Method:
+        """Return the method with its dial at another value, rounded where it is a whole number.
+
+        That is where the field takes no others, or takes both kinds and holds a whole number, as bits of EDEN may be.
+
+        Raises:
+            HyperparameterError: it does not take that value.
+        """
+        kinds = _fields(self._holder(self.compressor))[self.field].split(" | ")
+        whole = "float" not in kinds or ("int" in kinds and isinstance(self.dial, int))
+        return self._turned(self.compressor, math.floor(value + 0.5) if whole else value)
+
+    def check_variants(self) -> None:
+        """Refuse a dial with which a link could not go from one value to another.
+
+        Raises:
+            HyperparameterError: with some value the method travels, or remembers, otherwise than with its own.
+        """
+        owner, own = type(self).__name__, self.compressor
+        for method in self.variants:
+            at = f"with {self.field}={self.dial_of(method)!r}, {own!r}"
+            for name in ALIKE:
+                ours, theirs = getattr(method, name), getattr(own, name)
+                require(ours == theirs, owner, f"{at} has {name}={ours!r}, and not {theirs!r} as with its own value")
+            for kind in own.remembers:
+                sizes = [m.remembered_numel(kind, PROBE) for m in (method, own)]
+                require(
+                    sizes[0] == sizes[1],
+                    owner,
+                    f"{at} keeps a {kind} of another size than with its own value, so that it could not go on from one "
+                    f"to the other; take another field than {self.field!r}",
+                )
+
+    @property
+    def unbiased(self) -> bool:  # type: ignore[override]
+        """Whether the method is with all values of the dial."""
+        return all(method.unbiased for method in self.variants)
+
+    @property
+    def kernels(self) -> tuple[str, ...]:  # type: ignore[override]
+        """Those of all variants."""
+        return tuple(dict.fromkeys(family for method in self.variants for family in method.kernels))
+
+    @property
+    def omega_formula(self) -> str | None:  # type: ignore[override]
+        """That of the method, where all variants have an omega."""
+        return None if self.omega is None else _of_worst(self.compressor.omega_formula)
+
+    @property
+    def delta_formula(self) -> str | None:
+        """That of the method, where all variants have a delta."""
+        return None if self.delta is None else _of_worst(self.compressor.delta_formula)
+
+    def omega_of(self, numel: int | None = None) -> float | None:
+        return self._worst([method.omega_of(numel) for method in self.variants], max)
+
+    def delta_of(self, numel: int | None = None) -> float | None:
+        return self._worst([method.delta_of(numel) for method in self.variants], min)
+
+    def usual_delta_of(self, numel: int | None = None) -> float | None:
+        return self._worst([method.usual_delta_of(numel) for method in self.variants], min)
+
+    @property
+    def worst_step(self) -> float | None:  # type: ignore[override]
+        """The largest of the variants', where all have one."""
+        return self._worst([method.worst_step for method in self.variants], max)
+
+    @property
+    def worst_error(self) -> float | None:  # type: ignore[override]
+        """The largest of the variants', where all have one."""
+        return self._worst([method.worst_error for method in self.variants], max)
+
+    def remembered_numel(self, kind: str, parameter: Parameter) -> int:
+        return self.compressor.remembered_numel(kind, parameter)
+
+    def caution(self, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> str | None:
+        told = (method.caution(optimizer, parameters) for method in reversed(self.variants))
+        return next((sentence for sentence in told if sentence is not None), None)
+
+    def _holder(self, method: Method) -> Method:
+        inner: object = method
+        while isinstance(inner, Method):
+            if self.field in _fields(inner):
+                return inner
+            inner = getattr(inner, "compressor", None)
+        require(False, type(self).__name__, f"{method!r} has no field {self.field!r}")
+        return method
+
+    def _turned(self, method: Method, value: float) -> Method:
+        if self.field in _fields(method):
+            return replace(method, **{self.field: value})
+        inner: Method = method.compressor  # type: ignore[attr-defined]
+        return replace(method, compressor=self._turned(inner, value))  # type: ignore[call-arg]
+
+    @staticmethod
+    def _worst(found: Sequence[float | None], worst: Any) -> float | None:
+        return None if None in found else worst(found)
+
+
+def _fields(method: Method) -> dict[str, str]:
+    """Map the names of a method's fields to their types, as they are written."""
+    return {f.name: str(f.type) for f in dataclasses.fields(method)}
+
+
+def _of_worst(formula: str | None) -> str | None:
+    return None if formula is None else f"{formula}, of the worst value"

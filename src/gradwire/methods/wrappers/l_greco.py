@@ -1,0 +1,268 @@
+"""L-GreCo: a compression of its own for each layer, within the error of a uniform one."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar
+
+import torch
+
+from gradwire.exchange.codecs import Constant, Draw
+from gradwire.exchange.compressor import Compressor
+from gradwire.exchange.method import Inherited, Method, Properties, is_whole, require
+from gradwire.exchange.ops import Exchange
+from gradwire.exchange.protocols import Context, Outcome, gathered_values
+from gradwire.exchange.protocols.bucket_plan import BucketPlan, PlanSetting, SectionPlan
+from gradwire.exchange.segments import Segment, divide
+from gradwire.kernels import SegmentTable
+from gradwire.methods.levels.qsgd import QSGDinf
+from gradwire.methods.wrappers.dial import Dialled, is_number
+from gradwire.methods.wrappers.layer_choice import fewest_bytes
+from gradwire.methods.wrappers.wrapper import pieces
+from gradwire.seeds import link_seed
+
+__all__ = ["DIAL", "LGreCo"]
+
+WINDOW = "window"
+"""What is remembered of a parameter: the sum of what the operator was given since the last choice."""
+
+DIAL = "dial"
+"""The values that are remembered, "dial/NAME" of each parameter: the one that it has."""
+
+TRIALS = 1 << 16
+"""A number that no link has: draws that candidates are tried with are independent of those that gradients get."""
+
+FURTHER_SECTION_BYTES = 20
+"""What one more section of a payload takes at most beside its body: its length, and zeros up to a multiple of 16."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LGreCo(Dialled):
+    r"""L-GreCo: for each layer the value of a dial, with the fewest bytes at no more error than a uniform value.
+
+    With G_i^l what worker i's operator was given of layer (parameter) l since the last choice, added up, and C_c the
+    operator with candidate c::
+
+        e(l, c) = sum_i |C_c(G_i^l) - G_i^l|^2
+        choose c(l) to minimise sum_l bytes(l, c(l))  subject to  sum_l e(l, c(l)) <= sum_l e(l, uniform)
+
+    where uniform is the value that ``compressor`` holds. In the last of every ``every`` rounds the workers try all
+    candidates, tell each other their errors, and add them up in the order of ranks. All of them then solve the same
+    problem, by dynamic programming with 10 000 parts of the budget: see
+    :func:`gradwire.methods.wrappers.layer_choice.fewest_bytes`. The round itself has the new choice; before the first
+    one all layers have the uniform value. A sum of errors that is not finite leaves the choice as it is.
+
+    bytes(l, c) are those of the layer's payload by itself, or the most where they depend on data; an entropy coder
+    (:class:`Coded`) is not weighed. Candidates are tried with draws of their own, so that a choice says nothing of the
+    errors to come, and an unbiased operator stays unbiased.
+
+    ``link.diagnostics()`` shows the value in force as ``dial`` of each parameter; ``link.state_dict()["global"]`` holds
+    it under "dial/NAME".
+
+    **Memory.** One float32 vector for every parameter and rank, unscaled under automatic mixed precision, and one
+    number a parameter, the same on all ranks; a round with a non-finite value changes none.
+
+    Args:
+        compressor: An operator on one vector that all workers can gather, whose blocks are of a parameter, with the
+            uniform value.
+        field: The name of the dial, a number, such as "levels", "bits" or "density".
+        values: The candidates, at least one other than the uniform value, which is one of them whether listed or not.
+            They are kept in ascending order.
+        every: Rounds from one choice to the next.
+
+    Raises:
+        HyperparameterError: a field is out of range, ``compressor`` is no such operator, or refuses a value.
+
+    The exchange begins when the whole gradient is there. ``ErrorFeedback(LGreCo(...))`` works where all values are
+    contractions; residuals are then part of what the operator is given.
+
+    Wire: by a gather, a section for each candidate that is chosen (``docs/wire-format.md``), and in the rounds of a
+    choice an error of each layer and candidate, float64.
+
+    Reference: M. Alimohammadi, I. Markov, E. Frantar, D. Alistarh, "L-GreCo: Layerwise-Adaptive Gradient Compression
+    for Efficient and Accurate Deep Learning", MLSys 2024.
+
+    Example:
+        >>> import torch, gradwire as gw
+        >>> method = gw.method("LGreCo(QSGDinf(levels=7), values=(3, 15), every=1)")
+        >>> g = torch.randn(3, 10_000, generator=torch.Generator().manual_seed(0))
+        >>> grads = [{"a": g[0], "b": 0.1 * g[1], "c": 0.1 * g[2]}] * 2
+        >>> chosen = gw.simulate(grads, method).state["global"]
+        >>> {name: float(value) for name, value in chosen.items() if name.startswith("dial/")}
+        {'dial/a': 15.0, 'dial/b': 3.0, 'dial/c': 3.0}
+    """
+
+    compressor: Method = dataclasses.field(default_factory=QSGDinf, kw_only=False)
+    field: str = "levels"
+    values: tuple[float, ...] = (1, 3, 7, 15, 31)
+    every: int = 1000
+
+    name: ClassVar[str] = "l_greco"
+    collectives: ClassVar[tuple[str, ...]] = ("all_gather",)
+    re_encoding: ClassVar[bool] = False
+    whole_step: ClassVar[bool] = True
+    needs_loss_scale: ClassVar[bool] = True
+    remembers: ClassVar[tuple[str, ...]] = (WINDOW, DIAL)
+    unbiased_note: ClassVar[Inherited] = Inherited("compressor")
+    properties: ClassVar[Properties] = Properties(
+        summary="For each layer the number of levels with the fewest bytes, within the error of a uniform one",
+        paper="Alimohammadi et al., L-GreCo, MLSys 2024",
+        bit_stable=True,
+        bits_per_element=2 * (4 + 32 / 512),
+        state="a sum of gradients per parameter and rank, a choice per parameter",
+        state_bytes_per_element=4.0,
+        stream="the compressor's",
+    )
+
+    def __post_init__(self) -> None:
+        inner, values, every = self.compressor, self.values, self.every
+        fits = isinstance(inner, Compressor) and "all_gather" in inner.collectives
+        require(
+            fits and not (inner.joined or inner.whole_step or inner.direction) and inner.properties.bit_stable,
+            "LGreCo",
+            "compressor is an operator on one vector that can be gathered, with blocks of a parameter, such as "
+            f"QSGDinf(), not {inner!r}",
+        )
+        uniform = self.dial
+        listed = isinstance(values, tuple | list) and all(is_number(value) for value in values)
+        require(listed, "LGreCo", f"values is a tuple of numbers for {self.field}, not {values!r}")
+        object.__setattr__(self, "values", tuple(sorted(set(values))))
+        others = set(values) - {uniform}
+        most = 1 <= len(others) <= 255
+        require(most, "LGreCo", f"values has 1 to 255 others than {self.field}={uniform!r}, not {values!r}")
+        whole = is_whole(every) and every >= 1
+        require(whole, "LGreCo", f"every is a number of rounds, not {every!r}")
+        self.check_variants()
+
+    @cached_property
+    def variants(self) -> tuple[Method, ...]:
+        """The operator with each candidate, in ascending order."""
+        return tuple(self.turned(value) for value in sorted({*self.values, self.dial}))
+
+    @property
+    def kernels(self) -> tuple[str, ...]:  # type: ignore[override]
+        """The operators', and that of the errors."""
+        return tuple(dict.fromkeys((*super().kernels, "moments")))
+
+    def is_due(self, round: int) -> bool:
+        """Return whether a choice is made in that round."""
+        return round >= 0 and (round + 1) % self.every == 0
+
+    def plan(self, setting: PlanSetting) -> BucketPlan:
+        return _LayerPlan(self, setting)
+
+
+class _LayerPlan(BucketPlan):
+    """Sections of the operators that were chosen for a bucket's parameters."""
+
+    def __init__(self, method: LGreCo, setting: PlanSetting) -> None:
+        self._method, self._setting = method, setting
+        self._operators = [m for m in method.variants if isinstance(m, Compressor)]
+        self._dials = [float(method.dial_of(m)) for m in self._operators]
+        self._uniform = self._dials.index(float(method.dial))
+        # The order of names is that of no bucket.
+        self._layers = sorted(divide(setting.segments)[0], key=lambda s: s.parameter.name)
+        self._plans: dict[tuple[int, ...], SectionPlan] = {}
+        first = self._plan_of([self._uniform] * len(self._layers))
+        self.chunks, self.collective, self.runs, self._tag = first.chunks, first.collective, first.runs, first.tag
+
+    def _plan_of(self, choice: Sequence[int]) -> SectionPlan:
+        """Return the plan of a choice; that of the last one is kept."""
+        key = tuple(choice)
+        if key not in self._plans:
+            others = {s.parameter.name: self._operators[c] for s, c in zip(self._layers, choice)}
+            self._plans = {key: SectionPlan(self._operators[self._uniform], self._setting, others)}
+        return self._plans[key]
+
+    def prepare(self, context: Context, flat: torch.Tensor) -> Exchange[Any]:
+        choice, due = self._chosen(context), self._layers and self._method.is_due(context.round)
+        if flat.is_meta:
+            if due:
+                yield from self._told(context, torch.empty(len(self._layers), len(self._dials), device="meta").double())
+        elif self._layers:
+            window = self._added_up(context, flat)
+            if due:
+                everyone = yield from self._told(context, self._errors(context, window))
+                choice = self._choose(everyone, choice)
+                window.zero_()
+                for s, candidate in zip(self._layers, choice):
+                    dial = torch.tensor(self._dials[candidate], dtype=torch.float64)
+                    context.memory.stage_value(f"{DIAL}/{s.parameter.name}", dial)
+        plan = self._plan_of(choice)
+        return plan, (yield from plan.prepare(context, flat))
+
+    def run(self, context: Context, flat: torch.Tensor, prepared: Any) -> Exchange[Outcome]:
+        plan: SectionPlan
+        plan, inner = prepared
+        return (yield from plan.run(context, flat, inner))
+
+    def _chosen(self, context: Context) -> list[int]:
+        """Return the candidate of each layer that is remembered; the uniform one where none of these is."""
+        found = []
+        for s in self._layers:
+            dial = context.memory.value(f"{DIAL}/{s.parameter.name}")
+            known = dial is not None and float(dial) in self._dials
+            found.append(self._dials.index(float(dial)) if dial is not None and known else self._uniform)
+        return found
+
+    def _added_up(self, context: Context, flat: torch.Tensor) -> torch.Tensor:
+        """Add the bucket to what is remembered, and return what takes its place."""
+        segments = self._setting.segments
+        held, staged = context.memory.read(WINDOW, segments), context.memory.stage(WINDOW, segments)
+        for a, b in pieces(sorted((s.offset, s.offset + s.numel) for s in self._layers)):
+            torch.add(held[a:b], flat[a:b], alpha=1 / context.loss_scale, out=staged[a:b])
+        return staged
+
+    def _errors(self, context: Context, window: torch.Tensor) -> torch.Tensor:
+        """Return the squared error of each candidate, float64 ``[layers, candidates]``, with this rank's draws."""
+        kernels, seed = self._setting.kernels, link_seed(self._setting.seed, TRIALS)
+        ordered = sorted(self._layers, key=lambda s: s.offset)
+        place = {s.parameter.name: i for i, s in enumerate(ordered)}
+        table = _table(ordered)
+        draw, every = Draw(context.round, context.rank), Constant(torch.arange(len(ordered)))
+        found = []
+        for operator in self._operators:
+            codec = operator.codec(kernels, ordered, context.world_size, seed)
+            summary, off = codec.summarise(window), window.clone()
+            summary = summary.select(every, summary.shared)
+            body = torch.zeros(codec.payload_bytes(codec.units), dtype=torch.uint8)
+            codec.encode(off, summary, draw, body)
+            codec.add_own(body, codec.remember(summary, off, draw, True), -1.0, off)
+            moments = kernels.moments(off, table)
+            found.append(torch.where(torch.isfinite(moments.max_abs), moments.norm.square(), torch.inf))
+        index = torch.tensor([place[s.parameter.name] for s in self._layers])
+        return torch.stack(found, 1)[index]
+
+    def _told(self, context: Context, errors: torch.Tensor) -> Exchange[torch.Tensor]:
+        return gathered_values(dataclasses.replace(context, exchange=2), self._tag, errors)
+
+    def _choose(self, everyone: torch.Tensor, before: list[int]) -> list[int]:
+        """Return the candidates for the errors of all ranks, ``[ranks, layers, candidates]``."""
+        total = everyone[0].clone()
+        for errors in everyone[1:]:
+            total += errors
+        if not bool(torch.isfinite(total).all()):
+            return before
+        choice = fewest_bytes(self._sizes, total.tolist(), self._uniform)
+        saved = sum(row[self._uniform] - row[c] for row, c in zip(self._sizes, choice))
+        further = len(set(choice)) - 1
+        return choice if saved > further * FURTHER_SECTION_BYTES else [self._uniform] * len(choice)
+
+    @cached_property
+    def _sizes(self) -> list[list[int]]:
+        """Bytes of the payload of each layer by itself, by candidate."""
+        setting = self._setting
+
+        def size(segment: Segment, operator: Compressor) -> int:
+            codec = operator.codec(setting.kernels, [segment], setting.world_size, setting.seed)
+            return codec.payload_bytes(codec.units)
+
+        return [[size(s, operator) for operator in self._operators] for s in self._layers]
+
+
+def _table(segments: Sequence[Segment]) -> SegmentTable:
+    numel = [s.numel for s in segments]
+    return SegmentTable([s.offset for s in segments], numel, [0] * len(numel), [(0, 0)] * len(numel))

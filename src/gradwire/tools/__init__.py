@@ -1,0 +1,1 @@
+"""What is built on ``import gradwire``: trainings, benchmarks, networks, reports and the command line."""

@@ -1,0 +1,166 @@
+"""Profiles: of a task, of a benchmark model, of the user's own script."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gradwire.model.profile import Profile
+from gradwire.model.timeline import Recorder
+from gradwire.tools.bench.models import MODELS
+from gradwire.tools.experiments.config import RunConfig
+from gradwire.tools.experiments.engine import build_model
+from gradwire.tools.experiments.errors import UsageError, WorkerError, nearest
+from gradwire.tools.experiments.launch import loopback
+from gradwire.tools.experiments.order import share
+from gradwire.tools.experiments.tasks import ALL, build
+
+__all__ = ["main", "profile_module", "profile_name", "profile_script"]
+
+STEPS = 12
+"""Of a profile; the first two lay out buckets and do not count."""
+
+ENVIRONMENT = "GRADWIRE_PROFILE"
+
+
+def profile_name(name: str, data: str | None = None) -> Profile:
+    """Profile a task, with a worker's share of its batch, or a model of the step benchmark.
+
+    Raises:
+        UsageError: there is neither of that name.
+        DataError: the task's data is missing.
+    """
+    if name in MODELS:
+        model = MODELS[name]
+        batch = model.batch(torch.Generator().manual_seed(0))
+        return profile_module(name, model.make, lambda module, step: model.loss(module, batch))
+    tasks = [task.name for task in ALL]
+    if name not in tasks:
+        raise UsageError(f"nothing named {name!r} to profile: {nearest(name, [*tasks, *MODELS])}, or a .py script")
+    plan = RunConfig(task=build(name, data=data))
+    plan.task.check_data()
+    source = plan.task.load()
+    order = plan.task.order(plan.seed, source.samples, plan.workers)
+    part = share(order.batch, 0, plan.workers)
+
+    def loss(module: nn.Module, step: int) -> torch.Tensor:
+        inputs, targets = source.batch(order.indices(step), part, seed=plan.seed, step=step)
+        return plan.task.loss(module(inputs), targets)
+
+    return profile_module(name, lambda: build_model(plan), loss)
+
+
+def profile_module(name: str, make: Callable[[], nn.Module], loss: Callable[[nn.Module, int], torch.Tensor]) -> Profile:
+    """Profile what ``make`` builds, by a few steps of one worker on one thread.
+
+    Args:
+        name: What the profile calls it.
+        make: Builds the module.
+        loss: ``loss(module, step)``.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    own = not dist.is_initialized()
+    if own:
+        os.environ.update({k: v for k, v in loopback().items() if k not in os.environ})
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        module = make()
+        ddp = DistributedDataParallel(module, process_group=None if own else _alone())
+        recorder = Recorder(ddp)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+        for step in range(STEPS):
+            if step == 2:
+                recorder.reset()
+            recorder.begin()
+            optimizer.zero_grad()
+            value = loss(ddp, step)
+            recorder.forward_ended()
+            value.backward()
+            recorder.backward_ended()
+            optimizer.step()
+            recorder.end()
+        return Profile.of(name, module, recorder)
+    finally:
+        if own:
+            dist.destroy_process_group()
+        torch.set_num_threads(threads)
+
+
+def _alone() -> Any:
+    """Make a group of this rank; the other ranks take no part."""
+    return dist.new_group([dist.get_rank()], use_local_synchronization=True)
+
+
+def profile_script(script: Path, arguments: Sequence[str]) -> Profile:
+    """Run the first steps of a DDP script, unchanged, as its only worker, and profile its first DDP module.
+
+    Raises:
+        UsageError: there is no such script.
+        WorkerError: it ended before enough steps were taken; the message holds its last line.
+    """
+    if not script.is_file():
+        raise UsageError(f"script {script} does not exist")
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "profile.json"
+        words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
+        done = subprocess.run(
+            [*words, "-m", "gradwire.tools.bench.profile", str(script), *arguments],
+            env={"OMP_NUM_THREADS": "1", **loopback(), **os.environ, ENVIRONMENT: str(out)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if not out.exists():
+            lines = [line for line in done.stderr.splitlines() if line.strip()]
+            errors = [line for line in lines if "Error" in line and "ChildFailed" not in line]
+            told = (errors or lines or ["it wrote nothing"])[-1]
+            raise WorkerError(f"{script} took fewer than {STEPS} steps with a DDP module: {told.strip()}")
+        return Profile.read(out)
+
+
+def main() -> None:
+    """Run a script until its first DDP module has taken enough steps; write the profile and leave."""
+    out = Path(os.environ[ENVIRONMENT])
+    script, *arguments = sys.argv[1:]
+    original: Callable[..., None] = DistributedDataParallel.__init__
+    watched: list[Recorder] = []
+
+    def initialize(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if watched:
+            return
+        recorder = Recorder(self, automatic=True)
+        watched.append(recorder)
+        self.register_forward_pre_hook(lambda module, inputs: _enough(script, module, recorder, out))
+
+    DistributedDataParallel.__init__ = initialize  # type: ignore[method-assign]
+    sys.argv = [script, *arguments]
+    sys.path[0] = str(Path(script).resolve().parent)
+    runpy.run_path(script, run_name="__main__")
+
+
+def _enough(script: str, module: Any, recorder: Recorder, out: Path) -> None:
+    if recorder.steps >= STEPS:
+        Profile.of(script, module.module, recorder).save(out)
+        _leave()
+
+
+def _leave() -> NoReturn:
+    # Whatever the script still holds (data loaders, logs, its process group) has nothing more to do.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

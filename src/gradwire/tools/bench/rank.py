@@ -1,0 +1,118 @@
+"""One rank of the step benchmark: builds variants, and takes steps when its parent says so.
+
+Started as ``python -m gradwire.tools.bench.rank`` with torchrun's variables and ``GRADWIRE_BENCH``; it reads one JSON
+command a line and answers each with one JSON line.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gradwire.model.timeline import Timeline
+from gradwire.tools.bench.models import bench_model
+from gradwire.tools.bench.profile import profile_name
+from gradwire.tools.bench.variants import Variant
+
+__all__ = ["ENVIRONMENT", "main"]
+
+ENVIRONMENT = "GRADWIRE_BENCH"
+
+
+class Rank:
+    """The variants of this rank, and what the parent may ask of them."""
+
+    def __init__(self, model: str, device: str = "cpu", backend: str = "gloo") -> None:
+        torch.set_num_threads(1)
+        self.device = torch.device(device)
+        if device == "cuda":
+            self.device = torch.device("cuda", int(os.environ["RANK"]) % torch.cuda.device_count())
+            torch.cuda.set_device(self.device)
+        dist.init_process_group(backend)
+        self.model = bench_model(model)
+        self.batch = self.model.batch(torch.Generator().manual_seed(dist.get_rank()))
+        self.variants: dict[str, Variant] = {}
+        self.sleeps: Timeline | None = None
+
+    def profile(self) -> dict[str, Any]:
+        """Measure the model's timeline on rank 0, while the other ranks wait without computing."""
+        found = profile_name(self.model.name).timeline.to_json() if dist.get_rank() == 0 else None
+        dist.barrier()
+        return {"timeline": found}
+
+    def sleep(self, timeline: dict[str, Any]) -> dict[str, Any]:
+        """Let the variants that are built from now on sleep through a timeline instead of computing."""
+        self.sleeps = Timeline.from_json(timeline)
+        return {}
+
+    def build(self, variant: str) -> dict[str, Any]:
+        """Build a variant, anew where it exists."""
+        if variant in self.variants:
+            self.variants.pop(variant).close()
+        built = self.variants[variant] = Variant.build(variant, self.model, self.batch, self.sleeps, self.device)
+        return {"numel": built.numel}
+
+    def steps(self, variant: str, count: int) -> dict[str, Any]:
+        """Take steps; return their seconds, this process's CPU time, and what the link counted in them."""
+        chosen = self.variants[variant]
+        before, busy = chosen.counts(), time.process_time()
+        times = chosen.steps(count)
+        cpu_s = time.process_time() - busy
+        counted = {key: value - before[key] for key, value in chosen.counts().items()}
+        return {"times_s": times, "cpu_s": cpu_s, "counted": counted}
+
+    def trace(self, variant: str, count: int) -> dict[str, Any]:
+        """Take steps; return this process's spans in them, and what the link counted."""
+        chosen = self.variants[variant]
+        before = chosen.counts()
+        spans = [dataclasses.asdict(span) for span in chosen.trace(count)]
+        return {"spans": spans, "sent_bytes": chosen.counts().get("sent_bytes", 0) - before.get("sent_bytes", 0)}
+
+    def forget_timeline(self, variant: str) -> dict[str, Any]:
+        """Begin a new timeline."""
+        recorder = self.variants[variant].recorder
+        if recorder:
+            recorder.reset()
+        return {}
+
+    def timeline(self, variant: str) -> dict[str, Any]:
+        """Return the variant's timeline, where it records one."""
+        recorder = self.variants[variant].recorder
+        found = recorder.timeline() if recorder else None
+        return {"timeline": found.to_json() if found else None}
+
+    def record(self, variant: str) -> dict[str, Any]:
+        """Return what the variant's link says of itself."""
+        link = self.variants[variant].link
+        return {"record": link.record() if link else None}
+
+    def close(self) -> None:
+        """End all links."""
+        for variant in self.variants.values():
+            variant.close()
+
+
+def main() -> None:
+    """Serve the parent until its pipe closes."""
+    # Whatever a library prints must not get between the answers.
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    rank = Rank(**json.loads(os.environ[ENVIRONMENT]))
+    for line in sys.stdin:
+        command = json.loads(line)
+        answer = getattr(rank, command.pop("do"))(**command)
+        answers.write(json.dumps(answer) + "\n")
+    rank.close()
+    answers.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

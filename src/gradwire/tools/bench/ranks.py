@@ -1,0 +1,161 @@
+"""The ranks of the step benchmark, seen from their parent: one on each host of an emulated cluster, or on loopback."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from functools import partial
+from types import TracebackType
+from typing import IO, Any
+
+import torch
+import torch.distributed as dist
+
+from gradwire.tools.bench.deadline import Deadline, OutOfTimeError
+from gradwire.tools.bench.rank import ENVIRONMENT
+from gradwire.tools.experiments.errors import WorkerError
+from gradwire.tools.experiments.launch import loopback
+from gradwire.tools.lab import Network, environment, start
+from gradwire.tools.processes import die_with_parent, termination_unwinds
+
+__all__ = ["Ranks", "open_ranks"]
+
+
+class Ranks:
+    """Processes that all get the same command, and whose answers are gathered.
+
+    Args:
+        model: What they take steps with.
+        hosts: How many.
+        network: Where they run; loopback if None.
+        deadline: Until when they must have answered; None: they may take as long as they need.
+        device: "cuda": each computes on one of this machine's GPUs.
+    """
+
+    def __init__(
+        self, model: str, hosts: int, network: Network | None, deadline: Deadline | None = None, device: str = "cpu"
+    ) -> None:
+        self.hosts, self.network, self.deadline = hosts, network, deadline
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._logs: list[IO[bytes]] = []
+        port, given = _free_port(), {"model": model}
+        if device != "cpu":
+            given |= {"device": device, "backend": backend_of(device, hosts, network)}
+        try:
+            for host in range(hosts):
+                self._logs.append(tempfile.TemporaryFile())  # noqa: SIM115
+                self._processes.append(self._start(host, {ENVIRONMENT: json.dumps(given)}, port))
+        except BaseException:
+            self._end()
+            raise
+
+    def _start(self, host: int, variables: dict[str, str], port: int) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "gradwire.tools.bench.rank"]
+        options: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._logs[host]}
+        if self.network is not None:
+            return start(self.network, host, command, variables | environment(self.network, host), **options)
+        variables |= {"RANK": str(host), "WORLD_SIZE": str(self.hosts), **loopback()}
+        variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+        return subprocess.Popen(
+            command,
+            env={**os.environ, **variables},
+            start_new_session=True,
+            preexec_fn=partial(die_with_parent, os.getpid()),
+            **options,
+        )
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end()
+
+    def _end(self) -> None:
+        for process in self._processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            for pipe in (process.stdin, process.stdout):
+                if pipe:
+                    with contextlib.suppress(BrokenPipeError):
+                        pipe.close()
+        for log in self._logs:
+            log.close()
+
+    def ask(self, do: str, **arguments: Any) -> list[dict[str, Any]]:
+        """Send a command to all ranks and return their answers by rank.
+
+        Raises:
+            WorkerError: a rank ended instead of answering.
+            OutOfTimeError: the deadline passed; the ranks take no more commands.
+        """
+        line = (json.dumps({"do": do, **arguments}) + "\n").encode()
+        for process in self._processes:
+            if process.stdin:
+                with contextlib.suppress(BrokenPipeError):
+                    process.stdin.write(line)
+                    process.stdin.flush()
+        answers = []
+        for rank, process in enumerate(self._processes):
+            answer = self._read(process.stdout) if process.stdout else b""
+            if not answer:
+                raise WorkerError(self._account(rank))
+            answers.append(json.loads(answer))
+        return answers
+
+    def _read(self, pipe: IO[bytes]) -> bytes:
+        # A command has one line for an answer, so none waits in the pipe's buffer, where select would not see it.
+        if self.deadline is not None and not select.select([pipe], [], [], self.deadline.left_s)[0]:
+            raise OutOfTimeError("the ranks did not answer in the time that the measurement may take")
+        return pipe.readline()
+
+    def _account(self, rank: int) -> str:
+        """Describe how the benchmark ended: a rank that was killed tells more than those that miss it."""
+        self._processes[rank].wait()
+        for other, process in enumerate(self._processes):
+            code = process.poll()
+            if code is not None and code < 0:
+                name = signal.Signals(-code).name
+                hint = " (out of memory?)" if name == "SIGKILL" else ""
+                return f"rank {other} of the benchmark was killed by {name}{hint}"
+        return f"rank {rank} of the benchmark ended: {self._last_words(rank)}"
+
+    def _last_words(self, rank: int) -> str:
+        self._logs[rank].seek(0)
+        lines = self._logs[rank].read().decode(errors="replace").strip().splitlines()
+        # torch puts the rank before each line of a traceback.
+        return lines[-1].removeprefix(f"[rank{rank}]: ") if lines else "it wrote nothing"
+
+
+def backend_of(device: str, hosts: int, network: Network | None) -> str:
+    """Return the backend of the ranks' group.
+
+    NCCL serves where each rank has a GPU of its own and no link is emulated: on one machine it goes past the network.
+    """
+    alone = device == "cuda" and network is None and hosts <= torch.cuda.device_count() and dist.is_nccl_available()
+    return "cpu:gloo,cuda:nccl" if alone else "gloo"
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+@contextlib.contextmanager
+def open_ranks(
+    model: str, hosts: int, network: Network | None, deadline: Deadline | None = None, device: str = "cpu"
+) -> Iterator[Ranks]:
+    """Start ranks for the body, and end them after it, also when this process is told to end."""
+    with termination_unwinds(), Ranks(model, hosts, network, deadline, device) as ranks:
+        yield ranks

@@ -1,0 +1,380 @@
+"""The step benchmark: models, hosts, bandwidths and exchanges, measured side by side and written row by row.
+
+Within a cell, exchanges take turns, so that a noisy machine disturbs all alike. Rows are appended to a file of JSON
+lines as they come; what is there is not measured again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean, median, quantiles
+from typing import Any
+
+import torch
+
+from gradwire.tools.bench.compute import COMPUTE_KINDS
+from gradwire.tools.bench.deadline import Deadline, OutOfTimeError
+from gradwire.tools.bench.device_kernels import check_cuda
+from gradwire.tools.bench.models import bench_model
+from gradwire.tools.bench.pace import TURNS, steps_of_budget, steps_of_cell
+from gradwire.tools.bench.ranks import Ranks, open_ranks
+from gradwire.tools.bench.variants import COMPUTE, VARIANTS, check_variant, dense_wire_bytes
+from gradwire.tools.experiments.errors import UsageError
+from gradwire.tools.experiments.machine import hardware, versions
+from gradwire.tools.lab import Network, Rate, Topology, format_rate, open_network
+
+__all__ = ["BANDWIDTHS", "BYTES_TOLERANCE", "HOSTS", "StepGrid", "compute_of", "measure_grid"]
+
+HOSTS = (2, 4, 8)
+BANDWIDTHS = ("50mbit", "100mbit", "1gbit", "5gbit", "unlimited")
+CHOOSING = ("gradwire auto", "gradwire Auto(")
+BYTES_TOLERANCE = 0.05
+"""Between what the library and what the interfaces counted; beyond it the benchmark is wrong."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepGrid:
+    """What to measure.
+
+    Attributes:
+        models: By name.
+        topologies: Clusters; those that differ in bandwidth alone share their processes.
+        variants: Exchanges.
+        budget_s: Of each variant in each cell, about.
+        loopback: Without an emulated cluster: all ranks in this namespace, no limits.
+        compute: "real": the ranks compute, and share this machine's cores. "sleep": they sleep as long as one rank
+            alone computes, so that the exchange has the cores for itself. "cuda": they compute on this machine's GPUs,
+            and gradients lie there.
+        cell_budget_s: Of each cell, all its variants and their warm-up together, about; takes the place of
+            ``budget_s``. A cell whose steps are long takes longer: each variant takes two steps at least.
+    """
+
+    models: Sequence[str]
+    topologies: Sequence[Topology]
+    variants: Sequence[str] = field(default=VARIANTS)
+    budget_s: float = 3.0
+    loopback: bool = False
+    compute: str = "real"
+    cell_budget_s: float | None = None
+
+    def __post_init__(self) -> None:
+        for model in self.models:
+            bench_model(model)
+        for variant in self.variants:
+            check_variant(variant)
+        if self.compute not in COMPUTE_KINDS:
+            raise UsageError(f"compute {self.compute!r}: one of {', '.join(COMPUTE_KINDS)} is needed")
+        if self.compute == "cuda":
+            check_cuda("--compute cuda")
+        for topology in self.topologies:
+            if topology.hosts < 2:
+                raise UsageError("1 host exchanges nothing: use at least 2")
+            if self.loopback and topology.bandwidth is not None:
+                raise UsageError("--loopback has no links to limit: leave the bandwidth out")
+
+    def families(self) -> Iterator[tuple[str, list[Topology]]]:
+        """Yield models with the clusters that differ in bandwidth alone, slowest last."""
+        shapes: dict[str, list[Topology]] = {}
+        for topology in self.topologies:
+            shapes.setdefault(topology.with_bandwidth(None).spec(), []).append(topology)
+        for model in self.models:
+            for family in shapes.values():
+                yield model, sorted(family, key=lambda t: -(t.bandwidth or float("inf")))
+
+
+Row = dict[str, Any]
+Key = tuple[str, str, str, str]
+"""Of a row: model, cluster, variant, and whether its ranks computed or slept."""
+
+NEEDED: dict[str, tuple[type, ...]] = {
+    "model": (str,),
+    "hosts": (int,),
+    "lab": (str,),
+    "variant": (str,),
+    "bandwidth_bits_per_s": (int, float, type(None)),
+    "step_time_s": (int, float),
+    "cores": (int,),
+}
+"""What a row must hold to be found again, and predicted."""
+
+
+def measure_grid(grid: StepGrid, path: Path, say: Callable[[str], None], deadline: Deadline | None = None) -> list[Row]:
+    """Measure what is not in ``path`` yet; return all rows of the grid, or those that are there at the deadline.
+
+    Where the ranks sleep, all cells of a model sleep through one timeline, which is measured once, on rank 0 alone,
+    and kept in the rows of ``compute``.
+
+    Raises:
+        BackendError: no emulated cluster can be built here.
+        WorkerError: a rank died; the rows so far are in the file.
+    """
+    found = {_key(row): row for row in read_rows(path)}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows: list[Row] = []
+    for model, family in grid.families():
+        if deadline is not None and deadline.passed:
+            break
+        wanted = {t.spec(): [v for v in grid.variants if _wanted(grid, model, t, v) not in found] for t in family}
+        missing = list(dict.fromkeys(v for variants in wanted.values() for v in variants))
+        if not missing:
+            continue
+        # The timeline and the floor belong to the cell: computing alone is measured beside whatever is.
+        names = list(dict.fromkeys([COMPUTE, *missing]))
+        with contextlib.suppress(OutOfTimeError), open_cluster(grid, model, family[0], deadline) as (ranks, network):
+            timeline = tell_to_sleep(grid, model, ranks, found.values())
+            numel = [ranks.ask("build", variant=name)[0]["numel"] for name in names][-1]
+            for topology in family:
+                chosen = [n for n in names if n in wanted[topology.spec()]]
+                if not chosen:
+                    continue
+                if network is not None:
+                    network.set_bandwidth(topology.bandwidth)
+                cell = Cell(grid, model, topology, ranks, network, numel, timeline)
+                for row in cell.measure(list(dict.fromkeys([COMPUTE, *chosen]))):
+                    if row["variant"] in chosen or (timeline and _key(row) not in found):
+                        _append(path, row)
+                        found[_key(row)] = row
+                        say(describe(row))
+    for model, family in grid.families():
+        keys = [_wanted(grid, model, t, v) for t in family for v in grid.variants]
+        rows += [found[key] for key in keys if key in found]
+    return rows
+
+
+@contextlib.contextmanager
+def open_cluster(
+    grid: StepGrid, model: str, topology: Topology, deadline: Deadline | None = None
+) -> Iterator[tuple[Ranks, Network | None]]:
+    """Start the ranks of a model for the body, on an emulated cluster without limits or on loopback."""
+    with contextlib.ExitStack() as stack:
+        network = None if grid.loopback else stack.enter_context(open_network(topology.with_bandwidth(None)))
+        device = "cuda" if grid.compute == "cuda" else "cpu"
+        yield stack.enter_context(open_ranks(model, topology.hosts, network, deadline, device)), network
+
+
+def tell_to_sleep(grid: StepGrid, model: str, ranks: Ranks, rows: Iterable[Row] = ()) -> Row | None:
+    """Tell the ranks what to sleep through, if they are to sleep: the timeline in a row, or a new one; return it."""
+    if grid.compute != "sleep":
+        return None
+    kept = [r["timeline"] for r in rows if r["model"] == model and compute_of(r) == "sleep" and r.get("timeline")]
+    timeline: Row = kept[-1] if kept else ranks.ask("profile")[0]["timeline"]
+    ranks.ask("sleep", timeline=timeline)
+    return timeline
+
+
+class Cell:
+    """One model on one cluster: all its variants, in turns."""
+
+    def __init__(
+        self,
+        grid: StepGrid,
+        model: str,
+        topology: Topology,
+        ranks: Ranks,
+        network: Network | None,
+        numel: int,
+        timeline: Row | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.grid, self.model, self.topology, self.timeline = grid, model, topology, timeline
+        self.ranks, self.network, self.numel, self.clock = ranks, network, numel, clock
+
+    def measure(self, variants: Sequence[str]) -> list[Row]:
+        """Measure the variants of this cell, computing alone among them; return a row for each.
+
+        Where the ranks' deadline passes on the way, there are rows of the variants that took a turn until then.
+        """
+        began_s = self.clock()
+        step_s = {name: self._warm_up(name) for name in variants}
+        if self.grid.cell_budget_s is None:
+            counts = {name: steps_of_budget(step_s[name], self.grid.budget_s) for name in variants}
+        else:
+            counts = steps_of_cell(step_s, self.grid.cell_budget_s - (self.clock() - began_s))
+        self.ranks.ask("forget_timeline", variant=COMPUTE)
+        samples: dict[str, list[Row]] = {name: [] for name in variants}
+        timeline = self.timeline
+        with contextlib.suppress(OutOfTimeError):
+            for turn in range(TURNS):
+                for name in variants:
+                    turns, steps = counts[name]
+                    if turn < turns:
+                        samples[name].append(self._turn(name, steps))
+                timeline = self.timeline or self.ranks.ask("timeline", variant=COMPUTE)[0]["timeline"]
+        taken = {name: turns for name, turns in samples.items() if turns}
+        if timeline is None or COMPUTE not in taken:
+            raise OutOfTimeError("the deadline passed before a turn had ended")
+        if self.grid.compute == "cuda":
+            # Of launches, which end before what they launch.
+            timeline = None
+        compute_s = median(t for turn in taken[COMPUTE] for t in turn["times_s"])
+        rows = {name: self._row(name, turns, compute_s) for name, turns in taken.items()}
+        rows[COMPUTE]["timeline"] = timeline
+        reference = rows["ddp fp32"]["step_time_s"] if "ddp fp32" in rows else None
+        for name, row in rows.items():
+            if self.grid.compute == "cuda":
+                row["device"] = torch.cuda.get_device_name()
+            row["speedup_over_ddp_fp32"] = reference / row["step_time_s"] if reference else None
+            if name.startswith("gradwire"):
+                with contextlib.suppress(OutOfTimeError):
+                    row["record"] = self.ranks.ask("record", variant=name)[0]["record"]
+        return list(rows.values())
+
+    def _warm_up(self, name: str) -> float:
+        """Let connections find their speed, and a link its method; return the seconds of a step."""
+        if name.startswith(CHOOSING):
+            # Its choice belongs to this cell alone.
+            self.ranks.ask("build", variant=name)
+            while not self.ranks.ask("record", variant=name)[0]["record"]["choice"]["chosen"]:
+                self.ranks.ask("steps", variant=name, count=5)
+        budget_s = self.grid.cell_budget_s or self.grid.budget_s
+        step_s: float = max(answer["times_s"][-1] for answer in self.ranks.ask("steps", variant=name, count=1))
+        if self.grid.cell_budget_s is None or step_s < budget_s / 10:
+            step_s = max(answer["times_s"][-1] for answer in self.ranks.ask("steps", variant=name, count=1))
+        if step_s < self.grid.budget_s / 10:
+            step_s = median(self._turn(name, 3)["times_s"])
+        return step_s
+
+    def _turn(self, name: str, steps: int) -> Row:
+        before = self.network.counters() if self.network else []
+        answers = self.ranks.ask("steps", variant=name, count=steps)
+        after = self.network.counters() if self.network else []
+        moved = [b.since(a).sent_payload_bytes for a, b in zip(before, after)]
+        counted = [a["counted"]["sent_bytes"] for a in answers if a["counted"]]
+        return {
+            # An exchange keeps ranks together, so their mean is the step; alone, a step lasts as long as its slowest.
+            "times_s": [
+                (max if name == COMPUTE else fmean)(column) for column in zip(*[a["times_s"] for a in answers])
+            ],
+            "cpu_s": sum(a["cpu_s"] for a in answers),
+            "interface_bytes": sum(moved) if moved else None,
+            "interface_bytes_most": max(moved) if moved else None,
+            "library_bytes": sum(counted) if counted else None,
+            "steps": steps,
+            **{k: fmean(a["counted"].get(k, 0.0) for a in answers) for k in ("encode_s", "wire_s", "decode_s")},
+        }
+
+    def _row(self, name: str, turns: Sequence[Row], compute_s: float) -> Row:
+        times = [t for turn in turns for t in turn["times_s"]]
+        steps, hosts = sum(turn["steps"] for turn in turns), self.topology.hosts
+        dense = dense_wire_bytes(name, self.numel, hosts)
+        library = turns[0]["library_bytes"]
+        sent = dense if library is None else sum(t["library_bytes"] for t in turns) / steps / hosts
+        moved = sum(t["interface_bytes"] for t in turns) / steps / hosts if self.network else None
+        most = max(sent or 0.0, moved or 0.0)
+        slowest = _slowest(self.topology)
+        floor_s = max(compute_s, 8 * (most if sent is None else sent) / slowest if slowest else 0.0)
+        gap = moved / sent - 1 if moved is not None and sent else None
+        low, *_, high = quantiles(times, n=5) if len(times) > 1 else (times[0], times[0])
+        return {
+            "model": self.model,
+            "parameters": self.numel,
+            "hosts": hosts,
+            "lab": _place(self.grid, self.topology),
+            "bandwidth_bits_per_s": self.topology.bandwidth,
+            "variant": name,
+            "compute": self.grid.compute,
+            "step_time_s": median(times),
+            "percentile_20_s": low,
+            "percentile_80_s": high,
+            "samples": len(times),
+            "turn_medians_s": [median(turn["times_s"]) for turn in turns],
+            "compute_s": compute_s,
+            "floor_s": floor_s,
+            "ratio_to_floor": median(times) / floor_s,
+            "sent_bytes_per_step": sent,
+            "interface_bytes_per_step": moved,
+            "interface_over_library": gap,
+            "bytes_agree": None if gap is None else abs(gap) <= BYTES_TOLERANCE,
+            "cpu_s_per_step": sum(t["cpu_s"] for t in turns) / steps,
+            **{f"{k[:-2]}_s_per_step": sum(t[k] for t in turns) / steps for k in ("encode_s", "wire_s", "decode_s")},
+            "date_utc": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            **{k: v for k, v in hardware().items() if k in ("processor", "cores")},
+            **{f"{name}_version": version for name, version in versions().items()},
+        }
+
+
+def _slowest(topology: Topology) -> Rate:
+    rates = [r for h in range(topology.hosts) for r in (topology.send_rate(h), topology.receive_rate(h)) if r]
+    return min(rates, default=None)
+
+
+def _place(grid: StepGrid, topology: Topology) -> str:
+    return f"loopback,hosts={topology.hosts}" if grid.loopback else topology.spec()
+
+
+def compute_of(row: Mapping[str, Any]) -> str:
+    """Return whether a row's ranks computed or slept; rows from before there was a choice computed."""
+    found: str = row.get("compute", "real")
+    return found
+
+
+def _key(row: Row) -> Key:
+    return row["model"], row["lab"], row["variant"], compute_of(row)
+
+
+def _wanted(grid: StepGrid, model: str, topology: Topology, variant: str) -> Key:
+    return model, _place(grid, topology), variant, grid.compute
+
+
+def _append(path: Path, row: Row) -> None:
+    # A line that was cut off must not take this one with it.
+    with path.open("ab+") as file:
+        if file.tell() and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n":
+            file.write(b"\n")
+        file.write((json.dumps(row) + "\n").encode())
+
+
+def read_rows(path: Path) -> list[Row]:
+    """Read the rows of a file; a line that is no JSON, such as a last one that was cut off, does not count.
+
+    Raises:
+        UsageError: a line is no row of this benchmark.
+    """
+    if not path.exists():
+        return []
+    rows = []
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} cannot be read: {error}") from None
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            print(f"gradwire: {path}: a line that is no JSON is left out: {line[:40]}", file=sys.stderr)
+            continue
+        rows.append(_checked(row, f"{path}, line {number}"))
+    return rows
+
+
+def _checked(row: Any, where: str) -> Row:
+    if not isinstance(row, dict):
+        raise UsageError(f"{where}: no row of gradwire bench step, but {str(row)[:40]}")
+    missing = [name for name in NEEDED if name not in row]
+    wrong = [n for n, kinds in NEEDED.items() if n in row and (not isinstance(row[n], kinds) or row[n] is True)]
+    if missing or wrong:
+        what = f"it lacks {', '.join(missing)}" if missing else f"{wrong[0]} is {row[wrong[0]]!r}"
+        raise UsageError(f"{where}: no row of gradwire bench step: {what}; name a file that it wrote")
+    return row
+
+
+def describe(row: Row) -> str:
+    """Return a row as a line for people."""
+    speed = format_rate(row["bandwidth_bits_per_s"])
+    sent = row["sent_bytes_per_step"]
+    gap = row["interface_over_library"]
+    return (
+        f"{row['model']:11s} {row['hosts']} hosts {speed:>9s} {row['variant']:20s} {row['step_time_s'] * 1e3:8.1f} ms"
+        + {"sleep": "  asleep", "cuda": "  on GPUs"}.get(compute_of(row), "")
+        + f"  {row['ratio_to_floor']:5.2f} x floor"
+        + ("" if sent is None else f"  {sent / 1e6:7.3f} MB")
+        + ("" if gap is None else f"  interface {100 * gap:+.1f} %")
+    )

@@ -1,0 +1,152 @@
+"""What a step exchanges its gradients by: DDP alone, DDP's own hooks, gradwire, or nothing."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+import gradwire as gw
+from gradwire.exchange.drivers import Span, Trace
+from gradwire.model.timeline import Recorder, Timeline
+from gradwire.tools.bench.compute import CPU, Compute, make_compute
+from gradwire.tools.bench.models import Batch, BenchModel
+from gradwire.tools.experiments.errors import UsageError
+
+__all__ = ["COMPUTE", "DDP_VARIANTS", "VARIANTS", "Variant", "check_variant", "dense_wire_bytes"]
+
+COMPUTE = "compute"
+# DDP's bf16 hook refuses every backend but NCCL.
+DDP_VARIANTS = ("ddp fp32", "ddp fp16", "ddp powersgd")
+VARIANTS = (COMPUTE, *DDP_VARIANTS, "gradwire fp32", "gradwire bf16", "gradwire terngrad")
+
+POWERSGD_RANK = 2
+ONE_BUCKET_MB = 4096
+
+
+def check_variant(name: str) -> str:
+    """Return the name back if a variant can be built from it: a known one, or ``gradwire SPEC``.
+
+    Raises:
+        UsageError: no such variant; the message lists what there is.
+        HyperparameterError: ``SPEC`` is no method.
+    """
+    if name == COMPUTE or name in DDP_VARIANTS:
+        return name
+    kind, _, spec = name.partition(" ")
+    if kind != "gradwire" or not spec:
+        known = ", ".join((COMPUTE, *DDP_VARIANTS))
+        raise UsageError(f"variant {name!r}: known are {known}, and 'gradwire SPEC' with any method")
+    gw.method(spec)
+    return name
+
+
+def dense_wire_bytes(name: str, numel: int, world_size: int) -> int | None:
+    """Return the bytes that a rank sends in a step of a cast hook, a ring all-reduce; None for other hooks."""
+    widths = {"ddp fp32": 4, "ddp fp16": 2}
+    if name == COMPUTE:
+        return 0
+    return round(2 * widths[name] * numel * (world_size - 1) / world_size) if name in widths else None
+
+
+@dataclass
+class Variant:
+    """One variant on one rank: its own module and exchange."""
+
+    compute: Compute
+    link: gw.Link | None
+    recorder: Recorder | None
+
+    @classmethod
+    def build(
+        cls, name: str, model: BenchModel, batch: Batch, timeline: Timeline | None = None, device: torch.device = CPU
+    ) -> Variant:
+        """Build a variant (collective); all of them start from the same weights on every rank.
+
+        Args:
+            name: See :func:`check_variant`.
+            model: What it trains.
+            batch: This rank's.
+            timeline: To be slept through in place of the model's passes; None: compute for real.
+            device: Where to compute for real.
+        """
+        powersgd = name == "ddp powersgd"
+        compute = make_compute(model, batch, timeline, ONE_BUCKET_MB if powersgd else None, device)
+        ddp, link, recorder = compute.ddp, None, None
+        if name == COMPUTE:
+            recorder = Recorder(ddp)
+        elif powersgd:
+            state = powerSGD_hook.PowerSGDState(None, POWERSGD_RANK, start_powerSGD_iter=2)
+            ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        elif name == "ddp fp16":
+            ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
+        elif name != "ddp fp32":
+            link = gw.attach(ddp, name.partition(" ")[2])
+        return cls(compute, link, recorder)
+
+    @property
+    def numel(self) -> int:
+        """Elements of all parameters."""
+        return sum(parameter.numel() for parameter in self.compute.ddp.parameters())
+
+    def trace(self, count: int) -> list[Span]:
+        """Take steps and return what this thread and the link's lanes did in them."""
+        trace = Trace()
+        if self.link is not None:
+            self.link.trace(trace)
+        try:
+            self.steps(count, trace)
+        finally:
+            if self.link is not None:
+                self.link.trace(None)
+        return trace.spans()
+
+    def steps(self, count: int, trace: Trace | None = None) -> list[float]:
+        """Take steps and return the seconds of each.
+
+        All ranks begin together. The exchange keeps them together; without one, a barrier does, and its time does not
+        count.
+        """
+        dist.barrier()
+        times: list[float] = []
+        last = time.perf_counter()
+        for _ in range(count):
+            if self.recorder:
+                dist.barrier()
+                last = time.perf_counter()
+                self.recorder.begin()
+            marks = [last]
+            loss = self.compute.forward()
+            marks.append(time.perf_counter())
+            if self.recorder:
+                self.recorder.forward_ended()
+            loss.backward()
+            marks.append(time.perf_counter())
+            if self.recorder:
+                self.recorder.backward_ended()
+            self.compute.update()
+            if self.recorder:
+                self.recorder.end()
+            now = time.perf_counter()
+            if trace is not None:
+                for name, began_s, ended_s in zip(("forward", "backward", "update"), marks, (*marks[1:], now)):
+                    trace.add(COMPUTE, name, began_s, ended_s, f"step {len(times)}")
+            times.append(now - last)
+            last = now
+        return times
+
+    def counts(self) -> dict[str, Any]:
+        """Return what the link counted so far."""
+        if self.link is None:
+            return {}
+        t, d = self.link.traffic(), self.link.diagnostics()
+        return {"sent_bytes": t.sent_bytes + t.buffer_bytes, **{k: d[k] for k in ("encode_s", "wire_s", "decode_s")}}
+
+    def close(self) -> None:
+        """End the exchange."""
+        if self.link is not None:
+            self.link.close()

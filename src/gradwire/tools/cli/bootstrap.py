@@ -1,0 +1,182 @@
+"""``python -m gradwire.tools.cli.bootstrap SCRIPT [ARGS]``: runs an unchanged DDP script with a method on every DDP
+module.
+
+``gradwire run`` has torchrun start this in every process. Each ``DistributedDataParallel`` that the script
+builds, also through a subclass, gets a link when its ``__init__`` returns. At the end rank 0 prints what was
+saved. An exception of the script keeps its traceback; if it came out of a link, the link's own error is
+printed after it, since DDP shows only a mangled part. Why a rank ended is left for the launcher to say.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import json
+import os
+import runpy
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from gradwire.tools.cli.launcher import Report
+from gradwire.tools.experiments.link_settings import LinkSettings
+
+__all__ = ["ENVIRONMENT", "attach_everywhere", "from_text", "main", "to_text"]
+
+ENVIRONMENT = "GRADWIRE_RUN"
+
+
+def to_text(settings: LinkSettings) -> str:
+    """Return what ``gradwire run`` was asked to attach as text for the environment variable ``GRADWIRE_RUN``."""
+    return json.dumps(dataclasses.asdict(settings))
+
+
+def from_text(text: str) -> LinkSettings:
+    """Read the text back."""
+    fields = json.loads(text)
+    return LinkSettings(**{**fields, "exclude": tuple(fields["exclude"])})
+
+
+def attach_everywhere(settings: LinkSettings) -> list[Any]:
+    """Let every DDP module that is built from now on get a link; the returned list grows with each."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    import gradwire as gw
+
+    links: list[Any] = []
+    original: Callable[..., None] = DistributedDataParallel.__init__
+
+    @functools.wraps(original)
+    def initialize(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        links.append(gw.attach(self, settings.method, **settings.link_options()))
+
+    DistributedDataParallel.__init__ = initialize  # type: ignore[method-assign]
+    return links
+
+
+def summary(links: Sequence[Any]) -> str:
+    """Describe in one line what the links sent."""
+    if not links:
+        return "gradwire: the script built no DistributedDataParallel module; nothing was compressed"
+    sent = sum(link.traffic().sent_bytes for link in links)
+    dense = sum(link.traffic().dense_bytes for link in links)
+    texts = [_came_to(link) for link in links]
+    alike = len(set(texts)) == 1
+    spec = texts[0] if alike else "; ".join(f"module {i}: {text}" for i, text in enumerate(texts))
+    if not sent:
+        return f"gradwire: {spec}: no gradient was exchanged"
+    return (
+        f"gradwire: {spec}: each worker sent {sent / 1e6:.2f} MB instead of {dense / 1e6:.2f} MB, "
+        f"{dense / sent:.1f} times less ({32 * sent / dense:.2f} bits per element)"
+    )
+
+
+def left_apart(links: Sequence[Any]) -> list[str]:
+    """Describe, a line for each link, workers that ended with parameters of their own.
+
+    An exchange here would come too late: a script has usually saved its model, and left its process group, before it
+    ends.
+    """
+    lines = []
+    for link in links:
+        if not link.method.local_steps or not link.local.parameters.is_apart():
+            continue
+        clock = link.local.parameters.clock
+        after, more = f"{clock.steps} optimizer steps lie after the last exchange", clock.every - clock.steps
+        plain = clock.steps and clock.count == 1 and not clock.delay and not link.method.outcomes_differ
+        why = f"{after}, and" if clock.steps else "after the last exchange"
+        remedy = f"train {more} steps more or {clock.steps} fewer, or " if plain else ""
+        lines.append(
+            f"gradwire: {link.method!r}: {why} each worker has parameters of its own, which are what it has saved: "
+            f"{remedy}call gw.attach in the script, and link.synchronise() before it saves"
+        )
+    return lines
+
+
+def _came_to(link: Any) -> str:
+    """Describe what a link's gradients travelled by."""
+    from gradwire.tools.report.link_notes import choice_text, fallback_reason, fallback_text
+
+    spec, record = repr(link.method), link.record()
+    choice, returned = record["choice"], record["fallback"]
+    if choice is not None:
+        spec = choice_text(choice["chosen"], choice["reason"]) or spec
+    if returned is not None:
+        spec = f"{spec}, {fallback_text(returned['method'], fallback_reason(returned))}"
+    return spec
+
+
+def run_script(script: str, arguments: Sequence[str], links: Sequence[Any]) -> None:
+    """Run the script as ``__main__``, as ``python SCRIPT ARGS`` would."""
+    sys.argv = [script, *arguments]
+    sys.path[0] = str(Path(script).resolve().parent)
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except KeyboardInterrupt:
+        # The launcher says it, once.
+        _leave(130)
+    except Exception as error:
+        traceback.print_exc()
+        for link in links:
+            if link.error is not None:
+                print(f"gradwire: {type(link.error).__name__}: {link.error}", file=sys.stderr)
+        report(links, error)
+        _leave(1)
+
+
+def report(links: Sequence[Any], error: Exception | None = None) -> None:
+    """Leave word for the launcher of how this rank ended."""
+    broken = next((link.error for link in links if link.error is not None), None)
+    message = None if error is None else next(iter(str(error).strip().splitlines()), "")
+    Report(
+        rank=int(os.environ.get("RANK", "0")),
+        round=links[-1].round if links else None,
+        kind=None if error is None else type(error).__name__,
+        message=message,
+        link=None if broken is None else str(broken),
+        remote=type(broken).__name__ == "ExchangeError" and "could not go on" in str(broken),
+    ).save()
+
+
+def _leave(code: int) -> NoReturn:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def report_when_ended(links: Sequence[Any]) -> None:
+    """Leave word also where torchrun ends this rank because another failed.
+
+    A rank that waits in an exchange hears of it when that breaks: the link says then which rank it missed, and where.
+    """
+
+    def ended(number: int, frame: object) -> None:
+        report(links)
+        _leave(128 + number)
+
+    signal.signal(signal.SIGTERM, ended)
+
+
+def main() -> None:
+    """Attach, run, and have rank 0 say what was saved."""
+    settings = from_text(os.environ[ENVIRONMENT])
+    script, *arguments = sys.argv[1:]
+    links = attach_everywhere(settings)
+    report_when_ended(links)
+    try:
+        run_script(script, arguments, links)
+    finally:
+        if os.environ.get("RANK", "0") == "0":
+            print("\n".join([summary(links), *left_apart(links)]), file=sys.stderr, flush=True)
+        for link in links:
+            with contextlib.suppress(Exception):
+                link.close()
+
+
+if __name__ == "__main__":
+    main()

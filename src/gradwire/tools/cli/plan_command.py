@@ -1,0 +1,200 @@
+"""What ``gradwire plan`` does once its options are read."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import gradwire as gw
+from gradwire.model.forecast import Forecast, Scenario, forecast, recommend
+from gradwire.model.machine import DEFAULT, LinkModel, Machine
+from gradwire.model.profile import Profile
+from gradwire.tools.bench.calibration import default_path, machine_of_rows, measure_machine
+from gradwire.tools.bench.profile import profile_name, profile_script
+from gradwire.tools.cli.options import check_figure
+from gradwire.tools.cli.show import print_json, print_plan
+from gradwire.tools.experiments.errors import UsageError
+from gradwire.tools.lab import parse_delay, parse_rate
+from gradwire.tools.report.verdict import rate_text, seconds_text
+
+__all__ = ["plan"]
+
+METHODS = ("bf16", "fp16", "terngrad", "coded")
+HOSTS = (2, 4, 8)
+BANDWIDTHS = ("100mbit", "1gbit", "10gbit")
+
+
+def plan(
+    *,
+    profile: str,
+    arguments: Sequence[str],
+    data: str | None,
+    methods: Sequence[str] | None,
+    hosts: Sequence[int] | None,
+    ranks_per_host: int,
+    cores: int | None,
+    bandwidths: Sequence[str] | None,
+    latency: str,
+    probe: bool,
+    calibration: Path | None,
+    calibrate: bool,
+    calibration_limit_s: float,
+    figure: Path | None,
+    as_json: bool,
+) -> None:
+    """Profile, calibrate, predict, print.
+
+    Raises:
+        UsageError: options that do not go together.
+    """
+    for spec in methods or ():
+        if isinstance(gw.method(spec), gw.Auto):
+            raise UsageError(f"{spec} chooses among methods while it trains: name the methods to predict, one by one")
+    _check_calibration(calibration, calibrate)
+    if arguments and not profile.endswith(".py"):
+        raise UsageError(
+            f"{' '.join(arguments)}: words of their own are a script's arguments; to profile a task or a model, give"
+            f" --profile {arguments[0]}"
+        )
+    if not 0 < calibration_limit_s < math.inf:
+        raise UsageError(f"--calibration-limit {calibration_limit_s:g}: seconds above 0 are needed")
+    if cores is not None and cores < 1:
+        raise UsageError(f"--cores {cores}: at least 1 is needed; leave it out where no worker waits for a core")
+    check_figure(figure)
+    latency_s = parse_delay(latency)
+    links = {_rate(link): link for link in (_link(text, latency_s) for text in bandwidths or BANDWIDTHS)}
+    counts = list(hosts or HOSTS)
+    if min(counts) < 1 or ranks_per_host < 1 or min(counts) * ranks_per_host < 2:
+        raise UsageError("one worker exchanges nothing: give --hosts 2 or more, or --gpus-per-host")
+    if figure is not None and (probe or len(set(counts)) < 2):
+        raise UsageError("a curve needs two numbers of workers: give --hosts more than once, or leave --figure out")
+    if probe:
+        if bandwidths or hosts:
+            raise UsageError("--probe measures the group that runs: leave --hosts and --bandwidth out")
+        answer = _probed(calibration, calibrate, calibration_limit_s, cores)
+        if answer is None:
+            return
+        machine, found, world_size = answer
+        ranks_per_host = found.ranks_per_host
+        counts, links = [-(-world_size // ranks_per_host)], {f"measured {_rate(found)}": found}
+        print(f"gradwire: {_found(found, world_size)}", file=sys.stderr)
+        known = _profile(profile, arguments, data)
+    else:
+        # What is wrong with a script shows at once, and not after a minute of calibration.
+        known = _profile(profile, arguments, data)
+        machine = _machine(calibration, calibrate, calibration_limit_s)
+    rows: list[dict[str, Any]] = []
+    curves: list[tuple[str, Forecast]] = []
+    advice: list[tuple[str, str]] = []
+    apart: dict[str, str] = {}
+    for name, link in links.items():
+        for count in counts:
+            setting = Scenario(hosts=count, ranks_per_host=ranks_per_host, cores=cores, link=link)
+            forecasts, refused = forecast(known, methods or METHODS, setting, machine)
+            choice, reason = recommend(forecasts)
+            advice.append((f"{count} x {ranks_per_host} workers, {name}", reason))
+            curves += [(name, f) for f in forecasts]
+            for f in forecasts:
+                rows.append(
+                    {
+                        "profile": known.source,
+                        "hosts": count,
+                        "ranks_per_host": ranks_per_host,
+                        "bandwidth_bits_per_s": link.bandwidth_bytes_per_s and 8 * link.bandwidth_bytes_per_s,
+                        **{key: value for key, value in dataclasses.asdict(f).items() if key != "apart"},
+                        "recommended": f.method == choice,
+                    }
+                )
+            for spec, why in refused.items():
+                print(f"gradwire: {spec} on {count} hosts: {why}", file=sys.stderr)
+            apart |= {f.method: f.apart for f in forecasts if f.apart is not None}
+    for spec, why in apart.items():
+        print(f"gradwire: {spec} is not recommended for its time: it {why}", file=sys.stderr)
+    if as_json:
+        print_json(rows)
+    else:
+        print(f"{known.source}: {known.numel / 1e6:.2f} M parameters, {seconds_text(known.timeline.compute_s)} a step "
+              f"alone; collectives: {machine.source}")  # fmt: skip
+        print_plan(rows)
+        for place, reason in advice:
+            print(f"{place}: {reason}")
+    if figure is not None:
+        from gradwire.tools.report.scaling import draw_scaling
+
+        draw_scaling(figure, [(name, f.method, f.world_size, f.worker_steps_per_s) for name, f in curves])
+        print(f"figure: {figure}", file=sys.stderr)
+
+
+def _link(text: str, latency_s: float) -> LinkModel:
+    rate = parse_rate(text)
+    return LinkModel(bandwidth_bytes_per_s=rate / 8 if rate else None, latency_s=latency_s)
+
+
+def _rate(link: LinkModel) -> str:
+    rate = link.bandwidth_bytes_per_s
+    return rate_text(None if rate is None else float(f"{8 * rate:.4g}"))
+
+
+def _profile(name: str, arguments: Sequence[str], data: str | None) -> Profile:
+    if name.endswith(".py"):
+        return profile_script(Path(name), arguments)
+    if name.endswith(".json"):
+        return Profile.read(Path(name))
+    return profile_name(name, data)
+
+
+def _check_calibration(path: Path | None, anew: bool) -> None:
+    """Refuse to write over what is no calibration of ours, and to read what is not there."""
+    if path is None:
+        return
+    if anew and path.suffix != ".json":
+        raise UsageError(
+            f"--calibrate writes a calibration to {path}, which is not named .json: leave --calibrate out to fit the"
+            " costs to measured rows, or name a .json file"
+        )
+    if not anew and not path.is_file() and path.suffix == ".jsonl":
+        raise UsageError(f"calibration {path} does not exist: measure rows with gradwire bench step --out {path}")
+
+
+def _machine(path: Path | None, anew: bool, limit_s: float) -> Machine:
+    if path is not None and not anew:
+        return machine_of_rows(path) if path.suffix == ".jsonl" else Machine.read(path)
+    kept = path or default_path()
+    if kept.exists() and not anew:
+        return Machine.read(kept)
+    print(f"calibrating this machine's collectives, once: at most {seconds_text(limit_s)}", file=sys.stderr, flush=True)
+    return measure_machine(kept, lambda line: print(f"  {line}", file=sys.stderr, flush=True), limit_s)
+
+
+def _probed(
+    calibration: Path | None, calibrate: bool, limit_s: float, cores: int | None
+) -> tuple[Machine, LinkModel, int] | None:
+    """Measure the group that torchrun started; gives machine, link and world size, on rank 0 alone."""
+    import torch.distributed as dist
+
+    if "RANK" not in os.environ:
+        raise UsageError("--probe measures a running group: start it with torchrun, on every machine")
+    dist.init_process_group("gloo")
+    try:
+        # The others wait: what rank 0 calibrates decides what it takes off the measured times.
+        machine = _machine(calibration, calibrate, limit_s) if dist.get_rank() == 0 else DEFAULT
+        link, world_size = gw.probe(machine=machine, cores=cores), dist.get_world_size()
+        return None if dist.get_rank() else (machine, link, world_size)
+    finally:
+        dist.destroy_process_group()
+
+
+def _found(link: LinkModel, world_size: int) -> str:
+    if world_size <= link.ranks_per_host:
+        return (
+            f"all {world_size} workers are on one host: what was measured is its memory, not a link to another host;"
+            " start the command on every host, or give --hosts and --bandwidth"
+        )
+    if link.bandwidth_bytes_per_s is None:
+        return f"no link limited the probe; latency {link.latency_s * 1e3:.2g} ms"
+    return f"probed: {_rate(link)} between hosts, latency {link.latency_s * 1e3:.2g} ms"

@@ -1,0 +1,71 @@
+"""``gradwire run``: hands a script to torchrun, wrapped by :mod:`gradwire.tools.cli.bootstrap`."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from gradwire.tools.cli.bootstrap import ENVIRONMENT, to_text
+from gradwire.tools.experiments.errors import UsageError
+from gradwire.tools.experiments.link_settings import LinkSettings
+
+__all__ = ["command", "compile_kernels", "replace_process"]
+
+
+NUMBERS = r"\d+"
+FORMS = {
+    "nproc-per-node": (r"[1-9]\d*|auto|cpu|gpu|xpu", "a number of workers, such as 4"),
+    "nnodes": (r"[1-9]\d*(:[1-9]\d*)?", "a number of machines, such as 2"),
+    "node-rank": (NUMBERS, "a number from 0 on"),
+    "master-port": (NUMBERS, "the number of a port"),
+    "max-restarts": (NUMBERS, "a number from 0 on"),
+}
+"""What torchrun would refuse with a traceback, and what it takes instead."""
+
+
+def command(flags: Mapping[str, str | None], standalone: bool, script: Path, arguments: Sequence[str]) -> list[str]:
+    """Return the command that starts the workers; flags that are None keep torchrun's default.
+
+    Raises:
+        UsageError: there is no such script, a flag's value is none, or only one process would run.
+    """
+    if not script.is_file():
+        raise UsageError(f"script {script} does not exist")
+    given = {flag: value for flag, value in flags.items() if value is not None}
+    for flag, (form, wanted) in FORMS.items():
+        if flag in given and not re.fullmatch(form, given[flag]):
+            raise UsageError(f"--{flag} {given[flag]}: {wanted} is needed")
+    if given.get("nproc-per-node", "1") == "1" and given.get("nnodes", "1") == "1":
+        raise UsageError("one process exchanges nothing: give --nproc-per-node 2 or more, or --nnodes")
+    rendezvous = {"nnodes", "master-addr", "master-port", "rdzv-endpoint", "rdzv-backend"}
+    alone = standalone or not rendezvous & given.keys()
+    return [
+        *(sys.executable, "-m", "gradwire.tools.cli.launcher"),
+        *(["--standalone"] if alone else []),
+        *(f"--{flag}={value}" for flag, value in given.items()),
+        *("-m", "gradwire.tools.cli.bootstrap", str(script), *arguments),
+    ]
+
+
+def compile_kernels(method: str) -> None:
+    """Compile a method's kernels before workers start, and say so where it takes long."""
+    import gradwire as gw
+
+    seconds = gw.warm_up(method)
+    if seconds > 0.5:
+        print(f"compiling kernels, once per machine: {seconds:.1f} s", file=sys.stderr, flush=True)
+
+
+def replace_process(settings: LinkSettings, words: Sequence[str]) -> NoReturn:
+    """Compile the method's kernels, then become the launcher, so that signals and exit codes are its own."""
+    from gradwire.tools.experiments.launch import loopback
+
+    compile_kernels(settings.method)
+    local = loopback() if "--standalone" in words else {}
+    defaults = {"OMP_NUM_THREADS": "1", **local}
+    environment = {**defaults, **os.environ, ENVIRONMENT: to_text(settings)}
+    os.execve(words[0], list(words), environment)

@@ -1,0 +1,35 @@
+"""Which engine trains a plan."""
+
+from __future__ import annotations
+
+import gradwire as gw
+from gradwire.tools.experiments.config import RunConfig
+from gradwire.tools.experiments.distributed import DistributedEngine
+from gradwire.tools.experiments.graph_engines import GraphEngine, SimulatedGraphEngine
+from gradwire.tools.experiments.simulate import SimulatedEngine
+from gradwire.tools.experiments.simulate_local import SimulatedLocalEngine
+from gradwire.tools.experiments.tasks.graph import GraphTask
+
+__all__ = ["real_engine", "simulated_engine"]
+
+
+def real_engine(plan: RunConfig) -> DistributedEngine:
+    """Return this worker's engine on the default process group."""
+    return GraphEngine(plan) if isinstance(plan.task, GraphTask) else DistributedEngine(plan)
+
+
+def simulated_engine(plan: RunConfig) -> SimulatedEngine | SimulatedLocalEngine:
+    """Return the engine that plays all workers: with one model, or a model each where parameters differ.
+
+    Raises:
+        IncompatibleError: workers with parts of a graph are to step by themselves.
+    """
+    local = gw.method(plan.method).local_steps > 0
+    if isinstance(plan.task, GraphTask):
+        if local:
+            raise gw.IncompatibleError(
+                f"{plan.method}: simulated workers with parts of a graph share one model, and cannot step by "
+                "themselves: leave --simulate out, so that workers are real"
+            )
+        return SimulatedGraphEngine(plan)
+    return SimulatedLocalEngine(plan) if local else SimulatedEngine(plan)

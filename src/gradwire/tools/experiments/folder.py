@@ -1,0 +1,206 @@
+"""The run folder: ``config.json``, ``metrics.jsonl``, ``checkpoint/``; nothing half-written is ever left
+under a name.
+
+A checkpoint is written under a temporary name, flushed to the disk and renamed to ``checkpoint/step-N``; only
+then are older ones removed. A row of metrics that could not be written whole is cut off again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gradwire.errors import IncompatibleError
+from gradwire.exchange.digests import pack, unpack
+from gradwire.tools.experiments.errors import RunError, UsageError
+
+__all__ = ["GAUGES", "RECORD", "ROW_FIELDS", "RunFolder", "checkpoint_steps"]
+
+ROW_FIELDS = (
+    "step",
+    "event",
+    "loss",
+    "accuracy",
+    "step_time_s",
+    "elapsed_s",
+    "sent_bytes",
+    "received_bytes",
+    "dense_bytes",
+    "bits_per_element",
+)
+GAUGES = "gauges"
+"""A further field of the rows of methods that report numbers of their own: mean and deviation of each, by name."""
+
+TEMPORARY = ".tmp"
+RECORD = 1
+"""Version of ``config.json``, under "gradwire_run"."""
+
+
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise RunError(
+            f"cannot write {path}: {why}; free space or choose another folder, then continue with --resume: "
+            "earlier rows and checkpoints are intact"
+        ) from error
+
+
+def write_durably(path: Path, data: bytes) -> None:
+    """Write a file whole or not at all: temporary name, flush to disk, rename; raises RunError."""
+    temporary = path.with_name(path.name + TEMPORARY)
+    with _writing(path):
+        try:
+            with temporary.open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
+
+
+def checkpoint_steps(folder: Path) -> list[int]:
+    """Return the steps of a run folder's complete checkpoints, in order."""
+    names = [path.name for path in (folder / "checkpoint").glob("step-*")]
+    return sorted(int(name[5:]) for name in names if name[5:].isdigit())
+
+
+class RunFolder:
+    """One run's folder.
+
+    Args:
+        path: the folder; made by :meth:`create`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.metrics = path / "metrics.jsonl"
+
+    @classmethod
+    def create(cls, path: Path, *, overwrite: bool = False) -> RunFolder:
+        """Make an empty run folder.
+
+        Raises:
+            UsageError: there is something in it already, or a file of that name.
+            RunError: it cannot be made.
+        """
+        if path.exists() and not path.is_dir():
+            raise UsageError(f"run folder {path} is a file")
+        if path.is_dir() and any(path.iterdir()):
+            if not overwrite:
+                raise UsageError(f"run folder {path} is not empty: continue it with --resume, or add --overwrite")
+            if not (path / "config.json").exists() and not (path / "compare.json").exists():
+                raise UsageError(f"{path} does not look like a run folder; it is not overwritten")
+            shutil.rmtree(path)
+        with _writing(path):
+            path.mkdir(parents=True, exist_ok=True)
+        return cls(path)
+
+    def write_config(self, config: Mapping[str, Any]) -> None:
+        """Write ``config.json``."""
+        write_durably(self.path / "config.json", (json.dumps(config, indent=2) + "\n").encode())
+
+    def read_config(self) -> dict[str, Any]:
+        """Read ``config.json``; raises RunError."""
+        path = self.path / "config.json"
+        try:
+            config: dict[str, Any] = json.loads(path.read_text())
+        except FileNotFoundError:
+            raise RunError(f"{self.path} is not a run folder: it holds no config.json") from None
+        except (OSError, ValueError) as error:
+            raise RunError(f"{path} cannot be read: {error}") from error
+        if not isinstance(config, dict) or config.get("gradwire_run", RECORD) != RECORD:
+            raise RunError(f"{path} is no run's record of this version of gradwire: use the version that wrote it")
+        return config
+
+    def append_row(self, row: Mapping[str, Any]) -> None:
+        """Append a row to ``metrics.jsonl``, whole or not at all; raises RunError."""
+        fields = (*ROW_FIELDS, GAUGES) if GAUGES in row else ROW_FIELDS
+        line = (json.dumps({field: row[field] for field in fields}) + "\n").encode()
+        with _writing(self.metrics), self.metrics.open("ab", buffering=0) as file:
+            before = file.tell()
+            try:
+                written = file.write(line)
+                if written != len(line):
+                    raise OSError(28, os.strerror(28))
+            except OSError:
+                file.truncate(before)
+                raise
+
+    def cut_metrics(self, last_step: int) -> None:
+        """Drop the rows after ``last_step``, which a resumed run writes again; raises RunError."""
+        if not self.metrics.exists():
+            return
+        kept = []
+        for line in self.metrics.read_bytes().splitlines(keepends=True):
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                if json.loads(line)["step"] <= last_step:
+                    kept.append(line)
+        write_durably(self.metrics, b"".join(kept))
+
+    def pending(self, step: int) -> Path:
+        """Return the temporary folder in which the ranks gather the checkpoint of ``step``."""
+        return self.path / "checkpoint" / f"step-{step}{TEMPORARY}"
+
+    def begin_checkpoint(self, step: int) -> None:
+        """Make the temporary folder, empty; raises RunError."""
+        pending = self.pending(step)
+        with _writing(pending):
+            shutil.rmtree(pending, ignore_errors=True)
+            pending.mkdir(parents=True)
+
+    def save_part(self, step: int, name: str, state: object) -> None:
+        """Write one part of the pending checkpoint to the disk; raises RunError."""
+        buffer = io.BytesIO()
+        # With its name and step, so that parts that changed places are found, whose digests are right.
+        torch.save(pack({"part": name, "step": step, "state": state})[0], buffer)
+        write_durably(self.pending(step) / f"{name}.pt", buffer.getvalue())
+
+    def commit_checkpoint(self, step: int) -> None:
+        """Return the pending checkpoint its name, then remove older ones; raises RunError."""
+        parent, final = self.path / "checkpoint", self.path / "checkpoint" / f"step-{step}"
+        with _writing(final):
+            shutil.rmtree(final, ignore_errors=True)
+            self.pending(step).replace(final)
+            descriptor = os.open(parent, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+        for other in parent.iterdir():
+            if other != final:
+                shutil.rmtree(other, ignore_errors=True)
+
+    def abandon_checkpoint(self, step: int) -> None:
+        """Remove what a failed attempt left."""
+        shutil.rmtree(self.pending(step), ignore_errors=True)
+
+    def load_part(self, name: str) -> Any:
+        """Read one part of the newest checkpoint; raises RunError."""
+        steps = checkpoint_steps(self.path)
+        if not steps:
+            raise RunError(f"{self.path} holds no checkpoint to resume from")
+        path = self.path / "checkpoint" / f"step-{steps[-1]}" / f"{name}.pt"
+        try:
+            found = unpack(torch.load(path, weights_only=True), str(path))
+            if not isinstance(found, dict) or (found.get("part"), found.get("step")) != (name, steps[-1]):
+                raise IncompatibleError(f"{path} is not the file that was saved here: it is another part or step")
+            return found["state"]
+        except IncompatibleError as error:
+            raise RunError(str(error)) from error
+        except FileNotFoundError:
+            raise RunError(f"{path} is missing; was the run started with another number of workers?") from None
+        except Exception as error:
+            raise RunError(f"{path} cannot be read: {error}") from error

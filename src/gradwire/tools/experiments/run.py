@@ -1,0 +1,214 @@
+"""Train, resume, compare: what the command line calls."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+import gradwire as gw
+from gradwire.errors import BackendError
+from gradwire.tools.experiments.config import RunConfig
+from gradwire.tools.experiments.engine import build_model, link_options
+from gradwire.tools.experiments.engines import simulated_engine
+from gradwire.tools.experiments.errors import RunError, UsageError
+from gradwire.tools.experiments.folder import RunFolder, checkpoint_steps, write_durably
+from gradwire.tools.experiments.launch import run_workers
+from gradwire.tools.experiments.machine import check_workers
+from gradwire.tools.experiments.run_record import Audience, config_of, default_folder, report, slug
+from gradwire.tools.experiments.torchrun import train_under_torchrun
+from gradwire.tools.experiments.train import OnStep, Row, Trainer
+from gradwire.tools.lab import missing
+
+__all__ = ["Audience", "compare", "resume", "speaks", "train", "under_torchrun"]
+
+
+def under_torchrun() -> bool:
+    """Return whether torchrun (or another launcher with its variables) started this process."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def check_link(plan: RunConfig) -> None:
+    """Raise in this process what a link would raise in every worker: a wrong method, pattern or collective.
+
+    And what no link sees: a momentum twice.
+    """
+    method = gw.method(plan.method)
+    if method.owns_momentum and (plan.task.optimizer != "sgd" or plan.task.momentum):
+        raise UsageError(f"{method!r} brings its own momentum: use --optimizer sgd --momentum 0 with it")
+    tried = method.candidates if isinstance(method, gw.Auto) and not plan.simulate else (method,)
+    # A simulation has no fallback, which the plan has refused.
+    model = build_model(plan)
+    beside = link_options(plan, plan.task.build_optimizer(model))
+    options = beside | {"fallback": None, "fallback_limit": None}
+    if plan.simulate and method.needs_link_cost:
+        raise UsageError(
+            f"{method!r} takes what a message costs from the link, and simulated workers have none: give CAT's "
+            "fixed_bytes a number, or use real workers"
+        )
+    for one in tried:
+        gw.SimulatedLink(model.named_parameters(), one, plan.workers, **options)
+    if not plan.simulate:
+        gw.check_options(method, **beside)
+
+
+def check_machine(plan: RunConfig) -> None:
+    """Refuse what this machine cannot run, before a folder is made.
+
+    Raises:
+        UsageError: more workers than it can start.
+        BackendError: an emulated cluster, and the platform, root or iproute2 is missing.
+    """
+    if not plan.simulate:
+        check_workers(plan.workers)
+    problem = missing() if plan.lab is not None else None
+    if problem:
+        raise BackendError(problem)
+
+
+def train(
+    plan: RunConfig,
+    audience: Audience,
+    *,
+    folder: Path | None = None,
+    overwrite: bool = False,
+    stop_after: int | None = None,
+) -> Path:
+    """Train as planned and return the run folder.
+
+    Raises:
+        GradwireError: what cannot be done, or a run that failed; the message says what to do.
+    """
+    check_link(plan)
+    plan.task.check_data()
+    if under_torchrun() and not plan.simulate:
+        if plan.lab is not None:
+            raise UsageError("--lab starts its own workers: call gradwire train --lab without torchrun")
+        return train_under_torchrun(plan, audience, folder=folder, overwrite=overwrite, stop_after=stop_after)
+    check_machine(plan)
+    run = RunFolder.create(folder or default_folder(plan), overwrite=overwrite)
+    run.write_config(config_of(plan))
+    execute(plan, run, audience, resume=False, stop_after=stop_after)
+    return run.path
+
+
+def resume(folder: Path, audience: Audience, *, stop_after: int | None = None) -> Path:
+    """Continue a run from its newest checkpoint, bit-identical to not having stopped.
+
+    Raises:
+        RunError: the folder holds no run or no checkpoint.
+        UsageError: torchrun started this process: a run resumes on the workers that it had.
+    """
+    if under_torchrun():
+        raise UsageError("--resume starts the run's own workers: call gradwire train --resume without torchrun")
+    run = RunFolder(folder)
+    try:
+        plan = RunConfig.from_json(run.read_config()["plan"])
+    except (KeyError, TypeError, AttributeError) as error:
+        raise RunError(f"{folder / 'config.json'} holds no plan of this version: {error}") from error
+    steps = checkpoint_steps(folder)
+    if not steps:
+        raise RunError(f"{folder} holds no checkpoint to resume from: train again with --overwrite")
+    if steps[-1] >= plan.task.steps:
+        audience.say(f"{folder} is finished: {steps[-1]} of {plan.task.steps} steps")
+        return folder
+    plan.task.check_data()
+    check_machine(plan)
+    audience.say(f"resuming after step {steps[-1]} of {plan.task.steps}")
+    execute(plan, run, audience, resume=True, stop_after=stop_after)
+    return folder
+
+
+def execute(plan: RunConfig, run: RunFolder, audience: Audience, *, resume: bool, stop_after: int | None) -> None:
+    """Compile, then train in this process or on local workers, then write the report."""
+    seconds = gw.warm_up(plan.method)
+    if seconds > 0.5:
+        audience.say(f"compiling kernels, once per machine: {seconds:.1f} s")
+    if gw.method(plan.method).direction:
+        audience.say(
+            f"{plan.method} gives a direction to step in, with entries of about 1, not a mean: use SGD without "
+            "momentum (--momentum 0) and a learning rate of the order of 1e-4 to 1e-3 where SGD has 0.1 (--lr)"
+        )
+    model = build_model(plan)
+    caution = gw.method(plan.method).caution(plan.task.build_optimizer(model), dict(model.named_parameters()))
+    if caution is not None:
+        audience.say(caution)
+    audience.start(plan)
+    if plan.simulate:
+        simulate(plan, run, audience.row, audience.step, resume=resume, stop_after=stop_after)
+    else:
+        run_workers(
+            plan,
+            run.path,
+            audience.row,
+            on_step=audience.step,
+            resume=resume,
+            stop_after=stop_after,
+            on_logs=audience.logs,
+            on_notice=audience.say,
+        )
+    report([run.path], run.path)
+
+
+def simulate(
+    plan: RunConfig,
+    run: RunFolder,
+    on_row: Callable[[Row], None],
+    on_step: OnStep,
+    *,
+    resume: bool,
+    stop_after: int | None,
+) -> None:
+    """Train with all workers in this process."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(plan.threads)
+    try:
+        engine = simulated_engine(plan)
+        trainer = Trainer(plan, engine, run, on_row, on_step)
+        if resume:
+            trainer.load()
+        trainer.run(stop_after)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def compare(
+    plan: RunConfig,
+    methods: Sequence[str],
+    audience: Audience,
+    *,
+    folder: Path | None = None,
+    overwrite: bool = False,
+) -> tuple[Path, list[Path]]:
+    """Train the same plan once a method, one after the other; return the folder and the run folders in it.
+
+    Raises:
+        UsageError: the same method twice.
+    """
+    specs = [repr(gw.method(spec)) for spec in methods]
+    if len(set(specs)) < len(specs):
+        raise UsageError(f"a method is named twice: {', '.join(methods)}")
+    if under_torchrun() and not plan.simulate:
+        raise UsageError("compare starts its own workers: under torchrun, use train once a method, then report")
+    for spec in methods:
+        check_link(dataclasses.replace(plan, method=spec))
+    plan.task.check_data()
+    check_machine(plan)
+    stamped = default_folder(dataclasses.replace(plan, method="compare"))
+    top = RunFolder.create(folder or stamped, overwrite=overwrite).path
+    write_durably(top / "compare.json", (json.dumps({"methods": specs}, indent=2) + "\n").encode())
+    runs = []
+    for spec in methods:
+        part = dataclasses.replace(plan, method=spec)
+        runs.append(train(part, audience, folder=top / slug(spec)))
+    report(runs, top)
+    return top, runs
+
+
+def speaks() -> bool:
+    """Return whether this process reports to the user: all but the higher ranks under torchrun."""
+    return os.environ.get("RANK", "0") == "0"

@@ -1,0 +1,133 @@
+"""All workers in one process: one model, one row of a gradient matrix per worker.
+
+Every floating-point operation is the one that a real worker makes, on the same shapes: forward and backward
+on the worker's share, ``g + decay * w`` per weight tensor, then the link's own arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import gradwire as gw
+from gradwire.tools.experiments.config import RunConfig
+from gradwire.tools.experiments.engine import build_model, link_options, score_share
+from gradwire.tools.experiments.order import share
+
+__all__ = ["SimulatedEngine"]
+
+
+class SimulatedEngine:
+    """An :class:`~gradwire.tools.experiments.engine.Engine` that plays all workers.
+
+    Batch-normalisation buffers follow DDP: every worker starts a step from worker 0's, and worker 0's are
+    kept.
+    """
+
+    def __init__(self, plan: RunConfig) -> None:
+        self.plan, self.rank, self.world_size = plan, 0, plan.workers
+        self.model = build_model(plan)
+        self.load()
+        self.local = False
+        self.optimizer = plan.task.build_optimizer(self.model)
+        options = link_options(plan, self.optimizer)
+        self.link = gw.SimulatedLink(self.model.named_parameters(), plan.method, plan.workers, **options)
+        self.parameters = list(self.model.parameters())
+        self.buffers = list(self.model.buffers())
+        self.matrix = torch.empty(plan.workers, self.link.numel)
+        self.places = [self._places(row) for row in self.matrix]
+
+    def load(self) -> None:
+        """Read the workers' data."""
+        self.source = self.plan.task.load()
+        self.order = self.plan.task.order(self.plan.seed, self.source.samples, self.world_size)
+
+    def _places(self, row: Tensor) -> list[Tensor]:
+        """View a row of the matrix as the parameters' gradients, each in memory order."""
+        views, offset = [], 0
+        for parameter in self.parameters:
+            views.append(row[offset:].as_strided(parameter.shape, parameter.stride()))
+            offset += parameter.numel()
+        return views
+
+    def _decay(self) -> list[Tensor | None]:
+        if not self.plan.task.decay:
+            return [None] * len(self.parameters)
+        weights = {id(parameter) for parameter in self.plan.task.decayed(self.model)}
+        with torch.no_grad():
+            return [p * self.plan.task.decay if id(p) in weights else None for p in self.parameters]
+
+    def backward(self, step: int) -> float:
+        """Fill every worker's row, reduce, and leave the mean in ``.grad``; return the mean loss."""
+        indices, decay = self.order.indices(step), self._decay()
+        whole = slice(0, self.order.batch)
+        inputs, targets = self.source.batch(indices, whole, seed=self.plan.seed, step=step)
+        before = [buffer.clone() for buffer in self.buffers]
+        kept: list[Tensor] = []
+        losses = []
+        for worker in range(self.world_size):
+            part = share(self.order.batch, worker, self.world_size)
+            if worker:
+                self._set_buffers(before)
+            losses.append(self._worker(worker, inputs[part], targets[part], decay))
+            if not worker:
+                kept = [buffer.clone() for buffer in self.buffers]
+        self._set_buffers(kept)
+        self.link.scatter_(self.link.reduce_(self.matrix))
+        return float(torch.stack(losses).mean())
+
+    def _worker(self, worker: int, inputs: Tensor, targets: Tensor, decay: list[Tensor | None]) -> Tensor:
+        loss = self.plan.task.loss(self.model(inputs), targets)
+        self._fill(worker, torch.autograd.grad(loss, self.parameters), decay)
+        return loss.detach()
+
+    def _fill(self, worker: int, gradients: Sequence[Tensor], decay: list[Tensor | None]) -> None:
+        """Write a worker's gradients, and the term of the decay, into its row."""
+        for place, gradient, term in zip(self.places[worker], gradients, decay):
+            if term is None:
+                place.copy_(gradient)
+            else:
+                torch.add(gradient, term, out=place)
+
+    @torch.no_grad()
+    def _set_buffers(self, values: Sequence[Tensor]) -> None:
+        for buffer, value in zip(self.buffers, values):
+            buffer.copy_(value)
+
+    def mean(self, values: Sequence[float]) -> list[float]:
+        """Return the values: they are means over all workers already."""
+        return list(values)
+
+    def score(self) -> tuple[float, float]:
+        """Evaluate on all evaluation data."""
+        loss, right, count = score_share(self.plan, self.model, self.source.evaluation(0, 1))
+        return loss / count, right / count
+
+    def barrier(self) -> None:
+        """Nothing to wait for."""
+
+    def traffic(self) -> gw.Traffic:
+        """Return the bytes that one real worker would have sent and received."""
+        return self.link.traffic()
+
+    def gauges(self) -> list[dict[str, float]]:
+        """Return what the method reports of every worker's latest step."""
+        return list(self.link.gauges())
+
+    def record(self) -> dict[str, Any]:
+        """Describe what the link chose."""
+        return dict(self.link.record())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the link's state."""
+        return dict(self.link.state_dict())
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take the link's state back."""
+        self.link.load_state_dict(state)
+
+    def close(self) -> None:
+        """Nothing to close."""

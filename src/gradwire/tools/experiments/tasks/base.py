@@ -1,0 +1,159 @@
+"""What a task is: its settings, its model, its data."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from gradwire.tools.experiments.errors import UsageError, nearest
+from gradwire.tools.experiments.order import DataOrder, Order
+
+__all__ = ["OPTIMIZERS", "SCHEDULES", "Source", "Task"]
+
+OPTIMIZERS = ("sgd", "adam")
+SCHEDULES = ("constant", "polynomial", "cosine")
+
+
+class Source(Protocol):
+    """A task's data, loaded."""
+
+    @property
+    def samples(self) -> int:
+        """Number of training samples that an index may name."""
+
+    def batch(self, indices: Tensor, part: slice, *, seed: int, step: int) -> tuple[Tensor, Tensor]:
+        """Return inputs and targets of one worker.
+
+        ``indices`` are the whole batch's; ``part`` is the worker's. Random augmentation is a function of
+        (seed, step, position in the whole batch), so the same samples look the same for every number of
+        workers.
+        """
+
+    def evaluation(self, rank: int, world_size: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Return this worker's share of the evaluation data in batches; the shares are disjoint and complete."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task(ABC):
+    """A task and its settings; ``batch`` is the total over all workers, ``ema`` a decay (0: off).
+
+    ``weight_decay`` is part of the differentiated loss, so it is compressed together with the data's
+    gradient; it acts on what ``decayed`` names.
+    """
+
+    name: ClassVar[str]
+    summary: ClassVar[str]
+    evaluated_on: ClassVar[str]
+    least_batch: ClassVar[int] = 1
+    """0 in tasks that read ``batch=0`` as: all samples, in every step."""
+    min_numel: ClassVar[int | None] = None
+    """Below how many elements a parameter travels in float32, where the plan does not say; None: as ``attach``."""
+
+    usual_method: ClassVar[str] = "terngrad"
+    """The method of a training that names none."""
+
+    steps: int
+    batch: int
+    lr: float
+    optimizer: str = "sgd"
+    momentum: float = 0.9
+    schedule: str = "constant"
+    weight_decay: float = 0.0
+    eval_every: int = 100
+    ema: float = 0.0
+    data: str | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse settings that make no sense; raises UsageError."""
+        if self.optimizer not in OPTIMIZERS:
+            raise UsageError(f"unknown optimizer {self.optimizer!r}: {nearest(self.optimizer, OPTIMIZERS)}")
+        if self.schedule not in SCHEDULES:
+            raise UsageError(f"unknown schedule {self.schedule!r}: {nearest(self.schedule, SCHEDULES)}")
+        for field, least in (("steps", 1), ("batch", self.least_batch), ("eval_every", 1)):
+            if getattr(self, field) < least:
+                raise UsageError(f"{field} = {getattr(self, field)}: must be at least {least}")
+        if not (math.isfinite(self.lr) and self.lr > 0):
+            raise UsageError(f"lr = {self.lr}: must be a positive number")
+        if not 0 <= self.momentum < 1:
+            raise UsageError(f"momentum = {self.momentum}: must be at least 0 (none) and below 1")
+        if not (math.isfinite(self.weight_decay) and self.weight_decay >= 0):
+            raise UsageError(f"weight_decay = {self.weight_decay}: must be a finite number of at least 0")
+        if not 0 <= self.ema < 1:
+            raise UsageError(f"ema = {self.ema}: must be at least 0 (off) and below 1")
+
+    @abstractmethod
+    def build_model(self) -> nn.Module:
+        """Build the model from torch's current generator."""
+
+    @abstractmethod
+    def load(self) -> Source:
+        """Read the data; raises DataError that names the file."""
+
+    def check_data(self) -> None:  # noqa: B027
+        """Look whether the data is there, without reading all of it; raises DataError or UsageError."""
+
+    def order(self, seed: int, samples: int, workers: int) -> Order:
+        """Describe which samples each step and worker takes; without a word from the task, anyone any sample."""
+        return DataOrder(seed, samples, self.batch)
+
+    @property
+    def gauges(self) -> tuple[str, ...]:
+        """Numbers that its engines report of every step, beside those of the method."""
+        return ()
+
+    @property
+    def decay(self) -> float:
+        """Factor of the weights in the gradient of the differentiated loss."""
+        return self.weight_decay
+
+    def decayed(self, model: nn.Module) -> list[nn.Parameter]:
+        """Return the parameters on which weight decay acts: by default weights, not biases or normalisation."""
+        return [parameter for parameter in model.parameters() if parameter.dim() > 1]
+
+    def penalty(self, model: nn.Module) -> float:
+        """Return what belongs to the objective that is reported, beside the mean loss over samples; by default 0."""
+        return 0.0
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        """Return the mean cross entropy over samples (and positions)."""
+        return F.cross_entropy(output.flatten(0, -2), target.flatten())
+
+    def score(self, output: Tensor, target: Tensor) -> tuple[float, int, int]:
+        """Return the summed loss, the number of right answers and the number of answers."""
+        logits, wanted = output.flatten(0, -2), target.flatten()
+        loss = F.cross_entropy(logits, wanted, reduction="sum")
+        return float(loss), int((logits.argmax(1) == wanted).sum()), wanted.numel()
+
+    def learning_rate(self, step: int) -> float:
+        """Return the learning rate of ``step``, counted from 0."""
+        done = min(step / self.steps, 1.0)
+        if self.schedule == "polynomial":
+            return self.lr * math.sqrt(1.0 - done)
+        if self.schedule == "cosine":
+            return self.lr * 0.5 * (1.0 + math.cos(math.pi * done))
+        return self.lr
+
+    def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        """Build the optimizer; weight decay is in the gradient already, so it gets none."""
+        if self.optimizer == "adam":
+            return torch.optim.Adam(model.parameters(), lr=self.lr)
+        return torch.optim.SGD(model.parameters(), lr=self.lr, momentum=self.momentum)
+
+    def data_path(self) -> Path:
+        """Return the path that ``--data`` names; raises UsageError where it was not given."""
+        if self.data is None:
+            raise UsageError(f"task {self.name} needs --data PATH: {self.summary}")
+        return Path(self.data)
+
+    def settings(self) -> dict[str, Any]:
+        """Return all settings, for the run record."""
+        return dataclasses.asdict(self)

@@ -1,0 +1,261 @@
+"""The training loop: steps, evaluation, rows of metrics, checkpoints; the same for real and simulated workers."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import gradwire as gw
+from gradwire.tools.experiments.config import RunConfig
+from gradwire.tools.experiments.engine import Engine, now_s
+from gradwire.tools.experiments.errors import TrainingError
+from gradwire.tools.experiments.folder import GAUGES, RunFolder
+from gradwire.tools.experiments.spread import Spreads
+
+__all__ = ["OnStep", "Row", "Trainer"]
+
+COUNTERS = ("sent_bytes", "received_bytes", "dense_bytes", "elements")
+TELL_EVERY_S = 0.5
+"""From one call of ``on_step`` to the next."""
+
+Row = Mapping[str, Any]
+OnStep = Callable[[int, str], None]
+
+
+class Average:
+    """Exponential moving average of the weights, to evaluate with.
+
+    The decay starts low, ``min(decay, (1 + step) / (10 + step))``, as TensorFlow's does, so that the initial
+    weights do not linger.
+    """
+
+    def __init__(self, decay: float, parameters: list[Tensor]) -> None:
+        self.decay, self.parameters = decay, parameters
+        self.shadow = [parameter.detach().clone() for parameter in parameters]
+
+    @torch.no_grad()
+    def update(self, step: int) -> None:
+        """Move towards the weights after ``step`` steps."""
+        weight = 1.0 - min(self.decay, (1 + step) / (10 + step))
+        for shadow, parameter in zip(self.shadow, self.parameters):
+            shadow.lerp_(parameter, weight)
+
+    @torch.no_grad()
+    def swap(self) -> None:
+        """Exchange average and weights."""
+        for shadow, parameter in zip(self.shadow, self.parameters):
+            kept = parameter.clone()
+            parameter.copy_(shadow)
+            shadow.copy_(kept)
+
+
+class Trainer:
+    """Trains one model on one process's engine.
+
+    Args:
+        plan: what to do.
+        engine: who computes gradients.
+        folder: where rank 0 writes rows, and every rank its part of a checkpoint.
+        on_row: called on rank 0 with every row that was written.
+        on_step: called on rank 0 with the number of steps that are done and what goes on now, twice a second at most
+            while that stays the same.
+    """
+
+    def __init__(
+        self,
+        plan: RunConfig,
+        engine: Engine,
+        folder: RunFolder,
+        on_row: Callable[[Row], None],
+        on_step: OnStep = lambda step, activity: None,
+    ) -> None:
+        self.plan, self.engine, self.folder, self.on_row, self.on_step = plan, engine, folder, on_row, on_step
+        self._told: tuple[float, str] = (-math.inf, "")
+        self.optimizer = engine.optimizer
+        self.named = list(engine.model.named_parameters())
+        self.average = Average(plan.task.ema, [p for _, p in self.named]) if plan.task.ema else None
+        self.step = 0
+        self.elapsed_s = 0.0
+        self.base = dict.fromkeys(COUNTERS, 0)
+        self._losses: list[float] = []
+        self._times_s: list[float] = []
+        self._spreads = Spreads((*gw.method(plan.method).gauges, *plan.task.gauges))
+
+    def run(self, stop_after: int | None = None) -> None:
+        """Train from the current step to the last, or to ``stop_after``; end with a checkpoint."""
+        last = min(self.plan.task.steps, stop_after or self.plan.task.steps)
+        self._record_link()
+        if self.step == 0:
+            self._evaluate()
+        while self.step < last:
+            self._tell("training")
+            self._one_step()
+            logged = self.step % self.plan.log_every == 0 or self.step == last
+            if logged:
+                self._log()
+            if self.step % self.plan.task.eval_every == 0 or self.step == self.plan.task.steps:
+                self._evaluate()
+            every = self.plan.checkpoint_every
+            if self.step == last or (every and self.step % every == 0):
+                self.save()
+        self._record_link()
+
+    def _record_link(self) -> None:
+        """Write what the link chose into the run record: at the start what is known, at the end all of it."""
+        if self.engine.rank == 0:
+            self.folder.write_config({**self.folder.read_config(), "link": self.engine.record()})
+
+    def _one_step(self) -> None:
+        began_s = now_s()
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.plan.task.learning_rate(self.step)
+        loss = self.engine.backward(self.step) + self.plan.task.penalty(self.engine.model)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.step += 1
+        if self.average:
+            self.average.update(self.step)
+        self._check_finite(loss)
+        taken_s = now_s() - began_s
+        self.elapsed_s += taken_s
+        self._losses.append(loss)
+        self._times_s.append(taken_s)
+        self._spreads.add(self.engine.gauges())
+
+    def _check_finite(self, loss: float) -> None:
+        """Stop at the first step that left the finite numbers.
+
+        Parameters come first: a non-finite gradient reaches every rank, so all ranks stop at the same step.
+        """
+        for name, parameter in self.named:
+            if not math.isfinite(float(parameter.detach().sum())) and not bool(torch.isfinite(parameter).all()):
+                raise TrainingError(
+                    f"parameter {name} is not finite after step {self.step} (loss {loss:.4g}): "
+                    "use a lower learning rate (--lr), or look at the data"
+                )
+        if not math.isfinite(loss):
+            raise TrainingError(
+                f"the loss is {loss} at step {self.step}: use a lower learning rate (--lr), or look at the data"
+            )
+
+    def _row(
+        self,
+        event: str,
+        loss: float,
+        accuracy: float | None,
+        step_time_s: float | None,
+        gauges: Mapping[str, Mapping[str, float]] | None = None,
+    ) -> None:
+        counted = self.counters()
+        sent, dense = counted["sent_bytes"], counted["dense_bytes"]
+        row: dict[str, Any] = {
+            "step": self.step,
+            "event": event,
+            "loss": loss,
+            "accuracy": accuracy,
+            "step_time_s": step_time_s,
+            "elapsed_s": self.elapsed_s,
+            "sent_bytes": sent,
+            "received_bytes": counted["received_bytes"],
+            "dense_bytes": dense,
+            "bits_per_element": 32.0 * sent / dense if dense else None,
+        }
+        if gauges:
+            row[GAUGES] = gauges
+        if self.engine.rank == 0:
+            self.folder.append_row(row)
+            self.on_row(row)
+
+    def _log(self) -> None:
+        (loss,) = self.engine.mean([statistics.fmean(self._losses)])
+        self._row("train", loss, None, statistics.median(self._times_s), self._spreads.take(self.engine.mean))
+        self._losses, self._times_s = [], []
+
+    def _tell(self, activity: str) -> None:
+        """Describe how far the training is, unless that was said a moment ago."""
+        when_s, before = self._told
+        if self.engine.rank == 0 and (activity != before or now_s() - when_s >= TELL_EVERY_S):
+            self._told = now_s(), activity
+            self.on_step(self.step, activity)
+
+    def _evaluate(self) -> None:
+        self._tell("evaluating")
+        if self.average:
+            self.average.swap()
+        loss, accuracy = self.engine.score()
+        loss += self.plan.task.penalty(self.engine.model)
+        if self.average:
+            self.average.swap()
+        self._row("eval", loss, accuracy, None)
+
+    def counters(self) -> dict[str, int]:
+        """Return the bytes and elements of the whole run, earlier parts of a resumed one included."""
+        traffic = self.engine.traffic()
+        return {name: self.base[name] + int(getattr(traffic, name)) for name in COUNTERS}
+
+    def save(self) -> None:
+        """Write a checkpoint, every rank its part; on failure the earlier one stays."""
+        rank, step = self.engine.rank, self.step
+        if rank == 0:
+            self.folder.begin_checkpoint(step)
+        self.engine.barrier()
+        try:
+            self.folder.save_part(step, f"rank-{rank}", self._rank_state())
+            if rank == 0:
+                self.folder.save_part(step, "shared", self._shared_state())
+        except Exception:
+            self.folder.abandon_checkpoint(step)
+            raise
+        self.engine.barrier()
+        if rank == 0:
+            self.folder.commit_checkpoint(step)
+
+    def _rank_state(self) -> dict[str, Any]:
+        own = {
+            "model": self.engine.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "average": self.average.shadow if self.average else [],
+        }
+        return {
+            "link": self.engine.state_dict(),
+            GAUGES: self._spreads.sums,
+            # Between exchanges no other rank has them.
+            **(own if self.engine.local else {}),
+        }
+
+    def _shared_state(self) -> dict[str, Any]:
+        return {
+            "step": self.step,
+            "elapsed_s": self.elapsed_s,
+            "counters": self.counters(),
+            "world_size": self.engine.world_size,
+            "model": self.engine.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "average": self.average.shadow if self.average else [],
+            "losses": self._losses,
+            "times_s": self._times_s,
+        }
+
+    @torch.no_grad()
+    def load(self) -> None:
+        """Continue from the folder's newest checkpoint; raises RunError."""
+        shared, mine = self.folder.load_part("shared"), self.folder.load_part(f"rank-{self.engine.rank}")
+        own = mine if self.engine.local else shared
+        self.engine.model.load_state_dict(own["model"])
+        self.optimizer.load_state_dict(own["optimizer"])
+        self.engine.load_state_dict(mine["link"])
+        self._spreads.load(mine.get(GAUGES, {}))
+        if self.average:
+            self.average.shadow = list(own["average"])
+        self.step, self.elapsed_s = shared["step"], shared["elapsed_s"]
+        self._losses, self._times_s = list(shared["losses"]), list(shared["times_s"])
+        loaded = self.engine.traffic()
+        self.base = {name: shared["counters"][name] - int(getattr(loaded, name)) for name in COUNTERS}
+        if self.engine.rank == 0:
+            self.folder.cut_metrics(self.step)
+        self.engine.barrier()

@@ -1,0 +1,24 @@
+"""An emulated cluster on one Linux machine: hosts are network namespaces, links are rate-limited."""
+
+from gradwire.tools.lab.command import PORT, environment, run_command, start
+from gradwire.tools.lab.network import INTERFACE, Counters, LabError, Network, missing, open_network
+from gradwire.tools.lab.rates import Rate, format_rate, parse_rate
+from gradwire.tools.lab.topology import Topology, parse_delay
+
+__all__ = [
+    "INTERFACE",
+    "PORT",
+    "Counters",
+    "LabError",
+    "Network",
+    "Rate",
+    "Topology",
+    "environment",
+    "format_rate",
+    "missing",
+    "open_network",
+    "parse_delay",
+    "parse_rate",
+    "run_command",
+    "start",
+]

@@ -1,0 +1,128 @@
+"""One command on every host of an emulated cluster, with the variables that torchrun would set."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import IO
+
+from gradwire.tools.lab.network import INTERFACE, LabError, Network
+from gradwire.tools.processes import die_with_parent, termination_unwinds
+
+__all__ = ["GRACE_S", "PORT", "environment", "run_command", "start"]
+
+PORT = 29500
+"""Each lab has addresses of its own, so one port serves all."""
+
+GRACE_S = 10.0
+TICK_S = 0.05
+
+
+def environment(network: Network, host: int) -> dict[str, str]:
+    """Return what torchrun would set in the one process of a host, and the interface that Gloo is to use."""
+    hosts = network.topology.hosts
+    return {
+        "RANK": str(host),
+        "WORLD_SIZE": str(hosts),
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+        "GROUP_RANK": str(host),
+        "GROUP_WORLD_SIZE": str(hosts),
+        "MASTER_ADDR": network.address(0),
+        "MASTER_PORT": str(PORT),
+        "GLOO_SOCKET_IFNAME": INTERFACE,
+    }
+
+
+def start(
+    network: Network, host: int, command: Sequence[str], variables: Mapping[str, str], **options: object
+) -> subprocess.Popen[bytes]:
+    """Start a command on a host; it dies with this process.
+
+    Raises:
+        LabError: the system cannot start another process.
+    """
+    try:
+        return subprocess.Popen(  # type: ignore[call-overload, no-any-return]
+            [*network.enter(host), *command],
+            env={"OMP_NUM_THREADS": "1", **os.environ, **variables},
+            start_new_session=True,
+            preexec_fn=partial(die_with_parent, os.getpid()),
+            **{"stdin": subprocess.DEVNULL, **options},
+        )
+    except OSError as error:
+        raise LabError(f"host {host}: {command[0]} cannot be started: {error}") from error
+
+
+def run_command(
+    network: Network,
+    command: Sequence[str] | Callable[[int], Sequence[str]],
+    variables: Mapping[str, str] | None = None,
+) -> None:
+    """Run a command once a host; what each writes is passed on line by line, behind the host's number.
+
+    Where one fails, the others get ten seconds to say what they saw; then all are ended.
+
+    Args:
+        network: Where.
+        command: Its words, or what gives them for a host.
+        variables: Put into the environment beside those of :func:`environment`.
+
+    Raises:
+        LabError: naming the first host that failed, and how.
+    """
+    processes: list[subprocess.Popen[bytes]] = []
+    readers: list[threading.Thread] = []
+    with termination_unwinds():
+        try:
+            for host in range(network.topology.hosts):
+                process = start(
+                    network,
+                    host,
+                    command(host) if callable(command) else command,
+                    {**environment(network, host), **(variables or {})},
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                )
+                processes.append(process)
+                for source, target in ((process.stdout, sys.stdout.buffer), (process.stderr, sys.stderr.buffer)):
+                    readers.append(threading.Thread(target=_pass_on, args=(host, source, target), daemon=True))
+                    readers[-1].start()
+            _wait(processes)
+        finally:
+            for process in processes:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+            for reader in readers:
+                reader.join(timeout=1.0)
+
+
+def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    first: tuple[int, int] | None = None
+    deadline_s = float("inf")
+    while any(p.poll() is None for p in processes) and time.monotonic() < deadline_s:
+        time.sleep(TICK_S)
+        if first is None:
+            failed = [(h, p.returncode) for h, p in enumerate(processes) if p.poll() not in (None, 0)]
+            if failed:
+                first, deadline_s = failed[0], time.monotonic() + GRACE_S
+    failed = [(h, p.returncode) for h, p in enumerate(processes) if p.poll() not in (None, 0)]
+    if first or failed:
+        host, code = first or failed[0]
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+        raise LabError(f"the command on host {host} {how}; all hosts are ended")
+
+
+def _pass_on(host: int, source: IO[bytes] | None, target: IO[bytes]) -> None:
+    for line in source or ():
+        # A last line without an end would run into the next host's.
+        target.write(f"h{host}: ".encode() + line.removesuffix(b"\n") + b"\n")
+        target.flush()

@@ -1,0 +1,257 @@
+"""Network namespaces, bridges and rate limits, made and removed with iproute2.
+
+One namespace a host, one a switch; a host's link is a pair of virtual interfaces, limited by a token bucket (``tc
+tbf``) at each end: at the host's for what it sends, at the switch's for what it receives. Nothing is put into the
+namespace of the caller, so that labs cannot collide and addresses need not be chosen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from gradwire.errors import BackendError, GradwireError
+from gradwire.tools.lab.rates import Rate
+from gradwire.tools.lab.registry import Claim, dead_labs
+from gradwire.tools.lab.topology import Topology
+from gradwire.tools.processes import termination_unwinds
+
+__all__ = ["INTERFACE", "Counters", "LabError", "Network", "missing", "open_network"]
+
+INTERFACE = "eth0"
+"""Of every host, in its own namespace."""
+
+UPLINK = "uplink"
+"""Of every group's switch. Not "up": iproute2 would take that for its own word."""
+
+HEADER_BYTES = 66
+"""Of a packet: Ethernet 14, IPv4 20, TCP with time stamps 32."""
+
+BURST_S = 1e-3
+LEAST_BURST_BYTES = 16_384
+QUEUE_S = 0.05
+"""Token bucket: a burst of one millisecond of the rate, a queue of 50."""
+
+KILL_S = 10.0
+
+
+class LabError(GradwireError):
+    """The emulated cluster cannot be built here, or a command on it failed; the message says what to do."""
+
+
+@dataclass(frozen=True)
+class Counters:
+    """What a host's interface counted since it exists."""
+
+    sent_bytes: int
+    sent_packets: int
+    received_bytes: int
+    received_packets: int
+
+    @property
+    def sent_payload_bytes(self) -> int:
+        """Bytes sent, less the headers of their packets."""
+        return self.sent_bytes - HEADER_BYTES * self.sent_packets
+
+    @property
+    def received_payload_bytes(self) -> int:
+        """Bytes received, less the headers of their packets."""
+        return self.received_bytes - HEADER_BYTES * self.received_packets
+
+    def since(self, before: Counters) -> Counters:
+        """Return what was counted after ``before``."""
+        return Counters(
+            self.sent_bytes - before.sent_bytes,
+            self.sent_packets - before.sent_packets,
+            self.received_bytes - before.received_bytes,
+            self.received_packets - before.received_packets,
+        )
+
+
+def missing() -> str | None:
+    """Explain why no lab can be built here, with the remedy; None where one can."""
+    if sys.platform != "linux":
+        return f"an emulated cluster needs Linux's network namespaces, and this is {sys.platform}: use a Linux machine"
+    tools = [name for name in ("ip", "tc") if shutil.which(name) is None]
+    if tools:
+        return f"{' and '.join(tools)} not found: apt-get install iproute2"
+    if os.geteuid() != 0:
+        return "an emulated cluster needs root to make network namespaces: run the command with sudo"
+    return None
+
+
+class Network:
+    """The namespaces of one lab. Use :func:`open_network`.
+
+    Attributes:
+        name: Prefix of every namespace.
+        topology: As it is now.
+    """
+
+    def __init__(self, name: str, topology: Topology) -> None:
+        self.name, self.topology = name, topology
+
+    def namespace(self, host: int) -> str:
+        """Return the namespace of a host."""
+        return f"{self.name}-h{host}"
+
+    def address(self, host: int) -> str:
+        """Return the address of a host."""
+        return f"10.77.0.{host + 1}"
+
+    def enter(self, host: int) -> list[str]:
+        """Return the words to put before a command that is to run on a host."""
+        return ["ip", "netns", "exec", self.namespace(host)]
+
+    def namespace_path(self, host: int) -> str:
+        """Return the path of a host's namespace, for processes that enter it themselves."""
+        return f"/run/netns/{self.namespace(host)}"
+
+    def _switch(self, group: int) -> str:
+        return f"{self.name}-s{group}"
+
+    def build(self) -> None:
+        """Make the namespaces, links and limits.
+
+        Raises:
+            LabError: the kernel refused; what had been made is left for :func:`remove`.
+        """
+        t = self.topology
+        spaces = [self.namespace(h) for h in range(t.hosts)] + [self._switch(g) for g in range(t.groups)]
+        core = f"{self.name}-c"
+        if t.groups > 1:
+            spaces.append(core)
+        _ip([f"netns add {space}" for space in spaces])
+        pairs = [(self.namespace(h), INTERFACE, self._switch(t.group(h)), f"h{h}") for h in range(t.hosts)]
+        if t.groups > 1:
+            pairs += [(self._switch(g), UPLINK, core, f"s{g}") for g in range(t.groups)]
+        _ip([f"link add {a} netns {na} type veth peer name {b} netns {nb}" for na, a, nb, b in pairs])
+        for host in range(t.hosts):
+            lines = [f"addr add {self.address(host)}/16 dev {INTERFACE}", f"link set {INTERFACE} up", "link set lo up"]
+            _ip(lines, self.namespace(host))
+        switches = [self._switch(g) for g in range(t.groups)] + ([core] if t.groups > 1 else [])
+        for switch in switches:
+            ports = [a for na, a, _, _ in pairs if na == switch] + [b for _, _, nb, b in pairs if nb == switch]
+            lines = ["link add br0 type bridge", "link set br0 up"]
+            for port in ports:
+                lines += [f"link set dev {port} master br0", f"link set dev {port} up"]
+            _ip(lines, switch)
+        self._limit_all()
+
+    def _limit_all(self) -> None:
+        t = self.topology
+        for host in range(t.hosts):
+            _limit(self.namespace(host), INTERFACE, t.send_rate(host), t.delay_s)
+            _limit(self._switch(t.group(host)), f"h{host}", t.receive_rate(host), 0.0)
+        if t.groups > 1:
+            for group in range(t.groups):
+                _limit(self._switch(group), UPLINK, t.between, 0.0)
+                _limit(f"{self.name}-c", f"s{group}", t.between, 0.0)
+
+    def set_bandwidth(self, rate: Rate) -> None:
+        """Change the bandwidth of all hosts that have none of their own, while commands run."""
+        self.topology = self.topology.with_bandwidth(rate)
+        self._limit_all()
+
+    def counters(self) -> list[Counters]:
+        """Read what every host's interface counted."""
+        return [_counted(self.namespace(host), INTERFACE) for host in range(self.topology.hosts)]
+
+    def group_counters(self) -> list[Counters]:
+        """Read what every group's link to the other groups counted; nothing where there is one group."""
+        groups = self.topology.groups
+        return [_counted(self._switch(group), UPLINK) for group in range(groups)] if groups > 1 else []
+
+
+@contextlib.contextmanager
+def open_network(topology: Topology) -> Iterator[Network]:
+    """Build an emulated cluster for the body; end all that runs on it, and remove it, afterwards.
+
+    Clusters of dead processes are removed first; those of living ones are never touched.
+
+    Raises:
+        BackendError: the platform, root or iproute2 is missing.
+        LabError: the kernel refused, for instance a delay without netem.
+    """
+    problem = missing()
+    if problem:
+        raise BackendError(problem)
+    # Also told to end while it builds or removes, a lab leaves nothing behind.
+    with termination_unwinds():
+        for name in dead_labs():
+            remove(name)
+        claim = Claim()
+        network = Network(claim.name, topology)
+        try:
+            network.build()
+            yield network
+        finally:
+            remove(claim.name)
+            claim.release()
+
+
+def remove(name: str) -> None:
+    """Kill what runs in the namespaces of one lab, and delete them.
+
+    Raises:
+        LabError: a process does not die, or the kernel refuses.
+    """
+    listed = json.loads(_run(["ip", "-j", "netns", "list"]) or "[]")
+    spaces = [entry["name"] for entry in listed if entry["name"].startswith(f"{name}-")]
+    deadline_s = time.monotonic() + KILL_S
+    for space in spaces:
+        while pids := _run(["ip", "netns", "pids", space]).split():
+            if time.monotonic() > deadline_s:
+                raise LabError(f"process {pids[0]} of lab {name} does not end: kill it, then ip netns del {space}")
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
+            time.sleep(0.01)
+    _ip([f"netns del {space}" for space in spaces])
+
+
+def _counted(namespace: str, interface: str) -> Counters:
+    stats = json.loads(_run(["ip", "-n", namespace, "-s", "-j", "link", "show", interface]))[0]["stats64"]
+    return Counters(stats["tx"]["bytes"], stats["tx"]["packets"], stats["rx"]["bytes"], stats["rx"]["packets"])
+
+
+def _limit(namespace: str, interface: str, rate: Rate, delay_s: float) -> None:
+    """Replace what limits an interface's sending."""
+    tc = ["tc", "-n", namespace, "qdisc"]
+    target = ["dev", interface, "root"]
+    # Deleting fails where nothing was set; that is the state wanted.
+    subprocess.run([*tc, "del", *target], stderr=subprocess.DEVNULL, check=False)
+    if delay_s:
+        try:
+            _run([*tc, "add", *target, "handle", "1:", "netem", "delay", f"{delay_s * 1e3:g}ms", "limit", "100000"])
+        except LabError as error:
+            raise LabError(
+                f"this kernel has no netem, which a delay needs ({error}): leave the delay out, or load sch_netem"
+            ) from None
+        target = ["dev", interface, "parent", "1:"]
+    if rate is not None:
+        burst = max(LEAST_BURST_BYTES, int(rate / 8 * BURST_S))
+        limits = ["rate", f"{rate:.0f}bit", "burst", str(burst), "latency", f"{QUEUE_S * 1e3:.0f}ms"]
+        _run([*tc, "add", *target, "tbf", *limits])
+
+
+def _ip(lines: Sequence[str], namespace: str | None = None) -> None:
+    words = ["ip", *(["-n", namespace] if namespace else []), "-batch", "-"]
+    if lines:
+        _run(words, "\n".join(lines) + "\n")
+
+
+def _run(words: Sequence[str], text: str | None = None) -> str:
+    done = subprocess.run(words, input=text, capture_output=True, text=True, check=False)
+    if done.returncode:
+        told = " ".join(done.stderr.split()) or f"code {done.returncode}"
+        raise LabError(f"{' '.join(words[:6])}: {told}")
+    return done.stdout

@@ -1,0 +1,148 @@
+"""What an emulated cluster looks like: hosts, their links, and groups of hosts."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field, replace
+from decimal import Decimal
+from typing import Any
+
+from gradwire.errors import HyperparameterError
+from gradwire.tools.lab.rates import Rate, format_rate, parse_rate, plain
+
+__all__ = ["MOST_HOSTS", "Topology", "parse_delay"]
+
+MOST_HOSTS = 200
+KEYS = ("hosts", "bandwidth", "asymmetric", "groups", "between", "delay")
+_HOST = re.compile(r"host(\d+)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Topology:
+    """An emulated cluster. Rates are bits per second, None is not limited; each acts both ways unless said.
+
+    Attributes:
+        hosts: How many; each is one network namespace.
+        bandwidth: Of every host's link.
+        asymmetric: What a host may send, where that differs from what it may receive (``bandwidth``).
+        overrides: Of single hosts: number to (send, receive).
+        groups: Switches that the hosts are spread over evenly, in order; 1 is one flat network.
+        between: Of each group's link to the other groups.
+        delay_s: One way, of every host's link; needs the kernel's netem.
+
+    Raises:
+        HyperparameterError: a number that makes no cluster.
+    """
+
+    hosts: int = 4
+    bandwidth: Rate = None
+    asymmetric: Rate = None
+    overrides: dict[int, tuple[Rate, Rate]] = field(default_factory=dict, hash=False)
+    groups: int = 1
+    between: Rate = None
+    delay_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.hosts <= MOST_HOSTS:
+            raise HyperparameterError(f"hosts={self.hosts}: 1 to {MOST_HOSTS} are possible")
+        if self.groups < 1 or self.hosts % self.groups:
+            raise HyperparameterError(f"groups={self.groups}: {self.hosts} hosts cannot be spread over them evenly")
+        if self.between is not None and self.groups == 1:
+            raise HyperparameterError("between=... limits the links between groups: give groups=2 or more too")
+        for host in self.overrides:
+            if not 0 <= host < self.hosts:
+                raise HyperparameterError(f"host{host}: the hosts are 0 to {self.hosts - 1}")
+        if self.delay_s < 0:
+            raise HyperparameterError(f"delay={self.delay_s}: must not be negative")
+
+    def send_rate(self, host: int) -> Rate:
+        """Return what a host may send."""
+        if host in self.overrides:
+            return self.overrides[host][0]
+        return self.bandwidth if self.asymmetric is None else self.asymmetric
+
+    def receive_rate(self, host: int) -> Rate:
+        """Return what a host may receive."""
+        return self.overrides[host][1] if host in self.overrides else self.bandwidth
+
+    def group(self, host: int) -> int:
+        """Return the number of a host's group."""
+        return host * self.groups // self.hosts
+
+    def with_bandwidth(self, rate: Rate) -> Topology:
+        """Return the same cluster with another bandwidth on every host that has none of its own."""
+        return replace(self, bandwidth=rate)
+
+    @classmethod
+    def parse(cls, text: str) -> Topology:
+        """Read ``hosts=4,bandwidth=100mbit,...``, as ``--lab`` takes it.
+
+        Keys: hosts, bandwidth, asymmetric, groups, between, delay (in ms, such as ``delay=5ms``), and ``host2=10mbit``
+        or ``host2=10mbit:100mbit`` (sends:receives) for a host of its own.
+
+        Raises:
+            HyperparameterError: nothing, an unknown key, one given twice, or a wrong value.
+        """
+        if not text.strip(" ,"):
+            raise HyperparameterError("an empty lab: name at least hosts=N, such as hosts=4,bandwidth=100mbit")
+        fields: dict[str, Any] = {}
+        overrides: dict[int, tuple[Rate, Rate]] = {}
+        seen: set[str] = set()
+        for part in filter(None, text.split(",")):
+            key, equals, value = (piece.strip() for piece in part.partition("="))
+            host = _HOST.fullmatch(key)
+            if not equals or not value or (key not in KEYS and not host):
+                raise HyperparameterError(
+                    f"lab {part!r}: KEY=VALUE is needed, with one of {', '.join(KEYS)}, host0, host1, ..."
+                )
+            name = f"host{int(host[1])}" if host else key
+            if name in seen:
+                raise HyperparameterError(f"lab {text!r}: {name} is given twice")
+            seen.add(name)
+            if host:
+                send, _, receive = value.partition(":")
+                overrides[int(host[1])] = (parse_rate(send), parse_rate(receive or send))
+            elif key in ("hosts", "groups"):
+                fields[key] = _whole(key, value)
+            elif key == "delay":
+                fields["delay_s"] = parse_delay(value)
+            else:
+                fields[key] = parse_rate(value)
+        if "asymmetric" in fields and fields["asymmetric"] is None:
+            raise HyperparameterError(
+                "asymmetric=unlimited: a rate is needed; give hosts that may send without limit a link of their own,"
+                " such as host0=unlimited:100mbit"
+            )
+        return cls(**fields, overrides=overrides)
+
+    def spec(self) -> str:
+        """Write the cluster so that :meth:`parse` reads it back."""
+        parts = [f"hosts={self.hosts}", f"bandwidth={format_rate(self.bandwidth)}"]
+        if self.asymmetric is not None:
+            parts.append(f"asymmetric={format_rate(self.asymmetric)}")
+        for host, (send, receive) in sorted(self.overrides.items()):
+            parts.append(f"host{host}={format_rate(send)}:{format_rate(receive)}")
+        if self.groups > 1:
+            parts += [f"groups={self.groups}", f"between={format_rate(self.between)}"]
+        if self.delay_s:
+            parts.append(f"delay={plain(Decimal(repr(self.delay_s)) * 1000)}ms")
+        return ",".join(parts)
+
+
+def parse_delay(text: str) -> float:
+    """Read a delay such as ``5ms``; gives seconds.
+
+    Raises:
+        HyperparameterError: it is not a number of milliseconds.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)ms", text.strip())
+    if not found:
+        raise HyperparameterError(f"delay {text!r}: milliseconds are needed, such as 5ms")
+    return float(Decimal(found[1]) / 1000)
+
+
+def _whole(key: str, value: str) -> int:
+    try:
+        return int(value)
+    except ValueError:
+        raise HyperparameterError(f"{key}={value}: a whole number is needed") from None

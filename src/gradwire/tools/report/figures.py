@@ -1,0 +1,167 @@
+"""Plots of loss and accuracy as SVG text that needs nothing from outside the page."""
+
+from __future__ import annotations
+
+import html
+import io
+import math
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+
+from gradwire.tools.report.load import Run
+
+__all__ = ["gauge_figure", "progress_figure"]
+
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+"""Okabe and Ito's colours, which colour-blind readers can tell apart."""
+
+STYLES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.3)), (0, (5, 1.5, 1, 1.5)))
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+WIDTH_INCH, ROW_INCH, FONT_POINTS = 7.4, 2.75, 9.5
+SETTINGS: Any = {
+    "font.size": FONT_POINTS,
+    "font.family": "DejaVu Sans",
+    "svg.hashsalt": "gradwire",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+}
+
+Horizontal = Callable[[dict[str, Any]], float]
+AXES: tuple[tuple[str, Horizontal], ...] = (
+    ("step", lambda row: float(row["step"])),
+    ("seconds of training", lambda row: float(row["elapsed_s"])),
+    ("MB sent by each worker", lambda row: row["sent_bytes"] / 1e6),
+)
+
+
+def style(index: int) -> dict[str, Any]:
+    """Return the line of the ``index``-th run; colour, dashes and marker all differ."""
+    return {
+        "color": COLOURS[index % len(COLOURS)],
+        "linestyle": STYLES[index % len(STYLES)],
+        "marker": MARKERS[index % len(MARKERS)],
+        "markersize": 3.6,
+        "linewidth": 1.6,
+    }
+
+
+def draw(axes: Axes, runs: Sequence[Run], field: str, horizontal: Horizontal, *, log: bool) -> None:
+    """Draw one panel: evaluations with markers, and behind them the training loss, pale."""
+    for index, run in enumerate(runs):
+        look = style(index)
+        if field == "loss":
+            train = [row for row in run.of("train") if not log or horizontal(row) > 0]
+            values = [row["loss"] for row in train]
+            axes.plot([*map(horizontal, train)], values, color=look["color"], alpha=0.22, linewidth=0.9)
+        rows = [row for row in run.of("eval") if not log or horizontal(row) > 0]
+        factor = 100.0 if field == "accuracy" else 1.0
+        axes.plot([*map(horizontal, rows)], [factor * row[field] for row in rows], label=run.label, **look)
+
+
+def lowest_accuracy(runs: Sequence[Run]) -> float:
+    """Return where the accuracy axis starts, in percent: four times the worst final error is shown."""
+    finals = [rows[-1]["accuracy"] for run in runs if (rows := run.of("eval"))]
+    return max(0.0, 100.0 * (1.0 - 4.0 * (1.0 - min(finals)))) if finals else 0.0
+
+
+def spans_decades(runs: Sequence[Run]) -> bool:
+    """Return whether evaluation losses range so far that a logarithmic axis reads better."""
+    losses = [row["loss"] for run in runs for row in run.of("eval")]
+    return bool(losses) and min(losses) > 0 and max(losses) / min(losses) > 12
+
+
+def progress_figure(runs: Sequence[Run]) -> str:
+    """Draw loss and accuracy against step, time and bytes; returns an ``<svg>`` element.
+
+    Time is left out where all workers were simulated: it would be the simulation's own; bytes where none were sent.
+    """
+    timed = not all(run.config["simulated"] for run in runs)
+    sent = any(row["sent_bytes"] for run in runs for row in run.of("eval"))
+    chosen = [axis for axis, wanted in zip(AXES, (True, timed, sent)) if wanted]
+    with matplotlib.rc_context(SETTINGS):
+        figure = Figure(figsize=(WIDTH_INCH, ROW_INCH * len(chosen) + 0.5), layout="constrained")
+        grid = figure.subplots(len(chosen), 2, squeeze=False)
+        for (name, horizontal), (left, right) in zip(chosen, grid):
+            log = name.startswith("MB")
+            for axes, field in ((left, "loss"), (right, "accuracy")):
+                draw(axes, runs, field, horizontal, log=log)
+                axes.set_xlabel(name + (" (logarithmic)" if log else ""))
+                axes.set_ylabel("loss" if field == "loss" else "accuracy, %")
+                if log:
+                    scale_bytes(axes)
+                axes.grid(alpha=0.25, linewidth=0.6)
+            if spans_decades(runs):
+                left.set_yscale("log")
+            lowest = lowest_accuracy(runs)
+            right.set_ylim(lowest, 100.0 + 0.02 * (100.0 - lowest))
+        legend(figure, *grid[0][1].get_legend_handles_labels())
+        return svg(figure, "loss and accuracy of each run")
+
+
+def gauge_figure(runs: Sequence[Run]) -> str | None:
+    """Draw what methods reported of their steps, a panel each; returns an ``<svg>`` element, None where none did.
+
+    Lines are means over the steps and workers of a row, pale bands a deviation to both sides.
+    """
+    names = list(dict.fromkeys(name for run in runs for name in run.gauges))
+    if not names:
+        return None
+    with matplotlib.rc_context(SETTINGS):
+        figure = Figure(figsize=(WIDTH_INCH, ROW_INCH * len(names) + 0.5), layout="constrained")
+        lines: dict[str, Any] = {}
+        for name, axes in zip(names, figure.subplots(len(names), 1, squeeze=False)[:, 0]):
+            for index, run in enumerate(runs):
+                rows, look = run.gauge(name), style(index)
+                if rows:
+                    steps, means, deviations = zip(*rows)
+                    (lines[run.label],) = axes.plot(steps, means, label=run.label, **look)
+                    low, high = zip(*((mean - off, mean + off) for mean, off in zip(means, deviations)))
+                    axes.fill_between(steps, low, high, color=look["color"], alpha=0.18, linewidth=0)
+            axes.set_xlabel("step")
+            axes.set_ylabel(name)
+            axes.grid(alpha=0.25, linewidth=0.6)
+        legend(figure, list(lines.values()), list(lines))
+        return svg(figure, f"{', '.join(names)} by step")
+
+
+def legend(figure: Figure, handles: Sequence[Any], labels: Sequence[str]) -> None:
+    """Name the lines above the panels."""
+    # Columns are as wide as the longest label; some eighty letters fit side by side.
+    columns = max(1, min(3, len(labels), 80 // (8 + max(map(len, labels), default=1))))
+    figure.legend(handles, labels, loc="outside upper center", ncols=columns, frameon=False)
+
+
+def scale_bytes(axes: Axes) -> None:
+    """Make the horizontal axis logarithmic, with plain numbers that stand clear of each other."""
+    axes.set_xscale("log")
+    low, high = axes.get_xlim()
+    decades = math.log10(high / low)
+    if decades < 0.7:
+        axes.xaxis.set_major_locator(MaxNLocator(4))
+    else:
+        axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if decades < 2 else (1.0,), numticks=6))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, at: f"{value:g}"))
+    axes.xaxis.set_minor_formatter(NullFormatter())
+
+
+def svg(figure: Figure, label: str) -> str:
+    """Return a figure as an SVG element without XML prologue, metadata or outside references.
+
+    Args:
+        label: What it shows, for those who cannot see it.
+    """
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg", transparent=False, metadata={"Date": None})
+    text = buffer.getvalue()
+    text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
+
+    def responsive(found: re.Match[str]) -> str:
+        return f'{found.group(1) or found.group(2)} role="img" aria-label="{html.escape(label)}"'
+
+    return re.sub(r'(<svg[^>]*?) width="[^"]*" height="[^"]*"|(<svg)', responsive, text, count=1)

@@ -1,0 +1,168 @@
+"""Whether compression paid, in plain words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gradwire.tools.report.load import Run
+from gradwire.tools.report.summary import RunSummary, first_reaching, summarize
+
+__all__ = ["baseline_of", "bytes_text", "rate_text", "seconds_text", "verdict", "verdicts"]
+
+BEHIND = 0.01
+"""Final accuracy below float32's from which on a method that forgets a part of the gradient is advised against."""
+
+SAME = 0.03
+"""Relative difference of times below which nothing is claimed."""
+
+
+def bytes_text(count: float) -> str:
+    """Return bytes with a decimal unit.
+
+    Example:
+        >>> bytes_text(1_234_567)
+        '1.23 MB'
+    """
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}" if count < 999.5 * size else f"{count / size:.0f} {unit}"
+    return f"{count:.0f} B"
+
+
+def seconds_text(seconds: float) -> str:
+    """Return a duration with a fitting unit."""
+    if seconds < 0.9995:
+        return f"{seconds * 1e3:.3g} ms"
+    return f"{seconds:.3g} s" if seconds < 120 else f"{seconds / 60:.3g} min"
+
+
+def rate_text(bits_per_s: float | None) -> str:
+    """Return a bandwidth for people; None is not limited.
+
+    Example:
+        >>> rate_text(1e9), rate_text(None)
+        ('1 Gbit/s', 'unlimited')
+    """
+    if bits_per_s is None:
+        return "unlimited"
+    for unit, size in (("Gbit", 1e9), ("Mbit", 1e6), ("kbit", 1e3)):
+        if bits_per_s >= size:
+            return f"{bits_per_s / size:g} {unit}/s"
+    return f"{bits_per_s:g} bit/s"
+
+
+def ratio_text(ratio: float) -> str:
+    """Describe how a time compares: "1.4 times as long", "the same, within 3 %"."""
+    if abs(ratio - 1.0) < SAME:
+        return f"the same, within {SAME:.0%}"
+    return f"{ratio:.2f} times as long"
+
+
+def percent(share: float) -> str:
+    """Return a share as a percentage with two decimals."""
+    return f"{100 * share:.2f} %"
+
+
+def baseline_of(run: Run, runs: Sequence[Run]) -> Run | None:
+    """Return the float32 run with the same task, seed and workers."""
+    for other in runs:
+        if other.config["method"].startswith("FP32(") and other.setting == run.setting and other is not run:
+            return other
+    return None
+
+
+def verdicts(runs: Sequence[Run]) -> list[tuple[str, str]]:
+    """Return label and paragraph for each run that is not itself float32."""
+    compared = [run for run in runs if not run.config["method"].startswith("FP32(")]
+    return [(run.label, verdict(run, baseline_of(run, runs))) for run in compared]
+
+
+def verdict(run: Run, base: Run | None) -> str:
+    """Describe what the method saved, what it cost, and whether that paid."""
+    numbers = summarize(run)
+    saved = _bytes(numbers)
+    if base is None:
+        return f"{saved} No fp32 run of the same task, seed and workers is shown, so whether it paid is not said."
+    if run.config["simulated"]:
+        told = [saved, _accuracy(run, base)[0], "The workers were simulated, so times say nothing about a network."]
+    else:
+        accuracy, ratio = _accuracy(run, base)
+        told = [saved, _step_time(numbers, summarize(base)), accuracy, _conclusion(run, base, ratio)]
+    return " ".join([*told, *_hints(run, base)])
+
+
+def _bytes(numbers: RunSummary) -> str:
+    if not numbers.compression_factor or numbers.bits_per_element is None:
+        return "It sent nothing."
+    times = f"{numbers.compression_factor:.1f} times less" if numbers.compression_factor >= 1 else "more"
+    return (
+        f"Each worker sent {bytes_text(numbers.sent_bytes)} where a float32 all-reduce sends "
+        f"{bytes_text(numbers.dense_bytes)}: {times}, {numbers.bits_per_element:.2f} bits per element."
+    )
+
+
+def _step_time(numbers: RunSummary, base: RunSummary) -> str:
+    if not numbers.step_time_s or not base.step_time_s:
+        return "No step was timed."
+    ratio = numbers.step_time_s / base.step_time_s
+    return (
+        f"A step took {seconds_text(numbers.step_time_s)} against fp32's {seconds_text(base.step_time_s)} "
+        f"(medians): {ratio_text(ratio)}."
+    )
+
+
+def _accuracy(run: Run, base: Run) -> tuple[str, float | None]:
+    """Describe when fp32's final accuracy was reached; the ratio of times, None if it was not."""
+    target = summarize(base).final_accuracy
+    if target is None:
+        return "The fp32 run has no evaluation to compare with.", None
+    mine, theirs = first_reaching(run, target), first_reaching(base, target)
+    if mine is None or theirs is None:
+        numbers = summarize(run)
+        best = "it was never evaluated"
+        if numbers.best_accuracy is not None:
+            best = f"its best was {percent(numbers.best_accuracy)}, at step {numbers.best_accuracy_step}"
+        return f"It did not reach fp32's final accuracy of {percent(target)}: {best}.", None
+    text = f"It first reached fp32's final accuracy of {percent(target)} at step {mine['step']}"
+    if run.config["simulated"]:
+        return f"{text}; fp32 at step {theirs['step']}.", None
+    ratio = mine["elapsed_s"] / theirs["elapsed_s"] if theirs["elapsed_s"] else None
+    return (
+        f"{text}, after {seconds_text(mine['elapsed_s'])} of training; fp32 at step {theirs['step']}, "
+        f"after {seconds_text(theirs['elapsed_s'])}.",
+        ratio,
+    )
+
+
+def _hints(run: Run, base: Run) -> list[str]:
+    """Return what to try where a method that loses a part of every gradient has fallen behind."""
+    reached, target = summarize(run).final_accuracy, summarize(base).final_accuracy
+    if reached is None or target is None or reached >= target - BEHIND:
+        return []
+    around = run.config.get("with_feedback")
+    if around is None:
+        return []
+    return [
+        f"{run.config['method']} sends a part of the gradient and forgets the rest, which costs accuracy: "
+        f"try {around}, which sends the rest later, or a method without bias such as EDEN(bits=4)."
+    ]
+
+
+def _conclusion(run: Run, base: Run, ratio: float | None) -> str:
+    if ratio is None:
+        times = [summarize(r).step_time_s for r in (run, base)]
+        faster = times[0] is not None and times[1] is not None and times[0] < times[1] * (1 - SAME)
+        if faster:
+            return "Steps were faster, but the accuracy was not reached: it did not pay here."
+        return "It did not pay here: neither the accuracy was reached nor were steps faster."
+    if ratio < 1 - SAME:
+        return f"It paid: the same accuracy in {ratio:.2f} of the time."
+    if ratio <= 1 + SAME:
+        return "It saved bytes but no time here."
+    told = (
+        f"It did not pay in time here: {ratio:.2f} times as long to the same accuracy. Fewer bytes help once the link, "
+        "not the processor, sets the pace"
+    )
+    if run.config.get("lab"):
+        return f"{told}."
+    return f"{told}; local workers talk over memory, the fastest link there is."

@@ -1,1 +1,0 @@
-"""Methods around methods that remember nothing themselves."""
