@@ -105,13 +105,15 @@ def check_plan(plan: RunConfig) -> None:
 
 
 def test_train_hands_every_option_on(reached: dict[str, Any], tmp_path: Path) -> None:
-    own = ["--method", "bf16", "--checkpoint-every", "5", "--stop-after", "6", "--overwrite", "--out", tmp_path]
+    own = ["--method", "bf16", "--stop-after", "6", "--overwrite", "--out", tmp_path]
+    own += ["--checkpoint-every", "5", "--checkpoint-minutes", "2.5"]
     result = call("train", "logreg", *TASK_WORDS, *RUN_WORDS, *LINK_WORDS, *own)
     assert isinstance(result.exception, Reached), result.output
     assert reached["name"] == "train"
     plan, _ = reached["words"]
     check_plan(plan)
     assert (plan.method, plan.checkpoint_every, plan.simulate) == ("bf16", 5, False)
+    assert plan.checkpoint_minutes == 2.5
     assert reached["options"] == {"folder": tmp_path, "overwrite": True, "stop_after": 6}
 
 

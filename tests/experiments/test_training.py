@@ -15,10 +15,11 @@ import torch
 from run_help import Listener, gradwire, model_of, same
 
 from gradwire.tools.experiments import run
+from gradwire.tools.experiments import train as train_module
 from gradwire.tools.experiments.config import RunConfig
 from gradwire.tools.experiments.engine import build_model
 from gradwire.tools.experiments.errors import RunError, TrainingError, UsageError
-from gradwire.tools.experiments.folder import ROW_FIELDS, checkpoint_steps
+from gradwire.tools.experiments.folder import ROW_FIELDS, RunFolder, checkpoint_steps
 from gradwire.tools.experiments.order import DataOrder
 from gradwire.tools.experiments.simulate import SimulatedEngine
 from gradwire.tools.experiments.tasks import build
@@ -71,6 +72,34 @@ def test_rows_have_all_fields_and_bytes_grow(tmp_path: Path, listener: Listener)
     assert config["link"]["backend"]
     assert config["world_size"] == 4
     assert (folder / "report.html").stat().st_size > 1000
+
+
+def test_checkpoints_are_written_by_time_at_rows_of_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, written = [0.0], list[int]()
+
+    def ticking() -> float:
+        now[0] += 60.0
+        return now[0]
+
+    committed = RunFolder.commit_checkpoint
+
+    def noted(self: RunFolder, step: int) -> None:
+        written.append(step)
+        committed(self, step)
+
+    monkeypatch.setattr(train_module, "now_s", ticking)
+    monkeypatch.setattr(RunFolder, "commit_checkpoint", noted)
+    plan = replace(PLAN, checkpoint_every=0, log_every=2, checkpoint_minutes=8.0)
+    run.train(plan, Listener(), folder=tmp_path / "a")
+    by_time, (last,) = written[:-1], written[-1:]
+    assert last == 12
+    assert len(by_time) >= 2
+    assert all(step % 2 == 0 for step in by_time)
+    written.clear()
+    run.train(replace(plan, checkpoint_minutes=0.0), Listener(), folder=tmp_path / "b")
+    assert written == [12]
+    with pytest.raises(UsageError, match="checkpoint_minutes"):
+        replace(plan, checkpoint_minutes=-1.0)
 
 
 THRESHOLD = replace(PLAN, method="Threshold(threshold=0.005)")

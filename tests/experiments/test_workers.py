@@ -110,6 +110,33 @@ def test_a_killed_worker_ends_the_run_with_one_line(
     assert model_of(folder)
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("simulate", [False, True])
+def test_a_run_that_is_interrupted_leaves_a_checkpoint_and_goes_on_to_the_same_bits(
+    tmp_path: Path, number: signal.Signals, simulate: bool
+) -> None:
+    words = ["--method", "errorfeedback", "--eval-every", 100_000, "--workers", 2, "--batch", 8, "--log-every", 3]
+    words += ["--simulate"] if simulate else []
+    process = start_gradwire("train", "digits", "--steps", 100_000, *words, "--out", tmp_path / "run")
+    rows = tmp_path / "run" / "metrics.jsonl"
+    try:
+        wait_for(lambda: process.poll() is not None or (rows.exists() and len(rows.read_text()) > 2000), 60, "rows")
+        process.send_signal(number)
+        _, told = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode in ({signal.SIGINT: (130,), signal.SIGTERM: (130, 143)}[number])
+    (step,) = checkpoint_steps(tmp_path / "run")
+    assert step % 3 == 0
+    assert f"a checkpoint of step {step} is kept: gradwire train --resume {tmp_path / 'run'}" in " ".join(told.split())
+    assert "Traceback" not in told
+    run.resume(tmp_path / "run", Listener(), stop_after=step + 3)
+    plan = RunConfig.from_json(RunFolder(tmp_path / "run").read_config()["plan"])
+    run.train(plan, Listener(), folder=tmp_path / "whole", stop_after=step + 3)
+    for name, value in model_of(tmp_path / "run").items():
+        assert torch.equal(value, model_of(tmp_path / "whole")[name]), name
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_no_worker_outlives_its_parent(
     endless: tuple[subprocess.Popen[str], list[int], Path], number: signal.Signals

@@ -14,6 +14,7 @@ import ctypes
 import importlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -70,6 +71,11 @@ class ForkedProcess:
         while self.returncode is None:
             self._reap(0)
         return self.returncode
+
+    def terminate(self) -> None:
+        """Ask it to end, unless it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGTERM)
 
     def kill(self) -> None:
         """Kill the process, unless it has ended."""

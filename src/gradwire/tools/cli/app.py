@@ -103,8 +103,11 @@ def train(
     overwrite: o.Overwrite = False,
     resume: Annotated[Path | None, typer.Option(metavar="RUN", help="Continue this run; all else is as it was")] = None,
     checkpoint_every: Annotated[
-        int, typer.Option(help="Steps between checkpoints; 0: at the end only", rich_help_panel=o.OUTPUT)
+        int, typer.Option(help="Steps between checkpoints; 0: by time, and at the end", rich_help_panel=o.OUTPUT)
     ] = 0,
+    checkpoint_minutes: Annotated[
+        float, typer.Option(help="Minutes of training between checkpoints; 0: none by time", rich_help_panel=o.OUTPUT)
+    ] = 10.0,
     stop_after: Annotated[
         int | None, typer.Option(help="Stop after this step, to be resumed", rich_help_panel=o.OUTPUT)
     ] = None,
@@ -146,6 +149,7 @@ def train(
             check_every=check_every,
             threads=threads,
             checkpoint_every=checkpoint_every,
+            checkpoint_minutes=checkpoint_minutes,
             log_every=log_every,
         )
         commands.train(plan, out, overwrite=overwrite, stop_after=stop_after, as_json=as_json, debug=debug)

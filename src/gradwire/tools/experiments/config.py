@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +33,8 @@ class RunConfig(LinkSettings):
         min_numel: None: the task's own.
         check_every: None: every 100 rounds, where workers are real and their parameters are meant to be equal.
         threads: torch threads of each process.
-        checkpoint_every: steps between checkpoints; 0 writes one at the end only.
+        checkpoint_every: steps between checkpoints; 0: none but those by time, and one at the end.
+        checkpoint_minutes: minutes between checkpoints, which are written at the next row of metrics; 0: none by time.
         log_every: steps between training rows; a row holds the mean loss and the median step time since the
         last.
         lab: emulated cluster that the workers are spread over, in blocks of ranks, as ``Topology.parse`` reads it; kept
@@ -44,6 +46,7 @@ class RunConfig(LinkSettings):
     simulate: bool = False
     threads: int = 1
     checkpoint_every: int = 0
+    checkpoint_minutes: float = 10.0
     log_every: int = 10
     lab: str | None = None
 
@@ -55,6 +58,8 @@ class RunConfig(LinkSettings):
         for field in ("seed", "checkpoint_every", "min_numel", "warmup_steps", "check_every"):
             if (getattr(self, field) or 0) < 0:
                 raise UsageError(f"{field} = {getattr(self, field)}: must not be negative")
+        if not 0 <= self.checkpoint_minutes < math.inf:
+            raise UsageError(f"checkpoint_minutes = {self.checkpoint_minutes}: must be a number, and not negative")
         if self.workers == 1 and not self.simulate:
             raise UsageError("1 worker exchanges nothing: use at least 2 workers, or add --simulate")
         if self.simulate and self.fallback is not None:

@@ -40,6 +40,9 @@ from gradwire.tools.processes import termination_unwinds
 __all__ = ["GRACE_S", "Crew", "run_workers"]
 
 GRACE_S = 10.0
+STOP_S = 60.0
+"""How long workers that were asked to stop may take to write a checkpoint."""
+
 TICK_S = 0.2
 
 
@@ -214,9 +217,26 @@ class Crew:
             for part, log in zip(parts, logs)
         ]
 
-    def watch(self, on_row: Callable[[Row], None], on_notice: Callable[[str], None], on_step: OnStep) -> None:
-        """Pass rows, warnings and progress on until all workers are done; raises WorkerError once one has failed."""
-        deadline_s: float | None = None
+    def ask_to_stop(self) -> None:
+        """Ask the workers to write a checkpoint and end."""
+        for worker in self.workers:
+            if worker.process.poll() is None:
+                worker.process.terminate()
+
+    def watch(
+        self,
+        on_row: Callable[[Row], None],
+        on_notice: Callable[[str], None],
+        on_step: OnStep,
+        *,
+        limit_s: float | None = None,
+    ) -> None:
+        """Pass rows, warnings and progress on until all workers are done, or for ``limit_s`` seconds.
+
+        Raises:
+            WorkerError: a worker has failed.
+        """
+        deadline_s = None if limit_s is None else time.monotonic() + limit_s
         with selectors.DefaultSelector() as selector:
             for worker in self.workers:
                 selector.register(worker.pipe, selectors.EVENT_READ, worker)
@@ -313,10 +333,20 @@ def run_workers(
         BackendError: no emulated cluster can be built here.
         LabError: the kernel refused it.
         WorkerError: a worker failed; all others have been ended.
+        KeyboardInterrupt, SystemExit: this process was told to end; the workers had :data:`STOP_S` seconds to write a
+            checkpoint, or until it was told once more.
     """
     with termination_unwinds(), Crew(plan, folder, resume=resume, stop_after=stop_after) as crew:
         try:
-            crew.watch(on_row, on_notice, on_step)
+            try:
+                crew.watch(on_row, on_notice, on_step)
+            except (KeyboardInterrupt, SystemExit):
+                # A second interruption ends the wait, and with it the workers.
+                crew.ask_to_stop()
+                on_notice("interrupted: a checkpoint is written at the next row of metrics; interrupt again to end now")
+                with contextlib.suppress(WorkerError):
+                    crew.watch(on_row, on_notice, on_step, limit_s=STOP_S)
+                raise
         except WorkerError:
             if on_logs:
                 on_logs(crew.logs())

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Sequence
+import signal
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -20,6 +22,7 @@ from gradwire.tools.experiments.folder import RunFolder, checkpoint_steps, write
 from gradwire.tools.experiments.launch import run_workers
 from gradwire.tools.experiments.machine import check_workers
 from gradwire.tools.experiments.run_record import Audience, config_of, default_folder, report, slug
+from gradwire.tools.experiments.stopping import stops_on
 from gradwire.tools.experiments.torchrun import train_under_torchrun
 from gradwire.tools.experiments.train import OnStep, Row, Trainer
 from gradwire.tools.lab import missing
@@ -138,6 +141,24 @@ def execute(plan: RunConfig, run: RunFolder, audience: Audience, *, resume: bool
     if caution is not None:
         audience.say(caution)
     audience.start(plan)
+    with _resumable(run.path, audience):
+        _carry_out(plan, run, audience, resume=resume, stop_after=stop_after)
+    report([run.path], run.path)
+
+
+@contextlib.contextmanager
+def _resumable(folder: Path, audience: Audience) -> Iterator[None]:
+    """Say how a training that is interrupted can go on."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        steps = checkpoint_steps(folder)
+        if steps:
+            audience.say(f"stopped; a checkpoint of step {steps[-1]} is kept: gradwire train --resume {folder}")
+        raise
+
+
+def _carry_out(plan: RunConfig, run: RunFolder, audience: Audience, *, resume: bool, stop_after: int | None) -> None:
     if plan.simulate:
         simulate(plan, run, audience.row, audience.step, resume=resume, stop_after=stop_after)
     else:
@@ -151,7 +172,6 @@ def execute(plan: RunConfig, run: RunFolder, audience: Audience, *, resume: bool
             on_logs=audience.logs,
             on_notice=audience.say,
         )
-    report([run.path], run.path)
 
 
 def simulate(
@@ -168,10 +188,13 @@ def simulate(
     torch.set_num_threads(plan.threads)
     try:
         engine = simulated_engine(plan)
-        trainer = Trainer(plan, engine, run, on_row, on_step)
-        if resume:
-            trainer.load()
-        trainer.run(stop_after)
+        with stops_on(signal.SIGINT, signal.SIGTERM) as asked_to_stop:
+            trainer = Trainer(plan, engine, run, on_row, on_step, asked_to_stop)
+            if resume:
+                trainer.load()
+            trainer.run(stop_after)
+        if trainer.stopped:
+            raise KeyboardInterrupt
     finally:
         torch.set_num_threads(threads)
 

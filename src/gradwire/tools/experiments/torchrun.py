@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +40,13 @@ def train_under_torchrun(
     run = RunFolder(_agree_on_folder(plan, folder, overwrite))
     if rank == 0:
         audience.start(plan)
-    train_in_group(plan, run, audience.row, audience.step, resume=False, stop_after=stop_after)
-    if rank == 0:
+    stopped = train_in_group(plan, run, audience.row, audience.step, resume=False, stop_after=stop_after)
+    if rank == 0 and not stopped:
         report([run.path], run.path)
     dist.barrier()
     dist.destroy_process_group()
+    if stopped:
+        raise SystemExit(128 + signal.SIGTERM)
     return run.path
 
 

@@ -64,6 +64,10 @@ class Trainer:
         on_row: called on rank 0 with every row that was written.
         on_step: called on rank 0 with the number of steps that are done and what goes on now, twice a second at most
             while that stays the same.
+        asked_to_stop: whether this process was asked to stop; it is called once a row of metrics.
+
+    Attributes:
+        stopped: Whether the ranks have agreed to stop before the last step, since one of them was asked to.
     """
 
     def __init__(
@@ -73,7 +77,10 @@ class Trainer:
         folder: RunFolder,
         on_row: Callable[[Row], None],
         on_step: OnStep = lambda step, activity: None,
+        asked_to_stop: Callable[[], bool] = lambda: False,
     ) -> None:
+        self._asked_to_stop, self.stopped = asked_to_stop, False
+        self._is_due, self._saved_s = False, now_s()
         self.plan, self.engine, self.folder, self.on_row, self.on_step = plan, engine, folder, on_row, on_step
         self._told: tuple[float, str] = (-math.inf, "")
         self.optimizer = engine.optimizer
@@ -87,12 +94,16 @@ class Trainer:
         self._spreads = Spreads((*gw.method(plan.method).gauges, *plan.task.gauges))
 
     def run(self, stop_after: int | None = None) -> None:
-        """Train from the current step to the last, or to ``stop_after``; end with a checkpoint."""
+        """Train from the current step to the last, or to ``stop_after``; end with a checkpoint.
+
+        Whether to stop before, and whether a checkpoint is due by time, is agreed on with each row of metrics: ranks
+        exchange a mean there anyhow, and all of them must do the same.
+        """
         last = min(self.plan.task.steps, stop_after or self.plan.task.steps)
         self._record_link()
         if self.step == 0:
             self._evaluate()
-        while self.step < last:
+        while self.step < last and not self.stopped:
             self._tell("training")
             self._one_step()
             logged = self.step % self.plan.log_every == 0 or self.step == last
@@ -101,7 +112,7 @@ class Trainer:
             if self.step % self.plan.task.eval_every == 0 or self.step == self.plan.task.steps:
                 self._evaluate()
             every = self.plan.checkpoint_every
-            if self.step == last or (every and self.step % every == 0):
+            if self.step == last or self.stopped or self._is_due or (every and self.step % every == 0):
                 self.save()
         self._record_link()
 
@@ -172,7 +183,10 @@ class Trainer:
             self.on_row(row)
 
     def _log(self) -> None:
-        (loss,) = self.engine.mean([statistics.fmean(self._losses)])
+        minutes = self.plan.checkpoint_minutes
+        is_due = minutes > 0 and now_s() - self._saved_s >= 60 * minutes
+        loss, asked, due = self.engine.mean([statistics.fmean(self._losses), self._asked_to_stop(), is_due])
+        self.stopped, self._is_due = asked > 0, due > 0
         self._row("train", loss, None, statistics.median(self._times_s), self._spreads.take(self.engine.mean))
         self._losses, self._times_s = [], []
 
@@ -214,6 +228,7 @@ class Trainer:
         self.engine.barrier()
         if rank == 0:
             self.folder.commit_checkpoint(step)
+        self._is_due, self._saved_s = False, now_s()
 
     def _rank_state(self) -> dict[str, Any]:
         own = {

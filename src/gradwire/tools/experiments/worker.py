@@ -12,6 +12,7 @@ import dataclasses
 import json
 import logging
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Mapping
@@ -27,6 +28,7 @@ from gradwire.errors import GradwireError
 from gradwire.tools.experiments.config import RunConfig
 from gradwire.tools.experiments.engines import real_engine
 from gradwire.tools.experiments.folder import RunFolder
+from gradwire.tools.experiments.stopping import stops_on
 from gradwire.tools.experiments.train import OnStep, Row, Trainer
 from gradwire.tools.forking import wait_for_parent
 from gradwire.tools.processes import die_with_parent
@@ -68,19 +70,24 @@ def train_in_group(
     *,
     resume: bool,
     stop_after: int | None,
-) -> None:
+) -> bool:
     """Train on the default process group; every rank calls this with the same plan.
 
     Kernels are loaded first, so that no step's time holds it.
+
+    Returns:
+        Whether the training stopped, with a checkpoint, since SIGTERM asked one of the ranks to.
     """
     torch.set_num_threads(plan.threads)
     gw.warm_up(plan.method)
     engine = real_engine(plan)
-    trainer = Trainer(plan, engine, folder, on_row, on_step)
-    if resume:
-        trainer.load()
-    trainer.run(stop_after)
+    with stops_on(signal.SIGTERM) as asked_to_stop:
+        trainer = Trainer(plan, engine, folder, on_row, on_step, asked_to_stop)
+        if resume:
+            trainer.load()
+        trainer.run(stop_after)
     engine.close()
+    return trainer.stopped
 
 
 class _Passed(logging.Handler):
