@@ -206,7 +206,15 @@ def test_methods_lists_properties() -> None:
     rows = json.loads(call("methods", "--json").stdout)
     fits(rows, schema("methods"))
     assert {"fp32", "terngrad"} <= {row["name"] for row in rows}
-    table = call("methods").stdout
+    brief = call("methods").stdout
+    lines = {line.split()[0]: line.split() for line in brief.splitlines() if line.startswith("  ")}
+    assert lines.keys() == {row["name"] for row in rows}
+    assert all(lines[row["name"]][1:3] == [f"{row['bits_per_element']:.3g}", "bits"] for row in rows)
+    headings = [line.strip() for line in brief.splitlines() if line and not line.startswith(" ")]
+    assert {"Signs", "Rotations before rounding", "Gossip"} <= set(headings)
+    assert len(headings) == len(set(headings))
+    assert brief.index("Signs") < brief.index("  signsgd") < brief.index("  signum")
+    table = call("methods", "--all").stdout
     assert all(row["name"] in table for row in rows)
     assert "for the clipped gradient" in table
     assert "bits/element (4 workers)" in " ".join(table.split())
@@ -228,7 +236,7 @@ def test_methods_lists_properties() -> None:
 @pytest.mark.parametrize(("name", "exact", "shown"), [("qsgdmaxnorm", 20 / 3, "6.67"), ("grandk", 5 / 48, "0.104")])
 def test_numbers_are_rounded_for_reading_and_kept_in_json(name: str, exact: float, shown: str) -> None:
     assert f"bits per element:  {shown}\n" in call("methods", name).stdout
-    (row,) = [line for line in call("methods").stdout.splitlines() if line.startswith(f"{name} ")]
+    (row,) = [line for line in call("methods", "--all").stdout.splitlines() if line.startswith(f"{name} ")]
     assert row.split()[1] == shown
     (found,) = json.loads(call("methods", name, "--json").stdout)
     assert found["bits_per_element"] == pytest.approx(exact, rel=1e-12)

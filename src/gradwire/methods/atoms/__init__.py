@@ -1,1 +1,1 @@
-"""ATOMO: drawn atoms of a decomposition."""
+"""ATOMO: few atoms of a decomposition."""

@@ -1,1 +1,1 @@
-"""Casts to fewer bits."""
+"""Casts: no compression, or sixteen bits an element."""

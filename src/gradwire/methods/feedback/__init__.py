@@ -1,1 +1,1 @@
-"""Memories of what was not sent: error feedback, EF21, DIANA, momenta."""
+"""Feedback: what was not sent is sent later, or subtracted from what comes."""

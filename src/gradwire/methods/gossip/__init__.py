@@ -1,1 +1,1 @@
-"""Exchanges with neighbours."""
+"""Gossip: exchanges with neighbours alone."""

@@ -1,1 +1,1 @@
-"""Learned gradient compression."""
+"""Learned compression."""

@@ -1,1 +1,1 @@
-"""Levels between zero and a scale: QSGD, its relatives, and adaptive levels."""
+"""Levels: QSGD and its relatives, with fixed and adaptive levels."""

@@ -1,1 +1,1 @@
-"""Workers that step by themselves between exchanges."""
+"""Local steps: an exchange every so many steps."""

@@ -1,1 +1,1 @@
-"""Factors of low rank."""
+"""Low rank: factors of matrices."""

@@ -1,1 +1,1 @@
-"""One bit an element."""
+"""Signs: one bit an element."""

@@ -1,1 +1,1 @@
-"""A few elements of many."""
+"""Sparsification: few of the elements."""

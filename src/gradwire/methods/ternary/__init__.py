@@ -1,1 +1,1 @@
-"""TernGrad."""
+"""Ternary: three levels an element."""

@@ -1,1 +1,1 @@
-"""Methods around any other method."""
+"""Wrappers around other methods."""

@@ -331,10 +331,11 @@ def run(
 @app.command()
 def methods(
     name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="One method, in full")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="More of each method")] = False,
     as_json: o.AsJson = False,
     debug: o.Debug = False,
 ) -> None:
-    """List the methods and their properties.
+    """List the methods by family, or show one.
 
     Example: [cyan]gradwire methods terngrad[/cyan]
     """
@@ -343,7 +344,7 @@ def methods(
         from gradwire.tools.cli.show_methods import method_rows, print_methods
 
         rows = method_rows([name] if name else [])
-        print_json(rows) if as_json else print_methods(rows)
+        print_json(rows) if as_json else print_methods(rows, in_full=everything)
 
 
 @app.command()

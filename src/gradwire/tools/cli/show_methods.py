@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from typing import Any
 
 from rich.table import Table
@@ -49,10 +50,13 @@ def unbiased_text(row: Mapping[str, Any]) -> str:
     return row["unbiased_note"] or ("yes" if row["unbiased"] else "no")
 
 
-def print_methods(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print one line for each method, or all properties of a single one."""
+def print_methods(rows: Sequence[Mapping[str, Any]], *, in_full: bool = False) -> None:
+    """Print one line for each method by family, or with more properties; or all properties of a single one."""
     if len(rows) == 1:
         _print_one(rows[0])
+        return
+    if not in_full:
+        _print_families(rows)
         return
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("name", "bits/element (4 workers)", "unbiased", "bit-stable", "state", "summary"):
@@ -62,6 +66,26 @@ def print_methods(rows: Sequence[Mapping[str, Any]]) -> None:
         bits = f"{row['bits_per_element']:.3g}"
         table.add_row(row["name"], bits, unbiased_text(row), stable, row["state"], row["summary"])
     print_table(table)
+
+
+def _print_families(rows: Sequence[Mapping[str, Any]]) -> None:
+    families: dict[str, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        families.setdefault(_family(row["spec"]), []).append(row)
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for family, members in families.items():
+        table.add_row(f"[bold]{family}[/bold]")
+        for row in members:
+            table.add_row(f"  {row['name']}", f"{row['bits_per_element']:.3g} bits", row["summary"])
+    print_table(table)
+    print("Bits are those sent for each element and direction with 4 workers; a float32 all-reduce has 32.")
+    print("gradwire methods NAME shows a method in full, gradwire methods --all more of each.")
+
+
+def _family(spec: str) -> str:
+    """Return what the package of a method says of itself."""
+    package = type(gw.method(spec)).__module__.rpartition(".")[0]
+    return (import_module(package).__doc__ or package).partition(":")[0].rstrip(".\n")
 
 
 def _print_one(row: Mapping[str, Any]) -> None:
