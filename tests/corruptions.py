@@ -15,12 +15,13 @@ import gradwire as gw
 from gradwire.exchange.drivers import Meter, simulate_ranks
 from gradwire.exchange.ops import AllGather, AllToAll, Broadcast, Exchange, Op, Reduce, SendRecv
 from gradwire.exchange.protocols import Context, Memory
-from gradwire.exchange.protocols.bucket_plan import Algorithm, BucketPlan, make_plan
+from gradwire.exchange.protocols.bucket_plan import BucketPlan
 from gradwire.exchange.protocols.differences import Known, gathered_differences
 from gradwire.exchange.segments import Parameter, lay_out
 from gradwire.exchange.wire import HEADER_BYTES
 from gradwire.kernels import get_kernels
 from gradwire.methods.gossip.vector_coder import VectorCoder
+from plans import make_plan
 
 __all__ = ["CHANGES", "OUTCOMES", "Trials", "WeightTrials"]
 
@@ -224,7 +225,7 @@ class Trials:
     """
 
     def __init__(self, method: gw.Method, collective: str, backend: str = "auto", workers: int = WORKERS) -> None:
-        if isinstance(method, Algorithm) and method.open_coders:
+        if method.open_coders:
             method = method.with_coder(method.open_coders[0])
         segments = lay_out(Parameter(f"p{i}", (n,), (1,)) for i, n in enumerate(SIZES))
         self.plan: BucketPlan = make_plan(

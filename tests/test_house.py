@@ -30,15 +30,14 @@ LEAVES = {
             "digests",
             "fields",
             "local_steps",
-            "method",
             "network_cost",
             "ops",
             "segments",
         )
     ),
 }
-PAYLOADS = LEAVES | {"optim", "kernels", "exchange.wire", "exchange.codecs", "exchange.compressor", "methods.casts"}
-METHODS_OF = PAYLOADS | {"exchange.protocols"}
+EXCHANGED = LEAVES | {"kernels", "exchange.wire", "exchange.codecs", "exchange.protocols"}
+METHODS_OF = EXCHANGED | {"optim", "exchange.method", "exchange.compressor"}
 LAYERS = {
     "errors": set(),
     "seeds": set(),
@@ -47,7 +46,6 @@ LAYERS = {
     "exchange.digests": {"errors"},
     "exchange.fields": {"errors"},
     "exchange.local_steps": set(),
-    "exchange.method": {"errors", "exchange.fields", "exchange.ops", "exchange.segments"},
     "exchange.network_cost": {"errors"},
     "exchange.ops": set(),
     "exchange.segments": set(),
@@ -55,21 +53,20 @@ LAYERS = {
     "kernels": {"errors"},
     "exchange.wire": {"errors", "exchange.deferred_checks", "kernels"},
     "exchange.codecs": LEAVES | {"kernels", "exchange.wire"},
-    "exchange.compressor": LEAVES | {"kernels", "exchange.codecs"},
-    # What everything falls back to is known to the protocols.
-    "methods.casts": LEAVES | {"kernels", "exchange.wire", "exchange.codecs"},
-    "exchange.protocols": PAYLOADS,
+    "exchange.protocols": LEAVES | {"kernels", "exchange.wire", "exchange.codecs"},
+    "exchange.method": LEAVES | {"exchange.protocols"},
+    "exchange.compressor": EXCHANGED | {"exchange.method"},
     "exchange.drivers": LEAVES | {"exchange.wire", "exchange.protocols"},
     "methods": METHODS_OF,
-    "methods.registry": LEAVES | {"methods", "methods.casts"},
-    "methods.spec": LEAVES | {"optim", "methods.registry"},
-    "methods.auto": LEAVES | {"methods", "methods.spec", "exchange.protocols"},
+    "methods.registry": {"exchange.method", "methods"},
+    "methods.spec": LEAVES | {"optim", "exchange.method", "methods.registry"},
+    "methods.auto": LEAVES | {"exchange.method", "exchange.protocols", "methods", "methods.spec"},
     "graphs": METHODS_OF | {"methods", "methods.spec"},
-    "exchange.planning": LEAVES | {"kernels", "exchange.drivers", "exchange.protocols", "methods.spec"},
-    "model": LEAVES | {"exchange.drivers", "exchange.planning", "methods.auto", "methods.spec"},
+    "exchange.planning": LEAVES | {"kernels", "exchange.drivers", "exchange.method", "exchange.protocols"},
+    "model": LEAVES | {"exchange.drivers", "exchange.method", "exchange.planning", "methods.auto", "methods.spec"},
     "link": METHODS_OF
     | {"exchange.drivers", "exchange.planning", "graphs", "methods", "methods.auto", "methods.spec", "model"},
-    "link.adapters": LEAVES | {"exchange.planning", "link"},
+    "link.adapters": LEAVES | {"exchange.method", "exchange.planning", "link"},
     "integrations": {"errors", "exchange.method", "link", "link.adapters", "methods.spec"},
     "__init__": {
         "errors",

@@ -12,7 +12,6 @@ from scipy import integrate, stats
 import gradwire as gw
 from gradwire.exchange.drivers import Meter, simulate_ranks
 from gradwire.exchange.protocols import Context, Memory
-from gradwire.exchange.protocols.bucket_plan import make_plan
 from gradwire.exchange.segments import Parameter, lay_out
 from gradwire.kernels import get_kernels
 from gradwire.kernels.entropy import huffman_codes
@@ -20,6 +19,7 @@ from gradwire.methods.levels import level_fitting
 from gradwire.methods.levels.level_fitting import Mixture, best_levels, best_ratio, powers
 from laws import Law, fitted
 from laws import levels as variance_of
+from plans import make_plan
 
 
 def gaussian(block_size: int) -> Mixture:

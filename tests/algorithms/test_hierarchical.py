@@ -18,7 +18,6 @@ from gradwire.errors import HyperparameterError, IncompatibleError
 from gradwire.exchange.drivers import Meter, simulate_ranks
 from gradwire.exchange.planning import Options, Planner
 from gradwire.exchange.protocols import Memory, agree_on_finite
-from gradwire.exchange.protocols.bucket_plan import Algorithm
 from gradwire.exchange.segments import Parameter, cut_into_shards
 from gradwire.seeds import shard_seed
 from ranks import Ranks
@@ -148,7 +147,7 @@ def test_the_outcome_is_the_mean_over_nodes_of_what_ranks_say_they_sent(spec: st
     """Each of its own shard, in whatever chunks and unit of the loss."""
     like, memories = gradients(0)[0], [Memory() for _ in range(M * L)]
     method = around(spec)
-    if isinstance(method, Algorithm) and method.open_coders:
+    if method.open_coders:
         method = method.with_coder(method.open_coders[0])
     planner = Planner(method, like, M * L, Options(min_numel=50, chunk_numel=320))
     for round in range(3):

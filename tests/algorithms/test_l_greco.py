@@ -13,9 +13,9 @@ import torch
 import gradwire as gw
 from gradwire.exchange.drivers import Meter, dry_run, simulate_ranks
 from gradwire.exchange.protocols import Context, Memory
-from gradwire.exchange.protocols.bucket_plan import make_plan
 from gradwire.exchange.segments import Parameter, Segment, lay_out
 from gradwire.kernels import get_kernels
+from plans import make_plan
 
 SIZES = {"wide": 3000, "few": 500, "small": 1600}
 SPARSE = (0.01, 0.04, 0.2, 0.5)

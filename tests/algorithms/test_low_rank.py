@@ -9,11 +9,11 @@ import gradwire as gw
 from factors import COLUMNS, ROWS, link, step, workers
 from gradwire.exchange.drivers import Meter, simulate_ranks
 from gradwire.exchange.protocols import Context, Memory
-from gradwire.exchange.protocols.bucket_plan import make_plan
 from gradwire.exchange.segments import Parameter, lay_out
 from gradwire.exchange.wire.header import HEADER_BYTES
 from gradwire.kernels import get_kernels
 from gradwire.methods.low_rank.low_rank import matrices, shape_of
+from plans import make_plan
 
 METHODS = [gw.PowerSGD(), gw.ACPSGD()]
 CODED = [

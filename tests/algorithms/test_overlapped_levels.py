@@ -12,7 +12,7 @@ import gradwire as gw
 from gradwire.exchange.drivers import LocalProfiler, Meter, dry_run, simulate_ranks
 from gradwire.exchange.planning import Options, Planner
 from gradwire.exchange.protocols import Context, Memory
-from gradwire.exchange.protocols.bucket_plan import SectionPlan, make_plan
+from gradwire.exchange.protocols.bucket_plan import SectionPlan
 from gradwire.exchange.segments import Parameter, lay_out
 from gradwire.exchange.wire import HEADER_BYTES, padded
 from gradwire.kernels import get_kernels
@@ -21,6 +21,7 @@ from gradwire.methods.levels.level_fitting import powers
 from gradwire.methods.levels.level_histogram import BINS
 from gradwire.methods.levels.level_statistics import Histograms, Normals
 from gradwire.methods.wrappers.wrapper import WrappedPlan
+from plans import make_plan
 
 SIZES = {"a": 2000, "b": 700, "c": 3300}
 METHODS = [gw.ALQ, gw.ALQN, gw.AMQ, gw.AMQN]

@@ -11,10 +11,10 @@ import torch
 import gradwire as gw
 from gradwire.exchange.drivers import Meter, simulate_ranks
 from gradwire.exchange.protocols import Context
-from gradwire.exchange.protocols.bucket_plan import make_plan
 from gradwire.exchange.segments import Parameter, lay_out
 from gradwire.kernels import SegmentTable, get_kernels
 from gradwire.seeds import SHARED, parameter_key
+from plans import make_plan
 
 REFERENCE = get_kernels("reference")
 

@@ -16,11 +16,12 @@ import gradwire as gw
 from contributions import told
 from gradwire.exchange.drivers import Meter, simulate_ranks
 from gradwire.exchange.protocols import Context, Memory
-from gradwire.exchange.protocols.bucket_plan import BucketPlan, make_plan
+from gradwire.exchange.protocols.bucket_plan import BucketPlan
 from gradwire.exchange.segments import Parameter, lay_out
 from gradwire.kernels import SegmentTable, get_kernels
 from gradwire.seeds import SHARED, parameter_key
 from oracle import digest, layers, square_loss
+from plans import make_plan
 from ranks import Ranks
 
 REFERENCE = get_kernels("reference")

@@ -14,11 +14,11 @@ from contributions import contributed
 from gradwire.exchange.drivers import Meter, dry_run, simulate_ranks
 from gradwire.exchange.ops import AllGather, AllToAll, Reduce
 from gradwire.exchange.protocols import Context, Memory
-from gradwire.exchange.protocols.bucket_plan import Algorithm, make_plan
 from gradwire.exchange.protocols.pieces import cut
 from gradwire.exchange.segments import Parameter, Segment, flat_view, lay_out
 from gradwire.exchange.wire import HEADER_BYTES, pretend_senders
 from gradwire.kernels import get_kernels
+from plans import make_plan
 
 SHAPES = ((3000,), (5,), (81,), (70, 100), (160,))
 SIZES = tuple(math.prod(shape) for shape in SHAPES)
@@ -30,7 +30,7 @@ def plan_segments() -> list[Segment]:
 
 
 def plan_for(method: gw.Method, world_size: int, collective: str, backend: str = "cpu", **options: Any) -> Any:
-    if isinstance(method, Algorithm) and method.open_coders:
+    if method.open_coders:
         method = method.with_coder(method.open_coders[0])
     segments = plan_segments()
     defaults: dict[str, Any] = {"seed": 0, "chunk_numel": 1 << 20}

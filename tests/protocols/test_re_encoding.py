@@ -8,10 +8,10 @@ import torch
 import gradwire as gw
 from gradwire.exchange.drivers import Meter, simulate_ranks
 from gradwire.exchange.protocols import Context
-from gradwire.exchange.protocols.bucket_plan import make_plan
 from gradwire.exchange.protocols.pieces import share_out
 from gradwire.exchange.segments import Parameter, Segment
 from gradwire.kernels import get_kernels
+from plans import make_plan
 
 METHODS = ("EDEN(bits=2)", "EDEN(bits=0.5)", "QSGDinf(block_size=64)", "QSGD(block_size=512)", "NUQSGD(blocks='model')")
 

@@ -13,10 +13,11 @@ from gradwire.exchange.drivers import Meter, dry_run, simulate_ranks
 from gradwire.exchange.method import Method
 from gradwire.exchange.ops import AllGather, AllToAll
 from gradwire.exchange.protocols import Context
-from gradwire.exchange.protocols.bucket_plan import BucketPlan, make_plan
+from gradwire.exchange.protocols.bucket_plan import BucketPlan
 from gradwire.exchange.protocols.pieces import join
 from gradwire.exchange.segments import Parameter, lay_out
 from gradwire.kernels import get_kernels
+from plans import make_plan
 
 SIZES = (7, 2161, 81)
 """Thirty groups to compress: more than two shares of the thirteen that a word of two workers' sums asks for."""

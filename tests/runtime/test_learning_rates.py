@@ -13,9 +13,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire as gw
-from gradwire.exchange.method import Properties
+from gradwire.exchange.method import Method, Properties
 from gradwire.exchange.protocols import Context
-from gradwire.exchange.protocols.bucket_plan import Algorithm, BucketPlan, PlanSetting
+from gradwire.exchange.protocols.bucket_plan import BucketPlan, PlanSetting
 from gradwire.methods.feedback.optimizers import not_stepped
 from gradwire.methods.wrappers.wrapper import WrappedPlan
 from ranks import Ranks
@@ -25,7 +25,7 @@ PARTS: list[list[tuple[str, int, int]]] = []
 
 
 @dataclass(frozen=True, kw_only=True)
-class Told(Algorithm):
+class Told(Method):
     """Sends gradients as they are, and notes what it was told."""
 
     name: ClassVar[str] = "told"
@@ -35,13 +35,9 @@ class Told(Algorithm):
     needs_learning_rates: ClassVar[bool] = True
     properties: ClassVar[Properties] = Properties(summary="", paper="", bit_stable=True, bits_per_element=1.6)
 
-    @property
-    def innermost(self) -> gw.TernGrad:
-        return gw.TernGrad()
-
     def plan(self, setting: PlanSetting) -> BucketPlan:
         PARTS.append([(s.parameter.name, s.offset, s.numel) for s in setting.compressed])
-        return _Noting(setting.plan(self.innermost, warm_up=True), setting.segments)
+        return _Noting(setting.float32_plan(), setting.segments)
 
 
 class Joined(Told):

@@ -15,10 +15,10 @@ from gradwire.exchange.codecs import Draw
 from gradwire.exchange.drivers import Meter, simulate_ranks
 from gradwire.exchange.ops import AllGather, AllToAll, Reduce
 from gradwire.exchange.protocols import Context, Memory
-from gradwire.exchange.protocols.bucket_plan import make_plan
 from gradwire.exchange.segments import Parameter, Segment, lay_out
 from gradwire.exchange.wire import pretend_senders
 from gradwire.kernels import get_kernels
+from plans import make_plan
 
 INNER = [
     "TernGrad()",

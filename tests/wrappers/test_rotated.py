@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import gradwire as gw
-from gradwire.exchange.protocols.bucket_plan import make_plan
 from gradwire.exchange.segments import Parameter, lay_out
 from gradwire.kernels import get_kernels
 from gradwire.methods.wrappers.transformed import TransformedPlan
+from plans import make_plan
 
 NUMEL = 1 << 16
 

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard, TypeVar
 
 import torch
 
-from gradwire.errors import HyperparameterError
+from gradwire.errors import HyperparameterError, IncompatibleError
 from gradwire.exchange.fields import check_fields, shortened
 
 if TYPE_CHECKING:
     from gradwire.exchange.ops import Scope
+    from gradwire.exchange.protocols.bucket_plan import BucketPlan, PlanSetting
     from gradwire.exchange.segments import Parameter
 
 __all__ = [
@@ -146,6 +147,10 @@ class Method:
 
     kernels: ClassVar[tuple[str, ...]]
     """The families of kernels, and the entropy coder, that it calls. They are compiled before the first step."""
+
+    open_coders: ClassVar[tuple[str, ...]] = ()
+    """Entropy coders of which one is to be settled, by :meth:`with_coder`, before the method can exchange anything;
+    empty where the method leaves nothing open. The outcome does not depend on which one it is."""
 
     on_device: ClassVar[bool] = False
     """Whether what it computes beside its kernels stays on the device that a vector lies on; each that says so is
@@ -300,6 +305,25 @@ class Method:
         if not self.re_encoding or len(self.collectives) < 2:
             return None
         return "all_gather" if world_size <= 2 else self.collectives[0]
+
+    def plan(self, setting: PlanSetting) -> BucketPlan:
+        """Plan the exchange of one bucket.
+
+        Raises:
+            IncompatibleError: the method cannot travel by that collective, or exchanges nothing itself.
+        """
+        raise IncompatibleError(f"{self!r} is not a method that this version can run")
+
+    def dense_plan(self, setting: PlanSetting) -> BucketPlan:
+        """Plan the exchange of one bucket in a round of warm-up, where everything travels in float32.
+
+        By default it leaves the memory as it is: what travels whole leaves nothing to remember.
+        """
+        return setting.float32_plan()
+
+    def with_coder(self, coder: str) -> Method:
+        """Return the method with one of its :attr:`open_coders` settled."""
+        return self
 
     def caution(self, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> str | None:
         """Return a sentence to warn the user with when the method is attached beside an optimizer; None for none.

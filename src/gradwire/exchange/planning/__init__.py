@@ -16,7 +16,7 @@ from gradwire.exchange.planning.options import (
     refuse_scatter,
 )
 from gradwire.exchange.planning.placement import Placement, place_kernels
-from gradwire.exchange.planning.planner import Planner, warm_up
+from gradwire.exchange.planning.planner import Planner
 from gradwire.exchange.protocols import REDUCE_SCATTER
 
 __all__ = [
@@ -40,5 +40,4 @@ __all__ = [
     "own_buckets",
     "place_kernels",
     "refuse_scatter",
-    "warm_up",
 ]

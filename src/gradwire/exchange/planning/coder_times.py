@@ -7,8 +7,9 @@ from functools import cache
 import torch
 
 from gradwire.exchange.drivers import Meter, simulate_ranks
+from gradwire.exchange.method import Method
 from gradwire.exchange.protocols import Context
-from gradwire.exchange.protocols.bucket_plan import Algorithm, make_plan
+from gradwire.exchange.protocols.bucket_plan import PlanSetting
 from gradwire.exchange.segments import Parameter, lay_out
 from gradwire.kernels import Kernels, get_kernels, time_coders
 
@@ -22,7 +23,7 @@ REFERENCE_NUMEL = 1 << 13
 
 
 @cache
-def measure_coders(method: Algorithm, backend: str) -> dict[str, float]:
+def measure_coders(method: Method, backend: str) -> dict[str, float]:
     """Return the seconds that each of a method's open coders takes to encode and decode one payload.
 
     The payload holds the digits that the method makes of ``2^18`` standard normal numbers. Coders take turns; the
@@ -62,20 +63,12 @@ class _Copying:
         return 0.0
 
 
-def _payload(method: Algorithm, kernels: Kernels) -> torch.Tensor:
+def _payload(method: Method, kernels: Kernels) -> torch.Tensor:
     """Return the bytes that a coder would be given first in a round of one worker alone."""
     numel = REFERENCE_NUMEL if kernels.name == "reference" else SAMPLE_NUMEL
     flat = torch.randn(numel, generator=torch.Generator().manual_seed(0))
     coder = _Copying()
-    plan = make_plan(
-        method,
-        lay_out([Parameter("sample", (numel,), (1,))]),
-        kernels=kernels,
-        world_size=1,
-        collective=method.collectives[0],
-        seed=0,
-        chunk_numel=numel,
-        coder=coder,
-    )
+    segments = lay_out([Parameter("sample", (numel,), (1,))])
+    plan = method.plan(PlanSetting(segments, kernels, 1, method.collectives[0], 0, numel, coder))
     simulate_ranks([plan.whole(Context(0, 1, 0), flat)], [Meter()])
     return coder.seen[0]

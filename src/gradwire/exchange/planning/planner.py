@@ -13,13 +13,12 @@ from gradwire.exchange.method import Method, require
 from gradwire.exchange.planning.coder_times import measure_coders
 from gradwire.exchange.planning.options import Options, dense_names
 from gradwire.exchange.protocols.bounded_plan import BoundedPlan
-from gradwire.exchange.protocols.bucket_plan import Algorithm, BucketPlan, make_plan
+from gradwire.exchange.protocols.bucket_plan import BucketPlan, PlanSetting
 from gradwire.exchange.segments import Parameter, Segment, join_compressed, lay_out
 from gradwire.kernels import CODERS, Kernels, checksum, chosen, get_kernels
-from gradwire.methods.spec import method as read_method
 from gradwire.seeds import LinkNumber, link_seed
 
-__all__ = ["Planner", "warm_up"]
+__all__ = ["Planner"]
 
 
 class Planner:
@@ -51,7 +50,7 @@ class Planner:
     ) -> None:
         self._number = number or LinkNumber()
         self.method, self.options, self.world_size = method, options, world_size
-        self.open_coders = method.open_coders if isinstance(method, Algorithm) else ()
+        self.open_coders = method.open_coders
         self.coder = next((name for name in method.kernels if name in CODERS), None) if not self.open_coders else None
         self.parameters = {name: Parameter.of(name, tensor) for name, tensor in parameters.items()}
         self.dense = dense_names({n: p.numel for n, p in self.parameters.items()}, options, method)
@@ -87,7 +86,7 @@ class Planner:
 
     def measure_coders(self) -> dict[str, float]:
         """Return the seconds that each open coder takes here; see :func:`gradwire.exchange.planning.measure_coders`."""
-        if not isinstance(self.method, Algorithm) or self.dense == self.parameters.keys():
+        if not self.open_coders or self.dense == self.parameters.keys():
             return dict.fromkeys(self.open_coders, 0.0)
         return measure_coders(self.method, self.kernels.name)
 
@@ -180,32 +179,19 @@ class Planner:
 
     def _build(self, names: tuple[str, ...], warm_up: bool, collective: str, kernels: Kernels) -> BucketPlan:
         segments, method = self.segments(names), self.method
-        if self.open_coders and isinstance(method, Algorithm):
+        if self.open_coders:
             # All coders have the same bounds, which are all that a dry run counts.
             method = method.with_coder(self.coder or self.open_coders[0])
-        plan = make_plan(
-            method,
+        setting = PlanSetting(
             join_compressed(segments) if self.method.joined else segments,
-            kernels=kernels,
-            world_size=self.world_size,
-            collective=collective,
-            seed=link_seed(self.options.seed, self._number.value),
-            chunk_numel=self.options.chunk_numel,
-            warm_up=warm_up,
+            kernels,
+            self.world_size,
+            collective,
+            link_seed(self.options.seed, self._number.value),
+            self.options.chunk_numel,
             parts=[s for s in segments if not s.dense] if self.method.joined else (),
         )
+        plan = method.dense_plan(setting) if warm_up else method.plan(setting)
         # Levels that are shares of a scale are remembered, too, and a spike does them no harm.
         adds_up = method.needs_loss_scale and bool(method.remembers or method.local_steps)
         return BoundedPlan(plan, segments, type(method).__name__) if adds_up else plan
-
-
-def warm_up(method: str | Method = "terngrad", backend: str = "auto") -> float:
-    """Compile what a method will call, once a machine; the result is kept on disk.
-
-    Call it before starting several workers on one machine, so that they do not compile the same code side by side.
-
-    Returns:
-        Seconds in which something was compiled; 0 where all of it was kept on disk.
-    """
-    families = read_method(method).kernels
-    return get_kernels(backend).warm_up(families) + checksum.warm_up() if families else 0.0

@@ -14,11 +14,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 
-from gradwire.errors import IncompatibleError
 from gradwire.exchange.codecs import Codec, Constant, DenseCodec, SummableCodec
-from gradwire.exchange.compressor import Compressor
 from gradwire.exchange.deferred_checks import Flag, both
-from gradwire.exchange.method import Method
 from gradwire.exchange.ops import Exchange, Reduce
 from gradwire.exchange.protocols import (
     PROTOCOLS,
@@ -35,12 +32,11 @@ from gradwire.exchange.protocols import (
 from gradwire.exchange.protocols.bound_sections import Bound, BoundChunk, BoundPart, BoundShard, Prepared
 from gradwire.exchange.protocols.pieces import Pieces, cut, join, shard_out, share_out
 from gradwire.exchange.segments import Segment, divide
-from gradwire.methods.casts.cast import FP32, Cast
 
 if TYPE_CHECKING:
     from gradwire.kernels import Coder, Kernels
 
-__all__ = ["DENSE_TAG", "Algorithm", "BucketPlan", "PlanSetting", "Prepared", "SectionPlan", "make_plan"]
+__all__ = ["DENSE_TAG", "BucketPlan", "CastPlan", "Float32", "PlanSetting", "Prepared", "SectionPlan"]
 
 DENSE_TAG = 127
 """Wire tag of payloads that hold nothing but float32, as in warm-up rounds."""
@@ -103,59 +99,21 @@ class BucketPlan(ABC):
         return Outcome(finite)
 
 
-def make_plan(
-    method: Method,
-    segments: Sequence[Segment],
-    *,
-    kernels: Kernels,
-    world_size: int,
-    collective: str,
-    seed: int,
-    chunk_numel: int,
-    warm_up: bool = False,
-    coder: Coder | None = None,
-    parts: Sequence[Segment] = (),
-) -> BucketPlan:
-    """Plan the exchange of one bucket.
+@dataclass(frozen=True, eq=False)
+class PlanSetting:
+    """The bucket that a plan is made for.
 
-    Args:
+    Attributes:
+        segments: What lies in the bucket, one after the other.
+        kernels: The backend.
+        world_size: Ranks that take part.
         collective: One of the method's protocols, by name.
+        seed: Of the link.
         chunk_numel: Elements of a chunk at most (rounded up to a multiple of 80); the bits do not depend on it.
-        warm_up: Send everything in float32, by a protocol whose bits do not depend on the layout.
         coder: An entropy coder for the digits of compressed sections, whatever the method says of coders; the outcome
             does not depend on it.
         parts: Where one of ``segments`` is all compressed parameters joined, those that it is made of.
-
-    Raises:
-        IncompatibleError: the method cannot travel by that collective.
     """
-    setting = PlanSetting(segments, kernels, world_size, collective, seed, chunk_numel, coder, parts)
-    if isinstance(method, Cast) and collective == REDUCE_SCATTER:
-        # Payloads of its own, added up in float32 by the owner: the backend's sum serves whole vectors.
-        return SectionPlan(method, setting.whole() if warm_up or isinstance(method, FP32) else setting)
-    if isinstance(method, Cast):
-        _check_collective(method, collective)
-        return CastPlan(None if warm_up or isinstance(method, FP32) else method.dtype, segments)
-    if isinstance(method, Algorithm):
-        return method.warm_up_plan(setting) if warm_up else method.plan(setting)
-    if isinstance(method, Compressor):
-        _check_collective(method, collective)
-        return SectionPlan(method, setting.whole() if warm_up else setting)
-    raise IncompatibleError(f"{method!r} is not a method that this version can run")
-
-
-def _check_collective(method: Method, collective: str) -> None:
-    if collective == REDUCE_SCATTER and method.scatters:
-        return
-    if collective not in method.collectives:
-        raise IncompatibleError(
-            f"{method!r} cannot travel by {collective}; use collective={method.collectives[0]!r} or 'auto'"
-        )
-
-
-@dataclass(frozen=True, eq=False)
-class PlanSetting:
-    """What a plan is made for; see :func:`make_plan`."""
 
     segments: Sequence[Segment]
     kernels: Kernels
@@ -175,49 +133,9 @@ class PlanSetting:
         """Return the setting in which everything travels in float32."""
         return replace(self, segments=[replace(s, dense=True) for s in self.segments])
 
-    def plan(self, method: Method, *, warm_up: bool = False) -> BucketPlan:
-        """Plan the exchange of the same bucket by another method."""
-        return make_plan(
-            method,
-            self.segments,
-            kernels=self.kernels,
-            world_size=self.world_size,
-            collective=self.collective,
-            seed=self.seed,
-            chunk_numel=self.chunk_numel,
-            warm_up=warm_up,
-            coder=self.coder,
-            parts=self.parts,
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Algorithm(Method):
-    """A method that remembers something between rounds, around another or by itself."""
-
-    open_coders: ClassVar[tuple[str, ...]] = ()
-    """Entropy coders of which one is to be settled, by :meth:`with_coder`, before the method can exchange anything;
-    empty where the method leaves nothing open. The outcome does not depend on which one it is."""
-
-    def with_coder(self, coder: str) -> Algorithm:
-        """Return the method with one of its open coders settled."""
-        return self
-
-    @abstractmethod
-    def plan(self, setting: PlanSetting) -> BucketPlan:
-        """Plan the exchange of one bucket."""
-
-    def warm_up_plan(self, setting: PlanSetting) -> BucketPlan:
-        """Return the plan of a bucket in rounds of warm-up, where everything travels in float32.
-
-        By default it leaves the memory as it is: what travels whole leaves nothing to remember.
-        """
-        return setting.plan(self.innermost, warm_up=True)
-
-    @property
-    @abstractmethod
-    def innermost(self) -> Cast | Compressor:
-        """The operator at the heart, for rounds that travel in float32."""
+    def float32_plan(self) -> BucketPlan:
+        """Plan the exchange of all of the bucket in float32, by a protocol whose bits no layout decides."""
+        return SectionPlan(Float32(), self.whole())
 
 
 class Operator(Protocol):
@@ -238,6 +156,18 @@ class Operator(Protocol):
     def codec(self, kernels: Kernels, segments: Sequence[Segment], world_size: int, seed: int) -> Codec:
         """Bind the operator to segments."""
         ...
+
+
+class Float32:
+    """Float32 as an operator, for a plan that knows which part of a bucket it compresses."""
+
+    tag: ClassVar[int] = DENSE_TAG
+    cut: ClassVar[int] = 80
+    share_cut: ClassVar[int] = 80
+
+    def codec(self, kernels: Kernels, segments: Sequence[Segment], world_size: int, seed: int) -> DenseCodec:
+        """Bind the operator to segments."""
+        return DenseCodec(segments, world_size)
 
 
 class CastPlan(BucketPlan):

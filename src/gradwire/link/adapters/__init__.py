@@ -1,6 +1,5 @@
 """PyTorch's ends: DDP's hook, loops without DDP, simulated workers."""
 
-from gradwire.exchange.planning.planner import warm_up
 from gradwire.link.adapters.attach import attach, compress_weights
 from gradwire.link.checkpoint import load, save
 from gradwire.link.checks import check_options
@@ -10,6 +9,7 @@ from gradwire.link.selection.link_probe import probe
 from gradwire.link.simulate import SimulatedLink, Simulation, simulate
 from gradwire.link.simulated_halo_link import SimulatedHaloLink
 from gradwire.link.simulated_local_steps import SimulatedLocalSteps
+from gradwire.link.warm_up import warm_up
 from gradwire.link.weight_link import WeightLink
 
 __all__ = [

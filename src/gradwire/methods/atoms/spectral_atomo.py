@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
-from gradwire.exchange.method import Properties, require
-from gradwire.exchange.protocols.bucket_plan import Algorithm, BucketPlan, PlanSetting, SectionPlan
+from gradwire.exchange.method import Method, Properties, require
+from gradwire.exchange.protocols.bucket_plan import BucketPlan, PlanSetting, SectionPlan
 from gradwire.methods.atoms.singular_codec import SingularCodec
-from gradwire.methods.casts.cast import FP32
 
 if TYPE_CHECKING:
     from gradwire.exchange.segments import Segment
@@ -19,7 +18,7 @@ __all__ = ["SpectralATOMO"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class SpectralATOMO(Algorithm):
+class SpectralATOMO(Method):
     r"""Spectral ATOMO: the singular vectors of every parameter as a matrix, each pair kept at random.
 
     With X = sum_k sigma_k u_k v_k^T and independent t_k, 1 with the probability p_k and else 0::
@@ -78,15 +77,10 @@ class SpectralATOMO(Algorithm):
         )
         object.__setattr__(self, "budget", float(value))
 
-    @property
-    def innermost(self) -> FP32:
-        """What rounds of warm-up send."""
-        return FP32()
-
     def plan(self, setting: PlanSetting) -> BucketPlan:
         return SectionPlan(self, setting)
 
-    def warm_up_plan(self, setting: PlanSetting) -> BucketPlan:
+    def dense_plan(self, setting: PlanSetting) -> BucketPlan:
         return SectionPlan(self, replace(setting, segments=[replace(s, dense=True) for s in setting.segments]))
 
     def codec(self, kernels: Kernels, segments: Sequence[Segment], world_size: int, seed: int) -> SingularCodec:

@@ -8,7 +8,10 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
+from gradwire.errors import IncompatibleError
 from gradwire.exchange.method import Method, Properties
+from gradwire.exchange.protocols import REDUCE_SCATTER
+from gradwire.exchange.protocols.bucket_plan import BucketPlan, CastPlan, PlanSetting, SectionPlan
 from gradwire.exchange.segments import Segment
 from gradwire.methods.casts.cast_codec import CastCodec
 
@@ -32,6 +35,25 @@ class Cast(Method):
     # A value's relative error does not depend on how many there are, and what stays in float32 is a second collective:
     # 15 to 29 % of a step of LeNet on 4 and 8 hosts at 1 Gbit/s.
     min_numel: ClassVar[int] = 0
+
+    def plan(self, setting: PlanSetting) -> BucketPlan:
+        if setting.collective == REDUCE_SCATTER:
+            # Payloads of its own, added up in float32 by the owner: the backend's sum serves whole vectors.
+            return SectionPlan(self, setting)
+        self._check(setting.collective)
+        return CastPlan(self.dtype, setting.segments)
+
+    def dense_plan(self, setting: PlanSetting) -> BucketPlan:
+        if setting.collective == REDUCE_SCATTER:
+            return SectionPlan(self, setting.whole())
+        self._check(setting.collective)
+        return CastPlan(None, setting.segments)
+
+    def _check(self, collective: str) -> None:
+        if collective not in self.collectives:
+            raise IncompatibleError(
+                f"{self!r} cannot travel by {collective}; use collective={self.collectives[0]!r} or 'auto'"
+            )
 
     def codec(self, kernels: Kernels, segments: Sequence[Segment], world_size: int, seed: int) -> CastCodec:
         """Return the codec for payloads of the cast's own, where a coder is to shorten them."""
@@ -59,6 +81,9 @@ class FP32(Cast):
     )
     unbiased: ClassVar[bool] = True
     omega_formula: ClassVar[str | None] = "0"
+
+    def plan(self, setting: PlanSetting) -> BucketPlan:
+        return self.dense_plan(setting)
 
     def omega_of(self, numel: int | None = None) -> float:
         return 0.0

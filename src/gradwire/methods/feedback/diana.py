@@ -84,7 +84,7 @@ class DQGD(Wrapper):
         return self.compressor.omega_of(numel)
 
     def plan(self, setting: PlanSetting) -> BucketPlan:
-        return setting.plan(self.compressor)
+        return self.compressor.plan(setting)
 
 
 @dataclass(frozen=True, kw_only=True)

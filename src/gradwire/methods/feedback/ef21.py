@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from gradwire.exchange.codecs import DenseCodec
 from gradwire.exchange.method import Inherited, Method, Properties
 from gradwire.exchange.protocols import Context, Outcome
-from gradwire.exchange.protocols.bucket_plan import DENSE_TAG, BucketPlan, PlanSetting, SectionPlan
+from gradwire.exchange.protocols.bucket_plan import BucketPlan, Float32, PlanSetting, SectionPlan
 from gradwire.exchange.segments import Segment
 from gradwire.methods.casts.cast import FP32
 from gradwire.methods.feedback.contraction import check_contraction
@@ -21,7 +20,7 @@ from gradwire.methods.signs.scaledsign import ScaledSign
 from gradwire.methods.wrappers.wrapper import WrappedPlan, Wrapper, pieces
 
 if TYPE_CHECKING:
-    from gradwire.kernels import Kernels
+    pass
 
 __all__ = ["EF21"]
 
@@ -123,25 +122,14 @@ class EF21(ShiftAlgorithm, Wrapper):
     def plan(self, setting: PlanSetting) -> BucketPlan:
         return self._after_momentum(self.differences(setting, 1.0), setting)
 
-    def warm_up_plan(self, setting: PlanSetting) -> BucketPlan:
-        whole = setting.plan(self.compressor) if isinstance(self.compressor, FP32) else SectionPlan(_Whole(), setting)
+    def dense_plan(self, setting: PlanSetting) -> BucketPlan:
+        whole = self.compressor.plan(setting) if isinstance(self.compressor, FP32) else SectionPlan(Float32(), setting)
         return self._after_momentum(_Estimates(whole, setting.segments, shift_dtype("EF21", self.shifts)), setting)
 
     def _after_momentum(self, plan: BucketPlan, setting: PlanSetting) -> BucketPlan:
         if not self.momentum:
             return plan
         return LocalMomentum(plan, setting.segments, self.momentum, dampening=self.momentum)
-
-
-class _Whole:
-    """Float32 as an operator, for a plan that knows which part of a bucket it compresses."""
-
-    tag: ClassVar[int] = DENSE_TAG
-    cut: ClassVar[int] = 80
-    share_cut: ClassVar[int] = 80
-
-    def codec(self, kernels: Kernels, segments: Sequence[Segment], world_size: int, seed: int) -> DenseCodec:
-        return DenseCodec(segments, world_size)
 
 
 class _Estimates(WrappedPlan):

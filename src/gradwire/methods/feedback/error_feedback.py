@@ -10,7 +10,7 @@ import torch
 
 from gradwire.exchange.method import Inherited, Method, Properties, require
 from gradwire.exchange.protocols import Context, Outcome
-from gradwire.exchange.protocols.bucket_plan import Algorithm, BucketPlan, PlanSetting
+from gradwire.exchange.protocols.bucket_plan import BucketPlan, PlanSetting
 from gradwire.exchange.segments import Segment
 from gradwire.methods.feedback.contraction import check_contraction
 from gradwire.methods.feedback.local_momentum import LocalMomentum, checked_momentum
@@ -25,7 +25,7 @@ SMALL_DELTA = 1 / 1024
 """Where a contraction keeps less than this of the worst vector, its residual counts as large."""
 
 
-class ResidualAlgorithm(Algorithm):
+class ResidualAlgorithm(Method):
     """An algorithm that keeps a residual, behind a momentum of each worker's own where its field is not 0.
 
     No dataclass, so that each method's own fields keep their order in its spec.
@@ -49,8 +49,8 @@ class ResidualAlgorithm(Algorithm):
         """Return a plan that feeds back what ``inner`` leaves out, or a share of it."""
         return self._after_momentum(Feedback(inner, setting.segments, decay=decay), setting)
 
-    def warm_up_plan(self, setting: PlanSetting) -> BucketPlan:
-        return self._after_momentum(super().warm_up_plan(setting), setting)
+    def dense_plan(self, setting: PlanSetting) -> BucketPlan:
+        return self._after_momentum(super().dense_plan(setting), setting)
 
     def _after_momentum(self, plan: BucketPlan, setting: PlanSetting) -> BucketPlan:
         return LocalMomentum(plan, setting.segments, self.momentum) if self.momentum else plan
@@ -167,7 +167,7 @@ class ErrorFeedback(ResidualAlgorithm, Wrapper):
         return momentum_beside_residual(self, optimizer, delta)
 
     def plan(self, setting: PlanSetting) -> BucketPlan:
-        return self.fed_back(setting.plan(self.compressor), setting, self.decay)
+        return self.fed_back(self.compressor.plan(setting), setting, self.decay)
 
 
 def momentum_beside_residual(method: Method, optimizer: Any, delta: float) -> str | None:

@@ -10,7 +10,7 @@ import torch
 
 from gradwire.exchange.method import Method, require
 from gradwire.exchange.protocols import Context, Outcome
-from gradwire.exchange.protocols.bucket_plan import Algorithm, BucketPlan, PlanSetting
+from gradwire.exchange.protocols.bucket_plan import BucketPlan, PlanSetting
 from gradwire.exchange.segments import Segment
 from gradwire.methods.wrappers.wrapper import AsSent, WrappedPlan, pieces
 
@@ -33,7 +33,7 @@ def shift_dtype(owner: str, name: object) -> torch.dtype:
     return _DTYPES[str(name)]
 
 
-class ShiftAlgorithm(Algorithm):
+class ShiftAlgorithm(Method):
     """An algorithm that compresses differences to shifts.
 
     With x_i worker i's vector, h_i its shift and h the mean of all, zero at first, and C the compressor::
@@ -57,7 +57,7 @@ class ShiftAlgorithm(Algorithm):
 
     def differences(self, setting: PlanSetting, rate: float) -> BucketPlan:
         """Return the plan of a bucket whose shifts learn at ``rate``."""
-        inner = setting.plan(self.compressor)
+        inner = self.compressor.plan(setting)
         return _Differences(inner, setting.segments, rate, shift_dtype(type(self).__name__, self.shifts))
 
 

@@ -10,16 +10,15 @@ from typing import Any, ClassVar
 import torch
 
 from gradwire.exchange.codecs import DenseCodec, NoSummary
-from gradwire.exchange.method import is_whole, require
+from gradwire.exchange.method import Method, is_whole, require
 from gradwire.exchange.ops import Exchange
 from gradwire.exchange.protocols import Context, Outcome
-from gradwire.exchange.protocols.bucket_plan import Algorithm, BucketPlan, PlanSetting
+from gradwire.exchange.protocols.bucket_plan import BucketPlan, PlanSetting
 from gradwire.exchange.protocols.neighbours import tell_neighbours
 from gradwire.exchange.protocols.payloads import Section, draw_of, encode, sized, whole_rows
 from gradwire.exchange.segments import Segment
 from gradwire.methods.gossip.graph_file import is_special
 from gradwire.methods.gossip.graphs import GRAPHS, MixingMatrix, graph_of
-from gradwire.methods.ternary.terngrad import TernGrad
 
 __all__ = ["GRAPH", "GossipMethod", "GossipPlan", "Mixing", "floats", "mix"]
 
@@ -27,7 +26,7 @@ GRAPH = "graph"
 """Name of the value by which a method with memory knows that what it remembers is of this graph."""
 
 
-class GossipMethod(Algorithm):
+class GossipMethod(Method):
     """A method whose workers average their parameters with those of their neighbours after their own steps.
 
     No dataclass, so that each method's own fields keep their order in its spec.
@@ -47,11 +46,6 @@ class GossipMethod(Algorithm):
     def local_steps(self) -> int:  # type: ignore[override]
         """Optimizer steps from one exchange to the next."""
         return self.every
-
-    @property
-    def innermost(self) -> TernGrad:
-        """Any operator for the same protocol: nothing of it is used where everything travels in float32."""
-        return TernGrad()
 
     def check_graph(self) -> None:
         """Check the fields that all have.
@@ -74,9 +68,9 @@ class GossipMethod(Algorithm):
         # Any optimizer steps a worker's own parameters.
         return
 
-    def warm_up_plan(self, setting: PlanSetting) -> BucketPlan:
+    def dense_plan(self, setting: PlanSetting) -> BucketPlan:
         # Gradients, of which all workers need the mean, so that they begin to gossip with the same parameters.
-        return replace(setting, collective="two_shot").plan(self.innermost, warm_up=True)
+        return super().dense_plan(replace(setting, collective="two_shot"))
 
 
 class Mixing:

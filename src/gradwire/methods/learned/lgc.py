@@ -21,7 +21,6 @@ from gradwire.methods.learned.lgc_all_reduce import CodedMean, WatchedSum
 from gradwire.methods.learned.lgc_server import CommonCode, WatchedTopK
 from gradwire.methods.sparse.leaders_elements import LeadersElements
 from gradwire.methods.sparse.top_k import TopK, check_density
-from gradwire.methods.ternary.terngrad import TernGrad
 
 __all__ = ["LGC"]
 
@@ -168,11 +167,6 @@ class LGC(ResidualAlgorithm):
         """The first round of the third phase."""
         return self.full_rounds + self.training_rounds
 
-    @property
-    def innermost(self) -> TernGrad:
-        """Any operator for the same protocol: nothing of it is used where everything travels in float32."""
-        return TernGrad()
-
     def caution(self, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> str | None:
         numel = max((p.numel() for p in parameters.values()), default=1)
         return momentum_beside_residual(self, optimizer, TopK(density=self.density).delta_of(numel) or 0.0)
@@ -184,12 +178,12 @@ class LGC(ResidualAlgorithm):
 
     def plan(self, setting: PlanSetting) -> BucketPlan:
         if not divide(setting.segments)[0]:
-            return self.warm_up_plan(setting)
+            return self.dense_plan(setting)
         setting = replace(setting, chunk_numel=max(1, sum(s.numel for s in setting.segments)))
         return self._after_momentum(_PhasedPlan(self, setting), setting)
 
-    def warm_up_plan(self, setting: PlanSetting) -> BucketPlan:
-        return super().warm_up_plan(replace(setting, collective="two_shot"))
+    def dense_plan(self, setting: PlanSetting) -> BucketPlan:
+        return super().dense_plan(replace(setting, collective="two_shot"))
 
 
 CHOICES = {
@@ -208,7 +202,7 @@ class _PhasedPlan(BucketPlan):
     def __init__(self, method: LGC, setting: PlanSetting) -> None:
         self._method, self._setting = method, setting
         self._training = method.training()
-        whole = replace(setting, collective="two_shot").plan(method.innermost, warm_up=True)
+        whole = replace(setting, collective="two_shot").float32_plan()
         if method.instance == "all_reduce":
             inner: list[BucketPlan] = [WatchedSum(method, setting), CodedMean(method, setting, self._training)]
         else:

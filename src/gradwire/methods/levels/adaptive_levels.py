@@ -9,18 +9,15 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from gradwire.exchange.compressor import Compressor
-from gradwire.exchange.method import Properties, is_whole, require
-from gradwire.exchange.protocols.bucket_plan import Algorithm, BucketPlan, PlanSetting
+from gradwire.exchange.method import Method, Properties, is_whole, require
+from gradwire.exchange.protocols.bucket_plan import BucketPlan, PlanSetting
 from gradwire.exchange.segments import Segment
 from gradwire.kernels import Grid
-from gradwire.methods.casts.cast import Cast
 from gradwire.methods.levels.adaptive_plan import AdaptiveLevelPlan
 from gradwire.methods.levels.level_codec import LevelCodec
 from gradwire.methods.levels.level_compressor import check_blocks
 from gradwire.methods.levels.level_fitting import Distribution, best_levels, best_ratio, powers
 from gradwire.methods.levels.level_statistics import Histograms, Normals, Statistics
-from gradwire.methods.levels.qsgd import QSGDinf
 
 if TYPE_CHECKING:
     from gradwire.kernels import Kernels
@@ -29,7 +26,7 @@ __all__ = ["ALQ", "ALQN", "AMQ", "AMQN"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Adaptive(Algorithm):
+class _Adaptive(Method):
     """The fields and the schedule of all four methods."""
 
     bits: int = 3
@@ -82,11 +79,6 @@ class _Adaptive(Algorithm):
     def joined(self) -> bool:  # type: ignore[override]
         """Whether blocks cross parameters."""
         return self.blocks == "model"
-
-    @property
-    def innermost(self) -> Cast | Compressor:
-        """Return any operator: none of it is used where everything travels in float32."""
-        return QSGDinf()
 
     def is_update(self, round: int) -> bool:
         """Return whether the levels are fitted anew in that round."""

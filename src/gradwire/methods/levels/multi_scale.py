@@ -11,13 +11,12 @@ import numpy as np
 import torch
 
 from gradwire.exchange.codecs import NoSummary
-from gradwire.exchange.method import Properties, is_whole, require
+from gradwire.exchange.method import Method, Properties, is_whole, require
 from gradwire.exchange.ops import Exchange
 from gradwire.exchange.protocols import PROTOCOLS, Context, Outcome, Section
-from gradwire.exchange.protocols.bucket_plan import Algorithm, BucketPlan, PlanSetting, SectionPlan
+from gradwire.exchange.protocols.bucket_plan import BucketPlan, PlanSetting, SectionPlan
 from gradwire.exchange.segments import Segment
 from gradwire.methods.levels.level_compressor import check_blocks
-from gradwire.methods.levels.qsgd_max_norm import QSGDMaxNorm
 from gradwire.methods.levels.shared_levels import SharedLevelCodec
 from gradwire.methods.sparse.minimum import MinimumCodec
 from gradwire.methods.wrappers.wrapper import pieces
@@ -29,7 +28,7 @@ __all__ = ["MultiScale"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class MultiScale(Algorithm):
+class MultiScale(Method):
     r"""Multi-scale quantisation: small coordinates get more levels in the same width.
 
     With s_1 < s_2 < ... the ``levels`` and R the largest magnitude of a block on any worker, the workers agree for each
@@ -98,11 +97,6 @@ class MultiScale(Algorithm):
     def worst_step(self) -> float | None:  # type: ignore[override]
         """One step of the fewest levels."""
         return 1 / self.levels[0]
-
-    @property
-    def innermost(self) -> QSGDMaxNorm:
-        """The same with the fewest levels everywhere."""
-        return QSGDMaxNorm(levels=self.levels[0], block_size=self.block_size)
 
     def codec(self, kernels: Kernels, segments: Sequence[Segment], world_size: int, seed: int) -> SharedLevelCodec:
         """Bind what carries the levels, once they are agreed."""

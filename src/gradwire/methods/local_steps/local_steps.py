@@ -8,12 +8,11 @@ from typing import Any, ClassVar
 
 import torch
 
-from gradwire.exchange.compressor import Compressor
 from gradwire.exchange.local_steps import GLOBAL
 from gradwire.exchange.method import Method, is_whole, require
-from gradwire.exchange.protocols.bucket_plan import Algorithm, BucketPlan, PlanSetting
+from gradwire.exchange.protocols.bucket_plan import BucketPlan, PlanSetting
 from gradwire.exchange.segments import Parameter
-from gradwire.methods.casts.cast import FP32, Cast
+from gradwire.methods.casts.cast import FP32
 from gradwire.methods.wrappers.wrapper import Around
 
 __all__ = ["LocalStepsMethod"]
@@ -79,7 +78,7 @@ class LocalStepsMethod(Around):
         whole = is_whole(self.every)
         require(whole and self.every >= 1, owner, f"every is at least 1 step, not {self.every!r}")
         require(
-            isinstance(inner, Cast | Compressor | Algorithm) and not (inner.local_steps or inner.direction),
+            isinstance(inner, Method) and bool(inner.collectives) and not (inner.local_steps or inner.direction),
             owner,
             f"inner is a method whose outcome is a mean, such as FP32() or EDEN(bits=4), not {inner!r}",
         )
@@ -115,4 +114,4 @@ class LocalStepsMethod(Around):
         return None
 
     def plan(self, setting: PlanSetting) -> BucketPlan:
-        return setting.plan(self.inner)
+        return self.inner.plan(setting)

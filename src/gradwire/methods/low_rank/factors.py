@@ -22,7 +22,6 @@ from gradwire.methods.feedback.error_feedback import ResidualAlgorithm, momentum
 from gradwire.methods.feedback.local_momentum import checked_momentum
 from gradwire.methods.low_rank.float_means import Beside, mean_of_floats
 from gradwire.methods.low_rank.low_rank import Matrix, check_matrix_rank, draw_factor, matrices, matrix_table
-from gradwire.methods.ternary.terngrad import TernGrad
 
 __all__ = ["FactorPlan", "LowRankAlgorithm", "Sent", "Side", "all_finite"]
 
@@ -84,11 +83,6 @@ class LowRankAlgorithm(ResidualAlgorithm):
         if operator is not None:
             check_contraction(owner, operator, "so its residual may grow without bound", "no residual")
         object.__setattr__(self, "momentum", checked_momentum(owner, self.momentum))
-
-    @property
-    def innermost(self) -> TernGrad:
-        """Any operator for the same protocol: nothing of it is used where everything travels in float32."""
-        return TernGrad()
 
     def caution(self, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> str | None:
         # The papers train with momentum after the exchange, at the rates of SGD: what is left out is small and changes

@@ -14,7 +14,6 @@ from gradwire.exchange.segments import Parameter, Segment
 from gradwire.methods.feedback.error_feedback import ResidualAlgorithm, momentum_beside_residual
 from gradwire.methods.feedback.local_momentum import checked_momentum
 from gradwire.methods.levels.level_compressor import check_blocks
-from gradwire.methods.signs.scaledsign import ScaledSign
 from gradwire.methods.signs.sign_codec import SignCodec
 
 if TYPE_CHECKING:
@@ -91,11 +90,6 @@ class OneBit(ResidualAlgorithm):
     def __post_init__(self) -> None:
         check_blocks("OneBit", self.block_size, "parameter")
         object.__setattr__(self, "momentum", checked_momentum("OneBit", self.momentum))
-
-    @property
-    def innermost(self) -> ScaledSign:
-        """Any operator for the same protocol: nothing of it is used where everything travels in float32."""
-        return ScaledSign()
 
     def caution(self, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> str | None:
         longest = max((self._run(Parameter.of(name, p)) for name, p in parameters.items()), default=1)

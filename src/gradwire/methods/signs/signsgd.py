@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from gradwire.exchange.method import Properties
+from gradwire.exchange.method import Method, Properties
 from gradwire.exchange.protocols import Context, Outcome
-from gradwire.exchange.protocols.bucket_plan import Algorithm, BucketPlan, PlanSetting, SectionPlan
+from gradwire.exchange.protocols.bucket_plan import BucketPlan, PlanSetting, SectionPlan
 from gradwire.exchange.segments import Segment, divide
 from gradwire.methods.feedback.local_momentum import checked_momentum
 from gradwire.methods.signs.majority_vote import MajorityVoteCodec, zero_throughout
 from gradwire.methods.signs.sign_codec import sign_table
-from gradwire.methods.ternary.terngrad import TernGrad
 from gradwire.methods.wrappers.wrapper import WrappedPlan
 
 if TYPE_CHECKING:
@@ -25,7 +24,7 @@ __all__ = ["SignSGD", "Signum"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class SignSGD(Algorithm):
+class SignSGD(Method):
     r"""signSGD with majority vote: one bit an element in each direction.
 
     With g_i worker i's gradient and sign(0) = +1::
@@ -76,11 +75,6 @@ class SignSGD(Algorithm):
         bit_stable=True,
         bits_per_element=1.0,
     )
-
-    @property
-    def innermost(self) -> TernGrad:
-        """Any operator for the same protocols: nothing of it is used where everything travels in float32."""
-        return TernGrad()
 
     def codec(self, kernels: Kernels, segments: Sequence[Segment], world_size: int, seed: int) -> MajorityVoteCodec:
         return MajorityVoteCodec(kernels, segments, world_size)

@@ -8,16 +8,15 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from gradwire.exchange.method import is_whole, require
+from gradwire.exchange.method import Method, is_whole, require
 from gradwire.exchange.ops import Exchange
 from gradwire.exchange.protocols import Context
-from gradwire.exchange.protocols.bucket_plan import Algorithm, PlanSetting
+from gradwire.exchange.protocols.bucket_plan import PlanSetting
 from gradwire.exchange.protocols.pieces import join
 from gradwire.exchange.segments import divide
 from gradwire.kernels import MOST_COLUMNS, MOST_ROWS, SegmentTable
 from gradwire.methods.low_rank.float_means import Beside, first_of_two, mean_of_floats
 from gradwire.methods.sparse.top_k import check_density
-from gradwire.methods.ternary.terngrad import TernGrad
 from gradwire.seeds import SHARED, parameter_key
 
 if TYPE_CHECKING:
@@ -29,7 +28,7 @@ COLUMNS_EACH = 10
 """Columns for each element that is kept, where no number is given: those of the experiments of Ivkin et al."""
 
 
-class SketchAlgorithm(Algorithm):
+class SketchAlgorithm(Method):
     """An algorithm that finds elements in sketches of all compressed parameters, joined.
 
     No dataclass, so that each method's own fields keep their order in its spec.
@@ -70,11 +69,6 @@ class SketchAlgorithm(Algorithm):
             f"candidates is at least 1, not {self.candidates!r}",
         )
         object.__setattr__(self, "density", check_density(owner, self.density))
-
-    @property
-    def innermost(self) -> TernGrad:
-        """Any operator for the same protocol: nothing of it is used where everything travels in float32."""
-        return TernGrad()
 
     def kept(self, numel: int) -> int:
         """Return the elements k that are kept of ``numel``."""

@@ -176,7 +176,7 @@ class SketchedAMSGrad(SketchAlgorithm):
     def plan(self, setting: PlanSetting) -> BucketPlan:
         return _AMSGradPlan(self, setting)
 
-    def warm_up_plan(self, setting: PlanSetting) -> BucketPlan:
+    def dense_plan(self, setting: PlanSetting) -> BucketPlan:
         return _AMSGradPlan(self, setting.whole(), warm_up=True)
 
 

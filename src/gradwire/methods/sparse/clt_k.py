@@ -16,7 +16,6 @@ from gradwire.methods.feedback.error_feedback import Feedback, ResidualAlgorithm
 from gradwire.methods.feedback.local_momentum import checked_momentum
 from gradwire.methods.sparse.leaders_elements import LeadersElements
 from gradwire.methods.sparse.top_k import TopK, check_density
-from gradwire.methods.ternary.terngrad import TernGrad
 from gradwire.methods.wrappers.transformed import TransformedPlan
 from gradwire.methods.wrappers.wrapper import pieces
 
@@ -93,11 +92,6 @@ class CLTk(ResidualAlgorithm):
         require(number and 0 < self.beta <= 1, "CLTk", f"beta is above 0 and at most 1, not {self.beta!r}")
         object.__setattr__(self, "beta", float(self.beta))
 
-    @property
-    def innermost(self) -> TernGrad:
-        """Any operator for the same protocol: nothing of it is used where everything travels in float32."""
-        return TernGrad()
-
     def caution(self, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> str | None:
         numel = max((p.numel() for p in parameters.values()), default=1)
         return momentum_beside_residual(self, optimizer, TopK(density=self.density).delta_of(numel) or 0.0)
@@ -127,7 +121,7 @@ class LeadersPlan(TransformedPlan):
         self.elements = LeadersElements(setting, density, ordered=ordered)
         self._tag = tag
         self.places = torch.empty(0, dtype=torch.int64)
-        super().__init__(TernGrad(), setting, self.elements.counts, warm_up=True)
+        super().__init__(None, setting, self.elements.counts)
 
     def prepare(self, context: Context, flat: torch.Tensor) -> Exchange[Any]:
         places = yield from self.elements.run(context, self._tag, flat, leader(context.round, context.world_size))

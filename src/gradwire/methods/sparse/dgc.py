@@ -8,9 +8,9 @@ from typing import ClassVar
 
 import torch
 
-from gradwire.exchange.method import Properties, is_whole, require
+from gradwire.exchange.method import Method, Properties, is_whole, require
 from gradwire.exchange.protocols import Context, Outcome
-from gradwire.exchange.protocols.bucket_plan import Algorithm, BucketPlan, PlanSetting, SectionPlan
+from gradwire.exchange.protocols.bucket_plan import BucketPlan, PlanSetting, SectionPlan
 from gradwire.methods.feedback.error_feedback import Feedback
 from gradwire.methods.feedback.gradient_clipping import ClippedGradient
 from gradwire.methods.feedback.local_momentum import LocalMomentum, checked_momentum
@@ -22,7 +22,7 @@ __all__ = ["DGC", "MaskedMomentum"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class DGC(Algorithm):
+class DGC(Method):
     r"""Deep Gradient Compression: the largest elements of what each worker's momentum has added up to.
 
     With g_i worker i's gradient, u_i its momentum and v_i what it has accumulated, both zero at first, of d elements
@@ -124,14 +124,14 @@ class DGC(Algorithm):
         require(whole and rounds >= 0, "DGC", f"warmup_rounds is a number of rounds, at least 0, not {rounds!r}")
 
     @property
-    def innermost(self) -> TopK:
+    def operator(self) -> TopK:
         """The operator of each worker after the warm-up."""
         return TopK(density=self.density)
 
     @property
     def kernels(self) -> tuple[str, ...]:  # type: ignore[override]
         """The operator's, and that of the norm."""
-        return self.innermost.kernels if self.clip_norm is None else (*self.innermost.kernels, "moments")
+        return self.operator.kernels if self.clip_norm is None else (*self.operator.kernels, "moments")
 
     @property
     def whole_step(self) -> bool:  # type: ignore[override]
@@ -154,8 +154,8 @@ class DGC(Algorithm):
         first = [i * self.warmup_rounds for i in range(len(plans))]
         return self._clipped(plans[0] if len(plans) == 1 else ScheduledPlan(plans, first), setting)
 
-    def warm_up_plan(self, setting: PlanSetting) -> BucketPlan:
-        return self._clipped(self._with_momentum(super().warm_up_plan(setting), setting, masked=False), setting)
+    def dense_plan(self, setting: PlanSetting) -> BucketPlan:
+        return self._clipped(self._with_momentum(self.operator.dense_plan(setting), setting, masked=False), setting)
 
     def _stage(self, setting: PlanSetting, density: float) -> BucketPlan:
         sent = Feedback(SectionPlan(TopK(density=density), setting), setting.segments, "accumulated")

@@ -101,14 +101,14 @@ class GTopK(ResidualAlgorithm):
         return "tree" if self.joined else None
 
     @property
-    def innermost(self) -> TopK:
+    def operator(self) -> TopK:
         """The operator of each worker, and of each merge."""
         return TopK(density=self.density, blocks=self.blocks, values=self.values)
 
     @property
     def kernels(self) -> tuple[str, ...]:  # type: ignore[override]
         """The operator's."""
-        return self.innermost.kernels
+        return self.operator.kernels
 
     @property
     def whole_step(self) -> bool:  # type: ignore[override]
@@ -122,13 +122,13 @@ class GTopK(ResidualAlgorithm):
 
     def caution(self, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> str | None:
         numel = max((p.numel() for p in parameters.values()), default=1)
-        return momentum_beside_residual(self, optimizer, self.innermost.delta_of(numel) or 0.0)
+        return momentum_beside_residual(self, optimizer, self.operator.delta_of(numel) or 0.0)
 
     def plan(self, setting: PlanSetting) -> BucketPlan:
-        return self.fed_back(SectionPlan(self.innermost, setting), setting)
+        return self.fed_back(SectionPlan(self.operator, setting), setting)
 
-    def warm_up_plan(self, setting: PlanSetting) -> BucketPlan:
+    def dense_plan(self, setting: PlanSetting) -> BucketPlan:
         dense = [replace(s, dense=True) for s in setting.segments]
         return self._after_momentum(
-            SectionPlan(self.innermost, replace(setting, segments=dense, collective="two_shot")), setting
+            SectionPlan(self.operator, replace(setting, segments=dense, collective="two_shot")), setting
         )

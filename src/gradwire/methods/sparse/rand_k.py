@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from gradwire.exchange.compressor import Compressor
 from gradwire.exchange.method import Method, Properties, require
-from gradwire.exchange.protocols.bucket_plan import Algorithm, BucketPlan, PlanSetting, SectionPlan
+from gradwire.exchange.protocols.bucket_plan import BucketPlan, PlanSetting, SectionPlan
 from gradwire.methods.casts.cast import FP32, Cast
 from gradwire.methods.sparse.chosen_elements import Chosen, ChosenElements
 from gradwire.methods.sparse.random_places import RandomElements
@@ -25,7 +25,7 @@ __all__ = ["RandK"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class RandK(Algorithm):
+class RandK(Method):
     r"""Random-k: k random elements of every parameter, drawn anew in every round, and zeros in place of the others.
 
     Of a parameter with d elements, k = max(1, floor(density d)), without replacement::
@@ -104,14 +104,6 @@ class RandK(Algorithm):
         )
 
     @property
-    def innermost(self) -> Cast | Compressor:
-        """How values travel."""
-        values = self.values
-        if not isinstance(values, Cast | Compressor):
-            raise TypeError(f"{values!r} is no operator on one vector")
-        return values
-
-    @property
     def private(self) -> bool:
         """Whether each worker draws elements of its own."""
         return self.coordinates == "private"
@@ -173,10 +165,10 @@ class RandK(Algorithm):
             return SectionPlan(self, setting)
         return ChosenElements(setting, self.values, self._chooser)
 
-    def warm_up_plan(self, setting: PlanSetting) -> BucketPlan:
+    def dense_plan(self, setting: PlanSetting) -> BucketPlan:
         if self.private:
             return SectionPlan(self, replace(setting, segments=[replace(s, dense=True) for s in setting.segments]))
-        return super().warm_up_plan(setting)
+        return self.values.dense_plan(setting)
 
     def codec(self, kernels: Kernels, segments: Sequence[Segment], world_size: int, seed: int) -> RandomSparseCodec:
         """Bind private elements to segments."""

@@ -147,11 +147,11 @@ class Coded(Wrapper):
         if isinstance(self.compressor, Cast):
             return SectionPlan(self.compressor, setting)
         try:
-            return setting.plan(self.compressor)
+            return self.compressor.plan(setting)
         except IncompatibleError as error:
             raise IncompatibleError(f"{self!r}: {error}") from None
 
-    def warm_up_plan(self, setting: PlanSetting) -> BucketPlan:
+    def dense_plan(self, setting: PlanSetting) -> BucketPlan:
         if isinstance(self.compressor, Cast):
             return SectionPlan(self.compressor, setting.whole())
-        return super().warm_up_plan(setting)
+        return super().dense_plan(setting)

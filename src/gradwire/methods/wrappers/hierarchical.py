@@ -178,7 +178,7 @@ class Hierarchical(Wrapper):
     def plan(self, setting: PlanSetting) -> BucketPlan:
         return HierarchicalPlan(self, setting)
 
-    def warm_up_plan(self, setting: PlanSetting) -> BucketPlan:
+    def dense_plan(self, setting: PlanSetting) -> BucketPlan:
         return HierarchicalPlan(self, setting, warm_up=True)
 
 
@@ -270,7 +270,8 @@ class HierarchicalPlan(BucketPlan):
                 world_size=len(self._between.ranks(self._node.groups[0][place])),
                 seed=shard_seed(self._setting.seed, place),
             )
-            self._plans[place] = setting.plan(self._method, warm_up=self._warm_up)
+            plan = self._method.dense_plan if self._warm_up else self._method.plan
+            self._plans[place] = plan(setting)
         return self._plans[place]
 
     def prepare(self, context: Context, flat: torch.Tensor) -> Exchange[None]:

@@ -9,9 +9,9 @@ from functools import cached_property
 from typing import ClassVar
 
 from gradwire.errors import IncompatibleError
-from gradwire.exchange.compressor import Compressor
 from gradwire.exchange.method import Inherited, Method, Properties, is_whole, require
-from gradwire.exchange.protocols.bucket_plan import Algorithm, BucketPlan, PlanSetting
+from gradwire.exchange.protocols.bucket_plan import BucketPlan, PlanSetting
+from gradwire.methods.casts.cast import Cast
 from gradwire.methods.sparse.top_k import TopK
 from gradwire.methods.wrappers.dial import Dialled, is_number
 from gradwire.methods.wrappers.schedule import CURVES, ScheduledPlan, first_rounds, points_of
@@ -107,7 +107,9 @@ class Scheduled(Dialled):
     def __post_init__(self) -> None:
         inner, start = self.compressor, self.start
         require(
-            isinstance(inner, Algorithm | Compressor) and not (inner.local_steps or isinstance(inner, Scheduled)),
+            isinstance(inner, Method)
+            and bool(inner.collectives)
+            and not (inner.local_steps or isinstance(inner, Cast | Scheduled)),
             "Scheduled",
             f"compressor is a method with a dial, such as TopK(density=0.001), not {inner!r}",
         )
@@ -158,7 +160,7 @@ class Scheduled(Dialled):
         return [method for _, method in self.stage_methods]
 
     def plan(self, setting: PlanSetting) -> BucketPlan:
-        plans = [setting.plan(method) for method in self.variants]
+        plans = [method.plan(setting) for method in self.variants]
         try:
             return ScheduledPlan(plans, [first for first, _ in self.stage_methods])
         except ValueError as error:

@@ -30,13 +30,12 @@ class TransformedPlan(BucketPlan):
     of them, so that every rank makes +inf of the whole parameter.
 
     Args:
-        method: The inner method.
+        method: The inner method; None: slots travel in float32, by sums whose bits no layout decides.
         setting: Of the bucket; its backend serves the family "signs".
         slots: How many each compressed segment has, at least one.
-        warm_up: Whether slots travel as in the method's rounds of warm-up, by sums whose bits no layout decides.
     """
 
-    def __init__(self, method: Method, setting: PlanSetting, slots: Sequence[int], *, warm_up: bool = False) -> None:
+    def __init__(self, method: Method | None, setting: PlanSetting, slots: Sequence[int]) -> None:
         self._kernels = setting.kernels
         self._light, dense = divide(setting.segments)
         offset, numel = [s.offset for s in self._light], [s.numel for s in self._light]
@@ -52,7 +51,7 @@ class TransformedPlan(BucketPlan):
             self._dense.append((s, short[-1]))
         self._numel = _end(short)
         inner = replace(setting, segments=short, chunk_numel=max(1, self._numel))
-        self._inner = inner.plan(method, warm_up=warm_up)
+        self._inner = inner.float32_plan() if method is None else method.plan(inner)
         self.chunks, self.collective = self._inner.chunks, self._inner.collective
         self.runs = [join((s.offset, s.offset + s.numel) for s in self._light)] * self.chunks
 

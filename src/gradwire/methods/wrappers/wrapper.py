@@ -9,14 +9,12 @@ from typing import Any, ClassVar
 
 import torch
 
-from gradwire.exchange.compressor import Compressor
 from gradwire.exchange.deferred_checks import all_finite
 from gradwire.exchange.method import Inherited, Method
 from gradwire.exchange.ops import Exchange, Scope
 from gradwire.exchange.protocols import Context, Outcome
-from gradwire.exchange.protocols.bucket_plan import Algorithm, BucketPlan, PlanSetting
+from gradwire.exchange.protocols.bucket_plan import BucketPlan, PlanSetting
 from gradwire.exchange.segments import Parameter, Segment
-from gradwire.methods.casts.cast import Cast
 
 __all__ = ["Around", "AsSent", "WrappedPlan", "Wrapper", "pieces"]
 
@@ -37,7 +35,7 @@ class AsSent(Inherited):
         return tuple(collective for collective in found if collective != "two_shot")
 
 
-class Around(Algorithm):
+class Around(Method):
     """A method around another, its ``wrapped`` one, as which it travels.
 
     No dataclass, so that each method names the field that holds the other.
@@ -74,13 +72,10 @@ class Around(Algorithm):
     @property
     def open_coders(self) -> tuple[str, ...]:  # type: ignore[override]
         """Those of the wrapped method."""
-        return self.wrapped.open_coders if isinstance(self.wrapped, Algorithm) else ()
+        return self.wrapped.open_coders
 
-    def with_coder(self, coder: str) -> Algorithm:
-        inner = self.wrapped
-        if not isinstance(inner, Algorithm):
-            return self
-        changed: dict[str, Any] = {self.wrapped_field: inner.with_coder(coder)}
+    def with_coder(self, coder: str) -> Method:
+        changed: dict[str, Any] = {self.wrapped_field: self.wrapped.with_coder(coder)}
         return replace(self, **changed)
 
     def terms(self, world_size: int) -> Mapping[str, object]:
@@ -102,19 +97,8 @@ class Around(Algorithm):
     def caution(self, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> str | None:
         return self.wrapped.caution(optimizer, parameters)
 
-    def warm_up_plan(self, setting: PlanSetting) -> BucketPlan:
-        inner = self.wrapped
-        return inner.warm_up_plan(setting) if isinstance(inner, Algorithm) else super().warm_up_plan(setting)
-
-    @property
-    def innermost(self) -> Cast | Compressor:
-        """The wrapped method, or what is at its heart."""
-        inner = self.wrapped
-        if isinstance(inner, Algorithm):
-            return inner.innermost
-        if not isinstance(inner, Cast | Compressor):
-            raise TypeError(f"{inner!r} is no operator on one vector")
-        return inner
+    def dense_plan(self, setting: PlanSetting) -> BucketPlan:
+        return self.wrapped.dense_plan(setting)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from gradwire.exchange.planning import warm_up
+import gradwire as gw
 from gradwire.model.calibrate import calibrate
 from gradwire.model.machine import DEFAULT, Machine
 from gradwire.tools.bench.deadline import Deadline
@@ -61,7 +61,7 @@ def measure_machine(
         budget_s=BUDGET_S,
         loopback=True,
     )
-    compiled_s = warm_up("terngrad")
+    compiled_s = gw.warm_up("terngrad")
     if compiled_s > 0.5:
         say(f"compiled kernels, once per machine: {compiled_s:.1f} s")
     steps, codecs, fit = (Deadline(share * limit_s, clock) for share in (STEPS_SHARE, CODECS_SHARE, 1.0))
