@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+DEMO := $(VENV)/.installed-for-the-demo
 export NUMBA_CACHE_DIR := $(CURDIR)/.cache/numba
 
 # Rounds of "make soak", each with examples of its own.
@@ -29,9 +30,16 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	touch $@ $(DEMO)
+
+$(DEMO): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[cli]'
 	touch $@
 
-demo: $(STAMP)
+# Needs the command line alone, a tenth of what the tests install.
+demo: $(DEMO)
 	$(BIN)/gradwire compare digits --workers 4
 
 # The tests build it, too, and fail where this does.

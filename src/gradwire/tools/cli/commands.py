@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from gradwire.tools.cli.expected import expected
 from gradwire.tools.cli.progress import Progressing
 from gradwire.tools.cli.show import print_json, print_runs, print_verdicts
 from gradwire.tools.experiments import run
@@ -39,6 +40,8 @@ def compare(
     with Progressing(debug) as progress:
         top, runs = run.compare(plan, methods, progress, folder=out, overwrite=overwrite)
     _print(runs, top / "report.html", as_json=as_json)
+    lines = [] if as_json else expected(plan, methods)
+    print("".join(f"\n{line}" for line in lines), end="\n" if lines else "")
 
 
 def report(runs: Sequence[Path], out: Path, *, as_json: bool) -> None:
