@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire as gw
+from gradwire.exchange.planning import Options
 from gradwire.link.adapters import ddp as adapter
 
 OPTIONS: dict[str, Any] = {
@@ -76,7 +77,7 @@ def test_without_words_all_is_as_a_link_has_it(module: DistributedDataParallel) 
     gw.attach(module, "qsgd")
     defaults = gw.Link.__init__.__kwdefaults__
     *_, given = FakeLink.built
-    known = gw.planning.Options()  # type: ignore[attr-defined]
+    known = Options()
     for name, value in given.items():
         if name != "group":
             assert value == (defaults[name] if name in defaults else getattr(known, name)), name
