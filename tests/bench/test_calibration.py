@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+import gradwire as gw
 from gradwire.errors import HyperparameterError
 from gradwire.exchange.drivers import Stage
 from gradwire.model.calibrate import Observation, calibrate, log_error
@@ -121,7 +122,7 @@ def machine_from(count: int, path: Path, monkeypatch: pytest.MonkeyPatch, clock:
         return rows_of(count)
 
     monkeypatch.setattr(calibration, "measure_grid", measured)
-    monkeypatch.setattr(calibration, "warm_up", lambda method: 0.0)
+    monkeypatch.setattr(gw, "warm_up", lambda method: 0.0)
     said: list[str] = []
     return measure_machine(path, said.append, limit_s=30, clock=clock), said
 
