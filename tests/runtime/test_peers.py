@@ -220,6 +220,20 @@ def test_all_ranks_meet_and_see_an_end_behind_what_was_said() -> None:
         assert knows(made[0], 2).ended_s is None
 
 
+def test_trouble_is_told_to_those_that_are_met_later() -> None:
+    with watches(2) as (_, made):
+        made[1].tell(Notice(FAILED, "a", text="at bucket 0: KeyError: 'boom'"))
+        for one in made:
+            one.meet(range(2))
+        assert until(lambda: knows(made[0], 1).heard_s is not None)
+        made[1].tell(Notice(CLOSED, "a"))
+        # A connection keeps the order of what is said.
+        assert until(lambda: (CLOSED, "a") in knows(made[0], 1).notices)
+        found = made[0].judge([1], "a")
+        assert found is not None
+        assert found.text == "rank 1 failed at bucket 0: KeyError: 'boom'"
+
+
 def test_a_stranger_is_not_taken_for_a_rank() -> None:
     with watches(2) as (store, made):
         made[0].meet([1])

@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from gradwire.errors import PayloadError
 from gradwire.link.peers.addresses import PROOF_BYTES, Address, listening
-from gradwire.link.peers.notices import BEAT, Inbox, Notice
+from gradwire.link.peers.notices import BEAT, BECAUSE, FAILED, Inbox, Notice
 
 __all__ = ["BEAT_S", "Connections"]
 
@@ -40,6 +40,9 @@ LOOK_S = 0.05
 
 MOST_UNSENT = 1 << 16
 MOST_STRANGERS = 256
+MOST_TOLD = 16
+"""Notices of trouble that are kept for ranks that are met later."""
+
 MOST_READ = 1 << 16
 
 _HELLO = struct.Struct(">8sI")
@@ -102,6 +105,7 @@ class Connections:
         self._lines: dict[int, _Line] = {}
         self._strangers: set[_Line] = set()
         self._new: deque[_Line] = deque()
+        self._told: deque[bytes] = deque(maxlen=MOST_TOLD)
         self._lock = threading.Lock()
         self._sought: set[int] = set()
         self._seeking = False
@@ -126,9 +130,11 @@ class Connections:
         threading.Thread(target=self._seek, name="gradwire introductions", daemon=True).start()
 
     def tell(self, notice: Notice) -> None:
-        """Tell all ranks that were met; does not wait for them."""
+        """Tell all ranks that were met, and of trouble also those that will be; does not wait for them."""
         frame = notice.frame()
         with self._lock:
+            if notice.kind in (FAILED, BECAUSE):
+                self._told.append(frame)
             for line in self._lines.values():
                 line.send(frame)
 
@@ -255,6 +261,9 @@ class Connections:
         with self._lock:
             before = self._lines.pop(rank, None)
             self._lines[rank] = line
+            # A training may break in its first seconds, before all ranks have met.
+            for frame in self._told:
+                line.send(frame)
         if before is not None:
             self._drop(before)
         self._heard(rank, [])
