@@ -23,15 +23,15 @@ from typing import Any
 
 import torch
 
-from gradwire.exchange.drivers import LocalProfiler, Stage, local_profiler
+from gradwire.exchange.drivers import LocalProfiler, Stage
+from gradwire.exchange.drivers import dry_run as local_profiler
 from gradwire.exchange.drivers.traffic import LARGE_BYTES
 from gradwire.exchange.ops import Op
 from gradwire.exchange.planning import CHUNK_NUMEL, Options, Planner, exchanged
 from gradwire.methods.spec import method as read_method
-from gradwire.model.cycle import cycle_of
-from gradwire.model.forecast import CASTS, LOSSLESS, NOTHING, SIGMAS, WORTH, why_apart
+from gradwire.model.forecast import CASTS, LOSSLESS, NOTHING, SIGMAS, WORTH, cycle_of, why_apart
 from gradwire.model.machine import FAR, Machine
-from gradwire.tools.experiments.machine import hardware, versions
+from gradwire.tools.experiments.run_record import hardware, versions
 
 RESULTS = Path(__file__).resolve().parent / "results"
 OUT = RESULTS / "calculator.json"

@@ -19,7 +19,7 @@ from typing import Any
 from gradwire.tools.bench.predict import judge
 from gradwire.tools.bench.step import read_rows
 from gradwire.tools.bench.variants import VARIANTS
-from gradwire.tools.experiments.machine import hardware, versions
+from gradwire.tools.experiments.run_record import hardware, versions
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"

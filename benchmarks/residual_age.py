@@ -9,7 +9,7 @@ in rounds 10, 30, 100 and 200: the age of what waits to be sent, in gradients; t
 is sent; the share of the gradient in it; and the share of its elements that are not zero. The last column says whether
 a link would have warned.
 
-The limits of ``gradwire/link/judgement.py`` and the methods' default densities are chosen from this. Rows that
+The limits of ``gradwire/link/diagnostics.py`` and the methods' default densities are chosen from this. Rows that
 ``--json`` names already are not measured again, so that the script may be stopped and started again.
 """
 
@@ -27,8 +27,7 @@ from runs import write
 from torch import nn
 
 import gradwire as gw
-from gradwire.link.diagnostics import EARLY, INTERVAL, Comparison
-from gradwire.link.judgement import judge
+from gradwire.link.diagnostics import EARLY, INTERVAL, Comparison, judge
 from gradwire.tools.experiments.tasks import build
 
 STEPS, WORKERS, SAMPLES = 280, 4, 32

@@ -83,12 +83,11 @@ LAYERS = {
         "version",
     },
     # Above the public interface: these build on `import gradwire`, and on a few parts of the library by name.
-    "tools.processes": set(),
-    "tools.forking": {"errors"},
+    "tools.processes": {"errors"},
     "tools.lab": {"errors", "tools.processes"},
     "tools.report": {"errors"},
     "tools.experiments": LEAVES
-    | {"__init__", "exchange.drivers", "graphs", "tools.forking", "tools.lab", "tools.processes", "tools.report"},
+    | {"__init__", "exchange.drivers", "graphs", "tools.lab", "tools.processes", "tools.report"},
     "tools.bench": LEAVES
     | {
         "__init__",

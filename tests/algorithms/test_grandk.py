@@ -11,7 +11,7 @@ import torch
 import gradwire as gw
 from gradwire.errors import HyperparameterError
 from gradwire.kernels.philox import philox
-from gradwire.methods.sparse.feistel_permutation import LARGE, TILE, FeistelPermutation
+from gradwire.methods.sparse.random_places import LARGE, TILE, FeistelPermutation
 from gradwire.seeds import SHARED, parameter_key
 
 INNER = [gw.QSGDMaxNorm(), gw.MultiScale(), gw.QSGDinf(levels=7, block_size=64)]

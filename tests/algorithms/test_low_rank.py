@@ -12,7 +12,7 @@ from gradwire.exchange.protocols import Context, Memory
 from gradwire.exchange.segments import Parameter, lay_out
 from gradwire.exchange.wire.header import HEADER_BYTES
 from gradwire.kernels import get_kernels
-from gradwire.methods.low_rank.low_rank import matrices, shape_of
+from gradwire.methods.low_rank.factors import matrices, shape_of
 from plans import make_plan
 
 METHODS = [gw.PowerSGD(), gw.ACPSGD()]

@@ -16,10 +16,9 @@ from gradwire.exchange.protocols.bucket_plan import SectionPlan
 from gradwire.exchange.segments import Parameter, lay_out
 from gradwire.exchange.wire import HEADER_BYTES, padded
 from gradwire.kernels import get_kernels
-from gradwire.methods.levels.level_codec import LevelCodec
+from gradwire.methods.levels.level_compressor import LevelCodec
 from gradwire.methods.levels.level_fitting import powers
-from gradwire.methods.levels.level_histogram import BINS
-from gradwire.methods.levels.level_statistics import Histograms, Normals
+from gradwire.methods.levels.level_statistics import BINS, Histograms, Normals
 from gradwire.methods.wrappers.wrapper import WrappedPlan
 from plans import make_plan
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from gradwire.kernels import get_kernels
 from gradwire.methods.registry import METHODS
-from gradwire.tools.bench.methods import bench_methods
+from gradwire.tools.bench.codecs import bench_methods
 from gradwire.tools.bench.timing import Bench
 
 

@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 
 import gradwire as gw
 from gradwire.tools.cli.app import app
-from gradwire.tools.cli.show_methods import method_rows, unbiased_text
+from gradwire.tools.cli.show import method_rows, unbiased_text
 
 SIMULATED = ["--simulate", "--steps", "6", "--eval-every", "3"]
 

@@ -17,12 +17,12 @@ import gradwire as gw
 from gradwire.model.forecast import Scenario
 from gradwire.model.machine import DEFAULT, LinkModel
 from gradwire.tools import lab as lab_package
-from gradwire.tools.cli import bench_commands, bootstrap, commands, lab_commands, plan_command
+from gradwire.tools.cli import app_lab as lab_commands
+from gradwire.tools.cli import bench_commands, bootstrap, commands, plan_command
 from gradwire.tools.cli import torchrun as torchrun_of
 from gradwire.tools.cli.app import app
 from gradwire.tools.experiments import run
-from gradwire.tools.experiments.config import RunConfig
-from gradwire.tools.experiments.link_settings import LinkSettings
+from gradwire.tools.experiments.config import LinkSettings, RunConfig
 from gradwire.tools.experiments.simulate import SimulatedEngine
 from gradwire.tools.lab import Topology
 

@@ -12,9 +12,8 @@ from schema_help import fits, schema
 from typer.testing import CliRunner, Result
 
 from gradwire.model.machine import DEFAULT
-from gradwire.model.profile import Profile
-from gradwire.model.timeline import ReadyBucket, Timeline
-from gradwire.tools.bench import calibration as calibration_of
+from gradwire.model.profile import Profile, ReadyBucket, Timeline
+from gradwire.tools.bench import predict as calibration_of
 from gradwire.tools.bench.predict import cases_of
 from gradwire.tools.cli import plan_command
 from gradwire.tools.cli.app import app

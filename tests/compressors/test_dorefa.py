@@ -11,7 +11,7 @@ import gradwire as gw
 from gradwire.errors import HyperparameterError
 from gradwire.exchange.segments import Parameter, Segment
 from gradwire.kernels import get_kernels
-from gradwire.kernels.group_index import GroupIndex
+from gradwire.kernels.table import GroupIndex
 from laws import levels
 
 

@@ -12,8 +12,8 @@ import gradwire as gw
 from gradwire.errors import HyperparameterError
 from gradwire.exchange.segments import Parameter, lay_out
 from gradwire.kernels import block_sizes, get_kernels
-from gradwire.methods.atoms.fourier_atoms import FourierAtomCodec
-from gradwire.methods.atoms.probabilities import probabilities
+from gradwire.methods.atoms.atom_codec import probabilities
+from gradwire.methods.atoms.fourier_atomo import FourierAtomCodec
 from gradwire.methods.sparse.sparse_codec import SparseSummary
 
 ROUNDING = 2.0**-24

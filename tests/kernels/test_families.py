@@ -25,8 +25,12 @@ from gradwire.kernels.checksum.loops import row_checksums
 
 homes = {"moments": moments, "ternary": ternary, "levels": levels, "signs": signs, "natural": natural}
 homes["lattice"] = lattice
-names = [(home, module, name) for home, module in homes.items() for name in module.__all__ if name.endswith("_range")]
-drivers = {f"{home}.{name}": getattr(module, name) for home, module, name in names}
+drivers = {
+    f"{home}.{name}": value
+    for home, module in homes.items()
+    for name, value in vars(module).items()
+    if name.endswith("_range") and value.__module__ == module.__name__
+}
 drivers["checksum.row_checksums"] = row_checksums
 for prepare in (lambda: gw.warm_up(sys.argv[1]), lambda: gw.simulate(torch.ones(3, 2000), sys.argv[1])):
     prepare()

@@ -17,11 +17,10 @@ from gradwire.exchange.ops import Exchange as GradwireExchange
 from gradwire.exchange.planning import Options, Planner
 from gradwire.exchange.protocols import Context
 from gradwire.model.calibrate import BOUNDS, Observation, calibrate, log_error
-from gradwire.model.exchange import BucketJobs, ExchangeProfile, exchange_of, nothing_but_the_sum
 from gradwire.model.forecast import NOTHING, Forecast, Scenario, forecast, recommend
 from gradwire.model.machine import DEFAULT, LinkModel, Machine
 from gradwire.model.profile import Profile
-from gradwire.model.schedule import Load
+from gradwire.model.schedule import BucketJobs, ExchangeProfile, Load, exchange_of, nothing_but_the_sum
 
 
 @pytest.mark.parametrize("spec", ["fp32", "bf16", "terngrad", "TernGrad(clip=None, share_scaler=False)"])

@@ -12,12 +12,10 @@ import pytest
 from gradwire.errors import HyperparameterError
 from gradwire.exchange.drivers import Stage
 from gradwire.model.calibrate import BOUNDS, Observation, calibrate, log_error
-from gradwire.model.exchange import BucketJobs, ExchangeProfile
 from gradwire.model.forecast import Scenario, forecast
 from gradwire.model.machine import DEFAULT, LinkModel, Machine
-from gradwire.model.profile import Profile
-from gradwire.model.schedule import Load
-from gradwire.model.timeline import ReadyBucket, Timeline
+from gradwire.model.profile import Profile, ReadyBucket, Timeline
+from gradwire.model.schedule import BucketJobs, ExchangeProfile, Load
 from gradwire.tools.bench import predict
 from gradwire.tools.experiments.errors import RunError
 

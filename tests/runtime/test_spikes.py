@@ -14,7 +14,7 @@ import torch
 import gradwire as gw
 from cases import ALL, DIFFERING, adds_up
 from fake_gpu import fake_gpu, there
-from gradwire.exchange.protocols.bounded_plan import LARGEST
+from gradwire.exchange.protocols.bucket_plan import LARGEST
 
 SHAPES = {"first": (48, 24), "vector": (300,), "last": (20, 30)}
 NUMEL = sum(torch.Size(shape).numel() for shape in SHAPES.values())

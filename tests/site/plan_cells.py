@@ -16,9 +16,10 @@ from typer.testing import CliRunner
 
 from gradwire.exchange.drivers import Stage
 from gradwire.methods.spec import method as read_method
-from gradwire.model import cycle, exchange
-from gradwire.model.exchange import BucketJobs
+from gradwire.model import forecast as cycle
+from gradwire.model import schedule as exchange
 from gradwire.model.machine import Machine
+from gradwire.model.schedule import BucketJobs
 from gradwire.tools.cli.app import app
 
 ROOT = Path(__file__).parents[2]

@@ -12,7 +12,7 @@ from gradwire.errors import HyperparameterError
 from gradwire.exchange.codecs import Draw, NoSummary
 from gradwire.exchange.segments import Parameter, Segment, lay_out
 from gradwire.kernels.entropy import entropy_bits
-from gradwire.methods.casts.cast_codec import CastCodec
+from gradwire.methods.casts.cast import CastCodec
 from ranks import fresh_ranks
 
 CASTS = [gw.FP32(), gw.FP16(), gw.BF16()]

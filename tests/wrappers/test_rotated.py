@@ -8,7 +8,7 @@ import torch
 import gradwire as gw
 from gradwire.exchange.segments import Parameter, lay_out
 from gradwire.kernels import get_kernels
-from gradwire.methods.wrappers.transformed import TransformedPlan
+from gradwire.methods.wrappers.wrapper import TransformedPlan
 from plans import make_plan
 
 NUMEL = 1 << 16

@@ -17,8 +17,6 @@ from gradwire.exchange.segments import Segment
 if TYPE_CHECKING:
     from gradwire.kernels import Kernels
 
-__all__ = ["Compressor"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Compressor(Method):

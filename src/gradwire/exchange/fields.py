@@ -9,8 +9,6 @@ from typing import Any
 
 from gradwire.errors import HyperparameterError
 
-__all__ = ["check_fields", "operand", "shortened", "signature", "unknown"]
-
 MOST_NAME = 100
 """Characters of an unknown name that are compared with those that are known."""
 

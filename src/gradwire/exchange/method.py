@@ -16,15 +16,6 @@ if TYPE_CHECKING:
     from gradwire.exchange.protocols.bucket_plan import BucketPlan, PlanSetting
     from gradwire.exchange.segments import Parameter
 
-__all__ = [
-    "MOST_BITS",
-    "Inherited",
-    "Method",
-    "Properties",
-    "check_seed",
-    "is_whole",
-    "require",
-]
 
 M = TypeVar("M", bound="Method")
 
@@ -143,7 +134,7 @@ class Method:
 
     scatters: ClassVar[bool] = False
     """Whether the owner of a shard can be given the mean of that shard alone, by
-    :func:`gradwire.exchange.protocols.reduce_scatter`: nothing that it remembers needs the mean of the rest."""
+    :func:`gradwire.exchange.protocols.shares`: nothing that it remembers needs the mean of the rest."""
 
     kernels: ClassVar[tuple[str, ...]]
     """The families of kernels, and the entropy coder, that it calls. They are compiled before the first step."""

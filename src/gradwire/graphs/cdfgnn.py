@@ -17,8 +17,6 @@ from gradwire.methods.casts.cast import FP32
 from gradwire.methods.gossip.vector_coder import VectorCoder
 from gradwire.methods.wrappers.dial import is_number
 
-__all__ = ["CDFGNN", "RECEIVED", "SENT"]
-
 SENT, RECEIVED = "sent", "received"
 """Kinds of memory: the rows of a channel as its receiver has them, at the sender and at the receiver."""
 

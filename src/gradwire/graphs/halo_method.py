@@ -17,8 +17,6 @@ from gradwire.methods.gossip.vector_coder import VectorCoder, check_operator
 if TYPE_CHECKING:
     from gradwire.kernels import Kernels
 
-__all__ = ["ChannelSetting", "Halo", "HaloMethod", "Isolated", "RowChannel", "checked_operator"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ChannelSetting:

@@ -1,19 +1,105 @@
-"""Networks of graph layers, on one worker or on several that exchange halos."""
+"""Graph layers in two halves, between which the rows of the halo are exchanged."""
 
 from __future__ import annotations
 
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from gradwire.graphs.halo import HaloExchange, extended
-from gradwire.graphs.layers import GATLayer, GCNLayer, GraphLayer
+from gradwire.graphs.halo_plan import HaloExchange, extended
 from gradwire.graphs.subgraph import Subgraph
 
-__all__ = ["GAT", "GCN", "GraphNetwork", "forward_together"]
+SLOPE = 0.2
+"""Of the leaky rectifier of attention scores below zero, as published."""
+
+
+class GraphLayer(nn.Module, ABC):
+    """``aggregate`` of what ``transform`` makes of every node: the rows that travel are those between the two."""
+
+    @abstractmethod
+    def transform(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the rows to be exchanged, ``[own, width]``."""
+
+    @abstractmethod
+    def aggregate(self, rows: torch.Tensor, subgraph: Subgraph) -> torch.Tensor:
+        """Return rows of the own nodes, given those of the own nodes and of the halo, ``[own + halo, width]``."""
+
+
+class GCNLayer(GraphLayer):
+    r"""A layer of a graph convolutional network: h_v = b + sum_u (W x_u) / sqrt(d_u d_v) over edges from u to v.
+
+    Every node has an edge to itself, and d counts the edges that end in a node.
+
+    Reference: T. N. Kipf, M. Welling, "Semi-Supervised Classification with Graph Convolutional Networks", ICLR 2017,
+    equation 2.
+    """
+
+    def __init__(self, features: int, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(features, width, bias=False)
+        self.bias = nn.Parameter(torch.zeros(width))
+        nn.init.xavier_uniform_(self.linear.weight)
+
+    def transform(self, rows: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.linear(rows)
+        return out
+
+    def aggregate(self, rows: torch.Tensor, subgraph: Subgraph) -> torch.Tensor:
+        messages = rows.index_select(0, subgraph.source) * subgraph.weight[:, None]
+        return _sums(messages, subgraph) + self.bias
+
+
+class GATLayer(GraphLayer):
+    r"""A layer of a graph attention network with several heads, side by side, or their mean.
+
+    With z_u = W x_u of a head, for edges from u to v::
+
+        e_uv = leaky_relu(a_1.z_u + a_2.z_v)
+        alpha_uv = exp(e_uv) / sum_w exp(e_wv)          h_v = b + sum_u alpha_uv z_u
+
+    The scores of a node of the halo are computed from its row as it arrived, so that nothing else travels.
+
+    Reference: P. Velickovic et al., "Graph Attention Networks", ICLR 2018, equations 1 to 6.
+    """
+
+    def __init__(self, features: int, width: int, heads: int, *, joined: bool = True) -> None:
+        super().__init__()
+        self.heads, self.width, self.joined = heads, width, joined
+        self.linear = nn.Linear(features, heads * width, bias=False)
+        self.from_source = nn.Parameter(torch.empty(heads, width))
+        self.from_target = nn.Parameter(torch.empty(heads, width))
+        self.bias = nn.Parameter(torch.zeros(heads * width if joined else width))
+        for weight in (self.linear.weight, self.from_source, self.from_target):
+            nn.init.xavier_uniform_(weight)
+
+    def transform(self, rows: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.linear(rows)
+        return out
+
+    def aggregate(self, rows: torch.Tensor, subgraph: Subgraph) -> torch.Tensor:
+        source, target, own = subgraph.source, subgraph.target, len(subgraph.own)
+        heads = rows.view(-1, self.heads, self.width)
+        of_source = (heads * self.from_source).sum(2).index_select(0, source)
+        scores = F.leaky_relu(
+            of_source + (heads[:own] * self.from_target).sum(2).index_select(0, target), negative_slope=SLOPE
+        )
+        # The largest score of a node is taken off: it cancels, so that no gradient goes through it.
+        largest = scores.detach().new_full((own, self.heads), -torch.inf)
+        largest = largest.scatter_reduce(0, target[:, None].expand_as(scores), scores.detach(), "amax")
+        powers = (scores - largest.index_select(0, target)).exp()
+        alpha = powers / _sums(powers, subgraph).index_select(0, target)
+        found = _sums(heads.index_select(0, source) * alpha[:, :, None], subgraph)
+        return (found.flatten(1) if self.joined else found.mean(1)) + self.bias
+
+
+def _sums(messages: torch.Tensor, subgraph: Subgraph) -> torch.Tensor:
+    """Add up the messages of the edges that end in each own node, in the order of the edges."""
+    zeros = messages.new_zeros(len(subgraph.own), *messages.shape[1:])
+    return zeros.index_add(0, subgraph.target, messages)
 
 
 class GraphNetwork(nn.Module):

@@ -9,10 +9,8 @@ import torch
 
 from gradwire.errors import HyperparameterError
 from gradwire.exchange.method import check_seed, is_whole, require
-from gradwire.graphs.graph import Graph
+from gradwire.graphs.subgraph import Graph
 from gradwire.seeds import parameter_key
-
-__all__ = ["PARTITIONS", "cut_edges", "partition"]
 
 
 def _contiguous(graph: Graph, workers: int, seed: int) -> torch.Tensor:

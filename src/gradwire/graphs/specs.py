@@ -9,8 +9,6 @@ from gradwire.graphs.halo_method import Halo, HaloMethod, Isolated
 from gradwire.graphs.varco import VARCO
 from gradwire.methods.spec import parse
 
-__all__ = ["HALO_METHODS", "halo_method"]
-
 HALO_METHODS: tuple[type[HaloMethod], ...] = (Halo, VARCO, CDFGNN, Isolated)
 """Every method for halos; adding one adds a line here."""
 

@@ -16,10 +16,8 @@ from gradwire.methods.casts.cast import FP32
 from gradwire.methods.gossip.vector_coder import VectorCoder
 from gradwire.methods.sparse.random_places import RandomElements
 from gradwire.methods.wrappers.dial import is_number
-from gradwire.methods.wrappers.schedule import CURVES
+from gradwire.methods.wrappers.scheduled import CURVES
 from gradwire.seeds import SHARED, parameter_key
-
-__all__ = ["VARCO"]
 
 
 @dataclass(frozen=True, kw_only=True)

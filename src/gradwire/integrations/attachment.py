@@ -14,8 +14,6 @@ from gradwire.exchange.method import Method
 from gradwire.link.adapters import Link, attach, load, save
 from gradwire.methods.spec import method as read_method
 
-__all__ = ["FOLDER", "Attachment", "wrapped"]
-
 FOLDER = "gradwire"
 """Of the link's state, inside a framework's checkpoint or behind its name."""
 

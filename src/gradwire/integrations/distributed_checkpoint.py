@@ -11,8 +11,6 @@ from gradwire.errors import IncompatibleError
 from gradwire.link.adapters import Link
 from gradwire.link.checkpoint import take
 
-__all__ = ["StatefulLink"]
-
 COMMON, WORLD_SIZE = "common", "world_size"
 
 

@@ -9,9 +9,7 @@ from typing import Any
 from gradwire.errors import IncompatibleError
 from gradwire.exchange.method import Method
 from gradwire.integrations.attachment import FOLDER, Attachment, wrapped
-from gradwire.integrations.sink import needed
-
-__all__ = ["accelerate", "trainer"]
+from gradwire.integrations.sinks import needed
 
 ANOTHER = (
     "gw.integrations.accelerate serves one module, and this accelerator prepares a second one: prepare both before you "

@@ -13,9 +13,7 @@ from torch import nn
 from gradwire.errors import IncompatibleError
 from gradwire.exchange.method import Method
 from gradwire.integrations.attachment import FOLDER, Attachment
-from gradwire.integrations.sink import needed
-
-__all__ = ["fabric", "lightning"]
+from gradwire.integrations.sinks import needed
 
 
 def folder_of(path: Any) -> Path:

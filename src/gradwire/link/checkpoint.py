@@ -18,8 +18,6 @@ from gradwire.exchange.digests import DIGEST_BYTES, pack, unpack
 from gradwire.exchange.drivers.tables import all_gather_tables
 from gradwire.link.link import Link
 
-__all__ = ["State", "load", "save", "take", "write_atomically"]
-
 State = dict[str, dict[str, torch.Tensor]]
 
 _RANK_FILE = re.compile(r"rank-\d+-([0-9a-f]{16})\.pt(?:\.partial)?")

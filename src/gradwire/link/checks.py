@@ -11,23 +11,11 @@ import torch
 from gradwire.errors import IncompatibleError
 from gradwire.exchange.method import Method
 from gradwire.exchange.planning import Options
+from gradwire.link.failures import WarnOnce
 from gradwire.link.selection.fallback import check_fallback
-from gradwire.link.warn_once import WarnOnce
 from gradwire.methods.auto import Auto
 from gradwire.methods.feedback.optimizers import momentum_of, not_stepped, not_stepped_here
 from gradwire.methods.spec import method as read_method
-
-__all__ = [
-    "caution_about",
-    "caution_about_rate",
-    "caution_alone",
-    "check_not_in_backward",
-    "check_optimizer",
-    "check_options",
-    "check_unit_by_unit",
-    "optimizer_terms",
-]
-
 
 LONG_STEP, USUAL_STEP = 0.1, 0.01
 """Step of a direction over the size of what it moves: from where on it is warned of, and what is advised."""

@@ -16,31 +16,23 @@ from gradwire.exchange.method import Method, is_whole, require
 from gradwire.exchange.planning import LinkOptions, Options, exchanged, own_buckets, refuse_scatter
 from gradwire.exchange.protocols import REDUCE_SCATTER
 from gradwire.exchange.segments import flat_view
-from gradwire.link.bucket_exchange import BucketExchange
+from gradwire.link.bucket_exchange import BucketExchange, StepBuffer
 from gradwire.link.checks import caution_about, caution_alone, check_optimizer, optimizer_terms
 from gradwire.link.detached import lost
-from gradwire.link.diagnostics import Diagnostics
-from gradwire.link.failures import place
-from gradwire.link.found_optimizers import OptimizerSearch
-from gradwire.link.grad_scaler import check_scaler, check_unscaled
-from gradwire.link.handshake import agreement, compared, default_group
-from gradwire.link.judgement import Judge
-from gradwire.link.learning_rates import LearningRates
+from gradwire.link.diagnostics import Diagnostics, Judge
+from gradwire.link.failures import WarnOnce, place
+from gradwire.link.found_optimizers import LearningRates, OptimizerSearch, check_scaler, check_unscaled
+from gradwire.link.handshake import ReplicaCheck, agreement, compared, default_group, value_terms
 from gradwire.link.link_runtime import LinkRuntime, close_threads
 from gradwire.link.local_steps import LocalSteps, LocalStepsUser
-from gradwire.link.open_links import lowest_free, numbers_in_use, register, share_a_number
 from gradwire.link.parameters import check_parameters, gradient, named_parameters
-from gradwire.link.replica_check import ReplicaCheck, value_terms
 from gradwire.link.reports import LinkReports
 from gradwire.link.selection.autotune import OWN_STATE, say_dropped
-from gradwire.link.selection.build import make_selection
-from gradwire.link.selection.coder import CoderSelection
 from gradwire.link.selection.control_channel import ControlChannel
-from gradwire.link.selection.link_cost import CostKeeper
-from gradwire.link.site import Site
+from gradwire.link.selection.fallback import make_selection
+from gradwire.link.selection.link_cost import CoderSelection, CostKeeper
+from gradwire.link.site import Site, lowest_free, numbers_in_use, register, share_a_number
 from gradwire.link.state import LINK_STATE, check_state, remembered
-from gradwire.link.step_buffer import StepBuffer
-from gradwire.link.warn_once import WarnOnce
 from gradwire.methods.auto import delivering
 from gradwire.methods.spec import method as read_method
 from gradwire.seeds import LinkNumber
@@ -49,7 +41,6 @@ from gradwire.version import __version__
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["Link"]
 
 LANES = 2
 """Lanes on CPU, where a lane's thread computes and sends by turns."""

@@ -17,14 +17,10 @@ from gradwire.exchange.drivers import Device, HostDevice, Job, Lane, LateChecks,
 from gradwire.exchange.network_cost import LinkCost
 from gradwire.exchange.protocols import Context, Gauges, Memory, RoundParts, Workspace
 from gradwire.exchange.protocols.bucket_plan import BucketPlan
-from gradwire.link.diagnostics import Diagnostics
-from gradwire.link.failures import Failures
-from gradwire.link.grad_scaler import scale_of
-from gradwire.link.judgement import Judge
+from gradwire.link.diagnostics import Diagnostics, Judge
+from gradwire.link.failures import Failures, WarnOnce
+from gradwire.link.found_optimizers import scale_of
 from gradwire.link.peers.circle import Circle
-from gradwire.link.warn_once import WarnOnce
-
-__all__ = ["LinkRuntime", "as_it_is", "close_threads"]
 
 
 @dataclass(frozen=True)

@@ -16,13 +16,10 @@ from gradwire.exchange.planning import Options, own_buckets
 from gradwire.exchange.protocols import Context, Workspace
 from gradwire.exchange.segments import flat_view
 from gradwire.link.found_optimizers import on_any_step
-from gradwire.link.global_parameters import GlobalParameters, State
+from gradwire.link.global_parameters import GlobalParameters, OwnParameters, State, mean_over_ranks
 from gradwire.link.link_runtime import LinkRuntime, as_it_is
-from gradwire.link.own_parameters import OwnParameters, mean_over_ranks
 from gradwire.link.parameters import put, swapped
 from gradwire.link.selection.control_channel import ControlChannel
-
-__all__ = ["LocalSteps", "LocalStepsUser"]
 
 Exchange = Callable[[int, Sequence[str], torch.Tensor, bool], torch.futures.Future[torch.Tensor]]
 

@@ -13,8 +13,6 @@ from gradwire.link.diagnostics import parameter_rows
 from gradwire.link.link_runtime import LinkRuntime
 from gradwire.link.peers.circle import Wait
 
-__all__ = ["COUNTERS", "LinkReports"]
-
 COUNTERS = ("rounds", "skipped_rounds", "sent_bytes", "received_bytes", "encode_s", "wire_s", "decode_s")
 """Names in :meth:`LinkReports.metrics` of numbers that only grow while a link is open."""
 
@@ -77,7 +75,7 @@ class LinkReports:
             far.
 
         A method of which too much is late, lost or noise in a measured round is warned of, once a link
-        (``link/judgement.py``).
+        (``link/diagnostics.py``).
         """
         runtime = self._runtime
         runtime.settle()

@@ -15,8 +15,6 @@ from gradwire.link.failures import Failures
 from gradwire.link.link_runtime import close_threads
 from gradwire.link.peers.circle import Circle
 
-__all__ = ["SideLane"]
-
 T = TypeVar("T")
 
 

@@ -17,20 +17,16 @@ from gradwire.exchange.planning.planner import Planner
 from gradwire.exchange.protocols import Context, Gauges, Memory, RoundParts, Workspace
 from gradwire.exchange.segments import flat_view
 from gradwire.link.checks import check_optimizer
-from gradwire.link.diagnostics import Diagnostics, parameter_rows
-from gradwire.link.judgement import Judge
-from gradwire.link.learning_rates import LearningRates
+from gradwire.link.diagnostics import Diagnostics, Judge, parameter_rows
+from gradwire.link.failures import WarnOnce
+from gradwire.link.found_optimizers import LearningRates
 from gradwire.link.selection.autotune import say_dropped
-from gradwire.link.selection.coder import CoderSelection
-from gradwire.link.selection.link_cost import CostKeeper
+from gradwire.link.selection.link_cost import CoderSelection, CostKeeper
 from gradwire.link.state import LINK_STATE, check_state, remembered
-from gradwire.link.warn_once import WarnOnce
 from gradwire.methods.auto import Auto
 from gradwire.methods.spec import method as read_method
 from gradwire.seeds import LinkNumber
 from gradwire.version import __version__
-
-__all__ = ["SimulatedLink", "Simulation", "simulate"]
 
 
 class SimulatedLink:

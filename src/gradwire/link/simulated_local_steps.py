@@ -16,13 +16,10 @@ from gradwire.exchange.method import Method
 from gradwire.exchange.planning import FragmentClock, Options, exchanged
 from gradwire.exchange.protocols import Context
 from gradwire.exchange.segments import flat_view
-from gradwire.link.global_parameters import GlobalParameters
-from gradwire.link.own_parameters import OwnParameters, mean_over_ranks
+from gradwire.link.global_parameters import GlobalParameters, OwnParameters, mean_over_ranks
 from gradwire.link.parameters import named_parameters, swapped
 from gradwire.link.simulate import SimulatedLink
 from gradwire.methods.spec import method as read_method
-
-__all__ = ["SimulatedLocalSteps"]
 
 
 class SimulatedLocalSteps:

@@ -13,10 +13,7 @@ from gradwire.exchange.protocols.memory import OWN_VALUE, base_kind
 from gradwire.exchange.segments import Parameter
 from gradwire.link.global_parameters import CLOCK
 from gradwire.link.selection.autotune import OWN_STATE, STATE
-from gradwire.link.selection.coder import CODER_STATE
-from gradwire.link.selection.link_cost import LINK_COST_STATE, read_cost
-
-__all__ = ["LINK_STATE", "check_state", "remembered"]
+from gradwire.link.selection.link_cost import CODER_STATE, LINK_COST_STATE, read_cost
 
 State: TypeAlias = Mapping[str, Mapping[str, torch.Tensor]]
 

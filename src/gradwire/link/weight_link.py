@@ -20,8 +20,6 @@ from gradwire.methods.spec import method as read_method
 from gradwire.seeds import worker_seed
 from gradwire.version import __version__
 
-__all__ = ["WeightLink"]
-
 
 class WeightLink:
     """Gathers sharded weights over a group, each shard by what changed of it since it was last sent.

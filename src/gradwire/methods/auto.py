@@ -16,8 +16,6 @@ from gradwire.methods.sparse.grandk import GRandK
 from gradwire.methods.spec import method, register
 from gradwire.methods.wrappers.wrapper import Wrapper
 
-__all__ = ["Auto", "delivering", "not_comparable"]
-
 
 @register
 @dataclass(frozen=True, kw_only=True)

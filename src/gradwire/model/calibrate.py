@@ -10,12 +10,9 @@ from typing import Any
 import numpy as np
 
 from gradwire.errors import BackendError, HyperparameterError
-from gradwire.model.exchange import ExchangeProfile
 from gradwire.model.machine import DEFAULT, LinkModel, Machine
-from gradwire.model.schedule import Load, step_time
-from gradwire.model.timeline import Timeline
-
-__all__ = ["Observation", "calibrate", "log_error"]
+from gradwire.model.profile import Timeline
+from gradwire.model.schedule import ExchangeProfile, Load, step_time
 
 BOUNDS = {
     "ring_efficiency": (0.5, 1.0),

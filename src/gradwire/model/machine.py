@@ -10,9 +10,6 @@ from typing import Any
 
 from gradwire.errors import HyperparameterError
 
-__all__ = ["DEFAULT", "LinkModel", "Machine"]
-
-
 FAR = 2.0
 """A prediction is extrapolated where it lies this many times outside of what was calibrated."""
 

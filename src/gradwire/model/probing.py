@@ -8,8 +8,6 @@ from gradwire.exchange.network_cost import LinkCost
 from gradwire.model.machine import LinkModel, Machine
 from gradwire.model.schedule import Load
 
-__all__ = ["Probed"]
-
 NOTICEABLE = 0.02
 """Share of a large all-to-all that its bytes must take for them to tell a bandwidth."""
 

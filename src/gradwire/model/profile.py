@@ -1,20 +1,157 @@
-"""A user's model as the performance model sees it: parameters and the backward timeline."""
+"""When a step's gradients become ready: the backward timeline by bucket, measured on the user's own module."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 from torch import nn
 
 from gradwire.errors import HyperparameterError
-from gradwire.model.timeline import Recorder, Timeline
 
-__all__ = ["Profile"]
+
+@dataclass(frozen=True, kw_only=True)
+class ReadyBucket:
+    """A bucket and when DDP has it: ``ready_s`` after backward began."""
+
+    names: tuple[str, ...]
+    numel: int
+    ready_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeline:
+    """A step without an exchange.
+
+    Attributes:
+        forward_s: From the step's begin to the begin of backward.
+        buckets: In the order in which DDP hands them over.
+        backward_s: Of backward.
+        after_s: From the end of backward to the end of the step: the optimizer.
+    """
+
+    forward_s: float
+    buckets: tuple[ReadyBucket, ...]
+    backward_s: float
+    after_s: float
+
+    @property
+    def compute_s(self) -> float:
+        """The step without an exchange."""
+        return self.forward_s + self.backward_s + self.after_s
+
+    @property
+    def numel(self) -> int:
+        """Elements that are exchanged in a step."""
+        return sum(b.numel for b in self.buckets)
+
+    def scaled(self, compute_s: float) -> Timeline:
+        """Return the same timeline, stretched to another duration of the whole step."""
+        k = compute_s / self.compute_s
+        buckets = tuple(ReadyBucket(names=b.names, numel=b.numel, ready_s=b.ready_s * k) for b in self.buckets)
+        return Timeline(
+            forward_s=self.forward_s * k, buckets=buckets, backward_s=self.backward_s * k, after_s=self.after_s * k
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the timeline as JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> Timeline:
+        """Read :meth:`to_json`'s values back."""
+        buckets = tuple(ReadyBucket(**{**b, "names": tuple(b["names"])}) for b in record["buckets"])
+        return cls(**{**record, "buckets": buckets})
+
+
+class Recorder:
+    """Measures steps of a DDP module, whose exchange it replaces by none.
+
+    It takes the module's only communication hook: measure on a module of its own.
+
+    Args:
+        module: A DistributedDataParallel module without a hook.
+        automatic: Take the marks from the module's own forward calls and buckets, for a training loop that knows
+            nothing of this: a step ends where the next forward begins.
+    """
+
+    def __init__(self, module: Any, automatic: bool = False) -> None:
+        inner: nn.Module = module.module
+        self._names = {id(p): name for name, p in inner.named_parameters()}
+        self._marks: list[float] = []
+        self._buckets: list[tuple[float, tuple[str, ...], int]] = []
+        self._steps: list[tuple[list[float], list[tuple[float, tuple[str, ...], int]]]] = []
+        module.register_comm_hook(None, self._hook)
+        self._automatic = automatic
+        if automatic:
+            module.register_forward_pre_hook(self._before_forward)
+            module.register_forward_hook(self._after_forward)
+
+    @property
+    def steps(self) -> int:
+        """Steps measured so far."""
+        return len(self._steps)
+
+    def _before_forward(self, module: nn.Module, inputs: object) -> None:
+        if len(self._marks) == 3:
+            self.end()
+        self.begin()
+
+    def _after_forward(self, module: nn.Module, inputs: object, output: object) -> None:
+        self.forward_ended()
+
+    def _hook(self, state, bucket):  # type: ignore[no-untyped-def] # DDP compares annotations with types
+        names = tuple(self._names[id(p)] for p in bucket.parameters())
+        self._buckets.append((time.perf_counter(), names, bucket.buffer().numel()))
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        if self._automatic and bucket.is_last():
+            self.backward_ended()
+        return future
+
+    def begin(self) -> None:
+        """Note that a step begins."""
+        self._marks, self._buckets = [time.perf_counter()], []
+
+    def forward_ended(self) -> None:
+        """Backward begins."""
+        self._marks.append(time.perf_counter())
+
+    def backward_ended(self) -> None:
+        """Note that the optimizer begins."""
+        self._marks.append(time.perf_counter())
+
+    def end(self) -> None:
+        """Note that the step ends."""
+        self._marks.append(time.perf_counter())
+        self._steps.append((self._marks, self._buckets))
+
+    def reset(self) -> None:
+        """Forget the steps so far."""
+        self._steps.clear()
+
+    def timeline(self) -> Timeline | None:
+        """Return medians over the steps with the newest layout of buckets; None before the first."""
+        if not self._steps:
+            return None
+        layout = [(names, numel) for _, names, numel in self._steps[-1][1]]
+        steps = [(m, b) for m, b in self._steps if [(names, numel) for _, names, numel in b] == layout]
+        spans = [[b - a for a, b in pairwise(marks)] for marks, _ in steps]
+        forward_s, backward_s, after_s = (_middle(column) for column in zip(*spans))
+        ready = [_middle([b[i][0] - marks[1] for marks, b in steps]) for i in range(len(layout))]
+        buckets = tuple(ReadyBucket(names=names, numel=numel, ready_s=at) for (names, numel), at in zip(layout, ready))
+        return Timeline(forward_s=forward_s, buckets=buckets, backward_s=backward_s, after_s=after_s)
+
+
+def _middle(values: Sequence[float]) -> float:
+    return float(median(values))
 
 
 @dataclass(frozen=True, kw_only=True)

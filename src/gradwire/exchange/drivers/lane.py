@@ -1,10 +1,4 @@
-"""Jobs on a torch.distributed group: lanes, each one process group and one thread.
-
-Order is safe by construction. Jobs are handed to lanes in an order that is the same on every rank (the order of
-DDP's hook calls), each lane runs its jobs one after the other, and a job waits only for jobs submitted before it. So
-the earliest unfinished job can always proceed on every rank, and no two collectives of a group can change places.
-A collective is never started from a future's callback: on Gloo those run in completion order, which differs by rank.
-"""
+"""Turns of large transfers: the order in which a link's lanes put many bytes on the wire."""
 
 from __future__ import annotations
 
@@ -21,13 +15,47 @@ import torch
 import torch.distributed as dist
 
 from gradwire.errors import PayloadError
-from gradwire.exchange.drivers.trace import Trace, profiled
-from gradwire.exchange.drivers.traffic import Meter, large, op_bytes
-from gradwire.exchange.drivers.transfer_order import TransferOrder
+from gradwire.exchange.drivers.traffic import Meter, Trace, large, op_bytes, profiled
 from gradwire.exchange.drivers.transports import Connect, GlooTransport, Transport
 from gradwire.exchange.ops import Exchange, Op, Reduce, Scope
 
-__all__ = ["Job", "Lane", "WireError"]
+
+class TransferOrder:
+    """Tickets in the order in which jobs were handed to lanes.
+
+    A job with many bytes to send waits for the jobs before it, on whatever lane they run. So one bucket's transfer has
+    the link for itself while the next one's codec and scalers go on: two transfers at once crowd the receivers, each
+    lasts as long as both, and neither frees its bucket early.
+
+    A job gives its turn back when it has no more to send, and at its end in any case.
+
+    It cannot deadlock: a job waits for earlier ones only, the order is the same on every rank, and the earliest job
+    waits for none.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._next = 0
+        self._open: set[int] = set()
+
+    def take(self) -> int:
+        """Return the next ticket."""
+        with self._changed:
+            self._next += 1
+            self._open.add(self._next)
+            return self._next
+
+    def wait(self, ticket: int) -> None:
+        """Wait until every earlier ticket was given back."""
+        with self._changed:
+            self._changed.wait_for(lambda: min(self._open, default=ticket) >= ticket)
+
+    def give_back(self, ticket: int) -> None:
+        """End a job's turn."""
+        with self._changed:
+            self._open.discard(ticket)
+            self._changed.notify_all()
+
 
 T = TypeVar("T")
 
@@ -256,3 +284,33 @@ def _stays_local(op: Op) -> bool:
 
 def _no_wait() -> None:
     """Take no turn: what stays within a machine is in nobody's way."""
+
+
+def call(lane: Lane, generator: Exchange[T], label: str = "") -> T:
+    """Run a generator behind all that was submitted to a lane before, wait for its end, and return what it returned.
+
+    Not to be called by the lane's own thread.
+
+    Args:
+        label: What a trace shows.
+
+    Raises:
+        Exception: what the generator, or the lane, raised; the lane is closed then.
+    """
+    done = threading.Event()
+    results: list[T] = []
+    errors: list[Exception] = []
+
+    def run(lane: Lane) -> None:
+        results.append(lane.drive(generator))
+        done.set()
+
+    def fail(error: Exception) -> None:
+        errors.append(error)
+        done.set()
+
+    lane.submit(Job(run, fail, label))
+    done.wait()
+    if errors:
+        raise errors[0]
+    return results[0]

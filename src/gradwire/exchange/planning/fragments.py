@@ -15,8 +15,6 @@ from gradwire.exchange.planning.options import Options, dense_names
 from gradwire.exchange.protocols import REDUCE_SCATTER
 from gradwire.exchange.segments import local_shard
 
-__all__ = ["FragmentClock", "Pieces", "cut", "exchanged"]
-
 LEAST = 1024
 """Parameters with fewer elements are not cut."""
 

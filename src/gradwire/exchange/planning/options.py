@@ -14,8 +14,6 @@ from gradwire.exchange.method import Method, check_seed, is_whole, require
 from gradwire.exchange.network_cost import LinkCost
 from gradwire.exchange.protocols import PROTOCOLS, REDUCE_SCATTER, SHARED_OUT
 
-__all__ = ["CHUNK_NUMEL", "Options", "dense_names", "refuse_scatter"]
-
 Collective = Literal["auto", "all_reduce", "all_gather", "two_shot", "tree", "two_shot_merged"]
 Fallback = Literal["bf16", "fp32"]
 KernelBackend = Literal["auto", "cpu", "cpu-plain", "reference", "triton"]

@@ -1,24 +1,154 @@
-"""Plans of buckets, made once for each layout that is met."""
+"""Where the payloads of a link are made: on the device of its parameters, or in main memory."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
 
-from gradwire.exchange.drivers import Meter, dry_run
+from gradwire.errors import BackendError, IncompatibleError
+from gradwire.exchange.drivers import Meter, dry_run, simulate_ranks
 from gradwire.exchange.method import Method, require
-from gradwire.exchange.planning.coder_times import measure_coders
 from gradwire.exchange.planning.options import Options, dense_names
-from gradwire.exchange.protocols.bounded_plan import BoundedPlan
-from gradwire.exchange.protocols.bucket_plan import BucketPlan, PlanSetting
+from gradwire.exchange.protocols import Context
+from gradwire.exchange.protocols.bucket_plan import BoundedPlan, BucketPlan, PlanSetting
 from gradwire.exchange.segments import Parameter, Segment, join_compressed, lay_out
-from gradwire.kernels import CODERS, Kernels, checksum, chosen, get_kernels
+from gradwire.kernels import CODERS, TRITON_FAMILIES, Kernels, checksum, chosen, get_kernels, time_coders
 from gradwire.seeds import LinkNumber, link_seed
 
-__all__ = ["Planner"]
+HOST_BACKENDS = ("cpu", "cpu-plain", "reference")
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Who computes, and where.
+
+    Attributes:
+        backend: Of the kernels.
+        on_device: Whether payloads are made on the device; otherwise gradients are copied to main memory, exchanged
+            there, and their mean is copied back.
+        reason: Why, in words for a run's record.
+    """
+
+    backend: str
+    on_device: bool
+    reason: str
+
+
+def place_kernels(methods: Sequence[Method], asked: str, device: torch.device) -> Placement:
+    """Choose the backend of the kernels for parameters on a device.
+
+    Args:
+        methods: That the link may use, in any of its rounds.
+        asked: A backend by name. "auto" stands for Triton's kernels where all methods can do with them, else for those
+            of the CPU.
+
+    Raises:
+        BackendError: Triton's kernels are asked for on a device, and a method cannot do with them.
+        IncompatibleError: outcomes differ by rank, which is served in main memory alone.
+    """
+    if device.type == "cpu":
+        return Placement(asked, False, "the parameters are in main memory")
+    for method in methods:
+        if method.outcomes_differ:
+            raise IncompatibleError(
+                f"{method!r} keeps parameters of its own on each rank, which is served for parameters in main memory "
+                f"alone, and these are on {device}: move the model to the CPU, or use another method"
+            )
+    if asked in HOST_BACKENDS:
+        return Placement(asked, False, f"backend={asked!r} was asked for")
+    obstacle = next((found for found in map(_obstacle, methods) if found), None)
+    if obstacle is None:
+        return Placement("triton", True, "all that the method computes has kernels for the device")
+    if asked == "triton":
+        raise BackendError(
+            f"backend='triton' cannot serve parameters on {device}: {obstacle}. Use backend='auto' or 'cpu', which "
+            "copies gradients to main memory and exchanges them there"
+        )
+    return Placement(asked, False, obstacle)
+
+
+def _obstacle(method: Method) -> str | None:
+    """Explain what keeps a method from computing on a device; None where nothing does."""
+    lacking = [family for family in method.kernels if family not in TRITON_FAMILIES]
+    if lacking:
+        return f"{method.name} needs {', '.join(map(repr, lacking))}, of which Triton has no kernels here"
+    return None if method.on_device else f"{method.name} computes in main memory between its kernels"
+
+
+def own_buckets(parameters: dict[str, torch.Tensor], most: int) -> list[list[str]]:
+    """Lay parameters out in buckets of one type and so many elements, the last one first, as backward brings them."""
+    buckets: dict[tuple[torch.dtype, int], list[str]] = {}
+    filled: dict[torch.dtype, list[int]] = {}
+    for name, p in reversed(parameters.items()):
+        at = filled.setdefault(p.dtype, [0, 0])
+        if at[1] and at[1] + p.numel() > most:
+            at[0], at[1] = at[0] + 1, 0
+        at[1] += p.numel()
+        buckets.setdefault((p.dtype, at[0]), []).append(name)
+    return list(buckets.values())
+
+
+SAMPLE_NUMEL = 1 << 18
+"""Elements whose digits are coded for a time: fewer than a bucket's, so that a payload stays in the caches as there."""
+
+REFERENCE_NUMEL = 1 << 13
+"""As many for the reference, which is there to be read."""
+
+
+@cache
+def measure_coders(method: Method, backend: str) -> dict[str, float]:
+    """Return the seconds that each of a method's open coders takes to encode and decode one payload.
+
+    The payload holds the digits that the method makes of ``2^18`` standard normal numbers. Coders take turns; the
+    least time of several turns counts. Measured once a process: some milliseconds, beside what is compiled first.
+
+    Args:
+        method: With ``open_coders``.
+        backend: Of the kernels, by name.
+    """
+    kernels = get_kernels(backend)
+    payload = _payload(method, kernels)
+    repeats = 1 if kernels.name == "reference" else 9
+    return time_coders({name: kernels.coder(name) for name in method.open_coders}, payload, repeats)
+
+
+class _Copying:
+    """A coder that leaves bytes as they are, and keeps those that it saw."""
+
+    name = backend = "none"
+    variants = None
+
+    def __init__(self) -> None:
+        self.seen: list[torch.Tensor] = []
+
+    def bound(self, symbols: int) -> int:
+        return symbols
+
+    def encode(self, symbols: torch.Tensor, out: torch.Tensor) -> int:
+        self.seen.append(symbols.clone())
+        out[: len(symbols)] = symbols
+        return len(symbols)
+
+    def decode(self, data: torch.Tensor, out: torch.Tensor) -> None:
+        out.copy_(data)
+
+    def warm_up(self) -> float:
+        return 0.0
+
+
+def _payload(method: Method, kernels: Kernels) -> torch.Tensor:
+    """Return the bytes that a coder would be given first in a round of one worker alone."""
+    numel = REFERENCE_NUMEL if kernels.name == "reference" else SAMPLE_NUMEL
+    flat = torch.randn(numel, generator=torch.Generator().manual_seed(0))
+    coder = _Copying()
+    segments = lay_out([Parameter("sample", (numel,), (1,))])
+    plan = method.plan(PlanSetting(segments, kernels, 1, method.collectives[0], 0, numel, coder))
+    simulate_ranks([plan.whole(Context(0, 1, 0), flat)], [Meter()])
+    return coder.seen[0]
 
 
 class Planner:

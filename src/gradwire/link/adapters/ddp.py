@@ -1,7 +1,6 @@
-"""The communication hook of DistributedDataParallel. No mathematics here.
+"""What a link becomes in a pickled and reloaded module."""
 
-This module does not postpone annotations: DDP compares a hook's annotations with the types themselves.
-"""
+from __future__ import annotations
 
 from typing import Any
 
@@ -15,8 +14,6 @@ from gradwire.exchange.planning import refuse_scatter
 from gradwire.link.detached import DetachedLink
 from gradwire.link.link import Link
 from gradwire.link.parameters import check_steps_in_backward, plain_name
-
-__all__ = ["attach_ddp"]
 
 
 def attach_ddp(

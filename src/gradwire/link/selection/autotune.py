@@ -17,8 +17,6 @@ from gradwire.methods.spec import method as read_method
 from gradwire.model.machine import LinkModel
 from gradwire.model.probing import Probed
 
-__all__ = ["OWN_STATE", "STATE", "Autotuner", "Change", "Channel", "FixedSelection", "Selection", "say_dropped"]
-
 STATE = ("choice", "choice_spec", "fallback", "fallback_told")
 """Keys of a selection's part of a link's state that are the same on all ranks."""
 

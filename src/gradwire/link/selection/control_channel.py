@@ -1,12 +1,16 @@
-"""Numbers that ranks tell each other between two buckets, over a lane."""
+"""Which ranks share a host, and with it a link."""
 
 from __future__ import annotations
 
+import hashlib
+import os
+import socket
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from statistics import median
 from typing import TypeVar
 
@@ -17,10 +21,22 @@ from gradwire.exchange.drivers import Lane, WireError, call
 from gradwire.exchange.network_cost import LinkCost
 from gradwire.exchange.ops import AllGather, AllToAll, Exchange
 from gradwire.exchange.wire import open_sealed, sealed
-from gradwire.link.selection.host_identity import host_number
 from gradwire.model.probing import Probed
 
-__all__ = ["ControlChannel"]
+
+def host_number() -> float:
+    """Return a number that processes share where they share network interfaces, exact as a float.
+
+    On Linux that is a network namespace of one boot of one machine, so that each container or emulated host counts as
+    one; elsewhere the host's name tells.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        name = f"{boot} {os.stat('/proc/self/ns/net').st_ino}"
+    except OSError:
+        name = socket.gethostname()
+    return float(int.from_bytes(hashlib.blake2b(name.encode(), digest_size=6).digest(), "big"))
+
 
 T = TypeVar("T")
 

@@ -10,8 +10,6 @@ from gradwire.methods.rotations.rotated import Rotated
 from gradwire.methods.sparse.rand_k import RandK
 from gradwire.methods.wrappers.l_greco import LGreCo
 
-__all__ = ["check_contraction"]
-
 
 def check_contraction(owner: str, inner: Method, consequence: str, unseen: str, *, decays: bool = False) -> None:
     """Check that a method is an operator on one vector, and a contraction by one of three bounds.

@@ -22,8 +22,6 @@ from gradwire.methods.levels.qsgd import QSGDinf
 from gradwire.methods.wrappers.wrapper import WrappedPlan, Wrapper, pieces
 from gradwire.optim import L1, Box, Prox
 
-__all__ = ["DIANA", "DQGD"]
-
 
 def _check_unbiased(owner: str, inner: Method) -> None:
     require(

@@ -16,13 +16,11 @@ from gradwire.methods.casts.cast import FP32
 from gradwire.methods.feedback.contraction import check_contraction
 from gradwire.methods.feedback.local_momentum import LocalMomentum, checked_momentum
 from gradwire.methods.feedback.shifts import SHIFTS, ShiftAlgorithm, memory_pair, shift_dtype
-from gradwire.methods.signs.scaledsign import ScaledSign
+from gradwire.methods.signs.ef_signsgd import ScaledSign
 from gradwire.methods.wrappers.wrapper import WrappedPlan, Wrapper, pieces
 
 if TYPE_CHECKING:
     pass
-
-__all__ = ["EF21"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,8 +19,6 @@ from gradwire.methods.levels.qsgd import QSGDinf
 from gradwire.methods.sparse.grandk import GRandK
 from gradwire.methods.wrappers.wrapper import AsSent, WrappedPlan, Wrapper, pieces
 
-__all__ = ["SMALL_DELTA", "Delivery", "ErrorFeedback", "Feedback", "ResidualAlgorithm", "momentum_beside_residual"]
-
 SMALL_DELTA = 1 / 1024
 """Where a contraction keeps less than this of the worst vector, its residual counts as large."""
 

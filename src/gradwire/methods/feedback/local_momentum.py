@@ -13,8 +13,6 @@ from gradwire.exchange.protocols.bucket_plan import BucketPlan
 from gradwire.exchange.segments import Segment
 from gradwire.methods.wrappers.wrapper import WrappedPlan, pieces
 
-__all__ = ["LocalMomentum", "checked_momentum", "forget_momentum"]
-
 
 def checked_momentum(owner: str, value: object, field: str = "momentum") -> float:
     """Return a factor of momentum, of the field of that name, as a float.

@@ -14,8 +14,6 @@ from gradwire.exchange.protocols.bucket_plan import BucketPlan, PlanSetting
 from gradwire.exchange.segments import Segment
 from gradwire.methods.wrappers.wrapper import AsSent, WrappedPlan, pieces
 
-__all__ = ["SHIFTS", "ShiftAlgorithm", "memory_pair", "shift_dtype"]
-
 SHIFTS = ("workers", "shift", "mean_shift")
 """What methods with shifts remember: for how many workers, this rank's own shift, the mean of all workers'."""
 

@@ -13,7 +13,7 @@ from gradwire.exchange.method import Inherited, Method, Properties, require
 from gradwire.exchange.ops import Exchange
 from gradwire.exchange.protocols import Context, Outcome
 from gradwire.exchange.protocols.bucket_plan import BucketPlan, Operator, PlanSetting
-from gradwire.exchange.protocols.neighbours import tell_neighbours
+from gradwire.exchange.protocols.direct import tell_neighbours
 from gradwire.exchange.protocols.payloads import Section, encode, sized, whole_rows
 from gradwire.exchange.protocols.pieces import join
 from gradwire.exchange.segments import Parameter, Segment, divide
@@ -24,8 +24,6 @@ from gradwire.methods.levels.qsgd import QSGDinf
 from gradwire.methods.sparse.rand_k import RandK
 from gradwire.methods.wrappers.wrapper import pieces
 from gradwire.seeds import worker_seed
-
-__all__ = ["ChocoSGD"]
 
 ESTIMATE, NEIGHBOURS = "estimate", "neighbour_estimates"
 """What is remembered of a parameter, in float64: what the neighbours take it for, and the weighted sum of theirs."""

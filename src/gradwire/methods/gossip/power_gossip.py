@@ -13,15 +13,12 @@ from gradwire.exchange.method import Properties, is_whole, require
 from gradwire.exchange.ops import Exchange
 from gradwire.exchange.protocols import Context, Outcome
 from gradwire.exchange.protocols.bucket_plan import BucketPlan, PlanSetting
+from gradwire.exchange.protocols.direct import tell_neighbours
 from gradwire.exchange.protocols.memory import kind_of_peer
-from gradwire.exchange.protocols.neighbours import tell_neighbours
 from gradwire.exchange.protocols.payloads import Section, draw_of, encode, sized, whole_rows
 from gradwire.exchange.segments import Parameter, lay_out
 from gradwire.methods.gossip.gossip import GRAPH, GossipMethod, GossipPlan, Mixing, floats
-from gradwire.methods.low_rank.factors import Side
-from gradwire.methods.low_rank.low_rank import check_matrix_rank, matrices, matrix_table, shape_of
-
-__all__ = ["PowerGossip"]
+from gradwire.methods.low_rank.factors import Side, check_matrix_rank, matrices, matrix_table, shape_of
 
 LEFT, RIGHT = "left", "right"
 """Sides of factors, and what is remembered of each with each neighbour: the one that the last exchange ended with."""

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from gradwire.exchange.codecs import Codec
     from gradwire.kernels import Kernels
 
-__all__ = ["VectorCoder", "check_operator"]
 
 STREAM = 0
 """Codecs decode the first row as rank 0's."""

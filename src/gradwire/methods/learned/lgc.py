@@ -15,14 +15,11 @@ from gradwire.exchange.protocols.bucket_plan import BucketPlan, PlanSetting
 from gradwire.exchange.segments import divide
 from gradwire.methods.feedback.error_feedback import Feedback, ResidualAlgorithm, momentum_beside_residual
 from gradwire.methods.feedback.local_momentum import checked_momentum
-from gradwire.methods.learned.autoencoder import Autoencoder
-from gradwire.methods.learned.autoencoder_training import REMEMBERED, ElementScales, Training
+from gradwire.methods.learned.autoencoder import REMEMBERED, Autoencoder, ElementScales, Training
 from gradwire.methods.learned.lgc_all_reduce import CodedMean, WatchedSum
 from gradwire.methods.learned.lgc_server import CommonCode, WatchedTopK
-from gradwire.methods.sparse.leaders_elements import LeadersElements
+from gradwire.methods.sparse.clt_k import LeadersElements
 from gradwire.methods.sparse.top_k import TopK, check_density
-
-__all__ = ["LGC"]
 
 
 @dataclass(frozen=True, kw_only=True)

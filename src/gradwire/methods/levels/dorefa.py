@@ -9,14 +9,12 @@ from typing import TYPE_CHECKING, ClassVar
 from gradwire.exchange.method import Properties, is_whole, require
 from gradwire.exchange.segments import Segment
 from gradwire.kernels import Grid
-from gradwire.methods.levels.level_codec import LevelCodec
-from gradwire.methods.levels.level_compressor import LevelCompressor, check_blocks
+from gradwire.methods.levels.level_compressor import LevelCodec, LevelCompressor, check_blocks
 from gradwire.methods.levels.worst_case import odd_constant
 
 if TYPE_CHECKING:
     from gradwire.kernels import Kernels
 
-__all__ = ["DoReFa"]
 
 MOST_BITS = 8
 """The paper's experiments end there, and a coder takes bytes."""

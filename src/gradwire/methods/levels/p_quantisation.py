@@ -10,14 +10,12 @@ from typing import TYPE_CHECKING, ClassVar
 from gradwire.exchange.method import Properties, require
 from gradwire.exchange.segments import Segment
 from gradwire.kernels import Grid
-from gradwire.methods.levels.level_codec import LevelCodec
-from gradwire.methods.levels.level_compressor import LevelCompressor, check_blocks
+from gradwire.methods.levels.level_compressor import LevelCodec, LevelCompressor, check_blocks
 from gradwire.methods.levels.worst_case import even_constant
 
 if TYPE_CHECKING:
     from gradwire.kernels import Kernels
 
-__all__ = ["PQuantisation"]
 
 MOST_SUMMED = 4096
 """Longest block for p = 1. Probabilities are multiples of 2^-24, so that the mean of a value is off by up to d 2^-24

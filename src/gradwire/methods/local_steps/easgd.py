@@ -11,9 +11,7 @@ from gradwire.errors import IncompatibleError
 from gradwire.exchange.method import Method, Properties, require
 from gradwire.exchange.protocols.bucket_plan import BucketPlan, PlanSetting
 from gradwire.methods.casts.cast import FP32
-from gradwire.methods.local_steps.local_steps import LocalStepsMethod
-
-__all__ = ["EASGD"]
+from gradwire.methods.local_steps.local_sgd import LocalStepsMethod
 
 
 @dataclass(frozen=True, kw_only=True)

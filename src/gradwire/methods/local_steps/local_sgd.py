@@ -1,17 +1,119 @@
-"""Local SGD: parameters are averaged every so many optimizer steps."""
+"""Methods that exchange what several optimizer steps have changed, in the place of gradients."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
-from gradwire.exchange.method import Method, Properties
+from gradwire.exchange.local_steps import GLOBAL
+from gradwire.exchange.method import Method, Properties, is_whole, require
+from gradwire.exchange.protocols.bucket_plan import BucketPlan, PlanSetting
+from gradwire.exchange.segments import Parameter
 from gradwire.methods.casts.cast import FP32
-from gradwire.methods.local_steps.local_steps import LocalStepsMethod
+from gradwire.methods.wrappers.wrapper import Around
 
-__all__ = ["LocalSGD"]
+
+class LocalStepsMethod(Around):
+    """A method whose workers step by themselves, and exchange how far they came every so many steps.
+
+    A worker's *difference* is the global parameters less its own, like a gradient: the inner method exchanges it, and
+    :meth:`step_` changes both by its mean. No dataclass, so that each method's own fields keep their order in its spec.
+    """
+
+    wrapped_field: ClassVar[str] = "inner"
+
+    inner: Method
+    every: int
+
+    owns_momentum: ClassVar[bool] = False
+    direction: ClassVar[bool] = False
+    needs_loss_scale: ClassVar[bool] = True
+    """A scaler skips a step on one rank, which then would count one less: the scaler's own steps are counted."""
+
+    fragments: int = 1
+    """Parts of the model that are exchanged one after the other."""
+    delay: int = 0
+    """Steps from the beginning of an exchange to its effect."""
+    order: str = "sequential"
+    """Which elements a fragment has."""
+    keeps_own: ClassVar[bool] = False
+    """Whether workers' own parameters stay apart from the global ones after an exchange."""
+
+    remembers_beside: ClassVar[tuple[str, ...]] = (GLOBAL,)
+    """The vectors that it keeps, as long as the parameters, the same on all ranks."""
+
+    @property
+    def wrapped(self) -> Method:
+        """The inner method."""
+        return self.inner
+
+    @property
+    def local_steps(self) -> int:  # type: ignore[override]
+        """Optimizer steps from one exchange to the next."""
+        return self.every
+
+    @property
+    def remembers(self) -> tuple[str, ...]:  # type: ignore[override]
+        """What the inner method remembers, and vectors beside it."""
+        return (*self.inner.remembers, *self.remembers_beside)
+
+    def remembered_numel(self, kind: str, parameter: Any) -> int:
+        return parameter.numel if kind in self.remembers_beside else self.inner.remembered_numel(kind, parameter)
+
+    def kept_as(self, parameter: Parameter) -> Sequence[Parameter]:
+        return list(dict.fromkeys((parameter, *self.inner.kept_as(parameter))))
+
+    def check_inner(self) -> None:
+        """Check the fields that all have.
+
+        Raises:
+            HyperparameterError: ``every`` is out of range, or the inner method is none that exchanges a mean.
+        """
+        owner, inner = type(self).__name__, self.inner
+        whole = is_whole(self.every)
+        require(whole and self.every >= 1, owner, f"every is at least 1 step, not {self.every!r}")
+        require(
+            isinstance(inner, Method) and bool(inner.collectives) and not (inner.local_steps or inner.direction),
+            owner,
+            f"inner is a method whose outcome is a mean, such as FP32() or EDEN(bits=4), not {inner!r}",
+        )
+        require(not inner.needs_optimizer, owner, f"{inner!r} acts on an optimizer's steps: use it without {owner}")
+
+    @property
+    def exchanges_parameters(self) -> bool:
+        """Whether parameters themselves are exchanged: in float32 their mean is that of differences, rounded less."""
+        return isinstance(self.inner, FP32)
+
+    @abstractmethod
+    def step_(
+        self, own: torch.Tensor, held: torch.Tensor, mean: torch.Tensor, velocity: torch.Tensor | None, workers: int
+    ) -> None:
+        """Step a worker's own parameters, and the global ones.
+
+        All are float32 of one length.
+
+        Args:
+            own: The worker's own, changed in place.
+            held: The global ones, changed in place, the same on all workers.
+            mean: The global parameters less the mean difference: what the workers' own ones are on average, but for
+                what the inner method errs by; the same on all workers.
+            velocity: The outer momentum, changed in place; None where the method has none.
+            workers: How many there are.
+        """
+
+    def check_optimizer(self, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> None:
+        # Any optimizer steps a worker's own parameters.
+        return
+
+    def caution(self, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> str | None:
+        return None
+
+    def plan(self, setting: PlanSetting) -> BucketPlan:
+        return self.inner.plan(setting)
 
 
 @dataclass(frozen=True, kw_only=True)

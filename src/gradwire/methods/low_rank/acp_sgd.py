@@ -13,10 +13,7 @@ from gradwire.exchange.protocols import Context, Outcome
 from gradwire.exchange.protocols.bucket_plan import BucketPlan, PlanSetting
 from gradwire.exchange.segments import Parameter
 from gradwire.methods.casts.cast import BF16, FP32
-from gradwire.methods.low_rank.factors import FactorPlan, LowRankAlgorithm, all_finite
-from gradwire.methods.low_rank.low_rank import shape_of
-
-__all__ = ["ACPSGD"]
+from gradwire.methods.low_rank.factors import FactorPlan, LowRankAlgorithm, all_finite, shape_of
 
 LEFT, RIGHT = "left_factor", "right_factor"
 """What is remembered of a parameter beside its residual: ``rows * rank`` and ``columns * rank`` numbers."""

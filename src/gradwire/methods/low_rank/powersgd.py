@@ -13,11 +13,8 @@ from gradwire.exchange.protocols import Context, Outcome
 from gradwire.exchange.protocols.bucket_plan import BucketPlan, PlanSetting
 from gradwire.exchange.segments import Parameter
 from gradwire.methods.casts.cast import FP32
-from gradwire.methods.low_rank.factors import FactorPlan, LowRankAlgorithm, all_finite
+from gradwire.methods.low_rank.factors import FactorPlan, LowRankAlgorithm, all_finite, shape_of
 from gradwire.methods.low_rank.float_means import first_of_two
-from gradwire.methods.low_rank.low_rank import shape_of
-
-__all__ = ["PowerSGD"]
 
 FACTOR = "factor"
 """What is remembered of a parameter beside its residual: the right factor, ``columns * rank`` numbers."""

@@ -12,14 +12,11 @@ import numpy as np
 from gradwire.exchange.compressor import Compressor
 from gradwire.exchange.method import Properties, is_whole, require
 from gradwire.exchange.segments import Segment
-from gradwire.methods.levels.bounded_levels import FIRST, MOST_BITS, POINTS, SHARED_VALUES
-from gradwire.methods.levels.bounded_support import BoundedSupportCodec
+from gradwire.methods.rotations.bounded_levels import FIRST, MOST_BITS, POINTS, SHARED_VALUES, BoundedSupportCodec
 from gradwire.methods.rotations.eden import check_rotation
 
 if TYPE_CHECKING:
     from gradwire.kernels import Kernels
-
-__all__ = ["QUICFL"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +50,7 @@ class QUICFL(Compressor):
     Signs are drawn from the shared stream, everything else from the rank's.
 
     Reference: R. Ben Basat et al., "Accelerating Federated Learning with Quick Distributed Mean Estimation", ICML 2024,
-    sections 3 and 4. Tables are not the authors': see :mod:`gradwire.methods.levels.bounded_levels`.
+    sections 3 and 4. Tables are not the authors': see :mod:`gradwire.methods.rotations.bounded_levels`.
 
     Example:
         >>> import torch, gradwire as gw

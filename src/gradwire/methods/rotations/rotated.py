@@ -14,11 +14,8 @@ from gradwire.exchange.segments import divide
 from gradwire.kernels import RotationTable
 from gradwire.methods.levels.qsgd_max_norm import QSGDMaxNorm
 from gradwire.methods.rotations.eden import check_rotation
-from gradwire.methods.wrappers.transformed import TransformedPlan
-from gradwire.methods.wrappers.wrapper import Wrapper
+from gradwire.methods.wrappers.wrapper import TransformedPlan, Wrapper
 from gradwire.seeds import SHARED, parameter_key
-
-__all__ = ["Rotated"]
 
 
 class _OfCoordinates(Inherited):

@@ -19,8 +19,6 @@ from gradwire.methods.signs.sign_codec import SignCodec
 if TYPE_CHECKING:
     from gradwire.kernels import Kernels
 
-__all__ = ["OneBit"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class OneBit(ResidualAlgorithm):

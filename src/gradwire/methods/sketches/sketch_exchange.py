@@ -22,7 +22,6 @@ from gradwire.seeds import SHARED, parameter_key
 if TYPE_CHECKING:
     from gradwire.kernels import Kernels
 
-__all__ = ["COLUMNS_EACH", "Asked", "SketchAlgorithm", "SketchExchange", "largest"]
 
 COLUMNS_EACH = 10
 """Columns for each element that is kept, where no number is given: those of the experiments of Ivkin et al."""

@@ -17,12 +17,9 @@ from gradwire.exchange.protocols.bucket_plan import BucketPlan, PlanSetting
 from gradwire.exchange.protocols.pieces import join
 from gradwire.exchange.segments import divide
 from gradwire.methods.feedback.optimizers import not_stepped
-from gradwire.methods.feedback.rate_ratios import LEARNING_RATE, RateRatios
-from gradwire.methods.sketches.second_moments import SECOND_MOMENTS, SecondMoments
+from gradwire.methods.sketches.second_moments import LEARNING_RATE, SECOND_MOMENTS, RateRatios, SecondMoments
 from gradwire.methods.sketches.sketch_exchange import COLUMNS_EACH, SketchAlgorithm, SketchExchange, largest
 from gradwire.methods.wrappers.wrapper import pieces
-
-__all__ = ["SketchedAMSGrad"]
 
 WARM_UP = "warm_up"
 

@@ -16,8 +16,6 @@ from gradwire.methods.feedback.error_feedback import ResidualAlgorithm, momentum
 from gradwire.methods.feedback.local_momentum import checked_momentum, forget_momentum
 from gradwire.methods.sketches.sketch_exchange import COLUMNS_EACH, SketchAlgorithm, SketchExchange, largest
 
-__all__ = ["SketchedSGD"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class SketchedSGD(ResidualAlgorithm, SketchAlgorithm):

@@ -1,4 +1,4 @@
-"""CAT: as many elements as bring the most descent for what it costs to send them."""
+"""How many elements bring the most descent for what it costs to send them."""
 
 from __future__ import annotations
 
@@ -11,16 +11,14 @@ import torch
 from gradwire.exchange.compressor import Compressor
 from gradwire.exchange.method import Properties, is_whole, require
 from gradwire.exchange.segments import Segment
-from gradwire.methods.atoms.adaptive_atoms import AdaptiveAtomCodec
+from gradwire.methods.atoms.atomo import AdaptiveAtomCodec
 from gradwire.methods.sparse.descent_per_byte import BestRatioRule, MessageCost
 from gradwire.methods.sparse.sparse_codec import SparseCodec
-from gradwire.methods.sparse.sparse_values import CastValues, SignedValues
-from gradwire.methods.sparse.units import UnitTable
+from gradwire.methods.sparse.sparse_values import CastValues, SignedValues, UnitTable
 
 if TYPE_CHECKING:
     from gradwire.kernels import Kernels
 
-__all__ = ["CAT"]
 
 SCHEMES = ("topk", "sign", "stochastic")
 

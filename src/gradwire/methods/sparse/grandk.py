@@ -11,10 +11,8 @@ from gradwire.exchange.protocols.bucket_plan import BucketPlan, PlanSetting
 from gradwire.methods.levels.multi_scale import MultiScale
 from gradwire.methods.levels.qsgd_max_norm import QSGDMaxNorm
 from gradwire.methods.sparse.chosen_elements import Chosen, ChosenElements
-from gradwire.methods.sparse.feistel_permutation import FeistelPermutation
+from gradwire.methods.sparse.random_places import FeistelPermutation
 from gradwire.methods.wrappers.wrapper import Wrapper
-
-__all__ = ["GRandK"]
 
 MOST_ROUNDS = 1 << 20
 

@@ -16,8 +16,6 @@ from gradwire.methods.feedback.error_feedback import ResidualAlgorithm, momentum
 from gradwire.methods.feedback.local_momentum import checked_momentum
 from gradwire.methods.sparse.top_k import TopK
 
-__all__ = ["GTopK"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class GTopK(ResidualAlgorithm):

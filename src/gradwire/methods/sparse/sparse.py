@@ -14,14 +14,12 @@ from gradwire.exchange.segments import Parameter, Segment
 from gradwire.methods.casts.cast import BF16, FP32, Cast
 from gradwire.methods.levels.level_compressor import LevelCompressor
 from gradwire.methods.sparse.sparse_codec import Rule, SparseCodec
-from gradwire.methods.sparse.sparse_values import CastValues, CodedValues, KeptValues
-from gradwire.methods.sparse.units import UnitTable
+from gradwire.methods.sparse.sparse_values import CastValues, CodedValues, KeptValues, UnitTable
 
 if TYPE_CHECKING:
     from gradwire.exchange.codecs import Codec
     from gradwire.kernels import Kernels
 
-__all__ = ["UNITS", "Sparse", "check_values", "sparse_values", "unit_length"]
 
 UNITS = ("element", "row", "kernel")
 

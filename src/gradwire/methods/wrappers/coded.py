@@ -13,8 +13,6 @@ from gradwire.methods.casts.cast import Cast
 from gradwire.methods.ternary.terngrad import TernGrad
 from gradwire.methods.wrappers.wrapper import Wrapper
 
-__all__ = ["Coded"]
-
 AUTO = "auto"
 
 

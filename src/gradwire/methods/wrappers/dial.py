@@ -15,8 +15,6 @@ from gradwire.exchange.method import Method, require
 from gradwire.exchange.segments import Parameter
 from gradwire.methods.wrappers.wrapper import Wrapper
 
-__all__ = ["Dialled", "is_number"]
-
 ALIKE = (
     "collectives",
     "re_encoding",

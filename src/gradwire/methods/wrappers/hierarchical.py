@@ -31,8 +31,6 @@ from gradwire.methods.ternary.terngrad import TernGrad
 from gradwire.methods.wrappers.wrapper import Wrapper
 from gradwire.seeds import shard_seed
 
-__all__ = ["BETWEEN", "NODE", "Hierarchical"]
-
 NODE, BETWEEN = "node", "between nodes"
 
 LOCAL_WORLD_SIZE = "LOCAL_WORLD_SIZE"

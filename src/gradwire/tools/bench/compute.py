@@ -1,10 +1,4 @@
-"""What a benchmarked step computes: the model's own forward and backward passes, or sleeps of the same length.
-
-Several ranks on one machine share its cores, so that their forward and backward passes delay each other's exchange,
-which a cluster with a machine for each rank does not see. :class:`SleepingCompute` replaces the passes by sleeps. DDP
-still buckets the gradients, calls its communication hook and orders the buckets: each parameter's node of the autograd
-graph waits until the time at which its bucket was ready in a measured :class:`~gradwire.model.timeline.Timeline`.
-"""
+"""How many steps each exchange of a cell takes, so that the cell ends in about a stated time."""
 
 from __future__ import annotations
 
@@ -16,11 +10,42 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.model.timeline import Timeline
+from gradwire.model.profile import Timeline
 from gradwire.tools.bench.models import Batch, BenchModel
 from gradwire.tools.experiments.errors import RunError
 
-__all__ = ["COMPUTE_KINDS", "CPU", "Compute", "RealCompute", "SleepingCompute", "make_compute"]
+TURNS, SLOW_TURNS, LEAST_TURNS = 5, 3, 2
+"""Of each exchange: as a rule, where a step takes longer than :data:`SLOW_S`, and where a cell's time is short."""
+SLOW_S = 2.0
+MOST_STEPS = 40
+"""Of one turn."""
+
+
+def steps_of_budget(step_s: float, budget_s: float) -> tuple[int, int]:
+    """Return turns, and steps in each turn, of an exchange that may take about ``budget_s`` seconds.
+
+    Long steps are taken in fewer turns: they hardly vary.
+    """
+    turns = SLOW_TURNS if step_s > SLOW_S else TURNS
+    return turns, max(1, min(MOST_STEPS, int(budget_s / turns / step_s)))
+
+
+def steps_of_cell(step_s: Mapping[str, float], left_s: float) -> dict[str, tuple[int, int]]:
+    """Return turns, and steps in each turn, of all exchanges of a cell, which together may take about ``left_s``.
+
+    Every exchange gets an equal share of a turn's time. One whose step is longer than its share takes a single step,
+    at the expense of the others. All take the same number of turns, at least two, so that every row has a spread.
+    """
+    turns = max(LEAST_TURNS, min(TURNS, int(left_s / sum(step_s.values()))))
+    turn_s, found = left_s / turns, {}
+    slowest_first = sorted(step_s, key=lambda name: -step_s[name])
+    for number, name in enumerate(slowest_first):
+        share_s = turn_s / (len(slowest_first) - number)
+        steps = max(1, min(MOST_STEPS, int(share_s / step_s[name])))
+        turn_s = max(0.0, turn_s - steps * step_s[name])
+        found[name] = turns, steps
+    return {name: found[name] for name in step_s}
+
 
 CPU = torch.device("cpu")
 

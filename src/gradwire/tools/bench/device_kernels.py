@@ -25,11 +25,9 @@ from gradwire.kernels import (
     packed_groups,
     summed,
 )
-from gradwire.kernels.backends import Modules
+from gradwire.kernels.backends import reference
 from gradwire.kernels.triton_core.backend import SERVED, TritonBackend
 from gradwire.tools.bench.timing import Bench
-
-__all__ = ["DEVICE_GOALS", "check_cuda", "measure_bucket", "measure_device"]
 
 RANKS = 4
 
@@ -73,7 +71,7 @@ def measure_device(
     Returns:
         The families that differ, each with the reason.
     """
-    backend, kernels, wrong = TritonBackend(Modules("reference")), get_kernels("triton"), []
+    backend, kernels, wrong = TritonBackend(reference()), get_kernels("triton"), []
     for family in SERVED:
         reason = backend.difference(family, bench.device)
         verified({"family": family, "agrees": reason is None})

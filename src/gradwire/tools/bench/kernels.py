@@ -16,19 +16,24 @@ import numpy as np
 import torch
 
 from gradwire.kernels import Kernels, SegmentTable, checksum, chosen, get_kernels, inverse_scale, packed_bytes
-from gradwire.kernels.select import SIZE
+from gradwire.kernels.backends import SIZE
 from gradwire.kernels.self_test import NUMEL as SELF_TEST_NUMEL
 from gradwire.kernels.self_test import SELF_TESTS
 from gradwire.kernels.triton_core.backend import device_name
-from gradwire.tools.bench.coders import CODER_GOALS, bench_coder_choices, bench_coders
+from gradwire.tools.bench.codecs import (
+    CODER_GOALS,
+    ROTATION_GOALS,
+    SPARSE_GOALS,
+    bench_coder_choices,
+    bench_coders,
+    bench_low_rank,
+    bench_methods,
+    bench_rotations,
+    bench_sparse,
+)
 from gradwire.tools.bench.device_kernels import DEVICE_GOALS, check_cuda, measure_bucket, measure_device
-from gradwire.tools.bench.methods import bench_methods
-from gradwire.tools.bench.rotations import ROTATION_GOALS, bench_rotations
-from gradwire.tools.bench.sparse import SPARSE_GOALS, bench_low_rank, bench_sparse
 from gradwire.tools.bench.timing import Bench
-from gradwire.tools.experiments.machine import hardware, versions
-
-__all__ = ["measure_cuda_kernels", "measure_kernels"]
+from gradwire.tools.experiments.run_record import hardware, versions
 
 GOALS = {
     "moments": 0.50,

@@ -15,8 +15,6 @@ from gradwire.tools.experiments.tasks import build
 from gradwire.tools.experiments.tasks.cifar10 import Residual
 from gradwire.tools.experiments.tasks.text import Transformer
 
-__all__ = ["MODELS", "BenchModel", "bench_model"]
-
 Batch = tuple[Tensor, Tensor]
 
 

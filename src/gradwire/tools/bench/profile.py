@@ -16,8 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.model.profile import Profile
-from gradwire.model.timeline import Recorder
+from gradwire.model.profile import Profile, Recorder
 from gradwire.tools.bench.models import MODELS
 from gradwire.tools.experiments.config import RunConfig
 from gradwire.tools.experiments.engine import build_model
@@ -25,8 +24,6 @@ from gradwire.tools.experiments.errors import UsageError, WorkerError, nearest
 from gradwire.tools.experiments.launch import loopback
 from gradwire.tools.experiments.order import share
 from gradwire.tools.experiments.tasks import ALL, build
-
-__all__ = ["main", "profile_module", "profile_name", "profile_script"]
 
 STEPS = 12
 """Of a profile; the first two lay out buckets and do not count."""

@@ -16,12 +16,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gradwire.model.timeline import Timeline
+from gradwire.model.profile import Timeline
 from gradwire.tools.bench.models import bench_model
 from gradwire.tools.bench.profile import profile_name
 from gradwire.tools.bench.variants import Variant
-
-__all__ = ["ENVIRONMENT", "main"]
 
 ENVIRONMENT = "GRADWIRE_BENCH"
 

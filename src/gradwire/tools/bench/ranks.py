@@ -1,4 +1,4 @@
-"""The ranks of the step benchmark, seen from their parent: one on each host of an emulated cluster, or on loopback."""
+"""A bound on how long a measurement may take."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from functools import partial
 from types import TracebackType
 from typing import IO, Any
@@ -19,14 +20,37 @@ from typing import IO, Any
 import torch
 import torch.distributed as dist
 
-from gradwire.tools.bench.deadline import Deadline, OutOfTimeError
 from gradwire.tools.bench.rank import ENVIRONMENT
-from gradwire.tools.experiments.errors import WorkerError
+from gradwire.tools.experiments.errors import RunError, WorkerError
 from gradwire.tools.experiments.launch import loopback
 from gradwire.tools.lab import Network, environment, start
 from gradwire.tools.processes import die_with_parent, termination_unwinds
 
-__all__ = ["Ranks", "open_ranks"]
+
+class OutOfTimeError(RunError):
+    """A measurement did not end in the time that it may take."""
+
+
+class Deadline:
+    """A number of seconds from now on.
+
+    Args:
+        seconds: That may pass.
+        clock: Returns seconds.
+    """
+
+    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._until = clock, clock() + seconds
+
+    @property
+    def left_s(self) -> float:
+        """Seconds that are left, 0 at least."""
+        return max(0.0, self._until - self._clock())
+
+    @property
+    def passed(self) -> bool:
+        """Whether none is left."""
+        return self.left_s == 0.0
 
 
 class Ranks:

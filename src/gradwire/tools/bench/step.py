@@ -20,18 +20,14 @@ from typing import Any
 
 import torch
 
-from gradwire.tools.bench.compute import COMPUTE_KINDS
-from gradwire.tools.bench.deadline import Deadline, OutOfTimeError
+from gradwire.tools.bench.compute import COMPUTE_KINDS, TURNS, steps_of_budget, steps_of_cell
 from gradwire.tools.bench.device_kernels import check_cuda
 from gradwire.tools.bench.models import bench_model
-from gradwire.tools.bench.pace import TURNS, steps_of_budget, steps_of_cell
-from gradwire.tools.bench.ranks import Ranks, open_ranks
+from gradwire.tools.bench.ranks import Deadline, OutOfTimeError, Ranks, open_ranks
 from gradwire.tools.bench.variants import COMPUTE, VARIANTS, check_variant, dense_wire_bytes
 from gradwire.tools.experiments.errors import UsageError
-from gradwire.tools.experiments.machine import hardware, versions
+from gradwire.tools.experiments.run_record import hardware, versions
 from gradwire.tools.lab import Network, Rate, Topology, format_rate, open_network
-
-__all__ = ["BANDWIDTHS", "BYTES_TOLERANCE", "HOSTS", "StepGrid", "compute_of", "measure_grid"]
 
 HOSTS = (2, 4, 8)
 BANDWIDTHS = ("50mbit", "100mbit", "1gbit", "5gbit", "unlimited")

@@ -12,8 +12,6 @@ from gradwire.tools.bench.step import StepGrid, open_cluster, tell_to_sleep
 from gradwire.tools.bench.variants import COMPUTE
 from gradwire.tools.experiments.errors import UsageError
 
-__all__ = ["Interval", "RankTrace", "chrome_trace", "earliest", "summarise", "trace_steps", "union", "write_trace"]
-
 WARM_UP = 5
 """Steps before those that are recorded: DDP lays its buckets out anew after the first, and buffers grow."""
 

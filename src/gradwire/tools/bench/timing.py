@@ -13,8 +13,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["Bench"]
-
 
 class Bench:
     """Runs functions between two memcpys each and collects rows.

@@ -1,4 +1,4 @@
-"""What a step exchanges its gradients by: DDP alone, DDP's own hooks, gradwire, or nothing."""
+"""The models of the step benchmark, with batches of random numbers of the right shape."""
 
 from __future__ import annotations
 
@@ -12,12 +12,10 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 
 import gradwire as gw
 from gradwire.exchange.drivers import Span, Trace
-from gradwire.model.timeline import Recorder, Timeline
+from gradwire.model.profile import Recorder, Timeline
 from gradwire.tools.bench.compute import CPU, Compute, make_compute
 from gradwire.tools.bench.models import Batch, BenchModel
 from gradwire.tools.experiments.errors import UsageError
-
-__all__ = ["COMPUTE", "DDP_VARIANTS", "VARIANTS", "Variant", "check_variant", "dense_wire_bytes"]
 
 COMPUTE = "compute"
 # DDP's bf16 hook refuses every backend but NCCL.

@@ -11,9 +11,7 @@ from gradwire.tools.cli import options as o
 from gradwire.tools.cli.app_bench import bench
 from gradwire.tools.cli.app_lab import lab
 from gradwire.tools.cli.app_plan import plan
-from gradwire.tools.cli.errors import handled
-
-__all__ = ["app"]
+from gradwire.tools.cli.show import handled
 
 app = typer.Typer(
     name="gradwire",
@@ -295,9 +293,9 @@ def run(
     """
     with handled(debug):
         import gradwire as gw
-        from gradwire.tools.cli.lab_commands import run_on_lab
+        from gradwire.tools.cli.app_lab import run_on_lab
         from gradwire.tools.cli.torchrun import command, replace_process
-        from gradwire.tools.experiments.link_settings import LinkSettings
+        from gradwire.tools.experiments.config import LinkSettings
 
         flags = {"nproc-per-node": nproc_per_node, "nnodes": nnodes, "node-rank": node_rank}
         flags |= {"master-addr": master_addr, "master-port": master_port, "max-restarts": max_restarts}
@@ -340,8 +338,7 @@ def methods(
     Example: [cyan]gradwire methods terngrad[/cyan]
     """
     with handled(debug):
-        from gradwire.tools.cli.show import print_json
-        from gradwire.tools.cli.show_methods import method_rows, print_methods
+        from gradwire.tools.cli.show import method_rows, print_json, print_methods
 
         rows = method_rows([name] if name else [])
         print_json(rows) if as_json else print_methods(rows, in_full=everything)

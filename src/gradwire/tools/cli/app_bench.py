@@ -8,9 +8,7 @@ from typing import Annotated
 import typer
 
 from gradwire.tools.cli import options as o
-from gradwire.tools.cli.errors import handled
-
-__all__ = ["bench"]
+from gradwire.tools.cli.show import handled
 
 bench = typer.Typer(no_args_is_help=True, help="Measured tables: training steps, and kernels against memcpy.")
 

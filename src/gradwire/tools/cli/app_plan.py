@@ -8,9 +8,7 @@ from typing import Annotated
 import typer
 
 from gradwire.tools.cli import options as o
-from gradwire.tools.cli.errors import handled
-
-__all__ = ["plan"]
+from gradwire.tools.cli.show import handled
 
 MODEL, CLUSTER = "Model", "Cluster"
 

@@ -16,10 +16,7 @@ from gradwire.tools.cli.options import check_figure
 from gradwire.tools.cli.show import print_json, print_steps, print_timeline
 from gradwire.tools.experiments.errors import RunError, UsageError
 from gradwire.tools.lab import Topology, parse_rate
-from gradwire.tools.report.steps import draw_steps
-from gradwire.tools.report.timeline import draw_timeline
-
-__all__ = ["kernels", "step", "timeline"]
+from gradwire.tools.report.figures import draw_steps, draw_timeline
 
 
 def step(

@@ -23,9 +23,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from gradwire.tools.cli.launcher import Report
-from gradwire.tools.experiments.link_settings import LinkSettings
-
-__all__ = ["ENVIRONMENT", "attach_everywhere", "from_text", "main", "to_text"]
+from gradwire.tools.experiments.config import LinkSettings
 
 ENVIRONMENT = "GRADWIRE_RUN"
 
@@ -100,7 +98,7 @@ def left_apart(links: Sequence[Any]) -> list[str]:
 
 def _came_to(link: Any) -> str:
     """Describe what a link's gradients travelled by."""
-    from gradwire.tools.report.link_notes import choice_text, fallback_reason, fallback_text
+    from gradwire.tools.report.summary import choice_text, fallback_reason, fallback_text
 
     spec, record = repr(link.method), link.record()
     choice, returned = record["choice"], record["fallback"]

@@ -19,8 +19,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-__all__ = ["REPORTS", "Report", "account", "main"]
-
 REPORTS = "GRADWIRE_REPORTS"
 
 

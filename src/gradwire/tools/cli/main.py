@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import sys
 
-__all__ = ["main"]
-
 
 def main() -> None:
     """Run the command line and leave with its exit code: 0 done, 1 failed, 2 bad usage, 130 interrupted."""

@@ -7,48 +7,6 @@ from typing import Annotated
 
 import typer
 
-__all__ = [
-    "L1",
-    "L2",
-    "AsJson",
-    "Batch",
-    "CheckEvery",
-    "Collective",
-    "Crop",
-    "Data",
-    "Debug",
-    "Ema",
-    "EvalEvery",
-    "Exclude",
-    "Fallback",
-    "FallbackLimit",
-    "GraphName",
-    "HaloSpec",
-    "Lab",
-    "Layers",
-    "LearningRate",
-    "LogEvery",
-    "MinNumel",
-    "Model",
-    "Momentum",
-    "Optimizer",
-    "Out",
-    "Overwrite",
-    "PartitionRule",
-    "Schedule",
-    "Seed",
-    "Simulate",
-    "Split",
-    "Steps",
-    "TaskName",
-    "Threads",
-    "WarmupSteps",
-    "WeightDecay",
-    "Workers",
-    "check_figure",
-    "refuse_beside",
-]
-
 METHOD_HELP = 'Method and its settings, such as terngrad or "TernGrad(clip=None)"; see: gradwire methods'
 TRAINING, LINK, OUTPUT = "Training", "Gradient exchange", "Output"
 

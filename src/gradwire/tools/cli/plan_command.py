@@ -14,15 +14,13 @@ import gradwire as gw
 from gradwire.model.forecast import Forecast, Scenario, forecast, recommend
 from gradwire.model.machine import DEFAULT, LinkModel, Machine
 from gradwire.model.profile import Profile
-from gradwire.tools.bench.calibration import default_path, machine_of_rows, measure_machine
+from gradwire.tools.bench.predict import default_path, machine_of_rows, measure_machine
 from gradwire.tools.bench.profile import profile_name, profile_script
 from gradwire.tools.cli.options import check_figure
 from gradwire.tools.cli.show import print_json, print_plan
 from gradwire.tools.experiments.errors import UsageError
 from gradwire.tools.lab import parse_delay, parse_rate
 from gradwire.tools.report.verdict import rate_text, seconds_text
-
-__all__ = ["plan"]
 
 METHODS = ("bf16", "fp16", "terngrad", "coded")
 HOSTS = (2, 4, 8)
@@ -124,7 +122,7 @@ def plan(
         for place, reason in advice:
             print(f"{place}: {reason}")
     if figure is not None:
-        from gradwire.tools.report.scaling import draw_scaling
+        from gradwire.tools.report.figures import draw_scaling
 
         draw_scaling(figure, [(name, f.method, f.world_size, f.worker_steps_per_s) for name, f in curves])
         print(f"figure: {figure}", file=sys.stderr)

@@ -10,11 +10,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from gradwire.tools.cli.bootstrap import ENVIRONMENT, to_text
+from gradwire.tools.experiments.config import LinkSettings
 from gradwire.tools.experiments.errors import UsageError
-from gradwire.tools.experiments.link_settings import LinkSettings
-
-__all__ = ["command", "compile_kernels", "replace_process"]
-
 
 NUMBERS = r"\d+"
 FORMS = {

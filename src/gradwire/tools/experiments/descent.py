@@ -12,8 +12,6 @@ from gradwire.tools.experiments.convex import LogisticProblem
 from gradwire.tools.experiments.errors import TrainingError
 from gradwire.tools.experiments.optimum import Optimum
 
-__all__ = ["Exchange", "descend", "exact_mean", "float32_floor", "rounded_mean"]
-
 Exchange = Callable[[Tensor], Tensor]
 """From the workers' gradients, float64 ``[workers, features]``, to a direction, ``[features]``."""
 

@@ -16,8 +16,6 @@ from gradwire.tools.experiments.config import RunConfig
 from gradwire.tools.experiments.engine import build_model, link_options, score_share
 from gradwire.tools.experiments.order import share
 
-__all__ = ["DistributedEngine"]
-
 
 class DistributedEngine:
     """An :class:`~gradwire.tools.experiments.engine.Engine` on the default process group: DDP with a link attached."""

@@ -13,8 +13,6 @@ import gradwire as gw
 from gradwire.seeds import parameter_key
 from gradwire.tools.experiments.config import RunConfig
 
-__all__ = ["Engine", "build_model", "link_options", "now_s", "score_share"]
-
 
 class Engine(Protocol):
     """One process's part in the training of all workers."""

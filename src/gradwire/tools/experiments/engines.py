@@ -6,11 +6,8 @@ import gradwire as gw
 from gradwire.tools.experiments.config import RunConfig
 from gradwire.tools.experiments.distributed import DistributedEngine
 from gradwire.tools.experiments.graph_engines import GraphEngine, SimulatedGraphEngine
-from gradwire.tools.experiments.simulate import SimulatedEngine
-from gradwire.tools.experiments.simulate_local import SimulatedLocalEngine
+from gradwire.tools.experiments.simulate import SimulatedEngine, SimulatedLocalEngine
 from gradwire.tools.experiments.tasks.graph import GraphTask
-
-__all__ = ["real_engine", "simulated_engine"]
 
 
 def real_engine(plan: RunConfig) -> DistributedEngine:

@@ -7,8 +7,6 @@ from collections.abc import Iterable
 
 from gradwire.errors import GradwireError
 
-__all__ = ["DataError", "RunError", "TrainingError", "UsageError", "WorkerError", "nearest"]
-
 
 class UsageError(GradwireError, ValueError):
     """The command or call asks for something that does not exist or cannot be done; nothing was started."""

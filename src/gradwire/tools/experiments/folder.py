@@ -22,8 +22,6 @@ from gradwire.errors import IncompatibleError
 from gradwire.exchange.digests import pack, unpack
 from gradwire.tools.experiments.errors import RunError, UsageError
 
-__all__ = ["GAUGES", "RECORD", "ROW_FIELDS", "RunFolder", "checkpoint_steps"]
-
 ROW_FIELDS = (
     "step",
     "event",

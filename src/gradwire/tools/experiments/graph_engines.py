@@ -18,8 +18,6 @@ from gradwire.tools.experiments.errors import RunError
 from gradwire.tools.experiments.simulate import SimulatedEngine
 from gradwire.tools.experiments.tasks.graph import GraphTask
 
-__all__ = ["GraphEngine", "SimulatedGraphEngine", "share_of_loss"]
-
 
 def share_of_loss(logits: Tensor, part: Subgraph) -> Tensor:
     """Return a worker's loss; the mean over workers is the mean cross entropy of the graph's known labels."""

@@ -33,11 +33,8 @@ from gradwire.tools.experiments.errors import WorkerError
 from gradwire.tools.experiments.folder import RunFolder
 from gradwire.tools.experiments.train import OnStep, Row
 from gradwire.tools.experiments.worker import ENVIRONMENT, Part
-from gradwire.tools.forking import Child, ForkedProcess, can_fork, fork_all
 from gradwire.tools.lab import INTERFACE, PORT, LabError, Network, open_network
-from gradwire.tools.processes import termination_unwinds
-
-__all__ = ["GRACE_S", "Crew", "run_workers"]
+from gradwire.tools.processes import Child, ForkedProcess, can_fork, fork_all, termination_unwinds
 
 GRACE_S = 10.0
 STOP_S = 60.0

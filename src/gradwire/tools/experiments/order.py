@@ -18,8 +18,6 @@ import torch
 from gradwire.seeds import parameter_key
 from gradwire.tools.experiments.errors import UsageError
 
-__all__ = ["DataOrder", "Order", "ShareOrder", "generator", "share"]
-
 
 class Order(Protocol):
     """Which samples each step takes."""

@@ -20,14 +20,10 @@ from gradwire.tools.experiments.engines import simulated_engine
 from gradwire.tools.experiments.errors import RunError, UsageError
 from gradwire.tools.experiments.folder import RunFolder, checkpoint_steps, write_durably
 from gradwire.tools.experiments.launch import run_workers
-from gradwire.tools.experiments.machine import check_workers
-from gradwire.tools.experiments.run_record import Audience, config_of, default_folder, report, slug
-from gradwire.tools.experiments.stopping import stops_on
-from gradwire.tools.experiments.torchrun import train_under_torchrun
+from gradwire.tools.experiments.run_record import Audience, check_workers, config_of, default_folder, report, slug
 from gradwire.tools.experiments.train import OnStep, Row, Trainer
+from gradwire.tools.experiments.worker import stops_on, train_under_torchrun
 from gradwire.tools.lab import missing
-
-__all__ = ["Audience", "compare", "resume", "speaks", "train", "under_torchrun"]
 
 
 def under_torchrun() -> bool:

@@ -1,20 +1,101 @@
-"""What a run leaves behind, whoever starts its workers: its folder's name, its record and its report."""
+"""What this machine is, and how many workers it can start."""
 
 from __future__ import annotations
 
 import datetime
+import importlib.metadata
+import os
+import platform
 import re
+import resource
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import gradwire as gw
 from gradwire.tools.experiments.config import RunConfig
+from gradwire.tools.experiments.errors import UsageError
 from gradwire.tools.experiments.folder import RECORD
-from gradwire.tools.experiments.machine import hardware, versions
 from gradwire.tools.experiments.train import Row
 
-__all__ = ["Audience", "config_of", "default_folder", "report", "slug"]
+WORKER_BYTES = 300_000_000
+"""Memory that a worker takes at least: Python, torch and a small model."""
+
+WORKERS_PER_CORE = 64
+DESCRIPTORS_PER_WORKER = 16
+"""Sockets that a worker opens towards each other worker, at most, and some to spare."""
+
+THREADS_PER_WORKER = 12
+
+
+def _fields(path: str) -> dict[str, str]:
+    try:
+        lines = Path(path).read_text().splitlines()
+    except OSError:
+        return {}
+    pairs = (line.partition(":") for line in reversed(lines))
+    return {key.strip(): value.strip() for key, colon, value in pairs if colon}
+
+
+def available_bytes() -> int | None:
+    """Return the memory that new processes may take, or None where that is unknown."""
+    found = _fields("/proc/meminfo").get("MemAvailable", "").split()
+    return int(found[0]) * 1024 if found else None
+
+
+def cores() -> int:
+    """Return the cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def free_threads() -> int | None:
+    """Return how many threads the container may still start, or None where there is no limit."""
+    try:
+        limit = Path("/sys/fs/cgroup/pids.max").read_text().strip()
+        used = int(Path("/sys/fs/cgroup/pids.current").read_text())
+    except (OSError, ValueError):
+        return None
+    return None if limit == "max" else int(limit) - used
+
+
+def check_workers(workers: int) -> None:
+    """Refuse more workers than the machine can start; raises UsageError before any is started."""
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    memory, threads = available_bytes(), free_threads()
+    limits = {
+        f"{cores()} cores": cores() * WORKERS_PER_CORE,
+        f"{(memory or 0) / 1e9:.1f} GB of free memory": memory // WORKER_BYTES if memory is not None else workers,
+        f"{files} open files a process": files // DESCRIPTORS_PER_WORKER,
+        f"{threads} free threads": threads // THREADS_PER_WORKER if threads is not None else workers,
+    }
+    reason, most = min(limits.items(), key=lambda item: item[1])
+    if workers > most:
+        raise UsageError(
+            f"{workers} workers are more than this machine can start: {reason} allow {most}; "
+            "use fewer, or --simulate, which plays any number in one process"
+        )
+
+
+def hardware() -> dict[str, Any]:
+    """Describe the machine for the run record."""
+    memory = _fields("/proc/meminfo").get("MemTotal", "").split()
+    return {
+        "processor": _fields("/proc/cpuinfo").get("model name") or platform.processor() or platform.machine(),
+        "cores": cores(),
+        "memory_bytes": int(memory[0]) * 1024 if memory else None,
+        "system": f"{platform.system()} {platform.release()}",
+    }
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that a result depends on."""
+    found = {"python": platform.python_version()}
+    for name in ("gradwire", "torch", "numpy", "numba"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return found
 
 
 class Audience(Protocol):

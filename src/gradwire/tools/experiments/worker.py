@@ -1,9 +1,4 @@
-"""A worker: one process of a real group, under our launcher or under torchrun.
-
-Started by :mod:`gradwire.tools.experiments.launch`, as a fork or as ``python -m gradwire.tools.experiments.worker``, it
-reads its part from the environment (:class:`Part`) and tells its parent about rows and its end over a pipe, one JSON
-object a line.
-"""
+"""A training that is asked to stop: by a signal, at a moment on which all ranks agree."""
 
 from __future__ import annotations
 
@@ -14,10 +9,12 @@ import logging
 import os
 import signal
 import sys
+import threading
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -25,15 +22,49 @@ import torch.distributed as dist
 
 import gradwire as gw
 from gradwire.errors import GradwireError
+from gradwire.exchange.drivers.tables import all_gather_tables, broadcast_table
 from gradwire.tools.experiments.config import RunConfig
 from gradwire.tools.experiments.engines import real_engine
+from gradwire.tools.experiments.errors import RunError, UsageError
 from gradwire.tools.experiments.folder import RunFolder
-from gradwire.tools.experiments.stopping import stops_on
+from gradwire.tools.experiments.run_record import Audience, config_of, default_folder, report
 from gradwire.tools.experiments.train import OnStep, Row, Trainer
-from gradwire.tools.forking import wait_for_parent
-from gradwire.tools.processes import die_with_parent
+from gradwire.tools.processes import die_with_parent, wait_for_parent
 
-__all__ = ["ENVIRONMENT", "Part", "main", "prepare", "train_in_group"]
+
+@contextlib.contextmanager
+def stops_on(*numbers: signal.Signals) -> Iterator[Callable[[], bool]]:
+    """Note the first of some signals instead of ending by it; the second one has the effect it had before.
+
+    Outside of the main thread, where Python handles no signals, nothing changes.
+
+    Args:
+        numbers: The signals.
+
+    Yields:
+        A function that returns whether one of them has come.
+    """
+    came = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield came.is_set
+        return
+    before = {number: signal.getsignal(number) for number in numbers}
+
+    def note(number: int, frame: FrameType | None) -> None:
+        came.set()
+        restore(list(before))
+
+    def restore(which: Sequence[signal.Signals]) -> None:
+        for one in which:
+            signal.signal(one, before[one])
+
+    for number in numbers:
+        signal.signal(number, note)
+    try:
+        yield came.is_set
+    finally:
+        restore([number for number in numbers if signal.getsignal(number) is note])
+
 
 ENVIRONMENT = "GRADWIRE_WORKER"
 
@@ -152,3 +183,65 @@ def _work(part: Part, on_row: Callable[[Row], None], on_step: OnStep) -> None:
 
 if __name__ == "__main__":
     main()
+
+
+def train_under_torchrun(
+    plan: RunConfig, audience: Audience, *, folder: Path | None, overwrite: bool, stop_after: int | None
+) -> Path:
+    """Train on the group that torchrun gives; rank 0 alone writes the run folder and speaks.
+
+    Raises:
+        GradwireError: on every rank where rank 0 could not make the folder, or as training does.
+    """
+    world_size = int(os.environ["WORLD_SIZE"])
+    if world_size == 1:
+        raise UsageError("1 worker exchanges nothing: give torchrun --nproc-per-node 2 or more, or --simulate")
+    plan = dataclasses.replace(plan, workers=world_size)
+    gw.warm_up(plan.method)
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    run = RunFolder(_agree_on_folder(plan, folder, overwrite))
+    if rank == 0:
+        audience.start(plan)
+    stopped = train_in_group(plan, run, audience.row, audience.step, resume=False, stop_after=stop_after)
+    if rank == 0 and not stopped:
+        report([run.path], run.path)
+    dist.barrier()
+    dist.destroy_process_group()
+    if stopped:
+        raise SystemExit(128 + signal.SIGTERM)
+    return run.path
+
+
+def _agree_on_folder(plan: RunConfig, folder: Path | None, overwrite: bool) -> Path:
+    """Let rank 0 make the run folder and tell all ranks its path, or why there is none."""
+    answer = {"path": "", "problem": ""}
+    if dist.get_rank() == 0:
+        try:
+            run = RunFolder.create(folder or default_folder(plan), overwrite=overwrite)
+            run.write_config(config_of(plan))
+            answer["path"] = str(run.path.absolute())
+        except GradwireError as error:
+            answer["problem"] = str(error)
+    group = dist.distributed_c10d._get_default_group()
+    path, problem = broadcast_table(answer, "run folder", group, _answered)
+    if not path:
+        raise RunError(problem or "rank 0 made no run folder")
+    # Every rank writes its part of a checkpoint there: better to refuse now than at the last step.
+    seen = all_gather_tables(Path(path).is_dir(), "sight of the run folder", group, _flag)
+    if not all(seen):
+        raise UsageError(f"rank {seen.index(False)} does not see the run folder {path}: give --out a shared folder")
+    return Path(path)
+
+
+def _answered(table: Any) -> tuple[str, str]:
+    path, problem = table["path"], table["problem"]
+    if not isinstance(path, str) or not isinstance(problem, str):
+        raise TypeError("a path and a problem are expected")
+    return path, problem
+
+
+def _flag(table: Any) -> bool:
+    if not isinstance(table, bool):
+        raise TypeError("true or false is expected")
+    return table

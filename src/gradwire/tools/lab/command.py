@@ -16,8 +16,6 @@ from typing import IO
 from gradwire.tools.lab.network import INTERFACE, LabError, Network
 from gradwire.tools.processes import die_with_parent, termination_unwinds
 
-__all__ = ["GRACE_S", "PORT", "environment", "run_command", "start"]
-
 PORT = 29500
 """Each lab has addresses of its own, so one port serves all."""
 

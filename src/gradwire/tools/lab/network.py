@@ -1,15 +1,17 @@
-"""Network namespaces, bridges and rate limits, made and removed with iproute2.
+"""Which labs exist on this machine, and which of them are dead.
 
-One namespace a host, one a switch; a host's link is a pair of virtual interfaces, limited by a token bucket (``tc
-tbf``) at each end: at the host's for what it sends, at the switch's for what it receives. Nothing is put into the
-namespace of the caller, so that labs cannot collide and addresses need not be chosen.
+Every lab holds a lock on a file named after it for as long as its process lives; the kernel lets go of it however
+the process ends. So a lab whose lock can be taken is dead, whatever process numbers have been given out since, and
+a living lab is never mistaken for one.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
+import secrets
 import shutil
 import signal
 import subprocess
@@ -17,14 +19,73 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
 
 from gradwire.errors import BackendError, GradwireError
-from gradwire.tools.lab.rates import Rate
-from gradwire.tools.lab.registry import Claim, dead_labs
-from gradwire.tools.lab.topology import Topology
+from gradwire.tools.lab.topology import Rate, Topology
 from gradwire.tools.processes import termination_unwinds
 
-__all__ = ["INTERFACE", "Counters", "LabError", "Network", "missing", "open_network"]
+FOLDER = Path("/run/gradwire-labs")
+
+
+class Claim:
+    """This process's hold on the name of one lab.
+
+    Attributes:
+        name: Unique among the labs of this machine.
+    """
+
+    def __init__(self, folder: Path = FOLDER) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        while True:
+            self.name = f"gw{secrets.token_hex(3)}"
+            self.path = folder / self.name
+            try:
+                # Python opens files so that children do not inherit them: the lock is this process's alone.
+                self._file: IO[str] = self.path.open("x")
+            except FileExistsError:
+                continue
+            fcntl.flock(self._file, fcntl.LOCK_EX)
+            # Between creation and lock, another lab's start may have taken the file for a dead lab's.
+            if self.path.exists():
+                return
+            self._file.close()
+
+    def release(self) -> None:
+        """Return the name back, once nothing bears it any more."""
+        self.path.unlink(missing_ok=True)
+        self._file.close()
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[bool]:
+    """Try to take a lab's lock; tells whether its process is gone."""
+    try:
+        handle = os.open(path, os.O_RDWR)
+    except FileNotFoundError:
+        yield False
+        return
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield True
+    except BlockingIOError:
+        yield False
+    finally:
+        os.close(handle)
+
+
+def dead_labs(folder: Path = FOLDER) -> Iterator[str]:
+    """Yield the name of each lab whose process is gone; its file goes when the caller asks for the next.
+
+    The lock is held meanwhile, so that two starts do not tidy up the same lab.
+    """
+    for path in sorted(folder.glob("gw*")) if folder.is_dir() else ():
+        with _locked(path) as gone:
+            if gone:
+                yield path.name
+                path.unlink(missing_ok=True)
+
 
 INTERFACE = "eth0"
 """Of every host, in its own namespace."""

@@ -6,7 +6,8 @@ import html
 import io
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import matplotlib
@@ -14,9 +15,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
+from gradwire.errors import IncompatibleError
 from gradwire.tools.report.load import Run
-
-__all__ = ["gauge_figure", "progress_figure"]
+from gradwire.tools.report.verdict import rate_text
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 """Okabe and Ito's colours, which colour-blind readers can tell apart."""
@@ -165,3 +166,136 @@ def svg(figure: Figure, label: str) -> str:
         return f'{found.group(1) or found.group(2)} role="img" aria-label="{html.escape(label)}"'
 
     return re.sub(r'(<svg[^>]*?) width="[^"]*" height="[^"]*"|(<svg)', responsive, text, count=1)
+
+
+METHOD_COLOURS = ("#444444", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
+
+
+def draw_scaling(path: Path, points: Sequence[tuple[str, str, int, float]]) -> None:
+    """Draw one panel a link and one line a method.
+
+    Args:
+        path: PNG or SVG, by its suffix.
+        points: (link, method, workers, worker steps a second).
+
+    Raises:
+        IncompatibleError: one number of workers makes no curve.
+    """
+    if len({workers for _, _, workers, _ in points}) < 2:
+        raise IncompatibleError("a curve needs two numbers of workers: give --hosts more than once")
+    from matplotlib.figure import Figure
+
+    links = list(dict.fromkeys(link for link, *_ in points))
+    methods = list(dict.fromkeys(method for _, method, *_ in points))
+    drawing = Figure(figsize=(4.2 * len(links), 3.6), layout="constrained")
+    panels = drawing.subplots(1, len(links), sharey=True, squeeze=False)[0]
+    for panel, link in zip(panels, links):
+        for method, colour in zip(methods, METHOD_COLOURS * len(methods)):
+            line = sorted((n, rate) for place, name, n, rate in points if place == link and name == method)
+            panel.plot(*zip(*line), marker="o", markersize=4, color=colour, label=method)
+        base = [(n, rate) for place, name, n, rate in points if place == link and name == methods[0]]
+        first_n, first = min(base)
+        counts = sorted({n for n, _ in base})
+        panel.plot(counts, [first * n / first_n for n in counts], ":", color="#999999", label=f"{methods[0]}, linear")
+        panel.set(title=link, xlabel="workers", xscale="log", yscale="log")
+        panel.set_xticks(counts, [str(n) for n in counts])
+        panel.minorticks_off()
+        panel.grid(alpha=0.3)
+    panels[0].set_ylabel("worker steps a second")
+    panels[-1].legend(fontsize=8)
+    drawing.savefig(path, dpi=130)
+
+
+BASE = "ddp fp32"
+VARIANT_COLOURS = ("#0072b2", "#999999", "#444444", "#009e73", "#d55e00", "#cc79a7", "#e69f00")
+TICKS = (0.1, 0.25, 0.5, 1, 2, 5, 10, 20, 50)
+UNLIMITED = float("inf")
+
+
+def draw_steps(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Draw one panel a model and number of hosts, one line an exchange.
+
+    Args:
+        path: PNG or SVG, by its suffix.
+        rows: Of the step benchmark.
+
+    Raises:
+        IncompatibleError: there is no exchange to compare with DDP alone.
+    """
+    cells: dict[tuple[str, int], dict[float, dict[str, float]]] = {}
+    for row in rows:
+        rate = row["bandwidth_bits_per_s"] or UNLIMITED
+        cells.setdefault((row["model"], row["hosts"]), {}).setdefault(rate, {})[row["variant"]] = row["step_time_s"]
+    variants = list(dict.fromkeys(r["variant"] for r in rows if r["variant"] not in ("compute", BASE)))
+    if not variants or not any(BASE in cell for links in cells.values() for cell in links.values()):
+        raise IncompatibleError(
+            f"the figure compares exchanges with {BASE!r}: measure it and at least one other variant"
+        )
+    from matplotlib.figure import Figure
+
+    drawing = Figure(figsize=(2.75 * len(cells), 3.4), layout="constrained")
+    panels = drawing.subplots(1, len(cells), squeeze=False)[0]
+    for panel, ((model, hosts), links) in zip(panels, cells.items()):
+        rates = sorted(rate for rate, cell in links.items() if BASE in cell)
+        for variant, colour in zip(variants, VARIANT_COLOURS * len(variants)):
+            line = [(i, links[r][BASE] / links[r][variant]) for i, r in enumerate(rates) if variant in links[r]]
+            if line:
+                panel.plot(*zip(*line), marker="o", markersize=4, color=colour, label=variant)
+        panel.axhline(1, color="#444444", linewidth=0.8, linestyle=":")
+        panel.set_yscale("log")
+        low, high = panel.get_ylim()
+        shown = [tick for tick in TICKS if low <= tick <= high]
+        panel.set_yticks(shown, [f"{tick:g}" for tick in shown])
+        panel.minorticks_off()
+        panel.set_xticks(range(len(rates)), [_speed(rate) for rate in rates], fontsize=8, rotation=30)
+        panel.set_title(f"{model}, {hosts} hosts", fontsize=10)
+        panel.grid(alpha=0.25)
+    panels[0].set_ylabel(f"times as fast as {BASE}")
+    lines = {str(line.get_label()): line for panel in panels for line in panel.get_lines()}
+    named = {label: line for label, line in lines.items() if not label.startswith("_")}
+    drawing.legend(list(named.values()), list(named), loc="outside lower center", ncols=len(named), fontsize=7)
+    drawing.savefig(path, dpi=120)
+
+
+def _speed(rate: float) -> str:
+    return rate_text(None if rate == UNLIMITED else rate)
+
+
+WORK_COLOURS = {
+    "forward": "#999999",
+    "backward": "#cccccc",
+    "update": "#666666",
+    "encode": "#0072b2",
+    "wait for turn": "#f0e442",
+    "send rows": "#009e73",
+    "small message": "#d55e00",
+    "decode": "#cc79a7",
+}
+
+
+def draw_timeline(path: Path, spans: Sequence[tuple[str, str, float, float]], title: str) -> None:
+    """Draw one bar a span, one line a track.
+
+    Args:
+        path: PNG or SVG, by its suffix.
+        spans: (track, name, begin, end), seconds; the first track is drawn at the top.
+        title: Above the figure.
+    """
+    from matplotlib.figure import Figure
+
+    tracks = list(dict.fromkeys(track for track, *_ in spans))
+    origin_s = min((begin for _, _, begin, _ in spans), default=0.0)
+    drawing = Figure(figsize=(9.0, 1.2 + 0.5 * len(tracks)), layout="constrained")
+    panel = drawing.subplots()
+    for name, colour in WORK_COLOURS.items():
+        for row, track in enumerate(tracks):
+            bars = [(1e3 * (b - origin_s), 1e3 * (e - b)) for t, n, b, e in spans if t == track and n == name]
+            if bars:
+                panel.broken_barh(bars, (row - 0.4, 0.8), facecolors=colour, label=name)
+    panel.set_yticks(range(len(tracks)), tracks)
+    panel.invert_yaxis()
+    panel.set_xlabel("milliseconds")
+    panel.set_title(title, fontsize=9)
+    shown = dict(zip(*reversed(panel.get_legend_handles_labels())))
+    drawing.legend(list(shown.values()), list(shown), loc="outside lower center", ncols=len(shown) or 1, fontsize=7)
+    drawing.savefig(path, dpi=120)

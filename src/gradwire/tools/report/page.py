@@ -11,12 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from gradwire.errors import BackendError
-from gradwire.tools.report.link_notes import choice_details, coder_text, link_texts
 from gradwire.tools.report.load import ReportError, Run, load_runs
-from gradwire.tools.report.summary import RunSummary, summarize
+from gradwire.tools.report.summary import RunSummary, choice_details, coder_text, link_texts, summarize
 from gradwire.tools.report.verdict import bytes_text, percent, seconds_text, verdicts
-
-__all__ = ["render", "write_report"]
 
 NONE = "–"
 

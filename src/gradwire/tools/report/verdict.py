@@ -1,4 +1,4 @@
-"""Whether compression paid, in plain words."""
+"""What a link came to do, for people: what ``auto`` chose, a return to the fallback."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from collections.abc import Sequence
 
 from gradwire.tools.report.load import Run
 from gradwire.tools.report.summary import RunSummary, first_reaching, summarize
-
-__all__ = ["baseline_of", "bytes_text", "rate_text", "seconds_text", "verdict", "verdicts"]
 
 BEHIND = 0.01
 """Final accuracy below float32's from which on a method that forgets a part of the gradient is advised against."""

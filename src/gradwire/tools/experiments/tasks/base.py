@@ -17,8 +17,6 @@ from torch.nn import functional as F
 from gradwire.tools.experiments.errors import UsageError, nearest
 from gradwire.tools.experiments.order import DataOrder, Order
 
-__all__ = ["OPTIMIZERS", "SCHEDULES", "Source", "Task"]
-
 OPTIMIZERS = ("sgd", "adam")
 SCHEDULES = ("constant", "polynomial", "cosine")
 

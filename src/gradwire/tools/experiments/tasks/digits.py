@@ -13,8 +13,6 @@ from gradwire.tools.experiments.order import generator
 from gradwire.tools.experiments.tasks.base import Source, Task
 from gradwire.tools.experiments.tasks.images import Images
 
-__all__ = ["Digits"]
-
 TRAINING_IMAGES = 1437
 
 

@@ -11,8 +11,6 @@ from torch.nn import functional as F
 
 from gradwire.tools.experiments.order import generator
 
-__all__ = ["Images"]
-
 EVALUATION_BATCH = 250
 """Samples that are evaluated at once; a memory bound, not a setting that changes results."""
 

@@ -19,8 +19,6 @@ from gradwire.tools.experiments.order import Order, ShareOrder, generator
 from gradwire.tools.experiments.tasks.base import Source, Task
 from gradwire.tools.experiments.tasks.readers import SparseRows, read_libsvm
 
-__all__ = ["SPLITS", "Logreg", "split_order"]
-
 SPLITS = ("label", "random")
 EVALUATION_ROWS = 4096
 """Rows that are evaluated at once; a memory bound, not a setting that changes results."""

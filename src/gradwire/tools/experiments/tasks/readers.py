@@ -19,17 +19,6 @@ from torch import Tensor
 
 from gradwire.tools.experiments.errors import DataError
 
-__all__ = [
-    "SparseRows",
-    "existing_folder",
-    "find_file",
-    "read_bytes",
-    "read_cifar10",
-    "read_idx_images",
-    "read_idx_labels",
-    "read_libsvm",
-]
-
 IMAGES_MAGIC, LABELS_MAGIC = 2051, 2049
 CLASSES = 10
 CIFAR_IMAGES, CIFAR_RECORD_BYTES = 10_000, 3073

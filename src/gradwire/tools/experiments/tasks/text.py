@@ -14,8 +14,6 @@ from torch import Tensor, nn
 from gradwire.tools.experiments.errors import DataError, UsageError, nearest
 from gradwire.tools.experiments.tasks.base import Source, Task
 
-__all__ = ["Text", "Transformer"]
-
 LENGTH = 64
 """Bytes that a sample predicts."""
 DEFAULT_BYTES = 2_000_000
