@@ -68,7 +68,7 @@ class Watched(gw.SimulatedLink):
         round, diagnostics = self.round, self._diagnostics
         super().exchange_(gradients, names)
         if round in ROUNDS:
-            found = diagnostics.over_all(round, self._memories[0].norm(self.method.waiting))
+            found = diagnostics.over_all(round, self._memories[0].norm(self.method.traits.waiting))
             if found is not None:
                 self.measured[round] = asdict(found)
 
@@ -87,7 +87,7 @@ def network(task: str, seed: int) -> nn.Module:
 def trained(spec: str, task: str, source: Any, seed: int) -> dict[str, Any]:
     """Train once; return the row."""
     method, model = gw.method(spec), network(task, seed)
-    own = method.owns_momentum or method.direction
+    own = method.traits.owns_momentum or method.traits.direction
     rate = DIRECTION_RATE.get(type(method).name, RATE)
     optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.0 if own else MOMENTUM)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / STEPS)

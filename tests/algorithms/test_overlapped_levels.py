@@ -80,9 +80,9 @@ def test_the_first_round_is_rounded_to_halves_of_halves() -> None:
 
 
 def test_what_overlapping_needs() -> None:
-    assert gw.ALQ().whole_step
-    assert not overlapped().whole_step
-    assert not overlapped().joined
+    assert gw.ALQ().traits.whole_step
+    assert not overlapped().traits.whole_step
+    assert not overlapped().traits.joined
     with pytest.raises(gw.HyperparameterError, match="use blocks='parameter'"):
         gw.ALQ(overlap=True)
     with pytest.raises(gw.HyperparameterError, match="True or False"):

@@ -245,7 +245,7 @@ def test_numbers_are_rounded_for_reading_and_kept_in_json(name: str, exact: floa
 @pytest.mark.parametrize("name", list(gw.methods()))
 def test_an_outcome_that_is_a_direction_is_said_to_be_one(name: str) -> None:
     (line,) = [line for line in call("methods", name).stdout.splitlines() if line.startswith("outcome:")]
-    assert ("a direction" in line) == gw.method(name).direction
+    assert ("a direction" in line) == gw.method(name).traits.direction
 
 
 def test_methods_shows_what_auto_tries() -> None:

@@ -155,7 +155,7 @@ def test_gossip_passes_on_no_spike(method: gw.Method) -> None:
     workers = [[("w", torch.nn.Parameter(torch.zeros(20, 20)))] for _ in range(4)]
     steps = gw.SimulatedLocalSteps(workers, method, min_numel=0)
     workers[2][0][1].data[3, 3] = 1e20
-    for _ in range(method.local_steps - 1):
+    for _ in range(method.traits.local_steps - 1):
         steps.after_step()
     with pytest.raises(gw.ExchangeError, match=r"parameter 'w' is not finite here, or beyond 2\^40"):
         steps.after_step()

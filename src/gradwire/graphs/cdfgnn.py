@@ -77,7 +77,7 @@ class CDFGNN(HaloMethod):
     @property
     def kernels(self) -> tuple[str, ...]:
         """Those of the values."""
-        return self.values.kernels
+        return self.values.traits.kernels
 
     def channel(self, setting: ChannelSetting) -> RowChannel:
         return _Cached(self, setting)

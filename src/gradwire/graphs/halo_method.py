@@ -151,7 +151,7 @@ class Halo(HaloMethod):
     @property
     def kernels(self) -> tuple[str, ...]:
         """Those of the operator."""
-        return self.compressor.kernels
+        return self.compressor.traits.kernels
 
     def channel(self, setting: ChannelSetting) -> RowChannel:
         return _AllRows(self.compressor, setting)

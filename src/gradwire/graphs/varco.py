@@ -84,7 +84,7 @@ class VARCO(HaloMethod):
     @property
     def kernels(self) -> tuple[str, ...]:
         """Those of the values."""
-        return self.values.kernels
+        return self.values.traits.kernels
 
     def check_steps(self, steps: int | None) -> None:
         if self.start != self.end and (self.steps or steps or 0) < 3:

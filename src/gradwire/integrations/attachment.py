@@ -78,7 +78,7 @@ class Attachment:
         if self.link is None or self._module is None:
             return
         own = None
-        if self.method.local_steps:
+        if self.method.traits.local_steps:
             # The framework saves the model and the optimizers of rank 0, and here every rank has its own.
             own = {"model": self._module.module.state_dict()}
             own["optimizers"] = [optimizer.state_dict() for optimizer in self.optimizers()]

@@ -34,7 +34,7 @@ class StatefulLink:
     """
 
     def __init__(self, link: Link) -> None:
-        if link.method.local_steps:
+        if link.method.traits.local_steps:
             raise IncompatibleError(
                 f"{link.method!r} lets each rank have parameters of its own, and a distributed checkpoint keeps those "
                 'of one rank: use gw.save(link, folder, own={"model": model.state_dict(), "optimizer": ...})'

@@ -206,7 +206,7 @@ class Judge:
         if not self._diagnostics.wanted(round):
             return
         method = self._serving()
-        found = self._diagnostics.over_all(round, memory.norm(method.waiting))
+        found = self._diagnostics.over_all(round, memory.norm(method.traits.waiting))
         told = None if found is None else judge(method, found, round)
         if told is not None:
             self._warnings.once("judgement", told)
@@ -227,7 +227,7 @@ def judge(method: Method, measured: Comparison, round: int) -> str | None:
 
 def _problem(method: Method, measured: Comparison) -> str | None:
     cosine = f"cosine {measured.cosine:.2f}"
-    if method.sharded or (method.direction and measured.age is None):
+    if method.traits.sharded or (method.traits.direction and measured.age is None):
         # A rank that sends one shard for its node says nothing of the rest of its gradient, and a direction has neither
         # the length nor the angle of one.
         return None
@@ -251,7 +251,7 @@ def _problem(method: Method, measured: Comparison) -> str | None:
 def _changes(method: Method, keeps: bool) -> list[str]:
     """Return specs with a field that lets more through, and what else may help."""
     found = [repr(changed) for changed in (_with(method, field, change) for field, change in MORE.items()) if changed]
-    around = None if keeps or method.unbiased else _built(partial(ErrorFeedback, compressor=method))
+    around = None if keeps or method.traits.unbiased else _built(partial(ErrorFeedback, compressor=method))
     if around is not None:
         found.append(repr(around))
     if keeps and getattr(method, "momentum", None) == 0.0:

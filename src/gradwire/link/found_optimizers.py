@@ -73,9 +73,9 @@ class OptimizerSearch:
     ) -> None:
         self._method, self._failures, self._warnings = method, failures, warnings
         unknown = parameters if optimizer is None else not_stepped(optimizer, parameters)
-        self._unknown = set(unknown) if method.owns_momentum or method.local_steps else set[str]()
+        self._unknown = set(unknown) if method.traits.owns_momentum or method.traits.local_steps else set[str]()
         # The learning rate is looked at where the first step is taken: a schedule may have set it since.
-        self._rated = set(compressed) if method.direction else set[str]()
+        self._rated = set(compressed) if method.traits.direction else set[str]()
         # FSDP2 has reduced a gradient before anybody can step by it.
         self._unseen = {name for name, p in parameters.items() if not is_sharded(p)}
         searches = self._unknown or self._unseen or self._rated
@@ -117,7 +117,7 @@ class LearningRates:
     """
 
     def __init__(self, method: Method, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> None:
-        self._optimizer = optimizer if method.needs_learning_rates else None
+        self._optimizer = optimizer if method.traits.needs_learning_rates else None
         self._names = {id(p): name for name, p in parameters.items()}
 
     def read(self) -> dict[str, float] | None:
@@ -172,7 +172,7 @@ def check_unscaled(method: Method, grad_scaler: Any) -> None:
     Raises:
         IncompatibleError: there is one, and neither it nor False was handed over.
     """
-    if not method.needs_loss_scale or grad_scaler is not None:
+    if not method.traits.needs_loss_scale or grad_scaler is not None:
         return
     if not _scaling():
         return

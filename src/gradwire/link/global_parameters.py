@@ -204,7 +204,7 @@ class OwnParameters:
     def __init__(self, method: Method, parameters: Mapping[str, torch.Tensor]) -> None:
         self.method, self._parameters = method, dict(parameters)
         self.pieces = Pieces(self._parameters, 1, "sequential")
-        self.clock = FragmentClock(method.local_steps, 1, 0)
+        self.clock = FragmentClock(method.traits.local_steps, 1, 0)
 
     def take(self) -> None:
         """Begin anew, which all workers must do with the same parameters."""

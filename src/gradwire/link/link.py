@@ -152,7 +152,7 @@ class Link(LinkReports, LocalStepsUser):
             "the connections of a link",
             lambda store: [self._site.lane(i, store, order, scopes) for i in range(count)],
         )
-        scaler = None if self.method.local_steps else grad_scaler  # differences of parameters have no scale
+        scaler = None if self.method.traits.local_steps else grad_scaler  # differences of parameters have no scale
         passes, check = 1 if self.options.collective == REDUCE_SCATTER else 2, self.options.check
         device, staged = self._site.device, self._site.exchanges_copies
         selection = self._selection
@@ -251,7 +251,7 @@ class Link(LinkReports, LocalStepsUser):
     ) -> torch.futures.Future[torch.Tensor] | None:
         """Hold a bucket back until the step's last one is there, where the method needs that."""
         planner = self._selection.planner
-        if not planner.method.whole_step:
+        if not planner.method.traits.whole_step:
             return None
         if self._step is None:
             self._step = StepBuffer(planner.step_order(), planner.parameters, self._runtime.device)

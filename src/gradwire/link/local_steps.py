@@ -128,10 +128,10 @@ class LocalSteps:
         grad_scaler: Any,
     ) -> LocalSteps | None:
         """Return the local steps of a link, if its method takes any."""
-        if not method.local_steps:
+        if not method.traits.local_steps:
             return None
         parameters: GlobalParameters | OwnParameters
-        if method.outcomes_differ:
+        if method.traits.outcomes_differ:
             parameters = OwnParameters(method, named)
         else:
             parameters = GlobalParameters(cast(StepsLocally, method), named, runtime.world_size)

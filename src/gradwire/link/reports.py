@@ -79,14 +79,14 @@ class LinkReports:
         """
         runtime = self._runtime
         runtime.settle()
-        rows = parameter_rows(runtime.diagnostics, runtime.memory, self.method.waiting)
+        rows = parameter_rows(runtime.diagnostics, runtime.memory, self.method.traits.waiting)
         counts = {"rounds": runtime.round, "skipped_rounds": runtime.skipped_rounds}
         return {"parameters": rows, "gauges": self.gauges(), **counts, **runtime.seconds()}
 
     def gauges(self) -> dict[str, float]:
         """Return the numbers that the method reports of this rank's latest round, by name.
 
-        Their names are those of :attr:`gradwire.Method.gauges`, and the method's page says what they mean. A round that
+        Their names are those of :class:`gradwire.Traits`, and the method's page says what they mean. A round that
         was skipped leaves those of the round before. There is none before the first round, in rounds of warm-up, and
         where a fallback serves.
         """
@@ -120,7 +120,7 @@ class LinkReports:
         if rows and norm > 0:
             errors = (row["relative_error"] * row["gradient_norm"] for row in rows)
             found |= {"gradient_norm": norm, "relative_error": math.hypot(*errors) / norm}
-        residual = self._runtime.memory.norm(self.method.waiting)
+        residual = self._runtime.memory.norm(self.method.traits.waiting)
         if residual is not None:
             found["residual_norm"] = residual
         return found | {f"gauge/{name}": float(value) for name, value in report["gauges"].items()}

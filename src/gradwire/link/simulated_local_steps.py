@@ -58,18 +58,18 @@ class SimulatedLocalSteps:
         self, workers: Sequence[Iterable[tuple[str, torch.Tensor]]], method: str | Method, **options: Any
     ) -> None:
         named, found = [named_parameters(pairs) for pairs in workers], read_method(method)
-        if not found.local_steps:
+        if not found.traits.local_steps:
             raise IncompatibleError(f"{found!r} exchanges gradients at every step: simulate it by a SimulatedLink")
         pieces, its_options = exchanged(found, named[0], Options.of(options))
         settings = {field.name: getattr(its_options, field.name) for field in fields(its_options)}
         self.link = SimulatedLink(pieces.items(), found, len(named), **settings)
         for rank, mine in enumerate(named):
-            same = found.outcomes_differ or all(torch.equal(p, named[0][n]) for n, p in mine.items())
+            same = found.traits.outcomes_differ or all(torch.equal(p, named[0][n]) for n, p in mine.items())
             if mine.keys() != named[0].keys() or not same:
                 raise IncompatibleError(f"worker {rank} begins with other parameters than worker 0")
         self._workers: list[GlobalParameters | OwnParameters] = [
             OwnParameters(found, mine)
-            if found.outcomes_differ
+            if found.traits.outcomes_differ
             else GlobalParameters(cast(StepsLocally, found), mine, len(named))
             for mine in named
         ]
@@ -165,7 +165,7 @@ class SimulatedLocalSteps:
         rows = torch.stack([worker.outgoing(names) for worker in self._workers])
         self.link.exchange_(rows, names)
         # A mean is read only.
-        self._flying = names, list(rows) if self.link.method.outcomes_differ else [rows[0]] * len(rows)
+        self._flying = names, list(rows) if self.link.method.traits.outcomes_differ else [rows[0]] * len(rows)
 
     @torch.no_grad()
     def _end(self, fragment: int, replaced: bool = False) -> None:

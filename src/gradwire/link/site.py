@@ -32,7 +32,6 @@ from gradwire.exchange.method import Method
 from gradwire.exchange.ops import Scope
 from gradwire.exchange.planning import Options, Placement, place_kernels
 from gradwire.kernels import checksum, get_kernels
-from gradwire.methods.auto import Auto
 from gradwire.methods.spec import method as read_method
 from gradwire.seeds import LinkNumber
 
@@ -82,7 +81,7 @@ def warm_up(method: str | Method = "terngrad", backend: str = "auto") -> float:
     Returns:
         Seconds in which something was compiled; 0 where all of it was kept on disk.
     """
-    families = read_method(method).kernels
+    families = read_method(method).traits.kernels
     return get_kernels(backend).warm_up(families) + checksum.warm_up() if families else 0.0
 
 
@@ -114,7 +113,7 @@ class Site:
             IncompatibleError: the parameters lie on several devices, or what was asked for cannot carry them.
             BackendError: kernels were asked for that cannot serve the method there.
         """
-        specs: list[str | Method] = [*method.candidates] if isinstance(method, Auto) else [method]
+        specs: list[str | Method] = [*method.traits.tries] or [method]
         methods = [read_method(spec) for spec in (*specs, *filter(None, [options.fallback]))]
         where = one_device({name: p.device for name, p in parameters.items()})
         placement = place_kernels(methods, options.backend, where)

@@ -58,8 +58,8 @@ class WeightLink:
             self.method = read_method(method)
             check_operator("compress_weights", self.method)
             kernels = get_kernels(backend)
-            if self.method.kernels:
-                kernels.warm_up(self.method.kernels)
+            if self.method.traits.kernels:
+                kernels.warm_up(self.method.traits.kernels)
             checksum.warm_up()
             mine.fields = {
                 "gradwire version": __version__,

@@ -80,7 +80,7 @@ def cycle_of(
     """
     chosen, given = read_method(method), options or Options()
     pieces, its = exchanged(chosen, parameters, given)
-    steps = None if chosen.outcomes_differ else cast(StepsLocally, chosen)
+    steps = None if chosen.traits.outcomes_differ else cast(StepsLocally, chosen)
     groups = pieces.fragments if isinstance(pieces, Pieces) else [list(pieces)]
     planner = Planner(chosen, pieces, world_size, its)
     planner.compile()
@@ -95,7 +95,7 @@ def cycle_of(
         numel = sum(bucket.numel for bucket in buckets)
         fragments.append(Fragment(jobs, buckets, _own_work(steps, numel, world_size, repeats)))
     delay = steps.delay if steps is not None else 0
-    return Cycle(repr(chosen), chosen.local_steps, delay, tuple(fragments))
+    return Cycle(repr(chosen), chosen.traits.local_steps, delay, tuple(fragments))
 
 
 def cycle_time(timeline: Timeline, cycle: Cycle, *, machine: Machine, link: LinkModel, load: Load) -> Steps:
@@ -227,7 +227,7 @@ def forecast(
     refused: dict[str, str] = {}
     for spec in dict.fromkeys(methods):
         try:
-            if read_method(spec).local_steps:
+            if read_method(spec).traits.local_steps:
                 exchanges[spec] = cycle_of(spec, tensors, n, repeats=repeats)
             else:
                 exchanges[spec] = exchange_of(spec, tensors, profile.timeline.buckets, n, repeats=repeats)
@@ -272,11 +272,11 @@ def _steps(
 def why_apart(spec: str) -> str | None:
     """Explain why the time of a step alone does not tell whether to use a method; None where it does."""
     chosen = read_method(spec)
-    if chosen.local_steps:
+    if chosen.traits.local_steps:
         return (
-            f"exchanges in one of {chosen.local_steps} steps, and may need more steps to the same loss than a method "
-            "that exchanges in all of them"
-            if chosen.local_steps > 1
+            f"exchanges in one of {chosen.traits.local_steps} steps, and may need more steps to the same loss than a "
+            "method that exchanges in all of them"
+            if chosen.traits.local_steps > 1
             else "leaves every worker with parameters of its own, and may need more steps to the same loss"
         )
     return not_comparable(chosen)

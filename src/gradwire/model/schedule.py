@@ -83,10 +83,10 @@ def exchange_of(
         IncompatibleError: the method takes local steps, cannot serve that many ranks, or an option does not fit it.
     """
     chosen = read_method(method)
-    if chosen.local_steps:
+    if chosen.traits.local_steps:
         raise IncompatibleError(
-            f"it exchanges in one of {chosen.local_steps} steps, and not as buckets of gradients become ready: see "
-            "gradwire.model.forecast"
+            f"it exchanges in one of {chosen.traits.local_steps} steps, and not as buckets of gradients become "
+            "ready: see gradwire.model.forecast"
         )
     planner = Planner(chosen, parameters, world_size, options or Options())
     planner.compile()

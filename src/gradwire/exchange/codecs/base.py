@@ -76,7 +76,7 @@ class Draw:
         loss_scale: By which automatic mixed precision has multiplied the vector.
         link: What a message costs, the same on all ranks; None where nobody knows.
         gauge: ``gauge(name, total, count)`` adds to one of the numbers that the method declares in
-            :attr:`gradwire.Method.gauges`.
+            :class:`gradwire.Traits`.
     """
 
     round: int

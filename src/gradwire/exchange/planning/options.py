@@ -140,7 +140,7 @@ class Options:
         return cls(**given)
 
     def _scattered(self, method: Method) -> tuple[str, ...]:
-        if not method.scatters:
+        if not method.traits.scatters:
             raise IncompatibleError(
                 f"{method!r} cannot travel by a reduce-scatter, after which each rank has the mean of its own shard "
                 "alone: shard over a mesh of two dimensions, such as ('replicate', 'shard'), where replicas exchange "
@@ -160,7 +160,7 @@ class Options:
 
     def has_replicas(self, method: Method) -> bool:
         """Return whether all ranks of a link have the same parameters, with local steps when an exchange has ended."""
-        return not method.outcomes_differ and self.collective != REDUCE_SCATTER
+        return not method.traits.outcomes_differ and self.collective != REDUCE_SCATTER
 
     def collectives(self, method: Method) -> tuple[str, ...]:
         """Return the protocols to choose from.
@@ -170,12 +170,12 @@ class Options:
                 checked.
             HyperparameterError: there is no such collective.
         """
-        if self.check and method.outcomes_differ:
+        if self.check and method.traits.outcomes_differ:
             raise IncompatibleError(
                 f"check=True compares the bits of all ranks' outcomes, and under {method!r} each rank has its own: "
                 "leave it out"
             )
-        if self.check_every and method.outcomes_differ:
+        if self.check_every and method.traits.outcomes_differ:
             raise IncompatibleError(
                 f"check_every={self.check_every} compares the parameters of all ranks, and under {method!r} each rank "
                 "has its own: leave it out"
@@ -183,16 +183,16 @@ class Options:
         if self.collective == REDUCE_SCATTER:
             return self._scattered(method)
         if self.collective == "auto":
-            return tuple(method.collectives)
+            return tuple(method.traits.collectives)
         known = tuple(dict.fromkeys(("auto", "all_reduce", *PROTOCOLS, *SHARED_OUT)))
         if self.collective not in known:
             near = difflib.get_close_matches(self.collective, known, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise HyperparameterError(f"unknown collective {self.collective!r}{hint} (known: {', '.join(known)})")
-        if self.collective not in method.collectives:
+        if self.collective not in method.traits.collectives:
             raise IncompatibleError(
                 f"{method!r} cannot travel by {self.collective}; use collective='auto'"
-                + "".join(f" or {c!r}" for c in method.collectives)
+                + "".join(f" or {c!r}" for c in method.traits.collectives)
             )
         return (self.collective,)
 
@@ -216,7 +216,7 @@ def dense_names(sizes: dict[str, int], options: Options, method: Method) -> froz
     Raises:
         HyperparameterError: a pattern matches no parameter.
     """
-    least = method.min_numel if options.min_numel is None else options.min_numel
+    least = method.traits.min_numel if options.min_numel is None else options.min_numel
     dense = {name for name, numel in sizes.items() if numel < least}
     for pattern in options.exclude:
         found = {name for name in sizes if fnmatchcase(name, pattern)}

@@ -53,7 +53,7 @@ def place_kernels(methods: Sequence[Method], asked: str, device: torch.device) -
     if device.type == "cpu":
         return Placement(asked, False, "the parameters are in main memory")
     for method in methods:
-        if method.outcomes_differ:
+        if method.traits.outcomes_differ:
             raise IncompatibleError(
                 f"{method!r} keeps parameters of its own on each rank, which is served for parameters in main memory "
                 f"alone, and these are on {device}: move the model to the CPU, or use another method"
@@ -73,10 +73,10 @@ def place_kernels(methods: Sequence[Method], asked: str, device: torch.device) -
 
 def _obstacle(method: Method) -> str | None:
     """Explain what keeps a method from computing on a device; None where nothing does."""
-    lacking = [family for family in method.kernels if family not in TRITON_FAMILIES]
+    lacking = [family for family in method.traits.kernels if family not in TRITON_FAMILIES]
     if lacking:
         return f"{method.name} needs {', '.join(map(repr, lacking))}, of which Triton has no kernels here"
-    return None if method.on_device else f"{method.name} computes in main memory between its kernels"
+    return None if method.traits.on_device else f"{method.name} computes in main memory between its kernels"
 
 
 def own_buckets(parameters: dict[str, torch.Tensor], most: int) -> list[list[str]]:
@@ -113,7 +113,7 @@ def measure_coders(method: Method, backend: str) -> dict[str, float]:
     kernels = get_kernels(backend)
     payload = _payload(method, kernels)
     repeats = 1 if kernels.name == "reference" else 9
-    return time_coders({name: kernels.coder(name) for name in method.open_coders}, payload, repeats)
+    return time_coders({name: kernels.coder(name) for name in method.traits.open_coders}, payload, repeats)
 
 
 class _Copying:
@@ -146,7 +146,7 @@ def _payload(method: Method, kernels: Kernels) -> torch.Tensor:
     flat = torch.randn(numel, generator=torch.Generator().manual_seed(0))
     coder = _Copying()
     segments = lay_out([Parameter("sample", (numel,), (1,))])
-    plan = method.plan(PlanSetting(segments, kernels, 1, method.collectives[0], 0, numel, coder))
+    plan = method.plan(PlanSetting(segments, kernels, 1, method.traits.collectives[0], 0, numel, coder))
     simulate_ranks([plan.whole(Context(0, 1, 0), flat)], [Meter()])
     return coder.seen[0]
 
@@ -180,8 +180,10 @@ class Planner:
     ) -> None:
         self._number = number or LinkNumber()
         self.method, self.options, self.world_size = method, options, world_size
-        self.open_coders = method.open_coders
-        self.coder = next((name for name in method.kernels if name in CODERS), None) if not self.open_coders else None
+        self.open_coders = method.traits.open_coders
+        self.coder = (
+            next((name for name in method.traits.kernels if name in CODERS), None) if not self.open_coders else None
+        )
         self.parameters = {name: Parameter.of(name, tensor) for name, tensor in parameters.items()}
         self.dense = dense_names({n: p.numel for n, p in self.parameters.items()}, options, method)
         self._kernels: Kernels | None = None
@@ -211,8 +213,8 @@ class Planner:
             HyperparameterError: there is no such backend.
             BackendError: the backend is not installed.
         """
-        compiled_s = self.kernels.warm_up(self.method.kernels) if self.method.kernels else 0.0
-        return compiled_s + (checksum.warm_up() if self.method.kernels or self.dense else 0.0)
+        compiled_s = self.kernels.warm_up(self.method.traits.kernels) if self.method.traits.kernels else 0.0
+        return compiled_s + (checksum.warm_up() if self.method.traits.kernels or self.dense else 0.0)
 
     def measure_coders(self) -> dict[str, float]:
         """Return the seconds that each open coder takes here; see :func:`gradwire.exchange.planning.measure_coders`."""
@@ -246,12 +248,12 @@ class Planner:
     @property
     def backend(self) -> str:
         """The backend that runs; "none" where the method needs no kernels."""
-        return self.kernels.name if self.method.kernels else "none"
+        return self.kernels.name if self.method.traits.kernels else "none"
 
     @property
     def chosen_kernels(self) -> dict[str, dict[str, Any]]:
         """What the backend "auto" chose for the families of kernels that the method calls, and the times it took."""
-        ours = self.method.kernels if self.options.backend == "auto" else ()
+        ours = self.method.traits.kernels if self.options.backend == "auto" else ()
         return {family: row for family, row in chosen().items() if family in ours}
 
     def is_warm_up(self, round: int) -> bool:
@@ -288,7 +290,7 @@ class Planner:
 
     def counted(self, names: Sequence[str]) -> Meter:
         """Count what one rank sends for a bucket, without data or kernels."""
-        order = tuple(self.step_order()) if self.method.whole_step else tuple(names)
+        order = tuple(self.step_order()) if self.method.traits.whole_step else tuple(names)
         return min(self._costs(order, warm_up=False).values(), key=lambda meter: meter.sent_bytes)
 
     def _make(self, names: tuple[str, ...], warm_up: bool) -> BucketPlan:
@@ -300,7 +302,7 @@ class Planner:
         if self.open_coders and self.coder is None:
             times = self.measure_coders()
             self.settle(min(times, key=lambda name: times[name]))
-        return self._build(names, warm_up, best, self.kernels if self.method.kernels else get_kernels("meta"))
+        return self._build(names, warm_up, best, self.kernels if self.method.traits.kernels else get_kernels("meta"))
 
     def _costs(self, names: tuple[str, ...], warm_up: bool) -> dict[str, Meter]:
         numel, meta = sum(self.parameters[name].numel for name in names), get_kernels("meta")
@@ -313,15 +315,15 @@ class Planner:
             # All coders have the same bounds, which are all that a dry run counts.
             method = method.with_coder(self.coder or self.open_coders[0])
         setting = PlanSetting(
-            join_compressed(segments) if self.method.joined else segments,
+            join_compressed(segments) if self.method.traits.joined else segments,
             kernels,
             self.world_size,
             collective,
             link_seed(self.options.seed, self._number.value),
             self.options.chunk_numel,
-            parts=[s for s in segments if not s.dense] if self.method.joined else (),
+            parts=[s for s in segments if not s.dense] if self.method.traits.joined else (),
         )
         plan = method.dense_plan(setting) if warm_up else method.plan(setting)
         # Levels that are shares of a scale are remembered, too, and a spike does them no harm.
-        adds_up = method.needs_loss_scale and bool(method.remembers or method.local_steps)
+        adds_up = method.traits.needs_loss_scale and bool(method.traits.remembers or method.traits.local_steps)
         return BoundedPlan(plan, segments, type(method).__name__) if adds_up else plan

@@ -32,6 +32,7 @@ from gradwire.exchange.protocols.pieces import Pieces, cut, join, shard_out, sha
 from gradwire.exchange.protocols.sections import Bound, BoundChunk, BoundPart, BoundShard, Prepared
 from gradwire.exchange.protocols.shares import reduce_scatter
 from gradwire.exchange.segments import Segment, divide
+from gradwire.exchange.traits import Traits
 
 if TYPE_CHECKING:
     from gradwire.kernels import Coder, Kernels
@@ -143,13 +144,8 @@ class Operator(Protocol):
     tag: ClassVar[int]
 
     @property
-    def cut(self) -> int:
-        """Parameters are cut into chunks at multiples of this many elements."""
-        ...
-
-    @property
-    def share_cut(self) -> int:
-        """The same where owners of shares encode the mean once more."""
+    def traits(self) -> Traits:
+        """Its traits, of which a plan reads where parameters may be cut."""
         ...
 
     def codec(self, kernels: Kernels, segments: Sequence[Segment], world_size: int, seed: int) -> Codec:
@@ -161,8 +157,7 @@ class Float32:
     """Float32 as an operator, for a plan that knows which part of a bucket it compresses."""
 
     tag: ClassVar[int] = DENSE_TAG
-    cut: ClassVar[int] = 80
-    share_cut: ClassVar[int] = 80
+    traits: ClassVar[Traits] = Traits()
 
     def codec(self, kernels: Kernels, segments: Sequence[Segment], world_size: int, seed: int) -> DenseCodec:
         """Bind the operator to segments."""
@@ -230,7 +225,7 @@ class SectionPlan(BucketPlan):
         self.codecs = [self._bind(i, ours, setting.world_size) for i, ours in enumerate(ours_of.values())]
         add_up = self.collective in PROTOCOLS and all(isinstance(c, SummableCodec) for c in self.codecs)
         shared_out = self.collective in SHARED_OUT and not add_up
-        self.grain = math.lcm(method.cut, method.share_cut) if shared_out else method.cut
+        self.grain = math.lcm(method.traits.cut, method.traits.share_cut) if shared_out else method.traits.cut
         position = {s: (i, j) for i, ours in enumerate(ours_of.values()) for j, s in enumerate(ours)}
         self._chunks = []
         self.runs = []
@@ -267,7 +262,7 @@ class SectionPlan(BucketPlan):
 
     def _shared_out(self, ours: Pieces, rest: Pieces) -> BoundChunk:
         world_size = self.setting.world_size
-        parts = zip(share_out(ours, world_size, self.method.share_cut), share_out(rest, world_size, 1))
+        parts = zip(share_out(ours, world_size, self.method.traits.share_cut), share_out(rest, world_size, 1))
         # One who encodes the mean is the only worker of it.
         return BoundChunk(None, [(self._part(*part), self._part(*part, world_size=1)) for part in parts])
 

@@ -167,8 +167,8 @@ class Autotuner:
 
     def __init__(self, method: Auto, planners: Mapping[str, Planner], clock: Callable[[], float] = time.perf_counter):
         self.method, self._planners, self._clock = method, dict(planners), clock
-        self._rememberers = {spec for spec in self._planners if read_method(spec).remembers}
-        self._keepers = {spec for spec in self._planners if RESIDUAL in read_method(spec).remembers}
+        self._rememberers = {spec for spec in self._planners if read_method(spec).traits.remembers}
+        self._keepers = {spec for spec in self._planners if RESIDUAL in read_method(spec).traits.remembers}
         everything = list(next(iter(self._planners.values())).parameters)
         self._counted = {spec: planner.counted(everything) for spec, planner in self._planners.items()}
         self._bytes = {spec: meter.sent_bytes for spec, meter in self._counted.items()}

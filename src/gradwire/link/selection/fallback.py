@@ -30,11 +30,11 @@ def check_fallback(method: Method) -> None:
     """
     reason = (
         "gives a direction, which needs a learning rate of its own"
-        if method.direction
+        if method.traits.direction
         else "brings a momentum, without which steps would be smaller"
-        if method.owns_momentum
+        if method.traits.owns_momentum
         else "exchanges no gradients that another method could take"
-        if method.local_steps
+        if method.traits.local_steps
         else None
     )
     if reason is not None:

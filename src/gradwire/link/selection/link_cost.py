@@ -44,7 +44,7 @@ class CostKeeper:
     """
 
     def __init__(self, method: Method, stated: LinkCost | None) -> None:
-        self._open = method.needs_link_cost and stated is None
+        self._open = method.traits.needs_link_cost and stated is None
         self.value = stated
         self._source = "stated"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
@@ -13,6 +13,7 @@ from gradwire.exchange.codecs.base import SMALLEST_SCALE, Draw
 from gradwire.exchange.compressor import Compressor
 from gradwire.exchange.method import Properties, require
 from gradwire.exchange.segments import Segment
+from gradwire.exchange.traits import Traits
 from gradwire.methods.atoms.atom_codec import AtomElementCodec, kept_magnitude
 from gradwire.methods.levels.worst_case import even_constant
 from gradwire.methods.sparse.descent_per_byte import MessageCost, best_count, element_bits, largest_magnitudes
@@ -92,10 +93,6 @@ class ATOMO(Compressor):
 
     name: ClassVar[str] = "atomo"
     tag: ClassVar[int] = 37
-    collectives: ClassVar[tuple[str, ...]] = ("all_gather",)
-    cut: ClassVar[int] = 1 << 40
-    unbiased: ClassVar[bool] = True
-    omega_formula: ClassVar[str | None] = "d / s - 1 for one budget; sqrt(d) - 1 for the l2 norm"
     properties: ClassVar[Properties] = Properties(
         summary="Elements kept at random with the probabilities of the least variance",
         paper="Wang et al., ATOMO, NeurIPS 2018",
@@ -108,10 +105,16 @@ class ATOMO(Compressor):
         object.__setattr__(self, "density", check_density("ATOMO", self.density))
         require(self.norm in (None, "l2", "max"), "ATOMO", f"norm is None, 'l2' or 'max', not {self.norm!r}")
 
-    @property
-    def kernels(self) -> tuple[str, ...]:  # type: ignore[override]
-        """Those of norms, trits and positions; where a budget decides, of the sum of magnitudes."""
-        return ("moments", *(() if self.norm else ("signs",)), "ternary", "selection", "indices")
+    def declare(self) -> Traits:
+        return replace(
+            super().declare(),
+            collectives=("all_gather",),
+            cut=1 << 40,
+            # Those of norms, trits and positions; where a budget decides, of the sum of magnitudes.
+            kernels=("moments", *(() if self.norm else ("signs",)), "ternary", "selection", "indices"),
+            unbiased=True,
+            omega_formula="d / s - 1 for one budget; sqrt(d) - 1 for the l2 norm",
+        )
 
     def omega_of(self, numel: int | None = None) -> float | None:
         """Return the variance of the worst vector: of equal magnitudes for a budget, and for the l2 norm."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
@@ -14,6 +14,7 @@ from gradwire.exchange.compressor import Compressor
 from gradwire.exchange.deferred_checks import Flag, all_hold
 from gradwire.exchange.method import Properties
 from gradwire.exchange.segments import Segment
+from gradwire.exchange.traits import Traits
 from gradwire.kernels import FourierTable, SegmentTable, block_sizes
 from gradwire.methods.atoms.atom_codec import AtomCodec
 from gradwire.methods.rotations.eden import check_rotation
@@ -148,11 +149,6 @@ class FourierATOMO(Compressor):
 
     name: ClassVar[str] = "fourier_atomo"
     tag: ClassVar[int] = 44
-    collectives: ClassVar[tuple[str, ...]] = ("all_gather",)
-    cut: ClassVar[int] = 1 << 40
-    kernels: ClassVar[tuple[str, ...]] = ("fourier", "moments", "signs", "ternary", "selection", "indices")
-    unbiased: ClassVar[bool] = True
-    omega_formula: ClassVar[str | None] = "a / s - 1, a atoms"
     properties: ClassVar[Properties] = Properties(
         summary="Frequencies of blocks kept at random with the probabilities of the least variance",
         paper="Wang et al., ATOMO, NeurIPS 2018",
@@ -164,6 +160,16 @@ class FourierATOMO(Compressor):
     def __post_init__(self) -> None:
         object.__setattr__(self, "density", check_density("FourierATOMO", self.density))
         check_rotation("FourierATOMO", self.block_size)
+
+    def declare(self) -> Traits:
+        return replace(
+            super().declare(),
+            collectives=("all_gather",),
+            cut=1 << 40,
+            kernels=("fourier", "moments", "signs", "ternary", "selection", "indices"),
+            unbiased=True,
+            omega_formula="a / s - 1, a atoms",
+        )
 
     def omega_of(self, numel: int | None = None) -> float | None:
         """Return the variance of the worst vector, whose atoms have equal magnitudes."""

@@ -13,6 +13,7 @@ from gradwire.exchange.codecs import Codec, Draw, Summary
 from gradwire.exchange.method import Method, Properties, require
 from gradwire.exchange.protocols.bucket_plan import BucketPlan, PlanSetting, SectionPlan
 from gradwire.exchange.segments import Segment
+from gradwire.exchange.traits import Traits
 from gradwire.exchange.wire import Measured, Packing
 from gradwire.kernels import MatrixTable
 from gradwire.kernels.philox import uniform_integers
@@ -178,11 +179,6 @@ class SpectralATOMO(Method):
 
     name: ClassVar[str] = "spectral_atomo"
     tag: ClassVar[int] = 38
-    cut: ClassVar[int] = 1 << 40
-    share_cut: ClassVar[int] = 1 << 40
-    collectives: ClassVar[tuple[str, ...]] = ("all_gather",)
-    kernels: ClassVar[tuple[str, ...]] = ("low_rank",)
-    unbiased: ClassVar[bool] = True
     properties: ClassVar[Properties] = Properties(
         summary="Pairs of singular vectors kept at random with the probabilities of the least variance",
         paper="Wang et al., ATOMO, NeurIPS 2018",
@@ -198,6 +194,16 @@ class SpectralATOMO(Method):
             known and 1 <= value < 2**15, "SpectralATOMO", f"budget is a number of pairs, 1 to 32767, not {value!r}"
         )
         object.__setattr__(self, "budget", float(value))
+
+    def declare(self) -> Traits:
+        return replace(
+            super().declare(),
+            collectives=("all_gather",),
+            cut=1 << 40,
+            share_cut=1 << 40,
+            kernels=("low_rank",),
+            unbiased=True,
+        )
 
     def plan(self, setting: PlanSetting) -> BucketPlan:
         return SectionPlan(self, setting)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
@@ -11,13 +11,15 @@ import numpy.typing as npt
 import torch
 
 from gradwire.errors import IncompatibleError
+from gradwire.exchange.codecs import DenseCodec
 from gradwire.exchange.codecs.base import Codec, Draw, Summary
 from gradwire.exchange.codecs.dense import NoSummary, joined_runs
 from gradwire.exchange.deferred_checks import Flag, all_finite
-from gradwire.exchange.method import Method, Properties
+from gradwire.exchange.method import Method, Properties, no_operator
 from gradwire.exchange.protocols import REDUCE_SCATTER
-from gradwire.exchange.protocols.bucket_plan import BucketPlan, CastPlan, PlanSetting, SectionPlan
+from gradwire.exchange.protocols.bucket_plan import BucketPlan, CastPlan, Operator, PlanSetting, SectionPlan
 from gradwire.exchange.segments import Segment
+from gradwire.exchange.traits import Traits
 from gradwire.exchange.wire import ALIGNMENT
 from gradwire.kernels import Coder
 
@@ -113,12 +115,31 @@ class Cast(Method):
     tag: ClassVar[int]
     """Unique number of the wire format, for payloads of the cast's own."""
 
-    collectives: ClassVar[tuple[str, ...]] = ("all_reduce",)
-    scatters: ClassVar[bool] = True
-    kernels: ClassVar[tuple[str, ...]] = ()
-    # A value's relative error does not depend on how many there are, and what stays in float32 is a second collective:
-    # 15 to 29 % of a step of LeNet on 4 and 8 hosts at 1 Gbit/s.
-    min_numel: ClassVar[int] = 0
+    def declare(self) -> Traits:
+        return replace(
+            super().declare(),
+            collectives=("all_reduce",),
+            kernels=(),
+            min_numel=0,
+            scatters=True,
+        )
+
+    @property
+    def as_operator(self) -> Operator:
+        return self
+
+    @property
+    def cast_dtype(self) -> torch.dtype:
+        return self.dtype
+
+    def refusal_of_feedback(self, unseen: str) -> str | None:
+        return f"{no_operator(self)}: the backend sums in sixteen bits, and {unseen} sees what that loses"
+
+    def check_between_two(self, owner: str) -> None:
+        pass  # a cast needs no other rank
+
+    def codec_between_two(self, kernels: Kernels, segments: Sequence[Segment], seed: int) -> Codec:
+        return DenseCodec(segments, 1, self.dtype)
 
     def plan(self, setting: PlanSetting) -> BucketPlan:
         if setting.collective == REDUCE_SCATTER:
@@ -134,9 +155,9 @@ class Cast(Method):
         return CastPlan(None, setting.segments)
 
     def _check(self, collective: str) -> None:
-        if collective not in self.collectives:
+        if collective not in self.traits.collectives:
             raise IncompatibleError(
-                f"{self!r} cannot travel by {collective}; use collective={self.collectives[0]!r} or 'auto'"
+                f"{self!r} cannot travel by {collective}; use collective={self.traits.collectives[0]!r} or 'auto'"
             )
 
     def codec(self, kernels: Kernels, segments: Sequence[Segment], world_size: int, seed: int) -> CastCodec:
@@ -154,7 +175,6 @@ class FP32(Cast):
     """
 
     name: ClassVar[str] = "fp32"
-    on_device: ClassVar[bool] = True
     tag: ClassVar[int] = 61
     dtype: ClassVar[torch.dtype] = torch.float32
     properties: ClassVar[Properties] = Properties(
@@ -163,8 +183,14 @@ class FP32(Cast):
         bit_stable=False,
         bits_per_element=32.0,
     )
-    unbiased: ClassVar[bool] = True
-    omega_formula: ClassVar[str | None] = "0"
+
+    def declare(self) -> Traits:
+        return replace(
+            super().declare(),
+            on_device=True,
+            unbiased=True,
+            omega_formula="0",
+        )
 
     def plan(self, setting: PlanSetting) -> BucketPlan:
         return self.dense_plan(setting)
@@ -183,7 +209,6 @@ class FP16(Cast):
     """
 
     name: ClassVar[str] = "fp16"
-    on_device: ClassVar[bool] = True
     tag: ClassVar[int] = 62
     dtype: ClassVar[torch.dtype] = torch.float16
     properties: ClassVar[Properties] = Properties(
@@ -192,8 +217,14 @@ class FP16(Cast):
         bit_stable=False,
         bits_per_element=16.0,
     )
-    unbiased: ClassVar[bool] = False
     delta_formula: ClassVar[str | None] = "1 - 2^-22"
+
+    def declare(self) -> Traits:
+        return replace(
+            super().declare(),
+            on_device=True,
+            unbiased=False,
+        )
 
     def delta_of(self, numel: int | None = None) -> float:
         return 1 - 2.0**-22
@@ -209,7 +240,6 @@ class BF16(Cast):
     """
 
     name: ClassVar[str] = "bf16"
-    on_device: ClassVar[bool] = True
     tag: ClassVar[int] = 63
     dtype: ClassVar[torch.dtype] = torch.bfloat16
     properties: ClassVar[Properties] = Properties(
@@ -218,8 +248,14 @@ class BF16(Cast):
         bit_stable=False,
         bits_per_element=16.0,
     )
-    unbiased: ClassVar[bool] = False
     delta_formula: ClassVar[str | None] = "1 - 2^-16"
+
+    def declare(self) -> Traits:
+        return replace(
+            super().declare(),
+            on_device=True,
+            unbiased=False,
+        )
 
     def delta_of(self, numel: int | None = None) -> float:
         return 1 - 2.0**-16

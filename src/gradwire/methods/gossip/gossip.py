@@ -17,6 +17,7 @@ from gradwire.exchange.protocols.bucket_plan import BucketPlan, PlanSetting
 from gradwire.exchange.protocols.direct import tell_neighbours
 from gradwire.exchange.protocols.payloads import Section, draw_of, encode, sized, whole_rows
 from gradwire.exchange.segments import Segment
+from gradwire.exchange.traits import Traits
 from gradwire.methods.gossip.graphs import GRAPHS, MixingMatrix, graph_of, is_special
 
 GRAPH = "graph"
@@ -32,17 +33,17 @@ class GossipMethod(Method):
     graph: str
     every: int
 
-    collectives: ClassVar[tuple[str, ...]] = ("gossip",)
-    unbiased: ClassVar[bool] = False
-    unbiased_note: ClassVar[str | None] = "no; the mean over workers stays"
-    outcomes_differ: ClassVar[bool] = True
-    needs_loss_scale: ClassVar[bool] = True
-    """A scaler skips a step on one rank, which then would count one less: the scaler's own steps are counted."""
-
-    @property
-    def local_steps(self) -> int:  # type: ignore[override]
-        """Optimizer steps from one exchange to the next."""
-        return self.every
+    def declare(self) -> Traits:
+        return replace(
+            super().declare(),
+            collectives=("gossip",),
+            needs_loss_scale=True,
+            # Optimizer steps from one exchange to the next.
+            local_steps=self.every,
+            outcomes_differ=True,
+            unbiased=False,
+            unbiased_note="no; the mean over workers stays",
+        )
 
     def check_graph(self) -> None:
         """Check the fields that all have.
@@ -213,8 +214,6 @@ class DPSGD(GossipMethod):
 
     name: ClassVar[str] = "dpsgd"
     tag: ClassVar[int] = 50
-    kernels: ClassVar[tuple[str, ...]] = ()
-    min_numel: ClassVar[int] = 0
     properties: ClassVar[Properties] = Properties(
         summary="Workers average their parameters with those of their neighbours in a graph",
         paper="Lian et al., D-PSGD, NIPS 2017",
@@ -224,6 +223,13 @@ class DPSGD(GossipMethod):
 
     def __post_init__(self) -> None:
         self.check_graph()
+
+    def declare(self) -> Traits:
+        return replace(
+            super().declare(),
+            kernels=(),
+            min_numel=0,
+        )
 
     def plan(self, setting: PlanSetting) -> BucketPlan:
         return _AveragePlan(self, setting)

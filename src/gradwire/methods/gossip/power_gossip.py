@@ -17,6 +17,7 @@ from gradwire.exchange.protocols.direct import tell_neighbours
 from gradwire.exchange.protocols.memory import kind_of_peer
 from gradwire.exchange.protocols.payloads import Section, draw_of, encode, sized, whole_rows
 from gradwire.exchange.segments import Parameter, lay_out
+from gradwire.exchange.traits import Traits
 from gradwire.methods.gossip.gossip import GRAPH, GossipMethod, GossipPlan, Mixing, floats
 from gradwire.methods.low_rank.factors import Side, check_matrix_rank, matrices, matrix_table, shape_of
 
@@ -82,8 +83,6 @@ class PowerGossip(GossipMethod):
 
     name: ClassVar[str] = "power_gossip"
     tag: ClassVar[int] = 52
-    kernels: ClassVar[tuple[str, ...]] = ("low_rank",)
-    remembers: ClassVar[tuple[str, ...]] = (LEFT, RIGHT, GRAPH)
     properties: ClassVar[Properties] = Properties(
         summary="Gossip of the largest part of a difference, as a product of two thin factors",
         paper="Vogels et al., PowerGossip, NeurIPS 2020",
@@ -102,6 +101,13 @@ class PowerGossip(GossipMethod):
         number = isinstance(saving, int | float) and not isinstance(saving, bool)
         require(number and saving >= 1, "PowerGossip", f"least_saving is at least 1, not {saving!r}")
         object.__setattr__(self, "least_saving", float(saving))
+
+    def declare(self) -> Traits:
+        return replace(
+            super().declare(),
+            kernels=("low_rank",),
+            remembers=(LEFT, RIGHT, GRAPH),
+        )
 
     def remembered_numel(self, kind: str, parameter: Parameter) -> int:
         rows, columns = shape_of(parameter)

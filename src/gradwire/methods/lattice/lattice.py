@@ -14,6 +14,7 @@ from gradwire.exchange.compressor import Compressor
 from gradwire.exchange.deferred_checks import Flag, all_finite
 from gradwire.exchange.method import Properties, is_whole, require
 from gradwire.exchange.segments import Segment
+from gradwire.exchange.traits import Traits
 from gradwire.exchange.wire import ALIGNMENT
 from gradwire.kernels import SegmentTable, digit_layout, dither_shifts, packed_groups
 from gradwire.seeds import SHARED, parameter_key
@@ -222,9 +223,6 @@ class Lattice(Compressor):
 
     name: ClassVar[str] = "lattice"
     tag: ClassVar[int] = 25
-    collectives: ClassVar[tuple[str, ...]] = ("all_gather",)
-    kernels: ClassVar[tuple[str, ...]] = ("moments", "lattice")
-    unbiased: ClassVar[bool] = True
     properties: ClassVar[Properties] = Properties(
         summary="Colours of lattice points, decoded next to the receiver's own vector",
         paper="Davies et al., New Bounds for Distributed Mean Estimation, ICLR 2021",
@@ -249,6 +247,14 @@ class Lattice(Compressor):
                 f"distance is a positive number in units of the gradient, or None for what is always enough, not {y!r}",
             )
             object.__setattr__(self, "distance", float(y))
+
+    def declare(self) -> Traits:
+        return replace(
+            super().declare(),
+            collectives=("all_gather",),
+            kernels=("moments", "lattice"),
+            unbiased=True,
+        )
 
     def codec(self, kernels: Kernels, segments: Sequence[Segment], world_size: int, seed: int) -> LatticeCodec:
         return LatticeCodec(kernels, segments, world_size, seed, colours=self.colours, distance=self.distance)

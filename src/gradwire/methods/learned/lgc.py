@@ -13,6 +13,7 @@ from gradwire.exchange.ops import Exchange
 from gradwire.exchange.protocols import Context, Outcome
 from gradwire.exchange.protocols.bucket_plan import BucketPlan, PlanSetting
 from gradwire.exchange.segments import divide
+from gradwire.exchange.traits import Traits
 from gradwire.methods.feedback.error_feedback import Feedback, ResidualAlgorithm, momentum_beside_residual
 from gradwire.methods.feedback.local_momentum import checked_momentum
 from gradwire.methods.learned.autoencoder import REMEMBERED, Autoencoder, ElementScales, Training
@@ -118,9 +119,6 @@ class LGC(ResidualAlgorithm):
 
     name: ClassVar[str] = "lgc"
     tag: ClassVar[int] = 55
-    kernels: ClassVar[tuple[str, ...]] = ("selection", "indices", "signs")
-    whole_step: ClassVar[bool] = True
-    unbiased: ClassVar[bool] = False
     properties: ClassVar[Properties] = Properties(
         summary="Codes of the largest elements by an autoencoder that is trained inside the job, with error feedback",
         paper="Abrahamyan et al., Learned Gradient Compression, IEEE TNNLS 2021",
@@ -150,14 +148,17 @@ class LGC(ResidualAlgorithm):
         require(0 < rate < float("inf"), "LGC", f"learning_rate is above 0, not {rate!r}")
         require(0 <= share < 1, "LGC", f"similarity is at least 0 and below 1, not {share!r}")
 
-    @property
-    def collectives(self) -> tuple[str, ...]:  # type: ignore[override]
-        return ("two_shot", "all_gather") if self.instance == "all_reduce" else ("all_gather",)
-
-    @property
-    def remembers(self) -> tuple[str, ...]:  # type: ignore[override]
-        """The autoencoder beside what every residual algorithm remembers."""
-        return (*super().remembers, *REMEMBERED)
+    def declare(self) -> Traits:
+        traits = super().declare()
+        return replace(
+            traits,
+            collectives=("two_shot", "all_gather") if self.instance == "all_reduce" else ("all_gather",),
+            whole_step=True,
+            kernels=("selection", "indices", "signs"),
+            # The autoencoder beside what every residual algorithm remembers.
+            remembers=(*traits.remembers, *REMEMBERED),
+            unbiased=False,
+        )
 
     @property
     def first_compressed(self) -> int:

@@ -85,7 +85,7 @@ class _Watched:
 
     def __init__(self, operator: TopK, rows: list[Elements]) -> None:
         self._operator, self._rows = operator, rows
-        self.cut, self.share_cut = operator.cut, operator.share_cut
+        self.traits = operator.traits
 
     def codec(self, kernels: Kernels, segments: Sequence[Segment], world_size: int, seed: int) -> SparseCodec:
         codec, rows = self._operator.codec(kernels, segments, world_size, seed), self._rows

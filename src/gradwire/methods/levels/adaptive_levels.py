@@ -16,6 +16,7 @@ from gradwire.exchange.protocols import Context, gathered_values
 from gradwire.exchange.protocols.bucket_plan import BucketPlan, Operator, PlanSetting, SectionPlan
 from gradwire.exchange.protocols.sections import Prepared
 from gradwire.exchange.segments import Segment, divide
+from gradwire.exchange.traits import Traits
 from gradwire.kernels import Grid
 from gradwire.methods.levels.level_compressor import LevelCodec, check_blocks
 from gradwire.methods.levels.level_fitting import Distribution, best_levels, best_ratio, powers
@@ -167,10 +168,6 @@ class _Adaptive(Method):
     model: str = "normal"
     overlap: bool = False
 
-    collectives: ClassVar[tuple[str, ...]] = ("all_gather",)
-    kernels: ClassVar[tuple[str, ...]] = ("moments", "levels")
-    unbiased: ClassVar[bool] = True
-    remembers: ClassVar[tuple[str, ...]] = ("levels", "levels_of")
     tag: ClassVar[int]
     weighted: ClassVar[bool]
 
@@ -198,15 +195,17 @@ class _Adaptive(Method):
             "blocks='parameter'",
         )
 
-    @property
-    def whole_step(self) -> bool:  # type: ignore[override]
-        """Whether levels serve in the round to whose gradients they are fitted."""
-        return not self.overlap
-
-    @property
-    def joined(self) -> bool:  # type: ignore[override]
-        """Whether blocks cross parameters."""
-        return self.blocks == "model"
+    def declare(self) -> Traits:
+        return replace(
+            super().declare(),
+            collectives=("all_gather",),
+            # Whether levels serve in the round to whose gradients they are fitted.
+            whole_step=not self.overlap,
+            joined=self.blocks == "model",
+            kernels=("moments", "levels"),
+            remembers=("levels", "levels_of"),
+            unbiased=True,
+        )
 
     def is_update(self, round: int) -> bool:
         """Return whether the levels are fitted anew in that round."""

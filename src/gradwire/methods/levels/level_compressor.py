@@ -6,7 +6,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from gradwire.exchange.compressor import Compressor
 from gradwire.exchange.deferred_checks import Flag, all_finite
 from gradwire.exchange.method import is_whole, require
 from gradwire.exchange.segments import Segment
+from gradwire.exchange.traits import Traits
 from gradwire.exchange.wire import ALIGNMENT, padded
 from gradwire.kernels import (
     WHOLE,
@@ -220,7 +221,20 @@ class LevelCompressor(Compressor):
     block_size: int | None
     blocks: str
 
-    unbiased: ClassVar[bool] = True
+    def declare(self) -> Traits:
+        traits = super().declare()
+        return replace(
+            traits,
+            # Two-shot for blocks of a size: the scale of a whole parameter is not that of a share of it.
+            collectives=("all_gather", "two_shot") if self.block_size else ("all_gather",),
+            re_encoding=self.block_size is not None,
+            share_cut=math.lcm(traits.cut, self.block_size or 1),
+            # Whether blocks cross parameters: they then need the gradients of all of them.
+            whole_step=(self.blocks == "model"),
+            joined=self.blocks == "model",
+            quantises_blocks=True,
+            unbiased=True,
+        )
 
     @abstractmethod
     def block_omega(self, numel: int) -> float | None:
@@ -231,28 +245,3 @@ class LevelCompressor(Compressor):
         if numel is not None and self.blocks == "parameter":
             size = max(1, min(numel, size or numel))
         return None if size is None else self.block_omega(size)
-
-    @property
-    def collectives(self) -> tuple[str, ...]:  # type: ignore[override]
-        """Two-shot for blocks of a size: the scale of a whole parameter is not that of a share of it."""
-        return ("all_gather", "two_shot") if self.block_size else ("all_gather",)
-
-    @property
-    def re_encoding(self) -> bool:  # type: ignore[override]
-        """Whether two-shot can carry it."""
-        return self.block_size is not None
-
-    @property
-    def share_cut(self) -> int:  # type: ignore[override]
-        """Blocks stay whole."""
-        return math.lcm(self.cut, self.block_size or 1)
-
-    @property
-    def whole_step(self) -> bool:  # type: ignore[override]
-        """Whether blocks cross parameters: they then need the gradients of all of them."""
-        return self.joined
-
-    @property
-    def joined(self) -> bool:  # type: ignore[override]
-        """Whether blocks cross parameters."""
-        return self.blocks == "model"

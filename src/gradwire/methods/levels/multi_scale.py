@@ -18,6 +18,7 @@ from gradwire.exchange.ops import Exchange
 from gradwire.exchange.protocols import PROTOCOLS, Context, Outcome, Section
 from gradwire.exchange.protocols.bucket_plan import BucketPlan, PlanSetting, SectionPlan
 from gradwire.exchange.segments import Segment
+from gradwire.exchange.traits import Traits
 from gradwire.exchange.wire import ALIGNMENT
 from gradwire.methods.levels.level_compressor import check_blocks
 from gradwire.methods.levels.qsgd_max_norm import SharedLevelCodec
@@ -128,10 +129,6 @@ class MultiScale(Method):
 
     name: ClassVar[str] = "multiscale"
     tag: ClassVar[int] = 21
-    collectives: ClassVar[tuple[str, ...]] = ("two_shot", "all_gather")
-    kernels: ClassVar[tuple[str, ...]] = ("moments", "levels")
-    unbiased: ClassVar[bool] = True
-    omega_formula: ClassVar[str | None] = "as qsgdmaxnorm with the fewest levels, at most"
     properties: ClassVar[Properties] = Properties(
         summary="More levels for coordinates that are small on all workers, exact integer sums",
         paper="Vineeth, Quantization for Distributed Optimization, 2021",
@@ -152,10 +149,19 @@ class MultiScale(Method):
         object.__setattr__(self, "levels", tuple(self.levels))
         check_blocks("MultiScale", self.block_size, "parameter")
 
-    @property
-    def worst_step(self) -> float | None:  # type: ignore[override]
-        """One step of the fewest levels."""
-        return 1 / self.levels[0]
+    def refusal_of_feedback(self, unseen: str) -> str | None:
+        return None
+
+    def declare(self) -> Traits:
+        return replace(
+            super().declare(),
+            collectives=("two_shot", "all_gather"),
+            kernels=("moments", "levels"),
+            shares_scales=True,
+            unbiased=True,
+            omega_formula="as qsgdmaxnorm with the fewest levels, at most",
+            worst_step=1 / self.levels[0],
+        )
 
     def codec(self, kernels: Kernels, segments: Sequence[Segment], world_size: int, seed: int) -> SharedLevelCodec:
         """Bind what carries the levels, once they are agreed."""

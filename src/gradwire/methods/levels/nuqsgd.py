@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from gradwire.exchange.method import Properties, is_whole, require
 from gradwire.exchange.segments import Segment
+from gradwire.exchange.traits import Traits
 from gradwire.kernels import Grid
 from gradwire.methods.levels.level_compressor import LevelCodec, LevelCompressor, check_blocks
 from gradwire.methods.levels.worst_case import powers_constant, powers_formula
@@ -60,9 +61,7 @@ class NUQSGD(LevelCompressor):
     blocks: str = "parameter"
 
     name: ClassVar[str] = "nuqsgd"
-    on_device: ClassVar[bool] = True
     tag: ClassVar[int] = 4
-    kernels: ClassVar[tuple[str, ...]] = ("moments", "levels")
     properties: ClassVar[Properties] = Properties(
         summary="Powers of two times each block's Euclidean norm, rounded without bias",
         paper="Ramezani-Kebrya et al., NUQSGD, JMLR 2021",
@@ -82,10 +81,14 @@ class NUQSGD(LevelCompressor):
         require(self.norm in ("l2", "max"), "NUQSGD", f"norm is 'l2' or 'max', not {self.norm!r}")
         check_blocks("NUQSGD", self.block_size, self.blocks)
 
-    @property
-    def omega_formula(self) -> str | None:  # type: ignore[override]
-        """A bound just above ``omega``, where there is a zero."""
-        return powers_formula(self.norm) if self.zero else None
+    def declare(self) -> Traits:
+        return replace(
+            super().declare(),
+            kernels=("moments", "levels"),
+            on_device=True,
+            # A bound just above ``omega``, where there is a zero.
+            omega_formula=powers_formula(self.norm) if self.zero else None,
+        )
 
     def block_omega(self, numel: int) -> float:
         """Return the exact supremum."""
@@ -132,9 +135,7 @@ class NaturalDithering(LevelCompressor):
     blocks: str = "parameter"
 
     name: ClassVar[str] = "naturaldithering"
-    on_device: ClassVar[bool] = True
     tag: ClassVar[int] = 24
-    kernels: ClassVar[tuple[str, ...]] = ("moments", "levels")
     properties: ClassVar[Properties] = Properties(
         summary="Powers of two times each block's norm, rounded without bias",
         paper="Horvath et al., Natural Compression, MSML 2022",
@@ -153,10 +154,13 @@ class NaturalDithering(LevelCompressor):
         require(self.norm in ("l2", "max"), "NaturalDithering", f"norm is 'l2' or 'max', not {self.norm!r}")
         check_blocks("NaturalDithering", self.block_size, self.blocks)
 
-    @property
-    def omega_formula(self) -> str | None:  # type: ignore[override]
-        """That of :class:`NUQSGD` with a zero."""
-        return powers_formula(self.norm)
+    def declare(self) -> Traits:
+        return replace(
+            super().declare(),
+            kernels=("moments", "levels"),
+            on_device=True,
+            omega_formula=powers_formula(self.norm),
+        )
 
     def block_omega(self, numel: int) -> float:
         """Return the exact supremum, the same as that of :class:`NUQSGD` with a zero."""

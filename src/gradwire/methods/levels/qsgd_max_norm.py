@@ -14,6 +14,7 @@ from gradwire.exchange.codecs.base import Draw, SummableCodec, Summary
 from gradwire.exchange.deferred_checks import Flag, all_finite
 from gradwire.exchange.method import Properties
 from gradwire.exchange.segments import Segment
+from gradwire.exchange.traits import Traits
 from gradwire.kernels import Grid, inverse_scale, packed_groups, summed
 from gradwire.methods.levels.level_compressor import LevelCodec, LevelSummary, as_levels
 from gradwire.methods.levels.qsgd import EvenLevels
@@ -154,10 +155,7 @@ class QSGDMaxNorm(EvenLevels):
 
     norm: ClassVar[str] = "max"
     name: ClassVar[str] = "qsgdmaxnorm"
-    on_device: ClassVar[bool] = True
     tag: ClassVar[int] = 20
-    collectives: ClassVar[tuple[str, ...]] = ("two_shot", "all_gather")
-    re_encoding: ClassVar[bool] = False
     properties: ClassVar[Properties] = Properties(
         summary="Evenly spaced levels of a maximum over all workers, exact integer sums",
         paper="Vineeth, Quantization for Distributed Optimization, 2021",
@@ -166,10 +164,14 @@ class QSGDMaxNorm(EvenLevels):
         stream="rank",
     )
 
-    @property
-    def omega_formula(self) -> str | None:  # type: ignore[override]
-        """A bound that depends on the other workers."""
-        return "min(d r^2 / (4 s^2), sqrt(d) r / s), r = shared scale over the worker's norm"
+    def declare(self) -> Traits:
+        return replace(
+            super().declare(),
+            collectives=("two_shot", "all_gather"),
+            re_encoding=False,
+            on_device=True,
+            omega_formula="min(d r^2 / (4 s^2), sqrt(d) r / s), r = shared scale over the worker's norm",
+        )
 
     def block_omega(self, numel: int) -> None:
         """Return None: another worker's scale may be any number of times a worker's own."""

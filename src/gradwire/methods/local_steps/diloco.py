@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import torch
 
 from gradwire.exchange.local_steps import GLOBAL, VELOCITY
 from gradwire.exchange.method import Method, Properties, is_whole, require
+from gradwire.exchange.traits import Traits
 from gradwire.methods.casts.cast import FP32
 from gradwire.methods.feedback.local_momentum import checked_momentum
 from gradwire.methods.local_steps.local_sgd import LocalStepsMethod
@@ -47,7 +48,7 @@ class DiLoCo(LocalStepsMethod):
 
     Example:
         >>> import gradwire as gw
-        >>> gw.DiLoCo(every=30, inner=gw.EDEN(bits=4)).remembers
+        >>> gw.DiLoCo(every=30, inner=gw.EDEN(bits=4)).traits.remembers
         ('global', 'outer_momentum')
     """
 
@@ -58,8 +59,6 @@ class DiLoCo(LocalStepsMethod):
     nesterov: bool = True
 
     name: ClassVar[str] = "diloco"
-    unbiased: ClassVar[bool] = False
-    unbiased_note: ClassVar[str | None] = "no, an outer step"
     properties: ClassVar[Properties] = Properties(
         summary="Workers step by themselves; an outer optimizer steps by the mean of what they changed",
         paper="Douillard et al., 2023",
@@ -78,6 +77,13 @@ class DiLoCo(LocalStepsMethod):
         object.__setattr__(self, "outer_lr", float(rate))
         object.__setattr__(self, "outer_momentum", checked_momentum(owner, self.outer_momentum, "outer_momentum"))
         require(isinstance(self.nesterov, bool), owner, f"nesterov is True or False, not {self.nesterov!r}")
+
+    def declare(self) -> Traits:
+        return replace(
+            super().declare(),
+            unbiased=False,
+            unbiased_note="no, an outer step",
+        )
 
     def step_(
         self, own: torch.Tensor, held: torch.Tensor, mean: torch.Tensor, velocity: torch.Tensor | None, workers: int
@@ -183,7 +189,7 @@ class StreamingDiLoCo(DiLoCo):
         object.__setattr__(self, "mixing", float(share))
         require(self.order in ORDERS, owner, f"order is one of {', '.join(ORDERS)}, not {self.order!r}")
         require(
-            count == 1 or not self.inner.whole_step,
+            count == 1 or not self.inner.traits.whole_step,
             owner,
             f"{self.inner!r} compares elements of the whole model, and a fragment has a part of it: use fragments=1, or"
             " a method that works parameter by parameter",

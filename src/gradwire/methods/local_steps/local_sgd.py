@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
 
 from gradwire.exchange.local_steps import GLOBAL
-from gradwire.exchange.method import Method, Properties, is_whole, require
+from gradwire.exchange.method import Method, Properties, cast_of, is_whole, require
 from gradwire.exchange.protocols.bucket_plan import BucketPlan, PlanSetting
 from gradwire.exchange.segments import Parameter
+from gradwire.exchange.traits import Traits
 from gradwire.methods.casts.cast import FP32
 from gradwire.methods.wrappers.wrapper import Around
 
@@ -29,11 +30,6 @@ class LocalStepsMethod(Around):
     inner: Method
     every: int
 
-    owns_momentum: ClassVar[bool] = False
-    direction: ClassVar[bool] = False
-    needs_loss_scale: ClassVar[bool] = True
-    """A scaler skips a step on one rank, which then would count one less: the scaler's own steps are counted."""
-
     fragments: int = 1
     """Parts of the model that are exchanged one after the other."""
     delay: int = 0
@@ -46,20 +42,22 @@ class LocalStepsMethod(Around):
     remembers_beside: ClassVar[tuple[str, ...]] = (GLOBAL,)
     """The vectors that it keeps, as long as the parameters, the same on all ranks."""
 
+    def declare(self) -> Traits:
+        return replace(
+            super().declare(),
+            direction=False,
+            owns_momentum=False,
+            needs_loss_scale=True,
+            # What the inner method remembers, and vectors beside it.
+            remembers=(*self.inner.traits.remembers, *self.remembers_beside),
+            # Optimizer steps from one exchange to the next.
+            local_steps=self.every,
+        )
+
     @property
     def wrapped(self) -> Method:
         """The inner method."""
         return self.inner
-
-    @property
-    def local_steps(self) -> int:  # type: ignore[override]
-        """Optimizer steps from one exchange to the next."""
-        return self.every
-
-    @property
-    def remembers(self) -> tuple[str, ...]:  # type: ignore[override]
-        """What the inner method remembers, and vectors beside it."""
-        return (*self.inner.remembers, *self.remembers_beside)
 
     def remembered_numel(self, kind: str, parameter: Any) -> int:
         return parameter.numel if kind in self.remembers_beside else self.inner.remembered_numel(kind, parameter)
@@ -77,16 +75,20 @@ class LocalStepsMethod(Around):
         whole = is_whole(self.every)
         require(whole and self.every >= 1, owner, f"every is at least 1 step, not {self.every!r}")
         require(
-            isinstance(inner, Method) and bool(inner.collectives) and not (inner.local_steps or inner.direction),
+            isinstance(inner, Method)
+            and bool(inner.traits.collectives)
+            and not (inner.traits.local_steps or inner.traits.direction),
             owner,
             f"inner is a method whose outcome is a mean, such as FP32() or EDEN(bits=4), not {inner!r}",
         )
-        require(not inner.needs_optimizer, owner, f"{inner!r} acts on an optimizer's steps: use it without {owner}")
+        require(
+            not inner.traits.needs_optimizer, owner, f"{inner!r} acts on an optimizer's steps: use it without {owner}"
+        )
 
     @property
     def exchanges_parameters(self) -> bool:
         """Whether parameters themselves are exchanged: in float32 their mean is that of differences, rounded less."""
-        return isinstance(self.inner, FP32)
+        return cast_of(self.inner) == torch.float32
 
     @abstractmethod
     def step_(
@@ -147,7 +149,7 @@ class LocalSGD(LocalStepsMethod):
 
     Example:
         >>> import gradwire as gw
-        >>> gw.method("LocalSGD(every=8, inner=EDEN(bits=4))").local_steps
+        >>> gw.method("LocalSGD(every=8, inner=EDEN(bits=4))").traits.local_steps
         8
     """
 
@@ -155,8 +157,6 @@ class LocalSGD(LocalStepsMethod):
     every: int = 8
 
     name: ClassVar[str] = "local_sgd"
-    unbiased: ClassVar[bool] = True
-    unbiased_note: ClassVar[str | None] = "the mean of parameters"
     properties: ClassVar[Properties] = Properties(
         summary="Workers step by themselves; their parameters are averaged every few steps by any method",
         paper="Stich, ICLR 2019",
@@ -168,6 +168,13 @@ class LocalSGD(LocalStepsMethod):
 
     def __post_init__(self) -> None:
         self.check_inner()
+
+    def declare(self) -> Traits:
+        return replace(
+            super().declare(),
+            unbiased=True,
+            unbiased_note="the mean of parameters",
+        )
 
     def step_(
         self, own: torch.Tensor, held: torch.Tensor, mean: torch.Tensor, velocity: torch.Tensor | None, workers: int

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
 
@@ -12,6 +12,7 @@ import torch
 
 from gradwire.exchange.compressor import Compressor
 from gradwire.exchange.method import Properties, is_whole, require
+from gradwire.exchange.traits import Traits
 from gradwire.methods.feedback.error_feedback import ErrorFeedback
 from gradwire.methods.local_steps.local_sgd import LocalStepsMethod
 from gradwire.methods.sparse.sparse_codec import LargestRule, SparseCodec
@@ -46,10 +47,6 @@ class BinnedTopK(Compressor):
 
     name: ClassVar[str] = "sparse_loco"
     tag: ClassVar[int] = 45
-    collectives: ClassVar[tuple[str, ...]] = ("all_gather",)
-    cut: ClassVar[int] = 1 << 40
-    kernels: ClassVar[tuple[str, ...]] = ("selection", "indices")
-    unbiased: ClassVar[bool] = False
     properties: ClassVar[Properties] = Properties(
         summary="The largest elements of each block, rounded to the means of a few bins",
         paper="SparseLoCo, 2025",
@@ -62,6 +59,15 @@ class BinnedTopK(Compressor):
         size, bits = self.block_size, self.bits
         require(is_whole(size) and size > 0, "SparseLoCo", f"block_size is a number of elements above 0, not {size!r}")
         require(is_whole(bits) and 1 <= bits <= 8, "SparseLoCo", f"bits is a number from 1 to 8, not {bits!r}")
+
+    def declare(self) -> Traits:
+        return replace(
+            super().declare(),
+            collectives=("all_gather",),
+            cut=1 << 40,
+            kernels=("selection", "indices"),
+            unbiased=False,
+        )
 
     def delta_of(self, numel: int | None = None) -> float | None:
         """Return what is kept of the worst vector: at least one element of N, and of the values kept 7 / 16 / N.
@@ -138,8 +144,6 @@ class SparseLoCo(LocalStepsMethod):
     outer_lr: float = 1.0
 
     name: ClassVar[str] = "sparse_loco"
-    unbiased: ClassVar[bool] = False
-    unbiased_note: ClassVar[str | None] = "no; what decays is lost"
     properties: ClassVar[Properties] = Properties(
         summary="Workers step by themselves and send few elements of what they changed, in two bits",
         paper="SparseLoCo, 2025",
@@ -157,6 +161,13 @@ class SparseLoCo(LocalStepsMethod):
         object.__setattr__(self, "outer_lr", float(rate))
         for name in ("density", "decay"):
             object.__setattr__(self, name, float(getattr(self, name)))
+
+    def declare(self) -> Traits:
+        return replace(
+            super().declare(),
+            unbiased=False,
+            unbiased_note="no; what decays is lost",
+        )
 
     @cached_property
     def inner(self) -> ErrorFeedback:  # type: ignore[override]

@@ -9,20 +9,20 @@ from typing import Any, ClassVar
 
 import torch
 
-from gradwire.exchange.compressor import Compressor
-from gradwire.exchange.method import Method, is_whole, require
+from gradwire.exchange.method import Method, cast_of, is_whole, operator_of, require
 from gradwire.exchange.ops import Exchange
 from gradwire.exchange.protocols import Context
-from gradwire.exchange.protocols.bucket_plan import BucketPlan, PlanSetting, SectionPlan
+from gradwire.exchange.protocols.bucket_plan import BucketPlan, Operator, PlanSetting, SectionPlan
 from gradwire.exchange.protocols.pieces import join
 from gradwire.exchange.segments import Parameter, Segment
+from gradwire.exchange.traits import Traits
 from gradwire.kernels import MatrixTable
 from gradwire.kernels.philox import uniform_integers
-from gradwire.methods.casts.cast import BF16, FP32
 from gradwire.methods.feedback.contraction import check_contraction
 from gradwire.methods.feedback.error_feedback import ResidualAlgorithm, momentum_beside_residual
 from gradwire.methods.feedback.local_momentum import checked_momentum
 from gradwire.methods.low_rank.float_means import Beside, mean_of_floats
+from gradwire.methods.wrappers.wrapper import as_sent
 from gradwire.seeds import SHARED, parameter_key
 
 
@@ -100,26 +100,22 @@ class LowRankAlgorithm(ResidualAlgorithm):
     values: Method
 
     tag: ClassVar[int]
-    unbiased: ClassVar[bool] = False
-    unbiased_note: ClassVar[str | None] = "no; nothing is lost"
 
-    @property
-    def collectives(self) -> tuple[str, ...]:  # type: ignore[override]
-        """Those of a cast, or the operator's but for one that rounds the mean, which no residual would know of."""
+    def declare(self) -> Traits:
         operator = self.operator
-        found = ("two_shot", "all_gather") if operator is None else operator.collectives
-        sums = operator is None or not operator.re_encoding
-        return tuple(collective for collective in found if sums or collective != "two_shot")
+        return replace(
+            super().declare(),
+            # Factors that are cast add up; an owner who rounds their mean would leave an error in no residual.
+            collectives=("two_shot", "all_gather") if operator is None else as_sent(operator),
+            kernels=("low_rank", *(() if operator is None else operator.traits.kernels)),
+            unbiased=False,
+            unbiased_note="no; nothing is lost",
+        )
 
     @property
-    def kernels(self) -> tuple[str, ...]:  # type: ignore[override]
-        """Those of the factors, and the operator's."""
-        return ("low_rank", *(() if self.operator is None else self.operator.kernels))
-
-    @property
-    def operator(self) -> Compressor | None:
+    def operator(self) -> Method | None:
         """The operator by which factors travel; None where they are cast."""
-        return self.values if isinstance(self.values, Compressor) else None
+        return None if operator_of(self.values) is None or cast_of(self.values) else self.values
 
     def check_fields(self) -> None:
         """Check the fields that all of them have.
@@ -134,8 +130,11 @@ class LowRankAlgorithm(ResidualAlgorithm):
         object.__setattr__(self, "least_saving", float(saving))
         operator = self.operator
         require(
-            isinstance(self.values, FP32 | BF16)
-            or (operator is not None and not (operator.joined or operator.needs_link_cost or operator.direction)),
+            cast_of(self.values) in (torch.float32, torch.bfloat16)
+            or (
+                operator is not None
+                and not (operator.traits.joined or operator.traits.needs_link_cost or operator.traits.direction)
+            ),
             owner,
             "values is FP32(), BF16() or an operator on one vector such as QSGDinf(levels=7, block_size=256), not "
             f"{self.values!r}",
@@ -267,9 +266,9 @@ class FactorPlan(BucketPlan):
         Returns:
             What this rank sent, where an operator encodes the factors and ``context.wants_sent``; else None.
         """
-        operator = self.method.operator
+        operator = None if self.method.operator is None else self.method.operator.as_operator
         if operator is None:
-            dtype = torch.bfloat16 if isinstance(self.method.values, BF16) else torch.float32
+            dtype = self.method.values.cast_dtype or torch.float32
             yield from mean_of_floats(context, self.collective, self.method.tag, values, side.numel, dtype)
             return None
         plan = self._plan(operator, side, len(values))
@@ -279,7 +278,7 @@ class FactorPlan(BucketPlan):
         outcome = yield from plan.run(context, values, prepared)
         return outcome.sent
 
-    def _plan(self, operator: Compressor, side: Side, numel: int) -> SectionPlan:
+    def _plan(self, operator: Operator, side: Side, numel: int) -> SectionPlan:
         """Return the exchange of a side and what lies behind it: of each factor every vector is encoded by itself."""
         found = self._plans.get((side.name, numel))
         if found is None:

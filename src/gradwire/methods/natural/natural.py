@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -14,6 +14,7 @@ from gradwire.exchange.compressor import Compressor
 from gradwire.exchange.deferred_checks import Flag, all_finite
 from gradwire.exchange.method import Properties
 from gradwire.exchange.segments import Segment
+from gradwire.exchange.traits import Traits
 from gradwire.kernels import Coder, SegmentTable, natural_bytes, natural_sign_bytes
 from gradwire.seeds import parameter_key
 
@@ -87,12 +88,7 @@ class Natural(Compressor):
     """
 
     name: ClassVar[str] = "natural"
-    on_device: ClassVar[bool] = True
     tag: ClassVar[int] = 23
-    collectives: ClassVar[tuple[str, ...]] = ("all_gather",)
-    kernels: ClassVar[tuple[str, ...]] = ("moments", "natural")
-    unbiased: ClassVar[bool] = True
-    omega_formula: ClassVar[str | None] = "1/8"
     properties: ClassVar[Properties] = Properties(
         summary="Sign and exponent, the mantissa rounded away without bias",
         paper="Horvath et al., Natural Compression, MSML 2022",
@@ -100,6 +96,16 @@ class Natural(Compressor):
         bits_per_element=2 * 9,
         stream="rank",
     )
+
+    def declare(self) -> Traits:
+        return replace(
+            super().declare(),
+            collectives=("all_gather",),
+            kernels=("moments", "natural"),
+            on_device=True,
+            unbiased=True,
+            omega_formula="1/8",
+        )
 
     def omega_of(self, numel: int | None = None) -> float:
         """Return 1/8, attained at (4/3) 2^a."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -14,6 +14,7 @@ from gradwire.exchange.codecs.base import Constant, Draw, Summary
 from gradwire.exchange.compressor import Compressor
 from gradwire.exchange.method import Properties, is_whole, require
 from gradwire.exchange.segments import Segment
+from gradwire.exchange.traits import Traits
 from gradwire.exchange.wire import padded
 from gradwire.kernels import GROUP_SIZE, LEAST_BLOCK, MOST_BLOCK, Grid
 from gradwire.methods.rotations.normal_levels import (
@@ -113,21 +114,17 @@ class RotatedLevels(Compressor):
 
     block_size: int
 
-    collectives: ClassVar[tuple[str, ...]] = ("two_shot", "all_gather")
-    kernels: ClassVar[tuple[str, ...]] = ("moments", "rotation")
-    re_encoding: ClassVar[bool] = True
-    unbiased: ClassVar[bool] = False
-    unbiased_note: ClassVar[str | None] = "over uniform rotations"
-
-    @property
-    def cut(self) -> int:  # type: ignore[override]
-        """Blocks stay whole."""
-        return self.block_size
-
-    @property
-    def share_cut(self) -> int:  # type: ignore[override]
-        """Blocks stay whole."""
-        return self.block_size
+    def declare(self) -> Traits:
+        return replace(
+            super().declare(),
+            collectives=("two_shot", "all_gather"),
+            re_encoding=True,
+            cut=self.block_size,
+            share_cut=self.block_size,
+            kernels=("moments", "rotation"),
+            unbiased=False,
+            unbiased_note="over uniform rotations",
+        )
 
     @abstractmethod
     def codec(self, kernels: Kernels, segments: Sequence[Segment], world_size: int, seed: int) -> OwnRotationCodec: ...
@@ -200,7 +197,6 @@ class EDEN(RotatedLevels):
     spacing: str = "lloyd_max"
 
     name: ClassVar[str] = "eden"
-    on_device: ClassVar[bool] = True
     tag: ClassVar[int] = 30
     properties: ClassVar[Properties] = Properties(
         summary="Blocks rotated at random, coordinates rounded to the nearest of 16 levels for normal values",
@@ -231,15 +227,18 @@ class EDEN(RotatedLevels):
                 f"that, more bits, or spacing='uniform' within Coded()",
             )
 
+    def declare(self) -> Traits:
+        return replace(
+            super().declare(),
+            # Those of rotations; where coordinates are sampled, of packing, too.
+            kernels=("moments", "rotation", "levels") if self.samples else ("moments", "rotation"),
+            on_device=True,
+        )
+
     @property
     def samples(self) -> bool:
         """Whether only a part of the coordinates is sent."""
         return self.bits < 1 and self.spacing == "lloyd_max"
-
-    @property
-    def kernels(self) -> tuple[str, ...]:  # type: ignore[override]
-        """Those of rotations; where coordinates are sampled, of packing, too."""
-        return ("moments", "rotation", "levels") if self.samples else ("moments", "rotation")
 
     def codec(self, kernels: Kernels, segments: Sequence[Segment], world_size: int, seed: int) -> OwnRotationCodec:
         size = self.block_size
@@ -290,7 +289,6 @@ class DRIVE(RotatedLevels):
     block_size: int = 4096
 
     name: ClassVar[str] = "drive"
-    on_device: ClassVar[bool] = True
     tag: ClassVar[int] = 31
     properties: ClassVar[Properties] = Properties(
         summary="The signs of blocks rotated at random",
@@ -303,6 +301,12 @@ class DRIVE(RotatedLevels):
     def __post_init__(self) -> None:
         require(isinstance(self.least_error, bool), "DRIVE", f"least_error is True or False, not {self.least_error!r}")
         check_rotation("DRIVE", self.block_size)
+
+    def declare(self) -> Traits:
+        return replace(
+            super().declare(),
+            on_device=True,
+        )
 
     def delta_of(self, numel: int | None = None) -> float | None:
         return 1 / coordinates_of(numel, self.block_size) if self.least_error else None

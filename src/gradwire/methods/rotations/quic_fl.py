@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
@@ -12,6 +12,7 @@ import numpy as np
 from gradwire.exchange.compressor import Compressor
 from gradwire.exchange.method import Properties, is_whole, require
 from gradwire.exchange.segments import Segment
+from gradwire.exchange.traits import Traits
 from gradwire.methods.rotations.bounded_levels import FIRST, MOST_BITS, POINTS, SHARED_VALUES, BoundedSupportCodec
 from gradwire.methods.rotations.eden import check_rotation
 
@@ -65,9 +66,6 @@ class QUICFL(Compressor):
 
     name: ClassVar[str] = "quic_fl"
     tag: ClassVar[int] = 35
-    collectives: ClassVar[tuple[str, ...]] = ("all_gather",)
-    kernels: ClassVar[tuple[str, ...]] = ("moments", "rotation", "selection", "levels")
-    unbiased: ClassVar[bool] = True
     properties: ClassVar[Properties] = Properties(
         summary="Rotated blocks quantised without bias within a bound, and exactly beyond it",
         paper="Ben Basat et al., QUIC-FL, ICML 2024",
@@ -83,10 +81,15 @@ class QUICFL(Compressor):
         )
         check_rotation("QUICFL", self.block_size)
 
-    @property
-    def cut(self) -> int:  # type: ignore[override]
-        """Blocks stay whole, and their coordinates begin a group of the kernels."""
-        return math.lcm(self.block_size, 80)
+    def declare(self) -> Traits:
+        return replace(
+            super().declare(),
+            collectives=("all_gather",),
+            # Blocks stay whole, and their coordinates begin a group of the kernels.
+            cut=math.lcm(self.block_size, 80),
+            kernels=("moments", "rotation", "selection", "levels"),
+            unbiased=True,
+        )
 
     def codec(self, kernels: Kernels, segments: Sequence[Segment], world_size: int, seed: int) -> BoundedSupportCodec:
         above, count = np.array(POINTS[self.bits]), SHARED_VALUES[self.bits]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from gradwire.errors import HyperparameterError
 from gradwire.exchange.compressor import Compressor
 from gradwire.exchange.method import Method, Properties, require
 from gradwire.exchange.segments import Segment
+from gradwire.exchange.traits import Traits
 from gradwire.kernels import WHOLE
 from gradwire.methods.feedback.error_feedback import ErrorFeedback
 from gradwire.methods.levels.level_compressor import check_blocks
@@ -56,11 +57,7 @@ class ScaledSign(Compressor):
     block_size: int | None = None
 
     name: ClassVar[str] = "scaledsign"
-    on_device: ClassVar[bool] = True
     tag: ClassVar[int] = 16
-    collectives: ClassVar[tuple[str, ...]] = ("all_gather",)
-    kernels: ClassVar[tuple[str, ...]] = ("signs",)
-    unbiased: ClassVar[bool] = False
     delta_formula: ClassVar[str | None] = "1 / d"
     properties: ClassVar[Properties] = Properties(
         summary="Signs times the mean magnitude of each parameter",
@@ -71,6 +68,15 @@ class ScaledSign(Compressor):
 
     def __post_init__(self) -> None:
         check_blocks(type(self).__name__, self.block_size, "parameter")
+
+    def declare(self) -> Traits:
+        return replace(
+            super().declare(),
+            collectives=("all_gather",),
+            kernels=("signs",),
+            on_device=True,
+            unbiased=False,
+        )
 
     def delta_of(self, numel: int | None = None) -> float:
         """Return 1/d for blocks of d, attained by a single value; at least 2^-35, for the longest that kernels take."""
@@ -123,8 +129,6 @@ class EFSignSGD(ErrorFeedback):
     block_size: int | None = None
 
     name: ClassVar[str] = "ef_signsgd"
-    on_device: ClassVar[bool] = True
-    unbiased_note: ClassVar[str | None] = None
     properties: ClassVar[Properties] = Properties(
         summary="Scaled signs; what they leave out is added to the next gradient",
         paper="Karimireddy et al., ICML 2019",
@@ -151,3 +155,10 @@ class EFSignSGD(ErrorFeedback):
         object.__setattr__(self, "block_size", next(iter(sizes), None))
         object.__setattr__(self, "compressor", ScaledSign(block_size=self.block_size))
         super().__post_init__()
+
+    def declare(self) -> Traits:
+        return replace(
+            super().declare(),
+            on_device=True,
+            unbiased_note=None,
+        )

@@ -15,6 +15,7 @@ from gradwire.exchange.method import Method, Properties
 from gradwire.exchange.protocols import Context, Outcome
 from gradwire.exchange.protocols.bucket_plan import BucketPlan, PlanSetting, SectionPlan
 from gradwire.exchange.segments import Segment, divide
+from gradwire.exchange.traits import Traits
 from gradwire.exchange.wire import padded
 from gradwire.kernels import SIGN_BYTES, WHOLE, RunTable, SegmentTable
 from gradwire.methods.feedback.local_momentum import checked_momentum
@@ -232,19 +233,24 @@ class SignSGD(Method):
 
     name: ClassVar[str] = "signsgd"
     tag: ClassVar[int] = 17
-    collectives: ClassVar[tuple[str, ...]] = ("two_shot", "all_gather")
-    on_device: ClassVar[bool] = True
-    kernels: ClassVar[tuple[str, ...]] = ("signs",)
-    direction: ClassVar[bool] = True
-    unbiased: ClassVar[bool] = False
-    needs_loss_scale: ClassVar[bool] = True
-    min_numel: ClassVar[int] = 0
     properties: ClassVar[Properties] = Properties(
         summary="The sign that most workers have; a direction, not a mean",
         paper="Bernstein et al., signSGD with majority vote, ICLR 2019",
         bit_stable=True,
         bits_per_element=1.0,
     )
+
+    def declare(self) -> Traits:
+        return replace(
+            super().declare(),
+            collectives=("two_shot", "all_gather"),
+            direction=True,
+            needs_loss_scale=True,
+            kernels=("signs",),
+            on_device=True,
+            min_numel=0,
+            unbiased=False,
+        )
 
     def codec(self, kernels: Kernels, segments: Sequence[Segment], world_size: int, seed: int) -> MajorityVoteCodec:
         return MajorityVoteCodec(kernels, segments, world_size)
@@ -286,8 +292,6 @@ class Signum(SignSGD):
     momentum: float = 0.9
 
     name: ClassVar[str] = "signum"
-    remembers: ClassVar[tuple[str, ...]] = ("momentum",)
-    owns_momentum: ClassVar[bool] = True
     tag: ClassVar[int] = 18
     properties: ClassVar[Properties] = Properties(
         summary="The sign that most workers' momentum has; a direction, not a mean",
@@ -300,6 +304,13 @@ class Signum(SignSGD):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "momentum", checked_momentum("Signum", self.momentum))
+
+    def declare(self) -> Traits:
+        return replace(
+            super().declare(),
+            owns_momentum=True,
+            remembers=("momentum",),
+        )
 
     def plan(self, setting: PlanSetting) -> BucketPlan:
         return _MomentumVote(SectionPlan(self, setting), setting.segments, self.momentum, setting.kernels)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -14,6 +14,7 @@ from gradwire.exchange.protocols import Context
 from gradwire.exchange.protocols.bucket_plan import PlanSetting
 from gradwire.exchange.protocols.pieces import join
 from gradwire.exchange.segments import divide
+from gradwire.exchange.traits import Traits
 from gradwire.kernels import MOST_COLUMNS, MOST_ROWS, SegmentTable
 from gradwire.methods.low_rank.float_means import Beside, first_of_two, mean_of_floats
 from gradwire.methods.sparse.top_k import check_density
@@ -39,11 +40,16 @@ class SketchAlgorithm(Method):
     candidates: int
 
     tag: ClassVar[int]
-    collectives: ClassVar[tuple[str, ...]] = ("two_shot", "all_gather")
-    kernels: ClassVar[tuple[str, ...]] = ("sketch", "selection")
-    whole_step: ClassVar[bool] = True
-    joined: ClassVar[bool] = True
-    unbiased: ClassVar[bool] = False
+
+    def declare(self) -> Traits:
+        return replace(
+            super().declare(),
+            collectives=("two_shot", "all_gather"),
+            whole_step=True,
+            joined=True,
+            kernels=("sketch", "selection"),
+            unbiased=False,
+        )
 
     def check_sketch(self) -> None:
         """Refuse fields that are out of range, and make ``density`` a float.

@@ -16,6 +16,7 @@ from gradwire.exchange.protocols import Context, Outcome
 from gradwire.exchange.protocols.bucket_plan import BucketPlan, PlanSetting
 from gradwire.exchange.protocols.pieces import join
 from gradwire.exchange.segments import divide
+from gradwire.exchange.traits import Traits
 from gradwire.methods.feedback.optimizers import not_stepped
 from gradwire.methods.sketches.second_moments import LEARNING_RATE, SECOND_MOMENTS, RateRatios, SecondMoments
 from gradwire.methods.sketches.sketch_exchange import COLUMNS_EACH, SketchAlgorithm, SketchExchange, largest
@@ -111,19 +112,6 @@ class SketchedAMSGrad(SketchAlgorithm):
 
     name: ClassVar[str] = "sketched_amsgrad"
     tag: ClassVar[int] = 43
-    direction: ClassVar[bool] = True
-    unbiased_note: ClassVar[str | None] = "no; nothing is lost"
-    owns_momentum: ClassVar[bool] = True
-    needs_loss_scale: ClassVar[bool] = True
-    needs_learning_rates: ClassVar[bool] = True
-    remembers: ClassVar[tuple[str, ...]] = (
-        "momentum",
-        "residual",
-        "mean_momentum",
-        *SECOND_MOMENTS,
-        LEARNING_RATE,
-        WARM_UP,
-    )
     properties: ClassVar[Properties] = Properties(
         summary="AMSGrad's steps for large elements of the mean momentum, found in a sum of sketches; a direction",
         paper="Xian et al., SketchedAMSGrad, ICDM 2022",
@@ -146,6 +134,24 @@ class SketchedAMSGrad(SketchAlgorithm):
             number = isinstance(value, int | float) and not isinstance(value, bool)
             require(number and low <= value < high, "SketchedAMSGrad", f"{name} is a number {told}, not {value!r}")
             object.__setattr__(self, name, float(value))
+
+    def declare(self) -> Traits:
+        return replace(
+            super().declare(),
+            direction=True,
+            owns_momentum=True,
+            needs_loss_scale=True,
+            remembers=(
+                "momentum",
+                "residual",
+                "mean_momentum",
+                *SECOND_MOMENTS,
+                LEARNING_RATE,
+                WARM_UP,
+            ),
+            needs_learning_rates=True,
+            unbiased_note="no; nothing is lost",
+        )
 
     def check_optimizer(self, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> None:
         if optimizer is None:

@@ -18,6 +18,7 @@ from gradwire.exchange.ops import Exchange
 from gradwire.exchange.protocols import Context, Outcome, broadcast, leader
 from gradwire.exchange.protocols.bucket_plan import BucketPlan, PlanSetting
 from gradwire.exchange.segments import divide
+from gradwire.exchange.traits import Traits
 from gradwire.exchange.wire import Packing, Whole, padded
 from gradwire.methods.feedback.error_feedback import Feedback, ResidualAlgorithm, momentum_beside_residual
 from gradwire.methods.feedback.local_momentum import checked_momentum
@@ -180,10 +181,6 @@ class CLTk(ResidualAlgorithm):
 
     name: ClassVar[str] = "clt_k"
     tag: ClassVar[int] = 54
-    collectives: ClassVar[tuple[str, ...]] = ("two_shot", "all_gather")
-    kernels: ClassVar[tuple[str, ...]] = ("selection", "indices", "signs")
-    unbiased: ClassVar[bool] = False
-    unbiased_note: ClassVar[str | None] = "no; with beta=1 nothing is lost"
     properties: ClassVar[Properties] = Properties(
         summary="The elements that are largest on one worker, each in its turn, summed over all, with error feedback",
         paper="Chen et al., ScaleCom, NeurIPS 2020",
@@ -200,6 +197,15 @@ class CLTk(ResidualAlgorithm):
         number = isinstance(self.beta, int | float) and not isinstance(self.beta, bool)
         require(number and 0 < self.beta <= 1, "CLTk", f"beta is above 0 and at most 1, not {self.beta!r}")
         object.__setattr__(self, "beta", float(self.beta))
+
+    def declare(self) -> Traits:
+        return replace(
+            super().declare(),
+            collectives=("two_shot", "all_gather"),
+            kernels=("selection", "indices", "signs"),
+            unbiased=False,
+            unbiased_note="no; with beta=1 nothing is lost",
+        )
 
     def caution(self, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> str | None:
         numel = max((p.numel() for p in parameters.values()), default=1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -11,6 +11,7 @@ import torch
 from gradwire.exchange.method import Method, Properties, is_whole, require
 from gradwire.exchange.protocols import Context, Outcome
 from gradwire.exchange.protocols.bucket_plan import BucketPlan, PlanSetting, SectionPlan
+from gradwire.exchange.traits import Traits
 from gradwire.kernels import SegmentTable
 from gradwire.methods.feedback.error_feedback import Feedback
 from gradwire.methods.feedback.local_momentum import LocalMomentum, checked_momentum
@@ -124,11 +125,6 @@ class DGC(Method):
     warmup_rounds: int = 0
 
     name: ClassVar[str] = "dgc"
-    collectives: ClassVar[tuple[str, ...]] = TopK.collectives
-    unbiased: ClassVar[bool] = False
-    unbiased_note: ClassVar[str | None] = "no; without masking, nothing is lost"
-    waiting: ClassVar[str] = "accumulated"
-    needs_loss_scale: ClassVar[bool] = True
     properties: ClassVar[Properties] = Properties(
         summary="The largest elements of each worker's accumulated momentum, which is cleared where it is sent",
         paper="Lin et al., Deep Gradient Compression, ICLR 2018",
@@ -154,30 +150,28 @@ class DGC(Method):
         whole = is_whole(rounds)
         require(whole and rounds >= 0, "DGC", f"warmup_rounds is a number of rounds, at least 0, not {rounds!r}")
 
+    def declare(self) -> Traits:
+        return replace(
+            super().declare(),
+            collectives=self.operator.traits.collectives,
+            # Whether gradients are clipped by the norm of all parameters.
+            whole_step=self.clip_norm is not None,
+            owns_momentum=self.momentum > 0,
+            needs_loss_scale=True,
+            kernels=self.operator.traits.kernels
+            if self.clip_norm is None
+            else (*self.operator.traits.kernels, "moments"),
+            # What is accumulated, and the momentum where there is one.
+            remembers=("accumulated", "momentum") if self.momentum else ("accumulated",),
+            waiting="accumulated",
+            unbiased=False,
+            unbiased_note="no; without masking, nothing is lost",
+        )
+
     @property
     def operator(self) -> TopK:
         """The operator of each worker after the warm-up."""
         return TopK(density=self.density)
-
-    @property
-    def kernels(self) -> tuple[str, ...]:  # type: ignore[override]
-        """The operator's, and that of the norm."""
-        return self.operator.kernels if self.clip_norm is None else (*self.operator.kernels, "moments")
-
-    @property
-    def whole_step(self) -> bool:  # type: ignore[override]
-        """Whether gradients are clipped by the norm of all parameters."""
-        return self.clip_norm is not None
-
-    @property
-    def owns_momentum(self) -> bool:  # type: ignore[override]
-        """Whether ``momentum`` is not 0."""
-        return self.momentum > 0
-
-    @property
-    def remembers(self) -> tuple[str, ...]:  # type: ignore[override]
-        """What is accumulated, and the momentum where there is one."""
-        return ("accumulated", "momentum") if self.momentum else ("accumulated",)
 
     def plan(self, setting: PlanSetting) -> BucketPlan:
         stages = [*(self.warmup_densities if self.warmup_rounds else ()), self.density]

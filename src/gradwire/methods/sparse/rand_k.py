@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from gradwire.exchange.codecs.base import Codec, Constant, Draw, Summary
-from gradwire.exchange.compressor import Compressor
 from gradwire.exchange.deferred_checks import Flag, all_finite
-from gradwire.exchange.method import Method, Properties, require
+from gradwire.exchange.method import Method, Properties, operator_of, require
 from gradwire.exchange.protocols.bucket_plan import BucketPlan, PlanSetting, SectionPlan
 from gradwire.exchange.segments import Segment
+from gradwire.exchange.traits import Traits
 from gradwire.exchange.wire import padded
-from gradwire.methods.casts.cast import FP32, Cast
+from gradwire.methods.casts.cast import FP32
 from gradwire.methods.signs.sign_codec import sign_table
 from gradwire.methods.sparse.chosen_elements import Chosen, ChosenElements
 from gradwire.methods.sparse.random_places import RandomElements
@@ -172,8 +172,6 @@ class RandK(Method):
 
     name: ClassVar[str] = "randk"
     tag: ClassVar[int] = 34
-    cut: ClassVar[int] = 1 << 40
-    share_cut: ClassVar[int] = 1 << 40
     properties: ClassVar[Properties] = Properties(
         summary="A random share of the elements in every round, by default the same on all workers",
         paper="Stich et al., Sparsified SGD with Memory, NeurIPS 2018",
@@ -196,44 +194,47 @@ class RandK(Method):
             check_values("RandK", self.values)
             return
         require(
-            isinstance(self.values, Cast | Compressor) and not self.values.joined,
+            operator_of(self.values) is not None and not self.values.traits.joined,
             "RandK",
             f"values is a cast, or an operator on one vector whose blocks are of a parameter, not {self.values!r}",
+        )
+
+    def refusal_of_feedback(self, unseen: str) -> str | None:
+        if not self.rescale:
+            return None
+        return (
+            f"{self!r} multiplies what it keeps by d/k, and with it the residual's error: it diverges; use "
+            "rescale=False"
+        )
+
+    def check_between_two(self, owner: str) -> None:
+        check_values(owner, self.values)
+
+    def codec_between_two(self, kernels: Kernels, segments: Sequence[Segment], seed: int) -> Codec:
+        return self.codec(kernels, segments, 1, seed)
+
+    def declare(self) -> Traits:
+        return replace(
+            super().declare(),
+            same_elements=not self.private,
+            # A gather of private elements; else those of the values.
+            collectives=("all_gather",) if self.private else self.values.traits.collectives,
+            re_encoding=not self.private and self.values.traits.re_encoding,
+            cut=1 << 40,
+            share_cut=1 << 40,
+            # Those of the values, and the one that looks for what is not finite.
+            kernels=tuple(dict.fromkeys((*self.values.traits.kernels, "signs"))),
+            # Whether it is rescaled, and its values are unbiased.
+            unbiased=self.rescale and self.values.traits.unbiased,
+            # That ``rescale`` makes it unbiased, where it is not set.
+            unbiased_note=None if self.rescale else "no; with rescale=True",
+            omega_formula="(1 + omega of the values) d/k - 1" if self.rescale else None,
         )
 
     @property
     def private(self) -> bool:
         """Whether each worker draws elements of its own."""
         return self.coordinates == "private"
-
-    @property
-    def collectives(self) -> tuple[str, ...]:  # type: ignore[override]
-        """A gather of private elements; else those of the values."""
-        return ("all_gather",) if self.private else self.values.collectives
-
-    @property
-    def re_encoding(self) -> bool:  # type: ignore[override]
-        """That of the values, of shared elements."""
-        return not self.private and self.values.re_encoding
-
-    @property
-    def kernels(self) -> tuple[str, ...]:  # type: ignore[override]
-        """Those of the values, and the one that looks for what is not finite."""
-        return tuple(dict.fromkeys((*self.values.kernels, "signs")))
-
-    @property
-    def unbiased(self) -> bool:  # type: ignore[override]
-        """Whether it is rescaled, and its values are unbiased."""
-        return self.rescale and self.values.unbiased
-
-    @property
-    def unbiased_note(self) -> str | None:  # type: ignore[override]
-        """That ``rescale`` makes it unbiased, where it is not set."""
-        return None if self.rescale else "no; with rescale=True"
-
-    @property
-    def omega_formula(self) -> str | None:  # type: ignore[override]
-        return "(1 + omega of the values) d/k - 1" if self.rescale else None
 
     @property
     def delta_formula(self) -> str | None:

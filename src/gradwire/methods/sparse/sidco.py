@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 import numpy as np
@@ -13,6 +13,7 @@ import torch
 
 from gradwire.exchange.codecs.base import Draw
 from gradwire.exchange.method import Method, Properties, is_whole, require
+from gradwire.exchange.traits import Traits
 from gradwire.kernels import SegmentTable
 from gradwire.methods.casts.cast import FP32
 from gradwire.methods.sparse.sparse import Sparse
@@ -275,8 +276,6 @@ class SIDCo(Sparse):
     unit: ClassVar[str] = "element"  # type: ignore[misc]
     name: ClassVar[str] = "sidco"
     tag: ClassVar[int] = 36
-    unbiased: ClassVar[bool] = False
-    gauges: ClassVar[tuple[str, ...]] = ("density",)
     properties: ClassVar[Properties] = Properties(
         summary="The elements above a threshold that is estimated by fitting a distribution, with their positions",
         paper="Abdelmoniem et al., SIDCo, MLSys 2021",
@@ -292,12 +291,20 @@ class SIDCo(Sparse):
         require(whole and 1 <= self.stages <= 16, "SIDCo", f"stages is a number from 1 to 16, not {self.stages!r}")
         self.check_sparse()
 
+    def declare(self) -> Traits:
+        return replace(
+            super().declare(),
+            gauges=("density",),
+            unbiased=False,
+        )
+
     def rule(self) -> FittedRule:
         return FittedRule(self.density, self.model, self.stages)
 
     @property
     def delta_formula(self) -> str | None:
-        return "1/d, or k/d below 100 000 elements" + " times that of the values" * (not isinstance(self.values, FP32))
+        rounded = self.values.cast_dtype != torch.float32
+        return "1/d, or k/d below 100 000 elements" + " times that of the values" * rounded
 
     def delta_of(self, numel: int | None = None) -> float | None:
         """Return the share of one element, or that of the k largest of a parameter that is not fitted."""

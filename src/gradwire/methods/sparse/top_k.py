@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from gradwire.exchange.method import Method, Properties, is_whole, require
+import torch
+
+from gradwire.exchange.method import Method, Properties, cast_of, is_whole, require
+from gradwire.exchange.traits import Traits
 from gradwire.methods.casts.cast import FP32
 from gradwire.methods.sparse.sparse import Sparse
 from gradwire.methods.sparse.sparse_codec import AboveRule, LargestRule
@@ -69,7 +72,6 @@ class TopK(Sparse):
 
     name: ClassVar[str] = "topk"
     tag: ClassVar[int] = 32
-    unbiased: ClassVar[bool] = False
     properties: ClassVar[Properties] = Properties(
         summary="The elements of the largest magnitude, exactly, with their positions",
         paper="Stich et al., Sparsified SGD with Memory, NeurIPS 2018",
@@ -88,6 +90,12 @@ class TopK(Sparse):
         )
         self.check_sparse()
 
+    def declare(self) -> Traits:
+        return replace(
+            super().declare(),
+            unbiased=False,
+        )
+
     def rule(self) -> LargestRule:
         return LargestRule(self.density)
 
@@ -96,7 +104,7 @@ class TopK(Sparse):
 
     @property
     def delta_formula(self) -> str | None:
-        return "k/d" if isinstance(self.values, FP32) else "k/d times that of the values"
+        return "k/d" if cast_of(self.values) == torch.float32 else "k/d times that of the values"
 
     def delta_of(self, numel: int | None = None) -> float | None:
         """Return the share kept of the worst block, times what the values keep.
@@ -159,9 +167,6 @@ class Threshold(Sparse):
 
     name: ClassVar[str] = "threshold"
     tag: ClassVar[int] = 33
-    unbiased: ClassVar[bool] = False
-    gauges: ClassVar[tuple[str, ...]] = ("density",)
-    needs_loss_scale: ClassVar[bool] = True
     properties: ClassVar[Properties] = Properties(
         summary="All elements from a magnitude on, with their positions",
         paper="Sahu et al., NeurIPS 2021",
@@ -176,10 +181,15 @@ class Threshold(Sparse):
         object.__setattr__(self, "threshold", float(value))
         self.check_sparse()
 
-    @property
-    def worst_error(self) -> float | None:  # type: ignore[override]
-        """The threshold, where values travel as they are."""
-        return self.threshold if isinstance(self.values, FP32) else None
+    def declare(self) -> Traits:
+        return replace(
+            super().declare(),
+            needs_loss_scale=True,
+            gauges=("density",),
+            unbiased=False,
+            # The threshold, where values travel as they are.
+            worst_error=self.threshold if cast_of(self.values) == torch.float32 else None,
+        )
 
     def rule(self) -> AboveRule:
         return AboveRule(self.threshold)

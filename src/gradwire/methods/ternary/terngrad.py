@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -16,6 +16,7 @@ from gradwire.exchange.compressor import Compressor
 from gradwire.exchange.deferred_checks import Flag, all_finite
 from gradwire.exchange.method import Properties, require
 from gradwire.exchange.segments import Segment
+from gradwire.exchange.traits import Traits
 from gradwire.exchange.wire import ALIGNMENT, padded
 from gradwire.kernels import Coder, DigitLayout, SegmentTable, byte_layout, digit_layout, inverse_scale
 from gradwire.methods.levels.worst_case import even_constant
@@ -205,9 +206,7 @@ class TernGrad(Compressor):
     share_scaler: bool = True
 
     name: ClassVar[str] = "terngrad"
-    on_device: ClassVar[bool] = True
     tag: ClassVar[int] = 1
-    kernels: ClassVar[tuple[str, ...]] = ("moments", "ternary")
     properties: ClassVar[Properties] = Properties(
         summary="Ternary gradients, one scaler a parameter, exact integer sums",
         paper="Wen et al., TernGrad, NeurIPS 2017",
@@ -237,29 +236,31 @@ class TernGrad(Compressor):
             f"share_scaler is True or False, not {self.share_scaler!r}",
         )
 
-    @property
-    def unbiased(self) -> bool:  # type: ignore[override]
-        """Whether nothing is clipped."""
-        return self.clip is None
-
-    @property
-    def unbiased_note(self) -> str | None:  # type: ignore[override]
-        """That the outcome is unbiased for the clipped gradient, where something is clipped."""
-        return None if self.unbiased else "for the clipped gradient"
-
-    @property
-    def omega_formula(self) -> str | None:  # type: ignore[override]
-        """The bound without clipping and sharing; a shared scaler may be any number of times a worker's own."""
-        return None if self.share_scaler or not self.unbiased else "(sqrt(d) - 1) / 2"
+    def declare(self) -> Traits:
+        return replace(
+            super().declare(),
+            # The protocols: trits with different scalers have no integer sum, so only a gather can carry them.
+            collectives=("two_shot", "all_gather") if self.share_scaler else ("all_gather",),
+            kernels=("moments", "ternary"),
+            on_device=True,
+            unbiased=self.clip is None,
+            # That the outcome is unbiased for the clipped gradient, where something is clipped.
+            unbiased_note=None if (self.clip is None) else "for the clipped gradient",
+            # The bound without clipping and sharing; a shared scaler may be any number of times a worker's own.
+            omega_formula=None if self.share_scaler or self.clip is not None else "(sqrt(d) - 1) / 2",
+        )
 
     def omega_of(self, numel: int | None = None) -> float | None:
-        own = self.unbiased and not self.share_scaler
+        own = self.traits.unbiased and not self.share_scaler
         return even_constant(1, max(1, numel), "max") if own and numel is not None else None
 
-    @property
-    def collectives(self) -> tuple[str, ...]:  # type: ignore[override]
-        """The protocols: trits with different scalers have no integer sum, so only a gather can carry them."""
-        return ("two_shot", "all_gather") if self.share_scaler else ("all_gather",)
+    def check_between_two(self, owner: str) -> None:
+        super().check_between_two(owner)
+        if self.share_scaler:
+            raise IncompatibleError(
+                f"{owner}: {self!r} has a scaler that all workers share, which one sender and one receiver cannot "
+                "know: give it share_scaler=False"
+            )
 
     def codec(self, kernels: Kernels, segments: Sequence[Segment], world_size: int, seed: int) -> TernaryCodec:
         check_workers("TernGrad", world_size)

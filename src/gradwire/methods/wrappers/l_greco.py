@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 from typing import Any, ClassVar
@@ -14,12 +14,12 @@ import numpy as np
 import torch
 
 from gradwire.exchange.codecs import Constant, Draw
-from gradwire.exchange.compressor import Compressor
-from gradwire.exchange.method import Inherited, Method, Properties, is_whole, require
+from gradwire.exchange.method import Method, Properties, cast_of, is_whole, operator_of, require
 from gradwire.exchange.ops import Exchange
 from gradwire.exchange.protocols import Context, Outcome, gathered_values
-from gradwire.exchange.protocols.bucket_plan import BucketPlan, PlanSetting, SectionPlan
+from gradwire.exchange.protocols.bucket_plan import BucketPlan, Operator, PlanSetting, SectionPlan
 from gradwire.exchange.segments import Segment, divide
+from gradwire.exchange.traits import Traits
 from gradwire.kernels import SegmentTable
 from gradwire.methods.levels.qsgd import QSGDinf
 from gradwire.methods.wrappers.dial import Dialled, is_number
@@ -165,12 +165,6 @@ class LGreCo(Dialled):
     every: int = 1000
 
     name: ClassVar[str] = "l_greco"
-    collectives: ClassVar[tuple[str, ...]] = ("all_gather",)
-    re_encoding: ClassVar[bool] = False
-    whole_step: ClassVar[bool] = True
-    needs_loss_scale: ClassVar[bool] = True
-    remembers: ClassVar[tuple[str, ...]] = (WINDOW, DIAL)
-    unbiased_note: ClassVar[Inherited] = Inherited("compressor")
     properties: ClassVar[Properties] = Properties(
         summary="For each layer the number of levels with the fewest bytes, within the error of a uniform one",
         paper="Alimohammadi et al., L-GreCo, MLSys 2024",
@@ -183,9 +177,11 @@ class LGreCo(Dialled):
 
     def __post_init__(self) -> None:
         inner, values, every = self.compressor, self.values, self.every
-        fits = isinstance(inner, Compressor) and "all_gather" in inner.collectives
+        fits = operator_of(inner) is not None and cast_of(inner) is None and "all_gather" in inner.traits.collectives
         require(
-            fits and not (inner.joined or inner.whole_step or inner.direction) and inner.properties.bit_stable,
+            fits
+            and not (inner.traits.joined or inner.traits.whole_step or inner.traits.direction)
+            and inner.properties.bit_stable,
             "LGreCo",
             "compressor is an operator on one vector that can be gathered, with blocks of a parameter, such as "
             f"QSGDinf(), not {inner!r}",
@@ -201,15 +197,26 @@ class LGreCo(Dialled):
         require(whole, "LGreCo", f"every is a number of rounds, not {every!r}")
         self.check_variants()
 
+    def refusal_of_feedback(self, unseen: str) -> str | None:
+        return None
+
+    def declare(self) -> Traits:
+        traits = super().declare()
+        return replace(
+            traits,
+            collectives=("all_gather",),
+            re_encoding=False,
+            whole_step=True,
+            needs_loss_scale=True,
+            kernels=tuple(dict.fromkeys((*traits.kernels, "moments"))),
+            remembers=(WINDOW, DIAL),
+            unbiased_note=self.compressor.traits.unbiased_note,
+        )
+
     @cached_property
     def variants(self) -> tuple[Method, ...]:
         """The operator with each candidate, in ascending order."""
         return tuple(self.turned(value) for value in sorted({*self.values, self.dial}))
-
-    @property
-    def kernels(self) -> tuple[str, ...]:  # type: ignore[override]
-        """The operators', and that of the errors."""
-        return tuple(dict.fromkeys((*super().kernels, "moments")))
 
     def is_due(self, round: int) -> bool:
         """Return whether a choice is made in that round."""
@@ -224,8 +231,8 @@ class _LayerPlan(BucketPlan):
 
     def __init__(self, method: LGreCo, setting: PlanSetting) -> None:
         self._method, self._setting = method, setting
-        self._operators = [m for m in method.variants if isinstance(m, Compressor)]
-        self._dials = [float(method.dial_of(m)) for m in self._operators]
+        self._operators = [found for m in method.variants if (found := m.as_operator) is not None]
+        self._dials = [float(method.dial_of(m)) for m in method.variants]
         self._uniform = self._dials.index(float(method.dial))
         # The order of names is that of no bucket.
         self._layers = sorted(divide(setting.segments)[0], key=lambda s: s.parameter.name)
@@ -320,7 +327,7 @@ class _LayerPlan(BucketPlan):
         """Bytes of the payload of each layer by itself, by candidate."""
         setting = self._setting
 
-        def size(segment: Segment, operator: Compressor) -> int:
+        def size(segment: Segment, operator: Operator) -> int:
             codec = operator.codec(setting.kernels, [segment], setting.world_size, setting.seed)
             return codec.payload_bytes(codec.units)
 

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 from typing import Any, ClassVar
@@ -18,7 +18,7 @@ from gradwire.exchange.method import Inherited, Method, Properties, is_whole, re
 from gradwire.exchange.ops import Exchange
 from gradwire.exchange.protocols import Context, Outcome
 from gradwire.exchange.protocols.bucket_plan import BucketPlan, PlanSetting
-from gradwire.methods.casts.cast import Cast
+from gradwire.exchange.traits import Traits
 from gradwire.methods.sparse.top_k import TopK
 from gradwire.methods.wrappers.dial import Dialled, is_number
 
@@ -171,7 +171,6 @@ class Scheduled(Dialled):
     stages: int | None = None
 
     name: ClassVar[str] = "scheduled"
-    unbiased_note: ClassVar[str | None] = None
     properties: ClassVar[Inherited] = Inherited(
         "compressor",
         Properties(
@@ -188,8 +187,8 @@ class Scheduled(Dialled):
         inner, start = self.compressor, self.start
         require(
             isinstance(inner, Method)
-            and bool(inner.collectives)
-            and not (inner.local_steps or isinstance(inner, Cast | Scheduled)),
+            and bool(inner.traits.collectives)
+            and not (inner.traits.local_steps or inner.cast_dtype is not None or inner.name == self.name),
             "Scheduled",
             f"compressor is a method with a dial, such as TopK(density=0.001), not {inner!r}",
         )
@@ -218,6 +217,12 @@ class Scheduled(Dialled):
         require(fits, "Scheduled", f"stages is {told}, and at most rounds={self.rounds!r}, not {count!r}")
         object.__setattr__(self, "stages", count)
         self.check_variants()
+
+    def declare(self) -> Traits:
+        return replace(
+            super().declare(),
+            unbiased_note=None,
+        )
 
     @cached_property
     def stage_methods(self) -> tuple[tuple[int, Method], ...]:

@@ -10,29 +10,26 @@ from typing import Any, ClassVar
 import torch
 
 from gradwire.exchange.deferred_checks import all_finite
-from gradwire.exchange.method import Inherited, Method
+from gradwire.exchange.method import Method
 from gradwire.exchange.ops import Exchange, Scope
 from gradwire.exchange.protocols import Context, Outcome
 from gradwire.exchange.protocols.bucket_plan import BucketPlan, PlanSetting
 from gradwire.exchange.protocols.pieces import join
 from gradwire.exchange.segments import Parameter, Segment, divide
+from gradwire.exchange.traits import Traits
 from gradwire.kernels import SegmentTable
 
 PIECE = 1 << 16
 """Elements: temporaries of a piece stay in a cache, and in memory that the allocator keeps."""
 
 
-class AsSent(Inherited):
-    """The inner method's protocols by which the outcome is the mean of what ranks sent: a residual or a shift needs it.
+def as_sent(inner: Method) -> tuple[str, ...]:
+    """Return the protocols by which an inner method's outcome is the mean of what ranks sent.
 
-    The error of an owner who encodes the mean once more would be in no rank's memory.
+    A residual or a shift needs it: the error of an owner who encodes the mean once more would be in no rank's memory.
     """
-
-    def __get__(self, instance: Method | None, owner: type[Method]) -> Any:
-        found = super().__get__(instance, owner)
-        if instance is None or not getattr(instance, self._field).re_encoding:
-            return found
-        return tuple(collective for collective in found if collective != "two_shot")
+    traits = inner.traits
+    return tuple(found for found in traits.collectives if not (traits.re_encoding and found == "two_shot"))
 
 
 class Around(Method):
@@ -49,30 +46,29 @@ class Around(Method):
     wrapped_field: ClassVar[str] = "compressor"
     """The field that holds it."""
 
-    collectives: ClassVar[Inherited] = Inherited("wrapped")
-    re_encoding: ClassVar[Inherited] = Inherited("wrapped", False)
-    whole_step: ClassVar[Inherited] = Inherited("wrapped")
-    joined: ClassVar[Inherited] = Inherited("wrapped")
-    kernels: ClassVar[Inherited] = Inherited("wrapped")
-    direction: ClassVar[Inherited] = Inherited("wrapped")
-    owns_momentum: ClassVar[Inherited] = Inherited("wrapped")
-    needs_loss_scale: ClassVar[Inherited] = Inherited("wrapped")
-    remembers: ClassVar[Inherited] = Inherited("wrapped")
-    waiting: ClassVar[Inherited] = Inherited("wrapped", "residual")
-    min_numel: ClassVar[Inherited] = Inherited("wrapped")
-    sharded: ClassVar[Inherited] = Inherited("wrapped", False)
-    needs_optimizer: ClassVar[Inherited] = Inherited("wrapped")
-    needs_learning_rates: ClassVar[Inherited] = Inherited("wrapped")
-    needs_link_cost: ClassVar[Inherited] = Inherited("wrapped")
-    gauges: ClassVar[Inherited] = Inherited("wrapped")
+    def declare(self) -> Traits:
+        """Return the traits of the wrapped method, but for those that are of an operator on one vector."""
+        own = super().declare()
+        return replace(
+            self.wrapped.traits,
+            cut=own.cut,
+            share_cut=own.share_cut,
+            on_device=own.on_device,
+            local_steps=own.local_steps,
+            outcomes_differ=own.outcomes_differ,
+            quantises_blocks=own.quantises_blocks,
+            shares_scales=own.shares_scales,
+            same_elements=own.same_elements,
+            scatters=own.scatters,
+            unbiased=own.unbiased,
+            unbiased_note=own.unbiased_note,
+            omega_formula=own.omega_formula,
+            worst_step=own.worst_step,
+            worst_error=own.worst_error,
+        )
 
     def check_optimizer(self, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> None:
         self.wrapped.check_optimizer(optimizer, parameters)
-
-    @property
-    def open_coders(self) -> tuple[str, ...]:  # type: ignore[override]
-        """Those of the wrapped method."""
-        return self.wrapped.open_coders
 
     def with_coder(self, coder: str) -> Method:
         changed: dict[str, Any] = {self.wrapped_field: self.wrapped.with_coder(coder)}
@@ -89,7 +85,7 @@ class Around(Method):
 
     def usual_collective(self, world_size: int) -> str | None:
         # One alone leaves nothing to differ.
-        return self.wrapped.usual_collective(world_size) if len(self.collectives) > 1 else None
+        return self.wrapped.usual_collective(world_size) if len(self.traits.collectives) > 1 else None
 
     def bind(self, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> Callable[[], None] | None:
         return self.wrapped.bind(optimizer, parameters)

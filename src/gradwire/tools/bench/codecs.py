@@ -202,12 +202,12 @@ def bench_methods(bench: Bench, kernels: Kernels, elements: int) -> None:
     parameters = {f"p{i}": torch.empty(shape, device="meta") for i, shape in enumerate(shapes)}
     flat = torch.randn(sum(map(math.prod, shapes)), generator=torch.Generator().manual_seed(0))
     # On two levels the work is that of the method inside.
-    for kind in (kind for kind in METHODS if not kind.sharded):
-        planner = Planner(kind(), parameters, WORKERS, Options(backend=kernels.name))
+    for method in (method for method in (kind() for kind in METHODS) if not method.traits.sharded):
+        planner = Planner(method, parameters, WORKERS, Options(backend=kernels.name))
         planner.compile()
         rehearsal = LocalProfiler(planner.plan(planner.step_order(), 0), flat, WORKERS)
         rehearsal.play()
-        bench.take(f"step of {kind.name}", "mlp", flat.numel(), partial(_seconds, rehearsal))
+        bench.take(f"step of {method.name}", "mlp", flat.numel(), partial(_seconds, rehearsal))
 
 
 def _seconds(rehearsal: LocalProfiler) -> float:

@@ -82,11 +82,11 @@ def left_apart(links: Sequence[Any]) -> list[str]:
     """
     lines = []
     for link in links:
-        if not link.method.local_steps or not link.local.parameters.is_apart():
+        if not link.method.traits.local_steps or not link.local.parameters.is_apart():
             continue
         clock = link.local.parameters.clock
         after, more = f"{clock.steps} optimizer steps lie after the last exchange", clock.every - clock.steps
-        plain = clock.steps and clock.count == 1 and not clock.delay and not link.method.outcomes_differ
+        plain = clock.steps and clock.count == 1 and not clock.delay and not link.method.traits.outcomes_differ
         why = f"{after}, and" if clock.steps else "after the last exchange"
         remedy = f"train {more} steps more or {clock.steps} fewer, or " if plain else ""
         lines.append(

@@ -51,7 +51,7 @@ def plan(
         UsageError: options that do not go together.
     """
     for spec in methods or ():
-        if isinstance(gw.method(spec), gw.Auto):
+        if gw.method(spec).traits.tries:
             raise UsageError(f"{spec} chooses among methods while it trains: name the methods to predict, one by one")
     _check_calibration(calibration, calibrate)
     if arguments and not profile.endswith(".py"):

@@ -243,7 +243,7 @@ def _print_one(row: Mapping[str, Any]) -> None:
         lines |= {"candidates": ", ".join(chosen.candidates), "turns": chosen.turns, "steps": chosen.steps}
     else:
         lines |= {"unbiased": unbiased_text(row), "bit stable": "yes" if row["bit_stable"] else "no"}
-        lines["outcome"] = DIRECTION if chosen.direction else "the mean of the gradients, or an estimate of it"
+        lines["outcome"] = DIRECTION if chosen.traits.direction else "the mean of the gradients, or an estimate of it"
     for key, value in lines.items():
         shown = f"{value:.3g}" if isinstance(value, float) else value
         print(f"{key + ':':<18} {'-' if value in (None, '') else shown}")

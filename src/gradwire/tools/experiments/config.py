@@ -130,7 +130,7 @@ class RunConfig(LinkSettings):
         options = super().link_options()
         if self.min_numel is None:
             options["min_numel"] = self.task.min_numel
-        if self.check_every is None and not self.simulate and not gw.method(self.method).outcomes_differ:
+        if self.check_every is None and not self.simulate and not gw.method(self.method).traits.outcomes_differ:
             options["check_every"] = CHECK_EVERY
         return options
 

@@ -31,7 +31,7 @@ class DistributedEngine:
         self.optimizer = plan.task.build_optimizer(self.model)
         self.link = gw.attach(self.ddp, plan.method, **link_options(plan, self.optimizer))
         method = gw.method(plan.method)
-        self.local, self.apart = method.local_steps > 0, method.outcomes_differ
+        self.local, self.apart = method.traits.local_steps > 0, method.traits.outcomes_differ
 
     def load(self) -> None:
         """Read this worker's data."""

@@ -68,7 +68,7 @@ def build_model(plan: RunConfig) -> nn.Module:
 def link_options(plan: RunConfig, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return the options of the link: the plan's, and the optimizer for a method that looks at it or at its steps."""
     method = gw.method(plan.method)
-    known = {"optimizer": optimizer} if method.needs_learning_rates or method.local_steps else {}
+    known = {"optimizer": optimizer} if method.traits.needs_learning_rates or method.traits.local_steps else {}
     return {**plan.link_options(), **known}
 
 

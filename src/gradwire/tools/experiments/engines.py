@@ -21,7 +21,7 @@ def simulated_engine(plan: RunConfig) -> SimulatedEngine | SimulatedLocalEngine:
     Raises:
         IncompatibleError: workers with parts of a graph are to step by themselves.
     """
-    local = gw.method(plan.method).local_steps > 0
+    local = gw.method(plan.method).traits.local_steps > 0
     if isinstance(plan.task, GraphTask):
         if local:
             raise gw.IncompatibleError(

@@ -37,14 +37,14 @@ def check_link(plan: RunConfig) -> None:
     And what no link sees: a momentum twice.
     """
     method = gw.method(plan.method)
-    if method.owns_momentum and (plan.task.optimizer != "sgd" or plan.task.momentum):
+    if method.traits.owns_momentum and (plan.task.optimizer != "sgd" or plan.task.momentum):
         raise UsageError(f"{method!r} brings its own momentum: use --optimizer sgd --momentum 0 with it")
-    tried = method.candidates if isinstance(method, gw.Auto) and not plan.simulate else (method,)
+    tried = (() if plan.simulate else method.traits.tries) or (method,)
     # A simulation has no fallback, which the plan has refused.
     model = build_model(plan)
     beside = link_options(plan, plan.task.build_optimizer(model))
     options = beside | {"fallback": None, "fallback_limit": None}
-    if plan.simulate and method.needs_link_cost:
+    if plan.simulate and method.traits.needs_link_cost:
         raise UsageError(
             f"{method!r} takes what a message costs from the link, and simulated workers have none: give CAT's "
             "fixed_bytes a number, or use real workers"
@@ -127,7 +127,7 @@ def execute(plan: RunConfig, run: RunFolder, audience: Audience, *, resume: bool
     seconds = gw.warm_up(plan.method)
     if seconds > 0.5:
         audience.say(f"compiling kernels, once per machine: {seconds:.1f} s")
-    if gw.method(plan.method).direction:
+    if gw.method(plan.method).traits.direction:
         audience.say(
             f"{plan.method} gives a direction to step in, with entries of about 1, not a mean: use SGD without "
             "momentum (--momentum 0) and a learning rate of the order of 1e-4 to 1e-3 where SGD has 0.1 (--lr)"

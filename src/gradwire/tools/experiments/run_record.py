@@ -158,7 +158,7 @@ def config_of(plan: RunConfig) -> dict[str, Any]:
 
 def _with_feedback(method: gw.Method) -> str | None:
     """Return the spec that keeps what ``method`` forgets, or None where it forgets nothing or cannot keep it."""
-    if method.unbiased or method.remembers or method.direction:
+    if method.traits.unbiased or method.traits.remembers or method.traits.direction:
         return None
     try:
         return repr(gw.ErrorFeedback(compressor=method))

@@ -178,7 +178,7 @@ class SimulatedLocalEngine:
 
         Where workers stay different, the mean of parameters and buffers.
         """
-        apart = gw.method(self.plan.method).outcomes_differ
+        apart = gw.method(self.plan.method).traits.outcomes_differ
         for model in () if apart else self.models[1:]:
             for buffer, first in zip(model.buffers(), self.models[0].buffers()):
                 buffer.copy_(first)

@@ -138,7 +138,7 @@ class Trainer:
         self.base = dict.fromkeys(COUNTERS, 0)
         self._losses: list[float] = []
         self._times_s: list[float] = []
-        self._spreads = Spreads((*gw.method(plan.method).gauges, *plan.task.gauges))
+        self._spreads = Spreads((*gw.method(plan.method).traits.gauges, *plan.task.gauges))
 
     def run(self, stop_after: int | None = None) -> None:
         """Train from the current step to the last, or to ``stop_after``; end with a checkpoint.
