@@ -17,7 +17,6 @@ import gradwire as gw
 from gradwire.model.forecast import Scenario
 from gradwire.model.machine import DEFAULT, LinkModel
 from gradwire.tools import lab as lab_package
-from gradwire.tools.cli import app_lab as lab_commands
 from gradwire.tools.cli import bench_commands, bootstrap, commands, plan_command
 from gradwire.tools.cli import torchrun as torchrun_of
 from gradwire.tools.cli.app import app
@@ -86,7 +85,7 @@ def reached(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         (run, "compare"),
         (run, "resume"),
         (torchrun_of, "replace_process"),
-        (lab_commands, "run_command"),
+        (torchrun_of, "run_command"),
         (bench_commands, "measure_grid"),
         (bench_commands, "measure_kernels"),
         (plan_command, "profile_name"),
@@ -212,7 +211,7 @@ def test_run_on_a_lab_hands_the_settings_to_every_host(
         assert topology == Topology(hosts=3, bandwidth=1e8)
         yield Network()
 
-    monkeypatch.setattr(lab_commands, "open_network", open_network)
+    monkeypatch.setattr(torchrun_of, "open_network", open_network)
     lab = ["--lab", "hosts=3,bandwidth=100mbit", "--nproc-per-node", "2", "--method", "QSGD(levels=3)"]
     result = call("run", *lab, *LINK_WORDS, __file__, "x")
     assert isinstance(result.exception, Reached), result.output

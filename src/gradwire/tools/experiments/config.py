@@ -36,16 +36,9 @@ class LinkSettings:
 
     def link_options(self) -> dict[str, Any]:
         """Return the options of ``gradwire.attach``."""
-        return {
-            "exclude": self.exclude,
-            "min_numel": self.min_numel,
-            "warmup_steps": self.warmup_steps,
-            "collective": self.collective,
-            "fallback": self.fallback,
-            "fallback_limit": self.fallback_limit,
-            "check_every": self.check_every or 0,
-            "seed": self.seed,
-        }
+        options = {field.name: getattr(self, field.name) for field in dataclasses.fields(LinkSettings)}
+        del options["method"]
+        return {**options, "check_every": self.check_every or 0}
 
 
 DEFAULT_WORKERS = 4
