@@ -9,13 +9,12 @@ import numpy as np
 import torch
 
 from gradwire.errors import PayloadError
-from gradwire.exchange.method import Method, require
+from gradwire.exchange.method import Method, is_number, require
 from gradwire.exchange.protocols import Context
 from gradwire.exchange.segments import Parameter, Segment
 from gradwire.graphs.halo_method import ChannelSetting, HaloMethod, RowChannel, checked_operator
 from gradwire.methods.casts.cast import FP32
 from gradwire.methods.gossip.vector_coder import VectorCoder
-from gradwire.methods.wrappers.dial import is_number
 
 SENT, RECEIVED = "sent", "received"
 """Kinds of memory: the rows of a channel as its receiver has them, at the sender and at the receiver."""
@@ -70,7 +69,7 @@ class CDFGNN(HaloMethod):
     gauges: ClassVar[tuple[str, ...]] = ("refreshed",)
 
     def __post_init__(self) -> None:
-        fits = is_number(self.tolerance) and 0 <= self.tolerance < 1
+        fits = is_number(self.tolerance, least=0, below=1)
         require(fits, "CDFGNN", f"tolerance is at least 0 and below 1, not {self.tolerance!r}")
         checked_operator("CDFGNN", self.values)
 

@@ -9,13 +9,12 @@ from typing import ClassVar
 import torch
 
 from gradwire.errors import IncompatibleError
-from gradwire.exchange.method import Method, is_whole, require
+from gradwire.exchange.method import Method, is_number, is_whole, require
 from gradwire.exchange.protocols import Context
 from gradwire.graphs.halo_method import ChannelSetting, HaloMethod, RowChannel, checked_operator
 from gradwire.methods.casts.cast import FP32
 from gradwire.methods.gossip.vector_coder import VectorCoder
 from gradwire.methods.sparse.random_places import RandomElements
-from gradwire.methods.wrappers.dial import is_number
 from gradwire.methods.wrappers.scheduled import CURVES
 from gradwire.seeds import SHARED, parameter_key
 
@@ -73,9 +72,8 @@ class VARCO(HaloMethod):
             1 <= self.end <= self.start, "VARCO", f"1 <= end <= start is needed, not end={self.end}, start={self.start}"
         )
         require(self.slope > 0, "VARCO", f"slope is above 0, not {self.slope!r}")
-        whole = is_whole(self.steps)
         require(
-            self.steps is None or (whole and self.steps >= 3),
+            self.steps is None or is_whole(self.steps, 3),
             "VARCO",
             f"steps is at least 3, or None for those of the training, not {self.steps!r}",
         )

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import difflib
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, Literal, TypedDict, get_args
 
 from gradwire.errors import HyperparameterError, IncompatibleError
-from gradwire.exchange.method import Method, check_seed, is_whole, require
+from gradwire.exchange.method import Method, check_seed, is_number, is_whole, require
 from gradwire.exchange.network_cost import LinkCost
 from gradwire.exchange.protocols import PROTOCOLS, REDUCE_SCATTER, SHARED_OUT
 
@@ -101,8 +100,7 @@ class Options:
             value = getattr(self, name)
             if value is None and name == "min_numel":
                 continue
-            whole = is_whole(value)
-            require(whole and value >= least, name, f"a whole number of at least {least} is needed, not {value!r}")
+            require(is_whole(value, least), name, f"a whole number of at least {least} is needed, not {value!r}")
         check_seed(self.seed)
         known = self.transport in TRANSPORTS
         require(known, "transport", f"one of {', '.join(TRANSPORTS)} is needed, not {self.transport!r}")
@@ -117,9 +115,8 @@ class Options:
         if self.fallback is None:
             require(limit is None, "fallback_limit", f"{limit!r} without fallback= has no meaning: add fallback='bf16'")
             return
-        number = isinstance(limit, (int, float)) and not isinstance(limit, bool) and 0 < limit < math.inf
         require(
-            number,
+            is_number(limit, above=0),
             "fallback_limit",
             f"a relative error above 0 is needed beside fallback=, not {limit!r}; link.diagnostics() tells usual ones",
         )

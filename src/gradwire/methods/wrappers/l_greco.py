@@ -15,14 +15,14 @@ import torch
 
 from gradwire.exchange.codecs import Constant, Draw
 from gradwire.exchange.compressor import Compressor
-from gradwire.exchange.method import Inherited, Method, Properties, is_whole, require
+from gradwire.exchange.method import Inherited, Method, Properties, is_number, is_whole, require
 from gradwire.exchange.ops import Exchange
 from gradwire.exchange.protocols import Context, Outcome, gathered_values
 from gradwire.exchange.protocols.bucket_plan import BucketPlan, PlanSetting, SectionPlan
 from gradwire.exchange.segments import Segment, divide
 from gradwire.kernels import SegmentTable
 from gradwire.methods.levels.qsgd import QSGDinf
-from gradwire.methods.wrappers.dial import Dialled, is_number
+from gradwire.methods.wrappers.dial import Dialled
 from gradwire.methods.wrappers.wrapper import pieces
 from gradwire.seeds import link_seed
 
@@ -197,8 +197,7 @@ class LGreCo(Dialled):
         others = set(values) - {uniform}
         most = 1 <= len(others) <= 255
         require(most, "LGreCo", f"values has 1 to 255 others than {self.field}={uniform!r}, not {values!r}")
-        whole = is_whole(every) and every >= 1
-        require(whole, "LGreCo", f"every is a number of rounds, not {every!r}")
+        require(is_whole(every, 1), "LGreCo", f"every is a number of rounds, not {every!r}")
         self.check_variants()
 
     @cached_property
