@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 
 from gradwire.errors import PayloadError
 from gradwire.exchange.method import Method, require
 from gradwire.exchange.protocols import Context
+from gradwire.kernels import Kernels
 from gradwire.methods.casts.cast import FP32
 from gradwire.methods.gossip.vector_coder import VectorCoder, check_operator
-
-if TYPE_CHECKING:
-    from gradwire.kernels import Kernels
 
 
 @dataclass(frozen=True, kw_only=True)

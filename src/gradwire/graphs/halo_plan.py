@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -12,9 +12,7 @@ from gradwire.exchange.ops import Exchange
 from gradwire.exchange.protocols import Context, alltoallv
 from gradwire.graphs.halo_method import ChannelSetting, HaloMethod, RowChannel
 from gradwire.graphs.subgraph import Boundary
-
-if TYPE_CHECKING:
-    from gradwire.kernels import Kernels
+from gradwire.kernels import Kernels
 
 
 class HaloExchange(Protocol):
