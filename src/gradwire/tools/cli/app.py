@@ -1,4 +1,4 @@
-"""The commands; each parses its options and makes one call."""
+"""The commands of ``gradwire``: each reads its options and makes one call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``gradwire bench`` does once its options are read."""
+"""The work of ``gradwire bench``, given its options."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from gradwire.tools.report.figures import draw_steps, draw_timeline
 
 
 def step(options: StepOptions) -> None:
-    """Measure, print the table, and fail where bytes disagree.
+    """Measure steps, print the table, and fail if the counts of bytes disagree.
 
     Raises:
+        UsageError: an option is out of range, or two do not go together.
         RunError: in some cell the interfaces counted other bytes than the library.
     """
     check_figure(options.figure)
@@ -64,13 +65,13 @@ def step(options: StepOptions) -> None:
 
 
 def flat(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Leave out what is not a plain value; a row from before ranks could sleep gets the field that it lacks."""
+    """Return the plain values of a row; the oldest rows lack the field ``compute``, which is added."""
     nested = ("timeline", "record", "turn_medians_s")
     return {key: value for key, value in row.items() if key not in nested} | {"compute": compute_of(row)}
 
 
 def timeline(options: TimelineOptions) -> None:
-    """Record, write the trace, print the summary, draw.
+    """Record a timeline, write the trace, print the summary, and draw the figure.
 
     Raises:
         UsageError: there is no such rank, or the exchange has no lanes of ours.
@@ -108,7 +109,7 @@ def timeline(options: TimelineOptions) -> None:
 
 
 def kernels(elements: int, repetitions: int, backend: str, device: str, *, as_json: bool) -> None:
-    """Measure, printing each row as it comes; on a GPU, say first of each family whether it agrees with the reference.
+    """Measure kernels and print each row as it comes; on a GPU, first compare each family with the reference.
 
     Raises:
         UsageError: too few elements or repetitions to measure anything, or options that do not go together.

@@ -267,15 +267,15 @@ def with_records(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def refuse_beside(context: typer.Context, option: str, allowed: set[str]) -> None:
-    """Refuse what the user gave beside an option that settles the rest.
+    """Refuse options that the user gave beside one that decides all others.
 
     Args:
-        context: Of the command.
-        option: As the user wrote it.
-        allowed: The command's parameters that may go with it, the option's own among them.
+        context: Context of the command.
+        option: The option that decides the others, as the user wrote it.
+        allowed: Parameters of the command that may be given with it, including its own.
 
     Raises:
-        UsageError: naming all that were given.
+        UsageError: others were given; the message names them.
     """
     from gradwire.tools.experiments.errors import UsageError
 
@@ -291,10 +291,10 @@ def refuse_beside(context: typer.Context, option: str, allowed: set[str]) -> Non
 
 
 def check_figure(path: Path | None) -> None:
-    """Refuse a figure that could not be written, before anything is computed for it.
+    """Refuse a figure that could not be written, before anything is computed.
 
     Raises:
-        UsageError: another suffix than PNG's or SVG's, or no such folder.
+        UsageError: the suffix is not .png or .svg, or the folder does not exist.
     """
     from gradwire.tools.experiments.errors import UsageError
 

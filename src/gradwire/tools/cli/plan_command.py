@@ -1,4 +1,4 @@
-"""What ``gradwire plan`` does once its options are read."""
+"""The work of ``gradwire plan``, given its options."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BANDWIDTHS = ("100mbit", "1gbit", "10gbit")
 
 
 def plan(options: PlanOptions) -> None:
-    """Profile, calibrate, predict, print.
+    """Profile the model, calibrate the machine, and print predicted steps and advice.
 
     Raises:
         UsageError: options that do not go together.
@@ -69,7 +69,7 @@ def plan(options: PlanOptions) -> None:
         print(f"gradwire: {_found(found, world_size)}", file=sys.stderr)
         known = _profile(options.profile, arguments, options.data)
     else:
-        # What is wrong with a script shows at once, and not after a minute of calibration.
+        # Profile first: a fault in a script then shows before a minute of calibration.
         known = _profile(options.profile, arguments, options.data)
         machine = _machine(options)
     rows: list[dict[str, Any]] = []
@@ -133,7 +133,7 @@ def _profile(name: str, arguments: Sequence[str], data: str | None) -> Profile:
 
 
 def _check_calibration(path: Path | None, anew: bool) -> None:
-    """Refuse to write over what is no calibration of ours, and to read what is not there."""
+    """Refuse to overwrite a file that is not a calibration, and to read one that does not exist."""
     if path is None:
         return
     if anew and path.suffix != ".json":
@@ -157,14 +157,14 @@ def _machine(options: PlanOptions) -> Machine:
 
 
 def _probed(options: PlanOptions) -> tuple[Machine, LinkModel, int] | None:
-    """Measure the group that torchrun started; gives machine, link and world size, on rank 0 alone."""
+    """Measure the group that torchrun started; return machine, network link and world size on rank 0, else None."""
     import torch.distributed as dist
 
     if "RANK" not in os.environ:
         raise UsageError("--probe measures a running group: start it with torchrun, on every machine")
     dist.init_process_group("gloo")
     try:
-        # The others wait: what rank 0 calibrates decides what it takes off the measured times.
+        # The other ranks wait: the calibration on rank 0 decides what is subtracted from the measured times.
         machine = _machine(options) if dist.get_rank() == 0 else DEFAULT
         link, world_size = gw.probe(machine=machine, cores=options.cores), dist.get_world_size()
         return None if dist.get_rank() else (machine, link, world_size)
