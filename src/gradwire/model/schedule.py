@@ -103,7 +103,7 @@ def jobs_of(planner: Planner, buckets: Sequence[ReadyBucket], world_size: int, r
 
 
 def nothing_but_the_sum(exchange: ExchangeProfile) -> ExchangeProfile:
-    """Return the profile of DDP without a hook from that of ``fp32``: without local work, which is done in copying."""
+    """Return the profile of DDP without a hook from ``fp32``'s: DDP scales while it copies, so no work is left."""
     bare = tuple(
         BucketJobs(
             tuple(replace(s, work_s=0.0) for s in b.prepare),

@@ -115,16 +115,16 @@ class Progressing:
         """Print a sentence."""
         (self.progress.console if self.progress else self.console).print(sentence, markup=False)
 
-    def start(self, plan: RunConfig) -> None:
+    def start(self, config: RunConfig) -> None:
         """Begin the line of a run."""
         self._finish()
-        kind = "simulated workers" if plan.simulate else "workers"
-        self.title, self.steps, self.accuracy = plan.method, plan.task.steps, None
+        kind = "simulated workers" if config.simulate else "workers"
+        self.title, self.steps, self.accuracy = config.method, config.task.steps, None
         self._activity, self._step = f"starting {kind}", 0
         self._rate, self._began_s = Rate(self._clock), self._clock()
         self._printed_s = self._began_s
-        place = f" on {plan.lab}" if plan.lab else ""
-        self.say(f"{plan.task.name}: {plan.method}, {plan.workers} {kind}{place}, {plan.task.steps} steps")
+        place = f" on {config.lab}" if config.lab else ""
+        self.say(f"{config.task.name}: {config.method}, {config.workers} {kind}{place}, {config.task.steps} steps")
         if self.console.is_terminal:
             columns = (
                 TextColumn("{task.description}"),
@@ -137,7 +137,7 @@ class Progressing:
                 TextColumn("{task.fields[now]}"),
                 console=self.console,
             )
-            self.task = self.progress.add_task(plan.method[:14], total=self.steps, now=self._activity)
+            self.task = self.progress.add_task(config.method[:14], total=self.steps, now=self._activity)
             self.progress.start()
         elif self._every_s is not None:
             self._stop = threading.Event()
@@ -222,23 +222,25 @@ def metrics(row: Mapping[str, Any], accuracy: float | None) -> list[str]:
     return parts
 
 
-def expected(plan: RunConfig, methods: Sequence[str]) -> list[str]:
+def expected(config: RunConfig, methods: Sequence[str]) -> list[str]:
     """Return lines that predict the same training on as many machines; none if the model cannot predict it.
 
     Workers on one machine exchange through its memory, which is faster than any network, so their measured times say
     little about training over one.
     """
-    if plan.simulate or plan.lab is not None:
+    if config.simulate or config.lab is not None:
         return []
     setting = Scenario(
-        hosts=plan.workers,
+        hosts=config.workers,
         cores=os.cpu_count(),
         link=LinkModel(bandwidth_bytes_per_s=PREDICTED_BITS_PER_S / 8, latency_s=PREDICTED_DELAY_S),
     )
     try:
         calibrated = default_path().exists()
         machine = Machine.read(default_path()) if calibrated else DEFAULT
-        forecasts, _ = forecast(profile_name(plan.task.name, plan.task.settings()["data"]), methods, setting, machine)
+        forecasts, _ = forecast(
+            profile_name(config.task.name, config.task.settings()["data"]), methods, setting, machine
+        )
     except (GradwireError, NotImplementedError):
         # For example, the training of a graph network also exchanges halos.
         return []
@@ -247,18 +249,18 @@ def expected(plan: RunConfig, methods: Sequence[str]) -> list[str]:
         return []
     whose = "this machine's" if calibrated else "a reference machine's"
     return [
-        f"Predicted, not measured: on {plan.workers} machines at 100 Mbit/s a step would take {', '.join(steps)} "
+        f"Predicted, not measured: on {config.workers} machines at 100 Mbit/s a step would take {', '.join(steps)} "
         f"(by the model, with the speed of {whose} collectives).",
-        f"gradwire plan --profile {plan.task.name} predicts other links and numbers of machines.",
+        f"gradwire plan --profile {config.task.name} predicts other links and numbers of machines.",
     ]
 
 
 def train(
-    plan: RunConfig, out: Path | None, *, overwrite: bool, stop_after: int | None, as_json: bool, debug: bool
+    config: RunConfig, out: Path | None, *, overwrite: bool, stop_after: int | None, as_json: bool, debug: bool
 ) -> None:
     """Train, then print the run's row of the table."""
     with Progressing(debug) as progress:
-        folder = run.train(plan, progress, folder=out, overwrite=overwrite, stop_after=stop_after)
+        folder = run.train(config, progress, folder=out, overwrite=overwrite, stop_after=stop_after)
     if run.speaks():
         _print([folder], folder / "report.html", as_json=as_json)
 
@@ -271,13 +273,13 @@ def resume(folder: Path, *, stop_after: int | None, as_json: bool, debug: bool) 
 
 
 def compare(
-    plan: RunConfig, methods: Sequence[str], out: Path | None, *, overwrite: bool, as_json: bool, debug: bool
+    config: RunConfig, methods: Sequence[str], out: Path | None, *, overwrite: bool, as_json: bool, debug: bool
 ) -> None:
     """Train once with each method, then print the table and whether each method paid."""
     with Progressing(debug) as progress:
-        top, runs = run.compare(plan, methods, progress, folder=out, overwrite=overwrite)
+        top, runs = run.compare(config, methods, progress, folder=out, overwrite=overwrite)
     _print(runs, top / "report.html", as_json=as_json)
-    lines = [] if as_json else expected(plan, methods)
+    lines = [] if as_json else expected(config, methods)
     print("".join(f"\n{line}" for line in lines), end="\n" if lines else "")
 
 
