@@ -119,7 +119,7 @@ class _Cached(RowChannel):
             raise PayloadError(f"{len(data)} bytes, of which {self._bit_bytes} say which of {self._rows} rows are sent")
         bits = np.unpackbits(data[: self._bit_bytes].numpy(), bitorder="little")
         if bits[self._rows :].any():
-            raise PayloadError(f"rows are said to be sent that there are not: there are {self._rows}")
+            raise PayloadError(f"rows are marked as sent beyond the {self._rows} that there are")
         sent = torch.from_numpy(bits[: self._rows].astype(np.bool_))
         found = self._decoded(data[self._bit_bytes :].clone(), sent, context.round)
         cache = context.memory.read(RECEIVED, self._segments).view(self._shape)
@@ -131,7 +131,7 @@ class _Cached(RowChannel):
     def _decoded(self, values: torch.Tensor, sent: torch.Tensor, round: int) -> torch.Tensor:
         count = int(sent.sum())
         if not count and len(values):
-            raise PayloadError(f"{len(values)} bytes of values where no row is said to be sent")
+            raise PayloadError(f"{len(values)} bytes of values, but no row is marked as sent")
         return self._coder.decode(values, count * self._width, round).view(count, self._width)
 
     def _keep(self, context: Context, kind: str, cache: torch.Tensor, sent: torch.Tensor, found: torch.Tensor) -> None:

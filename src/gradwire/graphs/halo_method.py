@@ -170,7 +170,7 @@ class _Nothing(RowChannel):
 
     def decode(self, context: Context, data: torch.Tensor) -> torch.Tensor:
         if len(data):
-            raise PayloadError(f"{len(data)} bytes where nothing is sent")
+            raise PayloadError(f"{len(data)} bytes have arrived, but nothing is sent")
         return torch.zeros(self._shape)
 
 

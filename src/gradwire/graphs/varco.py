@@ -87,7 +87,7 @@ class VARCO(HaloMethod):
     def check_steps(self, steps: int | None) -> None:
         if self.start != self.end and (self.steps or steps or 0) < 3:
             raise IncompatibleError(
-                f"{self!r} reaches its last ratio by a share of all steps: say by steps= how many there are, at least 3"
+                f"{self!r} reaches its last ratio after a share of all steps: give their number as steps=, at least 3"
             )
 
     def ratio(self, round: int, steps: int | None = None) -> float:

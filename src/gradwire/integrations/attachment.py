@@ -107,7 +107,7 @@ class Attachment:
         if not folder.exists():
             raise IncompatibleError(
                 f"this checkpoint has no state of {self.method!r} in {folder}: it was saved without gradwire. Pass "
-                "fresh=True to resume it and begin anew with what the method remembers"
+                "fresh=True to resume it, so that the method's memory starts empty"
             )
         own = load(self.link, folder)
         if own is None:

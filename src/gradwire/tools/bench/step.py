@@ -345,7 +345,7 @@ def read_rows(path: Path) -> list[Row]:
         try:
             row = json.loads(line)
         except json.JSONDecodeError:
-            print(f"gradwire: {path}: a line that is no JSON is left out: {line[:40]}", file=sys.stderr)
+            print(f"gradwire: {path}: a line that is not JSON is left out: {line[:40]}", file=sys.stderr)
             continue
         rows.append(_checked(row, f"{path}, line {number}"))
     return rows
@@ -353,12 +353,12 @@ def read_rows(path: Path) -> list[Row]:
 
 def _checked(row: Any, where: str) -> Row:
     if not isinstance(row, dict):
-        raise UsageError(f"{where}: no row of gradwire bench step, but {str(row)[:40]}")
+        raise UsageError(f"{where}: not a row of gradwire bench step, but {str(row)[:40]}")
     missing = [name for name in NEEDED if name not in row]
     wrong = [n for n, kinds in NEEDED.items() if n in row and (not isinstance(row[n], kinds) or row[n] is True)]
     if missing or wrong:
         what = f"it lacks {', '.join(missing)}" if missing else f"{wrong[0]} is {row[wrong[0]]!r}"
-        raise UsageError(f"{where}: no row of gradwire bench step: {what}; name a file that it wrote")
+        raise UsageError(f"{where}: not a row of gradwire bench step: {what}; name a file that it wrote")
     return row
 
 

@@ -119,7 +119,7 @@ class RunFolder:
         except (OSError, ValueError) as error:
             raise RunError(f"{path} cannot be read: {error}") from error
         if not isinstance(config, dict) or config.get("gradwire_run", RECORD) != RECORD:
-            raise RunError(f"{path} is no run's record of this version of gradwire: use the version that wrote it")
+            raise RunError(f"{path} is not a run's record of this version of gradwire: use the version that wrote it")
         return config
 
     def append_row(self, row: Mapping[str, Any]) -> None:

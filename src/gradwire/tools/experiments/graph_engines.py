@@ -65,7 +65,7 @@ class HaloEngine(LinkEngine):
         try:
             link, halo = state["link"], state["halo"]
         except KeyError as error:
-            raise RunError(f"this checkpoint is of no training of a graph: it has no {error}") from error
+            raise RunError(f"this checkpoint is not one of a graph's training: it has no {error}") from error
         super().load_state_dict(link)
         self.halo.load_state_dict(halo)
 
