@@ -103,7 +103,16 @@ LAYERS = {
         "tools.lab",
         "tools.processes",
     },
-    "tools.cli": {"__init__", "errors", "model", "tools.bench", "tools.experiments", "tools.lab", "tools.report"},
+    "tools.cli": {
+        "__init__",
+        "errors",
+        "model",
+        "tools.bench",
+        "tools.experiments",
+        "tools.lab",
+        "tools.processes",
+        "tools.report",
+    },
     "__main__": {"tools.cli"},
 }
 """What each part may import: a part stands below all that import it."""

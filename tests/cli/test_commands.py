@@ -123,7 +123,7 @@ def test_train_report_and_resume_print_rows_that_fit_the_schema(tmp_path: Path) 
     config = json.loads((out / "config.json").read_text())
     (out / "config.json").write_text(json.dumps({**config, "gradwire_run": 9}))
     newer = call("train", "--resume", out)
-    assert (newer.exit_code, "no run's record of this version" in newer.stderr) == (1, True)
+    assert (newer.exit_code, "not a run's record of this version" in newer.stderr) == (1, True)
     (out / "config.json").write_text(json.dumps(config))
     assert call("train", "digits", *SIMULATED, "--out", out).exit_code == 2
     assert call("train", "digits", *SIMULATED, "--out", out, "--overwrite").exit_code == 0

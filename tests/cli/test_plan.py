@@ -126,8 +126,8 @@ def test_wrong_questions_are_one_line_and_exit_code_2(calibration: Path, words: 
 @pytest.mark.parametrize(
     ("row", "sentence"),
     [
-        ("{}", "line 1: no row of gradwire bench step: it lacks model, hosts"),
-        ("[1, 2]", "line 1: no row of gradwire bench step, but [1, 2]"),
+        ("{}", "line 1: not a row of gradwire bench step: it lacks model, hosts"),
+        ("[1, 2]", "line 1: not a row of gradwire bench step, but [1, 2]"),
         (
             '{"model": "lenet", "hosts": 2, "lab": "x", "variant": "compute", "bandwidth_bits_per_s": null,'
             ' "step_time_s": "long", "cores": 2}',

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 
 from gradwire.errors import HyperparameterError, IncompatibleError
 from gradwire.exchange.fields import check_fields, shortened
+from gradwire.exchange.fields import is_number as is_number
+from gradwire.exchange.fields import is_whole as is_whole
 from gradwire.exchange.traits import Traits
 
 if TYPE_CHECKING:
@@ -312,14 +314,6 @@ def require(condition: bool, owner: str, sentence: str) -> None:
     """Raise :class:`HyperparameterError` naming the owner unless the condition holds."""
     if not condition:
         raise HyperparameterError(f"{owner}: {shortened(sentence)}")
-
-
-def is_whole(value: object, least: int | None = None) -> TypeGuard[int]:
-    """Return whether a value is a whole number, of at least ``least`` if that is given.
-
-    True and False are none, though Python counts them as 1 and 0: ``seed=True`` is a slip.
-    """
-    return isinstance(value, int) and not isinstance(value, bool) and (least is None or value >= least)
 
 
 def check_seed(seed: object) -> None:

@@ -1,4 +1,4 @@
-"""Full-batch training of graph networks on a partitioned graph: subgraphs, halos, and what is done with their rows."""
+"""Full-batch training of graph networks on a partitioned graph: subgraphs, halos, and methods for their rows."""
 
 from gradwire.graphs.cdfgnn import CDFGNN
 from gradwire.graphs.halo_method import Halo, HaloMethod, Isolated

@@ -1,4 +1,4 @@
-"""Graph layers in two halves, between which the rows of the halo are exchanged."""
+"""Graph networks, whose layers have two halves between which the rows of the halo are exchanged."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from gradwire.graphs.halo_plan import HaloExchange, extended
 from gradwire.graphs.subgraph import Subgraph
 
 SLOPE = 0.2
-"""Of the leaky rectifier of attention scores below zero, as published."""
+"""Slope of the leaky rectifier of attention scores below zero, as published."""
 
 
 class GraphLayer(nn.Module, ABC):
-    """``aggregate`` of what ``transform`` makes of every node: the rows that travel are those between the two."""
+    """A layer that transforms every node's row and then aggregates over edges; rows are exchanged between the two."""
 
     @abstractmethod
     def transform(self, rows: torch.Tensor) -> torch.Tensor:
@@ -26,7 +26,7 @@ class GraphLayer(nn.Module, ABC):
 
     @abstractmethod
     def aggregate(self, rows: torch.Tensor, subgraph: Subgraph) -> torch.Tensor:
-        """Return rows of the own nodes, given those of the own nodes and of the halo, ``[own + halo, width]``."""
+        """Return the rows of the own nodes from the rows of own nodes and halo, ``[own + halo, width]``."""
 
 
 class GCNLayer(GraphLayer):
@@ -54,14 +54,14 @@ class GCNLayer(GraphLayer):
 
 
 class GATLayer(GraphLayer):
-    r"""A layer of a graph attention network with several heads, side by side, or their mean.
+    r"""A layer of a graph attention network, whose heads are concatenated or averaged.
 
-    With z_u = W x_u of a head, for edges from u to v::
+    With z_u = W x_u for a head, and edges from u to v::
 
         e_uv = leaky_relu(a_1.z_u + a_2.z_v)
         alpha_uv = exp(e_uv) / sum_w exp(e_wv)          h_v = b + sum_u alpha_uv z_u
 
-    The scores of a node of the halo are computed from its row as it arrived, so that nothing else travels.
+    The scores of a node of the halo are computed from its received row, so that nothing else is sent.
 
     Reference: P. Velickovic et al., "Graph Attention Networks", ICLR 2018, equations 1 to 6.
     """
@@ -87,7 +87,7 @@ class GATLayer(GraphLayer):
         scores = F.leaky_relu(
             of_source + (heads[:own] * self.from_target).sum(2).index_select(0, target), negative_slope=SLOPE
         )
-        # The largest score of a node is taken off: it cancels, so that no gradient goes through it.
+        # Subtracting the largest score of a node does not change the result, so no gradient is needed through it.
         largest = scores.detach().new_full((own, self.heads), -torch.inf)
         largest = largest.scatter_reduce(0, target[:, None].expand_as(scores), scores.detach(), "amax")
         powers = (scores - largest.index_select(0, target)).exp()
@@ -103,7 +103,7 @@ def _sums(messages: torch.Tensor, subgraph: Subgraph) -> torch.Tensor:
 
 
 class GraphNetwork(nn.Module):
-    """Graph layers with a nonlinearity between each two; the last one's rows are logits."""
+    """Graph layers with a nonlinearity between each two; the rows of the last one are logits."""
 
     def __init__(self, layers: Sequence[GraphLayer]) -> None:
         super().__init__()
@@ -117,9 +117,9 @@ class GraphNetwork(nn.Module):
         """Return the logits of the own nodes of one worker, ``[own, classes]``.
 
         Args:
-            features: Of the own nodes.
-            subgraph: The worker's.
-            exchange: Of the halos, collective; None where the worker has the whole graph.
+            features: Features of the own nodes.
+            subgraph: Subgraph of the worker.
+            exchange: Exchange of the halos (collective); None if the worker has the whole graph.
         """
         return forward_together([self], [features], [subgraph], exchange)[0]
 
@@ -133,7 +133,7 @@ def forward_together(
     """Return the logits of several workers that one process plays, layer after layer.
 
     Args:
-        networks: One a worker, with the same layers.
+        networks: One for each worker, with the same layers.
     """
     rows = list(features)
     depth = len(networks[0].layers)
@@ -151,9 +151,9 @@ class GCN(GraphNetwork):
     """A graph convolutional network with rectifiers (Kipf, Welling, ICLR 2017).
 
     Args:
-        features: Of a node.
+        features: Number of features of a node.
         classes: Number of logits.
-        width: Of the hidden layers.
+        width: Width of the hidden layers.
         layers: Number of layers, at least 1.
     """
 
@@ -165,14 +165,14 @@ class GCN(GraphNetwork):
 class GAT(GraphNetwork):
     """A graph attention network with exponential linear units (Velickovic et al., ICLR 2018).
 
-    Heads of hidden layers are side by side; those of the last layer are averaged.
+    Heads of hidden layers are concatenated; the last layer has one head.
 
     Args:
-        features: Of a node.
+        features: Number of features of a node.
         classes: Number of logits.
-        width: Of the hidden layers, all heads together: a multiple of ``heads``.
+        width: Width of the hidden layers, over all heads: a multiple of ``heads``.
         layers: Number of layers, at least 1.
-        heads: Of the hidden layers; the last has one.
+        heads: Heads of the hidden layers; the last has one.
     """
 
     def __init__(self, features: int, classes: int, *, width: int = 64, layers: int = 2, heads: int = 4) -> None:

@@ -1,4 +1,4 @@
-"""An undirected graph with features and labels."""
+"""Graphs, and the subgraphs of the workers that share one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gradwire.errors import IncompatibleError
 
 
 def symmetrised(edges: torch.Tensor, nodes: int) -> torch.Tensor:
-    """Return every edge in both directions, and one of each node to itself, without doubles.
+    """Return each edge once in both directions, and one from each node to itself.
 
     Args:
         edges: Pairs of nodes, int64 ``[2, edges]``, in any order.
@@ -42,7 +42,7 @@ class Graph:
         held_out: Whether a node is evaluated on, bool ``[nodes]``.
 
     Raises:
-        IncompatibleError: an edge names a node that there is not, or the attributes are of different lengths.
+        IncompatibleError: an edge names a node that does not exist, or the attributes have different lengths.
     """
 
     edges: torch.Tensor
@@ -71,13 +71,13 @@ class Graph:
 
 @dataclass(frozen=True, eq=False)
 class Boundary:
-    """Which rows of its own a worker sends to whom, and how many it receives.
+    """The rows that a worker sends to each other worker, and how many it receives.
 
     Attributes:
-        rank: This worker.
+        rank: Number of this worker.
         counts: Row p, column q: how many nodes of worker p have an edge to a node of worker q; int64
             ``[workers, workers]``, zeros on the diagonal.
-        leaving: By worker, the rows to be sent to it, ascending; empty for this worker.
+        leaving: For each worker, the own rows to send to it, ascending; empty for this worker.
     """
 
     rank: int
@@ -91,30 +91,30 @@ class Boundary:
 
     @property
     def arriving(self) -> list[int]:
-        """By worker, how many rows come from it."""
+        """Number of rows that come from each worker."""
         found: list[int] = self.counts[:, self.rank].tolist()
         return found
 
 
 @dataclass(frozen=True, eq=False)
 class Subgraph:
-    """One worker's nodes, the edges that end in them, and the nodes of other workers at which these begin: its halo.
+    """A worker's own nodes, the edges that end in them, and its halo: other workers' nodes at which these edges begin.
 
-    Rows of a matrix over the subgraph are first those of its own nodes, by their number in the graph, then those of the
-    halo, by owner and then by their number in the graph.
+    The rows of a matrix over the subgraph are those of the own nodes, in the order of their numbers in the graph, then
+    those of the halo, in the order of owner and number.
 
     Attributes:
-        own: Numbers in the graph of the own nodes, ascending, int64.
+        own: Numbers of the own nodes in the graph, ascending, int64.
         source: Row of the node at which each edge begins, int64 ``[edges]``.
-        target: Own row at which it ends; edges are in the order of their target and then of their source in the graph,
-            so that sums over the edges of a node are added in one order, whatever the partition.
-        weight: 1 / sqrt(d_u d_v) of each edge from u to v, float32, d the number of edges that end in a node.
-        features: Of the own nodes, float32 ``[own, features]``.
-        labels: Of the own nodes.
+        target: Own row at which each edge ends. Edges are in the order of their target and then of their source in the
+            graph, so that the order of sums over a node's edges does not depend on the partition.
+        weight: 1 / sqrt(d_u d_v) of each edge from u to v, float32, where d is the number of edges that end in a node.
+        features: Features of the own nodes, float32 ``[own, features]``.
+        labels: Labels of the own nodes.
         training: Rows of own nodes with labels known in training, int64.
         held_out: Rows of own nodes to be evaluated on, int64.
         labelled: Number of nodes with known labels in the whole graph.
-        boundary: Which rows travel.
+        boundary: The rows to exchange.
     """
 
     own: torch.Tensor
@@ -133,13 +133,13 @@ def subgraphs(graph: Graph, owner: torch.Tensor) -> list[Subgraph]:
     """Cut a graph into the subgraphs of its workers.
 
     Args:
-        owner: Of each node, as :func:`partition` returns it.
+        owner: Owner of each node, as :func:`partition` returns it.
     """
     workers = int(owner.max()) + 1
     source, target = graph.edges
     degree = torch.bincount(target, minlength=graph.nodes).to(torch.float64)
     weight = (degree[source] * degree[target]).rsqrt().to(torch.float32)
-    # Nodes of each worker at which edges to another worker begin, each once, ascending.
+    # The nodes of each worker at which edges to another worker begin, each once, ascending.
     outer = owner[source] != owner[target]
     keys = ((owner[source] * workers + owner[target]) * graph.nodes + source)[outer].unique()
     pair, node = keys // graph.nodes, keys % graph.nodes

@@ -1,4 +1,4 @@
-"""What joins gradwire with other libraries, each of which is imported only when it is asked for."""
+"""Integrations with other libraries, each of which is imported only when it is used."""
 
 from gradwire.integrations.attachment import Attachment
 from gradwire.integrations.distributed_checkpoint import StatefulLink

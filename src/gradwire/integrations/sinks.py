@@ -1,4 +1,4 @@
-"""Where ``link.metrics()`` goes: what all sinks have in common."""
+"""Sinks for ``link.metrics()``: TensorBoard, Weights & Biases, MLflow and Prometheus."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from gradwire.errors import BackendError
 from gradwire.link.reports import COUNTERS
 
 PREFIX = "gradwire/"
-"""In front of every name, so that loggers show them together."""
+"""Prefix of every name, so that loggers show the metrics together."""
 
 
 class Sink(ABC):
-    """Takes metrics step by step::
+    """Receives metrics step by step::
 
         with gw.integrations.TensorBoardSink("runs/first") as sink:
             for step, batch in enumerate(batches):
@@ -27,16 +27,16 @@ class Sink(ABC):
                 if step % 50 == 0:
                     sink.log(link.metrics(), step)
 
-    Metrics are of one rank. Log those of rank 0, or of every rank to a place of its own.
+    Metrics are those of one rank. Log them on rank 0 only, or on every rank to a separate place.
     """
 
     @abstractmethod
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Take the metrics after a step."""
+        """Log the metrics of a step."""
 
     @abstractmethod
     def close(self) -> None:
-        """Write what is not written yet, and let go of what this sink itself has opened."""
+        """Write pending metrics, and close what this sink has opened."""
 
     def __enter__(self) -> Sink:
         return self
@@ -48,10 +48,10 @@ class Sink(ABC):
 
 
 def needed(module: str, package: str) -> Any:
-    """Import a library.
+    """Import a module of a library.
 
     Raises:
-        BackendError: it is not installed.
+        BackendError: the library is not installed.
     """
     try:
         return import_module(module)
@@ -88,12 +88,12 @@ class TensorBoardSink(Sink):
 class WandbSink(Sink):
     """Logs metrics as ``gradwire/NAME`` to a run of Weights & Biases.
 
-    Steps are a metric of their own, ``gradwire/step``: W&B's own step has to grow from call to call, and a training
-    logs by it at other steps than the sink.
+    The step is logged as a metric, ``gradwire/step``: W&B's own step must increase with every call, and the training
+    loop logs at other steps than the sink.
 
     Args:
         run: A run, which stays open when the sink is closed; by default one is started.
-        init: For ``wandb.init``, as ``project="..."`` or ``mode="offline"``.
+        init: Arguments of ``wandb.init``, such as ``project="..."`` or ``mode="offline"``.
 
     Raises:
         BackendError: wandb is not installed.
@@ -117,9 +117,9 @@ class MLflowSink(Sink):
     """Logs metrics as ``gradwire/NAME`` to a run of MLflow.
 
     Args:
-        run_id: Of a run, which stays open when the sink is closed; by default one is created.
-        tracking_uri: Where runs are kept, as ``sqlite:///mlflow.db`` or a server; by default as MLflow has it.
-        experiment: Name of the experiment of a run that is created; it is created, too, where there is none.
+        run_id: Identifier of a run, which stays open when the sink is closed; by default a run is created.
+        tracking_uri: Place of the runs, such as ``sqlite:///mlflow.db`` or a server; by default MLflow's own.
+        experiment: Name of the experiment for a new run; it is created if it does not exist.
 
     Raises:
         BackendError: mlflow is not installed.
@@ -150,17 +150,17 @@ class MLflowSink(Sink):
 
 
 class PrometheusSink(Sink):
-    """Offers the latest metrics to Prometheus, as ``gradwire_NAME``, with a label for the rank.
+    """Serves the latest metrics to Prometheus as ``gradwire_NAME``, with a label for the rank.
 
-    What only grows is a counter, ``gradwire_sent_bytes_total`` and so on, all else a gauge; seconds end in
-    ``_seconds``. ``gradwire_step`` is the step that they belong to.
+    Metrics that only increase are counters, such as ``gradwire_sent_bytes_total``, all others gauges; names of
+    durations end in ``_seconds``. ``gradwire_step`` is the step of the metrics.
 
     Args:
-        port: On which they are served by HTTP, at ``/metrics``; None where ``registry`` is served by someone else. Each
-            rank of a computer needs a port of its own.
-        rank: For the label.
-        registry: To which they are added; by default one of the sink's own.
-        address: On which the port listens.
+        port: HTTP port that serves the metrics at ``/metrics``; None: the program serves ``registry`` itself. Each rank
+            on a computer needs its own port.
+        rank: Value of the label.
+        registry: Registry of the metrics; by default a new one.
+        address: Address that the port listens on.
 
     Raises:
         BackendError: prometheus_client is not installed.
@@ -180,15 +180,15 @@ class PrometheusSink(Sink):
 
     @property
     def port(self) -> int | None:
-        """The port that serves them; None where none does."""
+        """The HTTP port; None if there is none."""
         return None if self._server is None else int(self._server.server_port)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        # In one assignment: a scrape on the server's thread sees either all of it or nothing.
+        # A single assignment, so that a scrape on the server's thread never sees a part of it.
         self._latest = {**metrics, "step": float(step)}
 
     def collect(self) -> Iterator[Any]:
-        """Yield the latest metrics, as a registry asks for them."""
+        """Yield the latest metrics when the registry collects them."""
         for name, value in self._latest.items():
             label = "gradwire_" + re.sub(r"[^a-zA-Z0-9_]", "_", re.sub(r"_s$", "_seconds", name))
             kind = self._core.CounterMetricFamily if name in COUNTERS else self._core.GaugeMetricFamily

@@ -1,4 +1,4 @@
-"""The performance model: what a step would take elsewhere, and what bounds it.
+"""The performance model: predictions of the time of a step on other clusters, and of its bottleneck.
 
 :mod:`~gradwire.model.cluster` is a closed form for hosts of several GPUs; it needs no measurement.
 """

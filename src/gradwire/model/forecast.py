@@ -1,4 +1,4 @@
-"""A method with local steps: what it exchanges in a cycle, and how long a step of the cycle takes on average."""
+"""Forecasts of steps by method and network, including cycles of methods with local steps, and advice."""
 
 from __future__ import annotations
 
@@ -21,15 +21,26 @@ from gradwire.model.machine import LinkModel, Machine
 from gradwire.model.profile import Profile, ReadyBucket, Timeline
 from gradwire.model.schedule import ExchangeProfile, Load, Steps, exchange_of, jobs_of, nothing_but_the_sum, step_time
 
+NOTHING = "ddp fp32"
+"""The name of DDP without a hook."""
+
+WORTH = 1.05
+"""Least speed-up for which a method is recommended over a simpler one."""
+
+SIGMAS = 1.2816
+"""Standard deviations around the mean of a normal distribution that hold 80 %."""
+
+LOSSLESS, CASTS = (NOTHING, "fp32"), ("bf16", "fp16")
+
 
 @dataclass(frozen=True)
 class Fragment:
-    """What is exchanged at a time.
+    """A part of the parameters that is exchanged at once.
 
     Attributes:
-        exchange: Of its buckets.
-        buckets: All there when the exchange begins.
-        own_s: Seconds, alone on a core, of the differences that are sent and of the steps that the means make.
+        exchange: Exchange of its buckets.
+        buckets: Its buckets, all of which are ready when the exchange begins.
+        own_s: Seconds on a core of its own to compute differences before, and steps after the exchange.
     """
 
     exchange: ExchangeProfile
@@ -42,10 +53,10 @@ class Cycle:
     """The steps from one exchange of a fragment to its next.
 
     Attributes:
-        spec: The method.
+        spec: Spec of the method.
         every: Optimizer steps of a cycle.
-        delay: Steps beside which each exchange goes on; with 0 all wait for it.
-        fragments: One after the other, one exchange each.
+        delay: Steps that go on during each exchange; 0: all ranks wait for it.
+        fragments: Fragments, exchanged one after the other.
     """
 
     spec: str
@@ -68,15 +79,15 @@ def cycle_of(
 ) -> Cycle:
     """Plan and profile the exchanges of a method with local steps on this machine.
 
-    Of a method by which ranks exchange with neighbours, they are those of rank 0: on unequal links, or where ranks have
-    unequal numbers of neighbours, others may take longer. Of a method whose payloads alternate from round to round, as
-    PowerGossip's factors, they are those of the even rounds.
+    For gossip they are the exchanges of rank 0: others may take longer on unequal network links, or if they have more
+    neighbours. If payloads alternate from round to round, like PowerGossip's factors, they are those of the even
+    rounds.
 
     Args:
-        parameters: By name; their values are not read, so ``meta`` tensors do.
+        parameters: Parameters by name; their values are not read, so ``meta`` tensors suffice.
 
     Raises:
-        IncompatibleError: the method cannot serve that many ranks, or an option does not fit it.
+        IncompatibleError: the method cannot serve that many ranks, or does not allow an option.
     """
     chosen, given = read_method(method), options or Options()
     pieces, its = exchanged(chosen, parameters, given)
@@ -99,11 +110,11 @@ def cycle_of(
 
 
 def cycle_time(timeline: Timeline, cycle: Cycle, *, machine: Machine, link: LinkModel, load: Load) -> Steps:
-    """Predict a step of a cycle, on average.
+    """Predict the mean time of a step in a cycle.
 
-    With C seconds of a step that exchanges nothing, H steps and F fragments a cycle, delay d, and T_f the seconds in
-    which the exchange of fragment f ends that goes on beside d such steps (by
-    :func:`~gradwire.model.schedule.step_time`, so that the two share cores), a step takes::
+    Let C be the seconds of a step without an exchange, H the steps and F the fragments of a cycle, d the delay, and T_f
+    the seconds of d steps beside the exchange of fragment f (by :func:`~gradwire.model.schedule.step_time`, since both
+    share cores). A step takes::
 
         ((H - F d) C + sum_f (T_f + own_f)) / H
     """
@@ -123,7 +134,7 @@ def cycle_time(timeline: Timeline, cycle: Cycle, *, machine: Machine, link: Link
 
 
 def _own_work(method: StepsLocally | None, numel: int, workers: int, repeats: int) -> float:
-    """Time what is done with a fragment's parameters before and after their exchange."""
+    """Time the work on a fragment's parameters before and after their exchange."""
     own, held, mean, velocity = (torch.zeros(numel) for _ in range(4))
     times = []
     for _ in range(repeats + 1):
@@ -138,27 +149,15 @@ def _own_work(method: StepsLocally | None, numel: int, workers: int, repeats: in
     return median(times[1:])
 
 
-NOTHING = "ddp fp32"
-"""DDP without a hook."""
-
-WORTH = 1.05
-"""Speed-up below which doing less is recommended."""
-
-SIGMAS = 1.2816
-"""Of a normal distribution: 80 % lie within."""
-
-LOSSLESS, CASTS = (NOTHING, "fp32"), ("bf16", "fp16")
-
-
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """Where a model is to be trained.
+    """A cluster on which a model is to be trained.
 
     Attributes:
-        hosts: Computers.
-        ranks_per_host: Workers on each, sharing its link and cores.
-        cores: Of each host; None: a worker never waits for a core, as with a GPU of its own.
-        link: Between hosts; its ``ranks_per_host`` is set from here.
+        hosts: Number of computers.
+        ranks_per_host: Workers on each, which share its network link and cores.
+        cores: Cores of each host; None: a worker never waits for a core, as if it computed on a GPU of its own.
+        link: Network link between hosts; its ``ranks_per_host`` is ignored in favour of the field above.
     """
 
     hosts: int
@@ -168,7 +167,7 @@ class Scenario:
 
     @property
     def world_size(self) -> int:
-        """Workers."""
+        """Number of workers."""
         return self.hosts * self.ranks_per_host
 
     @property
@@ -182,8 +181,8 @@ class Forecast:
     """A predicted step.
 
     ``low_s`` to ``high_s`` holds 80 % of measured steps, by the calibration's residuals; ``extrapolated`` says why it
-    may not, where the setting lies far outside of the calibration. ``apart`` says why the method is not to be chosen by
-    its time. Of a method that exchanges in one of ``exchange_every`` steps, times and bytes are means over these.
+    may not, if the cluster lies far outside the calibrated range. ``apart`` says why the method should not be chosen by
+    its time. If a method exchanges in one of ``exchange_every`` steps, times and bytes are means over these.
     """
 
     method: str
@@ -204,16 +203,19 @@ class Forecast:
 def forecast(
     profile: Profile, methods: Sequence[str], setting: Scenario, machine: Machine, *, repeats: int = 3
 ) -> tuple[list[Forecast], dict[str, str]]:
-    """Predict the step of each method, and of DDP alone.
+    """Predict the step of DDP alone and of each method.
 
-    Speed-ups are over DDP alone. The timeline is stretched where workers share cores.
+    Speed-ups are over DDP alone. The timeline is lengthened if workers share cores.
 
     Args:
-        methods: Specs.
-        repeats: Of the rehearsal that times each codec here.
+        profile: Profile of the model.
+        methods: Specs of methods.
+        setting: The cluster.
+        machine: Calibrated costs.
+        repeats: Repetitions of the run that times each codec here.
 
     Returns:
-        One forecast for DDP alone and each method, and the reasons of methods that cannot run there.
+        A forecast for DDP alone and for each method, and the reason for each method that cannot run there.
     """
     n, load = setting.world_size, setting.load
     timeline = profile.timeline.scaled(profile.timeline.compute_s * load.stretch)
@@ -233,7 +235,7 @@ def forecast(
                 exchanges[spec] = exchange_of(spec, tensors, profile.timeline.buckets, n, repeats=repeats)
         except GradwireError as error:
             refused[spec] = str(error)
-    # Its codec is not counted, so that it need not be timed well.
+    # The time of its codec is set to 0, so it need not be measured well.
     bare = nothing_but_the_sum(exchange_of("fp32", tensors, profile.timeline.buckets, n, repeats=1))
     chosen = {NOTHING: bare, **exchanges}
     found: list[Forecast] = []
@@ -270,7 +272,7 @@ def _steps(
 
 
 def why_apart(spec: str) -> str | None:
-    """Explain why the time of a step alone does not tell whether to use a method; None where it does."""
+    """Return why a method should not be chosen by the time of a step; None if it can be."""
     chosen = read_method(spec)
     if chosen.traits.local_steps:
         return (
@@ -285,8 +287,8 @@ def why_apart(spec: str) -> str | None:
 def recommend(forecasts: Sequence[Forecast]) -> tuple[str, str]:
     """Return the method to use, or :data:`NOTHING`, and the reason in a sentence.
 
-    Nothing before a cast, a cast before a lossy method, unless the next brings five per cent. Methods apart from the
-    others are left out.
+    No compression is preferred over a cast, and a cast over a lossy method, unless the other is five per cent faster.
+    Methods that are ``apart`` are left out.
     """
     forecasts = [f for f in forecasts if f.apart is None]
     best = next(f for f in forecasts if f.method == NOTHING)

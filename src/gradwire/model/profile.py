@@ -1,4 +1,4 @@
-"""When a step's gradients become ready: the backward timeline by bucket, measured on the user's own module."""
+"""Timelines of steps without an exchange, and profiles of modules: when each bucket of gradients becomes ready."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from gradwire.errors import HyperparameterError
 
 @dataclass(frozen=True, kw_only=True)
 class ReadyBucket:
-    """A bucket and when DDP has it: ``ready_s`` after backward began."""
+    """A bucket, and the seconds from the start of backward until DDP hands it over."""
 
     names: tuple[str, ...]
     numel: int
@@ -31,10 +31,10 @@ class Timeline:
     """A step without an exchange.
 
     Attributes:
-        forward_s: From the step's begin to the begin of backward.
-        buckets: In the order in which DDP hands them over.
-        backward_s: Of backward.
-        after_s: From the end of backward to the end of the step: the optimizer.
+        forward_s: Seconds from the start of the step to that of backward.
+        buckets: Buckets in the order in which DDP hands them over.
+        backward_s: Seconds of backward.
+        after_s: Seconds from the end of backward to the end of the step: the optimizer.
     """
 
     forward_s: float
@@ -44,7 +44,7 @@ class Timeline:
 
     @property
     def compute_s(self) -> float:
-        """The step without an exchange."""
+        """Seconds of the step without an exchange."""
         return self.forward_s + self.backward_s + self.after_s
 
     @property
@@ -53,7 +53,7 @@ class Timeline:
         return sum(b.numel for b in self.buckets)
 
     def scaled(self, compute_s: float) -> Timeline:
-        """Return the same timeline, stretched to another duration of the whole step."""
+        """Return the timeline, stretched to another duration of the whole step."""
         k = compute_s / self.compute_s
         buckets = tuple(ReadyBucket(names=b.names, numel=b.numel, ready_s=b.ready_s * k) for b in self.buckets)
         return Timeline(
@@ -66,20 +66,20 @@ class Timeline:
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Timeline:
-        """Read :meth:`to_json`'s values back."""
+        """Build a timeline from the values of :meth:`to_json`."""
         buckets = tuple(ReadyBucket(**{**b, "names": tuple(b["names"])}) for b in record["buckets"])
         return cls(**{**record, "buckets": buckets})
 
 
 class Recorder:
-    """Measures steps of a DDP module, whose exchange it replaces by none.
+    """Measures steps of a DDP module without its exchange.
 
-    It takes the module's only communication hook: measure on a module of its own.
+    The recorder takes the place of the module's only communication hook, so measure on a separate module.
 
     Args:
         module: A DistributedDataParallel module without a hook.
-        automatic: Take the marks from the module's own forward calls and buckets, for a training loop that knows
-            nothing of this: a step ends where the next forward begins.
+        automatic: Mark times by the module's own forward calls and buckets, for a training loop that is left unchanged:
+            a step then ends when the next forward begins.
     """
 
     def __init__(self, module: Any, automatic: bool = False) -> None:
@@ -117,28 +117,28 @@ class Recorder:
         return future
 
     def begin(self) -> None:
-        """Note that a step begins."""
+        """Mark the start of a step."""
         self._marks, self._buckets = [time.perf_counter()], []
 
     def forward_ended(self) -> None:
-        """Backward begins."""
+        """Mark the start of backward."""
         self._marks.append(time.perf_counter())
 
     def backward_ended(self) -> None:
-        """Note that the optimizer begins."""
+        """Mark the start of the optimizer."""
         self._marks.append(time.perf_counter())
 
     def end(self) -> None:
-        """Note that the step ends."""
+        """Mark the end of the step."""
         self._marks.append(time.perf_counter())
         self._steps.append((self._marks, self._buckets))
 
     def reset(self) -> None:
-        """Forget the steps so far."""
+        """Discard the steps so far."""
         self._steps.clear()
 
     def timeline(self) -> Timeline | None:
-        """Return medians over the steps with the newest layout of buckets; None before the first."""
+        """Return medians over the steps with the latest layout of buckets; None before the first step."""
         if not self._steps:
             return None
         layout = [(names, numel) for _, names, numel in self._steps[-1][1]]
@@ -156,12 +156,12 @@ def _middle(values: Sequence[float]) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """One step of one worker.
+    """A step of one worker.
 
     Attributes:
-        source: What was profiled.
-        parameters: Shape and stride by name.
-        timeline: Of one worker alone on its computer.
+        source: Name of the profiled task, model or script.
+        parameters: Shape and stride of each parameter, by name.
+        timeline: Timeline of a worker that is alone on its computer.
     """
 
     source: str
@@ -170,7 +170,7 @@ class Profile:
 
     @classmethod
     def of(cls, source: str, module: nn.Module, recorder: Recorder) -> Profile:
-        """Take what a recorder measured.
+        """Build the profile of a module from a recorder's steps.
 
         Raises:
             HyperparameterError: no step was measured, or not every parameter got a gradient.
@@ -190,7 +190,7 @@ class Profile:
         return self.timeline.numel
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return stand-ins for the parameters: shapes without values."""
+        """Return ``meta`` tensors with the shapes and strides of the parameters."""
         return {
             name: torch.empty_strided(shape, stride, device="meta") for name, (shape, stride) in self.parameters.items()
         }
@@ -202,10 +202,10 @@ class Profile:
 
     @classmethod
     def read(cls, path: Path) -> Profile:
-        """Read :meth:`save`'s file.
+        """Read the file that :meth:`save` wrote.
 
         Raises:
-            HyperparameterError: it does not exist, or holds no profile.
+            HyperparameterError: the file does not exist, or holds no profile.
         """
         if not path.is_file():
             raise HyperparameterError(f"profile {path} does not exist")

@@ -1,4 +1,4 @@
-"""Child processes that do not outlive their parent, and parents that unwind when they are told to end."""
+"""Child processes that end with their parent, forks of one prepared process, and orderly termination."""
 
 from __future__ import annotations
 
@@ -21,19 +21,33 @@ from typing import Any
 from gradwire.errors import GradwireError
 
 PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+CLONE_NEWNET = 0x40000000
+TICK_S = 0.01
 
 
 def die_with_parent(parent: int) -> None:
-    """Ask Linux to kill this process when its parent dies; elsewhere only a parent that is gone already is noticed."""
+    """Ask Linux to kill this process when its parent dies; on other systems, exit if the parent is gone already."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)
 
 
+def killed_by(exit_code: int) -> str:
+    """Describe the end of a process by a signal, given its exit code: the negative number of the signal.
+
+    Example:
+        >>> killed_by(-9)
+        'was killed by SIGKILL (out of memory?)'
+    """
+    name = signal.Signals(-exit_code).name
+    return f"was killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
+
+
 @contextlib.contextmanager
 def termination_unwinds() -> Iterator[None]:
-    """Let SIGTERM, and SIGHUP unless ignored (nohup), unwind the stack like Ctrl-C does, so that children are ended."""
+    """Let SIGTERM, and SIGHUP unless ignored (nohup), unwind the stack as Ctrl-C does, so that children are ended."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -50,17 +64,12 @@ def termination_unwinds() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-PR_SET_CHILD_SUBREAPER = 36
-CLONE_NEWNET = 0x40000000
-TICK_S = 0.01
-
-
 @dataclass(frozen=True, kw_only=True)
 class Child:
-    """One process to be forked.
+    """A process to be forked.
 
     Attributes:
-        variables: Added to the environment.
+        variables: Variables to add to the environment.
         output: File descriptor for standard output and standard error.
         keeps: Other file descriptors that stay open, under the same numbers.
         namespace: Path of a network namespace to enter.
@@ -73,10 +82,10 @@ class Child:
 
 
 class ForkedProcess:
-    """A child of this process that another one forked; the part of :class:`subprocess.Popen` that is needed.
+    """A child of this process that another process forked; it has the methods of :class:`subprocess.Popen` used here.
 
     Attributes:
-        pid: Of the process.
+        pid: Number of the process.
         returncode: Exit code, or the negative number of the signal that ended it; None while it runs.
     """
 
@@ -90,13 +99,13 @@ class ForkedProcess:
         return self.returncode
 
     def wait(self) -> int:
-        """Wait for the end of the process, and return its exit code."""
+        """Wait for the process to end, and return its exit code."""
         while self.returncode is None:
             self._reap(0)
         return self.returncode
 
     def terminate(self) -> None:
-        """Ask it to end, unless it has ended."""
+        """Send SIGTERM to the process, unless it has ended."""
         if self.poll() is None:
             os.kill(self.pid, signal.SIGTERM)
 
@@ -114,15 +123,15 @@ class ForkedProcess:
 
 
 def can_fork() -> bool:
-    """Return whether this platform has what :func:`fork_all` needs."""
+    """Return whether :func:`fork_all` works on this platform."""
     return sys.platform == "linux"
 
 
 def fork_all(module: str, children: Sequence[Child]) -> list[ForkedProcess]:
-    """Start the ``main()`` of a module in several processes, which are children of this process.
+    """Run the ``main()`` of a module in several forked processes, which become children of this process.
 
-    The module is imported once. If it has a function ``prepare(variables)``, that is called once with the variables of
-    the first child, before the forks; it must start no thread. Each child leads a session of its own.
+    The module is imported once. If it has a function ``prepare(variables)``, this is called once with the variables of
+    the first child before the forks; it must not start a thread. Each child leads a session of its own.
 
     Raises:
         GradwireError: the processes cannot be started; the message holds the reason.
@@ -153,7 +162,7 @@ def fork_all(module: str, children: Sequence[Child]) -> list[ForkedProcess]:
 
 
 def wait_for_parent(parent: int) -> None:
-    """Return once this process is a child of ``parent``, or of none at all; to be called by a forked process."""
+    """Wait until this forked process is a child of ``parent``, or has lost its parent."""
     while os.getppid() not in (parent, 1):
         time.sleep(TICK_S)
 
@@ -163,7 +172,7 @@ def _adopt_orphans(adopt: bool) -> None:
 
 
 def _become(child: Mapping[str, Any], others: Sequence[int], module: Any) -> None:
-    """Turn a fork into the child that was described, and run the module; never returns."""
+    """Turn a fork into the described child, run the module, and exit."""
     code = 1
     try:
         os.setsid()
@@ -197,7 +206,7 @@ def _enter(namespace: str) -> None:
 
 
 def main() -> None:
-    """Import, fork as standard input says, print the numbers of the processes, and leave."""
+    """Import a module, fork the children that standard input describes, and print their process numbers."""
     described = json.load(sys.stdin)
     children = described["children"]
     module = importlib.import_module(described["module"])

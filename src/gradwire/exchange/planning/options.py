@@ -1,16 +1,15 @@
-"""What a user may set about an exchange, checked before anything is built."""
+"""Options of a link, which are checked before anything is built."""
 
 from __future__ import annotations
 
 import difflib
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, Literal, TypedDict, get_args
 
 from gradwire.errors import HyperparameterError, IncompatibleError
-from gradwire.exchange.method import Method, check_seed, is_whole, require
+from gradwire.exchange.method import Method, check_seed, is_number, is_whole, require
 from gradwire.exchange.network_cost import LinkCost
 from gradwire.exchange.protocols import PROTOCOLS, REDUCE_SCATTER, SHARED_OUT
 
@@ -22,18 +21,18 @@ TransportName = Literal["auto", "gloo", "nccl", "staged"]
 FALLBACKS, TRANSPORTS = get_args(Fallback), get_args(TransportName)
 
 CHUNK_NUMEL = 1 << 23
-"""Elements of a chunk; the bits do not depend on it."""
+"""Default number of elements in a chunk; the result does not depend on it."""
 
 
 class RareOptions(TypedDict, total=False):
-    """The options of a link that few users set, for type checkers; see :class:`Options`."""
+    """Rarely used options of a link, for type checkers; see :class:`Options`."""
 
     chunk_numel: int
     link_cost: LinkCost | None
 
 
 class LinkOptions(RareOptions, total=False):
-    """The options of a link by name, for type checkers; see :class:`Options`."""
+    """All options of a link, for type checkers; see :class:`Options`."""
 
     collective: Collective
     exclude: str | Iterable[str]
@@ -50,28 +49,28 @@ class LinkOptions(RareOptions, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Settings of one link, the same on every rank.
+    """Options of a link, the same on every rank.
 
     Attributes:
-        collective: A protocol by name, or "auto": the one that sends the fewest bytes, bucket by bucket.
-        exclude: Patterns (``fnmatch``) of parameter names that travel in float32.
-        min_numel: Smaller parameters travel in float32; None: as the method has it, 1024, or 0 for casts.
-        warmup_steps: Rounds at the start in which everything travels in float32.
-        seed: Of all random streams.
-        backend: Of the kernels: "auto", "cpu", "cpu-plain", "reference" or "triton". On CUDA devices, all but "auto"
-            and "triton" exchange copies of the gradients in main memory; "auto" takes Triton's kernels where all that
-            the method computes has them, else those of the CPU.
-        chunk_numel: Elements of a chunk at most.
-        check: Verify after every bucket that all ranks hold the same bits.
-        check_every: Rounds from one comparison of all ranks' parameters to the next, by digests; 0: never. Simulated
-            workers have them in common.
-        fallback: "bf16" or "fp32": what all ranks travel by once what one of them sends strays too far from its
-            gradient; None: never.
-        fallback_limit: The relative error above which that is so: |sent - gradient| over all parameters of any rank,
-            over the root mean square of |gradient| over ranks.
-        transport: "gloo", "nccl" or "staged"; "auto": Gloo for parameters in main memory; on CUDA devices NCCL where
-            the group has it and payloads are made there, else staged.
-        link_cost: What a message costs, for methods that need to know it (``CAT(fixed_bytes=None)``); None: measured
+        collective: Name of a protocol, or "auto": for each bucket the one that sends the fewest bytes.
+        exclude: Patterns (``fnmatch``) of the names of parameters that travel in float32.
+        min_numel: Parameters with fewer elements travel in float32; None: the method's default, 1024, or 0 for casts.
+        warmup_steps: Number of rounds at the start in which everything travels in float32.
+        seed: Seed of all random numbers.
+        backend: Kernels: "auto", "cpu", "cpu-plain", "reference" or "triton". On CUDA devices, all but "auto" and
+            "triton" exchange copies of the gradients in main memory; "auto" uses Triton's kernels if there are some for
+            everything that the method computes, else those of the CPU.
+        chunk_numel: Most elements in a chunk.
+        check: Verify after every bucket that all ranks have the same bits.
+        check_every: Rounds between comparisons of all ranks' parameters, by digests; 0: never. Simulated workers share
+            their parameters.
+        fallback: "bf16" or "fp32": the method to which all ranks return when the error of any rank exceeds
+            ``fallback_limit``; None: they never do.
+        fallback_limit: Relative error that is allowed: |sent - gradient| over all parameters of any rank, over the root
+            mean square of |gradient| over ranks.
+        transport: "gloo", "nccl" or "staged"; "auto": Gloo for parameters in main memory; on CUDA devices NCCL if the
+            group has it and payloads are made there, else staged.
+        link_cost: Cost of a message on the network, for methods that use it (``CAT(fixed_bytes=None)``); None: measured
             when a link is built with such a method.
     """
 
@@ -101,8 +100,7 @@ class Options:
             value = getattr(self, name)
             if value is None and name == "min_numel":
                 continue
-            whole = is_whole(value)
-            require(whole and value >= least, name, f"a whole number of at least {least} is needed, not {value!r}")
+            require(is_whole(value, least), name, f"a whole number of at least {least} is needed, not {value!r}")
         check_seed(self.seed)
         known = self.transport in TRANSPORTS
         require(known, "transport", f"one of {', '.join(TRANSPORTS)} is needed, not {self.transport!r}")
@@ -117,9 +115,8 @@ class Options:
         if self.fallback is None:
             require(limit is None, "fallback_limit", f"{limit!r} without fallback= has no meaning: add fallback='bf16'")
             return
-        number = isinstance(limit, (int, float)) and not isinstance(limit, bool) and 0 < limit < math.inf
         require(
-            number,
+            is_number(limit, above=0),
             "fallback_limit",
             f"a relative error above 0 is needed beside fallback=, not {limit!r}; link.diagnostics() tells usual ones",
         )
@@ -129,7 +126,7 @@ class Options:
         """Build options from names and values.
 
         Raises:
-            HyperparameterError: an unknown name (the nearest known one is named), or a wrong value.
+            HyperparameterError: a name is unknown (the message has the nearest known one), or a value is wrong.
         """
         known = list(cls.__dataclass_fields__)
         for name in given:
@@ -159,15 +156,14 @@ class Options:
         return (REDUCE_SCATTER,)
 
     def has_replicas(self, method: Method) -> bool:
-        """Return whether all ranks of a link have the same parameters, with local steps when an exchange has ended."""
+        """Return whether all ranks of a link have the same parameters, under local steps after each exchange."""
         return not method.traits.outcomes_differ and self.collective != REDUCE_SCATTER
 
     def collectives(self, method: Method) -> tuple[str, ...]:
         """Return the protocols to choose from.
 
         Raises:
-            IncompatibleError: the method cannot travel by the collective that was asked for, or have its outcomes
-                checked.
+            IncompatibleError: the method cannot use the given collective, or its outcomes cannot be checked.
             HyperparameterError: there is no such collective.
         """
         if self.check and method.traits.outcomes_differ:
@@ -198,7 +194,7 @@ class Options:
 
 
 def refuse_scatter(collective: str, who: str) -> None:
-    """Refuse the protocol that leaves each rank with its shard alone, where all of the mean is needed.
+    """Refuse the protocol that gives each rank only its shard of the mean.
 
     Raises:
         IncompatibleError: it is asked for.
@@ -211,7 +207,7 @@ def refuse_scatter(collective: str, who: str) -> None:
 
 
 def dense_names(sizes: dict[str, int], options: Options, method: Method) -> frozenset[str]:
-    """Name the parameters that travel in float32.
+    """Return the names of the parameters that travel in float32.
 
     Raises:
         HyperparameterError: a pattern matches no parameter.

@@ -10,7 +10,7 @@ import torch
 
 from gradwire.errors import PayloadError
 from gradwire.exchange.codecs import Codec, Draw, Summary
-from gradwire.exchange.method import Method, Properties, require
+from gradwire.exchange.method import Method, Properties, is_number, require
 from gradwire.exchange.protocols.bucket_plan import BucketPlan, PlanSetting, SectionPlan
 from gradwire.exchange.segments import Segment
 from gradwire.exchange.traits import Traits
@@ -189,10 +189,8 @@ class SpectralATOMO(Method):
 
     def __post_init__(self) -> None:
         value = self.budget
-        known = isinstance(value, int | float) and not isinstance(value, bool)
-        require(
-            known and 1 <= value < 2**15, "SpectralATOMO", f"budget is a number of pairs, 1 to 32767, not {value!r}"
-        )
+        fits = is_number(value, least=1, below=2**15)
+        require(fits, "SpectralATOMO", f"budget is a number of pairs, 1 to 32767, not {value!r}")
         object.__setattr__(self, "budget", float(value))
 
     def declare(self) -> Traits:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
@@ -10,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 from gradwire.errors import HyperparameterError, IncompatibleError
-from gradwire.exchange.method import Method, Properties, operator_of, require
+from gradwire.exchange.method import Method, Properties, is_number, operator_of, require
 from gradwire.exchange.protocols import Context, Outcome
 from gradwire.exchange.protocols.bucket_plan import BucketPlan, PlanSetting
 from gradwire.exchange.segments import Segment
@@ -167,8 +166,7 @@ class DIANA(ShiftAlgorithm, Wrapper):
         )
         for name, value in (("alpha", self.alpha), ("momentum", self.momentum)):
             if value is not None:
-                number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-                require(number, "DIANA", f"{name} is a finite number, not {value!r}")
+                require(is_number(value), "DIANA", f"{name} is a finite number, not {value!r}")
                 low = value > 0 if name == "alpha" else value >= 0
                 high = value <= 1 if name == "alpha" else value < 1
                 require(low and high, "DIANA", f"{name} is out of range: {value!r}")

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from gradwire.exchange.method import Method, Properties, require
+from gradwire.exchange.method import Method, Properties, is_number, require
 from gradwire.exchange.protocols import Context, Outcome
 from gradwire.exchange.protocols.bucket_plan import BucketPlan, PlanSetting
 from gradwire.exchange.segments import Segment
@@ -122,8 +122,7 @@ class ErrorFeedback(ResidualAlgorithm, Wrapper):
     def __post_init__(self) -> None:
         owner, inner = type(self).__name__, self.compressor
         object.__setattr__(self, "momentum", checked_momentum(owner, self.momentum))
-        number = isinstance(self.decay, int | float) and not isinstance(self.decay, bool)
-        require(number and 0 < self.decay <= 1, owner, f"decay is above 0 and at most 1, not {self.decay!r}")
+        require(is_number(self.decay, above=0, most=1), owner, f"decay is above 0 and at most 1, not {self.decay!r}")
         object.__setattr__(self, "decay", float(self.decay))
         if isinstance(inner, Method) and inner.traits.sends_parts:
             c = inner.traits.worst_step

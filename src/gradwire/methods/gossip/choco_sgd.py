@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 
 from gradwire.exchange.codecs import CheckedCodec, Codec, Constant, Draw, NoSummary
-from gradwire.exchange.method import Method, Properties, require
+from gradwire.exchange.method import Method, Properties, is_number, require
 from gradwire.exchange.ops import Exchange
 from gradwire.exchange.protocols import Context, Outcome
 from gradwire.exchange.protocols.bucket_plan import BucketPlan, Operator, PlanSetting
@@ -93,8 +93,7 @@ class ChocoSGD(GossipMethod):
     def __post_init__(self) -> None:
         self.check_graph()
         gamma = self.gamma
-        number = isinstance(gamma, int | float) and not isinstance(gamma, bool)
-        require(number and 0 < gamma <= 1, "ChocoSGD", f"gamma is above 0 and at most 1, not {gamma!r}")
+        require(is_number(gamma, above=0, most=1), "ChocoSGD", f"gamma is above 0 and at most 1, not {gamma!r}")
         object.__setattr__(self, "gamma", float(gamma))
         inner = self.compressor
         check_contraction("ChocoSGD", inner, "so that estimates may run from what they estimate", "no estimate")

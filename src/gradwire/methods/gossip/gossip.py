@@ -52,8 +52,7 @@ class GossipMethod(Method):
             HyperparameterError: ``every`` is out of range, or ``graph`` is no text.
         """
         owner = type(self).__name__
-        whole = is_whole(self.every)
-        require(whole and self.every >= 1, owner, f"every is at least 1 step, not {self.every!r}")
+        require(is_whole(self.every, 1), owner, f"every is at least 1 step, not {self.every!r}")
         known = ", ".join(map(repr, GRAPHS))
         named = isinstance(self.graph, str) and bool(self.graph)
         found = named and (self.graph in GRAPHS or not is_special(self.graph))

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 
 from gradwire.exchange.codecs import DenseCodec, NoSummary
-from gradwire.exchange.method import Properties, is_whole, require
+from gradwire.exchange.method import Properties, is_number, is_whole, require
 from gradwire.exchange.ops import Exchange
 from gradwire.exchange.protocols import Context, Outcome
 from gradwire.exchange.protocols.bucket_plan import BucketPlan, PlanSetting
@@ -96,10 +96,10 @@ class PowerGossip(GossipMethod):
         self.check_graph()
         check_matrix_rank("PowerGossip", self.matrix_rank)
         count, saving = self.iterations, self.least_saving
-        whole = is_whole(count)
-        require(whole and count >= 1, "PowerGossip", f"iterations is at least 1, not {count!r}")
-        number = isinstance(saving, int | float) and not isinstance(saving, bool)
-        require(number and saving >= 1, "PowerGossip", f"least_saving is at least 1, not {saving!r}")
+        require(is_whole(count, 1), "PowerGossip", f"iterations is at least 1, not {count!r}")
+        require(
+            is_number(saving, least=1, most=float("inf")), "PowerGossip", f"least_saving is at least 1, not {saving!r}"
+        )
         object.__setattr__(self, "least_saving", float(saving))
 
     def declare(self) -> Traits:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
@@ -12,7 +11,7 @@ import torch
 from gradwire.exchange.codecs.base import CheckedCodec, Constant, Draw, Summary, usable
 from gradwire.exchange.compressor import Compressor
 from gradwire.exchange.deferred_checks import Flag, all_finite
-from gradwire.exchange.method import Properties, is_whole, require
+from gradwire.exchange.method import Properties, is_number, is_whole, require
 from gradwire.exchange.segments import Segment
 from gradwire.exchange.traits import Traits
 from gradwire.exchange.wire import ALIGNMENT
@@ -233,16 +232,14 @@ class Lattice(Compressor):
 
     def __post_init__(self) -> None:
         q, y = self.colours, self.distance
-        whole = is_whole(q)
         require(
-            whole and 4 <= q <= MOST_COLOURS and not q & (q - 1),
+            is_whole(q, 4, MOST_COLOURS) and not q & (q - 1),
             "Lattice",
             f"colours is a power of two from 4 to {MOST_COLOURS}, not {q!r}",
         )
         if y is not None:
-            number = isinstance(y, int | float) and not isinstance(y, bool)
             require(
-                number and math.isfinite(y) and y > 0,
+                is_number(y, above=0),
                 "Lattice",
                 f"distance is a positive number in units of the gradient, or None for what is always enough, not {y!r}",
             )

@@ -138,8 +138,7 @@ class LGC(ResidualAlgorithm):
             require(value in known, "LGC", f"{name} is {' or '.join(map(repr, known))}, not {value!r}")
         for name, least in (("full_rounds", 0), ("training_rounds", 1)):
             value = getattr(self, name)
-            whole = is_whole(value)
-            require(whole and value >= least, "LGC", f"{name} is a number of rounds, at least {least}, not {value!r}")
+            require(is_whole(value, least), "LGC", f"{name} is a number of rounds, at least {least}, not {value!r}")
         rate, share = self.learning_rate, self.similarity
         for name, value in (("learning_rate", rate), ("similarity", share)):
             number = isinstance(value, int | float) and not isinstance(value, bool)

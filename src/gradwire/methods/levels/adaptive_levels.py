@@ -173,18 +173,14 @@ class _Adaptive(Method):
 
     def __post_init__(self) -> None:
         owner = type(self).__name__
-
-        def whole(value: object, least: int) -> bool:
-            return is_whole(value) and value >= least
-
-        require(whole(self.bits, 2) and self.bits <= 8, owner, f"bits is 2 to 8, not {self.bits!r}")
+        require(is_whole(self.bits, 2, 8), owner, f"bits is 2 to 8, not {self.bits!r}")
         require(self.norm in ("l2", "max"), owner, f"norm is 'l2' or 'max', not {self.norm!r}")
         check_blocks(owner, self.block_size, self.blocks)
-        listed = isinstance(self.updates, (tuple, list)) and all(whole(u, 0) for u in self.updates)
+        listed = isinstance(self.updates, (tuple, list)) and all(is_whole(u, 0) for u in self.updates)
         require(listed, owner, f"updates is a tuple of rounds, not {self.updates!r}")
         object.__setattr__(self, "updates", tuple(self.updates))
-        require(whole(self.every, 1), owner, f"every is a number of rounds, not {self.every!r}")
-        require(whole(self.kept, 1), owner, f"kept is a number of blocks, not {self.kept!r}")
+        require(is_whole(self.every, 1), owner, f"every is a number of rounds, not {self.every!r}")
+        require(is_whole(self.kept, 1), owner, f"kept is a number of blocks, not {self.kept!r}")
         known = self.model in ("normal", "histogram")
         require(known, owner, f"model is 'normal' or 'histogram', not {self.model!r}")
         require(isinstance(self.overlap, bool), owner, f"overlap is True or False, not {self.overlap!r}")

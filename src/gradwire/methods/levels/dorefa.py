@@ -76,8 +76,7 @@ class DoReFa(LevelCompressor):
     )
 
     def __post_init__(self) -> None:
-        whole = is_whole(self.bits)
-        require(whole and 1 <= self.bits <= MOST_BITS, "DoReFa", f"bits is 1 to {MOST_BITS}, not {self.bits!r}")
+        require(is_whole(self.bits, 1, MOST_BITS), "DoReFa", f"bits is 1 to {MOST_BITS}, not {self.bits!r}")
         check_blocks("DoReFa", self.block_size, self.blocks)
 
     def declare(self) -> Traits:

@@ -195,9 +195,8 @@ def check_blocks(owner: str, block_size: int | None, blocks: str) -> None:
     Raises:
         HyperparameterError: ``block_size`` is not None or a multiple of 16, or ``blocks`` is neither of the two words.
     """
-    whole = is_whole(block_size)
     require(
-        block_size is None or (whole and block_size >= ALIGNMENT and block_size % ALIGNMENT == 0),
+        block_size is None or (is_whole(block_size, ALIGNMENT) and block_size % ALIGNMENT == 0),
         owner,
         f"block_size is a multiple of {ALIGNMENT}, or None for one block a parameter, not {block_size!r}",
     )

@@ -71,9 +71,8 @@ class NUQSGD(LevelCompressor):
     )
 
     def __post_init__(self) -> None:
-        whole = is_whole(self.levels)
         require(
-            whole and 1 <= self.levels <= MOST_LEVELS,
+            is_whole(self.levels, 1, MOST_LEVELS),
             "NUQSGD",
             f"levels is the number s of magnitudes above zero, 1 to {MOST_LEVELS}, not {self.levels!r}",
         )
@@ -145,9 +144,8 @@ class NaturalDithering(LevelCompressor):
     )
 
     def __post_init__(self) -> None:
-        whole = is_whole(self.levels)
         require(
-            whole and 1 <= self.levels <= MOST_LEVELS,
+            is_whole(self.levels, 1, MOST_LEVELS),
             "NaturalDithering",
             f"levels is the number s of magnitudes above zero, 1 to {MOST_LEVELS}, not {self.levels!r}",
         )

@@ -33,9 +33,8 @@ class EvenLevels(LevelCompressor):
 
     def __post_init__(self) -> None:
         owner = type(self).__name__
-        whole = is_whole(self.levels)
         require(
-            whole and 1 <= self.levels <= MOST_LEVELS,
+            is_whole(self.levels, 1, MOST_LEVELS),
             owner,
             f"levels is the number s of magnitudes above zero, 1 to {MOST_LEVELS}, not {self.levels!r}",
         )

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import torch
 
 from gradwire.exchange.local_steps import GLOBAL, VELOCITY
-from gradwire.exchange.method import Method, Properties, is_whole, require
+from gradwire.exchange.method import Method, Properties, is_number, is_whole, require
 from gradwire.exchange.traits import Traits
 from gradwire.methods.casts.cast import FP32
 from gradwire.methods.feedback.local_momentum import checked_momentum
@@ -72,8 +71,7 @@ class DiLoCo(LocalStepsMethod):
     def __post_init__(self) -> None:
         owner, rate = type(self).__name__, self.outer_lr
         self.check_inner()
-        number = isinstance(rate, int | float) and not isinstance(rate, bool)
-        require(number and 0 < rate < math.inf, owner, f"outer_lr is above 0, not {rate!r}")
+        require(is_number(rate, above=0), owner, f"outer_lr is above 0, not {rate!r}")
         object.__setattr__(self, "outer_lr", float(rate))
         object.__setattr__(self, "outer_momentum", checked_momentum(owner, self.outer_momentum, "outer_momentum"))
         require(isinstance(self.nesterov, bool), owner, f"nesterov is True or False, not {self.nesterov!r}")
@@ -172,20 +170,19 @@ class StreamingDiLoCo(DiLoCo):
         super().__post_init__()
         owner, count, delay = "StreamingDiLoCo", self.fragments, self.delay
         require(
-            is_whole(count) and 1 <= count <= self.every,
+            is_whole(count, 1, self.every),
             owner,
             f"fragments is a number from 1 to every={self.every}, not {count!r}",
         )
         most = self.every // count
         require(
-            is_whole(delay) and 0 <= delay <= most,
+            is_whole(delay, 0, most),
             owner,
             f"delay is a number of steps from 0 to every // fragments = {most}, the time from one exchange to the next,"
             f" not {delay!r}",
         )
         share = self.mixing
-        number = isinstance(share, int | float) and not isinstance(share, bool)
-        require(number and 0 <= share < 1, owner, f"mixing is at least 0 and below 1, not {share!r}")
+        require(is_number(share, least=0, below=1), owner, f"mixing is at least 0 and below 1, not {share!r}")
         object.__setattr__(self, "mixing", float(share))
         require(self.order in ORDERS, owner, f"order is one of {', '.join(ORDERS)}, not {self.order!r}")
         require(

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 
 from gradwire.errors import IncompatibleError
-from gradwire.exchange.method import Method, Properties, require
+from gradwire.exchange.method import Method, Properties, is_number, require
 from gradwire.exchange.protocols.bucket_plan import BucketPlan, PlanSetting
 from gradwire.exchange.traits import Traits
 from gradwire.methods.casts.cast import FP32
@@ -66,8 +66,9 @@ class EASGD(LocalStepsMethod):
     def __post_init__(self) -> None:
         self.check_inner()
         if self.alpha is not None:
-            number = isinstance(self.alpha, int | float) and not isinstance(self.alpha, bool)
-            require(number and 0 < self.alpha < 1, "EASGD", f"alpha is above 0 and below 1, not {self.alpha!r}")
+            require(
+                is_number(self.alpha, above=0, below=1), "EASGD", f"alpha is above 0 and below 1, not {self.alpha!r}"
+            )
             object.__setattr__(self, "alpha", float(self.alpha))
 
     def declare(self) -> Traits:

@@ -72,8 +72,7 @@ class LocalStepsMethod(Around):
             HyperparameterError: ``every`` is out of range, or the inner method is none that exchanges a mean.
         """
         owner, inner = type(self).__name__, self.inner
-        whole = is_whole(self.every)
-        require(whole and self.every >= 1, owner, f"every is at least 1 step, not {self.every!r}")
+        require(is_whole(self.every, 1), owner, f"every is at least 1 step, not {self.every!r}")
         require(
             isinstance(inner, Method)
             and bool(inner.traits.collectives)

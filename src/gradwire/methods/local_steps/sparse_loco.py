@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from gradwire.exchange.compressor import Compressor
-from gradwire.exchange.method import Properties, is_whole, require
+from gradwire.exchange.method import Properties, is_number, is_whole, require
 from gradwire.exchange.traits import Traits
 from gradwire.methods.feedback.error_feedback import ErrorFeedback
 from gradwire.methods.local_steps.local_sgd import LocalStepsMethod
@@ -57,8 +56,8 @@ class BinnedTopK(Compressor):
     def __post_init__(self) -> None:
         object.__setattr__(self, "density", check_density("SparseLoCo", self.density))
         size, bits = self.block_size, self.bits
-        require(is_whole(size) and size > 0, "SparseLoCo", f"block_size is a number of elements above 0, not {size!r}")
-        require(is_whole(bits) and 1 <= bits <= 8, "SparseLoCo", f"bits is a number from 1 to 8, not {bits!r}")
+        require(is_whole(size, 1), "SparseLoCo", f"block_size is a number of elements above 0, not {size!r}")
+        require(is_whole(bits, 1, 8), "SparseLoCo", f"bits is a number from 1 to 8, not {bits!r}")
 
     def declare(self) -> Traits:
         return replace(
@@ -156,8 +155,7 @@ class SparseLoCo(LocalStepsMethod):
     def __post_init__(self) -> None:
         self.check_inner()
         rate = self.outer_lr
-        number = isinstance(rate, int | float) and not isinstance(rate, bool)
-        require(number and 0 < rate < math.inf, "SparseLoCo", f"outer_lr is above 0, not {rate!r}")
+        require(is_number(rate, above=0), "SparseLoCo", f"outer_lr is above 0, not {rate!r}")
         object.__setattr__(self, "outer_lr", float(rate))
         for name in ("density", "decay"):
             object.__setattr__(self, name, float(getattr(self, name)))

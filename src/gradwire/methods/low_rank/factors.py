@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from gradwire.exchange.method import Method, cast_of, is_whole, operator_of, require
+from gradwire.exchange.method import Method, cast_of, is_number, is_whole, operator_of, require
 from gradwire.exchange.ops import Exchange
 from gradwire.exchange.protocols import Context
 from gradwire.exchange.protocols.bucket_plan import BucketPlan, Operator, PlanSetting, SectionPlan
@@ -32,8 +32,7 @@ def check_matrix_rank(owner: str, rank: object) -> None:
     Raises:
         HyperparameterError: it is no whole number of at least 1.
     """
-    whole = is_whole(rank)
-    require(whole and rank >= 1, owner, f"matrix_rank is at least 1, not {rank!r}")  # type: ignore[operator]
+    require(is_whole(rank, 1), owner, f"matrix_rank is at least 1, not {rank!r}")
 
 
 @dataclass(frozen=True)
@@ -125,8 +124,7 @@ class LowRankAlgorithm(ResidualAlgorithm):
         """
         owner, saving = type(self).__name__, self.least_saving
         check_matrix_rank(owner, self.matrix_rank)
-        number = isinstance(saving, int | float) and not isinstance(saving, bool)
-        require(number and saving >= 1, owner, f"least_saving is at least 1, not {saving!r}")
+        require(is_number(saving, least=1, most=math.inf), owner, f"least_saving is at least 1, not {saving!r}")
         object.__setattr__(self, "least_saving", float(saving))
         operator = self.operator
         require(

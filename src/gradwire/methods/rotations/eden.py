@@ -12,7 +12,7 @@ import torch
 
 from gradwire.exchange.codecs.base import Constant, Draw, Summary
 from gradwire.exchange.compressor import Compressor
-from gradwire.exchange.method import Properties, is_whole, require
+from gradwire.exchange.method import Properties, is_number, is_whole, require
 from gradwire.exchange.segments import Segment
 from gradwire.exchange.traits import Traits
 from gradwire.exchange.wire import padded
@@ -100,7 +100,7 @@ def check_rotation(owner: str, size: object) -> None:
         HyperparameterError: it is not a power of two that blocks may have.
     """
     require(
-        is_whole(size) and LEAST_BLOCK <= size <= MOST_BLOCK and size & (size - 1) == 0,
+        is_whole(size, LEAST_BLOCK, MOST_BLOCK) and size & (size - 1) == 0,
         owner,
         f"block_size is a power of two from {LEAST_BLOCK} to {MOST_BLOCK}, not {size!r}",
     )
@@ -207,10 +207,8 @@ class EDEN(RotatedLevels):
     )
 
     def __post_init__(self) -> None:
-        known, bits = isinstance(self.bits, int | float) and not isinstance(self.bits, bool), self.bits
-        require(
-            known and 0 < bits <= MOST_BITS, "EDEN", f"bits is above 0 to {MOST_BITS} a coordinate, not {self.bits!r}"
-        )
+        bits, fits = self.bits, is_number(self.bits, above=0, most=MOST_BITS)
+        require(fits, "EDEN", f"bits is above 0 to {MOST_BITS} a coordinate, not {bits!r}")
         object.__setattr__(self, "bits", int(bits) if bits == int(bits) else float(bits))
         known = self.spacing in ("lloyd_max", "uniform")
         require(known, "EDEN", f"spacing is 'lloyd_max' or 'uniform', not {self.spacing!r}")

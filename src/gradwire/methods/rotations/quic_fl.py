@@ -75,10 +75,8 @@ class QUICFL(Compressor):
     )
 
     def __post_init__(self) -> None:
-        whole = is_whole(self.bits)
-        require(
-            whole and 1 <= self.bits <= MOST_BITS, "QUICFL", f"bits is 1 to {MOST_BITS} a coordinate, not {self.bits!r}"
-        )
+        fits = is_whole(self.bits, 1, MOST_BITS)
+        require(fits, "QUICFL", f"bits is 1 to {MOST_BITS} a coordinate, not {self.bits!r}")
         check_rotation("QUICFL", self.block_size)
 
     def declare(self) -> Traits:

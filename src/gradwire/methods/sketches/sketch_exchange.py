@@ -59,20 +59,16 @@ class SketchAlgorithm(Method):
         """
         owner = type(self).__name__
         require(
-            is_whole(self.rows) and 1 <= self.rows <= MOST_ROWS and self.rows % 2 == 1,
+            is_whole(self.rows, 1, MOST_ROWS) and self.rows % 2 == 1,
             owner,
             f"rows is an odd number from 1 to {MOST_ROWS}, not {self.rows!r}",
         )
         require(
-            self.columns is None or (is_whole(self.columns) and 1 <= self.columns <= MOST_COLUMNS),
+            self.columns is None or is_whole(self.columns, 1, MOST_COLUMNS),
             owner,
             f"columns is None or a number from 1 to {MOST_COLUMNS}, not {self.columns!r}",
         )
-        require(
-            is_whole(self.candidates) and self.candidates >= 1,
-            owner,
-            f"candidates is at least 1, not {self.candidates!r}",
-        )
+        require(is_whole(self.candidates, 1), owner, f"candidates is at least 1, not {self.candidates!r}")
         object.__setattr__(self, "density", check_density(owner, self.density))
 
     def kept(self, numel: int) -> int:

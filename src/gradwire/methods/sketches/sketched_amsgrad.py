@@ -10,7 +10,7 @@ import torch
 
 from gradwire.errors import IncompatibleError
 from gradwire.exchange.deferred_checks import all_finite, both
-from gradwire.exchange.method import Properties, require
+from gradwire.exchange.method import Properties, is_number, require
 from gradwire.exchange.ops import Exchange
 from gradwire.exchange.protocols import Context, Outcome
 from gradwire.exchange.protocols.bucket_plan import BucketPlan, PlanSetting
@@ -131,8 +131,9 @@ class SketchedAMSGrad(SketchAlgorithm):
             ("eps", 1e-30, 1.0000001e30, "from 1e-30 to 1e30"),
         ):
             value = getattr(self, name)
-            number = isinstance(value, int | float) and not isinstance(value, bool)
-            require(number and low <= value < high, "SketchedAMSGrad", f"{name} is a number {told}, not {value!r}")
+            require(
+                is_number(value, least=low, below=high), "SketchedAMSGrad", f"{name} is a number {told}, not {value!r}"
+            )
             object.__setattr__(self, name, float(value))
 
     def declare(self) -> Traits:

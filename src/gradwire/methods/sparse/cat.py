@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from gradwire.exchange.compressor import Compressor
-from gradwire.exchange.method import Properties, is_whole, require
+from gradwire.exchange.method import Properties, is_number, is_whole, require
 from gradwire.exchange.segments import Segment
 from gradwire.exchange.traits import Traits
 from gradwire.methods.atoms.atomo import AdaptiveAtomCodec
@@ -88,14 +88,13 @@ class CAT(Compressor):
         require(self.scheme in SCHEMES, "CAT", f"scheme is one of {', '.join(SCHEMES)}, not {self.scheme!r}")
         fixed = self.fixed_bytes
         if fixed is not None:
-            known = isinstance(fixed, int | float) and not isinstance(fixed, bool) and 0 <= fixed < float("inf")
-            require(known, "CAT", f"fixed_bytes is a number of bytes from 0 on, or None, not {fixed!r}")
+            require(
+                is_number(fixed, least=0), "CAT", f"fixed_bytes is a number of bytes from 0 on, or None, not {fixed!r}"
+            )
             object.__setattr__(self, "fixed_bytes", float(fixed))
         size = self.packet_bytes
-        whole = is_whole(size)
-        require(
-            size is None or (whole and size >= 16), "CAT", f"packet_bytes is at least 16 bytes, or None, not {size!r}"
-        )
+        packet = size is None or is_whole(size, 16)
+        require(packet, "CAT", f"packet_bytes is at least 16 bytes, or None, not {size!r}")
         require(self.blocks in ("parameter", "model"), "CAT", f"blocks is 'parameter' or 'model', not {self.blocks!r}")
 
     def declare(self) -> Traits:

@@ -13,7 +13,7 @@ import torch
 
 from gradwire.errors import PayloadError
 from gradwire.exchange.codecs import Draw
-from gradwire.exchange.method import Properties, require
+from gradwire.exchange.method import Properties, is_number, require
 from gradwire.exchange.ops import Exchange
 from gradwire.exchange.protocols import Context, Outcome, broadcast, leader
 from gradwire.exchange.protocols.bucket_plan import BucketPlan, PlanSetting
@@ -194,8 +194,7 @@ class CLTk(ResidualAlgorithm):
     def __post_init__(self) -> None:
         object.__setattr__(self, "density", check_density("CLTk", self.density))
         object.__setattr__(self, "momentum", checked_momentum("CLTk", self.momentum))
-        number = isinstance(self.beta, int | float) and not isinstance(self.beta, bool)
-        require(number and 0 < self.beta <= 1, "CLTk", f"beta is above 0 and at most 1, not {self.beta!r}")
+        require(is_number(self.beta, above=0, most=1), "CLTk", f"beta is above 0 and at most 1, not {self.beta!r}")
         object.__setattr__(self, "beta", float(self.beta))
 
     def declare(self) -> Traits:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from gradwire.exchange.method import Method, Properties, is_whole, require
+from gradwire.exchange.method import Method, Properties, is_number, is_whole, require
 from gradwire.exchange.protocols import Context, Outcome
 from gradwire.exchange.protocols.bucket_plan import BucketPlan, PlanSetting, SectionPlan
 from gradwire.exchange.traits import Traits
@@ -142,13 +142,13 @@ class DGC(Method):
             value = getattr(self, name)
             require(isinstance(value, bool), "DGC", f"{name} is True or False, not {value!r}")
         limit, stages, rounds = self.clip_norm, self.warmup_densities, self.warmup_rounds
-        number = isinstance(limit, int | float) and not isinstance(limit, bool) and 0 < limit < math.inf
-        require(limit is None or number, "DGC", f"clip_norm is a norm above 0, or None, not {limit!r}")
+        require(
+            limit is None or is_number(limit, above=0), "DGC", f"clip_norm is a norm above 0, or None, not {limit!r}"
+        )
         object.__setattr__(self, "clip_norm", None if limit is None else float(limit))
         require(isinstance(stages, tuple | list), "DGC", f"warmup_densities is a tuple of densities, not {stages!r}")
         object.__setattr__(self, "warmup_densities", tuple(check_density("DGC", stage) for stage in stages))
-        whole = is_whole(rounds)
-        require(whole and rounds >= 0, "DGC", f"warmup_rounds is a number of rounds, at least 0, not {rounds!r}")
+        require(is_whole(rounds, 0), "DGC", f"warmup_rounds is a number of rounds, at least 0, not {rounds!r}")
 
     def declare(self) -> Traits:
         return replace(

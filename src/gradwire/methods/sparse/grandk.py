@@ -84,9 +84,8 @@ class GRandK(Wrapper):
             "GRandK",
             f"compressor is an unbiased operator on one vector, such as QSGDMaxNorm(), or MultiScale(), not {inner!r}",
         )
-        whole = is_whole(self.cycle)
         require(
-            whole and 1 <= self.cycle <= MOST_ROUNDS,
+            is_whole(self.cycle, 1, MOST_ROUNDS),
             "GRandK",
             f"cycle is a number of rounds, in which every element is sent once, 1 to {MOST_ROUNDS}, not {self.cycle!r}",
         )

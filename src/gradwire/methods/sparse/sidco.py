@@ -287,8 +287,7 @@ class SIDCo(Sparse):
     def __post_init__(self) -> None:
         object.__setattr__(self, "density", check_density("SIDCo", self.density))
         require(self.model in tuple(MODELS), "SIDCo", f"model is one of {', '.join(MODELS)}, not {self.model!r}")
-        whole = is_whole(self.stages)
-        require(whole and 1 <= self.stages <= 16, "SIDCo", f"stages is a number from 1 to 16, not {self.stages!r}")
+        require(is_whole(self.stages, 1, 16), "SIDCo", f"stages is a number from 1 to 16, not {self.stages!r}")
         self.check_sparse()
 
     def declare(self) -> Traits:

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import torch
 
-from gradwire.exchange.method import Method, Properties, cast_of, is_whole, require
+from gradwire.exchange.method import Method, Properties, cast_of, is_number, is_whole, require
 from gradwire.exchange.traits import Traits
 from gradwire.methods.casts.cast import FP32
 from gradwire.methods.sparse.sparse import Sparse
@@ -20,8 +20,9 @@ def check_density(owner: str, density: float) -> float:
     Raises:
         HyperparameterError: it is not above 0 and at most 1.
     """
-    known = isinstance(density, int | float) and not isinstance(density, bool)
-    require(known and 0 < density <= 1, owner, f"density is a share of the elements, above 0 to 1, not {density!r}")
+    require(
+        is_number(density, above=0, most=1), owner, f"density is a share of the elements, above 0 to 1, not {density!r}"
+    )
     return float(density)
 
 
@@ -82,9 +83,8 @@ class TopK(Sparse):
     def __post_init__(self) -> None:
         object.__setattr__(self, "density", check_density("TopK", self.density))
         size = self.block_size
-        whole = is_whole(size)
         require(
-            size is None or (whole and size > 0),
+            size is None or is_whole(size, 1),
             "TopK",
             f"block_size is a number of units above 0, or None, not {size!r}",
         )
@@ -176,8 +176,7 @@ class Threshold(Sparse):
 
     def __post_init__(self) -> None:
         value = self.threshold
-        known = isinstance(value, int | float) and not isinstance(value, bool)
-        require(known and 0 < value < float("inf"), "Threshold", f"threshold is a magnitude above 0, not {value!r}")
+        require(is_number(value, above=0), "Threshold", f"threshold is a magnitude above 0, not {value!r}")
         object.__setattr__(self, "threshold", float(value))
         self.check_sparse()
 

@@ -14,7 +14,7 @@ from gradwire.exchange.codecs import check_workers
 from gradwire.exchange.codecs.base import Constant, Draw, SummableCodec, Summary, usable
 from gradwire.exchange.compressor import Compressor
 from gradwire.exchange.deferred_checks import Flag, all_finite
-from gradwire.exchange.method import Properties, require
+from gradwire.exchange.method import Properties, is_number, require
 from gradwire.exchange.segments import Segment
 from gradwire.exchange.traits import Traits
 from gradwire.exchange.wire import ALIGNMENT, padded
@@ -217,9 +217,8 @@ class TernGrad(Compressor):
 
     def __post_init__(self) -> None:
         if self.clip is not None:
-            number = isinstance(self.clip, int | float) and not isinstance(self.clip, bool)
             require(
-                number and math.isfinite(self.clip) and self.clip > 0,
+                is_number(self.clip, above=0),
                 "TernGrad",
                 f"clip is a positive number in units of clip_by, or None for no clipping, not {self.clip!r}",
             )

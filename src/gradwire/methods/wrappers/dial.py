@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from gradwire.exchange.method import Method, require
+from gradwire.exchange.method import Method, is_number, require
 from gradwire.exchange.segments import Parameter
 from gradwire.exchange.traits import Traits
 from gradwire.methods.wrappers.wrapper import Wrapper
@@ -35,11 +35,6 @@ ALIKE = (
 
 PROBE = Parameter("(probe)", (1 << 12, 1 << 12), (1 << 12, 1))
 """A matrix that is larger than any dial."""
-
-
-def is_number(value: object) -> bool:
-    """Return whether a value is a finite number that a dial could have."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 class Dialled(Wrapper):

@@ -110,7 +110,7 @@ class Hierarchical(Wrapper):
             owner,
             f"{inner!r} is no method with one outcome for all ranks: name one, such as TernGrad()",
         )
-        whole = size is None or (is_whole(size) and size >= 1)
+        whole = size is None or is_whole(size, 1)
         require(whole, owner, f"node_size is at least 1 rank, or None, not {size!r}")
         if self.groups is None:
             return

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from gradwire.exchange.codecs import Constant, Draw
-from gradwire.exchange.method import Method, Properties, cast_of, is_whole, operator_of, require
+from gradwire.exchange.method import Method, Properties, cast_of, is_number, is_whole, operator_of, require
 from gradwire.exchange.ops import Exchange
 from gradwire.exchange.protocols import Context, Outcome, gathered_values
 from gradwire.exchange.protocols.bucket_plan import BucketPlan, Operator, PlanSetting, SectionPlan
@@ -22,7 +22,7 @@ from gradwire.exchange.segments import Segment, divide
 from gradwire.exchange.traits import Traits
 from gradwire.kernels import SegmentTable
 from gradwire.methods.levels.qsgd import QSGDinf
-from gradwire.methods.wrappers.dial import Dialled, is_number
+from gradwire.methods.wrappers.dial import Dialled
 from gradwire.methods.wrappers.wrapper import pieces
 from gradwire.seeds import link_seed
 
@@ -193,8 +193,7 @@ class LGreCo(Dialled):
         others = set(values) - {uniform}
         most = 1 <= len(others) <= 255
         require(most, "LGreCo", f"values has 1 to 255 others than {self.field}={uniform!r}, not {values!r}")
-        whole = is_whole(every) and every >= 1
-        require(whole, "LGreCo", f"every is a number of rounds, not {every!r}")
+        require(is_whole(every, 1), "LGreCo", f"every is a number of rounds, not {every!r}")
         self.check_variants()
 
     def refusal_of_feedback(self, unseen: str) -> str | None:

@@ -14,13 +14,13 @@ from typing import Any, ClassVar
 import torch
 
 from gradwire.errors import IncompatibleError
-from gradwire.exchange.method import Inherited, Method, Properties, is_whole, require
+from gradwire.exchange.method import Inherited, Method, Properties, is_number, is_whole, require
 from gradwire.exchange.ops import Exchange
 from gradwire.exchange.protocols import Context, Outcome
 from gradwire.exchange.protocols.bucket_plan import BucketPlan, PlanSetting
 from gradwire.exchange.traits import Traits
 from gradwire.methods.sparse.top_k import TopK
-from gradwire.methods.wrappers.dial import Dialled, is_number
+from gradwire.methods.wrappers.dial import Dialled
 
 CURVES: dict[str, Callable[[float, float, float], float]] = {
     "linear": lambda start, end, part: start + part * (end - start),
@@ -196,7 +196,7 @@ class Scheduled(Dialled):
         known = (*CURVES, STEP)
         require(self.schedule in known, "Scheduled", f"schedule is one of {known}, not {self.schedule!r}")
         end = self.dial
-        require(is_number(self.rounds) and self.rounds > 0, "Scheduled", f"rounds is above 0, not {self.rounds!r}")
+        require(is_number(self.rounds, above=0), "Scheduled", f"rounds is above 0, not {self.rounds!r}")
         if step:
             listed = isinstance(start, tuple | list) and bool(start) and all(is_number(value) for value in start)
             require(listed, "Scheduled", f"start is a tuple of values for schedule='step', not {start!r}")
@@ -211,8 +211,7 @@ class Scheduled(Dialled):
             )
         given = len(start) if step else None  # type: ignore[arg-type]
         count = given or 4 if self.stages is None else self.stages
-        whole = is_whole(count)
-        fits = whole and 1 <= count <= min(MOST_STAGES, math.ceil(self.rounds)) and given in (None, count)
+        fits = is_whole(count, 1, min(MOST_STAGES, math.ceil(self.rounds))) and given in (None, count)
         told = f"as many as start has values, {given}" if given else f"1 to {MOST_STAGES}"
         require(fits, "Scheduled", f"stages is {told}, and at most rounds={self.rounds!r}, not {count!r}")
         object.__setattr__(self, "stages", count)

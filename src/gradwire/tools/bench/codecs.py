@@ -1,4 +1,4 @@
-"""Rows of the kernel benchmark for the entropy coders, on ternary payloads as they are sent."""
+"""Rows of the kernel benchmark for coders, rotations, selection, low-rank products, and whole methods."""
 
 from __future__ import annotations
 
@@ -28,8 +28,27 @@ from gradwire.methods.registry import METHODS
 from gradwire.tools.bench.timing import Bench
 
 CODER_GOALS = {"rans encode": 0.20, "rans decode": 0.15, "huffman encode": 0.25, "huffman decode": 0.28}
+ROTATION_GOALS = {"rotate": 1.0, "encode rotated, 4 bits": 1.6}
+SPARSE_GOALS = {
+    "select 0.001": 0.70,
+    "select 0.01": 0.75,
+    "select 0.1": 1.3,
+    **{f"{format} {way}": 0.3 for format in ("bitmap", "rice", "width") for way in ("encode", "decode")},
+}
+"""Times as shares of a memcpy that are aimed at."""
 
-SLOW_ELEMENTS = 100_000  # for the reference, which is there to be read
+SLOW_ELEMENTS = 100_000
+"""Most elements for the reference, which is written to be read."""
+
+ROTATED_BLOCK = 4096
+BITS = (1, 2, 4)
+DENSITIES = (0.001, 0.01, 0.1)
+BLOCK, KEPT = 4096, 64
+RANK = 2
+
+WORKERS = 4
+MLP = ((10,), (10, 2048), (2048,), (2048, 2048), (2048,), (2048, 2048), (2048,), (2048, 784))
+"""Shapes of the step benchmark's MLP, last layer first."""
 
 
 def trits_of_a_gaussian(kernels: Kernels, elements: int, clip: float | None) -> torch.Tensor:
@@ -44,7 +63,7 @@ def trits_of_a_gaussian(kernels: Kernels, elements: int, clip: float | None) -> 
 
 
 def bench_coders(bench: Bench, kernels: Kernels, elements: int) -> None:
-    """Time encoder and decoder of every coder; elements are trits. The backend is that of ``kernels``."""
+    """Time encoder and decoder of every coder with the backend of ``kernels``; elements are trits."""
     if kernels.name == "meta":
         return
     elements = min(elements, SLOW_ELEMENTS) if kernels.name == "reference" else elements
@@ -60,18 +79,12 @@ def bench_coders(bench: Bench, kernels: Kernels, elements: int) -> None:
 
 
 def bench_coder_choices(bench: Bench) -> None:
-    """Time every variant of the coders' parts at the work by which "auto" chooses, and say which it has chosen."""
+    """Time every variant of the coders' parts on the input by which "auto" chooses, and mark the chosen one."""
     for name in CODERS:
         for part, call_of in variant_calls(name).items():
             for variant, call in call_of.items():
                 bench.run(f"{name} {part} of 64 KiB", variant, 5 * SAMPLE, call, inner=20)
                 bench.rows[-1]["chosen"] = variant == getattr(select(name).variants, part)
-
-
-ROTATION_GOALS = {"rotate": 1.0, "encode rotated, 4 bits": 1.6}
-
-ROTATED_BLOCK = 4096
-BITS = (1, 2, 4)
 
 
 def bench_rotations(bench: Bench, kernels: Kernels, elements: int) -> None:
@@ -88,12 +101,12 @@ def bench_rotations(bench: Bench, kernels: Kernels, elements: int) -> None:
     )
     run = partial(bench.run, layout=f"blocks of {ROTATED_BLOCK}", elements=elements)
     run("rotate", work=partial(kernels.rotate, x, table, factor, 1, 0, z))
-    # Of zeros: it leaves its coordinates spoilt, and many turns on others would end in infinities.
+    # The function overwrites its coordinates, and repeated calls on anything but zeros would end in infinities.
     z.zero_()
     run("rotate back", work=partial(kernels.rotate_back, z, table, factor, 1, 0, out))
     run("rotate back, added", work=partial(kernels.rotate_back, z, table, factor, 1, 0, out, True))
     for bits in BITS:
-        # What they are does not change the time.
+        # The values of the levels do not change the time.
         grid = Grid.nearest([(j + 0.5) / bits for j in range(2 ** (bits - 1))])
         layout = digit_layout(grid.base)
         words = torch.zeros(packed_groups(-(-table.coordinates // 80), layout), dtype=torch.uint8)
@@ -102,20 +115,8 @@ def bench_rotations(bench: Bench, kernels: Kernels, elements: int) -> None:
         run(f"decode {name}", work=partial(kernels.decode_rotated, words, table, factor, grid, layout, 1, 0, out))
 
 
-SPARSE_GOALS = {
-    "select 0.001": 0.70,
-    "select 0.01": 0.75,
-    "select 0.1": 1.3,
-    **{f"{format} {way}": 0.3 for format in ("bitmap", "rice", "width") for way in ("encode", "decode")},
-}
-
-DENSITIES = (0.001, 0.01, 0.1)
-BLOCK, KEPT = 4096, 64
-RANK = 2
-
-
 def bench_sparse(bench: Bench, kernels: Kernels, elements: int) -> None:
-    """Time the selection of the largest elements beside ``torch.topk``, and encoder and decoder of their positions."""
+    """Time the selection of the largest elements and ``torch.topk``, and encoder and decoder of positions."""
     if kernels.name == "meta":
         return
     elements = min(elements, SLOW_ELEMENTS) if kernels.name == "reference" else elements
@@ -160,7 +161,7 @@ def _bench_formats(bench: Bench, kernels: Kernels, index: torch.Tensor, numel: i
 
 
 def bench_low_rank(bench: Bench, kernels: Kernels, elements: int) -> None:
-    """Time products of one square matrix and factors of rank 2 beside those of the library."""
+    """Time products of a square matrix with factors of rank 2, and PyTorch's own."""
     side = math.isqrt(min(elements, SLOW_ELEMENTS) if kernels.name == "reference" else elements)
     if kernels.name == "meta" or not side:
         return
@@ -181,27 +182,22 @@ def bench_low_rank(bench: Bench, kernels: Kernels, elements: int) -> None:
     bench.run("orthonormal vectors", case, RANK * side, partial(kernels.orthonormalise, left, table, "left"))
 
 
-WORKERS = 4
-MLP = ((10,), (10, 2048), (2048,), (2048, 2048), (2048,), (2048, 2048), (2048,), (2048, 784))
-"""Shapes of the step benchmark's MLP, last layer first."""
-
-
 def bench_methods(bench: Bench, kernels: Kernels, elements: int) -> None:
-    """Time the local work of a step by every method with its defaults: statistics, encoder, reduction, decoder, memory.
+    """Time the local work of a step by each method's defaults: statistics, encoder, reduction, decoder and memory.
 
-    The parameters are those of an MLP of 10 M elements, cut to ``elements``; small ones are left out. What the wire
-    would take is not in it; what a method computes for its peers' payloads is, three of them where all are gathered.
+    The parameters are those of an MLP of 10 M elements, cut to ``elements``; small ones are left out. Transfers are not
+    included, but work on peers' payloads is: three of them where all are gathered.
     """
     if kernels.name == "meta":
         return
     most = min(elements, SLOW_ELEMENTS) if kernels.name == "reference" else elements
     share = min(1.0, most / sum(map(math.prod, MLP)))
-    # Of each parameter as many of the first rows.
+    # Each parameter keeps the same share of its rows, the first ones.
     shapes = [(int(share * rows), *rest) for rows, *rest in MLP]
     shapes = [shape for shape in shapes if math.prod(shape) >= 1024]
     parameters = {f"p{i}": torch.empty(shape, device="meta") for i, shape in enumerate(shapes)}
     flat = torch.randn(sum(map(math.prod, shapes)), generator=torch.Generator().manual_seed(0))
-    # On two levels the work is that of the method inside.
+    # On two levels (sharded) the work is that of the inner method.
     for method in (method for method in (kind() for kind in METHODS) if not method.traits.sharded):
         planner = Planner(method, parameters, WORKERS, Options(backend=kernels.name))
         planner.compile()

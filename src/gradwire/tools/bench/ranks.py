@@ -1,4 +1,4 @@
-"""A bound on how long a measurement may take."""
+"""The processes of the step benchmark as their parent sees them, and a deadline for their answers."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from gradwire.tools.bench.rank import ENVIRONMENT
 from gradwire.tools.experiments.errors import RunError, WorkerError
 from gradwire.tools.experiments.launch import loopback
 from gradwire.tools.lab import Network, environment, start
-from gradwire.tools.processes import die_with_parent, termination_unwinds
+from gradwire.tools.processes import die_with_parent, killed_by, termination_unwinds
 
 
 class OutOfTimeError(RunError):
-    """A measurement did not end in the time that it may take."""
+    """A measurement did not end before its deadline."""
 
 
 class Deadline:
-    """A number of seconds from now on.
+    """A moment some seconds from now.
 
     Args:
-        seconds: That may pass.
+        seconds: Seconds until the deadline.
         clock: Returns seconds.
     """
 
@@ -44,24 +44,24 @@ class Deadline:
 
     @property
     def left_s(self) -> float:
-        """Seconds that are left, 0 at least."""
+        """Seconds left, at least 0."""
         return max(0.0, self._until - self._clock())
 
     @property
     def passed(self) -> bool:
-        """Whether none is left."""
+        """Whether no time is left."""
         return self.left_s == 0.0
 
 
 class Ranks:
-    """Processes that all get the same command, and whose answers are gathered.
+    """Ranks that all receive the same commands.
 
     Args:
-        model: What they take steps with.
-        hosts: How many.
-        network: Where they run; loopback if None.
-        deadline: Until when they must have answered; None: they may take as long as they need.
-        device: "cuda": each computes on one of this machine's GPUs.
+        model: Name of the model.
+        hosts: Number of ranks.
+        network: Emulated cluster to run on; None: loopback.
+        deadline: Deadline for all answers; None: no limit.
+        device: "cuda": each rank computes on one of this machine's GPUs.
     """
 
     def __init__(
@@ -138,20 +138,18 @@ class Ranks:
         return answers
 
     def _read(self, pipe: IO[bytes]) -> bytes:
-        # A command has one line for an answer, so none waits in the pipe's buffer, where select would not see it.
+        # An answer is one line, so nothing is left in the pipe's buffer, where select would not see it.
         if self.deadline is not None and not select.select([pipe], [], [], self.deadline.left_s)[0]:
             raise OutOfTimeError("the ranks did not answer in the time that the measurement may take")
         return pipe.readline()
 
     def _account(self, rank: int) -> str:
-        """Describe how the benchmark ended: a rank that was killed tells more than those that miss it."""
+        """Describe how the benchmark ended, by a rank that was killed if there is one."""
         self._processes[rank].wait()
         for other, process in enumerate(self._processes):
             code = process.poll()
             if code is not None and code < 0:
-                name = signal.Signals(-code).name
-                hint = " (out of memory?)" if name == "SIGKILL" else ""
-                return f"rank {other} of the benchmark was killed by {name}{hint}"
+                return f"rank {other} of the benchmark {killed_by(code)}"
         return f"rank {rank} of the benchmark ended: {self._last_words(rank)}"
 
     def _last_words(self, rank: int) -> str:
@@ -162,9 +160,9 @@ class Ranks:
 
 
 def backend_of(device: str, hosts: int, network: Network | None) -> str:
-    """Return the backend of the ranks' group.
+    """Return the backend of the ranks' process group.
 
-    NCCL serves where each rank has a GPU of its own and no link is emulated: on one machine it goes past the network.
+    NCCL is used if each rank has its own GPU and no network is emulated, which it would bypass on one machine.
     """
     alone = device == "cuda" and network is None and hosts <= torch.cuda.device_count() and dist.is_nccl_available()
     return "cpu:gloo,cuda:nccl" if alone else "gloo"
@@ -180,6 +178,6 @@ def _free_port() -> int:
 def open_ranks(
     model: str, hosts: int, network: Network | None, deadline: Deadline | None = None, device: str = "cpu"
 ) -> Iterator[Ranks]:
-    """Start ranks for the body, and end them after it, also when this process is told to end."""
+    """Start ranks for the body and end them after it, also if this process is told to end."""
     with termination_unwinds(), Ranks(model, hosts, network, deadline, device) as ranks:
         yield ranks

@@ -1,4 +1,7 @@
-"""Live progress of a run on standard error: one live line on a terminal, a line every ten seconds elsewhere."""
+"""The work of ``gradwire train``, ``compare`` and ``report``: progress on standard error, results on standard output.
+
+Progress is one live line on a terminal, and a line every ten seconds elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +29,13 @@ from gradwire.tools.report import load_runs, summarize_folders, write_report
 from gradwire.tools.report.verdict import percent, seconds_text, verdicts
 
 PLAIN_LINE_EVERY_S = 10.0
-"""From one line to the next where standard error is no terminal."""
+"""Seconds between two lines if standard error is not a terminal."""
+
+PREDICTED_BITS_PER_S, PREDICTED_DELAY_S = 100_000_000, 1e-4
+"""Bandwidth and delay of the network for which ``compare`` predicts steps: a workstation's wide-area connection."""
 
 WINDOW_S = 60.0
-"""The rate is that of the latest minute: the first steps are slower, and evaluations are spread over many steps."""
+"""Seconds over which the rate is measured: the first steps are slower, and evaluations are far apart."""
 
 
 class Rate:
@@ -44,22 +50,22 @@ class Rate:
         self._seen: deque[tuple[float, int]] = deque()
 
     def saw(self, step: int) -> None:
-        """Note that so many steps are done."""
+        """Record the number of steps done so far."""
         now_s = self._clock()
         self._seen.append((now_s, step))
-        # The oldest that stays lies at least a window back, so that the window is full.
+        # The oldest entry kept is at least a window old, so that the window is full.
         while len(self._seen) > 2 and self._seen[1][0] <= now_s - WINDOW_S:
             self._seen.popleft()
 
     def steps_per_s(self) -> float | None:
-        """Return the rate up to now; None while no step has ended."""
+        """Return the rate up to now; None before the first step has ended."""
         if not self._seen or self._seen[-1][1] == self._seen[0][1]:
             return None
         (first_s, first), (_, last) = self._seen[0], self._seen[-1]
         return (last - first) / max(self._clock() - first_s, 1e-9)
 
     def left_s(self, steps: int) -> float | None:
-        """Return the seconds that are left until ``steps`` are done; None while there is no rate."""
+        """Return the seconds left until ``steps`` are done; None if there is no rate yet."""
         rate = self.steps_per_s()
         return None if rate is None else (steps - self._seen[-1][1]) / rate
 
@@ -67,14 +73,14 @@ class Rate:
 class Progressing:
     """Draws a run's progress on standard error.
 
-    A line holds the step, what the workers do, the rate, the time left and the latest metrics. Where standard error is
-    no terminal, a thread writes one every :data:`PLAIN_LINE_EVERY_S` seconds, from the start of the run on, also while
-    nothing is heard of the workers.
+    A line shows the step, the workers' activity, the rate, the time left and the latest metrics. If standard error is
+    not a terminal, a thread writes a line every :data:`PLAIN_LINE_EVERY_S` seconds from the start of the run, even
+    while the workers report nothing.
 
     Args:
-        debug: Show what the workers of a failed run wrote.
+        debug: Show the output of a failed run's workers.
         clock: Returns seconds.
-        every_s: From one plain line to the next; None: none but those of evaluations.
+        every_s: Seconds between two plain lines; None: only evaluations write one.
     """
 
     def __init__(
@@ -98,27 +104,27 @@ class Progressing:
         self._lock = threading.RLock()
 
     def __enter__(self) -> Progressing:
-        """Begin."""
+        """Return this object; :meth:`start` begins a run's line."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Leave the terminal as it was."""
+        """Stop drawing and restore the terminal."""
         self._finish()
 
     def say(self, sentence: str) -> None:
         """Print a sentence."""
         (self.progress.console if self.progress else self.console).print(sentence, markup=False)
 
-    def start(self, plan: RunConfig) -> None:
-        """Begin a run's line."""
+    def start(self, config: RunConfig) -> None:
+        """Begin the line of a run."""
         self._finish()
-        kind = "simulated workers" if plan.simulate else "workers"
-        self.title, self.steps, self.accuracy = plan.method, plan.task.steps, None
+        kind = "simulated workers" if config.simulate else "workers"
+        self.title, self.steps, self.accuracy = config.method, config.task.steps, None
         self._activity, self._step = f"starting {kind}", 0
         self._rate, self._began_s = Rate(self._clock), self._clock()
         self._printed_s = self._began_s
-        place = f" on {plan.lab}" if plan.lab else ""
-        self.say(f"{plan.task.name}: {plan.method}, {plan.workers} {kind}{place}, {plan.task.steps} steps")
+        place = f" on {config.lab}" if config.lab else ""
+        self.say(f"{config.task.name}: {config.method}, {config.workers} {kind}{place}, {config.task.steps} steps")
         if self.console.is_terminal:
             columns = (
                 TextColumn("{task.description}"),
@@ -131,14 +137,14 @@ class Progressing:
                 TextColumn("{task.fields[now]}"),
                 console=self.console,
             )
-            self.task = self.progress.add_task(plan.method[:14], total=self.steps, now=self._activity)
+            self.task = self.progress.add_task(config.method[:14], total=self.steps, now=self._activity)
             self.progress.start()
         elif self._every_s is not None:
             self._stop = threading.Event()
             threading.Thread(target=self._tick_on, args=(self._stop, self._every_s), daemon=True).start()
 
     def step(self, step: int, activity: str) -> None:
-        """Note that so many steps are done, and of what goes on now, such as "training"."""
+        """Record the number of steps done and the current activity, such as "training"."""
         with self._lock:
             self._step, self._activity = step, activity
             self._rate.saw(step)
@@ -157,18 +163,18 @@ class Progressing:
             self._print_line()
 
     def tick(self) -> None:
-        """Write a plain line, if the latest one is long enough ago."""
+        """Write a plain line if one is due."""
         if self._is_due():
             self._print_line()
 
     def logs(self, logs: Mapping[int, str]) -> None:
-        """Show what the workers of a failed run wrote."""
+        """Show the output of a failed run's workers, if debugging."""
         if self.debug:
             for rank, text in logs.items():
                 self.say(f"--- worker {rank}\n{text.rstrip()}")
 
     def _tick_on(self, stop: threading.Event, every_s: float) -> None:
-        # Lines of evaluations move the others, so that a pause never lasts much longer than it is to.
+        # An evaluation's line postpones the next one, so checks come more often than lines are due.
         while not stop.wait(every_s / 4):
             self.tick()
 
@@ -202,7 +208,7 @@ class Progressing:
 
 
 def metrics(row: Mapping[str, Any], accuracy: float | None) -> list[str]:
-    """Return the latest row as parts of a line; nothing before the first row."""
+    """Return the parts of a line that show the latest row; an empty list before the first row."""
     if not row:
         return []
     parts = [f"loss {row['loss']:.3f}"]
@@ -216,73 +222,69 @@ def metrics(row: Mapping[str, Any], accuracy: float | None) -> list[str]:
     return parts
 
 
-BITS_PER_S = 100_000_000
-"""Of the link: what a workstation's wide-area or shared connection has."""
+def expected(config: RunConfig, methods: Sequence[str]) -> list[str]:
+    """Return lines that predict the same training on as many machines; none if the model cannot predict it.
 
-DELAY_S = 1e-4
-
-
-def expected(plan: RunConfig, methods: Sequence[str]) -> list[str]:
-    """Return lines about the same training on as many machines, or none where the model knows nothing of it.
-
-    The workers of one machine exchange through its memory, faster than over any network, so that what they measure says
-    little of one.
+    Workers on one machine exchange through its memory, which is faster than any network, so their measured times say
+    little about training over one.
     """
-    if plan.simulate or plan.lab is not None:
+    if config.simulate or config.lab is not None:
         return []
     setting = Scenario(
-        hosts=plan.workers,
+        hosts=config.workers,
         cores=os.cpu_count(),
-        link=LinkModel(bandwidth_bytes_per_s=BITS_PER_S / 8, latency_s=DELAY_S),
+        link=LinkModel(bandwidth_bytes_per_s=PREDICTED_BITS_PER_S / 8, latency_s=PREDICTED_DELAY_S),
     )
     try:
         calibrated = default_path().exists()
         machine = Machine.read(default_path()) if calibrated else DEFAULT
-        forecasts, _ = forecast(profile_name(plan.task.name, plan.task.settings()["data"]), methods, setting, machine)
+        forecasts, _ = forecast(
+            profile_name(config.task.name, config.task.settings()["data"]), methods, setting, machine
+        )
     except (GradwireError, NotImplementedError):
-        # A graph's training, for one, has no gradients alone on its way.
+        # For example, the training of a graph network also exchanges halos.
         return []
     steps = [f"{f.method} {seconds_text(f.step_s)}" for f in forecasts if f.method in methods and f.apart is None]
     if not steps:
         return []
     whose = "this machine's" if calibrated else "a reference machine's"
     return [
-        f"Predicted, not measured: on {plan.workers} machines at 100 Mbit/s a step would take {', '.join(steps)} "
+        f"Predicted, not measured: on {config.workers} machines at 100 Mbit/s a step would take {', '.join(steps)} "
         f"(by the model, with the speed of {whose} collectives).",
-        f"gradwire plan --profile {plan.task.name} predicts other links and numbers of machines.",
+        f"gradwire plan --profile {config.task.name} predicts other links and numbers of machines.",
     ]
 
 
 def train(
-    plan: RunConfig, out: Path | None, *, overwrite: bool, stop_after: int | None, as_json: bool, debug: bool
+    config: RunConfig, out: Path | None, *, overwrite: bool, stop_after: int | None, as_json: bool, debug: bool
 ) -> None:
-    """Train, then print the run's line."""
+    """Train, then print the run's row of the table."""
     with Progressing(debug) as progress:
-        folder = run.train(plan, progress, folder=out, overwrite=overwrite, stop_after=stop_after)
+        folder = run.train(config, progress, folder=out, overwrite=overwrite, stop_after=stop_after)
     if run.speaks():
         _print([folder], folder / "report.html", as_json=as_json)
 
 
 def resume(folder: Path, *, stop_after: int | None, as_json: bool, debug: bool) -> None:
-    """Continue a run, then print its line."""
+    """Continue a run, then print its row of the table."""
     with Progressing(debug) as progress:
         run.resume(folder, progress, stop_after=stop_after)
     _print([folder], folder / "report.html", as_json=as_json)
 
 
 def compare(
-    plan: RunConfig, methods: Sequence[str], out: Path | None, *, overwrite: bool, as_json: bool, debug: bool
+    config: RunConfig, methods: Sequence[str], out: Path | None, *, overwrite: bool, as_json: bool, debug: bool
 ) -> None:
-    """Train once a method, then print the table and whether each method paid."""
+    """Train once with each method, then print the table and whether each method paid."""
     with Progressing(debug) as progress:
-        top, runs = run.compare(plan, methods, progress, folder=out, overwrite=overwrite)
+        top, runs = run.compare(config, methods, progress, folder=out, overwrite=overwrite)
     _print(runs, top / "report.html", as_json=as_json)
-    lines = [] if as_json else expected(plan, methods)
+    lines = [] if as_json else expected(config, methods)
     print("".join(f"\n{line}" for line in lines), end="\n" if lines else "")
 
 
 def report(runs: Sequence[Path], out: Path, *, as_json: bool) -> None:
-    """Write the page, then print the table it holds."""
+    """Write the page, then print its table."""
     write_report(runs, out)
     _print(runs, out, as_json=as_json)
 

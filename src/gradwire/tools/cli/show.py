@@ -1,4 +1,4 @@
-"""From exceptions to exit codes: one line on standard error, no traceback unless asked for."""
+"""Output of the commands: tables and JSON on standard output, errors as one line and an exit code."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FAILED, USAGE, INTERRUPTED = 1, 2, 130
 
 @contextlib.contextmanager
 def handled(debug: bool) -> Iterator[None]:
-    """Turn gradwire's errors and Ctrl-C into one line and an exit code; ``debug`` lets exceptions through."""
+    """Turn gradwire's errors and Ctrl-C into one line and an exit code; with ``debug`` an error keeps its traceback."""
     from gradwire.errors import GradwireError, HyperparameterError
     from gradwire.tools.experiments.errors import UsageError
 
@@ -47,7 +47,7 @@ def print_json(rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def print_table(table: Table) -> None:
-    """Print a table, on a terminal as wide as that."""
+    """Print a table, as wide as the terminal or 160 columns elsewhere."""
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=160)
@@ -62,7 +62,7 @@ def _table(*columns: str) -> Table:
 
 
 def print_runs(rows: Sequence[Mapping[str, Any]], report: Path | None) -> None:
-    """Print one line a run, what "auto" took, and where the report is."""
+    """Print one line for each run, the choice of "auto", and the path of the report."""
     table = _table("method", "accuracy", "loss", "time/step", "training", "sent", "factor", "bits/element")
     for row in rows:
         table.add_row(
@@ -84,14 +84,14 @@ def print_runs(rows: Sequence[Mapping[str, Any]], report: Path | None) -> None:
 
 
 def print_verdicts(verdicts: Sequence[tuple[str, str]]) -> None:
-    """Print for each method whether it paid."""
+    """Print a paragraph for each method that says whether it paid."""
     for label, text in verdicts:
         print(f"\n{label}: {text}")
     sys.stdout.flush()
 
 
 def print_steps(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print one line a measured step."""
+    """Print one line for each measured step."""
     table = _table(
         "model", "hosts", "link", "compute", "exchange", "step", "20-80 %", "of floor", "sent", "over DDP fp32"
     )
@@ -113,7 +113,7 @@ def print_steps(rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def print_timeline(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print one line a rank and step: the parts of the step, and where the link was idle."""
+    """Print one line for each rank and step: the parts of the step, and when the network link was idle."""
     table = _table(
         "rank", "step", "whole", "earliest", "forward", "idle", "rows", "floor", "idle between", "idle after", "update",
         "encode", "wait", "messages", "decode",
@@ -137,7 +137,7 @@ def print_timeline(rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def print_plan(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print one line a predicted step."""
+    """Print one line for each predicted step."""
     table = _table("workers", "link", "method", "step", "80 %", "floor", "speed-up", "sent", "bounded by", "", "")
     for row in rows:
         rate = row["bandwidth_bits_per_s"]
@@ -180,7 +180,7 @@ def method_rows(names: Sequence[str]) -> list[dict[str, Any]]:
         info = gw.MethodInfo.of(chosen)
         rows.append({**dataclasses.asdict(info), "collectives": ", ".join(info.collectives)})
         if info.spec != defaults.get(info.name):
-            # They are declared for the defaults alone.
+            # Both are declared for the default settings only.
             rows[-1] |= {"bits_per_element": None, "state_bytes_per_element": None}
         if info.name not in defaults:
             rows[-1] |= {
@@ -193,12 +193,12 @@ def method_rows(names: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def unbiased_text(row: Mapping[str, Any]) -> str:
-    """Return whether a method is unbiased, in words."""
+    """Return "yes", "no" or the method's note on whether it is unbiased."""
     return row["unbiased_note"] or ("yes" if row["unbiased"] else "no")
 
 
 def print_methods(rows: Sequence[Mapping[str, Any]], *, in_full: bool = False) -> None:
-    """Print one line for each method by family, or with more properties; or all properties of a single one."""
+    """Print all properties of a single method, else one line for each: by family, or ``in_full`` as a table."""
     if len(rows) == 1:
         _print_one(rows[0])
         return
@@ -230,7 +230,7 @@ def _print_families(rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _family(spec: str) -> str:
-    """Return what the package of a method says of itself."""
+    """Return the name of a method's family: the beginning of its package's docstring."""
     package = type(gw.method(spec)).__module__.rpartition(".")[0]
     return (import_module(package).__doc__ or package).partition(":")[0].rstrip(".\n")
 

@@ -1,4 +1,4 @@
-"""Which engine trains a plan."""
+"""Choose the engine for a run."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ def real_engine(plan: RunConfig) -> DistributedEngine:
 
 
 def simulated_engine(plan: RunConfig) -> SimulatedEngine | SimulatedLocalEngine:
-    """Return the engine that plays all workers: with one model, or a model each where parameters differ.
+    """Return the engine that plays all workers: with one model, or with a model for each under local steps.
 
     Raises:
-        IncompatibleError: workers with parts of a graph are to step by themselves.
+        IncompatibleError: the task is a graph and the method has local steps.
     """
     local = gw.method(plan.method).traits.local_steps > 0
     if isinstance(plan.task, GraphTask):

@@ -1,4 +1,4 @@
-"""Train, resume, compare: what the command line calls."""
+"""Train, resume and compare runs, for the command line."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ def under_torchrun() -> bool:
 
 
 def check_link(plan: RunConfig) -> None:
-    """Raise in this process what a link would raise in every worker: a wrong method, pattern or collective.
+    """Raise here what a link would raise in every worker: a wrong method, pattern or collective.
 
-    And what no link sees: a momentum twice.
+    Also refuse a second momentum in the optimizer, which no link sees.
     """
     method = gw.method(plan.method)
     if method.traits.owns_momentum and (plan.task.optimizer != "sgd" or plan.task.momentum):
         raise UsageError(f"{method!r} brings its own momentum: use --optimizer sgd --momentum 0 with it")
     tried = (() if plan.simulate else method.traits.tries) or (method,)
-    # A simulation has no fallback, which the plan has refused.
+    # A simulation has no fallback, and RunConfig has refused one.
     model = build_model(plan)
     beside = link_options(plan, plan.task.build_optimizer(model))
     options = beside | {"fallback": None, "fallback_limit": None}
@@ -56,11 +56,11 @@ def check_link(plan: RunConfig) -> None:
 
 
 def check_machine(plan: RunConfig) -> None:
-    """Refuse what this machine cannot run, before a folder is made.
+    """Refuse a run that this machine cannot start, before a folder is made.
 
     Raises:
         UsageError: more workers than it can start.
-        BackendError: an emulated cluster, and the platform, root or iproute2 is missing.
+        BackendError: an emulated cluster is asked for, and the platform, root or iproute2 is missing.
     """
     if not plan.simulate:
         check_workers(plan.workers)
@@ -77,10 +77,10 @@ def train(
     overwrite: bool = False,
     stop_after: int | None = None,
 ) -> Path:
-    """Train as planned and return the run folder.
+    """Train by the settings and return the run folder.
 
     Raises:
-        GradwireError: what cannot be done, or a run that failed; the message says what to do.
+        GradwireError: the run cannot be started, or has failed; the message says what to do.
     """
     check_link(plan)
     plan.task.check_data()
@@ -100,7 +100,7 @@ def resume(folder: Path, audience: Audience, *, stop_after: int | None = None) -
 
     Raises:
         RunError: the folder holds no run or no checkpoint.
-        UsageError: torchrun started this process: a run resumes on the workers that it had.
+        UsageError: torchrun started this process; a resumed run starts its own workers.
     """
     if under_torchrun():
         raise UsageError("--resume starts the run's own workers: call gradwire train --resume without torchrun")
@@ -144,7 +144,7 @@ def execute(plan: RunConfig, run: RunFolder, audience: Audience, *, resume: bool
 
 @contextlib.contextmanager
 def _resumable(folder: Path, audience: Audience) -> Iterator[None]:
-    """Say how a training that is interrupted can go on."""
+    """Say how to continue the training if it is interrupted in the body."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit):
@@ -203,7 +203,7 @@ def compare(
     folder: Path | None = None,
     overwrite: bool = False,
 ) -> tuple[Path, list[Path]]:
-    """Train the same plan once a method, one after the other; return the folder and the run folders in it.
+    """Train the same task once with each method; return the folder and the run folders in it.
 
     Raises:
         UsageError: the same method twice.
@@ -229,5 +229,5 @@ def compare(
 
 
 def speaks() -> bool:
-    """Return whether this process reports to the user: all but the higher ranks under torchrun."""
+    """Return whether this process reports to the user: under torchrun only rank 0 does."""
     return os.environ.get("RANK", "0") == "0"

@@ -1,4 +1,4 @@
-"""What this machine is, and how many workers it can start."""
+"""The run record: settings, versions and hardware; also who is told about a run, and how many workers can start."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from gradwire.tools.experiments.folder import RECORD
 from gradwire.tools.experiments.train import Row
 
 WORKER_BYTES = 300_000_000
-"""Memory that a worker takes at least: Python, torch and a small model."""
+"""Least memory of a worker: Python, torch and a small model."""
 
 WORKERS_PER_CORE = 64
 DESCRIPTORS_PER_WORKER = 16
-"""Sockets that a worker opens towards each other worker, at most, and some to spare."""
+"""Most sockets that a worker opens to each other worker, and some to spare."""
 
 THREADS_PER_WORKER = 12
 
@@ -38,18 +38,18 @@ def _fields(path: str) -> dict[str, str]:
 
 
 def available_bytes() -> int | None:
-    """Return the memory that new processes may take, or None where that is unknown."""
+    """Return the memory that is free for new processes; None if unknown."""
     found = _fields("/proc/meminfo").get("MemAvailable", "").split()
     return int(found[0]) * 1024 if found else None
 
 
 def cores() -> int:
-    """Return the cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def free_threads() -> int | None:
-    """Return how many threads the container may still start, or None where there is no limit."""
+    """Return how many threads the container may still start; None without a limit."""
     try:
         limit = Path("/sys/fs/cgroup/pids.max").read_text().strip()
         used = int(Path("/sys/fs/cgroup/pids.current").read_text())
@@ -59,7 +59,7 @@ def free_threads() -> int | None:
 
 
 def check_workers(workers: int) -> None:
-    """Refuse more workers than the machine can start; raises UsageError before any is started."""
+    """Refuse more workers than the machine can start; raises UsageError."""
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     memory, threads = available_bytes(), free_threads()
     limits = {
@@ -88,7 +88,7 @@ def hardware() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions that a result depends on."""
+    """Return the versions of Python and of the packages that results depend on."""
     found = {"python": platform.python_version()}
     for name in ("gradwire", "torch", "numpy", "numba"):
         try:
@@ -99,22 +99,22 @@ def versions() -> dict[str, str]:
 
 
 class Audience(Protocol):
-    """Who is told about progress; the command line draws it, tests collect it."""
+    """Receiver of a run's progress; the command line draws it, tests collect it."""
 
     def say(self, sentence: str) -> None:
-        """Take a sentence."""
+        """Receive a sentence."""
 
     def start(self, plan: RunConfig) -> None:
-        """Take the plan of a run that begins now."""
+        """Receive the settings of a run that begins now."""
 
     def row(self, row: Row) -> None:
-        """Take a row of metrics."""
+        """Receive a row of metrics."""
 
     def step(self, step: int, activity: str) -> None:
-        """Take the number of steps that are done, and what goes on now; twice a second at most."""
+        """Receive the number of steps done and the current activity, at most twice a second."""
 
     def logs(self, logs: Mapping[int, str]) -> None:
-        """Take what the workers of a failed run wrote, by rank."""
+        """Receive the output of a failed run's workers by rank."""
 
 
 def default_folder(plan: RunConfig) -> Path:
@@ -134,7 +134,7 @@ def slug(spec: str) -> str:
 
 
 def config_of(plan: RunConfig) -> dict[str, Any]:
-    """Return the run record as far as it is known before the link is built."""
+    """Return the run record, as far as it is known before the link is built."""
     method = gw.method(plan.method)
     return {
         "gradwire_run": RECORD,
@@ -157,7 +157,7 @@ def config_of(plan: RunConfig) -> dict[str, Any]:
 
 
 def _with_feedback(method: gw.Method) -> str | None:
-    """Return the spec that keeps what ``method`` forgets, or None where it forgets nothing or cannot keep it."""
+    """Return the spec of ``method`` with error feedback; None if it needs none or cannot have it."""
     if method.traits.unbiased or method.traits.remembers or method.traits.direction:
         return None
     try:

@@ -1,7 +1,7 @@
-"""All workers in one process: one model, one row of a gradient matrix per worker.
+"""Engines that play all workers in one process: with one model, or with a model for each under local steps.
 
-Every floating-point operation is the one that a real worker makes, on the same shapes: forward and backward
-on the worker's share, ``g + decay * w`` per weight tensor, then the link's own arithmetic.
+Every floating-point operation is that of a real worker, on the same shapes: forward and backward on the worker's share,
+``g + decay * w`` for each weight tensor, then the link's own arithmetic.
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ from torch import Tensor, nn
 
 import gradwire as gw
 from gradwire.tools.experiments.config import RunConfig
-from gradwire.tools.experiments.engine import build_model, link_options, score_share
+from gradwire.tools.experiments.engine import LinkEngine, build_model, link_options, score_share
 from gradwire.tools.experiments.order import share
 
 
-class SimulatedEngine:
-    """An :class:`~gradwire.tools.experiments.engine.Engine` that plays all workers.
+class SimulatedEngine(LinkEngine):
+    """An :class:`~gradwire.tools.experiments.engine.Engine` that plays all workers, with a row of gradients for each.
 
-    Batch-normalisation buffers follow DDP: every worker starts a step from worker 0's, and worker 0's are
-    kept.
+    Batch-normalisation buffers follow DDP: every worker starts a step with worker 0's, and worker 0's are kept.
     """
+
+    link: gw.SimulatedLink
 
     def __init__(self, plan: RunConfig) -> None:
         self.plan, self.rank, self.world_size = plan, 0, plan.workers
@@ -44,7 +45,7 @@ class SimulatedEngine:
         self.order = self.plan.task.order(self.plan.seed, self.source.samples, self.world_size)
 
     def _places(self, row: Tensor) -> list[Tensor]:
-        """View a row of the matrix as the parameters' gradients, each in memory order."""
+        """Return views of a row of the matrix as the parameters' gradients, each in memory order."""
         views, offset = [], 0
         for parameter in self.parameters:
             views.append(row[offset:].as_strided(parameter.shape, parameter.stride()))
@@ -59,7 +60,7 @@ class SimulatedEngine:
             return [p * self.plan.task.decay if id(p) in weights else None for p in self.parameters]
 
     def backward(self, step: int) -> float:
-        """Fill every worker's row, reduce, and leave the mean in ``.grad``; return the mean loss."""
+        """Fill every worker's row, reduce the rows, and put the mean into ``.grad``; return the mean loss."""
         indices, decay = self.order.indices(step), self._decay()
         whole = slice(0, self.order.batch)
         inputs, targets = self.source.batch(indices, whole, seed=self.plan.seed, step=step)
@@ -83,7 +84,7 @@ class SimulatedEngine:
         return loss.detach()
 
     def _fill(self, worker: int, gradients: Sequence[Tensor], decay: list[Tensor | None]) -> None:
-        """Write a worker's gradients, and the term of the decay, into its row."""
+        """Write a worker's gradients plus weight decay into its row."""
         for place, gradient, term in zip(self.places[worker], gradients, decay):
             if term is None:
                 place.copy_(gradient)
@@ -96,7 +97,7 @@ class SimulatedEngine:
             buffer.copy_(value)
 
     def mean(self, values: Sequence[float]) -> list[float]:
-        """Return the values: they are means over all workers already."""
+        """Return the values, which are means over all workers already."""
         return list(values)
 
     def score(self) -> tuple[float, float]:
@@ -105,37 +106,21 @@ class SimulatedEngine:
         return loss / count, right / count
 
     def barrier(self) -> None:
-        """Nothing to wait for."""
-
-    def traffic(self) -> gw.Traffic:
-        """Return the bytes that one real worker would have sent and received."""
-        return self.link.traffic()
+        """Do nothing: there are no other processes."""
 
     def gauges(self) -> list[dict[str, float]]:
-        """Return what the method reports of every worker's latest step."""
+        """Return the method's gauges of every worker's latest step."""
         return list(self.link.gauges())
 
-    def record(self) -> dict[str, Any]:
-        """Describe what the link chose."""
-        return dict(self.link.record())
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the link's state."""
-        return dict(self.link.state_dict())
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take the link's state back."""
-        self.link.load_state_dict(state)
-
     def close(self) -> None:
-        """Nothing to close."""
+        """Do nothing: there is no connection to close."""
 
 
 class SimulatedLocalEngine:
     """An :class:`~gradwire.tools.experiments.engine.Engine` that plays all workers, each with its own model.
 
-    ``model`` holds all models, and one optimizer all their parameters: it treats every parameter by itself, so that it
-    is as many optimizers.
+    ``model`` holds all models, and one optimizer steps all their parameters: it treats every parameter by itself, like
+    one optimizer for each worker.
     """
 
     def __init__(self, plan: RunConfig) -> None:
@@ -157,7 +142,7 @@ class SimulatedLocalEngine:
         return lambda gradient: gradient + parameter.detach() * factor
 
     def backward(self, step: int) -> float:
-        """Leave every worker's own gradient in ``.grad``; return the mean loss."""
+        """Compute every worker's own gradient into ``.grad``; return the mean loss."""
         whole = slice(0, self.order.batch)
         inputs, targets = self.source.batch(self.order.indices(step), whole, seed=self.plan.seed, step=step)
         losses = []
@@ -169,14 +154,14 @@ class SimulatedLocalEngine:
         return float(torch.stack(losses).mean())
 
     def mean(self, values: Sequence[float]) -> list[float]:
-        """Return the values: they are means over all workers already."""
+        """Return the values, which are means over all workers already."""
         return list(values)
 
     @torch.no_grad()
     def score(self) -> tuple[float, float]:
-        """Evaluate the global parameters on all evaluation data, with worker 0's buffers, which all then have.
+        """Evaluate the global parameters on all evaluation data, with worker 0's buffers, which are copied to all.
 
-        Where workers stay different, the mean of parameters and buffers.
+        If workers' parameters stay different (gossip), the mean of parameters and buffers is evaluated.
         """
         apart = gw.method(self.plan.method).traits.outcomes_differ
         for model in () if apart else self.models[1:]:
@@ -187,14 +172,14 @@ class SimulatedLocalEngine:
         return loss / count, right / count
 
     def barrier(self) -> None:
-        """Nothing to wait for."""
+        """Do nothing: there are no other processes."""
 
     def traffic(self) -> gw.Traffic:
         """Return the bytes that one real worker would have sent and received."""
         return self.steps.traffic()
 
     def gauges(self) -> list[dict[str, float]]:
-        """Return what the method inside reports of every worker's latest exchange."""
+        """Return the inner method's gauges of every worker's latest exchange."""
         return self.steps.link.gauges()
 
     def record(self) -> dict[str, Any]:
@@ -206,8 +191,8 @@ class SimulatedLocalEngine:
         return self.steps.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take the state of the local steps back."""
+        """Load what :meth:`state_dict` returned."""
         self.steps.load_state_dict(state)
 
     def close(self) -> None:
-        """Nothing to close."""
+        """Do nothing: there is no connection to close."""

@@ -1,4 +1,4 @@
-"""A training that is asked to stop: by a signal, at a moment on which all ranks agree."""
+"""Train as one rank of a process group, as a local worker or under torchrun; a signal stops all ranks together."""
 
 from __future__ import annotations
 
@@ -31,18 +31,135 @@ from gradwire.tools.experiments.run_record import Audience, config_of, default_f
 from gradwire.tools.experiments.train import OnStep, Row, Trainer
 from gradwire.tools.processes import die_with_parent, wait_for_parent
 
+ENVIRONMENT = "GRADWIRE_WORKER"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """The launcher's instructions to a worker, as JSON in the environment variable ``GRADWIRE_WORKER``.
+
+    Attributes:
+        address, port: Where the group's store listens.
+        serves: Whether this worker serves the store, if the launcher does not.
+        pipe: File descriptor for the worker's messages.
+        parent: Process number of the launcher.
+    """
+
+    rank: int
+    world_size: int
+    address: str
+    port: int
+    serves: bool
+    pipe: int
+    parent: int
+    folder: str
+    resume: bool
+    stop_after: int | None
+
+    def to_json(self) -> str:
+        """Return the text for the environment."""
+        return json.dumps(dataclasses.asdict(self))
+
+
+def prepare(variables: Mapping[str, str]) -> None:
+    """Load what all workers of a run need, before they are forked; starts no thread."""
+    import torch._dynamo
+
+    torch.set_num_threads(1)
+    part = Part(**json.loads(variables[ENVIRONMENT]))
+    gw.warm_up(RunConfig.from_json(RunFolder(Path(part.folder)).read_config()["plan"]).method)
+
+
+def main() -> None:
+    """Run one worker, and tell the parent how it ended before the process exits."""
+    part = Part(**json.loads(os.environ.pop(ENVIRONMENT)))
+    wait_for_parent(part.parent)
+    die_with_parent(part.parent)
+    pipe = os.fdopen(part.pipe, "wb", buffering=0)
+
+    def tell(kind: str, **content: Any) -> None:
+        pipe.write((json.dumps({"kind": kind, **content}) + "\n").encode())
+
+    logging.getLogger("gradwire").addHandler(_PassOn(lambda text: tell("notice", text=text)))
+    try:
+        _work(
+            part,
+            lambda row: tell("row", row=dict(row)),
+            lambda step, activity: tell("step", step=step, activity=activity),
+        )
+        tell("done")
+    except BaseException as error:
+        traceback.print_exc()
+        expected = isinstance(error, GradwireError)
+        tell("failure", type=type(error).__name__, message=str(error), expected=expected)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+class _PassOn(logging.Handler):
+    """Passes the library's warnings on to the parent."""
+
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        super().__init__(logging.WARNING)
+        self._tell = tell
+
+    def emit(self, record: logging.LogRecord) -> None:
+        # If the parent is gone, this process is ended anyway.
+        with contextlib.suppress(OSError):
+            self._tell(record.getMessage())
+
+
+def _work(part: Part, on_row: Callable[[Row], None], on_step: OnStep) -> None:
+    folder = RunFolder(Path(part.folder))
+    plan = RunConfig.from_json(folder.read_config()["plan"])
+    store = dist.TCPStore(part.address, part.port, is_master=part.serves, wait_for_workers=False)
+    dist.init_process_group("gloo", store=store, rank=part.rank, world_size=part.world_size)
+    train_in_group(plan, folder, on_row, on_step, resume=part.resume, stop_after=part.stop_after)
+    # The worker that serves the store must not be the first to leave.
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def train_in_group(
+    plan: RunConfig,
+    folder: RunFolder,
+    on_row: Callable[[Row], None],
+    on_step: OnStep,
+    *,
+    resume: bool,
+    stop_after: int | None,
+) -> bool:
+    """Train on the default process group; every rank calls this with the same plan.
+
+    Kernels are loaded first, so that no measured step includes that.
+
+    Returns:
+        Whether the training stopped early, with a checkpoint, because one of the ranks received SIGTERM.
+    """
+    torch.set_num_threads(plan.threads)
+    gw.warm_up(plan.method)
+    engine = real_engine(plan)
+    with stops_on(signal.SIGTERM) as asked_to_stop:
+        trainer = Trainer(plan, engine, folder, on_row, on_step, asked_to_stop)
+        if resume:
+            trainer.load()
+        trainer.run(stop_after)
+    engine.close()
+    return trainer.stopped
+
 
 @contextlib.contextmanager
 def stops_on(*numbers: signal.Signals) -> Iterator[Callable[[], bool]]:
-    """Note the first of some signals instead of ending by it; the second one has the effect it had before.
+    """Record the first of some signals instead of ending; a second one has its former effect.
 
-    Outside of the main thread, where Python handles no signals, nothing changes.
+    Outside the main thread, where Python handles no signals, nothing changes.
 
     Args:
         numbers: The signals.
 
     Yields:
-        A function that returns whether one of them has come.
+        A function that returns whether a signal has arrived.
     """
     came = threading.Event()
     if threading.current_thread() is not threading.main_thread():
@@ -66,132 +183,13 @@ def stops_on(*numbers: signal.Signals) -> Iterator[Callable[[], bool]]:
         restore([number for number in numbers if signal.getsignal(number) is note])
 
 
-ENVIRONMENT = "GRADWIRE_WORKER"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Part:
-    """What the launcher tells a worker, as JSON in the environment variable ``GRADWIRE_WORKER``.
-
-    ``address`` and ``port`` are the store's; ``serves`` tells the one worker that is to serve it, where the launcher
-    does not.
-    """
-
-    rank: int
-    world_size: int
-    address: str
-    port: int
-    serves: bool
-    pipe: int
-    parent: int
-    folder: str
-    resume: bool
-    stop_after: int | None
-
-    def to_json(self) -> str:
-        """Return the text for the environment."""
-        return json.dumps(dataclasses.asdict(self))
-
-
-def train_in_group(
-    plan: RunConfig,
-    folder: RunFolder,
-    on_row: Callable[[Row], None],
-    on_step: OnStep,
-    *,
-    resume: bool,
-    stop_after: int | None,
-) -> bool:
-    """Train on the default process group; every rank calls this with the same plan.
-
-    Kernels are loaded first, so that no step's time holds it.
-
-    Returns:
-        Whether the training stopped, with a checkpoint, since SIGTERM asked one of the ranks to.
-    """
-    torch.set_num_threads(plan.threads)
-    gw.warm_up(plan.method)
-    engine = real_engine(plan)
-    with stops_on(signal.SIGTERM) as asked_to_stop:
-        trainer = Trainer(plan, engine, folder, on_row, on_step, asked_to_stop)
-        if resume:
-            trainer.load()
-        trainer.run(stop_after)
-    engine.close()
-    return trainer.stopped
-
-
-class _Passed(logging.Handler):
-    """Passes the library's warnings on."""
-
-    def __init__(self, tell: Callable[[str], None]) -> None:
-        super().__init__(logging.WARNING)
-        self._tell = tell
-
-    def emit(self, record: logging.LogRecord) -> None:
-        # A parent that is gone ends this process by itself.
-        with contextlib.suppress(OSError):
-            self._tell(record.getMessage())
-
-
-def prepare(variables: Mapping[str, str]) -> None:
-    """Load what all workers of a run need, once, before they are forked; starts no thread."""
-    import torch._dynamo
-
-    torch.set_num_threads(1)
-    part = Part(**json.loads(variables[ENVIRONMENT]))
-    gw.warm_up(RunConfig.from_json(RunFolder(Path(part.folder)).read_config()["plan"]).method)
-
-
-def main() -> None:
-    """Run one worker to its end; every end is told to the parent before the process leaves."""
-    part = Part(**json.loads(os.environ.pop(ENVIRONMENT)))
-    wait_for_parent(part.parent)
-    die_with_parent(part.parent)
-    pipe = os.fdopen(part.pipe, "wb", buffering=0)
-
-    def tell(kind: str, **content: Any) -> None:
-        pipe.write((json.dumps({"kind": kind, **content}) + "\n").encode())
-
-    logging.getLogger("gradwire").addHandler(_Passed(lambda text: tell("notice", text=text)))
-    try:
-        _work(
-            part,
-            lambda row: tell("row", row=dict(row)),
-            lambda step, activity: tell("step", step=step, activity=activity),
-        )
-        tell("done")
-    except BaseException as error:
-        traceback.print_exc()
-        expected = isinstance(error, GradwireError)
-        tell("failure", type=type(error).__name__, message=str(error), expected=expected)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)
-
-
-def _work(part: Part, on_row: Callable[[Row], None], on_step: OnStep) -> None:
-    folder = RunFolder(Path(part.folder))
-    plan = RunConfig.from_json(folder.read_config()["plan"])
-    store = dist.TCPStore(part.address, part.port, is_master=part.serves, wait_for_workers=False)
-    dist.init_process_group("gloo", store=store, rank=part.rank, world_size=part.world_size)
-    train_in_group(plan, folder, on_row, on_step, resume=part.resume, stop_after=part.stop_after)
-    # The worker that serves the store must not be the first to leave.
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
-
-
 def train_under_torchrun(
     plan: RunConfig, audience: Audience, *, folder: Path | None, overwrite: bool, stop_after: int | None
 ) -> Path:
-    """Train on the group that torchrun gives; rank 0 alone writes the run folder and speaks.
+    """Train on torchrun's group; only rank 0 makes the run folder and reports.
 
     Raises:
-        GradwireError: on every rank where rank 0 could not make the folder, or as training does.
+        GradwireError: rank 0 could not make the folder (raised on every rank), or the training failed.
     """
     world_size = int(os.environ["WORLD_SIZE"])
     if world_size == 1:
@@ -214,7 +212,7 @@ def train_under_torchrun(
 
 
 def _agree_on_folder(plan: RunConfig, folder: Path | None, overwrite: bool) -> Path:
-    """Let rank 0 make the run folder and tell all ranks its path, or why there is none."""
+    """Make the run folder on rank 0, and return its path on every rank."""
     answer = {"path": "", "problem": ""}
     if dist.get_rank() == 0:
         try:
@@ -224,24 +222,28 @@ def _agree_on_folder(plan: RunConfig, folder: Path | None, overwrite: bool) -> P
         except GradwireError as error:
             answer["problem"] = str(error)
     group = dist.distributed_c10d._get_default_group()
-    path, problem = broadcast_table(answer, "run folder", group, _answered)
+    path, problem = broadcast_table(answer, "run folder", group, _read_answer)
     if not path:
         raise RunError(problem or "rank 0 made no run folder")
     # Every rank writes its part of a checkpoint there: better to refuse now than at the last step.
-    seen = all_gather_tables(Path(path).is_dir(), "sight of the run folder", group, _flag)
+    seen = all_gather_tables(Path(path).is_dir(), "sight of the run folder", group, _read_flag)
     if not all(seen):
         raise UsageError(f"rank {seen.index(False)} does not see the run folder {path}: give --out a shared folder")
     return Path(path)
 
 
-def _answered(table: Any) -> tuple[str, str]:
+def _read_answer(table: Any) -> tuple[str, str]:
     path, problem = table["path"], table["problem"]
     if not isinstance(path, str) or not isinstance(problem, str):
         raise TypeError("a path and a problem are expected")
     return path, problem
 
 
-def _flag(table: Any) -> bool:
+def _read_flag(table: Any) -> bool:
     if not isinstance(table, bool):
         raise TypeError("true or false is expected")
     return table
+
+
+if __name__ == "__main__":
+    main()

@@ -1,4 +1,4 @@
-"""An emulated cluster on one Linux machine: hosts are network namespaces, links are rate-limited."""
+"""An emulated cluster on one Linux machine, of network namespaces with rate-limited interfaces."""
 
 from gradwire.tools.lab.command import PORT, environment, run_command, start
 from gradwire.tools.lab.network import INTERFACE, Counters, LabError, Network, missing, open_network

@@ -1,8 +1,7 @@
-"""Which labs exist on this machine, and which of them are dead.
+"""The network of an emulated cluster: build its namespaces, links and limits, read its counters, and remove it.
 
-Every lab holds a lock on a file named after it for as long as its process lives; the kernel lets go of it however
-the process ends. So a lab whose lock can be taken is dead, whatever process numbers have been given out since, and
-a living lab is never mistaken for one.
+Every lab holds a lock on a file of its name while its process lives, and the kernel releases the lock however the
+process ends. So a lab whose lock can be taken is dead, and is removed when another one starts.
 """
 
 from __future__ import annotations
@@ -27,10 +26,27 @@ from gradwire.tools.lab.topology import Rate, Topology
 from gradwire.tools.processes import termination_unwinds
 
 FOLDER = Path("/run/gradwire-labs")
+"""Folder in which each living lab holds a lock on a file of its name."""
+
+INTERFACE = "eth0"
+"""Name of every host's interface, in its own namespace."""
+
+UPLINK = "uplink"
+"""Name of the interface of a group's switch to the others. "up" would be a keyword of iproute2."""
+
+HEADER_BYTES = 66
+"""Bytes of a packet's headers: Ethernet 14, IPv4 20, TCP with time stamps 32."""
+
+BURST_S = 1e-3
+LEAST_BURST_BYTES = 16_384
+QUEUE_S = 0.05
+"""Token bucket: a burst of one millisecond at the rate, and a queue of 50 milliseconds."""
+
+KILL_S = 10.0
 
 
 class Claim:
-    """This process's hold on the name of one lab.
+    """This process's claim to the name of a lab.
 
     Attributes:
         name: Unique among the labs of this machine.
@@ -42,25 +58,25 @@ class Claim:
             self.name = f"gw{secrets.token_hex(3)}"
             self.path = folder / self.name
             try:
-                # Python opens files so that children do not inherit them: the lock is this process's alone.
+                # Python opens files so that children do not inherit them: only this process holds the lock.
                 self._file: IO[str] = self.path.open("x")
             except FileExistsError:
                 continue
             fcntl.flock(self._file, fcntl.LOCK_EX)
-            # Between creation and lock, another lab's start may have taken the file for a dead lab's.
+            # Another lab that started between creation and lock may have removed the file as a dead lab's.
             if self.path.exists():
                 return
             self._file.close()
 
     def release(self) -> None:
-        """Return the name back, once nothing bears it any more."""
+        """Give up the name, once nothing of the lab is left."""
         self.path.unlink(missing_ok=True)
         self._file.close()
 
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[bool]:
-    """Try to take a lab's lock; tells whether its process is gone."""
+    """Try to take a lab's lock; yield whether its process is gone."""
     try:
         handle = os.open(path, os.O_RDWR)
     except FileNotFoundError:
@@ -76,9 +92,9 @@ def _locked(path: Path) -> Iterator[bool]:
 
 
 def dead_labs(folder: Path = FOLDER) -> Iterator[str]:
-    """Yield the name of each lab whose process is gone; its file goes when the caller asks for the next.
+    """Yield the name of each lab whose process is gone; its file is removed when the caller asks for the next.
 
-    The lock is held meanwhile, so that two starts do not tidy up the same lab.
+    The lock is held until then, so that two starting labs do not remove the same one.
     """
     for path in sorted(folder.glob("gw*")) if folder.is_dir() else ():
         with _locked(path) as gone:
@@ -87,30 +103,13 @@ def dead_labs(folder: Path = FOLDER) -> Iterator[str]:
                 path.unlink(missing_ok=True)
 
 
-INTERFACE = "eth0"
-"""Of every host, in its own namespace."""
-
-UPLINK = "uplink"
-"""Of every group's switch. Not "up": iproute2 would take that for its own word."""
-
-HEADER_BYTES = 66
-"""Of a packet: Ethernet 14, IPv4 20, TCP with time stamps 32."""
-
-BURST_S = 1e-3
-LEAST_BURST_BYTES = 16_384
-QUEUE_S = 0.05
-"""Token bucket: a burst of one millisecond of the rate, a queue of 50."""
-
-KILL_S = 10.0
-
-
 class LabError(GradwireError):
     """The emulated cluster cannot be built here, or a command on it failed; the message says what to do."""
 
 
 @dataclass(frozen=True)
 class Counters:
-    """What a host's interface counted since it exists."""
+    """Counters of a host's interface since it was made."""
 
     sent_bytes: int
     sent_packets: int
@@ -119,16 +118,16 @@ class Counters:
 
     @property
     def sent_payload_bytes(self) -> int:
-        """Bytes sent, less the headers of their packets."""
+        """Bytes sent, without the headers of packets."""
         return self.sent_bytes - HEADER_BYTES * self.sent_packets
 
     @property
     def received_payload_bytes(self) -> int:
-        """Bytes received, less the headers of their packets."""
+        """Bytes received, without the headers of packets."""
         return self.received_bytes - HEADER_BYTES * self.received_packets
 
     def since(self, before: Counters) -> Counters:
-        """Return what was counted after ``before``."""
+        """Return the difference to earlier counters."""
         return Counters(
             self.sent_bytes - before.sent_bytes,
             self.sent_packets - before.sent_packets,
@@ -138,7 +137,7 @@ class Counters:
 
 
 def missing() -> str | None:
-    """Explain why no lab can be built here, with the remedy; None where one can."""
+    """Return why no lab can be built here, with the remedy; None if one can be built."""
     if sys.platform != "linux":
         return f"an emulated cluster needs Linux's network namespaces, and this is {sys.platform}: use a Linux machine"
     tools = [name for name in ("ip", "tc") if shutil.which(name) is None]
@@ -154,7 +153,7 @@ class Network:
 
     Attributes:
         name: Prefix of every namespace.
-        topology: As it is now.
+        topology: The current topology.
     """
 
     def __init__(self, name: str, topology: Topology) -> None:
@@ -183,7 +182,7 @@ class Network:
         """Make the namespaces, links and limits.
 
         Raises:
-            LabError: the kernel refused; what had been made is left for :func:`remove`.
+            LabError: the kernel refused; :func:`remove` takes away what was made so far.
         """
         t = self.topology
         spaces = [self.namespace(h) for h in range(t.hosts)] + [self._switch(g) for g in range(t.groups)]
@@ -218,25 +217,25 @@ class Network:
                 _limit(f"{self.name}-c", f"s{group}", t.between, 0.0)
 
     def set_bandwidth(self, rate: Rate) -> None:
-        """Change the bandwidth of all hosts that have none of their own, while commands run."""
+        """Change the bandwidth of all hosts that have no rate of their own, also while commands run."""
         self.topology = self.topology.with_bandwidth(rate)
         self._limit_all()
 
     def counters(self) -> list[Counters]:
-        """Read what every host's interface counted."""
+        """Read the counters of every host's interface."""
         return [_counted(self.namespace(host), INTERFACE) for host in range(self.topology.hosts)]
 
     def group_counters(self) -> list[Counters]:
-        """Read what every group's link to the other groups counted; nothing where there is one group."""
+        """Read the counters of every group's link to the others; an empty list if there is one group."""
         groups = self.topology.groups
         return [_counted(self._switch(group), UPLINK) for group in range(groups)] if groups > 1 else []
 
 
 @contextlib.contextmanager
 def open_network(topology: Topology) -> Iterator[Network]:
-    """Build an emulated cluster for the body; end all that runs on it, and remove it, afterwards.
+    """Build an emulated cluster for the body; afterwards, end all processes on it and remove it.
 
-    Clusters of dead processes are removed first; those of living ones are never touched.
+    Clusters of dead processes are removed first; those of living ones are left alone.
 
     Raises:
         BackendError: the platform, root or iproute2 is missing.
@@ -245,7 +244,7 @@ def open_network(topology: Topology) -> Iterator[Network]:
     problem = missing()
     if problem:
         raise BackendError(problem)
-    # Also told to end while it builds or removes, a lab leaves nothing behind.
+    # A lab that is told to end while it builds or removes leaves nothing behind, either.
     with termination_unwinds():
         for name in dead_labs():
             remove(name)
@@ -260,7 +259,7 @@ def open_network(topology: Topology) -> Iterator[Network]:
 
 
 def remove(name: str) -> None:
-    """Kill what runs in the namespaces of one lab, and delete them.
+    """Kill all processes in the namespaces of a lab, and delete the namespaces.
 
     Raises:
         LabError: a process does not die, or the kernel refuses.
@@ -285,10 +284,10 @@ def _counted(namespace: str, interface: str) -> Counters:
 
 
 def _limit(namespace: str, interface: str, rate: Rate, delay_s: float) -> None:
-    """Replace what limits an interface's sending."""
+    """Replace the limits on what an interface sends."""
     tc = ["tc", "-n", namespace, "qdisc"]
     target = ["dev", interface, "root"]
-    # Deleting fails where nothing was set; that is the state wanted.
+    # Deleting fails if nothing was set, which is the wanted state.
     subprocess.run([*tc, "del", *target], stderr=subprocess.DEVNULL, check=False)
     if delay_s:
         try:

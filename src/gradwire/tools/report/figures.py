@@ -1,4 +1,4 @@
-"""Plots of loss and accuracy as SVG text that needs nothing from outside the page."""
+"""Figures: SVG text for the report, and PNG or SVG files for ``plan`` and ``bench``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from gradwire.tools.report.load import Run
 from gradwire.tools.report.verdict import rate_text
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-"""Okabe and Ito's colours, which colour-blind readers can tell apart."""
+"""Colours by Okabe and Ito, which colour-blind readers can distinguish."""
 
 STYLES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.3)), (0, (5, 1.5, 1, 1.5)))
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
@@ -40,9 +40,27 @@ AXES: tuple[tuple[str, Horizontal], ...] = (
     ("MB sent by each worker", lambda row: row["sent_bytes"] / 1e6),
 )
 
+METHOD_COLOURS = ("#444444", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
+
+BASE = "ddp fp32"
+VARIANT_COLOURS = ("#0072b2", "#999999", "#444444", "#009e73", "#d55e00", "#cc79a7", "#e69f00")
+TICKS = (0.1, 0.25, 0.5, 1, 2, 5, 10, 20, 50)
+UNLIMITED = float("inf")
+
+WORK_COLOURS = {
+    "forward": "#999999",
+    "backward": "#cccccc",
+    "update": "#666666",
+    "encode": "#0072b2",
+    "wait for turn": "#f0e442",
+    "send rows": "#009e73",
+    "small message": "#d55e00",
+    "decode": "#cc79a7",
+}
+
 
 def style(index: int) -> dict[str, Any]:
-    """Return the line of the ``index``-th run; colour, dashes and marker all differ."""
+    """Return the line style of the ``index``-th run, with its own colour, dashes and marker."""
     return {
         "color": COLOURS[index % len(COLOURS)],
         "linestyle": STYLES[index % len(STYLES)],
@@ -53,7 +71,7 @@ def style(index: int) -> dict[str, Any]:
 
 
 def draw(axes: Axes, runs: Sequence[Run], field: str, horizontal: Horizontal, *, log: bool) -> None:
-    """Draw one panel: evaluations with markers, and behind them the training loss, pale."""
+    """Draw one panel: evaluations with markers, and the training loss pale behind them."""
     for index, run in enumerate(runs):
         look = style(index)
         if field == "loss":
@@ -66,21 +84,21 @@ def draw(axes: Axes, runs: Sequence[Run], field: str, horizontal: Horizontal, *,
 
 
 def lowest_accuracy(runs: Sequence[Run]) -> float:
-    """Return where the accuracy axis starts, in percent: four times the worst final error is shown."""
+    """Return the start of the accuracy axis in percent, so that it spans four times the worst final error."""
     finals = [rows[-1]["accuracy"] for run in runs if (rows := run.of("eval"))]
     return max(0.0, 100.0 * (1.0 - 4.0 * (1.0 - min(finals)))) if finals else 0.0
 
 
 def spans_decades(runs: Sequence[Run]) -> bool:
-    """Return whether evaluation losses range so far that a logarithmic axis reads better."""
+    """Return whether evaluation losses span so wide a range that the axis should be logarithmic."""
     losses = [row["loss"] for run in runs for row in run.of("eval")]
     return bool(losses) and min(losses) > 0 and max(losses) / min(losses) > 12
 
 
 def progress_figure(runs: Sequence[Run]) -> str:
-    """Draw loss and accuracy against step, time and bytes; returns an ``<svg>`` element.
+    """Draw loss and accuracy against step, time and bytes, and return an ``<svg>`` element.
 
-    Time is left out where all workers were simulated: it would be the simulation's own; bytes where none were sent.
+    Time is left out if all workers were simulated, and bytes if none were sent.
     """
     timed = not all(run.config["simulated"] for run in runs)
     sent = any(row["sent_bytes"] for run in runs for row in run.of("eval"))
@@ -106,9 +124,9 @@ def progress_figure(runs: Sequence[Run]) -> str:
 
 
 def gauge_figure(runs: Sequence[Run]) -> str | None:
-    """Draw what methods reported of their steps, a panel each; returns an ``<svg>`` element, None where none did.
+    """Draw the methods' gauges, a panel for each, and return an ``<svg>`` element; None if there are none.
 
-    Lines are means over the steps and workers of a row, pale bands a deviation to both sides.
+    Lines are means over the steps and workers of a row, pale bands one deviation to both sides.
     """
     names = list(dict.fromkeys(name for run in runs for name in run.gauges))
     if not names:
@@ -132,14 +150,14 @@ def gauge_figure(runs: Sequence[Run]) -> str | None:
 
 
 def legend(figure: Figure, handles: Sequence[Any], labels: Sequence[str]) -> None:
-    """Name the lines above the panels."""
-    # Columns are as wide as the longest label; some eighty letters fit side by side.
+    """Draw a legend above the panels."""
+    # Columns are as wide as the longest label; about eighty letters fit side by side.
     columns = max(1, min(3, len(labels), 80 // (8 + max(map(len, labels), default=1))))
     figure.legend(handles, labels, loc="outside upper center", ncols=columns, frameon=False)
 
 
 def scale_bytes(axes: Axes) -> None:
-    """Make the horizontal axis logarithmic, with plain numbers that stand clear of each other."""
+    """Make the horizontal axis logarithmic, with plain numbers that do not overlap."""
     axes.set_xscale("log")
     low, high = axes.get_xlim()
     decades = math.log10(high / low)
@@ -152,10 +170,10 @@ def scale_bytes(axes: Axes) -> None:
 
 
 def svg(figure: Figure, label: str) -> str:
-    """Return a figure as an SVG element without XML prologue, metadata or outside references.
+    """Return a figure as an SVG element without XML prologue, metadata or external references.
 
     Args:
-        label: What it shows, for those who cannot see it.
+        label: Description of the figure for screen readers.
     """
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", transparent=False, metadata={"Date": None})
@@ -168,23 +186,18 @@ def svg(figure: Figure, label: str) -> str:
     return re.sub(r'(<svg[^>]*?) width="[^"]*" height="[^"]*"|(<svg)', responsive, text, count=1)
 
 
-METHOD_COLOURS = ("#444444", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
-
-
 def draw_scaling(path: Path, points: Sequence[tuple[str, str, int, float]]) -> None:
-    """Draw one panel a link and one line a method.
+    """Draw one panel for each network link, with one line for each method.
 
     Args:
         path: PNG or SVG, by its suffix.
-        points: (link, method, workers, worker steps a second).
+        points: Tuples of network link, method, number of workers, and worker steps a second.
 
     Raises:
-        IncompatibleError: one number of workers makes no curve.
+        IncompatibleError: there is only one number of workers.
     """
     if len({workers for _, _, workers, _ in points}) < 2:
         raise IncompatibleError("a curve needs two numbers of workers: give --hosts more than once")
-    from matplotlib.figure import Figure
-
     links = list(dict.fromkeys(link for link, *_ in points))
     methods = list(dict.fromkeys(method for _, method, *_ in points))
     drawing = Figure(figsize=(4.2 * len(links), 3.6), layout="constrained")
@@ -206,21 +219,15 @@ def draw_scaling(path: Path, points: Sequence[tuple[str, str, int, float]]) -> N
     drawing.savefig(path, dpi=130)
 
 
-BASE = "ddp fp32"
-VARIANT_COLOURS = ("#0072b2", "#999999", "#444444", "#009e73", "#d55e00", "#cc79a7", "#e69f00")
-TICKS = (0.1, 0.25, 0.5, 1, 2, 5, 10, 20, 50)
-UNLIMITED = float("inf")
-
-
 def draw_steps(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Draw one panel a model and number of hosts, one line an exchange.
+    """Draw one panel for each model and number of hosts, with one line for each exchange.
 
     Args:
         path: PNG or SVG, by its suffix.
-        rows: Of the step benchmark.
+        rows: Rows of the step benchmark.
 
     Raises:
-        IncompatibleError: there is no exchange to compare with DDP alone.
+        IncompatibleError: DDP alone, or an exchange to compare with it, is missing.
     """
     cells: dict[tuple[str, int], dict[float, dict[str, float]]] = {}
     for row in rows:
@@ -231,8 +238,6 @@ def draw_steps(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
         raise IncompatibleError(
             f"the figure compares exchanges with {BASE!r}: measure it and at least one other variant"
         )
-    from matplotlib.figure import Figure
-
     drawing = Figure(figsize=(2.75 * len(cells), 3.4), layout="constrained")
     panels = drawing.subplots(1, len(cells), squeeze=False)[0]
     for panel, ((model, hosts), links) in zip(panels, cells.items()):
@@ -261,28 +266,14 @@ def _speed(rate: float) -> str:
     return rate_text(None if rate == UNLIMITED else rate)
 
 
-WORK_COLOURS = {
-    "forward": "#999999",
-    "backward": "#cccccc",
-    "update": "#666666",
-    "encode": "#0072b2",
-    "wait for turn": "#f0e442",
-    "send rows": "#009e73",
-    "small message": "#d55e00",
-    "decode": "#cc79a7",
-}
-
-
 def draw_timeline(path: Path, spans: Sequence[tuple[str, str, float, float]], title: str) -> None:
-    """Draw one bar a span, one line a track.
+    """Draw one bar for each span, on one line for each track.
 
     Args:
         path: PNG or SVG, by its suffix.
-        spans: (track, name, begin, end), seconds; the first track is drawn at the top.
-        title: Above the figure.
+        spans: Tuples of track, name, begin and end in seconds; the first track is drawn at the top.
+        title: Title above the figure.
     """
-    from matplotlib.figure import Figure
-
     tracks = list(dict.fromkeys(track for track, *_ in spans))
     origin_s = min((begin for _, _, begin, _ in spans), default=0.0)
     drawing = Figure(figsize=(9.0, 1.2 + 0.5 * len(tracks)), layout="constrained")

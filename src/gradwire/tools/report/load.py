@@ -1,4 +1,4 @@
-"""What a report cannot be made of."""
+"""Read run folders, and check the form of their records and rows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class ReportError(GradwireError):
 
 
 RECORD = 1
-"""Version of ``config.json`` that is understood, under "gradwire_run"."""
+"""Version of ``config.json`` that this module reads, under "gradwire_run"."""
 
 MOST_WHOLE = 1 << 63
 
@@ -28,7 +28,7 @@ def read_json(text: bytes | str) -> Any:
     """Return the value of a JSON text.
 
     Raises:
-        ValueError: it is none, is nested too deeply to be read, or holds text that is not Unicode.
+        ValueError: the text is not JSON, is nested too deeply, or holds strings that are not Unicode.
     """
     try:
         found = json.loads(text)
@@ -51,7 +51,7 @@ def _whole(value: Any) -> bool:
 
 
 def _number(value: Any) -> bool:
-    """Accept infinity and NaN, which a training that diverges writes, but nothing that only looks like a number."""
+    """Accept numbers, including the infinity and NaN of a diverging training, but no booleans and no huge numbers."""
     return isinstance(value, int | float) and not isinstance(value, bool) and not MOST_WHOLE < abs(value) < math.inf
 
 
@@ -80,7 +80,7 @@ def _record(needed: Mapping[str, Form], optional: Mapping[str, Form] | None = No
 
 
 def _wrong(value: Mapping[str, Any], needed: Mapping[str, Form], optional: Mapping[str, Form]) -> list[str]:
-    """Return the fields that are missing, or not of their form."""
+    """Return the fields that are missing or have a wrong form."""
     wrong = [name for name, form in needed.items() if name not in value or not form(value[name])]
     return wrong + [name for name, form in optional.items() if name in value and not form(value[name])]
 
@@ -136,16 +136,16 @@ ROW: dict[str, Form] = {
 }
 
 OF_EVENT: dict[str, dict[str, Form]] = {"eval": {"accuracy": _finite}, "train": {"step_time_s": _finite}}
-"""What rows of some events hold beside."""
+"""Fields with a stricter form in rows of some events."""
 
 GAUGES = _mapping(_record({"mean": _number, "deviation": _number}))
 
 
 def checked_config(path: Path, config: Any) -> dict[str, Any]:
-    """Return a run's record that has the form of one.
+    """Return the record of a run, if it has the right form.
 
     Raises:
-        ReportError: it lacks fields, or some are not of their form; the message names the file and the fields.
+        ReportError: fields are missing or wrong; the message names the file and the fields.
     """
     missing = [name for name in CONFIG if not isinstance(config, dict) or name not in config]
     if missing:
@@ -159,10 +159,10 @@ def checked_config(path: Path, config: Any) -> dict[str, Any]:
 
 
 def checked_row(where: str, row: Any) -> dict[str, Any]:
-    """Return a row of metrics that has the form of one.
+    """Return a row of metrics, if it has the right form.
 
     Raises:
-        ReportError: a field is missing or not of its form; the message names the line and the field.
+        ReportError: a field is missing or wrong; the message names the line and the field.
     """
     if not isinstance(row, dict) or not GAUGES(row.get("gauges", {})):
         raise ReportError(f"{where} is not a row of metrics: gauges are wrong")
@@ -174,10 +174,10 @@ def checked_row(where: str, row: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Run:
-    """One run folder's record.
+    """The record and the rows of a run folder.
 
-    ``label`` names the run in tables and plots: its method as it was asked for, and what else tells it from
-    the other runs shown. ``notes`` holds what a reader should know, such as a last row that was cut off.
+    ``label`` names the run in tables and plots: its method as the user gave it, and the settings that differ from those
+    of the other runs shown. ``notes`` are remarks for the reader, such as a truncated last row.
     """
 
     path: Path
@@ -192,23 +192,23 @@ class Run:
 
     @property
     def gauges(self) -> tuple[str, ...]:
-        """Names of the numbers that the run's method reported of its steps, in the order of their first rows."""
+        """Names of the gauges of the run's method, in the order of their first rows."""
         return tuple(dict.fromkeys(name for row in self.rows for name in row.get("gauges", {})))
 
     def gauge(self, name: str) -> list[tuple[int, float, float]]:
-        """Return the step, the mean and the deviation in each row that holds a gauge."""
+        """Return step, mean and deviation from each row that holds a gauge."""
         rows = [(row["step"], row["gauges"][name]) for row in self.rows if name in row.get("gauges", {})]
         return [(step, found["mean"], found["deviation"]) for step, found in rows]
 
     @property
     def setting(self) -> tuple[Any, ...]:
-        """What two runs must share to be compared."""
+        """The settings that two runs must share to be compared."""
         config = self.config
         return config["task"], config["seed"], config["world_size"], config["simulated"], config.get("lab")
 
 
 def load_runs(folders: Iterable[Path]) -> list[Run]:
-    """Load run folders; a comparison's folder stands for the runs in it. Labels are made distinct.
+    """Load run folders, or all runs in the folder of a comparison, and give them distinct labels.
 
     Raises:
         ReportError: a folder is not a run, or a file in it is corrupt.
@@ -276,7 +276,7 @@ def _row(path: Path, number: int, line: bytes) -> dict[str, Any]:
 
 
 def _distinct(runs: list[Run]) -> list[Run]:
-    """Add to labels what differs between the runs, then a number where nothing does."""
+    """Add the settings that differ between runs to their labels, then a number to equal labels."""
     parts = []
     for name in ("task", "seed", "world_size", "simulated", "lab"):
         if len({run.config.get(name) for run in runs}) > 1:

@@ -1,4 +1,4 @@
-"""What a link came to do, for people: what ``auto`` chose, a return to the fallback."""
+"""Numbers of a run, and lines about its link: the choice of ``auto``, the entropy coder, a return to the fallback."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gradwire.tools.report.load import Run, load_runs
 
 
 def choice_text(chosen: str | None, reason: str | None) -> str | None:
-    """Describe in one line what was chosen; None where there was nothing to choose.
+    """Describe the choice of ``auto`` in one line; None if there was nothing to choose.
 
     Example:
         >>> choice_text("bf16", "the fastest of 3 in 4 turns of 3 steps")
@@ -25,7 +25,7 @@ def choice_text(chosen: str | None, reason: str | None) -> str | None:
 
 
 def choice_details(choice: Mapping[str, Any]) -> str:
-    """Describe what was chosen, what each candidate's step took, and what was not tried, in one line."""
+    """Describe in one line the choice, the step time of each candidate, and the candidates left out."""
     parts = [choice_text(choice.get("chosen"), choice.get("reason")) or "nothing was chosen"]
     steps = [f"{spec} {step_s * 1e3:.3g} ms" for spec, step_s in (choice.get("step_s") or {}).items()]
     if steps:
@@ -35,7 +35,7 @@ def choice_details(choice: Mapping[str, Any]) -> str:
 
 
 def coder_text(coder: Mapping[str, Any]) -> str:
-    """Describe in one line which entropy coder ran, why, and what each took, from a link's record.
+    """Describe in one line which entropy coder ran, why, and the times of all, from a link's record.
 
     Example:
         >>> times = {"rans": 0.002, "huffman": 0.001}
@@ -55,7 +55,7 @@ def fallback_reason(returned: Mapping[str, Any]) -> str:
 
 
 def fallback_text(method: str | None, reason: str | None) -> str | None:
-    """Describe in one line what ranks returned to; None where they did not.
+    """Describe a return to the fallback in one line; None if there was none.
 
     Example:
         >>> fallback_text("BF16()", "from round 2 on")
@@ -65,7 +65,7 @@ def fallback_text(method: str | None, reason: str | None) -> str | None:
 
 
 def link_texts(row: Mapping[str, Any]) -> list[str]:
-    """Describe what a run's link came to do, from the run's flat numbers."""
+    """Return lines about the link of a run, from the run's flat numbers."""
     texts = (
         choice_text(row["chosen_method"], row["choice_reason"]),
         fallback_text(row["fallback_method"], row["fallback_reason"]),
@@ -77,10 +77,10 @@ def link_texts(row: Mapping[str, Any]) -> list[str]:
 class RunSummary:
     """Numbers of one run. Bytes are rank 0's; times leave out evaluation, checkpoints and start-up.
 
-    ``final_*`` is the last evaluation, ``best_*`` the best; both None for a run that ended before its first.
-    ``chosen_method`` is what ``auto`` took, ``choice_reason`` why: both None where there was nothing to choose, the
-    method alone where the trial did not end. ``fallback_method`` is what ranks returned to, ``fallback_reason`` since
-    when and why: both None where they did not.
+    ``final_*`` is the last evaluation, ``best_*`` the best; both are None if the run ended before its first.
+    ``chosen_method`` is the choice of ``auto``, ``choice_reason`` its reason: both are None if there was nothing to
+    choose, only the method if the trial did not end. ``fallback_method`` is the method that ranks returned to,
+    ``fallback_reason`` says when and why; both are None if they did not.
     """
 
     run: str
@@ -115,7 +115,7 @@ class RunSummary:
 
 
 def quantile(values: list[float], share: float) -> float:
-    """Return a quantile by linear interpolation; ``values`` must not be empty."""
+    """Return a quantile of values, of which there must be at least one, by linear interpolation."""
     ordered = sorted(values)
     at = share * (len(ordered) - 1)
     low = int(at)
@@ -166,5 +166,5 @@ def summarize_folders(folders: Iterable[Path]) -> list[dict[str, Any]]:
 
 
 def first_reaching(run: Run, accuracy: float) -> dict[str, Any] | None:
-    """Return the first evaluation at which a run had at least this accuracy, or None."""
+    """Return the first evaluation in which a run reached an accuracy, or None."""
     return next((row for row in run.of("eval") if row["accuracy"] >= accuracy), None)

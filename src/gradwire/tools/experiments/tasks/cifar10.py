@@ -1,4 +1,4 @@
-"""The small network of TensorFlow's CIFAR-10 tutorial, which the TernGrad paper trains on CIFAR-10."""
+"""``cifar10``: ResNet-8, or the network of TensorFlow's tutorial that the TernGrad paper trains, on CIFAR-10."""
 
 from __future__ import annotations
 
@@ -10,10 +10,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gradwire.tools.experiments.errors import UsageError, nearest
+from gradwire.tools.experiments.errors import UsageError, check_known
 from gradwire.tools.experiments.tasks.base import Source, Task
 from gradwire.tools.experiments.tasks.images import Images
 from gradwire.tools.experiments.tasks.readers import existing_folder, find_file, read_cifar10
+
+TRAINING, EVALUATION = range(1, 5), 5
+"""Numbers of the files that are trained on, and evaluated on."""
+ENDINGS = (".bin", ".bin.xz")
+SIDE, PAD = 32, 4
+LEAST_CROP = 8
+MEAN = torch.tensor([0.4914, 0.4822, 0.4465])
+DEVIATION = torch.tensor([0.2470, 0.2435, 0.2616])
 
 CHANNELS = 64
 RADIUS = 4
@@ -26,9 +34,9 @@ class ResponseNorm(nn.Module):
     ones, so that it costs a third of ``torch.nn.LocalResponseNorm`` and equals it up to rounding.
 
     Args:
-        channels: Of the input.
+        channels: Channels of the input.
         alpha: Weight of the mean square.
-        beta: Exponent.
+        beta: Exponent of the norm.
     """
 
     def __init__(self, channels: int, alpha: float = 0.001, beta: float = 0.75) -> None:
@@ -86,14 +94,6 @@ def _filled(layer: nn.Conv2d | nn.Linear, *, std: float, bias: float) -> nn.Conv
     return layer
 
 
-TRAINING, EVALUATION = range(1, 5), 5
-ENDINGS = (".bin", ".bin.xz")
-MEAN = torch.tensor([0.4914, 0.4822, 0.4465])
-SIDE, PAD = 32, 4
-LEAST_CROP = 8
-DEVIATION = torch.tensor([0.2470, 0.2435, 0.2616])
-
-
 class Residual(nn.Module):
     """Two 3 x 3 convolutions with batch normalisation, beside a shortcut."""
 
@@ -118,7 +118,7 @@ class Residual(nn.Module):
 
 
 def resnet8(size: int) -> nn.Module:
-    """Build one convolution, three residual blocks of 16, 32 and 64 channels, one linear layer; for any size."""
+    """Build a convolution, three residual blocks of 16, 32 and 64 channels, and a linear layer, for any size."""
     return nn.Sequential(
         nn.Conv2d(3, 16, 3, padding=1, bias=False),
         nn.BatchNorm2d(16),
@@ -165,8 +165,7 @@ class Cifar10(Task):
     def __post_init__(self) -> None:
         """Refuse settings that make no sense; raises UsageError."""
         super().__post_init__()
-        if self.model not in MODELS:
-            raise UsageError(f"unknown model {self.model!r} of the task cifar10: {nearest(self.model, MODELS)}")
+        check_known("model", self.model, MODELS, " of the task cifar10")
         if self.crop and (self.crop % 4 or not LEAST_CROP <= self.crop <= SIDE):
             raise UsageError(f"crop = {self.crop}: must be a multiple of 4 from {LEAST_CROP} to {SIDE}, or 0 for none")
 
@@ -175,11 +174,11 @@ class Cifar10(Task):
         return MODELS[self.model](self.crop or SIDE)
 
     def decayed(self, model: nn.Module) -> list[nn.Parameter]:
-        """Return the parameters on which weight decay acts: what ``model`` names, or all weights."""
+        """Return the parameters on which weight decay acts: a ConvNet chooses its own, else all weights."""
         return model.decayed() if isinstance(model, ConvNet) else super().decayed(model)
 
     def check_data(self) -> None:
-        """Look for the five files."""
+        """Check that the five files exist."""
         folder = existing_folder(self.data_path(), "data_batch_1.bin to data_batch_5.bin (plain or .xz)")
         for number in (*TRAINING, EVALUATION):
             find_file(folder, f"data_batch_{number}", ENDINGS)

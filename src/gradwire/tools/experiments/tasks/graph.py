@@ -1,4 +1,4 @@
-"""The graphs of the task ``graph``."""
+"""``graph``: classification of a graph's nodes by a graph network, over workers that own parts of the graph."""
 
 from __future__ import annotations
 
@@ -23,12 +23,16 @@ from gradwire.graphs import (
     subgraphs,
     symmetrised,
 )
-from gradwire.tools.experiments.errors import UsageError, nearest
+from gradwire.tools.experiments.errors import UsageError, check_known
 from gradwire.tools.experiments.order import generator
 from gradwire.tools.experiments.tasks.base import Source, Task
 
+WIDTH = 64
+HALO_BYTES = "halo_bytes"
+MODELS: dict[str, Callable[..., nn.Module]] = {"gcn": GCN, "gat": GAT}
+
 NEIGHBOURS = 8
-"""Nearest images of each, in ``digits``."""
+"""Nearest images that each image is joined to, in ``digits``."""
 IMAGES_PER_CLASS = 2
 
 BLOCKS, NODES, WORDS = 8, 2048, 128
@@ -41,7 +45,7 @@ NODES_PER_BLOCK = 20
 
 
 def _marks(labels: torch.Tensor, known: int, purpose: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw ``known`` nodes of each class for training; all others are evaluated on."""
+    """Draw ``known`` nodes of each class for training; return masks of these and of all others."""
     order = torch.randperm(len(labels), generator=generator(0, purpose, 0))
     drawn = torch.cat([order[labels[order] == c][:known] for c in range(int(labels.max()) + 1)])
     training = torch.zeros(len(labels), dtype=torch.bool)
@@ -50,7 +54,7 @@ def _marks(labels: torch.Tensor, known: int, purpose: str) -> tuple[torch.Tensor
 
 
 def digits() -> Graph:
-    """scikit-learn's 1797 images of digits, each joined to its 8 nearest by the distance of their pixels."""
+    """Build the graph of scikit-learn's 1797 images of digits, each joined to the 8 with the nearest pixels."""
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
@@ -58,7 +62,7 @@ def digits() -> Graph:
     bunch = load_digits()
     pixels = torch.from_numpy(bunch.images).flatten(1).to(torch.float64)
     labels = torch.from_numpy(bunch.target).to(torch.int64)
-    # Pixels are integers from 0 to 16, so that squared distances are exact, and of equal ones the first is taken.
+    # Pixels are integers from 0 to 16, so squared distances are exact; the stable sort takes the first of equal ones.
     squares = pixels.square().sum(1)
     distances = squares[:, None] + squares - 2 * pixels @ pixels.T
     distances.fill_diagonal_(torch.inf)
@@ -69,7 +73,7 @@ def digits() -> Graph:
 
 
 def sbm() -> Graph:
-    """A stochastic block model of 2048 nodes in 8 blocks, with a bag of 128 words a node; a fixed draw."""
+    """Build a fixed stochastic block model of 2048 nodes in 8 blocks, each node with a bag of 128 words."""
     labels = torch.randint(0, BLOCKS, (NODES,), generator=generator(0, "sbm blocks", 0))
     same = labels[:, None] == labels
     chance = torch.where(same, INNER * BLOCKS / NODES, OUTER * BLOCKS / (NODES * (BLOCKS - 1)))
@@ -82,32 +86,27 @@ def sbm() -> Graph:
 
 
 GRAPHS = {"digits": digits, "sbm": sbm}
-"""By name."""
+"""The graphs by name."""
 
 
 @lru_cache(maxsize=2)
 def build_graph(name: str) -> Graph:
-    """Return one of :data:`GRAPHS`, built once a process.
+    """Return one of :data:`GRAPHS`, which is built once in a process.
 
     Raises:
-        BackendError: it needs a library that is not installed.
+        BackendError: a library that it needs is not installed.
     """
     return GRAPHS[name]()
-
-
-WIDTH = 64
-HALO_BYTES = "halo_bytes"
-MODELS: dict[str, Callable[..., nn.Module]] = {"gcn": GCN, "gat": GAT}
 
 
 @dataclass(frozen=True, kw_only=True)
 class GraphTask(Task):
     """Settings of the ``graph`` task.
 
-    Every worker owns a part of the nodes, and each step takes all of them. Before a layer adds up what comes along
-    edges, workers send each other the rows of their boundaries, and in the backward pass the gradients of these: both
-    by ``halo``, a method for halos. Weight gradients are exchanged by the run's method. The loss is the mean cross
-    entropy of the nodes whose labels are known. Evaluations exchange all rows in float32, which counts as no traffic.
+    Every worker owns a part of the nodes, and each step takes all of them. Before a layer aggregates over edges,
+    workers send each other the rows of their boundaries, and in the backward pass the gradients of these rows: both by
+    ``halo``, a method for halos. Weight gradients are exchanged by the run's method. The loss is the mean cross entropy
+    of the nodes whose labels are known. Evaluations exchange all rows in float32, which is not counted as traffic.
 
     Attributes:
         graph: "digits" (scikit-learn's images, each joined to its eight nearest; two labels a class are known) or "sbm"
@@ -140,9 +139,7 @@ class GraphTask(Task):
         """Refuse settings that make no sense; raises UsageError."""
         super().__post_init__()
         for field, known in (("graph", GRAPHS), ("model", MODELS), ("partition", PARTITIONS)):
-            value = getattr(self, field)
-            if value not in known:
-                raise UsageError(f"unknown {field} {value!r} of the task graph: {nearest(value, known)}")
+            check_known(field, getattr(self, field), known, " of the task graph")
         if self.batch:
             raise UsageError("task graph takes all nodes in every step: leave --batch out")
         if self.layers < 1:
@@ -158,11 +155,11 @@ class GraphTask(Task):
 
     @property
     def gauges(self) -> tuple[str, ...]:
-        """Bytes that a worker sends for the halo in a step, and what the method for the halo reports."""
+        """The bytes that a worker sends for the halo in a step, and the gauges of the method for the halo."""
         return (HALO_BYTES, *self.halo_method().gauges)
 
     def check_data(self) -> None:
-        """Look whether the graph can be built."""
+        """Check that the graph can be built."""
         build_graph(self.graph)
 
     def build_model(self) -> nn.Module:
@@ -171,10 +168,10 @@ class GraphTask(Task):
         return MODELS[self.model](graph.features.shape[1], graph.classes, width=WIDTH, layers=self.layers)
 
     def load(self) -> Source:
-        """Refuse: this task has no samples but subgraphs, see :meth:`subgraphs`."""
+        """Raise UsageError: this task has subgraphs instead of samples, see :meth:`subgraphs`."""
         raise UsageError("task graph has no samples to draw: its workers have subgraphs")
 
     def subgraphs(self, workers: int, seed: int) -> list[Subgraph]:
-        """Return the subgraph of each worker; raises HyperparameterError where there are fewer nodes than workers."""
+        """Return the subgraph of each worker; raises HyperparameterError if there are fewer nodes than workers."""
         graph = build_graph(self.graph)
         return subgraphs(graph, partition(graph, workers, self.partition, seed))

@@ -61,7 +61,7 @@ class Mnist(Task):
         return model
 
     def check_data(self) -> None:
-        """Look for the four files."""
+        """Check that the four files exist."""
         folder = existing_folder(self.data_path(), f"the idx files {', '.join(FILES.values())} (plain or .gz)")
         for name in FILES.values():
             find_file(folder, name, ENDINGS)
