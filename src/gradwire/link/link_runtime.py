@@ -13,8 +13,9 @@ import torch
 
 from gradwire.errors import GradwireError
 from gradwire.exchange.deferred_checks import AT_ONCE, Checks, Flag, both
-from gradwire.exchange.drivers import Device, HostDevice, Job, Lane, LateChecks, Traffic, Verdict, dense_bytes
+from gradwire.exchange.drivers import Device, Future, HostDevice, Lane, LateChecks, Traffic, Verdict, dense_bytes
 from gradwire.exchange.network_cost import LinkCost
+from gradwire.exchange.ops import Exchange
 from gradwire.exchange.protocols import Context, Gauges, Memory, RoundParts, Workspace
 from gradwire.exchange.protocols.bucket_plan import BucketPlan
 from gradwire.link.diagnostics import Diagnostics, Judge
@@ -99,8 +100,7 @@ class LinkRuntime:
         self._unended = False
         self._latest: BucketPlan | None = None
         self._scaled_round, self._loss_scale = -1, 1.0
-        self._over = threading.Event()
-        self._over.set()
+        self._finishing: Future[None] | None = None
         # On a device: whether the round's means are finite so far, and what is left of the last round that ended.
         self._finite: Flag | None = True
         self._pending: _EndedRound | None = None
@@ -203,18 +203,21 @@ class LinkRuntime:
             ExchangeError: what arrived in it on a device was not what was sent.
         """
         with self._settling:
-            self._over.wait()
             self._read_verdict()
             # It may have handed the round's end to a lane.
-            self._over.wait()
+            self._wait_for_finish()
             if self._broke_late:
                 self.failures.refuse()
+
+    def _wait_for_finish(self) -> None:
+        if self._finishing is not None:
+            self._finishing.wait()
 
     def told(self) -> Exception | None:
         """Return the link's error, if it has one by now, to be raised or kept by others; waits for nothing."""
         if self._settling.acquire(blocking=False):
             try:
-                if self._over.is_set() and self._pending is not None and self._pending.verdict.reached():
+                if self._pending is not None and self._pending.verdict.reached():
                     self._read_verdict()
             except GradwireError:
                 pass  # which is then the link's
@@ -272,19 +275,16 @@ class LinkRuntime:
         """
         context = self.context(plan, 0, None, round, False)
 
-        def run(lane: Lane) -> None:
-            self.failures.refuse()
+        def finish() -> Exchange[None]:
             with self.device.stream():
-                lane.drive(plan.finish(context))
-            self.memory.commit()
-            self._over.set()
+                yield from plan.finish(context)
 
         def fail(error: Exception) -> None:
             self.failures.record(error, f"the end of round {round}")
-            self._over.set()
 
-        self._over.clear()
-        self.lanes[0].submit(Job(run, fail, "end of the round"))
+        self._finishing = self.lanes[0].run(
+            finish(), "end of the round", wait=self.failures.refuse, then=lambda _: self.memory.commit(), fail=fail
+        )
 
     def failed_between_buckets(self, error: Exception, purpose: str) -> Exception:
         """Turn the failure of a small exchange between two buckets into the link's error."""
@@ -305,7 +305,7 @@ class LinkRuntime:
 
     def traffic(self, buffer_bytes: int) -> Traffic:
         """Return the bytes that this rank sent and received so far."""
-        self._over.wait()
+        self._wait_for_finish()
         meters = [lane.meter for lane in self.lanes]
         return Traffic(
             sent_bytes=sum(m.sent_bytes for m in meters),
