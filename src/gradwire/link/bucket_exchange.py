@@ -19,7 +19,7 @@ from gradwire.exchange.protocols import REDUCE_SCATTER, Context, Outcome, Worksp
 from gradwire.exchange.protocols.bucket_plan import BucketPlan
 from gradwire.exchange.segments import Parameter, Segment
 from gradwire.link.failures import place
-from gradwire.link.link_runtime import LinkRuntime
+from gradwire.link.round import Mean, Round
 
 T = TypeVar("T")
 
@@ -43,10 +43,10 @@ class StepBuffer:
             self._place[name] = (offset, offset + numel)
             offset += numel
         self._numel = offset
-        self._buckets: list[tuple[Sequence[str], torch.Tensor, torch.futures.Future[torch.Tensor]]] = []
+        self._buckets: list[tuple[Sequence[str], torch.Tensor, Mean]] = []
         self._vector: torch.Tensor | None = None
 
-    def add(self, names: Sequence[str], flat: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    def add(self, names: Sequence[str], flat: torch.Tensor) -> Mean:
         """Note a bucket; its future is done when the step is given back."""
         future = self._device.future()
         self._buckets.append((names, flat, future))
@@ -70,7 +70,7 @@ class StepBuffer:
             part.copy_(flat)
         return self._vector
 
-    def give_back(self, ended: torch.futures.Future[torch.Tensor]) -> None:
+    def give_back(self, ended: Mean) -> None:
         """Hand the mean, or the failure, to every bucket's future, and begin anew."""
         buckets = self._buckets
         try:
@@ -101,13 +101,13 @@ class BucketExchange:
     """Jobs of one bucket: prepare, then each chunk in a lane chosen by index, then an optional check.
 
     Args:
-        runtime: Of the link; gives contexts, and is told of the end or a failure.
+        round: The link's current one; gives contexts, and is told of the end.
         plan: How the bucket is exchanged.
         segments: The parameters in ``flat``.
         flat: The bucket, in its own dtype; holds the mean when ``future`` is done. On a device, all work on it is
             enqueued on the link's stream, between that of the thread that brings it and that of whoever waits for
             ``future``.
-        bucket: Index of the bucket in its round, which is the link's current one.
+        bucket: Index of the bucket in its round.
 
     Attributes:
         future: Of ``flat``.
@@ -116,14 +116,15 @@ class BucketExchange:
 
     def __init__(
         self,
-        runtime: LinkRuntime,
+        round: Round,
         plan: BucketPlan,
         segments: Sequence[Segment],
         flat: torch.Tensor,
         bucket: int,
     ) -> None:
-        self.runtime, self.plan, self.segments = runtime, plan, segments
-        self.outer, self.bucket, self.round = flat, bucket, runtime.round
+        self.round, self.plan, self.segments = round, plan, segments
+        self.outer, self.bucket = flat, bucket
+        self.runtime = runtime = round.runtime
         self.device = runtime.device
         self.future = self.device.future()
         self.finite: Flag | None = True
@@ -135,7 +136,6 @@ class BucketExchange:
         self._events: tuple[threading.Event, ...] = (
             () if self._starts_at_once else (threading.Event(), threading.Event())
         )
-        self._measured = runtime.diagnostics.wanted(self.round)
         # Copies to the device that came before it are waited for with it.
         self.device.wait_for_current()
         with self.device.stream():
@@ -155,16 +155,16 @@ class BucketExchange:
         with self.device.stream():
             keeps = self.plan.keeps_dtype or self.flat.dtype == torch.float32
             self.work = self.flat if keeps else self.flat.float()
-            if self._measured:
+            if self.round.measured:
                 self._gradient, self._sent = self.work.clone(), torch.zeros_like(self.work)
 
-    def start(self, last: bool) -> torch.futures.Future[torch.Tensor]:
+    def start(self, last: bool) -> Mean:
         """Hand the jobs to the lanes, in the same order and to the same lanes on every rank; return the future.
 
         Args:
             last: Whether the round ends with this bucket.
         """
-        self.runtime.began(self.flat.numel(), last)
+        self.round.began(self.flat.numel(), last)
         lanes, chunks = self.runtime.lanes, range(self.plan.chunks)
         first = lanes[self.bucket % len(lanes)]
         in_turn = [lanes[(self.bucket + chunk) % len(lanes)] for chunk in chunks]
@@ -204,7 +204,7 @@ class BucketExchange:
         lane.run(job, label, wait=ready, first=first, then=then, fail=partial(self._fail, chunk))
 
     def _context(self, chunk: int | None) -> Context:
-        return self.runtime.context(self.plan, self.bucket, chunk, self.round, self._measured)
+        return self.round.context(self.plan, self.bucket, chunk, self.round.measured)
 
     @property
     def _is_prepared(self) -> threading.Event:
@@ -215,7 +215,7 @@ class BucketExchange:
         return self._events[1]
 
     def _fail(self, chunk: int | None, error: Exception) -> None:
-        where = place(self.bucket, chunk, self.round, [s.parameter.name for s in self.segments])
+        where = place(self.bucket, chunk, self.round.number, [s.parameter.name for s in self.segments])
         told = self.runtime.failures.record(error, where)
         for event in self._events:
             event.set()
@@ -277,7 +277,7 @@ class BucketExchange:
                 context = self._context(None)
                 self.plan.target_(context, self._gradient)
                 measure = self.runtime.diagnostics.measure
-                measure(self._gradient, self._sent, self.segments, self.round, context.loss_scale)
+                measure(self._gradient, self._sent, self.segments, self.round.number, context.loss_scale)
             if self.flat is not self.outer and self.plan.chunks:
                 self.device.copy_async(self.outer, self.flat)
             arrived = self.runtime.checks.so_far()
@@ -286,7 +286,7 @@ class BucketExchange:
                 # own.
                 read = self.outer if self.plan.collective == REDUCE_SCATTER else self.outer[:1]
                 read.masked_fill_(~arrived, math.nan)
-            self.runtime.ended(self.plan, self.round, self.finite)
+            self.round.ended(self.plan, self.finite)
             self.future.set_result(self.outer)
 
 

@@ -17,11 +17,12 @@ from gradwire.exchange.protocols import Context, Workspace
 from gradwire.exchange.segments import flat_view
 from gradwire.link.found_optimizers import on_any_step
 from gradwire.link.global_parameters import GlobalParameters, OwnParameters, State, mean_over_ranks
-from gradwire.link.link_runtime import LinkRuntime, as_it_is
+from gradwire.link.link_runtime import LinkRuntime
 from gradwire.link.parameters import put, swapped
+from gradwire.link.round import Mean, as_it_is
 from gradwire.link.selection.control_channel import ControlChannel
 
-Exchange = Callable[[int, Sequence[str], torch.Tensor, bool], torch.futures.Future[torch.Tensor]]
+Exchange = Callable[[int, Sequence[str], torch.Tensor, bool], Mean]
 
 
 class LocalStepsUser:
@@ -114,7 +115,7 @@ class LocalSteps:
         self.buffers: list[torch.Tensor] = []
         self._hooks: list[Callable[[], None]] = []
         self._synchronous = False
-        self._flying: list[tuple[Sequence[str], torch.futures.Future[torch.Tensor]]] | None = None
+        self._flying: list[tuple[Sequence[str], Mean]] | None = None
 
     @classmethod
     def of(
@@ -137,7 +138,7 @@ class LocalSteps:
             parameters = GlobalParameters(cast(StepsLocally, method), named, runtime.world_size)
         return cls(parameters, named, 4 * options.chunk_numel, exchange, runtime, channel, grad_scaler)
 
-    def keep(self, flat: torch.Tensor, last: bool, warm_up: bool) -> torch.futures.Future[torch.Tensor] | None:
+    def keep(self, flat: torch.Tensor, last: bool, warm_up: bool) -> Mean | None:
         """Give a bucket of gradients back as it is; None in rounds of warm-up, in which it is to be exchanged."""
         if warm_up:
             self._synchronous = self._synchronous or last
@@ -156,7 +157,7 @@ class LocalSteps:
         if ends is not None:
             self._end(ends)
         names = [] if begins is None else self.parameters.pieces.fragments[begins]
-        self._runtime.kept(sum(p.numel() for p in self._named.values()) - self._begin(names))
+        self._runtime.count(sum(p.numel() for p in self._named.values()) - self._begin(names))
         if begins is not None and not self.parameters.clock.delay:
             self._end(begins)
 
