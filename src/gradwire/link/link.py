@@ -166,9 +166,11 @@ class Link(LinkReports, LocalStepsUser):
         self._replicas = ReplicaCheck(self.options.check_every, mine.circle.ranks)
         self._step: StepBuffer | None = None
         self.buffer_bytes: Callable[[], int] = lambda: 0
-        self._local = LocalSteps.of(
-            self.method, self._parameters, self.options, self._begin, self._runtime, self._channel, grad_scaler
-        )
+        if self.method.local_steps:
+            most = 4 * self.options.chunk_numel
+            self._local = LocalSteps(
+                self.method, self._parameters, most, self._begin, self._runtime, self._channel, grad_scaler
+            )
         unbind = (self._local or self.method).bind(optimizer, self._parameters)
         compressed = {n: p for n, p in self._exchanged.items() if n not in self._selection.planner.dense}
         caution_about(self.method, optimizer, compressed, warnings)
