@@ -280,12 +280,12 @@ def slow_fit() -> tuple[bool, bool, list[float]]:
         link = gw.Link([("w", parameter)], overlapped(updates=(0,)), min_numel=0)
         parameter.grad = gradients(0)[dist.get_rank(), :4000].clone()
         link.reduce_()
-        waits = dist.get_rank() != 0 or (began.wait(30) and not link._runtime._over.is_set())
+        waits = dist.get_rank() != 0 or (began.wait(30) and not link._round._finishing.done)
         released.set()
         held = levels_of(link).tolist()
         link.reduce_()
         link.close()
-        return bool(waits), link._runtime._over.is_set(), held
+        return bool(waits), link._round._finishing.done, held
     finally:
         gw.ALQ.fit = real  # type: ignore[method-assign]
 

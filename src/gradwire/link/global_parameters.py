@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from typing import cast
 
 import torch
 
@@ -259,6 +260,13 @@ class OwnParameters:
         """Take back what :meth:`add_state` added; return the state."""
         self.clock.steps = int(state["global"][STEPS])
         return {scope: dict(part) for scope, part in state.items()}
+
+
+def parameters_of(method: Method, named: Mapping[str, torch.Tensor], workers: int) -> GlobalParameters | OwnParameters:
+    """Return what one of some workers holds of a method with local steps."""
+    if method.traits.outcomes_differ:
+        return OwnParameters(method, named)
+    return GlobalParameters(cast(StepsLocally, method), named, workers)
 
 
 def mean_over_ranks(context: Context, flat: torch.Tensor) -> Exchange[None]:

@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import fields, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from gradwire.errors import ExchangeError, IncompatibleError
 from gradwire.exchange.drivers import Meter, Traffic, dense_bytes, simulate_ranks
-from gradwire.exchange.local_steps import StepsLocally
 from gradwire.exchange.method import Method
 from gradwire.exchange.planning import FragmentClock, Options, exchanged
 from gradwire.exchange.protocols import Context
 from gradwire.exchange.segments import flat_view
-from gradwire.link.global_parameters import GlobalParameters, OwnParameters, mean_over_ranks
+from gradwire.link.global_parameters import GlobalParameters, mean_over_ranks, parameters_of
 from gradwire.link.parameters import named_parameters, swapped
 from gradwire.link.simulate import SimulatedLink
 from gradwire.methods.spec import method as read_method
@@ -67,12 +66,7 @@ class SimulatedLocalSteps:
             same = found.traits.outcomes_differ or all(torch.equal(p, named[0][n]) for n, p in mine.items())
             if mine.keys() != named[0].keys() or not same:
                 raise IncompatibleError(f"worker {rank} begins with other parameters than worker 0")
-        self._workers: list[GlobalParameters | OwnParameters] = [
-            OwnParameters(found, mine)
-            if found.traits.outcomes_differ
-            else GlobalParameters(cast(StepsLocally, found), mine, len(named))
-            for mine in named
-        ]
+        self._workers = [parameters_of(found, mine, len(named)) for mine in named]
         self.buffers: list[list[torch.Tensor]] = []
         self._names = list(self._workers[0].pieces)
         self._flying: tuple[Sequence[str], list[torch.Tensor]] | None = None

@@ -2,15 +2,15 @@
 
 from gradwire.exchange.drivers.devices import Device, HostDevice, LateChecks, Verdict
 from gradwire.exchange.drivers.dry_run import LocalProfiler, Stage, dry_run, profile_locally
-from gradwire.exchange.drivers.lane import Job, Lane, TransferOrder, WireError, call
+from gradwire.exchange.drivers.lane import Future, Lane, TransferOrder, WireError
 from gradwire.exchange.drivers.simulation import simulate_ranks
 from gradwire.exchange.drivers.traffic import Meter, Span, Trace, Traffic, dense_bytes, profiled
 from gradwire.exchange.drivers.transports import choose_transport, connector, device_of, group_timeout, one_device
 
 __all__ = [
     "Device",
+    "Future",
     "HostDevice",
-    "Job",
     "Lane",
     "LateChecks",
     "LocalProfiler",
@@ -22,7 +22,6 @@ __all__ = [
     "TransferOrder",
     "Verdict",
     "WireError",
-    "call",
     "choose_transport",
     "connector",
     "dense_bytes",

@@ -1,6 +1,7 @@
-"""What a link becomes in a pickled and reloaded module."""
+"""The communication hook of DistributedDataParallel. No mathematics here.
 
-from __future__ import annotations
+This module does not postpone annotations: DDP compares a hook's annotations with the types themselves.
+"""
 
 from typing import Any
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import socket
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -17,7 +16,7 @@ from typing import TypeVar
 import torch
 
 from gradwire.errors import PayloadError
-from gradwire.exchange.drivers import Lane, WireError, call
+from gradwire.exchange.drivers import Future, Lane
 from gradwire.exchange.network_cost import LinkCost
 from gradwire.exchange.ops import AllGather, AllToAll, Exchange
 from gradwire.exchange.wire import open_sealed, sealed
@@ -74,7 +73,7 @@ class ControlChannel:
             PayloadError: what a rank told changed on the way.
         """
         mine, number = self._sealed(values)
-        return self._opened(self._call(_all_gather(mine, self._lane.world_size)), number)
+        return self._opened(self.run(_all_gather(mine, self._lane.world_size)), number)
 
     def gathering(self, values: Sequence[float], about: str) -> Callable[[], list[list[float]]]:
         """Start to gather, without a wait; what is returned waits, and gives every rank's values.
@@ -87,33 +86,26 @@ class ControlChannel:
         n = self._lane.world_size
         mine, number = self._sealed(values)
         recv = torch.empty((n, mine.numel()), dtype=torch.uint8)
-        done = threading.Event()
-        errors: list[Exception] = []
-
-        def fail(error: Exception) -> None:
-            errors.append(error)
-            done.set()
-
-        try:
-            self._lane.begin(_all_to_all(mine.repeat(n, 1), recv), lambda _: done.set(), fail)
-        except RuntimeError as error:
-            fail(WireError(str(error)))
+        begun = self._lane.run(_all_to_all(mine.repeat(n, 1), recv), at_once=True)
 
         def answer() -> list[list[float]]:
-            done.wait()
-            if errors:
-                raise self._failed(errors[0], about) from errors[0]
-            return self._opened(recv, number, about)
+            return self._opened(self._waited(begun, about), number, about)
 
         return answer
 
-    def run(self, generator: Exchange[T], about: str) -> T:
+    def run(self, generator: Exchange[T], about: str = "the choice of a method") -> T:
         """Run a protocol that all ranks run at this place, and return what it returns.
 
         Raises:
             ExchangeError: a rank is gone.
         """
-        return self._call(generator, about)
+        return self._waited(self._lane.run(generator), about)
+
+    def _waited(self, begun: Future[T], about: str) -> T:
+        try:
+            return begun.result()
+        except Exception as error:
+            raise self._failed(error, about) from error
 
     def _sealed(self, values: Sequence[float]) -> tuple[torch.Tensor, int]:
         """Return the bytes of a message, with a checksum that holds its number too, and the number."""
@@ -175,15 +167,9 @@ class ControlChannel:
         taken = []
         for _ in range(repeats):
             start = time.perf_counter()
-            self._call(_all_to_all(send, recv))
+            self.run(_all_to_all(send, recv))
             taken.append(time.perf_counter() - start)
         return median(taken)
-
-    def _call(self, generator: Exchange[T], about: str = "the choice of a method") -> T:
-        try:
-            return call(self._lane, generator)
-        except Exception as error:
-            raise self._failed(error, about) from error
 
 
 def _all_gather(mine: torch.Tensor, world_size: int) -> Exchange[torch.Tensor]:
