@@ -480,7 +480,7 @@ def losses() -> list[str]:
             for name, by_step in residuals.items()
         ),
         "",
-        "A link warns by age and cosine together: see [what a link warns of](methods.md#what-a-link-warns-of).",
+        "A link warns by age and cosine together: see [what a link warns of](methods/feedback.md#what-a-link-warns-of).",
         "",
     ]
 
