@@ -4,8 +4,9 @@
 
 Zensical makes the pages from files below ``docs/``, and this program makes what it does not: the API reference, from
 the public names of the package, so that a new name has an entry without an edit; pages of CONTRIBUTING.md,
-CHANGELOG.md and SECURITY.md, which stay where they are; the result files that pages link to. All of it is written
-below a temporary folder, where links that differ between the repository and the site are rewritten.
+CHANGELOG.md and SECURITY.md, which stay where they are; pages of the notebooks; the result files that pages link to.
+All of it is written below a temporary folder, where links that differ between the repository and the site are
+rewritten.
 
 The build is strict. Zensical fails on a broken link between pages, on an anchor that is not there and on a reference
 to a name that does not exist. This program fails, beyond that, on a page that the navigation leaves out, and on a link
@@ -27,6 +28,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+import notebooks
 from docstring_roles import address
 
 import gradwire
@@ -178,6 +180,8 @@ def rewritten(markdown: str, page: str) -> str:
     def rewrite(match: re.Match[str]) -> str:
         target = repository_path(origin, match[1])
         place = target and site_path(target)
+        if target and target.endswith(".ipynb"):
+            return f"]({match[1].removesuffix('.ipynb')}.md{match[2] or ''})"
         if not place or (origin.startswith("docs/") and target and target.startswith("docs/")):
             return match[0]
         up = "../" * (len(PurePosixPath(page).parts) - 1)
@@ -200,6 +204,9 @@ def linked_data() -> set[str]:
 def write_pages(docs: Path) -> None:
     """Write everything that Zensical reads below a folder that does not exist yet."""
     shutil.copytree(ROOT / "docs", docs)
+    for notebook in docs.rglob("*.ipynb"):
+        notebook.with_suffix(".md").write_text(notebooks.markdown(notebook))
+        notebook.unlink()
     for page in docs.rglob("*.md"):
         page.write_text(rewritten(page.read_text(), page.relative_to(docs).as_posix()))
     made = api_pages()
