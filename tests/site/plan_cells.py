@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 DATA = json.loads((ROOT / "benchmarks" / "results" / "calculator.json").read_text())
 
 CODER = "rans"
-"""The coder that the committed bytes of ``coded`` are of. A plan takes the one that is faster on the machine at hand."""
+"""The coder that the committed bytes of ``coded`` are of. A plan takes the one that is faster on its machine."""
 
 QUESTIONS = [
     # parameters, seconds, micro-batches, hosts, workers a host, cores of a host, latency in ms, bandwidths
