@@ -38,8 +38,14 @@ def draw_steps(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
         )
     from matplotlib.figure import Figure
 
-    drawing = Figure(figsize=(2.75 * len(cells), 3.4), layout="constrained")
-    panels = drawing.subplots(1, len(cells), squeeze=False)[0]
+    # Two beside each other, so that the text can be read on a telephone.
+    across = min(2, len(cells))
+    down = -(-len(cells) // across)
+    drawing = Figure(figsize=(2.75 * across, 2.4 * down + 0.8), layout="constrained")
+    places = drawing.subplots(down, across, squeeze=False)
+    panels = list(places.flat)
+    for spare in panels[len(cells) :]:
+        spare.remove()
     for panel, ((model, hosts), links) in zip(panels, cells.items()):
         rates = sorted(rate for rate, cell in links.items() if BASE in cell)
         for variant, colour in zip(variants, COLOURS * len(variants)):
@@ -52,14 +58,17 @@ def draw_steps(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
         shown = [tick for tick in TICKS if low <= tick <= high]
         panel.set_yticks(shown, [f"{tick:g}" for tick in shown])
         panel.minorticks_off()
-        panel.set_xticks(range(len(rates)), [_speed(rate) for rate in rates], fontsize=8, rotation=30)
+        panel.set_xticks(range(len(rates)), [_speed(rate) for rate in rates], fontsize=8, rotation=25)
         panel.set_title(f"{model}, {hosts} hosts", fontsize=10)
         panel.grid(alpha=0.25)
-    panels[0].set_ylabel(f"times as fast as {BASE}")
+    for row in places:
+        row[0].set_ylabel(f"times as fast as {BASE}", fontsize=9)
     lines = {str(line.get_label()): line for panel in panels for line in panel.get_lines()}
     named = {label: line for label, line in lines.items() if not label.startswith("_")}
-    drawing.legend(list(named.values()), list(named), loc="outside lower center", ncols=len(named), fontsize=7)
-    drawing.savefig(path, dpi=120)
+    drawing.legend(
+        list(named.values()), list(named), loc="outside lower center", ncols=2 if across > 1 else 1, fontsize=9
+    )
+    drawing.savefig(path, dpi=150)
 
 
 def _speed(rate: float) -> str:

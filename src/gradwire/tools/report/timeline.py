@@ -31,7 +31,7 @@ def draw_timeline(path: Path, spans: Sequence[tuple[str, str, float, float]], ti
 
     tracks = list(dict.fromkeys(track for track, *_ in spans))
     origin_s = min((begin for _, _, begin, _ in spans), default=0.0)
-    drawing = Figure(figsize=(9.0, 1.2 + 0.5 * len(tracks)), layout="constrained")
+    drawing = Figure(figsize=(5.8, 1.7 + 0.5 * len(tracks)), layout="constrained")
     panel = drawing.subplots()
     for name, colour in COLOURS.items():
         for row, track in enumerate(tracks):
@@ -43,5 +43,5 @@ def draw_timeline(path: Path, spans: Sequence[tuple[str, str, float, float]], ti
     panel.set_xlabel("milliseconds")
     panel.set_title(title, fontsize=9)
     shown = dict(zip(*reversed(panel.get_legend_handles_labels())))
-    drawing.legend(list(shown.values()), list(shown), loc="outside lower center", ncols=len(shown) or 1, fontsize=7)
-    drawing.savefig(path, dpi=120)
+    drawing.legend(list(shown.values()), list(shown), loc="outside lower center", ncols=4, fontsize=8)
+    drawing.savefig(path, dpi=150)
