@@ -362,6 +362,9 @@ def test_every_method_has_a_row_in_the_docs() -> None:
     text = (ROOT / "docs" / "methods.md").read_text()
     for kind in METHODS:
         assert f"| `{kind.name}` |" in text, f"docs/methods.md has no row for {kind.name}"
+        family = kind.__module__.split(".")[2].replace("_", "-")
+        page = ROOT / "docs" / "methods" / f"{family}.md"
+        assert f"`{kind.name}`" in page.read_text(), f"docs/methods/{family}.md does not name {kind.name}"
 
 
 @pytest.mark.repository

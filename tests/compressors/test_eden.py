@@ -1,4 +1,4 @@
-"""EDEN and DRIVE, by number of the property in the paper's summary (docs/methods.md)."""
+"""EDEN and DRIVE, by number of the property in the paper's summary (docs/methods/rotations.md)."""
 
 from __future__ import annotations
 

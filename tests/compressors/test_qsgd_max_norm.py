@@ -1,4 +1,4 @@
-"""QSGDMaxNorm: the numbered properties of all-reduce compatible quantisers (docs/methods.md)."""
+"""QSGDMaxNorm: the numbered properties of all-reduce compatible quantisers (docs/methods/levels.md)."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ class LGC(ResidualAlgorithm):
     The exchange begins when the whole gradient is there. What the papers leave dense (the first layers and the last) is
     for ``exclude`` and ``min_numel`` to say; it goes past the autoencoder.
 
-    Wire: ``docs/wire-format.md``; what is the paper's and what is not: ``docs/methods.md``.
+    Wire: ``docs/wire-format.md``; what is the paper's and what is not: ``docs/methods/learned.md``.
 
     Reference: L. Abrahamyan, Y. Chen, G. Bekoulis, N. Deligiannis, "Learned Gradient Compression for Distributed Deep
     Learning", IEEE Transactions on Neural Networks and Learning Systems, 2021.

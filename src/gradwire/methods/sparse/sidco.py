@@ -229,7 +229,7 @@ class SIDCo(Sparse):
     so that it is repeated: the first stage aims at a quarter, and each of the others fits the excess of what is above
     the threshold so far, by equal factors. How many are above depends on the data. Of normal, gamma, Student and Pareto
     values, with a density of 0.001, three stages of "exponential" keep 0.7 to 1.2 k, of "pareto" 0.9 to 1.1 k; one
-    stage may keep twenty times k, or nothing (``docs/methods.md``).
+    stage may keep twenty times k, or nothing (``docs/methods/sparse.md``).
 
     No more than 1.3 k are kept, the largest. Where the fit says nothing, the k largest are kept, as by :class:`TopK`:
     of parameters with fewer than 100 000 elements, of those whose fit degenerates, and where no element reaches the

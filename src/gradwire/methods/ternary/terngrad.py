@@ -190,9 +190,9 @@ class TernGrad(Compressor):
     Wire: five trits a byte, sixteen bytes for 80 elements; the sum in base 2N+1, packed (``docs/wire-format.md``).
 
     Reference: W. Wen et al., "TernGrad: Ternary Gradients to Reduce Communication in Distributed Deep Learning",
-    NeurIPS 2017, algorithm 1, equations 3, 4 and 8. Where paper and code differ, see ``docs/methods.md``: the clip is
-    explicit, at each worker's own threshold, and the scaler is the maximum of the clipped vector, both as in the
-    paper. To keep the last layer in float use ``attach(..., exclude=...)``, for small tensors ``min_numel``.
+    NeurIPS 2017, algorithm 1, equations 3, 4 and 8. Where paper and code differ, see ``docs/methods/ternary.md``: the
+    clip is explicit, at each worker's own threshold, and the scaler is the maximum of the clipped vector, both as in
+    the paper. To keep the last layer in float use ``attach(..., exclude=...)``, for small tensors ``min_numel``.
 
     Example:
         >>> import torch, gradwire as gw

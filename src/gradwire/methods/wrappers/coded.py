@@ -67,7 +67,7 @@ class Coded(Wrapper):
         IncompatibleError: when attached: the operator's payload has neither positions nor digits that fit a byte.
 
     Reference: J. Duda, "Asymmetric numeral systems", 2013 (rANS); D. A. Huffman, 1952. The methods' own papers propose
-    Elias codes, which are longer: see ``docs/methods.md``.
+    Elias codes, which are longer: see ``docs/methods/wrappers.md``.
 
     Example:
         >>> import torch, gradwire as gw

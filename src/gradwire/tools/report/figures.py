@@ -238,8 +238,14 @@ def draw_steps(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
         raise IncompatibleError(
             f"the figure compares exchanges with {BASE!r}: measure it and at least one other variant"
         )
-    drawing = Figure(figsize=(2.75 * len(cells), 3.4), layout="constrained")
-    panels = drawing.subplots(1, len(cells), squeeze=False)[0]
+    # Two beside each other, so that the text can be read on a telephone.
+    across = min(2, len(cells))
+    down = -(-len(cells) // across)
+    drawing = Figure(figsize=(2.75 * across, 2.4 * down + 0.8), layout="constrained")
+    places = drawing.subplots(down, across, squeeze=False)
+    panels = list(places.flat)
+    for spare in panels[len(cells) :]:
+        spare.remove()
     for panel, ((model, hosts), links) in zip(panels, cells.items()):
         rates = sorted(rate for rate, cell in links.items() if BASE in cell)
         for variant, colour in zip(variants, VARIANT_COLOURS * len(variants)):
@@ -252,14 +258,17 @@ def draw_steps(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
         shown = [tick for tick in TICKS if low <= tick <= high]
         panel.set_yticks(shown, [f"{tick:g}" for tick in shown])
         panel.minorticks_off()
-        panel.set_xticks(range(len(rates)), [_speed(rate) for rate in rates], fontsize=8, rotation=30)
+        panel.set_xticks(range(len(rates)), [_speed(rate) for rate in rates], fontsize=8, rotation=25)
         panel.set_title(f"{model}, {hosts} hosts", fontsize=10)
         panel.grid(alpha=0.25)
-    panels[0].set_ylabel(f"times as fast as {BASE}")
+    for row in places:
+        row[0].set_ylabel(f"times as fast as {BASE}", fontsize=9)
     lines = {str(line.get_label()): line for panel in panels for line in panel.get_lines()}
     named = {label: line for label, line in lines.items() if not label.startswith("_")}
-    drawing.legend(list(named.values()), list(named), loc="outside lower center", ncols=len(named), fontsize=7)
-    drawing.savefig(path, dpi=120)
+    drawing.legend(
+        list(named.values()), list(named), loc="outside lower center", ncols=2 if across > 1 else 1, fontsize=9
+    )
+    drawing.savefig(path, dpi=150)
 
 
 def _speed(rate: float) -> str:
@@ -276,7 +285,7 @@ def draw_timeline(path: Path, spans: Sequence[tuple[str, str, float, float]], ti
     """
     tracks = list(dict.fromkeys(track for track, *_ in spans))
     origin_s = min((begin for _, _, begin, _ in spans), default=0.0)
-    drawing = Figure(figsize=(9.0, 1.2 + 0.5 * len(tracks)), layout="constrained")
+    drawing = Figure(figsize=(5.8, 1.7 + 0.5 * len(tracks)), layout="constrained")
     panel = drawing.subplots()
     for name, colour in WORK_COLOURS.items():
         for row, track in enumerate(tracks):
@@ -288,5 +297,5 @@ def draw_timeline(path: Path, spans: Sequence[tuple[str, str, float, float]], ti
     panel.set_xlabel("milliseconds")
     panel.set_title(title, fontsize=9)
     shown = dict(zip(*reversed(panel.get_legend_handles_labels())))
-    drawing.legend(list(shown.values()), list(shown), loc="outside lower center", ncols=len(shown) or 1, fontsize=7)
-    drawing.savefig(path, dpi=120)
+    drawing.legend(list(shown.values()), list(shown), loc="outside lower center", ncols=4, fontsize=8)
+    drawing.savefig(path, dpi=150)
