@@ -185,8 +185,9 @@ class DPSGD(GossipMethod):
 
     Args:
         graph: ``"ring"``, ``"torus"`` (a rectangle, as square as the number of workers allows), ``"exponential"``
-            (neighbours are 1, 2, 4, ... places away), or the path to a file of edges, see ``docs/methods/gossip.md``. The
-            weight of an edge is 1 / (1 + the larger number of neighbours of its ends), unless a file says otherwise.
+            (neighbours are 1, 2, 4, ... places away), or the path to a file of edges, see ``docs/methods/gossip.md``.
+            The weight of an edge is 1 / (1 + the larger number of neighbours of its ends), unless a file says
+            otherwise.
         every: Optimizer steps from one exchange to the next.
 
     Raises:
