@@ -20,11 +20,12 @@ from gradwire.kernels.lattice import loops as lattice
 from gradwire.kernels.levels import loops as levels
 from gradwire.kernels.moments import loops as moments
 from gradwire.kernels.natural import loops as natural
+from gradwire.kernels.rotation import loops as rotation
 from gradwire.kernels.signs import loops as signs
 from gradwire.kernels.checksum.loops import row_checksums
 
 homes = {"moments": moments, "ternary": ternary, "levels": levels, "signs": signs, "natural": natural}
-homes["lattice"] = lattice
+homes |= {"lattice": lattice, "rotation": rotation}
 drivers = {
     f"{home}.{name}": value
     for home, module in homes.items()
@@ -48,6 +49,14 @@ def test_only_the_families_of_the_method_are_compiled() -> None:
     names = {entry.split(":")[0] for entry in warm.split()}
     ternary = {f"ternary.{name}_range" for name in ("decode", "encode", "sum")}
     assert names == {"moments.moments_range", "checksum.row_checksums", *ternary}
+    assert used == warm
+
+
+def test_nothing_is_compiled_by_the_first_step() -> None:
+    """By the compiler's own record: EDEN packs two digits a byte by a loop of its own."""
+    command = [sys.executable, "-c", PROBE, "EDEN(bits=4)"]
+    warm, used = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert "rotation.encode_pairs_range:1" in warm.split()
     assert used == warm
 
 
