@@ -15,13 +15,12 @@ import gradwire as gw
 from gradwire.exchange.drivers import Meter, simulate_ranks
 from gradwire.exchange.ops import AllGather, AllToAll, Broadcast, Exchange, Op, Reduce, SendRecv
 from gradwire.exchange.protocols import Context, Memory
-from gradwire.exchange.protocols.bucket_plan import BucketPlan
+from gradwire.exchange.protocols.bucket_plan import BucketPlan, PlanSetting
 from gradwire.exchange.protocols.differences import Known, gathered_differences
 from gradwire.exchange.segments import Parameter, lay_out
 from gradwire.exchange.wire import HEADER_BYTES
 from gradwire.kernels import get_kernels
 from gradwire.methods.gossip.vector_coder import VectorCoder
-from plans import make_plan
 
 __all__ = ["CHANGES", "OUTCOMES", "Trials", "WeightTrials"]
 
@@ -228,15 +227,8 @@ class Trials:
         if method.open_coders:
             method = method.with_coder(method.open_coders[0])
         segments = lay_out(Parameter(f"p{i}", (n,), (1,)) for i, n in enumerate(SIZES))
-        self.plan: BucketPlan = make_plan(
-            method,
-            segments,
-            kernels=get_kernels(backend),
-            world_size=workers,
-            collective=collective,
-            seed=0,
-            chunk_numel=3200,
-        )
+        setting = PlanSetting(segments, get_kernels(backend), workers, collective, 0, 3200)
+        self.plan: BucketPlan = method.plan(setting)
         self._prepare(workers)
 
     def _prepare(self, workers: int) -> None:
