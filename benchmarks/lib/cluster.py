@@ -3,7 +3,7 @@
 Beside :mod:`gradwire.model.schedule`, which follows every bucket of a step that was measured, this asks only for four
 kinds of number: what a step computes, how large a gradient's message is in each direction, how fast the two kinds of
 link are, and in which pattern messages are added up. So it reaches clusters that nobody has at hand, and systems that
-are not ours: ``benchmarks/paper_projection.py`` applies it to a published projection up to 512 GPUs.
+are not ours: ``benchmarks/claims/paper_projection.py`` applies it to a published projection up to 512 GPUs.
 
 A step is ``compute + inside + staging + between``, less what may run during the computation. Links are full duplex,
 nothing else uses them, and all hosts are equal. Every class refuses numbers that make no sense with a

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 import gradwire as gw
-from gradwire.tools.experiments.convex import LogisticProblem
+from benchmarks.lib.convex import LogisticProblem
+from benchmarks.lib.optimum import Optimum
 from gradwire.tools.experiments.errors import TrainingError
-from gradwire.tools.experiments.optimum import Optimum
 
 __all__ = ["Exchange", "descend", "exact_mean", "float32_floor", "rounded_mean"]
 

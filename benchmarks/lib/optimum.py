@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradwire.tools.experiments.convex import LogisticProblem
+from benchmarks.lib.convex import LogisticProblem
 from gradwire.tools.experiments.errors import TrainingError
 
 __all__ = ["Optimum", "find_optimum", "residual"]

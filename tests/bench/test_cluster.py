@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import sys
 from dataclasses import replace
-from pathlib import Path
-from types import ModuleType
 from typing import Any, get_args
 
 import pytest
 
+from benchmarks.claims import paper_projection
+from benchmarks.lib.cluster import Cluster, Fabric, Message, Pattern, Workload, dense, step, sweep, ternary
 from gradwire.errors import HyperparameterError
-from gradwire.model.cluster import Cluster, Fabric, Message, Pattern, Workload, dense, step, sweep, ternary
+
+pytestmark = pytest.mark.repository
 
 PATTERNS = get_args(Pattern)
 INFINITE = Fabric(bandwidth_bytes_per_s=math.inf)
@@ -171,23 +170,10 @@ def test_what_makes_no_sense_is_refused_by_name(build: Any, named: str) -> None:
         build()
 
 
-@pytest.fixture(scope="module")
-def paper() -> ModuleType:
-    path = Path(__file__).parents[2] / "benchmarks" / "paper_projection.py"
-    spec = importlib.util.spec_from_file_location("paper_projection", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.mark.repository
-def test_the_two_speedups_that_the_paper_states(paper: ModuleType) -> None:
+def test_the_two_speedups_that_the_paper_states() -> None:
     speedups = {
         (r["network"], r["model"], r["gpus"], r["variant"]): r["speedup"]
-        for r in paper.projected()
+        for r in paper_projection.projected()
         if r["variant"] != "both directions"
     }
     assert speedups["infiniband", "VGG-A", 512, "as stated"] == pytest.approx(2.0, rel=0.1)
@@ -196,10 +182,11 @@ def test_the_two_speedups_that_the_paper_states(paper: ModuleType) -> None:
     assert speedups["ethernet", "AlexNet", 8, "as stated"] > 3.9
 
 
-@pytest.mark.repository
-def test_the_digitised_figures_are_explained_and_other_readings_are_not(paper: ModuleType) -> None:
-    assert all(abs(r["speedup_deviation_percent"]) < 8 for r in paper.projected() if r["variant"] == "as read")
-    first, *others = paper.study()
+def test_the_digitised_figures_are_explained_and_other_readings_are_not() -> None:
+    assert all(
+        abs(r["speedup_deviation_percent"]) < 8 for r in paper_projection.projected() if r["variant"] == "as read"
+    )
+    first, *others = paper_projection.study()
     assert first["ethernet_rms_percent"] < 5
     assert first["infiniband_rms_percent"] < 5
     assert first["speedup_rms_percent"] == min(r["speedup_rms_percent"] for r in (first, *others))

@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from gradwire.tools.experiments.convex import LogisticProblem
-from gradwire.tools.experiments.descent import descend, exact_mean, float32_floor, rounded_mean
+from benchmarks.lib.convex import LogisticProblem
+from benchmarks.lib.descent import descend, exact_mean, float32_floor, rounded_mean
+from benchmarks.lib.optimum import find_optimum, residual
 from gradwire.tools.experiments.errors import TrainingError, UsageError
-from gradwire.tools.experiments.optimum import find_optimum, residual
+
+pytestmark = pytest.mark.repository
 
 L2, L1 = 0.02, 0.02
 
