@@ -160,6 +160,6 @@ def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
     """Give the calculator its numbers and its programs, so that the page works without a server."""
     if page.file.src_uri != CALCULATOR:
         return html
-    numbers = json.dumps(json.loads((ROOT / DATA / "calculator.json").read_text()), separators=(",", ":"))
+    numbers = json.dumps(json.loads((ROOT / DATA / "pages" / "calculator.json").read_text()), separators=(",", ":"))
     scripts = "".join(f'<script src="assets/{name}.js"></script>' for name in ("model", "calculator"))
     return f'{html}<script type="application/json" id="calculator-data">{numbers}</script>{scripts}'

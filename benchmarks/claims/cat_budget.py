@@ -1,6 +1,6 @@
 """Bytes to a given loss by CAT and by every fixed number of elements, on logistic regression.
 
-    python benchmarks/cat_budget.py --data FOLDER --json benchmarks/results/cat_budget.json
+    python benchmarks/claims/cat_budget.py --data FOLDER --json benchmarks/results/claims/cat_budget.json
 
 One worker descends with its whole gradient and the rate 1 / L on the first rows of each LIBSVM file of the folder, by
 ``CAT`` and by ``TopK`` with 1, 2, 4, ... and all elements, until the loss is within a hundredth and a ten-thousandth of
@@ -11,16 +11,19 @@ bytes of a float32 value and a position, one by one or in packets of 1472 bytes.
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import Any
 
 import torch
-from runs import write
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import gradwire as gw
+from benchmarks.lib.convex import LogisticProblem
+from benchmarks.lib.optimum import find_optimum
+from benchmarks.lib.runs import write
 from gradwire.methods.sparse.descent_per_byte import MessageCost
-from gradwire.tools.experiments.convex import LogisticProblem
-from gradwire.tools.experiments.optimum import find_optimum
 from gradwire.tools.experiments.tasks.readers import read_libsvm
 
 FILES = ("a9a.txt", "mushrooms.txt")
@@ -99,7 +102,7 @@ def main() -> None:
                 }
                 rows.append(row)
                 print({k: v for k, v in row.items() if k != "fixed_cost_bytes"}, flush=True)
-    write(options.json, command="benchmarks/cat_budget.py", l2=options.l2, rows_read=ROWS, rows=rows)
+    write(options.json, command="benchmarks/claims/cat_budget.py", l2=options.l2, rows_read=ROWS, rows=rows)
 
 
 if __name__ == "__main__":

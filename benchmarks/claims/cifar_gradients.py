@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from cifar_levels import STEPS
 from torch import Tensor
 
+from benchmarks.claims.cifar_levels import STEPS
 from gradwire.tools.experiments import tasks
 
 __all__ = ["gradients", "parser"]

@@ -1,6 +1,7 @@
 """The AQSGD comparison (Faghri et al., NeurIPS 2020): 3 bits, 4 workers, CIFAR-10, whole-network blocks of many sizes.
 
-    python benchmarks/cifar_levels.py --data FOLDER --work runs/cifar --json benchmarks/results/cifar_levels.json
+    python benchmarks/claims/cifar_levels.py --data FOLDER --work runs/cifar \\
+        --json benchmarks/results/claims/cifar_levels.json
 
 ResNet-8, total batch 128, five epochs (1560 steps) of data batches 1 to 4, evaluated on batch 5; SGD with momentum
 0.9, learning rate 0.1 with a cosine schedule. Every parameter is compressed (``min_numel=0``) and blocks are cut from
@@ -16,7 +17,9 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from runs import claim, final, train, write
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.lib.runs import claim, final, train, write
 
 STEPS = 1560
 SIZES = (64, 32768, 1024, 8192)

@@ -1,6 +1,6 @@
 """The convex problems that methods with memory are judged on: their constants, optimum, and what float32 permits.
 
-    python benchmarks/diana.py --data a9a.txt --data mushrooms.txt --l2 0.01 --l2 0.001 --json FILE
+    python benchmarks/claims/diana.py --data a9a.txt --data mushrooms.txt --l2 0.01 --l2 0.001 --json FILE
 
 Logistic regression over 8 workers, rows sorted by label. Descent with the exact mean in float64 shows the rate; with
 every worker's gradient rounded to float32, as a link takes it, where it stops.
@@ -11,15 +11,18 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import sys
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from gradwire.tools.experiments.convex import LogisticProblem
-from gradwire.tools.experiments.descent import descend, exact_mean, float32_floor, rounded_mean
-from gradwire.tools.experiments.optimum import find_optimum
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.lib.convex import LogisticProblem
+from benchmarks.lib.descent import descend, exact_mean, float32_floor, rounded_mean
+from benchmarks.lib.optimum import find_optimum
 
 
 def row(name: str, problem: LogisticProblem, steps: int) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """DIANA beside DQGD, QSGD and TernGrad: full gradients of eight unlike workers, logistic regression.
 
-    python benchmarks/diana_convergence.py --data a9a.txt --data mushrooms.txt --json benchmarks/results/diana.json
+    python benchmarks/claims/diana_convergence.py --data a9a.txt --data mushrooms.txt \\
+        --json benchmarks/results/claims/diana.json
 
 Rows are sorted by label and cut in eight equal shares, so that most workers see one label only. Gradients are exact
 and travel in float32; the iterate is float64. Every method takes the step size of its theory. DIANA starts from zero,
@@ -17,12 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from runs import write
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import gradwire as gw
-from gradwire.tools.experiments.convex import LogisticProblem
-from gradwire.tools.experiments.descent import descend, float32_floor
-from gradwire.tools.experiments.optimum import Optimum, find_optimum
+from benchmarks.lib.convex import LogisticProblem
+from benchmarks.lib.descent import descend, float32_floor
+from benchmarks.lib.optimum import Optimum, find_optimum
+from benchmarks.lib.runs import write
 
 WORKERS = 8
 BLOCK = 32

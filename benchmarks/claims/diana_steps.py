@@ -1,6 +1,7 @@
 """Steps that DIANA needs by theory: descent with exact gradients, and the step size that theory gives DIANA.
 
-    python benchmarks/diana_steps.py --data a9a.txt --data mushrooms.txt --json benchmarks/results/diana_steps.json
+    python benchmarks/claims/diana_steps.py --data a9a.txt --data mushrooms.txt \\
+        --json benchmarks/results/claims/diana_steps.json
 
 DIANA's noise vanishes with the shifts, so that in the end it descends as the mean gradient does, with the step size
 1 / (L (1 + 6 omega / N)) that its variance constant omega permits. This counts the steps from zero to the goal with
@@ -16,13 +17,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diana_convergence import GOAL, METHODS, WORKERS, omega_of
-from runs import write
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import gradwire as gw
-from gradwire.tools.experiments.convex import LogisticProblem
-from gradwire.tools.experiments.descent import descend
-from gradwire.tools.experiments.optimum import Optimum, find_optimum
+from benchmarks.claims.diana_convergence import GOAL, METHODS, WORKERS, omega_of
+from benchmarks.lib.convex import LogisticProblem
+from benchmarks.lib.descent import descend
+from benchmarks.lib.optimum import Optimum, find_optimum
+from benchmarks.lib.runs import write
 
 AT_ONCE = 500
 """Steps between two looks at the goal."""

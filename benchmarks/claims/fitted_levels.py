@@ -1,6 +1,6 @@
 """Measure how well fitted levels fit: the variance of three bits on the gradients of ResNet-8, as it is trained.
 
-    python benchmarks/fitted_levels.py --data FOLDER --json benchmarks/results/fitted_levels.json
+    python benchmarks/claims/fitted_levels.py --data FOLDER --json benchmarks/results/claims/fitted_levels.json
 
 The gradients are those of four workers in a float32 training of ``cifar_levels.py``'s length. At some steps, this
 computes the exact relative variance sum_k (h_k - r_k) (r_k - l_k) R^2 / |g|^2 of the workers' gradients with the levels
@@ -22,13 +22,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cifar_gradients import gradients, parser
-from cifar_levels import STEPS
-from runs import write
 from torch import Tensor
-from zero_level import of_block, variance
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import gradwire as gw
+from benchmarks.claims.cifar_gradients import gradients, parser
+from benchmarks.claims.cifar_levels import STEPS
+from benchmarks.claims.zero_level import of_block, variance
+from benchmarks.lib.runs import write
 from gradwire.methods.levels.level_fitting import Mixture, powers
 
 WORKERS = 4

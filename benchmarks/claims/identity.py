@@ -1,6 +1,6 @@
 """Runs that must end in the same bits: real and simulated, three bucket sizes, all backends, and float32 against DDP.
 
-    python benchmarks/identity.py --json benchmarks/results/identity.json
+    python benchmarks/claims/identity.py --json benchmarks/results/claims/identity.json
 
 Trains a small network on three to seven real ranks over Gloo and prints a digest of the parameters of every run; exits
 with 1 where digests differ that must not, also between the ranks of a run.

@@ -1,6 +1,6 @@
 """The paper's MNIST experiment (TernGrad, NeurIPS 2017, fig. 3): LeNet, total batch 64, 10 000 steps, 2 to 64 workers.
 
-    python benchmarks/mnist_curve.py --data FOLDER --work runs/mnist --json benchmarks/results/mnist.json
+    python benchmarks/claims/mnist_curve.py --data FOLDER --work runs/mnist --json benchmarks/results/claims/mnist.json
 
 Each run is ``gradwire train mnist --simulate``, which gives the bits of as many real workers. Runs that are whole are
 not repeated, so the script may be stopped and started again; two copies of it share the work. The last copy to finish,
@@ -16,7 +16,9 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from runs import claim, final, train, write
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.lib.runs import claim, final, train, write
 
 METHODS = ("terngrad", "fp32")
 # Workers and seeds. All numbers of workers see the same batches of a seed, so that fp32 runs with the same seed differ

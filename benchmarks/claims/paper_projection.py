@@ -1,8 +1,9 @@
 """TernGrad's published projection, 4 to 512 GPUs, from stated inputs, beside the figures digitised from the poster.
 
-    python benchmarks/paper_projection.py
+    python benchmarks/claims/paper_projection.py
 
-Writes ``benchmarks/results/projection.json`` and ``docs/figures/projection.png``; takes a second, measures nothing.
+Writes ``benchmarks/results/claims/projection.json`` and ``docs/figures/projection.png``; takes a second, measures
+nothing.
 
 Variants: ``as read``, which explains the digitised figures (one direction counted, AlexNet's message halved); ``as
 stated``, with all of AlexNet; ``both directions``, float32 both ways against ternary up and 2N + 1 levels down.
@@ -13,17 +14,20 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from gradwire.model.cluster import Cluster, Fabric, Message, Pattern, Step, Workload, dense, step, ternary
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.lib.cluster import Cluster, Fabric, Message, Pattern, Step, Workload, dense, step, ternary
+from benchmarks.lib.results import RESULTS, ROOT
 from gradwire.version import __version__
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results" / "projection.json"
+OUT = RESULTS / "claims/projection.json"
 FIGURE = ROOT / "docs" / "figures" / "projection.png"
 
 GPUS_PER_HOST = 4
@@ -291,7 +295,7 @@ def main() -> None:
         "assumptions": assumptions,
         "rows": rows,
     }
-    RESULTS.write_text(json.dumps(record, indent=1) + "\n")
+    OUT.write_text(json.dumps(record, indent=1) + "\n")
     draw()
 
 

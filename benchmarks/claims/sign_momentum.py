@@ -1,6 +1,7 @@
 """Momentum and error feedback of signs: after the exchange, before compression, and not at all.
 
-    python benchmarks/sign_momentum.py --work runs/sign_momentum --json benchmarks/results/sign_momentum.json
+    python benchmarks/claims/sign_momentum.py --work runs/sign_momentum \\
+        --json benchmarks/results/claims/sign_momentum.json
 
 Four simulated workers, ``gradwire train --simulate`` by SGD, two seeds, the task ``text`` on its default data and, with
 ``--mnist FOLDER``, MNIST. A method's own momentum is in its spec, and the optimizer then has none. Rates without
@@ -19,7 +20,9 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from runs import claim, final, train, write
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.lib.runs import claim, final, train, write
 
 SEEDS = (0, 1)
 STEPS = {"text": 600, "mnist": 3000}

@@ -1,6 +1,6 @@
 """What signs lose of real gradients, and how long residuals grow beside them, on the task ``text``.
 
-    python benchmarks/sign_residuals.py --json benchmarks/results/sign_residuals.json
+    python benchmarks/claims/sign_residuals.py --json benchmarks/results/claims/sign_residuals.json
 
 Four simulated workers train by SGD on the task's default data. After some steps, for each compressed parameter of
 worker 0: the share |C(g) - g|^2 / |g|^2 of the gradient that the scaled sign loses, by block size (in the float32 run),
@@ -17,9 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from runs import write
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import gradwire as gw
+from benchmarks.lib.runs import write
 from gradwire.tools.experiments import tasks
 from gradwire.tools.experiments.config import RunConfig
 from gradwire.tools.experiments.simulate import SimulatedEngine

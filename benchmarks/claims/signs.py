@@ -1,6 +1,6 @@
 """Sign methods beside float32 and TernGrad: accuracy and bytes on MNIST and on text, 4 workers, two seeds.
 
-    python benchmarks/signs.py --mnist FOLDER --work runs/signs --json benchmarks/results/signs.json
+    python benchmarks/claims/signs.py --mnist FOLDER --work runs/signs --json benchmarks/results/claims/signs.json
 
 Each run is ``gradwire train --simulate``. Methods whose outcome is a direction run on SGD without momentum, as their
 papers do; on text, where the task has Adam, EF-signSGD and float32 run on SGD with momentum 0.9, too. These, and
@@ -20,7 +20,9 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from runs import claim, final, train, write
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.lib.runs import claim, final, train, write
 
 STEPS = {"mnist": 3000, "text": 600}
 SEEDS = (0, 1)

@@ -1,6 +1,6 @@
 """TernGrad's CIFAR-10 experiment (Wen et al., NeurIPS 2017, table 1), shortened: ConvNet, Adam, 2 and 16 workers.
 
-    python benchmarks/terngrad_cifar10.py --data FOLDER --json benchmarks/results/terngrad_cifar10.json
+    python benchmarks/claims/terngrad_cifar10.py --data FOLDER --json benchmarks/results/claims/terngrad_cifar10.json
 
 The network, crops of 24 pixels, flips, Adam at 2e-4, a weight decay of 0.004, an average of the weights in evaluation,
 and total batches of 128 on 2 workers and of 2048 on 16 are those of the authors' programs; ``--samples`` is how many
@@ -23,7 +23,9 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from runs import claim, earlier, final, train, write
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.lib.runs import claim, earlier, final, train, write
 
 SAMPLES = 98_304
 BATCH = {2: 128, 16: 2048}

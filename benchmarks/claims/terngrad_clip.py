@@ -1,7 +1,7 @@
 """TernGrad's clip about zero (root mean square) and about the mean (standard deviation, the paper's), in training.
 
-    python benchmarks/terngrad_clip.py --mnist FOLDER --text FILE --work runs/terngrad_clip \
-        --json benchmarks/results/terngrad_clip.json
+    python benchmarks/claims/terngrad_clip.py --mnist FOLDER --text FILE --work runs/terngrad_clip \\
+        --json benchmarks/results/claims/terngrad_clip.json
 
 Four simulated workers, LeNet on MNIST (SGD with momentum) and the character model on a text (Adam; without ``--text``
 the task's default text), the tasks' own settings, all methods from the same seeds. By default parameters with fewer
@@ -20,7 +20,9 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from runs import claim, final, train, write
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.lib.runs import claim, final, train, write
 
 STEPS = {"mnist": 3000, "text": 600}
 SEEDS = (0, 1, 2)

@@ -1,6 +1,6 @@
 """Relative variance E|Q(v) - v|^2 / |v|^2 of the quantisers, on Gaussian blocks and on a real gradient.
 
-    python benchmarks/variance.py --json benchmarks/results/variance.json
+    python benchmarks/claims/variance.py --json benchmarks/results/claims/variance.json
 
 Gaussian: measured against the tables derived from the papers' formulas, whose entries are rounded to two or three
 digits; a trailing zero is one of them, so that "0.200" may be off by 0.25 %, half a unit of its last digit.
@@ -16,10 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from runs import write
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import gradwire as gw
-from gradwire.tools.experiments import tasks
+from benchmarks.lib.runs import write
+from benchmarks.lib.text_gradient import real_gradient
 
 BLOCKS = (128, 512, 1024, 8192)
 # Block sizes in columns, as they are written in the tables of QSGD, NUQSGD and AQSGD; "-" where there is no entry.
@@ -69,22 +71,6 @@ def exact(spec: str, g: torch.Tensor) -> float:
         upper = torch.searchsorted(ends, r, right=True).clamp(1, len(ends) - 1)
         total += float(((ends[upper] - r) * (r - ends[upper - 1])).clamp(min=0).sum() * scale**2)
     return total / float(g.double().square().sum())
-
-
-def real_gradient(steps: int, first: int = 0) -> dict[str, torch.Tensor]:
-    """Train the text task's model for some steps by plain SGD on batches ``first`` on; give the next gradient."""
-    torch.manual_seed(0)
-    task = tasks.build("text")
-    model, source = task.build_model(), task.load()
-    optimizer = task.build_optimizer(model)
-    for step in range(steps + 1):
-        indices = torch.randint(source.samples, (task.batch,), generator=torch.Generator().manual_seed(first + step))
-        inputs, targets = source.batch(indices, slice(0, task.batch), seed=0, step=step)
-        optimizer.zero_grad()
-        task.loss(model(inputs), targets).backward()
-        if step < steps:
-            optimizer.step()
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
 def main() -> int:

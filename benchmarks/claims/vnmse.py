@@ -1,6 +1,6 @@
 """The error of every quantiser at the bits that it takes: E|Q(x) - x|^2 / |x|^2, for normal and for lognormal values.
 
-    python benchmarks/vnmse.py --json benchmarks/results/vnmse.json
+    python benchmarks/claims/vnmse.py --json benchmarks/results/claims/vnmse.json
 
 One worker, so that nothing but the encoding itself errs; bits are those of a payload, headers included, from bytes that
 were counted: of a coder's, those of the normal values. Beside EDEN, DRIVE and QUIC-FL stands what is derived for normal
@@ -17,9 +17,11 @@ from statistics import mean, stdev
 from typing import Any
 
 import torch
-from runs import write
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import gradwire as gw
+from benchmarks.lib.runs import write
 from gradwire.methods.levels.bounded_levels import ERROR
 from gradwire.methods.levels.normal_levels import DISTORTION, level_count, uniform_levels, uniform_step
 

@@ -1,6 +1,6 @@
 """What a level at zero is worth: variance of three bits with and without it, on gradients of ResNet-8.
 
-    python benchmarks/zero_level.py --data FOLDER --json benchmarks/results/zero_level.json
+    python benchmarks/claims/zero_level.py --data FOLDER --json benchmarks/results/claims/zero_level.json
 
 Seven even levels j / 3 of a block's maximum (``QSGDinf(levels=3)``), and the eight +-1/7 .. +-7/7 of the AQSGD program:
 exact relative variance sum_k (h_k - r_k) (r_k - l_k) R^2 / |g|^2 of the whole network's gradient, in blocks cut across
@@ -10,11 +10,15 @@ parameters, before training and after some steps of SGD.
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
-from cifar_gradients import gradients, parser
-from runs import write
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.claims.cifar_gradients import gradients, parser
+from benchmarks.lib.runs import write
 
 BLOCKS = (64, 1024, 8192, 32768)
 STEPS = (0, 50, 200)

@@ -1,14 +1,11 @@
-"""What the pages share: reading committed results, and writing numbers as people read them."""
+"""Cells of the rows of ``gradwire bench step``, and numbers as people read them."""
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Sequence
-from pathlib import Path
+from statistics import mean, stdev
 from typing import Any
-
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
 
 Row = dict[str, Any]
 Cell = dict[str, Row]
@@ -18,18 +15,6 @@ UNLIMITED = float("inf")
 ORDER = ("mlp", "resnet", "transformer", "lenet")
 
 
-def rows_of(name: str) -> list[Row]:
-    """Read a file of JSON lines, if it is there."""
-    path = RESULTS / f"{name}.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def result(name: str) -> dict[str, Any] | None:
-    """Read a result, if it is there."""
-    path = RESULTS / f"{name}.json"
-    return json.loads(path.read_text()) if path.exists() else None
-
-
 def cells_of(rows: Sequence[Row]) -> dict[Key, Cell]:
     """Group rows by model, hosts and bandwidth, slowest link first."""
     found: dict[Key, Cell] = {}
@@ -37,6 +22,12 @@ def cells_of(rows: Sequence[Row]) -> dict[Key, Cell]:
         key = (row["model"], row["hosts"], row["bandwidth_bits_per_s"] or UNLIMITED)
         found.setdefault(key, {})[row["variant"]] = row
     return dict(sorted(found.items(), key=lambda item: (ORDER.index(item[0][0]), item[0][1], item[0][2])))
+
+
+def relative(cell: dict[str, dict[str, Any]], one: str, other: str) -> tuple[float, float]:
+    """Return the mean of one / other - 1 over turns taken side by side, and its standard error."""
+    pairs = [a / b - 1 for a, b in zip(cell[one]["turn_medians_s"], cell[other]["turn_medians_s"])]
+    return mean(pairs), stdev(pairs) / math.sqrt(len(pairs)) if len(pairs) > 1 else 0.0
 
 
 def speed(rate: float) -> str:
@@ -56,3 +47,10 @@ def provenance(row: Row) -> str:
     """Describe on what, with what and when."""
     versions = ", ".join(f"{n} {row[f'{n}_version']}" for n in ("gradwire", "torch", "numba", "python"))
     return f"{row['processor']}, {row['cores']} cores; {versions}; {row['date_utc'][:10]}"
+
+
+def where(found: dict[str, Any]) -> str:
+    """Describe on what, with what and when."""
+    versions = ", ".join(f"{k} {v}" for k, v in found.get("versions", {}).items())
+    parts = [found.get("cpu", ""), f"{found['cores']} cores" if "cores" in found else "", versions, found["date_utc"]]
+    return "; ".join(part for part in parts if part)

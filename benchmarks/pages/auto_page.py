@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from auto_cells import relative
-from page_parts import UNLIMITED, cells_of, ms, result, rows_of, speed
-
+from benchmarks.lib.page_parts import UNLIMITED, cells_of, ms, relative, speed
+from benchmarks.lib.results import result, rows_of
 from gradwire.methods.auto import Auto
 
 
 def auto_section() -> list[str]:
     """Describe what "auto" chose in each cell, and how that compares."""
-    found = result("auto")
+    found = result("speed/auto")
     if not found:
         return []
     # The list is that of the rows: what was not measured is not claimed.
-    rows = [row for row in rows_of("step_grid") if row["variant"] == "gradwire auto"]
+    rows = [row for row in rows_of("speed/step_grid") if row["variant"] == "gradwire auto"]
     tried = ", ".join(f"`{spec}`" for spec in rows[0]["record"]["choice"]["sent_bytes_per_step"]) if rows else "-"
     now = ", ".join(f"`{spec}`" for spec in Auto().candidates)
     differs = f"; the list is {now} today, and the grid was measured before that" if rows and tried != now else ""
     lines = [
         '## `method="auto"`',
         "",
-        f"`python benchmarks/auto_cells.py`: in every cell a fresh link tries its list ({tried}{differs}) in the first steps and chooses; then it"
+        f"`python benchmarks/speed/auto_cells.py`: in every cell a fresh link tries its list ({tried}{differs}) in the first steps and chooses; then it"
         " takes turns with the others. Beside it, the same method attached by name: what differs there is noise. Allowed: slower than the best cast by 3 % or two standard errors of the"
         " pairs, whichever is larger. To be faster than fp32: where bytes / bandwidth exceeds a third of the fp32 step.",
         "",
@@ -46,7 +45,7 @@ def auto_section() -> list[str]:
 
 def coder_section() -> list[str]:
     """Describe where a coder pays, and whether "auto" takes it there."""
-    rows = rows_of("step_grid")
+    rows = rows_of("speed/step_grid")
     if not any(row["variant"] == "gradwire coded" for row in rows):
         return []
     lines = [

@@ -1,11 +1,11 @@
 """The performance model's numbers for the calculator of the site: bytes, messages and codec seconds of each method.
 
-    python benchmarks/calculator.py
+    python benchmarks/pages/calculator.py
 
 A codec is timed on this machine at a few lengths for each number of workers, the fastest of some rounds, so that other
 work on the machine counts little; bytes come from the methods' own code at the same lengths. Between them, and beyond
-the last, both are taken to be straight lines. The costs of collectives are those that ``benchmarks/predictions.py``
-fitted to measured steps. Writes ``benchmarks/results/calculator.json``, which ``docs/calculator.md`` holds when the
+the last, both are taken to be straight lines. The costs of collectives are those that ``benchmarks/speed/predictions.py``
+fitted to measured steps. Writes ``benchmarks/results/pages/calculator.json``, which ``docs/calculator.md`` holds when the
 site is built.
 """
 
@@ -23,6 +23,9 @@ from typing import Any
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.lib.results import RESULTS
 from gradwire.exchange.drivers import LocalProfiler, Stage, local_profiler
 from gradwire.exchange.drivers.traffic import LARGE_BYTES
 from gradwire.exchange.ops import Op
@@ -33,8 +36,7 @@ from gradwire.model.forecast import CASTS, LOSSLESS, NOTHING, SIGMAS, WORTH, why
 from gradwire.model.machine import FAR, Machine
 from gradwire.tools.experiments.machine import hardware, versions
 
-RESULTS = Path(__file__).resolve().parent / "results"
-OUT = RESULTS / "calculator.json"
+OUT = RESULTS / "pages/calculator.json"
 
 METHODS = (
     "fp16",
@@ -172,7 +174,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, default=OUT)
     parser.add_argument("--rounds", type=int, default=7, help="of each codec; the fastest counts")
     arguments = parser.parse_args(words)
-    predictions = json.loads((RESULTS / "predictions.json").read_text())
+    predictions = json.loads((RESULTS / "speed/predictions.json").read_text())
     record = {
         "date_utc": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         **hardware(),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from page_parts import Row, result
+from benchmarks.lib.page_parts import Row
+from benchmarks.lib.results import result
 
 __all__ = ["measured"]
 
@@ -11,7 +12,7 @@ KINDS = {"replicas": "two replicas of two shards", "shards": "four shards"}
 
 def measured() -> str:
     """Return the table; nothing where nothing was measured."""
-    made = result("fsdp")
+    made = result("training/fsdp")
     if made is None:
         return ""
     seeds = {
@@ -37,7 +38,7 @@ def measured() -> str:
 
 def _weights() -> list[str]:
     """Return what was measured of the parameters' all-gather."""
-    made = result("fsdp_weights")
+    made = result("training/fsdp_weights")
     if made is None:
         return []
     native, ours = (next(r for r in made["summary"] if (r["method"] == "native") == own) for own in (True, False))

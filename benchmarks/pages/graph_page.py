@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from page_parts import Row, result
+from benchmarks.lib.page_parts import Row
+from benchmarks.lib.results import result
 
 __all__ = ["measured"]
 
@@ -62,7 +63,7 @@ def _curves(rows: list[Row]) -> list[str]:
 
 def measured(found: dict[str, Any] | None = None) -> str:
     """Return the tables, or nothing where there is no result."""
-    found = found or result("graph")
+    found = found or result("training/graph")
     if found is None:
         return ""
     groups: dict[tuple[str, str, str, int, int], list[Row]] = {}
@@ -76,7 +77,7 @@ def measured(found: dict[str, Any] | None = None) -> str:
     lines = [
         "## Measured",
         "",
-        "`python benchmarks/graph.py --work runs/graph --json benchmarks/results/graph.json`",
+        "`python benchmarks/training/graph.py --work runs/graph --json benchmarks/results/training/graph.json`",
         "",
         f"{ran}. Simulated workers, three layers "
         "of width 64, Adam at 0.01; accuracy of the last step, evaluated with all "

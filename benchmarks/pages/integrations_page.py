@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from page_parts import result
+from benchmarks.lib.results import result
 
 __all__ = ["measured"]
 
 
 def measured() -> str:
     """Return the table; nothing where nothing was measured."""
-    made = result("integrations")
+    made = result("training/integrations")
     if made is None:
         return ""
     rows = made["rows"]
     lines = [
-        "`python benchmarks/integrations.py --json benchmarks/results/integrations.json`, each in a fresh environment "
+        "`python benchmarks/training/integrations.py --json benchmarks/results/training/integrations.json`, each in a fresh environment "
         f"with its extra alone; torch {made['versions']['torch']}; {made['date_utc'][:10]}. Losses at the end, by "
         f"`{rows[0]['method']}` on two processes, resumed half way on two and on three, and by plain DDP.",
         "",
@@ -30,14 +30,14 @@ def measured() -> str:
 
 
 def _elastic() -> list[str]:
-    made = result("elastic")
+    made = result("trials/elastic")
     if made is None:
         return []
     whole, torn = made["rows"]
     (first, before), (again, after) = torn["starts"]
     return [
         "",
-        f"`python benchmarks/elastic.py --json benchmarks/results/elastic.json`, {made['date_utc'][:10]}: two agents "
+        f"`python benchmarks/trials/elastic.py --json benchmarks/results/trials/elastic.json`, {made['date_utc'][:10]}: two agents "
         f"of torchrun with {made['workers']} workers each, of which one is killed with its workers. {before} workers "
         f"began at step {first}; {after} went on from step {again}, {torn['seconds_until_resumed']:.0f} seconds later, "
         f'once torchrun had noticed it. The error named them: "{"; ".join(torn["named"])}". Loss after '

@@ -1,17 +1,20 @@
 """``docs/quantisers.md`` and its figures, from the committed results on variance, DIANA, AQSGD and sign methods.
 
-python benchmarks/quantisers_page.py    # draws the figures; the page is written by benchmarks/summarise.py
+python benchmarks/pages/quantisers_page.py    # draws the figures; the page is written by benchmarks/pages/summarise.py
 """
 
 from __future__ import annotations
 
-import json
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.lib.page_parts import where
+from benchmarks.lib.results import ROOT, result
+
 FIGURES = ROOT / "docs" / "figures"
 
 Found = dict[str, Any]
@@ -40,21 +43,9 @@ SIGNS = {
 }
 
 
-def load(name: str) -> Found | None:
-    """Read a result, if it is there."""
-    path = RESULTS / f"{name}.json"
-    return json.loads(path.read_text()) if path.exists() else None
-
-
-def where(found: Found) -> str:
-    """Describe on what, with what and when."""
-    versions = ", ".join(f"{k} {v}" for k, v in found["versions"].items())
-    return f"{found['cpu']}; {found['cores']} cores; {versions}; {found['date_utc']}"
-
-
 def variance() -> list[str]:
     """Describe the variances."""
-    found = load("variance")
+    found = result("claims/variance")
     if not found:
         return []
     gaussian = [row for row in found["rows"] if row["vector"] == "Gaussian"]
@@ -70,7 +61,7 @@ def variance() -> list[str]:
     lines = [
         "## Variance",
         "",
-        f"`python benchmarks/variance.py --json benchmarks/results/variance.json`. {where(found)}.",
+        f"`python benchmarks/claims/variance.py --json benchmarks/results/claims/variance.json`. {where(found)}.",
         "",
         "Relative variance E|Q(v) - v|^2 / |v|^2. Gaussian blocks: measured over the tables derived from the papers' formulas, "
         f"{len(gaussian)} entries, largest deviation {worst['g']:.1f} %, of which the rounding of an entry to two digits may be up to {100 * rounding:.1f} %. A gradient of the `text` "
@@ -96,7 +87,7 @@ def variance() -> list[str]:
 
 def vnmse() -> list[str]:
     """Describe the errors of all quantisers at the bits that they take."""
-    found = load("vnmse")
+    found = result("claims/vnmse")
     if not found:
         return []
     rows = sorted(found["rows"], key=lambda row: row["bits"])
@@ -104,7 +95,7 @@ def vnmse() -> list[str]:
     lines = [
         "## Error by bits",
         "",
-        f"`python benchmarks/vnmse.py --json benchmarks/results/vnmse.json`. {where(found)}.",
+        f"`python benchmarks/claims/vnmse.py --json benchmarks/results/claims/vnmse.json`. {where(found)}.",
         "",
         f"E|Q(x) - x|^2 / |x|^2 of {found['numel']:,} values, one worker, mean of {found['rounds']} draws; bits are those of a "
         "whole payload. Rotated blocks (EDEN, DRIVE, QUICFL) err as is derived for normal values, whatever the vector: "
@@ -130,13 +121,13 @@ def vnmse() -> list[str]:
 
 def gap_codes() -> list[str]:
     """Describe the bits that positions take."""
-    found = load("gap_codes")
+    found = result("speed/gap_codes")
     if not found:
         return []
     lines = [
         "## Positions of the largest elements",
         "",
-        "`python benchmarks/gap_codes.py --mnist FOLDER --cifar10 FOLDER --json benchmarks/results/gap_codes.json`. "
+        "`python benchmarks/speed/gap_codes.py --mnist FOLDER --cifar10 FOLDER --json benchmarks/results/speed/gap_codes.json`. "
         f"{where(found)}.",
         "",
         f"Bits of a position in payloads of `ErrorFeedback(TopK(density))`, 4 workers, every tenth of {found['steps']} steps: "
@@ -160,7 +151,7 @@ def gap_codes() -> list[str]:
 
 def diana() -> list[str]:
     """Describe DIANA's descent."""
-    found = load("diana")
+    found = result("claims/diana")
     if not found:
         return []
     cell = {(row["data"], row["l1"], row["method"]): row for row in found["rows"]}
@@ -193,7 +184,7 @@ def diana() -> list[str]:
     lines = [
         "## DIANA, DQGD, QSGD, TernGrad on logistic regression",
         "",
-        "`python benchmarks/diana_convergence.py --data a9a.txt --data mushrooms.txt --json benchmarks/results/diana.json`. "
+        "`python benchmarks/claims/diana_convergence.py --data a9a.txt --data mushrooms.txt --json benchmarks/results/claims/diana.json`. "
         f"{where(found)}.",
         "",
         f"{found['workers']} workers, rows by label (so most see one label only), full gradients, l2 = 0.01, blocks of 32, step "
@@ -224,7 +215,7 @@ def diana() -> list[str]:
 
 def predicted(cell: dict[tuple[str, float, str], Found]) -> str:
     """Describe in how many steps exact gradients reach the goal with DIANA's step sizes, beside what DIANA took."""
-    found = load("diana_steps")
+    found = result("claims/diana_steps")
     if not found:
         return ""
     told = []
@@ -243,14 +234,14 @@ def predicted(cell: dict[tuple[str, float, str], Found]) -> str:
         told.append(f"{row['data']}{penalty}, {row['method'].removeprefix('DIANA, ')}: {steps} steps ({beside})")
     return (
         f"Exact gradients with the same step sizes reach {found['goal']:g} as theory predicts for DIANA, whose noise vanishes "
-        f"(`python benchmarks/diana_steps.py --data a9a.txt --data mushrooms.txt`): {'; '.join(told)}. So p = 2 on mushrooms "
+        f"(`python benchmarks/claims/diana_steps.py --data a9a.txt --data mushrooms.txt`): {'; '.join(told)}. So p = 2 on mushrooms "
         "does what theory says, and 12 000 steps were too few to show it. "
     )
 
 
 def aqsgd() -> list[str]:
     """Describe the AQSGD comparison."""
-    found = load("cifar_levels")
+    found = result("claims/cifar_levels")
     if not found:
         return []
     cell = {(row["method"], row["block_size"]): row for row in found["table"]}
@@ -269,7 +260,7 @@ def aqsgd() -> list[str]:
     return [
         "## The AQSGD comparison",
         "",
-        f"`python benchmarks/cifar_levels.py --data FOLDER --json benchmarks/results/cifar_levels.json`. {where(found)}.",
+        f"`python benchmarks/claims/cifar_levels.py --data FOLDER --json benchmarks/results/claims/cifar_levels.json`. {where(found)}.",
         "",
         f"{found['what']}: five epochs, 3 bits, whole-network blocks, every parameter compressed. Accuracy, %; ± is the standard "
         f'deviation over two seeds, without it one seed. fp32 {whole}. TernGrad is here `QSGDinf(levels=1, blocks="model")`: each '
@@ -314,7 +305,7 @@ def aqsgd_text(cell: dict[tuple[str, int], Found]) -> list[str]:
 
 def zero(block_size: int) -> list[str]:
     """Describe what a level at zero does for QSGDinf."""
-    found = load("zero_level")
+    found = result("claims/zero_level")
     if not found:
         return []
     rows = [row for row in found["rows"] if row["block_size"] == block_size]
@@ -322,14 +313,14 @@ def zero(block_size: int) -> list[str]:
     return [
         "- QSGDinf here has seven levels with a zero, theirs eight without one. Whole-network blocks mix layers of very different "
         f"scale; most values are then far below the maximum, and without a zero each of them costs (R/7)^2. Variance of this network's gradient in blocks of {block_size} without and with a zero, "
-        f"`python benchmarks/zero_level.py --data FOLDER`: {pairs} times its square. So theirs falls off more, and ours less than ALQ "
+        f"`python benchmarks/claims/zero_level.py --data FOLDER`: {pairs} times its square. So theirs falls off more, and ours less than ALQ "
         "and AMQ would let one expect, whose levels have no zero either, as in their program.",
     ]
 
 
 def fits(low: int, high: int) -> list[str]:
     """Describe how far gradients are from the normals that levels are fitted to, and the alternative."""
-    found = load("fitted_levels")
+    found = result("claims/fitted_levels")
     if not found:
         return []
 
@@ -370,7 +361,7 @@ def fits(low: int, high: int) -> list[str]:
         f"This network's {-(-found['elements'] // high)} blocks of {high} mix layers and are far from normal: the optimum of the model is worse for them than what the "
         "authors' solver stops at. AMQ's powers of a ratio serve the tails by their form. Levels fitted to a histogram of the values "
         '(`model="histogram"`) depend on neither. Exact variance of the gradients with levels fitted to these very gradients, in units of their squares, smallest to largest at '
-        f"{len({row['step'] for row in found['rows']})} steps from 0 to {max(row['step'] for row in found['rows'])}, `python benchmarks/fitted_levels.py --data FOLDER`, {where(found)}:",
+        f"{len({row['step'] for row in found['rows']})} steps from 0 to {max(row['step'] for row in found['rows'])}, `python benchmarks/claims/fitted_levels.py --data FOLDER`, {where(found)}:",
         "",
         *(f"  {line}" for line in lines),
         "",
@@ -382,13 +373,13 @@ def fits(low: int, high: int) -> list[str]:
 
 def signs() -> list[str]:
     """Describe the sign methods."""
-    found = load("signs")
+    found = result("claims/signs")
     if not found:
         return []
     lines = [
         "## Sign methods",
         "",
-        f"`python benchmarks/signs.py --mnist FOLDER --json benchmarks/results/signs.json`. {where(found)}.",
+        f"`python benchmarks/claims/signs.py --mnist FOLDER --json benchmarks/results/claims/signs.json`. {where(found)}.",
         "",
         "4 workers, simulated. MNIST: LeNet, 3000 steps, SGD with momentum 0.9. text: GRU on bytes, 600 steps, Adam, or SGD "
         "with momentum 0.9 where it says so. signSGD and Signum: SGD without momentum. Where a learning rate is given, it is the best "
@@ -431,7 +422,7 @@ def signs() -> list[str]:
 
 def losses() -> list[str]:
     """Describe what signs lose of gradients, and how long residuals grow."""
-    found = load("sign_residuals")
+    found = result("claims/sign_residuals")
     if not found:
         return []
     lost = [row for row in found["rows"] if "lost" in row]
@@ -452,7 +443,7 @@ def losses() -> list[str]:
     return [
         "## What signs lose",
         "",
-        f"`python benchmarks/sign_residuals.py --json benchmarks/results/sign_residuals.json`. {where(found)}.",
+        f"`python benchmarks/claims/sign_residuals.py --json benchmarks/results/claims/sign_residuals.json`. {where(found)}.",
         "",
         f"The task text by SGD, {found['workers']} simulated workers, {found['steps']} steps, one seed. Share of the gradient's square "
         "that the scaled sign loses, least and most of all compressed parameters of worker 0 (float32 training, momentum 0.9, rate 0.3; "
@@ -487,13 +478,13 @@ def losses() -> list[str]:
 
 def momentum() -> list[str]:
     """Describe sign methods with a momentum after the exchange, before compression, and without."""
-    found = load("sign_momentum")
+    found = result("claims/sign_momentum")
     if not found:
         return []
     lines = [
         "## Signs and momentum",
         "",
-        f"`python benchmarks/sign_momentum.py --json benchmarks/results/sign_momentum.json`. {where(found)}.",
+        f"`python benchmarks/claims/sign_momentum.py --json benchmarks/results/claims/sign_momentum.json`. {where(found)}.",
         "",
         "4 workers, simulated, SGD; steps as in the table. The optimizer's momentum follows the exchange; a momentum in the method's spec is "
         "applied by each worker before compression. 1-bit SGD begins with 5 % of its steps in float32. ± over two seeds.",
@@ -515,7 +506,7 @@ def page() -> str:
     lines = [
         "# What the quantisers were measured to do",
         "",
-        "Generated by `python benchmarks/summarise.py` from `benchmarks/results/`. Steps on slow links are in "
+        "Generated by `python benchmarks/pages/summarise.py` from `benchmarks/results/`. Steps on slow links are in "
         "[benchmarks](benchmarks.md), coders in [coders](coders.md).",
         "",
         *[line for part in (variance, vnmse, gap_codes, diana, aqsgd, signs, losses, momentum) for line in part()],
@@ -528,7 +519,7 @@ def draw() -> None:
     from matplotlib.figure import Figure
 
     FIGURES.mkdir(parents=True, exist_ok=True)
-    found = load("cifar_levels")
+    found = result("claims/cifar_levels")
     if found:
         figure = Figure(figsize=(7, 4.2), layout="constrained")
         axes = figure.subplots()
@@ -550,7 +541,7 @@ def draw() -> None:
         axes.legend(ncols=2)
         axes.grid(alpha=0.3)
         figure.savefig(FIGURES / "cifar_levels.png", dpi=120)
-    found = load("diana")
+    found = result("claims/diana")
     if found:
         figure = Figure(figsize=(9, 4.2), layout="constrained")
         for axes, data in zip(figure.subplots(1, 2, sharey=True), DATA):

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 
-from auto_page import auto_section, coder_section
-from page_parts import ORDER, RESULTS, ROOT, UNLIMITED, Cell, Key, Row, cells_of, ms, provenance, result, rows_of, speed
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import gradwire as gw
+from benchmarks.lib.page_parts import (
+    ORDER,
+    UNLIMITED,
+    Cell,
+    Key,
+    Row,
+    cells_of,
+    ms,
+    provenance,
+    speed,
+)
+from benchmarks.lib.results import ROOT, result, rows_of
+from benchmarks.pages.auto_page import auto_section, coder_section
 
 FIGURE = ROOT / "docs" / "figures" / "steps.png"
 
@@ -58,7 +72,7 @@ def tables(cells: dict[Key, Cell]) -> list[str]:
 
 def others() -> list[str]:
     """Return a row of every method, measured in one run beside DDP: the MLP on 4 hosts at 100 Mbit/s."""
-    rows = rows_of("step_methods")
+    rows = rows_of("speed/step_methods")
     if not rows:
         return []
     cell = next(iter(cells_of(rows).values()))
@@ -66,9 +80,9 @@ def others() -> list[str]:
     lines = [
         "## Every method: the MLP on 4 hosts at 100 Mbit/s",
         "",
-        "`python benchmarks/every_method.py`: `gradwire bench step` in groups of exchanges that take turns, DDP fp32 and TernGrad in"
+        "`python benchmarks/speed/every_method.py`: `gradwire bench step` in groups of exchanges that take turns, DDP fp32 and TernGrad in"
         " every group; speed-ups are over the group's own fp32. Methods have their defaults unless it says otherwise. Rows:"
-        f" `benchmarks/results/step_methods.jsonl`. {provenance(rows[0])}.",
+        f" `benchmarks/results/speed/step_methods.jsonl`. {provenance(rows[0])}.",
         "",
         "| exchange | step, ms | 20 % - 80 % | of floor | over DDP fp32 | sent, MB | goal, ms |",
         "|---|---:|---:|---:|---:|---:|---:|",
@@ -125,7 +139,7 @@ def losses(cells: dict[Key, Cell]) -> list[str]:
 
 def why_small_models_lose() -> list[str]:
     """Explain what a small model pays for, by the cells in which nothing but the exchange uses the cores."""
-    cells = cells_of(rows_of("step_sleep"))
+    cells = cells_of(rows_of("speed/step_sleep"))
     found = {hosts: cells[("lenet", hosts, UNLIMITED)] for hosts in (2, 4, 8) if ("lenet", hosts, UNLIMITED) in cells}
     if not found:
         return []
@@ -182,7 +196,7 @@ def goals(cells: dict[Key, Cell]) -> list[str]:
 
 def asleep() -> list[str]:
     """Return the steps whose workers slept instead of computing, over their floors."""
-    rows = rows_of("step_sleep")
+    rows = rows_of("speed/step_sleep")
     if not rows:
         return []
     cells = cells_of(rows)
@@ -193,7 +207,7 @@ def asleep() -> list[str]:
         "`gradwire bench step --compute sleep`: workers sleep as long as one of them alone computes, and DDP gets the same gradients"
         " at the times at which its buckets were ready then, so that the exchanges alone use the machine's cores. Milliseconds, and in"
         " brackets the step over its floor, max(compute, bytes / bandwidth). Goal for TernGrad packed and coded, the MLP on 4 hosts at 100 Mbit/s and"
-        f" 1 Gbit/s: 1.25. Rows: `benchmarks/results/step_sleep.jsonl`. {provenance(rows[0])}.",
+        f" 1 Gbit/s: 1.25. Rows: `benchmarks/results/speed/step_sleep.jsonl`. {provenance(rows[0])}.",
         "",
         "| model | hosts | link | compute | " + " | ".join(variants) + " |",
         "|---|---:|---|---:|" + "---:|" * len(variants),
@@ -209,17 +223,17 @@ def asleep() -> list[str]:
 
 def lanes() -> list[str]:
     """Return where the time of a step goes that is over its floor."""
-    found = result("timelines")
+    found = result("speed/timelines")
     if not found:
         return []
     timeline = next(
-        row["timeline"] for row in rows_of("step_sleep") if row["model"] == found["model"] and row.get("timeline")
+        row["timeline"] for row in rows_of("speed/step_sleep") if row["model"] == found["model"] and row.get("timeline")
     )
     sizes = [bucket["numel"] for bucket in timeline["buckets"]]
     lines = [
         "### Where the time over the floor goes",
         "",
-        f"`sudo python benchmarks/timelines.py`: the MLP on {found['hosts']} hosts, medians of all ranks and {found['rows'][0]['steps']} steps,"
+        f"`sudo python benchmarks/speed/timelines.py`: the MLP on {found['hosts']} hosts, medians of all ranks and {found['rows'][0]['steps']} steps,"
         " milliseconds. *Earliest* is the least that the step could take if nothing but the link took time after each bucket is ready:"
         f" the model's first layers hold {100 * sizes[-1] / sum(sizes):.0f} % of it and are ready last, so their bytes leave when the"
         " backward pass is over."
@@ -251,7 +265,7 @@ def accuracy_on_digits(variant: str) -> str:
     """Return the accuracy of a method after the table's steps, as that says for its defaults."""
     spec = "powersgd" if variant == HOOK else variant.partition(" ")[2]
     method = repr(gw.method(spec))
-    for row in (result("methods_digits") or {"rows": []})["rows"]:
+    for row in (result("training/methods_digits") or {"rows": []})["rows"]:
         if row["rate"] is not None and repr(gw.method(row["method"])) == method:
             return f"{100 * row['accuracy']['mean']:.1f}"
     return "-"
@@ -259,7 +273,7 @@ def accuracy_on_digits(variant: str) -> str:
 
 def low_rank_lines() -> list[str]:
     """Describe what exchanges the fewest bytes beside PyTorch's PowerSGD hook."""
-    rows = rows_of("step_low_rank")
+    rows = rows_of("speed/step_low_rank")
     if not rows:
         return []
     cells = cells_of(rows)
@@ -268,7 +282,7 @@ def low_rank_lines() -> list[str]:
     lines = [
         "## Beside PyTorch's PowerSGD hook",
         "",
-        "`gradwire bench step --variant ... --cell-budget 14 --out benchmarks/results/step_low_rank.jsonl`, and 30 for the transformer"
+        "`gradwire bench step --variant ... --cell-budget 14 --out benchmarks/results/speed/step_low_rank.jsonl`, and 30 for the transformer"
         " on 4 and 8 hosts, which takes few steps in 14 seconds: there a first measurement had two cells in which PyTorch's hook was"
         " the fastest (4 hosts, 50 Mbit/s: ours 1.12 times the step; 8 hosts, 1 Gbit/s: 1.01). Computing as usual,"
         f" milliseconds, the fastest bold. {provenance(rows[0])}.",
@@ -306,12 +320,12 @@ def low_rank_lines() -> list[str]:
 
 def row_order_lines() -> list[str]:
     """Describe how near to the floor of its bytes an exchange of rows comes, in any order that was tried."""
-    found = result("row_orders")
+    found = result("speed/row_orders")
     if not found:
         return []
     sizes = sorted({row["row_bytes"] for row in found["rows"]})
     lines = [
-        f"`gradwire lab --hosts {found['hosts']} --bandwidth {found['bandwidth']} -- python benchmarks/row_orders.py ...`"
+        f"`gradwire lab --hosts {found['hosts']} --bandwidth {found['bandwidth']} -- python benchmarks/speed/row_orders.py ...`"
         " sends rows and does nothing else: time over bytes / bandwidth, and in brackets the fastest and the slowest of"
         f" {found['repeats'] - 1}. Lanes send in turn. A step cannot be nearer to its floor than its rows are.",
         "",
@@ -361,14 +375,14 @@ def readme_lines(cells: dict[Key, Cell]) -> list[str]:
 
 def model_section() -> list[str]:
     """Describe predicted against measured."""
-    found = result("predictions")
+    found = result("speed/predictions")
     if not found:
         return []
     s, m = found["summary"], found["machine"]
     lines = [
         "## Predicted against measured",
         "",
-        "`python benchmarks/predictions.py`: the model of `gradwire plan`, with codecs rehearsed on this machine and bytes and"
+        "`python benchmarks/speed/predictions.py`: the model of `gradwire plan`, with codecs rehearsed on this machine and bytes and"
         f" rounds of the methods' own protocols. Its {len(m) - 2} costs were calibrated on {m['source']} (every third cell"
         f" in the order of model, hosts, bandwidth); the other {s['judged_steps']} steps judge it."
         " Backward timelines come from the unlimited cell of the same model and hosts.",
@@ -398,13 +412,13 @@ def model_section() -> list[str]:
 
 def accuracy_section() -> list[str]:
     """Describe the time to accuracy."""
-    found = result("time_to_accuracy")
+    found = result("training/time_to_accuracy")
     if not found:
         return []
     lines = [
         "## Time to accuracy",
         "",
-        f"`sudo python benchmarks/time_to_accuracy.py`: {found['what']}. Mean and standard deviation over seeds. {found['cpu']},"
+        f"`sudo python benchmarks/training/time_to_accuracy.py`: {found['what']}. Mean and standard deviation over seeds. {found['cpu']},"
         f" {found['cores']} cores; {found['date_utc'][:10]}.",
         "",
         "| task | goal | link | method | seeds, reached | time, s | of fp32's | sent by a worker, MB | steps |",
@@ -430,8 +444,8 @@ def spread(line: Row, field: str, unit: float, digits: int) -> str:
 
 def page() -> str:
     """Return the page's text."""
-    rows = rows_of("step_grid")
-    lines = ["# Benchmarks", "", "Generated by `python benchmarks/summarise.py` from `benchmarks/results/`.", ""]
+    rows = rows_of("speed/step_grid")
+    lines = ["# Benchmarks", "", "Generated by `python benchmarks/pages/summarise.py` from `benchmarks/results/`.", ""]
     if rows:
         cells = cells_of(rows)
         lines += [
@@ -440,7 +454,7 @@ def page() -> str:
             "`gradwire bench step` on an emulated cluster: each host is a network namespace with a link limited both ways,"
             " one worker a host, one thread a worker; all hosts share the cores of one machine, so computing takes longer the"
             " more hosts there are. Milliseconds a step, medians of interleaved turns; rows with percentiles, bytes and versions:"
-            " `benchmarks/results/step_grid.jsonl`. `compute` exchanges nothing. The floor is max(compute, bytes /"
+            " `benchmarks/results/speed/step_grid.jsonl`. `compute` exchanges nothing. The floor is max(compute, bytes /"
             f" bandwidth). PowerSGD is PyTorch's hook, rank 2, in one bucket; DDP's bf16 hook refuses Gloo. {provenance(rows[0])}.",
             "",
             "![Steps relative to DDP fp32 on 4 hosts](figures/steps.png)",
@@ -453,7 +467,7 @@ def page() -> str:
         ]
     for part in (asleep, low_rank_lines, model_section, auto_section, coder_section, accuracy_section):
         lines += part()
-    projection = RESULTS / "projection.md"
+    projection = Path(__file__).with_name("projection.md")
     if projection.exists():
         lines += projection.read_text().splitlines()
     return "\n".join(lines).rstrip() + "\n"
@@ -464,7 +478,7 @@ def draw() -> None:
     from gradwire.tools.report.steps import draw_steps
 
     FIGURE.parent.mkdir(parents=True, exist_ok=True)
-    draw_steps(FIGURE, [row for row in rows_of("step_grid") if row["hosts"] == 4])
+    draw_steps(FIGURE, [row for row in rows_of("speed/step_grid") if row["hosts"] == 4])
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Write ``docs/results.md``, ``benchmarks.md``, ``quantisers.md``, ``accuracy.md``, ``local-steps.md``, parts of ``graphs.md`` and the README's table and the steps' figure from the committed results; ``--check`` only compares the texts.
 
-python benchmarks/summarise.py [--check]
+python benchmarks/pages/summarise.py [--check]
 """
 
 from __future__ import annotations
@@ -11,39 +11,30 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-import accuracy_page
-import fsdp_page
-import gossip_page
-import graph_page
-import integrations_page
-import lgc_page
-import local_page
-import quantisers_page
-import steps_page
-import trials_page
-import two_level_page
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
+from benchmarks.lib.page_parts import cells_of, where
+from benchmarks.lib.results import RESULTS, ROOT, result, rows_of
+from benchmarks.pages import (
+    accuracy_page,
+    fsdp_page,
+    gossip_page,
+    graph_page,
+    integrations_page,
+    lgc_page,
+    local_page,
+    quantisers_page,
+    steps_page,
+    trials_page,
+    two_level_page,
+)
+
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
-
-
-def load(name: str) -> dict[str, Any] | None:
-    """Read a result, if it is there."""
-    path = RESULTS / f"{name}.json"
-    return json.loads(path.read_text()) if path.exists() else None
-
-
-def where(found: dict[str, Any]) -> str:
-    """Describe on what, with what and when."""
-    versions = ", ".join(f"{k} {v}" for k, v in found.get("versions", {}).items())
-    parts = [found.get("cpu", ""), f"{found['cores']} cores" if "cores" in found else "", versions, found["date_utc"]]
-    return "; ".join(part for part in parts if part)
 
 
 def readme_table() -> str:
     """Return the README's measured table."""
-    mnist, cells = load("mnist"), steps_page.cells_of(steps_page.rows_of("step_grid"))
+    mnist, cells = result("claims/mnist"), cells_of(rows_of("speed/step_grid"))
     lines = steps_page.readme_lines(cells)
     if mnist:
         four = next((r for r in mnist["table"] if r["workers"] == 4), None)
@@ -59,7 +50,7 @@ def readme_table() -> str:
 
 def kernels() -> list[str]:
     """Describe the kernels' result."""
-    path = RESULTS / "kernels.json"
+    path = RESULTS / "speed/kernels.json"
     if not path.exists():
         return []
     rows = json.loads(path.read_text())
@@ -118,13 +109,13 @@ def kernels() -> list[str]:
 
 def mnist() -> list[str]:
     """Describe the MNIST curve."""
-    found = load("mnist")
+    found = result("claims/mnist")
     if not found:
         return []
     lines = [
         "## MNIST, 2 to 64 workers",
         "",
-        f"{found['what']}. `python benchmarks/mnist_curve.py --data FOLDER`. {where(found)}.",
+        f"{found['what']}. `python benchmarks/claims/mnist_curve.py --data FOLDER`. {where(found)}.",
         "",
         "| workers | TernGrad, % | seeds | fp32, % | fp32's workers | difference, points | allowed |",
         "|---:|---:|---:|---:|---:|---:|---:|",
@@ -152,14 +143,14 @@ def mnist() -> list[str]:
 
 def terngrad_cifar10() -> list[str]:
     """Describe TernGrad's CIFAR-10 table, shortened."""
-    found = load("terngrad_cifar10")
+    found = result("claims/terngrad_cifar10")
     if not found:
         return []
     hours = [sum(run[key] or 0 for run in found["runs"]) / 3600 for key in ("wall_s", "cpu_s")]
     lines = [
         "## CIFAR-10 with Adam, the TernGrad paper's table 1, shortened",
         "",
-        f"{found['what']}. `python benchmarks/terngrad_cifar10.py --data FOLDER`. {where(found)}. {len(found['runs'])} runs, "
+        f"{found['what']}. `python benchmarks/claims/terngrad_cifar10.py --data FOLDER`. {where(found)}. {len(found['runs'])} runs, "
         f"{hours[1]:.1f} hours of the processor, one thread each, in {hours[0]:.1f} hours of the clock beside other programs.",
         "",
         "| workers | total batch | weight decay | steps | fp32, % | TernGrad, % | seeds | difference, points | half way | bits | paper: steps, float, TernGrad |",
@@ -231,14 +222,14 @@ def terngrad_cifar10() -> list[str]:
 
 def bytes_() -> list[str]:
     """Describe the interface's counters."""
-    found = load("bytes")
+    found = result("speed/bytes")
     if not found:
         return []
     lines = [
         "## Bytes",
         "",
         "`link.traffic()`, summed over ranks, against the loopback interface's counter in a network namespace of its own. "
-        f"`python benchmarks/bench_bytes.py`. {where(found)}.",
+        f"`python benchmarks/speed/bench_bytes.py`. {where(found)}.",
         "",
         "| method | workers | elements x rounds | traffic(), bytes | interface, bytes | difference |",
         "|---|---:|---:|---:|---:|---:|",
@@ -253,13 +244,13 @@ def bytes_() -> list[str]:
 
 def identity() -> list[str]:
     """Describe which runs end in the same bits."""
-    found = load("identity")
+    found = result("claims/identity")
     if not found:
         return []
     lines = [
         "## The same bits",
         "",
-        f"Digests of the parameters after training. `python benchmarks/identity.py`. {where(found)}.",
+        f"Digests of the parameters after training. `python benchmarks/claims/identity.py`. {where(found)}.",
         "",
         "| run | ranks | digest |",
         "|---|---:|---|",
@@ -274,7 +265,7 @@ def identity() -> list[str]:
 
 def demo() -> list[str]:
     """Describe the demo."""
-    path = RESULTS / "demo.txt"
+    path = RESULTS / "training/demo.txt"
     if not path.exists():
         return []
     return ["## `make demo`", "", "```", path.read_text().rstrip(), "```", ""]
@@ -288,7 +279,7 @@ def with_measured(page: str, measured: str) -> str:
 
 def main() -> int:
     """Write, or compare."""
-    page = "\n".join(["# Results", "", "Generated by `python benchmarks/summarise.py` from `benchmarks/results/`.", ""]
+    page = "\n".join(["# Results", "", "Generated by `python benchmarks/pages/summarise.py` from `benchmarks/results/`.", ""]
                      + [line for part in (kernels, mnist, terngrad_cifar10, bytes_, identity, demo) for line in part()])  # fmt: skip
     readme = (ROOT / "README.md").read_text()
     graphs, fsdp, joined, which = (

@@ -1,37 +1,32 @@
 """What ``method="auto"`` chose in the committed grid's cells, and whether that was right.
 
-    python benchmarks/auto_cells.py
+    python benchmarks/speed/auto_cells.py
 
 A cell is kept if auto is slower than the best cast by no more than 3 % or two standard errors of the pairs, and faster
 than DDP's fp32 wherever bytes / bandwidth exceeds a third of the fp32 step. The stricter reading of the second half,
 faster than the best cast, is counted too: no choice that is itself a cast can meet it.
 
 Reads the rows of ``gradwire bench step`` in which ``gradwire auto`` took turns with the casts and TernGrad. Writes
-``benchmarks/results/auto.json``.
+``benchmarks/results/speed/auto.json``.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 from pathlib import Path
-from statistics import mean, stdev
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.lib.page_parts import relative
+from benchmarks.lib.results import RESULTS
 from gradwire.tools.bench.step import read_rows
 
-RESULTS = Path(__file__).resolve().parent / "results"
 CASTS = ("ddp fp32", "ddp fp16", "gradwire bf16")
 AUTO = "gradwire auto"
 ALLOWED = 0.03
-
-
-def relative(cell: dict[str, dict[str, Any]], one: str, other: str) -> tuple[float, float]:
-    """Mean of one / other - 1 over turns taken side by side, and its standard error."""
-    pairs = [a / b - 1 for a, b in zip(cell[one]["turn_medians_s"], cell[other]["turn_medians_s"])]
-    return mean(pairs), stdev(pairs) / math.sqrt(len(pairs)) if len(pairs) > 1 else 0.0
 
 
 def judge(cell: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -69,8 +64,8 @@ def judge(cell: dict[str, dict[str, Any]]) -> dict[str, Any]:
 def main() -> int:
     """Judge, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=Path, default=RESULTS / "step_grid.jsonl")
-    parser.add_argument("--json", type=Path, default=RESULTS / "auto.json")
+    parser.add_argument("--rows", type=Path, default=RESULTS / "speed/step_grid.jsonl")
+    parser.add_argument("--json", type=Path, default=RESULTS / "speed/auto.json")
     arguments = parser.parse_args()
     rows = read_rows(arguments.rows)
     cells: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}

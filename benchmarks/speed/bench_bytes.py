@@ -1,6 +1,6 @@
 """Bytes that the operating system counts on the interface against what ``link.traffic()`` says.
 
-    python benchmarks/bench_bytes.py --json benchmarks/results/bytes.json
+    python benchmarks/speed/bench_bytes.py --json benchmarks/results/speed/bytes.json
 
 Ranks talk over the loopback interface of a network namespace of their own (``unshare``), so that nothing else is
 counted. What remains between the two figures is TCP's and IP's headers and acknowledgements.
@@ -9,46 +9,20 @@ counted. What remains between the two figures is TCP's and IP's headers and ackn
 from __future__ import annotations
 
 import argparse
-import fcntl
 import json
 import multiprocessing
 import os
 import platform
-import shutil
-import socket
-import struct
-import subprocess
 import sys
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.lib.interface import interface_bytes, isolate
+
 METHODS = ("fp32", "bf16", "terngrad", "TernGrad(share_scaler=False)")
-
-
-def isolate() -> None:
-    """Start this script again in a network namespace of its own."""
-    if os.environ.get("GRADWIRE_ISOLATED"):
-        raise_loopback()
-        return
-    if shutil.which("unshare") is None:
-        sys.exit("unshare is missing: install util-linux")
-    environment = dict(os.environ, GRADWIRE_ISOLATED="1", GLOO_SOCKET_IFNAME="lo")
-    flags = "-n" if os.geteuid() == 0 else "-rn"
-    sys.exit(subprocess.run(["unshare", flags, sys.executable, *sys.argv], env=environment, check=False).returncode)
-
-
-def raise_loopback() -> None:
-    """Bring the namespace's loopback interface up."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as handle:
-        request = struct.pack("16sh22x", b"lo", 0x1 | 0x40)
-        fcntl.ioctl(handle, 0x8914, request)
-
-
-def interface_bytes() -> int:
-    """Return the bytes that left through the loopback interface since the namespace began."""
-    line = next(x for x in Path("/proc/net/dev").read_text().splitlines() if x.strip().startswith("lo:"))
-    return int(line.split(":")[1].split()[8])
 
 
 def rank_main(rank: int, world_size: int, port: int, numel: int, rounds: int, pipe: Any) -> None:

@@ -1,6 +1,6 @@
 """Bits an element of what one worker sends: packed, Elias, Huffman, rANS, and the entropy that bounds the last two.
 
-    python benchmarks/coded_bits.py --json benchmarks/results/coded_bits.json
+    python benchmarks/speed/coded_bits.py --json benchmarks/results/speed/coded_bits.json
 
 On a Gaussian vector of a million elements and on a gradient of the ``text`` task (parameters below 1024 elements left
 out), 4 workers. All bytes count: headers, scales, tables, checks. The entropy is the empirical one, order 0, of the
@@ -22,10 +22,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from runs import write
-from variance import real_gradient
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import gradwire as gw
+from benchmarks.lib.runs import write
+from benchmarks.lib.text_gradient import real_gradient
 from gradwire.exchange.drivers import Meter, simulate_ranks
 from gradwire.exchange.planning import Options, Planner
 from gradwire.exchange.protocols import Context, Memory, Workspace

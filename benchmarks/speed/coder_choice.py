@@ -1,6 +1,6 @@
 """Which variants of the entropy coders serve on this machine, and which coder ``Coded`` takes, with the times.
 
-    python benchmarks/coder_choice.py --json benchmarks/results/coder_choice.json --page docs/coders.md
+    python benchmarks/speed/coder_choice.py --json benchmarks/results/speed/coder_choice.json --page docs/coders.md
 
 Times every variant of every part of every coder on 20 M trits (Gaussian, clipped at 2.5 deviations, five to a byte; the
 least of some turns), then both coders on the payload of each method, as a link does when it is built. The variants
@@ -22,9 +22,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from runs import machine, write
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import gradwire as gw
+from benchmarks.lib.runs import machine, write
 from gradwire.exchange.planning import measure_coders
 from gradwire.kernels import CODERS, get_kernels
 from gradwire.kernels.entropy.cpu import compiled_body
@@ -46,7 +48,7 @@ METHODS = (
     "Natural()",
 )
 CPUS = {"cascadelake": "AVX-512 without VBMI2", "haswell": "AVX2"}
-BEGIN, END = "<!-- written by benchmarks/coder_choice.py -->", "<!-- end -->"
+BEGIN, END = "<!-- written by benchmarks/speed/coder_choice.py -->", "<!-- end -->"
 
 
 def variants() -> list[dict[str, Any]]:

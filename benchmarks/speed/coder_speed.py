@@ -1,8 +1,8 @@
 """Sizes and times of the entropy coders, and what their check costs.
 
-    python benchmarks/coder_speed.py --json benchmarks/results/coder_speed.json
+    python benchmarks/speed/coder_speed.py --json benchmarks/results/speed/coder_speed.json
 
-    python benchmarks/coder_speed.py --sizes-only --json benchmarks/results/coder_speed.json
+    python benchmarks/speed/coder_speed.py --sizes-only --json benchmarks/results/speed/coder_speed.json
 
 The second form leaves the times in the file as they are.
 
@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -25,9 +26,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from runs import write
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import gradwire as gw
+from benchmarks.lib.runs import write
 from gradwire.kernels import get_kernels
 from gradwire.kernels.entropy import CODERS, entropy_bits, get_coder
 from gradwire.tools.bench.coders import trits_of_a_gaussian

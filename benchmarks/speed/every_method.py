@@ -1,10 +1,11 @@
 """A training step by every method: the MLP on 4 emulated hosts at 100 Mbit/s, beside DDP.
 
-    sudo env "PATH=$PATH" python benchmarks/every_method.py --work runs/methods
+    sudo env "PATH=$PATH" python benchmarks/speed/every_method.py --work runs/methods
 
 All exchanges at once do not fit in memory, so they are measured in groups, each by one ``gradwire bench step`` with
 DDP's float32 and TernGrad among the others' turns; a row's speed-up is over the float32 of its own group. Groups whose
-file is whole are not repeated. Writes ``benchmarks/results/step_methods.jsonl``, with the first group's references.
+file is whole are not repeated. Writes ``benchmarks/results/speed/step_methods.jsonl``, with the first group's
+references.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-RESULTS = Path(__file__).resolve().parent / "results"
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.lib.results import RESULTS
+
 REFERENCES = ("compute", "ddp fp32", "gradwire terngrad")
 GROUPS = (
     ("ddp fp16", "ddp powersgd", "gradwire fp32", "gradwire fp16", "gradwire bf16", "gradwire natural"),
@@ -75,7 +79,7 @@ def main() -> int:
     for number, group in enumerate(GROUPS):
         wanted = (*REFERENCES, *group) if number == 0 else group
         lines += [line for line in measure(group, work / f"{number}.jsonl") if json.loads(line)["variant"] in wanted]
-    (RESULTS / "step_methods.jsonl").write_text("\n".join(lines) + "\n")
+    (RESULTS / "speed/step_methods.jsonl").write_text("\n".join(lines) + "\n")
     return 0
 
 

@@ -1,7 +1,7 @@
 """How long the first use of a method takes: where nothing is compiled yet, and where all of it is kept on disk.
 
-    python benchmarks/first_use.py --json benchmarks/results/first_use.json
-    python benchmarks/first_use.py --source OTHER_CHECKOUT/src --worlds 4 --json before.json
+    python benchmarks/speed/first_use.py --json benchmarks/results/speed/first_use.json
+    python benchmarks/speed/first_use.py --source OTHER_CHECKOUT/src --worlds 4 --json before.json
 
 Processes start together, as a launcher starts them, import the package, wrap a small convolutional network (44,426
 parameters) in DDP over Gloo on the loopback, attach, and take a step. *cold* has an empty folder of compiled kernels
@@ -24,7 +24,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from runs import earlier, write
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.lib.runs import earlier, write
 
 METHODS = ("terngrad", "EDEN(bits=4)", "powersgd", "ErrorFeedback(TopK(density=0.01))")
 LIMIT_S = 900

@@ -1,6 +1,6 @@
 """Bytes of the positions that sparse methods send: as they are packed, entropy-coded, and the entropy of their gaps.
 
-    python benchmarks/gap_codes.py --mnist FOLDER --cifar10 FOLDER --json benchmarks/results/gap_codes.json
+    python benchmarks/speed/gap_codes.py --mnist FOLDER --cifar10 FOLDER --json benchmarks/results/speed/gap_codes.json
 
 Four simulated workers train with ``ErrorFeedback(TopK(density))``, so that positions lie as in real payloads, in
 clusters if gradients do. Every tenth step the positions of all workers are packed in the shortest of the formats that
@@ -24,8 +24,10 @@ from unittest import mock
 import numpy as np
 import numpy.typing as npt
 import torch
-from runs import write
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.lib.runs import write
 from gradwire.kernels import get_kernels, smallest_format
 from gradwire.kernels.entropy import entropy_bits, get_coder
 from gradwire.kernels.indices.operations import IndexOperations

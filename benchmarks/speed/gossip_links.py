@@ -1,8 +1,8 @@
 """Steps by gossip and by an all-reduce where one host's link is slow, on an emulated cluster.
 
-    sudo env "PATH=$PATH" gradwire lab --hosts 4 --bandwidth 100mbit --host 2=10mbit -- \
-        python benchmarks/gossip_links.py --links "100 Mbit/s, host 2: 10 Mbit/s" \
-        --json benchmarks/results/gossip_links.json
+    sudo env "PATH=$PATH" gradwire lab --hosts 4 --bandwidth 100mbit --host 2=10mbit -- \\
+        python benchmarks/speed/gossip_links.py --links "100 Mbit/s, host 2: 10 Mbit/s" \\
+        --json benchmarks/results/speed/gossip_links.json
 
 A perceptron with 0.27 M parameters in DDP, four workers; seconds of a step are those from the third to the last, of the
 rank that took longest, over their number. In the graph from a file host 2 has one neighbour, the others two or three.
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -19,11 +20,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from runs import write
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
 import gradwire as gw
+from benchmarks.lib.runs import write
 
 STEPS, UNTIMED = 12, 2
 LEAF = "0 1\n1 3\n0 3\n1 2\n"

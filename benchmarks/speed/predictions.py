@@ -1,9 +1,9 @@
 """Predicted against measured steps over the committed grid: calibrate on a third of the cells, judge on the others.
 
-    python benchmarks/predictions.py
+    python benchmarks/speed/predictions.py
 
 Codecs are rehearsed on this machine, so run it where the grid was measured, with nothing beside it. Writes
-``benchmarks/results/predictions.json`` and ``docs/figures/predicted.png``.
+``benchmarks/results/speed/predictions.json`` and ``docs/figures/predicted.png``.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.lib.results import RESULTS, ROOT
 from gradwire.tools.bench.predict import judge
 from gradwire.tools.bench.step import read_rows
 from gradwire.tools.bench.variants import VARIANTS
 from gradwire.tools.experiments.machine import hardware, versions
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
 FIGURE = ROOT / "docs" / "figures" / "predicted.png"
 CLEAR = 0.05
 """A measured difference that counts when the sign of the advice is judged."""
@@ -111,8 +112,8 @@ def draw(rows: list[dict[str, Any]]) -> None:
 def main() -> int:
     """Judge, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=Path, default=RESULTS / "step_grid.jsonl")
-    parser.add_argument("--json", type=Path, default=RESULTS / "predictions.json")
+    parser.add_argument("--rows", type=Path, default=RESULTS / "speed/step_grid.jsonl")
+    parser.add_argument("--json", type=Path, default=RESULTS / "speed/predictions.json")
     arguments = parser.parse_args()
     # The grid alone: methods with one row each would be calibrated on, or judged by, a single cell.
     measured = [row for row in read_rows(arguments.rows) if row["variant"] in GRID]

@@ -1,7 +1,7 @@
 """Orders in which four hosts can send each other rows: what keeps an exchange from the floor of its bytes.
 
-    gradwire lab --hosts 4 --bandwidth 100mbit -- python benchmarks/row_orders.py --bandwidth 100mbit \
-        --json benchmarks/results/row_orders.json
+    gradwire lab --hosts 4 --bandwidth 100mbit -- python benchmarks/speed/row_orders.py --bandwidth 100mbit \\
+        --json benchmarks/results/speed/row_orders.json
 
 Every rank sends a row to every other, twice, as a two-shot exchange does. The floor is the bytes that a rank sends over
 its bandwidth. The orders:
@@ -26,8 +26,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from runs import write
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.lib.runs import write
 from gradwire.tools.lab import parse_rate
 
 ORDERS = ("in turn", "in lockstep", "overlapped", "at once", "all-to-all")

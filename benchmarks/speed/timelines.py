@@ -1,9 +1,9 @@
 """Where a step's time goes while the workers sleep instead of computing: the MLP on 4 hosts.
 
-    sudo env "PATH=$PATH" python benchmarks/timelines.py
+    sudo env "PATH=$PATH" python benchmarks/speed/timelines.py
 
 ``gradwire bench timeline`` for TernGrad, packed and coded, at 100 Mbit/s and 1 Gbit/s: medians over ranks and
-steps, and a figure of one rank's lanes for each. Writes ``benchmarks/results/timelines.json`` and
+steps, and a figure of one rank's lanes for each. Writes ``benchmarks/results/speed/timelines.json`` and
 ``docs/figures/lanes_*.png``.
 """
 
@@ -18,8 +18,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from page_parts import RESULTS, ROOT
-from runs import write
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.lib.results import RESULTS, ROOT
+from benchmarks.lib.runs import write
 
 METHODS = ("terngrad", "coded")
 BANDWIDTHS = ("100mbit", "1gbit")
@@ -52,7 +54,7 @@ def main() -> int:
     """Record, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--json", type=Path, default=RESULTS / "timelines.json")
+    parser.add_argument("--json", type=Path, default=RESULTS / "speed/timelines.json")
     arguments = parser.parse_args()
     rows = [record(method, bandwidth, arguments.steps) for bandwidth in BANDWIDTHS for method in METHODS]
     for row in rows:

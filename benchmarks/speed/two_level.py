@@ -1,6 +1,6 @@
 """Steps on a cluster of nodes with fast links inside and slow links between them: on one level, on two, and by HSDP.
 
-    sudo env "PATH=$PATH" python benchmarks/two_level.py --json benchmarks/results/two_level.json
+    sudo env "PATH=$PATH" python benchmarks/speed/two_level.py --json benchmarks/results/speed/two_level.json
 
 Two nodes of two hosts each, one rank a host, in network namespaces: a host's link to its node's switch is not limited,
 and each node's link to the other is, as the row says. A perceptron with 2.1 M parameters in DDP, or under FSDP2 in two
@@ -22,8 +22,9 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from runs import write
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from benchmarks.lib.runs import write
 from gradwire.tools.lab import Network, Topology, open_network, run_command
 
 UNTIMED, NODE = 2, 2

@@ -1,6 +1,6 @@
 """Predicted steps of the cluster of ``two_level.py``, to be compared with its measured ones.
 
-    python benchmarks/two_level_predictions.py --json benchmarks/results/two_level_predictions.json
+    python benchmarks/speed/two_level_predictions.py --json benchmarks/results/speed/two_level_predictions.json
 
 Calibrates this machine's collectives on loopback, where no link is emulated and no node is known, and profiles the same
 perceptron; so nothing of what is predicted went into the prediction. Run it where ``two_level.py`` ran, with nothing
@@ -10,14 +10,17 @@ beside it.
 from __future__ import annotations
 
 import argparse
+import sys
 import tempfile
 from pathlib import Path
 
 import torch
-from runs import write
 from torch import nn
-from two_level import HSDP, METHODS, NODE, STEPS
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.lib.runs import write
+from benchmarks.speed.two_level import HSDP, METHODS, NODE, STEPS
 from gradwire.model.forecast import NOTHING, Scenario, forecast
 from gradwire.model.machine import LinkModel
 from gradwire.tools.bench.calibration import measure_machine

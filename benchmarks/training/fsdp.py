@@ -1,6 +1,6 @@
 """A small transformer under FSDP2 and HSDP, natively and by methods: losses, and bytes by the operating system.
 
-    python benchmarks/fsdp.py --json benchmarks/results/fsdp.json
+    python benchmarks/training/fsdp.py --json benchmarks/results/training/fsdp.json
 
 Four ranks on the loopback interface of a network namespace of their own, so that nothing else is counted. "shards":
 four shards, and a compressing reduce-scatter. "replicas": two replicas of two shards, and a compressed exchange between
@@ -12,8 +12,8 @@ keeps, the parameters' all-gathers above all, and between replicas the reduce-sc
 ``exchange_bytes`` of a row are those of the interface less the silent ones, over all ranks and a step; TCP's and IP's
 headers and acknowledgements are in both. ``traffic_bytes`` is what ``link.traffic()`` says of the same steps.
 
-    python benchmarks/fsdp.py --kinds shards --methods "weights QSGDinf(levels=7, block_size=128)" \\
-        --json benchmarks/results/fsdp_weights.json
+    python benchmarks/training/fsdp.py --kinds shards --methods "weights QSGDinf(levels=7, block_size=128)" \\
+        --json benchmarks/results/training/fsdp_weights.json
 
 compresses the all-gather of the parameters in place of the gradients; ``drift`` is how far what ranks compute with is
 from the weights after the last step, on rank 0: |k - w| / |w| of the unit that is furthest off.
@@ -28,12 +28,15 @@ import json
 import multiprocessing
 import os
 import platform
+import sys
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from bench_bytes import interface_bytes, isolate
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.lib.interface import interface_bytes, isolate
 
 RANKS, BLOCKS, WIDTH, HEADS, LENGTH, BATCH, CHARACTERS = 4, 4, 64, 4, 64, 8, 128
 LAST, SHORT = 20, 10

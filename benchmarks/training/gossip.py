@@ -1,6 +1,6 @@
 """Gossip on a ring of eight simulated workers, beside an all-reduce: consensus, loss and accuracy, bytes of a link.
 
-    python benchmarks/gossip.py --work runs/gossip --json benchmarks/results/gossip.json
+    python benchmarks/training/gossip.py --work runs/gossip --json benchmarks/results/training/gossip.json
 
 Digits, 200 steps of SGD with momentum 0.9, eight samples a worker and step. Each worker draws from all samples, or
 ("unlike") owns an eighth of them in the order of their labels, about one or two digits. Rates are the better of two by
@@ -14,6 +14,7 @@ import argparse
 import json
 import math
 import re
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,10 +23,12 @@ from statistics import mean, stdev
 from typing import Any
 
 import torch
-from runs import claim, release, write
 from torch import nn
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
 import gradwire as gw
+from benchmarks.lib.runs import claim, release, write
 from gradwire.exchange.drivers import dense_bytes
 from gradwire.tools.experiments.config import RunConfig
 from gradwire.tools.experiments.engine import build_model, score_share

@@ -1,6 +1,6 @@
 """Graph networks on partitioned graphs: variable against fixed rates, and caches, by accuracy and bytes of halos.
 
-    python benchmarks/graph.py --work runs/graph --json benchmarks/results/graph.json
+    python benchmarks/training/graph.py --work runs/graph --json benchmarks/results/training/graph.json
 
 The task ``graph`` on simulated workers: all nodes in every step, three layers of width 64, Adam, weight gradients in
 float32, the same seeds for all methods; a seed draws the weights, the partition and the masks. Accuracy is that of the
@@ -23,7 +23,9 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from runs import claim, earlier, release, write
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.lib.runs import claim, earlier, release, write
 
 STEPS, WORKERS, EVERY = 60, 4, 10
 SEEDS = (0, 1, 2)

@@ -1,6 +1,6 @@
 """The examples of Accelerate, Trainer, Lightning and Fabric, each in a fresh environment with its extra alone.
 
-    python benchmarks/integrations.py --json benchmarks/results/integrations.json
+    python benchmarks/training/integrations.py --json benchmarks/results/training/integrations.json
 
 For each extra a virtual environment is made and ``gradwire[EXTRA]`` installed with the pins of ``constraints.txt``.
 Each example is trained on two processes with a method and by plain DDP. From a checkpoint after half of the steps it is
@@ -18,9 +18,11 @@ import sys
 import tempfile
 from pathlib import Path
 
-from runs import write
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-ROOT = Path(__file__).resolve().parent.parent
+from benchmarks.lib.results import ROOT
+from benchmarks.lib.runs import write
+
 METHOD = "ErrorFeedback(TopK(density=0.05))"
 LIGHTNING = ("{python}", "lightning_digits.py", "--devices", "{processes}")
 TORCHRUN = ("{python}", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "{processes}")

@@ -1,6 +1,7 @@
 """LGC against methods that send the same elements as they are, at equal measured bytes.
 
-    python benchmarks/lgc.py --task mnist --data FOLDER --work runs/lgc --json benchmarks/results/lgc_mnist.json
+    python benchmarks/training/lgc.py --task mnist --data FOLDER --work runs/lgc \\
+        --json benchmarks/results/training/lgc_mnist.json
 
 Simulated workers, SGD, momentum before compression for all (float32: the optimizer's). The phases of LGC are short, so
 that a training of a few hundred steps has all three; the other methods have the first one, too, as rounds of warm-up.
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 import zlib
 from dataclasses import dataclass
@@ -26,9 +28,11 @@ from statistics import mean, stdev
 from typing import Any
 
 import torch
-from runs import claim, earlier, release, write
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import gradwire as gw
+from benchmarks.lib.runs import claim, earlier, release, write
 from gradwire.tools.experiments.config import RunConfig
 from gradwire.tools.experiments.simulate import SimulatedEngine
 from gradwire.tools.experiments.tasks import build

@@ -1,8 +1,8 @@
 """Time and bytes to a stated loss on slow links, with local steps and without: a language model and CIFAR-10.
 
-    python benchmarks/local_training.py --data CIFAR10_FOLDER                                   trains
-    sudo python benchmarks/local_training.py --data CIFAR10_FOLDER --lab                        times steps
-    python benchmarks/local_training.py --collect --json benchmarks/results/local_training.json
+    python benchmarks/training/local_training.py --data CIFAR10_FOLDER                                   trains
+    sudo python benchmarks/training/local_training.py --data CIFAR10_FOLDER --lab                        times steps
+    python benchmarks/training/local_training.py --collect --json benchmarks/results/training/local_training.json
 
 How a loss falls with the steps does not depend on the link, so each method is trained once, by four simulated workers
 from each seed, and its steps are timed on each link by four real workers on an emulated cluster of four hosts. The time
@@ -25,7 +25,9 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from runs import claim, final, train, write
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.lib.runs import claim, final, train, write
 
 HOSTS = 4
 BANDWIDTHS = ("10mbit", "100mbit", "1gbit")

@@ -1,7 +1,8 @@
 """Every method trained on one task with one tuning budget: accuracy, bytes, and bytes to a mark.
 
-    python benchmarks/method_table.py --json benchmarks/results/methods_digits.json
-    python benchmarks/method_table.py --task mnist --data FOLDER --json benchmarks/results/methods_mnist.json
+    python benchmarks/training/method_table.py --json benchmarks/results/training/methods_digits.json
+    python benchmarks/training/method_table.py --task mnist --data FOLDER \\
+        --json benchmarks/results/training/methods_mnist.json
 
 Four simulated workers, SGD. Each method is trained at three learning rates from the first seed; the rate with the
 lowest training loss over the last tenth of the steps is then trained from the other seeds. Coded methods take the rate
@@ -29,10 +30,13 @@ from statistics import mean, median, stdev
 from typing import Any
 
 import torch
-from method_entries import RATES, Entry, entries, entry_of, family, label, narrow, rates_of, tuned_as
-from runs import claim, release, write
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import gradwire as gw
+from benchmarks.lib.method_entries import RATES, Entry, entries, entry_of, family, label, narrow, rates_of, tuned_as
+from benchmarks.lib.results import RESULTS
+from benchmarks.lib.runs import claim, release, write
 from gradwire.tools.experiments.config import RunConfig
 from gradwire.tools.experiments.folder import RunFolder
 from gradwire.tools.experiments.run_record import config_of, slug
@@ -357,7 +361,7 @@ def main() -> int:
         "--from",
         dest="best_of",
         type=Path,
-        default=Path(__file__).parent / "results" / "methods_digits.json",
+        default=RESULTS / "training/methods_digits.json",
         help="the table whose best methods the tasks other than digits train",
     )
     parser.add_argument("--narrow", type=Path, metavar="TABLE", help="a table of the same task, which has the rates")

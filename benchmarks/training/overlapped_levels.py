@@ -1,10 +1,10 @@
 """ALQ and AMQ with levels fitted before a round and after it: accuracy on ``digits``, and bytes.
 
-    python benchmarks/overlapped_levels.py --json benchmarks/results/overlapped_levels.json
+    python benchmarks/training/overlapped_levels.py --json benchmarks/results/training/overlapped_levels.json
 
 Four simulated workers, SGD with momentum 0.9, and the learning rate that the table of methods finds for both
-(benchmarks/method_table.py), three seeds. Blocks of "model" are the default; those of "parameter" are what overlapping
-needs, so that the difference between the last two settings of a method is that of the levels' age alone. ``--setting``
+(``method_table.py``), three seeds. Blocks of "model" are the default; those of "parameter" are what overlapping needs,
+so that the difference between the last two settings of a method is that of the levels' age alone. ``--setting``
 and ``--method`` train a part, whose rows take the place of those in the file.
 """
 
@@ -12,15 +12,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import tempfile
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from method_table import SEEDS, STEPS, WORKERS, train
-from runs import write
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import gradwire as gw
+from benchmarks.lib.runs import write
+from benchmarks.training.method_table import SEEDS, STEPS, WORKERS, train
 from gradwire.tools.experiments.config import RunConfig
 from gradwire.tools.experiments.folder import RunFolder
 from gradwire.tools.experiments.tasks import build
@@ -73,7 +75,7 @@ def main() -> None:
         if options.json.exists():
             kept = json.loads(options.json.read_text())["rows"]
             rows = [row for row in kept if row["method"] not in [new["method"] for new in rows]] + rows
-        write(options.json, command="benchmarks/overlapped_levels.py", task="digits", rows=rows)
+        write(options.json, command="benchmarks/training/overlapped_levels.py", task="digits", rows=rows)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """What a training loses by a method, beside what a link measures of it, in a few hundred updates.
 
-    python benchmarks/residual_age.py --task mnist --data FOLDER --json benchmarks/results/residual_age_mnist.json
+    python benchmarks/training/residual_age.py --task mnist --data FOLDER \\
+        --json benchmarks/results/training/residual_age_mnist.json
 
 A network of two convolutions and two linear layers, 4 simulated workers with 32 samples each, 280 updates of SGD at a
 rate that falls to zero, with momentum 0.9 where the method has none of its own. Directions have a rate of their own. A
@@ -17,16 +18,19 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 import torch
-from runs import write
 from torch import nn
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
 import gradwire as gw
+from benchmarks.lib.runs import write
 from gradwire.link.diagnostics import EARLY, INTERVAL, Comparison
 from gradwire.link.judgement import judge
 from gradwire.tools.experiments.tasks import build

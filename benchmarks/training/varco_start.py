@@ -1,6 +1,6 @@
 """Why a variable rate fails on the stochastic block model: the first steps, step by step.
 
-    python benchmarks/varco_start.py --json benchmarks/results/varco_start.json
+    python benchmarks/training/varco_start.py --json benchmarks/results/training/varco_start.json
 
 Four simulated workers, GCN, 60 steps, as in ``graph.py``. For each set-up the training loss and the norm of the
 gradient just before and after the rate reaches one (step 12 of 60 with a slope of 5), and the accuracy there and at the
@@ -11,13 +11,16 @@ was.
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
 import torch
-from runs import write
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.lib.runs import write
 from gradwire.tools.experiments.config import RunConfig
 from gradwire.tools.experiments.engines import simulated_engine
 from gradwire.tools.experiments.tasks import build

@@ -1,6 +1,6 @@
 """A machine of an elastic training dies: torchrun's other agent goes on with the workers that it has.
 
-    python benchmarks/elastic.py --json benchmarks/results/elastic.json
+    python benchmarks/trials/elastic.py --json benchmarks/results/trials/elastic.json
 
 Two agents of two workers each on this machine run ``examples/elastic_digits.py``. Once the checkpoint of step 20 is
 there, one agent and its workers are killed. The other's workers end with an error that names the ranks that are gone,
@@ -22,9 +22,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from runs import write
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "elastic_digits.py"
+from benchmarks.lib.results import ROOT
+from benchmarks.lib.runs import write
+
+EXAMPLE = ROOT / "examples" / "elastic_digits.py"
 METHOD, STEPS, EVERY, DIES_AT = "ErrorFeedback(TopK(density=0.05))", 60, 10, 20
 WORKERS, WAIT_S = 2, 240.0
 # An agent that is gone is noticed after three seconds instead of fifteen; the first round waits for the second agent.

@@ -1,6 +1,6 @@
 """Coverage-guided fuzzing of what decodes entropy-coded sections.
 
-    python benchmarks/fuzz_coders.py CORPUS -max_total_time=300 -max_len=1200
+    python benchmarks/trials/fuzz_coders.py CORPUS -max_total_time=300 -max_len=1200
 
 Needs `pip install atheris` (not a dependency). Inputs are bodies; the frame around them fits, so that what is fuzzed is
 the decoder behind the check. The reference decoder, whose lines guide the fuzzer, must end in an output or a status,

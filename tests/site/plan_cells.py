@@ -22,7 +22,7 @@ from gradwire.model.machine import Machine
 from gradwire.tools.cli.app import app
 
 ROOT = Path(__file__).parents[2]
-DATA = json.loads((ROOT / "benchmarks" / "results" / "calculator.json").read_text())
+DATA = json.loads((ROOT / "benchmarks" / "results" / "pages" / "calculator.json").read_text())
 
 QUESTIONS = [
     # parameters, seconds, micro-batches, hosts, workers a host, cores of a host, latency in ms, bandwidths

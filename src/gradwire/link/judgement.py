@@ -1,8 +1,8 @@
 """Warnings of a method that tells a training too little of its gradients, by what was measured of it.
 
-The limits are chosen from ``benchmarks/residual_age.py``: MNIST and CIFAR-10, small networks, 4 workers, 280 updates,
-measured in rounds 10, 30, 100 and 200. What loses a third of a point on MNIST loses ten on CIFAR-10, and a link cannot
-know which of them its training is like, so the limits are those of CIFAR-10:
+The limits are chosen from ``benchmarks/training/residual_age.py``: MNIST and CIFAR-10, small networks, 4 workers, 280
+updates, measured in rounds 10, 30, 100 and 200. What loses a third of a point on MNIST loses ten on CIFAR-10, and a
+link cannot know which of them its training is like, so the limits are those of CIFAR-10:
 
 *Late*: age above 1.5 and cosine below 0.48 in one round. All settings that lose more than 8 points on CIFAR-10 are
 warned of, but ACP-SGD of rank 1 by a hair (10.7 points; age 1.5, cosine 0.51); of those that lose 4 to 8 points, 8 of
