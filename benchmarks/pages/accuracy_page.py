@@ -1,10 +1,13 @@
 """``docs/accuracy.md`` and its figures, from the tables of all methods on one task each.
 
-python benchmarks/pages/accuracy_page.py    # draws the figures; the page is written by benchmarks/pages/summarise.py
+    python benchmarks/pages/accuracy_page.py
+
+draws the figures; ``summarise.py`` writes the page.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -388,4 +391,5 @@ def draw() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     draw()

@@ -1,10 +1,13 @@
 """``docs/quantisers.md`` and its figures, from the committed results on variance, DIANA, AQSGD and sign methods.
 
-python benchmarks/pages/quantisers_page.py    # draws the figures; the page is written by benchmarks/pages/summarise.py
+    python benchmarks/pages/quantisers_page.py
+
+draws the figures; ``summarise.py`` writes the page.
 """
 
 from __future__ import annotations
 
+import argparse
 import math
 import sys
 from pathlib import Path
@@ -558,4 +561,5 @@ def draw() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     draw()

@@ -1,7 +1,13 @@
-"""``docs/benchmarks.md`` and its figure, from the committed rows of ``gradwire bench step`` and what was made of them."""
+"""``docs/benchmarks.md`` and its figure, from the committed rows of ``gradwire bench step`` and what was made of them.
+
+    python benchmarks/pages/steps_page.py
+
+draws the figure; ``summarise.py`` writes the page.
+"""
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -482,4 +488,5 @@ def draw() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     draw()
