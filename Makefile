@@ -44,7 +44,7 @@ demo: $(DEMO)
 
 # The tests build it, too, and fail where this does.
 docs: $(STAMP)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
+	$(BIN)/python scripts/site_pages.py
 	@echo "open site/index.html"
 
 test: lint types unit wheel-test

@@ -77,7 +77,7 @@ class Case:
     @property
     def unbiased(self) -> bool:
         """Whether the mean over draws is ``target``: what is declared, or holds for the clipped gradient alone."""
-        return self.method.unbiased or self.target is not exactly
+        return self.method.traits.unbiased or self.target is not exactly
 
     def __repr__(self) -> str:
         return repr(self.method)
@@ -710,7 +710,7 @@ Properties of theirs are in ``algorithms/test_gossip.py`` and ``runtime/test_gos
 
 def adds_up(method: gw.Method) -> bool:
     """Return whether a method remembers sums of what it exchanges, or exchanges parameters: it has a range."""
-    return method.needs_loss_scale and bool(method.remembers or method.local_steps)
+    return method.traits.needs_loss_scale and bool(method.traits.remembers or method.traits.local_steps)
 
 
 CASES: dict[str, list[gw.Method]] = {name: [case.method for case in row] for name, row in TABLE.items()} | DIFFERING

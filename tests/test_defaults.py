@@ -47,7 +47,7 @@ def test_shifts_learn_as_fast_as_the_theorem_allows(levels: int) -> None:
 
 
 def test_what_travels_in_float32_by_default() -> None:
-    assert {name: gw.method(name).min_numel for name in ("terngrad", "qsgd", "bf16", "fp16", "signsgd")} == {
+    assert {name: gw.method(name).traits.min_numel for name in ("terngrad", "qsgd", "bf16", "fp16", "signsgd")} == {
         "terngrad": 1024,
         "qsgd": 1024,
         "bf16": 0,

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from gradwire.errors import GradwireError
-from gradwire.tools.forking import Child, can_fork, fork_all
+from gradwire.tools.processes import Child, can_fork, fork_all
 
 pytestmark = pytest.mark.skipif(not can_fork(), reason="child subreapers are Linux's")
 
 MODULE = """
 import os, signal, sys, time
-from gradwire.tools.forking import wait_for_parent
+from gradwire.tools.processes import wait_for_parent
 
 IMPORTED = os.getpid()
 PREPARED = []

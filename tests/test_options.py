@@ -89,5 +89,5 @@ def test_types_of_options_name_what_is_there() -> None:
     named = set(inspect.signature(attach).parameters) - {"more"} | set(get_type_hints(RareOptions))
     assert set(get_type_hints(LinkOptions)) <= named
     assert set(get_args(KernelBackend)) == set(BACKENDS) - {"meta"}
-    protocols = {name for kind in METHODS for case in CASES[kind.name] for name in case.collectives}
+    protocols = {name for kind in METHODS for case in CASES[kind.name] for name in case.traits.collectives}
     assert {"auto", *protocols} - {"gossip"} == set(get_args(Collective))

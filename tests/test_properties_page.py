@@ -29,4 +29,4 @@ def test_the_properties_of_a_method_are_numbered_one_by_one() -> None:
         numbers = [int(n) for n in re.findall(r"^\| (\d+) \|", part, re.MULTILINE)]
         assert numbers == list(range(1, len(numbers) + 1)), part.splitlines()[0]
         rows = [line for line in part.splitlines() if re.match(r"\| \d+ \|", line)]
-        assert all("::" in row or "methods.md" in row for row in rows)
+        assert all("::" in row or re.search(r"\]\(methods/[\w-]+\.md", row) for row in rows)

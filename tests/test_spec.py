@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import gradwire as gw
 from cases import CASES, EVERY
 from gradwire.methods.registry import METHODS
-from gradwire.tools.cli.show_methods import method_rows
+from gradwire.tools.cli.show import method_rows
 
 
 @pytest.mark.parametrize("method", EVERY, ids=repr)
@@ -46,7 +46,9 @@ def test_declared_properties() -> None:
     assert not info["terngrad"].unbiased
     for name, told in info.items():
         method = gw.method(name)
-        for field in ("unbiased", "unbiased_note", "omega", "omega_formula", "delta", "delta_formula"):
+        for field in ("unbiased", "unbiased_note", "omega_formula"):
+            assert getattr(told, field) == getattr(method.traits, field)
+        for field in ("omega", "delta", "delta_formula"):
             assert getattr(told, field) == getattr(method, field)
         assert told.omega is None or told.unbiased
         assert told.delta is None or 0 < told.delta <= 1
@@ -279,7 +281,7 @@ EXACT = [
 @pytest.mark.parametrize("method", EXACT, ids=repr)
 def test_the_omega_that_is_shown_is_the_one_that_is_used(method: gw.Method) -> None:
     inner = getattr(method, "compressor", method)
-    shown = evaluated(method.omega_formula, getattr(inner, "block_size", 0), getattr(inner, "levels", 0))
+    shown = evaluated(method.traits.omega_formula, getattr(inner, "block_size", 0), getattr(inner, "levels", 0))
     assert shown == pytest.approx(method.omega, rel=1e-12)
 
 
@@ -287,12 +289,12 @@ def test_the_omega_that_is_shown_is_the_one_that_is_used(method: gw.Method) -> N
 @pytest.mark.parametrize("levels", [1, 2, 3, 5, 9, 16, 40])
 def test_the_bound_that_is_shown_is_close_above_what_is_used(levels: int, block_size: int) -> None:
     even = gw.QSGD(levels=levels, block_size=block_size)
-    shown = evaluated(even.omega_formula, block_size, levels)
+    shown = evaluated(even.traits.omega_formula, block_size, levels)
     assert shown - 1 / levels**4 - 1e-12 <= even.omega <= shown + 1e-12
     for norm in ("l2", "max"):
         for kind in (gw.NUQSGD, gw.NaturalDithering):
             method = kind(levels=levels, block_size=block_size, norm=norm)
-            shown = evaluated(method.omega_formula, block_size, levels)
+            shown = evaluated(method.traits.omega_formula, block_size, levels)
             assert 0.35 * shown <= method.omega <= shown * (1 + 1e-12)
 
 
@@ -317,10 +319,10 @@ def test_constants_depend_on_the_size_of_a_parameter_where_a_block_is_one() -> N
     joined = gw.QSGDinf(levels=7, block_size=256, blocks="model")
     assert joined.omega_of(16) == joined.omega
     own = gw.TernGrad(clip=None, share_scaler=False)
-    assert own.unbiased
-    assert own.omega_of(400) == pytest.approx(evaluated(own.omega_formula, 400, 1)) == pytest.approx(9.5)
+    assert own.traits.unbiased
+    assert own.omega_of(400) == pytest.approx(evaluated(own.traits.omega_formula, 400, 1)) == pytest.approx(9.5)
     assert own.omega is gw.TernGrad(clip=None).omega_of(400) is None
-    assert not gw.TernGrad().unbiased
+    assert not gw.TernGrad().traits.unbiased
 
 
 def test_properties_are_shown_of_what_was_asked_for() -> None:
@@ -328,3 +330,10 @@ def test_properties_are_shown_of_what_was_asked_for() -> None:
     assert row["spec"] == "QSGD(levels=1, block_size=512, blocks='parameter')"
     assert row["bits_per_element"] is None
     assert method_rows(["qsgd"])[0]["bits_per_element"] == gw.QSGD.properties.bits_per_element
+
+
+def test_a_trait_that_nobody_would_read_is_refused() -> None:
+    with pytest.raises(gw.HyperparameterError, match=r"Mine: kernels is a trait: return it from declare"):
+
+        class Mine(gw.Method):
+            kernels = ("ternary",)

@@ -251,8 +251,8 @@ def draw() -> None:
     from matplotlib.ticker import FuncFormatter, NullLocator
 
     gpus = [GPUS_PER_HOST * 2**i for i in range(8)]
-    figure = Figure(figsize=(10.5, 6.4), layout="constrained")
-    axes = figure.subplots(2, 3, sharex=True, sharey=True)
+    figure = Figure(figsize=(5.8, 8.6), layout="constrained")
+    axes = figure.subplots(3, 2, sharex=True, sharey=True).T
     names = {"ethernet": "1 Gbit/s Ethernet, GTX 1080", "infiniband": "100 Gbit/s InfiniBand, P100"}
     for axis, ((network, model), column) in zip(axes.flat, DIGITISED.items()):
         load = workload(network, model)
@@ -270,15 +270,15 @@ def draw() -> None:
             digitised = [pair[i] * 1e3 for pair in column.values()]
             axis.plot(list(column), digitised, marker, color=colour, mfc="white", mew=1.6, label=f"{name}, digitised")
         axis.set(xscale="log", yscale="log", xlabel="GPUs, 4 a host", ylabel="images/s")
-        axis.set_title(f"{model}, {names[network]}", fontsize=10)
-        axis.set_xticks(gpus, [str(n) for n in gpus])
+        axis.set_title(f"{model}\n{names[network]}", fontsize=9)
+        axis.set_xticks(gpus, [str(n) for n in gpus], fontsize=8)
         axis.xaxis.set_minor_locator(NullLocator())
         axis.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,.0f}"))
         axis.grid(True, alpha=0.3)
         axis.label_outer()
     handles, labels = axes[0, 0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False, fontsize=9)
-    figure.savefig(FIGURE, dpi=120)
+    figure.legend(handles, labels, loc="outside lower center", ncols=1, frameon=False, fontsize=9)
+    figure.savefig(FIGURE, dpi=150)
 
 
 def main() -> None:

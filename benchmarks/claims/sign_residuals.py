@@ -5,7 +5,7 @@
 Four simulated workers train by SGD on the task's default data. After some steps, for each compressed parameter of
 worker 0: the share |C(g) - g|^2 / |g|^2 of the gradient that the scaled sign loses, by block size (in the float32 run),
 and the length of the residual over that of the gradient, or of the momentum where that is what is compressed (in the
-other runs). ``link/diagnostics.py`` warns above a multiple that these runs support.
+other runs). ``link/reports.py`` warns above a multiple that these runs support.
 """
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import gradwire as gw
 from benchmarks.lib.runs import write
-from gradwire.methods.levels.bounded_levels import ERROR
-from gradwire.methods.levels.normal_levels import DISTORTION, level_count, uniform_levels, uniform_step
+from gradwire.methods.rotations.bounded_levels import ERROR
+from gradwire.methods.rotations.normal_levels import DISTORTION, level_count, uniform_levels, uniform_step
 
 SPECS = (
     *(f"EDEN(bits={bits})" for bits in (0.25, 0.5, 1, 1.6, 2, 2.47, 2.67, 2.91, 3, 3.2, 3.56, 4, 4.58, 5, 5.34, 6)),

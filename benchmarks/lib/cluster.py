@@ -19,21 +19,6 @@ from typing import Literal, get_args
 
 from gradwire.errors import HyperparameterError
 
-__all__ = [
-    "Cluster",
-    "Fabric",
-    "Message",
-    "Pattern",
-    "Point",
-    "Sizes",
-    "Step",
-    "Workload",
-    "dense",
-    "step",
-    "sweep",
-    "ternary",
-]
-
 Pattern = Literal["server", "tree", "ring", "sharded"]
 """How messages become their sum; :func:`step` has the formulae."""
 

@@ -15,8 +15,6 @@ from gradwire.tools.experiments.errors import UsageError, nearest
 from gradwire.tools.experiments.tasks.logreg import SPLITS, split_order
 from gradwire.tools.experiments.tasks.readers import read_libsvm
 
-__all__ = ["LogisticProblem"]
-
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class LogisticProblem:

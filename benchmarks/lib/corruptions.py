@@ -224,8 +224,8 @@ class Trials:
     """
 
     def __init__(self, method: gw.Method, collective: str, backend: str = "auto", workers: int = WORKERS) -> None:
-        if method.open_coders:
-            method = method.with_coder(method.open_coders[0])
+        if method.traits.open_coders:
+            method = method.with_coder(method.traits.open_coders[0])
         segments = lay_out(Parameter(f"p{i}", (n,), (1,)) for i, n in enumerate(SIZES))
         setting = PlanSetting(segments, get_kernels(backend), workers, collective, 0, 3200)
         self.plan: BucketPlan = method.plan(setting)

@@ -12,8 +12,6 @@ from benchmarks.lib.convex import LogisticProblem
 from benchmarks.lib.optimum import Optimum
 from gradwire.tools.experiments.errors import TrainingError
 
-__all__ = ["Exchange", "descend", "exact_mean", "float32_floor", "rounded_mean"]
-
 Exchange = Callable[[Tensor], Tensor]
 """From the workers' gradients, float64 ``[workers, features]``, to a direction, ``[features]``."""
 

@@ -168,10 +168,10 @@ def entry_of(spec: str, task: str) -> Entry:
     optimizer's; then its own ``momentum`` is 0.9 if it has such a field.
     """
     method: Any = gw.method(spec)
-    own = f"own, {momentum_of(method):g}" if method.owns_momentum else "none"
-    if method.direction:
+    own = f"own, {momentum_of(method):g}" if method.traits.owns_momentum else "none"
+    if method.traits.direction:
         return Entry(short(method), 0.0, OF_DIRECTIONS, own)
-    if method.owns_momentum:
+    if method.traits.owns_momentum:
         return Entry(short(method), 0.0, 1.0, own)
     model = build(task, **({"data": "unread"} if task != "digits" else {})).build_model()
     beside = torch.optim.SGD(model.parameters(), lr=0.1, momentum=MOMENTUM)
@@ -213,7 +213,9 @@ def rates_of(entry: Entry, task: str) -> list[float]:
 def entries(task: str) -> list[Entry]:
     """Return all lines: every method's default, error feedback around those that leave something out, and more."""
     # Workers that step by themselves have a model each, and the simulation has one; on two levels another method errs.
-    specs = [name for name in gw.methods() if not (gw.method(name).local_steps or gw.method(name).sharded)]
+    specs = [
+        name for name in gw.methods() if not (gw.method(name).traits.local_steps or gw.method(name).traits.sharded)
+    ]
     specs += [fed_back for name in specs if (fed_back := with_feedback(name)) is not None]
     found = {(entry.spec, entry.momentum): entry for entry in (entry_of(spec, task) for spec in [*specs, *FORMS])}
     return list(found.values())
@@ -225,7 +227,12 @@ def with_feedback(name: str) -> str | None:
     A cast leaves out less than any of these could show.
     """
     method = gw.method(name)
-    if method.unbiased or method.direction or method.properties.state != "none" or name in ("fp16", "bf16"):
+    if (
+        method.traits.unbiased
+        or method.traits.direction
+        or method.properties.state != "none"
+        or name in ("fp16", "bf16")
+    ):
         return None
     try:
         return repr(gw.ErrorFeedback(compressor=method))

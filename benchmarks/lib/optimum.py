@@ -10,8 +10,6 @@ from torch import Tensor
 from benchmarks.lib.convex import LogisticProblem
 from gradwire.tools.experiments.errors import TrainingError
 
-__all__ = ["Optimum", "find_optimum", "residual"]
-
 STEPS, HALVINGS, SWEEPS = 100, 40, 1000
 ROUNDING = 2.0**-50
 """By how much the objective's value may seem to rise in a step that improves it."""

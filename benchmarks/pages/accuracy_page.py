@@ -8,8 +8,8 @@ draws the figures; ``summarise.py`` writes the page.
 from __future__ import annotations
 
 import argparse
+import re
 import sys
-import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -275,20 +275,40 @@ def in_megabytes(axes: Any) -> None:
     axes.set_xscale("log")
     low, high = axes.get_xlim()
     ticks = [tick for tick in MEGABYTES if low <= tick <= high]
+    if len(ticks) > 9:
+        ticks = [tick for tick in ticks if f"{tick:e}".startswith("1")]
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.tick_params(axis="x", which="minor", length=0, labelbottom=False)
+
+
+def folded(label: str, width: int) -> str:
+    """Return a spec on lines of at most so many characters, which end behind a bracket or a comma where they can."""
+    lines = [""]
+    for piece in re.findall(r"[^(,]*(?:\(|, ?|$)", label):
+        if lines[-1] and len(lines[-1]) + len(piece.rstrip()) > width:
+            lines.append("")
+        lines[-1] += piece
+    return "\n".join(line.strip() for line in lines)
+
+
+def percentages(low: float, high: float) -> list[float]:
+    """Return errors to mark on a logarithmic axis: round ones, at least three where the axis has room for them."""
+    scales = [(1, 1.5, 2, 3, 5, 10, 20, 30, 40, 60, 80), *(range(step, 100, step) for step in (5, 2, 1))]
+    found = [[float(tick) for tick in scale if low <= tick <= high] for scale in scales]
+    return next((ticks for ticks in found if len(ticks) >= 3), found[-1])
 
 
 def place_names(axes: Any, points: Sequence[tuple[float, float]], names: dict[int, str]) -> None:
     """Write names of points beside them, each at the nearest place that is free of points and of other names."""
     places = [tuple(axes.transData.transform(point)) for point in points]
     left, bottom, right, top = (*axes.transAxes.transform((0, 0)), *axes.transAxes.transform((1, 1)))
-    high = 13.0
     taken: list[tuple[float, float, float, float]] = [(x - 5, y - 5, x + 5, y + 5) for x, y in places]
     around = ((1, 0), (-1, 0), (0, 1), (0, -1), (1, 1), (1, -1), (-1, 1), (-1, -1))
-    for i, name in names.items():
+    for i, label in names.items():
         x, y = places[i]
-        wide = 7.6 * len(name)
+        name = folded(label, 30)
+        wide = 7.6 * max(map(len, name.splitlines()))
+        high = 14.5 * len(name.splitlines())
         for radius, (dx, dy) in ((r, d) for r in range(12, 240, 8) for d in around):
             cx, cy = x + dx * (radius + wide / 2), y + dy * radius
             box = (cx - wide / 2, cy - high / 2, cx + wide / 2, cy + high / 2)
@@ -313,8 +333,8 @@ def draw_scatter(task: str, title: str, rows: Sequence[Row]) -> None:
     """Draw final accuracy over all bytes; fp32, those that no other beats and those that miss the mark have names."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 6.4), dpi=110)
-    figure.subplots_adjust(left=0.07, right=0.985, bottom=0.085, top=0.945)
+    figure = Figure(figsize=(6.2, 6.8), dpi=110)
+    figure.subplots_adjust(left=0.105, right=0.98, bottom=0.165, top=0.95)
     axes = figure.subplots()
     points = [(row["sent_bytes"]["mean"] / 1e6, 100 * (1 - row["accuracy"]["mean"])) for row in rows]
     for remembers, colour in COLOURS.items():
@@ -328,12 +348,12 @@ def draw_scatter(task: str, title: str, rows: Sequence[Row]) -> None:
     in_megabytes(axes)
     axes.set_yscale("log")
     axes.invert_yaxis()
-    ticks = [tick for tick in (1, 1.5, 2, 3, 5, 10, 20, 40, 80) if axes.get_ylim()[1] <= tick <= axes.get_ylim()[0]]
+    ticks = percentages(*sorted(axes.get_ylim()))
     axes.set_yticks(ticks, [f"{100 - tick:g}" for tick in ticks])
     axes.tick_params(axis="y", which="minor", length=0, labelleft=False)
     axes.set(xlabel="sent by one worker in the whole training, MB", ylabel="final accuracy, %", title=title)
     axes.grid(alpha=0.3)
-    axes.legend(loc="center right", fontsize=8)
+    figure.legend(loc="lower center", ncols=2, fontsize=8.5)
     named = [0, *best, *(i for i, row in enumerate(rows) if not reaches(row))]
     place_names(axes, points, {i: rows[i]["label"] for i in dict.fromkeys(named)})
     figure.savefig(FIGURES / f"accuracy_{task}.png", dpi=110)
@@ -344,10 +364,11 @@ def draw_lines(task: str, title: str, rows: Sequence[Row]) -> None:
     from matplotlib.figure import Figure
 
     ordered = in_order(rows)
-    places = range(len(ordered))
-    names = [textwrap.fill(row["label"], 56) for row in ordered]
-    each = 0.19 + 0.11 * max(name.count("\n") for name in names)
-    figure = Figure(figsize=(10, 1.4 + each * len(ordered)), layout="constrained")
+    names = [folded(row["label"], 30) for row in ordered]
+    # A place is as high as its name has lines.
+    heights = [0.19 + 0.125 * name.count("\n") for name in names]
+    places = [sum(heights[:i]) + height / 2 for i, height in enumerate(heights)]
+    figure = Figure(figsize=(6.2, 1.6 + sum(heights)), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
     for place, row in zip(places, ordered):
         colour, sent = COLOURS[row["remembers"]], row["sent_bytes"]["mean"] / 1e6
@@ -368,13 +389,13 @@ def draw_lines(task: str, title: str, rows: Sequence[Row]) -> None:
     right.axvline(100 * ordered[0]["mark"]["accuracy"], color="grey", linestyle="--", lw=0.8)
     right.set_xlim(low, None)
     left.set_yticks(places, names, fontsize=8)
-    left.set_ylim(len(ordered) - 0.5, -0.5)
+    left.set_ylim(sum(heights), 0)
     in_megabytes(left)
-    left.set_xlabel("MB sent by a worker:\nfilled to the mark, hollow in all", fontsize=9)
+    left.set_xlabel("MB sent by a worker: filled\nto the mark, hollow in all", fontsize=9)
     right.set_xlabel("final accuracy, %\n(dashed: the mark)", fontsize=9)
     for axes in (left, right):
         axes.grid(alpha=0.3)
-    figure.suptitle(f"{title}. Blue: {MEANING[True]}; orange: {MEANING[False]}", fontsize=10)
+    figure.suptitle(f"{title}.\nBlue: {MEANING[True]}; orange: {MEANING[False]}", fontsize=9)
     figure.savefig(FIGURES / f"bytes_{task}.png", dpi=110)
 
 

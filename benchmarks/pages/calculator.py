@@ -26,15 +26,15 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.lib.results import RESULTS
-from gradwire.exchange.drivers import LocalProfiler, Stage, local_profiler
+from gradwire.exchange.drivers import LocalProfiler, Stage
+from gradwire.exchange.drivers import dry_run as local_profiler
 from gradwire.exchange.drivers.traffic import LARGE_BYTES
 from gradwire.exchange.ops import Op
 from gradwire.exchange.planning import CHUNK_NUMEL, Options, Planner, exchanged
 from gradwire.methods.spec import method as read_method
-from gradwire.model.cycle import cycle_of
-from gradwire.model.forecast import CASTS, LOSSLESS, NOTHING, SIGMAS, WORTH, why_apart
+from gradwire.model.forecast import CASTS, LOSSLESS, NOTHING, SIGMAS, WORTH, cycle_of, why_apart
 from gradwire.model.machine import FAR, Machine
-from gradwire.tools.experiments.machine import hardware, versions
+from gradwire.tools.experiments.run_record import hardware, versions
 
 OUT = RESULTS / "pages/calculator.json"
 
@@ -61,7 +61,7 @@ def planner_of(spec: str, numel: int, workers: int) -> Planner:
     """Return the planner of one vector."""
     chosen, options = read_method(spec), Options()
     parameters: Any = {"w": torch.empty(numel, device="meta")}
-    if chosen.local_steps:
+    if chosen.traits.local_steps:
         parameters, options = exchanged(chosen, parameters, options)
     return Planner(chosen, parameters, workers, options)
 
@@ -140,14 +140,14 @@ def coefficients(spec: str, workers: int, rounds: int) -> dict[str, Any]:
 def method_of(spec: str, rounds: int) -> dict[str, Any]:
     """Return all that is known of a method."""
     chosen = read_method(spec)
-    sent = chosen.inner if chosen.local_steps else chosen
+    sent = chosen.inner if chosen.traits.local_steps else chosen
     found: dict[str, Any] = {
         "spec": spec,
         "apart": why_apart(spec) if spec != "fp32" else None,
         "block_size": getattr(sent, "block_size", 1),
         "local": None,
     }
-    if chosen.local_steps:
+    if chosen.traits.local_steps:
         cycle = cycle_of(spec, {"w": torch.empty(LENGTHS[-1], device="meta")}, 4, repeats=rounds)
         own = sum(f.own_s for f in cycle.fragments) / LENGTHS[-1]
         found["local"] = {"every": cycle.every, "delay": cycle.delay, "own_s_per_element": own}

@@ -474,7 +474,7 @@ def losses() -> list[str]:
             for name, by_step in residuals.items()
         ),
         "",
-        "A link warns by age and cosine together: see [what a link warns of](methods.md#what-a-link-warns-of).",
+        "A link warns by age and cosine together: see [what a link warns of](methods/feedback.md#what-a-link-warns-of).",
         "",
     ]
 
@@ -524,7 +524,7 @@ def draw() -> None:
     FIGURES.mkdir(parents=True, exist_ok=True)
     found = result("claims/cifar_levels")
     if found:
-        figure = Figure(figsize=(7, 4.2), layout="constrained")
+        figure = Figure(figsize=(5.4, 3.9), layout="constrained")
         axes = figure.subplots()
         for name in AQSGD:
             rows = sorted((r for r in found["table"] if r["method"] == name), key=lambda r: r["block_size"])
@@ -541,12 +541,12 @@ def draw() -> None:
         axes.set_xscale("log", base=2)
         axes.set_xticks(sorted(AUTHORS), [str(size) for size in sorted(AUTHORS)])
         axes.set(xlabel="block size, elements", ylabel="accuracy after five epochs, %")
-        axes.legend(ncols=2)
+        axes.legend(ncols=2, fontsize=9)
         axes.grid(alpha=0.3)
-        figure.savefig(FIGURES / "cifar_levels.png", dpi=120)
+        figure.savefig(FIGURES / "cifar_levels.png", dpi=150)
     found = result("claims/diana")
     if found:
-        figure = Figure(figsize=(9, 4.2), layout="constrained")
+        figure = Figure(figsize=(5.6, 3.8), layout="constrained")
         for axes, data in zip(figure.subplots(1, 2, sharey=True), DATA):
             for row in (r for r in found["rows"] if r["data"] == data and r["l1"] == 0.0):
                 distances = row["distances_sq"]
@@ -554,10 +554,11 @@ def draw() -> None:
                 axes.plot([i * every for i in range(len(distances))], distances, label=row["method"])
             axes.set_yscale("log")
             axes.set(title=data, xlabel="step")
+            axes.locator_params(axis="x", nbins=4)
             axes.grid(alpha=0.3)
         figure.axes[0].set_ylabel("squared distance to the optimum")
-        figure.axes[1].legend()
-        figure.savefig(FIGURES / "diana.png", dpi=120)
+        figure.axes[1].legend(fontsize=8)
+        figure.savefig(FIGURES / "diana.png", dpi=150)
 
 
 if __name__ == "__main__":

@@ -481,7 +481,7 @@ def page() -> str:
 
 def draw() -> None:
     """Draw the speed-up over DDP fp32 against bandwidth, 4 hosts."""
-    from gradwire.tools.report.steps import draw_steps
+    from gradwire.tools.report.figures import draw_steps
 
     FIGURE.parent.mkdir(parents=True, exist_ok=True)
     draw_steps(FIGURE, [row for row in rows_of("speed/step_grid") if row["hosts"] == 4])

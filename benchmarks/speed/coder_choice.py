@@ -29,11 +29,11 @@ import gradwire as gw
 from benchmarks.lib.runs import machine, write
 from gradwire.exchange.planning import measure_coders
 from gradwire.kernels import CODERS, get_kernels
+from gradwire.kernels.entropy.base import PARTS, VARIANTS, Variants
 from gradwire.kernels.entropy.cpu import compiled_body
 from gradwire.kernels.entropy.select import fastest
-from gradwire.kernels.entropy.variants import PARTS, VARIANTS, Variants
 from gradwire.methods.wrappers.coded import Coded
-from gradwire.tools.bench.coders import trits_of_a_gaussian
+from gradwire.tools.bench.codecs import trits_of_a_gaussian
 
 ELEMENTS = 20_000_000
 TURNS = 15

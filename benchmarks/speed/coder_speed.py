@@ -33,7 +33,7 @@ import gradwire as gw
 from benchmarks.lib.runs import write
 from gradwire.kernels import get_kernels
 from gradwire.kernels.entropy import CODERS, entropy_bits, get_coder
-from gradwire.tools.bench.coders import trits_of_a_gaussian
+from gradwire.tools.bench.codecs import trits_of_a_gaussian
 
 SIZES = (1_000_000, 20_000_000)
 SKEWS = (100, 1000, 10_000)

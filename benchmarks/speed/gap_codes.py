@@ -31,7 +31,7 @@ from benchmarks.lib.runs import write
 from gradwire.kernels import get_kernels, smallest_format
 from gradwire.kernels.entropy import entropy_bits, get_coder
 from gradwire.kernels.indices.operations import IndexOperations
-from gradwire.methods.sparse.coded_gaps import encode_gaps, gaps_of, symbols_of
+from gradwire.methods.sparse.sparse_codec import encode_gaps, gaps_of, symbols_of
 from gradwire.tools.experiments import tasks
 from gradwire.tools.experiments.config import RunConfig
 from gradwire.tools.experiments.simulate import SimulatedEngine

@@ -22,7 +22,7 @@ from benchmarks.lib.results import RESULTS, ROOT
 from gradwire.tools.bench.predict import judge
 from gradwire.tools.bench.step import read_rows
 from gradwire.tools.bench.variants import VARIANTS
-from gradwire.tools.experiments.machine import hardware, versions
+from gradwire.tools.experiments.run_record import hardware, versions
 
 FIGURE = ROOT / "docs" / "figures" / "predicted.png"
 CLEAR = 0.05
@@ -81,7 +81,7 @@ def draw(rows: list[dict[str, Any]]) -> None:
 
     variants = list(dict.fromkeys(r["variant"] for r in rows))
     colours = dict(zip(variants, ("#444444", "#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7")))
-    drawing = Figure(figsize=(6.4, 5.6), layout="constrained")
+    drawing = Figure(figsize=(5.4, 5.0), layout="constrained")
     panel = drawing.subplots()
     low, high = (f(r["measured_s"] for r in rows) * 1e3 for f in (min, max))
     ends = [low * 0.8, high * 1.25]
@@ -102,11 +102,11 @@ def draw(rows: list[dict[str, Any]]) -> None:
                 label=label,
             )
     panel.set(xscale="log", yscale="log", xlabel="measured step, ms", ylabel="predicted step, ms", xlim=ends, ylim=ends)
-    panel.set_title("Filled: judged. Hollow: used to calibrate. Dotted: 10 % and 25 %.", fontsize=9)
+    panel.set_title("Filled: judged. Hollow: used to calibrate. Dotted: 10 % and 25 %.", fontsize=8.5)
     panel.legend(fontsize=8)
     panel.grid(alpha=0.25)
     FIGURE.parent.mkdir(parents=True, exist_ok=True)
-    drawing.savefig(FIGURE, dpi=120)
+    drawing.savefig(FIGURE, dpi=150)
 
 
 def main() -> int:

@@ -23,7 +23,7 @@ from benchmarks.lib.runs import write
 from benchmarks.speed.two_level import HSDP, METHODS, NODE, STEPS
 from gradwire.model.forecast import NOTHING, Scenario, forecast
 from gradwire.model.machine import LinkModel
-from gradwire.tools.bench.calibration import measure_machine
+from gradwire.tools.bench.predict import measure_machine
 from gradwire.tools.bench.profile import profile_module
 from gradwire.tools.lab import parse_rate
 

@@ -96,7 +96,7 @@ class Exchange:
     """An exchange after, or of the gradients before, the workers' steps."""
 
     def __init__(self, method: str, models: list[nn.Module]) -> None:
-        self._models, self.gossips = models, gw.method(method).outcomes_differ
+        self._models, self.gossips = models, gw.method(method).traits.outcomes_differ
         named = [list(model.named_parameters()) for model in models]
         if self.gossips:
             self.steps = gw.SimulatedLocalSteps(named, method)

@@ -123,7 +123,7 @@ class Training:
         from gradwire.tools.experiments.config import RunConfig
         from gradwire.tools.experiments.engines import simulated_engine
         from gradwire.tools.experiments.tasks import build
-        from gradwire.tools.experiments.tasks.graph_data import build_graph
+        from gradwire.tools.experiments.tasks.graph import build_graph
 
         torch.set_num_threads(1)
         s = self.setup
@@ -156,7 +156,7 @@ def perceptron(graph_name: str, steps: int, seed: int) -> float:
     import torch
 
     from gradwire.tools.experiments.order import generator
-    from gradwire.tools.experiments.tasks.graph_data import build_graph
+    from gradwire.tools.experiments.tasks.graph import build_graph
 
     graph = build_graph(graph_name)
     with torch.random.fork_rng():

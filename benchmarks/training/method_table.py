@@ -269,7 +269,7 @@ def row_of(line: Line, seeds: int, mark: float | None) -> Row | None:
     row: Row = {
         "method": entry.spec,
         "label": label(entry.spec),
-        "remembers": bool(gw.method(entry.spec).remembers),
+        "remembers": bool(gw.method(entry.spec).traits.remembers),
         "momentum": entry.convention,
         "tried": tried,
         "steps": line.tuning[0].steps,

@@ -10,7 +10,7 @@ in rounds 10, 30, 100 and 200: the age of what waits to be sent, in gradients; t
 is sent; the share of the gradient in it; and the share of its elements that are not zero. The last column says whether
 a link would have warned.
 
-The limits of ``gradwire/link/judgement.py`` and the methods' default densities are chosen from this. Rows that
+The limits of ``gradwire/link/diagnostics.py`` and the methods' default densities are chosen from this. Rows that
 ``--json`` names already are not measured again, so that the script may be stopped and started again.
 """
 
@@ -31,8 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import gradwire as gw
 from benchmarks.lib.runs import write
-from gradwire.link.diagnostics import EARLY, INTERVAL, Comparison
-from gradwire.link.judgement import judge
+from gradwire.link.diagnostics import EARLY, INTERVAL, Comparison, judge
 from gradwire.tools.experiments.tasks import build
 
 STEPS, WORKERS, SAMPLES = 280, 4, 32
@@ -73,7 +72,7 @@ class Watched(gw.SimulatedLink):
         round, diagnostics = self.round, self._diagnostics
         super().exchange_(gradients, names)
         if round in ROUNDS:
-            found = diagnostics.over_all(round, self._memories[0].norm(self.method.waiting))
+            found = diagnostics.over_all(round, self._memories[0].norm(self.method.traits.waiting))
             if found is not None:
                 self.measured[round] = asdict(found)
 
@@ -92,7 +91,7 @@ def network(task: str, seed: int) -> nn.Module:
 def trained(spec: str, task: str, source: Any, seed: int) -> dict[str, Any]:
     """Train once; return the row."""
     method, model = gw.method(spec), network(task, seed)
-    own = method.owns_momentum or method.direction
+    own = method.traits.owns_momentum or method.traits.direction
     rate = DIRECTION_RATE.get(type(method).name, RATE)
     optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.0 if own else MOMENTUM)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / STEPS)

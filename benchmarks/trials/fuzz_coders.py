@@ -15,14 +15,13 @@ from pathlib import Path
 import atheris
 
 with atheris.instrument_imports(include=["gradwire.kernels.entropy"]):
-    from gradwire.kernels.entropy import huffman_codes, rans_tables, reference  # noqa: F401
+    from gradwire.kernels.entropy import reference
+    from gradwire.kernels.entropy import tables as huffman_codes  # noqa: F401
 
 import numpy as np
 
-from gradwire.kernels.entropy.base import Bytes
+from gradwire.kernels.entropy.base import VARIANTS, Body, Bytes, Variants
 from gradwire.kernels.entropy.cpu import compiled_body
-from gradwire.kernels.entropy.section import Body
-from gradwire.kernels.entropy.variants import VARIANTS, Variants
 
 DECODERS: list[tuple[Body, list[Body]]] = [
     (

@@ -100,7 +100,7 @@ def train(name: str, seed: int, data: Any, heard: Heard) -> dict[str, Any]:
         optimizer.step()
     seconds = time.monotonic() - started
     traffic = link.traffic()
-    if link.method.local_steps:
+    if link.method.traits.local_steps:
         link.synchronise()
     with torch.no_grad():
         correct = sum(int((ddp.module(h).argmax(1) == l).sum()) for h, l in zip(held.split(1000), labels.split(1000)))

@@ -34,14 +34,14 @@ WEIGHTS = gw.QSGDinf(levels=7, block_size=128)
 def ways() -> Iterator[tuple[str, str, Callable[[], Trials]]]:
     """Yield what is tried: a method, the name of its way, and what prepares the trials."""
     for method in settings():
-        for name in method.collectives:
+        for name in method.traits.collectives:
             if name != "all_reduce":
                 yield repr(method), name, partial(Trials, method, name)
         if serves(lambda method=method: Trials(method, "reduce_scatter")):
             yield repr(method), "reduce_scatter", partial(Trials, method, "reduce_scatter")
         if serves(lambda method=method: gw.Hierarchical(compressor=method, node_size=2)):
             levels = gw.Hierarchical(compressor=method, node_size=2)
-            for name in levels.collectives:
+            for name in levels.traits.collectives:
                 if name != "all_reduce":
                     yield repr(method), f"{name} on two levels", partial(Trials, levels, name, workers=4)
     yield repr(WEIGHTS), "differences of weights", partial(WeightTrials, WEIGHTS)

@@ -109,7 +109,7 @@ def with_local_steps(method: gw.Method, trial: Trial) -> Run:
             for p, part in zip(own, minimum.split([p.numel() for p in own])):
                 p.sub_(p - part, alpha=0.1)
         count += 1
-        due = count % method.local_steps == 0
+        due = count % method.traits.local_steps == 0
         if due and exchanged == trial.round and trial.spike is not None:
             own, at = (flat[1][0], PLACES["first"]) if trial.place == "first" else (flat[1][-1], -3)
             own[at] = trial.spike
@@ -133,13 +133,17 @@ def strayed(run: Run, expected: list[torch.Tensor], after: int) -> float | None:
 
 def rows_of(name: str, method: gw.Method, rounds: int) -> Iterator[dict[str, Any]]:
     """Yield a row for each trial of a method, that without a spike first."""
-    exchange = with_local_steps if method.local_steps else with_gradients
-    exchanges = min(rounds, 12) if method.local_steps else rounds
+    exchange = with_local_steps if method.traits.local_steps else with_gradients
+    exchanges = min(rounds, 12) if method.traits.local_steps else rounds
     spike_at, last = exchanges // 4, exchanges - exchanges // 4
     calm = exchange(method, Trial(None, "first", spike_at, exchanges))
     lost: dict[str, Run] = {place: exchange(method, Trial(math.inf, place, spike_at, exchanges)) for place in PLACES}
-    means = calm.means if method.local_steps or method.direction else [drawn(r).mean(0) for r in range(exchanges)]
-    common = {"method": name, "remembers": bool(method.remembers), "local_steps": method.local_steps}
+    means = (
+        calm.means
+        if method.traits.local_steps or method.traits.direction
+        else [drawn(r).mean(0) for r in range(exchanges)]
+    )
+    common = {"method": name, "remembers": bool(method.traits.remembers), "local_steps": method.traits.local_steps}
     common |= {"rounds": exchanges, "spike_round": spike_at}
     off = strayed(calm, means, last)
     yield common | {"spike": None, "place": None, "skipped_rounds": calm.finite.count(False), "relative_error": off}

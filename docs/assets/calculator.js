@@ -16,16 +16,19 @@
     ["ResNet-50, 25.6 M", 25557032, null],
     ["BERT-base, 110 M", 109482240, null],
     ["GPT-2 small, 124 M", 124439808, null],
+    ["7 billion", 7e9, null],
+    ["70 billion", 7e10, null],
+    ["10^12", 1e12, null],
   ];
   const FIELDS = [
-    ["parameters", "Parameters, millions", 10, 0.25, 2000],
-    ["compute", "A step computes, ms (all its micro-batches)", 120, 0.001, 1e7],
+    ["parameters", "Parameters of the model, millions", 10, 0.25, 1e6],
+    ["compute", "Computing a step on one worker, ms (forward and backward, all micro-batches)", 120, 0.001, 1e9],
     ["micro", "Micro-batches a step (gradient accumulation)", 1, 1, 4096],
-    ["hosts", "Hosts", 4, 1, 64],
-    ["ranks", "Workers on each host", 1, 1, 64],
-    ["cores", "Cores of a host, where workers compute on them", "", 1, 1024],
-    ["bandwidth", "Bandwidth between hosts, Mbit/s (empty: no limit)", 1000, 0.008, 600000],
-    ["latency", "Latency beside the machine's own, ms", 0, 0, 10000],
+    ["hosts", "Machines (hosts)", 4, 1, 64],
+    ["ranks", "Workers on each machine", 1, 1, 64],
+    ["cores", "CPU cores of a machine, if workers compute on them (empty: on GPUs)", "", 1, 1024],
+    ["bandwidth", "Bandwidth between machines, Mbit/s (empty: no limit)", 1000, 0.008, 600000],
+    ["latency", "Delay between machines, one way, ms (0: same room)", 0, 0, 10000],
   ];
   const WHOLE = ["micro", "hosts", "ranks", "cores"];
   const MAY_BE_EMPTY = ["cores", "bandwidth"];
@@ -69,7 +72,7 @@
   }
 
   function bytes(count) {
-    for (const [unit, size] of [["GB", 1e9], ["MB", 1e6], ["kB", 1e3]])
+    for (const [unit, size] of [["TB", 1e12], ["GB", 1e9], ["MB", 1e6], ["kB", 1e3]])
       if (count >= size) return `${GradwireModel.general(count / size)}\u00a0${unit}`;
     return `${count} B`;
   }
@@ -78,9 +81,9 @@
   const seconds = (value) => GradwireModel.seconds(value).replace(" ", "\u00a0");
 
   function write(rows, chosen) {
-    const header = ["method", "step", "80 % range", "times as fast", "sent a step", "bounded by", "floor"];
+    const header = ["method", "step", "80 % range", "times as fast", "sent a step", "bounded by", "at least"];
     const head = element("tr", {}, ...header.map((text) => element("th", { textContent: text })));
-    const body = rows.map((row) => {
+    const line = (row) => {
       const often = row.exchange_every > 1 ? " (mean)" : "";
       const cells = [
         row.method,
@@ -91,11 +94,18 @@
         row.bottleneck,
         seconds(row.floor_s),
       ];
-      const line = element("tr", {}, ...cells.map((text) => element("td", { textContent: text })));
-      if (row.method === chosen) line.className = "chosen";
-      return line;
-    });
-    table.replaceChildren(element("thead", {}, head), element("tbody", {}, ...body));
+      const made = element("tr", {}, ...cells.map((text) => element("td", { textContent: text })));
+      if (row.method === chosen) made.className = "chosen";
+      return made;
+    };
+    const candidates = rows.filter((row) => !row.apart);
+    const others = rows.filter((row) => row.apart);
+    const title = element("th", { colSpan: header.length, textContent: "Not to be chosen by the time of a step: see below" });
+    table.replaceChildren(element("thead", {}, head), element("tbody", {}, ...candidates.map(line)));
+    if (others.length)
+      table.append(
+        element("tbody", { className: "apart" }, element("tr", { className: "title" }, title), ...others.map(line)),
+      );
     const said = rows.filter((row) => row.apart).map((row) => `${row.method} is not recommended for its time: it ${row.apart}.`);
     if (rows[0].extrapolated)
       said.push(`Extrapolated, the range may not hold: ${rows[0].extrapolated}.`);
@@ -124,7 +134,8 @@
         computeS: value.compute / 1e3,
         microBatches: value.micro,
       };
-      const profile = GradwireModel.profileOf(question);
+      // Beyond it, the smaller model that stands in for it is not the one that was asked for.
+      const playable = question.parameters <= GradwireModel.LARGEST;
       const setting = {
         hosts: value.hosts,
         ranksPerHost: value.ranks,
@@ -132,12 +143,14 @@
         bytesPerS: value.bandwidth === null ? null : (value.bandwidth * 1e6) / 8,
         latencyS: value.latency / 1e3,
       };
-      const rows = GradwireModel.forecast(data, profile, setting, machine);
+      const rows = GradwireModel.forecastOf(data, question, setting, machine);
       const { method, reason } = GradwireModel.recommend(rows, data.constants);
       advice.textContent = reason[0].toUpperCase() + reason.slice(1) + ".";
       advice.classList.remove("wrong");
       write(rows, method);
+      const profile = playable ? GradwireModel.profileOf(question) : null;
       download.href = `data:application/json,${encodeURIComponent(JSON.stringify(profile))}`;
+      check.hidden = command.parentElement.hidden = !playable;
       const rate = value.bandwidth === null ? "unlimited" : `${value.bandwidth * 1e3}kbit`;
       const cores = value.cores === null ? "" : ` --cores ${value.cores}`;
       command.textContent =

@@ -10,6 +10,8 @@ const GradwireModel = (() => {
   const FIRST_BUCKET = 1 << 18; // DDP's first bucket, 1 MiB of float32
   const BUCKET = 25 << 18; // its later ones, 25 MiB
   const FORWARD = 1 / 3; // of a micro-batch's computation
+  const LARGEST = 2e9; // parameters up to which every bucket of a step is played
+  const MEASURED = 10020874; // parameters of the largest model whose steps were measured
 
   /* ---- what is asked ---- */
 
@@ -346,6 +348,32 @@ const GradwireModel = (() => {
     return rows;
   }
 
+  /**
+   * Predict for a model of any size, from a question of profileOf.
+   *
+   * Beyond LARGEST parameters a smaller model of the same pace is predicted, and its times and bytes are multiplied: a
+   * step of k times as many parameters that computes k times as long has k times as many equal buckets.
+   */
+  function forecastOf(data, question, setting, machine = data.machine) {
+    const k = Math.max(1, question.parameters / LARGEST);
+    const smaller = { ...question, parameters: Math.round(question.parameters / k), computeS: question.computeS / k };
+    const rows = forecast(data, profileOf(smaller), setting, machine);
+    const sizes =
+      question.parameters > data.constants.far * MEASURED
+        ? `a model far larger than those measured (at most ${Math.round(MEASURED / 1e6)} million parameters)`
+        : null;
+    return rows.map((row) => ({
+      ...row,
+      step_s: row.step_s * k,
+      low_s: row.low_s * k,
+      high_s: row.high_s * k,
+      floor_s: row.floor_s * k,
+      sent_bytes: row.sent_bytes * k,
+      worker_steps_per_s: row.worker_steps_per_s / k,
+      extrapolated: [row.extrapolated, sizes].filter((reason) => reason).join("; ") || null,
+    }));
+  }
+
   /** As Python's format(value, ".3g"). */
   function general(value, digits = 3) {
     if (!Number.isFinite(value)) return String(value);
@@ -390,5 +418,5 @@ const GradwireModel = (() => {
     };
   }
 
-  return { profileOf, forecast, recommend, general, seconds, workerCounts };
+  return { LARGEST, MEASURED, profileOf, forecast, forecastOf, recommend, general, seconds, workerCounts };
 })();

@@ -13,6 +13,7 @@ from gradwire.errors import (
 from gradwire.exchange.drivers import Traffic
 from gradwire.exchange.method import Method, Properties
 from gradwire.exchange.network_cost import LinkCost
+from gradwire.exchange.traits import Traits
 from gradwire.graphs import CDFGNN, VARCO, Halo, Isolated, halo_method
 from gradwire.link.adapters import *  # noqa: F403
 from gradwire.link.adapters import __all__ as _adapters
@@ -43,6 +44,7 @@ __all__ = [
     "ProximalSGD",
     "RankMismatchError",
     "Traffic",
+    "Traits",
     "__version__",
     "halo_method",
     "integrations",

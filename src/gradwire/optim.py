@@ -13,8 +13,6 @@ from torch import Tensor
 
 from gradwire.errors import HyperparameterError, IncompatibleError
 
-__all__ = ["L1", "Box", "Prox", "ProximalSGD"]
-
 
 def _number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value)

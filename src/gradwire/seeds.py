@@ -14,8 +14,6 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 
-__all__ = ["OWNER", "SHARED", "LinkNumber", "link_seed", "parameter_key", "shard_seed", "worker_seed"]
-
 SHARED = 0xFFFFFFFF
 """Stream of draws that all ranks make alike."""
 

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire as gw
 from gradwire.exchange.segments import Parameter, lay_out
-from gradwire.methods.low_rank.low_rank import draw_factor, matrices
+from gradwire.methods.low_rank.factors import draw_factor, matrices
 from modes import train
 from oracle import batch, digest, layers, square_loss
 from ranks import fresh_ranks

@@ -88,7 +88,7 @@ def test_a_method_around_another_has_its_kind_of_outcome_and_its_least_size(
     spec: str, direction: bool, least: int
 ) -> None:
     method = gw.method(spec)
-    assert (method.direction, method.min_numel) == (direction, least)
+    assert (method.traits.direction, method.traits.min_numel) == (direction, least)
 
 
 @pytest.mark.parametrize(

@@ -60,11 +60,13 @@ def test_a_training_has_the_bits_of_the_backend_cpu(three_ranks: Any) -> None:
     assert sum(expected[0][0][-5:]) < sum(expected[0][0][:5])
 
 
-SERVABLE = [kind() for kind in METHODS if {"moments"} <= set(kind().kernels) <= {*SERVED, *CODERS}]
+SERVABLE = [kind() for kind in METHODS if {"moments"} <= set(kind().traits.kernels) <= {*SERVED, *CODERS}]
 
 
 @pytest.mark.parametrize(
-    "method", [m for m in SERVABLE if not (m.needs_optimizer or m.outcomes_differ or m.sharded)], ids=repr
+    "method",
+    [m for m in SERVABLE if not (m.traits.needs_optimizer or m.traits.outcomes_differ or m.traits.sharded)],
+    ids=repr,
 )
 def test_a_method_whose_families_are_served_has_the_bits_of_the_backend_cpu(method: gw.Method) -> None:
     interpreted()

@@ -9,7 +9,7 @@ import torch
 import gradwire as gw
 from factors import COLUMNS, ROWS, link, step, workers
 from gradwire.exchange.wire.header import HEADER_BYTES
-from gradwire.methods.low_rank.low_rank import draw_factor
+from gradwire.methods.low_rank.factors import draw_factor
 
 
 def oracle(rounds: list[torch.Tensor], rank: int) -> list[torch.Tensor]:

@@ -14,7 +14,7 @@ from gradwire.exchange.drivers import Meter, simulate_ranks
 from gradwire.exchange.protocols import Context, Memory
 from gradwire.exchange.segments import Parameter, lay_out
 from gradwire.kernels import get_kernels
-from gradwire.kernels.entropy import huffman_codes
+from gradwire.kernels.entropy import tables as huffman_codes
 from gradwire.methods.levels import level_fitting
 from gradwire.methods.levels.level_fitting import Mixture, best_levels, best_ratio, powers
 from laws import Law, fitted

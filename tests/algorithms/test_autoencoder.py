@@ -9,8 +9,16 @@ import torch
 from torch.nn import functional
 
 from gradwire.exchange.protocols import Context, Memory
-from gradwire.methods.learned.autoencoder import INPUT_BITS, WEIGHT_BITS, Autoencoder, _integers, latent_length
-from gradwire.methods.learned.autoencoder_training import REMEMBERED, ElementScales, Training
+from gradwire.methods.learned.autoencoder import (
+    INPUT_BITS,
+    REMEMBERED,
+    WEIGHT_BITS,
+    Autoencoder,
+    ElementScales,
+    Training,
+    _integers,
+    latent_length,
+)
 
 PLAIN, GUIDED = Autoencoder(), Autoencoder(innovation=True)
 

@@ -10,7 +10,7 @@ from gradwire.errors import HyperparameterError, PayloadError
 from gradwire.exchange.protocols.bucket_plan import PlanSetting
 from gradwire.exchange.segments import Parameter, lay_out
 from gradwire.kernels import get_kernels
-from gradwire.methods.sparse.leaders_elements import LeadersElements
+from gradwire.methods.sparse.clt_k import LeadersElements
 
 SIZES = {"a": 3000, "b": 900, "c": 40}
 NUMEL = sum(SIZES.values())

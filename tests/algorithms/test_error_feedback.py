@@ -54,7 +54,7 @@ def test_residuals_stay_bounded() -> None:
 )
 def test_residuals_stay_below_their_largest_magnitudes_bound(compressor: gw.Method) -> None:
     """More variance than signal is no harm where no element errs by as much as the largest magnitude."""
-    c = compressor.worst_step
+    c = compressor.traits.worst_step
     link = gw.SimulatedLink([("w", torch.empty(2000))], gw.ErrorFeedback(compressor=compressor), 2, min_numel=0)
     generator = torch.Generator().manual_seed(1)
     for _ in range(150):

@@ -416,7 +416,7 @@ def test_fields_and_uses_that_make_no_sense_are_refused(tmp_path: Path) -> None:
         gw.check_options("choco_sgd", fallback="bf16", fallback_limit=2.0)
     with pytest.raises(gw.IncompatibleError, match="none that all share"):
         gw.simulate(torch.ones(3, 10), "dpsgd")
-    assert {name for name in gw.methods() if gw.method(name).outcomes_differ} == set(DIFFERING)
+    assert {name for name in gw.methods() if gw.method(name).traits.outcomes_differ} == set(DIFFERING)
 
 
 @pytest.mark.parametrize("method", ONCE, ids=repr)

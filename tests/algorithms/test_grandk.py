@@ -11,7 +11,7 @@ import torch
 import gradwire as gw
 from gradwire.errors import HyperparameterError
 from gradwire.kernels.philox import philox
-from gradwire.methods.sparse.feistel_permutation import LARGE, TILE, FeistelPermutation
+from gradwire.methods.sparse.random_places import LARGE, TILE, FeistelPermutation
 from gradwire.seeds import SHARED, parameter_key
 
 INNER = [gw.QSGDMaxNorm(), gw.MultiScale(), gw.QSGDinf(levels=7, block_size=64)]
@@ -303,7 +303,7 @@ def test_fields_out_of_range_are_refused(spec: str, part: str) -> None:
 def test_no_element_errs_by_more_than_is_declared(method: gw.Method) -> None:
     """What the bound rests on: a worker's own contribution, against the largest magnitude of all."""
     g = gaussian(3, 2000) * torch.tensor([[1.0], [0.01], [3.0]])
-    bound = method.worst_step * float(g.abs().max())
+    bound = method.traits.worst_step * float(g.abs().max())
     for rank in range(3):
         own = g.clone()
         own[[r for r in range(3) if r != rank]] = 0

@@ -147,8 +147,8 @@ def test_the_outcome_is_the_mean_over_nodes_of_what_ranks_say_they_sent(spec: st
     """Each of its own shard, in whatever chunks and unit of the loss."""
     like, memories = gradients(0)[0], [Memory() for _ in range(M * L)]
     method = around(spec)
-    if method.open_coders:
-        method = method.with_coder(method.open_coders[0])
+    if method.traits.open_coders:
+        method = method.with_coder(method.traits.open_coders[0])
     planner = Planner(method, like, M * L, Options(min_numel=50, chunk_numel=320))
     for round in range(3):
         rows = 4 * torch.stack([flat(row) for row in gradients(round)])

@@ -322,10 +322,10 @@ def test_what_cannot_work_is_refused(spec: str, part: str) -> None:
 
 def test_declared_is_what_holds_of_the_worst_value() -> None:
     method = gw.LGreCo()
-    assert method.unbiased
+    assert method.traits.unbiased
     assert method.omega == gw.QSGDinf(levels=1).omega
-    assert method.worst_step == gw.QSGDinf(levels=1).worst_step
-    assert set(method.kernels) == {*gw.QSGDinf().kernels, "moments"}
-    assert gw.ErrorFeedback(compressor=sparse()).remembers == ("residual", "window", "dial")
+    assert method.traits.worst_step == gw.QSGDinf(levels=1).traits.worst_step
+    assert set(method.traits.kernels) == {*gw.QSGDinf().traits.kernels, "moments"}
+    assert gw.ErrorFeedback(compressor=sparse()).traits.remembers == ("residual", "window", "dial")
     assert sparse().delta_of(1000) == gw.TopK(density=0.01).delta_of(1000)
     assert gw.LGreCo(values=(31, 3, 3)).values == (3, 31)

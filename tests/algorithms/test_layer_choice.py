@@ -9,7 +9,7 @@ from fractions import Fraction
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradwire.methods.wrappers.layer_choice import fewest_bytes
+from gradwire.methods.wrappers.l_greco import fewest_bytes
 
 Table = list[list[int]]
 

@@ -17,9 +17,9 @@ from gradwire.exchange.protocols.bucket_plan import BucketPlan
 from gradwire.exchange.segments import Parameter, lay_out
 from gradwire.exchange.wire import HEADER_BYTES, padded
 from gradwire.kernels import SegmentTable, get_kernels
-from gradwire.methods.levels import level_histogram
+from gradwire.methods.levels import level_statistics as level_histogram
 from gradwire.methods.levels.level_fitting import Mixture, best_levels, best_ratio, powers
-from gradwire.methods.levels.level_histogram import BINS, Histogram, bin_edges, count_values
+from gradwire.methods.levels.level_statistics import BINS, Histogram, bin_edges, count_values
 from plans import make_plan
 
 METHODS = [gw.ALQ, gw.ALQN, gw.AMQ, gw.AMQN]

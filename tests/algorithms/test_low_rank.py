@@ -12,7 +12,7 @@ from gradwire.exchange.protocols import Context, Memory
 from gradwire.exchange.segments import Parameter, lay_out
 from gradwire.exchange.wire.header import HEADER_BYTES
 from gradwire.kernels import get_kernels
-from gradwire.methods.low_rank.low_rank import matrices, shape_of
+from gradwire.methods.low_rank.factors import matrices, shape_of
 from plans import make_plan
 
 METHODS = [gw.PowerSGD(), gw.ACPSGD()]
@@ -256,7 +256,7 @@ def test_values_that_factors_cannot_have_are_refused(kind: type[gw.PowerSGD] | t
 
 def test_no_owner_rounds_the_mean_of_coded_factors() -> None:
     """What that takes would be in no rank's residual."""
-    assert gw.PowerSGD(values=gw.QSGDinf(block_size=64)).collectives == ("all_gather",)
-    assert gw.PowerSGD(values=gw.QSGDMaxNorm()).collectives == ("two_shot", "all_gather")
+    assert gw.PowerSGD(values=gw.QSGDinf(block_size=64)).traits.collectives == ("all_gather",)
+    assert gw.PowerSGD(values=gw.QSGDMaxNorm()).traits.collectives == ("two_shot", "all_gather")
     with pytest.raises(gw.IncompatibleError, match="two_shot"):
         link(3, gw.PowerSGD(values=gw.QSGDinf(block_size=64)), collective="two_shot")

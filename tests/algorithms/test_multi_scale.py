@@ -7,7 +7,7 @@ import torch
 
 import gradwire as gw
 from gradwire.exchange.codecs import Draw, NoSummary
-from gradwire.methods.sparse.minimum import MinimumCodec
+from gradwire.methods.levels.multi_scale import MinimumCodec
 from laws import levels, multi_scale
 
 

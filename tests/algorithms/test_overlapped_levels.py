@@ -16,10 +16,9 @@ from gradwire.exchange.protocols.bucket_plan import SectionPlan
 from gradwire.exchange.segments import Parameter, lay_out
 from gradwire.exchange.wire import HEADER_BYTES, padded
 from gradwire.kernels import get_kernels
-from gradwire.methods.levels.level_codec import LevelCodec
+from gradwire.methods.levels.level_compressor import LevelCodec
 from gradwire.methods.levels.level_fitting import powers
-from gradwire.methods.levels.level_histogram import BINS
-from gradwire.methods.levels.level_statistics import Histograms, Normals
+from gradwire.methods.levels.level_statistics import BINS, Histograms, Normals
 from gradwire.methods.wrappers.wrapper import WrappedPlan
 from plans import make_plan
 
@@ -81,9 +80,9 @@ def test_the_first_round_is_rounded_to_halves_of_halves() -> None:
 
 
 def test_what_overlapping_needs() -> None:
-    assert gw.ALQ().whole_step
-    assert not overlapped().whole_step
-    assert not overlapped().joined
+    assert gw.ALQ().traits.whole_step
+    assert not overlapped().traits.whole_step
+    assert not overlapped().traits.joined
     with pytest.raises(gw.HyperparameterError, match="use blocks='parameter'"):
         gw.ALQ(overlap=True)
     with pytest.raises(gw.HyperparameterError, match="True or False"):
@@ -281,12 +280,12 @@ def slow_fit() -> tuple[bool, bool, list[float]]:
         link = gw.Link([("w", parameter)], overlapped(updates=(0,)), min_numel=0)
         parameter.grad = gradients(0)[dist.get_rank(), :4000].clone()
         link.reduce_()
-        waits = dist.get_rank() != 0 or (began.wait(30) and not link._runtime._over.is_set())
+        waits = dist.get_rank() != 0 or (began.wait(30) and not link._round._finishing.done)
         released.set()
         held = levels_of(link).tolist()
         link.reduce_()
         link.close()
-        return bool(waits), link._runtime._over.is_set(), held
+        return bool(waits), link._round._finishing.done, held
     finally:
         gw.ALQ.fit = real  # type: ignore[method-assign]
 

@@ -10,7 +10,7 @@ import gradwire as gw
 from factors import COLUMNS, ROWS, link, step, workers
 from gradwire.exchange.segments import Parameter, lay_out
 from gradwire.exchange.wire.header import HEADER_BYTES
-from gradwire.methods.low_rank.low_rank import draw_factor, matrices
+from gradwire.methods.low_rank.factors import draw_factor, matrices
 
 NARROW = gw.PowerSGD(values=gw.BF16())
 

@@ -7,8 +7,7 @@ import torch
 
 from gradwire.exchange.protocols import Context, Memory
 from gradwire.exchange.segments import Parameter, lay_out
-from gradwire.methods.feedback.rate_ratios import RateRatios
-from gradwire.methods.sketches.second_moments import SecondMoments
+from gradwire.methods.sketches.second_moments import RateRatios, SecondMoments
 
 SEGMENTS = lay_out([Parameter("a", (300,), (1,)), Parameter("b", (20,), (1,)), Parameter("c", (80,), (1,))])
 U = 2.0**-24

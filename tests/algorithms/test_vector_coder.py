@@ -36,8 +36,8 @@ OPERATORS = [
 def coder(spec: str, seed: int = 5) -> VectorCoder:
     method = gw.method(spec)
     kernels = get_kernels("auto")
-    if method.kernels:
-        kernels.warm_up(method.kernels)
+    if method.traits.kernels:
+        kernels.warm_up(method.traits.kernels)
     return VectorCoder(method, kernels, "0", seed)
 
 

@@ -13,7 +13,7 @@ from gradwire.errors import HyperparameterError
 from gradwire.exchange.codecs import Draw
 from gradwire.exchange.segments import Parameter, lay_out
 from gradwire.kernels import SegmentTable, get_kernels
-from gradwire.methods.signs.majority_vote import zero_throughout
+from gradwire.methods.signs.signsgd import zero_throughout
 
 
 def randn(*shape: int, seed: int = 0) -> torch.Tensor:

@@ -15,15 +15,12 @@ import gradwire as gw
 from gradwire.errors import HyperparameterError
 from gradwire.exchange.drivers import Stage
 from gradwire.model.calibrate import Observation, calibrate, log_error
-from gradwire.model.exchange import BucketJobs, ExchangeProfile
 from gradwire.model.machine import DEFAULT, LinkModel, Machine
-from gradwire.model.schedule import Load
-from gradwire.model.timeline import ReadyBucket, Timeline
-from gradwire.tools.bench import calibration
-from gradwire.tools.bench.calibration import measure_machine
-from gradwire.tools.bench.deadline import Deadline, OutOfTimeError
-from gradwire.tools.bench.predict import cases_of
-from gradwire.tools.bench.ranks import open_ranks
+from gradwire.model.profile import ReadyBucket, Timeline
+from gradwire.model.schedule import BucketJobs, ExchangeProfile, Load
+from gradwire.tools.bench import predict as calibration
+from gradwire.tools.bench.predict import cases_of, measure_machine
+from gradwire.tools.bench.ranks import Deadline, OutOfTimeError, open_ranks
 from gradwire.tools.bench.step import Cell, StepGrid, measure_grid
 from gradwire.tools.lab import Topology
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gradwire.model.timeline import ReadyBucket, Timeline
+from gradwire.model.profile import ReadyBucket, Timeline
 from gradwire.tools.bench.compute import SleepingCompute, make_compute
 from gradwire.tools.bench.models import bench_model
 from gradwire.tools.experiments.errors import RunError

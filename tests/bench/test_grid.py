@@ -87,7 +87,7 @@ def test_a_line_that_was_cut_off_is_survived_and_takes_no_other_with_it(
     whole = row("compute", "here")
     path.write_text(json.dumps(whole) + "\n" + json.dumps(row("ddp fp32", "here"))[:20])
     assert read_rows(path) == [whole]
-    assert "a line that is no JSON is left out" in capsys.readouterr().err
+    assert "a line that is not JSON is left out" in capsys.readouterr().err
     later = row("ddp fp16", "here")
     step._append(path, later)
     assert read_rows(path) == [whole, later]

@@ -22,7 +22,7 @@ def test_every_method_is_in_the_table_once() -> None:
     found = [entry.spec for entry in entries.entries("digits")]
     assert len(set(found)) == len(found)
     classes = {type(gw.method(spec)).name for spec in found}
-    own = {name for name in gw.methods() if not (gw.method(name).local_steps or gw.method(name).sharded)}
+    own = {name for name in gw.methods() if not (gw.method(name).traits.local_steps or gw.method(name).traits.sharded)}
     assert own <= classes
     for form in entries.FORMS:
         assert any(gw.method(spec) == gw.method(form) for spec in found), form

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gradwire.tools.bench.pace import LEAST_TURNS, MOST_STEPS, TURNS, steps_of_budget, steps_of_cell
+from gradwire.tools.bench.compute import LEAST_TURNS, MOST_STEPS, TURNS, steps_of_budget, steps_of_cell
 
 
 def seconds(step_s: dict[str, float], counts: dict[str, tuple[int, int]]) -> float:

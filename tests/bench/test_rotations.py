@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from gradwire.kernels import Kernels, get_kernels
+from gradwire.tools.bench.codecs import ROTATION_GOALS, bench_rotations
 from gradwire.tools.bench.kernels import GOALS
-from gradwire.tools.bench.rotations import ROTATION_GOALS, bench_rotations
 
 ELEMENTS = 10_000
 """Two blocks of 4096 and one of 2048."""

@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 
 import gradwire as gw
 from gradwire.tools.cli.app import app
-from gradwire.tools.cli.show_methods import method_rows, unbiased_text
+from gradwire.tools.cli.show import method_rows, unbiased_text
 
 SIMULATED = ["--simulate", "--steps", "6", "--eval-every", "3"]
 
@@ -123,7 +123,7 @@ def test_train_report_and_resume_print_rows_that_fit_the_schema(tmp_path: Path) 
     config = json.loads((out / "config.json").read_text())
     (out / "config.json").write_text(json.dumps({**config, "gradwire_run": 9}))
     newer = call("train", "--resume", out)
-    assert (newer.exit_code, "no run's record of this version" in newer.stderr) == (1, True)
+    assert (newer.exit_code, "not a run's record of this version" in newer.stderr) == (1, True)
     (out / "config.json").write_text(json.dumps(config))
     assert call("train", "digits", *SIMULATED, "--out", out).exit_code == 2
     assert call("train", "digits", *SIMULATED, "--out", out, "--overwrite").exit_code == 0
@@ -245,7 +245,7 @@ def test_numbers_are_rounded_for_reading_and_kept_in_json(name: str, exact: floa
 @pytest.mark.parametrize("name", list(gw.methods()))
 def test_an_outcome_that_is_a_direction_is_said_to_be_one(name: str) -> None:
     (line,) = [line for line in call("methods", name).stdout.splitlines() if line.startswith("outcome:")]
-    assert ("a direction" in line) == gw.method(name).direction
+    assert ("a direction" in line) == gw.method(name).traits.direction
 
 
 def test_methods_shows_what_auto_tries() -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from gradwire.model.machine import DEFAULT
-from gradwire.tools.cli import expected as expected_module
-from gradwire.tools.cli.expected import expected
+from gradwire.tools.cli import commands as expected_module
+from gradwire.tools.cli.commands import expected
 from gradwire.tools.experiments.config import RunConfig
 from gradwire.tools.experiments.tasks import build
 

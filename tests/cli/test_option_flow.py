@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,12 +18,12 @@ import gradwire as gw
 from gradwire.model.forecast import Scenario
 from gradwire.model.machine import DEFAULT, LinkModel
 from gradwire.tools import lab as lab_package
-from gradwire.tools.cli import bench_commands, bootstrap, commands, lab_commands, plan_command
+from gradwire.tools.cli import bench_commands, bootstrap, commands, plan_command
 from gradwire.tools.cli import torchrun as torchrun_of
 from gradwire.tools.cli.app import app
+from gradwire.tools.cli.options import ExchangeOptions
 from gradwire.tools.experiments import run
-from gradwire.tools.experiments.config import RunConfig
-from gradwire.tools.experiments.link_settings import LinkSettings
+from gradwire.tools.experiments.config import LinkSettings, RunConfig
 from gradwire.tools.experiments.simulate import SimulatedEngine
 from gradwire.tools.lab import Topology
 
@@ -86,7 +87,7 @@ def reached(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         (run, "compare"),
         (run, "resume"),
         (torchrun_of, "replace_process"),
-        (lab_commands, "run_command"),
+        (torchrun_of, "run_command"),
         (bench_commands, "measure_grid"),
         (bench_commands, "measure_kernels"),
         (plan_command, "profile_name"),
@@ -212,7 +213,7 @@ def test_run_on_a_lab_hands_the_settings_to_every_host(
         assert topology == Topology(hosts=3, bandwidth=1e8)
         yield Network()
 
-    monkeypatch.setattr(lab_commands, "open_network", open_network)
+    monkeypatch.setattr(torchrun_of, "open_network", open_network)
     lab = ["--lab", "hosts=3,bandwidth=100mbit", "--nproc-per-node", "2", "--method", "QSGD(levels=3)"]
     result = call("run", *lab, *LINK_WORDS, __file__, "x")
     assert isinstance(result.exception, Reached), result.output
@@ -224,6 +225,12 @@ def test_run_on_a_lab_hands_the_settings_to_every_host(
         given = words(host)
         assert {"--nnodes=3", f"--node-rank={host}", "--master-addr=10.0.0.0", "--nproc-per-node=2"} <= set(given)
         assert given[-2:] == [__file__, "x"]
+
+
+def test_every_setting_of_a_link_is_an_option_with_the_same_default() -> None:
+    fields = {field.name for field in dataclasses.fields(LinkSettings)} - {"method", "seed"}
+    assert {field.name for field in dataclasses.fields(ExchangeOptions)} == fields
+    assert LinkSettings(**ExchangeOptions().settings()) == LinkSettings()
 
 
 def test_settings_travel_to_the_workers_whole() -> None:

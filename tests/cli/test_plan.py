@@ -12,9 +12,8 @@ from schema_help import fits, schema
 from typer.testing import CliRunner, Result
 
 from gradwire.model.machine import DEFAULT
-from gradwire.model.profile import Profile
-from gradwire.model.timeline import ReadyBucket, Timeline
-from gradwire.tools.bench import calibration as calibration_of
+from gradwire.model.profile import Profile, ReadyBucket, Timeline
+from gradwire.tools.bench import predict as calibration_of
 from gradwire.tools.bench.predict import cases_of
 from gradwire.tools.cli import plan_command
 from gradwire.tools.cli.app import app
@@ -127,8 +126,8 @@ def test_wrong_questions_are_one_line_and_exit_code_2(calibration: Path, words: 
 @pytest.mark.parametrize(
     ("row", "sentence"),
     [
-        ("{}", "line 1: no row of gradwire bench step: it lacks model, hosts"),
-        ("[1, 2]", "line 1: no row of gradwire bench step, but [1, 2]"),
+        ("{}", "line 1: not a row of gradwire bench step: it lacks model, hosts"),
+        ("[1, 2]", "line 1: not a row of gradwire bench step, but [1, 2]"),
         (
             '{"model": "lenet", "hosts": 2, "lab": "x", "variant": "compute", "bandwidth_bits_per_s": null,'
             ' "step_time_s": "long", "cores": 2}',

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from run_help import Listener
 
-from gradwire.tools.cli import progress
-from gradwire.tools.cli.progress import Progressing, Rate
+from gradwire.tools.cli import commands as progress
+from gradwire.tools.cli.commands import Progressing, Rate
 from gradwire.tools.experiments import run, train
 from gradwire.tools.experiments.config import RunConfig
 from gradwire.tools.experiments.tasks import build

@@ -7,7 +7,7 @@ import torch
 
 import gradwire as gw
 from gradwire.exchange.codecs import Codec, Constant, DenseCodec, Draw, NoSummary, SummableCodec, check_workers
-from gradwire.exchange.codecs.scales import usable
+from gradwire.exchange.codecs.base import usable
 from gradwire.exchange.segments import Parameter, Segment, lay_out
 from gradwire.kernels import MAX_WORLD_SIZE, get_kernels, inverse_scale
 

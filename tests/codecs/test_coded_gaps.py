@@ -12,7 +12,7 @@ import gradwire as gw
 from gradwire.errors import PayloadError
 from gradwire.kernels import get_kernels, smallest_format
 from gradwire.kernels.entropy import entropy_bits
-from gradwire.methods.sparse.coded_gaps import decode_gaps, encode_gaps, symbols_of
+from gradwire.methods.sparse.sparse_codec import decode_gaps, encode_gaps, symbols_of
 
 KERNELS = get_kernels("reference")
 

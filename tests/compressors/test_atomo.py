@@ -9,7 +9,7 @@ import torch
 
 import gradwire as gw
 from gradwire.errors import HyperparameterError
-from gradwire.methods.atoms.probabilities import probabilities
+from gradwire.methods.atoms.atom_codec import probabilities
 
 
 def gaussian(*shape: int, seed: int = 0) -> torch.Tensor:

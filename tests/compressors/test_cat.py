@@ -78,7 +78,7 @@ def test_the_shares_of_descent() -> None:
 
 def test_omega_is_that_of_the_best_probabilities() -> None:
     """2: against ATOMO's solver, for every number of elements."""
-    from gradwire.methods.atoms.probabilities import probabilities
+    from gradwire.methods.atoms.atom_codec import probabilities
 
     x = student(60, seed=4)
     for number in range(1, 61):

@@ -11,7 +11,7 @@ import gradwire as gw
 from gradwire.errors import HyperparameterError
 from gradwire.exchange.segments import Parameter, Segment
 from gradwire.kernels import get_kernels
-from gradwire.kernels.group_index import GroupIndex
+from gradwire.kernels.table import GroupIndex
 from laws import levels
 
 
@@ -145,7 +145,7 @@ def test_fields_out_of_range_are_refused(spec: str, part: str) -> None:
 
 def test_error_feedback_takes_it_from_two_bits_on() -> None:
     """A step is 2 / n of the maximum: below it from n = 3 on, and twice as much for n = 1."""
-    assert [gw.DoReFa(bits=k).worst_step for k in (1, 2, 3)] == [2.0, 2 / 3, 2 / 7]
+    assert [gw.DoReFa(bits=k).traits.worst_step for k in (1, 2, 3)] == [2.0, 2 / 3, 2 / 7]
     gw.ErrorFeedback(compressor=gw.DoReFa(bits=2))
     with pytest.raises(HyperparameterError, match="is no contraction"):
         gw.ErrorFeedback(compressor=gw.DoReFa(bits=1))

@@ -1,4 +1,4 @@
-"""EDEN and DRIVE, by number of the property in the paper's summary (docs/methods.md)."""
+"""EDEN and DRIVE, by number of the property in the paper's summary (docs/methods/rotations.md)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import gradwire as gw
 from gradwire.exchange.codecs import Draw
 from gradwire.exchange.segments import Parameter, lay_out
 from gradwire.kernels import digit_layout, get_kernels
-from gradwire.methods.levels.normal_levels import (
+from gradwire.methods.rotations.normal_levels import (
     DISTORTION,
     NORMAL_LEVELS,
     UNIFORM_STEP,
@@ -22,7 +22,7 @@ from gradwire.methods.levels.normal_levels import (
     uniform_levels,
     uniform_step,
 )
-from gradwire.methods.rotations.rotated_samples import RotatedSampleCodec
+from gradwire.methods.rotations.rotated_blocks import RotatedSampleCodec
 
 NUMEL = 1 << 16
 

@@ -12,8 +12,8 @@ import gradwire as gw
 from gradwire.errors import HyperparameterError
 from gradwire.exchange.segments import Parameter, lay_out
 from gradwire.kernels import block_sizes, get_kernels
-from gradwire.methods.atoms.fourier_atoms import FourierAtomCodec
-from gradwire.methods.atoms.probabilities import probabilities
+from gradwire.methods.atoms.atom_codec import probabilities
+from gradwire.methods.atoms.fourier_atomo import FourierAtomCodec
 from gradwire.methods.sparse.sparse_codec import SparseSummary
 
 ROUNDING = 2.0**-24
@@ -138,7 +138,7 @@ def test_the_declared_variance_is_not_exceeded(block_size: int) -> None:
 
 
 def test_frequencies_pay_for_smooth_vectors_and_elements_for_spikes() -> None:
-    """6: omega with a twentieth of the atoms, and so of the numbers: the figures of docs/methods.md."""
+    """6: omega with a twentieth of the atoms, and so of the numbers: the figures of docs/methods/atoms.md."""
     for x, *figures in (
         (walk(4096, seed=4), 0.024, 0.010, 16.3),
         (gaussian(4096, seed=5), 14.6, 14.4, 11.6),

@@ -1,4 +1,4 @@
-"""Lattice mean estimation, by number of the property in the paper's summary (docs/methods.md)."""
+"""Lattice mean estimation, by number of the property in the paper's summary (docs/methods/lattice.md)."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from gradwire.errors import HyperparameterError
 from gradwire.exchange.segments import Parameter, Segment
 from gradwire.kernels import Grid, get_kernels
 from gradwire.kernels.entropy import elias_bits
-from gradwire.methods.levels.level_codec import LevelCodec
+from gradwire.methods.levels.level_compressor import LevelCodec
 from laws import levels, natural
 
 

@@ -1,4 +1,4 @@
-"""Natural compression and natural dithering, by number of the property in the paper's summary (docs/methods.md)."""
+"""Natural compression and natural dithering, by number of the paper's property (docs/methods/natural.md)."""
 
 from __future__ import annotations
 

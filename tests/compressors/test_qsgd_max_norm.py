@@ -1,4 +1,4 @@
-"""QSGDMaxNorm: the numbered properties of all-reduce compatible quantisers (docs/methods.md)."""
+"""QSGDMaxNorm: the numbered properties of all-reduce compatible quantisers (docs/methods/levels.md)."""
 
 from __future__ import annotations
 
@@ -149,4 +149,4 @@ def test_error_feedback_refuses_a_single_level() -> None:
     """An element may then err by the whole scale; with two it may not, whatever the other workers' scales."""
     with pytest.raises(gw.HyperparameterError, match="no contraction"):
         gw.ErrorFeedback(compressor=gw.QSGDMaxNorm(levels=1))
-    assert gw.ErrorFeedback(compressor=gw.QSGDMaxNorm(levels=2)).compressor.worst_step == 0.5
+    assert gw.ErrorFeedback(compressor=gw.QSGDMaxNorm(levels=2)).compressor.traits.worst_step == 0.5

@@ -12,19 +12,19 @@ import gradwire as gw
 from gradwire.exchange.codecs import Draw
 from gradwire.exchange.segments import Parameter, lay_out
 from gradwire.kernels import get_kernels
-from gradwire.methods.levels.bounded_levels import (
+from gradwire.methods.rotations.bounded_levels import (
     ERROR,
     FIRST,
     LIMIT,
     POINTS,
     SHARED_VALUES,
     WIDTH,
+    BoundedSupportCodec,
     error_of,
     first_values,
     points_of,
     solve,
 )
-from gradwire.methods.levels.bounded_support import BoundedSupportCodec
 
 PUBLISHED = {1: 1.48, 2: 0.215, 3: 0.0431, 4: 0.0097}
 """Errors of the authors' tables for normal coordinates."""

@@ -19,7 +19,11 @@ def crossed(cases: list[Case], world_sizes: tuple[int, ...]) -> list[tuple[Case,
     """Cross cases with world sizes; 64 is for those whose codes add up, since their digits widen with the workers."""
     return [
         *((case, world_size) for case in cases for world_size in world_sizes),
-        *((case, 64) for case in cases if case.method.collectives[0] == "two_shot" and not case.method.re_encoding),
+        *(
+            (case, 64)
+            for case in cases
+            if case.method.traits.collectives[0] == "two_shot" and not case.method.traits.re_encoding
+        ),
     ]
 
 
@@ -125,7 +129,7 @@ def test_what_is_not_finite_on_one_worker_is_seen_by_all_and_leaves_no_trace(met
     found = exchange(spoilt, before)
     assert not bool(torch.isfinite(found.mean["b"][77]))
     # Blocks that cross parameters, and masks of a whole bucket, lose more than the one.
-    if not method.joined and method.name not in ("multiscale", "lattice"):
+    if not method.traits.joined and method.name not in ("multiscale", "lattice"):
         assert bool(torch.isfinite(found.mean["a"]).all())
     later = {**found.state, "global": {**found.state["global"], "round": before["global"]["round"]}}
     after, expected = exchange(g, later).mean, exchange(g, before).mean
@@ -202,7 +206,7 @@ def test_bit_stable_methods_do_not_depend_on_layout(
 
     names = list(grads[0])
     # Where blocks cross parameters, their order is part of what is computed.
-    shuffled = names if method.joined else [names[i] for i in order if i < len(names)]
+    shuffled = names if method.traits.joined else [names[i] for i in order if i < len(names)]
     first = exchange(names, backend="reference")
     second = exchange(shuffled, chunk_numel=chunk_numel, backend=backend)
     for name in names:

@@ -15,7 +15,7 @@ from gradwire.errors import HyperparameterError
 from gradwire.exchange.codecs import Draw
 from gradwire.exchange.segments import Parameter, lay_out
 from gradwire.kernels import get_kernels, most_index_bytes, smallest_format
-from gradwire.methods.sparse.tail_fits import FIRST_TAIL, MODELS, inverse_gamma_tail, tail_threshold
+from gradwire.methods.sparse.sidco import FIRST_TAIL, MODELS, inverse_gamma_tail, tail_threshold
 
 NUMEL = 2_000_000
 NAMES = ("laplace", "normal", "gamma", "student", "pareto")

@@ -1,4 +1,4 @@
-"""The numbered properties of TernGrad (docs/methods.md)."""
+"""The numbered properties of TernGrad (docs/methods/ternary.md)."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gradwire.exchange.drivers import Job, Lane, WireError
+from gradwire.exchange.drivers import Future, Lane, WireError
 from gradwire.exchange.ops import AllGather, AllToAll, Exchange, Reduce, Scope, SendRecv
 from ranks import Ranks
 
@@ -29,50 +29,103 @@ def exchange(after: Callable[[], object], collectives: int = 1) -> Exchange[int]
     return 7
 
 
-def outcome(lane: Lane, generator: Exchange[int], done: Callable[[int], None] = lambda value: None) -> list[object]:
-    """Start an exchange; give what ``done`` and ``fail`` were told."""
+def outcome(
+    lane: Lane, generator: Exchange[int], at_once: bool, done: Callable[[int], None] = lambda value: None
+) -> list[object]:
+    """Run an exchange; give what its callbacks were told before whoever waits for it went on."""
     told: list[object] = []
-    ended = threading.Event()
 
     def succeed(value: int) -> None:
         told.append(value)
         done(value)
-        ended.set()
 
-    def fail(error: Exception) -> None:
-        told.append(error)
-        ended.set()
-
-    lane.begin(generator, succeed, fail)
-    assert ended.wait(5), "neither done nor fail came to an end"
+    future = lane.run(generator, then=succeed, fail=told.append, at_once=at_once)
+    waiting = threading.Thread(target=future.wait, daemon=True)
+    waiting.start()
+    waiting.join(5)
+    assert not waiting.is_alive(), "neither callback came to an end"
+    if isinstance(told[-1], Exception):
+        assert future.error is told[-1]
+        with pytest.raises(type(told[-1])):
+            future.result()
+    else:
+        assert future.result() == told[-1]
     return told
 
 
-def test_its_value_is_handed_on(lane: Lane) -> None:
-    assert outcome(lane, exchange(lambda: None)) == [7]
+both_ways = pytest.mark.parametrize("at_once", [True, False], ids=["at once", "in turn"])
 
 
-def test_what_the_decoder_raises_is_told(lane: Lane) -> None:
+@both_ways
+def test_its_value_is_handed_on(lane: Lane, at_once: bool) -> None:
+    assert outcome(lane, exchange(lambda: None), at_once) == [7]
+
+
+@both_ways
+def test_what_the_decoder_raises_is_told(lane: Lane, at_once: bool) -> None:
     def broken() -> None:
         raise KeyError("decoder")
 
-    (told,) = outcome(lane, exchange(broken))
+    (told,) = outcome(lane, exchange(broken), at_once)
     assert isinstance(told, KeyError)
 
 
-def test_what_done_raises_is_told_too(lane: Lane) -> None:
+@both_ways
+def test_what_done_raises_is_told_too(lane: Lane, at_once: bool) -> None:
     def broken(value: int) -> None:
         raise KeyError("done")
 
-    value, told = outcome(lane, exchange(lambda: None), broken)
+    value, told = outcome(lane, exchange(lambda: None), at_once, broken)
     assert value == 7
     assert isinstance(told, KeyError)
 
 
 def test_an_exchange_of_two_collectives_is_refused(lane: Lane) -> None:
-    (told,) = outcome(lane, exchange(lambda: None, collectives=2))
+    (told,) = outcome(lane, exchange(lambda: None, collectives=2), at_once=True)
     assert isinstance(told, TypeError)
     assert not isinstance(told, WireError)
+
+
+@both_ways
+def test_a_lane_that_is_closed_tells_that_a_collective_broke(lane: Lane, at_once: bool) -> None:
+    lane.hang_up()
+    assert outcome(lane, exchange(lambda: None), at_once=False)
+    (told,) = outcome(lane, exchange(lambda: None), at_once)
+    assert isinstance(told, WireError)
+
+
+def test_exchanges_run_in_the_order_in_which_they_were_handed_over(lane: Lane) -> None:
+    """Each after what it waits for, and one that is to come first before it."""
+    order: list[str] = []
+    future: Future[int] | None = None
+    for name in "ab":
+        future = lane.run(
+            exchange(lambda name=name: order.append(f"{name} second")),  # type: ignore[misc]
+            wait=lambda name=name: order.append(f"{name} waits"),  # type: ignore[misc]
+            first=exchange(lambda name=name: order.append(f"{name} first")),  # type: ignore[misc]
+            then=lambda _, name=name: order.append(f"{name} then"),  # type: ignore[misc]
+        )
+    assert future is not None
+    assert future.result() == 7
+    assert order == [f"{name} {what}" for name in "ab" for what in ("waits", "first", "second", "then")]
+
+
+def test_a_generator_that_a_failure_ends_is_closed_on_the_lanes_thread(lane: Lane) -> None:
+    """What it has entered, such as a device's stream, is of that thread."""
+    closed: list[str] = []
+
+    def entered() -> Exchange[int]:
+        try:
+            yield AllToAll(torch.zeros(1, 4, dtype=torch.uint8), torch.empty(1, 4, dtype=torch.uint8))
+        finally:
+            closed.append(threading.current_thread().name)
+        return 7
+
+    lane.hang_up()
+    kept = entered()
+    with pytest.raises(WireError):
+        lane.run(kept).result()
+    assert closed == ["lane"]
 
 
 def test_a_failure_closes_the_connections_though_its_traceback_is_kept(lane: Lane) -> None:
@@ -80,17 +133,12 @@ def test_a_failure_closes_the_connections_though_its_traceback_is_kept(lane: Lan
     kept: list[Exception] = []
     ended = threading.Event()
 
-    def run(lane: Lane) -> None:
-        lane.drive(exchange(lambda: None))
+    def broken() -> None:
         raise KeyError("after the exchange")
 
-    def fail(error: Exception) -> None:
-        kept.append(error)
-        lane.submit(Job(lambda lane: None, lambda error: None))
-
     transport = lane._transports[None] if lane._transports else None
-    lane.submit(Job(run, fail))
-    lane.submit(Job(lambda lane: ended.set(), lambda error: ended.set()))
+    lane.run(exchange(broken), fail=kept.append)
+    lane.run(exchange(lambda: None), wait=ended.set)
     assert ended.wait(5)
     assert kept
     with pytest.raises(AttributeError):
@@ -117,7 +165,7 @@ def scoped() -> tuple[tuple[float, list[int], float], dict[str, int]]:
     rank, wait = dist.get_rank(), timedelta(seconds=60)
     made = Lane(store, rank, dist.get_world_size(), wait, "lane", scopes=(NODES, ACROSS))
     try:
-        return made.drive(within(rank)), dict(made.meter.sent_within)
+        return made.run(within(rank)).result(), dict(made.meter.sent_within)
     finally:
         made.close()
 
@@ -144,14 +192,7 @@ def kept_by_its_error(kept: list[BaseException]) -> tuple[str, str]:
         yield SendRecv(torch.zeros(4, dtype=torch.uint8), torch.empty(4, dtype=torch.uint8), None, other)
         return 7
 
-    ended = threading.Event()
-
-    def fail(error: Exception) -> None:
-        kept.append(error)
-        ended.set()
-
-    lane.submit(Job(lambda lane: lane.drive(swap()) and None, fail))
-    assert ended.wait(50)
+    lane.run(swap(), fail=kept.append).wait()
     return type(kept[0]).__name__, str(bool(kept[0].__traceback__))
 
 

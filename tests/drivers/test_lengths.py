@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gradwire.errors import PayloadError
-from gradwire.exchange.drivers.lengths import announce, announced
+from gradwire.exchange.drivers.tables import announce, announced
 
 LENGTHS = torch.tensor([[0, 7, 64], [1, 0, 3], [2, 5, 0]])
 """Row r: what rank r announces to each of three."""

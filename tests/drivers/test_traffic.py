@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gradwire.exchange.drivers import Meter, Traffic, dense_bytes
-from gradwire.exchange.drivers.local_profiler import _shape
+from gradwire.exchange.drivers.dry_run import _shape
 from gradwire.exchange.drivers.traffic import (
     GATHERED_REDUCE_BYTES,
     LARGE_BYTES,

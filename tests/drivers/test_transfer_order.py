@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gradwire.exchange.drivers import Job, Lane, TransferOrder
+from gradwire.exchange.drivers import Lane, TransferOrder
 from gradwire.exchange.drivers.traffic import LARGE_BYTES
 from gradwire.exchange.ops import AllGather, Exchange
 
@@ -87,15 +87,12 @@ def test_while_a_job_decodes_the_next_one_sends_if_the_first_has_no_more_to_send
         arrived.set()
         go_on()
 
-    def job(exchange: Exchange[None]) -> Job:
-        return Job(lambda lane: lane.drive(exchange), lambda error: None)
-
     def open_lanes(rank: int) -> None:
         turns = TransferOrder()
         pair = [Lane(stores[i], rank, 2, timedelta(seconds=60), f"{rank}.{i}", turns) for i in range(2)]
         lanes.extend(pair)
-        pair[0].submit(job(gather(sent[rank], lambda: release.wait(60))))
-        pair[1].submit(job(gather(sent[2 + rank], lambda: None)))
+        pair[0].run(gather(sent[rank], lambda: release.wait(60)))
+        pair[1].run(gather(sent[2 + rank], lambda: None))
 
     openers = [threading.Thread(target=open_lanes, args=(rank,)) for rank in range(2)]
     for opener in openers:

@@ -19,8 +19,7 @@ from gradwire.tools.experiments.engines import simulated_engine
 from gradwire.tools.experiments.errors import UsageError
 from gradwire.tools.experiments.order import generator
 from gradwire.tools.experiments.tasks import build
-from gradwire.tools.experiments.tasks.graph import GraphTask
-from gradwire.tools.experiments.tasks.graph_data import build_graph
+from gradwire.tools.experiments.tasks.graph import GraphTask, build_graph
 
 CDFGNN = "CDFGNN(tolerance=0.1, values=QSGDinf(levels=7))"
 VARCO = "VARCO(start=16, end=1, slope=2)"

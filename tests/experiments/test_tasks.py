@@ -12,8 +12,7 @@ from gradwire.tools.experiments.config import RunConfig
 from gradwire.tools.experiments.errors import DataError, UsageError
 from gradwire.tools.experiments.simulate import SimulatedEngine
 from gradwire.tools.experiments.tasks import ALL, build
-from gradwire.tools.experiments.tasks.cifar10 import Cifar10
-from gradwire.tools.experiments.tasks.convnet import ConvNet, ResponseNorm
+from gradwire.tools.experiments.tasks.cifar10 import Cifar10, ConvNet, ResponseNorm
 from gradwire.tools.experiments.tasks.graph import GraphTask
 from gradwire.tools.experiments.tasks.images import Images, crop_and_flip
 from gradwire.tools.experiments.tasks.logreg import Logreg

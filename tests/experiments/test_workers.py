@@ -19,7 +19,7 @@ from gradwire.tools.experiments import run
 from gradwire.tools.experiments.config import RunConfig
 from gradwire.tools.experiments.errors import UsageError, WorkerError
 from gradwire.tools.experiments.folder import RunFolder, checkpoint_steps
-from gradwire.tools.experiments.machine import check_workers
+from gradwire.tools.experiments.run_record import check_workers
 from gradwire.tools.experiments.simulate import SimulatedEngine
 from gradwire.tools.experiments.tasks import build
 from ranks import run_script

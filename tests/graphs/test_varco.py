@@ -54,10 +54,10 @@ def test_known_values_of_the_published_schedule() -> None:
 
 def test_steps_of_the_method_come_before_those_of_the_training() -> None:
     assert gw.VARCO(steps=12).ratio(1, 1000) == gw.VARCO().ratio(1, 12)
-    with pytest.raises(gw.IncompatibleError, match="say by steps= how many"):
+    with pytest.raises(gw.IncompatibleError, match="give their number as steps="):
         gw.VARCO().ratio(0)
     parts = parts_of(random_graph(), 2)
-    with pytest.raises(gw.IncompatibleError, match="say by steps= how many"):
+    with pytest.raises(gw.IncompatibleError, match="give their number as steps="):
         gw.SimulatedHaloLink([p.boundary for p in parts], "varco")
     gw.SimulatedHaloLink([p.boundary for p in parts], "VARCO(start=4, end=4)")
 

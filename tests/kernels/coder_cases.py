@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 
 from gradwire.kernels.checksum.reference import reference_check
 from gradwire.kernels.entropy import Coder, get_coder
+from gradwire.kernels.entropy.base import VARIANTS, SectionCoder, Variants
 from gradwire.kernels.entropy.cpu import compiled_body
-from gradwire.kernels.entropy.section import SectionCoder
-from gradwire.kernels.entropy.variants import VARIANTS, Variants
 
 CODER_NAMES = ("rans", "huffman")
 CODER_BACKENDS = ("reference", "cpu", "cpu-plain")

@@ -43,15 +43,13 @@ def digest(path: Path, kernels: Path = KERNELS) -> str:
 
 
 def _named(path: Path, kernels: Path) -> set[Path]:
-    """Modules of the package that one imports, or names in a call of ``either``."""
+    """Return the modules of the package that one imports."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module:
             names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
         elif isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "either":
-            names |= {f"{PACKAGE}.{home.value}" for home in node.args[1:] if isinstance(home, ast.Constant)}
     inside = {name[len(PACKAGE) + 1 :] for name in names if name.startswith(f"{PACKAGE}.")}
     files = {kernels / f"{name.replace('.', '/')}.py" for name in inside}
     return {file for file in files if file.is_file()}

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from types import ModuleType
+from typing import Any
 
 import torch
 from hypothesis import strategies as st
 
 from gradwire.kernels import BACKENDS as ALL_BACKENDS
 from gradwire.kernels import SegmentTable, digit_layout, packed_bytes, sum_layout
-from gradwire.kernels.packing.reference import pack_digits, unpack_digits
+from gradwire.kernels.packing.layout import pack_digits, unpack_digits
 
 OTHERS = tuple(name for name in ALL_BACKENDS if name not in ("auto", "reference", "triton", "meta"))
 """Whoever computes, but the reference: a backend that is added is held to its bits at once.
@@ -73,4 +74,10 @@ def packed_sums(values: torch.Tensor, world_size: int) -> torch.Tensor:
 
 def same_signatures(loops: ModuleType) -> list[int]:
     """Count the signatures that each loop of a module is compiled for."""
-    return [len(getattr(loops, name).signatures) for name in loops.__all__ if name.endswith("_range")]
+    return [len(loop.signatures) for loop in kept_loops(loops).values()]
+
+
+def kept_loops(loops: ModuleType) -> dict[str, Any]:
+    """Return the loops of a module that Numba keeps on disk, by name."""
+    found = {name: value for name, value in vars(loops).items() if name.endswith("_range")}
+    return {name: value for name, value in found.items() if value.__module__ == loops.__name__}

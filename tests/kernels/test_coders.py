@@ -21,10 +21,11 @@ from coder_cases import CODER_BACKENDS, CODER_NAMES, all_backends, decoded, sect
 from hypothesis import given, settings
 
 from gradwire.errors import HyperparameterError, PayloadError
-from gradwire.kernels.entropy import entropy_bits, get_coder, huffman_codes, rans_tables, select
+from gradwire.kernels.entropy import entropy_bits, get_coder, select
+from gradwire.kernels.entropy import tables as huffman_codes
+from gradwire.kernels.entropy import tables as rans_tables
+from gradwire.kernels.entropy.base import VARIANTS, SectionCoder, Variants
 from gradwire.kernels.entropy.cpu import compiled_body
-from gradwire.kernels.entropy.section import SectionCoder
-from gradwire.kernels.entropy.variants import VARIANTS, Variants
 
 
 @pytest.mark.parametrize("module", ["base", "dispatch", "elias", "huffman_codes", "variants"])

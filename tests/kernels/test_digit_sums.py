@@ -12,7 +12,7 @@ from kernel_cases import BACKENDS, OTHERS, normal, tables, unaligned_bytes
 
 from gradwire.errors import HyperparameterError
 from gradwire.kernels import BlockTable, Grid, SegmentTable, digit_layout, get_kernels, packed_groups, summed
-from gradwire.kernels.packing.reference import pack_digits, unpack_digits
+from gradwire.kernels.packing.layout import pack_digits, unpack_digits
 
 REFERENCE = get_kernels("reference")
 LIGHT = settings(max_examples=25)

@@ -12,7 +12,7 @@ from kernel_cases import BACKENDS, COMPILED, digits_of, packed_sums, unaligned_b
 
 from gradwire.errors import HyperparameterError
 from gradwire.kernels import digit_layout, get_kernels, packed_bytes, sum_layout
-from gradwire.kernels.packing.divisions import reciprocal16, word_table
+from gradwire.kernels.packing.loops import reciprocal16, word_table
 
 
 @pytest.mark.parametrize("module", ["table", "packing.layout", "philox", "backends"])

@@ -25,8 +25,12 @@ from gradwire.kernels.checksum.loops import row_checksums
 
 homes = {"moments": moments, "ternary": ternary, "levels": levels, "signs": signs, "natural": natural}
 homes["lattice"] = lattice
-names = [(home, module, name) for home, module in homes.items() for name in module.__all__ if name.endswith("_range")]
-drivers = {f"{home}.{name}": getattr(module, name) for home, module, name in names}
+drivers = {
+    f"{home}.{name}": value
+    for home, module in homes.items()
+    for name, value in vars(module).items()
+    if name.endswith("_range") and value.__module__ == module.__name__
+}
 drivers["checksum.row_checksums"] = row_checksums
 for prepare in (lambda: gw.warm_up(sys.argv[1]), lambda: gw.simulate(torch.ones(3, 2000), sys.argv[1])):
     prepare()
@@ -64,25 +68,31 @@ def test_methods_state_the_families_that_they_call(method: gw.Method, monkeypatc
 
     monkeypatch.setattr(Kernels, "_serve", asked)
     monkeypatch.setattr("gradwire.kernels.api.get_coder", given)
-    assert set(method.kernels) <= {*FAMILIES, *CODERS}
+    assert set(method.traits.kernels) <= {*FAMILIES, *CODERS}
     x = torch.randn(3, 2000, generator=torch.Generator().manual_seed(0))
     # A matrix that is compressed, and a vector that travels beside it in float32.
     for warmup_steps in (0, 1):
         link = gw.SimulatedLink(
             {"a": torch.zeros(36, 50), "b": torch.zeros(200)}.items(), method, 3, min_numel=1000,
-            warmup_steps=warmup_steps, backend="cpu", collective=method.collectives[-1],
+            warmup_steps=warmup_steps, backend="cpu", collective=method.traits.collectives[-1],
         )  # fmt: skip
         for _ in range(2):
             link.reduce_(x.clone())
-        for collective in method.collectives[:-1]:
+        for collective in method.traits.collectives[:-1]:
             whole = {"a": torch.zeros(40, 50)}.items()
             other = gw.SimulatedLink(whole, method, 3, backend="cpu", collective=collective)
             other.reduce_(x.clone())
-    assert called == set(method.kernels)
+    assert called == set(method.traits.kernels)
 
 
 def test_auto_compiles_for_all_that_it_tries() -> None:
-    assert gw.Auto(candidates=("fp32", "qsgd", "coded")).kernels == ("moments", "levels", "ternary", "rans", "huffman")
+    assert gw.Auto(candidates=("fp32", "qsgd", "coded")).traits.kernels == (
+        "moments",
+        "levels",
+        "ternary",
+        "rans",
+        "huffman",
+    )
 
 
 def test_methods_without_kernels_compile_nothing() -> None:

@@ -11,7 +11,7 @@ from kernel_cases import BACKENDS, OTHERS, normal
 
 from gradwire.errors import HyperparameterError
 from gradwire.kernels import Grid, RotationTable, digit_layout, get_kernels, packed_groups
-from gradwire.kernels.packing.reference import unpack_digits
+from gradwire.kernels.packing.layout import unpack_digits
 
 REFERENCE = get_kernels("reference")
 LIGHT = settings(max_examples=25)

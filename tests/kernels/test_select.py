@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from gradwire.kernels import FAMILIES, Kernels, SegmentTable, chosen, get_kernels, select, self_test
-from gradwire.kernels.backends import BACKENDS
-from gradwire.kernels.select import Automatic
+from gradwire.kernels import FAMILIES, Kernels, SegmentTable, chosen, get_kernels, self_test
+from gradwire.kernels import backends as select
+from gradwire.kernels.backends import BACKENDS, Automatic
 
 
 class Clock:

@@ -7,10 +7,11 @@ import pytest
 import torch
 from kernel_cases import BACKENDS
 
-from gradwire.kernels import RunTable, SegmentTable, get_kernels, natural_bytes, select, self_test
+from gradwire.kernels import RunTable, SegmentTable, get_kernels, natural_bytes, self_test
+from gradwire.kernels import backends as select
 from gradwire.kernels.backends import BACKENDS as MADE
-from gradwire.kernels.entropy.huffman_codes import assign_codes
-from gradwire.kernels.select import Automatic
+from gradwire.kernels.backends import Automatic
+from gradwire.kernels.entropy.tables import assign_codes
 
 TABLE = SegmentTable([0], [6], [0], [(0, 0)])
 

@@ -33,7 +33,7 @@ from gradwire.kernels import (
     get_kernels,
     packed_groups,
 )
-from gradwire.kernels.backends import Modules
+from gradwire.kernels.backends import reference
 from gradwire.kernels.self_test import SELF_TESTS
 from gradwire.kernels.triton_core.backend import SERVED, TritonBackend
 from triton_interpreter import interpreted
@@ -198,7 +198,7 @@ def test_tensors_elsewhere_are_refused_by_name(kernels: Kernels) -> None:
 def test_what_differs_from_the_reference_is_refused_by_name(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
     from gradwire.kernels.signs import triton as signs
 
-    backend = TritonBackend(Modules("reference"))
+    backend = TritonBackend(reference())
     own, table = Kernels(backend), SegmentTable([0], [80], [0], [(1, 2)])
     right = signs.sign_vote
 

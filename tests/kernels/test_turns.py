@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from gradwire.kernels import turns
-from gradwire.kernels.turns import in_turn
+from gradwire.kernels import compiling as turns
+from gradwire.kernels.compiling import in_turn
 
 FORK = multiprocessing.get_context("fork")
 

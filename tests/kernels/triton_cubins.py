@@ -16,8 +16,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from gradwire.kernels import Kernels, RotationTable
-from gradwire.kernels.backends import Modules
+from gradwire.kernels.backends import Functions
 from gradwire.kernels.checksum.triton import row_checksums
+from gradwire.kernels.families import triton_module
 from gradwire.kernels.rotation.blocks import MOST_BLOCK
 from gradwire.kernels.self_test import SELF_TESTS
 from gradwire.kernels.triton_core.backend import SERVED
@@ -26,7 +27,7 @@ from gradwire.kernels.triton_core.launch import OPTIONS, Launch, recorded
 
 def launches(largest: bool) -> list[Launch]:
     """Return a launch of each kernel with each combination of its switches: what is no power or size."""
-    kernels = Kernels(Modules("triton"))
+    kernels = Kernels(Functions("triton", triton_module))
     with recorded() as found:
         for family in SERVED:
             SELF_TESTS[family](kernels)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from gradwire.model.profile import Profile
-from gradwire.model.timeline import ReadyBucket, Timeline
+from gradwire.model.profile import Profile, ReadyBucket, Timeline
 
 __all__ = ["SHAPES", "profile"]
 

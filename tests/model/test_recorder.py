@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gradwire.model.timeline import ReadyBucket, Recorder, Timeline
+from gradwire.model.profile import ReadyBucket, Recorder, Timeline
 
 Step = tuple[list[float], list[tuple[float, tuple[str, ...], int]]]
 

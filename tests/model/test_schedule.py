@@ -9,10 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradwire.exchange.drivers import Stage
-from gradwire.model.exchange import BucketJobs, ExchangeProfile
 from gradwire.model.machine import LinkModel, Machine
-from gradwire.model.schedule import Load, step_time
-from gradwire.model.timeline import ReadyBucket, Timeline
+from gradwire.model.profile import ReadyBucket, Timeline
+from gradwire.model.schedule import BucketJobs, ExchangeProfile, Load, step_time
 
 FREE = Machine(
     ring_efficiency=1.0,

@@ -11,8 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.model.profile import Profile
-from gradwire.model.timeline import Recorder, Timeline
+from gradwire.model.profile import Profile, Recorder, Timeline
 from gradwire.tools.bench.profile import profile_name, profile_script
 from gradwire.tools.experiments.errors import UsageError, WorkerError
 

@@ -36,7 +36,7 @@ def test_every_fault_can_be_applied_and_names_tests_that_exist(layer: str) -> No
 
 def test_faults_are_selected_by_a_part_of_their_name_or_file() -> None:
     assert selected(FAULTS, []) == FAULTS
-    assert {fault.file for fault in selected(FAULTS, ["report/steps"])} == {"tools/report/steps.py"}
+    assert {fault.file for fault in selected(FAULTS, ["report/steps"])} == {"tools/report/figures.py"}
     assert selected(FAULTS, [FAULTS[3].name])[0].file
 
 

@@ -26,7 +26,7 @@ OTHER_WAYS = {
 }
 
 
-@pytest.mark.parametrize(("method", "collective"), [(m, c) for m in ALL for c in m.collectives], ids=repr)
+@pytest.mark.parametrize(("method", "collective"), [(m, c) for m in ALL for c in m.traits.collectives], ids=repr)
 def test_a_message_that_changes_is_an_error_that_names_sender_bucket_and_round(
     method: gw.Method, collective: str
 ) -> None:

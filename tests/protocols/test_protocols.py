@@ -30,8 +30,8 @@ def plan_segments() -> list[Segment]:
 
 
 def plan_for(method: gw.Method, world_size: int, collective: str, backend: str = "cpu", **options: Any) -> Any:
-    if method.open_coders:
-        method = method.with_coder(method.open_coders[0])
+    if method.traits.open_coders:
+        method = method.with_coder(method.traits.open_coders[0])
     segments = plan_segments()
     defaults: dict[str, Any] = {"seed": 0, "chunk_numel": 1 << 20}
     kernels = get_kernels(backend)
@@ -48,7 +48,7 @@ SETTINGS = [(2, 3000, False), (5, 3000, False), (3, 1 << 20, False), (8, 1 << 20
 
 
 @pytest.mark.parametrize(("world_size", "chunk_numel", "warm_up"), SETTINGS)
-@pytest.mark.parametrize(("method", "collective"), [(m, c) for m in ALL for c in m.collectives], ids=repr)
+@pytest.mark.parametrize(("method", "collective"), [(m, c) for m in ALL for c in m.traits.collectives], ids=repr)
 def test_the_dry_run_is_exact(
     method: gw.Method, collective: str, world_size: int, chunk_numel: int, warm_up: bool
 ) -> None:
@@ -76,7 +76,7 @@ def test_the_dry_run_is_exact(
 
 
 @pytest.mark.parametrize("chunk_numel", [1 << 20, 1000])
-@pytest.mark.parametrize(("method", "collective"), [(m, c) for m in ALL for c in m.collectives], ids=repr)
+@pytest.mark.parametrize(("method", "collective"), [(m, c) for m in ALL for c in m.traits.collectives], ids=repr)
 def test_the_outcome_is_the_mean_of_what_ranks_say_they_sent(
     method: gw.Method, collective: str, chunk_numel: int
 ) -> None:
@@ -93,7 +93,7 @@ def test_the_outcome_is_the_mean_of_what_ranks_say_they_sent(
         g = scale * torch.randn(3, sum(SIZES), generator=torch.Generator().manual_seed(1 + round))
         rows = g.clone()
         sent = contributed(plan, rows, memories, round, scale)
-        if method.direction:
+        if method.traits.direction:
             continue
         # Sums of a few values in float32; casts sum in their own type: two roundings of sums up to four in 8 or 11
         # bits. Coded ones round the mean once more.
@@ -101,7 +101,7 @@ def test_the_outcome_is_the_mean_of_what_ranks_say_they_sent(
         precision = scale * {"bf16": 2**-5, "fp16": 2**-8}.get(inner.name, 1e-5)
         # A selection that is fed back is what a rank had to send, not what its code is read as.
         selection = isinstance(method, gw.LGC) and method.feedback == "selection" and round > 0
-        if not (selection or (method.re_encoding and collective == "two_shot")):
+        if not (selection or (method.traits.re_encoding and collective == "two_shot")):
             assert torch.allclose(sent.mean(0), rows[0], rtol=1e-5, atol=precision), round
         if round == 0:
             # Of a momentum that starts from zero, Nesterov's form looks ahead.
@@ -125,7 +125,7 @@ def test_dense_segments_are_the_mean_in_the_order_of_ranks(collective: str) -> N
 def test_another_protocol_gives_the_same_bits(method: gw.Method) -> None:
     """But where a method names a usual one, because they differ: there every rank still has the same bits."""
     found = []
-    for collective in method.collectives:
+    for collective in method.traits.collectives:
         rows = torch.randn(4, sum(SIZES), generator=torch.Generator().manual_seed(2))
         plan = plan_for(method, 4, collective, chunk_numel=1000)
         simulate_ranks([plan.whole(Context(r, 4, 3), row) for r, row in enumerate(rows)], [Meter()] * 4)
@@ -156,11 +156,11 @@ def test_integers_add_up_in_a_width_that_fits_or_are_refused_when_attached(spec:
     if spec != "TernGrad(share_scaler=False)":
         g = torch.ones(300, 200)
         g[:140, ::2] = -1.0
-        total = g.sum(0) if not method.direction else 300 * g.sum(0).sign()
-        for collective in method.collectives:
+        total = g.sum(0) if not method.traits.direction else 300 * g.sum(0).sign()
+        for collective in method.traits.collectives:
             link = gw.SimulatedLink([("w", torch.empty(200))], method, 300, collective=collective, min_numel=0)
             assert torch.equal((link.reduce_(g.clone()) * 300).round(), total)
-    for collective in method.collectives:
+    for collective in method.traits.collectives:
         plan_for(method, 32767, collective, "meta")
         with pytest.raises(gw.IncompatibleError, match=r"32768 workers .*need more than 16 bits.*at most"):
             plan_for(method, 32768, collective, "meta")

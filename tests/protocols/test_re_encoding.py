@@ -83,7 +83,7 @@ def test_all_ranks_end_with_the_same_bits_and_others_stay_exact(spec: str) -> No
 
 
 def test_blocks_as_long_as_a_parameter_are_gathered() -> None:
-    assert gw.QSGD(block_size=None).collectives == ("all_gather",)
+    assert gw.QSGD(block_size=None).traits.collectives == ("all_gather",)
     with pytest.raises(gw.IncompatibleError, match="cannot travel by two_shot"):
         gw.SimulatedLink([("a", torch.empty(9000))], "QSGD(block_size=None)", 4, collective="two_shot")
 
@@ -112,8 +112,8 @@ def test_by_default_the_number_of_workers_alone_decides() -> None:
 
 @pytest.mark.parametrize("method", [gw.DIANA(), gw.ErrorFeedback()], ids=repr)
 def test_what_remembers_differences_refuses_an_owners_error(method: gw.Method) -> None:
-    assert method.compressor.collectives == ("all_gather", "two_shot")  # type: ignore[attr-defined]
-    assert method.collectives == ("all_gather",)
+    assert method.compressor.traits.collectives == ("all_gather", "two_shot")  # type: ignore[attr-defined]
+    assert method.traits.collectives == ("all_gather",)
     with pytest.raises(gw.IncompatibleError, match="cannot travel by two_shot"):
         gw.SimulatedLink([("a", torch.empty(9000))], method, 4, collective="two_shot")
 

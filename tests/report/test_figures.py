@@ -11,9 +11,15 @@ from matplotlib.figure import Figure
 
 from gradwire.errors import IncompatibleError
 from gradwire.tools.report import load_runs
-from gradwire.tools.report.figures import AXES, draw, gauge_figure, lowest_accuracy, spans_decades
-from gradwire.tools.report.scaling import draw_scaling
-from gradwire.tools.report.steps import draw_steps
+from gradwire.tools.report.figures import (
+    AXES,
+    draw,
+    draw_scaling,
+    draw_steps,
+    gauge_figure,
+    lowest_accuracy,
+    spans_decades,
+)
 
 
 @pytest.fixture

@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 
 from gradwire.tools.cli.app import app
 from gradwire.tools.report import ReportError, figures, load_runs
+from gradwire.tools.report.load import read_json
 from gradwire.tools.report.page import render
-from gradwire.tools.report.records import read_json
 
 LINK = {
     "backend": "cpu",

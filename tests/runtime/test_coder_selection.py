@@ -13,7 +13,7 @@ import gradwire as gw
 from gradwire.errors import HyperparameterError, IncompatibleError
 from gradwire.exchange.planning import Options, Planner, measure_coders, planner
 from gradwire.kernels import CODERS
-from gradwire.link.selection.coder import CoderSelection
+from gradwire.link.selection.link_cost import CoderSelection
 from ranks import fresh_ranks
 
 SIZE = 5000
@@ -71,7 +71,7 @@ def test_coders_are_timed_on_the_digits_of_the_method(monkeypatch: pytest.Monkey
         seen[spec] = symbols
         return dict.fromkeys(coders, 1.0)
 
-    monkeypatch.setattr("gradwire.exchange.planning.coder_times.time_coders", timed)
+    monkeypatch.setattr("gradwire.exchange.planning.planner.time_coders", timed)
     for spec in ("TernGrad()", "QSGD()", "Natural()", "ErrorFeedback()", "ALQ()", "DIANA()"):
         measure_coders.__wrapped__(gw.Coded(compressor=gw.method(spec)), "cpu")  # type: ignore[arg-type]
     numel = 1 << 18

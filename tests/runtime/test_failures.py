@@ -31,7 +31,7 @@ def run_until(what: str) -> tuple[str, str]:
     """Train; at step 3 rank 1 does something bad. Give the error's kind and sentence."""
     import torch.distributed as dist
 
-    from gradwire.methods.ternary.ternary_codec import TernaryCodec
+    from gradwire.methods.ternary.terngrad import TernaryCodec
 
     rank = dist.get_rank()
     ddp = DistributedDataParallel(layers(6), bucket_cap_mb=0.0163)
@@ -285,10 +285,10 @@ def test_a_link_that_begins_when_the_host_of_the_store_has_ended_names_it() -> N
 
 
 def broken(where: str) -> tuple[weakref.ref[Any], Exception | None]:
-    """Break a link in the hook itself, or in a lane; give its module, and what it keeps."""
+    """Break a link in the hook itself, in a lane, or in a collective's callback; give its module, and what it keeps."""
     rank = torch.distributed.get_rank()
     ddp = DistributedDataParallel(layers(6))
-    link = gw.attach(ddp, "terngrad")
+    link = gw.attach(ddp, "fp32" if where == "callback" else "terngrad")
     # A rank that breaks its link while the other still connects would end the other's attach instead.
     torch.distributed.barrier()
 
@@ -316,7 +316,7 @@ def let_go_of(where: str) -> tuple[bool, str, str]:
     return module() is None, str(kept), repr(kept.__cause__ if kept else None)
 
 
-@pytest.mark.parametrize("where", ["hook", "lane"])
+@pytest.mark.parametrize("where", ["hook", "lane", "callback"])
 def test_a_broken_link_keeps_its_error_but_not_the_program_that_it_broke(where: str) -> None:
     with fresh_ranks(2) as ranks:
         for freed, sentence, cause in ranks(let_go_of, where):

@@ -12,7 +12,7 @@ from cases import TABLE
 from gradwire.exchange.protocols import Gauges
 
 CASES = [case.method for rows in TABLE.values() for case in rows]
-REPORTING = [method for method in CASES if method.gauges]
+REPORTING = [method for method in CASES if method.traits.gauges]
 SIZES = {"a": 900, "b": 2100, "c": 130_000}
 
 
@@ -48,7 +48,7 @@ def test_methods_report_what_they_declare() -> None:
     for method in CASES:
         link = gw.SimulatedLink([("w", torch.empty(20, 35))], method, 2, min_numel=0)
         link.reduce_(small.clone())
-        assert [set(gauges) for gauges in link.gauges()] == [set(method.gauges)] * 2, method
+        assert [set(gauges) for gauges in link.gauges()] == [set(method.traits.gauges)] * 2, method
 
 
 def test_the_density_is_what_each_worker_kept() -> None:
@@ -113,7 +113,7 @@ def test_methods_around_report_what_is_within() -> None:
         method = around(compressor=inner)
         link = simulated(method)
         link.reduce_(gradients())
-        assert all(set(gauges) == set(method.gauges) == set(inner.gauges) for gauges in link.gauges())
+        assert all(set(gauges) == set(method.traits.gauges) == set(inner.traits.gauges) for gauges in link.gauges())
 
 
 def test_rounds_that_travel_in_float32_or_are_skipped_report_nothing() -> None:

@@ -12,8 +12,18 @@ import gradwire as gw
 from cases import TABLE
 from gradwire.exchange.protocols import Memory
 from gradwire.exchange.segments import Parameter, lay_out
-from gradwire.link.diagnostics import EARLY, INTERVAL, Comparison, Diagnostics
-from gradwire.link.judgement import ELEMENTS, ERROR, KEPT, LATE_COSINE, OLD, judge
+from gradwire.link.diagnostics import (
+    EARLY,
+    ELEMENTS,
+    ERROR,
+    INTERVAL,
+    KEPT,
+    LATE_COSINE,
+    OLD,
+    Comparison,
+    Diagnostics,
+    judge,
+)
 
 FINE = Comparison(relative_error=1.0, cosine=0.9, kept=0.9, density=1.0, age=1.0)
 LATE = replace(FINE, age=OLD + 0.1, cosine=LATE_COSINE - 0.01)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import pytest
@@ -16,6 +16,7 @@ import gradwire as gw
 from gradwire.exchange.method import Method, Properties
 from gradwire.exchange.protocols import Context
 from gradwire.exchange.protocols.bucket_plan import BucketPlan, PlanSetting
+from gradwire.exchange.traits import Traits
 from gradwire.methods.feedback.optimizers import not_stepped
 from gradwire.methods.wrappers.wrapper import WrappedPlan
 from ranks import Ranks
@@ -29,11 +30,10 @@ class Told(Method):
     """Sends gradients as they are, and notes what it was told."""
 
     name: ClassVar[str] = "told"
-    collectives: ClassVar[tuple[str, ...]] = ("two_shot",)
-    kernels: ClassVar[tuple[str, ...]] = ("ternary",)
-    unbiased: ClassVar[bool] = True
-    needs_learning_rates: ClassVar[bool] = True
     properties: ClassVar[Properties] = Properties(summary="", paper="", bit_stable=True, bits_per_element=1.6)
+
+    def declare(self) -> Traits:
+        return Traits(collectives=("two_shot",), kernels=("ternary",), unbiased=True, needs_learning_rates=True)
 
     def plan(self, setting: PlanSetting) -> BucketPlan:
         PARTS.append([(s.parameter.name, s.offset, s.numel) for s in setting.compressed])
@@ -43,14 +43,15 @@ class Told(Method):
 class Joined(Told):
     """The same, of all parameters as one vector."""
 
-    joined: ClassVar[bool] = True
-    whole_step: ClassVar[bool] = True
+    def declare(self) -> Traits:
+        return replace(super().declare(), joined=True, whole_step=True)
 
 
 class Untold(Told):
     """The same, without asking."""
 
-    needs_learning_rates: ClassVar[bool] = False
+    def declare(self) -> Traits:
+        return replace(super().declare(), needs_learning_rates=False)
 
 
 class _Noting(WrappedPlan):
@@ -105,9 +106,9 @@ def test_who_does_not_ask_and_who_has_no_optimizer_is_told_nothing() -> None:
 
 
 def test_who_needs_to_know() -> None:
-    assert Told().needs_learning_rates
-    assert not gw.Coded(compressor=gw.TernGrad()).needs_learning_rates
-    assert not gw.Auto().needs_learning_rates
+    assert Told().traits.needs_learning_rates
+    assert not gw.Coded(compressor=gw.TernGrad()).traits.needs_learning_rates
+    assert not gw.Auto().traits.needs_learning_rates
 
 
 @pytest.mark.parametrize("rate", [-0.1, math.inf, math.nan])

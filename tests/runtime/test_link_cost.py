@@ -54,15 +54,15 @@ def test_a_number_of_bytes_holds_whatever_the_link_costs() -> None:
 
 @pytest.mark.parametrize("method", [MEASURED, AROUND])
 def test_a_simulation_has_no_link_to_measure(method: gw.Method) -> None:
-    assert method.needs_link_cost
+    assert method.traits.needs_link_cost
     with pytest.raises(gw.IncompatibleError, match=r"link_cost=gw\.LinkCost"):
         simulated(method).reduce_(gradients())
 
 
 def test_who_needs_to_know() -> None:
-    assert not gw.CAT().needs_link_cost
-    assert not gw.ErrorFeedback(compressor=gw.TopK()).needs_link_cost
-    assert gw.Auto(candidates=("fp32", "CAT(fixed_bytes=None)")).needs_link_cost
+    assert not gw.CAT().traits.needs_link_cost
+    assert not gw.ErrorFeedback(compressor=gw.TopK()).traits.needs_link_cost
+    assert gw.Auto(candidates=("fp32", "CAT(fixed_bytes=None)")).traits.needs_link_cost
     assert gw.method(repr(MEASURED)) == MEASURED
 
 

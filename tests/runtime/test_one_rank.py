@@ -62,7 +62,7 @@ def steps_stay(spec: str) -> str:
     optimizer = torch.optim.SGD([parameter], lr=0.1)
     link = gw.Link([("w", parameter)], spec, min_numel=0, optimizer=optimizer)
     wrong = []
-    for step in range(2 * link.method.local_steps):
+    for step in range(2 * link.method.traits.local_steps):
         parameter.grad = torch.randn(NUMEL, generator=torch.Generator().manual_seed(step))
         link.reduce_()
         optimizer.step()
@@ -81,7 +81,7 @@ def every_method() -> dict[str, str]:
     os.environ["LOCAL_WORLD_SIZE"] = "1"
     for spec in [kind.name for kind in [*METHODS, gw.Auto]]:
         try:
-            found[spec] = steps_stay(spec) if gw.method(spec).local_steps else gradients_stay(spec)
+            found[spec] = steps_stay(spec) if gw.method(spec).traits.local_steps else gradients_stay(spec)
         except Exception as error:
             found[spec] = f"{type(error).__name__}: {error}"
     return {spec: wrong for spec, wrong in found.items() if wrong}

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import gradwire as gw
-from gradwire.link import open_links
+from gradwire.link import site as open_links
 from gradwire.seeds import LinkNumber, link_seed
 
 SIZE, WORKERS = 800, 3

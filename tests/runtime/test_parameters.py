@@ -9,7 +9,7 @@ from torch import nn
 import gradwire as gw
 from gradwire.exchange.planning import own_buckets
 from gradwire.link.failures import place
-from gradwire.link.grad_scaler import check_scaler, scale_of
+from gradwire.link.found_optimizers import check_scaler, scale_of
 from gradwire.link.parameters import check_parameters, gradient, named_parameters
 
 

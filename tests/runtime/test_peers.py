@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 from gradwire.errors import ExchangeError, PayloadError
 from gradwire.link.peers import circle, connections, watch
 from gradwire.link.peers.addresses import Address, listening
-from gradwire.link.peers.blame import Standing, judge
+from gradwire.link.peers.blame import BECAUSE, CLOSED, ENDED, FAILED, Inbox, Notice, Standing, judge
 from gradwire.link.peers.circle import Circle
-from gradwire.link.peers.notices import BECAUSE, CLOSED, ENDED, FAILED, Inbox, Notice
 from gradwire.link.peers.watch import Watch
 
 KILLED = "rank 1 ended without a word (killed, or out of memory?)"

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire as gw
-from gradwire.link.replica_check import digest
+from gradwire.link.handshake import digest
 from ranks import Ranks, fresh_ranks
 
 EQUAL = (

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import gradwire as gw
-from gradwire.link.judgement import LATE_COSINE, OLD
+from gradwire.link.diagnostics import LATE_COSINE, OLD
 from ranks import Ranks
 
 NUMEL = 4096

@@ -22,20 +22,20 @@ def test_methods_that_add_up_rounds_say_so(method: gw.Method) -> None:
 
     But for local steps, which need the scaler to count by.
     """
-    if isinstance(method, gw.Auto) or method.needs_optimizer or method.local_steps:
+    if isinstance(method, gw.Auto) or method.traits.needs_optimizer or method.traits.local_steps:
         return
     gradients = torch.randn(WORKERS, 4096, generator=torch.Generator().manual_seed(0))
     state = gw.simulate(gradients, method).state
     vectors = [key for part, values in state.items() if part != "global" for key in values]
     in_its_unit = isinstance(method, gw.Threshold)
-    assert method.needs_loss_scale == (bool(vectors) or method.direction or in_its_unit)
+    assert method.traits.needs_loss_scale == (bool(vectors) or method.traits.direction or in_its_unit)
 
 
 @pytest.mark.parametrize("inner", ["errorfeedback", "diana", "DIANA(momentum=0.9)", "EF21(momentum=0.5)", "terngrad"])
 def test_a_coder_changes_nothing_of_that(inner: str) -> None:
     plain, coded = gw.method(inner), gw.method(f"Coded({inner})")
-    assert coded.needs_loss_scale == plain.needs_loss_scale == (inner != "terngrad")
-    assert coded.owns_momentum == plain.owns_momentum == ("momentum" in inner)
+    assert coded.traits.needs_loss_scale == plain.traits.needs_loss_scale == (inner != "terngrad")
+    assert coded.traits.owns_momentum == plain.traits.owns_momentum == ("momentum" in inner)
 
 
 def train(method: str, kind: str, told: Any) -> str:

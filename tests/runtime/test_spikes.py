@@ -14,7 +14,7 @@ import torch
 import gradwire as gw
 from cases import ALL, DIFFERING, adds_up
 from fake_gpu import fake_gpu, there
-from gradwire.exchange.protocols.bounded_plan import LARGEST
+from gradwire.exchange.protocols.bucket_plan import LARGEST
 
 SHAPES = {"first": (48, 24), "vector": (300,), "last": (20, 30)}
 NUMEL = sum(torch.Size(shape).numel() for shape in SHAPES.values())
@@ -155,7 +155,7 @@ def test_gossip_passes_on_no_spike(method: gw.Method) -> None:
     workers = [[("w", torch.nn.Parameter(torch.zeros(20, 20)))] for _ in range(4)]
     steps = gw.SimulatedLocalSteps(workers, method, min_numel=0)
     workers[2][0][1].data[3, 3] = 1e20
-    for _ in range(method.local_steps - 1):
+    for _ in range(method.traits.local_steps - 1):
         steps.after_step()
     with pytest.raises(gw.ExchangeError, match=r"parameter 'w' is not finite here, or beyond 2\^40"):
         steps.after_step()

@@ -179,7 +179,7 @@ def test_what_is_remembered_of_an_element_is_as_declared(name: str) -> None:
     """Four workers, a matrix so large that factors, values and learning rates do not count."""
     method = gw.method(name)
     parameter = torch.nn.Parameter(torch.empty(512, 512))
-    options = {"link_cost": gw.LinkCost(1e-4, 1e-9)} if method.needs_link_cost else {}
+    options = {"link_cost": gw.LinkCost(1e-4, 1e-9)} if method.traits.needs_link_cost else {}
     optimizer = torch.optim.SGD([parameter], lr=0.1)
     link = gw.SimulatedLink([("w", parameter)], method, 4, min_numel=0, optimizer=optimizer, **options)
     draw = torch.Generator().manual_seed(0)
@@ -187,7 +187,7 @@ def test_what_is_remembered_of_an_element_is_as_declared(name: str) -> None:
         link.exchange_(torch.randn(4, parameter.numel(), generator=draw))
     state = link.state_dict()
     held = sum(v.numel() * v.element_size() for part in ("replicated", "rank 1") for v in state[part].values())
-    if method.local_steps and not method.outcomes_differ:
+    if method.traits.local_steps and not method.traits.outcomes_differ:
         # Kept beside the exchange, by the part of a link that counts steps.
         held += 4 * parameter.numel() * len(method.remembers_beside)  # type: ignore[attr-defined]
     assert held / parameter.numel() == pytest.approx(method.properties.state_bytes_per_element, abs=0.1)
@@ -195,7 +195,7 @@ def test_what_is_remembered_of_an_element_is_as_declared(name: str) -> None:
 
 @pytest.mark.parametrize("method", REMEMBERING, ids=repr)
 def test_a_methods_own_state_is_taken_whole(method: gw.Method, caplog: pytest.LogCaptureFixture) -> None:
-    assert method.remembers
+    assert method.traits.remembers
     state = trained(method).state_dict()
     other = gw.SimulatedLink([("w", torch.empty(SIZE // 32, 32))], method, 2, min_numel=0)
     other.load_state_dict(state)

@@ -8,7 +8,7 @@ import torch
 import gradwire as gw
 from gradwire.exchange.drivers import HostDevice
 from gradwire.exchange.segments import Parameter
-from gradwire.link.step_buffer import StepBuffer
+from gradwire.link.bucket_exchange import StepBuffer
 
 SIZES = {"a": 2, "b": 3, "c": 1}
 

@@ -93,7 +93,7 @@ def set_gradient(parameters: dict[str, nn.Parameter], rank: int, step: int) -> N
 
 
 def simulated(spec: str, workers: int, steps: int, **options: Any) -> list[gw.Traffic]:
-    if gw.method(spec).local_steps:
+    if gw.method(spec).traits.local_steps:
         models = [matrix() for _ in range(workers)]
         link = gw.SimulatedLocalSteps([model.items() for model in models], spec, min_numel=0, **options)
         for _ in range(steps):

@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import gradwire as gw
-from gradwire.kernels.compile_time import compile_time, compiling
-from gradwire.link.warn_once import LONG_S, WarnOnce
+from gradwire.kernels.compiling import compile_time, compiling
+from gradwire.link.failures import LONG_S, WarnOnce
 from ranks import Ranks
 
 

@@ -31,7 +31,8 @@ page.onload = async () => {
       }
       found.push({
         advice: view.getElementById("advice").textContent,
-        rows: [...view.querySelectorAll("#forecast tbody tr")].map((row) => text(row.cells)),
+        rows: [...view.querySelectorAll("#forecast tbody tr:not(.title)")].map((row) => text(row.cells)),
+        apart: text(view.querySelectorAll("#forecast tbody.apart tr:not(.title) td:first-child")),
         chosen: text(view.querySelectorAll("#forecast tr.chosen td:first-child")),
         notes: text(view.querySelectorAll("#notes li")),
         command: view.getElementById("command").textContent,

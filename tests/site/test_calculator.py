@@ -97,7 +97,53 @@ def test_the_model_in_javascript_agrees_with_plan(engine: Engine, answers: list[
         check(cell, rows, advice["reason"])
 
 
-UNITS = {"ms": 1e-3, "s": 1.0, "GB": 1e9, "MB": 1e6, "kB": 1e3, "B": 1.0}
+SETTING = {"hosts": 8, "ranksPerHost": 2, "cores": None, "bytesPerS": 125e6, "latencyS": 1e-4}
+
+
+def forecast_of(engine: Engine, parameters: float, compute_s: float) -> list[dict[str, Any]]:
+    """Return the rows of a model of a given size, beyond what is played bucket by bucket as well."""
+    question = {"parameters": parameters, "computeS": compute_s, "microBatches": 1}
+    rows: list[dict[str, Any]] = engine.call(
+        f"GradwireModel.forecastOf(data, {json.dumps(question)}, {json.dumps(SETTING)})"
+    )
+    return rows
+
+
+def test_a_model_beyond_what_is_played_is_as_if_it_were(engine: Engine) -> None:
+    """Three times the largest, bucket by bucket, beside the smaller model in its place."""
+    largest = engine.call("GradwireModel.LARGEST")
+    parameters, compute_s = int(3 * largest), 30.0
+    profile = json.dumps(engine.profile(parameters, compute_s, 1))
+    played = engine.call(f"GradwireModel.forecast(data, {profile}, {json.dumps(SETTING)})")
+    for scaled, row in zip(forecast_of(engine, parameters, compute_s), played, strict=True):
+        for name in ("step_s", "low_s", "high_s", "floor_s", "speedup", "sent_bytes", "worker_steps_per_s"):
+            assert scaled[name] == pytest.approx(row[name], rel=0.01), f"{name}: {row['method']}"
+        assert (scaled["method"], scaled["bottleneck"]) == (row["method"], row["bottleneck"])
+
+
+def test_a_million_million_parameters_have_an_answer_that_is_marked(engine: Engine) -> None:
+    rows = forecast_of(engine, 1e12, 600.0)
+    bits = {row["method"]: 8 * row["sent_bytes"] / 1e12 for row in rows}
+    # A ring all-reduce of 16 workers sends 2 * 15/16 of the elements.
+    assert bits["ddp fp32"] == pytest.approx(32 * 2 * 15 / 16, rel=1e-3)
+    assert bits["bf16"] == pytest.approx(bits["ddp fp32"] / 2, rel=1e-3)
+    assert all("far larger than those measured (at most 10 million" in row["extrapolated"] for row in rows)
+    assert all(row["floor_s"] <= row["step_s"] for row in rows)
+
+
+def test_sizes_near_those_that_were_measured_are_not_marked(engine: Engine) -> None:
+    measured = engine.call("GradwireModel.MEASURED")
+    far = DATA["constants"]["far"]
+    for share, marked in ((0.5, False), (1.0, False), (0.99 * far, False), (1.01 * far, True)):
+        for row in forecast_of(engine, share * measured, 0.3):
+            assert ("far larger" in (row["extrapolated"] or "")) == marked
+    alone = engine.call(
+        f"GradwireModel.forecast(data, {json.dumps(engine.profile(3000000, 0.1, 1))}, {json.dumps(SETTING)})"
+    )
+    assert forecast_of(engine, 3_000_000, 0.1) == alone
+
+
+UNITS = {"ms": 1e-3, "s": 1.0, "TB": 1e12, "GB": 1e9, "MB": 1e6, "kB": 1e3, "B": 1.0}
 
 
 def amount(text: str) -> float:
@@ -125,10 +171,12 @@ def test_the_page_shows_in_a_browser_what_plan_predicts(
     engine: Engine, answers: list[Cell], site: Path, tmp_path: Path
 ) -> None:
     wrong = {**fields(answers[0]), "hosts": "9"}, {**fields(answers[0]), "micro": "1.5"}
-    shown = browser.ask(site, tmp_path, [*map(fields, answers), *wrong])
+    large = {**fields(answers[0]), "parameters": "1e6", "compute": "6e5"}
+    shown = browser.ask(site, tmp_path, [*map(fields, answers), *wrong, large])
     for cell, page in zip(answers, shown):
         (chosen,) = [row["method"] for row in cell.rows if row["recommended"]]
         assert page["chosen"] == [chosen]
+        assert page["apart"] == [known["spec"] for known in DATA["methods"] if known["apart"]]
         assert page["profile"] == engine.profile(cell.parameters, cell.compute_s, cell.micro_batches)
         assert f"--hosts {cell.hosts} " in page["command"]
         assert any("Extrapolated" in note for note in page["notes"]) == (cell.rows[0]["extrapolated"] is not None)
@@ -144,7 +192,10 @@ def test_the_page_shows_in_a_browser_what_plan_predicts(
             assert float(faster) == pytest.approx(its["speedup"], rel=2 * STEP, abs=0.01)
             assert amount(sent) == pytest.approx(its["sent_bytes"], rel=off)
             assert amount(floor) == pytest.approx(its["floor_s"], rel=off)
-    many, halves = shown[len(answers) :]
+    many, halves, huge = shown[len(answers) :]
+    assert len(huge["rows"]) == len(DATA["methods"])
+    assert any("far larger than those measured" in note for note in huge["notes"])
+    assert huge["profile"] is None
     assert many["advice"].startswith("9 workers: the page knows 2, 3, 4")
     assert halves["advice"].startswith("Micro-batches a step (gradient accumulation): a whole number")
     assert many["rows"] == halves["rows"] == []

@@ -41,6 +41,13 @@ def test_every_public_name_has_an_entry(site: Path) -> None:
     assert "doc-symbol-module" not in pages, "a module stands where an object of the same name should"
 
 
+def test_every_page_of_the_reference_has_an_entry(site: Path) -> None:
+    pages = sorted((site / "api").glob("*.html"))
+    assert len(pages) > 20
+    empty = [page.name for page in pages if page.name != "index.html" and 'id="gradwire.' not in page.read_text()]
+    assert empty == []
+
+
 def test_docstrings_leave_no_markup_behind(site: Path) -> None:
     for page in (site / "api").glob("*.html"):
         text = re.sub(r"<pre.*?</pre>|<[^>]*>", "", page.read_text(), flags=re.DOTALL)

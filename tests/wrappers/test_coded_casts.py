@@ -12,7 +12,7 @@ from gradwire.errors import HyperparameterError
 from gradwire.exchange.codecs import Draw, NoSummary
 from gradwire.exchange.segments import Parameter, Segment, lay_out
 from gradwire.kernels.entropy import entropy_bits
-from gradwire.methods.casts.cast_codec import CastCodec
+from gradwire.methods.casts.cast import CastCodec
 from ranks import fresh_ranks
 
 CASTS = [gw.FP32(), gw.FP16(), gw.BF16()]
@@ -195,8 +195,8 @@ def test_what_a_coded_cast_declares() -> None:
         method = coded(cast)
         assert method.properties.bit_stable
         assert not cast.properties.bit_stable
-        assert (method.collectives, method.min_numel) == (("two_shot", "all_gather"), 0)
-        assert (method.unbiased, method.omega, method.delta) == (cast.unbiased, cast.omega, cast.delta)
+        assert (method.traits.collectives, method.traits.min_numel) == (("two_shot", "all_gather"), 0)
+        assert (method.traits.unbiased, method.omega, method.delta) == (cast.traits.unbiased, cast.omega, cast.delta)
         assert gw.method(repr(method)) == method
     tags = [cast.tag for cast in CASTS]
     assert len(set(tags)) == 3

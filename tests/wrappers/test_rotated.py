@@ -8,7 +8,7 @@ import torch
 import gradwire as gw
 from gradwire.exchange.segments import Parameter, lay_out
 from gradwire.kernels import get_kernels
-from gradwire.methods.wrappers.transformed import TransformedPlan
+from gradwire.methods.wrappers.wrapper import TransformedPlan
 from plans import make_plan
 
 NUMEL = 1 << 16
@@ -16,7 +16,7 @@ NUMEL = 1 << 16
 
 def plan_of(method: gw.Method, sizes: tuple[int, ...]) -> TransformedPlan:
     segments = lay_out(Parameter(str(i), (n,), (1,)) for i, n in enumerate(sizes))
-    kernels, collective = get_kernels("reference"), method.collectives[0]
+    kernels, collective = get_kernels("reference"), method.traits.collectives[0]
     found = make_plan(
         method, segments, kernels=kernels, world_size=2, collective=collective, seed=0, chunk_numel=1 << 20
     )
@@ -159,11 +159,11 @@ def test_what_it_takes_over_is_of_coordinates() -> None:
     inner = gw.QSGD(levels=4, block_size=512)
     ours = gw.Rotated(compressor=inner)
     assert (ours.omega, ours.omega_of(100)) == (inner.omega, inner.omega_of(256))
-    assert (ours.unbiased, gw.Rotated(compressor=gw.TernGrad()).unbiased) == (True, False)
-    assert gw.Rotated(compressor=gw.TernGrad()).unbiased_note == "for the clipped rotated gradient"
-    assert ours.worst_step is None
+    assert (ours.traits.unbiased, gw.Rotated(compressor=gw.TernGrad()).traits.unbiased) == (True, False)
+    assert gw.Rotated(compressor=gw.TernGrad()).traits.unbiased_note == "for the clipped rotated gradient"
+    assert ours.traits.worst_step is None
     assert gw.Rotated(compressor=gw.ScaledSign()).properties.stream == "shared, and the compressor's"
-    assert gw.Rotated().collectives == gw.QSGDMaxNorm().collectives
+    assert gw.Rotated().traits.collectives == gw.QSGDMaxNorm().traits.collectives
 
 
 @pytest.mark.parametrize(

@@ -207,7 +207,7 @@ def test_where_the_error_vanishes_the_optimum_is_reached() -> None:
 
 def test_declared_is_what_holds_of_the_worst_stage() -> None:
     levels = around(gw.QSGDinf(levels=7), field="levels", start=1, schedule="linear", rounds=10)
-    assert levels.unbiased
+    assert levels.traits.unbiased
     assert levels.omega == gw.QSGDinf(levels=1).omega
     assert levels.omega_of(100) == gw.QSGDinf(levels=1).omega_of(100)
     assert levels.delta is None
@@ -215,9 +215,9 @@ def test_declared_is_what_holds_of_the_worst_stage() -> None:
     falling, rising = around(gw.TopK(density=0.1), start=0.5), around(gw.TopK(density=0.5), start=0.1)
     assert falling.delta_of(1000) == rising.delta_of(1000) == gw.TopK(density=0.1).delta_of(1000)
     assert falling.usual_delta_of(1000) == rising.usual_delta_of(1000) == gw.TopK(density=0.1).usual_delta_of(1000)
-    assert not falling.unbiased
+    assert not falling.traits.unbiased
     assert falling.omega is None
-    assert set(levels.kernels) == set(gw.QSGDinf().kernels)
+    assert set(levels.traits.kernels) == set(gw.QSGDinf().traits.kernels)
     # The residual of a later stage is the one to warn of.
     sgd = torch.optim.SGD([torch.nn.Parameter(torch.zeros(4000))], lr=0.1, momentum=0.9)
     sparse = around(gw.ErrorFeedback(compressor=gw.TopK(density=0.25)), start=0.0005)
@@ -230,10 +230,10 @@ def test_coders_are_settled_for_all_stages() -> None:
         around(gw.Coded(compressor=gw.QSGDinf()), **settings),
         gw.Coded(compressor=around(gw.QSGDinf(), **settings)),
     )
-    assert inside.open_coders == outside.open_coders != ()
-    assert inside.with_coder("rans").open_coders == ()
+    assert inside.traits.open_coders == outside.traits.open_coders != ()
+    assert inside.with_coder("rans").traits.open_coders == ()
     assert all(stage.coder == "rans" for _, stage in inside.with_coder("rans").stage_methods)
-    assert set(inside.kernels) == {*gw.QSGDinf().kernels, *inside.open_coders}
+    assert set(inside.traits.kernels) == {*gw.QSGDinf().traits.kernels, *inside.traits.open_coders}
     g = gaussian(2, 3000)
     for round in (0, 2, 5):
         plain = gw.simulate(g, around(gw.QSGDinf(), **settings), round=round).mean

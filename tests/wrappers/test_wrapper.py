@@ -27,12 +27,12 @@ INHERITED = ("whole_step", "joined", "kernels", "direction", "owns_momentum", "m
 )
 def test_what_a_method_around_another_takes_over(inner: Method) -> None:
     around = gw.DIANA(compressor=inner, alpha=0.5)
-    assert {name: getattr(around, name) for name in INHERITED} == {name: getattr(inner, name) for name in INHERITED}
+    assert [getattr(around.traits, name) for name in INHERITED] == [getattr(inner.traits, name) for name in INHERITED]
     # A protocol whose error nobody sent is none for what remembers what was sent.
-    exact = tuple(c for c in inner.collectives if c != "two_shot" or not inner.re_encoding)
-    assert around.collectives == exact
-    assert gw.DQGD(compressor=inner).collectives == inner.collectives
-    assert around.needs_loss_scale
+    exact = tuple(c for c in inner.traits.collectives if c != "two_shot" or not inner.traits.re_encoding)
+    assert around.traits.collectives == exact
+    assert gw.DQGD(compressor=inner).traits.collectives == inner.traits.collectives
+    assert around.traits.needs_loss_scale
 
 
 def test_pieces_cover_runs_once() -> None:
@@ -52,7 +52,7 @@ def plan_for(method: Method, sizes: tuple[int, ...], **options: int) -> BucketPl
         segments,
         kernels=get_kernels("reference"),
         world_size=2,
-        collective=method.collectives[0],
+        collective=method.traits.collectives[0],
         seed=0,
         **{"chunk_numel": 1 << 20, **options},
     )

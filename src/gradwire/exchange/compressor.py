@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
 
 from gradwire.errors import IncompatibleError
 from gradwire.exchange.codecs import Codec
 from gradwire.exchange.method import Method
 from gradwire.exchange.protocols import REDUCE_SCATTER
-from gradwire.exchange.protocols.bucket_plan import BucketPlan, PlanSetting, SectionPlan
+from gradwire.exchange.protocols.bucket_plan import BucketPlan, Operator, PlanSetting, SectionPlan
 from gradwire.exchange.segments import Segment
+from gradwire.exchange.traits import Traits
 
 if TYPE_CHECKING:
     from gradwire.kernels import Kernels
-
-__all__ = ["Compressor"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,16 +27,34 @@ class Compressor(Method):
     tag: ClassVar[int]
     """Unique number of the wire format, 1 to 127."""
 
+    @cached_property
+    def traits(self) -> Traits:
+        """The declared traits; the owner of a shard can decode what can be gathered one parameter at a time."""
+        found = self.declare()
+        return replace(found, scatters="all_gather" in found.collectives and not found.whole_step)
+
     @property
-    def scatters(self) -> bool:  # type: ignore[override]
-        """Whether it can be gathered, one parameter at a time: then the owner of a shard can decode codes of it."""
-        return "all_gather" in self.collectives and not self.whole_step
+    def as_operator(self) -> Operator:
+        return self
+
+    def refusal_of_feedback(self, unseen: str) -> str | None:
+        return None
+
+    def check_between_two(self, owner: str) -> None:
+        if self.traits.joined:
+            raise IncompatibleError(f"{owner}: rows have no parameters to join: give {self!r} blocks='parameter'")
+        if self.traits.needs_link_cost:
+            raise IncompatibleError(f"{owner}: {self!r} needs to know what a message costs: give it a number")
+
+    def codec_between_two(self, kernels: Kernels, segments: Sequence[Segment], seed: int) -> Codec:
+        return self.codec(kernels, segments, 1, seed)
 
     def plan(self, setting: PlanSetting) -> BucketPlan:
-        gathers = setting.collective == REDUCE_SCATTER and self.scatters
-        if not gathers and setting.collective not in self.collectives:
+        known = self.traits.collectives
+        gathers = setting.collective == REDUCE_SCATTER and self.traits.scatters
+        if not gathers and setting.collective not in known:
             raise IncompatibleError(
-                f"{self!r} cannot travel by {setting.collective}; use collective={self.collectives[0]!r} or 'auto'"
+                f"{self!r} cannot travel by {setting.collective}; use collective={known[0]!r} or 'auto'"
             )
         return SectionPlan(self, setting)
 

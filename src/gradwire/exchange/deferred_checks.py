@@ -7,8 +7,6 @@ from typing import TypeAlias
 
 import torch
 
-__all__ = ["AT_ONCE", "Checks", "Flag", "all_finite", "all_hold", "both", "known"]
-
 Flag: TypeAlias = bool | torch.Tensor
 """Whether something holds: known already, or a bool tensor ``[]`` on a device, which whoever reads it waits for."""
 

@@ -10,8 +10,6 @@ import torch
 
 from gradwire.errors import IncompatibleError
 
-__all__ = ["DIGEST_BYTES", "digest_of", "pack", "unpack"]
-
 DIGEST_BYTES = 32
 
 

@@ -1,18 +1,48 @@
-"""With which fields a frozen dataclass may be built, and the sentences about those that it does not have."""
+"""Checks of the fields of a frozen dataclass: their names, and the numbers that they hold."""
 
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
-from typing import Any
+from typing import Any, TypeGuard
 
 from gradwire.errors import HyperparameterError
 
-__all__ = ["check_fields", "operand", "shortened", "signature", "unknown"]
-
 MOST_NAME = 100
 """Characters of an unknown name that are compared with those that are known."""
+
+
+def is_whole(value: object, least: int | None = None, most: int | None = None) -> TypeGuard[int]:
+    """Return whether a value is a whole number, from ``least`` to ``most`` if these are given.
+
+    True and False are none, though Python counts them as 1 and 0: ``seed=True`` is a slip.
+    """
+    if not isinstance(value, int) or isinstance(value, bool):
+        return False
+    return (least is None or value >= least) and (most is None or value <= most)
+
+
+def is_number(
+    value: object,
+    *,
+    least: float | None = None,
+    above: float = -math.inf,
+    most: float | None = None,
+    below: float = math.inf,
+) -> TypeGuard[float]:
+    """Return whether a value is a number in a range, whose ends are ``least`` or ``above`` and ``most`` or ``below``.
+
+    NaN, True and False are none. Infinity is one only if it is given as ``most``.
+
+    Example:
+        >>> [is_number(value, above=0, most=1) for value in (0, 0.5, 1, True, "0.5")]
+        [False, True, True, False, False]
+    """
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    return (value > above if least is None else value >= least) and (value < below if most is None else value <= most)
 
 
 def operand(kind: type[Any]) -> str | None:

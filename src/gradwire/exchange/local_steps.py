@@ -6,14 +6,12 @@ from typing import Protocol
 
 import torch
 
-__all__ = ["GLOBAL", "VELOCITY", "StepsLocally"]
-
 GLOBAL, VELOCITY = "global", "outer_momentum"
 """What such a method remembers of a parameter, beside what the method inside it does."""
 
 
 class StepsLocally(Protocol):
-    """A method with local steps, see :class:`gradwire.methods.local_steps.local_steps.LocalStepsMethod`."""
+    """A method with local steps, see :class:`gradwire.methods.local_steps.local_sgd.LocalStepsMethod`."""
 
     @property
     def every(self) -> int:

@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard, TypeVar
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 
 from gradwire.errors import HyperparameterError, IncompatibleError
 from gradwire.exchange.fields import check_fields, shortened
+from gradwire.exchange.fields import is_number as is_number
+from gradwire.exchange.fields import is_whole as is_whole
+from gradwire.exchange.traits import Traits
 
 if TYPE_CHECKING:
+    from gradwire.exchange.codecs import Codec
     from gradwire.exchange.ops import Scope
-    from gradwire.exchange.protocols.bucket_plan import BucketPlan, PlanSetting
-    from gradwire.exchange.segments import Parameter
+    from gradwire.exchange.protocols.bucket_plan import BucketPlan, Operator, PlanSetting
+    from gradwire.exchange.segments import Parameter, Segment
+    from gradwire.kernels import Kernels
 
-__all__ = [
-    "MOST_BITS",
-    "Inherited",
-    "Method",
-    "Properties",
-    "check_seed",
-    "is_whole",
-    "require",
-]
 
 M = TypeVar("M", bound="Method")
 
@@ -39,8 +36,7 @@ SEED_BITS = 1024
 class Properties:
     """The properties that a method declares for all values of its fields; the shared tests check each of them.
 
-    What depends on the fields is declared on the method itself: :attr:`Method.unbiased`, :attr:`Method.omega`,
-    :attr:`Method.delta`.
+    What depends on the fields is declared by :class:`Traits`, and by :attr:`Method.omega` and :attr:`Method.delta`.
 
     Attributes:
         summary: One sentence.
@@ -67,19 +63,19 @@ class Properties:
 
 
 class Inherited:
-    """An attribute that a wrapper takes, under the same name, from the method in one of its fields.
+    """The properties that a wrapper takes from the method in one of its fields.
 
-    On the class itself it is ``default``.
+    On the class itself they are ``default``.
     """
 
-    def __init__(self, field: str, default: object = None) -> None:
+    def __init__(self, field: str, default: Properties) -> None:
         self._field, self._default = field, default
 
-    def __set_name__(self, owner: type[Method], name: str) -> None:
-        self._name = name
-
-    def __get__(self, instance: Method | None, owner: type[Method]) -> Any:
-        return self._default if instance is None else getattr(getattr(instance, self._field), self._name)
+    def __get__(self, instance: Method | None, owner: type[Method]) -> Properties:
+        if instance is None:
+            return self._default
+        inner: Method = getattr(instance, self._field)
+        return inner.properties
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,100 +90,11 @@ class Method:
 
     properties: ClassVar[Properties]
 
-    collectives: ClassVar[tuple[str, ...]]
-    """The protocols that can carry the method, the default first."""
-
-    re_encoding: ClassVar[bool] = False
-    """Whether owners of shares encode the mean once more where it travels by two-shot, so that another protocol gives
-    another outcome."""
-
-    unbiased: ClassVar[bool]
-    """Whether the outcome is the mean of the gradients, whatever they are, on average over draws."""
-
-    unbiased_note: ClassVar[str | None] = None
-    """The text to show in place of "yes" or "no" where ``unbiased`` alone does not say enough."""
-
-    omega_formula: ClassVar[str | None] = None
-    """``omega`` for vectors, or blocks, of d elements as a formula to be shown, or a bound where it is too long."""
-
-    cut: ClassVar[int] = 80
-    """Parameters are cut into chunks at multiples of this many elements: a group of the kernels, and whole units of
-    every codec that declares nothing else."""
-
-    share_cut: ClassVar[int] = 80
-    """The same where owners of shares encode the mean once more: no share ends within what is encoded together."""
-
-    worst_step: ClassVar[float | None] = None
-    """Smallest known c with |C(x_i) - x_i| <= c M in every element of every worker i and for every draw, where M is the
-    largest magnitude on any worker; None where none is known."""
-
-    worst_error: ClassVar[float | None] = None
-    """Smallest known c with |C(x_i) - x_i| <= c in every element of every worker i, whatever the vectors and the draw;
-    None where none is known."""
-
-    whole_step: ClassVar[bool] = False
-    """Whether the exchange begins only when all gradients of a step are there."""
-
-    joined: ClassVar[bool] = False
-    """Whether all compressed parameters are one vector, in the order of ``named_parameters``; needs the whole step."""
-
-    direction: ClassVar[bool] = False
-    """Whether the outcome is a direction to step in, not the mean, so that it needs a learning rate of its own."""
-
-    owns_momentum: ClassVar[bool] = False
-    """Whether the outcome holds gradients of earlier steps, so that no optimizer's momentum belongs beside it."""
-
-    needs_loss_scale: ClassVar[bool] = False
-    """Whether the loss scale of automatic mixed precision, which changes from time to time, has to be taken out, since
-    gradients of several rounds are added up or a field has their unit."""
-
-    scatters: ClassVar[bool] = False
-    """Whether the owner of a shard can be given the mean of that shard alone, by
-    :func:`gradwire.exchange.protocols.reduce_scatter`: nothing that it remembers needs the mean of the rest."""
-
-    kernels: ClassVar[tuple[str, ...]]
-    """The families of kernels, and the entropy coder, that it calls. They are compiled before the first step."""
-
-    open_coders: ClassVar[tuple[str, ...]] = ()
-    """Entropy coders of which one is to be settled, by :meth:`with_coder`, before the method can exchange anything;
-    empty where the method leaves nothing open. The outcome does not depend on which one it is."""
-
-    on_device: ClassVar[bool] = False
-    """Whether what it computes beside its kernels stays on the device that a vector lies on; each that says so is
-    tested to."""
-
-    remembers: ClassVar[tuple[str, ...]] = ()
-    """The kinds of vectors and the names of values that it keeps in :class:`gradwire.exchange.protocols.Memory`."""
-
-    waiting: ClassVar[str] = "residual"
-    """The kind of vector that holds what a rank has not sent yet, where the method keeps such a vector."""
-
-    min_numel: ClassVar[int] = 1024
-    """Parameters with fewer elements travel in float32, unless the user says otherwise."""
-
-    local_steps: ClassVar[int] = 0
-    """Optimizer steps from one exchange to the next, of what they changed; 0: gradients are exchanged, at every
-    synchronised backward."""
-
-    outcomes_differ: ClassVar[bool] = False
-    """Whether each rank ends an exchange with an outcome of its own, so that no two ranks' parameters are the same;
-    what ranks then have in common is the mean over them, which an exchange leaves as it is."""
-
-    sharded: ClassVar[bool] = False
-    """Whether what a rank remembers of a parameter is of its own shard of it, which :meth:`kept_as` names."""
-
-    needs_optimizer: ClassVar[bool] = False
-    """Whether it also acts on the steps of an optimizer."""
-
-    needs_learning_rates: ClassVar[bool] = False
-    """Whether it is told in every round the learning rates of the step that follows, as far as a link knows the
-    optimizer: :attr:`gradwire.exchange.protocols.Context.learning_rates`."""
-
-    needs_link_cost: ClassVar[bool] = False
-    """Whether its codecs must be told what a message costs on the link: :class:`gradwire.LinkCost`."""
-
-    gauges: ClassVar[tuple[str, ...]] = ()
-    """Numbers that it reports of every round on every rank, as :meth:`gradwire.Link.gauges` returns them."""
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        """Refuse what would be a trait and is not declared as one, since nothing would read it."""
+        super().__init_subclass__(**keywords)
+        lost = {field.name for field in fields(Traits)}.intersection(vars(cls))
+        require(not lost, cls.__name__, f"{', '.join(sorted(lost))} is a trait: return it from declare()")
 
     if not TYPE_CHECKING:
         # Type checkers read the constructor of each dataclass, which says more.
@@ -199,6 +106,15 @@ class Method:
                 huge = isinstance(value, int) and value.bit_length() > MOST_BITS
                 require(not huge, cls.__name__, f"{name} has more than {MOST_BITS} bits")
             return super().__new__(cls)
+
+    def declare(self) -> Traits:
+        """Return the method's traits: those of the base class, with what differs replaced."""
+        return Traits()
+
+    @cached_property
+    def traits(self) -> Traits:
+        """How the method travels, what it needs and what holds of its outcome."""
+        return self.declare()
 
     @classmethod
     def paper(cls: type[M], **fields: Any) -> M:
@@ -281,6 +197,42 @@ class Method:
         """``delta`` as a formula to be shown."""
         return None if self.omega is None or self.delta is None else "1 - omega"
 
+    @property
+    def as_operator(self) -> Operator | None:
+        """The method as an operator on one vector, which needs no other rank; None where it is none."""
+        return None
+
+    @property
+    def cast_dtype(self) -> torch.dtype | None:
+        """The type that values are cast to, where that is all that the method does."""
+        return None
+
+    def refusal_of_feedback(self, unseen: str) -> str | None:
+        """Explain why what the method leaves out of a vector cannot be kept by a rank; None where it can.
+
+        Args:
+            unseen: The memory that would not see it, for the message.
+        """
+        return no_operator(self)
+
+    def check_between_two(self, owner: str) -> None:
+        """Check that one worker can encode a vector, and another decode it, without a third.
+
+        Raises:
+            IncompatibleError: they cannot; the message names ``owner`` and says what to use.
+        """
+        raise IncompatibleError(
+            f"{owner}: rows are encoded by an operator on one vector, such as FP32(), QSGDinf() or TopK(), not {self!r}"
+        )
+
+    def codec_between_two(self, kernels: Kernels, segments: Sequence[Segment], seed: int) -> Codec:
+        """Return the codec of vectors that one worker encodes and another decodes.
+
+        Raises:
+            TypeError: :meth:`check_between_two` refuses the method.
+        """
+        raise TypeError(f"{self!r} is no operator on one vector")
+
     def terms(self, world_size: int) -> Mapping[str, object]:
         """Return what ranks compare beside the spec before they exchange anything, such as what a file holds.
 
@@ -302,9 +254,9 @@ class Method:
         By default the outcome depends on it where owners of shares encode a mean once more: two workers or fewer then
         gather, which sends no more, and others take the first protocol.
         """
-        if not self.re_encoding or len(self.collectives) < 2:
+        if not self.traits.re_encoding or len(self.traits.collectives) < 2:
             return None
-        return "all_gather" if world_size <= 2 else self.collectives[0]
+        return "all_gather" if world_size <= 2 else self.traits.collectives[0]
 
     def plan(self, setting: PlanSetting) -> BucketPlan:
         """Plan the exchange of one bucket.
@@ -343,18 +295,25 @@ class Method:
         return None
 
 
+def operator_of(value: object) -> Operator | None:
+    """Return a method as an operator on one vector; None for other methods, and for what is no method."""
+    return value.as_operator if isinstance(value, Method) else None
+
+
+def cast_of(value: object) -> torch.dtype | None:
+    """Return the type that a method casts to; None for other methods, and for what is no method."""
+    return value.cast_dtype if isinstance(value, Method) else None
+
+
+def no_operator(value: object) -> str:
+    """Return the sentence that refuses what is no operator on one vector."""
+    return f"compressor is an operator on one vector, such as QSGDinf(block_size=256), not {value!r}"
+
+
 def require(condition: bool, owner: str, sentence: str) -> None:
     """Raise :class:`HyperparameterError` naming the owner unless the condition holds."""
     if not condition:
         raise HyperparameterError(f"{owner}: {shortened(sentence)}")
-
-
-def is_whole(value: object, least: int | None = None) -> TypeGuard[int]:
-    """Return whether a value is a whole number, of at least ``least`` if that is given.
-
-    True and False are none, though Python counts them as 1 and 0: ``seed=True`` is a slip.
-    """
-    return isinstance(value, int) and not isinstance(value, bool) and (least is None or value >= least)
 
 
 def check_seed(seed: object) -> None:

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from gradwire.errors import HyperparameterError
 
-__all__ = ["LinkCost"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class LinkCost:

@@ -15,8 +15,6 @@ from typing import TypeAlias, TypeVar
 
 import torch
 
-__all__ = ["AllGather", "AllToAll", "Broadcast", "Exchange", "Op", "Reduce", "Scope", "SendRecv"]
-
 
 @dataclass(frozen=True)
 class Scope:

@@ -9,20 +9,6 @@ from itertools import pairwise
 
 import torch
 
-__all__ = [
-    "Parameter",
-    "Segment",
-    "cut_into_shards",
-    "divide",
-    "flat_view",
-    "flatten",
-    "is_sharded",
-    "join_compressed",
-    "lay_out",
-    "local_shard",
-    "rows_of_rank",
-]
-
 
 def local_shard(p: torch.Tensor) -> torch.Tensor:
     """Return the shard of a DTensor that is on this rank; any other tensor as it is."""

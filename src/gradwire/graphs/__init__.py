@@ -1,15 +1,12 @@
-"""Full-batch training of graph networks on a partitioned graph: subgraphs, halos, and what is done with their rows."""
+"""Full-batch training of graph networks on a partitioned graph: subgraphs, halos, and methods for their rows."""
 
 from gradwire.graphs.cdfgnn import CDFGNN
-from gradwire.graphs.graph import Graph, symmetrised
-from gradwire.graphs.halo import HaloExchange, extended
 from gradwire.graphs.halo_method import Halo, HaloMethod, Isolated
-from gradwire.graphs.halo_plan import HaloPlan
-from gradwire.graphs.layers import GATLayer, GCNLayer, GraphLayer
-from gradwire.graphs.models import GAT, GCN, GraphNetwork, forward_together
+from gradwire.graphs.halo_plan import HaloExchange, HaloPlan, extended
+from gradwire.graphs.models import GAT, GCN, GATLayer, GCNLayer, GraphLayer, GraphNetwork, forward_together
 from gradwire.graphs.partition import PARTITIONS, cut_edges, partition
 from gradwire.graphs.specs import HALO_METHODS, halo_method
-from gradwire.graphs.subgraph import Boundary, Subgraph, subgraphs
+from gradwire.graphs.subgraph import Boundary, Graph, Subgraph, subgraphs, symmetrised
 from gradwire.graphs.varco import VARCO
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""CDFGNN: rows are sent where they have changed enough since they were last sent."""
+"""CDFGNN: sends the rows that have changed enough since they were last sent."""
 
 from __future__ import annotations
 
@@ -9,43 +9,40 @@ import numpy as np
 import torch
 
 from gradwire.errors import PayloadError
-from gradwire.exchange.method import Method, require
+from gradwire.exchange.method import Method, is_number, require
 from gradwire.exchange.protocols import Context
 from gradwire.exchange.segments import Parameter, Segment
 from gradwire.graphs.halo_method import ChannelSetting, HaloMethod, RowChannel, checked_operator
 from gradwire.methods.casts.cast import FP32
 from gradwire.methods.gossip.vector_coder import VectorCoder
-from gradwire.methods.wrappers.dial import is_number
-
-__all__ = ["CDFGNN", "RECEIVED", "SENT"]
 
 SENT, RECEIVED = "sent", "received"
-"""Kinds of memory: the rows of a channel as its receiver has them, at the sender and at the receiver."""
+"""Kinds of memory: a channel's cached rows at the sender and at the receiver."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CDFGNN(HaloMethod):
-    r"""A cache of the rows at both ends: a row h is sent only where it has left what the receiver holds of it.
+    r"""A cache of the rows at both ends: a row h is sent only if it differs enough from the receiver's copy.
 
     With eps = ``tolerance`` and the cached row q, zeros at first, of a node in one layer and direction::
 
         |h - q| > eps |h|:    Q(h) is sent, and takes the place of q at both ends
         else:                 the receiver goes on with q
 
-    The sender decides, and a bit a row tells the receiver. It keeps what the receiver decodes, not h itself, so that
-    both caches hold the same bits after every step, and ``|used - h| <= max(eps |h|, |Q(h) - h|)``. Activations and
-    gradients have caches of their own. A row that does not decode to finite numbers reaches the receiver and is kept
-    in neither cache. Norms are those of float64.
+    The sender decides, and tells the receiver by a bit for each row. It caches the decoded row, not h, so that both
+    caches hold the same bits after every step, and ``|used - h| <= max(eps |h|, |Q(h) - h|)``. Activations and
+    gradients have separate caches. A row that does not decode to finite numbers reaches the receiver and is kept in
+    neither cache. Norms are computed in float64.
 
-    With ``tolerance=0`` and ``values=FP32()`` this is full communication. Where rows no longer change, such as at a
-    learning rate of 0, nothing but the bits is sent after the first step, as long as the error of Q is within the
-    tolerance: a row whose quantised copy is further from it is sent again in every step.
+    With ``tolerance=0`` and ``values=FP32()`` this is full communication. If rows no longer change, such as at a
+    learning rate of 0, only the bits are sent after the first step, as long as the error of Q is within the tolerance:
+    a row whose quantised copy is further away is sent again in every step.
 
-    The published system has more: it adapts eps during the training, by a rule that is not known here, and its
-    partition cuts vertices, not edges, for a hierarchy of networks. Neither is here.
+    The published system also adapts eps during the training, by a rule that is not published, and partitions the graph
+    by cutting vertices instead of edges, for a hierarchy of networks. Neither is implemented here.
 
     Args:
-        tolerance: eps, at least 0 and below 1. At 1 the zeros of the start would do for every row.
+        tolerance: eps, at least 0 and below 1. With 1 the initial zeros would be close enough to every row.
         values: Q, any operator that :class:`Halo` takes; the rows that are sent to one worker are one vector. With
             ``QSGDinf(block_size=width)``, of a width that is a multiple of 16, each row has a scale.
 
@@ -72,21 +69,21 @@ class CDFGNN(HaloMethod):
     gauges: ClassVar[tuple[str, ...]] = ("refreshed",)
 
     def __post_init__(self) -> None:
-        fits = is_number(self.tolerance) and 0 <= self.tolerance < 1
+        fits = is_number(self.tolerance, least=0, below=1)
         require(fits, "CDFGNN", f"tolerance is at least 0 and below 1, not {self.tolerance!r}")
         checked_operator("CDFGNN", self.values)
 
     @property
     def kernels(self) -> tuple[str, ...]:
-        """Those of the values."""
-        return self.values.kernels
+        """Families of kernels that the operator for the values calls."""
+        return self.values.traits.kernels
 
     def channel(self, setting: ChannelSetting) -> RowChannel:
         return _Cached(self, setting)
 
 
 class _Cached(RowChannel):
-    """Bits that say which rows are sent, and these rows as one vector."""
+    """Sends bits that say which rows follow, and these rows as one vector."""
 
     def __init__(self, method: CDFGNN, setting: ChannelSetting) -> None:
         self._tolerance, self._rows, self._width = method.tolerance, setting.rows, setting.width
@@ -109,7 +106,7 @@ class _Cached(RowChannel):
         cache = context.memory.read(SENT, self._segments).view(self._shape)
         norm = rows.double().norm(dim=1)
         change = (rows.double() - cache).norm(dim=1)
-        # Not "above": what is not a number is sent, too, and so is an infinity, which is within any share of itself.
+        # Not "change > ...": a NaN is sent, too, and so is an infinity, which is within any share of itself.
         sent = ~(change <= self._tolerance * norm) | ~torch.isfinite(norm)
         values = self._coder.encode(rows[sent].reshape(-1), context.round)
         self._keep(context, SENT, cache, sent, self._decoded(values, sent, context.round))
@@ -122,7 +119,7 @@ class _Cached(RowChannel):
             raise PayloadError(f"{len(data)} bytes, of which {self._bit_bytes} say which of {self._rows} rows are sent")
         bits = np.unpackbits(data[: self._bit_bytes].numpy(), bitorder="little")
         if bits[self._rows :].any():
-            raise PayloadError(f"rows are said to be sent that there are not: there are {self._rows}")
+            raise PayloadError(f"rows are marked as sent beyond the {self._rows} that there are")
         sent = torch.from_numpy(bits[: self._rows].astype(np.bool_))
         found = self._decoded(data[self._bit_bytes :].clone(), sent, context.round)
         cache = context.memory.read(RECEIVED, self._segments).view(self._shape)
@@ -134,7 +131,7 @@ class _Cached(RowChannel):
     def _decoded(self, values: torch.Tensor, sent: torch.Tensor, round: int) -> torch.Tensor:
         count = int(sent.sum())
         if not count and len(values):
-            raise PayloadError(f"{len(values)} bytes of values where no row is said to be sent")
+            raise PayloadError(f"{len(values)} bytes of values, but no row is marked as sent")
         return self._coder.decode(values, count * self._width, round).view(count, self._width)
 
     def _keep(self, context: Context, kind: str, cache: torch.Tensor, sent: torch.Tensor, found: torch.Tensor) -> None:

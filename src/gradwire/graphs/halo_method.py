@@ -1,37 +1,33 @@
-"""What a method for the halo of a partitioned graph is, and how rows travel that are all sent in every step."""
+"""The interface of methods for the rows of halos, and the methods that send all rows or none."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 
 from gradwire.errors import PayloadError
 from gradwire.exchange.method import Method, require
 from gradwire.exchange.protocols import Context
+from gradwire.kernels import Kernels
 from gradwire.methods.casts.cast import FP32
 from gradwire.methods.gossip.vector_coder import VectorCoder, check_operator
-
-if TYPE_CHECKING:
-    from gradwire.kernels import Kernels
-
-__all__ = ["ChannelSetting", "Halo", "HaloMethod", "Isolated", "RowChannel", "checked_operator"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChannelSetting:
-    """One way that rows take: from one worker to one other, of one layer, in one direction.
+    """A channel for rows of one layer, from one worker to another, in the forward or backward pass.
 
     Attributes:
-        name: Of the channel; random numbers and what it remembers are keyed by it.
-        boundary: Of the rows: the same for those that go forward and for the gradients of them that come back.
+        name: Name of the channel, the key of its random numbers and of its memory.
+        boundary: Name of the rows, the same for those that go forward and for their gradients that come back.
         rows: Number of rows.
-        width: Values of a row.
-        seed: Of all random numbers.
-        steps: That the training has; None where nobody said.
-        kernels: That the operators of the method call.
+        width: Number of values in a row.
+        seed: Seed of all random numbers.
+        steps: Number of steps of the training; None if unknown.
+        kernels: Kernels that the operators of the method call.
     """
 
     name: str
@@ -44,37 +40,37 @@ class ChannelSetting:
 
 
 class RowChannel(ABC):
-    """Both ends of a channel: the sender encodes rows, and the receiver, who has the same setting, decodes them."""
+    """Both ends of a channel: the sender encodes rows, and the receiver, with the same setting, decodes them."""
 
     @abstractmethod
     def most_bytes(self, round: int) -> int:
-        """Return the most bytes that the rows take in a round; no fewer where the setting has more rows."""
+        """Return the most bytes that the rows take in a round; more rows never have fewer."""
 
     @abstractmethod
     def encode(self, context: Context, rows: torch.Tensor) -> torch.Tensor:
-        """Return the bytes of rows, float32 ``[rows, width]``; what is remembered of them is staged."""
+        """Return the bytes of rows, float32 ``[rows, width]``, and stage what the channel remembers of them."""
 
     @abstractmethod
     def decode(self, context: Context, data: torch.Tensor) -> torch.Tensor:
-        """Return the rows that the receiver uses; what is remembered of them is staged.
+        """Return the rows that the receiver uses, and stage what the channel remembers of them.
 
         Raises:
-            PayloadError: these are not the bytes of so many rows.
+            PayloadError: the bytes are not those of so many rows.
         """
 
 
 @dataclass(frozen=True, kw_only=True)
 class HaloMethod(ABC):
-    """Base of what may be done with the rows of a halo; subclasses are final, and ``repr`` is their spec."""
+    """Base of the methods for the rows of halos. Subclasses are final, and ``repr`` is their spec."""
 
     name: ClassVar[str]
     """The lower-case name that stands for the defaults."""
     tag: ClassVar[int]
-    """Unique number of the wire format, 1 to 126."""
+    """Unique number in the wire format, 1 to 126."""
     silent: ClassVar[bool] = False
-    """Whether nothing is exchanged, and the rows of a halo are zeros."""
+    """Whether nothing is exchanged, so that the rows of a halo are zeros."""
     gauges: ClassVar[tuple[str, ...]] = ()
-    """Numbers that its channels report of every round."""
+    """Names of the numbers that its channels report in every round."""
 
     @property
     def kernels(self) -> tuple[str, ...]:
@@ -82,23 +78,23 @@ class HaloMethod(ABC):
         return ()
 
     def check_steps(self, steps: int | None) -> None:  # noqa: B027
-        """Refuse a training of so many steps; None where nobody said how many.
+        """Refuse a number of steps of the training; None if it is unknown.
 
         Raises:
-            IncompatibleError: the method needs to know, or cannot work with these.
+            IncompatibleError: the method needs to know it, or cannot work with this one.
         """
 
     @abstractmethod
     def channel(self, setting: ChannelSetting) -> RowChannel:
-        """Return what encodes and decodes the rows of one way."""
+        """Return the channel for a setting."""
 
 
 def checked_operator(owner: str, values: object) -> Method:
     """Return a field that holds an operator on one vector.
 
     Raises:
-        HyperparameterError: it is no method.
-        IncompatibleError: it is none that one sender and one receiver can use.
+        HyperparameterError: the field does not hold a method.
+        IncompatibleError: one sender and one receiver cannot use the method.
     """
     require(isinstance(values, Method), owner, f"a method is needed, such as FP32() or QSGDinf(), not {values!r}")
     check_operator(owner, values)
@@ -106,7 +102,7 @@ def checked_operator(owner: str, values: object) -> Method:
 
 
 class _AllRows(RowChannel):
-    """All rows as one vector."""
+    """Sends all rows as one vector."""
 
     def __init__(self, operator: Method, setting: ChannelSetting) -> None:
         self._shape = setting.rows, setting.width
@@ -125,9 +121,10 @@ class _AllRows(RowChannel):
 
 @dataclass(frozen=True, kw_only=True)
 class Halo(HaloMethod):
-    """All rows in every step, encoded by an operator on one vector: those for one worker are one vector.
+    """All rows in every step, encoded by an operator on one vector; the rows for one worker are one vector.
 
-    ``Halo(compressor=FP32())`` is full communication. The operator's spec alone, such as ``"bf16"``, stands for this.
+    ``Halo(compressor=FP32())`` is full communication. The spec of an operator, such as ``"bf16"``, stands for this
+    method around it.
 
     Args:
         compressor: The operator: a cast, ``RandK`` or any method that is a compressor with scales of its own.
@@ -152,15 +149,15 @@ class Halo(HaloMethod):
 
     @property
     def kernels(self) -> tuple[str, ...]:
-        """Those of the operator."""
-        return self.compressor.kernels
+        """Families of kernels that the operator calls."""
+        return self.compressor.traits.kernels
 
     def channel(self, setting: ChannelSetting) -> RowChannel:
         return _AllRows(self.compressor, setting)
 
 
 class _Nothing(RowChannel):
-    """No bytes, and zeros at the receiver."""
+    """Sends nothing; the receiver gets zeros."""
 
     def __init__(self, setting: ChannelSetting) -> None:
         self._shape = setting.rows, setting.width
@@ -173,7 +170,7 @@ class _Nothing(RowChannel):
 
     def decode(self, context: Context, data: torch.Tensor) -> torch.Tensor:
         if len(data):
-            raise PayloadError(f"{len(data)} bytes where nothing is sent")
+            raise PayloadError(f"{len(data)} bytes have arrived, but nothing is sent")
         return torch.zeros(self._shape)
 
 
@@ -181,7 +178,7 @@ class _Nothing(RowChannel):
 class Isolated(HaloMethod):
     """Nothing is exchanged: rows of the halo are zeros, and so are the gradients that come back.
 
-    The baseline that tells what the exchange is worth.
+    This is the baseline that shows the value of the exchange.
     """
 
     name: ClassVar[str] = "isolated"

@@ -1,8 +1,9 @@
-"""How one worker exchanges the rows of a boundary."""
+"""Exchanges of halos: as a step of autograd, and as the generator that sends one worker's rows."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 
@@ -11,35 +12,77 @@ from gradwire.exchange.ops import Exchange
 from gradwire.exchange.protocols import Context, alltoallv
 from gradwire.graphs.halo_method import ChannelSetting, HaloMethod, RowChannel
 from gradwire.graphs.subgraph import Boundary
-
-if TYPE_CHECKING:
-    from gradwire.kernels import Kernels
-
-__all__ = ["BACKWARD", "FORWARD", "HaloPlan"]
+from gradwire.kernels import Kernels
 
 FORWARD, BACKWARD = 0, 1
-"""Directions: of rows from their owners, and of gradients to them. The number of the chunk in a payload's header."""
+"""Directions: rows from their owners, and gradients back to them; the number of the chunk in a payload's header."""
 
 WORDS = ("forward", "backward")
 
 
-class HaloPlan:
-    """One worker's side of every exchange of a partitioned graph.
+class HaloExchange(Protocol):
+    """Carries the rows of boundaries: a link between processes, or a simulation of several workers."""
 
-    A channel has the name "layer L, forward, P to Q", of worker P's rows at worker Q, or "layer L, backward, Q to P" of
-    their gradients; its boundary is "layer L, P to Q" in both directions. What is sent is a function of these names and
-    of places within the boundary, so that a simulation and real workers do the same.
+    def forward(self, layer: int, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the rows of the halo of each worker of this process, given the own rows of each."""
+
+    def backward(self, layer: int, gradients: Sequence[torch.Tensor], own: Sequence[int]) -> list[torch.Tensor]:
+        """Return the sums of other workers' gradients of the own rows, for each worker of this process.
+
+        Args:
+            gradients: Gradients of the rows of each worker's halo.
+            own: Number of own rows of each worker.
+        """
+
+
+def extended(exchange: HaloExchange | None, layer: int, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the own rows of each worker of this process, followed by those of its halo (collective).
+
+    The gradient of a row of the halo is sent back to the owner by the same exchange, and added there; the backward pass
+    is collective, too.
 
     Args:
-        method: What is done with rows.
-        kernels: That its operators call.
-        boundary: Which rows travel.
-        seed: Of random numbers.
-        steps: That the training has; None where nobody says.
+        exchange: The exchange; None if one worker has the whole graph, without a halo.
+        layer: Number of the layer, the same on all workers.
+        rows: Own rows, float32 ``[own, width]``, of each worker: of one in a process of a group, of all in a
+            simulation.
+    """
+    if exchange is None:
+        return list(rows)
+    return list(_Extended.apply(exchange, layer, *rows))  # type: ignore[no-untyped-call]
+
+
+class _Extended(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, exchange: HaloExchange, layer: int, *rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.exchange, ctx.layer, ctx.own = exchange, layer, [len(own) for own in rows]
+        halo = exchange.forward(layer, [own.detach() for own in rows])
+        return tuple(torch.cat(pair) for pair in zip(rows, halo))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        parts = [g.split([own, len(g) - own]) for g, own in zip(gradients, ctx.own)]
+        added = ctx.exchange.backward(ctx.layer, [halo for _, halo in parts], ctx.own)
+        return (None, None, *(own + more for (own, _), more in zip(parts, added)))
+
+
+class HaloPlan:
+    """Exchanges of one worker of a partitioned graph.
+
+    The channel for worker P's rows at worker Q has the name "layer L, forward, P to Q", that for their gradients "layer
+    L, backward, Q to P"; the boundary is "layer L, P to Q" in both directions. Payloads depend on these names and on
+    places within the boundary only, so that a simulation and real workers send the same.
+
+    Args:
+        method: Method for the rows.
+        kernels: Kernels that its operators call.
+        boundary: The rows to exchange.
+        seed: Seed of random numbers.
+        steps: Number of steps of the training; None if unknown.
 
     Raises:
         HyperparameterError: the seed or the number of steps is not a whole number.
-        IncompatibleError: the method needs to know the steps.
+        IncompatibleError: the method needs to know the number of steps.
     """
 
     def __init__(
@@ -58,7 +101,7 @@ class HaloPlan:
 
         Args:
             context: ``bucket`` is the layer and ``chunk`` :data:`FORWARD`.
-            rows: Of the own nodes, float32 ``[own, width]``.
+            rows: Rows of the own nodes, float32 ``[own, width]``.
 
         Returns:
             Float32 ``[halo, width]``, in the order of :class:`Subgraph`.
@@ -67,15 +110,15 @@ class HaloPlan:
         return torch.cat(found)
 
     def backward(self, context: Context, gradients: torch.Tensor, own: int) -> Exchange[torch.Tensor]:
-        """Return what the gradients of the halo's rows on all other workers add to those of the own rows.
+        """Return the sums of all other workers' gradients of the own rows.
 
         Args:
             context: ``bucket`` is the layer and ``chunk`` :data:`BACKWARD`.
-            gradients: Of the rows of the halo here, float32 ``[halo, width]``.
+            gradients: Gradients of the rows of the halo, float32 ``[halo, width]``.
             own: Number of own nodes.
 
         Returns:
-            Float32 ``[own, width]``: sums over workers, in their order.
+            Float32 ``[own, width]``, added up in the order of workers.
         """
         width = gradients.shape[1]
         found = yield from self._swap(context, gradients.split(self.boundary.arriving), width)
@@ -87,7 +130,7 @@ class HaloPlan:
     def _swap(
         self, context: Context, leaving: list[torch.Tensor] | tuple[torch.Tensor, ...], width: int
     ) -> Exchange[list[torch.Tensor]]:
-        """Send each worker its rows and return those that came, by worker."""
+        """Send each worker its rows, and return the received rows by worker."""
         here, others = context.rank, range(context.world_size)
         counts = self.boundary.counts if context.chunk == FORWARD else self.boundary.counts.T
         due: list[int] = counts[:, here].tolist()

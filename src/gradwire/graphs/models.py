@@ -1,23 +1,109 @@
-"""Networks of graph layers, on one worker or on several that exchange halos."""
+"""Graph networks, whose layers have two halves between which the rows of the halo are exchanged."""
 
 from __future__ import annotations
 
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from gradwire.graphs.halo import HaloExchange, extended
-from gradwire.graphs.layers import GATLayer, GCNLayer, GraphLayer
+from gradwire.graphs.halo_plan import HaloExchange, extended
 from gradwire.graphs.subgraph import Subgraph
 
-__all__ = ["GAT", "GCN", "GraphNetwork", "forward_together"]
+SLOPE = 0.2
+"""Slope of the leaky rectifier of attention scores below zero, as published."""
+
+
+class GraphLayer(nn.Module, ABC):
+    """A layer that transforms every node's row and then aggregates over edges; rows are exchanged between the two."""
+
+    @abstractmethod
+    def transform(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the rows to be exchanged, ``[own, width]``."""
+
+    @abstractmethod
+    def aggregate(self, rows: torch.Tensor, subgraph: Subgraph) -> torch.Tensor:
+        """Return the rows of the own nodes from the rows of own nodes and halo, ``[own + halo, width]``."""
+
+
+class GCNLayer(GraphLayer):
+    r"""A layer of a graph convolutional network: h_v = b + sum_u (W x_u) / sqrt(d_u d_v) over edges from u to v.
+
+    Every node has an edge to itself, and d counts the edges that end in a node.
+
+    Reference: T. N. Kipf, M. Welling, "Semi-Supervised Classification with Graph Convolutional Networks", ICLR 2017,
+    equation 2.
+    """
+
+    def __init__(self, features: int, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(features, width, bias=False)
+        self.bias = nn.Parameter(torch.zeros(width))
+        nn.init.xavier_uniform_(self.linear.weight)
+
+    def transform(self, rows: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.linear(rows)
+        return out
+
+    def aggregate(self, rows: torch.Tensor, subgraph: Subgraph) -> torch.Tensor:
+        messages = rows.index_select(0, subgraph.source) * subgraph.weight[:, None]
+        return _sums(messages, subgraph) + self.bias
+
+
+class GATLayer(GraphLayer):
+    r"""A layer of a graph attention network, whose heads are concatenated or averaged.
+
+    With z_u = W x_u for a head, and edges from u to v::
+
+        e_uv = leaky_relu(a_1.z_u + a_2.z_v)
+        alpha_uv = exp(e_uv) / sum_w exp(e_wv)          h_v = b + sum_u alpha_uv z_u
+
+    The scores of a node of the halo are computed from its received row, so that nothing else is sent.
+
+    Reference: P. Velickovic et al., "Graph Attention Networks", ICLR 2018, equations 1 to 6.
+    """
+
+    def __init__(self, features: int, width: int, heads: int, *, joined: bool = True) -> None:
+        super().__init__()
+        self.heads, self.width, self.joined = heads, width, joined
+        self.linear = nn.Linear(features, heads * width, bias=False)
+        self.from_source = nn.Parameter(torch.empty(heads, width))
+        self.from_target = nn.Parameter(torch.empty(heads, width))
+        self.bias = nn.Parameter(torch.zeros(heads * width if joined else width))
+        for weight in (self.linear.weight, self.from_source, self.from_target):
+            nn.init.xavier_uniform_(weight)
+
+    def transform(self, rows: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.linear(rows)
+        return out
+
+    def aggregate(self, rows: torch.Tensor, subgraph: Subgraph) -> torch.Tensor:
+        source, target, own = subgraph.source, subgraph.target, len(subgraph.own)
+        heads = rows.view(-1, self.heads, self.width)
+        of_source = (heads * self.from_source).sum(2).index_select(0, source)
+        scores = F.leaky_relu(
+            of_source + (heads[:own] * self.from_target).sum(2).index_select(0, target), negative_slope=SLOPE
+        )
+        # Subtracting the largest score of a node does not change the result, so no gradient is needed through it.
+        largest = scores.detach().new_full((own, self.heads), -torch.inf)
+        largest = largest.scatter_reduce(0, target[:, None].expand_as(scores), scores.detach(), "amax")
+        powers = (scores - largest.index_select(0, target)).exp()
+        alpha = powers / _sums(powers, subgraph).index_select(0, target)
+        found = _sums(heads.index_select(0, source) * alpha[:, :, None], subgraph)
+        return (found.flatten(1) if self.joined else found.mean(1)) + self.bias
+
+
+def _sums(messages: torch.Tensor, subgraph: Subgraph) -> torch.Tensor:
+    """Add up the messages of the edges that end in each own node, in the order of the edges."""
+    zeros = messages.new_zeros(len(subgraph.own), *messages.shape[1:])
+    return zeros.index_add(0, subgraph.target, messages)
 
 
 class GraphNetwork(nn.Module):
-    """Graph layers with a nonlinearity between each two; the last one's rows are logits."""
+    """Graph layers with a nonlinearity between each two; the rows of the last one are logits."""
 
     def __init__(self, layers: Sequence[GraphLayer]) -> None:
         super().__init__()
@@ -31,9 +117,9 @@ class GraphNetwork(nn.Module):
         """Return the logits of the own nodes of one worker, ``[own, classes]``.
 
         Args:
-            features: Of the own nodes.
-            subgraph: The worker's.
-            exchange: Of the halos, collective; None where the worker has the whole graph.
+            features: Features of the own nodes.
+            subgraph: Subgraph of the worker.
+            exchange: Exchange of the halos (collective); None if the worker has the whole graph.
         """
         return forward_together([self], [features], [subgraph], exchange)[0]
 
@@ -47,7 +133,7 @@ def forward_together(
     """Return the logits of several workers that one process plays, layer after layer.
 
     Args:
-        networks: One a worker, with the same layers.
+        networks: One for each worker, with the same layers.
     """
     rows = list(features)
     depth = len(networks[0].layers)
@@ -65,9 +151,9 @@ class GCN(GraphNetwork):
     """A graph convolutional network with rectifiers (Kipf, Welling, ICLR 2017).
 
     Args:
-        features: Of a node.
+        features: Number of features of a node.
         classes: Number of logits.
-        width: Of the hidden layers.
+        width: Width of the hidden layers.
         layers: Number of layers, at least 1.
     """
 
@@ -79,14 +165,14 @@ class GCN(GraphNetwork):
 class GAT(GraphNetwork):
     """A graph attention network with exponential linear units (Velickovic et al., ICLR 2018).
 
-    Heads of hidden layers are side by side; those of the last layer are averaged.
+    Heads of hidden layers are concatenated; the last layer has one head.
 
     Args:
-        features: Of a node.
+        features: Number of features of a node.
         classes: Number of logits.
-        width: Of the hidden layers, all heads together: a multiple of ``heads``.
+        width: Width of the hidden layers, over all heads: a multiple of ``heads``.
         layers: Number of layers, at least 1.
-        heads: Of the hidden layers; the last has one.
+        heads: Heads of the hidden layers; the last has one.
     """
 
     def __init__(self, features: int, classes: int, *, width: int = 64, layers: int = 2, heads: int = 4) -> None:

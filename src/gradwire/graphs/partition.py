@@ -1,4 +1,4 @@
-"""Which worker owns which node."""
+"""Partitions of a graph: the owner of each node."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ import torch
 
 from gradwire.errors import HyperparameterError
 from gradwire.exchange.method import check_seed, is_whole, require
-from gradwire.graphs.graph import Graph
+from gradwire.graphs.subgraph import Graph
 from gradwire.seeds import parameter_key
-
-__all__ = ["PARTITIONS", "cut_edges", "partition"]
 
 
 def _contiguous(graph: Graph, workers: int, seed: int) -> torch.Tensor:
@@ -57,23 +55,23 @@ PARTITIONS: dict[str, Callable[[Graph, int, int], torch.Tensor]] = {
     "random": _random,
     "greedy": _greedy,
 }
-"""Rules by name."""
+"""The rules by name."""
 
 
 def partition(graph: Graph, workers: int, rule: str = "random", seed: int = 0) -> torch.Tensor:
-    """Return the owner of each node, int64 ``[nodes]``; workers own equally many, to within one.
+    """Return the owner of each node, int64 ``[nodes]``; the numbers of nodes that workers own differ by one at most.
 
     * ``contiguous``: node v of n belongs to worker floor(v N / n).
-    * ``random``: the same of a random order of the nodes, drawn from the seed.
-    * ``greedy``: one worker after the other is given nodes until it has its share: always the free node with the most
-      neighbours among those that the worker has, of several the first, and the first free node where no free one has a
-      neighbour there. This is greedy graph growing; it cuts few edges.
+    * ``random``: the same for a random order of the nodes, drawn from the seed.
+    * ``greedy``: workers get their shares one after the other. The next node of a worker is the free node with the most
+      neighbours among the worker's nodes, the first of several, or the first free node if none has a neighbour there.
+      This is greedy graph growing; it cuts few edges.
 
     Args:
         workers: Number N of workers, at least 1 and at most the number of nodes.
 
     Raises:
-        HyperparameterError: there is no such rule, a number is not a whole one, or a worker would own no node.
+        HyperparameterError: there is no such rule, a number is not whole, or a worker would own no node.
 
     Reference: G. Karypis, V. Kumar, "A Fast and High Quality Multilevel Scheme for Partitioning Irregular Graphs", SIAM
     J. Sci. Comput. 1998, section 4.2 (greedy graph growing).
@@ -88,7 +86,7 @@ def partition(graph: Graph, workers: int, rule: str = "random", seed: int = 0) -
 
 
 def cut_edges(graph: Graph, owner: torch.Tensor) -> float:
-    """Return the share of the edges, those of a node to itself left out, that connect nodes of different workers."""
+    """Return the share of edges between different nodes that connect nodes of different workers."""
     source, target = graph.edges
     between = source != target
     return float((owner[source] != owner[target]).sum()) / max(1, int(between.sum()))

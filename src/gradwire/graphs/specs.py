@@ -1,4 +1,4 @@
-"""Methods for halos by their specs."""
+"""Specs of methods for halos."""
 
 from __future__ import annotations
 
@@ -9,21 +9,19 @@ from gradwire.graphs.halo_method import Halo, HaloMethod, Isolated
 from gradwire.graphs.varco import VARCO
 from gradwire.methods.spec import parse
 
-__all__ = ["HALO_METHODS", "halo_method"]
-
 HALO_METHODS: tuple[type[HaloMethod], ...] = (Halo, VARCO, CDFGNN, Isolated)
-"""Every method for halos; adding one adds a line here."""
+"""All methods for halos; a new one is added here."""
 
 
 def halo_method(spec: str | HaloMethod | Method) -> HaloMethod:
     """Read a method for the halo of a partitioned graph.
 
-    A spec is as for :func:`gradwire.method`, with the names of :data:`HALO_METHODS` beside those of the methods. An
-    operator on one vector, by itself, stands for :class:`Halo` around it.
+    A spec is as for :func:`gradwire.method`, with the names of :data:`HALO_METHODS` besides those of the methods. An
+    operator on one vector stands for :class:`Halo` around it.
 
     Raises:
-        HyperparameterError: there is no such method, or it does not take such a value.
-        IncompatibleError: the method is no operator on one vector.
+        HyperparameterError: there is no such method, or a value is wrong.
+        IncompatibleError: the method is not an operator on one vector.
 
     Example:
         >>> halo_method("bf16")

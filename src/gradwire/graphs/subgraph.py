@@ -1,4 +1,4 @@
-"""What one worker holds of a partitioned graph."""
+"""Graphs, and the subgraphs of the workers that share one."""
 
 from __future__ import annotations
 
@@ -6,20 +6,78 @@ from dataclasses import dataclass
 
 import torch
 
-from gradwire.graphs.graph import Graph
+from gradwire.errors import IncompatibleError
 
-__all__ = ["Boundary", "Subgraph", "subgraphs"]
+
+def symmetrised(edges: torch.Tensor, nodes: int) -> torch.Tensor:
+    """Return each edge once in both directions, and one from each node to itself.
+
+    Args:
+        edges: Pairs of nodes, int64 ``[2, edges]``, in any order.
+        nodes: Number of nodes.
+
+    Returns:
+        Source (row 0) and target (row 1) of each directed edge, int64 ``[2, ...]``, by target and then by source.
+
+    Example:
+        >>> symmetrised(torch.tensor([[0, 1], [1, 0]]), 2).tolist()
+        [[0, 1, 0, 1], [0, 0, 1, 1]]
+    """
+    loops = torch.arange(nodes)
+    source = torch.cat([edges[0], edges[1], loops])
+    target = torch.cat([edges[1], edges[0], loops])
+    keys = (target * nodes + source).unique()
+    return torch.stack([keys % nodes, keys // nodes])
+
+
+@dataclass(frozen=True, eq=False)
+class Graph:
+    """Nodes with features, labels and edges.
+
+    Attributes:
+        edges: Source and target of each directed edge, as :func:`symmetrised` returns them.
+        features: Float32 ``[nodes, features]``.
+        labels: Class of each node, int64 ``[nodes]``.
+        training: Whether the label of a node is known in training, bool ``[nodes]``.
+        held_out: Whether a node is evaluated on, bool ``[nodes]``.
+
+    Raises:
+        IncompatibleError: an edge names a node that does not exist, or the attributes have different lengths.
+    """
+
+    edges: torch.Tensor
+    features: torch.Tensor
+    labels: torch.Tensor
+    training: torch.Tensor
+    held_out: torch.Tensor
+
+    def __post_init__(self) -> None:
+        n = len(self.features)
+        if any(len(part) != n for part in (self.labels, self.training, self.held_out)):
+            raise IncompatibleError("a graph needs features, a label and both marks of every node")
+        if self.edges.numel() and not 0 <= int(self.edges.min()) <= int(self.edges.max()) < n:
+            raise IncompatibleError(f"an edge of the graph names a node outside 0 to {n - 1}")
+
+    @property
+    def nodes(self) -> int:
+        """Number of nodes."""
+        return len(self.features)
+
+    @property
+    def classes(self) -> int:
+        """Number of classes."""
+        return int(self.labels.max()) + 1
 
 
 @dataclass(frozen=True, eq=False)
 class Boundary:
-    """Which rows of its own a worker sends to whom, and how many it receives.
+    """The rows that a worker sends to each other worker, and how many it receives.
 
     Attributes:
-        rank: This worker.
+        rank: Number of this worker.
         counts: Row p, column q: how many nodes of worker p have an edge to a node of worker q; int64
             ``[workers, workers]``, zeros on the diagonal.
-        leaving: By worker, the rows to be sent to it, ascending; empty for this worker.
+        leaving: For each worker, the own rows to send to it, ascending; empty for this worker.
     """
 
     rank: int
@@ -33,30 +91,30 @@ class Boundary:
 
     @property
     def arriving(self) -> list[int]:
-        """By worker, how many rows come from it."""
+        """Number of rows that come from each worker."""
         found: list[int] = self.counts[:, self.rank].tolist()
         return found
 
 
 @dataclass(frozen=True, eq=False)
 class Subgraph:
-    """One worker's nodes, the edges that end in them, and the nodes of other workers at which these begin: its halo.
+    """A worker's own nodes, the edges that end in them, and its halo: other workers' nodes at which these edges begin.
 
-    Rows of a matrix over the subgraph are first those of its own nodes, by their number in the graph, then those of the
-    halo, by owner and then by their number in the graph.
+    The rows of a matrix over the subgraph are those of the own nodes, in the order of their numbers in the graph, then
+    those of the halo, in the order of owner and number.
 
     Attributes:
-        own: Numbers in the graph of the own nodes, ascending, int64.
+        own: Numbers of the own nodes in the graph, ascending, int64.
         source: Row of the node at which each edge begins, int64 ``[edges]``.
-        target: Own row at which it ends; edges are in the order of their target and then of their source in the graph,
-            so that sums over the edges of a node are added in one order, whatever the partition.
-        weight: 1 / sqrt(d_u d_v) of each edge from u to v, float32, d the number of edges that end in a node.
-        features: Of the own nodes, float32 ``[own, features]``.
-        labels: Of the own nodes.
+        target: Own row at which each edge ends. Edges are in the order of their target and then of their source in the
+            graph, so that the order of sums over a node's edges does not depend on the partition.
+        weight: 1 / sqrt(d_u d_v) of each edge from u to v, float32, where d is the number of edges that end in a node.
+        features: Features of the own nodes, float32 ``[own, features]``.
+        labels: Labels of the own nodes.
         training: Rows of own nodes with labels known in training, int64.
         held_out: Rows of own nodes to be evaluated on, int64.
         labelled: Number of nodes with known labels in the whole graph.
-        boundary: Which rows travel.
+        boundary: The rows to exchange.
     """
 
     own: torch.Tensor
@@ -75,13 +133,13 @@ def subgraphs(graph: Graph, owner: torch.Tensor) -> list[Subgraph]:
     """Cut a graph into the subgraphs of its workers.
 
     Args:
-        owner: Of each node, as :func:`partition` returns it.
+        owner: Owner of each node, as :func:`partition` returns it.
     """
     workers = int(owner.max()) + 1
     source, target = graph.edges
     degree = torch.bincount(target, minlength=graph.nodes).to(torch.float64)
     weight = (degree[source] * degree[target]).rsqrt().to(torch.float32)
-    # Nodes of each worker at which edges to another worker begin, each once, ascending.
+    # The nodes of each worker at which edges to another worker begin, each once, ascending.
     outer = owner[source] != owner[target]
     keys = ((owner[source] * workers + owner[target]) * graph.nodes + source)[outer].unique()
     pair, node = keys // graph.nodes, keys % graph.nodes

@@ -1,4 +1,4 @@
-"""VARCO: random entries of the rows, few at first and more and more of them."""
+"""VARCO: sends random entries of the rows, few at first and more with every step."""
 
 from __future__ import annotations
 
@@ -9,33 +9,30 @@ from typing import ClassVar
 import torch
 
 from gradwire.errors import IncompatibleError
-from gradwire.exchange.method import Method, is_whole, require
+from gradwire.exchange.method import Method, is_number, is_whole, require
 from gradwire.exchange.protocols import Context
 from gradwire.graphs.halo_method import ChannelSetting, HaloMethod, RowChannel, checked_operator
 from gradwire.methods.casts.cast import FP32
 from gradwire.methods.gossip.vector_coder import VectorCoder
 from gradwire.methods.sparse.random_places import RandomElements
-from gradwire.methods.wrappers.dial import is_number
-from gradwire.methods.wrappers.schedule import CURVES
+from gradwire.methods.wrappers.scheduled import CURVES
 from gradwire.seeds import SHARED, parameter_key
-
-__all__ = ["VARCO"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class VARCO(HaloMethod):
-    r"""Variable compression: of all entries of a boundary's rows a random share 1 / c_t, and zeros in place of others.
+    r"""Variable compression: send a random share 1 / c_t of the entries of a boundary's rows; the others are zeros.
 
     In step t of T, counted from 0, with c_max = ``start``, c_min = ``end`` and a = ``slope``::
 
         c_t = max(c_max - a t (c_max - c_min) / (T - 2), c_min)
 
-    Of d = rows times width entries, max(1, floor(d / c_t)) are sent, drawn without replacement from a key that both
-    ends know, so that no byte says which. Gradients that come back have the entries of the same places: what was not
-    seen forward has no gradient. Entries are not scaled: ``E |x - C(x)|^2 = (1 - k / d) |x|^2`` for k of d. With c = 1
-    everything is sent, in order: with ``values=FP32()`` this is full communication, bit for bit.
+    max(1, floor(d / c_t)) of the d = rows times width entries are sent, drawn without replacement from a key that both
+    ends know, so that no byte says which. The backward pass sends the gradients of the same entries: an entry that was
+    not sent forward has no gradient. Entries are not scaled: ``E |x - C(x)|^2 = (1 - k / d) |x|^2`` for k of d. With c
+    = 1 all entries are sent in order: with ``values=FP32()`` this is full communication, bit for bit.
 
-    Places are those of :class:`RandK` with shared coordinates: a fresh permutation in every step.
+    The entries are drawn like those of :class:`RandK` with shared coordinates: a new permutation in every step.
 
     Args:
         start: c_max, at least 1.
@@ -46,8 +43,8 @@ class VARCO(HaloMethod):
 
     Raises:
         HyperparameterError: a field is out of range.
-        IncompatibleError: one sender and one receiver cannot use ``values``; or, when a link is built, nobody says how
-            many steps there are.
+        IncompatibleError: one sender and one receiver cannot use ``values``, or, when a link is built, the number of
+            steps is unknown.
 
     Reference: J. Cervino, M. A. Turja, H. Mostafa, N. Himayat, A. Ribeiro, "Distributed Training of Large Graph Neural
     Networks with Variable Communication Rates", 2024.
@@ -75,9 +72,8 @@ class VARCO(HaloMethod):
             1 <= self.end <= self.start, "VARCO", f"1 <= end <= start is needed, not end={self.end}, start={self.start}"
         )
         require(self.slope > 0, "VARCO", f"slope is above 0, not {self.slope!r}")
-        whole = is_whole(self.steps)
         require(
-            self.steps is None or (whole and self.steps >= 3),
+            self.steps is None or is_whole(self.steps, 3),
             "VARCO",
             f"steps is at least 3, or None for those of the training, not {self.steps!r}",
         )
@@ -85,13 +81,13 @@ class VARCO(HaloMethod):
 
     @property
     def kernels(self) -> tuple[str, ...]:
-        """Those of the values."""
-        return self.values.kernels
+        """Families of kernels that the operator for the values calls."""
+        return self.values.traits.kernels
 
     def check_steps(self, steps: int | None) -> None:
         if self.start != self.end and (self.steps or steps or 0) < 3:
             raise IncompatibleError(
-                f"{self!r} reaches its last ratio by a share of all steps: say by steps= how many there are, at least 3"
+                f"{self!r} reaches its last ratio after a share of all steps: give their number as steps=, at least 3"
             )
 
     def ratio(self, round: int, steps: int | None = None) -> float:
@@ -99,7 +95,7 @@ class VARCO(HaloMethod):
 
         Args:
             round: t, counted from 0.
-            steps: That the training has; ``steps`` of the method comes before it.
+            steps: Number of steps of the training; the field ``steps`` takes precedence.
         """
         if self.start == self.end:
             return self.end
@@ -111,15 +107,15 @@ class VARCO(HaloMethod):
         return _Masked(self, setting)
 
 
-# Sender, receiver and both directions read the same draw, and a simulation plays all of them.
+# Sender and receiver use the same draw in both directions, and a simulation plays all of them.
 @lru_cache(maxsize=256)
 def _drawn(key: tuple[int, int], numel: int, count: int, round: int) -> torch.Tensor:
-    """Return ``count`` of ``numel`` places, the same for all who have the key."""
+    """Return ``count`` of ``numel`` places, which depend on the key and the round only."""
     return torch.from_numpy(RandomElements([numel], [key], [count], contiguous=False).draw(round, SHARED))
 
 
 class _Masked(RowChannel):
-    """Random entries of the rows, as one vector."""
+    """Sends random entries of the rows as one vector."""
 
     def __init__(self, method: VARCO, setting: ChannelSetting) -> None:
         self._method, self._steps = method, setting.steps
@@ -129,11 +125,11 @@ class _Masked(RowChannel):
         self._coder = VectorCoder(method.values, setting.kernels, setting.name, setting.seed)
 
     def count(self, round: int) -> int:
-        """Return how many entries are sent in a round."""
+        """Return the number of entries that are sent in a round."""
         return max(1, int(self._numel / self._method.ratio(round, self._steps))) if self._numel else 0
 
     def places(self, round: int) -> torch.Tensor | None:
-        """Return the entries that are sent in a round; None for all of them, in order."""
+        """Return the places of the entries that are sent in a round; None: all entries, in order."""
         count = self.count(round)
         return None if count == self._numel else _drawn(self._key, self._numel, count, round)
 

@@ -1,14 +1,10 @@
-"""What joins gradwire with other libraries, each of which is imported only when it is asked for."""
+"""Integrations with other libraries, each of which is imported only when it is used."""
 
 from gradwire.integrations.attachment import Attachment
 from gradwire.integrations.distributed_checkpoint import StatefulLink
 from gradwire.integrations.hugging_face import accelerate, trainer
 from gradwire.integrations.lightning_strategies import fabric, lightning
-from gradwire.integrations.mlflow import MLflowSink
-from gradwire.integrations.prometheus import PrometheusSink
-from gradwire.integrations.sink import Sink
-from gradwire.integrations.tensorboard import TensorBoardSink
-from gradwire.integrations.wandb import WandbSink
+from gradwire.integrations.sinks import MLflowSink, PrometheusSink, Sink, TensorBoardSink, WandbSink
 
 __all__ = [
     "Attachment",

@@ -1,4 +1,4 @@
-"""What all frameworks have in common: a method that waits for the module, and its state in their checkpoints."""
+"""The common part of all integrations: attach a method when a framework wraps the module, and save its state."""
 
 from __future__ import annotations
 
@@ -14,23 +14,21 @@ from gradwire.exchange.method import Method
 from gradwire.link.adapters import Link, attach, load, save
 from gradwire.methods.spec import method as read_method
 
-__all__ = ["FOLDER", "Attachment", "wrapped"]
-
 FOLDER = "gradwire"
-"""Of the link's state, inside a framework's checkpoint or behind its name."""
+"""Name of the folder of a link's state, inside a framework's checkpoint or as a suffix of its name."""
 
 
 class Attachment:
-    """A method for a module that a framework has not wrapped yet, and the link once it has.
+    """A method that is attached to a module when a framework wraps it.
 
     Args:
         method: A method or its spec.
-        fresh: Whether a checkpoint without the link's state may be resumed: what the method remembers then begins anew.
-        options: For :func:`gradwire.attach`.
+        fresh: Whether a checkpoint without the link's state may be resumed; the method's memory then starts empty.
+        options: Options of :func:`gradwire.attach`.
 
     Attributes:
-        link: The link; None before the framework has wrapped the module, and where there is one process.
-        optimizers: Returns all of the framework's, whose state is this rank's own under methods with local steps.
+        link: The link; None before the framework has wrapped the module, and with a single process.
+        optimizers: Returns all optimizers of the framework; under local steps their state differs between ranks.
 
     Raises:
         HyperparameterError: the spec is wrong.
@@ -43,15 +41,16 @@ class Attachment:
         self._module: DistributedDataParallel | None = None
 
     def attach(self, module: Any, optimizer: Any = None, grad_scaler: Any = None) -> None:
-        """Attach to a module that was wrapped, and compiled or not; nothing where it was not, or on one process alone.
+        """Attach to a wrapped module, compiled or not; do nothing if it is not wrapped, or with a single process.
 
         Args:
-            optimizer: The framework's; options that the user gave come first.
-            grad_scaler: Likewise; one that is not enabled counts as none.
+            module: The module, as the framework returns it.
+            optimizer: The framework's optimizer; the user's options take precedence.
+            grad_scaler: The framework's scaler, likewise; a disabled one counts as none.
         """
         module = wrapped(module)
         if module is None or module.process_group.size() == 1:
-            # Some frameworks wrap it all the same on one process, which exchanges nothing.
+            # Some frameworks wrap the module also with a single process, which exchanges nothing.
             return
         if self.link is not None:
             self.link.close()
@@ -63,37 +62,37 @@ class Attachment:
 
     @property
     def module(self) -> Any:
-        """The user's own module inside what was attached to; None before."""
+        """The user's own module inside the wrapped one; None before it is attached to."""
         return None if self._module is None else self._module.module
 
     @property
     def is_open(self) -> bool:
-        """Whether there is a link that was not closed."""
+        """Whether there is a link that is not closed."""
         return self.link is not None and self.link.close.alive
 
     def serves(self, module: object) -> bool:
-        """Return whether a module, wrapped or not, is the one that was attached to."""
+        """Return whether a module, wrapped or not, is the one with the link."""
         return module is not None and (module is self._module or module is self.module)
 
     def save(self, folder: Path) -> None:
-        """Save the link's state (collective), and what is this rank's own under methods with local steps."""
+        """Save the link's state (collective), and under local steps this rank's model and optimizers."""
         if self.link is None or self._module is None:
             return
         own = None
-        if self.method.local_steps:
-            # The framework saves the model and the optimizers of rank 0, and here every rank has its own.
+        if self.method.traits.local_steps:
+            # The framework saves those of rank 0, and here they differ between ranks.
             own = {"model": self._module.module.state_dict()}
             own["optimizers"] = [optimizer.state_dict() for optimizer in self.optimizers()]
         save(self.link, folder, own)
 
     def load(self, folder: Path) -> Callable[[], None]:
-        """Load the link's state (collective), after the model's.
+        """Load the link's state (collective), after the framework has loaded the model.
 
         Returns:
-            What restores the optimizers that are this rank's own, for frameworks that load theirs afterwards.
+            A function that restores this rank's optimizers again, for frameworks that load optimizers afterwards.
 
         Raises:
-            IncompatibleError: there is no such state, and ``fresh`` is not set.
+            IncompatibleError: the checkpoint has no state of the link, and ``fresh`` is not set.
         """
         if self.link is None or self._module is None:
             if (folder / "common.pt").exists():
@@ -108,7 +107,7 @@ class Attachment:
         if not folder.exists():
             raise IncompatibleError(
                 f"this checkpoint has no state of {self.method!r} in {folder}: it was saved without gradwire. Pass "
-                "fresh=True to resume it and begin anew with what the method remembers"
+                "fresh=True to resume it, so that the method's memory starts empty"
             )
         own = load(self.link, folder)
         if own is None:
@@ -124,7 +123,7 @@ class Attachment:
 
 
 def wrapped(module: Any) -> DistributedDataParallel | None:
-    """Return the DDP module that a framework gives back, compiled or not; None if it is none."""
+    """Return the DDP module in a module that may be compiled; None if there is none."""
     inner = getattr(module, "_orig_mod", module)
     return inner if isinstance(inner, DistributedDataParallel) else None
 

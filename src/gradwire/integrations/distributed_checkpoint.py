@@ -1,4 +1,4 @@
-"""``torch.distributed.checkpoint``: a link's state beside sharded models and optimizers."""
+"""State of a link for ``torch.distributed.checkpoint``, beside sharded models and optimizers."""
 
 from __future__ import annotations
 
@@ -11,32 +11,30 @@ from gradwire.errors import IncompatibleError
 from gradwire.link.adapters import Link
 from gradwire.link.checkpoint import take
 
-__all__ = ["StatefulLink"]
-
 COMMON, WORLD_SIZE = "common", "world_size"
 
 
 class StatefulLink:
-    """A link as an entry of what ``torch.distributed.checkpoint`` saves and loads::
+    """A link as an entry in the state that ``torch.distributed.checkpoint`` saves and loads::
 
         state = {"model": ..., "optimizer": ..., "link": gw.integrations.StatefulLink(link)}
         torch.distributed.checkpoint.save(state, checkpoint_id=folder)
         torch.distributed.checkpoint.load(state, checkpoint_id=folder)
 
-    Each rank has a key of its own, so that none is taken for a copy of another. On fewer ranks the policy is that
-    of :func:`gradwire.load`; on more ranks the new ones have no part, and the load needs
+    Each rank has its own key, so that no part is taken for a copy of another. On fewer ranks the policy is that of
+    :func:`gradwire.load`; on more ranks the new ones have no part, and the load needs
     ``planner=DefaultLoadPlanner(allow_partial_load=True)``.
 
     Args:
         link: The link.
 
     Raises:
-        IncompatibleError: its method takes local steps: a distributed checkpoint has one copy of a parameter that is
-            not sharded, where every rank has one of its own.
+        IncompatibleError: its method has local steps, so that parameters differ between ranks, and a distributed
+            checkpoint has only one copy of a parameter that is not sharded.
     """
 
     def __init__(self, link: Link) -> None:
-        if link.method.local_steps:
+        if link.method.traits.local_steps:
             raise IncompatibleError(
                 f"{link.method!r} lets each rank have parameters of its own, and a distributed checkpoint keeps those "
                 'of one rank: use gw.save(link, folder, own={"model": model.state_dict(), "optimizer": ...})'
@@ -45,7 +43,7 @@ class StatefulLink:
         self._offered: dict[str, Any] = {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what all ranks share, and this rank's part, both packed."""
+        """Return the common state of all ranks and this rank's part, both packed."""
         state = self.link.state_dict()
         self._offered = {
             f"rank {self.link.rank}": _packed(state.pop("rank")),
@@ -55,14 +53,14 @@ class StatefulLink:
         return dict(self._offered)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take what was loaded (collective).
+        """Load the state that was read (collective).
 
         Raises:
-            IncompatibleError: it is no state of such a link, or not all of one, on this rank or on another.
+            IncompatibleError: the state is incomplete, or not that of such a link, on this rank or on another.
         """
         world_size, own = int(state[WORLD_SIZE]), f"rank {self.link.rank}"
         found = _unpacked(state[COMMON])
-        # Where nothing was loaded, as allow_partial_load=True has it, there still is what was offered as its place.
+        # With allow_partial_load=True, an entry that was not loaded is still the one that was offered.
         missing = [key for key in (COMMON, own) if state[key] is self._offered.get(key)]
         if self.link.rank >= world_size and missing == [own]:
             # This rank is new.

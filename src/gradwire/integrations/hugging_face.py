@@ -1,4 +1,4 @@
-"""Accelerate, and the Trainer of Transformers, which trains through it."""
+"""Integrations with Accelerate, and with the Trainer of Transformers, which uses it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from typing import Any
 from gradwire.errors import IncompatibleError
 from gradwire.exchange.method import Method
 from gradwire.integrations.attachment import FOLDER, Attachment, wrapped
-from gradwire.integrations.sink import needed
-
-__all__ = ["accelerate", "trainer"]
+from gradwire.integrations.sinks import needed
 
 ANOTHER = (
     "gw.integrations.accelerate serves one module, and this accelerator prepares a second one: prepare both before you "
@@ -27,7 +25,7 @@ LATE = (
 def accelerate(
     accelerator: Any, method: str | Method, *, model: Any = None, fresh: bool = False, **options: Any
 ) -> Attachment:
-    """Exchange the gradients of the module that an ``Accelerator`` prepares by a method.
+    """Use a method to exchange the gradients of the module that an ``Accelerator`` prepares.
 
     ::
 
@@ -35,24 +33,25 @@ def accelerate(
         attachment = gw.integrations.accelerate(accelerator, "EDEN(bits=4)")
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
-    To be called before ``prepare``, or with what it returned, on all processes. ``accelerator.save_state`` and
-    ``load_state`` then keep what the method remembers on each rank, in a folder ``gradwire`` of the checkpoint.
+    Call this on all processes before ``prepare``, or with the model that it returned. ``accelerator.save_state`` and
+    ``load_state`` then save and load the method's memory on each rank, in a folder ``gradwire`` of the checkpoint.
 
     Args:
-        accelerator: That prepares one module by DDP.
+        accelerator: An accelerator that prepares one module by DDP.
         method: A method or its spec.
-        model: The module as ``prepare`` returned it; None: the one that is prepared from now on.
-        fresh: Let ``load_state`` take a checkpoint that was saved without gradwire; what the method remembers then
-            begins anew.
-        options: For :func:`gradwire.attach`; ``optimizer`` for methods that need it, as it was before ``prepare``.
+        model: The module as ``prepare`` returned it; None: the module that is prepared from now on.
+        fresh: Let ``load_state`` load a checkpoint that was saved without gradwire; the method's memory then starts
+            empty.
+        options: Options of :func:`gradwire.attach`; ``optimizer`` is the one before ``prepare``, for methods that need
+            it.
 
     Returns:
-        What has the link, as ``attachment.link``, once the module was prepared.
+        The attachment, whose ``link`` is the link after the module was prepared.
 
     Raises:
         HyperparameterError: the spec is wrong.
-        IncompatibleError: the accelerator was given a communication hook of PyTorch's own, or trains otherwise than by
-            DDP, or has prepared a module that is not given; in ``prepare``: it has prepared another module before.
+        IncompatibleError: the accelerator has one of PyTorch's communication hooks, does not train by DDP, or has
+            prepared a module that is not given; raised by ``prepare``: it prepares a second module.
     """
     attachment = Attachment(method, fresh, options)
     _check_ddp(accelerator)
@@ -61,7 +60,7 @@ def accelerate(
     elif accelerator._models and accelerator.num_processes > 1:
         raise IncompatibleError(LATE)
     _attach_when_prepared(accelerator, attachment, lambda: None, ANOTHER)
-    # Accelerate keeps no other list of what it has prepared, and a checkpoint of its own goes through this one.
+    # Accelerate has no public list of what it has prepared, and its own checkpoints use this one.
     attachment.optimizers = lambda: accelerator._optimizers
     loaded: list[Path] = []
 
@@ -86,10 +85,10 @@ def accelerate(
 
 
 def _attach_to_prepared(accelerator: Any, attachment: Attachment, model: Any) -> None:
-    """Attach to what an accelerator has wrapped.
+    """Attach to a module that an accelerator has wrapped.
 
     Raises:
-        IncompatibleError: it has not wrapped this.
+        IncompatibleError: the module is not wrapped.
     """
     if wrapped(model) is None and accelerator.num_processes > 1:
         raise IncompatibleError(
@@ -103,7 +102,7 @@ def _check_ddp(accelerator: Any) -> None:
     """Refuse an accelerator that would train without the method.
 
     Raises:
-        IncompatibleError: it trains by FSDP, DeepSpeed and so on, or was given a communication hook.
+        IncompatibleError: it trains by FSDP, DeepSpeed and so on, or has a communication hook.
     """
     kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
     if kind != "NO" and not kind.startswith("MULTI_"):
@@ -121,10 +120,10 @@ def _check_ddp(accelerator: Any) -> None:
 def _attach_when_prepared(
     accelerator: Any, attachment: Attachment, optimizer: Callable[[], Any], only: str | None = None
 ) -> None:
-    """Attach to what an accelerator wraps from now on, whether it is compiled afterwards or not.
+    """Attach to the module that an accelerator wraps next, whether it is compiled afterwards or not.
 
     Args:
-        only: Why a second module is refused; None: another one takes the place of the first.
+        only: Message that refuses a second module; None: a second module replaces the first.
     """
     prepare = accelerator.prepare_model
 
@@ -132,21 +131,21 @@ def _attach_when_prepared(
         found = prepare(model, *arguments, **more)
         inner = wrapped(found)
         if inner is None or attachment.serves(inner):
-            # A module that is only evaluated, or one process; or what was prepared before.
+            # A module that is only evaluated, a single process, or a module that was prepared before.
             return found
-        # One that was freed, as between two trainings, makes room for another.
+        # A module that was freed, as between two trainings, may be replaced.
         is_kept = any(attachment.serves(one) for one in accelerator._models)
         if only is not None and is_kept and not attachment.serves(model):
             raise IncompatibleError(only)
         attachment.attach(found, optimizer(), accelerator.scaler)
         return found
 
-    # Accelerate's own place for hooks is a handler, which it looks up by its exact class and the Trainer makes anew.
+    # Accelerate's own place for hooks is a handler, which it looks up by its exact class and the Trainer replaces.
     accelerator.prepare_model = prepare_model
 
 
 def trainer(trainer: Any, method: str | Method, *, fresh: bool = False, **options: Any) -> Attachment:
-    """Exchange the gradients of a ``transformers.Trainer`` by a method.
+    """Use a method to exchange the gradients of a ``transformers.Trainer``.
 
     ::
 
@@ -154,21 +153,21 @@ def trainer(trainer: Any, method: str | Method, *, fresh: bool = False, **option
         attachment = gw.integrations.trainer(trainer, "EDEN(bits=4)")
         trainer.train(resume_from_checkpoint=True)
 
-    To be called before ``train``, on all processes. Checkpoints then have a folder ``gradwire`` with what the method
-    remembers on each rank, and ``resume_from_checkpoint`` reads it. What is removed by ``save_total_limit`` goes whole.
+    Call this on all processes before ``train``. Checkpoints then have a folder ``gradwire`` with the method's memory on
+    each rank, and ``resume_from_checkpoint`` reads it. ``save_total_limit`` removes it with the rest of a checkpoint.
 
     Args:
         trainer: The trainer.
-        method: A method or its spec. One that needs the optimizer is given the trainer's.
+        method: A method or its spec. A method that needs the optimizer gets the trainer's.
         fresh: Let ``train`` resume a checkpoint that was saved without gradwire.
-        options: For :func:`gradwire.attach`.
+        options: Options of :func:`gradwire.attach`.
 
     Returns:
-        What has the link, as ``attachment.link``, once the training has begun.
+        The attachment, whose ``link`` is the link after the training has begun.
 
     Raises:
         HyperparameterError: the spec is wrong.
-        IncompatibleError: the trainer trains otherwise than by DDP, or has trained before.
+        IncompatibleError: the trainer does not train by DDP, or has trained before.
         BackendError: transformers is not installed.
     """
     library, utilities = needed("transformers", "transformers"), needed("transformers.trainer_utils", "transformers")
@@ -191,7 +190,7 @@ def trainer(trainer: Any, method: str | Method, *, fresh: bool = False, **option
         return original(resume_from_checkpoint, *arguments, **more)
 
     class Keeper(library.TrainerCallback):  # type: ignore[name-defined, misc]
-        """Runs on every process, where the trainer's own writing runs on one."""
+        """Saves and loads on every process, whereas the trainer itself writes on one."""
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
             if asked:
@@ -199,7 +198,7 @@ def trainer(trainer: Any, method: str | Method, *, fresh: bool = False, **option
 
         def on_save(self, args: Any, state: Any, control: Any, **more: Any) -> None:
             name = f"{utilities.PREFIX_CHECKPOINT_DIR}-{state.global_step}"
-            # In a search of hyperparameters each trial has a folder of its own.
+            # In a hyperparameter search each trial has its own folder.
             folder = trainer._get_output_dir(getattr(trainer, "_trial", None))
             attachment.save(Path(folder) / name / FOLDER)
 

@@ -13,34 +13,32 @@ from torch import nn
 from gradwire.errors import IncompatibleError
 from gradwire.exchange.method import Method
 from gradwire.integrations.attachment import FOLDER, Attachment
-from gradwire.integrations.sink import needed
-
-__all__ = ["fabric", "lightning"]
+from gradwire.integrations.sinks import needed
 
 
 def folder_of(path: Any) -> Path:
-    """Return where the link's state lies beside a checkpoint, which is a file, or a link to one as ``last.ckpt``."""
+    """Return the folder of the link's state beside a checkpoint file, or beside the target of a symbolic link."""
     return Path(f"{os.path.realpath(path)}.{FOLDER}")
 
 
 def lightning(method: str | Method, *, fresh: bool = False, ddp: dict[str, Any] | None = None, **options: Any) -> Any:
-    """Return a strategy for Lightning's Trainer: DDP whose gradients are exchanged by a method, on any device.
+    """Return a strategy for Lightning's Trainer: DDP with a method that exchanges the gradients, on any device.
 
     ::
 
         trainer = lightning.Trainer(strategy=gw.integrations.lightning("EDEN(bits=4)"), devices=2, accelerator="cpu")
 
-    What the method remembers on each rank is saved in a folder beside each checkpoint, ``NAME.ckpt.gradwire``, and
-    ``ckpt_path`` reads it. The module's first optimizer is given to methods that need one.
+    The method's memory on each rank is saved in a folder beside each checkpoint, ``NAME.ckpt.gradwire``, and
+    ``ckpt_path`` reads it. Methods that need an optimizer get the module's first one.
 
     Args:
         method: A method or its spec.
-        fresh: Let a checkpoint be resumed that was saved without gradwire.
-        ddp: For Lightning's ``DDPStrategy``.
-        options: For :func:`gradwire.attach`.
+        fresh: Allow resuming a checkpoint that was saved without gradwire.
+        ddp: Arguments of Lightning's ``DDPStrategy``.
+        options: Options of :func:`gradwire.attach`.
 
     Returns:
-        The strategy; ``strategy.attachment.link`` is the link while it fits.
+        The strategy; ``strategy.attachment.link`` is the link during a fit.
 
     Raises:
         HyperparameterError: the spec is wrong.
@@ -49,22 +47,22 @@ def lightning(method: str | Method, *, fresh: bool = False, ddp: dict[str, Any] 
     base = needed("lightning.pytorch.strategies", "lightning").DDPStrategy
 
     class GradwireStrategy(base):  # type: ignore[valid-type, misc]
-        """Attaches when the optimizers are there, and takes its state along with checkpoints."""
+        """Attaches when the optimizers exist, and saves and loads the link's state with checkpoints."""
 
         def __init__(self) -> None:
             super().__init__(**(ddp or {}))
             self.attachment = Attachment(method, fresh, options)
-            # Optimizers come anew with each fit.
+            # Each fit has new optimizers.
             self.attachment.optimizers = lambda: self.optimizers
             self._resumed: Any = None
             self._restore: Callable[[], None] | None = None
 
         def _register_ddp_hooks(self) -> None:
-            """Leave out Lightning's own, which serves CUDA devices alone."""
+            """Register no hook of Lightning's, which works on CUDA devices only."""
 
         def setup(self, trainer: Any) -> None:
             super().setup(trainer)
-            # A checkpoint that is read for a validation is none that a later fit resumes.
+            # A checkpoint that is read for a validation is not resumed by a later fit.
             resumed, self._resumed, self._restore = self._resumed, None, None
             if trainer.state.fn != "fit":
                 return
@@ -94,32 +92,32 @@ def lightning(method: str | Method, *, fresh: bool = False, ddp: dict[str, Any] 
         def teardown(self) -> None:
             super().teardown()
             if self.attachment.link is not None:
-                # Its number is free for the link of the next fit; what it counted can still be asked for.
+                # Closing frees the link's number for the next fit; its counters remain readable.
                 self.attachment.link.close()
 
     return GradwireStrategy()
 
 
 def fabric(method: str | Method, *, fresh: bool = False, ddp: dict[str, Any] | None = None, **options: Any) -> Any:
-    """Return a strategy for Lightning Fabric: DDP whose gradients are exchanged by a method, on any device.
+    """Return a strategy for Lightning Fabric: DDP with a method that exchanges the gradients, on any device.
 
     ::
 
         fabric = lightning.Fabric(strategy=gw.integrations.fabric("EDEN(bits=4)"), devices=2, accelerator="cpu")
         model, optimizer = fabric.setup(model, optimizer)
 
-    ``fabric.save`` and ``fabric.load`` keep what the method remembers on each rank in a folder beside the checkpoint's
-    file, ``NAME.gradwire``. Each module that is set up has a link of its own, until that is closed.
+    ``fabric.save`` and ``fabric.load`` save and load the method's memory on each rank in a folder beside the
+    checkpoint's file, ``NAME.gradwire``. Each module that is set up has its own link, until the link is closed.
 
     Args:
         method: A method or its spec.
-        fresh: Let a checkpoint be loaded that was saved without gradwire.
-        ddp: For Fabric's ``DDPStrategy``.
-        options: For :func:`gradwire.attach`.
+        fresh: Allow loading a checkpoint that was saved without gradwire.
+        ddp: Arguments of Fabric's ``DDPStrategy``.
+        options: Options of :func:`gradwire.attach`.
 
     Returns:
-        The strategy; ``strategy.attachment.link`` is the link once the module was set up, and of several modules
-        ``strategy.attachments[i].link`` that of the i-th.
+        The strategy; ``strategy.attachment.link`` is the link after the module was set up. With several modules,
+        ``strategy.attachments[i].link`` is the link of the i-th.
 
     Raises:
         HyperparameterError: the spec is wrong.
@@ -128,7 +126,7 @@ def fabric(method: str | Method, *, fresh: bool = False, ddp: dict[str, Any] | N
     base = needed("lightning.fabric.strategies", "lightning").DDPStrategy
 
     class GradwireFabricStrategy(base):  # type: ignore[valid-type, misc]
-        """Attaches to the module that it sets up, and takes its state along with checkpoints."""
+        """Attaches to each module that it sets up, and saves and loads the link's state with checkpoints."""
 
         def __init__(self) -> None:
             super().__init__(**(ddp or {}))
@@ -138,7 +136,7 @@ def fabric(method: str | Method, *, fresh: bool = False, ddp: dict[str, Any] | N
 
         @property
         def attachment(self) -> Attachment:
-            """That of the first module."""
+            """The attachment of the first module."""
             return self.attachments[0]
 
         def _prepare_another(self) -> Attachment:
@@ -148,7 +146,7 @@ def fabric(method: str | Method, *, fresh: bool = False, ddp: dict[str, Any] | N
             return another
 
         def setup_module(self, module: Any) -> Any:
-            # Alone, or called by setup_module_and_optimizers.
+            # Called by itself, or by setup_module_and_optimizers.
             found = super().setup_module(module)
             free = next((one for one in self.attachments if not one.is_open), None) or self._prepare_another()
             first = next(iter(_of_module(self._known, module)), None)
@@ -172,11 +170,11 @@ def fabric(method: str | Method, *, fresh: bool = False, ddp: dict[str, Any] | N
                 attachment.save(folder)
 
         def _folders(self, path: Any, state: Any) -> list[tuple[Attachment, Path]]:
-            """Return those whose modules a checkpoint holds, and the folder of each: the first's is beside the file."""
+            """Return the attachments whose modules a checkpoint holds, and the folder of each."""
             modules, folder = _modules(state), folder_of(path)
             places = [folder, *(folder / f"module-{i}" for i in range(1, len(self.attachments)))]
             found = [(one, place) for one, place in zip(self.attachments, places) if any(map(one.serves, modules))]
-            # Where nothing was attached, as on one process, the first says so.
+            # If nothing was attached, as with a single process, the first attachment says so.
             return found if found or not modules else [(self.attachment, folder)]
 
         def load_checkpoint(self, path: Any, state: Any = None, *arguments: Any, **more: Any) -> Any:
@@ -194,7 +192,7 @@ def fabric(method: str | Method, *, fresh: bool = False, ddp: dict[str, Any] | N
 
 
 def _modules(state: Any) -> list[nn.Module]:
-    """Return the models of a checkpoint: none where it holds numbers alone, or is only looked at."""
+    """Return the models in a checkpoint's state; it may have none, or be None."""
     return [one for one in (state.values() if isinstance(state, dict) else [state]) if isinstance(one, nn.Module)]
 
 

@@ -1,7 +1,7 @@
 """Arithmetic on blocks and bits: one front, a folder a family, the same bits from every backend."""
 
 from gradwire.kernels.api import FAMILIES, Kernels
-from gradwire.kernels.backends import BACKENDS, get_kernels
+from gradwire.kernels.backends import BACKENDS, chosen, get_kernels
 from gradwire.kernels.entropy.base import CODERS, Coder
 from gradwire.kernels.entropy.select import time_coders
 from gradwire.kernels.fourier.blocks import FourierTable, block_sizes
@@ -14,11 +14,10 @@ from gradwire.kernels.indices.formats import (
     smallest_format,
 )
 from gradwire.kernels.lattice.operations import dither_shifts
-from gradwire.kernels.levels.blocks import WHOLE, BlockTable
-from gradwire.kernels.levels.grid import Grid
+from gradwire.kernels.levels.grid import WHOLE, BlockTable, Grid
 from gradwire.kernels.levels.operations import packed_groups, summed
 from gradwire.kernels.levels.shared_random import SharedRandomGrid
-from gradwire.kernels.low_rank.matrices import MatrixTable
+from gradwire.kernels.low_rank.operations import MatrixTable
 from gradwire.kernels.moments.operations import Moments
 from gradwire.kernels.natural.operations import natural_bytes, natural_sign_bytes
 from gradwire.kernels.packing.layout import (
@@ -30,9 +29,7 @@ from gradwire.kernels.packing.layout import (
     sum_layout,
 )
 from gradwire.kernels.rotation.blocks import LEAST_BLOCK, MOST_BLOCK, RotationTable
-from gradwire.kernels.select import chosen
-from gradwire.kernels.signs.operations import SignSums
-from gradwire.kernels.signs.runs import RunTable
+from gradwire.kernels.signs.operations import RunTable, SignSums
 from gradwire.kernels.sketch.operations import MOST_COLUMNS, MOST_ROWS
 from gradwire.kernels.table import GROUP_BYTES, GROUP_SIZE, SIGN_BYTES, SegmentTable
 from gradwire.kernels.ternary.operations import inverse_scale

@@ -1,4 +1,4 @@
-"""The front: every operation of every family, stated and checked once, whichever backend computes."""
+"""What can be asked of the kernels: the operations of all families, whoever computes them."""
 
 from __future__ import annotations
 
@@ -7,16 +7,12 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from gradwire.errors import HyperparameterError
-from gradwire.kernels.compile_time import compile_time
+from gradwire.kernels.compiling import cache_folder, compile_time, in_turn
 from gradwire.kernels.entropy.base import CODERS, Coder
-from gradwire.kernels.entropy.dispatch import get_coder
+from gradwire.kernels.entropy.select import get_coder
 from gradwire.kernels.front import Family
-from gradwire.kernels.kept_times import cache_folder
 from gradwire.kernels.operations import Operations
 from gradwire.kernels.self_test import SELF_TESTS
-from gradwire.kernels.turns import in_turn
-
-__all__ = ["FAMILIES", "Backend", "Kernels", "known_families"]
 
 FAMILIES = (
     "moments",
@@ -87,7 +83,7 @@ class Kernels(Operations):
             Seconds in which something was compiled; 0 where all of it was loaded.
 
         Of processes that do so at the same time on one machine, each part is compiled by one; see
-        :func:`gradwire.kernels.turns.in_turn`.
+        :func:`gradwire.kernels.compiling.in_turn`.
 
         Raises:
             HyperparameterError: there is no such family or coder.

@@ -10,8 +10,6 @@ import torch
 from gradwire.errors import HyperparameterError
 from gradwire.kernels.table import SegmentTable
 
-__all__ = ["Family", "Front", "check_draw", "check_groups", "check_rows", "check_vector"]
-
 Family = Any
 """A namespace, such as a module, with a function for each operation of a family."""
 

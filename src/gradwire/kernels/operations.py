@@ -1,5 +1,7 @@
 """What can be asked of the kernels: the operations of all families, whoever computes them."""
 
+from __future__ import annotations
+
 from gradwire.kernels.fourier.operations import FourierOperations
 from gradwire.kernels.indices.operations import IndexOperations
 from gradwire.kernels.lattice.operations import LatticeOperations
@@ -12,8 +14,6 @@ from gradwire.kernels.selection.operations import SelectionOperations
 from gradwire.kernels.signs.operations import SignOperations
 from gradwire.kernels.sketch.operations import SketchOperations
 from gradwire.kernels.ternary.operations import TernaryOperations
-
-__all__ = ["Operations"]
 
 
 class Operations(

@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["KEY_STEPS", "MULTIPLIERS", "ROUNDS", "philox", "uniform_integers"]
-
 ROUNDS = 7
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 KEY_STEPS = (0x9E3779B9, 0xBB67AE85)

@@ -11,19 +11,16 @@ import torch
 from gradwire.kernels.fourier.blocks import FourierTable
 from gradwire.kernels.indices.formats import index_bytes
 from gradwire.kernels.lattice.operations import dither_shifts
-from gradwire.kernels.levels.blocks import BlockTable
-from gradwire.kernels.levels.grid import Grid
+from gradwire.kernels.levels.grid import BlockTable, Grid
 from gradwire.kernels.levels.operations import packed_groups, summed
 from gradwire.kernels.levels.shared_random import SharedRandomGrid
-from gradwire.kernels.low_rank.matrices import MatrixTable
+from gradwire.kernels.low_rank.operations import MatrixTable
 from gradwire.kernels.natural.operations import natural_bytes
 from gradwire.kernels.operations import Operations
 from gradwire.kernels.packing.layout import digit_layout, packed_bytes
 from gradwire.kernels.rotation.blocks import RotationTable
-from gradwire.kernels.signs.runs import RunTable
+from gradwire.kernels.signs.operations import RunTable
 from gradwire.kernels.table import SIGN_BYTES, SegmentTable
-
-__all__ = ["NUMEL", "SELF_TESTS", "agree"]
 
 NUMEL = 287
 """Elements of the smallest case."""

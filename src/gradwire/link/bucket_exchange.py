@@ -1,40 +1,113 @@
-"""One bucket of one round on its way through the lanes."""
+"""A step's buckets as one vector, for methods that need all gradients before they begin."""
 
 from __future__ import annotations
 
 import math
 import threading
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from gradwire.errors import ExchangeError
+from gradwire.errors import ExchangeError, IncompatibleError
 from gradwire.exchange.deferred_checks import Flag, both
-from gradwire.exchange.drivers import Job, Lane, LateChecks, Verdict, WireError
+from gradwire.exchange.drivers import Device, Lane, LateChecks, Verdict
 from gradwire.exchange.ops import AllGather, Exchange
 from gradwire.exchange.protocols import REDUCE_SCATTER, Context, Outcome, Workspace
 from gradwire.exchange.protocols.bucket_plan import BucketPlan
-from gradwire.exchange.segments import Segment
+from gradwire.exchange.segments import Parameter, Segment
 from gradwire.link.failures import place
-from gradwire.link.link_runtime import LinkRuntime
+from gradwire.link.round import Mean, Round
 
-__all__ = ["BucketExchange"]
+T = TypeVar("T")
+
+
+class StepBuffer:
+    """Collects the buckets of one step after the other, and gives them back.
+
+    Args:
+        order: All parameters, as they are to lie in the step's vector.
+        parameters: By name.
+        device: That buckets lie on.
+    """
+
+    def __init__(self, order: Sequence[str], parameters: Mapping[str, Parameter], device: Device) -> None:
+        self._device = device
+        self.order = list(order)
+        self._place: dict[str, tuple[int, int]] = {}
+        offset = 0
+        for name in self.order:
+            numel = parameters[name].numel
+            self._place[name] = (offset, offset + numel)
+            offset += numel
+        self._numel = offset
+        self._buckets: list[tuple[Sequence[str], torch.Tensor, Mean]] = []
+        self._vector: torch.Tensor | None = None
+
+    def add(self, names: Sequence[str], flat: torch.Tensor) -> Mean:
+        """Note a bucket; its future is done when the step is given back."""
+        future = self._device.future()
+        self._buckets.append((names, flat, future))
+        return future
+
+    def vector(self) -> torch.Tensor:
+        """Join the buckets into one float32 vector, which is kept from step to step.
+
+        Raises:
+            IncompatibleError: the step left a parameter out.
+        """
+        missing = set(self.order) - {name for names, _, _ in self._buckets for name in names}
+        if missing:
+            raise IncompatibleError(
+                f"this step has no gradient for {sorted(missing)[0]!r}, and the method needs the whole step: use a "
+                "method that goes bucket by bucket, or freeze the parameter before attaching"
+            )
+        if self._vector is None:
+            self._vector = torch.empty(self._numel, device=self._device.name)
+        for flat, part in self._parts(self._vector):
+            part.copy_(flat)
+        return self._vector
+
+    def give_back(self, ended: Mean) -> None:
+        """Hand the mean, or the failure, to every bucket's future, and begin anew."""
+        buckets = self._buckets
+        try:
+            vector = ended.value()
+            for flat, part in self._parts(vector):
+                flat.copy_(part)
+        except Exception as error:
+            self._buckets = []
+            for _, _, future in buckets:
+                future.set_exception(error)  # type: ignore[arg-type]
+            return
+        self._buckets = []
+        for _, flat, future in buckets:
+            future.set_result(flat)
+
+    def _parts(self, vector: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        pairs = []
+        for names, flat, _ in self._buckets:
+            at = 0
+            for name in names:
+                begin, end = self._place[name]
+                pairs.append((flat[at : at + end - begin], vector[begin:end]))
+                at += end - begin
+        return pairs
 
 
 class BucketExchange:
     """Jobs of one bucket: prepare, then each chunk in a lane chosen by index, then an optional check.
 
     Args:
-        runtime: Of the link; gives contexts, and is told of the end or a failure.
+        round: The link's current one; gives contexts, and is told of the end.
         plan: How the bucket is exchanged.
         segments: The parameters in ``flat``.
         flat: The bucket, in its own dtype; holds the mean when ``future`` is done. On a device, all work on it is
             enqueued on the link's stream, between that of the thread that brings it and that of whoever waits for
             ``future``.
-        bucket: Index of the bucket in its round, which is the link's current one.
+        bucket: Index of the bucket in its round.
 
     Attributes:
         future: Of ``flat``.
@@ -43,14 +116,15 @@ class BucketExchange:
 
     def __init__(
         self,
-        runtime: LinkRuntime,
+        round: Round,
         plan: BucketPlan,
         segments: Sequence[Segment],
         flat: torch.Tensor,
         bucket: int,
     ) -> None:
-        self.runtime, self.plan, self.segments = runtime, plan, segments
-        self.outer, self.bucket, self.round = flat, bucket, runtime.round
+        self.round, self.plan, self.segments = round, plan, segments
+        self.outer, self.bucket = flat, bucket
+        self.runtime = runtime = round.runtime
         self.device = runtime.device
         self.future = self.device.future()
         self.finite: Flag | None = True
@@ -62,7 +136,6 @@ class BucketExchange:
         self._events: tuple[threading.Event, ...] = (
             () if self._starts_at_once else (threading.Event(), threading.Event())
         )
-        self._measured = runtime.diagnostics.wanted(self.round)
         # Copies to the device that came before it are waited for with it.
         self.device.wait_for_current()
         with self.device.stream():
@@ -82,36 +155,56 @@ class BucketExchange:
         with self.device.stream():
             keeps = self.plan.keeps_dtype or self.flat.dtype == torch.float32
             self.work = self.flat if keeps else self.flat.float()
-            if self._measured:
+            if self.round.measured:
                 self._gradient, self._sent = self.work.clone(), torch.zeros_like(self.work)
 
-    def start(self, last: bool) -> torch.futures.Future[torch.Tensor]:
+    def start(self, last: bool) -> Mean:
         """Hand the jobs to the lanes, in the same order and to the same lanes on every rank; return the future.
 
         Args:
             last: Whether the round ends with this bucket.
         """
-        self.runtime.began(self.flat.numel(), last)
-        self._submit(self.runtime.lanes)
+        self.round.began(self.flat.numel(), last)
+        lanes, chunks = self.runtime.lanes, range(self.plan.chunks)
+        first = lanes[self.bucket % len(lanes)]
+        in_turn = [lanes[(self.bucket + chunk) % len(lanes)] for chunk in chunks]
+        if self._starts_at_once:
+            for chunk, lane in zip(chunks, in_turn):
+                fail = partial(self._fail, chunk)
+                lane.run(self._chunk(chunk), then=self._finish_chunk, fail=fail, at_once=True)
+            return self.future
+        if len(chunks) == 1:
+            self._run(first, self._chunk(0), 0, self._wait_until_fetched, self._finish_chunk, self._prepare())
+        else:
+            self._run(first, self._prepare(), None, self._wait_until_fetched, lambda _: self._is_prepared.set())
+            for chunk, lane in zip(chunks, in_turn):
+                # Waits for a job that was submitted before this one, never the other way round: no deadlock.
+                self._run(lane, self._chunk(chunk), chunk, self._is_prepared.wait, self._finish_chunk)
+        if self.runtime.check or not chunks:
+            self._run(first, self._verify(), None, self._wait_for_chunks, lambda _: self._complete())
         return self.future
 
-    def _submit(self, lanes: Sequence[Lane]) -> None:
-        first = lanes[self.bucket % len(lanes)]
-        if self._starts_at_once:
-            self._begin(lanes)
-            return
-        if self.plan.chunks == 1:
-            first.submit(self._job(self._run_whole, 0))
-        else:
-            first.submit(self._job(self._prepare, None))
-            for chunk in range(self.plan.chunks):
-                lane = lanes[(self.bucket + chunk) % len(lanes)]
-                lane.submit(self._job(partial(self._run_chunk, chunk), chunk))
-        if self.runtime.check or not self.plan.chunks:
-            first.submit(self._job(self._verify, None))
+    def _run(
+        self,
+        lane: Lane,
+        job: Exchange[T],
+        chunk: int | None,
+        wait: Callable[[], object],
+        then: Callable[[T], object],
+        first: Exchange[None] | None = None,
+    ) -> None:
+        """Hand a job to a lane, which waits for what the job needs before it begins."""
+
+        def ready() -> None:
+            self.runtime.failures.refuse()
+            wait()
+            self.runtime.failures.refuse()
+
+        label = f"bucket {self.bucket}" if chunk is None else f"bucket {self.bucket}, chunk {chunk}"
+        lane.run(job, label, wait=ready, first=first, then=then, fail=partial(self._fail, chunk))
 
     def _context(self, chunk: int | None) -> Context:
-        return self.runtime.context(self.plan, self.bucket, chunk, self.round, self._measured)
+        return self.round.context(self.plan, self.bucket, chunk, self.round.measured)
 
     @property
     def _is_prepared(self) -> threading.Event:
@@ -121,26 +214,8 @@ class BucketExchange:
     def _all_run(self) -> threading.Event:
         return self._events[1]
 
-    def _begin(self, lanes: Sequence[Lane]) -> None:
-        for chunk in range(self.plan.chunks):
-            lane = lanes[(self.bucket + chunk) % len(lanes)]
-            fail = partial(self._fail, chunk)
-            try:
-                lane.begin(self.plan.run(self._context(chunk), self.work, None), self._finish_chunk, fail)
-            except Exception as error:
-                fail(WireError(str(error)) if isinstance(error, RuntimeError) else error)
-
-    def _job(self, run: Callable[[Lane], None], chunk: int | None) -> Job:
-        def guarded(lane: Lane) -> None:
-            self.runtime.failures.refuse()
-            with self.device.stream():
-                run(lane)
-
-        label = f"bucket {self.bucket}" if chunk is None else f"bucket {self.bucket}, chunk {chunk}"
-        return Job(guarded, partial(self._fail, chunk), label)
-
     def _fail(self, chunk: int | None, error: Exception) -> None:
-        where = place(self.bucket, chunk, self.round, [s.parameter.name for s in self.segments])
+        where = place(self.bucket, chunk, self.round.number, [s.parameter.name for s in self.segments])
         told = self.runtime.failures.record(error, where)
         for event in self._events:
             event.set()
@@ -148,70 +223,71 @@ class BucketExchange:
             if not self.future.done():
                 self.future.set_exception(told)  # type: ignore[arg-type]
 
-    def _run_whole(self, lane: Lane) -> None:
-        self._wait_until_fetched()
-        self._prepared = lane.drive(self.plan.prepare(self._context(None), self.work))
-        self._finish_chunk(lane.drive(self.plan.run(self._context(0), self.work, self._prepared)))
-
     def _wait_until_fetched(self) -> None:
         """Wait for the copy in main memory, in the lane's thread: backward goes on meanwhile."""
         if self.runtime.staged:
             self._fetched.synchronize()
             self._take()
 
-    def _prepare(self, lane: Lane) -> None:
-        self._wait_until_fetched()
-        self._prepared = lane.drive(self.plan.prepare(self._context(None), self.work))
-        self._is_prepared.set()
+    def _prepare(self) -> Exchange[None]:
+        with self.device.stream():
+            self._prepared = yield from self.plan.prepare(self._context(None), self.work)
 
-    def _run_chunk(self, chunk: int, lane: Lane) -> None:
-        # Waits for a job that was submitted before this one, never the other way round: no deadlock.
-        self._is_prepared.wait()
+    def _chunk(self, chunk: int) -> Exchange[Outcome]:
+        with self.device.stream():
+            return (yield from self.plan.run(self._context(chunk), self.work, self._prepared))
+
+    def _wait_for_chunks(self) -> None:
+        if not self.plan.chunks:
+            return
+        self._all_run.wait()
         self.runtime.failures.refuse()
-        self._finish_chunk(lane.drive(self.plan.run(self._context(chunk), self.work, self._prepared)))
+        if isinstance(self.runtime.checks, LateChecks):
+            # The bits are read anyway, and what differs in them has its cause here.
+            with self.device.stream():
+                Verdict(self.device, None, self.runtime.checks).read()
+
+    def _verify(self) -> Exchange[None]:
+        """Compare the bits of the mean over ranks; of a bucket without a chunk there is nothing to compare."""
+        if self.plan.chunks:
+            with self.device.stream():
+                yield from _same_bits(self._context(None), self.work, self.runtime.ranks)
 
     def _finish_chunk(self, outcome: Outcome) -> None:
-        if outcome.sent is None:
-            self._sent = None  # nothing to compare the gradient with
-        elif self._sent is not None:
-            outcome.sent(self._sent, 1.0)
-        with self._lock:
-            self.finite = both(self.finite, outcome.finite)
-            self._left -= 1
-            if self._left:
-                return
+        with self.device.stream():
+            if outcome.sent is None:
+                self._sent = None  # nothing to compare the gradient with
+            elif self._sent is not None:
+                outcome.sent(self._sent, 1.0)
+            with self._lock:
+                self.finite = both(self.finite, outcome.finite)
+                self._left -= 1
+                if self._left:
+                    return
         if self.runtime.check:
             self._all_run.set()
         else:
             self._complete()
 
-    def _verify(self, lane: Lane) -> None:
-        if self.plan.chunks:
-            self._all_run.wait()
-            self.runtime.failures.refuse()
-            if isinstance(self.runtime.checks, LateChecks):
-                # The bits are read anyway, and what differs in them has its cause here.
-                Verdict(self.device, None, self.runtime.checks).read()
-            lane.drive(_same_bits(self._context(None), self.work, self.runtime.ranks))
-        self._complete()
-
     def _complete(self) -> None:
-        if self.plan.chunks and self.work is not self.flat:
-            self.flat.copy_(self.work)
-        if self._gradient is not None and self._sent is not None:
-            context = self._context(None)
-            self.plan.target_(context, self._gradient)
-            measure = self.runtime.diagnostics.measure
-            measure(self._gradient, self._sent, self.segments, self.round, context.loss_scale)
-        if self.flat is not self.outer and self.plan.chunks:
-            self.device.copy_async(self.outer, self.flat)
-        arrived = self.runtime.checks.so_far()
-        if isinstance(arrived, torch.Tensor):
-            # The error is known later: until then nobody must take this for a mean. Of shards each rank takes its own.
-            read = self.outer if self.plan.collective == REDUCE_SCATTER else self.outer[:1]
-            read.masked_fill_(~arrived, math.nan)
-        self.runtime.ended(self.plan, self.round, self.finite)
-        self.future.set_result(self.outer)
+        with self.device.stream():
+            if self.plan.chunks and self.work is not self.flat:
+                self.flat.copy_(self.work)
+            if self._gradient is not None and self._sent is not None:
+                context = self._context(None)
+                self.plan.target_(context, self._gradient)
+                measure = self.runtime.diagnostics.measure
+                measure(self._gradient, self._sent, self.segments, self.round.number, context.loss_scale)
+            if self.flat is not self.outer and self.plan.chunks:
+                self.device.copy_async(self.outer, self.flat)
+            arrived = self.runtime.checks.so_far()
+            if isinstance(arrived, torch.Tensor):
+                # The error is known later: until then nobody must take this for a mean. Of shards each rank takes its
+                # own.
+                read = self.outer if self.plan.collective == REDUCE_SCATTER else self.outer[:1]
+                read.masked_fill_(~arrived, math.nan)
+            self.round.ended(self.plan, self.finite)
+            self.future.set_result(self.outer)
 
 
 def _same_bits(context: Context, flat: torch.Tensor, ranks: Sequence[int]) -> Exchange[None]:

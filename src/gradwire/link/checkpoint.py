@@ -18,8 +18,6 @@ from gradwire.exchange.digests import DIGEST_BYTES, pack, unpack
 from gradwire.exchange.drivers.tables import all_gather_tables
 from gradwire.link.link import Link
 
-__all__ = ["State", "load", "save", "take", "write_atomically"]
-
 State = dict[str, dict[str, torch.Tensor]]
 
 _RANK_FILE = re.compile(r"rank-\d+-([0-9a-f]{16})\.pt(?:\.partial)?")
@@ -151,7 +149,7 @@ def take(link: Link, state: State, problem: str | None, number: int, world_size:
     if len(set(_share(link, problem, number))) > 1:
         raise IncompatibleError(f"ranks read different saves from {source}: load when saving has ended on all of them")
     _share(link, _refused(link.load_state_dict, state, source))
-    if link.method.local_steps and world_size != link.world_size:
+    if link.method.traits.local_steps and world_size != link.world_size:
         link.local.agree()
 
 

@@ -11,23 +11,10 @@ import torch
 from gradwire.errors import IncompatibleError
 from gradwire.exchange.method import Method
 from gradwire.exchange.planning import Options
+from gradwire.link.failures import WarnOnce
 from gradwire.link.selection.fallback import check_fallback
-from gradwire.link.warn_once import WarnOnce
-from gradwire.methods.auto import Auto
 from gradwire.methods.feedback.optimizers import momentum_of, not_stepped, not_stepped_here
 from gradwire.methods.spec import method as read_method
-
-__all__ = [
-    "caution_about",
-    "caution_about_rate",
-    "caution_alone",
-    "check_not_in_backward",
-    "check_optimizer",
-    "check_options",
-    "check_unit_by_unit",
-    "optimizer_terms",
-]
-
 
 LONG_STEP, USUAL_STEP = 0.1, 0.01
 """Step of a direction over the size of what it moves: from where on it is warned of, and what is advised."""
@@ -43,13 +30,13 @@ def check_optimizer(method: Method, optimizer: Any, parameters: Mapping[str, tor
         IncompatibleError: naming the setting, or the optimizer.
     """
     method.check_optimizer(optimizer, parameters)
-    if optimizer is not None and method.local_steps and not_stepped_here(optimizer, parameters):
+    if optimizer is not None and method.traits.local_steps and not_stepped_here(optimizer, parameters):
         raise IncompatibleError(
             f"{method!r} lets each rank step all parameters by itself, and {type(optimizer).__name__} steps only a "
             "share of the parameters on each rank and takes the others from other ranks: use the optimizer inside it, "
             "or a method that exchanges gradients"
         )
-    found = None if optimizer is None or not method.owns_momentum else momentum_of(optimizer, parameters)
+    found = None if optimizer is None or not method.traits.owns_momentum else momentum_of(optimizer, parameters)
     if found is not None:
         setting, value = found
         raise IncompatibleError(
@@ -63,7 +50,7 @@ def optimizer_terms(method: Method, optimizer: Any, parameters: Mapping[str, tor
 
     An optimizer that was not given is taken to step all of them.
     """
-    if not method.local_steps:
+    if not method.traits.local_steps:
         return {}
     missing = () if optimizer is None else not_stepped(optimizer, parameters)
     return {"parameters that the optimizer steps": [name for name in parameters if name not in missing]}
@@ -110,7 +97,7 @@ def caution_about_rate(
     Args:
         compressed: As for :func:`caution_about`.
     """
-    if optimizer is None or not method.direction:
+    if optimizer is None or not method.traits.direction:
         return
     rates = {id(p): float(group["lr"]) for group in optimizer.param_groups for p in group["params"]}
     stepped = [(name, p, rates[id(p)]) for name, p in compressed.items() if id(p) in rates and p.numel() > 1]
@@ -131,9 +118,9 @@ def caution_alone(method: Method) -> str:
     """Return what to warn of where a link has one rank."""
     beside = (
         "; the learning rate is that of a direction, and gradients are smaller, so that steps are small"
-        if method.direction
+        if method.traits.direction
         else "; the momentum that it brings rests, so that steps are those of the optimizer alone"
-        if method.owns_momentum
+        if method.traits.owns_momentum
         else ""
     )
     return (
@@ -162,7 +149,7 @@ def check_options(method: str | Method, *, optimizer: Any = None, **options: Any
         >>> gw.check_options("terngrad", fallback="bf16", fallback_limit=5.0)
     """
     found, given = read_method(method), Options.of(options)
-    for one in found.candidates if isinstance(found, Auto) else (found,):
+    for one in found.traits.tries or (found,):
         given.collectives(read_method(one))
     check_optimizer(found, optimizer, {})
     if given.fallback is not None:
@@ -176,14 +163,14 @@ def check_unit_by_unit(method: str | Method) -> None:
         IncompatibleError: naming why.
     """
     found = read_method(method)
-    for one in [read_method(spec) for spec in found.candidates] if isinstance(found, Auto) else [found]:
+    for one in [read_method(spec) for spec in found.traits.tries] or [found]:
         reason = (
             "takes local steps, between which FSDP2 would need shards that differ by replica"
-            if one.local_steps or one.outcomes_differ
+            if one.traits.local_steps or one.traits.outcomes_differ
             else "needs the gradients of a whole step at once, and FSDP2 frees them unit by unit"
-            if one.whole_step
+            if one.traits.whole_step
             else "acts on the optimizer's steps, which see shards alone"
-            if one.needs_optimizer
+            if one.traits.needs_optimizer
             else None
         )
         if reason is not None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import warnings
 
-__all__ = ["DetachedLink", "lost"]
-
 
 class DetachedLink:
     """What remains of a link in a pickled and reloaded module: nothing exchanges by it."""

@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 
+from gradwire.errors import HyperparameterError
+from gradwire.exchange.method import Method
 from gradwire.exchange.protocols import Memory
 from gradwire.exchange.segments import Segment
-
-__all__ = ["EARLY", "INTERVAL", "Comparison", "Diagnostics", "parameter_rows"]
+from gradwire.link.failures import WarnOnce
+from gradwire.methods.feedback.error_feedback import ErrorFeedback
 
 INTERVAL = 100
+
+
 """Rounds from one measurement to the next."""
 
+
 EARLY = (10, 30)
+
+
 """Rounds that are measured beside those: a training of a few hundred rounds is to be warned while it can be mended."""
 
 
@@ -161,3 +171,126 @@ class Diagnostics:
         """Return the latest measurement of each parameter."""
         with self._lock:
             return {name: dict(row) for name, row in self._rows.items()}
+
+
+OLD, LATE_COSINE = 1.5, 0.48
+"""Age of what is sent, in rounds, without a warning whatever the cosine; and the cosine above which any age is fine."""
+
+ELEMENTS, KEPT = 0.25, 0.75
+"""Share of the elements, and share of the gradient, from which on nothing is said of what is left out for good."""
+
+ALIKE = 0.9
+"""Squared cosine over the share of the gradient, above which elements count as sent as they are."""
+
+ERROR = 4.0
+"""Relative error that may be noise without a warning."""
+
+MOMENTUM = 0.9
+"""What an optimizer usually has."""
+
+
+class Judge:
+    """Looks at every measured round of a link, and warns once.
+
+    Args:
+        serving: Returns the method that serves at present.
+        diagnostics: Of the link.
+        warnings: Of the link.
+    """
+
+    def __init__(self, serving: Callable[[], Method], diagnostics: Diagnostics, warnings: WarnOnce) -> None:
+        self._serving, self._diagnostics, self._warnings = serving, diagnostics, warnings
+
+    def look(self, memory: Memory, round: int) -> None:
+        """Warn of a round that has ended, if it was measured and what was measured costs accuracy."""
+        if not self._diagnostics.wanted(round):
+            return
+        method = self._serving()
+        found = self._diagnostics.over_all(round, memory.norm(method.traits.waiting))
+        told = None if found is None else judge(method, found, round)
+        if told is not None:
+            self._warnings.once("judgement", told)
+
+
+def judge(method: Method, measured: Comparison, round: int) -> str | None:
+    """Return a warning of three lines where what was measured costs accuracy; None where it does not."""
+    told = _problem(method, measured)
+    if told is None:
+        return None
+    advice = [*_changes(method, measured.age is not None), "EDEN(bits=4), which leaves nothing out"]
+    return (
+        f"{method!r}, round {round}: {told}.\n"
+        "A training of a few hundred rounds loses accuracy by this, a long one less.\n"
+        f"Try {', or '.join(advice)}; link.diagnostics() has the numbers by parameter."
+    )
+
+
+def _problem(method: Method, measured: Comparison) -> str | None:
+    cosine = f"cosine {measured.cosine:.2f}"
+    if method.traits.sharded or (method.traits.direction and measured.age is None):
+        # A rank that sends one shard for its node says nothing of the rest of its gradient, and a direction has neither
+        # the length nor the angle of one.
+        return None
+    if measured.age is not None:
+        if measured.age <= OLD or measured.cosine >= LATE_COSINE:
+            return None
+        return (
+            f"what it sends says little of the gradient ({cosine}), and what waits to be sent is "
+            f"{measured.age:.1f} gradients long, about so many rounds late"
+        )
+    if measured.density < ELEMENTS and measured.kept < KEPT and measured.cosine**2 > ALIKE * measured.kept:
+        return (
+            f"it sends {100 * measured.density:.2g} % of the elements and keeps nothing of the others, so that "
+            f"{100 * (1 - measured.kept):.0f} % of the gradient is lost ({cosine})"
+        )
+    if measured.relative_error > ERROR:
+        return f"what it sends errs by {measured.relative_error:.1f} times the gradient ({cosine}), which is noise"
+    return None
+
+
+def _changes(method: Method, keeps: bool) -> list[str]:
+    """Return specs with a field that lets more through, and what else may help."""
+    found = [repr(changed) for changed in (_with(method, field, change) for field, change in MORE.items()) if changed]
+    around = None if keeps or method.traits.unbiased else _built(partial(ErrorFeedback, compressor=method))
+    if around is not None:
+        found.append(repr(around))
+    if keeps and getattr(method, "momentum", None) == 0.0:
+        found.append(f"momentum={MOMENTUM} of the method in place of the optimizer's")
+    return found
+
+
+def _with(method: Method, name: str, change: Callable[[Any], Any]) -> Method | None:
+    """Return a method with a field of it, or of one inside it, changed; None where there is no more to be had."""
+    for field in dataclasses.fields(method):
+        value = getattr(method, field.name)
+        if field.name == name:
+            more = change(value)
+        elif isinstance(value, Method):
+            more = _with(value, name, change)
+        else:
+            continue
+        if more is not None and more != value:
+            return _built(partial(dataclasses.replace, method, **{field.name: more}))
+    return None
+
+
+def _built(build: Callable[[], Method]) -> Method | None:
+    """Return what is built, or None where there is no such method."""
+    try:
+        return build()
+    except HyperparameterError:
+        return None
+
+
+def _density(value: float) -> float:
+    return min(1.0, float(f"{max(10 * value, 0.05):.2g}"))
+
+
+MORE: dict[str, Callable[[Any], Any]] = {
+    "density": _density,
+    "fixed_bytes": lambda value: None if value is None else 10 * max(value, 1500.0),
+    "cycle": lambda value: max(1, value // 8),
+    "matrix_rank": lambda value: 4 * value,
+    "block_size": lambda value: 64 if value is None or value > 64 else None,
+}
+"""How to change a field so that more is sent; None or the same value: not at all."""

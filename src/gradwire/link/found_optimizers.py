@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+import gc
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from gradwire.errors import IncompatibleError
+from gradwire.errors import HyperparameterError, IncompatibleError
 from gradwire.exchange.method import Method
 from gradwire.exchange.segments import is_sharded
 from gradwire.link.checks import caution_about_rate, check_not_in_backward, check_optimizer
-from gradwire.link.failures import Failures
-from gradwire.link.warn_once import WarnOnce
+from gradwire.link.failures import Failures, WarnOnce
 from gradwire.methods.feedback.optimizers import not_stepped
-
-__all__ = ["OptimizerSearch", "on_any_step"]
 
 
 def on_any_step(
@@ -74,9 +73,9 @@ class OptimizerSearch:
     ) -> None:
         self._method, self._failures, self._warnings = method, failures, warnings
         unknown = parameters if optimizer is None else not_stepped(optimizer, parameters)
-        self._unknown = set(unknown) if method.owns_momentum or method.local_steps else set[str]()
+        self._unknown = set(unknown) if method.traits.owns_momentum or method.traits.local_steps else set[str]()
         # The learning rate is looked at where the first step is taken: a schedule may have set it since.
-        self._rated = set(compressed) if method.direction else set[str]()
+        self._rated = set(compressed) if method.traits.direction else set[str]()
         # FSDP2 has reduced a gradient before anybody can step by it.
         self._unseen = {name for name, p in parameters.items() if not is_sharded(p)}
         searches = self._unknown or self._unseen or self._rated
@@ -106,3 +105,88 @@ class OptimizerSearch:
         stop, self._stop = self._stop, None
         if stop is not None:
             stop()
+
+
+class LearningRates:
+    """Reads the learning rate of each parameter from the optimizer that steps after the exchange.
+
+    Args:
+        method: Of the link.
+        optimizer: None if none was given.
+        parameters: That are exchanged, by name.
+    """
+
+    def __init__(self, method: Method, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> None:
+        self._optimizer = optimizer if method.traits.needs_learning_rates else None
+        self._names = {id(p): name for name, p in parameters.items()}
+
+    def read(self) -> dict[str, float] | None:
+        """Return the learning rates by name, as the optimizer's groups hold them now.
+
+        Returns:
+            None where the method need not know them, or there is no optimizer.
+
+        Raises:
+            IncompatibleError: one is negative or not finite.
+        """
+        if self._optimizer is None:
+            return None
+        found: dict[str, float] = {}
+        for group in self._optimizer.param_groups:
+            rate = float(group["lr"])
+            ours = [name for p in group["params"] if (name := self._names.get(id(p))) is not None]
+            if ours and not 0 <= rate < math.inf:
+                raise IncompatibleError(
+                    f"the learning rate of parameter {ours[0]!r} is {rate}: a finite number of at least 0 is needed"
+                )
+            found.update(dict.fromkeys(ours, rate))
+        return found
+
+
+def check_scaler(grad_scaler: Any) -> None:
+    """Refuse what cannot say by how much gradients are scaled.
+
+    Raises:
+        HyperparameterError: it is neither None nor False nor has a ``get_scale()``.
+    """
+    if grad_scaler is None or grad_scaler is False or callable(getattr(grad_scaler, "get_scale", None)):
+        return
+    raise HyperparameterError(
+        f"grad_scaler: the torch.amp.GradScaler that scales the loss is needed, or None, or False for a loss that none "
+        f"scales, not {grad_scaler!r}"
+    )
+
+
+def scale_of(grad_scaler: Any) -> float:
+    """Return the factor that is in this round's gradients."""
+    return float(grad_scaler.get_scale()) if grad_scaler else 1.0
+
+
+def check_unscaled(method: Method, grad_scaler: Any) -> None:
+    """Refuse gradients of a scaled loss where the method was not told; to be called with the first gradients.
+
+    Nothing tells a communication hook that a loss was scaled. But a scaler that has scaled one is alive, and before the
+    first backward pass only a program that trains with scaled losses has such a thing. One that ``gc.freeze`` hides is
+    not found.
+
+    Raises:
+        IncompatibleError: there is one, and neither it nor False was handed over.
+    """
+    if not method.traits.needs_loss_scale or grad_scaler is not None:
+        return
+    if not _scaling():
+        return
+    gc.collect()
+    if _scaling():
+        raise IncompatibleError(
+            f"a GradScaler scales losses in this program, and {method!r} needs to know by how much: hand it over, "
+            "grad_scaler=scaler, or say grad_scaler=False where these gradients are not scaled when exchanged: it is "
+            "another module's, or has unscaled them before"
+        )
+
+
+def _scaling() -> bool:
+    """Return whether there is a scaler that has scaled a loss; one that waits for collection counts, too."""
+    # type(), since some objects are proxies whose class is not to be asked.
+    scalers = (o for o in gc.get_objects() if issubclass(type(o), torch.amp.GradScaler))
+    return any(scaler.is_enabled() and getattr(scaler, "_scale", None) is not None for scaler in scalers)

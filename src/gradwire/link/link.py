@@ -16,31 +16,24 @@ from gradwire.exchange.method import Method, is_whole, require
 from gradwire.exchange.planning import LinkOptions, Options, exchanged, own_buckets, refuse_scatter
 from gradwire.exchange.protocols import REDUCE_SCATTER
 from gradwire.exchange.segments import flat_view
-from gradwire.link.bucket_exchange import BucketExchange
+from gradwire.link.bucket_exchange import BucketExchange, StepBuffer
 from gradwire.link.checks import caution_about, caution_alone, check_optimizer, optimizer_terms
 from gradwire.link.detached import lost
-from gradwire.link.diagnostics import Diagnostics
-from gradwire.link.failures import place
-from gradwire.link.found_optimizers import OptimizerSearch
-from gradwire.link.grad_scaler import check_scaler, check_unscaled
-from gradwire.link.handshake import agreement, compared, default_group
-from gradwire.link.judgement import Judge
-from gradwire.link.learning_rates import LearningRates
+from gradwire.link.diagnostics import Diagnostics, Judge
+from gradwire.link.failures import WarnOnce, place
+from gradwire.link.found_optimizers import LearningRates, OptimizerSearch, check_scaler, check_unscaled
+from gradwire.link.handshake import ReplicaCheck, agreement, compared, default_group, value_terms
 from gradwire.link.link_runtime import LinkRuntime, close_threads
 from gradwire.link.local_steps import LocalSteps, LocalStepsUser
-from gradwire.link.open_links import lowest_free, numbers_in_use, register, share_a_number
 from gradwire.link.parameters import check_parameters, gradient, named_parameters
-from gradwire.link.replica_check import ReplicaCheck, value_terms
 from gradwire.link.reports import LinkReports
+from gradwire.link.round import Mean, Round
 from gradwire.link.selection.autotune import OWN_STATE, say_dropped
-from gradwire.link.selection.build import make_selection
-from gradwire.link.selection.coder import CoderSelection
 from gradwire.link.selection.control_channel import ControlChannel
-from gradwire.link.selection.link_cost import CostKeeper
-from gradwire.link.site import Site
+from gradwire.link.selection.fallback import make_selection
+from gradwire.link.selection.link_cost import CoderSelection, CostKeeper
+from gradwire.link.site import Site, lowest_free, numbers_in_use, register, share_a_number
 from gradwire.link.state import LINK_STATE, check_state, remembered
-from gradwire.link.step_buffer import StepBuffer
-from gradwire.link.warn_once import WarnOnce
 from gradwire.methods.auto import delivering
 from gradwire.methods.spec import method as read_method
 from gradwire.seeds import LinkNumber
@@ -49,7 +42,6 @@ from gradwire.version import __version__
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["Link"]
 
 LANES = 2
 """Lanes on CPU, where a lane's thread computes and sends by turns."""
@@ -161,7 +153,7 @@ class Link(LinkReports, LocalStepsUser):
             "the connections of a link",
             lambda store: [self._site.lane(i, store, order, scopes) for i in range(count)],
         )
-        scaler = None if self.method.local_steps else grad_scaler  # differences of parameters have no scale
+        scaler = None if self.method.traits.local_steps else grad_scaler  # differences of parameters have no scale
         passes, check = 1 if self.options.collective == REDUCE_SCATTER else 2, self.options.check
         device, staged = self._site.device, self._site.exchanges_copies
         selection = self._selection
@@ -174,9 +166,11 @@ class Link(LinkReports, LocalStepsUser):
         self._replicas = ReplicaCheck(self.options.check_every, mine.circle.ranks)
         self._step: StepBuffer | None = None
         self.buffer_bytes: Callable[[], int] = lambda: 0
-        self._local = LocalSteps.of(
-            self.method, self._parameters, self.options, self._begin, self._runtime, self._channel, grad_scaler
-        )
+        if self.method.traits.local_steps:
+            most = 4 * self.options.chunk_numel
+            self._local = LocalSteps(
+                self.method, self._parameters, most, self._begin, self._runtime, self._channel, grad_scaler
+            )
         unbind = (self._local or self.method).bind(optimizer, self._parameters)
         compressed = {n: p for n, p in self._exchanged.items() if n not in self._selection.planner.dense}
         caution_about(self.method, optimizer, compressed, warnings)
@@ -214,74 +208,77 @@ class Link(LinkReports, LocalStepsUser):
         if not self.close.alive:
             raise ExchangeError("this link was closed: wrap the module anew and attach again")
         with profiled("bucket", str(index)):
-            return self._given(index, names, flat, last)
-
-    def _given(
-        self, index: int, names: Sequence[str], flat: torch.Tensor, last: bool
-    ) -> torch.futures.Future[torch.Tensor]:
-        if self._local is None:
+            if self._local is not None:
+                kept = self._local.keep(flat, last, self._selection.planner.is_warm_up(self._runtime.round))
+                if kept is not None:
+                    return kept
+                names = self._local.parameters.pieces.of(names)
             return self._begin(index, names, flat, last)
-        kept = self._local.keep(flat, last, self._selection.planner.is_warm_up(self._runtime.round))
-        return kept or self._begin(index, self._local.parameters.pieces.of(names), flat, last)
 
-    def _begin(
-        self, index: int, names: Sequence[str], flat: torch.Tensor, last: bool
-    ) -> torch.futures.Future[torch.Tensor]:
+    def _begin(self, index: int, names: Sequence[str], flat: torch.Tensor, last: bool) -> Mean:
         runtime = self._runtime
         if index == 0:
-            runtime.settle()
+            self._settle()
         runtime.failures.refuse()
-        if self.world_size == 1:
-            return runtime.leave(flat, last)
         try:
-            if index == 0:
-                self._search.end_when_done()
-                if runtime.rounds_here == 0:
-                    check_unscaled(self.method, self.grad_scaler)
-                    shared = share_a_number(self)
-                    if shared is not None:
-                        runtime.warnings.once(shared, shared)
-                replicated = self._parameters if self._local is None else self._local.replicated()
-                self._replicas.begin(runtime.round, self._channel, replicated)
-                runtime.learning_rates = self._rates.read()
-                skipped = 0 <= runtime.last_skipped == runtime.round - 1
-                changed = self._selection.begin(runtime.round, self._channel, skipped)
-                if changed is not None:
-                    runtime.forget(changed.reason, changed.keeps)
-            future = self._whole_step(names, flat, last) or self._start(index, names, flat, last)
+            round = self._round
+            if index == 0 or round is None:
+                round = self._round = self._next_round()
+            if self.world_size == 1:
+                future = round.leave(flat, last)
+            else:
+                future = self._whole_step(round, names, flat, last) or self._start(round, index, names, flat, last)
         except Exception as error:
             raise runtime.failures.record(error, place(index, None, runtime.round, names)) from error
         if last:
             runtime.next_round()
         return future
 
-    def _whole_step(
-        self, names: Sequence[str], flat: torch.Tensor, last: bool
-    ) -> torch.futures.Future[torch.Tensor] | None:
+    def _next_round(self) -> Round:
+        """Begin a round: settle on all ranks alike what is read or chosen once for all of its buckets."""
+        runtime, before = self._runtime, self._round
+        if self.world_size == 1:
+            return Round(runtime)
+        self._search.end_when_done()
+        if runtime.rounds_here == 0:
+            check_unscaled(self.method, self.grad_scaler)
+            if (shared := share_a_number(self)) is not None:
+                runtime.warnings.once(shared, shared)
+        replicated = self._parameters if self._local is None else self._local.replicated()
+        self._replicas.begin(runtime.round, self._channel, replicated)
+        learning_rates = self._rates.read()
+        skipped = before is not None and before.skipped and before.number == runtime.round - 1
+        changed = self._selection.begin(runtime.round, self._channel, skipped)
+        if changed is not None:
+            if changed.reason is not None:
+                runtime.warnings.once(changed.reason, changed.reason)
+            runtime.memory.keep(changed.keeps)
+        return Round(runtime, learning_rates)
+
+    def _whole_step(self, round: Round, names: Sequence[str], flat: torch.Tensor, last: bool) -> Mean | None:
         """Hold a bucket back until the step's last one is there, where the method needs that."""
         planner = self._selection.planner
-        if not planner.method.whole_step:
+        if not planner.method.traits.whole_step:
             return None
         if self._step is None:
             self._step = StepBuffer(planner.step_order(), planner.parameters, self._runtime.device)
         future = self._step.add(names, flat)
         if last:
-            whole = self._start(0, self._step.order, self._step.vector(), last=True)
+            whole = self._start(round, 0, self._step.order, self._step.vector(), last=True)
             whole.add_done_callback(self._step.give_back)
         return future
 
-    def _start(
-        self, index: int, names: Sequence[str], flat: torch.Tensor, last: bool
-    ) -> torch.futures.Future[torch.Tensor]:
+    def _start(self, round: Round, index: int, names: Sequence[str], flat: torch.Tensor, last: bool) -> Mean:
         planner = self._selection.planner
-        plan, segments = planner.plan(names, self._runtime.round), planner.segments(names)
+        plan, segments = planner.plan(names, round.number), planner.segments(names)
         if self._selection.delivers:
             plan = delivering(plan, segments)
-        return BucketExchange(self._runtime, plan, segments, flat, index).start(last)
+        return BucketExchange(round, plan, segments, flat, index).start(last)
 
     def end_round(self) -> None:
         """End a round of which no bucket was said to be the last one, where all of its buckets have been exchanged."""
-        self._runtime.end_round()
+        if self._round is not None:
+            self._round.end()
 
     def reduce_(self) -> None:
         """Replace the gradient of every parameter by its mean over ranks; for loops without DDP (collective).
@@ -346,7 +343,7 @@ class Link(LinkReports, LocalStepsUser):
         """
         if self._local is not None:
             self._local.waited()
-        self._runtime.settle()
+        self._settle()
         self._runtime.device.join()
         state = self._runtime.memory.state()
         kept = {**self._coders.state(), **self._cost.state()}
@@ -365,7 +362,7 @@ class Link(LinkReports, LocalStepsUser):
             IncompatibleError: it is not a link's state, or not all of one, or its choice is no candidate here.
         """
         self.check_state_dict(state)
-        self._runtime.settle()
+        self._settle()
         self._replicas.forget()
         self._coders.load(state["global"])
         self._cost.load(state["global"])
@@ -375,7 +372,9 @@ class Link(LinkReports, LocalStepsUser):
             say_dropped(state["global"], warn)
         self._selection.load({**state["global"], **state["rank"]})
         self.number.value = int(state["global"][LINK_STATE])
-        self._runtime.rewind(int(state["global"]["round"]))
+        # A round that was skipped here may come again, with other gradients.
+        self._round, self._runtime.round = None, int(state["global"]["round"])
+        self._runtime.diagnostics.forget()
         if self._local is not None:
             state = self._local.load(state)
         self._runtime.memory.load(remembered(state, self._exchanged, self.method, warn))

@@ -5,26 +5,23 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from gradwire.errors import ExchangeError, IncompatibleError
-from gradwire.exchange.local_steps import StepsLocally
 from gradwire.exchange.method import Method
-from gradwire.exchange.planning import Options, own_buckets
+from gradwire.exchange.planning import own_buckets
 from gradwire.exchange.protocols import Context, Workspace
 from gradwire.exchange.segments import flat_view
 from gradwire.link.found_optimizers import on_any_step
-from gradwire.link.global_parameters import GlobalParameters, State
-from gradwire.link.link_runtime import LinkRuntime, as_it_is
-from gradwire.link.own_parameters import OwnParameters, mean_over_ranks
+from gradwire.link.global_parameters import GlobalParameters, State, mean_over_ranks, parameters_of
+from gradwire.link.link_runtime import LinkRuntime
 from gradwire.link.parameters import put, swapped
+from gradwire.link.round import Mean, as_it_is
 from gradwire.link.selection.control_channel import ControlChannel
 
-__all__ = ["LocalSteps", "LocalStepsUser"]
-
-Exchange = Callable[[int, Sequence[str], torch.Tensor, bool], torch.futures.Future[torch.Tensor]]
+Exchange = Callable[[int, Sequence[str], torch.Tensor, bool], Mean]
 
 
 class LocalStepsUser:
@@ -90,8 +87,8 @@ class LocalSteps:
     """Counts the steps of a link's optimizer, and begins and ends exchanges when they are due.
 
     Args:
-        parameters: The global ones; the worker's own alone where outcomes differ by rank.
-        named: The worker's own, by name.
+        method: A method with local steps.
+        named: The worker's own parameters, by name.
         most: Elements of a bucket at most.
         exchange: A method of the link, which starts the exchange of a bucket; it does not keep the link alive.
         runtime, channel, grad_scaler: The link's.
@@ -103,7 +100,7 @@ class LocalSteps:
 
     def __init__(
         self,
-        parameters: GlobalParameters | OwnParameters,
+        method: Method,
         named: dict[str, torch.Tensor],
         most: int,
         exchange: Exchange,
@@ -111,36 +108,15 @@ class LocalSteps:
         channel: ControlChannel,
         grad_scaler: Any,
     ) -> None:
-        self._grad_scaler = grad_scaler
-        self.parameters, self._named, self._most = parameters, named, most
+        self.parameters = parameters_of(method, named, runtime.world_size)
+        self._named, self._most, self._grad_scaler = named, most, grad_scaler
         self._exchange, self._runtime, self._channel = weakref.WeakMethod(exchange), runtime, channel
         self.buffers: list[torch.Tensor] = []
         self._hooks: list[Callable[[], None]] = []
         self._synchronous = False
-        self._flying: list[tuple[Sequence[str], torch.futures.Future[torch.Tensor]]] | None = None
+        self._flying: list[tuple[Sequence[str], Mean]] | None = None
 
-    @classmethod
-    def of(
-        cls,
-        method: Method,
-        named: dict[str, torch.Tensor],
-        options: Options,
-        exchange: Exchange,
-        runtime: LinkRuntime,
-        channel: ControlChannel,
-        grad_scaler: Any,
-    ) -> LocalSteps | None:
-        """Return the local steps of a link, if its method takes any."""
-        if not method.local_steps:
-            return None
-        parameters: GlobalParameters | OwnParameters
-        if method.outcomes_differ:
-            parameters = OwnParameters(method, named)
-        else:
-            parameters = GlobalParameters(cast(StepsLocally, method), named, runtime.world_size)
-        return cls(parameters, named, 4 * options.chunk_numel, exchange, runtime, channel, grad_scaler)
-
-    def keep(self, flat: torch.Tensor, last: bool, warm_up: bool) -> torch.futures.Future[torch.Tensor] | None:
+    def keep(self, flat: torch.Tensor, last: bool, warm_up: bool) -> Mean | None:
         """Give a bucket of gradients back as it is; None in rounds of warm-up, in which it is to be exchanged."""
         if warm_up:
             self._synchronous = self._synchronous or last
@@ -159,7 +135,7 @@ class LocalSteps:
         if ends is not None:
             self._end(ends)
         names = [] if begins is None else self.parameters.pieces.fragments[begins]
-        self._runtime.kept(sum(p.numel() for p in self._named.values()) - self._begin(names))
+        self._runtime.count(sum(p.numel() for p in self._named.values()) - self._begin(names))
         if begins is not None and not self.parameters.clock.delay:
             self._end(begins)
 

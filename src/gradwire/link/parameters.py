@@ -11,16 +11,6 @@ import torch
 from gradwire.errors import HyperparameterError, IncompatibleError
 from gradwire.exchange.segments import flat_view, is_sharded, local_shard
 
-__all__ = [
-    "check_parameters",
-    "check_steps_in_backward",
-    "gradient",
-    "named_parameters",
-    "plain_name",
-    "put",
-    "swapped",
-]
-
 
 def named_parameters(parameters: Iterable[Any]) -> dict[str, torch.Tensor]:
     """Return the parameters that require a gradient, by plain name; those without one are numbered.

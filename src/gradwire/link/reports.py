@@ -12,8 +12,7 @@ from gradwire.exchange.method import Method
 from gradwire.link.diagnostics import parameter_rows
 from gradwire.link.link_runtime import LinkRuntime
 from gradwire.link.peers.circle import Wait
-
-__all__ = ["COUNTERS", "LinkReports"]
+from gradwire.link.round import Round
 
 COUNTERS = ("rounds", "skipped_rounds", "sent_bytes", "received_bytes", "encode_s", "wire_s", "decode_s")
 """Names in :meth:`LinkReports.metrics` of numbers that only grow while a link is open."""
@@ -24,11 +23,12 @@ class LinkReports:
 
     method: Method
     _runtime: LinkRuntime
+    _round: Round | None = None
+    """The current one, or the last that was begun."""
     buffer_bytes: Callable[[], int]
 
     def __repr__(self) -> str:
-        runtime = self._runtime
-        sent = runtime.traffic(0)
+        runtime, sent = self._runtime, self.traffic()
         factor = f"{sent.compression_factor:.1f} times fewer bytes than float32" if sent.sent_bytes else "nothing sent"
         return f"<{type(self).__name__}: {self.method!r}, {len(runtime.ranks)} ranks, round {runtime.round}, {factor}>"
 
@@ -40,13 +40,15 @@ class LinkReports:
     @property
     def skipped_rounds(self) -> int:
         """Rounds with a non-finite value somewhere, where the method looks, or with one out of its range."""
-        self._runtime.settle()
+        self._settle()
         return self._runtime.skipped_rounds
 
     @property
     def error(self) -> Exception | None:
         """The error that broke the link, in full; DDP shows only a mangled part of it."""
-        return self._runtime.told()
+        if self._round is not None:
+            self._round.look()
+        return self._runtime.failures.told()
 
     def naming(self, where: str) -> AbstractContextManager[Wait]:
         """Return a context in which the failure of a collective, whoever's it is, becomes the error of this link.
@@ -60,6 +62,8 @@ class LinkReports:
 
     def traffic(self) -> Traffic:
         """Return the bytes that this rank sent and received so far."""
+        if self._round is not None:
+            self._round.wait()
         return self._runtime.traffic(self.buffer_bytes())
 
     def diagnostics(self) -> dict[str, Any]:
@@ -77,22 +81,22 @@ class LinkReports:
             far.
 
         A method of which too much is late, lost or noise in a measured round is warned of, once a link
-        (``link/judgement.py``).
+        (``link/diagnostics.py``).
         """
         runtime = self._runtime
-        runtime.settle()
-        rows = parameter_rows(runtime.diagnostics, runtime.memory, self.method.waiting)
+        self._settle()
+        rows = parameter_rows(runtime.diagnostics, runtime.memory, self.method.traits.waiting)
         counts = {"rounds": runtime.round, "skipped_rounds": runtime.skipped_rounds}
         return {"parameters": rows, "gauges": self.gauges(), **counts, **runtime.seconds()}
 
     def gauges(self) -> dict[str, float]:
         """Return the numbers that the method reports of this rank's latest round, by name.
 
-        Their names are those of :attr:`gradwire.Method.gauges`, and the method's page says what they mean. A round that
+        Their names are those of :class:`gradwire.Traits`, and the method's page says what they mean. A round that
         was skipped leaves those of the round before. There is none before the first round, in rounds of warm-up, and
         where a fallback serves.
         """
-        self._runtime.settle()
+        self._settle()
         return dict(self._runtime.gauges.latest)
 
     def metrics(self) -> dict[str, float]:
@@ -122,7 +126,7 @@ class LinkReports:
         if rows and norm > 0:
             errors = (row["relative_error"] * row["gradient_norm"] for row in rows)
             found |= {"gradient_norm": norm, "relative_error": math.hypot(*errors) / norm}
-        residual = self._runtime.memory.norm(self.method.waiting)
+        residual = self._runtime.memory.norm(self.method.traits.waiting)
         if residual is not None:
             found["residual_norm"] = residual
         return found | {f"gauge/{name}": float(value) for name, value in report["gauges"].items()}
@@ -131,3 +135,8 @@ class LinkReports:
         """Let the lanes record what they do from now on; None ends that. What casts do is not recorded."""
         for lane in self._runtime.lanes:
             lane.trace = trace
+
+    def _settle(self) -> None:
+        """Wait until the last round has come to its end, before what it leaves is looked at."""
+        if self._round is not None:
+            self._round.settle()

@@ -9,13 +9,11 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from gradwire.errors import ExchangeError
-from gradwire.exchange.drivers import Lane, call, group_timeout
+from gradwire.exchange.drivers import Lane, group_timeout
 from gradwire.exchange.ops import Exchange
 from gradwire.link.failures import Failures
 from gradwire.link.link_runtime import close_threads
 from gradwire.link.peers.circle import Circle
-
-__all__ = ["SideLane"]
 
 T = TypeVar("T")
 
@@ -55,6 +53,6 @@ class SideLane:
         if not self.close.alive:  # type: ignore[attr-defined]
             raise ExchangeError(f"this {self._purpose} link was closed: build another one")
         try:
-            return call(self.lane, generator, where)
+            return self.lane.run(generator, where).result()
         except Exception as error:
             raise self.failures.record(error, where) from error

@@ -17,20 +17,15 @@ from gradwire.exchange.planning.planner import Planner
 from gradwire.exchange.protocols import Context, Gauges, Memory, RoundParts, Workspace
 from gradwire.exchange.segments import flat_view
 from gradwire.link.checks import check_optimizer
-from gradwire.link.diagnostics import Diagnostics, parameter_rows
-from gradwire.link.judgement import Judge
-from gradwire.link.learning_rates import LearningRates
+from gradwire.link.diagnostics import Diagnostics, Judge, parameter_rows
+from gradwire.link.failures import WarnOnce
+from gradwire.link.found_optimizers import LearningRates
 from gradwire.link.selection.autotune import say_dropped
-from gradwire.link.selection.coder import CoderSelection
-from gradwire.link.selection.link_cost import CostKeeper
+from gradwire.link.selection.link_cost import CoderSelection, CostKeeper
 from gradwire.link.state import LINK_STATE, check_state, remembered
-from gradwire.link.warn_once import WarnOnce
-from gradwire.methods.auto import Auto
 from gradwire.methods.spec import method as read_method
 from gradwire.seeds import LinkNumber
 from gradwire.version import __version__
-
-__all__ = ["SimulatedLink", "Simulation", "simulate"]
 
 
 class SimulatedLink:
@@ -69,12 +64,12 @@ class SimulatedLink:
         if not is_whole(world_size, 1):
             raise HyperparameterError(f"world_size: at least one worker is needed, not {world_size!r}")
         self.method = read_method(method)
-        if isinstance(self.method, Auto):
+        if self.method.traits.tries:
             raise IncompatibleError(
                 f"{self.method!r} chooses by the time that a real link takes: name a method to simulate, or use real"
                 " workers"
             )
-        if self.method.needs_optimizer:
+        if self.method.traits.needs_optimizer:
             raise IncompatibleError(
                 f"{self.method!r} acts on the steps of an optimizer that gradwire.attach is given: there is none in "
                 "a simulation or in gradwire train: leave prox to gradwire.ProximalSGD, or to --l1 of the task logreg"
@@ -124,7 +119,7 @@ class SimulatedLink:
         Raises:
             IncompatibleError: ``gradients`` are none of that form, or the method has no outcome that all share.
         """
-        if self.method.outcomes_differ:
+        if self.method.traits.outcomes_differ:
             raise IncompatibleError(
                 f"{self.method!r} has an outcome for each worker, and none that all share: use exchange_, or "
                 "gradwire.SimulatedLocalSteps"
@@ -143,7 +138,7 @@ class SimulatedLink:
                 f"gradients are float32 [{self.world_size}, {numel}], not {gradients.dtype} {list(gradients.shape)}"
             )
         self._read = self._rates.read()
-        if self.method.whole_step:
+        if self.method.traits.whole_step:
             rows = torch.stack([self._reordered(g, self._names, self._order) for g in gradients])
             self._exchange(self._order, rows)
             gradients[0] = self._reordered(rows[0], self._order, self._names)
@@ -164,7 +159,7 @@ class SimulatedLink:
             contexts = [replace(self._context(r, chunk), wants_sent=measured) for r in range(self.world_size)]
             runs = [plan.run(c, g, p) for c, g, p in zip(contexts, rows, prepared)]
             # Only who remembers something, or has an outcome of its own, has to do what follows its last exchange.
-            alike = self.method.properties.state == "none" and not self.method.outcomes_differ
+            alike = self.method.properties.state == "none" and not self.method.traits.outcomes_differ
             outcome = simulate_ranks(runs, self._meters, leader_only=alike)[0]
             finite = finite and outcome.finite is not False
             if outcome.sent is None:
@@ -228,7 +223,7 @@ class SimulatedLink:
 
         The first round of a simulation is not measured.
         """
-        return {"parameters": parameter_rows(self._diagnostics, self._memories[0], self.method.waiting)}
+        return {"parameters": parameter_rows(self._diagnostics, self._memories[0], self.method.traits.waiting)}
 
     def gauges(self) -> list[dict[str, float]]:
         """Return what :meth:`Link.gauges` would return on each worker, by worker."""

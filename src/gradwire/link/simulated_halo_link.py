@@ -13,9 +13,7 @@ from gradwire.exchange.drivers import Traffic, simulate_ranks
 from gradwire.exchange.method import Method
 from gradwire.graphs import Boundary, Halo, HaloMethod, halo_method
 from gradwire.graphs.halo_plan import BACKWARD, FORWARD
-from gradwire.link.halo_state import HaloWorker, State, compiled
-
-__all__ = ["SimulatedHaloLink"]
+from gradwire.link.halo_link import HaloWorker, State, compiled
 
 
 class SimulatedHaloLink:

@@ -5,24 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import fields, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from gradwire.errors import ExchangeError, IncompatibleError
 from gradwire.exchange.drivers import Meter, Traffic, dense_bytes, simulate_ranks
-from gradwire.exchange.local_steps import StepsLocally
 from gradwire.exchange.method import Method
 from gradwire.exchange.planning import FragmentClock, Options, exchanged
 from gradwire.exchange.protocols import Context
 from gradwire.exchange.segments import flat_view
-from gradwire.link.global_parameters import GlobalParameters
-from gradwire.link.own_parameters import OwnParameters, mean_over_ranks
+from gradwire.link.global_parameters import GlobalParameters, mean_over_ranks, parameters_of
 from gradwire.link.parameters import named_parameters, swapped
 from gradwire.link.simulate import SimulatedLink
 from gradwire.methods.spec import method as read_method
-
-__all__ = ["SimulatedLocalSteps"]
 
 
 class SimulatedLocalSteps:
@@ -61,21 +57,16 @@ class SimulatedLocalSteps:
         self, workers: Sequence[Iterable[tuple[str, torch.Tensor]]], method: str | Method, **options: Any
     ) -> None:
         named, found = [named_parameters(pairs) for pairs in workers], read_method(method)
-        if not found.local_steps:
+        if not found.traits.local_steps:
             raise IncompatibleError(f"{found!r} exchanges gradients at every step: simulate it by a SimulatedLink")
         pieces, its_options = exchanged(found, named[0], Options.of(options))
         settings = {field.name: getattr(its_options, field.name) for field in fields(its_options)}
         self.link = SimulatedLink(pieces.items(), found, len(named), **settings)
         for rank, mine in enumerate(named):
-            same = found.outcomes_differ or all(torch.equal(p, named[0][n]) for n, p in mine.items())
+            same = found.traits.outcomes_differ or all(torch.equal(p, named[0][n]) for n, p in mine.items())
             if mine.keys() != named[0].keys() or not same:
                 raise IncompatibleError(f"worker {rank} begins with other parameters than worker 0")
-        self._workers: list[GlobalParameters | OwnParameters] = [
-            OwnParameters(found, mine)
-            if found.outcomes_differ
-            else GlobalParameters(cast(StepsLocally, found), mine, len(named))
-            for mine in named
-        ]
+        self._workers = [parameters_of(found, mine, len(named)) for mine in named]
         self.buffers: list[list[torch.Tensor]] = []
         self._names = list(self._workers[0].pieces)
         self._flying: tuple[Sequence[str], list[torch.Tensor]] | None = None
@@ -168,7 +159,7 @@ class SimulatedLocalSteps:
         rows = torch.stack([worker.outgoing(names) for worker in self._workers])
         self.link.exchange_(rows, names)
         # A mean is read only.
-        self._flying = names, list(rows) if self.link.method.outcomes_differ else [rows[0]] * len(rows)
+        self._flying = names, list(rows) if self.link.method.traits.outcomes_differ else [rows[0]] * len(rows)
 
     @torch.no_grad()
     def _end(self, fragment: int, replaced: bool = False) -> None:

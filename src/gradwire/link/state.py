@@ -13,10 +13,7 @@ from gradwire.exchange.protocols.memory import OWN_VALUE, base_kind
 from gradwire.exchange.segments import Parameter
 from gradwire.link.global_parameters import CLOCK
 from gradwire.link.selection.autotune import OWN_STATE, STATE
-from gradwire.link.selection.coder import CODER_STATE
-from gradwire.link.selection.link_cost import LINK_COST_STATE, read_cost
-
-__all__ = ["LINK_STATE", "check_state", "remembered"]
+from gradwire.link.selection.link_cost import CODER_STATE, LINK_COST_STATE, read_cost
 
 State: TypeAlias = Mapping[str, Mapping[str, torch.Tensor]]
 
@@ -113,9 +110,9 @@ def _check_part(scope: str, part: object, parameters: Mapping[str, Parameter], m
         if scope == "global":
             continue
         kind, slash, name = key.partition("/")
-        if kind == OWN_VALUE and name.partition("/")[0] in method.remembers:
+        if kind == OWN_VALUE and name.partition("/")[0] in method.traits.remembers:
             continue
-        if slash and method.sharded and _is_of_other_shards(name, parameters):
+        if slash and method.traits.sharded and _is_of_other_shards(name, parameters):
             continue
         if not slash or (name not in parameters and name != JOINED_PARAMETER):
             raise IncompatibleError(
@@ -124,7 +121,7 @@ def _check_part(scope: str, part: object, parameters: Mapping[str, Parameter], m
         most = parameters[name].numel if name in parameters else sum(p.numel for p in parameters.values())
         # What another method keeps is dropped, whatever its size.
         kind = base_kind(kind)
-        exact = name in parameters and kind in method.remembers
+        exact = name in parameters and kind in method.traits.remembers
         needed = method.remembered_numel(kind, parameters[name]) if exact else most
         fits = value.numel() == needed if exact else value.numel() <= needed
         if not fits or not value.is_floating_point():
@@ -142,9 +139,9 @@ def remembered(
     state: State, parameters: Mapping[str, torch.Tensor], method: Method, warn: Callable[[str, str], None]
 ) -> dict[str, dict[str, torch.Tensor]]:
     """Return what of a state a method remembers, without the link's own values; the rest is dropped, which is said."""
-    kept = kept_names(parameters, method) if method.sharded else {}
+    kept = kept_names(parameters, method) if method.traits.sharded else {}
     # A method that does not say what it remembers is given all.
-    known = method.remembers if method.remembers or method.properties.state == "none" else None
+    known = method.traits.remembers if method.traits.remembers or method.properties.state == "none" else None
     found: dict[str, dict[str, torch.Tensor]] = {}
     dropped = set()
     for scope, part in state.items():
@@ -154,7 +151,7 @@ def remembered(
             kind = name.partition("/")[0] if kind == OWN_VALUE else base_kind(kind)
             if key in OWN_VALUES:
                 continue
-            if method.sharded and _is_of_other_shards(name, kept):
+            if method.traits.sharded and _is_of_other_shards(name, kept):
                 dropped.add(f"{kind} of other shards")
             elif known is None or kind in known:
                 found[scope][key] = value

@@ -20,8 +20,6 @@ from gradwire.methods.spec import method as read_method
 from gradwire.seeds import worker_seed
 from gradwire.version import __version__
 
-__all__ = ["WeightLink"]
-
 
 class WeightLink:
     """Gathers sharded weights over a group, each shard by what changed of it since it was last sent.
@@ -60,8 +58,8 @@ class WeightLink:
             self.method = read_method(method)
             check_operator("compress_weights", self.method)
             kernels = get_kernels(backend)
-            if self.method.kernels:
-                kernels.warm_up(self.method.kernels)
+            if self.method.traits.kernels:
+                kernels.warm_up(self.method.traits.kernels)
             checksum.warm_up()
             mine.fields = {
                 "gradwire version": __version__,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -11,12 +11,9 @@ import torch
 from gradwire.exchange.method import Method, Properties, is_whole, require
 from gradwire.exchange.protocols.bucket_plan import BucketPlan
 from gradwire.exchange.segments import Parameter, Segment
+from gradwire.exchange.traits import Traits
 from gradwire.methods.feedback.error_feedback import Delivery
-from gradwire.methods.sparse.grandk import GRandK
 from gradwire.methods.spec import method, register
-from gradwire.methods.wrappers.wrapper import Wrapper
-
-__all__ = ["Auto", "delivering", "not_comparable"]
 
 
 @register
@@ -52,8 +49,6 @@ class Auto(Method):
         bit_stable=False,
         bits_per_element=32.0,
     )
-    collectives: ClassVar[tuple[str, ...]] = ()
-    unbiased: ClassVar[bool] = False
 
     candidates: tuple[str, ...] = ("fp32", "bf16", "terngrad", "coded", "drive")
     turns: int = 4
@@ -74,33 +69,23 @@ class Auto(Method):
             value = getattr(self, field)
             require(is_whole(value, 1), f"Auto({field}=...)", f"at least 1 is needed, not {value!r}")
 
-    @property
-    def kernels(self) -> tuple[str, ...]:  # type: ignore[override]
-        """All candidates'."""
-        return tuple(dict.fromkeys(name for spec in self.candidates for name in method(spec).kernels))
-
-    @property
-    def needs_link_cost(self) -> bool:  # type: ignore[override]
-        """Whether a candidate does."""
-        return any(method(spec).needs_link_cost for spec in self.candidates)
-
-    @property
-    def needs_learning_rates(self) -> bool:  # type: ignore[override]
-        """Whether a candidate does."""
-        return any(method(spec).needs_learning_rates for spec in self.candidates)
-
-    @property
-    def remembers(self) -> tuple[str, ...]:  # type: ignore[override]
-        """All candidates'."""
-        return tuple(dict.fromkeys(kind for spec in self.candidates for kind in method(spec).remembers))
+    def declare(self) -> Traits:
+        return replace(
+            super().declare(),
+            collectives=(),
+            needs_loss_scale=any(method(spec).traits.needs_loss_scale for spec in self.candidates),
+            kernels=tuple(dict.fromkeys(name for spec in self.candidates for name in method(spec).traits.kernels)),
+            remembers=tuple(dict.fromkeys(kind for spec in self.candidates for kind in method(spec).traits.remembers)),
+            needs_learning_rates=any(method(spec).traits.needs_learning_rates for spec in self.candidates),
+            needs_link_cost=any(method(spec).traits.needs_link_cost for spec in self.candidates),
+            tries=self.candidates,
+            unbiased=False,
+        )
 
     def remembered_numel(self, kind: str, parameter: Parameter) -> int:
-        return next(m.remembered_numel(kind, parameter) for m in map(method, self.candidates) if kind in m.remembers)
-
-    @property
-    def needs_loss_scale(self) -> bool:  # type: ignore[override]
-        """Whether any candidate does."""
-        return any(method(spec).needs_loss_scale for spec in self.candidates)
+        return next(
+            m.remembered_numel(kind, parameter) for m in map(method, self.candidates) if kind in m.traits.remembers
+        )
 
     def caution(self, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> str | None:
         return next((told for spec in self.candidates if (told := method(spec).caution(optimizer, parameters))), None)
@@ -110,7 +95,7 @@ class Auto(Method):
         """Refuse candidates that remember under one name what has different sizes."""
         probe, sizes = Parameter("p", (512, 256), (256, 1)), dict[str, int]()
         for one in chosen:
-            for kind in one.remembers:
+            for kind in one.traits.remembers:
                 numel = sizes.setdefault(kind, one.remembered_numel(kind, probe))
                 require(
                     numel == one.remembered_numel(kind, probe),
@@ -126,23 +111,19 @@ def delivering(plan: BucketPlan, segments: Sequence[Segment]) -> BucketPlan:
 
 def not_comparable(one: Method) -> str | None:
     """Explain why the time of a step alone cannot tell whether a method is better than others; None where it can."""
-    if isinstance(one, Auto):
+    if one.traits.tries:
         return "tries others itself: it cannot be tried"
-    if one.local_steps:
+    if one.traits.local_steps:
         return "exchanges parameters and no gradients, which the other candidates' rounds do not go with"
-    if one.owns_momentum:
+    if one.traits.owns_momentum:
         return "brings a momentum of its own, for which the optimizer has to have none"
-    if one.joined and one.properties.state != "none":
+    if one.traits.joined and one.properties.state != "none":
         return "remembers all parameters as one vector, which others cannot go on with"
-    if one.direction:
+    if one.traits.direction:
         return "gives a direction, which needs a learning rate of its own"
-    if _sends_parts(one):
+    if one.traits.sends_parts:
         return (
             "sends a part of the gradient a round, the faster the more it leaves out, and what is left out is lost "
             "without error feedback: use ErrorFeedback around it, by name rather than by trial"
         )
     return None
-
-
-def _sends_parts(one: Method) -> bool:
-    return isinstance(one, GRandK) or (isinstance(one, Wrapper) and _sends_parts(one.compressor))

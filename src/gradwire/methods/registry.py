@@ -13,32 +13,29 @@ from gradwire.methods.feedback.diana import DIANA, DQGD
 from gradwire.methods.feedback.ef21 import EF21
 from gradwire.methods.feedback.error_feedback import ErrorFeedback
 from gradwire.methods.gossip.choco_sgd import ChocoSGD
-from gradwire.methods.gossip.dpsgd import DPSGD
+from gradwire.methods.gossip.gossip import DPSGD
 from gradwire.methods.gossip.power_gossip import PowerGossip
 from gradwire.methods.lattice.lattice import Lattice
 from gradwire.methods.learned.lgc import LGC
 from gradwire.methods.levels.adaptive_levels import ALQ, ALQN, AMQ, AMQN
 from gradwire.methods.levels.dorefa import DoReFa
 from gradwire.methods.levels.multi_scale import MultiScale
-from gradwire.methods.levels.natural_dithering import NaturalDithering
-from gradwire.methods.levels.nuqsgd import NUQSGD
+from gradwire.methods.levels.nuqsgd import NUQSGD, NaturalDithering
 from gradwire.methods.levels.p_quantisation import PQuantisation
 from gradwire.methods.levels.qsgd import QSGD, QSGDinf
 from gradwire.methods.levels.qsgd_max_norm import QSGDMaxNorm
-from gradwire.methods.local_steps.diloco import DiLoCo
+from gradwire.methods.local_steps.diloco import DiLoCo, StreamingDiLoCo
 from gradwire.methods.local_steps.easgd import EASGD
 from gradwire.methods.local_steps.local_sgd import LocalSGD
 from gradwire.methods.local_steps.sparse_loco import SparseLoCo
-from gradwire.methods.local_steps.streaming_diloco import StreamingDiLoCo
 from gradwire.methods.low_rank.acp_sgd import ACPSGD
 from gradwire.methods.low_rank.powersgd import PowerSGD
 from gradwire.methods.natural.natural import Natural
 from gradwire.methods.rotations.eden import DRIVE, EDEN
 from gradwire.methods.rotations.quic_fl import QUICFL
 from gradwire.methods.rotations.rotated import Rotated
-from gradwire.methods.signs.ef_signsgd import EFSignSGD
+from gradwire.methods.signs.ef_signsgd import EFSignSGD, ScaledSign
 from gradwire.methods.signs.onebit import OneBit
-from gradwire.methods.signs.scaledsign import ScaledSign
 from gradwire.methods.signs.signsgd import SignSGD, Signum
 from gradwire.methods.sketches.sketched_amsgrad import SketchedAMSGrad
 from gradwire.methods.sketches.sketched_sgd import SketchedSGD
@@ -49,8 +46,7 @@ from gradwire.methods.sparse.grandk import GRandK
 from gradwire.methods.sparse.gtopk import GTopK
 from gradwire.methods.sparse.rand_k import RandK
 from gradwire.methods.sparse.sidco import SIDCo
-from gradwire.methods.sparse.threshold import Threshold
-from gradwire.methods.sparse.top_k import TopK
+from gradwire.methods.sparse.top_k import Threshold, TopK
 from gradwire.methods.ternary.terngrad import TernGrad
 from gradwire.methods.wrappers.coded import Coded
 from gradwire.methods.wrappers.hierarchical import Hierarchical
@@ -229,18 +225,18 @@ class MethodInfo:
             name=type(method).name,
             spec=repr(method),
             summary=p.summary,
-            unbiased=method.unbiased,
-            unbiased_note=method.unbiased_note,
+            unbiased=method.traits.unbiased,
+            unbiased_note=method.traits.unbiased_note,
             bits_per_element=p.bits_per_element,
             omega=method.omega,
-            omega_formula=method.omega_formula,
+            omega_formula=method.traits.omega_formula,
             delta=method.delta,
             delta_formula=method.delta_formula,
             bit_stable=p.bit_stable,
             state=p.state,
             state_bytes_per_element=p.state_bytes_per_element,
             stream=p.stream,
-            collectives=tuple(method.collectives),
+            collectives=tuple(method.traits.collectives),
             paper=p.paper,
             paper_spec=repr(type(method).paper()),
         )

@@ -16,8 +16,6 @@ from gradwire.exchange.method import MOST_BITS, Method, require
 from gradwire.methods.registry import METHODS
 from gradwire.optim import KINDS
 
-__all__ = ["method", "parse", "register"]
-
 _KINDS: list[type[Method]] = list(METHODS)
 
 

@@ -1,1 +1,1 @@
-"""The performance model: what a step would take elsewhere, and what bounds it."""
+"""The performance model: predictions of the time of a step on other clusters, and of its bottleneck."""

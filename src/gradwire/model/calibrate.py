@@ -1,4 +1,4 @@
-"""From measured steps to a :class:`Machine`: the numbers under which the model is least wrong."""
+"""Calibration: fit the costs of a :class:`Machine` to measured steps."""
 
 from __future__ import annotations
 
@@ -10,12 +10,9 @@ from typing import Any
 import numpy as np
 
 from gradwire.errors import BackendError, HyperparameterError
-from gradwire.model.exchange import ExchangeProfile
 from gradwire.model.machine import DEFAULT, LinkModel, Machine
-from gradwire.model.schedule import Load, step_time
-from gradwire.model.timeline import Timeline
-
-__all__ = ["Observation", "calibrate", "log_error"]
+from gradwire.model.profile import Timeline
+from gradwire.model.schedule import ExchangeProfile, Load, step_time
 
 BOUNDS = {
     "ring_efficiency": (0.5, 1.0),
@@ -28,12 +25,12 @@ BOUNDS = {
     "bucket_s": (1e-6, 2e-2),
     "contention": (0.2, 4.0),
 }
-"""What is fitted, and where it may lie."""
+"""Lower and upper bound of each number that is fitted."""
 
 
 @dataclass(frozen=True)
 class Observation:
-    """A measured step, and what the model needs to predict it."""
+    """A measured step, and the inputs of its prediction."""
 
     timeline: Timeline
     exchange: ExchangeProfile
@@ -42,7 +39,7 @@ class Observation:
     step_s: float
 
     def predict(self, machine: Machine) -> float:
-        """Return the model's step."""
+        """Return the predicted seconds of the step."""
         return step_time(self.timeline, self.exchange, machine=machine, link=self.link, load=self.load).step_s
 
 
@@ -52,18 +49,17 @@ def log_error(observation: Observation, machine: Machine) -> float:
 
 
 SCALE = 0.1
-"""Errors beyond this count by their size rather than by their square."""
+"""Scale of the soft-L1 loss: errors beyond it count linearly instead of by their square."""
 
 LINKS = ("ring_efficiency", "crowd_efficiency")
-"""What only steps over limited links can tell."""
-
+"""Numbers that only steps over limited network links can determine."""
 
 PRIOR = 0.1
-"""Weight of log(cost / starting cost) beside log(measured / predicted), where steps are fewer than costs."""
+"""Weight of log(cost / starting cost) beside log(measured / predicted), if there are fewer steps than costs."""
 
 
 class _OutOfTime(Exception):
-    """Ends the fit."""
+    """Raised to end the fit."""
 
 
 def calibrate(
@@ -77,20 +73,20 @@ def calibrate(
 ) -> Machine:
     """Fit the costs to measured steps.
 
-    Least squares of log(measured / predicted) under a soft-L1 loss, so that one disturbed cell does not bend all; over
-    the logarithms of :data:`BOUNDS`' numbers.
+    The fit minimises log(measured / predicted) under a soft-L1 loss, so that one disturbed cell does not distort it,
+    over the logarithms of the numbers in :data:`BOUNDS`.
 
     Args:
-        observations: At least one more than there are numbers to fit, unless ``few``.
-        source: Where they come from.
-        start: Where the fit begins.
-        fit_links: Also fit the efficiencies of links.
-        few: Take what there is. Where steps are fewer than numbers, each number is drawn towards its start: its
-            residual is ``PRIOR`` log(number / start).
-        stop: Ends the fit when it is true; the best costs until then are taken.
+        observations: Measured steps: at least one more than there are numbers to fit, unless ``few``.
+        source: Description of their source.
+        start: Costs with which the fit begins.
+        fit_links: Also fit the efficiencies of network links.
+        few: Accept any number of steps but 0. If there are no more steps than numbers, each number is drawn towards its
+            start, by a residual of ``PRIOR`` log(number / start).
+        stop: Returns whether to end the fit early, with the best costs so far.
 
     Raises:
-        HyperparameterError: there are fewer steps than numbers to fit, or none.
+        HyperparameterError: there are too few steps.
         BackendError: SciPy is not installed.
     """
     if len(observations) <= (0 if few else len(BOUNDS)):
@@ -116,7 +112,7 @@ def calibrate(
         found = [log_error(o, machine(x)) for o in observations]
         if drawn:
             found += [drawn * float(off) for off in x - first]
-        # The soft-L1 loss at the scale below, as the solver adds it up.
+        # The soft-L1 loss at the scale below, as the solver sums it.
         cost = sum(2 * SCALE**2 * (math.sqrt(1 + (e / SCALE) ** 2) - 1) for e in found)
         if cost < best[0]:
             best = cost, x.copy()

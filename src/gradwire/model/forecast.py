@@ -1,44 +1,163 @@
-"""Step times by method on a cluster, what bounds them, and what to do."""
+"""Forecasts of steps by method and network, including cycles of methods with local steps, and advice."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import median
+from typing import cast
+
+import torch
 
 from gradwire.errors import GradwireError
+from gradwire.exchange.local_steps import VELOCITY, StepsLocally
+from gradwire.exchange.method import Method
+from gradwire.exchange.planning import Options, Pieces, Planner, exchanged, own_buckets
 from gradwire.methods.auto import not_comparable
 from gradwire.methods.spec import method as read_method
-from gradwire.model.cycle import Cycle, cycle_of, cycle_time
-from gradwire.model.exchange import ExchangeProfile, exchange_of, nothing_but_the_sum
 from gradwire.model.machine import LinkModel, Machine
-from gradwire.model.profile import Profile
-from gradwire.model.schedule import Load, Steps, step_time
-from gradwire.model.timeline import Timeline
-
-__all__ = ["NOTHING", "Forecast", "Scenario", "forecast", "recommend", "why_apart"]
+from gradwire.model.profile import Profile, ReadyBucket, Timeline
+from gradwire.model.schedule import ExchangeProfile, Load, Steps, exchange_of, jobs_of, nothing_but_the_sum, step_time
 
 NOTHING = "ddp fp32"
-"""DDP without a hook."""
+"""The name of DDP without a hook."""
 
 WORTH = 1.05
-"""Speed-up below which doing less is recommended."""
+"""Least speed-up for which a method is recommended over a simpler one."""
 
 SIGMAS = 1.2816
-"""Of a normal distribution: 80 % lie within."""
+"""Standard deviations around the mean of a normal distribution that hold 80 %."""
 
 LOSSLESS, CASTS = (NOTHING, "fp32"), ("bf16", "fp16")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Scenario:
-    """Where a model is to be trained.
+@dataclass(frozen=True)
+class Fragment:
+    """A part of the parameters that is exchanged at once.
 
     Attributes:
-        hosts: Computers.
-        ranks_per_host: Workers on each, sharing its link and cores.
-        cores: Of each host; None: a worker never waits for a core, as with a GPU of its own.
-        link: Between hosts; its ``ranks_per_host`` is set from here.
+        exchange: Exchange of its buckets.
+        buckets: Its buckets, all of which are ready when the exchange begins.
+        own_s: Seconds on a core of its own to compute differences before, and steps after the exchange.
+    """
+
+    exchange: ExchangeProfile
+    buckets: tuple[ReadyBucket, ...]
+    own_s: float
+
+
+@dataclass(frozen=True)
+class Cycle:
+    """The steps from one exchange of a fragment to its next.
+
+    Attributes:
+        spec: Spec of the method.
+        every: Optimizer steps of a cycle.
+        delay: Steps that go on during each exchange; 0: all ranks wait for it.
+        fragments: Fragments, exchanged one after the other.
+    """
+
+    spec: str
+    every: int
+    delay: int
+    fragments: tuple[Fragment, ...]
+
+    @property
+    def sent_bytes(self) -> float:
+        """Bytes that one rank sends in a step, on average."""
+        return sum(f.exchange.sent_bytes for f in self.fragments) / self.every
+
+
+def cycle_of(
+    method: str | Method,
+    parameters: Mapping[str, torch.Tensor],
+    world_size: int,
+    options: Options | None = None,
+    repeats: int = 5,
+) -> Cycle:
+    """Plan and profile the exchanges of a method with local steps on this machine.
+
+    For gossip they are the exchanges of rank 0: others may take longer on unequal network links, or if they have more
+    neighbours. If payloads alternate from round to round, like PowerGossip's factors, they are those of the even
+    rounds.
+
+    Args:
+        parameters: Parameters by name; their values are not read, so ``meta`` tensors suffice.
+
+    Raises:
+        IncompatibleError: the method cannot serve that many ranks, or does not allow an option.
+    """
+    chosen, given = read_method(method), options or Options()
+    pieces, its = exchanged(chosen, parameters, given)
+    steps = None if chosen.traits.outcomes_differ else cast(StepsLocally, chosen)
+    groups = pieces.fragments if isinstance(pieces, Pieces) else [list(pieces)]
+    planner = Planner(chosen, pieces, world_size, its)
+    planner.compile()
+    fragments = []
+    for names in groups:
+        part = {name: pieces[name] for name in names}
+        buckets = tuple(
+            ReadyBucket(names=tuple(names), numel=sum(part[name].numel() for name in names), ready_s=0.0)
+            for names in own_buckets(part, 4 * given.chunk_numel)
+        )
+        jobs = ExchangeProfile(repr(chosen), world_size, jobs_of(planner, buckets, world_size, repeats))
+        numel = sum(bucket.numel for bucket in buckets)
+        fragments.append(Fragment(jobs, buckets, _own_work(steps, numel, world_size, repeats)))
+    delay = steps.delay if steps is not None else 0
+    return Cycle(repr(chosen), chosen.traits.local_steps, delay, tuple(fragments))
+
+
+def cycle_time(timeline: Timeline, cycle: Cycle, *, machine: Machine, link: LinkModel, load: Load) -> Steps:
+    """Predict the mean time of a step in a cycle.
+
+    Let C be the seconds of a step without an exchange, H the steps and F the fragments of a cycle, d the delay, and T_f
+    the seconds of d steps beside the exchange of fragment f (by :func:`~gradwire.model.schedule.step_time`, since both
+    share cores). A step takes::
+
+        ((H - F d) C + sum_f (T_f + own_f)) / H
+    """
+    beside_s = cycle.delay * timeline.compute_s
+    own = load.stretch * machine.contention
+    found = []
+    for fragment in cycle.fragments:
+        empty = Timeline(forward_s=0.0, buckets=fragment.buckets, backward_s=beside_s, after_s=own * fragment.own_s)
+        found.append(step_time(empty, fragment.exchange, machine=machine, link=link, load=load))
+    alone_s = (cycle.every - len(found) * cycle.delay) * timeline.compute_s
+    return Steps(
+        step_s=(alone_s + sum(part.step_s for part in found)) / cycle.every,
+        compute_s=timeline.compute_s,
+        busy_s=sum(part.busy_s + own * f.own_s for part, f in zip(found, cycle.fragments)) / cycle.every,
+        wire_s=sum(part.wire_s for part in found) / cycle.every,
+    )
+
+
+def _own_work(method: StepsLocally | None, numel: int, workers: int, repeats: int) -> float:
+    """Time the work on a fragment's parameters before and after their exchange."""
+    own, held, mean, velocity = (torch.zeros(numel) for _ in range(4))
+    times = []
+    for _ in range(repeats + 1):
+        began = time.perf_counter()
+        sent = own.clone() if method is None or method.exchanges_parameters else held - own
+        if method is None:
+            own.copy_(sent)
+        else:
+            kept = velocity if VELOCITY in method.remembers_beside else None
+            method.step_(own, held, mean if method.exchanges_parameters else held - sent, kept, workers)
+        times.append(time.perf_counter() - began)
+    return median(times[1:])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenario:
+    """A cluster on which a model is to be trained.
+
+    Attributes:
+        hosts: Number of computers.
+        ranks_per_host: Workers on each, which share its network link and cores.
+        cores: Cores of each host; None: a worker never waits for a core, as if it computed on a GPU of its own.
+        link: Network link between hosts; its ``ranks_per_host`` is ignored in favour of the field above.
     """
 
     hosts: int
@@ -48,7 +167,7 @@ class Scenario:
 
     @property
     def world_size(self) -> int:
-        """Workers."""
+        """Number of workers."""
         return self.hosts * self.ranks_per_host
 
     @property
@@ -62,8 +181,8 @@ class Forecast:
     """A predicted step.
 
     ``low_s`` to ``high_s`` holds 80 % of measured steps, by the calibration's residuals; ``extrapolated`` says why it
-    may not, where the setting lies far outside of the calibration. ``apart`` says why the method is not to be chosen by
-    its time. Of a method that exchanges in one of ``exchange_every`` steps, times and bytes are means over these.
+    may not, if the cluster lies far outside the calibrated range. ``apart`` says why the method should not be chosen by
+    its time. If a method exchanges in one of ``exchange_every`` steps, times and bytes are means over these.
     """
 
     method: str
@@ -84,16 +203,19 @@ class Forecast:
 def forecast(
     profile: Profile, methods: Sequence[str], setting: Scenario, machine: Machine, *, repeats: int = 3
 ) -> tuple[list[Forecast], dict[str, str]]:
-    """Predict the step of each method, and of DDP alone.
+    """Predict the step of DDP alone and of each method.
 
-    Speed-ups are over DDP alone. The timeline is stretched where workers share cores.
+    Speed-ups are over DDP alone. The timeline is lengthened if workers share cores.
 
     Args:
-        methods: Specs.
-        repeats: Of the rehearsal that times each codec here.
+        profile: Profile of the model.
+        methods: Specs of methods.
+        setting: The cluster.
+        machine: Calibrated costs.
+        repeats: Repetitions of the run that times each codec here.
 
     Returns:
-        One forecast for DDP alone and each method, and the reasons of methods that cannot run there.
+        A forecast for DDP alone and for each method, and the reason for each method that cannot run there.
     """
     n, load = setting.world_size, setting.load
     timeline = profile.timeline.scaled(profile.timeline.compute_s * load.stretch)
@@ -107,13 +229,13 @@ def forecast(
     refused: dict[str, str] = {}
     for spec in dict.fromkeys(methods):
         try:
-            if read_method(spec).local_steps:
+            if read_method(spec).traits.local_steps:
                 exchanges[spec] = cycle_of(spec, tensors, n, repeats=repeats)
             else:
                 exchanges[spec] = exchange_of(spec, tensors, profile.timeline.buckets, n, repeats=repeats)
         except GradwireError as error:
             refused[spec] = str(error)
-    # Its codec is not counted, so that it need not be timed well.
+    # The time of its codec is set to 0, so it need not be measured well.
     bare = nothing_but_the_sum(exchange_of("fp32", tensors, profile.timeline.buckets, n, repeats=1))
     chosen = {NOTHING: bare, **exchanges}
     found: list[Forecast] = []
@@ -150,13 +272,13 @@ def _steps(
 
 
 def why_apart(spec: str) -> str | None:
-    """Explain why the time of a step alone does not tell whether to use a method; None where it does."""
+    """Return why a method should not be chosen by the time of a step; None if it can be."""
     chosen = read_method(spec)
-    if chosen.local_steps:
+    if chosen.traits.local_steps:
         return (
-            f"exchanges in one of {chosen.local_steps} steps, and may need more steps to the same loss than a method "
-            "that exchanges in all of them"
-            if chosen.local_steps > 1
+            f"exchanges in one of {chosen.traits.local_steps} steps, and may need more steps to the same loss than a "
+            "method that exchanges in all of them"
+            if chosen.traits.local_steps > 1
             else "leaves every worker with parameters of its own, and may need more steps to the same loss"
         )
     return not_comparable(chosen)
@@ -165,8 +287,8 @@ def why_apart(spec: str) -> str | None:
 def recommend(forecasts: Sequence[Forecast]) -> tuple[str, str]:
     """Return the method to use, or :data:`NOTHING`, and the reason in a sentence.
 
-    Nothing before a cast, a cast before a lossy method, unless the next brings five per cent. Methods apart from the
-    others are left out.
+    No compression is preferred over a cast, and a cast over a lossy method, unless the other is five per cent faster.
+    Methods that are ``apart`` are left out.
     """
     forecasts = [f for f in forecasts if f.apart is None]
     best = next(f for f in forecasts if f.method == NOTHING)

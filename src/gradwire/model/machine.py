@@ -1,4 +1,4 @@
-"""What a machine's collectives and cores cost: a few numbers, calibrated on measured steps."""
+"""Costs of a machine's collectives and cores, which are calibrated on measured steps, and models of network links."""
 
 from __future__ import annotations
 
@@ -10,21 +10,18 @@ from typing import Any
 
 from gradwire.errors import HyperparameterError
 
-__all__ = ["DEFAULT", "LinkModel", "Machine"]
-
-
 FAR = 2.0
-"""A prediction is extrapolated where it lies this many times outside of what was calibrated."""
+"""Factor beyond the calibrated range from which a prediction counts as extrapolated."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinkModel:
-    """A rank's connection to the others.
+    """The network link of a host.
 
     Attributes:
-        bandwidth_bytes_per_s: What it may send, and receive, at once; None where memory is the limit.
-        latency_s: Added to each message that waits for another.
-        ranks_per_host: That share the connection; what they tell each other does not take it.
+        bandwidth_bytes_per_s: Bandwidth in each direction; None if only memory limits it.
+        latency_s: Latency of each message that waits for another.
+        ranks_per_host: Ranks that share the link; messages between them do not use it.
     """
 
     bandwidth_bytes_per_s: float | None = None
@@ -32,16 +29,16 @@ class LinkModel:
     ranks_per_host: int = 1
 
     def elsewhere(self, ranks: Sequence[int]) -> int:
-        """Return how many of some ranks are not on the host of the first; each host has the next ranks."""
+        """Return how many of some ranks are not on the host of the first; hosts have consecutive ranks."""
         return sum(rank // self.ranks_per_host != ranks[0] // self.ranks_per_host for rank in ranks)
 
     def leaving(self, sent_bytes: float, ring: bool, ranks: Sequence[int]) -> float:
-        """Return the bytes of a rank that leave its host: one rank's of a ring, else those for ranks on other hosts.
+        """Return the bytes of a rank that leave its host; in a ring, a host's ranks share those of one of them.
 
         Args:
-            sent_bytes: By the first of the ranks.
-            ring: Whether each sends to the next alone.
-            ranks: Among whom.
+            sent_bytes: Bytes sent by the first of the ranks.
+            ring: Whether each rank sends only to the next.
+            ranks: Ranks that take part.
 
         Example:
             >>> link = LinkModel(ranks_per_host=2)
@@ -58,23 +55,24 @@ class LinkModel:
 class Machine:
     """Calibrated costs.
 
-    Seconds of CPU are those of a rank whose core is its own; ``contention`` and the number of ranks per core stretch
+    Seconds of CPU are those of a rank with a core of its own; ``contention`` and the number of ranks on a core lengthen
     them.
 
     Attributes:
-        ring_efficiency: Share of the bandwidth that payloads get where each rank hears one sender: a ring, or pairs.
-        crowd_efficiency: The same where all send to all: receivers' links are crowded at times and idle at others.
-        round_s: Latency of one dependent message, scheduling included.
-        call_s: CPU of one collective.
-        message_s: CPU of one message to one rank.
-        byte_s: CPU of one byte that is sent and received.
-        sum_byte_s: CPU of one byte in a ring that adds.
-        bucket_s: CPU of handing over a bucket, on the thread that computes.
-        contention: Factor on all work beside the timeline, which was measured with all ranks running.
+        ring_efficiency: Share of the bandwidth that payloads get if each rank receives from one other: a ring, or
+            pairs.
+        crowd_efficiency: The same if all send to all, so that receivers' links are now congested, now idle.
+        round_s: Latency of one dependent message, including scheduling.
+        call_s: CPU time of one collective.
+        message_s: CPU time of one message to one rank.
+        byte_s: CPU time of one byte that is sent and received.
+        sum_byte_s: CPU time of one byte in a ring that adds.
+        bucket_s: CPU time of handing over a bucket, on the computing thread.
+        contention: Factor on all work besides the timeline, which was measured with all ranks running.
         residual: Standard deviation of log(measured / predicted) in the calibration.
-        source: Where the numbers come from.
-        most_workers: Of the steps that they were fitted to; None where that is not known.
-        slowest_bytes_per_s, fastest_bytes_per_s: Of the limited links among them; None where there was none.
+        source: Description of the source of the numbers.
+        most_workers: Most workers in the steps that they were fitted to; None if unknown.
+        slowest_bytes_per_s, fastest_bytes_per_s: Range of the limited network links in these steps; None without any.
     """
 
     ring_efficiency: float = 0.9
@@ -93,7 +91,7 @@ class Machine:
     fastest_bytes_per_s: float | None = None
 
     def beyond(self, workers: int, link: LinkModel) -> str | None:
-        """Describe how a prediction lies far outside of the fitted steps; None where it does not."""
+        """Return why a prediction lies far outside the calibrated range; None if it does not."""
         if self.most_workers is None:
             return None
         if workers > FAR * self.most_workers:
@@ -119,10 +117,10 @@ class Machine:
 
     @classmethod
     def read(cls, path: Path) -> Machine:
-        """Read :meth:`save`'s file.
+        """Read the file that :meth:`save` wrote.
 
         Raises:
-            HyperparameterError: it holds no calibration.
+            HyperparameterError: the file holds no calibration.
         """
         known = {f.name for f in fields(cls)}
         try:
@@ -139,7 +137,7 @@ class Machine:
 
 
 COSTS = tuple(f.name for f in fields(Machine) if f.type == "float")
-"""What a calibration must hold."""
+"""Fields that the file of a calibration must have."""
 
 
 def _is_cost(value: object) -> bool:

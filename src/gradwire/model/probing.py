@@ -1,4 +1,4 @@
-"""A link from two timed all-to-alls: what the model adds to a link is taken off, so that it is not added twice."""
+"""The network link as two timed all-to-alls show it, without the costs that the model itself adds."""
 
 from __future__ import annotations
 
@@ -8,15 +8,13 @@ from gradwire.exchange.network_cost import LinkCost
 from gradwire.model.machine import LinkModel, Machine
 from gradwire.model.schedule import Load
 
-__all__ = ["Probed"]
-
 NOTICEABLE = 0.02
-"""Share of a large all-to-all that its bytes must take for them to tell a bandwidth."""
+"""Least share of a large all-to-all's time that its bytes must take to determine a bandwidth."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Probed:
-    """Two all-to-alls among all ranks, timed; the same on every rank.
+    """Times of two all-to-alls among all ranks, the same on every rank.
 
     With N ranks, H of them on a host, and rows of b bytes, b H (N - H) bytes leave a host. Small rows go at once, large
     ones in N - 1 rounds of pairs, so with a the latency of a round::
@@ -26,9 +24,9 @@ class Probed:
 
     Attributes:
         world_size: N.
-        ranks_per_host: H, the most on one host.
-        small_bytes, large_bytes: Of a row.
-        small_s, large_s: Until all rows have arrived.
+        ranks_per_host: H, the largest number of ranks on a host.
+        small_bytes, large_bytes: Bytes of a row.
+        small_s, large_s: Seconds until all rows have arrived.
     """
 
     world_size: int
@@ -40,32 +38,32 @@ class Probed:
 
     @property
     def one_host(self) -> bool:
-        """Whether no rank is on another host: then nothing travelled by a link."""
+        """Whether all ranks are on one host, so that no byte used the network."""
         return self.world_size <= self.ranks_per_host
 
     @property
     def wire_s(self) -> float:
-        """Of the large all-to-all, what is not latency."""
+        """Seconds of the large all-to-all without latency."""
         return self.large_s - (self.world_size - 1) * self.small_s
 
     @property
     def host_bytes_per_s(self) -> float | None:
-        """Payload that left a host in a second while all sent, protocol's share taken off; None: no link limited it."""
+        """Payload that left a host in a second while all sent; None if no network link limited it."""
         if self.one_host or self.wire_s <= NOTICEABLE * self.large_s:
             return None
         return self._leaving(self.large_bytes) / self.wire_s
 
     @property
     def cost(self) -> LinkCost:
-        """What a message to all other ranks costs, as these two tell: the small one's time, and bytes beyond it."""
+        """Cost of a message to all other ranks: the time of the small one, and a time for each byte beyond it."""
         taken_s = max(self.wire_s, NOTICEABLE * self.large_s)
         return LinkCost(message_s=self.small_s, bytes_per_s=self.large_bytes / taken_s)
 
     def link(self, machine: Machine, load: Load) -> LinkModel:
-        """Solve the model's two equations for the link: its raw bandwidth, a host's, and its latency one way.
+        """Solve the two equations for the raw bandwidth of a host and the latency in one direction.
 
         Args:
-            machine: Whose efficiencies and latency of a round the model will add again.
+            machine: Costs that the model will add again: efficiencies, and the latency of a round.
             load: Ranks and cores of a host, as in the prediction.
         """
         round_s = machine.round_s * load.stretch

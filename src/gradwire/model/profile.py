@@ -1,30 +1,167 @@
-"""A user's model as the performance model sees it: parameters and the backward timeline."""
+"""Timelines of steps without an exchange, and profiles of modules: when each bucket of gradients becomes ready."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 from torch import nn
 
 from gradwire.errors import HyperparameterError
-from gradwire.model.timeline import Recorder, Timeline
 
-__all__ = ["Profile"]
+
+@dataclass(frozen=True, kw_only=True)
+class ReadyBucket:
+    """A bucket, and the seconds from the start of backward until DDP hands it over."""
+
+    names: tuple[str, ...]
+    numel: int
+    ready_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeline:
+    """A step without an exchange.
+
+    Attributes:
+        forward_s: Seconds from the start of the step to that of backward.
+        buckets: Buckets in the order in which DDP hands them over.
+        backward_s: Seconds of backward.
+        after_s: Seconds from the end of backward to the end of the step: the optimizer.
+    """
+
+    forward_s: float
+    buckets: tuple[ReadyBucket, ...]
+    backward_s: float
+    after_s: float
+
+    @property
+    def compute_s(self) -> float:
+        """Seconds of the step without an exchange."""
+        return self.forward_s + self.backward_s + self.after_s
+
+    @property
+    def numel(self) -> int:
+        """Elements that are exchanged in a step."""
+        return sum(b.numel for b in self.buckets)
+
+    def scaled(self, compute_s: float) -> Timeline:
+        """Return the timeline, stretched to another duration of the whole step."""
+        k = compute_s / self.compute_s
+        buckets = tuple(ReadyBucket(names=b.names, numel=b.numel, ready_s=b.ready_s * k) for b in self.buckets)
+        return Timeline(
+            forward_s=self.forward_s * k, buckets=buckets, backward_s=self.backward_s * k, after_s=self.after_s * k
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the timeline as JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> Timeline:
+        """Build a timeline from the values of :meth:`to_json`."""
+        buckets = tuple(ReadyBucket(**{**b, "names": tuple(b["names"])}) for b in record["buckets"])
+        return cls(**{**record, "buckets": buckets})
+
+
+class Recorder:
+    """Measures steps of a DDP module without its exchange.
+
+    The recorder takes the place of the module's only communication hook, so measure on a separate module.
+
+    Args:
+        module: A DistributedDataParallel module without a hook.
+        automatic: Mark times by the module's own forward calls and buckets, for a training loop that is left unchanged:
+            a step then ends when the next forward begins.
+    """
+
+    def __init__(self, module: Any, automatic: bool = False) -> None:
+        inner: nn.Module = module.module
+        self._names = {id(p): name for name, p in inner.named_parameters()}
+        self._marks: list[float] = []
+        self._buckets: list[tuple[float, tuple[str, ...], int]] = []
+        self._steps: list[tuple[list[float], list[tuple[float, tuple[str, ...], int]]]] = []
+        module.register_comm_hook(None, self._hook)
+        self._automatic = automatic
+        if automatic:
+            module.register_forward_pre_hook(self._before_forward)
+            module.register_forward_hook(self._after_forward)
+
+    @property
+    def steps(self) -> int:
+        """Steps measured so far."""
+        return len(self._steps)
+
+    def _before_forward(self, module: nn.Module, inputs: object) -> None:
+        if len(self._marks) == 3:
+            self.end()
+        self.begin()
+
+    def _after_forward(self, module: nn.Module, inputs: object, output: object) -> None:
+        self.forward_ended()
+
+    def _hook(self, state, bucket):  # type: ignore[no-untyped-def] # DDP compares annotations with types
+        names = tuple(self._names[id(p)] for p in bucket.parameters())
+        self._buckets.append((time.perf_counter(), names, bucket.buffer().numel()))
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        if self._automatic and bucket.is_last():
+            self.backward_ended()
+        return future
+
+    def begin(self) -> None:
+        """Mark the start of a step."""
+        self._marks, self._buckets = [time.perf_counter()], []
+
+    def forward_ended(self) -> None:
+        """Mark the start of backward."""
+        self._marks.append(time.perf_counter())
+
+    def backward_ended(self) -> None:
+        """Mark the start of the optimizer."""
+        self._marks.append(time.perf_counter())
+
+    def end(self) -> None:
+        """Mark the end of the step."""
+        self._marks.append(time.perf_counter())
+        self._steps.append((self._marks, self._buckets))
+
+    def reset(self) -> None:
+        """Discard the steps so far."""
+        self._steps.clear()
+
+    def timeline(self) -> Timeline | None:
+        """Return medians over the steps with the latest layout of buckets; None before the first step."""
+        if not self._steps:
+            return None
+        layout = [(names, numel) for _, names, numel in self._steps[-1][1]]
+        steps = [(m, b) for m, b in self._steps if [(names, numel) for _, names, numel in b] == layout]
+        spans = [[b - a for a, b in pairwise(marks)] for marks, _ in steps]
+        forward_s, backward_s, after_s = (_middle(column) for column in zip(*spans))
+        ready = [_middle([b[i][0] - marks[1] for marks, b in steps]) for i in range(len(layout))]
+        buckets = tuple(ReadyBucket(names=names, numel=numel, ready_s=at) for (names, numel), at in zip(layout, ready))
+        return Timeline(forward_s=forward_s, buckets=buckets, backward_s=backward_s, after_s=after_s)
+
+
+def _middle(values: Sequence[float]) -> float:
+    return float(median(values))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """One step of one worker.
+    """A step of one worker.
 
     Attributes:
-        source: What was profiled.
-        parameters: Shape and stride by name.
-        timeline: Of one worker alone on its computer.
+        source: Name of the profiled task, model or script.
+        parameters: Shape and stride of each parameter, by name.
+        timeline: Timeline of a worker that is alone on its computer.
     """
 
     source: str
@@ -33,7 +170,7 @@ class Profile:
 
     @classmethod
     def of(cls, source: str, module: nn.Module, recorder: Recorder) -> Profile:
-        """Take what a recorder measured.
+        """Build the profile of a module from a recorder's steps.
 
         Raises:
             HyperparameterError: no step was measured, or not every parameter got a gradient.
@@ -53,7 +190,7 @@ class Profile:
         return self.timeline.numel
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return stand-ins for the parameters: shapes without values."""
+        """Return ``meta`` tensors with the shapes and strides of the parameters."""
         return {
             name: torch.empty_strided(shape, stride, device="meta") for name, (shape, stride) in self.parameters.items()
         }
@@ -65,10 +202,10 @@ class Profile:
 
     @classmethod
     def read(cls, path: Path) -> Profile:
-        """Read :meth:`save`'s file.
+        """Read the file that :meth:`save` wrote.
 
         Raises:
-            HyperparameterError: it does not exist, or holds no profile.
+            HyperparameterError: the file does not exist, or holds no profile.
         """
         if not path.is_file():
             raise HyperparameterError(f"profile {path} does not exist")

@@ -1,34 +1,127 @@
-"""A step on one of many equal ranks: the thread that computes, the lanes, the cores and the link they share.
-
-The model is a fluid one. At any moment each runner does one thing: CPU work, whose speed is the rank's share of cores
-divided by its busy runners, or an operation, whose latency passes, whose bytes flow at the link's speed divided by the
-operations that use it, and whose CPU work goes on beside them. An operation of large rows waits for the jobs submitted
-before its own. The moment changes when the first of them ends.
-"""
+"""The time of a step: profiles of exchanges as jobs made of stages, and a fluid simulation that schedules them."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from gradwire.exchange.drivers import Stage
-from gradwire.model.exchange import BucketJobs, ExchangeProfile
-from gradwire.model.machine import LinkModel, Machine
-from gradwire.model.timeline import Timeline
+import torch
 
-__all__ = ["Load", "Steps", "step_time"]
+from gradwire.errors import IncompatibleError
+from gradwire.exchange.drivers import Stage, profile_locally
+from gradwire.exchange.method import Method
+from gradwire.exchange.planning import Options, Planner
+from gradwire.methods.spec import method as read_method
+from gradwire.model.machine import LinkModel, Machine
+from gradwire.model.profile import ReadyBucket, Timeline
 
 _DONE = 1e-12
 
 
-@dataclass(frozen=True, kw_only=True)
-class Load:
-    """How ranks and cores meet on one computer.
+@dataclass(frozen=True)
+class BucketJobs:
+    """Jobs of one bucket: its preparation and its chunks.
 
     Attributes:
-        ranks: That share its cores.
-        cores: Of that computer.
+        asynchronous: Whether no lane's thread takes part. Work before the first collective is then done by the thread
+            that brings the bucket, as in DDP's own hooks.
+    """
+
+    prepare: tuple[Stage, ...]
+    chunks: tuple[tuple[Stage, ...], ...]
+    asynchronous: bool
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that one rank sends."""
+        return sum(s.sent_bytes for job in (self.prepare, *self.chunks) for s in job)
+
+    @property
+    def work_s(self) -> float:
+        """Seconds of local work."""
+        return sum(s.work_s for job in (self.prepare, *self.chunks) for s in job)
+
+
+@dataclass(frozen=True)
+class ExchangeProfile:
+    """Profile of a step's exchange by one method.
+
+    Attributes:
+        spec: Spec of the method.
+        buckets: Jobs of each bucket, in the order in which buckets become ready.
+    """
+
+    spec: str
+    world_size: int
+    buckets: tuple[BucketJobs, ...]
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that one rank sends in a step."""
+        return sum(b.sent_bytes for b in self.buckets)
+
+
+def exchange_of(
+    method: str | Method,
+    parameters: Mapping[str, torch.Tensor],
+    buckets: Sequence[ReadyBucket],
+    world_size: int,
+    options: Options | None = None,
+    repeats: int = 5,
+) -> ExchangeProfile:
+    """Plan and profile every bucket on this machine.
+
+    Args:
+        parameters: Parameters by name; their values are not read, so ``meta`` tensors suffice.
+        buckets: Buckets in DDP's layout.
+
+    Raises:
+        IncompatibleError: the method has local steps, cannot serve that many ranks, or does not allow an option.
+    """
+    chosen = read_method(method)
+    if chosen.traits.local_steps:
+        raise IncompatibleError(
+            f"it exchanges in one of {chosen.traits.local_steps} steps, and not as buckets of gradients become "
+            "ready: see gradwire.model.forecast"
+        )
+    planner = Planner(chosen, parameters, world_size, options or Options())
+    planner.compile()
+    return ExchangeProfile(repr(chosen), world_size, jobs_of(planner, buckets, world_size, repeats))
+
+
+def jobs_of(planner: Planner, buckets: Sequence[ReadyBucket], world_size: int, repeats: int) -> tuple[BucketJobs, ...]:
+    """Plan and profile buckets of a planner's parameters on this machine."""
+    generator = torch.Generator().manual_seed(0)
+    jobs = []
+    for bucket in buckets:
+        plan = planner.plan(bucket.names, 0)
+        flat = torch.randn(bucket.numel, generator=generator)
+        prepare, chunks = profile_locally(plan, flat, world_size, repeats, link=planner.options.link_cost)
+        jobs.append(BucketJobs(tuple(prepare), tuple(tuple(c) for c in chunks), plan.asynchronous))
+    return tuple(jobs)
+
+
+def nothing_but_the_sum(exchange: ExchangeProfile) -> ExchangeProfile:
+    """Return the profile of DDP without a hook from ``fp32``'s: DDP scales while it copies, so no work is left."""
+    bare = tuple(
+        BucketJobs(
+            tuple(replace(s, work_s=0.0) for s in b.prepare),
+            tuple(tuple(replace(s, work_s=0.0) for s in chunk) for chunk in b.chunks),
+            b.asynchronous,
+        )
+        for b in exchange.buckets
+    )
+    return ExchangeProfile("ddp fp32", exchange.world_size, bare)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """Ranks and cores of one computer.
+
+    Attributes:
+        ranks: Ranks that share the cores.
+        cores: Cores of the computer.
     """
 
     ranks: int = 1
@@ -36,12 +129,12 @@ class Load:
 
     @property
     def stretch(self) -> float:
-        """How much longer work lasts than on a core of its own."""
+        """Factor by which work lasts longer than on a core of its own."""
         return max(1.0, self.ranks / self.cores)
 
     @property
     def runners(self) -> float:
-        """Threads of one rank that run at full speed side by side."""
+        """Threads of one rank that can run side by side at full speed."""
         return max(1.0, self.cores / self.ranks)
 
 
@@ -50,10 +143,10 @@ class Steps:
     """A predicted step.
 
     Attributes:
-        step_s: The whole.
-        compute_s: Of the timeline.
-        busy_s: CPU of the exchange, stretched as it was.
-        wire_s: Bytes over the link's payload speed.
+        step_s: Seconds of the whole step.
+        compute_s: Seconds of the timeline.
+        busy_s: CPU seconds of the exchange, including the effect of shared cores.
+        wire_s: Seconds that the bytes take at the network link's bandwidth.
     """
 
     step_s: float
@@ -63,12 +156,12 @@ class Steps:
 
     @property
     def floor_s(self) -> float:
-        """What no exchange of these bytes can beat: max(compute, bytes / bandwidth)."""
+        """Least time of a step with these bytes: max(compute, bytes / bandwidth)."""
         return max(self.compute_s, self.wire_s)
 
     @property
     def bottleneck(self) -> str:
-        """What bounds the step: "compute", "link", "codec and collectives" or "latency"."""
+        """The largest part of the step: "compute", "link", "codec and collectives" or "latency"."""
         if self.step_s <= 1.1 * self.compute_s:
             return "compute"
         rest = {"link": self.wire_s, "codec and collectives": self.busy_s}
@@ -78,7 +171,7 @@ class Steps:
 
 @dataclass
 class _Item:
-    """CPU work, latency and bytes that are left of what a runner does."""
+    """Remaining CPU work, latency and bytes of a runner's current item."""
 
     cpu_s: float = 0.0
     latency_s: float = 0.0
@@ -92,7 +185,7 @@ class _Item:
 
 @dataclass
 class _Job:
-    """Items in order; it may start once ``after`` is done, and take its turn once ``before`` and all before it are."""
+    """Items in order; a job starts after ``after``, and takes its turn after ``before`` and all before it."""
 
     items: deque[_Item]
     after: _Job | None = None
@@ -100,7 +193,7 @@ class _Job:
     done: bool = False
 
     def has_turn(self) -> bool:
-        """Return whether all jobs submitted before are done, and forget them then."""
+        """Return whether all jobs submitted before are done; done ones are dropped."""
         while self.before is not None and self.before.done:
             self.before = self.before.before
         return self.before is None
@@ -108,7 +201,7 @@ class _Job:
 
 @dataclass
 class _Runner:
-    """The thread that computes, or a lane."""
+    """The computing thread, or a lane."""
 
     jobs: deque[_Job] = field(default_factory=deque)
 
@@ -129,19 +222,19 @@ class _Runner:
 def step_time(
     timeline: Timeline, exchange: ExchangeProfile, *, machine: Machine, link: LinkModel, load: Load, lanes: int = 2
 ) -> Steps:
-    """Predict a step.
+    """Predict the time of a step.
 
-    Threads that share cores take what comes first, so a step is not monotone in the link's speed: like any schedule
-    without foresight (Graham 1969, "Bounds on multiprocessing timing anomalies"), a faster link can move work to where
-    less of it hides bytes. On one core that costs at most what bytes and latencies take.
+    Threads that share cores take work in the order of arrival, so a step is not monotone in the network's speed: as in
+    any schedule without foresight (Graham 1969, "Bounds on multiprocessing timing anomalies"), a faster network can
+    move work to where it hides fewer bytes. On one core the loss is at most the time of bytes and latencies.
 
     Args:
-        timeline: Measured with all ranks of a computer running.
-        exchange: Of as many buckets as the timeline has.
+        timeline: Timeline measured with all ranks of a computer running.
+        exchange: Exchange of as many buckets as the timeline has.
         machine: Calibrated costs.
-        link: What one rank sends over.
-        load: Ranks and cores of a computer.
-        lanes: That the link drives.
+        link: Network link of a host.
+        load: Ranks and cores of a host.
+        lanes: Number of lanes.
     """
     factor = load.stretch * machine.contention
     speed = link.bandwidth_bytes_per_s
@@ -162,7 +255,7 @@ def step_time(
             yield _Item(
                 cpu_s=(machine.call_s + machine.message_s * stage.messages + byte_s * stage.sent_bytes) * factor,
                 latency_s=stage.rounds * (machine.round_s * load.stretch + (0.0 if inside else link.latency_s)),
-                # Bytes that the link carries in the time that these take.
+                # Bytes that the network link could carry in the time that these take.
                 sent_bytes=link.leaving(stage.sent_bytes, ring, ranks) / efficiency if speed else 0.0,
                 in_turn=pairs and not (stage.scope is not None and stage.scope.local),
             )
@@ -182,7 +275,7 @@ def step_time(
         chunks = [list(chunk) for chunk in bucket.chunks]
         if bucket.asynchronous:
             for i, chunk in enumerate(chunks):
-                # Its first work was done by the thread that brought the bucket.
+                # The thread that brought the bucket has done the first work.
                 stages = [replace(s, work_s=s.work_s if k else 0.0) for k, s in enumerate(chunk)]
                 queue((x for s in stages for x in item(s)), number + i)
         elif len(chunks) == 1:
@@ -203,7 +296,7 @@ def step_time(
         last_s = ready.ready_s
         submit(number, bucket)
     now_s += _advance([main, *runners], _compute(timeline.backward_s - last_s), flow, load)
-    now_s += _drain(runners, everything, flow, load)
+    now_s += _drain(runners, flow, load)
     for bucket in exchange.buckets:
         for job in (bucket.prepare, *bucket.chunks):
             for k, stage in enumerate(job):
@@ -220,7 +313,7 @@ def _compute(seconds: float) -> _Job:
 
 
 def _advance(runners: Sequence[_Runner], job: _Job, flow: float, load: Load) -> float:
-    """Let everything run until the computing thread, the first runner, has done a job."""
+    """Run everything until the computing thread, the first runner, has done a job; return the seconds."""
     main = runners[0]
     main.jobs.append(job)
     passed_s = 0.0
@@ -229,17 +322,16 @@ def _advance(runners: Sequence[_Runner], job: _Job, flow: float, load: Load) -> 
     return passed_s
 
 
-def _drain(runners: Sequence[_Runner], everything: Sequence[_Job], flow: float, load: Load) -> float:
-    """Let the lanes run until all jobs are done."""
+def _drain(runners: Sequence[_Runner], flow: float, load: Load) -> float:
+    """Run the lanes until all jobs are done; return the seconds."""
     passed_s = 0.0
-    while True:
-        if not _current(runners):
-            return passed_s
+    while _current(runners):
         passed_s += _moment(runners, flow, load)
+    return passed_s
 
 
 def _current(runners: Sequence[_Runner]) -> list[_Item]:
-    """Return what runners do. Looking at one ends its finished jobs, which may let another's begin."""
+    """Return the current items of the runners; finished jobs end, which may let others begin."""
     while True:
         left = sum(len(r.jobs) for r in runners)
         items = [item for item in (r.current() for r in runners) if item is not None]
@@ -248,7 +340,7 @@ def _current(runners: Sequence[_Runner]) -> list[_Item]:
 
 
 def _moment(runners: Sequence[_Runner], flow: float, load: Load) -> float:
-    """Run until the first part of any current item ends; give the seconds."""
+    """Run until the first part of any current item ends; return the seconds."""
     items = _current(runners)
     working = [i for i in items if i.cpu_s > _DONE]
     waiting = [i for i in items if i.latency_s > _DONE]

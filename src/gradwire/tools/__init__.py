@@ -1,1 +1,1 @@
-"""What is built on ``import gradwire``: trainings, benchmarks, networks, reports and the command line."""
+"""Programs built on ``import gradwire``: experiments, benchmarks, emulated clusters, reports, the command line."""

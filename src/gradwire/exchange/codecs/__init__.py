@@ -1,8 +1,10 @@
 """Sections of a payload: the interface of codecs, and those that any method may need."""
 
 from gradwire.exchange.codecs.base import (
+    SMALLEST_SCALE,
     CheckedCodec,
     Codec,
+    Constant,
     Draw,
     LeftOut,
     MergeableCodec,
@@ -10,10 +12,9 @@ from gradwire.exchange.codecs.base import (
     Summary,
     check_workers,
     unread,
+    usable,
 )
-from gradwire.exchange.codecs.constants import Constant
 from gradwire.exchange.codecs.dense import DenseCodec, NoSummary
-from gradwire.exchange.codecs.scales import SMALLEST_SCALE, usable
 
 __all__ = [
     "SMALLEST_SCALE",

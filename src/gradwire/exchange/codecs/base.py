@@ -1,32 +1,53 @@
-"""The interface between codec mathematics and whoever moves its bytes."""
+"""Tensors that stay as they are from round to round."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from gradwire.errors import IncompatibleError
-from gradwire.exchange.codecs.constants import Constant
 from gradwire.exchange.deferred_checks import Flag
 from gradwire.exchange.network_cost import LinkCost
 from gradwire.exchange.wire import Packing, packing
 from gradwire.kernels import MAX_WORLD_SIZE, Coder
 
-__all__ = [
-    "CheckedCodec",
-    "Codec",
-    "Draw",
-    "LeftOut",
-    "MergeableCodec",
-    "SummableCodec",
-    "Summary",
-    "check_workers",
-    "unread",
-]
+
+class Constant:
+    """Values that do not change, kept on each device where they are needed.
+
+    To copy them there in every round would make a thread wait for the device in every round: memory that is not
+    page-locked can be copied in no other way.
+
+    Args:
+        values: In main memory; copied.
+    """
+
+    def __init__(self, values: npt.NDArray[Any] | torch.Tensor) -> None:
+        self._here = values.clone() if isinstance(values, torch.Tensor) else torch.from_numpy(np.array(values))
+        self._there: dict[torch.device, torch.Tensor] = {}
+
+    def on(self, device: torch.device) -> torch.Tensor:
+        """Return the values on a device; not to be written to."""
+        if device.type == "cpu":
+            return self._here
+        if device not in self._there:
+            self._there[device] = self._here.to(device)
+        return self._there[device]
+
+
+SMALLEST_SCALE = 2.0**-100
+"""A non-zero scale is at least this, so that its reciprocal times 2^24 is finite. A larger scale stays unbiased."""
+
+
+def usable(scale: torch.Tensor) -> torch.Tensor:
+    """Raise what is above zero to :data:`SMALLEST_SCALE`."""
+    return torch.where(scale > 0, scale.clamp(min=SMALLEST_SCALE), scale)
 
 
 def check_workers(owner: str, world_size: int) -> None:
@@ -55,7 +76,7 @@ class Draw:
         loss_scale: By which automatic mixed precision has multiplied the vector.
         link: What a message costs, the same on all ranks; None where nobody knows.
         gauge: ``gauge(name, total, count)`` adds to one of the numbers that the method declares in
-            :attr:`gradwire.Method.gauges`.
+            :class:`gradwire.Traits`.
     """
 
     round: int

@@ -6,14 +6,11 @@ from collections.abc import Sequence
 
 import torch
 
-from gradwire.exchange.codecs.base import Draw, MergeableCodec, SummableCodec, Summary
-from gradwire.exchange.codecs.constants import Constant
+from gradwire.exchange.codecs.base import Constant, Draw, MergeableCodec, SummableCodec, Summary
 from gradwire.exchange.deferred_checks import Flag, all_finite
 from gradwire.exchange.segments import Segment
 from gradwire.exchange.wire import ALIGNMENT
 from gradwire.kernels import Coder
-
-__all__ = ["DenseCodec", "NoSummary", "joined_runs"]
 
 
 class NoSummary:

@@ -1,10 +1,4 @@
-"""Jobs on a torch.distributed group: lanes, each one process group and one thread.
-
-Order is safe by construction. Jobs are handed to lanes in an order that is the same on every rank (the order of
-DDP's hook calls), each lane runs its jobs one after the other, and a job waits only for jobs submitted before it. So
-the earliest unfinished job can always proceed on every rank, and no two collectives of a group can change places.
-A collective is never started from a future's callback: on Gloo those run in completion order, which differs by rank.
-"""
+"""Lanes: threads with connections of their own that carry out generators, and the turns that they take."""
 
 from __future__ import annotations
 
@@ -13,21 +7,54 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from gradwire.errors import PayloadError
-from gradwire.exchange.drivers.trace import Trace, profiled
-from gradwire.exchange.drivers.traffic import Meter, large, op_bytes
-from gradwire.exchange.drivers.transfer_order import TransferOrder
+from gradwire.exchange.drivers.traffic import Meter, Trace, large, op_bytes, profiled
 from gradwire.exchange.drivers.transports import Connect, GlooTransport, Transport
 from gradwire.exchange.ops import Exchange, Op, Reduce, Scope
 
-__all__ = ["Job", "Lane", "WireError"]
+
+class TransferOrder:
+    """Tickets in the order in which jobs were handed to lanes.
+
+    A job with many bytes to send waits for the jobs before it, on whatever lane they run. So one bucket's transfer has
+    the link for itself while the next one's codec and scalers go on: two transfers at once crowd the receivers, each
+    lasts as long as both, and neither frees its bucket early.
+
+    A job gives its turn back when it has no more to send, and at its end in any case.
+
+    It cannot deadlock: a job waits for earlier ones only, the order is the same on every rank, and the earliest job
+    waits for none.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._next = 0
+        self._open: set[int] = set()
+
+    def take(self) -> int:
+        """Return the next ticket."""
+        with self._changed:
+            self._next += 1
+            self._open.add(self._next)
+            return self._next
+
+    def wait(self, ticket: int) -> None:
+        """Wait until every earlier ticket was given back."""
+        with self._changed:
+            self._changed.wait_for(lambda: min(self._open, default=ticket) >= ticket)
+
+    def give_back(self, ticket: int) -> None:
+        """End a job's turn."""
+        with self._changed:
+            self._open.discard(ticket)
+            self._changed.notify_all()
+
 
 T = TypeVar("T")
 
@@ -39,13 +66,66 @@ class WireError(Exception):
     """A collective broke: the cause is most likely on another rank."""
 
 
-@dataclass(frozen=True)
-class Job:
-    """Something for a lane to do: ``run`` does it, ``fail`` is told why it could not; a trace shows ``label``."""
+def _ignore(_: object) -> None:
+    """Do nothing with an outcome."""
 
-    run: Callable[[Lane], None]
-    fail: Callable[[Exception], None]
-    label: str = ""
+
+class Future(Generic[T]):
+    """The outcome of a generator that a lane carries out.
+
+    Whoever waits goes on after the callbacks have returned, and can be interrupted. An event to wait for would cost a
+    small cast more than all else that this does.
+
+    Args:
+        then: Called with what the generator returned.
+        fail: Called with what the generator or ``then`` raised.
+
+    Attributes:
+        error: Why there is no result, once that is known.
+        done: Whether it has come to its end.
+    """
+
+    def __init__(self, then: Callable[[T], object] = _ignore, fail: Callable[[Exception], object] = _ignore) -> None:
+        self._then, self._fail = then, fail
+        self._value: Any = None
+        self.error: Exception | None = None
+        self.done = False
+        self._going = threading.Lock()
+        self._going.acquire()
+
+    def end(self, value: T | None, error: Exception | None = None) -> None:
+        """Set what the generator returned or raised, once."""
+        if error is None:
+            try:
+                self._then(value)  # type: ignore[arg-type]
+            except Exception as raised:
+                error = raised
+        self._value, self.error = value, error
+        try:
+            if error is not None:
+                self._fail(error)
+        finally:
+            # They hold buckets, and whoever waits may keep this.
+            self._then = self._fail = _ignore
+            self.done = True
+            self._going.release()
+
+    def wait(self) -> None:
+        """Wait for the end, whichever it is."""
+        with self._going:
+            pass
+
+    def result(self) -> T:
+        """Wait, and return what the generator returned.
+
+        Raises:
+            Exception: what it raised, or what ``then`` did.
+        """
+        self.wait()
+        if self.error is not None:
+            raise self.error
+        result: T = self._value
+        return result
 
 
 class Lane:
@@ -88,17 +168,48 @@ class Lane:
         self.name, self._label = name, ""
         self.trace: Trace | None = None
         self._begun = threading.Lock()
-        self._jobs: queue.SimpleQueue[tuple[int, Job] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
         self._thread.start()
 
-    def submit(self, job: Job) -> None:
-        """Queue a job behind those submitted before."""
-        self._jobs.put((self._turns.take(), job))
+    def run(
+        self,
+        generator: Exchange[T],
+        label: str = "",
+        *,
+        wait: Callable[[], object] | None = None,
+        first: Exchange[object] | None = None,
+        then: Callable[[T], object] = _ignore,
+        fail: Callable[[Exception], object] = _ignore,
+        at_once: bool = False,
+    ) -> Future[T]:
+        """Run a generator on this lane's connections, behind all that was submitted to it before.
+
+        Where a generator fails, the lane closes its connections.
+
+        Args:
+            generator: Yields collectives, and is sent their replies.
+            label: For a trace.
+            wait: Called before anything else, on the lane's thread; its time is not counted. What it raises is the
+                generator's failure.
+            first: Carried out before the generator. What it does before its first message counts as encoding, and so
+                does what the generator does before its own.
+            then, fail: The future's callbacks, called on the thread that ends the generator. A failure is told before
+                the connections are closed.
+            at_once: Start here and now, and end on the backend's thread, which is for one collective: neither the
+                lane's thread nor its queue takes part. It saves their hand-overs, which cost more than a small
+                bucket's exchange. The lane is to be idle, or to carry nothing but such generators.
+        """
+        future = Future(then, fail)
+        if at_once:
+            self._start(generator, future)
+        else:
+            self._jobs.put((self._turns.take(), label, wait, [first, generator] if first else [generator], future))
+        return future
 
     def hang_up(self) -> None:
         """Close the connections once the lane is idle."""
-        self.submit(Job(Lane._hang_up, lambda error: None))
+        self.run(_nothing(), wait=self._hang_up)
 
     def close(self) -> None:
         """End the thread, and with it the connections, once its queue is empty."""
@@ -106,8 +217,7 @@ class Lane:
         if self._thread is not threading.current_thread():
             self._thread.join(timeout=CLOSE_S)
 
-    def drive(self, generator: Exchange[T]) -> T:
-        """Run a generator to its end on this lane's group; to be called by the lane's own thread."""
+    def _drive(self, generator: Exchange[T]) -> T:
         meter, clock = self.meter, time.perf_counter
         before_wire = True
         started = clock()
@@ -130,6 +240,9 @@ class Lane:
             self._worked(before_wire, started, clock())
             result: T = stop.value
             return result
+        finally:
+            # Here and now, on the thread whose context it may have changed.
+            generator.close()
 
     def _worked(self, before_wire: bool, began_s: float, ended_s: float) -> None:
         if before_wire:
@@ -139,27 +252,24 @@ class Lane:
         if self.trace is not None:
             self.trace.add(self.name, "encode" if before_wire else "decode", began_s, ended_s, self._label)
 
-    def begin(self, generator: Exchange[T], done: Callable[[T], None], fail: Callable[[Exception], None]) -> None:
-        """Start a generator of one collective without waiting; ``done`` or ``fail`` is called on the backend's thread.
-
-        ``fail`` is told what ``done`` raises, too.
-
-        Neither the lane's thread nor its queue takes part. It saves their hand-overs, which cost more than a small
-        bucket's exchange.
-        """
+    def _start(self, generator: Exchange[T], future: Future[T]) -> None:
         meter, clock = self.meter, time.perf_counter
         started = clock()
-        with profiled("encode", ""):
-            op = next(generator)
-        asked = clock()
-        future, reply = self._transport(op).start(op)
+        try:
+            with profiled("encode", ""):
+                op = next(generator)
+            asked = clock()
+            replied, reply = self._transport(op).start(op)
+        except Exception as error:
+            future.end(None, WireError(str(error)) if isinstance(error, RuntimeError) else error)
+            return
 
         def finish(ended: torch.futures.Future[Any]) -> None:
             arrived = clock()
             try:
                 ended.value()
             except RuntimeError as error:
-                fail(WireError(f"{type(op).__name__}: {error}"))
+                future.end(None, WireError(f"{type(op).__name__}: {error}"))
                 return
             try:
                 with profiled("decode", ""):
@@ -167,38 +277,38 @@ class Lane:
             except StopIteration as stop:
                 value: T = stop.value
             except Exception as error:
-                fail(error)
+                future.end(None, error)
                 return
             else:
-                fail(TypeError("this exchange has a second collective: it needs the lane's thread"))
+                future.end(None, TypeError("this exchange has a second collective: it needs the lane's thread"))
                 return
             with self._begun:
                 meter.count(op, self.world_size)
                 meter.encode_s += asked - started
                 meter.wire_s += arrived - asked
                 meter.decode_s += clock() - arrived
-            try:
-                done(value)
-            except Exception as error:
-                # The backend would only print it, and whoever waits would wait for ever.
-                fail(error)
+            future.end(value)
 
-        future.add_done_callback(finish)
+        replied.add_done_callback(finish)
 
     def _loop(self) -> None:
-        while (item := self._jobs.get()) is not None:
-            self._ticket, job = item
-            self._label = job.label
+        while (job := self._jobs.get()) is not None:
+            self._ticket, self._label, wait, generators, future = job
+            value, error = None, None
             try:
-                job.run(self)
-            except Exception as error:
-                job.fail(error)
-                _let_go(error)
+                if wait is not None:
+                    wait()
+                value = [self._drive(generator) for generator in generators][-1]
+                self._turns.give_back(self._ticket)
+            except Exception as raised:
+                error = raised
+            future.end(value, error)
+            if future.error is not None:
+                _let_go(future.error)
                 self._hang_up()
-            finally:
                 self._turns.give_back(self._ticket)
             # Let go of tensors now, not when the next job arrives.
-            del item, job
+            del job, wait, generators, future, value, error
         self._hang_up(broken=False)
 
     def _hang_up(self, broken: bool = True) -> None:
@@ -256,3 +366,10 @@ def _stays_local(op: Op) -> bool:
 
 def _no_wait() -> None:
     """Take no turn: what stays within a machine is in nobody's way."""
+
+
+def _nothing() -> Exchange[None]:
+    yield from ()
+
+
+_Job = tuple[int, str, Callable[[], object] | None, list[Exchange[Any]], Future[Any]]

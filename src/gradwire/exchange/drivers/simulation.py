@@ -11,8 +11,6 @@ from gradwire.errors import ExchangeError
 from gradwire.exchange.drivers.traffic import Meter
 from gradwire.exchange.ops import AllGather, AllToAll, Broadcast, Exchange, Op, Reduce, SendRecv
 
-__all__ = ["simulate_ranks"]
-
 T = TypeVar("T")
 
 

@@ -1,12 +1,4 @@
-"""Plain tables that ranks tell one another: numbers, strings, bytes, lists and dicts, never pickles.
-
-PyTorch's object collectives unpickle what arrives, and so execute whatever a peer has put there. A table is data alone.
-
-Layout of a message: the BLAKE2b digest (32 bytes) of the subject, the sender and the text, then the text, which is
-JSON in UTF-8 without white space. Bytes in a table are an object ``{"$bytes": "<base64>"}``. Floats are written by
-``repr`` and so are exact; infinity and NaN are written as ``Infinity``, ``-Infinity`` and ``NaN``. A table is decoded
-only if encoding it again gives the same text, so that no two texts stand for one table.
-"""
+"""How ranks tell each other the lengths of rows that follow."""
 
 from __future__ import annotations
 
@@ -17,14 +9,39 @@ from collections.abc import Callable, Mapping
 from itertools import accumulate
 from typing import Any, TypeAlias, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from gradwire.errors import IncompatibleError, PayloadError
 from gradwire.exchange.digests import DIGEST_BYTES, digest_of
-from gradwire.exchange.drivers.lengths import announce, announced
 
-__all__ = ["MOST_BYTES", "Plain", "all_gather_tables", "broadcast_table", "decode", "encode", "plain", "table_device"]
+
+def announce(lengths: torch.Tensor) -> torch.Tensor:
+    """Return what tells each rank a length, uint8 ``[ranks, 8]``: 32 bits, and their complement behind them."""
+    words = lengths.numpy().astype(np.uint32)
+    return torch.from_numpy(np.stack([words, ~words], 1)).view(torch.uint8)
+
+
+def announced(received: torch.Tensor, rank: int, most: int, first: int = 0) -> torch.Tensor:
+    """Read the lengths that ranks from ``first`` on announced, 0 for this rank itself, int64 ``[ranks]``.
+
+    Raises:
+        PayloadError: one changed on the way, or is of more bytes than fit.
+    """
+    words, complements = received.numpy().view(np.uint32).T
+    for sender, (length, complement) in enumerate(zip(words.tolist(), complements.tolist()), first):
+        if sender != rank and (length ^ complement != 0xFFFFFFFF or length > most):
+            raise PayloadError(
+                f"{{sender}} announced a row of {length} bytes, with {complement ^ 0xFFFFFFFF} to confirm it, where at "
+                f"most {most} fit",
+                sender,
+            )
+    told = torch.from_numpy(words.astype(np.int64))
+    if rank >= 0:
+        told[rank] = 0
+    return told
+
 
 Plain: TypeAlias = "bool | int | float | str | bytes | list[Plain] | dict[str, Plain] | None"
 """Values of a table."""

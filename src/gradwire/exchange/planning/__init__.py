@@ -1,7 +1,5 @@
 """Which plan each bucket gets: users' options, layouts, and the choice of collectives."""
 
-from gradwire.exchange.planning.buckets import own_buckets
-from gradwire.exchange.planning.coder_times import measure_coders
 from gradwire.exchange.planning.fragments import FragmentClock, Pieces, cut, exchanged
 from gradwire.exchange.planning.options import (
     CHUNK_NUMEL,
@@ -15,8 +13,7 @@ from gradwire.exchange.planning.options import (
     dense_names,
     refuse_scatter,
 )
-from gradwire.exchange.planning.placement import Placement, place_kernels
-from gradwire.exchange.planning.planner import Planner
+from gradwire.exchange.planning.planner import Placement, Planner, measure_coders, own_buckets, place_kernels
 from gradwire.exchange.protocols import REDUCE_SCATTER
 
 __all__ = [

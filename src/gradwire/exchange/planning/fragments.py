@@ -15,8 +15,6 @@ from gradwire.exchange.planning.options import Options, dense_names
 from gradwire.exchange.protocols import REDUCE_SCATTER
 from gradwire.exchange.segments import local_shard
 
-__all__ = ["FragmentClock", "Pieces", "cut", "exchanged"]
-
 LEAST = 1024
 """Parameters with fewer elements are not cut."""
 
@@ -120,7 +118,7 @@ def exchanged(
     method: Method, parameters: Mapping[str, torch.Tensor], options: Options
 ) -> tuple[Mapping[str, torch.Tensor], Options]:
     """Return what is exchanged as a parameter by a link of any method, and the link's options for that."""
-    if not method.local_steps or method.outcomes_differ:
+    if not method.traits.local_steps or method.traits.outcomes_differ:
         if options.collective != REDUCE_SCATTER:
             # Replicas of a shard exchange the shard; those who scatter, whole parameters.
             parameters = {name: local_shard(p) for name, p in parameters.items()}

@@ -1,20 +1,17 @@
-"""What a user may set about an exchange, checked before anything is built."""
+"""Options of a link, which are checked before anything is built."""
 
 from __future__ import annotations
 
 import difflib
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, Literal, TypedDict, get_args
 
 from gradwire.errors import HyperparameterError, IncompatibleError
-from gradwire.exchange.method import Method, check_seed, is_whole, require
+from gradwire.exchange.method import Method, check_seed, is_number, is_whole, require
 from gradwire.exchange.network_cost import LinkCost
 from gradwire.exchange.protocols import PROTOCOLS, REDUCE_SCATTER, SHARED_OUT
-
-__all__ = ["CHUNK_NUMEL", "Options", "dense_names", "refuse_scatter"]
 
 Collective = Literal["auto", "all_reduce", "all_gather", "two_shot", "tree", "two_shot_merged"]
 Fallback = Literal["bf16", "fp32"]
@@ -24,18 +21,18 @@ TransportName = Literal["auto", "gloo", "nccl", "staged"]
 FALLBACKS, TRANSPORTS = get_args(Fallback), get_args(TransportName)
 
 CHUNK_NUMEL = 1 << 23
-"""Elements of a chunk; the bits do not depend on it."""
+"""Default number of elements in a chunk; the result does not depend on it."""
 
 
 class RareOptions(TypedDict, total=False):
-    """The options of a link that few users set, for type checkers; see :class:`Options`."""
+    """Rarely used options of a link, for type checkers; see :class:`Options`."""
 
     chunk_numel: int
     link_cost: LinkCost | None
 
 
 class LinkOptions(RareOptions, total=False):
-    """The options of a link by name, for type checkers; see :class:`Options`."""
+    """All options of a link, for type checkers; see :class:`Options`."""
 
     collective: Collective
     exclude: str | Iterable[str]
@@ -52,28 +49,28 @@ class LinkOptions(RareOptions, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Settings of one link, the same on every rank.
+    """Options of a link, the same on every rank.
 
     Attributes:
-        collective: A protocol by name, or "auto": the one that sends the fewest bytes, bucket by bucket.
-        exclude: Patterns (``fnmatch``) of parameter names that travel in float32.
-        min_numel: Smaller parameters travel in float32; None: as the method has it, 1024, or 0 for casts.
-        warmup_steps: Rounds at the start in which everything travels in float32.
-        seed: Of all random streams.
-        backend: Of the kernels: "auto", "cpu", "cpu-plain", "reference" or "triton". On CUDA devices, all but "auto"
-            and "triton" exchange copies of the gradients in main memory; "auto" takes Triton's kernels where all that
-            the method computes has them, else those of the CPU.
-        chunk_numel: Elements of a chunk at most.
-        check: Verify after every bucket that all ranks hold the same bits.
-        check_every: Rounds from one comparison of all ranks' parameters to the next, by digests; 0: never. Simulated
-            workers have them in common.
-        fallback: "bf16" or "fp32": what all ranks travel by once what one of them sends strays too far from its
-            gradient; None: never.
-        fallback_limit: The relative error above which that is so: |sent - gradient| over all parameters of any rank,
-            over the root mean square of |gradient| over ranks.
-        transport: "gloo", "nccl" or "staged"; "auto": Gloo for parameters in main memory; on CUDA devices NCCL where
-            the group has it and payloads are made there, else staged.
-        link_cost: What a message costs, for methods that need to know it (``CAT(fixed_bytes=None)``); None: measured
+        collective: Name of a protocol, or "auto": for each bucket the one that sends the fewest bytes.
+        exclude: Patterns (``fnmatch``) of the names of parameters that travel in float32.
+        min_numel: Parameters with fewer elements travel in float32; None: the method's default, 1024, or 0 for casts.
+        warmup_steps: Number of rounds at the start in which everything travels in float32.
+        seed: Seed of all random numbers.
+        backend: Kernels: "auto", "cpu", "cpu-plain", "reference" or "triton". On CUDA devices, all but "auto" and
+            "triton" exchange copies of the gradients in main memory; "auto" uses Triton's kernels if there are some for
+            everything that the method computes, else those of the CPU.
+        chunk_numel: Most elements in a chunk.
+        check: Verify after every bucket that all ranks have the same bits.
+        check_every: Rounds between comparisons of all ranks' parameters, by digests; 0: never. Simulated workers share
+            their parameters.
+        fallback: "bf16" or "fp32": the method to which all ranks return when the error of any rank exceeds
+            ``fallback_limit``; None: they never do.
+        fallback_limit: Relative error that is allowed: |sent - gradient| over all parameters of any rank, over the root
+            mean square of |gradient| over ranks.
+        transport: "gloo", "nccl" or "staged"; "auto": Gloo for parameters in main memory; on CUDA devices NCCL if the
+            group has it and payloads are made there, else staged.
+        link_cost: Cost of a message on the network, for methods that use it (``CAT(fixed_bytes=None)``); None: measured
             when a link is built with such a method.
     """
 
@@ -103,8 +100,7 @@ class Options:
             value = getattr(self, name)
             if value is None and name == "min_numel":
                 continue
-            whole = is_whole(value)
-            require(whole and value >= least, name, f"a whole number of at least {least} is needed, not {value!r}")
+            require(is_whole(value, least), name, f"a whole number of at least {least} is needed, not {value!r}")
         check_seed(self.seed)
         known = self.transport in TRANSPORTS
         require(known, "transport", f"one of {', '.join(TRANSPORTS)} is needed, not {self.transport!r}")
@@ -119,9 +115,8 @@ class Options:
         if self.fallback is None:
             require(limit is None, "fallback_limit", f"{limit!r} without fallback= has no meaning: add fallback='bf16'")
             return
-        number = isinstance(limit, (int, float)) and not isinstance(limit, bool) and 0 < limit < math.inf
         require(
-            number,
+            is_number(limit, above=0),
             "fallback_limit",
             f"a relative error above 0 is needed beside fallback=, not {limit!r}; link.diagnostics() tells usual ones",
         )
@@ -131,7 +126,7 @@ class Options:
         """Build options from names and values.
 
         Raises:
-            HyperparameterError: an unknown name (the nearest known one is named), or a wrong value.
+            HyperparameterError: a name is unknown (the message has the nearest known one), or a value is wrong.
         """
         known = list(cls.__dataclass_fields__)
         for name in given:
@@ -142,7 +137,7 @@ class Options:
         return cls(**given)
 
     def _scattered(self, method: Method) -> tuple[str, ...]:
-        if not method.scatters:
+        if not method.traits.scatters:
             raise IncompatibleError(
                 f"{method!r} cannot travel by a reduce-scatter, after which each rank has the mean of its own shard "
                 "alone: shard over a mesh of two dimensions, such as ('replicate', 'shard'), where replicas exchange "
@@ -161,23 +156,22 @@ class Options:
         return (REDUCE_SCATTER,)
 
     def has_replicas(self, method: Method) -> bool:
-        """Return whether all ranks of a link have the same parameters, with local steps when an exchange has ended."""
-        return not method.outcomes_differ and self.collective != REDUCE_SCATTER
+        """Return whether all ranks of a link have the same parameters, under local steps after each exchange."""
+        return not method.traits.outcomes_differ and self.collective != REDUCE_SCATTER
 
     def collectives(self, method: Method) -> tuple[str, ...]:
         """Return the protocols to choose from.
 
         Raises:
-            IncompatibleError: the method cannot travel by the collective that was asked for, or have its outcomes
-                checked.
+            IncompatibleError: the method cannot use the given collective, or its outcomes cannot be checked.
             HyperparameterError: there is no such collective.
         """
-        if self.check and method.outcomes_differ:
+        if self.check and method.traits.outcomes_differ:
             raise IncompatibleError(
                 f"check=True compares the bits of all ranks' outcomes, and under {method!r} each rank has its own: "
                 "leave it out"
             )
-        if self.check_every and method.outcomes_differ:
+        if self.check_every and method.traits.outcomes_differ:
             raise IncompatibleError(
                 f"check_every={self.check_every} compares the parameters of all ranks, and under {method!r} each rank "
                 "has its own: leave it out"
@@ -185,22 +179,22 @@ class Options:
         if self.collective == REDUCE_SCATTER:
             return self._scattered(method)
         if self.collective == "auto":
-            return tuple(method.collectives)
+            return tuple(method.traits.collectives)
         known = tuple(dict.fromkeys(("auto", "all_reduce", *PROTOCOLS, *SHARED_OUT)))
         if self.collective not in known:
             near = difflib.get_close_matches(self.collective, known, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise HyperparameterError(f"unknown collective {self.collective!r}{hint} (known: {', '.join(known)})")
-        if self.collective not in method.collectives:
+        if self.collective not in method.traits.collectives:
             raise IncompatibleError(
                 f"{method!r} cannot travel by {self.collective}; use collective='auto'"
-                + "".join(f" or {c!r}" for c in method.collectives)
+                + "".join(f" or {c!r}" for c in method.traits.collectives)
             )
         return (self.collective,)
 
 
 def refuse_scatter(collective: str, who: str) -> None:
-    """Refuse the protocol that leaves each rank with its shard alone, where all of the mean is needed.
+    """Refuse the protocol that gives each rank only its shard of the mean.
 
     Raises:
         IncompatibleError: it is asked for.
@@ -213,12 +207,12 @@ def refuse_scatter(collective: str, who: str) -> None:
 
 
 def dense_names(sizes: dict[str, int], options: Options, method: Method) -> frozenset[str]:
-    """Name the parameters that travel in float32.
+    """Return the names of the parameters that travel in float32.
 
     Raises:
         HyperparameterError: a pattern matches no parameter.
     """
-    least = method.min_numel if options.min_numel is None else options.min_numel
+    least = method.traits.min_numel if options.min_numel is None else options.min_numel
     dense = {name for name, numel in sizes.items() if numel < least}
     for pattern in options.exclude:
         found = {name for name in sizes if fnmatchcase(name, pattern)}

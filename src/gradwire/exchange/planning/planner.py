@@ -1,24 +1,154 @@
-"""Plans of buckets, made once for each layout that is met."""
+"""Where the payloads of a link are made: on the device of its parameters, or in main memory."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
 
-from gradwire.exchange.drivers import Meter, dry_run
+from gradwire.errors import BackendError, IncompatibleError
+from gradwire.exchange.drivers import Meter, dry_run, simulate_ranks
 from gradwire.exchange.method import Method, require
-from gradwire.exchange.planning.coder_times import measure_coders
 from gradwire.exchange.planning.options import Options, dense_names
-from gradwire.exchange.protocols.bounded_plan import BoundedPlan
-from gradwire.exchange.protocols.bucket_plan import BucketPlan, PlanSetting
+from gradwire.exchange.protocols import Context
+from gradwire.exchange.protocols.bucket_plan import BoundedPlan, BucketPlan, PlanSetting
 from gradwire.exchange.segments import Parameter, Segment, join_compressed, lay_out
-from gradwire.kernels import CODERS, Kernels, checksum, chosen, get_kernels
+from gradwire.kernels import CODERS, TRITON_FAMILIES, Kernels, checksum, chosen, get_kernels, time_coders
 from gradwire.seeds import LinkNumber, link_seed
 
-__all__ = ["Planner"]
+HOST_BACKENDS = ("cpu", "cpu-plain", "reference")
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Who computes, and where.
+
+    Attributes:
+        backend: Of the kernels.
+        on_device: Whether payloads are made on the device; otherwise gradients are copied to main memory, exchanged
+            there, and their mean is copied back.
+        reason: Why, in words for a run's record.
+    """
+
+    backend: str
+    on_device: bool
+    reason: str
+
+
+def place_kernels(methods: Sequence[Method], asked: str, device: torch.device) -> Placement:
+    """Choose the backend of the kernels for parameters on a device.
+
+    Args:
+        methods: That the link may use, in any of its rounds.
+        asked: A backend by name. "auto" stands for Triton's kernels where all methods can do with them, else for those
+            of the CPU.
+
+    Raises:
+        BackendError: Triton's kernels are asked for on a device, and a method cannot do with them.
+        IncompatibleError: outcomes differ by rank, which is served in main memory alone.
+    """
+    if device.type == "cpu":
+        return Placement(asked, False, "the parameters are in main memory")
+    for method in methods:
+        if method.traits.outcomes_differ:
+            raise IncompatibleError(
+                f"{method!r} keeps parameters of its own on each rank, which is served for parameters in main memory "
+                f"alone, and these are on {device}: move the model to the CPU, or use another method"
+            )
+    if asked in HOST_BACKENDS:
+        return Placement(asked, False, f"backend={asked!r} was asked for")
+    obstacle = next((found for found in map(_obstacle, methods) if found), None)
+    if obstacle is None:
+        return Placement("triton", True, "all that the method computes has kernels for the device")
+    if asked == "triton":
+        raise BackendError(
+            f"backend='triton' cannot serve parameters on {device}: {obstacle}. Use backend='auto' or 'cpu', which "
+            "copies gradients to main memory and exchanges them there"
+        )
+    return Placement(asked, False, obstacle)
+
+
+def _obstacle(method: Method) -> str | None:
+    """Explain what keeps a method from computing on a device; None where nothing does."""
+    lacking = [family for family in method.traits.kernels if family not in TRITON_FAMILIES]
+    if lacking:
+        return f"{method.name} needs {', '.join(map(repr, lacking))}, of which Triton has no kernels here"
+    return None if method.traits.on_device else f"{method.name} computes in main memory between its kernels"
+
+
+def own_buckets(parameters: dict[str, torch.Tensor], most: int) -> list[list[str]]:
+    """Lay parameters out in buckets of one type and so many elements, the last one first, as backward brings them."""
+    buckets: dict[tuple[torch.dtype, int], list[str]] = {}
+    filled: dict[torch.dtype, list[int]] = {}
+    for name, p in reversed(parameters.items()):
+        at = filled.setdefault(p.dtype, [0, 0])
+        if at[1] and at[1] + p.numel() > most:
+            at[0], at[1] = at[0] + 1, 0
+        at[1] += p.numel()
+        buckets.setdefault((p.dtype, at[0]), []).append(name)
+    return list(buckets.values())
+
+
+SAMPLE_NUMEL = 1 << 18
+"""Elements whose digits are coded for a time: fewer than a bucket's, so that a payload stays in the caches as there."""
+
+REFERENCE_NUMEL = 1 << 13
+"""As many for the reference, which is there to be read."""
+
+
+@cache
+def measure_coders(method: Method, backend: str) -> dict[str, float]:
+    """Return the seconds that each of a method's open coders takes to encode and decode one payload.
+
+    The payload holds the digits that the method makes of ``2^18`` standard normal numbers. Coders take turns; the
+    least time of several turns counts. Measured once a process: some milliseconds, beside what is compiled first.
+
+    Args:
+        method: With ``open_coders``.
+        backend: Of the kernels, by name.
+    """
+    kernels = get_kernels(backend)
+    payload = _payload(method, kernels)
+    repeats = 1 if kernels.name == "reference" else 9
+    return time_coders({name: kernels.coder(name) for name in method.traits.open_coders}, payload, repeats)
+
+
+class _Copying:
+    """A coder that leaves bytes as they are, and keeps those that it saw."""
+
+    name = backend = "none"
+    variants = None
+
+    def __init__(self) -> None:
+        self.seen: list[torch.Tensor] = []
+
+    def bound(self, symbols: int) -> int:
+        return symbols
+
+    def encode(self, symbols: torch.Tensor, out: torch.Tensor) -> int:
+        self.seen.append(symbols.clone())
+        out[: len(symbols)] = symbols
+        return len(symbols)
+
+    def decode(self, data: torch.Tensor, out: torch.Tensor) -> None:
+        out.copy_(data)
+
+    def warm_up(self) -> float:
+        return 0.0
+
+
+def _payload(method: Method, kernels: Kernels) -> torch.Tensor:
+    """Return the bytes that a coder would be given first in a round of one worker alone."""
+    numel = REFERENCE_NUMEL if kernels.name == "reference" else SAMPLE_NUMEL
+    flat = torch.randn(numel, generator=torch.Generator().manual_seed(0))
+    coder = _Copying()
+    segments = lay_out([Parameter("sample", (numel,), (1,))])
+    plan = method.plan(PlanSetting(segments, kernels, 1, method.traits.collectives[0], 0, numel, coder))
+    simulate_ranks([plan.whole(Context(0, 1, 0), flat)], [Meter()])
+    return coder.seen[0]
 
 
 class Planner:
@@ -50,8 +180,10 @@ class Planner:
     ) -> None:
         self._number = number or LinkNumber()
         self.method, self.options, self.world_size = method, options, world_size
-        self.open_coders = method.open_coders
-        self.coder = next((name for name in method.kernels if name in CODERS), None) if not self.open_coders else None
+        self.open_coders = method.traits.open_coders
+        self.coder = (
+            next((name for name in method.traits.kernels if name in CODERS), None) if not self.open_coders else None
+        )
         self.parameters = {name: Parameter.of(name, tensor) for name, tensor in parameters.items()}
         self.dense = dense_names({n: p.numel for n, p in self.parameters.items()}, options, method)
         self._kernels: Kernels | None = None
@@ -81,8 +213,8 @@ class Planner:
             HyperparameterError: there is no such backend.
             BackendError: the backend is not installed.
         """
-        compiled_s = self.kernels.warm_up(self.method.kernels) if self.method.kernels else 0.0
-        return compiled_s + (checksum.warm_up() if self.method.kernels or self.dense else 0.0)
+        compiled_s = self.kernels.warm_up(self.method.traits.kernels) if self.method.traits.kernels else 0.0
+        return compiled_s + (checksum.warm_up() if self.method.traits.kernels or self.dense else 0.0)
 
     def measure_coders(self) -> dict[str, float]:
         """Return the seconds that each open coder takes here; see :func:`gradwire.exchange.planning.measure_coders`."""
@@ -116,12 +248,12 @@ class Planner:
     @property
     def backend(self) -> str:
         """The backend that runs; "none" where the method needs no kernels."""
-        return self.kernels.name if self.method.kernels else "none"
+        return self.kernels.name if self.method.traits.kernels else "none"
 
     @property
     def chosen_kernels(self) -> dict[str, dict[str, Any]]:
         """What the backend "auto" chose for the families of kernels that the method calls, and the times it took."""
-        ours = self.method.kernels if self.options.backend == "auto" else ()
+        ours = self.method.traits.kernels if self.options.backend == "auto" else ()
         return {family: row for family, row in chosen().items() if family in ours}
 
     def is_warm_up(self, round: int) -> bool:
@@ -158,7 +290,7 @@ class Planner:
 
     def counted(self, names: Sequence[str]) -> Meter:
         """Count what one rank sends for a bucket, without data or kernels."""
-        order = tuple(self.step_order()) if self.method.whole_step else tuple(names)
+        order = tuple(self.step_order()) if self.method.traits.whole_step else tuple(names)
         return min(self._costs(order, warm_up=False).values(), key=lambda meter: meter.sent_bytes)
 
     def _make(self, names: tuple[str, ...], warm_up: bool) -> BucketPlan:
@@ -170,7 +302,7 @@ class Planner:
         if self.open_coders and self.coder is None:
             times = self.measure_coders()
             self.settle(min(times, key=lambda name: times[name]))
-        return self._build(names, warm_up, best, self.kernels if self.method.kernels else get_kernels("meta"))
+        return self._build(names, warm_up, best, self.kernels if self.method.traits.kernels else get_kernels("meta"))
 
     def _costs(self, names: tuple[str, ...], warm_up: bool) -> dict[str, Meter]:
         numel, meta = sum(self.parameters[name].numel for name in names), get_kernels("meta")
@@ -183,15 +315,15 @@ class Planner:
             # All coders have the same bounds, which are all that a dry run counts.
             method = method.with_coder(self.coder or self.open_coders[0])
         setting = PlanSetting(
-            join_compressed(segments) if self.method.joined else segments,
+            join_compressed(segments) if self.method.traits.joined else segments,
             kernels,
             self.world_size,
             collective,
             link_seed(self.options.seed, self._number.value),
             self.options.chunk_numel,
-            parts=[s for s in segments if not s.dense] if self.method.joined else (),
+            parts=[s for s in segments if not s.dense] if self.method.traits.joined else (),
         )
         plan = method.dense_plan(setting) if warm_up else method.plan(setting)
         # Levels that are shares of a scale are remembered, too, and a spike does them no harm.
-        adds_up = method.needs_loss_scale and bool(method.remembers or method.local_steps)
+        adds_up = method.traits.needs_loss_scale and bool(method.traits.remembers or method.traits.local_steps)
         return BoundedPlan(plan, segments, type(method).__name__) if adds_up else plan

@@ -1,19 +1,20 @@
 """How payloads become the mean. Protocols are generators and do no input or output."""
 
 from gradwire.exchange.protocols.all_reduce import all_reduce, gathered_mean, gathered_values
-from gradwire.exchange.protocols.alltoallv import alltoallv
-from gradwire.exchange.protocols.broadcast import broadcast, broadcast_values, leader
-from gradwire.exchange.protocols.collect import collected, collected_values
-from gradwire.exchange.protocols.context import Context, Outcome, Workspace
-from gradwire.exchange.protocols.gauges import Gauges
+from gradwire.exchange.protocols.context import Context, Gauges, Outcome, RoundParts, Workspace
+from gradwire.exchange.protocols.direct import (
+    alltoallv,
+    broadcast,
+    broadcast_values,
+    collected,
+    collected_values,
+    leader,
+)
 from gradwire.exchange.protocols.memory import Memory, ShardMemory
-from gradwire.exchange.protocols.merged import two_shot_merged
 from gradwire.exchange.protocols.payloads import Section
-from gradwire.exchange.protocols.reduce_scatter import REDUCE_SCATTER, ShardSections, reduce_scatter
-from gradwire.exchange.protocols.round_parts import RoundParts
 from gradwire.exchange.protocols.sections import all_gather, two_shot
-from gradwire.exchange.protocols.shares import Share, two_shot_re_encoded
-from gradwire.exchange.protocols.tree import tree
+from gradwire.exchange.protocols.shares import REDUCE_SCATTER, ShardSections, Share, reduce_scatter, two_shot_re_encoded
+from gradwire.exchange.protocols.tree import tree, two_shot_merged
 from gradwire.exchange.protocols.two_level import ScopeChecks, agree_on_finite, gather_shards, scatter_shards, within
 
 PROTOCOLS = {"two_shot": two_shot, "all_gather": all_gather, "tree": tree}

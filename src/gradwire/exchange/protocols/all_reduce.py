@@ -8,11 +8,9 @@ import torch
 
 from gradwire.exchange.ops import AllGather, AllToAll, Exchange, Reduce
 from gradwire.exchange.protocols.context import Context, Outcome
-from gradwire.exchange.protocols.sizes import laid_out
+from gradwire.exchange.protocols.payloads import laid_out
 from gradwire.exchange.segments import Segment
 from gradwire.exchange.wire import EVERYONE, Rows, padded
-
-__all__ = ["all_reduce", "gathered_mean", "gathered_values"]
 
 
 def all_reduce(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 import torch
 
 from gradwire.exchange.codecs import Codec, Constant, DenseCodec, SummableCodec
-from gradwire.exchange.deferred_checks import Flag, both
+from gradwire.exchange.deferred_checks import Flag, all_hold, both
 from gradwire.exchange.ops import Exchange, Reduce
 from gradwire.exchange.protocols import (
     PROTOCOLS,
@@ -27,16 +27,16 @@ from gradwire.exchange.protocols import (
     Share,
     all_reduce,
     gathered_mean,
-    reduce_scatter,
 )
-from gradwire.exchange.protocols.bound_sections import Bound, BoundChunk, BoundPart, BoundShard, Prepared
 from gradwire.exchange.protocols.pieces import Pieces, cut, join, shard_out, share_out
+from gradwire.exchange.protocols.sections import Bound, BoundChunk, BoundPart, BoundShard, Prepared
+from gradwire.exchange.protocols.shares import reduce_scatter
 from gradwire.exchange.segments import Segment, divide
+from gradwire.exchange.traits import Traits
 
 if TYPE_CHECKING:
     from gradwire.kernels import Coder, Kernels
 
-__all__ = ["DENSE_TAG", "BucketPlan", "CastPlan", "Float32", "PlanSetting", "Prepared", "SectionPlan"]
 
 DENSE_TAG = 127
 """Wire tag of payloads that hold nothing but float32, as in warm-up rounds."""
@@ -144,13 +144,8 @@ class Operator(Protocol):
     tag: ClassVar[int]
 
     @property
-    def cut(self) -> int:
-        """Parameters are cut into chunks at multiples of this many elements."""
-        ...
-
-    @property
-    def share_cut(self) -> int:
-        """The same where owners of shares encode the mean once more."""
+    def traits(self) -> Traits:
+        """Its traits, of which a plan reads where parameters may be cut."""
         ...
 
     def codec(self, kernels: Kernels, segments: Sequence[Segment], world_size: int, seed: int) -> Codec:
@@ -162,8 +157,7 @@ class Float32:
     """Float32 as an operator, for a plan that knows which part of a bucket it compresses."""
 
     tag: ClassVar[int] = DENSE_TAG
-    cut: ClassVar[int] = 80
-    share_cut: ClassVar[int] = 80
+    traits: ClassVar[Traits] = Traits()
 
     def codec(self, kernels: Kernels, segments: Sequence[Segment], world_size: int, seed: int) -> DenseCodec:
         """Bind the operator to segments."""
@@ -231,7 +225,7 @@ class SectionPlan(BucketPlan):
         self.codecs = [self._bind(i, ours, setting.world_size) for i, ours in enumerate(ours_of.values())]
         add_up = self.collective in PROTOCOLS and all(isinstance(c, SummableCodec) for c in self.codecs)
         shared_out = self.collective in SHARED_OUT and not add_up
-        self.grain = math.lcm(method.cut, method.share_cut) if shared_out else method.cut
+        self.grain = math.lcm(method.traits.cut, method.traits.share_cut) if shared_out else method.traits.cut
         position = {s: (i, j) for i, ours in enumerate(ours_of.values()) for j, s in enumerate(ours)}
         self._chunks = []
         self.runs = []
@@ -268,7 +262,7 @@ class SectionPlan(BucketPlan):
 
     def _shared_out(self, ours: Pieces, rest: Pieces) -> BoundChunk:
         world_size = self.setting.world_size
-        parts = zip(share_out(ours, world_size, self.method.share_cut), share_out(rest, world_size, 1))
+        parts = zip(share_out(ours, world_size, self.method.traits.share_cut), share_out(rest, world_size, 1))
         # One who encodes the mean is the only worker of it.
         return BoundChunk(None, [(self._part(*part), self._part(*part, world_size=1)) for part in parts])
 
@@ -303,3 +297,75 @@ class SectionPlan(BucketPlan):
             return reduce_scatter(context, self.tag, shards, flat)
         shares = [Share(up.sections(prepared), down.sections(prepared)) for up, down in chunk.shares]
         return SHARED_OUT[self.collective](context, self.tag, shares, flat)
+
+
+LARGEST = 2.0**40
+"""The largest magnitude that a method takes that adds up rounds, as it is exchanged, with the loss scale in it.
+
+What is remembered is a sum of what was exchanged, and methods multiply it with such sums: 2^48 products of two numbers
+of this size add up within float32, so that nothing that a round leaves behind makes a later round overflow.
+"""
+
+
+def in_range(values: torch.Tensor) -> Flag:
+    """Return whether all values are numbers of at most :data:`LARGEST`, as a flag that is read later."""
+    return all_hold(values.abs() <= LARGEST)
+
+
+class BoundedPlan(BucketPlan):
+    """Makes an infinity of every value beyond :data:`LARGEST` before an inner plan exchanges a bucket.
+
+    A spike that is finite would be remembered where an infinity is not, and what is remembered of it may overflow in
+    every later round, each of which would then be discarded. As an infinity it reaches all ranks by the way that the
+    method has for these, and no rank remembers anything of the round. Each element is judged by itself, so that neither
+    ranks nor the layout of buckets differ.
+
+    Args:
+        inner: How the bucket is exchanged.
+        segments: Of whole parameters, as they lie in the bucket.
+        owner: Name of the method, for the warning.
+    """
+
+    def __init__(self, inner: BucketPlan, segments: Sequence[Segment], owner: str) -> None:
+        # Not asynchronous, whatever the inner plan is: all of the bucket is looked at before any chunk is sent.
+        self.inner, self._segments, self._owner = inner, segments, owner
+        self.chunks, self.collective, self.runs = inner.chunks, inner.collective, inner.runs
+        self.keeps_dtype, self.finishes = inner.keeps_dtype, inner.finishes
+
+    def prepare(self, context: Context, flat: torch.Tensor) -> Exchange[Any]:
+        if not flat.is_meta and flat.numel():
+            self._bound(context, flat)
+        return (yield from self.inner.prepare(context, flat))
+
+    def run(self, context: Context, flat: torch.Tensor, prepared: Any) -> Exchange[Outcome]:
+        return self.inner.run(context, flat, prepared)
+
+    def finish(self, context: Context) -> Exchange[None]:
+        return self.inner.finish(context)
+
+    def target_(self, context: Context, gradient: torch.Tensor) -> None:
+        self.inner.target_(context, gradient)
+
+    def _bound(self, context: Context, flat: torch.Tensor) -> None:
+        if flat.device.type == "cpu":
+            # One pass that only reads. Of a device the answer would have to be waited for.
+            low, high = (float(extreme) for extreme in torch.aminmax(flat))
+            if low >= -LARGEST and high <= LARGEST:
+                return
+            self._warn(context, flat)
+        flat.masked_fill_(flat.abs() > LARGEST, math.inf)
+
+    def _warn(self, context: Context, flat: torch.Tensor) -> None:
+        """Tell of the first parameter with a spike, if there is one: of infinities and NaN a GradScaler knows."""
+        for s in self._segments:
+            sizes = flat[s.offset : s.offset + s.numel].abs()
+            beyond = sizes[(sizes > LARGEST) & sizes.isfinite()]
+            if beyond.numel():
+                context.warn_here(
+                    "range",
+                    f"round {context.round}: {s.parameter.name!r} has values beyond 2^40 ({beyond.numel()}, up to "
+                    f"{float(beyond.max()):.2g}), which {self._owner} does not take: the round counts as overflowed, "
+                    "so that its mean is infinite on all ranks and nothing of it is remembered; skip such a step, and "
+                    "scale the loss down if it happens again",
+                )
+                return

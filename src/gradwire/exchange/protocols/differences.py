@@ -11,8 +11,6 @@ from gradwire.exchange.ops import Exchange, Reduce
 from gradwire.exchange.protocols.all_reduce import gathered_values
 from gradwire.exchange.protocols.context import Context
 
-__all__ = ["Known", "VectorCodec", "gathered_differences"]
-
 TAG = 103
 """Wire tag of the payloads."""
 

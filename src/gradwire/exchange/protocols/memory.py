@@ -10,8 +10,6 @@ import torch
 
 from gradwire.exchange.segments import Segment
 
-__all__ = ["OWN_VALUE", "Memory", "ShardMemory", "base_kind", "kind_of_peer"]
-
 OWN_VALUE = "value"
 """Kind under which a state holds, by its name, a value that is not the same on all ranks."""
 

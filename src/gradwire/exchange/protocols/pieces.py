@@ -8,8 +8,6 @@ from typing import TypeAlias
 
 from gradwire.exchange.segments import Segment, rows_of_rank
 
-__all__ = ["Pieces", "cut", "join", "shard_out", "share_out"]
-
 Pieces: TypeAlias = Sequence[tuple[Segment, tuple[int, int]]]
 """Pieces of segments, each with a mark that stands beside all that it is cut into: the number of its operator, and that
 of its segment among the operator's."""

@@ -14,11 +14,8 @@ from gradwire.exchange.deferred_checks import Checks, Flag, known
 from gradwire.exchange.ops import Exchange, Reduce, Scope
 from gradwire.exchange.protocols.context import Context
 from gradwire.exchange.protocols.payloads import Section, draw_of, encode
-from gradwire.exchange.protocols.reduce_scatter import owned_means
-from gradwire.exchange.protocols.shares import tell_shares
+from gradwire.exchange.protocols.shares import owned_means, tell_shares
 from gradwire.exchange.segments import Segment
-
-__all__ = ["ScopeChecks", "agree_on_finite", "gather_shards", "scatter_shards", "within"]
 
 T = TypeVar("T")
 

@@ -13,9 +13,8 @@ from gradwire.exchange.wire.header import (
     seal_rows,
 )
 from gradwire.exchange.wire.packing import Measured, OrAbsent, Packing, Whole, packing
-from gradwire.exchange.wire.rows import ALIGNMENT, Rows, padded
+from gradwire.exchange.wire.rows import ALIGNMENT, Rows, VariableRows, padded
 from gradwire.exchange.wire.sealed import SEAL_BYTES, open_sealed, sealed
-from gradwire.exchange.wire.variable import VariableRows
 
 __all__ = [
     "ALIGNMENT",

@@ -34,17 +34,6 @@ from gradwire.errors import PayloadError
 from gradwire.exchange.deferred_checks import AT_ONCE, Checks
 from gradwire.kernels.checksum import checksums, device_checksums
 
-__all__ = [
-    "EVERYONE",
-    "HEADER_BYTES",
-    "WIRE_VERSION",
-    "Header",
-    "check_rows",
-    "pretend_senders",
-    "read_length",
-    "seal_rows",
-]
-
 WIRE_VERSION = 3
 HEADER_BYTES = 32
 EVERYONE = 0xFFFF

@@ -9,8 +9,6 @@ import torch
 from gradwire.errors import PayloadError
 from gradwire.kernels import Coder
 
-__all__ = ["EntropyCoded", "Measured", "OrAbsent", "Packing", "Whole", "packing"]
-
 LENGTH_BYTES = 4
 """Bytes at the start of a body that tells its own length."""
 

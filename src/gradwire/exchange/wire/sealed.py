@@ -12,8 +12,6 @@ from gradwire.errors import PayloadError
 from gradwire.exchange.deferred_checks import AT_ONCE, Checks
 from gradwire.kernels.checksum import checksums, device_checksums
 
-__all__ = ["SEAL_BYTES", "open_sealed", "sealed"]
-
 SEAL_BYTES = 8
 
 

@@ -12,17 +12,29 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["BLOCK_BYTES", "LANES", "MULTIPLIER", "ROW_BYTES", "SEED", "START", "reference_check"]
-
 Bytes: TypeAlias = npt.NDArray[np.uint8]
+
+
 Words: TypeAlias = npt.NDArray[np.uint64]
 
+
 LANES = 16
+
+
 ROW_BYTES = 8 * LANES
+
+
 BLOCK_BYTES = 1 << 14
+
+
 MULTIPLIER = 0x9FB21C651E98DF25
+
+
 START = 0x9E3779B97F4A7C15
+
+
 SEED = 0xC2B2AE3D27D4EB4F
+
 
 _MASK = 2**64 - 1
 

@@ -10,8 +10,6 @@ from numba.extending import intrinsic
 from gradwire.kernels.checksum.reference import LANES, MULTIPLIER, ROW_BYTES
 from gradwire.kernels.numba_core.vectors import I8, I64, Emitter, data_pointer, loop
 
-__all__ = ["check_rows"]
-
 
 @intrinsic
 def check_rows(typing_context, data, rows, sums):

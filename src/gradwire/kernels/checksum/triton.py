@@ -14,8 +14,6 @@ import triton.language as tl
 from gradwire.kernels.checksum.reference import BLOCK_BYTES, LANES, MULTIPLIER, ROW_BYTES, SEED, START
 from gradwire.kernels.triton_core.launch import cdiv, launch
 
-__all__ = ["row_checksums"]
-
 _AHEAD = 8
 """Rows of 128 bytes whose loads are under way together: none waits for a sum."""
 

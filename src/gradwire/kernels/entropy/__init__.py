@@ -5,8 +5,8 @@ caller gains by joining small symbols in a byte first: five trits (243 values) o
 """
 
 from gradwire.kernels.entropy.base import CODERS, Coder, entropy_bits
-from gradwire.kernels.entropy.dispatch import CODER_BACKENDS, get_coder
 from gradwire.kernels.entropy.elias import elias_bits, elias_decode, elias_encode
+from gradwire.kernels.entropy.select import CODER_BACKENDS, get_coder
 
 __all__ = [
     "CODERS",

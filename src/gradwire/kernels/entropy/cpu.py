@@ -7,17 +7,13 @@ from typing import Any
 import numpy as np
 
 from gradwire.errors import BackendError
-from gradwire.kernels.entropy.base import Bytes
-from gradwire.kernels.entropy.section import Body
-from gradwire.kernels.entropy.variants import SCALAR, Variants
+from gradwire.kernels.entropy.base import SCALAR, Body, Bytes, Variants
 
 try:
     from gradwire.kernels.checksum import loops as checksum_loops
     from gradwire.kernels.entropy import huffman_loops, rans_loops
 except ImportError as error:
     raise BackendError(f"coder backend 'cpu' needs numba ({error}): pip install 'numba>=0.61'") from error
-
-__all__ = ["CompiledHuffman", "CompiledRans", "compiled_body", "compiled_check"]
 
 
 def compiled_check(vectors: bool, head: bytes, body: Bytes) -> int:

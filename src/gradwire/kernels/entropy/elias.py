@@ -17,8 +17,6 @@ import torch
 from gradwire.errors import BackendError, HyperparameterError
 from gradwire.kernels.entropy.base import HEADER_BYTES, bytes_of, refusal
 
-__all__ = ["elias_bits", "elias_decode", "elias_encode"]
-
 FORMS = ("dense", "sparse")
 
 _ID = 3

@@ -6,8 +6,6 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-__all__ = ["count_bits", "read_levels", "write_levels"]
-
 # Of all that this is compiled from, so that Numba drops what it kept when that changes (``make digests``).
 DIGEST = "e3b0c44298fc1c14"
 

@@ -10,13 +10,12 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from gradwire.kernels.entropy import huffman_codes as huffman
-from gradwire.kernels.numba_core.copies import copy_into
-
-__all__ = ["huffman_decode", "huffman_encode"]
+from gradwire.kernels.entropy import tables as huffman
+from gradwire.kernels.numba_core.compiled import copy_into
 
 # Of all that this is compiled from, so that Numba drops what it kept when that changes (``make digests``).
-DIGEST = "74abad6f7459399f"
+DIGEST = "160988e0417deab5"
+
 
 _u8, _u32, _u64, _i64 = np.uint8, np.uint32, np.uint64, np.int64
 _AT = huffman.LENGTH_BYTES + 4 * huffman.STREAMS

@@ -11,30 +11,91 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from gradwire.kernels.entropy import rans_tables
-from gradwire.kernels.numba_core.copies import copy_into
-from gradwire.kernels.numba_core.overloads import either
+from gradwire.kernels.entropy import rans_simd
+from gradwire.kernels.entropy import tables as rans_tables
+from gradwire.kernels.numba_core.compiled import copy_into, either
 from gradwire.kernels.numba_core.vectors import prefer_wide
 
-__all__ = ["histogram", "rans_decode", "rans_encode"]
-
 # Of all that this is compiled from, so that Numba drops what it kept when that changes (``make digests``).
-DIGEST = "ba7e3ad4431b864f"
+DIGEST = "62c30611be0ca322"
+
 
 _u8, _u32, _u64, _i64 = np.uint8, np.uint32, np.uint64, np.int64
+
+
 _LANES, _ROW_BYTES, _SLACK, _STATE_BYTES = 128, 256, 32, 512
 _TABLE_AT, _FIXED = 8, 8 + 32 + 512
 _TILE = 64  # rows decoded before escapes are put in: 8 KiB, still in the L1 cache
-
-_decode_rows = either("decode_rows", "entropy.rans_scalar", "entropy.rans_simd")
-_encode_rows = either("encode_rows", "entropy.rans_scalar", "entropy.rans_simd")
-_lowest = either("lowest", "entropy.rans_scalar", "entropy.rans_simd")
-_match_row = either("match_row", "entropy.rans_scalar", "entropy.rans_simd")
-
 _choose_frequencies = njit(nogil=True)(rans_tables.choose_frequencies)
 _read_frequencies = njit(nogil=True)(rans_tables.read_frequencies)
 _sample_step = njit(nogil=True)(rans_tables.sample_step)
 _write_frequencies = njit(nogil=True)(rans_tables.write_frequencies)
+
+
+@njit(nogil=True)
+def plain_decode_rows(form, data, stop, rows, table, states, out, first):
+    place, at = _u64(stop), _u64(first)
+    for _ in range(rows):
+        for turn in range(_LANES):
+            lane = _u64(_LANES - 1 - turn)
+            state = states[lane]
+            entry = table[_u64(state & _u32(4095))]
+            bias = (entry >> _u32(8)) & _u32(4095)
+            # Numba widens products of 32 bits: cast back, so that the compiler need not.
+            new = _u32(_u32(_u32(entry >> _u32(20)) * _u32(state >> _u32(12))) + bias)
+            word = _u32(data[place - _u64(2)]) | _u32(data[place - _u64(1)]) << _u32(8)
+            short = new < _u32(1 << 16)
+            place -= _u64(2) if short else _u64(0)
+            states[lane] = _u32(_u32(new << _u32(16)) | word) if short else new
+            out[at + lane] = _u8(entry)
+        at += _u64(_LANES)
+    return _i64(place)
+
+
+@njit(nogil=True)
+def plain_encode_rows(symbols, first, rows, table, inverse, states, out, at, masks):
+    place, begin = _u64(at), _u64(first)
+    for turn in range(rows):
+        row = _u64(rows - 1 - turn)
+        for half in range(2):
+            rare = _u64(0)
+            for bit in range(64):
+                lane = _u64(64 * half + bit)
+                symbol = symbols[begin + _u64(_LANES) * row + lane]
+                entry, state = table[symbol], _u64(states[lane])
+                f, start = _u64(entry & _u32(4095)), _u64((entry >> _u32(12)) & _u32(4095))
+                rare |= _u64(entry >> _u32(31)) << _u64(bit)
+                full = state >= f << _u64(20)
+                out[place], out[place + _u64(1)] = _u8(state), _u8(state >> _u64(8))
+                place += _u64(2) if full else _u64(0)
+                state = state >> _u64(16) if full else state
+                quotient = (state * inverse[symbol]) >> _u64(44)
+                states[lane] = _u32(state + start + quotient * (_u64(4096) - f))
+            masks[_u64(2) * row + _u64(half)] = rare
+    return _i64(place)
+
+
+@njit(nogil=True)
+def plain_match_row(data, at, value):
+    row, found = data[at : at + 64], _u64(0)
+    for lane in range(64):
+        found |= _u64(row[lane] == value) << _u64(lane)
+    return found
+
+
+@njit(nogil=True)
+def plain_lowest(bits):
+    place = _i64(0)
+    while not bits & _u64(1):
+        bits >>= _u64(1)
+        place += 1
+    return place
+
+
+_decode_rows = either(plain_decode_rows, rans_simd.decode_rows)
+_encode_rows = either(plain_encode_rows, rans_simd.encode_rows)
+_lowest = either(plain_lowest, rans_simd.lowest)
+_match_row = either(plain_match_row, rans_simd.match_row)
 
 
 @njit(nogil=True)

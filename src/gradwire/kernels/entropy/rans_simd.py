@@ -16,8 +16,6 @@ from numba.extending import intrinsic
 
 from gradwire.kernels.numba_core.vectors import F32, I8, I16, I32, I64, Emitter, data_pointer, loop, vector
 
-__all__ = ["Expanded", "Picked", "Widened", "decode_rows", "encode_rows", "lowest", "match_row"]
-
 _GROUPS = 8  # vectors of 16 lanes in a row
 
 

@@ -6,13 +6,10 @@ import numpy as np
 import numpy.typing as npt
 
 from gradwire.kernels.checksum.reference import reference_check
-from gradwire.kernels.entropy import huffman_codes as huffman
-from gradwire.kernels.entropy import rans_tables as tables
-from gradwire.kernels.entropy.base import Bytes
-from gradwire.kernels.entropy.rans_tables import ESCAPE, SCALE, SCALE_BITS
-from gradwire.kernels.entropy.section import Body
-
-__all__ = ["ReferenceHuffman", "ReferenceRans", "reference_body"]
+from gradwire.kernels.entropy import tables as huffman
+from gradwire.kernels.entropy import tables as tables
+from gradwire.kernels.entropy.base import Body, Bytes
+from gradwire.kernels.entropy.tables import ESCAPE, SCALE, SCALE_BITS
 
 Integers = npt.NDArray[np.int64]
 

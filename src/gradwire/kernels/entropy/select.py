@@ -7,6 +7,7 @@ are kept beside the compiled code. What they choose is compared with the referen
 
 from __future__ import annotations
 
+import difflib
 import time
 import warnings
 from collections.abc import Callable, Mapping
@@ -17,14 +18,10 @@ from typing import TypeAlias
 import numpy as np
 import torch
 
-from gradwire.errors import BackendError
-from gradwire.kernels.entropy.base import Bytes, Coder
+from gradwire.errors import BackendError, HyperparameterError
+from gradwire.kernels.compiling import default_file, read_times, write_times
+from gradwire.kernels.entropy.base import CODERS, PARTS, SCALAR, VARIANTS, Body, Bytes, Coder, SectionCoder, Variants
 from gradwire.kernels.entropy.reference import reference_body
-from gradwire.kernels.entropy.section import Body, SectionCoder
-from gradwire.kernels.entropy.variants import PARTS, SCALAR, VARIANTS, Variants
-from gradwire.kernels.kept_times import default_file, read_times, write_times
-
-__all__ = ["Selected", "agrees", "fastest", "measure", "select", "time_coders", "variant_calls"]
 
 SAMPLE = 1 << 16
 """Bytes that are coded for a time: some dozens of microseconds."""
@@ -197,3 +194,47 @@ def _call(body: Body, part: str) -> Callable[[], object]:
         return partial(body.encode, symbols, room)
     size = body.encode(symbols, room)
     return partial(body.decode, room[:size].copy(), np.zeros(SAMPLE, np.uint8))
+
+
+CODER_BACKENDS = ("auto", "reference", "cpu", "cpu-plain")
+
+
+@cache
+def get_coder(name: str, backend: str = "auto") -> Coder:
+    """Return an entropy coder; the same object for the same arguments. It may be used by several threads at once.
+
+    Args:
+        name: ``rans`` (within a percent of the entropy from some hundred thousand symbols of 2.5 bits and more on) or
+            ``huffman`` (at least a bit a symbol, mostly up to seven percent above the entropy, but fast on any CPU).
+        backend: ``reference`` (NumPy), ``cpu`` (Numba with explicit vectors), ``cpu-plain`` (Numba without) or
+            ``auto``: of the parts of ``cpu`` and ``cpu-plain``, the fastest that agree with ``reference``; see
+            :func:`gradwire.kernels.entropy.select.select`.
+
+    Raises:
+        HyperparameterError: there is no such coder or backend.
+        BackendError: numba is not installed.
+
+    Example:
+        >>> import torch
+        >>> coder = get_coder("rans", "reference")
+        >>> symbols = torch.zeros(1000, dtype=torch.uint8)
+        >>> out = torch.empty(coder.bound(1000), dtype=torch.uint8)
+        >>> coder.encode(symbols, out)
+        25
+    """
+    _known("coder", name, CODERS)
+    _known("coder backend", backend, CODER_BACKENDS)
+    if backend == "reference":
+        return SectionCoder(reference_body(name))
+    # Imported here: numba takes half a second, and whoever asks for the reference need not have it.
+    from gradwire.kernels.entropy.cpu import compiled_body
+
+    if backend == "cpu-plain":
+        return SectionCoder(compiled_body(name, Variants(SCALAR, SCALAR, SCALAR)))
+    return SectionCoder(compiled_body(name, select(name, scalar=backend == "auto").variants))
+
+
+def _known(what: str, name: str, names: tuple[str, ...]) -> None:
+    if name not in names:
+        near = difflib.get_close_matches(name, names, 1, 0.0)[0]
+        raise HyperparameterError(f"no {what} {name!r}: did you mean {near!r}? There are {', '.join(names)}")

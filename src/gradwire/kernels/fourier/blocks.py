@@ -13,8 +13,6 @@ from gradwire.errors import HyperparameterError
 from gradwire.kernels.rotation.blocks import LEAST_BLOCK, MOST_BLOCK
 from gradwire.kernels.table import SegmentTable
 
-__all__ = ["FourierColumns", "FourierTable", "bit_reversed", "block_sizes"]
-
 
 class FourierColumns(NamedTuple):
     """A :class:`FourierTable`, as compiled code takes it: in one object.

@@ -10,15 +10,13 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from gradwire.kernels.numba_core.compiled import Compiled
-from gradwire.kernels.numba_core.overloads import kept
+from gradwire.kernels.numba_core.compiled import Compiled, kept
 from gradwire.kernels.numba_core.vectors import prefer_wide
 from gradwire.kernels.table import LANES
 
-__all__ = ["FourierLoops", "fourier_range", "inverse_fourier_range"]
-
 # Of all that this is compiled from: what Numba keeps on disk is kept under this name (``make digests``).
-DIGEST = "b45a2abd478e6e12"
+DIGEST = "df4a20e4ce4045de"
+
 
 _f32 = np.float32
 

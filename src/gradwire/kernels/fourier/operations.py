@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import TypeAlias
+
+import numpy as np
 import torch
 
-from gradwire.kernels.fourier.blocks import FourierTable
+from gradwire.kernels.fourier.blocks import FourierTable, bit_reversed
 from gradwire.kernels.front import Front, check_vector
-
-__all__ = ["FourierOperations"]
 
 
 class FourierOperations(Front):
@@ -49,3 +51,86 @@ class FourierOperations(Front):
         family = self._serve("fourier")
         if table.blocks:
             family.inverse_fourier(z.detach(), table, x.detach(), accumulate)
+
+
+Complex: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+"""The real and the imaginary parts, since PyTorch may round a product of complex numbers otherwise."""
+
+
+def fourier(x: torch.Tensor, table: FourierTable, z: torch.Tensor) -> None:
+    for size, index, real, pair in _by_size(table):
+        values = x[index] * (1 / size)
+        if size == 1:
+            z[real] = values
+            continue
+        half, order = size // 2, torch.from_numpy(bit_reversed(size // 2))
+        re, im = (part[:, order] for part in _forward((values[:, ::2], values[:, 1::2]), table))
+        z[real] = torch.stack([re[:, 0] + im[:, 0], re[:, 0] - im[:, 0]], 1)
+        (pr, pi), (qr, qi) = ((part[:, 1:] for part in (re, im)), (part[:, 1:].flip(1) for part in (re, im)))
+        er, ei, dr, di = (0.5 * (pr + qr), 0.5 * (pi - qi), 0.5 * (pr - qr), 0.5 * (pi + qi))
+        cos, sin = (part[1:] for part in _roots(table, half))
+        z[pair] = er + (di * cos - dr * sin)
+        z[pair + 1] = ei - (dr * cos + di * sin)
+
+
+def inverse_fourier(z: torch.Tensor, table: FourierTable, x: torch.Tensor, accumulate: bool) -> None:
+    for size, index, real, pair in _by_size(table):
+        values = z[real]
+        if size > 1:
+            half, order = size // 2, torch.from_numpy(bit_reversed(size // 2))
+            pr, pi = z[pair], z[pair + 1]
+            qr, qi = pr.flip(1), pi.flip(1)
+            er, ei, dr, di = pr + qr, pi - qi, pr - qr, pi + qi
+            cos, sin = (part[1:] for part in _roots(table, half))
+            re, im = er - (dr * sin + di * cos), ei + (dr * cos - di * sin)
+            first, last = values[:, :1], values[:, 1:]
+            re, im = torch.cat([first + last, re], 1), torch.cat([first - last, im], 1)
+            values = torch.stack(_backward((re[:, order], im[:, order]), table), 2).reshape(-1, size)
+        x[index] = x[index] + values if accumulate else values
+
+
+def _by_size(table: FourierTable) -> Iterator[tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Yield the blocks of each size: the size, and the places of elements, real coefficients and pairs, row by row."""
+    for size in np.unique(table.columns.numel).tolist():
+        blocks = np.flatnonzero(table.columns.numel == size)
+        begins = (table.columns.offset, table.columns.real, table.columns.pair)
+        offset, real, pair = (torch.from_numpy(column[blocks])[:, None] for column in begins)
+        yield (
+            size,
+            offset + torch.arange(size),
+            real + torch.arange(min(size, 2)),
+            pair + 2 * torch.arange(max(0, size // 2 - 1)),
+        )
+
+
+def _roots(table: FourierTable, h: int) -> Complex:
+    """Return cos(pi j / h) and sin(pi j / h) for 0 <= j < h."""
+    cos, sin = (torch.from_numpy(part[h : 2 * h].copy()) for part in (table.columns.cos, table.columns.sin))
+    return cos, sin
+
+
+def _forward(y: Complex, table: FourierTable) -> Complex:
+    """Transform rows; the results are at bit-reversed places."""
+    (rows, count), (re, im) = y[0].shape, y
+    h = count // 2
+    while h:
+        (ur, vr), (ui, vi) = (part.reshape(rows, -1, 2, h).unbind(2) for part in (re, im))
+        cos, sin = _roots(table, h)
+        dr, di = ur - vr, ui - vi
+        re = torch.stack([ur + vr, dr * cos + di * sin], 2)
+        im = torch.stack([ui + vi, di * cos - dr * sin], 2)
+        h //= 2
+    return re.reshape(rows, count), im.reshape(rows, count)
+
+
+def _backward(y: Complex, table: FourierTable) -> Complex:
+    """Transform rows back, which lie at bit-reversed places."""
+    (rows, count), (re, im) = y[0].shape, y
+    h = 1
+    while h < count:
+        (ur, vr), (ui, vi) = (part.reshape(rows, -1, 2, h).unbind(2) for part in (re, im))
+        cos, sin = _roots(table, h)
+        tr, ti = vr * cos - vi * sin, vr * sin + vi * cos
+        re, im = torch.stack([ur + tr, ur - tr], 2), torch.stack([ui + ti, ui - ti], 2)
+        h *= 2
+    return re.reshape(rows, count), im.reshape(rows, count)

@@ -7,16 +7,6 @@ from typing import NamedTuple
 
 from gradwire.errors import HyperparameterError
 
-__all__ = [
-    "FORMATS",
-    "MOST_PARAMETER",
-    "GapStatistics",
-    "IndexFormat",
-    "index_bytes",
-    "most_index_bytes",
-    "smallest_format",
-]
-
 MOST_PARAMETER = {"bitmap": 0, "rice": 30, "width": 31}
 """The largest parameter of each format; the smallest is 0."""
 

@@ -11,21 +11,12 @@ import numpy as np
 from numba import njit
 
 from gradwire.kernels.indices.operations import GAPS_WRONG, NO_ROOM, TOO_WIDE
-from gradwire.kernels.numba_core.compiled import Compiled
-from gradwire.kernels.numba_core.overloads import kept
+from gradwire.kernels.numba_core.compiled import Compiled, kept
 from gradwire.kernels.numba_core.vectors import prefer_wide, trailing_zeros
 
-__all__ = [
-    "IndicesLoops",
-    "decode_bitmap_range",
-    "decode_codes_range",
-    "encode_bitmap_range",
-    "encode_codes_range",
-    "gap_range",
-]
-
 # Of all that this is compiled from: what Numba keeps on disk is kept under this name (``make digests``).
-DIGEST = "476e490213f5e7c3"
+DIGEST = "3a38c1b431795fc8"
+
 
 _TILE = 2048
 """Gaps that are summed up in every format before the next ones: 16 KiB."""

@@ -9,26 +9,90 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit
 
-from gradwire.kernels.numba_core.compiled import TILE_GROUPS, Compiled, rows_of
-from gradwire.kernels.numba_core.overloads import either, kept
-from gradwire.kernels.numba_core.segments import draw_of, find_segment, next_piece, noise_at
+from gradwire.kernels.lattice import simd
+from gradwire.kernels.numba_core.compiled import (
+    TILE_GROUPS,
+    Compiled,
+    draw_of,
+    either,
+    find_segment,
+    kept,
+    next_piece,
+    noise_at,
+    rows_of,
+)
+from gradwire.kernels.numba_core.philox import plain_five_words
 from gradwire.kernels.numba_core.vectors import prefer_wide
-from gradwire.kernels.packing.divisions import word_table
-from gradwire.kernels.packing.loops import pack, tile_groups, unpack
+from gradwire.kernels.packing.loops import pack, tile_groups, unpack, word_table
 from gradwire.kernels.table import GROUP_SIZE
 
-__all__ = ["LatticeLoops", "lattice_encode_range", "lattice_mean_range"]
-
 # Of all that this is compiled from: what Numba keeps on disk is kept under this name (``make digests``).
-DIGEST = "19fc05944ff267fb"
+DIGEST = "bae0273b7602289d"
+
+
+_f32, _i32, _u16 = np.float32, np.int32, np.uint16
+_STEP = _f32(2.0**-24)
+
 
 _ROWS_TILE_GROUPS = 12
 """Groups of all rows decoded before they are summed: of eight rows 30 KiB."""
-
 _WORD = 0xFFFFFFFF
 
-lattice_colours = either("lattice_colours", "lattice.scalar", "lattice.simd")
-lattice_sums = either("lattice_sums", "lattice.scalar", "lattice.simd")
+
+@njit(nogil=True)
+def _scaled(value, inverse, uniform, shift):
+    theta = _f32(_f32(_f32(_i32((uniform + shift) & _i32(0xFFFFFF))) * _STEP) - _f32(0.5))
+    t = _f32(_f32(value * inverse) - theta)
+    if not abs(t) < _f32(1 << 23):
+        t = _f32(0)
+    return t, theta
+
+
+@njit(nogil=True)
+def _turned(check, turn, uniform):
+    """Return a check with a turn added."""
+    return _i32(check + _i32(turn * _i32(_i32(uniform * _i32(2)) + _i32(1))))
+
+
+@njit(nogil=True)
+def plain_lattice_colours(x, first, count, inverse, bits, shift, noise, digits, at, checks):
+    mask = _i32((1 << bits) - 1)
+    for group in range((count + 79) // 80):
+        for lane in range(16):
+            for plane, word in enumerate(plain_five_words(noise, 16 * group + lane)):
+                e = 80 * group + 16 * plane + lane
+                value = x[first + e] if e < count else _f32(0)
+                uniform = _i32(word >> np.uint64(8))
+                t, _ = _scaled(value, inverse, uniform, shift)
+                k = _i32(np.rint(t))
+                digits[at + e] = _u16(k & mask)
+                checks[lane] = _turned(checks[lane], _i32(k >> bits), uniform)
+
+
+@njit(nogil=True)
+def plain_lattice_sums(own, x, first, count, side, colours, at, noise, checks, accumulate):
+    part = _f32(1.0 / (1 << colours.bits))
+    for group in range((count + 79) // 80):
+        for lane in range(16):
+            for plane, word in enumerate(plain_five_words(noise, 16 * group + lane)):
+                e = 80 * group + 16 * plane + lane
+                value = own[first + e] if e < count else _f32(0)
+                uniform = _i32(word >> np.uint64(8))
+                total = _f32(0)
+                for row in range(colours.shifts.size):
+                    t, theta = _scaled(value, side.inverse, uniform, colours.shifts[row])
+                    colour = _i32(colours.digits[row * colours.distance + at + e])
+                    turn = _i32(np.rint(_f32(_f32(t - _f32(colour)) * part)))
+                    checks[16 * row + lane] = _turned(checks[16 * row + lane], turn, uniform)
+                    k = _i32(colour + _i32(turn << colours.bits))
+                    found = _f32(_f32(_f32(k) + theta) * side.scale)
+                    total = found if row == 0 else _f32(total + found)
+                if e < count:
+                    x[first + e] = _f32(x[first + e] + total) if accumulate else total
+
+
+lattice_colours = either(plain_lattice_colours, simd.lattice_colours)
+lattice_sums = either(plain_lattice_sums, simd.lattice_sums)
 
 
 class Sides(NamedTuple):

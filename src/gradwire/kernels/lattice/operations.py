@@ -8,10 +8,8 @@ import torch
 
 from gradwire.errors import HyperparameterError
 from gradwire.kernels.front import Front, check_draw, check_rows, check_vector
-from gradwire.kernels.packing.layout import DigitLayout, digit_layout
-from gradwire.kernels.table import GROUP_SIZE, SegmentTable
-
-__all__ = ["FAR", "LatticeOperations", "dither_shifts"]
+from gradwire.kernels.packing.layout import DigitLayout, digit_layout, pack_digits, unpack_digits
+from gradwire.kernels.table import GROUP_SIZE, GroupIndex, SegmentTable
 
 FAR = float(1 << 23)
 """Points are numbered below this, so that float32 holds the numbers and their neighbours."""
@@ -106,3 +104,51 @@ def _check(table: SegmentTable, colours: int, round: int, stream: int, shifts: S
     if not all(0 <= shift < 1 << 24 for shift in shifts):
         raise HyperparameterError(f"shifts {list(shifts)}: all must be of 24 bits")
     return digit_layout(colours)
+
+
+_WORD = 0xFFFFFFFF
+
+
+def lattice_encode(
+    x: torch.Tensor, table: SegmentTable, inverse: torch.Tensor, layout: DigitLayout, round: int, stream: int,
+    shift: int, out: torch.Tensor, check: torch.Tensor,
+) -> None:  # fmt: skip
+    where, colours = GroupIndex(table), layout.base
+    uniform = where.uniform(round, stream)
+    t, _ = _scaled(x, where, inverse, uniform, shift)
+    k = t.round().to(torch.int64)
+    colour = k % colours
+    pack_digits(colour.reshape(-1), layout, out)
+    check[0] = _check_word((k - colour) // colours, uniform)
+
+
+def lattice_mean(
+    rows: torch.Tensor, table: SegmentTable, inverse: torch.Tensor, scale: torch.Tensor, layout: DigitLayout,
+    round: int, stream: int, shifts: Sequence[int], own: torch.Tensor, x: torch.Tensor, accumulate: bool,
+    checks: torch.Tensor,
+) -> None:  # fmt: skip
+    where, colours = GroupIndex(table), layout.base
+    uniform, factor, total = where.uniform(round, stream), scale[where.segment, None], torch.zeros(())
+    usable = torch.isfinite(factor)
+    for number, (row, shift) in enumerate(zip(rows, shifts)):
+        t, theta = _scaled(own, where, inverse, uniform, shift)
+        colour = unpack_digits(row, layout, table.groups)
+        turn = ((t - colour.to(torch.float32)) * (1.0 / colours)).round().to(torch.int64)
+        checks[number] = _check_word(torch.where(usable, turn, 0), uniform)
+        value = ((colour + colours * turn).to(torch.float32) + theta) * factor
+        total = value if number == 0 else total + value
+    where.write(torch.where(usable, total, factor), x, accumulate)
+
+
+def _scaled(
+    x: torch.Tensor, where: GroupIndex, inverse: torch.Tensor, uniform: torch.Tensor, shift: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return t and theta of every element."""
+    theta = ((uniform + shift) % (1 << 24)).to(torch.float32) * 2.0**-24 - 0.5
+    t = where.values(x) * inverse[where.segment, None] - theta
+    return torch.where(t.abs() < FAR, t, 0.0), theta
+
+
+def _check_word(turn: torch.Tensor, uniform: torch.Tensor) -> int:
+    # Terms are below 2^23 * 2^25, so that 2^15 of them could be added; reduced one by one there is no limit.
+    return int((turn * (2 * uniform + 1) & _WORD).sum()) & _WORD

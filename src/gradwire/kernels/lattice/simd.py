@@ -8,11 +8,9 @@ from typing import Any
 from llvmlite import ir
 
 from gradwire.kernels.lattice.operations import FAR
-from gradwire.kernels.numba_core.philox_simd import PhiloxVectors, five_words
+from gradwire.kernels.numba_core.philox import PhiloxVectors, five_words
 from gradwire.kernels.numba_core.vectors import F32, I1, I16, I32, I64, Emitter, loop, vector, vector_body
 from gradwire.kernels.table import GROUP_SIZE, LANES, PLANES
-
-__all__ = ["lattice_colours", "lattice_sums"]
 
 _AHEAD = 2560  # elements from here to what is fetched from memory meanwhile
 _FLAT = vector(I32, LANES)

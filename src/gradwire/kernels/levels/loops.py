@@ -9,28 +9,139 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import njit
 
-from gradwire.kernels.levels.blocks import WHOLE
-from gradwire.kernels.numba_core.compiled import MIN_STREAMED, STREAMED_GROUPS, TILE_GROUPS, Compiled, one_row, rows_of
-from gradwire.kernels.numba_core.overloads import either, kept
-from gradwire.kernels.numba_core.philox_scalar import five_words
-from gradwire.kernels.numba_core.segments import draw_of, find_segment, next_piece, noise_at
+from gradwire.kernels.levels import simd
+from gradwire.kernels.levels.grid import WHOLE
+from gradwire.kernels.numba_core.compiled import (
+    MIN_STREAMED,
+    STREAMED_GROUPS,
+    TILE_GROUPS,
+    Compiled,
+    draw_of,
+    either,
+    find_segment,
+    kept,
+    next_piece,
+    noise_at,
+    one_row,
+    rows_of,
+)
+from gradwire.kernels.numba_core.philox import plain_five_words
 from gradwire.kernels.numba_core.vectors import prefer_wide
-from gradwire.kernels.packing.divisions import word_table
-from gradwire.kernels.packing.loops import end_streams, pack, sum_rows, tile_groups, unpack
+from gradwire.kernels.packing.loops import end_streams, pack, sum_rows, tile_groups, unpack, word_table
 from gradwire.kernels.table import GROUP_SIZE
 
-__all__ = [
-    "LevelsLoops", "add_shared_range", "dequantise_range", "quantise_range", "quantise_shared_range",
-    "sum_digits_range",
-]  # fmt: skip
-
 # Of all that this is compiled from: what Numba keeps on disk is kept under this name (``make digests``).
-DIGEST = "a61d3f8e7494da58"
+DIGEST = "51f60a9a7adca259"
 
-quantise_even = either("quantise_even", "levels.scalar", "levels.simd")
-quantise_sought = either("quantise_sought", "levels.scalar", "levels.simd")
-quantise_steps = either("quantise_steps", "levels.scalar", "levels.simd")
-write_levels = either("write_levels", "levels.scalar", "levels.simd")
+
+_f32, _i32, _u16 = np.float32, np.int32, np.uint16
+_UNIT = _f32(1 << 24)
+
+
+@njit(nogil=True)
+def _count_even(scaled, uniform, grid):
+    top = _f32(grid.steps)
+    t = _f32(scaled * _f32(top * _f32(1 / (1 << 24))))
+    if not t < top:
+        t = top
+    low = _i32(t)
+    rest = _f32(_f32(t - _f32(low)) * _UNIT)
+    return low + _i32(uniform < rest)
+
+
+@njit(nogil=True)
+def _count_steps(scaled, uniform, grid):
+    count = _i32(0)
+    for k in range(grid.steps):
+        count += _i32(_f32(_f32(uniform * grid.gap[k]) + grid.edge[k]) < scaled)
+    return count
+
+
+@njit(nogil=True)
+def _count_sought(scaled, uniform, grid):
+    cells = grid.cells
+    t = _f32(_f32(scaled * cells.per_unit) + cells.shift)
+    if not t > 0:
+        t = _f32(0)
+    if not t < cells.last:
+        t = _f32(cells.last)
+    step = cells.step[_i32(t)]
+    step += _i32(scaled > cells.border[_i32(t)])
+    return _i32(step + _i32(_f32(_f32(uniform * grid.gap[step]) + grid.edge[step]) < scaled))
+
+
+@njit(nogil=True)
+def _quantise(count_of, x, first, count, scales, grid, noise, digits, at):
+    factors = np.empty(5, np.float32)
+    block, left = scales.block, scales.left
+    for group in range((count + 79) // 80):
+        for plane in range(5):
+            factors[plane] = scales.values[block]
+            left -= 16
+            if left <= 0:
+                left = scales.size
+                if block < scales.last:
+                    block += 1
+        for lane in range(16):
+            for plane, word in enumerate(plain_five_words(noise, 16 * group + lane)):
+                e = 80 * group + 16 * plane + lane
+                value = x[first + e] if e < count else _f32(0)
+                uniform = _f32(_i32(word >> np.uint64(8)))
+                scaled = _f32(value * factors[plane])
+                if not grid.signed:
+                    scaled = abs(scaled)
+                c = count_of(scaled, uniform, grid)
+                minus = np.signbit(value) and not grid.signed
+                digits[at + e] = _u16(grid.negative - c if minus else grid.positive + c)
+
+
+@njit(nogil=True)
+def plain_quantise_even(x, first, count, scales, grid, noise, digits, at):
+    _quantise(_count_even, x, first, count, scales, grid, noise, digits, at)
+
+
+@njit(nogil=True)
+def plain_quantise_steps(x, first, count, scales, grid, noise, digits, at):
+    _quantise(_count_steps, x, first, count, scales, grid, noise, digits, at)
+
+
+@njit(nogil=True)
+def plain_quantise_sought(x, first, count, scales, grid, noise, digits, at):
+    _quantise(_count_sought, x, first, count, scales, grid, noise, digits, at)
+
+
+@njit(nogil=True)
+def _write_run(digits, grid, factor, target, accumulate):
+    values = grid.values
+    if not np.isfinite(factor):
+        digits[:] = factor
+    elif grid.uniform:
+        middle = _f32(values.size // 2)
+        # Divided as an array: Numba looks for a zero before each division of numbers.
+        digits[:] = np.divide(digits - middle, middle) * factor
+    else:
+        for i in range(digits.size):
+            digits[i] = _f32(values[_i32(digits[i])] * factor)
+    if accumulate:
+        target += digits
+    else:
+        target[:] = digits
+
+
+@njit(nogil=True)
+def plain_write_levels(floats, first, count, grid, scales, x, at, accumulate, streamed):
+    done, block, rest = 0, scales.block, scales.left
+    while done < count:
+        run = min(count - done, rest)
+        digits, target = floats[first + done : first + done + run], x[at + done : at + done + run]
+        _write_run(digits, grid, scales.values[block], target, accumulate)
+        done, block, rest = done + run, block + 1, scales.size
+
+
+quantise_even = either(plain_quantise_even, simd.quantise_even)
+quantise_sought = either(plain_quantise_sought, simd.quantise_sought)
+quantise_steps = either(plain_quantise_steps, simd.quantise_steps)
+write_levels = either(plain_write_levels, simd.write_levels)
 
 
 class Scales(NamedTuple):
@@ -188,7 +299,7 @@ def _fill_up(digits, piece, middle, noise):
     """Write the digits past the end of a segment."""
     group, after = piece.numel // 80, piece.numel % 80
     for lane in range(16 if after else 0):
-        for plane, word in enumerate(five_words(noise, 16 * group + lane)):
+        for plane, word in enumerate(plain_five_words(noise, 16 * group + lane)):
             if 16 * plane + lane >= after:
                 digits[80 * group + 16 * plane + lane] = np.uint16(middle - np.int64(word >> np.uint64(31)))
 

@@ -13,8 +13,6 @@ from gradwire.errors import HyperparameterError
 from gradwire.kernels.levels.grid import Grid, GridColumns
 from gradwire.kernels.ternary.operations import inverse_scale
 
-__all__ = ["SharedRandomColumns", "SharedRandomGrid"]
-
 _MOST_INTEGERS = 256
 
 

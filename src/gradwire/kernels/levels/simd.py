@@ -10,12 +10,10 @@ from typing import Any
 from llvmlite import ir
 
 from gradwire.kernels.levels.grid import UNIT
-from gradwire.kernels.numba_core.philox_simd import PhiloxVectors, five_words
+from gradwire.kernels.numba_core.philox import PhiloxVectors, five_words
 from gradwire.kernels.numba_core.vectors import F32, I16, I32, I64, Emitter, loop, vector, vector_body
 from gradwire.kernels.packing.simd import write_scaled
 from gradwire.kernels.table import GROUP_SIZE, LANES, PLANES
-
-__all__ = ["quantise_even", "quantise_sought", "quantise_steps", "write_levels"]
 
 _SIGN = 0x80000000
 _AHEAD = 2560  # elements from here to what is fetched from memory meanwhile

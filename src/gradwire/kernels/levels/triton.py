@@ -11,18 +11,14 @@ import torch
 import triton
 import triton.language as tl
 
-from gradwire.kernels.levels.blocks import BlockTable
-from gradwire.kernels.levels.grid import UNIT, Grid
+from gradwire.kernels.levels.grid import UNIT, BlockTable, Grid
 from gradwire.kernels.levels.shared_random import SharedRandomGrid
 from gradwire.kernels.packing.layout import DigitLayout
 from gradwire.kernels.packing.triton import aligned, digit, pack_digits, sum_rows
 from gradwire.kernels.table import GROUP_SIZE
 from gradwire.kernels.triton_core.device_tables import groups_of, levels_of, powers_of, rows_of, shared_values_of
+from gradwire.kernels.triton_core.integers import elements_of, uniform, words_of
 from gradwire.kernels.triton_core.launch import cdiv, launch, tile, word_arguments
-from gradwire.kernels.triton_core.philox import uniform
-from gradwire.kernels.triton_core.tiles import elements_of, words_of
-
-__all__ = ["add_shared", "count_steps", "dequantise", "quantise", "quantise_shared", "sum_digits"]
 
 _TILE = 32
 _UNIT = tl.constexpr(UNIT)

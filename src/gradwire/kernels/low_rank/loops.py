@@ -9,27 +9,34 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from gradwire.kernels.low_rank.matrices import MatrixTable
-from gradwire.kernels.low_rank.operations import PANEL, VANISHED
-from gradwire.kernels.numba_core.compiled import Compiled
-from gradwire.kernels.numba_core.overloads import either, kept
+from gradwire.kernels.low_rank import simd
+from gradwire.kernels.low_rank.operations import PANEL, VANISHED, MatrixTable
+from gradwire.kernels.numba_core.compiled import Compiled, either, kept
 from gradwire.kernels.numba_core.vectors import prefer_wide
-
-__all__ = [
-    "LowRankLoops",
-    "multiply_left_range",
-    "multiply_out_range",
-    "multiply_right_range",
-    "orthonormalise_range",
-]
+from gradwire.kernels.table import LANES
 
 # Of all that this is compiled from: what Numba keeps on disk is kept under this name (``make digests``).
-DIGEST = "eecdb574bd0a588c"
+DIGEST = "4477573c20ff1801"
 
-dot = either("dot", "low_rank.scalar", "low_rank.simd")
 
 _TILE, _PANEL, _VANISHED = MatrixTable.TILE, PANEL, VANISHED
 _f32, _f64 = np.float32, np.float64
+
+
+@njit(nogil=True)
+def plain_dot(a, b):
+    sums = np.zeros(LANES, np.float32)
+    for j in range(a.size):
+        sums[j % LANES] += _f32(a[j] * b[j])
+    half = LANES // 2
+    while half:
+        for lane in range(half):
+            sums[lane] += sums[lane + half]
+        half //= 2
+    return sums[0]
+
+
+dot = either(plain_dot, simd.dot)
 
 
 class LowRankLoops(Compiled):

@@ -1,13 +1,88 @@
-"""Products of the matrices of a vector with thin factors, sums in a stated order."""
+"""Where the matrices of a flat vector lie, and the factors of each."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 import torch
+from torch.nn.functional import pad
 
+from gradwire.errors import HyperparameterError
 from gradwire.kernels.front import Front, check_vector
-from gradwire.kernels.low_rank.matrices import MatrixTable
+from gradwire.kernels.table import LANES
 
-__all__ = ["PANEL", "VANISHED", "LowRankOperations"]
+
+class MatrixColumns(NamedTuple):
+    """The columns of a :class:`MatrixTable`, as compiled code takes them: in one object."""
+
+    offset: npt.NDArray[np.int64]
+    rows: npt.NDArray[np.int64]
+    columns: npt.NDArray[np.int64]
+    rank: npt.NDArray[np.int64]
+    left: npt.NDArray[np.int64]
+    right: npt.NDArray[np.int64]
+    first_row: npt.NDArray[np.int64]
+    first_tile: npt.NDArray[np.int64]
+
+
+class MatrixTable:
+    """The matrices of a flat float32 vector, row by row, and where their factors lie in two other vectors.
+
+    The left factors of all matrices lie one behind the other in a vector of ``left_numel`` elements, each ``[rank,
+    rows]``; the right ones in one of ``right_numel``, each ``[rank, columns]``.
+
+    Args:
+        offset: Index in the vector of each matrix's first element; matrices ascend and do not overlap.
+        rows, columns: Of each matrix, at least 1.
+        rank: Vectors of each factor, at least 1.
+
+    Attributes:
+        extent: Elements that the vector must have at least.
+        columns: All columns, and the rows before each matrix, and the tiles of 2048 columns before each.
+
+    Raises:
+        HyperparameterError: the columns have different lengths, or matrices overlap or have no elements.
+
+    Example:
+        >>> table = MatrixTable(offset=[0, 100], rows=[10, 3], columns=[10, 4], rank=[2, 1])
+        >>> table.extent, table.left_numel, table.right_numel
+        (112, 23, 24)
+    """
+
+    __slots__ = ("columns", "extent", "left_numel", "matrices", "numel", "rank", "right_numel", "tiles", "total_rows")
+
+    TILE = 2048
+    """Columns whose sums over rows are in hand at a time: with those of each vector of a factor, in the L1 cache."""
+
+    def __init__(self, offset: Sequence[int], rows: Sequence[int], columns: Sequence[int], rank: Sequence[int]) -> None:
+        at, height, width, ranks = (np.array(column, np.int64) for column in (offset, rows, columns, rank))
+        self.matrices = len(at)
+        if any(column.shape != (self.matrices,) for column in (height, width, ranks)):
+            raise HyperparameterError("matrix table: pass one offset, rows, columns and rank a matrix")
+        if self.matrices and min(int(c.min()) for c in (height, width, ranks)) < 1:
+            raise HyperparameterError("matrix table: rows, columns and rank must be at least 1")
+        if self.matrices and (int(at[0]) < 0 or np.any(at[1:] < (at + height * width)[:-1])):
+            raise HyperparameterError("matrix table: matrices overlap or descend: sort them by offset")
+        left, right = _starts(ranks * height), _starts(ranks * width)
+        first_row, first_tile = _starts(height), _starts(-(-width // self.TILE))
+        self.left_numel, self.right_numel = int(left[-1]), int(right[-1])
+        self.total_rows, self.tiles = int(first_row[-1]), int(first_tile[-1])
+        self.numel = int((height * width).sum())
+        self.extent = int(at[-1] + height[-1] * width[-1]) if self.matrices else 0
+        self.columns = MatrixColumns(at, height, width, ranks, left, right, first_row, first_tile)
+        for column in self.columns:
+            column.flags.writeable = False
+
+    def __repr__(self) -> str:
+        return f"MatrixTable({self.matrices} matrices, {self.numel} elements)"
+
+
+def _starts(sizes: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes, dtype=np.int64)])
+
 
 PANEL = 256
 """Rows whose products are added up by themselves, before they are added to those before."""
@@ -90,3 +165,80 @@ class LowRankOperations(Front):
         check_vector("x", x, torch.float32, table.extent, at_least=True)
         check_vector("left", left, torch.float32, table.left_numel)
         check_vector("right", right, torch.float32, table.right_numel)
+
+
+def multiply_right(x: torch.Tensor, table: MatrixTable, right: torch.Tensor, left: torch.Tensor) -> None:
+    for matrix, p, q in _matrices(x, table, left, right):
+        empty = -matrix.shape[1] % LANES
+        blocks = pad(matrix, (0, empty)).view(len(matrix), -1, LANES)
+        for vector, other in zip(p, pad(q, (0, empty)).view(len(q), -1, LANES)):
+            sums = torch.zeros(len(matrix), LANES)
+            for number, part in enumerate(other):
+                sums += blocks[:, number] * part
+            while sums.shape[1] > 1:
+                half = sums.shape[1] // 2
+                sums = sums[:, :half] + sums[:, half:]
+            vector.copy_(sums[:, 0])
+
+
+def multiply_left(x: torch.Tensor, table: MatrixTable, left: torch.Tensor, right: torch.Tensor) -> None:
+    for matrix, p, q in _matrices(x, table, left, right):
+        for vector, other in zip(q, p):
+            vector.zero_()
+            for panel, factors in zip(matrix.split(PANEL), other.split(PANEL)):
+                sums = torch.zeros_like(vector)
+                for row, factor in zip(panel, factors):
+                    sums += row * factor
+                vector += sums
+
+
+def multiply_out(
+    left: torch.Tensor, right: torch.Tensor, table: MatrixTable, x: torch.Tensor, weight: float | None
+) -> None:
+    for matrix, p, q in _matrices(x, table, left, right):
+        product = p[0][:, None] * q[0]
+        for k in range(1, len(p)):
+            product += p[k][:, None] * q[k]
+        if weight is None:
+            matrix.copy_(product)
+        else:
+            matrix += product * torch.tensor(weight)
+
+
+def orthonormalise(factors: torch.Tensor, table: MatrixTable, side: str, out: torch.Tensor) -> None:
+    columns = table.columns
+    starts, lengths = (columns.left, columns.rows) if side == "left" else (columns.right, columns.columns)
+    for begin, length, rank in zip(starts.tolist(), lengths.tolist(), columns.rank.tolist()):
+        of_matrix = slice(begin, begin + rank * length)
+        q = pad(factors[of_matrix].view(rank, length).double(), (0, (1 << (length - 1).bit_length()) - length))
+        before = _sum(q * q).sqrt()
+        for i in range(rank):
+            size = _sum(q[i] * q[i]).sqrt()
+            vanished = size <= VANISHED * before[i]
+            q[i] = torch.where(vanished, torch.zeros(()), q[i] / torch.where(vanished, torch.ones(()), size))
+            for other in q[i + 1 :]:
+                other -= q[i] * _sum(q[i] * other)
+        out[of_matrix].copy_(q[:, :length].reshape(-1))
+
+
+def _matrices(
+    x: torch.Tensor, table: MatrixTable, left: torch.Tensor, right: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """View each matrix ``[rows, columns]`` and its factors, ``[rank, rows]`` and ``[rank, columns]``."""
+    c = table.columns
+    for number in range(table.matrices):
+        at, rows, columns, rank = (int(column[number]) for column in (c.offset, c.rows, c.columns, c.rank))
+        p, q = int(c.left[number]), int(c.right[number])
+        yield (
+            x[at : at + rows * columns].view(rows, columns),
+            left[p : p + rank * rows].view(rank, rows),
+            right[q : q + rank * columns].view(rank, columns),
+        )
+
+
+def _sum(x: torch.Tensor) -> torch.Tensor:
+    """Add the elements of the last dimension, a power of two of them, by halves."""
+    while x.shape[-1] > 1:
+        half = x.shape[-1] // 2
+        x = x[..., :half] + x[..., half:]
+    return x[..., 0]

@@ -11,8 +11,6 @@ from numba import types
 from gradwire.kernels.numba_core.vectors import F32, I32, I64, loop, vector_body
 from gradwire.kernels.table import LANES
 
-__all__ = ["dot"]
-
 
 @vector_body(types.float32)
 def dot(e, a, b):

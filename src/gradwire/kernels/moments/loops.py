@@ -8,17 +8,39 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import njit
 
-from gradwire.kernels.numba_core.compiled import Compiled
-from gradwire.kernels.numba_core.overloads import either, kept
+from gradwire.kernels.moments import simd
+from gradwire.kernels.numba_core.compiled import Compiled, either, kept
 from gradwire.kernels.numba_core.vectors import power_of_two, prefer_wide
 
-__all__ = ["MomentsLoops", "block_exponent", "block_maximum", "moments_range"]
-
 # Of all that this is compiled from: what Numba keeps on disk is kept under this name (``make digests``).
-DIGEST = "71f86c22560fee91"
+DIGEST = "602bd6e15c6585a0"
 
-block_maximum = either("block_maximum", "moments.scalar", "moments.simd")
-block_sums = either("block_sums", "moments.scalar", "moments.simd")
+
+_i32, _i64 = np.int32, np.int64
+
+
+@njit(nogil=True)
+def plain_block_maximum(x, first, count):
+    bits = x[first : first + count].view(_i32)
+    largest = _i32(0)
+    for i in range(bits.size):
+        largest = max(largest, _i32(bits[i] & _i32(0x7FFFFFFF)))
+    return largest
+
+
+@njit(nogil=True)
+def plain_block_sums(x, first, count, factor):
+    values = x[first : first + count]
+    total, squares = _i64(0), _i64(0)
+    for i in range(values.size):
+        q = _i64(_i32(values[i] * factor))
+        total += q
+        squares += q * q
+    return total, squares
+
+
+block_maximum = either(plain_block_maximum, simd.block_maximum)
+block_sums = either(plain_block_sums, simd.block_sums)
 
 
 class MomentColumns(NamedTuple):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 
 from gradwire.kernels.front import Front, check_vector
-from gradwire.kernels.table import SegmentTable
-
-__all__ = ["MomentOperations", "Moments"]
+from gradwire.kernels.table import BLOCK_SIZE, SegmentTable
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,3 +42,54 @@ class MomentOperations(Front):
         out = Moments(max_abs, mean, std, norm)
         self._serve("moments").moments(x.detach(), table, out)
         return out
+
+
+_INFINITY_BITS = 0x7F800000
+_MIN_EXPONENT = -104  # 2^(23 + 104) is the largest power of two in float32
+
+
+def moments(x: torch.Tensor, table: SegmentTable, out: Moments) -> None:
+    for segment, values in enumerate(segments_of(x, table)):
+        out.max_abs[segment], out.mean[segment], out.std[segment], out.norm[segment] = _moments(values)
+
+
+def segments_of(x: torch.Tensor, table: SegmentTable) -> list[torch.Tensor]:
+    """Return the elements of each segment."""
+    return [x[a : a + n] for a, n in zip(table.offset.tolist(), table.numel.tolist())]
+
+
+def integer_blocks(x: torch.Tensor) -> tuple[list[int], torch.Tensor] | None:
+    """Cut a vector in blocks of 4096 and turn each into integers ``trunc(x * 2^(23-e))``, e its largest exponent.
+
+    Returns:
+        The exponents (at least -104) and the integers, int64 ``[blocks, 4096]`` with zeros at the end; None where a
+        value is not finite.
+    """
+    blocks = torch.zeros(-(-x.numel() // BLOCK_SIZE) * BLOCK_SIZE)
+    blocks[: x.numel()] = x
+    blocks = blocks.reshape(-1, BLOCK_SIZE)
+    if not x.numel():
+        return [], blocks.to(torch.int64)
+    bits = (blocks.view(torch.int32) & 0x7FFFFFFF).amax(1)
+    if int(bits.max()) >= _INFINITY_BITS:
+        return None
+    exponent = ((bits >> 23) - 127).clamp(min=_MIN_EXPONENT)
+    # Exact in float64: powers of two and 24-bit significands.
+    integers = torch.ldexp(blocks.to(torch.float64), 23 - exponent[:, None]).trunc().to(torch.int64)
+    return exponent.tolist(), integers
+
+
+def _moments(x: torch.Tensor) -> tuple[float, float, float, float]:
+    """Return (max_abs, mean, std, norm) of one segment."""
+    blocks = integer_blocks(x)
+    if x.numel() == 0 or blocks is None:
+        return math.inf if x.numel() else 0.0, 0.0, 0.0, 0.0
+    exponent, integers = blocks
+    sums, squares = integers.sum(1), (integers * integers).sum(1)
+    first = second = 0.0
+    for e, s1, s2 in zip(exponent, sums.tolist(), squares.tolist()):
+        first += math.ldexp(float(s1), e - 23)
+        second += math.ldexp(float(s2), 2 * (e - 23))
+    mean = first / x.numel()
+    variance = second / x.numel() - mean * mean
+    return float(x.abs().max()), mean, math.sqrt(max(variance, 0.0)), math.sqrt(second)

@@ -12,8 +12,6 @@ from numba import types
 from gradwire.kernels.numba_core.vectors import F32, I32, I64, Emitter, loop, vector, vector_body
 from gradwire.kernels.table import BLOCK_SIZE, LANES
 
-__all__ = ["UNROLL", "block_maximum", "block_sums", "each_vector"]
-
 UNROLL = 4
 
 

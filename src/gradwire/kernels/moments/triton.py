@@ -13,8 +13,6 @@ from gradwire.kernels.triton_core.device_tables import numel_of
 from gradwire.kernels.triton_core.integers import MOMENTS, add_blocks, block_integers, largest_bits
 from gradwire.kernels.triton_core.launch import cdiv, launch
 
-__all__ = ["moments"]
-
 _TILE = 128
 
 

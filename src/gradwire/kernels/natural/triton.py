@@ -12,11 +12,8 @@ from gradwire.kernels.natural.operations import natural_sign_bytes
 from gradwire.kernels.signs.triton import pack_signs
 from gradwire.kernels.table import SIGN_BYTES, SegmentTable
 from gradwire.kernels.triton_core.device_tables import groups_of
+from gradwire.kernels.triton_core.integers import elements_of, uniform, words_of
 from gradwire.kernels.triton_core.launch import cdiv, launch, tile, word_arguments
-from gradwire.kernels.triton_core.philox import uniform
-from gradwire.kernels.triton_core.tiles import elements_of, words_of
-
-__all__ = ["natural_encode", "natural_mean"]
 
 _TILE = 32
 

@@ -19,24 +19,6 @@ from llvmlite.binding import llvm_version_info
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-__all__ = [
-    "F32",
-    "F64",
-    "I1",
-    "I8",
-    "I16",
-    "I32",
-    "I64",
-    "Emitter",
-    "data_pointer",
-    "loop",
-    "power_of_two",
-    "prefer_wide",
-    "trailing_zeros",
-    "vector",
-    "vector_body",
-]
-
 I1, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
 F32, F64 = ir.FloatType(), ir.DoubleType()
 

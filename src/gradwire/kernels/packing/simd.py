@@ -12,8 +12,6 @@ from numba import types
 from gradwire.kernels.numba_core.vectors import F32, F64, I8, I16, I32, I64, Emitter, loop, vector, vector_body
 from gradwire.kernels.table import LANES
 
-__all__ = ["end_streams", "pack_blocks", "sum_words", "unpack_blocks", "write_scaled"]
-
 _AHEAD_BYTES = 1024
 _TOGETHER = 4  # blocks that are packed at a time
 _FLAT = vector(I32, LANES)
@@ -58,7 +56,7 @@ class _Words:
     """Vectors of sixteen words of one width, and their digits as floats.
 
     A word of four bytes is cut in two by ``layout.power``, so that either part is below 2^22; see
-    :class:`gradwire.kernels.packing.divisions.WordTable` for why the quotients are exact.
+    :class:`gradwire.kernels.packing.loops.WordTable` for why the quotients are exact.
     """
 
     def __init__(self, e: Emitter, bits: int, layout: Any) -> None:

@@ -15,8 +15,6 @@ from gradwire.kernels.table import GROUP_SIZE, LANES
 from gradwire.kernels.triton_core.device_tables import powers_of
 from gradwire.kernels.triton_core.launch import cdiv, launch, tile
 
-__all__ = ["aligned", "digit", "load_word", "pack_digits", "sum_rows"]
-
 _TILE = 32
 
 

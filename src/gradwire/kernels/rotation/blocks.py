@@ -11,8 +11,6 @@ import numpy.typing as npt
 from gradwire.errors import HyperparameterError
 from gradwire.kernels.table import LANES, SegmentTable
 
-__all__ = ["LEAST_BLOCK", "MOST_BLOCK", "RotationColumns", "RotationTable"]
-
 LEAST_BLOCK = LANES * LANES
 """Coordinates of the smallest block: what is shorter is followed by zeros."""
 

@@ -6,36 +6,112 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from gradwire.kernels.levels.loops import Scales
-from gradwire.kernels.numba_core.compiled import STREAMED_GROUPS, Compiled, one_row
-from gradwire.kernels.numba_core.overloads import either, kept
-from gradwire.kernels.numba_core.segments import Noise, draw_of
+from gradwire.kernels.levels import simd as levels_simd
+from gradwire.kernels.levels.loops import Scales, plain_write_levels
+from gradwire.kernels.numba_core.compiled import STREAMED_GROUPS, Compiled, Noise, draw_of, either, kept, one_row
+from gradwire.kernels.numba_core.philox import plain_five_words
 from gradwire.kernels.numba_core.vectors import prefer_wide
-from gradwire.kernels.packing.divisions import word_table
-from gradwire.kernels.packing.loops import end_streams, pack, tile_groups, unpack
+from gradwire.kernels.packing.loops import end_streams, pack, tile_groups, unpack, word_table
+from gradwire.kernels.rotation import simd
 from gradwire.kernels.rotation.blocks import MOST_BLOCK
 from gradwire.kernels.table import LANES
 
-__all__ = [
-    "RotationLoops",
-    "decode_rotated_range",
-    "encode_pairs_range",
-    "encode_rotated_range",
-    "rotate_back_range",
-    "rotate_range",
-]
-
 # Of all that this is compiled from: what Numba keeps on disk is kept under this name (``make digests``).
-DIGEST = "816c6d4d999b97be"
+DIGEST = "a2e1c6afeb49e1cd"
+
+
+_u32, _f32 = np.uint32, np.float32
+
 
 _TILE_GROUPS = 10
 """Groups of digits that are unpacked at a time: with them, a block of 4096 coordinates fills the L1 cache."""
 
-rotate_block = either("rotate_block", "rotation.scalar", "rotation.simd")
-rotate_block_back = either("rotate_block_back", "rotation.scalar", "rotation.simd")
-nearest_digits = either("nearest_digits", "rotation.scalar", "rotation.simd")
-nearest_pairs = either("nearest_pairs", "rotation.scalar", "rotation.simd")
-write_levels = either("write_levels", "levels.scalar", "levels.simd")
+
+@njit(nogil=True)
+def _flip(bits, start, noise):
+    """Change the signs of a block whose first element is number ``start`` of its parameter."""
+    runs = min(2048, bits.size)
+    for span in range(0, bits.size, runs):
+        low = (start + span) % 2048
+        for lane in range(16):
+            words = plain_five_words(noise, (start + span) // 2048 * 16 + lane)
+            for e in range(lane, runs, 16):
+                word = words[(low + e) // 512]
+                sign = _u32(_u32(word >> np.uint64((low + e) // 16 % 32)) << _u32(31))
+                bits[span + e] = _u32(bits[span + e] ^ sign)
+
+
+@njit(nogil=True)
+def _step(values, h):
+    for first in range(0, values.size, 2 * h):
+        low, high = values[first : first + h], values[first + h : first + 2 * h]
+        for j in range(h):
+            u, v = low[j], high[j]
+            low[j], high[j] = _f32(u + v), _f32(u - v)
+
+
+@njit(nogil=True)
+def plain_rotate_block(x, at, numel, start, factor, noise, z, place, size, room, streamed):
+    coordinates = z[place : place + size]
+    for e in range(size):
+        coordinates[e] = _f32(x[at + e] * factor) if e < numel else _f32(0)
+    _flip(coordinates.view(_u32), start, noise)
+    h = 1
+    while h < size:
+        _step(coordinates, h)
+        h *= 2
+
+
+@njit(nogil=True)
+def plain_rotate_block_back(z, place, size, start, factor, noise, x, at, numel, accumulate, room, streamed):
+    coordinates = z[place : place + size]
+    h = size // 2
+    while h:
+        _step(coordinates, h)
+        h //= 2
+    for e in range(size):
+        coordinates[e] = _f32(coordinates[e] * factor)
+    _flip(coordinates.view(_u32), start, noise)
+    for e in range(numel):
+        x[at + e] = _f32(x[at + e] + coordinates[e]) if accumulate else coordinates[e]
+
+
+@njit(nogil=True)
+def plain_nearest_digits(z, place, size, grid, digits, at):
+    sums = np.zeros(16, np.float32)
+    bits = z[place : place + size].view(_u32)
+    for first in range(0, size, 16):
+        for lane in range(16):
+            magnitude = abs(z[place + first + lane])
+            count = 0
+            for edge in grid.edge:
+                count += _f32(magnitude * _f32(16777216.0)) > edge
+            sums[lane] = _f32(sums[lane] + _f32(magnitude * grid.values[grid.positive + count]))
+            below = bits[first + lane] >> _u32(31)
+            digits[at + first + lane] = grid.negative - count if below else grid.positive + count
+    half = 8
+    while half:
+        for lane in range(half):
+            sums[lane] = _f32(sums[lane] + sums[lane + half])
+        half //= 2
+    return sums[0]
+
+
+@njit(nogil=True)
+def plain_nearest_pairs(z, place, size, grid, base, out, at):
+    digits = np.empty(size, np.uint16)
+    kept = plain_nearest_digits(z, place, size, grid, digits, 0)
+    for word in range(size // 2):
+        first = word // 16 * 32 + word % 16
+        out[at + word] = digits[first] + base * digits[first + 16]
+    return kept
+
+
+rotate_block = either(plain_rotate_block, simd.rotate_block)
+rotate_block_back = either(plain_rotate_block_back, simd.rotate_block_back)
+nearest_digits = either(plain_nearest_digits, simd.nearest_digits)
+nearest_pairs = either(plain_nearest_pairs, simd.nearest_pairs)
+write_levels = either(plain_write_levels, levels_simd.write_levels)
 
 
 class RotationLoops(Compiled):

@@ -16,12 +16,10 @@ from numba import types
 from numba.core import cgutils
 
 from gradwire.kernels.levels.grid import UNIT
-from gradwire.kernels.numba_core.philox_simd import PhiloxVectors
+from gradwire.kernels.numba_core.philox import PhiloxVectors
 from gradwire.kernels.numba_core.vectors import F32, I8, I16, I32, Emitter, loop, vector, vector_body
 from gradwire.kernels.rotation.steps import AHEAD, GROUP, NUMBER, between, lanes, steps_down, steps_up
 from gradwire.kernels.table import LANES
-
-__all__ = ["nearest_digits", "nearest_pairs", "rotate_block", "rotate_block_back"]
 
 _GROUP_NUMEL = GROUP * LANES
 _SPAN_GROUPS = 8  # groups whose signs 16 blocks of random words decide: two a word

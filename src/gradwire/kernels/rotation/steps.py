@@ -11,8 +11,6 @@ from llvmlite import ir
 from gradwire.kernels.numba_core.vectors import F32, I64, Emitter, loop
 from gradwire.kernels.table import LANES
 
-__all__ = ["AHEAD", "GROUP", "NUMBER", "between", "lanes", "steps_down", "steps_up"]
-
 AHEAD = 4096  # elements from here to what is fetched from memory meanwhile
 GROUP = 16  # neighbouring vectors that are in registers together
 _SQUARE = GROUP * GROUP  # vectors whose steps take two passes, each with sixteen vectors in registers

@@ -17,10 +17,8 @@ from gradwire.kernels.packing.triton import aligned, digit, pack_digits
 from gradwire.kernels.rotation.blocks import RotationTable
 from gradwire.kernels.table import GROUP_SIZE, LANES
 from gradwire.kernels.triton_core.device_tables import levels_of, powers_of, rotated_blocks_of
+from gradwire.kernels.triton_core.integers import philox
 from gradwire.kernels.triton_core.launch import cdiv, launch, tile, word_arguments
-from gradwire.kernels.triton_core.philox import philox
-
-__all__ = ["decode_rotated", "encode_rotated", "rotate", "rotate_back"]
 
 _ELEMENTS = 1024
 _BLOCKS = 4

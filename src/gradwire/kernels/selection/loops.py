@@ -27,39 +27,87 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import njit
 
-from gradwire.kernels.numba_core.compiled import Compiled
-from gradwire.kernels.numba_core.overloads import either, kept
+from gradwire.kernels.numba_core.compiled import Compiled, either, kept
 from gradwire.kernels.numba_core.vectors import prefer_wide
-from gradwire.kernels.selection.ranks import BINS, count_at_least, largest_of_rank, radix_rank, top_histogram
-from gradwire.kernels.selection.sampling import bracket, sample_of
+from gradwire.kernels.selection import simd
+from gradwire.kernels.selection.sampling import (
+    BINS,
+    bracket,
+    count_at_least,
+    largest_of_rank,
+    radix_rank,
+    sample_of,
+    top_histogram,
+)
 from gradwire.kernels.table import LANES
 
-__all__ = ["SelectionLoops", "select_above_range", "select_largest_range"]
-
 # Of all that this is compiled from: what Numba keeps on disk is kept under this name (``make digests``).
-DIGEST = "fb3e74784856cb61"
+DIGEST = "91200013dc3f2575"
+
+
+_i32, _u64 = np.int32, np.uint64
+
 
 SHORT = 1 << 14
 """Elements of a segment up to which groups bound the threshold, rather than a sample."""
-
 _TILE = 4096
 """Elements whose positions are in hand before they are written: 32 KiB with their bits."""
-
 _STEP = 1 << 14
 """Elements after which the room for candidates is looked at."""
-
 _ROOM = 1 << 20
 """Candidates that there is room for."""
-
 _SLACK = 64
 """Elements behind the last, which bodies may spoil."""
-
 _LARGEST = 0x7FFFFFFF
 
-find_between = either("find_between", "selection.scalar", "selection.simd")
-find_at_least = either("find_at_least", "selection.scalar", "selection.simd")
-keep_at_least = either("keep_at_least", "selection.scalar", "selection.simd")
-keep_at_most = either("keep_at_most", "selection.scalar", "selection.simd")
+
+@njit(nogil=True)
+def plain_find_at_least(x, at, count, first, threshold, index, bits, place):
+    values = x[at : at + count].view(_i32)
+    found, magnitudes, end, least = index[place:], bits[place:], _u64(0), _i32(threshold)
+    for i in range(values.size):
+        magnitude = _i32(values[i] & _i32(0x7FFFFFFF))
+        found[end] = first + i
+        magnitudes[end] = magnitude
+        end += _u64(magnitude >= least)
+    return place + np.int64(end)
+
+
+@njit(nogil=True)
+def plain_keep_at_least(bits, index, at, count, threshold, out):
+    values, positions, end, least = bits[at : at + count], index[at : at + count], _u64(0), _i32(threshold)
+    for i in range(values.size):
+        out[end] = positions[i]
+        end += _u64(values[i] >= least)
+    return np.int64(end)
+
+
+@njit(nogil=True)
+def plain_keep_at_most(bits, count, limit, out):
+    values, end, most = bits[:count], _u64(0), _i32(limit)
+    for i in range(values.size):
+        out[end] = values[i]
+        end += _u64(values[i] <= most)
+    return np.int64(end)
+
+
+@njit(nogil=True)
+def plain_find_between(x, at, count, low, high, bits, place):
+    values = x[at : at + count].view(_i32)
+    magnitudes, end, above, least, most = bits[place:], _u64(0), _u64(0), _i32(low), _i32(high)
+    for i in range(values.size):
+        magnitude = _i32(values[i] & _i32(0x7FFFFFFF))
+        magnitudes[end] = magnitude
+        over = _u64(magnitude > most)
+        end += _u64(magnitude >= least) - over
+        above += over
+    return place + np.int64(end), np.int64(above)
+
+
+find_between = either(plain_find_between, simd.find_between)
+find_at_least = either(plain_find_at_least, simd.find_at_least)
+keep_at_least = either(plain_keep_at_least, simd.keep_at_least)
+keep_at_most = either(plain_keep_at_most, simd.keep_at_most)
 
 
 class Bins(NamedTuple):

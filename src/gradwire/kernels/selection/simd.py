@@ -12,8 +12,6 @@ from numba import types
 from gradwire.kernels.numba_core.vectors import I32, I64, Emitter, loop, vector_body
 from gradwire.kernels.table import LANES
 
-__all__ = ["count_at_least", "find_at_least", "find_between", "keep_at_least", "keep_at_most"]
-
 _UNROLL = 4
 _AHEAD = 4096
 """Elements that are fetched from memory ahead of those at hand: with blocks of so many, those of the next block."""

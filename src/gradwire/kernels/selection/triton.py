@@ -15,8 +15,6 @@ from gradwire.kernels.table import BLOCK_SIZE, SegmentTable
 from gradwire.kernels.triton_core.device_tables import Blocks, blocks_of
 from gradwire.kernels.triton_core.launch import launch
 
-__all__ = ["select_above", "select_largest"]
-
 _BINS = 256
 _SHIFTS = (23, 15, 7, 0)
 

@@ -9,27 +9,88 @@ import numpy as np
 from numba import njit
 
 from gradwire.kernels.moments.loops import block_exponent, block_maximum
-from gradwire.kernels.numba_core.compiled import MIN_STREAMED, STREAMED_GROUPS, Compiled, rows_of
-from gradwire.kernels.numba_core.copies import copy_into
-from gradwire.kernels.numba_core.overloads import either, kept
-from gradwire.kernels.numba_core.segments import find_segment, next_piece
+from gradwire.kernels.numba_core.compiled import (
+    MIN_STREAMED,
+    STREAMED_GROUPS,
+    Compiled,
+    copy_into,
+    either,
+    find_segment,
+    kept,
+    next_piece,
+    rows_of,
+)
 from gradwire.kernels.numba_core.vectors import power_of_two, prefer_wide
+from gradwire.kernels.signs import simd
 from gradwire.kernels.table import GROUP_SIZE, SIGN_BYTES
 
-__all__ = ["SignsLoops", "finite_range", "sign_decode_range", "sign_encode_range", "sign_sums_range", "sign_vote_range"]
-
 # Of all that this is compiled from: what Numba keeps on disk is kept under this name (``make digests``).
-DIGEST = "ffb27dac7133729b"
+DIGEST = "44b547469b22da05"
+
+
+_TILE = 2048
+
+_i32, _i64, _u8, _f32 = np.int32, np.int64, np.uint8, np.float32
+
 
 _TILE_BYTES = 512
 """Bytes of a row that are counted before the next ones: with 15 planes 7.5 KiB."""
-
 _PLANES = 15
 """Bits of the largest count."""
 
-block_sign_sums = either("block_sign_sums", "signs.scalar", "signs.simd")
-sign_bytes = either("sign_bytes", "signs.scalar", "signs.simd")
-decode_rows = either("decode_rows", "signs.scalar", "signs.simd")
+
+@njit(nogil=True)
+def plain_block_sign_sums(x, first, count, factor):
+    values = x[first : first + count]
+    total, size, positive = _i64(0), _i64(0), _i64(0)
+    for i in range(values.size):
+        q = _i64(_i32(values[i] * factor))
+        total += q
+        size += abs(q)
+        positive += _i64(values[i] >= _f32(0))
+    return total, size, positive
+
+
+@njit(nogil=True)
+def plain_sign_bytes(x, first, count, out, at):
+    values = x[first : first + count]
+    whole = count // 8
+    target = out[at : at + (count + 7) // 8]
+    for i in range(whole):
+        eight = values[8 * i : 8 * i + 8]
+        octet = _u8(0)
+        for k in range(8):
+            octet |= _u8(_u8(eight[k] >= _f32(0)) << _u8(k))
+        target[i] = octet
+    if count % 8:
+        octet = _u8(0)
+        for k in range(count - 8 * whole):
+            octet |= _u8(_u8(values[8 * whole + k] >= _f32(0)) << _u8(k))
+        target[whole] = octet
+
+
+@njit(nogil=True)
+def _decode_row(octets, bit, high, low, target, add):
+    for i in range(target.size):
+        here = bit + i
+        value = high if octets[here >> 3] >> _u8(here & 7) & _u8(1) else low
+        target[i] = target[i] + value if add else value
+
+
+@njit(nogil=True)
+def plain_decode_rows(rows, bit, count, values, run, x, at, accumulate, streamed):
+    # A tile at a time, so that it stays within the nearest cache while all rows are added to it.
+    for first in range(0, count, _TILE):
+        target = x[at + first : at + min(first + _TILE, count)]
+        for row in range(rows.number):
+            place = 8 * row * rows.stride + bit + first
+            high, low = values.above[row, run], values.below[row, run]
+            _decode_row(rows.octets, place, high, low, target, accumulate or row > 0)
+
+
+block_sign_sums = either(plain_block_sign_sums, simd.block_sign_sums)
+sign_bytes = either(plain_sign_bytes, simd.sign_bytes)
+decode_rows = either(plain_decode_rows, simd.decode_rows)
 
 
 class SumColumns(NamedTuple):

@@ -1,18 +1,78 @@
-"""Signs, one bit an element: sums by sign, packing, votes, and back to one of two values."""
+"""Runs of elements that share a pair of values."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from gradwire.errors import HyperparameterError
 from gradwire.kernels.front import Front, check_groups, check_rows, check_vector
+from gradwire.kernels.moments.operations import integer_blocks, segments_of
 from gradwire.kernels.packing.layout import MAX_WORLD_SIZE
-from gradwire.kernels.signs.runs import RunTable
-from gradwire.kernels.table import SIGN_BYTES, SegmentTable
+from gradwire.kernels.table import GROUP_SIZE, SIGN_BYTES, GroupIndex, SegmentTable
 
-__all__ = ["SignOperations", "SignSums"]
+
+class RunColumns(NamedTuple):
+    """A :class:`RunTable`, as compiled code takes it: in one object."""
+
+    first: npt.NDArray[np.int64]
+    phase: npt.NDArray[np.int64]
+    length: npt.NDArray[np.int64]
+
+
+class RunTable:
+    """Segments, and the runs of elements, anchored to the parameter, that share a pair of values.
+
+    Args:
+        table: The segments.
+        length: Elements of a run, one number for each segment (int64 ``[S]``) or one for all: at least 1, any.
+
+    Attributes:
+        phase: Elements of its run that lie before each segment's first, int64 ``[S]``.
+        first: Number of runs that begin in, or reach into, the segments before each one, int64 ``[S + 1]``.
+        runs: Their number; a run cut by the end of a segment counts in each.
+        columns: What compiled code takes.
+    """
+
+    __slots__ = ("__weakref__", "columns", "first", "length", "phase", "runs", "table")
+
+    def __init__(self, table: SegmentTable, length: int | Sequence[int] | npt.NDArray[Any]) -> None:
+        self.table = table
+        self.length = np.array(np.broadcast_to(np.asarray(length, np.int64), len(table)))
+        if np.any(self.length < 1):
+            raise HyperparameterError(f"a run of {int(self.length.min())} elements: at least 1 is needed")
+        self.phase = table.start % self.length
+        counts = np.where(table.numel > 0, -(-(self.phase + table.numel) // self.length), 0)
+        self.first = np.zeros(len(table) + 1, np.int64)
+        np.cumsum(counts, out=self.first[1:])
+        self.runs = int(self.first[-1])
+        self.columns = RunColumns(self.first, self.phase, self.length)
+
+    @property
+    def owner(self) -> npt.NDArray[np.int64]:
+        """The segment of each run, int64 ``[runs]``."""
+        return np.repeat(np.arange(len(self.table)), np.diff(self.first))
+
+    @property
+    def number(self) -> npt.NDArray[np.int64]:
+        """Each run's number within its parameter, int64 ``[runs]``."""
+        owner = self.owner
+        return np.arange(self.runs) - self.first[owner] + self.table.start[owner] // self.length[owner]
+
+    def elements(self) -> SegmentTable:
+        """Return the elements of each run, a segment each."""
+        owner = self.owner
+        within = (np.arange(self.runs) - self.first[owner]) * self.length[owner] - self.phase[owner]
+        begin = np.maximum(within, 0)
+        end = np.minimum(within + self.length[owner], self.table.numel[owner])
+        nothing = np.zeros(self.runs, np.int64)
+        return SegmentTable(self.table.offset[owner] + begin, end - begin, nothing, np.zeros((self.runs, 2)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,3 +171,56 @@ def _check_bits(rows: torch.Tensor, length: int) -> None:
     check_rows(rows, length)
     if rows.shape[0] > MAX_WORLD_SIZE:
         raise HyperparameterError(f"{rows.shape[0]} rows are outside 1..{MAX_WORLD_SIZE}")
+
+
+_POWERS = 2 ** torch.arange(8)
+
+
+def finite(x: torch.Tensor, table: SegmentTable, out: torch.Tensor) -> None:
+    for segment, values in enumerate(segments_of(x, table)):
+        out[segment] = torch.isfinite(values).all()
+
+
+def sign_sums(x: torch.Tensor, table: SegmentTable, out: SignSums) -> None:
+    for segment, values in enumerate(segments_of(x, table)):
+        out.above[segment], out.below[segment], out.count[segment] = _sums(values)
+
+
+def sign_encode(x: torch.Tensor, table: SegmentTable, begin: int, end: int, out: torch.Tensor) -> None:
+    where = GroupIndex(table, begin, end)
+    bits = (x[where.index] >= 0) & where.inside
+    out.copy_((bits.reshape(-1, 8) * _POWERS).sum(1))
+
+
+def sign_vote(rows: torch.Tensor, out: torch.Tensor) -> None:
+    chosen = 2 * _bits(rows).sum(0) >= rows.shape[0]
+    out.copy_((chosen.reshape(-1, 8) * _POWERS).sum(1))
+
+
+def sign_decode(
+    rows: torch.Tensor, runs: RunTable, above: torch.Tensor, below: torch.Tensor, begin: int, end: int,
+    x: torch.Tensor, accumulate: bool,
+) -> None:  # fmt: skip
+    where = GroupIndex(runs.table, begin, end)
+    columns = (runs.phase, runs.length, runs.first[:-1])
+    phase, length, first = (torch.from_numpy(column.copy())[where.segment, None] for column in columns)
+    run = first + (phase + where.within) // length
+    for row, bits in enumerate(_bits(rows).reshape(len(rows), -1, GROUP_SIZE)):
+        where.write(torch.where(bits == 1, above[row][run], below[row][run]), x, accumulate or row > 0)
+
+
+def _sums(x: torch.Tensor) -> tuple[float, float, int]:
+    blocks = integer_blocks(x)
+    if blocks is None:
+        return math.inf, math.inf, 0
+    above = below = 0.0
+    for e, integers in zip(*blocks):
+        total, size = int(integers.sum()), int(integers.abs().sum())
+        above += math.ldexp(float((size + total) // 2), e - 23)
+        below += math.ldexp(float((size - total) // 2), e - 23)
+    return above, below, int((x >= 0).sum())
+
+
+def _bits(rows: torch.Tensor) -> torch.Tensor:
+    """Unpack bytes ``[..., m]`` to bits, int64 ``[..., 8 m]``."""
+    return (rows.to(torch.int64)[..., None] >> torch.arange(8) & 1).flatten(-2)

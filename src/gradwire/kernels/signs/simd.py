@@ -12,8 +12,6 @@ from gradwire.kernels.moments.simd import UNROLL, each_vector
 from gradwire.kernels.numba_core.vectors import F32, I1, I8, I16, I32, I64, loop, vector, vector_body
 from gradwire.kernels.table import LANES
 
-__all__ = ["block_sign_sums", "decode_rows", "sign_bytes"]
-
 _BITS = vector(I1, LANES)
 _NUMBER = lambda value: ir.Constant(I64, value)  # noqa: E731
 _AHEAD = 2560  # elements from here to what is fetched from memory meanwhile

@@ -7,14 +7,11 @@ import torch
 import triton
 import triton.language as tl
 
-from gradwire.kernels.signs.operations import SignSums
-from gradwire.kernels.signs.runs import RunTable
+from gradwire.kernels.signs.operations import RunTable, SignSums
 from gradwire.kernels.table import SIGN_BYTES, SegmentTable
 from gradwire.kernels.triton_core.device_tables import blocks_of, groups_of, runs_of
 from gradwire.kernels.triton_core.integers import INFINITY, SIGNS, SIZES, add_blocks, block_integers, largest_bits
 from gradwire.kernels.triton_core.launch import cdiv, launch, tile
-
-__all__ = ["finite", "pack_signs", "sign_decode", "sign_encode", "sign_sums", "sign_vote"]
 
 _TILE = 256
 

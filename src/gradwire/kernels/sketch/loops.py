@@ -10,26 +10,45 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from gradwire.kernels.numba_core.compiled import TILE_GROUPS, Compiled
-from gradwire.kernels.numba_core.overloads import either, kept
-from gradwire.kernels.numba_core.segments import Noise, RandomStream, find_segment, next_piece, noise_at
+from gradwire.kernels.numba_core.compiled import (
+    TILE_GROUPS,
+    Compiled,
+    Noise,
+    RandomStream,
+    either,
+    find_segment,
+    kept,
+    next_piece,
+    noise_at,
+)
+from gradwire.kernels.numba_core.philox import plain_five_words
 from gradwire.kernels.numba_core.vectors import prefer_wide
+from gradwire.kernels.sketch import simd
 from gradwire.kernels.sketch.operations import COLUMN_BITS
 from gradwire.kernels.table import GROUP_SIZE, LANES
 
-__all__ = ["SketchLoops", "sketch_range", "unsketch_range"]
-
 # Of all that this is compiled from: what Numba keeps on disk is kept under this name (``make digests``).
-DIGEST = "354e6096275f28fc"
+DIGEST = "7edfbee02b89cdc8"
 
-random_words = either("random_words", "sketch.scalar", "sketch.simd")
 
 _TILE = GROUP_SIZE * TILE_GROUPS
 _u32, _u64, _i64, _f32, _f64 = np.uint32, np.uint64, np.int64, np.float32, np.float64
-
 # Of a word of 32 bits, of which the lowest eight are no part of an element's integer.
 _SIGN, _COLUMN, _SPARE = np.uint32(31), np.uint32((1 << COLUMN_BITS) - 1), np.uint32(8)
 _BITS = np.uint64(COLUMN_BITS)
+
+
+@njit(nogil=True)
+def plain_random_words(noise, words):
+    for group in range(words.size // 80):
+        of_group = words[80 * group : 80 * group + 80]
+        for lane in range(16):
+            w0, w1, w2, w3, w4 = plain_five_words(noise, 16 * group + lane)
+            of_group[lane], of_group[16 + lane], of_group[32 + lane] = _u32(w0), _u32(w1), _u32(w2)
+            of_group[48 + lane], of_group[64 + lane] = _u32(w3), _u32(w4)
+
+
+random_words = either(plain_random_words, simd.random_words)
 
 
 class SketchLoops(Compiled):

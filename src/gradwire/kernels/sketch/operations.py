@@ -6,9 +6,7 @@ import torch
 
 from gradwire.errors import HyperparameterError
 from gradwire.kernels.front import Front, check_draw, check_vector
-from gradwire.kernels.table import SegmentTable
-
-__all__ = ["COLUMN_BITS", "MOST_COLUMNS", "MOST_ROWS", "SketchOperations"]
+from gradwire.kernels.table import GroupIndex, SegmentTable
 
 COLUMN_BITS = 23
 """Bits of a random integer that decide the column; the one above them is the sign."""
@@ -77,3 +75,29 @@ def _check_size(rows: int, columns: int) -> None:
         raise HyperparameterError(f"a sketch has an odd number of rows from 1 to {MOST_ROWS}, not {rows}")
     if not 1 <= columns <= MOST_COLUMNS:
         raise HyperparameterError(f"a sketch has 1 to {MOST_COLUMNS} columns, not {columns}")
+
+
+def sketch(x: torch.Tensor, table: SegmentTable, rows: int, columns: int, stream: int, out: torch.Tensor) -> None:
+    where = GroupIndex(table)
+    values = where.values(x).double()
+    for row, sums in enumerate(out.view(rows, columns)):
+        column, sign = _hashes(where, row, columns, stream)
+        signed = (sign * values)[where.inside]
+        # It adds in order, from zero on.
+        sums.copy_(torch.bincount(column[where.inside], weights=signed, minlength=columns))
+
+
+def unsketch(sums: torch.Tensor, table: SegmentTable, rows: int, columns: int, stream: int, x: torch.Tensor) -> None:
+    where, estimates = GroupIndex(table), []
+    for row, part in enumerate(sums.view(rows, columns)):
+        column, sign = _hashes(where, row, columns, stream)
+        estimates.append(sign * part[column])
+    # Adding zero makes a negative zero positive.
+    where.write(torch.stack(estimates).median(0).values + 0.0, x, accumulate=False)
+
+
+def _hashes(where: GroupIndex, row: int, columns: int, stream: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return each element's column, int64 ``[G, 80]``, and its sign, float32."""
+    words = where.uniform(row, stream)
+    column = (words % (1 << COLUMN_BITS)) * columns >> COLUMN_BITS
+    return column, 1.0 - 2.0 * (words >> COLUMN_BITS)

@@ -7,11 +7,9 @@ from typing import Any
 
 from llvmlite import ir
 
-from gradwire.kernels.numba_core.philox_simd import PhiloxVectors, five_words
+from gradwire.kernels.numba_core.philox import PhiloxVectors, five_words
 from gradwire.kernels.numba_core.vectors import I32, I64, loop, vector_body
 from gradwire.kernels.table import GROUP_SIZE, LANES
-
-__all__ = ["random_words"]
 
 
 @vector_body()

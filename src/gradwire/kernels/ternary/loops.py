@@ -2,8 +2,8 @@
 """Compiled loops over segments and groups of trits. They decide what lies where; *bodies* do the arithmetic.
 
 The rules, for all families: a loop's first argument says which bodies serve it, by its type: see
-:mod:`gradwire.kernels.numba_core.overloads`. Tables come as one named tuple each. What is walked over group by group is
-cut in pieces by :func:`gradwire.kernels.numba_core.segments.next_piece`, and nowhere else.
+:mod:`gradwire.kernels.numba_core.compiled`. Tables come as one named tuple each. What is walked over group by group is
+cut in pieces by :func:`gradwire.kernels.numba_core.compiled.next_piece`, and nowhere else.
 """
 
 from __future__ import annotations
@@ -11,25 +11,129 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from gradwire.kernels.numba_core.compiled import MIN_STREAMED, STREAMED_GROUPS, TILE_GROUPS, Compiled, one_row, rows_of
-from gradwire.kernels.numba_core.overloads import either, kept
-from gradwire.kernels.numba_core.segments import draw_of, find_segment, next_piece, noise_at
+from gradwire.kernels.numba_core.compiled import (
+    MIN_STREAMED,
+    STREAMED_GROUPS,
+    TILE_GROUPS,
+    Compiled,
+    draw_of,
+    either,
+    find_segment,
+    kept,
+    next_piece,
+    noise_at,
+    one_row,
+    rows_of,
+)
+from gradwire.kernels.numba_core.philox import plain_five_words
 from gradwire.kernels.numba_core.vectors import prefer_wide
-from gradwire.kernels.packing.divisions import word_table
-from gradwire.kernels.packing.loops import end_streams, pack, tile_groups, unpack
+from gradwire.kernels.packing.loops import (
+    end_streams,
+    pack,
+    plain_pack_blocks,
+    plain_word_at,
+    plain_word_width,
+    tile_groups,
+    unpack,
+    word_table,
+)
 from gradwire.kernels.table import GROUP_BYTES, GROUP_SIZE, PLANES
-
-__all__ = ["TernaryLoops", "decode_range", "encode_range", "sum_range"]
+from gradwire.kernels.ternary import simd
 
 # Of all that this is compiled from: what Numba keeps on disk is kept under this name (``make digests``).
-DIGEST = "a5b0fb7a4979f7b8"
+DIGEST = "e4b29783dbe6e1fb"
 
-encode_groups = either("encode_groups", "ternary.scalar", "ternary.simd")
-sum_to_digits = either("sum_to_digits", "ternary.scalar", "ternary.simd")
-sum_to_words = either("sum_to_words", "ternary.scalar", "ternary.simd")
-decode_groups = either("decode_groups", "ternary.scalar", "ternary.simd")
-decode_streamed = either("decode_streamed", "ternary.scalar", "ternary.simd")
-write_digits = either("write_digits", "ternary.scalar", "ternary.simd")
+
+_u8, _u16, _u32, _u64 = np.uint8, np.uint16, np.uint32, np.uint64
+_i32, _f32 = np.int32, np.float32
+
+
+@njit(nogil=True)
+def _digit(value, uniform, limit, inverse):
+    magnitude = abs(value)
+    if limit < magnitude:
+        magnitude = limit
+    if _f32(_i32(uniform)) < _f32(magnitude * inverse):
+        return _i32(0) if np.signbit(value) else _i32(2)
+    return _i32(1)
+
+
+@njit(nogil=True)
+def plain_encode_groups(x, first, count, limit, inverse, noise, out, at):
+    for group in range((count + 79) // 80):
+        values = x[first + 80 * group : first + min(80 * group + 80, count)]
+        for lane in range(16):
+            words = plain_five_words(noise, 16 * group + lane)
+            total = _i32(121)
+            power = _i32(1)
+            for plane, word in enumerate(words):
+                if 16 * plane + lane < values.size:
+                    total += power * (_digit(values[16 * plane + lane], word >> _u64(8), limit, inverse) - _i32(1))
+                power *= _i32(3)
+            out[at + 16 * group + lane] = _u8(total)
+
+
+@njit(nogil=True)
+def plain_sum_to_digits(rows, first, length, digits):
+    target = digits[: 5 * length]
+    target[:] = _u16(0)
+    for row in range(rows.number):
+        payload = rows.octets[first + row * rows.stride : first + row * rows.stride + length]
+        for group in range(length // 16):
+            values, sums = payload[16 * group : 16 * group + 16], target[80 * group : 80 * group + 80]
+            for lane in range(16):
+                value = _u16(values[lane])
+                for plane in range(4):
+                    quotient = _u16(_u16(value * _u16(171)) >> _u16(9))  # floor(value / 3) for bytes
+                    sums[16 * plane + lane] += _u16(value - _u16(quotient * _u16(3)))
+                    value = quotient
+                sums[64 + lane] += value
+
+
+@njit(nogil=True)
+def plain_sum_to_words(rows, first, length, layout, out, at):
+    digits = np.empty(5 * length, np.uint16)
+    plain_sum_to_digits(rows, first, length, digits)
+    plain_pack_blocks(digits, length // 16, layout, _u16(0), out, at)
+
+
+@njit(nogil=True)
+def plain_decode_groups(words, first, word, layout, count, scale, x, at):
+    width, base = plain_word_width(word), layout.base
+    for group in range((count + 79) // 80):
+        target = x[at + 80 * group : at + min(80 * group + 80, count)]
+        for lane in range(16):
+            value = plain_word_at(words, first + (16 * group + lane) * width, width)
+            for plane in range(5):
+                quotient = _u32(value // _u32(base)) if plane < 4 else _u32(0)
+                digit = _i32(_i32(value - _u32(quotient * _u32(base))) - _i32(base // 2))
+                if 16 * plane + lane < target.size:
+                    target[16 * plane + lane] = _f32(_f32(digit) * scale)
+                value = quotient
+
+
+@njit(nogil=True)
+def plain_decode_streamed(words, first, word, layout, groups, scale, x, at):
+    plain_decode_groups(words, first, word, layout, 80 * groups, scale, x, at)
+
+
+@njit(nogil=True)
+def plain_write_digits(floats, first, count, middle, factor, x, at, accumulate, streamed):
+    source, target = floats[first : first + count], x[at : at + count]
+    if accumulate:
+        for i in range(target.size):
+            target[i] += (source[i] - middle) * factor
+    else:
+        for i in range(target.size):
+            target[i] = (source[i] - middle) * factor
+
+
+encode_groups = either(plain_encode_groups, simd.encode_groups)
+sum_to_digits = either(plain_sum_to_digits, simd.sum_to_digits)
+sum_to_words = either(plain_sum_to_words, simd.sum_to_words)
+decode_groups = either(plain_decode_groups, simd.decode_groups)
+decode_streamed = either(plain_decode_streamed, simd.decode_streamed)
+write_digits = either(plain_write_digits, simd.write_digits)
 
 
 class TernaryLoops(Compiled):

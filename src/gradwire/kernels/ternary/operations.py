@@ -7,10 +7,8 @@ import torch
 
 from gradwire.errors import HyperparameterError
 from gradwire.kernels.front import Front, check_draw, check_groups, check_rows, check_vector
-from gradwire.kernels.packing.layout import DigitLayout, sum_layout
-from gradwire.kernels.table import GROUP_BYTES, GROUP_SIZE, SegmentTable
-
-__all__ = ["TernaryOperations", "inverse_scale"]
+from gradwire.kernels.packing.layout import DigitLayout, digit_layout, pack_digits, sum_layout, unpack_digits
+from gradwire.kernels.table import GROUP_BYTES, GROUP_SIZE, GroupIndex, SegmentTable
 
 
 def inverse_scale(scale: torch.Tensor) -> torch.Tensor:
@@ -131,3 +129,36 @@ def _of_sums(world_size: int, layout: DigitLayout | None) -> DigitLayout:
     if layout is not None and layout.base != 2 * world_size + 1:
         raise HyperparameterError(f"digits of base {layout.base} are no sums of {world_size} trits")
     return layout or sum_layout(world_size)
+
+
+_TRITS = digit_layout(3)
+
+
+def ternary_encode(
+    x: torch.Tensor, table: SegmentTable, limit: torch.Tensor, inverse: torch.Tensor, round: int, stream: int,
+    begin: int, end: int, out: torch.Tensor,
+) -> None:  # fmt: skip
+    where = GroupIndex(table, begin, end)
+    values = where.values(x)
+    bound, factor, magnitude = limit[where.segment, None], inverse[where.segment, None], values.abs()
+    # Written as a comparison, so that a NaN in x stays one and never fires.
+    magnitude = torch.where(bound < magnitude, bound, magnitude)
+    fires = where.uniform(round, stream).to(torch.float32) < magnitude * factor
+    digits = 1 + torch.where(torch.signbit(values), -1, 1) * fires
+    pack_digits(digits.reshape(-1), _TRITS, out)
+
+
+def ternary_sum(rows: torch.Tensor, layout: DigitLayout, out: torch.Tensor) -> None:
+    groups = rows.shape[1] // GROUP_BYTES
+    digits = [unpack_digits(row, _TRITS, groups, clamp=False) for row in rows]
+    pack_digits(torch.stack(digits).sum(0).reshape(-1), layout, out)
+
+
+def decode(
+    words: torch.Tensor, layout: DigitLayout, table: SegmentTable, scale: torch.Tensor, begin: int, end: int,
+    x: torch.Tensor, accumulate: bool,
+) -> None:  # fmt: skip
+    where = GroupIndex(table, begin, end)
+    factor = scale[where.segment, None]
+    sums = unpack_digits(words, layout, end - begin, clamp=False) - layout.base // 2
+    where.write(torch.where(torch.isfinite(factor), sums.to(torch.float32) * factor, factor), x, accumulate)

@@ -9,12 +9,10 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 
-from gradwire.kernels.numba_core.philox_simd import PhiloxVectors, five_words
+from gradwire.kernels.numba_core.philox import PhiloxVectors, five_words
 from gradwire.kernels.numba_core.vectors import F32, I8, I16, I32, I64, Emitter, loop, vector, vector_body
 from gradwire.kernels.packing.simd import write_scaled
 from gradwire.kernels.table import GROUP_BYTES, GROUP_SIZE, LANES, PLANES
-
-__all__ = ["decode_groups", "decode_streamed", "encode_groups", "sum_to_digits", "sum_to_words", "write_digits"]
 
 # high_product(v, c) = floor(v / 3^k) for all bytes v: c = ceil(2^16 / 3^k).
 _THIRDS = (21846, 7282, 2428, 810)

@@ -11,11 +11,8 @@ from gradwire.kernels.packing.layout import DigitLayout, digit_layout
 from gradwire.kernels.packing.triton import aligned, digit, sum_rows
 from gradwire.kernels.table import GROUP_BYTES, SegmentTable
 from gradwire.kernels.triton_core.device_tables import groups_of, powers_of
+from gradwire.kernels.triton_core.integers import elements_of, uniform, words_of
 from gradwire.kernels.triton_core.launch import cdiv, launch, tile, word_arguments
-from gradwire.kernels.triton_core.philox import uniform
-from gradwire.kernels.triton_core.tiles import elements_of, words_of
-
-__all__ = ["decode", "ternary_encode", "ternary_sum"]
 
 _TILE = 32
 

@@ -12,13 +12,12 @@ import torch
 
 from gradwire.errors import BackendError
 from gradwire.kernels.api import Backend, Kernels
-from gradwire.kernels.compile_time import compiling
+from gradwire.kernels.compiling import compiling
+from gradwire.kernels.families import triton_module
 from gradwire.kernels.front import Family
 from gradwire.kernels.moments.operations import Moments
 from gradwire.kernels.self_test import agree
 from gradwire.kernels.signs.operations import SignSums
-
-__all__ = ["SERVED", "TritonBackend", "device_name"]
 
 SERVED = ("moments", "ternary", "levels", "natural", "signs", "rotation", "selection")
 """Families that have Triton kernels."""
@@ -68,7 +67,7 @@ class TritonBackend:
                 "another backend for a method that needs it"
             )
         if name not in self._families:
-            self._families[name] = _Verified(self, name, import_module(f"gradwire.kernels.{name}.triton"))
+            self._families[name] = _Verified(self, name, triton_module(name))
         return self._families[name]
 
     def measure(self, name: str) -> None:
@@ -99,7 +98,7 @@ class TritonBackend:
 
     def difference(self, family: str, device: torch.device) -> str | None:
         """Explain how a family's self test on a device fails, or return None."""
-        module = import_module(f"gradwire.kernels.{family}.triton")
+        module = triton_module(family)
         try:
             if agree(family, Kernels(_OnDevice(module, device)), self._reference):
                 return None

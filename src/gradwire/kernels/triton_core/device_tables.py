@@ -16,29 +16,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from gradwire.kernels.levels.blocks import BlockTable
-from gradwire.kernels.levels.grid import Grid
+from gradwire.kernels.levels.grid import BlockTable, Grid
 from gradwire.kernels.levels.shared_random import SharedRandomGrid
 from gradwire.kernels.packing.layout import DigitLayout
 from gradwire.kernels.rotation.blocks import RotationTable
-from gradwire.kernels.signs.runs import RunTable
+from gradwire.kernels.signs.operations import RunTable
 from gradwire.kernels.table import BLOCK_SIZE, GROUP_SIZE, LANES, PLANES, SegmentTable
-
-__all__ = [
-    "Blocks",
-    "Groups",
-    "Levels",
-    "RotatedBlocks",
-    "blocks_of",
-    "groups_of",
-    "levels_of",
-    "numel_of",
-    "powers_of",
-    "rotated_blocks_of",
-    "rows_of",
-    "runs_of",
-    "shared_values_of",
-]
 
 _MOST = 1 << 30
 """Lengths are clamped to this: none matters that is longer than what they are compared with."""

@@ -7,11 +7,10 @@ import torch
 import triton
 import triton.language as tl
 
+from gradwire.kernels import philox as definition
 from gradwire.kernels.table import BLOCK_SIZE, SegmentTable
 from gradwire.kernels.triton_core.device_tables import blocks_of
 from gradwire.kernels.triton_core.launch import launch
-
-__all__ = ["INFINITY", "MOMENTS", "SIGNS", "SIZES", "add_blocks", "block_integers", "largest_bits"]
 
 INFINITY = 0x7F800000
 _INFINITY = tl.constexpr(INFINITY)
@@ -96,3 +95,70 @@ def largest_bits(largest: torch.Tensor, table: SegmentTable) -> torch.Tensor:
     segment = blocks_of(table, largest.device).segment.to(torch.int64)
     found = torch.zeros(len(table), dtype=torch.int32, device=largest.device)
     return found.scatter_reduce_(0, segment, largest, "amax")
+
+
+ROUNDS = tl.constexpr(definition.ROUNDS)
+FIRST_MULTIPLIER, SECOND_MULTIPLIER = (tl.constexpr(word) for word in definition.MULTIPLIERS)
+FIRST_STEP, SECOND_STEP = (tl.constexpr(word) for word in definition.KEY_STEPS)
+
+
+@triton.jit
+def philox(block, low, high, stream, key0, key1):
+    """Return the four words, uint32, of counters ``(block, low, high, stream)``; signed integers count as unsigned."""
+    c0 = block.to(tl.uint32)
+    c1 = low.to(tl.uint32)
+    c2 = high.to(tl.uint32)
+    c3 = stream.to(tl.uint32)
+    k0 = key0.to(tl.uint32)
+    k1 = key1.to(tl.uint32)
+    for _ in tl.static_range(ROUNDS):
+        first_low = c0 * FIRST_MULTIPLIER
+        first_high = tl.umulhi(c0, FIRST_MULTIPLIER)
+        second_low = c2 * SECOND_MULTIPLIER
+        second_high = tl.umulhi(c2, SECOND_MULTIPLIER)
+        c0 = second_high ^ c1 ^ k0
+        c1 = second_low
+        c2 = first_high ^ c3 ^ k1
+        c3 = first_low
+        k0 = k0 + FIRST_STEP
+        k1 = k1 + SECOND_STEP
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def uniform(w0, w1, w2, w3, PLANE: tl.constexpr):
+    """Return the 24-bit integers of a plane, uint32, from the words of a group's blocks."""
+    if PLANE == 0:
+        word = w0
+    elif PLANE == 1:
+        word = w1
+    elif PLANE == 2:
+        word = w2
+    elif PLANE == 3:
+        word = w3
+    else:
+        word = ((w0 & 255) << 24) | ((w1 & 255) << 16) | ((w2 & 255) << 8)
+    return word >> 8
+
+
+@triton.jit
+def elements_of(at, room, begin, end, TILE: tl.constexpr):
+    """Return what a program's tile holds of the groups ``begin .. end``.
+
+    ``[TILE, 1]`` each: the numbers of the groups, whether there are such, where their first elements lie and how many
+    they have; and the lanes, ``[1, 16]``.
+    """
+    group = begin + tl.program_id(0) * TILE + tl.arange(0, TILE)[:, None]
+    known = group < end
+    place = tl.load(at + group, mask=known, other=0)
+    last = tl.load(room + group, mask=known, other=0)
+    return group, known, place, last, tl.arange(0, 16)[None, :]
+
+
+@triton.jit
+def words_of(number, segment, key, group, known, lane, low, high, stream):
+    """Return the segments of a tile's groups, ``[TILE, 1]``, and the four random words of each lane of each group."""
+    own = tl.load(segment + group, mask=known, other=0)
+    block = tl.load(number + group, mask=known, other=0) * 16 + lane
+    w0, w1, w2, w3 = philox(block, low, high, stream, tl.load(key + 2 * own), tl.load(key + 2 * own + 1))
+    return own, w0, w1, w2, w3

@@ -17,8 +17,6 @@ import triton
 import triton.language as tl
 from triton.runtime import JITFunction
 
-__all__ = ["INTERPRETED", "OPTIONS", "Launch", "cdiv", "launch", "recorded", "tile", "word_arguments"]
-
 OPTIONS = {"enable_fp_fusion": False}
 """Compiler options of every kernel."""
 

@@ -5,11 +5,11 @@ from gradwire.link.checkpoint import load, save
 from gradwire.link.checks import check_options
 from gradwire.link.halo_link import HaloLink
 from gradwire.link.link import Link
-from gradwire.link.selection.link_probe import probe
+from gradwire.link.selection.link_cost import probe
 from gradwire.link.simulate import SimulatedLink, Simulation, simulate
 from gradwire.link.simulated_halo_link import SimulatedHaloLink
 from gradwire.link.simulated_local_steps import SimulatedLocalSteps
-from gradwire.link.warm_up import warm_up
+from gradwire.link.site import warm_up
 from gradwire.link.weight_link import WeightLink
 
 __all__ = [

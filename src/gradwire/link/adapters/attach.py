@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
     from typing_extensions import Unpack
 
-__all__ = ["attach", "compress_weights"]
-
 
 def attach(
     module: DistributedDataParallel | FSDPModule,

@@ -16,8 +16,6 @@ from gradwire.link.detached import DetachedLink
 from gradwire.link.link import Link
 from gradwire.link.parameters import check_steps_in_backward, plain_name
 
-__all__ = ["attach_ddp"]
-
 
 def attach_ddp(
     module: DistributedDataParallel, method: str | Method, process_group: dist.ProcessGroup | None, options: Any
@@ -28,7 +26,7 @@ def attach_ddp(
     link = Link(module.module.named_parameters(), method, group=group, **options)
     module._comm_hooks.clear()
     module.register_comm_hook(_Hooked(module, link), _exchange)
-    if link.method.local_steps:
+    if link.method.traits.local_steps:
         # Of rank 0 before every forward they would be traffic, and overwrite what ranks have seen themselves.
         module.broadcast_buffers = False
         link.local.count_any_optimizer()

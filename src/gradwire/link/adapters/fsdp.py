@@ -21,8 +21,6 @@ from gradwire.link.link import Link
 from gradwire.link.parameters import plain_name
 from gradwire.seeds import shard_seed
 
-__all__ = ["attach_fsdp", "mesh_ranks", "units_of"]
-
 
 def attach_fsdp(module: nn.Module, method: str | Method, replicas: dist.ProcessGroup | None, options: Any) -> Link:
     """Exchange the gradients of a sharded module by a method from now on; see :func:`gradwire.attach`.

@@ -11,8 +11,6 @@ import torch.distributed as dist
 
 from gradwire.link.peers.circle import Wait
 
-__all__ = ["NamedCollective", "name_collectives"]
-
 Naming: TypeAlias = Callable[[str], AbstractContextManager[Wait]]
 """``naming(where)`` is a context in which the failure of a collective becomes an error that names a rank."""
 

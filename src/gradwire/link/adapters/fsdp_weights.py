@@ -13,8 +13,6 @@ from gradwire.link.adapters.fsdp import mesh_ranks, units_of
 from gradwire.link.adapters.fsdp_collectives import NamedCollective
 from gradwire.link.weight_link import WeightLink
 
-__all__ = ["compress_sharded_weights"]
-
 
 def compress_sharded_weights(module: nn.Module, method: str | Method, seed: int, backend: str) -> WeightLink:
     """Gather the parameters of a sharded module by differences; see :func:`gradwire.compress_weights`."""

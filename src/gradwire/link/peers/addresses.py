@@ -12,8 +12,6 @@ from typing import Any
 
 from gradwire.errors import PayloadError
 
-__all__ = ["PROOF_BYTES", "Address", "listening"]
-
 PROOF_BYTES = 32
 _FORM = re.compile(rb"([0-9A-Za-z.:%_-]{1,253}) ([0-9]{1,5}) ([0-9a-f]{32})")
 

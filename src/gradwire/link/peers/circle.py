@@ -16,12 +16,8 @@ import torch.distributed as dist
 
 from gradwire.errors import ExchangeError
 from gradwire.exchange.drivers import Lane
-from gradwire.link.peers.blame import Blame
-from gradwire.link.peers.notices import BECAUSE, CLOSED, FAILED, Notice
-from gradwire.link.peers.store import group_store, without_store
-from gradwire.link.peers.watch import Watch
-
-__all__ = ["Circle", "Wait", "brief"]
+from gradwire.link.peers.blame import BECAUSE, CLOSED, FAILED, Blame, Notice
+from gradwire.link.peers.watch import Watch, group_store, without_store
 
 PATIENCE_S = 3.0
 """How long a rank whose collective broke waits for what says why."""

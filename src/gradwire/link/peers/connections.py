@@ -27,9 +27,7 @@ import torch.distributed as dist
 
 from gradwire.errors import PayloadError
 from gradwire.link.peers.addresses import PROOF_BYTES, Address, listening
-from gradwire.link.peers.notices import BEAT, BECAUSE, FAILED, Inbox, Notice
-
-__all__ = ["BEAT_S", "Connections"]
+from gradwire.link.peers.blame import BEAT, BECAUSE, FAILED, Inbox, Notice
 
 BEAT_S = 0.5
 """How often a rank says that it lives."""

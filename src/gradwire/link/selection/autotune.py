@@ -17,8 +17,6 @@ from gradwire.methods.spec import method as read_method
 from gradwire.model.machine import LinkModel
 from gradwire.model.probing import Probed
 
-__all__ = ["OWN_STATE", "STATE", "Autotuner", "Change", "Channel", "FixedSelection", "Selection", "say_dropped"]
-
 STATE = ("choice", "choice_spec", "fallback", "fallback_told")
 """Keys of a selection's part of a link's state that are the same on all ranks."""
 
@@ -169,8 +167,8 @@ class Autotuner:
 
     def __init__(self, method: Auto, planners: Mapping[str, Planner], clock: Callable[[], float] = time.perf_counter):
         self.method, self._planners, self._clock = method, dict(planners), clock
-        self._rememberers = {spec for spec in self._planners if read_method(spec).remembers}
-        self._keepers = {spec for spec in self._planners if RESIDUAL in read_method(spec).remembers}
+        self._rememberers = {spec for spec in self._planners if read_method(spec).traits.remembers}
+        self._keepers = {spec for spec in self._planners if RESIDUAL in read_method(spec).traits.remembers}
         everything = list(next(iter(self._planners.values())).parameters)
         self._counted = {spec: planner.counted(everything) for spec, planner in self._planners.items()}
         self._bytes = {spec: meter.sent_bytes for spec, meter in self._counted.items()}

@@ -1,26 +1,41 @@
-"""Numbers that ranks tell each other between two buckets, over a lane."""
+"""Which ranks share a host, and with it a link."""
 
 from __future__ import annotations
 
-import threading
+import hashlib
+import os
+import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from statistics import median
 from typing import TypeVar
 
 import torch
 
 from gradwire.errors import PayloadError
-from gradwire.exchange.drivers import Lane, WireError, call
+from gradwire.exchange.drivers import Future, Lane
 from gradwire.exchange.network_cost import LinkCost
 from gradwire.exchange.ops import AllGather, AllToAll, Exchange
 from gradwire.exchange.wire import open_sealed, sealed
-from gradwire.link.selection.host_identity import host_number
 from gradwire.model.probing import Probed
 
-__all__ = ["ControlChannel"]
+
+def host_number() -> float:
+    """Return a number that processes share where they share network interfaces, exact as a float.
+
+    On Linux that is a network namespace of one boot of one machine, so that each container or emulated host counts as
+    one; elsewhere the host's name tells.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        name = f"{boot} {os.stat('/proc/self/ns/net').st_ino}"
+    except OSError:
+        name = socket.gethostname()
+    return float(int.from_bytes(hashlib.blake2b(name.encode(), digest_size=6).digest(), "big"))
+
 
 T = TypeVar("T")
 
@@ -58,7 +73,7 @@ class ControlChannel:
             PayloadError: what a rank told changed on the way.
         """
         mine, number = self._sealed(values)
-        return self._opened(self._call(_all_gather(mine, self._lane.world_size)), number)
+        return self._opened(self.run(_all_gather(mine, self._lane.world_size)), number)
 
     def gathering(self, values: Sequence[float], about: str) -> Callable[[], list[list[float]]]:
         """Start to gather, without a wait; what is returned waits, and gives every rank's values.
@@ -71,33 +86,26 @@ class ControlChannel:
         n = self._lane.world_size
         mine, number = self._sealed(values)
         recv = torch.empty((n, mine.numel()), dtype=torch.uint8)
-        done = threading.Event()
-        errors: list[Exception] = []
-
-        def fail(error: Exception) -> None:
-            errors.append(error)
-            done.set()
-
-        try:
-            self._lane.begin(_all_to_all(mine.repeat(n, 1), recv), lambda _: done.set(), fail)
-        except RuntimeError as error:
-            fail(WireError(str(error)))
+        begun = self._lane.run(_all_to_all(mine.repeat(n, 1), recv), at_once=True)
 
         def answer() -> list[list[float]]:
-            done.wait()
-            if errors:
-                raise self._failed(errors[0], about) from errors[0]
-            return self._opened(recv, number, about)
+            return self._opened(self._waited(begun, about), number, about)
 
         return answer
 
-    def run(self, generator: Exchange[T], about: str) -> T:
+    def run(self, generator: Exchange[T], about: str = "the choice of a method") -> T:
         """Run a protocol that all ranks run at this place, and return what it returns.
 
         Raises:
             ExchangeError: a rank is gone.
         """
-        return self._call(generator, about)
+        return self._waited(self._lane.run(generator), about)
+
+    def _waited(self, begun: Future[T], about: str) -> T:
+        try:
+            return begun.result()
+        except Exception as error:
+            raise self._failed(error, about) from error
 
     def _sealed(self, values: Sequence[float]) -> tuple[torch.Tensor, int]:
         """Return the bytes of a message, with a checksum that holds its number too, and the number."""
@@ -159,15 +167,9 @@ class ControlChannel:
         taken = []
         for _ in range(repeats):
             start = time.perf_counter()
-            self._call(_all_to_all(send, recv))
+            self.run(_all_to_all(send, recv))
             taken.append(time.perf_counter() - start)
         return median(taken)
-
-    def _call(self, generator: Exchange[T], about: str = "the choice of a method") -> T:
-        try:
-            return call(self._lane, generator)
-        except Exception as error:
-            raise self._failed(error, about) from error
 
 
 def _all_gather(mine: torch.Tensor, world_size: int) -> Exchange[torch.Tensor]:

@@ -5,16 +5,21 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 
 from gradwire.errors import ExchangeError, IncompatibleError
 from gradwire.exchange.method import Method
-from gradwire.exchange.planning import Planner
-from gradwire.link.selection.autotune import Change, Channel, Selection
-
-__all__ = ["Fallback", "MeasuredErrors", "check_fallback"]
+from gradwire.exchange.planning import Options, Planner
+from gradwire.exchange.protocols import REDUCE_SCATTER
+from gradwire.link.failures import WarnOnce
+from gradwire.link.selection.autotune import Autotuner, Change, Channel, FixedSelection, Selection
+from gradwire.link.selection.link_cost import CoderSelection
+from gradwire.methods.auto import Auto
+from gradwire.methods.spec import method as read_method
+from gradwire.seeds import LinkNumber
 
 
 def check_fallback(method: Method) -> None:
@@ -25,11 +30,11 @@ def check_fallback(method: Method) -> None:
     """
     reason = (
         "gives a direction, which needs a learning rate of its own"
-        if method.direction
+        if method.traits.direction
         else "brings a momentum, without which steps would be smaller"
-        if method.owns_momentum
+        if method.traits.owns_momentum
         else "exchanges no gradients that another method could take"
-        if method.local_steps
+        if method.traits.local_steps
         else None
     )
     if reason is not None:
@@ -177,3 +182,56 @@ class Fallback:
 
 def _doubles(values: Sequence[object]) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float64)
+
+
+def _plain(options: Options) -> Options:
+    """Return the options of a fallback: by whichever collective it takes, but for one that leaves ranks shards."""
+    return options if options.collective == REDUCE_SCATTER else replace(options, collective="auto")
+
+
+def make_selection(
+    method: Method,
+    options: Options,
+    parameters: Mapping[str, torch.Tensor],
+    world_size: int,
+    errors: MeasuredErrors,
+    coders: CoderSelection,
+    number: LinkNumber,
+    warnings: WarnOnce,
+) -> Selection:
+    """Return what says by which method a round travels.
+
+    Args:
+        method: Of the link.
+        options: Of the link.
+        parameters: That are exchanged, by name.
+        world_size: Ranks that take part.
+        errors: Of what the method sends, for a fallback.
+        coders: Settles what methods leave open, before the first round.
+        number: Of the link.
+        warnings: Of the link.
+
+    Raises:
+        IncompatibleError: the method cannot do what the options ask.
+    """
+
+    compiled_s: list[float] = []
+
+    def ready(one: Method, its: Options) -> Planner:
+        made = coders.watch(Planner(one, parameters, world_size, its, number))
+        made.check()
+        compiled_s.append(made.compile())
+        return made
+
+    chosen: Selection
+    if isinstance(method, Auto):
+        chosen = Autotuner(method, {spec: ready(read_method(spec), options) for spec in method.candidates})
+    else:
+        chosen = FixedSelection(ready(method, options))
+    if options.fallback is not None and options.fallback_limit is not None:
+        check_fallback(method)
+        # The collective that was asked for is the method's.
+        plain = ready(read_method(options.fallback), _plain(options))
+        chosen = Fallback(chosen, plain, options.fallback_limit, errors)
+    warnings.compiled(sum(compiled_s))
+    return chosen

@@ -1,23 +1,57 @@
-"""The codec of units that are kept at random and made larger, so that the mean is right."""
+"""Which atoms of a decomposition are kept at random, and with what probability."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
-from gradwire.exchange.codecs.base import Draw, Summary
-from gradwire.exchange.codecs.scales import SMALLEST_SCALE
+from gradwire.exchange.codecs.base import SMALLEST_SCALE, Draw, Summary, usable
+from gradwire.exchange.segments import Segment
 from gradwire.kernels import GROUP_BYTES, SegmentTable, inverse_scale
-from gradwire.methods.atoms.probabilities import kept_magnitude
 from gradwire.methods.sparse.sparse_codec import AboveRule, SparseCodec, choose_above
-from gradwire.methods.sparse.sparse_values import KeptValues
-from gradwire.methods.sparse.units import UnitTable
+from gradwire.methods.sparse.sparse_values import CastValues, KeptValues, SignedValues, UnitTable
+from gradwire.seeds import parameter_key
 
 if TYPE_CHECKING:
     from gradwire.kernels import Kernels
 
-__all__ = ["AtomCodec"]
+
+def kept_magnitude(largest: torch.Tensor, total: float, budget: float) -> float:
+    """Return the magnitude c for which the probabilities ``min(1, |x_i| / c)`` add up to the budget.
+
+    These have the least variance, sum of x_i^2 (1 / p_i - 1), of all that do; those of 1 are not clipped at random but
+    found one by one, from the largest on: as long as ``|x_i| (budget - i) >= sum of those from i on``.
+
+    Args:
+        largest: The ``floor(budget)`` largest magnitudes or more, descending, float64.
+        total: Sum of all magnitudes.
+        budget: Number of atoms kept on average.
+
+    Returns:
+        c; 0 where no more atoms than the budget are other than zero, all of which then are kept.
+    """
+    left = budget - torch.arange(len(largest), dtype=torch.float64)
+    tails = total - (largest.cumsum(0) - largest)
+    keeps = (largest * left >= tails) & (left > 0)
+    sure = int(keeps.cumprod(0).sum())
+    rest = total - float(largest[:sure].sum())
+    # What is left of sums of float64 is no atom.
+    if budget <= sure or rest <= 1e-12 * total:
+        return 0.0
+    return rest / (budget - sure)
+
+
+def probabilities(magnitudes: torch.Tensor, budget: float) -> torch.Tensor:
+    """Return the probability of each atom, float64, by :func:`kept_magnitude`.
+
+    Args:
+        magnitudes: Of all atoms, in any order.
+    """
+    sizes = magnitudes.abs().double()
+    c = kept_magnitude(sizes.sort(descending=True).values, float(sizes.sum()), budget)
+    return (sizes > 0).double() if c == 0 else (sizes / c).clamp(max=1)
 
 
 class AtomCodec(SparseCodec):
@@ -104,3 +138,50 @@ class AtomCodec(SparseCodec):
     def budget(self, units: int) -> float:
         """Return how many of a parameter's units are kept on average: one at least."""
         return max(1.0, self.density * units)
+
+
+class AtomElementCodec(AtomCodec):
+    """Elements kept with the probability ``p_i = min(1, |x_i| / c)`` and sent as ``x_i / p_i``, one c a segment.
+
+    Args:
+        density: Share of the elements kept on average, which decides c; None where a norm does.
+        norm: "l2" or "max": c is that norm of the segment. All values sent of it then are c, up to their sign, and
+            travel as one number and a bit each.
+    """
+
+    def __init__(
+        self,
+        kernels: Kernels,
+        segments: Sequence[Segment],
+        world_size: int,
+        seed: int,
+        *,
+        density: float | None,
+        norm: str | None,
+    ) -> None:
+        # The draws of the operators that a norm makes of it.
+        purpose = "levels" if norm == "l2" else "ternary"
+        drawn = SegmentTable(
+            offset=[s.offset for s in segments],
+            numel=[s.numel for s in segments],
+            start=[0] * len(segments),
+            key=[parameter_key(seed, s.parameter.name, purpose) for s in segments],
+        )
+        values = CastValues(torch.float32) if norm is None else SignedValues()
+        units = UnitTable(segments, [1] * len(segments))
+        super().__init__(kernels, units, world_size, drawn=drawn, density=density or 0.0, values=values)
+        self.norm = norm
+
+    def magnitudes(self, sizes: torch.Tensor, draw: Draw) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.norm is None:
+            return super().magnitudes(sizes, draw)
+        moments = self.kernels.moments(sizes, self.drawn)
+        norm = moments.norm.clamp(max=torch.finfo(torch.float32).max).to(torch.float32)
+        scale = moments.max_abs if self.norm == "max" else torch.maximum(norm, moments.max_abs)
+        return usable(torch.where(torch.isfinite(moments.max_abs), scale, torch.inf)), torch.ones_like(scale)
+
+    def larger(
+        self, values: torch.Tensor, chosen: torch.Tensor, size: torch.Tensor, least: torch.Tensor
+    ) -> torch.Tensor:
+        # Exactly c: a product would round.
+        return torch.copysign(torch.maximum(values.abs(), least), values)

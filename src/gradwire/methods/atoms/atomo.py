@@ -1,22 +1,53 @@
-"""ATOMO on elements: each kept at random with the best probability for a budget."""
+"""Elements kept at random, as many as descend most for their cost."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
+import torch
+
+from gradwire.exchange.codecs.base import SMALLEST_SCALE, Draw
 from gradwire.exchange.compressor import Compressor
 from gradwire.exchange.method import Properties, require
 from gradwire.exchange.segments import Segment
-from gradwire.methods.atoms.atom_elements import AtomElementCodec
+from gradwire.exchange.traits import Traits
+from gradwire.methods.atoms.atom_codec import AtomElementCodec, kept_magnitude
 from gradwire.methods.levels.worst_case import even_constant
+from gradwire.methods.sparse.descent_per_byte import MessageCost, best_count, element_bits, largest_magnitudes
 from gradwire.methods.sparse.top_k import check_density
 
 if TYPE_CHECKING:
     from gradwire.kernels import Kernels
 
-__all__ = ["ATOMO"]
+
+class AdaptiveAtomCodec(AtomElementCodec):
+    """ATOMO's elements with a budget that follows the vector, times the share of the descent that it is sure of."""
+
+    def __init__(
+        self, kernels: Kernels, segments: Sequence[Segment], world_size: int, seed: int, *, cost: MessageCost
+    ) -> None:
+        super().__init__(kernels, segments, world_size, seed, density=1.0, norm=None)
+        self.cost = cost
+
+    def magnitudes(self, sizes: torch.Tensor, draw: Draw) -> tuple[torch.Tensor, torch.Tensor]:
+        moments, sums = self.kernels.moments(sizes, self.drawn), self.kernels.sign_sums(sizes, self.drawn)
+        scale, factor = torch.zeros(len(self.drawn)), torch.ones(len(self.drawn))
+        cost = self.cost.on(draw.link)
+        for i, (at, n) in enumerate(zip(self.drawn.offset.tolist(), self.drawn.numel.tolist())):
+            if not bool(torch.isfinite(moments.max_abs[i])):
+                scale[i] = torch.inf
+                continue
+            norms = float(sums.above[i] + sums.below[i]), float(moments.norm[i])
+            largest = partial(largest_magnitudes, self.kernels, sizes, at, n)
+            bits = element_bits("stochastic", n)
+            count, factor[i] = best_count("stochastic", bits, 0.0, cost, *norms, n, largest)
+            draw.gauge("elements", count, 1)
+            c = kept_magnitude(largest(count), norms[0], float(count))
+            scale[i] = max(c, SMALLEST_SCALE) if c else 0.0
+        return scale, factor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,10 +93,6 @@ class ATOMO(Compressor):
 
     name: ClassVar[str] = "atomo"
     tag: ClassVar[int] = 37
-    collectives: ClassVar[tuple[str, ...]] = ("all_gather",)
-    cut: ClassVar[int] = 1 << 40
-    unbiased: ClassVar[bool] = True
-    omega_formula: ClassVar[str | None] = "d / s - 1 for one budget; sqrt(d) - 1 for the l2 norm"
     properties: ClassVar[Properties] = Properties(
         summary="Elements kept at random with the probabilities of the least variance",
         paper="Wang et al., ATOMO, NeurIPS 2018",
@@ -78,10 +105,16 @@ class ATOMO(Compressor):
         object.__setattr__(self, "density", check_density("ATOMO", self.density))
         require(self.norm in (None, "l2", "max"), "ATOMO", f"norm is None, 'l2' or 'max', not {self.norm!r}")
 
-    @property
-    def kernels(self) -> tuple[str, ...]:  # type: ignore[override]
-        """Those of norms, trits and positions; where a budget decides, of the sum of magnitudes."""
-        return ("moments", *(() if self.norm else ("signs",)), "ternary", "selection", "indices")
+    def declare(self) -> Traits:
+        return replace(
+            super().declare(),
+            collectives=("all_gather",),
+            cut=1 << 40,
+            # Those of norms, trits and positions; where a budget decides, of the sum of magnitudes.
+            kernels=("moments", *(() if self.norm else ("signs",)), "ternary", "selection", "indices"),
+            unbiased=True,
+            omega_formula="d / s - 1 for one budget; sqrt(d) - 1 for the l2 norm",
+        )
 
     def omega_of(self, numel: int | None = None) -> float | None:
         """Return the variance of the worst vector: of equal magnitudes for a budget, and for the l2 norm."""

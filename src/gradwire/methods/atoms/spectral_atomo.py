@@ -1,4 +1,4 @@
-"""Spectral ATOMO: singular vectors kept at random with the best probability for a budget."""
+"""The codec of singular vectors that are kept at random."""
 
 from __future__ import annotations
 
@@ -6,15 +6,138 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
-from gradwire.exchange.method import Method, Properties, require
+import torch
+
+from gradwire.errors import PayloadError
+from gradwire.exchange.codecs import Codec, Draw, Summary
+from gradwire.exchange.method import Method, Properties, is_number, require
 from gradwire.exchange.protocols.bucket_plan import BucketPlan, PlanSetting, SectionPlan
-from gradwire.methods.atoms.singular_codec import SingularCodec
+from gradwire.exchange.segments import Segment
+from gradwire.exchange.traits import Traits
+from gradwire.exchange.wire import Measured, Packing
+from gradwire.kernels import MatrixTable
+from gradwire.kernels.philox import uniform_integers
+from gradwire.methods.atoms.atom_codec import probabilities
+from gradwire.methods.low_rank.factors import shape_of
+from gradwire.methods.sparse.sparse_codec import SparseSummary
+from gradwire.seeds import parameter_key
 
 if TYPE_CHECKING:
-    from gradwire.exchange.segments import Segment
     from gradwire.kernels import Kernels
 
-__all__ = ["SpectralATOMO"]
+
+SPOILT = 0xFFFF
+"""In place of a number of atoms: the matrix is not finite."""
+
+
+class SingularCodec(Codec):
+    """Singular values and vectors of each parameter as a matrix, kept with the best probabilities for a budget.
+
+    A payload is its length in bytes, a 16-bit number of atoms a segment, zeros up to a multiple of 16, and for each
+    atom the left vector times its singular value over its probability, and the right vector, float32.
+
+    Args:
+        budget: Atoms of a matrix that are kept on average.
+    """
+
+    grain = units = 1
+
+    def __init__(
+        self, kernels: Kernels, segments: Sequence[Segment], world_size: int, seed: int, *, budget: float
+    ) -> None:
+        self._kernels = kernels
+        self.segments, self.world_size, self.budget = list(segments), world_size, budget
+        self.shapes = [shape_of(s.parameter) for s in segments]
+        self.keys = [parameter_key(seed, s.parameter.name, "atoms") for s in segments]
+        # More are drawn with a probability below 1e-15 (Chernoff); of these the smallest are left out.
+        cap = int(budget + 8 * budget**0.5 + 16)
+        self.most = [min(rows, columns, cap) for rows, columns in self.shapes]
+        self._begin = -(-(4 + 2 * len(self.segments)) // 16) * 16
+
+    def packing(self, units: int) -> Packing:
+        return Measured(self.payload_bytes(units))
+
+    def payload_bytes(self, units: int) -> int:
+        numbers = sum(k * (rows + columns) for k, (rows, columns) in zip(self.most, self.shapes))
+        return -(-(self._begin + 4 * numbers) // 16) * 16
+
+    def summarise(self, flat: torch.Tensor) -> SparseSummary:
+        return SparseSummary()
+
+    def remember(self, summary: Summary, flat: torch.Tensor, draw: Draw, wants_sent: bool) -> SparseSummary:
+        return SparseSummary()
+
+    def encode(self, flat: torch.Tensor, summary: Summary, draw: Draw, out: torch.Tensor) -> None:
+        counts, at = [], self._begin
+        for segment, (rows, columns), key, most in zip(self.segments, self.shapes, self.keys, self.most):
+            matrix = flat[segment.offset : segment.offset + segment.numel].view(rows, columns)
+            if not bool(torch.isfinite(matrix).all()):
+                counts.append(SPOILT)
+                continue
+            left, values, right = _decomposed(matrix)
+            chance = probabilities(values, self.budget)
+            kept = torch.nonzero(_drawn(len(values), key, draw) < (chance * 2.0**24).ceil()).flatten()[:most]
+            counts.append(len(kept))
+            factor = (values[kept].double() / chance[kept]).to(torch.float32)
+            for block in ((left[:, kept] * factor).t(), right[kept]):
+                size = 4 * block.numel()
+                out[at : at + size].view(torch.float32).copy_(block.reshape(-1))
+                at += size
+        out[: self._begin].zero_()
+        out[:4].view(torch.int32).fill_(at)
+        numbers = torch.tensor(counts, dtype=torch.int32).to(torch.uint16)
+        out[4 : 4 + 2 * len(counts)].copy_(numbers.view(torch.uint8))
+
+    def decode_rows(self, rows: torch.Tensor, summary: Summary, flat: torch.Tensor) -> None:
+        ours = summary if isinstance(summary, SparseSummary) else SparseSummary()
+        for s in self.segments:
+            flat[s.offset : s.offset + s.numel].zero_()
+        for row in rows:
+            ours.finite = self._add(row, 1.0 / self.world_size, flat) and ours.finite
+
+    def add_own(self, data: torch.Tensor, summary: Summary, weight: float, flat: torch.Tensor) -> None:
+        self._add(data, weight, flat)
+
+    def is_finite(self, summary: Summary, flat: torch.Tensor) -> bool:
+        return not isinstance(summary, SparseSummary) or summary.finite
+
+    def _add(self, row: torch.Tensor, weight: float, flat: torch.Tensor) -> bool:
+        numbers = row[4 : 4 + 2 * len(self.segments)].clone().view(torch.uint16).to(torch.int32).tolist()
+        at, finite = self._begin, True
+        for segment, (rows, columns), count, most in zip(self.segments, self.shapes, numbers, self.most):
+            if count == SPOILT:
+                flat[segment.offset : segment.offset + segment.numel] = torch.inf
+                finite = False
+                continue
+            size = 4 * count * (rows + columns)
+            if count > most or at + size > len(row):
+                raise PayloadError(f"{count} atoms of {segment.parameter.name} where at most {most} are sent")
+            if count:
+                values = row[at : at + size].clone().view(torch.float32)
+                table = MatrixTable([segment.offset], [rows], [columns], [count])
+                self._kernels.multiply_out(values[: count * rows], values[count * rows :], table, flat, weight)
+                finite = finite and bool(torch.isfinite(values).all())
+            at += size
+        if at != int(row[:4].clone().view(torch.int32)):
+            raise PayloadError(f"a section of atoms says another length than the {at} bytes that it has")
+        return finite
+
+
+def _decomposed(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return left vectors in columns, singular values in falling order, and right vectors in rows."""
+    if len(matrix) == 1:
+        # Exactly, and without a library: the number one, and the row.
+        return torch.ones(1, 1), torch.ones(1), matrix
+    left, values, right = torch.linalg.svd(matrix, full_matrices=False)
+    return left, values, right
+
+
+def _drawn(count: int, key: tuple[int, int], draw: Draw) -> torch.Tensor:
+    """Return a 24-bit uniform integer for each atom."""
+    groups = torch.arange(-(-count // 80))
+    return uniform_integers(groups, torch.tensor(key).expand(len(groups), 2), draw.round, draw.stream).reshape(-1)[
+        :count
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,11 +179,6 @@ class SpectralATOMO(Method):
 
     name: ClassVar[str] = "spectral_atomo"
     tag: ClassVar[int] = 38
-    cut: ClassVar[int] = 1 << 40
-    share_cut: ClassVar[int] = 1 << 40
-    collectives: ClassVar[tuple[str, ...]] = ("all_gather",)
-    kernels: ClassVar[tuple[str, ...]] = ("low_rank",)
-    unbiased: ClassVar[bool] = True
     properties: ClassVar[Properties] = Properties(
         summary="Pairs of singular vectors kept at random with the probabilities of the least variance",
         paper="Wang et al., ATOMO, NeurIPS 2018",
@@ -71,11 +189,19 @@ class SpectralATOMO(Method):
 
     def __post_init__(self) -> None:
         value = self.budget
-        known = isinstance(value, int | float) and not isinstance(value, bool)
-        require(
-            known and 1 <= value < 2**15, "SpectralATOMO", f"budget is a number of pairs, 1 to 32767, not {value!r}"
-        )
+        fits = is_number(value, least=1, below=2**15)
+        require(fits, "SpectralATOMO", f"budget is a number of pairs, 1 to 32767, not {value!r}")
         object.__setattr__(self, "budget", float(value))
+
+    def declare(self) -> Traits:
+        return replace(
+            super().declare(),
+            collectives=("all_gather",),
+            cut=1 << 40,
+            share_cut=1 << 40,
+            kernels=("low_rank",),
+            unbiased=True,
+        )
 
     def plan(self, setting: PlanSetting) -> BucketPlan:
         return SectionPlan(self, setting)

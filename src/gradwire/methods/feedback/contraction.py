@@ -2,15 +2,7 @@
 
 from __future__ import annotations
 
-from gradwire.exchange.compressor import Compressor
-from gradwire.exchange.method import Method, require
-from gradwire.methods.casts.cast import Cast
-from gradwire.methods.levels.multi_scale import MultiScale
-from gradwire.methods.rotations.rotated import Rotated
-from gradwire.methods.sparse.rand_k import RandK
-from gradwire.methods.wrappers.l_greco import LGreCo
-
-__all__ = ["check_contraction"]
+from gradwire.exchange.method import Method, no_operator, require
 
 
 def check_contraction(owner: str, inner: Method, consequence: str, unseen: str, *, decays: bool = False) -> None:
@@ -28,20 +20,11 @@ def check_contraction(owner: str, inner: Method, consequence: str, unseen: str, 
     Raises:
         HyperparameterError: it is not.
     """
-    require(
-        not (isinstance(inner, RandK) and inner.rescale),
-        owner,
-        f"{inner!r} multiplies what it keeps by d/k, and with it the residual's error: it diverges; use rescale=False",
-    )
-    require(
-        isinstance(inner, Compressor | MultiScale | RandK | Rotated | LGreCo),
-        owner,
-        f"compressor is an operator on one vector, such as QSGDinf(block_size=256), not {inner!r}"
-        + (f": the backend sums in sixteen bits, and {unseen} sees what that loses" * isinstance(inner, Cast)),
-    )
-    c, q = inner.worst_step, inner.omega
+    refusal = inner.refusal_of_feedback(unseen) if isinstance(inner, Method) else no_operator(inner)
+    require(refusal is None, owner, refusal or "")
+    q = inner.omega
     reason = "no bound on its error is known" if q is None else f"its squared error may be {q:.3g} times the signal"
-    bounded = (c is not None and c < 1) or inner.worst_error is not None or bool(inner.delta)
+    bounded = inner.traits.bounds_residuals or bool(inner.delta)
     require(
         bounded or (decays and inner.delta == 0),
         owner,

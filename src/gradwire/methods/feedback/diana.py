@@ -2,32 +2,28 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
 
 from gradwire.errors import HyperparameterError, IncompatibleError
-from gradwire.exchange.compressor import Compressor
-from gradwire.exchange.method import Inherited, Method, Properties, require
+from gradwire.exchange.method import Method, Properties, is_number, operator_of, require
 from gradwire.exchange.protocols import Context, Outcome
 from gradwire.exchange.protocols.bucket_plan import BucketPlan, PlanSetting
 from gradwire.exchange.segments import Segment
-from gradwire.methods.casts.cast import Cast
+from gradwire.exchange.traits import Traits
 from gradwire.methods.feedback.optimizers import not_stepped
 from gradwire.methods.feedback.shifts import SHIFTS, ShiftAlgorithm, memory_pair, shift_dtype
 from gradwire.methods.levels.qsgd import QSGDinf
 from gradwire.methods.wrappers.wrapper import WrappedPlan, Wrapper, pieces
 from gradwire.optim import L1, Box, Prox
 
-__all__ = ["DIANA", "DQGD"]
-
 
 def _check_unbiased(owner: str, inner: Method) -> None:
     require(
-        isinstance(inner, Cast | Compressor) and inner.unbiased,
+        operator_of(inner) is not None and inner.traits.unbiased,
         owner,
         f"compressor is an unbiased operator on one vector, such as QSGDinf(levels=1), not {inner!r}",
     )
@@ -62,8 +58,6 @@ class DQGD(Wrapper):
     compressor: Method = field(default_factory=_block_quantisation, kw_only=False)
 
     name: ClassVar[str] = "dqgd"
-    on_device: ClassVar[Inherited] = Inherited("compressor", False)
-    unbiased: ClassVar[bool] = True
     properties: ClassVar[Properties] = Properties(
         summary="An unbiased quantisation of each gradient, no memory",
         paper="Khirirat et al., 2018",
@@ -75,10 +69,14 @@ class DQGD(Wrapper):
     def __post_init__(self) -> None:
         _check_unbiased("DQGD", self.compressor)
 
-    @property
-    def omega_formula(self) -> str | None:  # type: ignore[override]
-        """The compressor's."""
-        return self.compressor.omega_formula
+    def declare(self) -> Traits:
+        traits = super().declare()
+        return replace(
+            traits,
+            on_device=self.compressor.traits.on_device,
+            unbiased=True,
+            omega_formula=self.compressor.traits.omega_formula,
+        )
 
     def omega_of(self, numel: int | None = None) -> float | None:
         return self.compressor.omega_of(numel)
@@ -145,10 +143,6 @@ class DIANA(ShiftAlgorithm, Wrapper):
     prox: Prox | None = None
 
     name: ClassVar[str] = "diana"
-    on_device: ClassVar[Inherited] = Inherited("compressor", False)
-    remembers: ClassVar[tuple[str, ...]] = (*SHIFTS, "velocity")
-    unbiased: ClassVar[bool] = True
-    omega_formula: ClassVar[str | None] = "the compressor's, of g - h"
     properties: ClassVar[Properties] = Properties(
         summary="Quantised differences to a learned reference: the optimum itself, with heterogeneous workers",
         paper="Mishchenko et al., DIANA, 2019",
@@ -172,8 +166,7 @@ class DIANA(ShiftAlgorithm, Wrapper):
         )
         for name, value in (("alpha", self.alpha), ("momentum", self.momentum)):
             if value is not None:
-                number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-                require(number, "DIANA", f"{name} is a finite number, not {value!r}")
+                require(is_number(value), "DIANA", f"{name} is a finite number, not {value!r}")
                 low = value > 0 if name == "alpha" else value >= 0
                 high = value <= 1 if name == "alpha" else value < 1
                 require(low and high, "DIANA", f"{name} is out of range: {value!r}")
@@ -184,10 +177,17 @@ class DIANA(ShiftAlgorithm, Wrapper):
             f"alpha={self.alpha} is above 2 / (1 + omega) = {2 / (1 + (omega or 0)):.4g}: shifts diverge, use None",
         )
 
-    @property
-    def owns_momentum(self) -> bool:  # type: ignore[override]
-        """Whether ``momentum`` is not 0."""
-        return self.momentum > 0
+    def declare(self) -> Traits:
+        traits = super().declare()
+        return replace(
+            traits,
+            owns_momentum=self.momentum > 0,
+            on_device=self.compressor.traits.on_device,
+            remembers=(*SHIFTS, "velocity"),
+            needs_optimizer=self.prox is not None,
+            unbiased=True,
+            omega_formula="the compressor's, of g - h",
+        )
 
     @property
     def rate(self) -> float:
@@ -197,11 +197,6 @@ class DIANA(ShiftAlgorithm, Wrapper):
         if self.compressor.omega is None:
             raise HyperparameterError("DIANA: alpha is needed")
         return 1 / (1 + self.compressor.omega)
-
-    @property
-    def needs_optimizer(self) -> bool:  # type: ignore[override]
-        """Where there is a proximal operator."""
-        return self.prox is not None
 
     def check_optimizer(self, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> None:
         if self.prox is None:

@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from gradwire.exchange.method import Inherited, Method, Properties
+from gradwire.exchange.method import Method, Properties, cast_of
 from gradwire.exchange.protocols import Context, Outcome
 from gradwire.exchange.protocols.bucket_plan import BucketPlan, Float32, PlanSetting, SectionPlan
 from gradwire.exchange.segments import Segment
-from gradwire.methods.casts.cast import FP32
+from gradwire.exchange.traits import Traits
 from gradwire.methods.feedback.contraction import check_contraction
 from gradwire.methods.feedback.local_momentum import LocalMomentum, checked_momentum
 from gradwire.methods.feedback.shifts import SHIFTS, ShiftAlgorithm, memory_pair, shift_dtype
-from gradwire.methods.signs.scaledsign import ScaledSign
+from gradwire.methods.signs.ef_signsgd import ScaledSign
 from gradwire.methods.wrappers.wrapper import WrappedPlan, Wrapper, pieces
 
 if TYPE_CHECKING:
     pass
-
-__all__ = ["EF21"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,9 +87,6 @@ class EF21(ShiftAlgorithm, Wrapper):
     shifts: str = "float64"
 
     name: ClassVar[str] = "ef21"
-    on_device: ClassVar[Inherited] = Inherited("compressor", False)
-    unbiased: ClassVar[bool] = False
-    unbiased_note: ClassVar[str | None] = "no; exact where gradients settle"
     delta_formula: ClassVar[str | None] = "the compressor's, of grad - g"
     properties: ClassVar[Properties] = Properties(
         summary="Contracted differences to each worker's estimate of its gradient, biased operators included",
@@ -106,24 +101,27 @@ class EF21(ShiftAlgorithm, Wrapper):
     def __post_init__(self) -> None:
         object.__setattr__(self, "momentum", checked_momentum("EF21", self.momentum))
         shift_dtype("EF21", self.shifts)
-        if not isinstance(self.compressor, FP32):
+        if cast_of(self.compressor) != torch.float32:
             check_contraction("EF21", self.compressor, "so its estimates may grow without bound", "no estimate")
 
-    @property
-    def owns_momentum(self) -> bool:  # type: ignore[override]
-        """Whether ``momentum`` is not 0."""
-        return self.momentum > 0
-
-    @property
-    def remembers(self) -> tuple[str, ...]:  # type: ignore[override]
-        """The estimates, the momentum where there is one, and what the compressor remembers."""
-        return (*SHIFTS, *(("momentum",) if self.momentum else ()), *self.compressor.remembers)
+    def declare(self) -> Traits:
+        traits = super().declare()
+        return replace(
+            traits,
+            owns_momentum=self.momentum > 0,
+            on_device=self.compressor.traits.on_device,
+            # The estimates, the momentum where there is one, and what the compressor remembers.
+            remembers=(*SHIFTS, *(("momentum",) if self.momentum else ()), *self.compressor.traits.remembers),
+            unbiased=False,
+            unbiased_note="no; exact where gradients settle",
+        )
 
     def plan(self, setting: PlanSetting) -> BucketPlan:
         return self._after_momentum(self.differences(setting, 1.0), setting)
 
     def dense_plan(self, setting: PlanSetting) -> BucketPlan:
-        whole = self.compressor.plan(setting) if isinstance(self.compressor, FP32) else SectionPlan(Float32(), setting)
+        travels_whole = self.compressor.cast_dtype == torch.float32
+        whole = self.compressor.plan(setting) if travels_whole else SectionPlan(Float32(), setting)
         return self._after_momentum(_Estimates(whole, setting.segments, shift_dtype("EF21", self.shifts)), setting)
 
     def _after_momentum(self, plan: BucketPlan, setting: PlanSetting) -> BucketPlan:

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
 
-from gradwire.exchange.method import Inherited, Method, Properties, require
+from gradwire.exchange.method import Method, Properties, is_number, require
 from gradwire.exchange.protocols import Context, Outcome
 from gradwire.exchange.protocols.bucket_plan import BucketPlan, PlanSetting
 from gradwire.exchange.segments import Segment
+from gradwire.exchange.traits import Traits
 from gradwire.methods.feedback.contraction import check_contraction
 from gradwire.methods.feedback.local_momentum import LocalMomentum, checked_momentum
 from gradwire.methods.feedback.optimizers import momentum_of
 from gradwire.methods.levels.qsgd import QSGDinf
-from gradwire.methods.sparse.grandk import GRandK
-from gradwire.methods.wrappers.wrapper import AsSent, WrappedPlan, Wrapper, pieces
-
-__all__ = ["SMALL_DELTA", "Delivery", "ErrorFeedback", "Feedback", "ResidualAlgorithm", "momentum_beside_residual"]
+from gradwire.methods.wrappers.wrapper import WrappedPlan, Wrapper, as_sent, pieces
 
 SMALL_DELTA = 1 / 1024
 """Where a contraction keeps less than this of the worst vector, its residual counts as large."""
@@ -33,17 +31,14 @@ class ResidualAlgorithm(Method):
 
     momentum: float
 
-    needs_loss_scale: ClassVar[bool] = True
-
-    @property
-    def owns_momentum(self) -> bool:  # type: ignore[override]
-        """Whether ``momentum`` is not 0."""
-        return self.momentum > 0
-
-    @property
-    def remembers(self) -> tuple[str, ...]:  # type: ignore[override]
-        """The residual, and the momentum where there is one."""
-        return ("residual", "momentum") if self.momentum else ("residual",)
+    def declare(self) -> Traits:
+        return replace(
+            super().declare(),
+            owns_momentum=self.momentum > 0,
+            needs_loss_scale=True,
+            # The residual, and the momentum where there is one.
+            remembers=("residual", "momentum") if self.momentum else ("residual",),
+        )
 
     def fed_back(self, inner: BucketPlan, setting: PlanSetting, decay: float = 1.0) -> BucketPlan:
         """Return a plan that feeds back what ``inner`` leaves out, or a share of it."""
@@ -113,12 +108,6 @@ class ErrorFeedback(ResidualAlgorithm, Wrapper):
     decay: float = 1.0
 
     name: ClassVar[str] = "errorfeedback"
-    collectives: ClassVar[AsSent] = AsSent("compressor")
-    re_encoding: ClassVar[bool] = False
-    scatters: ClassVar[Inherited] = Inherited("compressor", False)
-    on_device: ClassVar[Inherited] = Inherited("compressor", False)
-    unbiased: ClassVar[bool] = False
-    unbiased_note: ClassVar[str | None] = "no; nothing is lost"
     delta_formula: ClassVar[str | None] = "the compressor's, of g + e"
     properties: ClassVar[Properties] = Properties(
         summary="Adds what the compressor left out to the next gradient",
@@ -133,11 +122,10 @@ class ErrorFeedback(ResidualAlgorithm, Wrapper):
     def __post_init__(self) -> None:
         owner, inner = type(self).__name__, self.compressor
         object.__setattr__(self, "momentum", checked_momentum(owner, self.momentum))
-        number = isinstance(self.decay, int | float) and not isinstance(self.decay, bool)
-        require(number and 0 < self.decay <= 1, owner, f"decay is above 0 and at most 1, not {self.decay!r}")
+        require(is_number(self.decay, above=0, most=1), owner, f"decay is above 0 and at most 1, not {self.decay!r}")
         object.__setattr__(self, "decay", float(self.decay))
-        c = inner.worst_step if isinstance(inner, Method) else None
-        if isinstance(inner, GRandK):
+        if isinstance(inner, Method) and inner.traits.sends_parts:
+            c = inner.traits.worst_step
             require(
                 c is not None and c < 1,
                 owner,
@@ -149,17 +137,26 @@ class ErrorFeedback(ResidualAlgorithm, Wrapper):
         consequence, decays = "so its residual may grow without bound", self.decay < 1
         check_contraction(owner, inner, consequence, "no residual", decays=decays)
 
-    @property
-    def remembers(self) -> tuple[str, ...]:  # type: ignore[override]
-        """What every residual algorithm remembers, and what the compressor does."""
-        return (*super().remembers, *self.compressor.remembers)
+    def declare(self) -> Traits:
+        traits = super().declare()
+        return replace(
+            traits,
+            collectives=as_sent(self.compressor),
+            re_encoding=False,
+            on_device=self.compressor.traits.on_device,
+            # What every residual algorithm remembers, and what the compressor does.
+            remembers=(*traits.remembers, *self.compressor.traits.remembers),
+            scatters=self.compressor.traits.scatters,
+            unbiased=False,
+            unbiased_note="no; nothing is lost",
+        )
 
     def caution(self, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> str | None:
         inner = self.compressor
-        if isinstance(inner, GRandK) and inner.cycle > 1:
+        if inner.traits.sends_parts:
             # A vector may lie wholly in what a round does not send.
             delta = 0.0
-        elif (inner.worst_step is not None and inner.worst_step < 1) or inner.worst_error is not None:
+        elif inner.traits.bounds_residuals:
             # Its residual is bounded otherwise, in each element.
             delta = 1.0
         else:

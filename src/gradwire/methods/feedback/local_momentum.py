@@ -7,13 +7,11 @@ from dataclasses import replace
 
 import torch
 
-from gradwire.exchange.method import require
+from gradwire.exchange.method import is_number, require
 from gradwire.exchange.protocols import Context
 from gradwire.exchange.protocols.bucket_plan import BucketPlan
 from gradwire.exchange.segments import Segment
 from gradwire.methods.wrappers.wrapper import WrappedPlan, pieces
-
-__all__ = ["LocalMomentum", "checked_momentum", "forget_momentum"]
 
 
 def checked_momentum(owner: str, value: object, field: str = "momentum") -> float:
@@ -22,8 +20,7 @@ def checked_momentum(owner: str, value: object, field: str = "momentum") -> floa
     Raises:
         HyperparameterError: it is not a number of at least 0 and below 1.
     """
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    require(number and 0 <= value < 1, owner, f"{field} is a number from 0 to below 1, not {value!r}")  # type: ignore[operator]
+    require(is_number(value, least=0, below=1), owner, f"{field} is a number from 0 to below 1, not {value!r}")
     return float(value)  # type: ignore[arg-type]
 
 

@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["momentum_of", "not_stepped", "not_stepped_here"]
-
 
 def not_stepped(optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> list[str]:
     """Return the names of parameters that an optimizer does not step.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import ClassVar
 
 import torch
 
@@ -12,9 +11,8 @@ from gradwire.exchange.method import Method, require
 from gradwire.exchange.protocols import Context, Outcome
 from gradwire.exchange.protocols.bucket_plan import BucketPlan, PlanSetting
 from gradwire.exchange.segments import Segment
-from gradwire.methods.wrappers.wrapper import AsSent, WrappedPlan, pieces
-
-__all__ = ["SHIFTS", "ShiftAlgorithm", "memory_pair", "shift_dtype"]
+from gradwire.exchange.traits import Traits
+from gradwire.methods.wrappers.wrapper import WrappedPlan, as_sent, pieces
 
 SHIFTS = ("workers", "shift", "mean_shift")
 """What methods with shifts remember: for how many workers, this rank's own shift, the mean of all workers'."""
@@ -51,9 +49,13 @@ class ShiftAlgorithm(Method):
     compressor: Method
     shifts: str
 
-    collectives: ClassVar[AsSent] = AsSent("compressor")
-    re_encoding: ClassVar[bool] = False
-    needs_loss_scale: ClassVar[bool] = True
+    def declare(self) -> Traits:
+        return replace(
+            super().declare(),
+            collectives=as_sent(self.compressor),
+            re_encoding=False,
+            needs_loss_scale=True,
+        )
 
     def differences(self, setting: PlanSetting, rate: float) -> BucketPlan:
         """Return the plan of a bucket whose shifts learn at ``rate``."""

@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import ClassVar
 
 import torch
 
 from gradwire.exchange.codecs import CheckedCodec, Codec, Constant, Draw, NoSummary
-from gradwire.exchange.method import Inherited, Method, Properties, require
+from gradwire.exchange.method import Method, Properties, is_number, require
 from gradwire.exchange.ops import Exchange
 from gradwire.exchange.protocols import Context, Outcome
 from gradwire.exchange.protocols.bucket_plan import BucketPlan, Operator, PlanSetting
-from gradwire.exchange.protocols.neighbours import tell_neighbours
+from gradwire.exchange.protocols.direct import tell_neighbours
 from gradwire.exchange.protocols.payloads import Section, encode, sized, whole_rows
 from gradwire.exchange.protocols.pieces import join
 from gradwire.exchange.segments import Parameter, Segment, divide
+from gradwire.exchange.traits import Traits
 from gradwire.kernels import get_kernels
 from gradwire.methods.feedback.contraction import check_contraction
 from gradwire.methods.gossip.gossip import GRAPH, GossipMethod, GossipPlan, Mixing, floats, mix
 from gradwire.methods.levels.qsgd import QSGDinf
-from gradwire.methods.sparse.rand_k import RandK
 from gradwire.methods.wrappers.wrapper import pieces
 from gradwire.seeds import worker_seed
-
-__all__ = ["ChocoSGD"]
 
 ESTIMATE, NEIGHBOURS = "estimate", "neighbour_estimates"
 """What is remembered of a parameter, in float64: what the neighbours take it for, and the weighted sum of theirs."""
@@ -71,7 +69,7 @@ class ChocoSGD(GossipMethod):
 
     Example:
         >>> import gradwire as gw
-        >>> gw.method("ChocoSGD(compressor=TopK(density=0.01), gamma=0.05)").remembers
+        >>> gw.method("ChocoSGD(compressor=TopK(density=0.01), gamma=0.05)").traits.remembers
         ('estimate', 'neighbour_estimates', 'graph')
     """
 
@@ -82,11 +80,6 @@ class ChocoSGD(GossipMethod):
 
     name: ClassVar[str] = "choco_sgd"
     tag: ClassVar[int] = 51
-    kernels: ClassVar[Inherited] = Inherited("compressor")
-    min_numel: ClassVar[Inherited] = Inherited("compressor")
-    needs_link_cost: ClassVar[Inherited] = Inherited("compressor", False)
-    gauges: ClassVar[Inherited] = Inherited("compressor", ())
-    remembers: ClassVar[tuple[str, ...]] = (ESTIMATE, NEIGHBOURS, GRAPH)
     properties: ClassVar[Properties] = Properties(
         summary="Gossip of compressed differences to estimates that neighbours share",
         paper="Koloskova et al., CHOCO-SGD, ICML 2019",
@@ -100,8 +93,7 @@ class ChocoSGD(GossipMethod):
     def __post_init__(self) -> None:
         self.check_graph()
         gamma = self.gamma
-        number = isinstance(gamma, int | float) and not isinstance(gamma, bool)
-        require(number and 0 < gamma <= 1, "ChocoSGD", f"gamma is above 0 and at most 1, not {gamma!r}")
+        require(is_number(gamma, above=0, most=1), "ChocoSGD", f"gamma is above 0 and at most 1, not {gamma!r}")
         object.__setattr__(self, "gamma", float(gamma))
         inner = self.compressor
         check_contraction("ChocoSGD", inner, "so that estimates may run from what they estimate", "no estimate")
@@ -111,6 +103,17 @@ class ChocoSGD(GossipMethod):
             "ChocoSGD",
             f"compressor is an operator that each worker applies by itself, such as TopK(density=0.01), and {inner!r} "
             f"{reason}",
+        )
+
+    def declare(self) -> Traits:
+        traits = super().declare()
+        return replace(
+            traits,
+            kernels=self.compressor.traits.kernels,
+            remembers=(ESTIMATE, NEIGHBOURS, GRAPH),
+            min_numel=self.compressor.traits.min_numel,
+            needs_link_cost=self.compressor.traits.needs_link_cost,
+            gauges=self.compressor.traits.gauges,
         )
 
     @property
@@ -125,11 +128,11 @@ class ChocoSGD(GossipMethod):
 @lru_cache(maxsize=256)
 def _unsuitable(inner: Method) -> str | None:
     """Explain why one worker's payload of an operator cannot be read by itself; None where it can."""
-    if isinstance(inner, RandK) and not inner.private:
+    if inner.traits.same_elements:
         return "has elements that all workers share: use coordinates='private'"
-    if inner.joined or inner.whole_step:
+    if inner.traits.joined or inner.traits.whole_step:
         return "works on all parameters as one vector: use blocks='parameter'"
-    if not hasattr(inner, "codec") or inner.direction:
+    if not hasattr(inner, "codec") or inner.traits.direction:
         return "is none on one vector"
     segment = Segment(Parameter("p", (160,), (1,)), 0, 0, 160)
     codec: Codec = inner.codec(get_kernels("reference"), [segment], 1, 0)

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 
 from gradwire.exchange.codecs import DenseCodec, NoSummary
-from gradwire.exchange.method import Method, is_whole, require
+from gradwire.exchange.method import Method, Properties, is_whole, require
 from gradwire.exchange.ops import Exchange
 from gradwire.exchange.protocols import Context, Outcome
 from gradwire.exchange.protocols.bucket_plan import BucketPlan, PlanSetting
-from gradwire.exchange.protocols.neighbours import tell_neighbours
+from gradwire.exchange.protocols.direct import tell_neighbours
 from gradwire.exchange.protocols.payloads import Section, draw_of, encode, sized, whole_rows
 from gradwire.exchange.segments import Segment
-from gradwire.methods.gossip.graph_file import is_special
-from gradwire.methods.gossip.graphs import GRAPHS, MixingMatrix, graph_of
-
-__all__ = ["GRAPH", "GossipMethod", "GossipPlan", "Mixing", "floats", "mix"]
+from gradwire.exchange.traits import Traits
+from gradwire.methods.gossip.graphs import GRAPHS, MixingMatrix, graph_of, is_special
 
 GRAPH = "graph"
 """Name of the value by which a method with memory knows that what it remembers is of this graph."""
@@ -35,17 +33,17 @@ class GossipMethod(Method):
     graph: str
     every: int
 
-    collectives: ClassVar[tuple[str, ...]] = ("gossip",)
-    unbiased: ClassVar[bool] = False
-    unbiased_note: ClassVar[str | None] = "no; the mean over workers stays"
-    outcomes_differ: ClassVar[bool] = True
-    needs_loss_scale: ClassVar[bool] = True
-    """A scaler skips a step on one rank, which then would count one less: the scaler's own steps are counted."""
-
-    @property
-    def local_steps(self) -> int:  # type: ignore[override]
-        """Optimizer steps from one exchange to the next."""
-        return self.every
+    def declare(self) -> Traits:
+        return replace(
+            super().declare(),
+            collectives=("gossip",),
+            needs_loss_scale=True,
+            # Optimizer steps from one exchange to the next.
+            local_steps=self.every,
+            outcomes_differ=True,
+            unbiased=False,
+            unbiased_note="no; the mean over workers stays",
+        )
 
     def check_graph(self) -> None:
         """Check the fields that all have.
@@ -54,8 +52,7 @@ class GossipMethod(Method):
             HyperparameterError: ``every`` is out of range, or ``graph`` is no text.
         """
         owner = type(self).__name__
-        whole = is_whole(self.every)
-        require(whole and self.every >= 1, owner, f"every is at least 1 step, not {self.every!r}")
+        require(is_whole(self.every, 1), owner, f"every is at least 1 step, not {self.every!r}")
         known = ", ".join(map(repr, GRAPHS))
         named = isinstance(self.graph, str) and bool(self.graph)
         found = named and (self.graph in GRAPHS or not is_special(self.graph))
@@ -170,3 +167,81 @@ def mix(
 def floats(context: Context, name: str, numel: int) -> torch.Tensor:
     """Return a float32 buffer of a job that lives from round to round, with whatever was left there."""
     return context.workspace.get(name, 4 * numel).view(torch.float32)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DPSGD(GossipMethod):
+    r"""D-PSGD: after its own step each worker averages its parameters with those of its neighbours in a graph.
+
+    With x_i worker i's parameters after ``every`` steps of its optimizer, and w_ij symmetric weights whose rows add up
+    to 1, zero where two workers are no neighbours::
+
+        x_i <- sum_j w_ij x_j = x_i + sum_j w_ij (x_j - x_i)
+
+    Nobody waits for more than its neighbours, and traffic does not grow with the number of workers. In exchange,
+    workers have different parameters: what they have in common is their mean, which an exchange leaves as it is, and
+    which is what to evaluate (``link.global_parameters()``). An exchange multiplies the distance from it by the second
+    largest magnitude of an eigenvalue of the weights, or less.
+
+    Args:
+        graph: ``"ring"``, ``"torus"`` (a rectangle, as square as the number of workers allows), ``"exponential"``
+            (neighbours are 1, 2, 4, ... places away), or the path to a file of edges, see ``docs/methods/gossip.md``.
+            The weight of an edge is 1 / (1 + the larger number of neighbours of its ends), unless a file says
+            otherwise.
+        every: Optimizer steps from one exchange to the next.
+
+    Raises:
+        HyperparameterError: a field is out of range.
+        IncompatibleError: when attached: there is no such graph of so many workers, or its weights do not mix.
+
+    Wire: parameters in float32, to each neighbour (``docs/wire-format.md``).
+
+    Reference: X. Lian et al., "Can Decentralized Algorithms Outperform Centralized Algorithms? A Case Study for
+    Decentralized Parallel Stochastic Gradient Descent", NIPS 2017, algorithm 1, but for the order: the paper averages
+    the parameters of before the step, so that the average is on its way while gradients are computed.
+
+    Example:
+        >>> import torch, gradwire as gw
+        >>> workers = [torch.nn.Parameter(torch.tensor([float(3 * i)])) for i in range(4)]
+        >>> steps = gw.SimulatedLocalSteps([[("x", x)] for x in workers], "DPSGD(graph='ring')")
+        >>> steps.after_step()
+        >>> [round(x.item(), 4) for x in workers]
+        [4.0, 3.0, 6.0, 5.0]
+    """
+
+    graph: str = "ring"
+    every: int = 1
+
+    name: ClassVar[str] = "dpsgd"
+    tag: ClassVar[int] = 50
+    properties: ClassVar[Properties] = Properties(
+        summary="Workers average their parameters with those of their neighbours in a graph",
+        paper="Lian et al., D-PSGD, NIPS 2017",
+        bit_stable=True,
+        bits_per_element=2 * 32 * 4 / 6,
+    )
+
+    def __post_init__(self) -> None:
+        self.check_graph()
+
+    def declare(self) -> Traits:
+        return replace(
+            super().declare(),
+            kernels=(),
+            min_numel=0,
+        )
+
+    def plan(self, setting: PlanSetting) -> BucketPlan:
+        return _AveragePlan(self, setting)
+
+
+class _AveragePlan(GossipPlan):
+    """All of a bucket as it is, to each neighbour."""
+
+    def __init__(self, method: DPSGD, setting: PlanSetting) -> None:
+        super().__init__(method, setting)
+        self._tag, self._mixing = method.tag, Mixing([s for s in setting.segments if s.numel])
+
+    def run(self, context: Context, flat: torch.Tensor, prepared: None) -> Exchange[Outcome]:
+        yield from mix(context, self._tag, self.graph, self._mixing, flat)
+        return Outcome(True)

@@ -9,19 +9,17 @@ from typing import ClassVar
 import torch
 
 from gradwire.exchange.codecs import DenseCodec, NoSummary
-from gradwire.exchange.method import Properties, is_whole, require
+from gradwire.exchange.method import Properties, is_number, is_whole, require
 from gradwire.exchange.ops import Exchange
 from gradwire.exchange.protocols import Context, Outcome
 from gradwire.exchange.protocols.bucket_plan import BucketPlan, PlanSetting
+from gradwire.exchange.protocols.direct import tell_neighbours
 from gradwire.exchange.protocols.memory import kind_of_peer
-from gradwire.exchange.protocols.neighbours import tell_neighbours
 from gradwire.exchange.protocols.payloads import Section, draw_of, encode, sized, whole_rows
 from gradwire.exchange.segments import Parameter, lay_out
+from gradwire.exchange.traits import Traits
 from gradwire.methods.gossip.gossip import GRAPH, GossipMethod, GossipPlan, Mixing, floats
-from gradwire.methods.low_rank.factors import Side
-from gradwire.methods.low_rank.low_rank import check_matrix_rank, matrices, matrix_table, shape_of
-
-__all__ = ["PowerGossip"]
+from gradwire.methods.low_rank.factors import Side, check_matrix_rank, matrices, matrix_table, shape_of
 
 LEFT, RIGHT = "left", "right"
 """Sides of factors, and what is remembered of each with each neighbour: the one that the last exchange ended with."""
@@ -85,8 +83,6 @@ class PowerGossip(GossipMethod):
 
     name: ClassVar[str] = "power_gossip"
     tag: ClassVar[int] = 52
-    kernels: ClassVar[tuple[str, ...]] = ("low_rank",)
-    remembers: ClassVar[tuple[str, ...]] = (LEFT, RIGHT, GRAPH)
     properties: ClassVar[Properties] = Properties(
         summary="Gossip of the largest part of a difference, as a product of two thin factors",
         paper="Vogels et al., PowerGossip, NeurIPS 2020",
@@ -100,11 +96,18 @@ class PowerGossip(GossipMethod):
         self.check_graph()
         check_matrix_rank("PowerGossip", self.matrix_rank)
         count, saving = self.iterations, self.least_saving
-        whole = is_whole(count)
-        require(whole and count >= 1, "PowerGossip", f"iterations is at least 1, not {count!r}")
-        number = isinstance(saving, int | float) and not isinstance(saving, bool)
-        require(number and saving >= 1, "PowerGossip", f"least_saving is at least 1, not {saving!r}")
+        require(is_whole(count, 1), "PowerGossip", f"iterations is at least 1, not {count!r}")
+        require(
+            is_number(saving, least=1, most=float("inf")), "PowerGossip", f"least_saving is at least 1, not {saving!r}"
+        )
         object.__setattr__(self, "least_saving", float(saving))
+
+    def declare(self) -> Traits:
+        return replace(
+            super().declare(),
+            kernels=("low_rank",),
+            remembers=(LEFT, RIGHT, GRAPH),
+        )
 
     def remembered_numel(self, kind: str, parameter: Parameter) -> int:
         rows, columns = shape_of(parameter)

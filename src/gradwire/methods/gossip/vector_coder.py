@@ -7,19 +7,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from gradwire.errors import IncompatibleError
-from gradwire.exchange.codecs import Constant, DenseCodec, Draw
-from gradwire.exchange.compressor import Compressor
+from gradwire.exchange.codecs import Constant, Draw
 from gradwire.exchange.method import Method
 from gradwire.exchange.segments import Parameter, Segment
-from gradwire.methods.casts.cast import Cast
-from gradwire.methods.sparse.rand_k import RandK
-from gradwire.methods.sparse.sparse import check_values
 
 if TYPE_CHECKING:
     from gradwire.exchange.codecs import Codec
     from gradwire.kernels import Kernels
 
-__all__ = ["VectorCoder", "check_operator"]
 
 STREAM = 0
 """Codecs decode the first row as rank 0's."""
@@ -34,25 +29,9 @@ def check_operator(owner: str, method: object) -> None:
     Raises:
         IncompatibleError: it is none; the message says what to use.
     """
-    if isinstance(method, RandK):
-        check_values(owner, method.values)
-        return
-    if isinstance(method, Compressor):
-        if method.joined:
-            raise IncompatibleError(f"{owner}: rows have no parameters to join: give {method!r} blocks='parameter'")
-        if method.needs_link_cost:
-            raise IncompatibleError(f"{owner}: {method!r} needs to know what a message costs: give it a number")
-        if getattr(method, "share_scaler", False):
-            raise IncompatibleError(
-                f"{owner}: {method!r} has a scaler that all workers share, which one sender and one receiver cannot "
-                "know: give it share_scaler=False"
-            )
-        return
-    if not isinstance(method, Cast):
-        raise IncompatibleError(
-            f"{owner}: rows are encoded by an operator on one vector, such as FP32(), QSGDinf() or TopK(), not "
-            f"{method!r}"
-        )
+    if not isinstance(method, Method):
+        raise IncompatibleError(f"{owner}: a method is needed, such as FP32(), QSGDinf() or TopK(), not {method!r}")
+    method.check_between_two(owner)
 
 
 class VectorCoder:
@@ -122,8 +101,4 @@ class VectorCoder:
         return self._latest[1]
 
     def _bind(self, segments: list[Segment]) -> Codec:
-        if isinstance(self._method, Cast):
-            return DenseCodec(segments, 1, self._method.dtype)
-        if isinstance(self._method, RandK | Compressor):
-            return self._method.codec(self._kernels, segments, 1, self._seed)
-        raise TypeError(f"{self._method!r} is no operator on one vector")
+        return self._method.codec_between_two(self._kernels, segments, self._seed)

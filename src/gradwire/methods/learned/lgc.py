@@ -13,16 +13,14 @@ from gradwire.exchange.ops import Exchange
 from gradwire.exchange.protocols import Context, Outcome
 from gradwire.exchange.protocols.bucket_plan import BucketPlan, PlanSetting
 from gradwire.exchange.segments import divide
+from gradwire.exchange.traits import Traits
 from gradwire.methods.feedback.error_feedback import Feedback, ResidualAlgorithm, momentum_beside_residual
 from gradwire.methods.feedback.local_momentum import checked_momentum
-from gradwire.methods.learned.autoencoder import Autoencoder
-from gradwire.methods.learned.autoencoder_training import REMEMBERED, ElementScales, Training
+from gradwire.methods.learned.autoencoder import REMEMBERED, Autoencoder, ElementScales, Training
 from gradwire.methods.learned.lgc_all_reduce import CodedMean, WatchedSum
 from gradwire.methods.learned.lgc_server import CommonCode, WatchedTopK
-from gradwire.methods.sparse.leaders_elements import LeadersElements
+from gradwire.methods.sparse.clt_k import LeadersElements
 from gradwire.methods.sparse.top_k import TopK, check_density
-
-__all__ = ["LGC"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +89,7 @@ class LGC(ResidualAlgorithm):
     The exchange begins when the whole gradient is there. What the papers leave dense (the first layers and the last) is
     for ``exclude`` and ``min_numel`` to say; it goes past the autoencoder.
 
-    Wire: ``docs/wire-format.md``; what is the paper's and what is not: ``docs/methods.md``.
+    Wire: ``docs/wire-format.md``; what is the paper's and what is not: ``docs/methods/learned.md``.
 
     Reference: L. Abrahamyan, Y. Chen, G. Bekoulis, N. Deligiannis, "Learned Gradient Compression for Distributed Deep
     Learning", IEEE Transactions on Neural Networks and Learning Systems, 2021.
@@ -121,9 +119,6 @@ class LGC(ResidualAlgorithm):
 
     name: ClassVar[str] = "lgc"
     tag: ClassVar[int] = 55
-    kernels: ClassVar[tuple[str, ...]] = ("selection", "indices", "signs")
-    whole_step: ClassVar[bool] = True
-    unbiased: ClassVar[bool] = False
     properties: ClassVar[Properties] = Properties(
         summary="Codes of the largest elements by an autoencoder that is trained inside the job, with error feedback",
         paper="Abrahamyan et al., Learned Gradient Compression, IEEE TNNLS 2021",
@@ -143,8 +138,7 @@ class LGC(ResidualAlgorithm):
             require(value in known, "LGC", f"{name} is {' or '.join(map(repr, known))}, not {value!r}")
         for name, least in (("full_rounds", 0), ("training_rounds", 1)):
             value = getattr(self, name)
-            whole = is_whole(value)
-            require(whole and value >= least, "LGC", f"{name} is a number of rounds, at least {least}, not {value!r}")
+            require(is_whole(value, least), "LGC", f"{name} is a number of rounds, at least {least}, not {value!r}")
         rate, share = self.learning_rate, self.similarity
         for name, value in (("learning_rate", rate), ("similarity", share)):
             number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -153,14 +147,17 @@ class LGC(ResidualAlgorithm):
         require(0 < rate < float("inf"), "LGC", f"learning_rate is above 0, not {rate!r}")
         require(0 <= share < 1, "LGC", f"similarity is at least 0 and below 1, not {share!r}")
 
-    @property
-    def collectives(self) -> tuple[str, ...]:  # type: ignore[override]
-        return ("two_shot", "all_gather") if self.instance == "all_reduce" else ("all_gather",)
-
-    @property
-    def remembers(self) -> tuple[str, ...]:  # type: ignore[override]
-        """The autoencoder beside what every residual algorithm remembers."""
-        return (*super().remembers, *REMEMBERED)
+    def declare(self) -> Traits:
+        traits = super().declare()
+        return replace(
+            traits,
+            collectives=("two_shot", "all_gather") if self.instance == "all_reduce" else ("all_gather",),
+            whole_step=True,
+            kernels=("selection", "indices", "signs"),
+            # The autoencoder beside what every residual algorithm remembers.
+            remembers=(*traits.remembers, *REMEMBERED),
+            unbiased=False,
+        )
 
     @property
     def first_compressed(self) -> int:

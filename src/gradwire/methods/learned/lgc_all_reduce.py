@@ -13,13 +13,9 @@ from gradwire.exchange.protocols.bucket_plan import BucketPlan, PlanSetting
 from gradwire.exchange.protocols.pieces import join
 from gradwire.exchange.segments import divide
 from gradwire.kernels import SegmentTable
-from gradwire.methods.learned.autoencoder import latent_length
-from gradwire.methods.learned.autoencoder_training import TRAINER, ElementScales, Training, told
+from gradwire.methods.learned.autoencoder import TRAINER, ElementScales, Training, latent_length, told
 from gradwire.methods.low_rank.float_means import Beside, mean_of_floats
-from gradwire.methods.sparse.clt_k import LeadersPlan
-from gradwire.methods.sparse.leaders_elements import LeadersElements
-
-__all__ = ["VECTORS", "CodedMean", "CodingMethod", "WatchedSum"]
+from gradwire.methods.sparse.clt_k import LeadersElements, LeadersPlan
 
 VECTORS = "(autoencoder)"
 """Under which a round leaves the trainer the vectors of all workers."""

@@ -16,20 +16,17 @@ from gradwire.exchange.protocols.pieces import join
 from gradwire.exchange.segments import Segment, divide
 from gradwire.exchange.wire import OrAbsent, Packing, Whole, padded
 from gradwire.kernels import SegmentTable
-from gradwire.methods.learned.autoencoder import latent_length
-from gradwire.methods.learned.autoencoder_training import TRAINER, ElementScales, Training, told
+from gradwire.methods.learned.autoencoder import TRAINER, ElementScales, Training, latent_length, told
 from gradwire.methods.learned.lgc_all_reduce import VECTORS, CodingMethod
 from gradwire.methods.low_rank.float_means import Beside, mean_of_floats
-from gradwire.methods.sparse.leaders_elements import LeadersElements
+from gradwire.methods.sparse.clt_k import LeadersElements
 from gradwire.methods.sparse.sparse_codec import LargestRule, Rule, SparseCodec, SparseSummary
-from gradwire.methods.sparse.sparse_values import CastValues
+from gradwire.methods.sparse.sparse_values import CastValues, UnitTable
 from gradwire.methods.sparse.top_k import TopK
-from gradwire.methods.sparse.units import UnitTable
 
 if TYPE_CHECKING:
     from gradwire.kernels import Kernels
 
-__all__ = ["SERVER", "CommonCode", "WatchedTopK"]
 
 SERVER = TRAINER
 """The rank that decodes for all: the one that has trained."""
@@ -88,7 +85,7 @@ class _Watched:
 
     def __init__(self, operator: TopK, rows: list[Elements]) -> None:
         self._operator, self._rows = operator, rows
-        self.cut, self.share_cut = operator.cut, operator.share_cut
+        self.traits = operator.traits
 
     def codec(self, kernels: Kernels, segments: Sequence[Segment], world_size: int, seed: int) -> SparseCodec:
         codec, rows = self._operator.codec(kernels, segments, world_size, seed), self._rows

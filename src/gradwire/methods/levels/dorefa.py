@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from gradwire.exchange.method import Properties, is_whole, require
 from gradwire.exchange.segments import Segment
+from gradwire.exchange.traits import Traits
 from gradwire.kernels import Grid
-from gradwire.methods.levels.level_codec import LevelCodec
-from gradwire.methods.levels.level_compressor import LevelCompressor, check_blocks
+from gradwire.methods.levels.level_compressor import LevelCodec, LevelCompressor, check_blocks
 from gradwire.methods.levels.worst_case import odd_constant
 
 if TYPE_CHECKING:
     from gradwire.kernels import Kernels
 
-__all__ = ["DoReFa"]
 
 MOST_BITS = 8
 """The paper's experiments end there, and a coder takes bytes."""
@@ -67,10 +66,7 @@ class DoReFa(LevelCompressor):
     blocks: str = "parameter"
 
     name: ClassVar[str] = "dorefa"
-    on_device: ClassVar[bool] = True
     tag: ClassVar[int] = 9
-    kernels: ClassVar[tuple[str, ...]] = ("moments", "levels")
-    omega_formula: ClassVar[str | None] = "(d - 1) / (2^bits - 1)^2"
     properties: ClassVar[Properties] = Properties(
         summary="2^bits evenly spaced levels of each block's maximum, zero not among them, rounded without bias",
         paper="Zhou et al., DoReFa-Net, 2016, section 2.5",
@@ -80,9 +76,17 @@ class DoReFa(LevelCompressor):
     )
 
     def __post_init__(self) -> None:
-        whole = is_whole(self.bits)
-        require(whole and 1 <= self.bits <= MOST_BITS, "DoReFa", f"bits is 1 to {MOST_BITS}, not {self.bits!r}")
+        require(is_whole(self.bits, 1, MOST_BITS), "DoReFa", f"bits is 1 to {MOST_BITS}, not {self.bits!r}")
         check_blocks("DoReFa", self.block_size, self.blocks)
+
+    def declare(self) -> Traits:
+        return replace(
+            super().declare(),
+            kernels=("moments", "levels"),
+            on_device=True,
+            omega_formula="(d - 1) / (2^bits - 1)^2",
+            worst_step=2 / self.steps,
+        )
 
     @property
     def steps(self) -> int:
@@ -92,11 +96,6 @@ class DoReFa(LevelCompressor):
     def block_omega(self, numel: int) -> float:
         """Return the exact supremum."""
         return odd_constant(self.steps, numel)
-
-    @property
-    def worst_step(self) -> float:  # type: ignore[override]
-        """One step, 2 / n of the scale."""
-        return 2 / self.steps
 
     def codec(self, kernels: Kernels, segments: Sequence[Segment], world_size: int, seed: int) -> LevelCodec:
         magnitudes = [j / self.steps for j in range(1, self.steps + 1, 2)]

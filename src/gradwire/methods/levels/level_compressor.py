@@ -1,16 +1,192 @@
-"""The base of compressors that round blocks to levels."""
+"""The codec of all methods that round blocks to levels: scales of blocks, then packed digits."""
 
 from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from typing import ClassVar
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
+import numpy as np
+import torch
+
+from gradwire.errors import IncompatibleError
+from gradwire.exchange.codecs.base import Codec, Constant, Draw, Summary, usable
 from gradwire.exchange.compressor import Compressor
+from gradwire.exchange.deferred_checks import Flag, all_finite
 from gradwire.exchange.method import is_whole, require
-from gradwire.exchange.wire import ALIGNMENT
+from gradwire.exchange.segments import Segment
+from gradwire.exchange.traits import Traits
+from gradwire.exchange.wire import ALIGNMENT, padded
+from gradwire.kernels import (
+    WHOLE,
+    BlockTable,
+    Coder,
+    Grid,
+    Moments,
+    SegmentTable,
+    byte_layout,
+    digit_layout,
+    inverse_scale,
+    packed_groups,
+)
+from gradwire.seeds import parameter_key
 
-__all__ = ["LevelCompressor", "check_blocks"]
+if TYPE_CHECKING:
+    from gradwire.kernels import Kernels
+
+
+_LARGEST = torch.finfo(torch.float32).max
+
+
+@dataclass(frozen=True, eq=False)
+class LevelSummary:
+    """Scales of all blocks of a bucket, what they were taken from, and where each segment's begin.
+
+    ``first`` is the number of blocks before each segment of the codec that it is handed to, as ``select`` left it.
+    ``shared`` is the scales where all ranks use the largest.
+    """
+
+    scale: torch.Tensor
+    first: torch.Tensor
+    grid: Grid
+    moments: Moments
+    shared: torch.Tensor | None = None
+
+    def select(self, index: Constant, shared: torch.Tensor | None) -> LevelSummary:
+        return replace(
+            self, first=self.first[index.on(self.first.device)], scale=self.scale if shared is None else shared
+        )
+
+
+class LevelCodec(Codec):
+    """Digits of many segments, each worker with its own scales, so that only a gather can carry them.
+
+    A payload is the float32 scales of the blocks that the segments reach into, padded to sixteen bytes, and then the
+    digits of all groups of 80 elements, packed in the layout of ``digit_layout(grid.base)``.
+
+    Args:
+        grid: The levels; a summary may carry others of as many digits.
+        norm: "max", "l2" or "l1": what a block is divided by. "l1" counts magnitudes in units of 2^-23 times the power
+            of two below the largest of each 4096, rounded down; no scale is below the largest magnitude.
+        block_size: Values that share a scale; None: all of a parameter.
+    """
+
+    grain = 1
+
+    def __init__(
+        self,
+        kernels: Kernels,
+        segments: Sequence[Segment],
+        world_size: int,
+        seed: int,
+        *,
+        grid: Grid,
+        norm: str,
+        block_size: int | None,
+        purpose: str = "levels",
+    ) -> None:
+        table = SegmentTable(
+            offset=[s.offset for s in segments],
+            numel=[s.numel for s in segments],
+            start=[s.start for s in segments],
+            key=[parameter_key(seed, s.parameter.name, purpose) for s in segments],
+        )
+        self.kernels, self.table, self.world_size = kernels, table, world_size
+        self.grid, self.norm = grid, norm
+        self.blocks = BlockTable(table, block_size or WHOLE)
+        self.layout = digit_layout(grid.base)
+        self.units = table.groups
+        self.side_bytes = padded(4 * self.blocks.blocks)
+        self._runs: SegmentTable | None = None
+        self._first_elements: Constant | None = None
+        # Blocks are counted from the start of a parameter, also where only a piece of it is here, in a rank's share.
+        self._first_blocks = Constant(self.blocks.first[:-1] - table.start // self.blocks.block_size)
+        counts = np.diff(self.blocks.first)
+        self._owner = Constant(np.repeat(np.arange(len(table)), counts))
+        within = np.arange(self.blocks.blocks) - np.repeat(self.blocks.first[:-1], counts)
+        self._within = Constant(within + np.repeat(table.start // self.blocks.block_size, counts))
+
+    def use_coder(self, coder: Coder) -> None:
+        if self.grid.base > 256:
+            raise IncompatibleError(
+                f"digits of {self.grid.base} values do not fit the bytes that a coder takes: use at most 127 levels "
+                "either side of zero, or no coder"
+            )
+        self.coder, self.layout = coder, byte_layout(self.grid.base)
+
+    def plain_payload_bytes(self, units: int) -> int:
+        return self.side_bytes
+
+    @property
+    def runs(self) -> SegmentTable:
+        """The elements of each block."""
+        if self._runs is None:
+            self._runs = self.blocks.runs()
+        return self._runs
+
+    def summarise(self, flat: torch.Tensor) -> LevelSummary:
+        moments = self.kernels.moments(flat, self.runs)
+        scale = moments.max_abs
+        if self.norm != "max":
+            # Beyond float32 the largest finite scale serves: it is above every element all the same.
+            norm = self._norm(flat, moments).clamp(max=_LARGEST).to(torch.float32)
+            scale = torch.where(torch.isfinite(scale), torch.maximum(norm, scale), scale)
+        return LevelSummary(usable(scale), self._first_blocks.on(flat.device), self.grid, moments)
+
+    def _norm(self, flat: torch.Tensor, moments: Moments) -> torch.Tensor:
+        if self.norm == "l2":
+            return moments.norm
+        # An exact sum of integers: free of order, hence of layout and backend.
+        sums = self.kernels.sign_sums(flat, self.runs)
+        return sums.above + sums.below
+
+    def payload_bytes(self, units: int) -> int:
+        return self.side_bytes + packed_groups(units, self.layout)
+
+    def encode(self, flat: torch.Tensor, summary: Summary, draw: Draw, out: torch.Tensor) -> None:
+        ours = as_levels(summary)
+        scale = self._scales(ours)
+        out[: 4 * len(scale)].view(torch.float32).copy_(scale)
+        self.kernels.quantise(
+            flat, self.blocks, inverse_scale(scale), ours.grid, self.layout, draw.round, draw.stream, self._digits(out)
+        )
+
+    def decode_rows(self, rows: torch.Tensor, summary: Summary, flat: torch.Tensor) -> None:
+        grid, weight = as_levels(summary).grid, torch.tensor(1.0 / self.world_size, dtype=torch.float32)
+        for sender, row in enumerate(rows):
+            scale = row[: 4 * self.blocks.blocks].view(torch.float32) * weight
+            self._decode(row, scale, grid, flat, accumulate=sender > 0)
+
+    def add_own(self, data: torch.Tensor, summary: Summary, weight: float, flat: torch.Tensor) -> None:
+        ours = as_levels(summary)
+        scale = self._scales(ours) * torch.tensor(weight, dtype=torch.float32)
+        self._decode(data, scale, ours.grid, flat, accumulate=True)
+
+    def is_finite(self, summary: Summary, flat: torch.Tensor) -> Flag:
+        # A scale that is not finite fills its block.
+        if self._first_elements is None:
+            self._first_elements = Constant(self.runs.offset)
+        return all_finite(flat[self._first_elements.on(flat.device)])
+
+    def _scales(self, summary: LevelSummary) -> torch.Tensor:
+        """Return the scales of this codec's blocks out of the bucket's."""
+        where = summary.scale.device
+        return summary.scale[summary.first[self._owner.on(where)] + self._within.on(where)]
+
+    def _digits(self, data: torch.Tensor) -> torch.Tensor:
+        return data[self.side_bytes : self.payload_bytes(self.units)]
+
+    def _decode(self, row: torch.Tensor, scale: torch.Tensor, grid: Grid, flat: torch.Tensor, accumulate: bool) -> None:
+        self.kernels.dequantise(self._digits(row), self.blocks, scale, grid, self.layout, flat, accumulate)
+
+
+def as_levels(summary: Summary) -> LevelSummary:
+    """Narrow a summary's type."""
+    if not isinstance(summary, LevelSummary):
+        raise TypeError(f"a codec of levels cannot use a {type(summary).__name__}")
+    return summary
 
 
 def check_blocks(owner: str, block_size: int | None, blocks: str) -> None:
@@ -19,9 +195,8 @@ def check_blocks(owner: str, block_size: int | None, blocks: str) -> None:
     Raises:
         HyperparameterError: ``block_size`` is not None or a multiple of 16, or ``blocks`` is neither of the two words.
     """
-    whole = is_whole(block_size)
     require(
-        block_size is None or (whole and block_size >= ALIGNMENT and block_size % ALIGNMENT == 0),
+        block_size is None or (is_whole(block_size, ALIGNMENT) and block_size % ALIGNMENT == 0),
         owner,
         f"block_size is a multiple of {ALIGNMENT}, or None for one block a parameter, not {block_size!r}",
     )
@@ -45,7 +220,20 @@ class LevelCompressor(Compressor):
     block_size: int | None
     blocks: str
 
-    unbiased: ClassVar[bool] = True
+    def declare(self) -> Traits:
+        traits = super().declare()
+        return replace(
+            traits,
+            # Two-shot for blocks of a size: the scale of a whole parameter is not that of a share of it.
+            collectives=("all_gather", "two_shot") if self.block_size else ("all_gather",),
+            re_encoding=self.block_size is not None,
+            share_cut=math.lcm(traits.cut, self.block_size or 1),
+            # Whether blocks cross parameters: they then need the gradients of all of them.
+            whole_step=(self.blocks == "model"),
+            joined=self.blocks == "model",
+            quantises_blocks=True,
+            unbiased=True,
+        )
 
     @abstractmethod
     def block_omega(self, numel: int) -> float | None:
@@ -56,28 +244,3 @@ class LevelCompressor(Compressor):
         if numel is not None and self.blocks == "parameter":
             size = max(1, min(numel, size or numel))
         return None if size is None else self.block_omega(size)
-
-    @property
-    def collectives(self) -> tuple[str, ...]:  # type: ignore[override]
-        """Two-shot for blocks of a size: the scale of a whole parameter is not that of a share of it."""
-        return ("all_gather", "two_shot") if self.block_size else ("all_gather",)
-
-    @property
-    def re_encoding(self) -> bool:  # type: ignore[override]
-        """Whether two-shot can carry it."""
-        return self.block_size is not None
-
-    @property
-    def share_cut(self) -> int:  # type: ignore[override]
-        """Blocks stay whole."""
-        return math.lcm(self.cut, self.block_size or 1)
-
-    @property
-    def whole_step(self) -> bool:  # type: ignore[override]
-        """Whether blocks cross parameters: they then need the gradients of all of them."""
-        return self.joined
-
-    @property
-    def joined(self) -> bool:  # type: ignore[override]
-        """Whether blocks cross parameters."""
-        return self.blocks == "model"

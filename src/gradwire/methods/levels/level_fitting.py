@@ -14,8 +14,6 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = ["Distribution", "Mixture", "best_levels", "best_ratio", "powers"]
-
 SMALLEST_DEVIATION = 1e-12
 SWEEPS = 60
 """Most sweeps of coordinate descent; it ends when no level moves by a millionth of its neighbours' distance."""

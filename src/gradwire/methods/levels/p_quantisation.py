@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from gradwire.exchange.method import Properties, require
 from gradwire.exchange.segments import Segment
+from gradwire.exchange.traits import Traits
 from gradwire.kernels import Grid
-from gradwire.methods.levels.level_codec import LevelCodec
-from gradwire.methods.levels.level_compressor import LevelCompressor, check_blocks
+from gradwire.methods.levels.level_compressor import LevelCodec, LevelCompressor, check_blocks
 from gradwire.methods.levels.worst_case import even_constant
 
 if TYPE_CHECKING:
     from gradwire.kernels import Kernels
 
-__all__ = ["PQuantisation"]
 
 MOST_SUMMED = 4096
 """Longest block for p = 1. Probabilities are multiples of 2^-24, so that the mean of a value is off by up to d 2^-24
@@ -63,7 +62,6 @@ class PQuantisation(LevelCompressor):
     blocks: str = "parameter"
 
     name: ClassVar[str] = "p_quantisation"
-    on_device: ClassVar[bool] = True
     tag: ClassVar[int] = 26
     properties: ClassVar[Properties] = Properties(
         summary="Zero or the p-norm of its block for every value, at random without bias",
@@ -86,15 +84,14 @@ class PQuantisation(LevelCompressor):
             "block is not zero on average, and probabilities in longer blocks are too small for 24 random bits",
         )
 
-    @property
-    def kernels(self) -> tuple[str, ...]:  # type: ignore[override]
-        """The kernels of levels, and those that compute their scale."""
-        return ("moments", "levels", *(("signs",) if self.p == 1 else ()))
-
-    @property
-    def omega_formula(self) -> str | None:  # type: ignore[override]
-        """1 / alpha_p - 1."""
-        return {1: "d - 1", 2: "sqrt(d) - 1", "inf": "(sqrt(d) - 1) / 2"}[self.p]
+    def declare(self) -> Traits:
+        return replace(
+            super().declare(),
+            # The kernels of levels, and those that compute their scale.
+            kernels=("moments", "levels", *(("signs",) if self.p == 1 else ())),
+            on_device=True,
+            omega_formula={1: "d - 1", 2: "sqrt(d) - 1", "inf": "(sqrt(d) - 1) / 2"}[self.p],
+        )
 
     @property
     def norm(self) -> str:

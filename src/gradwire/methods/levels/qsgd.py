@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from gradwire.exchange.method import Properties, is_whole, require
 from gradwire.exchange.segments import Segment
+from gradwire.exchange.traits import Traits
 from gradwire.kernels import Grid
-from gradwire.methods.levels.level_codec import LevelCodec
-from gradwire.methods.levels.level_compressor import LevelCompressor, check_blocks
+from gradwire.methods.levels.level_compressor import LevelCodec, LevelCompressor, check_blocks
 from gradwire.methods.levels.worst_case import even_constant
 
 if TYPE_CHECKING:
     from gradwire.kernels import Kernels
 
-__all__ = ["QSGD", "EvenLevels", "QSGDinf"]
 
 MOST_LEVELS = 32767
 """Digits of base 2s + 1 are kept in 16 bits."""
@@ -31,33 +30,31 @@ class EvenLevels(LevelCompressor):
     blocks: str = "parameter"
 
     norm: ClassVar[str]
-    kernels: ClassVar[tuple[str, ...]] = ("moments", "levels")
 
     def __post_init__(self) -> None:
         owner = type(self).__name__
-        whole = is_whole(self.levels)
         require(
-            whole and 1 <= self.levels <= MOST_LEVELS,
+            is_whole(self.levels, 1, MOST_LEVELS),
             owner,
             f"levels is the number s of magnitudes above zero, 1 to {MOST_LEVELS}, not {self.levels!r}",
         )
         check_blocks(owner, self.block_size, self.blocks)
 
-    @property
-    def omega_formula(self) -> str | None:  # type: ignore[override]
-        """For the maximum ``omega`` itself, for the Euclidean norm a bound at most 1 / s^4 above it."""
-        if self.norm == "max":
-            return "(sqrt(1 + (d - 1) / s^2) - 1) / 2"
-        return "d / (4 * s^2) if d <= 4 * s^2 else sqrt(d) / s - 1"
+    def declare(self) -> Traits:
+        return replace(
+            super().declare(),
+            kernels=("moments", "levels"),
+            # One step, 1 / s of the scale, where the scale is a maximum.
+            # For the Euclidean norm a bound, at most 1 / s^4 above the constant.
+            omega_formula="(sqrt(1 + (d - 1) / s^2) - 1) / 2"
+            if self.norm == "max"
+            else "d / (4 * s^2) if d <= 4 * s^2 else sqrt(d) / s - 1",
+            worst_step=1 / self.levels if self.norm == "max" else None,
+        )
 
     def block_omega(self, numel: int) -> float | None:
         """Return the exact supremum."""
         return even_constant(self.levels, numel, self.norm)
-
-    @property
-    def worst_step(self) -> float | None:  # type: ignore[override]
-        """One step, 1 / s of the scale, where the scale is a maximum."""
-        return 1 / self.levels if self.norm == "max" else None
 
     def codec(self, kernels: Kernels, segments: Sequence[Segment], world_size: int, seed: int) -> LevelCodec:
         return LevelCodec(
@@ -105,7 +102,6 @@ class QSGD(EvenLevels):
 
     norm: ClassVar[str] = "l2"
     name: ClassVar[str] = "qsgd"
-    on_device: ClassVar[bool] = True
     tag: ClassVar[int] = 2
     properties: ClassVar[Properties] = Properties(
         summary="Evenly spaced levels of each block's Euclidean norm, rounded without bias",
@@ -114,6 +110,12 @@ class QSGD(EvenLevels):
         bits_per_element=2 * (16 / 3 + 32 / 512),
         stream="rank",
     )
+
+    def declare(self) -> Traits:
+        return replace(
+            super().declare(),
+            on_device=True,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +148,6 @@ class QSGDinf(EvenLevels):
 
     norm: ClassVar[str] = "max"
     name: ClassVar[str] = "qsgdinf"
-    on_device: ClassVar[bool] = True
     tag: ClassVar[int] = 3
     properties: ClassVar[Properties] = Properties(
         summary="Evenly spaced levels of each block's maximum, rounded without bias",
@@ -155,3 +156,9 @@ class QSGDinf(EvenLevels):
         bits_per_element=2 * (4 + 32 / 512),
         stream="rank",
     )
+
+    def declare(self) -> Traits:
+        return replace(
+            super().declare(),
+            on_device=True,
+        )

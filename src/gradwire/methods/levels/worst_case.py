@@ -32,8 +32,6 @@ import itertools
 import math
 from collections.abc import Sequence
 
-__all__ = ["even_constant", "odd_constant", "powers_constant", "powers_formula"]
-
 
 def even_constant(levels: int, numel: int, norm: str) -> float:
     """Return omega for ``levels`` even levels above zero, blocks of ``numel`` values and a norm "max", "l2" or "l1".

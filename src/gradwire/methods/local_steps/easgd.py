@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import torch
 
 from gradwire.errors import IncompatibleError
-from gradwire.exchange.method import Method, Properties, require
+from gradwire.exchange.method import Method, Properties, is_number, require
 from gradwire.exchange.protocols.bucket_plan import BucketPlan, PlanSetting
+from gradwire.exchange.traits import Traits
 from gradwire.methods.casts.cast import FP32
-from gradwire.methods.local_steps.local_steps import LocalStepsMethod
-
-__all__ = ["EASGD"]
+from gradwire.methods.local_steps.local_sgd import LocalStepsMethod
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +44,7 @@ class EASGD(LocalStepsMethod):
 
     Example:
         >>> import gradwire as gw
-        >>> gw.EASGD(every=10).local_steps
+        >>> gw.EASGD(every=10).traits.local_steps
         10
     """
 
@@ -55,8 +54,6 @@ class EASGD(LocalStepsMethod):
 
     name: ClassVar[str] = "easgd"
     keeps_own: ClassVar[bool] = True
-    unbiased: ClassVar[bool] = True
-    unbiased_note: ClassVar[str | None] = "the mean of parameters"
     properties: ClassVar[Properties] = Properties(
         summary="Workers step by themselves, drawn to a centre that follows their mean",
         paper="Zhang et al., NIPS 2015",
@@ -69,9 +66,17 @@ class EASGD(LocalStepsMethod):
     def __post_init__(self) -> None:
         self.check_inner()
         if self.alpha is not None:
-            number = isinstance(self.alpha, int | float) and not isinstance(self.alpha, bool)
-            require(number and 0 < self.alpha < 1, "EASGD", f"alpha is above 0 and below 1, not {self.alpha!r}")
+            require(
+                is_number(self.alpha, above=0, below=1), "EASGD", f"alpha is above 0 and below 1, not {self.alpha!r}"
+            )
             object.__setattr__(self, "alpha", float(self.alpha))
+
+    def declare(self) -> Traits:
+        return replace(
+            super().declare(),
+            unbiased=True,
+            unbiased_note="the mean of parameters",
+        )
 
     def plan(self, setting: PlanSetting) -> BucketPlan:
         workers = setting.world_size

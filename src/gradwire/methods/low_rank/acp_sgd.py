@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import torch
 
-from gradwire.exchange.method import Method, Properties
+from gradwire.exchange.method import Method, Properties, cast_of
 from gradwire.exchange.ops import Exchange
 from gradwire.exchange.protocols import Context, Outcome
 from gradwire.exchange.protocols.bucket_plan import BucketPlan, PlanSetting
 from gradwire.exchange.segments import Parameter
-from gradwire.methods.casts.cast import BF16, FP32
-from gradwire.methods.low_rank.factors import FactorPlan, LowRankAlgorithm, all_finite
-from gradwire.methods.low_rank.low_rank import shape_of
-
-__all__ = ["ACPSGD"]
+from gradwire.exchange.traits import Traits
+from gradwire.methods.casts.cast import FP32
+from gradwire.methods.low_rank.factors import FactorPlan, LowRankAlgorithm, all_finite, shape_of
 
 LEFT, RIGHT = "left_factor", "right_factor"
 """What is remembered of a parameter beside its residual: ``rows * rank`` and ``columns * rank`` numbers."""
@@ -93,10 +91,13 @@ class ACPSGD(LowRankAlgorithm):
     def __post_init__(self) -> None:
         self.check_fields()
 
-    @property
-    def remembers(self) -> tuple[str, ...]:  # type: ignore[override]
-        """The factors beside what every residual algorithm remembers."""
-        return (*super().remembers, LEFT, RIGHT)
+    def declare(self) -> Traits:
+        traits = super().declare()
+        return replace(
+            traits,
+            # The factors beside what every residual algorithm remembers.
+            remembers=(*traits.remembers, LEFT, RIGHT),
+        )
 
     def remembered_numel(self, kind: str, parameter: Parameter) -> int:
         rows, columns = shape_of(parameter)
@@ -138,7 +139,7 @@ class _AlternatePlan(FactorPlan):
             return Outcome(finite)
 
         def sent(out: torch.Tensor, weight: float) -> None:
-            contributed = factors if isinstance(self.method.values, BF16) else own
+            contributed = factors if cast_of(self.method.values) == torch.bfloat16 else own
             if coded is not None:
                 coded(contributed := torch.zeros(len(own)), 1.0)
             product(contributed[: side.numel], out, weight)

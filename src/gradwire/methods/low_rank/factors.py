@@ -1,29 +1,88 @@
-"""What methods of a low rank have in common: factors of a bucket's matrices, and their means over workers."""
+"""Parameters as matrices, and factors drawn for them."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 
-from gradwire.exchange.compressor import Compressor
-from gradwire.exchange.method import Method, require
+from gradwire.exchange.method import Method, cast_of, is_number, is_whole, operator_of, require
 from gradwire.exchange.ops import Exchange
 from gradwire.exchange.protocols import Context
-from gradwire.exchange.protocols.bucket_plan import BucketPlan, PlanSetting, SectionPlan
+from gradwire.exchange.protocols.bucket_plan import BucketPlan, Operator, PlanSetting, SectionPlan
 from gradwire.exchange.protocols.pieces import join
 from gradwire.exchange.segments import Parameter, Segment
-from gradwire.methods.casts.cast import BF16, FP32
+from gradwire.exchange.traits import Traits
+from gradwire.kernels import MatrixTable
+from gradwire.kernels.philox import uniform_integers
 from gradwire.methods.feedback.contraction import check_contraction
 from gradwire.methods.feedback.error_feedback import ResidualAlgorithm, momentum_beside_residual
 from gradwire.methods.feedback.local_momentum import checked_momentum
 from gradwire.methods.low_rank.float_means import Beside, mean_of_floats
-from gradwire.methods.low_rank.low_rank import Matrix, check_matrix_rank, draw_factor, matrices, matrix_table
+from gradwire.methods.wrappers.wrapper import as_sent
+from gradwire.seeds import SHARED, parameter_key
 
-__all__ = ["FactorPlan", "LowRankAlgorithm", "Sent", "Side", "all_finite"]
+
+def check_matrix_rank(owner: str, rank: object) -> None:
+    """Check a number of vectors in a factor.
+
+    Raises:
+        HyperparameterError: it is no whole number of at least 1.
+    """
+    require(is_whole(rank, 1), owner, f"matrix_rank is at least 1, not {rank!r}")
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A parameter as a matrix of ``rows`` by ``columns``, row by row in memory order, and the rank it is given."""
+
+    segment: Segment
+    rows: int
+    columns: int
+    rank: int
+
+
+def shape_of(parameter: Parameter) -> tuple[int, int]:
+    """Return the rows and columns of a parameter: its outermost dimension in memory by all others.
+
+    A parameter with fewer than two dimensions has one row.
+    """
+    sizes = [(stride, size) for stride, size in zip(parameter.stride, parameter.shape) if size > 1]
+    if len(sizes) < 2:
+        return 1, parameter.numel
+    rows = max(sizes)[1]
+    return rows, parameter.numel // rows
+
+
+def matrices(segments: Sequence[Segment], rank: int, least_saving: float) -> list[Matrix]:
+    """Return the parameters that two factors of that rank describe in ``least_saving`` times fewer numbers."""
+    found = []
+    for segment in segments:
+        rows, columns = shape_of(segment.parameter)
+        use = min(rank, rows, columns)
+        if not segment.dense and rows > 1 and rows * columns >= least_saving * use * (rows + columns):
+            found.append(Matrix(segment, rows, columns, use))
+    return found
+
+
+def matrix_table(found: Sequence[Matrix]) -> MatrixTable:
+    """Return where matrices and their factors lie, for the kernels."""
+    return MatrixTable(
+        [m.segment.offset for m in found], [m.rows for m in found], [m.columns for m in found], [m.rank for m in found]
+    )
+
+
+def draw_factor(name: str, length: int, rank: int, seed: int, round: int) -> torch.Tensor:
+    """Return ``[rank, length]`` numbers for a parameter, uniform in [-1, 1), the same on all ranks."""
+    numel = length * rank
+    groups = torch.arange(-(-numel // 80))
+    key = torch.tensor(parameter_key(seed, name, "factor"))
+    drawn = uniform_integers(groups, key.expand(len(groups), 2), round, SHARED).reshape(-1)[:numel]
+    return ((drawn - (1 << 23)).to(torch.float32) / (1 << 23)).view(rank, length)
+
 
 Sent = Callable[[torch.Tensor, float], None]
 """``sent(out, weight)`` adds ``weight`` times what this rank sent of a side, and of all behind it, to ``out``."""
@@ -40,26 +99,22 @@ class LowRankAlgorithm(ResidualAlgorithm):
     values: Method
 
     tag: ClassVar[int]
-    unbiased: ClassVar[bool] = False
-    unbiased_note: ClassVar[str | None] = "no; nothing is lost"
 
-    @property
-    def collectives(self) -> tuple[str, ...]:  # type: ignore[override]
-        """Those of a cast, or the operator's but for one that rounds the mean, which no residual would know of."""
+    def declare(self) -> Traits:
         operator = self.operator
-        found = ("two_shot", "all_gather") if operator is None else operator.collectives
-        sums = operator is None or not operator.re_encoding
-        return tuple(collective for collective in found if sums or collective != "two_shot")
+        return replace(
+            super().declare(),
+            # Factors that are cast add up; an owner who rounds their mean would leave an error in no residual.
+            collectives=("two_shot", "all_gather") if operator is None else as_sent(operator),
+            kernels=("low_rank", *(() if operator is None else operator.traits.kernels)),
+            unbiased=False,
+            unbiased_note="no; nothing is lost",
+        )
 
     @property
-    def kernels(self) -> tuple[str, ...]:  # type: ignore[override]
-        """Those of the factors, and the operator's."""
-        return ("low_rank", *(() if self.operator is None else self.operator.kernels))
-
-    @property
-    def operator(self) -> Compressor | None:
+    def operator(self) -> Method | None:
         """The operator by which factors travel; None where they are cast."""
-        return self.values if isinstance(self.values, Compressor) else None
+        return None if operator_of(self.values) is None or cast_of(self.values) else self.values
 
     def check_fields(self) -> None:
         """Check the fields that all of them have.
@@ -69,13 +124,15 @@ class LowRankAlgorithm(ResidualAlgorithm):
         """
         owner, saving = type(self).__name__, self.least_saving
         check_matrix_rank(owner, self.matrix_rank)
-        number = isinstance(saving, int | float) and not isinstance(saving, bool)
-        require(number and saving >= 1, owner, f"least_saving is at least 1, not {saving!r}")
+        require(is_number(saving, least=1, most=math.inf), owner, f"least_saving is at least 1, not {saving!r}")
         object.__setattr__(self, "least_saving", float(saving))
         operator = self.operator
         require(
-            isinstance(self.values, FP32 | BF16)
-            or (operator is not None and not (operator.joined or operator.needs_link_cost or operator.direction)),
+            cast_of(self.values) in (torch.float32, torch.bfloat16)
+            or (
+                operator is not None
+                and not (operator.traits.joined or operator.traits.needs_link_cost or operator.traits.direction)
+            ),
             owner,
             "values is FP32(), BF16() or an operator on one vector such as QSGDinf(levels=7, block_size=256), not "
             f"{self.values!r}",
@@ -207,9 +264,9 @@ class FactorPlan(BucketPlan):
         Returns:
             What this rank sent, where an operator encodes the factors and ``context.wants_sent``; else None.
         """
-        operator = self.method.operator
+        operator = None if self.method.operator is None else self.method.operator.as_operator
         if operator is None:
-            dtype = torch.bfloat16 if isinstance(self.method.values, BF16) else torch.float32
+            dtype = self.method.values.cast_dtype or torch.float32
             yield from mean_of_floats(context, self.collective, self.method.tag, values, side.numel, dtype)
             return None
         plan = self._plan(operator, side, len(values))
@@ -219,7 +276,7 @@ class FactorPlan(BucketPlan):
         outcome = yield from plan.run(context, values, prepared)
         return outcome.sent
 
-    def _plan(self, operator: Compressor, side: Side, numel: int) -> SectionPlan:
+    def _plan(self, operator: Operator, side: Side, numel: int) -> SectionPlan:
         """Return the exchange of a side and what lies behind it: of each factor every vector is encoded by itself."""
         found = self._plans.get((side.name, numel))
         if found is None:

@@ -12,8 +12,6 @@ from gradwire.exchange.ops import Exchange
 from gradwire.exchange.protocols import PROTOCOLS, Context, Section
 from gradwire.exchange.segments import Parameter, Segment
 
-__all__ = ["FIRST_EXCHANGE", "Beside", "first_of_two", "mean_of_floats"]
-
 FIRST_EXCHANGE = 2
 """Number of the exchange that comes before a bucket's main one."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import torch
@@ -12,12 +12,10 @@ from gradwire.exchange.ops import Exchange
 from gradwire.exchange.protocols import Context, Outcome
 from gradwire.exchange.protocols.bucket_plan import BucketPlan, PlanSetting
 from gradwire.exchange.segments import Parameter
+from gradwire.exchange.traits import Traits
 from gradwire.methods.casts.cast import FP32
-from gradwire.methods.low_rank.factors import FactorPlan, LowRankAlgorithm, all_finite
+from gradwire.methods.low_rank.factors import FactorPlan, LowRankAlgorithm, all_finite, shape_of
 from gradwire.methods.low_rank.float_means import first_of_two
-from gradwire.methods.low_rank.low_rank import shape_of
-
-__all__ = ["PowerSGD"]
 
 FACTOR = "factor"
 """What is remembered of a parameter beside its residual: the right factor, ``columns * rank`` numbers."""
@@ -89,10 +87,13 @@ class PowerSGD(LowRankAlgorithm):
     def __post_init__(self) -> None:
         self.check_fields()
 
-    @property
-    def remembers(self) -> tuple[str, ...]:  # type: ignore[override]
-        """The factor beside what every residual algorithm remembers."""
-        return (*super().remembers, FACTOR)
+    def declare(self) -> Traits:
+        traits = super().declare()
+        return replace(
+            traits,
+            # The factor beside what every residual algorithm remembers.
+            remembers=(*traits.remembers, FACTOR),
+        )
 
     def remembered_numel(self, kind: str, parameter: Parameter) -> int:
         if kind != FACTOR:

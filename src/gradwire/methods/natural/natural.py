@@ -1,22 +1,63 @@
-"""Natural compression: random rounding to powers of two."""
+"""The codec of signs and exponents."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
+import torch
+
+from gradwire.exchange.codecs.base import Codec, Draw, Summary
+from gradwire.exchange.codecs.dense import NoSummary
 from gradwire.exchange.compressor import Compressor
+from gradwire.exchange.deferred_checks import Flag, all_finite
 from gradwire.exchange.method import Properties
 from gradwire.exchange.segments import Segment
-from gradwire.kernels import SegmentTable
-from gradwire.methods.natural.natural_codec import NaturalCodec
+from gradwire.exchange.traits import Traits
+from gradwire.kernels import Coder, SegmentTable, natural_bytes, natural_sign_bytes
 from gradwire.seeds import parameter_key
 
 if TYPE_CHECKING:
     from gradwire.kernels import Kernels
 
-__all__ = ["Natural"]
+
+class NaturalCodec(Codec):
+    """Signs and exponents of many segments; a unit is a group of 80 elements. Powers of two add up in float32 only.
+
+    Exponents are the symbols of a coder; signs, which come first, it could not shorten.
+    """
+
+    grain = 1
+
+    def __init__(self, kernels: Kernels, table: SegmentTable, world_size: int) -> None:
+        self.kernels, self.table, self.world_size = kernels, table, world_size
+        self.units = table.groups
+
+    def use_coder(self, coder: Coder) -> None:
+        self.coder = coder
+
+    def plain_payload_bytes(self, units: int) -> int:
+        return natural_sign_bytes(units)
+
+    def summarise(self, flat: torch.Tensor) -> NoSummary:
+        return NoSummary()
+
+    def payload_bytes(self, units: int) -> int:
+        return natural_bytes(units)
+
+    def encode(self, flat: torch.Tensor, summary: Summary, draw: Draw, out: torch.Tensor) -> None:
+        self.kernels.natural_encode(flat, self.table, draw.round, draw.stream, out)
+
+    def decode_rows(self, rows: torch.Tensor, summary: Summary, flat: torch.Tensor) -> None:
+        self.kernels.natural_mean(rows, self.table, 1.0 / self.world_size, flat)
+
+    def add_own(self, data: torch.Tensor, summary: Summary, weight: float, flat: torch.Tensor) -> None:
+        self.kernels.natural_mean(data[None], self.table, weight, flat, accumulate=True)
+
+    def is_finite(self, summary: Summary, flat: torch.Tensor) -> Flag:
+        # No scale tells, so every element is looked at, once.
+        return all_finite(self.kernels.moments(flat, self.table).max_abs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,12 +88,7 @@ class Natural(Compressor):
     """
 
     name: ClassVar[str] = "natural"
-    on_device: ClassVar[bool] = True
     tag: ClassVar[int] = 23
-    collectives: ClassVar[tuple[str, ...]] = ("all_gather",)
-    kernels: ClassVar[tuple[str, ...]] = ("moments", "natural")
-    unbiased: ClassVar[bool] = True
-    omega_formula: ClassVar[str | None] = "1/8"
     properties: ClassVar[Properties] = Properties(
         summary="Sign and exponent, the mantissa rounded away without bias",
         paper="Horvath et al., Natural Compression, MSML 2022",
@@ -60,6 +96,16 @@ class Natural(Compressor):
         bits_per_element=2 * 9,
         stream="rank",
     )
+
+    def declare(self) -> Traits:
+        return replace(
+            super().declare(),
+            collectives=("all_gather",),
+            kernels=("moments", "natural"),
+            on_device=True,
+            unbiased=True,
+            omega_formula="1/8",
+        )
 
     def omega_of(self, numel: int | None = None) -> float:
         """Return 1/8, attained at (4/3) 2^a."""

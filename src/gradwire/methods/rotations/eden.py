@@ -1,18 +1,23 @@
-"""EDEN and DRIVE: the nearest levels of randomly rotated blocks."""
+"""The codec of rotated blocks whose coordinates are rounded to the nearest of a few levels."""
 
 from __future__ import annotations
 
 import math
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
+import torch
+
+from gradwire.exchange.codecs.base import Constant, Draw, Summary
 from gradwire.exchange.compressor import Compressor
-from gradwire.exchange.method import Properties, is_whole, require
+from gradwire.exchange.method import Properties, is_number, is_whole, require
 from gradwire.exchange.segments import Segment
-from gradwire.kernels import LEAST_BLOCK, MOST_BLOCK, Grid
-from gradwire.methods.levels.normal_levels import (
+from gradwire.exchange.traits import Traits
+from gradwire.exchange.wire import padded
+from gradwire.kernels import GROUP_SIZE, LEAST_BLOCK, MOST_BLOCK, Grid
+from gradwire.methods.rotations.normal_levels import (
     LEAST_ENTROPY,
     MOST_BITS,
     NORMAL_LEVELS,
@@ -20,14 +25,72 @@ from gradwire.methods.levels.normal_levels import (
     level_count,
     uniform_step,
 )
-from gradwire.methods.rotations.rotated_blocks import OwnRotationCodec
-from gradwire.methods.rotations.rotated_levels import RotatedLevelCodec
-from gradwire.methods.rotations.rotated_samples import RotatedSampleCodec
+from gradwire.methods.rotations.rotated_blocks import OwnRotationCodec, RotatedSampleCodec
 
 if TYPE_CHECKING:
     from gradwire.kernels import Kernels
 
-__all__ = ["DRIVE", "EDEN", "RotatedLevels", "check_rotation"]
+
+class RotatedLevelCodec(OwnRotationCodec):
+    """Blocks with the coordinates z = H D x / |x|, each rounded to the nearest level of a grid, and a scale a block.
+
+    A payload is the float32 scales of the blocks, padded to sixteen bytes, and then the digits of all coordinates,
+    packed in the layout of ``digit_layout(grid.base)``. A block is decoded to ``scale D H Q(z)``.
+
+    Where all coordinates of a block are rounded to zero, they are multiplied by the least level above it, which does
+    not change what a block is decoded to on average, and then they are not.
+
+    Args:
+        grid: Levels for standard normal values; see :meth:`gradwire.kernels.Grid.nearest`.
+        block_size: Elements of a block, see :class:`gradwire.kernels.RotationTable`.
+        unbiased: The scale ``|x| / <z, Q(z)>``, with which the estimate's part along x is x itself; otherwise, for two
+            levels alone, that of the least error: with b coordinates at +-m, ``|x| <z, Q(z)> / (b m)^2``.
+    """
+
+    def __init__(
+        self,
+        kernels: Kernels,
+        segments: Sequence[Segment],
+        world_size: int,
+        seed: int,
+        *,
+        grid: Grid,
+        block_size: int,
+        unbiased: bool = True,
+    ) -> None:
+        super().__init__(kernels, segments, world_size, seed, base=grid.base, block_size=block_size)
+        self.grid, self.unbiased = grid, unbiased
+        self._lengths = Constant(torch.from_numpy(self.blocks.sizes) * float(grid.values[-1]))
+        # The mean square of a block's coordinates is 1, but for rounding: one at least is not below the border at which
+        # zero ends, where that is clearly below 1.
+        self._may_vanish = grid.zero_ends > 0.99
+        self.units = -(-self.blocks.coordinates // GROUP_SIZE)
+        self.side_bytes = padded(4 * self.blocks.blocks)
+
+    def encode(self, flat: torch.Tensor, summary: Summary, draw: Draw, out: torch.Tensor) -> None:
+        norms = self.norms(flat)
+        norm, kept = norms.norm, self._round(flat, norms.factor, draw, out)
+        lost = norms.usable & (kept == 0)
+        if self._may_vanish and bool(lost.any()):
+            # Every coordinate is nearer to the level zero than to the next. Some are at least 1 in magnitude, since
+            # their mean square is 1: times that level they are beyond the border at its half.
+            stretch = torch.where(lost, float(self.grid.values[self.grid.positive + 1]), 1.0)
+            kept, norm = self._round(flat, norms.factor * stretch, draw, out), norm * stretch
+        self.write_scales(
+            norm / kept if self.unbiased else norm * (kept / self._lengths.on(flat.device).square()), norms, out
+        )
+
+    def _round(self, flat: torch.Tensor, factor: torch.Tensor, draw: Draw, out: torch.Tensor) -> torch.Tensor:
+        """Write the digits of the coordinates of ``factor`` times each block; return ``<z, Q(z)>`` of each."""
+        return self.kernels.encode_rotated(
+            flat, self.blocks, factor, self.grid, self.layout, draw.round, draw.stream, self.digits(out)
+        )
+
+    def decode(self, row: torch.Tensor, weight: torch.Tensor, draw: Draw, flat: torch.Tensor, accumulate: bool) -> None:
+        scale = self.scales(row) * weight
+        self.kernels.decode_rotated(
+            self.digits(row), self.blocks, scale, self.grid, self.layout, draw.round, draw.stream, flat, accumulate
+        )
 
 
 def check_rotation(owner: str, size: object) -> None:
@@ -37,7 +100,7 @@ def check_rotation(owner: str, size: object) -> None:
         HyperparameterError: it is not a power of two that blocks may have.
     """
     require(
-        is_whole(size) and LEAST_BLOCK <= size <= MOST_BLOCK and size & (size - 1) == 0,
+        is_whole(size, LEAST_BLOCK, MOST_BLOCK) and size & (size - 1) == 0,
         owner,
         f"block_size is a power of two from {LEAST_BLOCK} to {MOST_BLOCK}, not {size!r}",
     )
@@ -51,21 +114,17 @@ class RotatedLevels(Compressor):
 
     block_size: int
 
-    collectives: ClassVar[tuple[str, ...]] = ("two_shot", "all_gather")
-    kernels: ClassVar[tuple[str, ...]] = ("moments", "rotation")
-    re_encoding: ClassVar[bool] = True
-    unbiased: ClassVar[bool] = False
-    unbiased_note: ClassVar[str | None] = "over uniform rotations"
-
-    @property
-    def cut(self) -> int:  # type: ignore[override]
-        """Blocks stay whole."""
-        return self.block_size
-
-    @property
-    def share_cut(self) -> int:  # type: ignore[override]
-        """Blocks stay whole."""
-        return self.block_size
+    def declare(self) -> Traits:
+        return replace(
+            super().declare(),
+            collectives=("two_shot", "all_gather"),
+            re_encoding=True,
+            cut=self.block_size,
+            share_cut=self.block_size,
+            kernels=("moments", "rotation"),
+            unbiased=False,
+            unbiased_note="over uniform rotations",
+        )
 
     @abstractmethod
     def codec(self, kernels: Kernels, segments: Sequence[Segment], world_size: int, seed: int) -> OwnRotationCodec: ...
@@ -138,7 +197,6 @@ class EDEN(RotatedLevels):
     spacing: str = "lloyd_max"
 
     name: ClassVar[str] = "eden"
-    on_device: ClassVar[bool] = True
     tag: ClassVar[int] = 30
     properties: ClassVar[Properties] = Properties(
         summary="Blocks rotated at random, coordinates rounded to the nearest of 16 levels for normal values",
@@ -149,10 +207,8 @@ class EDEN(RotatedLevels):
     )
 
     def __post_init__(self) -> None:
-        known, bits = isinstance(self.bits, int | float) and not isinstance(self.bits, bool), self.bits
-        require(
-            known and 0 < bits <= MOST_BITS, "EDEN", f"bits is above 0 to {MOST_BITS} a coordinate, not {self.bits!r}"
-        )
+        bits, fits = self.bits, is_number(self.bits, above=0, most=MOST_BITS)
+        require(fits, "EDEN", f"bits is above 0 to {MOST_BITS} a coordinate, not {bits!r}")
         object.__setattr__(self, "bits", int(bits) if bits == int(bits) else float(bits))
         known = self.spacing in ("lloyd_max", "uniform")
         require(known, "EDEN", f"spacing is 'lloyd_max' or 'uniform', not {self.spacing!r}")
@@ -169,15 +225,18 @@ class EDEN(RotatedLevels):
                 f"that, more bits, or spacing='uniform' within Coded()",
             )
 
+    def declare(self) -> Traits:
+        return replace(
+            super().declare(),
+            # Those of rotations; where coordinates are sampled, of packing, too.
+            kernels=("moments", "rotation", "levels") if self.samples else ("moments", "rotation"),
+            on_device=True,
+        )
+
     @property
     def samples(self) -> bool:
         """Whether only a part of the coordinates is sent."""
         return self.bits < 1 and self.spacing == "lloyd_max"
-
-    @property
-    def kernels(self) -> tuple[str, ...]:  # type: ignore[override]
-        """Those of rotations; where coordinates are sampled, of packing, too."""
-        return ("moments", "rotation", "levels") if self.samples else ("moments", "rotation")
 
     def codec(self, kernels: Kernels, segments: Sequence[Segment], world_size: int, seed: int) -> OwnRotationCodec:
         size = self.block_size
@@ -228,7 +287,6 @@ class DRIVE(RotatedLevels):
     block_size: int = 4096
 
     name: ClassVar[str] = "drive"
-    on_device: ClassVar[bool] = True
     tag: ClassVar[int] = 31
     properties: ClassVar[Properties] = Properties(
         summary="The signs of blocks rotated at random",
@@ -241,6 +299,12 @@ class DRIVE(RotatedLevels):
     def __post_init__(self) -> None:
         require(isinstance(self.least_error, bool), "DRIVE", f"least_error is True or False, not {self.least_error!r}")
         check_rotation("DRIVE", self.block_size)
+
+    def declare(self) -> Traits:
+        return replace(
+            super().declare(),
+            on_device=True,
+        )
 
     def delta_of(self, numel: int | None = None) -> float | None:
         return 1 / coordinates_of(numel, self.block_size) if self.least_error else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
@@ -12,14 +12,12 @@ import numpy as np
 from gradwire.exchange.compressor import Compressor
 from gradwire.exchange.method import Properties, is_whole, require
 from gradwire.exchange.segments import Segment
-from gradwire.methods.levels.bounded_levels import FIRST, MOST_BITS, POINTS, SHARED_VALUES
-from gradwire.methods.levels.bounded_support import BoundedSupportCodec
+from gradwire.exchange.traits import Traits
+from gradwire.methods.rotations.bounded_levels import FIRST, MOST_BITS, POINTS, SHARED_VALUES, BoundedSupportCodec
 from gradwire.methods.rotations.eden import check_rotation
 
 if TYPE_CHECKING:
     from gradwire.kernels import Kernels
-
-__all__ = ["QUICFL"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +51,7 @@ class QUICFL(Compressor):
     Signs are drawn from the shared stream, everything else from the rank's.
 
     Reference: R. Ben Basat et al., "Accelerating Federated Learning with Quick Distributed Mean Estimation", ICML 2024,
-    sections 3 and 4. Tables are not the authors': see :mod:`gradwire.methods.levels.bounded_levels`.
+    sections 3 and 4. Tables are not the authors': see :mod:`gradwire.methods.rotations.bounded_levels`.
 
     Example:
         >>> import torch, gradwire as gw
@@ -68,9 +66,6 @@ class QUICFL(Compressor):
 
     name: ClassVar[str] = "quic_fl"
     tag: ClassVar[int] = 35
-    collectives: ClassVar[tuple[str, ...]] = ("all_gather",)
-    kernels: ClassVar[tuple[str, ...]] = ("moments", "rotation", "selection", "levels")
-    unbiased: ClassVar[bool] = True
     properties: ClassVar[Properties] = Properties(
         summary="Rotated blocks quantised without bias within a bound, and exactly beyond it",
         paper="Ben Basat et al., QUIC-FL, ICML 2024",
@@ -80,16 +75,19 @@ class QUICFL(Compressor):
     )
 
     def __post_init__(self) -> None:
-        whole = is_whole(self.bits)
-        require(
-            whole and 1 <= self.bits <= MOST_BITS, "QUICFL", f"bits is 1 to {MOST_BITS} a coordinate, not {self.bits!r}"
-        )
+        fits = is_whole(self.bits, 1, MOST_BITS)
+        require(fits, "QUICFL", f"bits is 1 to {MOST_BITS} a coordinate, not {self.bits!r}")
         check_rotation("QUICFL", self.block_size)
 
-    @property
-    def cut(self) -> int:  # type: ignore[override]
-        """Blocks stay whole, and their coordinates begin a group of the kernels."""
-        return math.lcm(self.block_size, 80)
+    def declare(self) -> Traits:
+        return replace(
+            super().declare(),
+            collectives=("all_gather",),
+            # Blocks stay whole, and their coordinates begin a group of the kernels.
+            cut=math.lcm(self.block_size, 80),
+            kernels=("moments", "rotation", "selection", "levels"),
+            unbiased=True,
+        )
 
     def codec(self, kernels: Kernels, segments: Sequence[Segment], world_size: int, seed: int) -> BoundedSupportCodec:
         above, count = np.array(POINTS[self.bits]), SHARED_VALUES[self.bits]

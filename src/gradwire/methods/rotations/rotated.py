@@ -7,26 +7,15 @@ from typing import Any, ClassVar
 
 import torch
 
-from gradwire.exchange.compressor import Compressor
-from gradwire.exchange.method import Inherited, Method, Properties, require
+from gradwire.exchange.method import Inherited, Method, Properties, cast_of, operator_of, require
 from gradwire.exchange.protocols.bucket_plan import BucketPlan, PlanSetting
 from gradwire.exchange.segments import divide
+from gradwire.exchange.traits import Traits
 from gradwire.kernels import RotationTable
 from gradwire.methods.levels.qsgd_max_norm import QSGDMaxNorm
 from gradwire.methods.rotations.eden import check_rotation
-from gradwire.methods.wrappers.transformed import TransformedPlan
-from gradwire.methods.wrappers.wrapper import Wrapper
+from gradwire.methods.wrappers.wrapper import TransformedPlan, Wrapper
 from gradwire.seeds import SHARED, parameter_key
-
-__all__ = ["Rotated"]
-
-
-class _OfCoordinates(Inherited):
-    """A text about what a compressor does, which here it does to coordinates."""
-
-    def __get__(self, instance: Method | None, owner: type[Method]) -> Any:
-        found = super().__get__(instance, owner)
-        return found.replace("gradient", "rotated gradient") if isinstance(found, str) else found
 
 
 class _WithSigns(Inherited):
@@ -82,10 +71,6 @@ class Rotated(Wrapper):
     block_size: int = 4096
 
     name: ClassVar[str] = "rotated"
-    unbiased: ClassVar[Inherited] = Inherited("compressor")
-    unbiased_note: ClassVar[_OfCoordinates] = _OfCoordinates("compressor")
-    omega_formula: ClassVar[Inherited] = Inherited("compressor")
-    delta_formula: ClassVar[Inherited] = Inherited("compressor")
     properties: ClassVar[Inherited] = _WithSigns(
         "compressor",
         Properties(
@@ -99,16 +84,30 @@ class Rotated(Wrapper):
     def __post_init__(self) -> None:
         inner = self.compressor
         require(
-            isinstance(inner, Compressor) and "rotation" not in inner.kernels,
+            operator_of(inner) is not None and cast_of(inner) is None and "rotation" not in inner.traits.kernels,
             "Rotated",
             f"compressor is an operator on one vector without a rotation, such as QSGDMaxNorm(), not {inner!r}",
         )
         check_rotation("Rotated", self.block_size)
 
+    def refusal_of_feedback(self, unseen: str) -> str | None:
+        return None
+
+    def declare(self) -> Traits:
+        traits = super().declare()
+        note = self.compressor.traits.unbiased_note
+        return replace(
+            traits,
+            # The compressor's, the rotation, and the family that looks for what is not finite.
+            kernels=tuple(dict.fromkeys((*self.compressor.traits.kernels, "rotation", "signs"))),
+            unbiased=self.compressor.traits.unbiased,
+            unbiased_note=None if note is None else note.replace("gradient", "rotated gradient"),
+            omega_formula=self.compressor.traits.omega_formula,
+        )
+
     @property
-    def kernels(self) -> tuple[str, ...]:  # type: ignore[override]
-        """The compressor's, the rotation, and the family that looks for what is not finite."""
-        return tuple(dict.fromkeys((*self.compressor.kernels, "rotation", "signs")))
+    def delta_formula(self) -> str | None:
+        return self.compressor.delta_formula
 
     def omega_of(self, numel: int | None = None) -> float | None:
         return self.compressor.omega_of(self._coordinates(numel))

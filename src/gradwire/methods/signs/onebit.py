@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -11,6 +11,7 @@ import torch
 from gradwire.exchange.method import Properties
 from gradwire.exchange.protocols.bucket_plan import BucketPlan, PlanSetting, SectionPlan
 from gradwire.exchange.segments import Parameter, Segment
+from gradwire.exchange.traits import Traits
 from gradwire.methods.feedback.error_feedback import ResidualAlgorithm, momentum_beside_residual
 from gradwire.methods.feedback.local_momentum import checked_momentum
 from gradwire.methods.levels.level_compressor import check_blocks
@@ -18,8 +19,6 @@ from gradwire.methods.signs.sign_codec import SignCodec
 
 if TYPE_CHECKING:
     from gradwire.kernels import Kernels
-
-__all__ = ["OneBit"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,12 +70,7 @@ class OneBit(ResidualAlgorithm):
     momentum: float = 0.0
 
     name: ClassVar[str] = "onebit"
-    on_device: ClassVar[bool] = True
     tag: ClassVar[int] = 19
-    collectives: ClassVar[tuple[str, ...]] = ("all_gather",)
-    scatters: ClassVar[bool] = True
-    kernels: ClassVar[tuple[str, ...]] = ("signs",)
-    unbiased: ClassVar[bool] = False
     delta_formula: ClassVar[str | None] = "at least 1/m for columns or blocks of m, of g + e"
     properties: ClassVar[Properties] = Properties(
         summary="A bit an element and two means a column, with error feedback",
@@ -90,6 +84,16 @@ class OneBit(ResidualAlgorithm):
     def __post_init__(self) -> None:
         check_blocks("OneBit", self.block_size, "parameter")
         object.__setattr__(self, "momentum", checked_momentum("OneBit", self.momentum))
+
+    def declare(self) -> Traits:
+        return replace(
+            super().declare(),
+            collectives=("all_gather",),
+            kernels=("signs",),
+            on_device=True,
+            scatters=True,
+            unbiased=False,
+        )
 
     def caution(self, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> str | None:
         longest = max((self._run(Parameter.of(name, p)) for name, p in parameters.items()), default=1)

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from gradwire.exchange.codecs.base import Codec, Draw, Summary
-from gradwire.exchange.codecs.constants import Constant
+from gradwire.exchange.codecs.base import Codec, Constant, Draw, Summary
 from gradwire.exchange.deferred_checks import Flag, all_finite
 from gradwire.exchange.segments import Segment
 from gradwire.exchange.wire import padded
@@ -17,8 +16,6 @@ from gradwire.kernels import SIGN_BYTES, RunTable, SegmentTable, SignSums
 
 if TYPE_CHECKING:
     from gradwire.kernels import Kernels
-
-__all__ = ["SignCodec", "SignSummary", "sign_table"]
 
 
 def sign_table(segments: Sequence[Segment]) -> SegmentTable:

@@ -1,26 +1,197 @@
-"""signSGD and Signum: a majority vote on the sign of every element."""
+"""The codec of majority votes: a bit an element, up and down."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
+import numpy as np
 import torch
 
+from gradwire.exchange.codecs.base import Constant, Draw, SummableCodec, Summary, check_workers
+from gradwire.exchange.deferred_checks import Flag, all_finite
 from gradwire.exchange.method import Method, Properties
 from gradwire.exchange.protocols import Context, Outcome
 from gradwire.exchange.protocols.bucket_plan import BucketPlan, PlanSetting, SectionPlan
 from gradwire.exchange.segments import Segment, divide
+from gradwire.exchange.traits import Traits
+from gradwire.exchange.wire import padded
+from gradwire.kernels import SIGN_BYTES, WHOLE, RunTable, SegmentTable
 from gradwire.methods.feedback.local_momentum import checked_momentum
-from gradwire.methods.signs.majority_vote import MajorityVoteCodec, zero_throughout
 from gradwire.methods.signs.sign_codec import sign_table
 from gradwire.methods.wrappers.wrapper import WrappedPlan
 
 if TYPE_CHECKING:
     from gradwire.kernels import Kernels
 
-__all__ = ["SignSGD", "Signum"]
+
+_EIGHT = Constant(torch.arange(8, dtype=torch.uint8))
+
+_PIECE = 1 << 14
+
+
+def zero_throughout(kernels: Kernels, flat: torch.Tensor, table: SegmentTable) -> torch.Tensor:
+    """Tell for every segment whether it is zero throughout, bool ``[S]``: a gradient that is none.
+
+    Reads main memory no further than to a piece that is not.
+
+    Example:
+        >>> from gradwire.kernels import get_kernels
+        >>> flat = torch.tensor([0.0, -0.0, 0.0, torch.nan])
+        >>> zero_throughout(get_kernels("reference"), flat, SegmentTable([0, 2], [2, 2], [0, 0], [(0, 0)] * 2))
+        tensor([ True, False])
+    """
+    if flat.device.type != "cpu":
+        sums = kernels.sign_sums(flat, table)
+        return (sums.above == 0) & (sums.below == 0)
+    found = torch.zeros(len(table), dtype=torch.bool)
+    if len(flat):
+        # Nearly always the first element tells.
+        first = flat[torch.from_numpy(table.offset.clip(max=len(flat) - 1))]
+        for i in (first == 0).nonzero().flatten().tolist():
+            begin = int(table.offset[i])
+            parts = flat[begin : begin + int(table.numel[i])].split(_PIECE)
+            found[i] = not any(bool(part.any()) for part in parts)
+    return found
+
+
+@dataclass(frozen=True, eq=False)
+class MajorityVoteSummary:
+    """Whether each segment holds a value that is not finite, and whether zeros alone, bool ``[2, segments]``."""
+
+    flags: torch.Tensor
+    shared: torch.Tensor | None = None
+
+    def select(self, index: Constant, shared: torch.Tensor | None) -> MajorityVoteSummary:
+        return replace(self, flags=self.flags[:, index.on(self.flags.device)])
+
+
+class MajorityVoteCodec(SummableCodec):
+    """Signs of many segments, and what the majority of those ranks has that vote.
+
+    A payload, like a reduced one, is two flag bits a segment, those of one kind after those of the other, padded to
+    sixteen bytes, and then the bits of all groups of 80 elements, padded likewise. Flags are of the whole parameter, of
+    which the segment may be a piece. The first says that it holds an infinity or a NaN: signs could not. The second
+    says that it is zero throughout, as where a rank had no gradient: that rank does not vote on it. The outcome is -1
+    or 1; +inf in all of a parameter that any rank has flagged as not finite; 0 in one on which no rank votes.
+    """
+
+    grain = 8
+
+    def __init__(self, kernels: Kernels, segments: Sequence[Segment], world_size: int) -> None:
+        check_workers("a majority vote", world_size)
+        self.kernels, self.table, self.world_size = kernels, sign_table(segments), world_size
+        self.runs = RunTable(self.table, WHOLE)
+        self.units = self.table.groups
+        self.side_bytes = padded(-(-2 * len(self.table) // 8))
+        self._owner = Constant(self.runs.owner)
+        self._first = Constant(self.table.offset[self.table.numel > 0])
+        self._segment_of: dict[tuple[int, int], Constant] = {}
+
+    def summarise(self, flat: torch.Tensor) -> MajorityVoteSummary:
+        if flat.is_meta:
+            return MajorityVoteSummary(torch.zeros(2, len(self.table), dtype=torch.bool))
+        lost = self.kernels.finite(flat, self.table).logical_not()
+        return MajorityVoteSummary(torch.stack([lost, zero_throughout(self.kernels, flat, self.table)]))
+
+    def payload_bytes(self, units: int) -> int:
+        return self.side_bytes + padded(SIGN_BYTES * units)
+
+    def mean_bytes(self, units: int) -> int:
+        return self.payload_bytes(units)
+
+    def encode(self, flat: torch.Tensor, summary: Summary, draw: Draw, out: torch.Tensor) -> None:
+        if not isinstance(summary, MajorityVoteSummary):
+            raise TypeError(f"a codec of votes cannot use a {type(summary).__name__}")
+        self._write_flags(summary.flags, out)
+        self.kernels.sign_encode(flat, self.table, 0, self.units, self._bits(out, self.units))
+
+    def reduce(self, rows: torch.Tensor, begin: int, out: torch.Tensor) -> None:
+        flags = self._flags(rows)
+        bits = self._stand_in(flags[:, 1], rows[:, self.side_bytes :], begin)
+        self._write_flags(torch.stack([flags[:, 0].any(0), flags[:, 1].all(0)]), out)
+        self.kernels.sign_vote(bits, out[self.side_bytes :])
+
+    def decode_mean(self, data: torch.Tensor, summary: Summary, begin: int, end: int, flat: torch.Tensor) -> None:
+        self._decode(data, 1.0, begin, end, flat, accumulate=False)
+
+    def decode_rows(self, rows: torch.Tensor, summary: Summary, flat: torch.Tensor) -> None:
+        total = torch.empty(rows.shape[1], dtype=torch.uint8, device=rows.device)
+        self.reduce(rows, 0, total)
+        self.decode_mean(total, summary, 0, self.units, flat)
+
+    def add_own(self, data: torch.Tensor, summary: Summary, weight: float, flat: torch.Tensor) -> None:
+        self._decode(data, weight, 0, self.units, flat, accumulate=True)
+
+    def is_finite(self, summary: Summary, flat: torch.Tensor) -> Flag:
+        return all_finite(flat[self._first.on(flat.device)])
+
+    def _bits(self, data: torch.Tensor, units: int) -> torch.Tensor:
+        return data[..., self.side_bytes : self.side_bytes + SIGN_BYTES * units]
+
+    def _flags(self, data: torch.Tensor) -> torch.Tensor:
+        """Read the flags of payloads ``[..., bytes]``, bool ``[..., 2, segments]``."""
+        flags = (data[..., : self.side_bytes, None] >> _EIGHT.on(data.device) & 1).flatten(-2)
+        return flags[..., : 2 * len(self.table)].bool().reshape(*data.shape[:-1], 2, len(self.table))
+
+    def _write_flags(self, flags: torch.Tensor, out: torch.Tensor) -> None:
+        bits = torch.zeros(8 * self.side_bytes, dtype=torch.uint8, device=out.device)
+        bits[: flags.numel()] = flags.reshape(-1)
+        out[: self.side_bytes] = (bits.reshape(-1, 8) << _EIGHT.on(out.device)).sum(1, dtype=torch.uint8)
+
+    def _stand_in(self, silent: torch.Tensor, bits: torch.Tensor, begin: int) -> torch.Tensor:
+        """Return bits to ranks that do not vote, so that half of all decides as half of those that do would.
+
+        Of k such ranks half vote +1 and half -1. With k odd, the one that is left votes +1 if the others are even in
+        number, for whom a tie is +1 already, and -1 if they are odd, who have none: then it decides nothing.
+
+        Args:
+            silent: bool ``[ranks, segments]``.
+            bits: Those of groups ``begin`` and on, a row a rank; left as they are, since others may read them.
+        """
+        if bits.device.type != "cpu":
+            return self._stand_in_there(silent, bits, begin)
+        if not bool(silent.any()):
+            return bits
+        bits = bits.clone()
+        # Neighbours mostly agree: a rank that has joined has a gradient for none.
+        patterns, counts = silent.unique_consecutive(dim=1, return_counts=True)
+        ends = counts.cumsum(0)
+        for pattern, end, count in zip(patterns.unbind(1), ends.tolist(), counts.tolist()):
+            first, last = (SIGN_BYTES * (int(self.table.first_group[at]) - begin) for at in (end - count, end))
+            ranks = pattern.nonzero().flatten().tolist()
+            if not ranks or last <= 0 or first >= bits.shape[1]:
+                continue
+            above = (len(ranks) + ((len(bits) - len(ranks)) % 2 == 0)) // 2
+            for k, rank in enumerate(ranks):
+                bits[rank, max(first, 0) : last] = 255 if k < above else 0
+        return bits
+
+    def _stand_in_there(self, silent: torch.Tensor, bits: torch.Tensor, begin: int) -> torch.Tensor:
+        """Return the same on a device, for every segment alike: to ask which ones need it would be to wait."""
+        number = silent.cumsum(0)
+        absent = number[-1]
+        above = (absent + ((len(bits) - absent) % 2 == 0)) // 2
+        votes = torch.where(number <= above, 255, 0).to(torch.uint8)
+        key = (begin, bits.shape[1])
+        if key not in self._segment_of:
+            groups = begin + np.arange(bits.shape[1]) // SIGN_BYTES
+            # What lies behind the last group is nobody's, and is not looked at.
+            found = np.searchsorted(self.table.first_group, groups, side="right") - 1
+            self._segment_of[key] = Constant(found.clip(0, len(self.table) - 1))
+        segment = self._segment_of[key].on(bits.device)
+        return torch.where(silent[:, segment], votes[:, segment], bits)
+
+    def _decode(
+        self, data: torch.Tensor, weight: float, begin: int, end: int, flat: torch.Tensor, accumulate: bool
+    ) -> None:
+        lost, silent = self._flags(data)[:, self._owner.on(data.device)]
+        # A product, since a choice of values would copy them to the device in every call.
+        size = (~silent).to(torch.float32) * torch.tensor(weight, dtype=torch.float32)
+        above, below = (torch.where(lost, torch.inf, side)[None] for side in (size, -size))
+        bits = self._bits(data[None], end - begin)
+        self.kernels.sign_decode(bits, self.runs, above, below, begin, end, flat, accumulate)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,19 +233,24 @@ class SignSGD(Method):
 
     name: ClassVar[str] = "signsgd"
     tag: ClassVar[int] = 17
-    collectives: ClassVar[tuple[str, ...]] = ("two_shot", "all_gather")
-    on_device: ClassVar[bool] = True
-    kernels: ClassVar[tuple[str, ...]] = ("signs",)
-    direction: ClassVar[bool] = True
-    unbiased: ClassVar[bool] = False
-    needs_loss_scale: ClassVar[bool] = True
-    min_numel: ClassVar[int] = 0
     properties: ClassVar[Properties] = Properties(
         summary="The sign that most workers have; a direction, not a mean",
         paper="Bernstein et al., signSGD with majority vote, ICLR 2019",
         bit_stable=True,
         bits_per_element=1.0,
     )
+
+    def declare(self) -> Traits:
+        return replace(
+            super().declare(),
+            collectives=("two_shot", "all_gather"),
+            direction=True,
+            needs_loss_scale=True,
+            kernels=("signs",),
+            on_device=True,
+            min_numel=0,
+            unbiased=False,
+        )
 
     def codec(self, kernels: Kernels, segments: Sequence[Segment], world_size: int, seed: int) -> MajorityVoteCodec:
         return MajorityVoteCodec(kernels, segments, world_size)
@@ -116,8 +292,6 @@ class Signum(SignSGD):
     momentum: float = 0.9
 
     name: ClassVar[str] = "signum"
-    remembers: ClassVar[tuple[str, ...]] = ("momentum",)
-    owns_momentum: ClassVar[bool] = True
     tag: ClassVar[int] = 18
     properties: ClassVar[Properties] = Properties(
         summary="The sign that most workers' momentum has; a direction, not a mean",
@@ -130,6 +304,13 @@ class Signum(SignSGD):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "momentum", checked_momentum("Signum", self.momentum))
+
+    def declare(self) -> Traits:
+        return replace(
+            super().declare(),
+            owns_momentum=True,
+            remembers=("momentum",),
+        )
 
     def plan(self, setting: PlanSetting) -> BucketPlan:
         return _MomentumVote(SectionPlan(self, setting), setting.segments, self.momentum, setting.kernels)

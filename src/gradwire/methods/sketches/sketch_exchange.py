@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -14,6 +14,7 @@ from gradwire.exchange.protocols import Context
 from gradwire.exchange.protocols.bucket_plan import PlanSetting
 from gradwire.exchange.protocols.pieces import join
 from gradwire.exchange.segments import divide
+from gradwire.exchange.traits import Traits
 from gradwire.kernels import MOST_COLUMNS, MOST_ROWS, SegmentTable
 from gradwire.methods.low_rank.float_means import Beside, first_of_two, mean_of_floats
 from gradwire.methods.sparse.top_k import check_density
@@ -22,7 +23,6 @@ from gradwire.seeds import SHARED, parameter_key
 if TYPE_CHECKING:
     from gradwire.kernels import Kernels
 
-__all__ = ["COLUMNS_EACH", "Asked", "SketchAlgorithm", "SketchExchange", "largest"]
 
 COLUMNS_EACH = 10
 """Columns for each element that is kept, where no number is given: those of the experiments of Ivkin et al."""
@@ -40,11 +40,16 @@ class SketchAlgorithm(Method):
     candidates: int
 
     tag: ClassVar[int]
-    collectives: ClassVar[tuple[str, ...]] = ("two_shot", "all_gather")
-    kernels: ClassVar[tuple[str, ...]] = ("sketch", "selection")
-    whole_step: ClassVar[bool] = True
-    joined: ClassVar[bool] = True
-    unbiased: ClassVar[bool] = False
+
+    def declare(self) -> Traits:
+        return replace(
+            super().declare(),
+            collectives=("two_shot", "all_gather"),
+            whole_step=True,
+            joined=True,
+            kernels=("sketch", "selection"),
+            unbiased=False,
+        )
 
     def check_sketch(self) -> None:
         """Refuse fields that are out of range, and make ``density`` a float.
@@ -54,20 +59,16 @@ class SketchAlgorithm(Method):
         """
         owner = type(self).__name__
         require(
-            is_whole(self.rows) and 1 <= self.rows <= MOST_ROWS and self.rows % 2 == 1,
+            is_whole(self.rows, 1, MOST_ROWS) and self.rows % 2 == 1,
             owner,
             f"rows is an odd number from 1 to {MOST_ROWS}, not {self.rows!r}",
         )
         require(
-            self.columns is None or (is_whole(self.columns) and 1 <= self.columns <= MOST_COLUMNS),
+            self.columns is None or is_whole(self.columns, 1, MOST_COLUMNS),
             owner,
             f"columns is None or a number from 1 to {MOST_COLUMNS}, not {self.columns!r}",
         )
-        require(
-            is_whole(self.candidates) and self.candidates >= 1,
-            owner,
-            f"candidates is at least 1, not {self.candidates!r}",
-        )
+        require(is_whole(self.candidates, 1), owner, f"candidates is at least 1, not {self.candidates!r}")
         object.__setattr__(self, "density", check_density(owner, self.density))
 
     def kept(self, numel: int) -> int:

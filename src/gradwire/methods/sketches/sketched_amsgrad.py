@@ -10,19 +10,17 @@ import torch
 
 from gradwire.errors import IncompatibleError
 from gradwire.exchange.deferred_checks import all_finite, both
-from gradwire.exchange.method import Properties, require
+from gradwire.exchange.method import Properties, is_number, require
 from gradwire.exchange.ops import Exchange
 from gradwire.exchange.protocols import Context, Outcome
 from gradwire.exchange.protocols.bucket_plan import BucketPlan, PlanSetting
 from gradwire.exchange.protocols.pieces import join
 from gradwire.exchange.segments import divide
+from gradwire.exchange.traits import Traits
 from gradwire.methods.feedback.optimizers import not_stepped
-from gradwire.methods.feedback.rate_ratios import LEARNING_RATE, RateRatios
-from gradwire.methods.sketches.second_moments import SECOND_MOMENTS, SecondMoments
+from gradwire.methods.sketches.second_moments import LEARNING_RATE, SECOND_MOMENTS, RateRatios, SecondMoments
 from gradwire.methods.sketches.sketch_exchange import COLUMNS_EACH, SketchAlgorithm, SketchExchange, largest
 from gradwire.methods.wrappers.wrapper import pieces
-
-__all__ = ["SketchedAMSGrad"]
 
 WARM_UP = "warm_up"
 
@@ -114,19 +112,6 @@ class SketchedAMSGrad(SketchAlgorithm):
 
     name: ClassVar[str] = "sketched_amsgrad"
     tag: ClassVar[int] = 43
-    direction: ClassVar[bool] = True
-    unbiased_note: ClassVar[str | None] = "no; nothing is lost"
-    owns_momentum: ClassVar[bool] = True
-    needs_loss_scale: ClassVar[bool] = True
-    needs_learning_rates: ClassVar[bool] = True
-    remembers: ClassVar[tuple[str, ...]] = (
-        "momentum",
-        "residual",
-        "mean_momentum",
-        *SECOND_MOMENTS,
-        LEARNING_RATE,
-        WARM_UP,
-    )
     properties: ClassVar[Properties] = Properties(
         summary="AMSGrad's steps for large elements of the mean momentum, found in a sum of sketches; a direction",
         paper="Xian et al., SketchedAMSGrad, ICDM 2022",
@@ -146,9 +131,28 @@ class SketchedAMSGrad(SketchAlgorithm):
             ("eps", 1e-30, 1.0000001e30, "from 1e-30 to 1e30"),
         ):
             value = getattr(self, name)
-            number = isinstance(value, int | float) and not isinstance(value, bool)
-            require(number and low <= value < high, "SketchedAMSGrad", f"{name} is a number {told}, not {value!r}")
+            require(
+                is_number(value, least=low, below=high), "SketchedAMSGrad", f"{name} is a number {told}, not {value!r}"
+            )
             object.__setattr__(self, name, float(value))
+
+    def declare(self) -> Traits:
+        return replace(
+            super().declare(),
+            direction=True,
+            owns_momentum=True,
+            needs_loss_scale=True,
+            remembers=(
+                "momentum",
+                "residual",
+                "mean_momentum",
+                *SECOND_MOMENTS,
+                LEARNING_RATE,
+                WARM_UP,
+            ),
+            needs_learning_rates=True,
+            unbiased_note="no; nothing is lost",
+        )
 
     def check_optimizer(self, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> None:
         if optimizer is None:

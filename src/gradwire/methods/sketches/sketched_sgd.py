@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -12,11 +12,10 @@ from gradwire.exchange.method import Properties
 from gradwire.exchange.ops import Exchange
 from gradwire.exchange.protocols import Context, Outcome
 from gradwire.exchange.protocols.bucket_plan import BucketPlan, PlanSetting
+from gradwire.exchange.traits import Traits
 from gradwire.methods.feedback.error_feedback import ResidualAlgorithm, momentum_beside_residual
 from gradwire.methods.feedback.local_momentum import checked_momentum, forget_momentum
 from gradwire.methods.sketches.sketch_exchange import COLUMNS_EACH, SketchAlgorithm, SketchExchange, largest
-
-__all__ = ["SketchedSGD"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +72,6 @@ class SketchedSGD(ResidualAlgorithm, SketchAlgorithm):
 
     name: ClassVar[str] = "sketched_sgd"
     tag: ClassVar[int] = 42
-    unbiased_note: ClassVar[str | None] = "no; nothing is lost"
     properties: ClassVar[Properties] = Properties(
         summary="The largest elements of the mean, found in a sum of count sketches, with error feedback",
         paper="Ivkin et al., Sketched-SGD, NeurIPS 2019",
@@ -88,6 +86,12 @@ class SketchedSGD(ResidualAlgorithm, SketchAlgorithm):
     def __post_init__(self) -> None:
         self.check_sketch()
         object.__setattr__(self, "momentum", checked_momentum("SketchedSGD", self.momentum))
+
+    def declare(self) -> Traits:
+        return replace(
+            super().declare(),
+            unbiased_note="no; nothing is lost",
+        )
 
     def caution(self, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> str | None:
         # Of a vector with elements of one size, k of d are sent.

@@ -1,26 +1,25 @@
-"""CAT: as many elements as bring the most descent for what it costs to send them."""
+"""How many elements bring the most descent for what it costs to send them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
 from gradwire.exchange.compressor import Compressor
-from gradwire.exchange.method import Properties, is_whole, require
+from gradwire.exchange.method import Properties, is_number, is_whole, require
 from gradwire.exchange.segments import Segment
-from gradwire.methods.atoms.adaptive_atoms import AdaptiveAtomCodec
+from gradwire.exchange.traits import Traits
+from gradwire.methods.atoms.atomo import AdaptiveAtomCodec
 from gradwire.methods.sparse.descent_per_byte import BestRatioRule, MessageCost
 from gradwire.methods.sparse.sparse_codec import SparseCodec
-from gradwire.methods.sparse.sparse_values import CastValues, SignedValues
-from gradwire.methods.sparse.units import UnitTable
+from gradwire.methods.sparse.sparse_values import CastValues, SignedValues, UnitTable
 
 if TYPE_CHECKING:
     from gradwire.kernels import Kernels
 
-__all__ = ["CAT"]
 
 SCHEMES = ("topk", "sign", "stochastic")
 
@@ -77,10 +76,6 @@ class CAT(Compressor):
 
     name: ClassVar[str] = "cat"
     tag: ClassVar[int] = 39
-    collectives: ClassVar[tuple[str, ...]] = ("all_gather",)
-    cut: ClassVar[int] = 1 << 40
-    gauges: ClassVar[tuple[str, ...]] = ("elements",)
-    unbiased: ClassVar[bool] = False
     properties: ClassVar[Properties] = Properties(
         summary="As many of the largest elements as descend most for what a message costs",
         paper="Khirirat et al., AAAI 2021",
@@ -93,36 +88,35 @@ class CAT(Compressor):
         require(self.scheme in SCHEMES, "CAT", f"scheme is one of {', '.join(SCHEMES)}, not {self.scheme!r}")
         fixed = self.fixed_bytes
         if fixed is not None:
-            known = isinstance(fixed, int | float) and not isinstance(fixed, bool) and 0 <= fixed < float("inf")
-            require(known, "CAT", f"fixed_bytes is a number of bytes from 0 on, or None, not {fixed!r}")
+            require(
+                is_number(fixed, least=0), "CAT", f"fixed_bytes is a number of bytes from 0 on, or None, not {fixed!r}"
+            )
             object.__setattr__(self, "fixed_bytes", float(fixed))
         size = self.packet_bytes
-        whole = is_whole(size)
-        require(
-            size is None or (whole and size >= 16), "CAT", f"packet_bytes is at least 16 bytes, or None, not {size!r}"
-        )
+        packet = size is None or is_whole(size, 16)
+        require(packet, "CAT", f"packet_bytes is at least 16 bytes, or None, not {size!r}")
         require(self.blocks in ("parameter", "model"), "CAT", f"blocks is 'parameter' or 'model', not {self.blocks!r}")
 
-    @property
-    def kernels(self) -> tuple[str, ...]:  # type: ignore[override]
-        """Those of norms, positions and, where elements are drawn, trits."""
-        drawn = ("ternary",) if self.scheme == "stochastic" else ()
-        return ("moments", "signs", *drawn, "selection", "indices")
-
-    @property
-    def needs_link_cost(self) -> bool:  # type: ignore[override]
-        """Whether what a message costs is the link's to tell."""
-        return self.fixed_bytes is None
-
-    @property
-    def whole_step(self) -> bool:  # type: ignore[override]
-        """Whether all parameters share one T."""
-        return self.joined
-
-    @property
-    def joined(self) -> bool:  # type: ignore[override]
-        """Whether all parameters share one T."""
-        return self.blocks == "model"
+    def declare(self) -> Traits:
+        return replace(
+            super().declare(),
+            collectives=("all_gather",),
+            cut=1 << 40,
+            whole_step=(self.blocks == "model"),
+            joined=self.blocks == "model",
+            # Whether what a message costs is the link's to tell.
+            # Those of norms, positions and, where elements are drawn, trits.
+            kernels=(
+                "moments",
+                "signs",
+                *(("ternary",) if self.scheme == "stochastic" else ()),
+                "selection",
+                "indices",
+            ),
+            needs_link_cost=self.fixed_bytes is None,
+            gauges=("elements",),
+            unbiased=False,
+        )
 
     @property
     def delta_formula(self) -> str | None:

@@ -12,10 +12,8 @@ import torch
 from gradwire.exchange.method import Method
 from gradwire.exchange.protocols.bucket_plan import PlanSetting
 from gradwire.exchange.segments import divide
-from gradwire.methods.wrappers.transformed import TransformedPlan
+from gradwire.methods.wrappers.wrapper import TransformedPlan
 from gradwire.seeds import parameter_key
-
-__all__ = ["Chooser", "Chosen", "ChosenElements"]
 
 Chosen: TypeAlias = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64] | None]
 """An element for each slot, counted within its parameter, and the slots that hold one, ascending; None: all do."""

@@ -19,9 +19,10 @@ from gradwire.methods.sparse.sparse_codec import Rule
 if TYPE_CHECKING:
     from gradwire.kernels import Kernels
 
-__all__ = ["BestRatioRule", "MessageCost", "best_count", "descent", "element_bits", "largest_magnitudes"]
 
 FIRST = 1 << 10
+
+
 """Elements that are looked at first; as long as the best number is not among them for sure, four times as many."""
 
 

@@ -1,24 +1,56 @@
-"""DGC: the largest elements of an accumulated momentum."""
+"""Clipping of each worker's own gradient by its norm, before anything is added to it."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from gradwire.exchange.method import Method, Properties, is_whole, require
+from gradwire.exchange.method import Method, Properties, is_number, is_whole, require
 from gradwire.exchange.protocols import Context, Outcome
 from gradwire.exchange.protocols.bucket_plan import BucketPlan, PlanSetting, SectionPlan
+from gradwire.exchange.traits import Traits
+from gradwire.kernels import SegmentTable
 from gradwire.methods.feedback.error_feedback import Feedback
-from gradwire.methods.feedback.gradient_clipping import ClippedGradient
 from gradwire.methods.feedback.local_momentum import LocalMomentum, checked_momentum
 from gradwire.methods.sparse.top_k import TopK, check_density
-from gradwire.methods.wrappers.schedule import ScheduledPlan
-from gradwire.methods.wrappers.wrapper import pieces
+from gradwire.methods.wrappers.scheduled import ScheduledPlan
+from gradwire.methods.wrappers.wrapper import WrappedPlan, pieces
 
-__all__ = ["DGC", "MaskedMomentum"]
+if TYPE_CHECKING:
+    from gradwire.kernels import Moments
+
+
+class ClippedGradient(WrappedPlan):
+    """Exchanges each worker's gradient g_i clipped to a norm, ``g_i min(1, limit / |g_i|)``.
+
+    The bucket holds all gradients of a step, those that travel in float32 included. Its norm is added up over
+    parameters from exact sums (:class:`gradwire.kernels.Moments`), so that neither threads nor backends decide a bit. A
+    gradient that is not finite is left as it is.
+
+    Args:
+        limit: In the unit of the gradient before the loss was scaled.
+    """
+
+    def __init__(self, inner: BucketPlan, setting: PlanSetting, limit: float) -> None:
+        super().__init__(inner, setting.segments)
+        whole = [s for s in setting.segments if s.numel]
+        numel = [s.numel for s in whole]
+        self._kernels, self._limit = setting.kernels, limit
+        self._table = SegmentTable([s.offset for s in whole], numel, [0] * len(whole), [(0, 0)] * len(whole))
+
+    def before(self, context: Context, flat: torch.Tensor) -> None:
+        moments: Moments = self._kernels.moments(flat, self._table)
+        norm = math.sqrt(math.fsum(moments.norm.square().tolist()))
+        if norm > self._limit * context.loss_scale and bool(torch.isfinite(moments.max_abs).all()):
+            for a, b in pieces([(0, flat.numel())]):
+                flat[a:b].mul_(self._limit * context.loss_scale / norm)
+
+    def target_(self, context: Context, gradient: torch.Tensor) -> None:
+        self.before(context, gradient)
+        self.inner.target_(context, gradient)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,11 +125,6 @@ class DGC(Method):
     warmup_rounds: int = 0
 
     name: ClassVar[str] = "dgc"
-    collectives: ClassVar[tuple[str, ...]] = TopK.collectives
-    unbiased: ClassVar[bool] = False
-    unbiased_note: ClassVar[str | None] = "no; without masking, nothing is lost"
-    waiting: ClassVar[str] = "accumulated"
-    needs_loss_scale: ClassVar[bool] = True
     properties: ClassVar[Properties] = Properties(
         summary="The largest elements of each worker's accumulated momentum, which is cleared where it is sent",
         paper="Lin et al., Deep Gradient Compression, ICLR 2018",
@@ -115,38 +142,36 @@ class DGC(Method):
             value = getattr(self, name)
             require(isinstance(value, bool), "DGC", f"{name} is True or False, not {value!r}")
         limit, stages, rounds = self.clip_norm, self.warmup_densities, self.warmup_rounds
-        number = isinstance(limit, int | float) and not isinstance(limit, bool) and 0 < limit < math.inf
-        require(limit is None or number, "DGC", f"clip_norm is a norm above 0, or None, not {limit!r}")
+        require(
+            limit is None or is_number(limit, above=0), "DGC", f"clip_norm is a norm above 0, or None, not {limit!r}"
+        )
         object.__setattr__(self, "clip_norm", None if limit is None else float(limit))
         require(isinstance(stages, tuple | list), "DGC", f"warmup_densities is a tuple of densities, not {stages!r}")
         object.__setattr__(self, "warmup_densities", tuple(check_density("DGC", stage) for stage in stages))
-        whole = is_whole(rounds)
-        require(whole and rounds >= 0, "DGC", f"warmup_rounds is a number of rounds, at least 0, not {rounds!r}")
+        require(is_whole(rounds, 0), "DGC", f"warmup_rounds is a number of rounds, at least 0, not {rounds!r}")
+
+    def declare(self) -> Traits:
+        return replace(
+            super().declare(),
+            collectives=self.operator.traits.collectives,
+            # Whether gradients are clipped by the norm of all parameters.
+            whole_step=self.clip_norm is not None,
+            owns_momentum=self.momentum > 0,
+            needs_loss_scale=True,
+            kernels=self.operator.traits.kernels
+            if self.clip_norm is None
+            else (*self.operator.traits.kernels, "moments"),
+            # What is accumulated, and the momentum where there is one.
+            remembers=("accumulated", "momentum") if self.momentum else ("accumulated",),
+            waiting="accumulated",
+            unbiased=False,
+            unbiased_note="no; without masking, nothing is lost",
+        )
 
     @property
     def operator(self) -> TopK:
         """The operator of each worker after the warm-up."""
         return TopK(density=self.density)
-
-    @property
-    def kernels(self) -> tuple[str, ...]:  # type: ignore[override]
-        """The operator's, and that of the norm."""
-        return self.operator.kernels if self.clip_norm is None else (*self.operator.kernels, "moments")
-
-    @property
-    def whole_step(self) -> bool:  # type: ignore[override]
-        """Whether gradients are clipped by the norm of all parameters."""
-        return self.clip_norm is not None
-
-    @property
-    def owns_momentum(self) -> bool:  # type: ignore[override]
-        """Whether ``momentum`` is not 0."""
-        return self.momentum > 0
-
-    @property
-    def remembers(self) -> tuple[str, ...]:  # type: ignore[override]
-        """What is accumulated, and the momentum where there is one."""
-        return ("accumulated", "momentum") if self.momentum else ("accumulated",)
 
     def plan(self, setting: PlanSetting) -> BucketPlan:
         stages = [*(self.warmup_densities if self.warmup_rounds else ()), self.density]

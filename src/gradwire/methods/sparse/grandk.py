@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from gradwire.exchange.compressor import Compressor
 from gradwire.exchange.method import Method, Properties, is_whole, require
 from gradwire.exchange.protocols.bucket_plan import BucketPlan, PlanSetting
-from gradwire.methods.levels.multi_scale import MultiScale
+from gradwire.exchange.traits import Traits
 from gradwire.methods.levels.qsgd_max_norm import QSGDMaxNorm
 from gradwire.methods.sparse.chosen_elements import Chosen, ChosenElements
-from gradwire.methods.sparse.feistel_permutation import FeistelPermutation
+from gradwire.methods.sparse.random_places import FeistelPermutation
 from gradwire.methods.wrappers.wrapper import Wrapper
-
-__all__ = ["GRandK"]
 
 MOST_ROUNDS = 1 << 20
 
@@ -72,8 +69,6 @@ class GRandK(Wrapper):
     rescale: bool = False
 
     name: ClassVar[str] = "grandk"
-    unbiased: ClassVar[bool] = False
-    unbiased_note: ClassVar[str | None] = "no; with rescale=True over a cycle"
     properties: ClassVar[Properties] = Properties(
         summary="A random part of the elements a round, the same on all workers; each once in a cycle",
         paper="Vineeth, Quantization for Distributed Optimization, 2021",
@@ -85,27 +80,31 @@ class GRandK(Wrapper):
     def __post_init__(self) -> None:
         inner = self.compressor
         require(
-            isinstance(inner, Compressor | MultiScale) and inner.unbiased,
+            _draws_alone(inner) and inner.traits.unbiased,
             "GRandK",
             f"compressor is an unbiased operator on one vector, such as QSGDMaxNorm(), or MultiScale(), not {inner!r}",
         )
-        whole = is_whole(self.cycle)
         require(
-            whole and 1 <= self.cycle <= MOST_ROUNDS,
+            is_whole(self.cycle, 1, MOST_ROUNDS),
             "GRandK",
             f"cycle is a number of rounds, in which every element is sent once, 1 to {MOST_ROUNDS}, not {self.cycle!r}",
         )
         require(isinstance(self.rescale, bool), "GRandK", f"rescale is True or False, not {self.rescale!r}")
 
-    @property
-    def kernels(self) -> tuple[str, ...]:  # type: ignore[override]
-        """The compressor's, and the one that looks for what is not finite."""
-        return tuple(dict.fromkeys((*self.compressor.kernels, "signs")))
+    def refusal_of_feedback(self, unseen: str) -> str | None:
+        return None
 
-    @property
-    def worst_step(self) -> float | None:  # type: ignore[override]
-        """The compressor's, of an element when it is sent; None where it is multiplied."""
-        return None if self.rescale else self.compressor.worst_step
+    def declare(self) -> Traits:
+        return replace(
+            super().declare(),
+            # The compressor's, and the one that looks for what is not finite.
+            kernels=tuple(dict.fromkeys((*self.compressor.traits.kernels, "signs"))),
+            sends_parts=self.cycle > 1,
+            unbiased=False,
+            unbiased_note="no; with rescale=True over a cycle",
+            # The compressor's, of an element when it is sent; None where it is multiplied.
+            worst_step=None if self.rescale else self.compressor.traits.worst_step,
+        )
 
     def plan(self, setting: PlanSetting) -> BucketPlan:
         return ChosenElements(
@@ -125,3 +124,10 @@ class _PartsOfCycles:
     def choose(self, round: int) -> Chosen:
         """Return the elements of a round, and the slots that they go to."""
         return self._shuffle.part(*divmod(round, self._shuffle.parts))
+
+
+def _draws_alone(inner: object) -> bool:
+    """Return whether a method is an operator on one vector whose payload is its own, or one with shared scales."""
+    if not isinstance(inner, Method):
+        return False
+    return inner.traits.shares_scales or (inner.as_operator is not None and inner.cast_dtype is None)

@@ -10,13 +10,12 @@ import torch
 
 from gradwire.exchange.method import Method, Properties
 from gradwire.exchange.protocols.bucket_plan import BucketPlan, PlanSetting, SectionPlan
+from gradwire.exchange.traits import Traits
 from gradwire.methods.casts.cast import FP32
 from gradwire.methods.feedback.contraction import check_contraction
 from gradwire.methods.feedback.error_feedback import ResidualAlgorithm, momentum_beside_residual
 from gradwire.methods.feedback.local_momentum import checked_momentum
 from gradwire.methods.sparse.top_k import TopK
-
-__all__ = ["GTopK"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,8 +72,6 @@ class GTopK(ResidualAlgorithm):
     momentum: float = 0.0
 
     name: ClassVar[str] = "gtopk"
-    unbiased: ClassVar[bool] = False
-    unbiased_note: ClassVar[str | None] = "no; nothing is lost"
     properties: ClassVar[Properties] = Properties(
         summary="Workers' largest elements merged pair by pair, each merge keeping the largest, with error feedback",
         paper="Shi et al., ICDCS 2019",
@@ -91,34 +88,28 @@ class GTopK(ResidualAlgorithm):
         check_contraction("GTopK", operator, "so its residual may grow without bound", "no residual")
         object.__setattr__(self, "density", operator.density)
 
-    @property
-    def collectives(self) -> tuple[str, ...]:  # type: ignore[override]
-        """The paper's tree, and where elements of all parameters are compared, owners who merge shares of these."""
-        return ("tree", "two_shot_merged") if self.joined else ("tree",)
+    def declare(self) -> Traits:
+        return replace(
+            super().declare(),
+            # The paper's tree, and where elements of all parameters are compared, owners who merge shares of these.
+            collectives=("tree", "two_shot_merged") if (self.blocks == "model") else ("tree",),
+            # Whether elements of all parameters are compared.
+            whole_step=(self.blocks == "model"),
+            # Whether elements of all parameters are compared.
+            joined=self.blocks == "model",
+            kernels=self.operator.traits.kernels,
+            unbiased=False,
+            unbiased_note="no; nothing is lost",
+        )
 
     def usual_collective(self, world_size: int) -> str | None:
         # The paper's, whose outcome is another one.
-        return "tree" if self.joined else None
+        return "tree" if self.traits.joined else None
 
     @property
     def operator(self) -> TopK:
         """The operator of each worker, and of each merge."""
         return TopK(density=self.density, blocks=self.blocks, values=self.values)
-
-    @property
-    def kernels(self) -> tuple[str, ...]:  # type: ignore[override]
-        """The operator's."""
-        return self.operator.kernels
-
-    @property
-    def whole_step(self) -> bool:  # type: ignore[override]
-        """Whether elements of all parameters are compared."""
-        return self.joined
-
-    @property
-    def joined(self) -> bool:  # type: ignore[override]
-        """Whether elements of all parameters are compared."""
-        return self.blocks == "model"
 
     def caution(self, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> str | None:
         numel = max((p.numel() for p in parameters.values()), default=1)

@@ -1,4 +1,4 @@
-"""RandK: a random share of the elements in every round."""
+"""The codec of random elements that each worker draws for itself."""
 
 from __future__ import annotations
 
@@ -6,22 +6,120 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar
 
-from gradwire.exchange.compressor import Compressor
-from gradwire.exchange.method import Method, Properties, require
+import torch
+
+from gradwire.exchange.codecs.base import Codec, Constant, Draw, Summary
+from gradwire.exchange.deferred_checks import Flag, all_finite
+from gradwire.exchange.method import Method, Properties, operator_of, require
 from gradwire.exchange.protocols.bucket_plan import BucketPlan, PlanSetting, SectionPlan
-from gradwire.methods.casts.cast import FP32, Cast
+from gradwire.exchange.segments import Segment
+from gradwire.exchange.traits import Traits
+from gradwire.exchange.wire import padded
+from gradwire.methods.casts.cast import FP32
+from gradwire.methods.signs.sign_codec import sign_table
 from gradwire.methods.sparse.chosen_elements import Chosen, ChosenElements
 from gradwire.methods.sparse.random_places import RandomElements
-from gradwire.methods.sparse.random_sparse import RandomSparseCodec
 from gradwire.methods.sparse.sparse import check_values, sparse_values
+from gradwire.methods.sparse.sparse_values import KeptValues
 from gradwire.methods.sparse.top_k import check_density
 from gradwire.seeds import SHARED, parameter_key
 
 if TYPE_CHECKING:
-    from gradwire.exchange.segments import Segment
     from gradwire.kernels import Kernels
 
-__all__ = ["RandK"]
+
+@dataclass(frozen=True)
+class RandomSparseSummary:
+    """Whose choice a payload has."""
+
+    draw: Draw | None = None
+    shared: torch.Tensor | None = None
+
+    def select(self, index: Constant, shared: torch.Tensor | None) -> RandomSparseSummary:
+        return self
+
+
+class RandomSparseCodec(Codec):
+    """The values of the elements that :class:`RandomElements` draws for the sender's rank; a receiver draws them too.
+
+    A parameter with an infinity or a NaN anywhere, drawn or not, has +inf as its first value, and where a first value
+    is not finite the whole mean of its parameter is +inf.
+
+    Args:
+        elements: What is drawn.
+        values: How values travel.
+        factor: By which the mean of each segment's elements is multiplied.
+    """
+
+    grain = units = 1
+
+    def __init__(
+        self,
+        kernels: Kernels,
+        segments: Sequence[Segment],
+        world_size: int,
+        *,
+        elements: RandomElements,
+        values: KeptValues,
+        factor: Sequence[float],
+    ) -> None:
+        self.kernels, self.world_size, self.elements, self.values = kernels, world_size, elements, values
+        self.segments, self.table = list(segments), sign_table(segments)
+        counts = torch.tensor(elements.slots, dtype=torch.int64)
+        self._factor = torch.repeat_interleave(torch.tensor(factor, dtype=torch.float32), counts)
+        self._offset = torch.repeat_interleave(torch.tensor([s.offset for s in segments], dtype=torch.int64), counts)
+        self._first = counts.cumsum(0) - counts
+
+    def payload_bytes(self, units: int) -> int:
+        return padded(self.values.bytes(self.elements.slots))
+
+    def summarise(self, flat: torch.Tensor) -> RandomSparseSummary:
+        return RandomSparseSummary()
+
+    def remember(self, summary: Summary, flat: torch.Tensor, draw: Draw, wants_sent: bool) -> RandomSparseSummary:
+        return RandomSparseSummary(draw)
+
+    def encode(self, flat: torch.Tensor, summary: Summary, draw: Draw, out: torch.Tensor) -> None:
+        values = flat[self._places(draw)]
+        values[self._first[~self.kernels.finite(flat, self.table)]] = torch.inf
+        used, counts = self.values.bytes(self.elements.slots), tuple(self.elements.slots)
+        self.values.write(values, counts, draw, out[:used])
+        out[used : self.payload_bytes(1)] = 0
+
+    def decode_rows(self, rows: torch.Tensor, summary: Summary, flat: torch.Tensor) -> None:
+        draw, weight = _draw(summary), 1.0 / self.world_size
+        for s in self.segments:
+            flat[s.offset : s.offset + s.numel].zero_()
+        for rank, row in enumerate(rows):
+            values = self._add(row, Draw(draw.round, rank), weight, flat)
+            spoilt = ~torch.isfinite(values[self._first])
+            for i in torch.nonzero(spoilt).flatten().tolist():
+                s = self.segments[i]
+                flat[s.offset : s.offset + s.numel] = torch.inf
+
+    def add_own(self, data: torch.Tensor, summary: Summary, weight: float, flat: torch.Tensor) -> None:
+        self._add(data, _draw(summary), weight, flat)
+
+    def is_finite(self, summary: Summary, flat: torch.Tensor) -> Flag:
+        return all_finite(flat[torch.tensor([s.offset for s in self.segments])])
+
+    def _places(self, draw: Draw) -> torch.Tensor:
+        return torch.from_numpy(self.elements.draw(draw.round, draw.stream)).add_(self._offset)
+
+    def _read(self, row: torch.Tensor) -> torch.Tensor:
+        return self.values.read(row[: self.values.bytes(self.elements.slots)], tuple(self.elements.slots))
+
+    def _add(self, row: torch.Tensor, draw: Draw, weight: float, flat: torch.Tensor) -> torch.Tensor:
+        """Add a payload's values, times the weight, to the elements of its sender; return them."""
+        values = self._read(row) * (self._factor * weight)
+        flat.index_add_(0, self._places(draw), values)
+        return values
+
+
+def _draw(summary: Summary) -> Draw:
+    if not isinstance(summary, RandomSparseSummary) or summary.draw is None:
+        raise TypeError(f"a codec of random elements cannot decode with a {type(summary).__name__} that tells no draw")
+    return summary.draw
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,8 +172,6 @@ class RandK(Method):
 
     name: ClassVar[str] = "randk"
     tag: ClassVar[int] = 34
-    cut: ClassVar[int] = 1 << 40
-    share_cut: ClassVar[int] = 1 << 40
     properties: ClassVar[Properties] = Properties(
         summary="A random share of the elements in every round, by default the same on all workers",
         paper="Stich et al., Sparsified SGD with Memory, NeurIPS 2018",
@@ -98,44 +194,47 @@ class RandK(Method):
             check_values("RandK", self.values)
             return
         require(
-            isinstance(self.values, Cast | Compressor) and not self.values.joined,
+            operator_of(self.values) is not None and not self.values.traits.joined,
             "RandK",
             f"values is a cast, or an operator on one vector whose blocks are of a parameter, not {self.values!r}",
+        )
+
+    def refusal_of_feedback(self, unseen: str) -> str | None:
+        if not self.rescale:
+            return None
+        return (
+            f"{self!r} multiplies what it keeps by d/k, and with it the residual's error: it diverges; use "
+            "rescale=False"
+        )
+
+    def check_between_two(self, owner: str) -> None:
+        check_values(owner, self.values)
+
+    def codec_between_two(self, kernels: Kernels, segments: Sequence[Segment], seed: int) -> Codec:
+        return self.codec(kernels, segments, 1, seed)
+
+    def declare(self) -> Traits:
+        return replace(
+            super().declare(),
+            same_elements=not self.private,
+            # A gather of private elements; else those of the values.
+            collectives=("all_gather",) if self.private else self.values.traits.collectives,
+            re_encoding=not self.private and self.values.traits.re_encoding,
+            cut=1 << 40,
+            share_cut=1 << 40,
+            # Those of the values, and the one that looks for what is not finite.
+            kernels=tuple(dict.fromkeys((*self.values.traits.kernels, "signs"))),
+            # Whether it is rescaled, and its values are unbiased.
+            unbiased=self.rescale and self.values.traits.unbiased,
+            # That ``rescale`` makes it unbiased, where it is not set.
+            unbiased_note=None if self.rescale else "no; with rescale=True",
+            omega_formula="(1 + omega of the values) d/k - 1" if self.rescale else None,
         )
 
     @property
     def private(self) -> bool:
         """Whether each worker draws elements of its own."""
         return self.coordinates == "private"
-
-    @property
-    def collectives(self) -> tuple[str, ...]:  # type: ignore[override]
-        """A gather of private elements; else those of the values."""
-        return ("all_gather",) if self.private else self.values.collectives
-
-    @property
-    def re_encoding(self) -> bool:  # type: ignore[override]
-        """That of the values, of shared elements."""
-        return not self.private and self.values.re_encoding
-
-    @property
-    def kernels(self) -> tuple[str, ...]:  # type: ignore[override]
-        """Those of the values, and the one that looks for what is not finite."""
-        return tuple(dict.fromkeys((*self.values.kernels, "signs")))
-
-    @property
-    def unbiased(self) -> bool:  # type: ignore[override]
-        """Whether it is rescaled, and its values are unbiased."""
-        return self.rescale and self.values.unbiased
-
-    @property
-    def unbiased_note(self) -> str | None:  # type: ignore[override]
-        """That ``rescale`` makes it unbiased, where it is not set."""
-        return None if self.rescale else "no; with rescale=True"
-
-    @property
-    def omega_formula(self) -> str | None:  # type: ignore[override]
-        return "(1 + omega of the values) d/k - 1" if self.rescale else None
 
     @property
     def delta_formula(self) -> str | None:

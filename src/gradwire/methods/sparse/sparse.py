@@ -5,23 +5,23 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
 
 from gradwire.errors import IncompatibleError
 from gradwire.exchange.compressor import Compressor
-from gradwire.exchange.method import Method, require
+from gradwire.exchange.method import Method, cast_of, require
 from gradwire.exchange.segments import Parameter, Segment
-from gradwire.methods.casts.cast import BF16, FP32, Cast
-from gradwire.methods.levels.level_compressor import LevelCompressor
+from gradwire.exchange.traits import Traits
 from gradwire.methods.sparse.sparse_codec import Rule, SparseCodec
-from gradwire.methods.sparse.sparse_values import CastValues, CodedValues, KeptValues
-from gradwire.methods.sparse.units import UnitTable
+from gradwire.methods.sparse.sparse_values import CastValues, CodedValues, KeptValues, UnitTable
 
 if TYPE_CHECKING:
     from gradwire.exchange.codecs import Codec
     from gradwire.kernels import Kernels
 
-__all__ = ["UNITS", "Sparse", "check_values", "sparse_values", "unit_length"]
 
 UNITS = ("element", "row", "kernel")
 
@@ -36,25 +36,19 @@ class Sparse(Compressor):
     blocks: str
     values: Method
 
-    collectives: ClassVar[tuple[str, ...]] = ("all_gather",)
-    cut: ClassVar[int] = 1 << 40
-    """Parameters stay whole: what is kept of one is not to depend on chunks."""
-
-    @property
-    def kernels(self) -> tuple[str, ...]:  # type: ignore[override]
-        """Those of positions, of the units' norms, and of the values."""
+    def declare(self) -> Traits:
+        # Those of positions, of the units' norms, and of the values.
         norms = () if self.unit == "element" else ("moments",)
-        return tuple(dict.fromkeys(("selection", "indices", *norms, *self.values.kernels)))
-
-    @property
-    def whole_step(self) -> bool:  # type: ignore[override]
-        """Whether units of all parameters are compared: that needs the gradients of all."""
-        return self.joined
-
-    @property
-    def joined(self) -> bool:  # type: ignore[override]
-        """Whether units of all parameters are compared."""
-        return self.blocks == "model"
+        kernels = ("selection", "indices", *norms, *self.values.traits.kernels)
+        return replace(
+            super().declare(),
+            collectives=("all_gather",),
+            cut=1 << 40,
+            # Whether units of all parameters are compared: that needs the gradients of all.
+            kernels=tuple(dict.fromkeys(kernels)),
+            whole_step=(self.blocks == "model"),
+            joined=self.blocks == "model",
+        )
 
     @abstractmethod
     def rule(self) -> Rule:
@@ -102,9 +96,14 @@ def check_values(owner: str, values: Method) -> None:
     Raises:
         HyperparameterError: it is neither a cast to float32 or bfloat16 nor an operator with levels of its own blocks.
     """
-    own_levels = isinstance(values, LevelCompressor) and values.collectives[0] == "all_gather"
+    fits = cast_of(values) in (torch.float32, torch.bfloat16) or (
+        isinstance(values, Method)
+        and values.traits.quantises_blocks
+        and values.traits.collectives[0] == "all_gather"
+        and not values.traits.joined
+    )
     require(
-        isinstance(values, FP32 | BF16) or (own_levels and not values.joined),
+        fits,
         owner,
         "values is FP32(), BF16() or an operator with levels whose blocks are of a parameter, such as QSGDinf(), not "
         f"{values!r}",
@@ -113,13 +112,14 @@ def check_values(owner: str, values: Method) -> None:
 
 def sparse_values(operator: Method, kernels: Kernels, segments: Sequence[Segment], seed: int) -> KeptValues:
     """Return how the values kept of segments travel, by a method that :func:`check_values` has passed."""
-    if isinstance(operator, Cast):
-        return CastValues(operator.dtype)
-    if not isinstance(operator, Compressor):
+    if operator.cast_dtype is not None:
+        return CastValues(operator.cast_dtype)
+    compressor = operator.as_operator
+    if compressor is None:
         raise TypeError(f"{operator!r} is no operator on one vector")
 
     def bind(kept: Sequence[Segment]) -> Codec:
-        return operator.codec(kernels, kept, 1, seed)
+        return compressor.codec(kernels, kept, 1, seed)
 
     return CodedValues(bind, [s.parameter.name for s in segments])
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from gradwire.exchange.method import Method, Properties, is_whole, require
+import torch
+
+from gradwire.exchange.method import Method, Properties, cast_of, is_number, is_whole, require
+from gradwire.exchange.traits import Traits
 from gradwire.methods.casts.cast import FP32
 from gradwire.methods.sparse.sparse import Sparse
-from gradwire.methods.sparse.sparse_codec import LargestRule
-
-__all__ = ["TopK", "check_density"]
+from gradwire.methods.sparse.sparse_codec import AboveRule, LargestRule
 
 
 def check_density(owner: str, density: float) -> float:
@@ -19,8 +20,9 @@ def check_density(owner: str, density: float) -> float:
     Raises:
         HyperparameterError: it is not above 0 and at most 1.
     """
-    known = isinstance(density, int | float) and not isinstance(density, bool)
-    require(known and 0 < density <= 1, owner, f"density is a share of the elements, above 0 to 1, not {density!r}")
+    require(
+        is_number(density, above=0, most=1), owner, f"density is a share of the elements, above 0 to 1, not {density!r}"
+    )
     return float(density)
 
 
@@ -71,7 +73,6 @@ class TopK(Sparse):
 
     name: ClassVar[str] = "topk"
     tag: ClassVar[int] = 32
-    unbiased: ClassVar[bool] = False
     properties: ClassVar[Properties] = Properties(
         summary="The elements of the largest magnitude, exactly, with their positions",
         paper="Stich et al., Sparsified SGD with Memory, NeurIPS 2018",
@@ -82,13 +83,18 @@ class TopK(Sparse):
     def __post_init__(self) -> None:
         object.__setattr__(self, "density", check_density("TopK", self.density))
         size = self.block_size
-        whole = is_whole(size)
         require(
-            size is None or (whole and size > 0),
+            size is None or is_whole(size, 1),
             "TopK",
             f"block_size is a number of units above 0, or None, not {size!r}",
         )
         self.check_sparse()
+
+    def declare(self) -> Traits:
+        return replace(
+            super().declare(),
+            unbiased=False,
+        )
 
     def rule(self) -> LargestRule:
         return LargestRule(self.density)
@@ -98,7 +104,7 @@ class TopK(Sparse):
 
     @property
     def delta_formula(self) -> str | None:
-        return "k/d" if isinstance(self.values, FP32) else "k/d times that of the values"
+        return "k/d" if cast_of(self.values) == torch.float32 else "k/d times that of the values"
 
     def delta_of(self, numel: int | None = None) -> float | None:
         """Return the share kept of the worst block, times what the values keep.
@@ -115,3 +121,74 @@ class TopK(Sparse):
             kept = sum(max(1, int(self.density * n)) for n in lengths[:1])
         values = self.values.delta_of(kept if size is None else None)
         return None if values is None else share * values
+
+
+@dataclass(frozen=True, kw_only=True)
+class Threshold(Sparse):
+    r"""Hard threshold: the elements whose magnitude is at least a threshold, and zeros in place of the others.
+
+    ::
+
+        C(x)_i = x_i  where |x_i| >= threshold,  0 elsewhere       |C(x) - x|_inf < threshold
+
+    Its error is bounded by the threshold, not by the vector: no contraction of small vectors, but under error feedback
+    no element's residual reaches the threshold, and what is sent is as long as there is to send: much while gradients
+    are large, nothing when they are small.
+
+    Args:
+        threshold: Smallest magnitude that is kept, in the gradient's unit; of a unit its Euclidean norm.
+        unit: "element", "row" or "kernel", as for :class:`TopK`.
+        blocks: "parameter", or "model": all parameters are one vector; for a threshold that makes no difference but to
+            ``values``.
+        values: How values travel, as for :class:`TopK`.
+
+    Raises:
+        HyperparameterError: a field is out of range.
+        IncompatibleError: when attached: the elements of a unit are not neighbours in memory.
+
+    Gauges: ``density``, the share of the elements that this rank kept.
+
+    Wire: as for :class:`TopK`. At most a bit and a value an element: that is the room set aside.
+
+    Reference: A. Dutta et al., "On the Discrepancy between the Theoretical Analysis and Practical Implementations of
+    Compressed Communication for Distributed Deep Learning", AAAI 2020; A. Sahu et al., "Rethinking gradient
+    sparsification as total error minimization", NeurIPS 2021.
+
+    Example:
+        >>> import torch, gradwire as gw
+        >>> gw.simulate(torch.tensor([[1.0, -4.0, 2.0, 0.5]]), gw.Threshold(threshold=2.0)).mean
+        tensor([ 0., -4.,  2.,  0.])
+    """
+
+    threshold: float = 0.001
+    unit: str = "element"
+    blocks: str = "parameter"
+    values: Method = field(default_factory=FP32)
+
+    name: ClassVar[str] = "threshold"
+    tag: ClassVar[int] = 33
+    properties: ClassVar[Properties] = Properties(
+        summary="All elements from a magnitude on, with their positions",
+        paper="Sahu et al., NeurIPS 2021",
+        bit_stable=True,
+        bits_per_element=2 * 32.0,
+    )
+
+    def __post_init__(self) -> None:
+        value = self.threshold
+        require(is_number(value, above=0), "Threshold", f"threshold is a magnitude above 0, not {value!r}")
+        object.__setattr__(self, "threshold", float(value))
+        self.check_sparse()
+
+    def declare(self) -> Traits:
+        return replace(
+            super().declare(),
+            needs_loss_scale=True,
+            gauges=("density",),
+            unbiased=False,
+            # The threshold, where values travel as they are.
+            worst_error=self.threshold if cast_of(self.values) == torch.float32 else None,
+        )
+
+    def rule(self) -> AboveRule:
+        return AboveRule(self.threshold)

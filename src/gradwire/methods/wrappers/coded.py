@@ -6,14 +6,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from gradwire.errors import IncompatibleError
-from gradwire.exchange.method import Inherited, Method, Properties, require
-from gradwire.exchange.protocols.bucket_plan import BucketPlan, PlanSetting, SectionPlan
+from gradwire.exchange.method import Inherited, Method, Properties, cast_of, require
+from gradwire.exchange.protocols.bucket_plan import BucketPlan, Operator, PlanSetting, SectionPlan
+from gradwire.exchange.traits import Traits
 from gradwire.kernels import CODERS
-from gradwire.methods.casts.cast import Cast
 from gradwire.methods.ternary.terngrad import TernGrad
 from gradwire.methods.wrappers.wrapper import Wrapper
-
-__all__ = ["Coded"]
 
 AUTO = "auto"
 
@@ -23,7 +21,7 @@ class _OfPayload(Inherited):
 
     def __get__(self, instance: Method | None, owner: type[Method]) -> Any:
         found = super().__get__(instance, owner)
-        cast = instance is not None and isinstance(getattr(instance, self._field), Cast)
+        cast = instance is not None and cast_of(getattr(instance, self._field)) is not None
         return replace(found, bit_stable=True) if cast else found
 
 
@@ -69,7 +67,7 @@ class Coded(Wrapper):
         IncompatibleError: when attached: the operator's payload has neither positions nor digits that fit a byte.
 
     Reference: J. Duda, "Asymmetric numeral systems", 2013 (rANS); D. A. Huffman, 1952. The methods' own papers propose
-    Elias codes, which are longer: see ``docs/methods.md``.
+    Elias codes, which are longer: see ``docs/methods/wrappers.md``.
 
     Example:
         >>> import torch, gradwire as gw
@@ -83,11 +81,6 @@ class Coded(Wrapper):
     coder: str = AUTO
 
     name: ClassVar[str] = "coded"
-    scatters: ClassVar[Inherited] = Inherited("compressor", False)
-    unbiased: ClassVar[Inherited] = Inherited("compressor")
-    unbiased_note: ClassVar[Inherited] = Inherited("compressor")
-    omega_formula: ClassVar[Inherited] = Inherited("compressor")
-    delta_formula: ClassVar[Inherited] = Inherited("compressor")
     properties: ClassVar[Inherited] = _OfPayload(
         "compressor",
         Properties(
@@ -105,33 +98,42 @@ class Coded(Wrapper):
         require(self.coder in known, "Coded", f"coder is one of {', '.join(known)}, not {self.coder!r}")
         inner = self.compressor
         require(
-            isinstance(inner, Cast)
+            cast_of(inner) is not None
             or (
                 isinstance(inner, Method)
-                and "all_reduce" not in inner.collectives
-                and not (inner.local_steps or isinstance(inner, Coded))
+                and "all_reduce" not in inner.traits.collectives
+                and not (inner.traits.local_steps or inner.name == self.name)
             ),
             "Coded",
             f"compressor is a method whose payload is its own, such as TernGrad(), or a cast, not {inner!r}",
         )
 
-    @property
-    def collectives(self) -> tuple[str, ...]:  # type: ignore[override]
-        """The compressor's; those that carry payloads where it is a cast."""
-        return ("two_shot", "all_gather") if isinstance(self.compressor, Cast) else self.compressor.collectives
+    def declare(self) -> Traits:
+        traits = super().declare()
+        return replace(
+            traits,
+            # The compressor's; those that carry payloads where it is a cast.
+            collectives=self.compressor.traits.collectives if self._cast is None else ("two_shot", "all_gather"),
+            # The compressor's, and the coder; all of them while it is open.
+            kernels=(*self.compressor.traits.kernels, *((CODERS if self.coder == AUTO else ()) or (self.coder,))),
+            open_coders=CODERS if self.coder == AUTO else (),
+            scatters=self.compressor.traits.scatters,
+            unbiased=self.compressor.traits.unbiased,
+            unbiased_note=self.compressor.traits.unbiased_note,
+            omega_formula=self.compressor.traits.omega_formula,
+        )
 
     @property
-    def kernels(self) -> tuple[str, ...]:  # type: ignore[override]
-        """The compressor's, and the coder; all of them while it is open."""
-        return (*self.compressor.kernels, *(self.open_coders or (self.coder,)))
-
-    @property
-    def open_coders(self) -> tuple[str, ...]:  # type: ignore[override]
-        """All coders where ``coder`` is "auto"."""
-        return CODERS if self.coder == AUTO else ()
+    def _cast(self) -> Operator | None:
+        """The compressor where it is a cast, whose payloads are then of its own."""
+        return None if self.compressor.cast_dtype is None else self.compressor.as_operator
 
     def with_coder(self, coder: str) -> Coded:
         return replace(self, coder=coder) if self.coder == AUTO else self
+
+    @property
+    def delta_formula(self) -> str | None:
+        return self.compressor.delta_formula
 
     def omega_of(self, numel: int | None = None) -> float | None:
         return self.compressor.omega_of(numel)
@@ -141,17 +143,19 @@ class Coded(Wrapper):
 
     def plan(self, setting: PlanSetting) -> BucketPlan:
         if setting.coder is None:
-            if self.open_coders:
-                raise IncompatibleError(f"{self!r}: settle on a coder first, one of {', '.join(self.open_coders)}")
+            if self.traits.open_coders:
+                raise IncompatibleError(
+                    f"{self!r}: settle on a coder first, one of {', '.join(self.traits.open_coders)}"
+                )
             setting = replace(setting, coder=setting.kernels.coder(self.coder))
-        if isinstance(self.compressor, Cast):
-            return SectionPlan(self.compressor, setting)
+        if self._cast is not None:
+            return SectionPlan(self._cast, setting)
         try:
             return self.compressor.plan(setting)
         except IncompatibleError as error:
             raise IncompatibleError(f"{self!r}: {error}") from None
 
     def dense_plan(self, setting: PlanSetting) -> BucketPlan:
-        if isinstance(self.compressor, Cast):
-            return SectionPlan(self.compressor, setting.whole())
+        if self._cast is not None:
+            return SectionPlan(self._cast, setting.whole())
         return super().dense_plan(setting)

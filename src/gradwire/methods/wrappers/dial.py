@@ -11,11 +11,10 @@ from typing import Any
 
 import torch
 
-from gradwire.exchange.method import Method, require
+from gradwire.exchange.method import Method, is_number, require
 from gradwire.exchange.segments import Parameter
+from gradwire.exchange.traits import Traits
 from gradwire.methods.wrappers.wrapper import Wrapper
-
-__all__ = ["Dialled", "is_number"]
 
 ALIKE = (
     "collectives",
@@ -38,11 +37,6 @@ PROBE = Parameter("(probe)", (1 << 12, 1 << 12), (1 << 12, 1))
 """A matrix that is larger than any dial."""
 
 
-def is_number(value: object) -> bool:
-    """Return whether a value is a finite number that a dial could have."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
 class Dialled(Wrapper):
     """A method around another whose dial takes several values; what it declares holds with all of them.
 
@@ -51,6 +45,20 @@ class Dialled(Wrapper):
     """
 
     field: str
+
+    def declare(self) -> Traits:
+        return replace(
+            super().declare(),
+            kernels=tuple(dict.fromkeys(family for method in self.variants for family in method.traits.kernels)),
+            # Whether the method is with all values of the dial.
+            unbiased=all(method.traits.unbiased for method in self.variants),
+            # That of the method, where all variants have an omega.
+            omega_formula=None if self.omega is None else _of_worst(self.compressor.traits.omega_formula),
+            # The largest of the variants', where all have one.
+            worst_step=self._worst([method.traits.worst_step for method in self.variants], max),
+            # The largest of the variants', where all have one.
+            worst_error=self._worst([method.traits.worst_error for method in self.variants], max),
+        )
 
     @property
     @abstractmethod
@@ -97,9 +105,9 @@ class Dialled(Wrapper):
         for method in self.variants:
             at = f"with {self.field}={self.dial_of(method)!r}, {own!r}"
             for name in ALIKE:
-                ours, theirs = getattr(method, name), getattr(own, name)
+                ours, theirs = getattr(method.traits, name), getattr(own.traits, name)
                 require(ours == theirs, owner, f"{at} has {name}={ours!r}, and not {theirs!r} as with its own value")
-            for kind in own.remembers:
+            for kind in own.traits.remembers:
                 sizes = [m.remembered_numel(kind, PROBE) for m in (method, own)]
                 require(
                     sizes[0] == sizes[1],
@@ -107,21 +115,6 @@ class Dialled(Wrapper):
                     f"{at} keeps a {kind} of another size than with its own value, so that it could not go on from one "
                     f"to the other; take another field than {self.field!r}",
                 )
-
-    @property
-    def unbiased(self) -> bool:  # type: ignore[override]
-        """Whether the method is with all values of the dial."""
-        return all(method.unbiased for method in self.variants)
-
-    @property
-    def kernels(self) -> tuple[str, ...]:  # type: ignore[override]
-        """Those of all variants."""
-        return tuple(dict.fromkeys(family for method in self.variants for family in method.kernels))
-
-    @property
-    def omega_formula(self) -> str | None:  # type: ignore[override]
-        """That of the method, where all variants have an omega."""
-        return None if self.omega is None else _of_worst(self.compressor.omega_formula)
 
     @property
     def delta_formula(self) -> str | None:
@@ -136,16 +129,6 @@ class Dialled(Wrapper):
 
     def usual_delta_of(self, numel: int | None = None) -> float | None:
         return self._worst([method.usual_delta_of(numel) for method in self.variants], min)
-
-    @property
-    def worst_step(self) -> float | None:  # type: ignore[override]
-        """The largest of the variants', where all have one."""
-        return self._worst([method.worst_step for method in self.variants], max)
-
-    @property
-    def worst_error(self) -> float | None:  # type: ignore[override]
-        """The largest of the variants', where all have one."""
-        return self._worst([method.worst_error for method in self.variants], max)
 
     def remembered_numel(self, kind: str, parameter: Parameter) -> int:
         return self.compressor.remembered_numel(kind, parameter)

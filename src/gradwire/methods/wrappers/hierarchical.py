@@ -27,11 +27,10 @@ from gradwire.exchange.protocols import (
 from gradwire.exchange.protocols.bucket_plan import DENSE_TAG, BucketPlan, PlanSetting
 from gradwire.exchange.protocols.pieces import join
 from gradwire.exchange.segments import Parameter, Segment, cut_into_shards, join_compressed
+from gradwire.exchange.traits import Traits
 from gradwire.methods.ternary.terngrad import TernGrad
 from gradwire.methods.wrappers.wrapper import Wrapper
 from gradwire.seeds import shard_seed
-
-__all__ = ["BETWEEN", "NODE", "Hierarchical"]
 
 NODE, BETWEEN = "node", "between nodes"
 
@@ -85,10 +84,6 @@ class Hierarchical(Wrapper):
     groups: tuple[tuple[int, ...], ...] | None = None
 
     name: ClassVar[str] = "hierarchical"
-    joined: ClassVar[bool] = False
-    sharded: ClassVar[bool] = True
-    unbiased: ClassVar[Inherited] = Inherited("compressor")
-    unbiased_note: ClassVar[Inherited] = Inherited("compressor")
     properties: ClassVar[Inherited] = Inherited(
         "compressor",
         Properties(
@@ -105,17 +100,17 @@ class Hierarchical(Wrapper):
         owner, inner, size = "Hierarchical", self.compressor, self.node_size
         require(isinstance(inner, Method), owner, f"compressor is a method, such as TernGrad(), not {inner!r}")
         require(
-            not (inner.local_steps or isinstance(inner, Hierarchical)),
+            not (inner.traits.local_steps or inner.name == self.name),
             owner,
             f"{inner!r} exchanges parameters after several steps, or is of two levels itself: put Hierarchical inside, "
             "as in DiLoCo(inner=Hierarchical(EDEN(bits=4)))",
         )
         require(
-            bool(inner.collectives) and not inner.outcomes_differ,
+            bool(inner.traits.collectives) and not inner.traits.outcomes_differ,
             owner,
             f"{inner!r} is no method with one outcome for all ranks: name one, such as TernGrad()",
         )
-        whole = size is None or (is_whole(size) and size >= 1)
+        whole = size is None or is_whole(size, 1)
         require(whole, owner, f"node_size is at least 1 rank, or None, not {size!r}")
         if self.groups is None:
             return
@@ -129,6 +124,16 @@ class Hierarchical(Wrapper):
             ranks == list(range(len(ranks))) and len({len(group) for group in groups}) == 1,
             owner,
             f"groups are as many ranks for each node, each rank from 0 on once, not {groups!r}",
+        )
+
+    def declare(self) -> Traits:
+        traits = super().declare()
+        return replace(
+            traits,
+            joined=False,
+            sharded=True,
+            unbiased=self.compressor.traits.unbiased,
+            unbiased_note=self.compressor.traits.unbiased_note,
         )
 
     def nodes(self, world_size: int) -> tuple[tuple[int, ...], ...]:
@@ -262,7 +267,7 @@ class HierarchicalPlan(BucketPlan):
         """Return the method's plan of a shard, made when it is first asked for: a rank needs but its own."""
         if place not in self._plans:
             segments = self.shards[place].segments
-            joined = self._method.joined
+            joined = self._method.traits.joined
             setting = replace(
                 self._setting,
                 segments=join_compressed(segments) if joined else segments,

@@ -1,30 +1,94 @@
-"""L-GreCo: a compression of its own for each layer, within the error of a uniform one."""
+"""Choose for each layer how much it is compressed, so that the bytes are the fewest within a budget of error."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import cached_property
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 
 from gradwire.exchange.codecs import Constant, Draw
-from gradwire.exchange.compressor import Compressor
-from gradwire.exchange.method import Inherited, Method, Properties, is_whole, require
+from gradwire.exchange.method import Method, Properties, cast_of, is_number, is_whole, operator_of, require
 from gradwire.exchange.ops import Exchange
 from gradwire.exchange.protocols import Context, Outcome, gathered_values
-from gradwire.exchange.protocols.bucket_plan import BucketPlan, PlanSetting, SectionPlan
+from gradwire.exchange.protocols.bucket_plan import BucketPlan, Operator, PlanSetting, SectionPlan
 from gradwire.exchange.segments import Segment, divide
+from gradwire.exchange.traits import Traits
 from gradwire.kernels import SegmentTable
 from gradwire.methods.levels.qsgd import QSGDinf
-from gradwire.methods.wrappers.dial import Dialled, is_number
-from gradwire.methods.wrappers.layer_choice import fewest_bytes
+from gradwire.methods.wrappers.dial import Dialled
 from gradwire.methods.wrappers.wrapper import pieces
 from gradwire.seeds import link_seed
 
-__all__ = ["DIAL", "LGreCo"]
+PARTS = 10_000
+"""Of the budget; an error counts as the next whole number of parts."""
+
+
+def fewest_bytes(
+    sizes: Sequence[Sequence[int]], errors: Sequence[Sequence[float]], uniform: int, parts: int = PARTS
+) -> list[int]:
+    """Choose one candidate a layer with the fewest bytes whose errors add up to those of a uniform choice at most.
+
+    Errors are rounded up to parts of the budget, and the best of all choices that then fit is found by dynamic
+    programming: least[b] holds the fewest bytes of the layers so far within b parts. So the sum of the errors never
+    exceeds the budget, and a choice that uses 1 - layers / parts of it, or less, is never missed. All arithmetic is
+    exact: the same numbers give the same choice on any machine.
+
+    Takes layers x candidates x parts steps, and a byte for each layer and part.
+
+    Args:
+        sizes: Bytes of each layer with each candidate, ``[layers][candidates]``.
+        errors: Squared errors alike, at least 0 and finite.
+        uniform: The candidate whose errors, with all layers, are the budget.
+        parts: Into which the budget is divided.
+
+    Returns:
+        The candidate of each layer; the uniform one for all where nothing takes fewer bytes.
+
+    Example:
+        >>> fewest_bytes([[4, 8, 16], [40, 80, 160]], [[9.0, 3.0, 1.0], [12.0, 9.0, 2.0]], uniform=1)
+        [1, 1]
+        >>> fewest_bytes([[4, 8, 16], [40, 80, 160]], [[9.0, 3.0, 0.0], [12.0, 9.0, 2.0]], uniform=1)
+        [2, 0]
+    """
+    default = [uniform] * len(sizes)
+    budget = sum((Fraction(row[uniform]) for row in errors), Fraction())
+    steps = [[_parts(error, budget, parts) for error in row] for row in errors]
+    most = sum(row[uniform] for row in sizes) + 1
+    least, taken = np.zeros(parts + 1, dtype=np.int64), []
+    for size, step in zip(sizes, steps):
+        best = np.full(parts + 1, most, dtype=np.int64)
+        chosen = np.zeros(parts + 1, dtype=np.uint8)
+        for candidate, (count, share) in enumerate(zip(size, step)):
+            if share > parts:
+                continue
+            total = least[: parts + 1 - share] + count
+            fewer = total < best[share:]
+            best[share:][fewer] = total[fewer]
+            chosen[share:][fewer] = candidate
+        least = np.minimum(best, most)
+        taken.append(chosen)
+    if least[parts] >= most - 1:
+        return default
+    found, left = [], parts
+    for chosen, step in zip(reversed(taken), reversed(steps)):
+        found.append(int(chosen[left]))
+        left -= step[found[-1]]
+    return found[::-1]
+
+
+def _parts(error: float, budget: Fraction, parts: int) -> int:
+    """Round an error up to parts of the budget; what is more than all of it is one more than all."""
+    if not error:
+        return 0
+    return parts + 1 if error > budget else math.ceil(Fraction(error) * parts / budget)
+
 
 WINDOW = "window"
 """What is remembered of a parameter: the sum of what the operator was given since the last choice."""
@@ -52,7 +116,7 @@ class LGreCo(Dialled):
     where uniform is the value that ``compressor`` holds. In the last of every ``every`` rounds the workers try all
     candidates, tell each other their errors, and add them up in the order of ranks. All of them then solve the same
     problem, by dynamic programming with 10 000 parts of the budget: see
-    :func:`gradwire.methods.wrappers.layer_choice.fewest_bytes`. The round itself has the new choice; before the first
+    :func:`gradwire.methods.wrappers.l_greco.fewest_bytes`. The round itself has the new choice; before the first
     one all layers have the uniform value. A sum of errors that is not finite leaves the choice as it is.
 
     bytes(l, c) are those of the layer's payload by itself, or the most where they depend on data; an entropy coder
@@ -101,12 +165,6 @@ class LGreCo(Dialled):
     every: int = 1000
 
     name: ClassVar[str] = "l_greco"
-    collectives: ClassVar[tuple[str, ...]] = ("all_gather",)
-    re_encoding: ClassVar[bool] = False
-    whole_step: ClassVar[bool] = True
-    needs_loss_scale: ClassVar[bool] = True
-    remembers: ClassVar[tuple[str, ...]] = (WINDOW, DIAL)
-    unbiased_note: ClassVar[Inherited] = Inherited("compressor")
     properties: ClassVar[Properties] = Properties(
         summary="For each layer the number of levels with the fewest bytes, within the error of a uniform one",
         paper="Alimohammadi et al., L-GreCo, MLSys 2024",
@@ -119,9 +177,11 @@ class LGreCo(Dialled):
 
     def __post_init__(self) -> None:
         inner, values, every = self.compressor, self.values, self.every
-        fits = isinstance(inner, Compressor) and "all_gather" in inner.collectives
+        fits = operator_of(inner) is not None and cast_of(inner) is None and "all_gather" in inner.traits.collectives
         require(
-            fits and not (inner.joined or inner.whole_step or inner.direction) and inner.properties.bit_stable,
+            fits
+            and not (inner.traits.joined or inner.traits.whole_step or inner.traits.direction)
+            and inner.properties.bit_stable,
             "LGreCo",
             "compressor is an operator on one vector that can be gathered, with blocks of a parameter, such as "
             f"QSGDinf(), not {inner!r}",
@@ -133,19 +193,29 @@ class LGreCo(Dialled):
         others = set(values) - {uniform}
         most = 1 <= len(others) <= 255
         require(most, "LGreCo", f"values has 1 to 255 others than {self.field}={uniform!r}, not {values!r}")
-        whole = is_whole(every) and every >= 1
-        require(whole, "LGreCo", f"every is a number of rounds, not {every!r}")
+        require(is_whole(every, 1), "LGreCo", f"every is a number of rounds, not {every!r}")
         self.check_variants()
+
+    def refusal_of_feedback(self, unseen: str) -> str | None:
+        return None
+
+    def declare(self) -> Traits:
+        traits = super().declare()
+        return replace(
+            traits,
+            collectives=("all_gather",),
+            re_encoding=False,
+            whole_step=True,
+            needs_loss_scale=True,
+            kernels=tuple(dict.fromkeys((*traits.kernels, "moments"))),
+            remembers=(WINDOW, DIAL),
+            unbiased_note=self.compressor.traits.unbiased_note,
+        )
 
     @cached_property
     def variants(self) -> tuple[Method, ...]:
         """The operator with each candidate, in ascending order."""
         return tuple(self.turned(value) for value in sorted({*self.values, self.dial}))
-
-    @property
-    def kernels(self) -> tuple[str, ...]:  # type: ignore[override]
-        """The operators', and that of the errors."""
-        return tuple(dict.fromkeys((*super().kernels, "moments")))
 
     def is_due(self, round: int) -> bool:
         """Return whether a choice is made in that round."""
@@ -160,8 +230,8 @@ class _LayerPlan(BucketPlan):
 
     def __init__(self, method: LGreCo, setting: PlanSetting) -> None:
         self._method, self._setting = method, setting
-        self._operators = [m for m in method.variants if isinstance(m, Compressor)]
-        self._dials = [float(method.dial_of(m)) for m in self._operators]
+        self._operators = [found for m in method.variants if (found := m.as_operator) is not None]
+        self._dials = [float(method.dial_of(m)) for m in method.variants]
         self._uniform = self._dials.index(float(method.dial))
         # The order of names is that of no bucket.
         self._layers = sorted(divide(setting.segments)[0], key=lambda s: s.parameter.name)
@@ -256,7 +326,7 @@ class _LayerPlan(BucketPlan):
         """Bytes of the payload of each layer by itself, by candidate."""
         setting = self._setting
 
-        def size(segment: Segment, operator: Compressor) -> int:
+        def size(segment: Segment, operator: Operator) -> int:
             codec = operator.codec(setting.kernels, [segment], setting.world_size, setting.seed)
             return codec.payload_bytes(codec.units)
 

@@ -1,22 +1,102 @@
-"""A schedule around any method with a dial."""
+"""Schedules: exchanges that change with the round."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from dataclasses import dataclass
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import cached_property
-from typing import ClassVar
+from typing import Any, ClassVar
+
+import torch
 
 from gradwire.errors import IncompatibleError
-from gradwire.exchange.method import Inherited, Method, Properties, is_whole, require
+from gradwire.exchange.method import Inherited, Method, Properties, is_number, is_whole, require
+from gradwire.exchange.ops import Exchange
+from gradwire.exchange.protocols import Context, Outcome
 from gradwire.exchange.protocols.bucket_plan import BucketPlan, PlanSetting
-from gradwire.methods.casts.cast import Cast
+from gradwire.exchange.traits import Traits
 from gradwire.methods.sparse.top_k import TopK
-from gradwire.methods.wrappers.dial import Dialled, is_number
-from gradwire.methods.wrappers.schedule import CURVES, ScheduledPlan, first_rounds, points_of
+from gradwire.methods.wrappers.dial import Dialled
 
-__all__ = ["MOST_STAGES", "Scheduled"]
+CURVES: dict[str, Callable[[float, float, float], float]] = {
+    "linear": lambda start, end, part: start + part * (end - start),
+    "exponential": lambda start, end, part: start * (end / start) ** part,
+    "cosine": lambda start, end, part: end + (start - end) * (1 + math.cos(math.pi * part)) / 2,
+    "reciprocal": lambda start, end, part: 1 / (1 / start + part * (1 / end - 1 / start)),
+}
+"""By name, the value of a schedule from ``start`` to ``end`` of which that part, 0 to 1, has passed."""
+
+
+def first_rounds(rounds: float, stages: int) -> list[int]:
+    """Return the first round of each of so many equal stages of a schedule, and of what follows them.
+
+    A round is of stage i if it is at least i / stages of ``rounds``, and less than (i + 1) / stages.
+
+    Example:
+        >>> first_rounds(10, 4)
+        [0, 3, 5, 8, 10]
+    """
+    return [math.ceil(Fraction(rounds) * i / stages) for i in range(stages + 1)]
+
+
+def points_of(curve: str, start: float, end: float, rounds: float, stages: int) -> list[float]:
+    """Return the value of each stage: that of the curve in its first round.
+
+    All but the first are rounded to six digits. Powers and cosines of libraries differ in the last bit, and workers on
+    unlike machines must not differ in how many elements they send.
+
+    Example:
+        >>> points_of("exponential", 0.25, 0.001, 4, 4)
+        [0.25, 0.0628717, 0.0158114, 0.00397635]
+    """
+    later = first_rounds(rounds, stages)[1:-1]
+    return [start, *(float(f"{CURVES[curve](start, end, first / rounds):.6g}") for first in later)]
+
+
+class ScheduledPlan(BucketPlan):
+    """Exchanges a bucket by the plan of the stage that a round belongs to.
+
+    The stage is a function of the round alone, so that all ranks take the same and a training that is resumed goes on
+    in it. A round below 0, which dry runs take for a usual one, belongs to the last stage.
+
+    Args:
+        stages: Plans of one bucket by methods that differ in a dial, such as a density, but neither in what they
+            compress nor in how they cut it.
+        first: The first round of each stage, ascending from 0.
+
+    Raises:
+        ValueError: the plans cut the bucket into different chunks, or travel by different collectives.
+    """
+
+    def __init__(self, stages: Sequence[BucketPlan], first: Sequence[int]) -> None:
+        last = stages[-1]
+        self._stages, self._first = stages, first
+        self.chunks, self.collective, self.runs = last.chunks, last.collective, last.runs
+        self.asynchronous, self.keeps_dtype = last.asynchronous, last.keeps_dtype
+        if any(_layout(stage) != _layout(last) for stage in stages):
+            raise ValueError("stages of a schedule exchange a bucket in different parts")
+
+    def prepare(self, context: Context, flat: torch.Tensor) -> Exchange[Any]:
+        return (yield from self._stage(context).prepare(context, flat))
+
+    def run(self, context: Context, flat: torch.Tensor, prepared: Any) -> Exchange[Outcome]:
+        return (yield from self._stage(context).run(context, flat, prepared))
+
+    def target_(self, context: Context, gradient: torch.Tensor) -> None:
+        self._stage(context).target_(context, gradient)
+
+    def _stage(self, context: Context) -> BucketPlan:
+        return self._stages[-1 if context.round < 0 else bisect_right(self._first, context.round) - 1]
+
+
+def _layout(plan: BucketPlan) -> tuple[Any, ...]:
+    runs = [list(chunk) for chunk in plan.runs]
+    return plan.chunks, plan.collective, plan.asynchronous, plan.keeps_dtype, runs
+
 
 MOST_STAGES = 64
 """Each has a plan of its own for every bucket."""
@@ -91,7 +171,6 @@ class Scheduled(Dialled):
     stages: int | None = None
 
     name: ClassVar[str] = "scheduled"
-    unbiased_note: ClassVar[str | None] = None
     properties: ClassVar[Inherited] = Inherited(
         "compressor",
         Properties(
@@ -108,8 +187,8 @@ class Scheduled(Dialled):
         inner, start = self.compressor, self.start
         require(
             isinstance(inner, Method)
-            and bool(inner.collectives)
-            and not (inner.local_steps or isinstance(inner, Cast | Scheduled)),
+            and bool(inner.traits.collectives)
+            and not (inner.traits.local_steps or inner.cast_dtype is not None or inner.name == self.name),
             "Scheduled",
             f"compressor is a method with a dial, such as TopK(density=0.001), not {inner!r}",
         )
@@ -117,7 +196,7 @@ class Scheduled(Dialled):
         known = (*CURVES, STEP)
         require(self.schedule in known, "Scheduled", f"schedule is one of {known}, not {self.schedule!r}")
         end = self.dial
-        require(is_number(self.rounds) and self.rounds > 0, "Scheduled", f"rounds is above 0, not {self.rounds!r}")
+        require(is_number(self.rounds, above=0), "Scheduled", f"rounds is above 0, not {self.rounds!r}")
         if step:
             listed = isinstance(start, tuple | list) and bool(start) and all(is_number(value) for value in start)
             require(listed, "Scheduled", f"start is a tuple of values for schedule='step', not {start!r}")
@@ -132,12 +211,17 @@ class Scheduled(Dialled):
             )
         given = len(start) if step else None  # type: ignore[arg-type]
         count = given or 4 if self.stages is None else self.stages
-        whole = is_whole(count)
-        fits = whole and 1 <= count <= min(MOST_STAGES, math.ceil(self.rounds)) and given in (None, count)
+        fits = is_whole(count, 1, min(MOST_STAGES, math.ceil(self.rounds))) and given in (None, count)
         told = f"as many as start has values, {given}" if given else f"1 to {MOST_STAGES}"
         require(fits, "Scheduled", f"stages is {told}, and at most rounds={self.rounds!r}, not {count!r}")
         object.__setattr__(self, "stages", count)
         self.check_variants()
+
+    def declare(self) -> Traits:
+        return replace(
+            super().declare(),
+            unbiased_note=None,
+        )
 
     @cached_property
     def stage_methods(self) -> tuple[tuple[int, Method], ...]:

@@ -10,29 +10,26 @@ from typing import Any, ClassVar
 import torch
 
 from gradwire.exchange.deferred_checks import all_finite
-from gradwire.exchange.method import Inherited, Method
+from gradwire.exchange.method import Method
 from gradwire.exchange.ops import Exchange, Scope
 from gradwire.exchange.protocols import Context, Outcome
 from gradwire.exchange.protocols.bucket_plan import BucketPlan, PlanSetting
-from gradwire.exchange.segments import Parameter, Segment
-
-__all__ = ["Around", "AsSent", "WrappedPlan", "Wrapper", "pieces"]
+from gradwire.exchange.protocols.pieces import join
+from gradwire.exchange.segments import Parameter, Segment, divide
+from gradwire.exchange.traits import Traits
+from gradwire.kernels import SegmentTable
 
 PIECE = 1 << 16
 """Elements: temporaries of a piece stay in a cache, and in memory that the allocator keeps."""
 
 
-class AsSent(Inherited):
-    """The inner method's protocols by which the outcome is the mean of what ranks sent: a residual or a shift needs it.
+def as_sent(inner: Method) -> tuple[str, ...]:
+    """Return the protocols by which an inner method's outcome is the mean of what ranks sent.
 
-    The error of an owner who encodes the mean once more would be in no rank's memory.
+    A residual or a shift needs it: the error of an owner who encodes the mean once more would be in no rank's memory.
     """
-
-    def __get__(self, instance: Method | None, owner: type[Method]) -> Any:
-        found = super().__get__(instance, owner)
-        if instance is None or not getattr(instance, self._field).re_encoding:
-            return found
-        return tuple(collective for collective in found if collective != "two_shot")
+    traits = inner.traits
+    return tuple(found for found in traits.collectives if not (traits.re_encoding and found == "two_shot"))
 
 
 class Around(Method):
@@ -49,30 +46,29 @@ class Around(Method):
     wrapped_field: ClassVar[str] = "compressor"
     """The field that holds it."""
 
-    collectives: ClassVar[Inherited] = Inherited("wrapped")
-    re_encoding: ClassVar[Inherited] = Inherited("wrapped", False)
-    whole_step: ClassVar[Inherited] = Inherited("wrapped")
-    joined: ClassVar[Inherited] = Inherited("wrapped")
-    kernels: ClassVar[Inherited] = Inherited("wrapped")
-    direction: ClassVar[Inherited] = Inherited("wrapped")
-    owns_momentum: ClassVar[Inherited] = Inherited("wrapped")
-    needs_loss_scale: ClassVar[Inherited] = Inherited("wrapped")
-    remembers: ClassVar[Inherited] = Inherited("wrapped")
-    waiting: ClassVar[Inherited] = Inherited("wrapped", "residual")
-    min_numel: ClassVar[Inherited] = Inherited("wrapped")
-    sharded: ClassVar[Inherited] = Inherited("wrapped", False)
-    needs_optimizer: ClassVar[Inherited] = Inherited("wrapped")
-    needs_learning_rates: ClassVar[Inherited] = Inherited("wrapped")
-    needs_link_cost: ClassVar[Inherited] = Inherited("wrapped")
-    gauges: ClassVar[Inherited] = Inherited("wrapped")
+    def declare(self) -> Traits:
+        """Return the traits of the wrapped method, but for those that are of an operator on one vector."""
+        own = super().declare()
+        return replace(
+            self.wrapped.traits,
+            cut=own.cut,
+            share_cut=own.share_cut,
+            on_device=own.on_device,
+            local_steps=own.local_steps,
+            outcomes_differ=own.outcomes_differ,
+            quantises_blocks=own.quantises_blocks,
+            shares_scales=own.shares_scales,
+            same_elements=own.same_elements,
+            scatters=own.scatters,
+            unbiased=own.unbiased,
+            unbiased_note=own.unbiased_note,
+            omega_formula=own.omega_formula,
+            worst_step=own.worst_step,
+            worst_error=own.worst_error,
+        )
 
     def check_optimizer(self, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> None:
         self.wrapped.check_optimizer(optimizer, parameters)
-
-    @property
-    def open_coders(self) -> tuple[str, ...]:  # type: ignore[override]
-        """Those of the wrapped method."""
-        return self.wrapped.open_coders
 
     def with_coder(self, coder: str) -> Method:
         changed: dict[str, Any] = {self.wrapped_field: self.wrapped.with_coder(coder)}
@@ -89,7 +85,7 @@ class Around(Method):
 
     def usual_collective(self, world_size: int) -> str | None:
         # One alone leaves nothing to differ.
-        return self.wrapped.usual_collective(world_size) if len(self.collectives) > 1 else None
+        return self.wrapped.usual_collective(world_size) if len(self.traits.collectives) > 1 else None
 
     def bind(self, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> Callable[[], None] | None:
         return self.wrapped.bind(optimizer, parameters)
@@ -166,3 +162,88 @@ class WrappedPlan(BucketPlan):
             parts = (flat[a:b] for a, b in self.runs[context.chunk])
             outcome = replace(outcome, finite=all_finite(*parts))
         return self.after(context, flat, outcome)
+
+
+class TransformedPlan(BucketPlan):
+    """Makes *slots* of the compressed parameters, lets an inner plan exchange these, and brings their mean back.
+
+    The vector that is exchanged holds the slots of all compressed segments, each as a parameter of the same name, then
+    dense segments whole. It is one chunk. Slots may lose an infinity or NaN of the parameter: it is put into the first
+    of them, so that every rank makes +inf of the whole parameter.
+
+    Args:
+        method: The inner method; None: slots travel in float32, by sums whose bits no layout decides.
+        setting: Of the bucket; its backend serves the family "signs".
+        slots: How many each compressed segment has, at least one.
+    """
+
+    def __init__(self, method: Method | None, setting: PlanSetting, slots: Sequence[int]) -> None:
+        self._kernels = setting.kernels
+        self._light, dense = divide(setting.segments)
+        offset, numel = [s.offset for s in self._light], [s.numel for s in self._light]
+        self._table = SegmentTable(offset, numel, [0] * len(numel), [(0, 0)] * len(numel))
+        self._slots = sum(slots)
+        short: list[Segment] = []
+        for s, count in zip(self._light, slots):
+            short.append(Segment(Parameter(s.parameter.name, (count,), (1,)), _end(short), 0, count))
+        self._first = torch.tensor([s.offset for s in short], dtype=torch.int64)
+        self._dense: list[tuple[Segment, Segment]] = []
+        for s in dense:
+            short.append(replace(s, offset=_end(short)))
+            self._dense.append((s, short[-1]))
+        self._numel = _end(short)
+        inner = replace(setting, segments=short, chunk_numel=max(1, self._numel))
+        self._inner = inner.float32_plan() if method is None else method.plan(inner)
+        self.chunks, self.collective = self._inner.chunks, self._inner.collective
+        self.runs = [join((s.offset, s.offset + s.numel) for s in self._light)] * self.chunks
+
+    @abstractmethod
+    def gather(self, round: int, flat: torch.Tensor, slots: torch.Tensor) -> None:
+        """Make all slots of the bucket's compressed parameters."""
+
+    @abstractmethod
+    def scatter(self, round: int, slots: torch.Tensor, flat: torch.Tensor, add: bool) -> None:
+        """Write, or add, what the slots stand for to the compressed parameters; the slots may be spoilt."""
+
+    def prepare(self, context: Context, flat: torch.Tensor) -> Exchange[Any]:
+        short = context.workspace.get("slots", 4 * self._numel).view(torch.float32)
+        if not flat.is_meta:
+            slots = short[: self._slots]
+            self.gather(context.round, flat, slots)
+            finite = self._kernels.finite(flat, self._table)
+            slots[self._first[~finite]] = torch.inf
+            for s, at in self._dense:
+                short[at.offset : at.offset + at.numel] = flat[s.offset : s.offset + s.numel]
+        inner = yield from self._inner.prepare(context, short)
+        return short, inner
+
+    def run(self, context: Context, flat: torch.Tensor, prepared: Any) -> Exchange[Outcome]:
+        short, inner = prepared
+        outcome = yield from self._inner.run(context, short, inner)
+        if flat.is_meta:
+            return outcome
+        spoilt = ~torch.isfinite(short[self._first])
+        self._back(context.round, short, flat, add=False)
+        for i in torch.nonzero(spoilt).flatten().tolist():
+            s = self._light[i]
+            flat[s.offset : s.offset + s.numel] = torch.inf
+        own = outcome.sent
+        if own is None:
+            return outcome
+
+        def sent(out: torch.Tensor, weight: float) -> None:
+            part = torch.zeros(self._numel)
+            own(part, weight)
+            self._back(context.round, part, out, add=True)
+
+        return replace(outcome, sent=sent)
+
+    def _back(self, round: int, short: torch.Tensor, flat: torch.Tensor, add: bool) -> None:
+        self.scatter(round, short[: self._slots], flat, add)
+        for s, at in self._dense:
+            target, values = flat[s.offset : s.offset + s.numel], short[at.offset : at.offset + at.numel]
+            target.add_(values) if add else target.copy_(values)
+
+
+def _end(segments: Sequence[Segment]) -> int:
+    return segments[-1].offset + segments[-1].numel if segments else 0

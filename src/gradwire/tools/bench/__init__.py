@@ -1,1 +1,1 @@
-"""Measured tables: training steps on links of known speed, kernels against memcpy."""
+"""Benchmarks: training steps on networks of known speed, and kernels against memcpy."""

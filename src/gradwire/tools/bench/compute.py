@@ -1,10 +1,4 @@
-"""What a benchmarked step computes: the model's own forward and backward passes, or sleeps of the same length.
-
-Several ranks on one machine share its cores, so that their forward and backward passes delay each other's exchange,
-which a cluster with a machine for each rank does not see. :class:`SleepingCompute` replaces the passes by sleeps. DDP
-still buckets the gradients, calls its communication hook and orders the buckets: each parameter's node of the autograd
-graph waits until the time at which its bucket was ready in a measured :class:`~gradwire.model.timeline.Timeline`.
-"""
+"""The computing part of a benchmark step, real or slept through, and the number of steps that fit a budget."""
 
 from __future__ import annotations
 
@@ -16,16 +10,46 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.model.timeline import Timeline
+from gradwire.model.profile import Timeline
 from gradwire.tools.bench.models import Batch, BenchModel
 from gradwire.tools.experiments.errors import RunError
-
-__all__ = ["COMPUTE_KINDS", "CPU", "Compute", "RealCompute", "SleepingCompute", "make_compute"]
 
 CPU = torch.device("cpu")
 
 COMPUTE_KINDS = ("real", "sleep", "cuda")
-"""The values of a row's field ``compute``: on this machine's cores, not at all, or on its GPUs."""
+"""Values of a row's field ``compute``: ranks compute on this machine's cores, sleep, or compute on its GPUs."""
+
+TURNS, SLOW_TURNS, LEAST_TURNS = 5, 3, 2
+"""Turns of each exchange: normally, if its step takes longer than :data:`SLOW_S`, and at least in a cell."""
+SLOW_S = 2.0
+MOST_STEPS = 40
+"""Most steps in one turn."""
+
+
+def steps_of_budget(step_s: float, budget_s: float) -> tuple[int, int]:
+    """Return the number of turns, and of steps in each, for an exchange that may take about ``budget_s`` seconds.
+
+    Long steps are taken in fewer turns, since they hardly vary.
+    """
+    turns = SLOW_TURNS if step_s > SLOW_S else TURNS
+    return turns, max(1, min(MOST_STEPS, int(budget_s / turns / step_s)))
+
+
+def steps_of_cell(step_s: Mapping[str, float], left_s: float) -> dict[str, tuple[int, int]]:
+    """Return the number of turns, and of steps in each, for all exchanges of a cell that may take about ``left_s``.
+
+    Every exchange gets an equal share of a turn's time. If its step is longer than that, it takes a single step, at the
+    expense of the others. All take the same number of turns, at least two, so that every row has a spread.
+    """
+    turns = max(LEAST_TURNS, min(TURNS, int(left_s / sum(step_s.values()))))
+    turn_s, found = left_s / turns, {}
+    slowest_first = sorted(step_s, key=lambda name: -step_s[name])
+    for number, name in enumerate(slowest_first):
+        share_s = turn_s / (len(slowest_first) - number)
+        steps = max(1, min(MOST_STEPS, int(share_s / step_s[name])))
+        turn_s = max(0.0, turn_s - steps * step_s[name])
+        found[name] = turns, steps
+    return {name: found[name] for name in step_s}
 
 
 class Compute(Protocol):
@@ -43,14 +67,14 @@ class Compute(Protocol):
 
 
 class RealCompute:
-    """The model's own passes and a step of SGD.
+    """The model's forward and backward pass and a step of SGD.
 
     Args:
-        module: Not wrapped yet.
-        model: Gives the loss.
-        batch: This rank's.
+        module: The module, not wrapped yet.
+        model: Computes the loss.
+        batch: This rank's batch.
         bucket_cap_mb: As for DistributedDataParallel.
-        device: Where to compute; a step ends when the device has ended it.
+        device: Where to compute; a step includes waiting for the device.
     """
 
     def __init__(
@@ -85,15 +109,15 @@ class SleepingCompute:
     overwritten them.
 
     Args:
-        module: Not wrapped yet; its ``forward`` is replaced.
-        gradients: Of every parameter, by name.
-        timeline: What to replay.
+        module: The module, not wrapped yet; its ``forward`` is replaced.
+        gradients: Gradient of every parameter, by name.
+        timeline: The timeline to replay.
         bucket_cap_mb: As for DistributedDataParallel.
         clock: Returns seconds.
         sleep: Waits for so many seconds.
 
     Raises:
-        RunError: the timeline is of other parameters.
+        RunError: the timeline is of a module with other parameters.
     """
 
     def __init__(
@@ -152,7 +176,7 @@ class SleepingCompute:
         return token
 
     def arrive(self, ready_s: float | None) -> None:
-        """Wait until a gradient is to arrive; None: at once, as its bucket waits for others."""
+        """Wait until a gradient is due; None: do not wait, since its bucket waits for others."""
         if ready_s is not None:
             self._sleep_until(self._backward_began_s + ready_s + self._hooks_s)
 
@@ -172,7 +196,7 @@ class SleepingCompute:
 
 
 class _Arrival(torch.autograd.Function):
-    """The node of one parameter: its backward pass waits, and leaves ``.grad``, a view of DDP's bucket, as it is."""
+    """The node of one parameter: its backward pass waits, and keeps ``.grad``, a view of DDP's bucket."""
 
     @staticmethod
     def forward(ctx: Any, token: Tensor, parameter: Tensor, compute: SleepingCompute, ready_s: float | None) -> Tensor:
@@ -192,12 +216,12 @@ def make_compute(
     bucket_cap_mb: float | None = None,
     device: torch.device = CPU,
 ) -> Compute:
-    """Build what one variant computes; all variants start from the same weights on every rank.
+    """Build the computing part of one variant; all variants start from the same weights on every rank.
 
     Args:
-        model: What to build.
-        batch: This rank's.
-        timeline: To be slept through; None: compute for real.
+        model: The model to build.
+        batch: This rank's batch.
+        timeline: Timeline to sleep through; None: compute for real.
         bucket_cap_mb: As for DistributedDataParallel.
         device: Where to compute for real.
     """

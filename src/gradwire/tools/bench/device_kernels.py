@@ -1,4 +1,4 @@
-"""Kernels on a GPU: each family is compared with the reference there, then timed against a copy in its memory."""
+"""Kernels on a GPU: compare each family with the reference, then time it against a copy in the GPU's memory."""
 
 from __future__ import annotations
 
@@ -25,27 +25,25 @@ from gradwire.kernels import (
     packed_groups,
     summed,
 )
-from gradwire.kernels.backends import Modules
+from gradwire.kernels.backends import reference
 from gradwire.kernels.triton_core.backend import SERVED, TritonBackend
 from gradwire.tools.bench.timing import Bench
-
-__all__ = ["DEVICE_GOALS", "check_cuda", "measure_bucket", "measure_device"]
 
 RANKS = 4
 
 DEVICE_GOALS = {"encode with statistics": 8.2 / 8 / 0.6, "sum of 4": 1.0 / 8 / 0.6}
-"""0.6 of a copy's bytes a second. A copy moves eight bytes an element; these read it twice and write a fifth of a byte,
-and read four such fifths and write one."""
+"""Goals: 0.6 of a copy's bytes a second. A copy moves eight bytes an element. The first kernel reads an element twice
+and writes a fifth of a byte, the second reads four such fifths and writes one."""
 
 BUCKET_BYTES = 25 << 20
-"""DDP's own buckets."""
+"""Default size of DDP's buckets."""
 
 
 def check_cuda(option: str = "--device cuda") -> torch.device:
     """Return the current CUDA device.
 
     Args:
-        option: Which asks for one.
+        option: The option that asks for one, for the message.
 
     Raises:
         BackendError: there is none.
@@ -64,16 +62,16 @@ def measure_device(
     """Compare all families with the reference on the benchmark's device, and time those that agree.
 
     Args:
-        bench: What times, and on which device.
+        bench: Measures the times, on its device.
         table: Segments of ``x``.
-        x: On the device.
-        layout: What rows call the table.
+        x: A vector on the device.
+        layout: Name of the table in the rows.
         verified: Called with ``family`` and ``agrees`` for each family.
 
     Returns:
         The families that differ, each with the reason.
     """
-    backend, kernels, wrong = TritonBackend(Modules("reference")), get_kernels("triton"), []
+    backend, kernels, wrong = TritonBackend(reference()), get_kernels("triton"), []
     for family in SERVED:
         reason = backend.difference(family, bench.device)
         verified({"family": family, "agrees": reason is None})
@@ -86,11 +84,11 @@ def measure_device(
 
 
 def measure_bucket(bench: Bench, table: SegmentTable, x: torch.Tensor) -> None:
-    """Time what TernGrad does with a bucket of DDP's size, on a rank of two: encode with statistics, and decode.
+    """Time TernGrad on a bucket of DDP's size with two ranks: encode with statistics, and decode.
 
     Args:
-        bench: What times.
-        table: Parameters whose first ones make a bucket.
+        bench: Measures the times.
+        table: Parameters, the first of which make a bucket.
         x: Their gradients, on the device.
     """
     count = max(1, int((4 * table.numel.cumsum() <= BUCKET_BYTES).sum()))

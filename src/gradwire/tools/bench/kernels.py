@@ -1,8 +1,4 @@
-"""Kernels against memcpy, interleaved in one run, on one thread.
-
-Every row is the time per element of a kernel as a share of the time per element of a float32 memcpy, which runs right
-before and after it: machines, clocks and neighbours change both alike.
-"""
+"""The kernel benchmark: kernels against memcpy on one thread, or on a GPU, one row for each; see :class:`Bench`."""
 
 from __future__ import annotations
 
@@ -16,19 +12,24 @@ import numpy as np
 import torch
 
 from gradwire.kernels import Kernels, SegmentTable, checksum, chosen, get_kernels, inverse_scale, packed_bytes
-from gradwire.kernels.select import SIZE
+from gradwire.kernels.backends import SIZE
 from gradwire.kernels.self_test import NUMEL as SELF_TEST_NUMEL
 from gradwire.kernels.self_test import SELF_TESTS
 from gradwire.kernels.triton_core.backend import device_name
-from gradwire.tools.bench.coders import CODER_GOALS, bench_coder_choices, bench_coders
+from gradwire.tools.bench.codecs import (
+    CODER_GOALS,
+    ROTATION_GOALS,
+    SPARSE_GOALS,
+    bench_coder_choices,
+    bench_coders,
+    bench_low_rank,
+    bench_methods,
+    bench_rotations,
+    bench_sparse,
+)
 from gradwire.tools.bench.device_kernels import DEVICE_GOALS, check_cuda, measure_bucket, measure_device
-from gradwire.tools.bench.methods import bench_methods
-from gradwire.tools.bench.rotations import ROTATION_GOALS, bench_rotations
-from gradwire.tools.bench.sparse import SPARSE_GOALS, bench_low_rank, bench_sparse
 from gradwire.tools.bench.timing import Bench
-from gradwire.tools.experiments.machine import hardware, versions
-
-__all__ = ["measure_cuda_kernels", "measure_kernels"]
+from gradwire.tools.experiments.run_record import hardware, versions
 
 GOALS = {
     "moments": 0.50,
@@ -44,7 +45,7 @@ TINY = (64, 64, 128, 256, 512, 100, 37)
 
 
 def resnet50_sizes(total: int) -> list[int]:
-    """Sizes like ResNet-50's parameters, last layer first as DDP has them, cut to ``total`` elements."""
+    """Return sizes like ResNet-50's parameters, last layer first as in DDP, cut to ``total`` elements."""
     sizes, width_in = [64 * 3 * 49, 64, 64], 64
     for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
         for block in range(blocks):
@@ -62,14 +63,14 @@ def resnet50_sizes(total: int) -> list[int]:
 
 
 def table_of(sizes: list[int]) -> SegmentTable:
-    """Lay whole parameters side by side."""
+    """Return a table of whole parameters side by side."""
     offset = np.concatenate([[0], np.cumsum(sizes)[:-1]])
     key = np.arange(2 * len(sizes)).reshape(-1, 2) * 2654435761 % 2**32
     return SegmentTable(offset, np.array(sizes), np.zeros(len(sizes)), key)
 
 
 def gradients(table: SegmentTable) -> torch.Tensor:
-    """Heavy-tailed values with another spread in every segment."""
+    """Return heavy-tailed values with a different spread in every segment."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(table.extent, generator=generator)
     x *= torch.exp(0.5 * torch.randn(table.extent, generator=generator))
@@ -132,7 +133,7 @@ def bench_reference(bench: Bench, elements: int) -> None:
 
 
 def bench_step(bench: Bench, kernels: Kernels) -> None:
-    """Time what one rank of four computes for a step: moments and encode, sum of a quarter, decode."""
+    """Time the work of one rank of four in a step: moments and encode, sum of a quarter, decode."""
     table = table_of(list(MLP_SIZES))
     x, n, groups = gradients(table), table.extent, table.groups
     quarter = (groups // 4) * 16
@@ -152,7 +153,7 @@ def bench_step(bench: Bench, kernels: Kernels) -> None:
 
 
 def bench_checksum(bench: Bench, elements: int) -> None:
-    """Time the checksum of bytes as long as a vector, and those that one rank of four computes for a step."""
+    """Time the checksum of a vector's bytes, and the checksums that one rank of four computes in a step."""
     draw = np.random.default_rng(0)
 
     def rows(number: int, length: int) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
@@ -163,7 +164,7 @@ def bench_checksum(bench: Bench, elements: int) -> None:
 
     whole = rows(1, 4 * elements)
     bench.run("checksum", "flat", elements, lambda: checksum.checksums(heads(1), whole))
-    # Codes of a quarter to, and from, each of four ranks, itself included; then sums of a quarter to and from all.
+    # A quarter's codes to and from each of four ranks, itself included; then a quarter's sums to and from all.
     table = table_of(list(MLP_SIZES))
     up, down = rows(4, 16 * table.groups // 4), rows(4, packed_bytes(80 * table.groups, 4) // 4)
 
@@ -177,7 +178,7 @@ def bench_checksum(bench: Bench, elements: int) -> None:
 
 
 def bench_choices(bench: Bench) -> None:
-    """Time both variants of each family at the work by which "auto" chooses, and say which one it has chosen."""
+    """Time both variants of each family on the input by which "auto" chooses, and mark the chosen one."""
     for family, choice in chosen().items():
         for variant in ("cpu", "cpu-plain"):
             work = partial(SELF_TESTS[family], get_kernels(variant), SIZE)
@@ -188,12 +189,12 @@ def bench_choices(bench: Bench) -> None:
 def measure_kernels(
     elements: int, repetitions: int, backend: str, say: Callable[[dict[str, Any]], None]
 ) -> list[dict[str, Any]]:
-    """Measure all kernels; give a row for each, which ``say`` gets as it comes.
+    """Measure all kernels and return a row for each, which is also passed to ``say`` when it is measured.
 
     Args:
-        elements: Of the large vectors; 20 M do not fit a cache.
-        repetitions: Of each kernel.
-        backend: Of the kernels.
+        elements: Length of the large vectors; 20 M do not fit a cache.
+        repetitions: Repetitions of each kernel.
+        backend: Backend of the kernels.
 
     Raises:
         HyperparameterError: there is no such backend.
@@ -237,10 +238,10 @@ def measure_cuda_kernels(
     """Compare Triton's kernels with the reference on a GPU, and measure those that agree.
 
     Args:
-        elements: Of the vector.
-        repetitions: Of each kernel.
-        say: Gets each row as it comes.
-        verified: Gets ``family`` and ``agrees`` of each family before its rows.
+        elements: Length of the vector.
+        repetitions: Repetitions of each kernel.
+        say: Called with each row when it is measured.
+        verified: Called with ``family`` and ``agrees`` of each family before its rows.
         device: Where to measure; by default the current CUDA device.
 
     Returns:
@@ -263,7 +264,7 @@ def measure_cuda_kernels(
 
 
 def _with_versions(bench: Bench, backend: str, warm_up_s: float, device: str) -> list[dict[str, Any]]:
-    """Return the rows with what they depend on."""
+    """Return the rows with backend, hardware, versions and date."""
     found = {"backend": backend, "warm_up_s": warm_up_s, "device": device, "cpu": hardware()["processor"]}
     found |= {"cores": hardware()["cores"], **versions()}
     found["date_utc"] = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")

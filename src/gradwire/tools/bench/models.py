@@ -15,8 +15,6 @@ from gradwire.tools.experiments.tasks import build
 from gradwire.tools.experiments.tasks.cifar10 import Residual
 from gradwire.tools.experiments.tasks.text import Transformer
 
-__all__ = ["MODELS", "BenchModel", "bench_model"]
-
 Batch = tuple[Tensor, Tensor]
 
 
@@ -25,10 +23,10 @@ class BenchModel:
     """A model to take steps with.
 
     Attributes:
-        name: As the command line takes it.
-        summary: One line.
+        name: Name on the command line.
+        summary: Description in one line.
         make: Builds the module.
-        batch: Makes a worker's batch from a generator.
+        batch: Returns a worker's batch, drawn from a generator.
     """
 
     name: str
@@ -37,7 +35,7 @@ class BenchModel:
     batch: Callable[[torch.Generator], Batch]
 
     def loss(self, module: nn.Module, batch: Batch) -> Tensor:
-        """Return the mean cross-entropy of a batch; logits may have a time axis."""
+        """Return the mean cross-entropy of a batch, whose logits may have a time axis."""
         logits = module(batch[0])
         return cross_entropy(logits.flatten(0, -2), batch[1].flatten())
 
@@ -50,7 +48,7 @@ def _mlp() -> nn.Module:
 
 
 def _resnet() -> nn.Module:
-    """ResNet-20 (He et al., CVPR 2016, sec. 4.2)."""
+    """Build ResNet-20 (He et al., CVPR 2016, sec. 4.2)."""
     blocks: list[nn.Module] = []
     inner = 16
     for outer in (16, 32, 64):
@@ -108,7 +106,7 @@ def bench_model(name: str) -> BenchModel:
     """Return a model by name.
 
     Raises:
-        UsageError: there is none of that name.
+        UsageError: there is no model of that name.
     """
     if name not in MODELS:
         raise UsageError(f"no model {name!r} to benchmark: {nearest(name, MODELS)}")

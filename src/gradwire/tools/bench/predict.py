@@ -1,36 +1,46 @@
-"""Measured steps beside predicted ones: calibrate on a third of the cells, judge on the others."""
+"""Calibration of the performance model by measured steps, and predictions beside measurements."""
 
 from __future__ import annotations
 
+import os
+import tempfile
+import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
+import gradwire as gw
 from gradwire.model.calibrate import Observation, calibrate
-from gradwire.model.exchange import ExchangeProfile, exchange_of, nothing_but_the_sum
-from gradwire.model.machine import LinkModel, Machine
-from gradwire.model.schedule import Load
-from gradwire.model.timeline import Timeline
-from gradwire.tools.bench.deadline import Deadline
+from gradwire.model.machine import DEFAULT, LinkModel, Machine
+from gradwire.model.profile import Timeline
+from gradwire.model.schedule import ExchangeProfile, Load, exchange_of, nothing_but_the_sum
 from gradwire.tools.bench.models import bench_model
-from gradwire.tools.bench.step import compute_of
+from gradwire.tools.bench.ranks import Deadline
+from gradwire.tools.bench.step import StepGrid, compute_of, measure_grid, read_rows
 from gradwire.tools.bench.variants import COMPUTE
-from gradwire.tools.experiments.errors import RunError
+from gradwire.tools.experiments.errors import RunError, UsageError
 from gradwire.tools.lab import Topology
-
-__all__ = ["Case", "cases_of", "judge", "split"]
 
 Row = dict[str, Any]
 
 OWN = {"ddp fp32": "fp32", "ddp fp16": "fp16"}
-"""DDP's exchanges that a method of ours equals, bit for bit."""
+"""Methods that equal one of DDP's own exchanges bit for bit."""
+
+MODELS = ("lenet", "mlp", "transformer")
+HOSTS = (2, 4)
+VARIANTS = ("compute", "ddp fp32", "gradwire bf16", "gradwire terngrad")
+BUDGET_S = 0.8
+LIMIT_S = 60.0
+STEPS_SHARE, CODECS_SHARE = 0.7, 0.85
+"""Shares of the time at which taking steps ends, and at which timing codecs ends; the rest is for the fit."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A measured row and its prediction's inputs."""
+    """A measured row, and the inputs of its prediction."""
 
     row: Row
     observation: Observation
@@ -44,17 +54,17 @@ class Case:
 def cases_of(
     rows: Sequence[Row], say: Callable[[str], None] = lambda text: None, deadline: Deadline | None = None
 ) -> list[Case]:
-    """Return every row that the model predicts: all but computing alone, PyTorch's PowerSGD hook and sleeping ranks.
+    """Return the cases of all rows that the model predicts.
 
-    Ranks that sleep do not share cores while they compute, and the model has one rule for both.
+    Rows of computing alone, of PyTorch's PowerSGD hook and of ranks that slept are left out: the model assumes that
+    ranks share cores while they compute.
 
-    Codecs are timed here, one exchange after the other; at the deadline the cases so far are returned.
-
-    The timeline is that of the unlimited (or fastest) cell of the same model and hosts: a user profiles once, not once
-    a bandwidth.
+    Codecs are timed here, one exchange after the other; at the deadline the cases so far are returned. The timeline is
+    that of the unlimited (or fastest) cell of the same model and hosts, since a user profiles once, not for each
+    bandwidth.
 
     Raises:
-        RunError: no timeline was measured for some model and number of hosts, or one is damaged.
+        RunError: a model and number of hosts has no timeline, or a damaged one.
     """
     rows = [row for row in rows if compute_of(row) == "real"]
     timelines: dict[tuple[str, int], Timeline] = {}
@@ -112,7 +122,7 @@ def _exchange(model: str, hosts: int, spec: str, variant: str, timeline: Timelin
 
 
 def split(cases: Iterable[Case]) -> tuple[list[Case], list[Case]]:
-    """Return the cases of every third cell (model, hosts, bandwidth, in that order), and all others."""
+    """Return the cases of every third cell, in the order of model, hosts and bandwidth, and all other cases."""
     listed = list(cases)
     cells = sorted({c.cell for c in listed}, key=lambda cell: _order(cell, listed))
     chosen = set(cells[::3])
@@ -125,7 +135,7 @@ def _order(cell: tuple[str, str], cases: Sequence[Case]) -> tuple[str, int, floa
 
 
 def judge(rows: Sequence[Row], say: Callable[[str], None] = lambda text: None) -> tuple[Machine, list[Row]]:
-    """Calibrate on a third of the cells; give the machine, and a row of measured and predicted for each case."""
+    """Calibrate on a third of the cells; return the machine, and a row of measured and predicted time for each case."""
     cases = cases_of(rows, say)
     chosen, _ = split(cases)
     cells = {c.cell for c in chosen}
@@ -147,3 +157,67 @@ def judge(rows: Sequence[Row], say: Callable[[str], None] = lambda text: None) -
             }
         )
     return machine, found
+
+
+def default_path() -> Path:
+    """Return the path of this machine's calibration."""
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(base) / "gradwire" / "calibration.json"
+
+
+def measure_machine(
+    path: Path,
+    say: Callable[[str], None],
+    limit_s: float = LIMIT_S,
+    clock: Callable[[], float] = time.monotonic,
+) -> Machine:
+    """Take steps with two and four local workers, fit the costs to them, and save the costs in ``path``.
+
+    Loopback has no slow network, so the efficiencies of links keep their default values.
+
+    Measurements stop at the time limit. With few steps, the costs are drawn towards the defaults; with none, they are
+    the defaults, and ``path`` is not written. ``source`` of the result says so.
+
+    Args:
+        path: Where to save the costs.
+        say: Called with a line for each row, and if time ran out.
+        limit_s: Most seconds to take, besides the compilation of kernels, which is needed once on a machine.
+        clock: Returns seconds.
+    """
+    grid = StepGrid(
+        models=MODELS,
+        topologies=[Topology(hosts=n) for n in HOSTS],
+        variants=VARIANTS,
+        budget_s=BUDGET_S,
+        loopback=True,
+    )
+    compiled_s = gw.warm_up("terngrad")
+    if compiled_s > 0.5:
+        say(f"compiled kernels, once per machine: {compiled_s:.1f} s")
+    steps, codecs, fit = (Deadline(share * limit_s, clock) for share in (STEPS_SHARE, CODECS_SHARE, 1.0))
+    with tempfile.TemporaryDirectory() as folder:
+        rows = measure_grid(grid, Path(folder) / "rows.jsonl", say, steps)
+    observations = [case.observation for case in cases_of(rows, deadline=codecs)]
+    wanted = len(MODELS) * len(HOSTS) * (len(VARIANTS) - 1)
+    count = f"{len(observations)} steps on loopback"
+    if len(observations) < wanted:
+        count = f"{len(observations)} of {wanted} steps on loopback, in the {limit_s:g} s allowed"
+        say(f"{count}: give more with --calibration-limit, or calibrate anew on an idle machine with --calibrate")
+    if not observations:
+        return replace(DEFAULT, source=f"defaults: no step was measured in the {limit_s:g} s allowed")
+    machine = calibrate(observations, count, fit_links=False, few=True, stop=lambda: fit.passed)
+    machine.save(path)
+    return machine
+
+
+def machine_of_rows(path: Path) -> Machine:
+    """Fit the costs to all rows of a file of ``gradwire bench step``.
+
+    Raises:
+        UsageError: the file does not exist.
+        HyperparameterError: it holds too few steps.
+    """
+    if not path.is_file():
+        raise UsageError(f"calibration {path} does not exist: measure rows with gradwire bench step --out {path}")
+    observations = [case.observation for case in cases_of(read_rows(path))]
+    return calibrate(observations, f"{len(observations)} steps of {path.name}")

@@ -1,4 +1,4 @@
-"""Profiles: of a task, of a benchmark model, of the user's own script."""
+"""Profile a task, a model of the step benchmark, or the user's own script."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.model.profile import Profile
-from gradwire.model.timeline import Recorder
+from gradwire.model.profile import Profile, Recorder
 from gradwire.tools.bench.models import MODELS
 from gradwire.tools.experiments.config import RunConfig
 from gradwire.tools.experiments.engine import build_model
@@ -26,10 +25,8 @@ from gradwire.tools.experiments.launch import loopback
 from gradwire.tools.experiments.order import share
 from gradwire.tools.experiments.tasks import ALL, build
 
-__all__ = ["main", "profile_module", "profile_name", "profile_script"]
-
 STEPS = 12
-"""Of a profile; the first two lay out buckets and do not count."""
+"""Steps to profile. The first two are not counted: DDP lays out its buckets in them."""
 
 ENVIRONMENT = "GRADWIRE_PROFILE"
 
@@ -38,7 +35,7 @@ def profile_name(name: str, data: str | None = None) -> Profile:
     """Profile a task, with a worker's share of its batch, or a model of the step benchmark.
 
     Raises:
-        UsageError: there is neither of that name.
+        UsageError: there is no task or model of that name.
         DataError: the task's data is missing.
     """
     if name in MODELS:
@@ -62,12 +59,12 @@ def profile_name(name: str, data: str | None = None) -> Profile:
 
 
 def profile_module(name: str, make: Callable[[], nn.Module], loss: Callable[[nn.Module, int], torch.Tensor]) -> Profile:
-    """Profile what ``make`` builds, by a few steps of one worker on one thread.
+    """Profile a module by a few steps of one worker on one thread.
 
     Args:
-        name: What the profile calls it.
+        name: Name of the module in the profile.
         make: Builds the module.
-        loss: ``loss(module, step)``.
+        loss: Returns the loss of a module in a step.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -99,7 +96,7 @@ def profile_module(name: str, make: Callable[[], nn.Module], loss: Callable[[nn.
 
 
 def _alone() -> Any:
-    """Make a group of this rank; the other ranks take no part."""
+    """Return a group of this rank only; the other ranks take no part."""
     return dist.new_group([dist.get_rank()], use_local_synchronization=True)
 
 
@@ -107,8 +104,8 @@ def profile_script(script: Path, arguments: Sequence[str]) -> Profile:
     """Run the first steps of a DDP script, unchanged, as its only worker, and profile its first DDP module.
 
     Raises:
-        UsageError: there is no such script.
-        WorkerError: it ended before enough steps were taken; the message holds its last line.
+        UsageError: the script does not exist.
+        WorkerError: the script ended before it had taken enough steps; the message holds its last line.
     """
     if not script.is_file():
         raise UsageError(f"script {script} does not exist")
@@ -131,7 +128,7 @@ def profile_script(script: Path, arguments: Sequence[str]) -> Profile:
 
 
 def main() -> None:
-    """Run a script until its first DDP module has taken enough steps; write the profile and leave."""
+    """Run a script until its first DDP module has taken enough steps, write the profile, and exit."""
     out = Path(os.environ[ENVIRONMENT])
     script, *arguments = sys.argv[1:]
     original: Callable[..., None] = DistributedDataParallel.__init__
@@ -158,7 +155,7 @@ def _enough(script: str, module: Any, recorder: Recorder, out: Path) -> None:
 
 
 def _leave() -> NoReturn:
-    # Whatever the script still holds (data loaders, logs, its process group) has nothing more to do.
+    # The script's data loaders, logs and process group are not needed any more.
     os._exit(0)
 
 

@@ -1,7 +1,7 @@
-"""One rank of the step benchmark: builds variants, and takes steps when its parent says so.
+"""One rank of the step benchmark: it builds variants, and takes steps at its parent's command.
 
-Started as ``python -m gradwire.tools.bench.rank`` with torchrun's variables and ``GRADWIRE_BENCH``; it reads one JSON
-command a line and answers each with one JSON line.
+The parent starts ``python -m gradwire.tools.bench.rank`` with torchrun's variables and ``GRADWIRE_BENCH``. The rank
+reads a command as JSON from each line of standard input, and answers with a line of JSON.
 """
 
 from __future__ import annotations
@@ -16,18 +16,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gradwire.model.timeline import Timeline
+from gradwire.model.profile import Timeline
 from gradwire.tools.bench.models import bench_model
 from gradwire.tools.bench.profile import profile_name
 from gradwire.tools.bench.variants import Variant
-
-__all__ = ["ENVIRONMENT", "main"]
 
 ENVIRONMENT = "GRADWIRE_BENCH"
 
 
 class Rank:
-    """The variants of this rank, and what the parent may ask of them."""
+    """The variants of this rank; each public method is a command of the parent."""
 
     def __init__(self, model: str, device: str = "cpu", backend: str = "gloo") -> None:
         torch.set_num_threads(1)
@@ -42,25 +40,25 @@ class Rank:
         self.sleeps: Timeline | None = None
 
     def profile(self) -> dict[str, Any]:
-        """Measure the model's timeline on rank 0, while the other ranks wait without computing."""
+        """Measure the model's timeline on rank 0 while the other ranks wait."""
         found = profile_name(self.model.name).timeline.to_json() if dist.get_rank() == 0 else None
         dist.barrier()
         return {"timeline": found}
 
     def sleep(self, timeline: dict[str, Any]) -> dict[str, Any]:
-        """Let the variants that are built from now on sleep through a timeline instead of computing."""
+        """Let all variants built from now on sleep through a timeline instead of computing."""
         self.sleeps = Timeline.from_json(timeline)
         return {}
 
     def build(self, variant: str) -> dict[str, Any]:
-        """Build a variant, anew where it exists."""
+        """Build a variant; one of that name is replaced."""
         if variant in self.variants:
             self.variants.pop(variant).close()
         built = self.variants[variant] = Variant.build(variant, self.model, self.batch, self.sleeps, self.device)
         return {"numel": built.numel}
 
     def steps(self, variant: str, count: int) -> dict[str, Any]:
-        """Take steps; return their seconds, this process's CPU time, and what the link counted in them."""
+        """Take steps; return their seconds, this process's CPU time, and the link's counters."""
         chosen = self.variants[variant]
         before, busy = chosen.counts(), time.process_time()
         times = chosen.steps(count)
@@ -69,39 +67,39 @@ class Rank:
         return {"times_s": times, "cpu_s": cpu_s, "counted": counted}
 
     def trace(self, variant: str, count: int) -> dict[str, Any]:
-        """Take steps; return this process's spans in them, and what the link counted."""
+        """Take steps; return this process's spans in them, and the bytes sent."""
         chosen = self.variants[variant]
         before = chosen.counts()
         spans = [dataclasses.asdict(span) for span in chosen.trace(count)]
         return {"spans": spans, "sent_bytes": chosen.counts().get("sent_bytes", 0) - before.get("sent_bytes", 0)}
 
     def forget_timeline(self, variant: str) -> dict[str, Any]:
-        """Begin a new timeline."""
+        """Discard the recorded timeline."""
         recorder = self.variants[variant].recorder
         if recorder:
             recorder.reset()
         return {}
 
     def timeline(self, variant: str) -> dict[str, Any]:
-        """Return the variant's timeline, where it records one."""
+        """Return the variant's timeline, if it records one."""
         recorder = self.variants[variant].recorder
         found = recorder.timeline() if recorder else None
         return {"timeline": found.to_json() if found else None}
 
     def record(self, variant: str) -> dict[str, Any]:
-        """Return what the variant's link says of itself."""
+        """Return the record of the variant's link, if it has one."""
         link = self.variants[variant].link
         return {"record": link.record() if link else None}
 
     def close(self) -> None:
-        """End all links."""
+        """Close all links."""
         for variant in self.variants.values():
             variant.close()
 
 
 def main() -> None:
-    """Serve the parent until its pipe closes."""
-    # Whatever a library prints must not get between the answers.
+    """Obey the parent until its pipe closes."""
+    # Output of libraries must not mix with the answers.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     rank = Rank(**json.loads(os.environ[ENVIRONMENT]))

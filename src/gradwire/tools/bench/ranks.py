@@ -1,4 +1,4 @@
-"""The ranks of the step benchmark, seen from their parent: one on each host of an emulated cluster, or on loopback."""
+"""The processes of the step benchmark as their parent sees them, and a deadline for their answers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from functools import partial
 from types import TracebackType
 from typing import IO, Any
@@ -19,25 +20,48 @@ from typing import IO, Any
 import torch
 import torch.distributed as dist
 
-from gradwire.tools.bench.deadline import Deadline, OutOfTimeError
 from gradwire.tools.bench.rank import ENVIRONMENT
-from gradwire.tools.experiments.errors import WorkerError
+from gradwire.tools.experiments.errors import RunError, WorkerError
 from gradwire.tools.experiments.launch import loopback
 from gradwire.tools.lab import Network, environment, start
-from gradwire.tools.processes import die_with_parent, termination_unwinds
+from gradwire.tools.processes import die_with_parent, killed_by, termination_unwinds
 
-__all__ = ["Ranks", "open_ranks"]
+
+class OutOfTimeError(RunError):
+    """A measurement did not end before its deadline."""
+
+
+class Deadline:
+    """A moment some seconds from now.
+
+    Args:
+        seconds: Seconds until the deadline.
+        clock: Returns seconds.
+    """
+
+    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._until = clock, clock() + seconds
+
+    @property
+    def left_s(self) -> float:
+        """Seconds left, at least 0."""
+        return max(0.0, self._until - self._clock())
+
+    @property
+    def passed(self) -> bool:
+        """Whether no time is left."""
+        return self.left_s == 0.0
 
 
 class Ranks:
-    """Processes that all get the same command, and whose answers are gathered.
+    """Ranks that all receive the same commands.
 
     Args:
-        model: What they take steps with.
-        hosts: How many.
-        network: Where they run; loopback if None.
-        deadline: Until when they must have answered; None: they may take as long as they need.
-        device: "cuda": each computes on one of this machine's GPUs.
+        model: Name of the model.
+        hosts: Number of ranks.
+        network: Emulated cluster to run on; None: loopback.
+        deadline: Deadline for all answers; None: no limit.
+        device: "cuda": each rank computes on one of this machine's GPUs.
     """
 
     def __init__(
@@ -114,20 +138,18 @@ class Ranks:
         return answers
 
     def _read(self, pipe: IO[bytes]) -> bytes:
-        # A command has one line for an answer, so none waits in the pipe's buffer, where select would not see it.
+        # An answer is one line, so nothing is left in the pipe's buffer, where select would not see it.
         if self.deadline is not None and not select.select([pipe], [], [], self.deadline.left_s)[0]:
             raise OutOfTimeError("the ranks did not answer in the time that the measurement may take")
         return pipe.readline()
 
     def _account(self, rank: int) -> str:
-        """Describe how the benchmark ended: a rank that was killed tells more than those that miss it."""
+        """Describe how the benchmark ended, by a rank that was killed if there is one."""
         self._processes[rank].wait()
         for other, process in enumerate(self._processes):
             code = process.poll()
             if code is not None and code < 0:
-                name = signal.Signals(-code).name
-                hint = " (out of memory?)" if name == "SIGKILL" else ""
-                return f"rank {other} of the benchmark was killed by {name}{hint}"
+                return f"rank {other} of the benchmark {killed_by(code)}"
         return f"rank {rank} of the benchmark ended: {self._last_words(rank)}"
 
     def _last_words(self, rank: int) -> str:
@@ -138,9 +160,9 @@ class Ranks:
 
 
 def backend_of(device: str, hosts: int, network: Network | None) -> str:
-    """Return the backend of the ranks' group.
+    """Return the backend of the ranks' process group.
 
-    NCCL serves where each rank has a GPU of its own and no link is emulated: on one machine it goes past the network.
+    NCCL is used if each rank has its own GPU and no network is emulated, which it would bypass on one machine.
     """
     alone = device == "cuda" and network is None and hosts <= torch.cuda.device_count() and dist.is_nccl_available()
     return "cpu:gloo,cuda:nccl" if alone else "gloo"
@@ -156,6 +178,6 @@ def _free_port() -> int:
 def open_ranks(
     model: str, hosts: int, network: Network | None, deadline: Deadline | None = None, device: str = "cpu"
 ) -> Iterator[Ranks]:
-    """Start ranks for the body, and end them after it, also when this process is told to end."""
+    """Start ranks for the body and end them after it, also if this process is told to end."""
     with termination_unwinds(), Ranks(model, hosts, network, deadline, device) as ranks:
         yield ranks

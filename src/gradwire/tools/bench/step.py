@@ -1,7 +1,7 @@
-"""The step benchmark: models, hosts, bandwidths and exchanges, measured side by side and written row by row.
+"""The step benchmark: steps of models on clusters by exchanges, measured side by side.
 
 Within a cell, exchanges take turns, so that a noisy machine disturbs all alike. Rows are appended to a file of JSON
-lines as they come; what is there is not measured again.
+lines when they are measured; cells that are in the file are not measured again.
 """
 
 from __future__ import annotations
@@ -20,41 +20,37 @@ from typing import Any
 
 import torch
 
-from gradwire.tools.bench.compute import COMPUTE_KINDS
-from gradwire.tools.bench.deadline import Deadline, OutOfTimeError
+from gradwire.tools.bench.compute import COMPUTE_KINDS, TURNS, steps_of_budget, steps_of_cell
 from gradwire.tools.bench.device_kernels import check_cuda
 from gradwire.tools.bench.models import bench_model
-from gradwire.tools.bench.pace import TURNS, steps_of_budget, steps_of_cell
-from gradwire.tools.bench.ranks import Ranks, open_ranks
+from gradwire.tools.bench.ranks import Deadline, OutOfTimeError, Ranks, open_ranks
 from gradwire.tools.bench.variants import COMPUTE, VARIANTS, check_variant, dense_wire_bytes
 from gradwire.tools.experiments.errors import UsageError
-from gradwire.tools.experiments.machine import hardware, versions
+from gradwire.tools.experiments.run_record import hardware, versions
 from gradwire.tools.lab import Network, Rate, Topology, format_rate, open_network
-
-__all__ = ["BANDWIDTHS", "BYTES_TOLERANCE", "HOSTS", "StepGrid", "compute_of", "measure_grid"]
 
 HOSTS = (2, 4, 8)
 BANDWIDTHS = ("50mbit", "100mbit", "1gbit", "5gbit", "unlimited")
 CHOOSING = ("gradwire auto", "gradwire Auto(")
 BYTES_TOLERANCE = 0.05
-"""Between what the library and what the interfaces counted; beyond it the benchmark is wrong."""
+"""Largest relative difference between the bytes that the library and the interfaces count."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepGrid:
-    """What to measure.
+    """The cells and exchanges to measure.
 
     Attributes:
-        models: By name.
-        topologies: Clusters; those that differ in bandwidth alone share their processes.
+        models: Names of models.
+        topologies: Clusters; those that differ only in bandwidth share their processes.
         variants: Exchanges.
-        budget_s: Of each variant in each cell, about.
-        loopback: Without an emulated cluster: all ranks in this namespace, no limits.
+        budget_s: Seconds for each variant in each cell, about.
+        loopback: Run all ranks in this namespace, without an emulated cluster and without limits.
         compute: "real": the ranks compute, and share this machine's cores. "sleep": they sleep as long as one rank
             alone computes, so that the exchange has the cores for itself. "cuda": they compute on this machine's GPUs,
             and gradients lie there.
-        cell_budget_s: Of each cell, all its variants and their warm-up together, about; takes the place of
-            ``budget_s``. A cell whose steps are long takes longer: each variant takes two steps at least.
+        cell_budget_s: Seconds for each cell with all its variants and their warm-up, about, instead of ``budget_s``. A
+            cell with long steps takes longer, since each variant takes at least two.
     """
 
     models: Sequence[str]
@@ -81,7 +77,7 @@ class StepGrid:
                 raise UsageError("--loopback has no links to limit: leave the bandwidth out")
 
     def families(self) -> Iterator[tuple[str, list[Topology]]]:
-        """Yield models with the clusters that differ in bandwidth alone, slowest last."""
+        """Yield each model with the clusters that differ only in bandwidth, the slowest last."""
         shapes: dict[str, list[Topology]] = {}
         for topology in self.topologies:
             shapes.setdefault(topology.with_bandwidth(None).spec(), []).append(topology)
@@ -92,7 +88,7 @@ class StepGrid:
 
 Row = dict[str, Any]
 Key = tuple[str, str, str, str]
-"""Of a row: model, cluster, variant, and whether its ranks computed or slept."""
+"""Key of a row: model, cluster, variant, and whether its ranks computed or slept."""
 
 NEEDED: dict[str, tuple[type, ...]] = {
     "model": (str,),
@@ -103,14 +99,14 @@ NEEDED: dict[str, tuple[type, ...]] = {
     "step_time_s": (int, float),
     "cores": (int,),
 }
-"""What a row must hold to be found again, and predicted."""
+"""Fields that a row needs to be found and predicted, and their types."""
 
 
 def measure_grid(grid: StepGrid, path: Path, say: Callable[[str], None], deadline: Deadline | None = None) -> list[Row]:
-    """Measure what is not in ``path`` yet; return all rows of the grid, or those that are there at the deadline.
+    """Measure the rows that ``path`` lacks; return all rows of the grid, or those measured before the deadline.
 
-    Where the ranks sleep, all cells of a model sleep through one timeline, which is measured once, on rank 0 alone,
-    and kept in the rows of ``compute``.
+    If the ranks sleep, all cells of a model use one timeline, which is measured once on rank 0 and stored in the rows
+    of ``compute``.
 
     Raises:
         BackendError: no emulated cluster can be built here.
@@ -126,7 +122,7 @@ def measure_grid(grid: StepGrid, path: Path, say: Callable[[str], None], deadlin
         missing = list(dict.fromkeys(v for variants in wanted.values() for v in variants))
         if not missing:
             continue
-        # The timeline and the floor belong to the cell: computing alone is measured beside whatever is.
+        # Timeline and floor belong to the cell, so computing alone is measured with every cell.
         names = list(dict.fromkeys([COMPUTE, *missing]))
         with contextlib.suppress(OutOfTimeError), open_cluster(grid, model, family[0], deadline) as (ranks, network):
             timeline = tell_to_sleep(grid, model, ranks, found.values())
@@ -161,7 +157,7 @@ def open_cluster(
 
 
 def tell_to_sleep(grid: StepGrid, model: str, ranks: Ranks, rows: Iterable[Row] = ()) -> Row | None:
-    """Tell the ranks what to sleep through, if they are to sleep: the timeline in a row, or a new one; return it."""
+    """Let the ranks sleep through a timeline, from a row or measured now, if the grid says so; return the timeline."""
     if grid.compute != "sleep":
         return None
     kept = [r["timeline"] for r in rows if r["model"] == model and compute_of(r) == "sleep" and r.get("timeline")]
@@ -171,7 +167,7 @@ def tell_to_sleep(grid: StepGrid, model: str, ranks: Ranks, rows: Iterable[Row] 
 
 
 class Cell:
-    """One model on one cluster: all its variants, in turns."""
+    """All variants of one model on one cluster, which take turns."""
 
     def __init__(
         self,
@@ -188,9 +184,9 @@ class Cell:
         self.ranks, self.network, self.numel, self.clock = ranks, network, numel, clock
 
     def measure(self, variants: Sequence[str]) -> list[Row]:
-        """Measure the variants of this cell, computing alone among them; return a row for each.
+        """Measure the variants of this cell, including computing alone; return a row for each.
 
-        Where the ranks' deadline passes on the way, there are rows of the variants that took a turn until then.
+        If the ranks' deadline passes, the rows are those of the variants that have taken a turn.
         """
         began_s = self.clock()
         step_s = {name: self._warm_up(name) for name in variants}
@@ -212,7 +208,7 @@ class Cell:
         if timeline is None or COMPUTE not in taken:
             raise OutOfTimeError("the deadline passed before a turn had ended")
         if self.grid.compute == "cuda":
-            # Of launches, which end before what they launch.
+            # Its times would be those of launches, which end before the work on the GPU.
             timeline = None
         compute_s = median(t for turn in taken[COMPUTE] for t in turn["times_s"])
         rows = {name: self._row(name, turns, compute_s) for name, turns in taken.items()}
@@ -228,9 +224,9 @@ class Cell:
         return list(rows.values())
 
     def _warm_up(self, name: str) -> float:
-        """Let connections find their speed, and a link its method; return the seconds of a step."""
+        """Take steps until connections have their speed and a link its method; return the seconds of a step."""
         if name.startswith(CHOOSING):
-            # Its choice belongs to this cell alone.
+            # The choice is valid for this cell only.
             self.ranks.ask("build", variant=name)
             while not self.ranks.ask("record", variant=name)[0]["record"]["choice"]["chosen"]:
                 self.ranks.ask("steps", variant=name, count=5)
@@ -249,7 +245,7 @@ class Cell:
         moved = [b.since(a).sent_payload_bytes for a, b in zip(before, after)]
         counted = [a["counted"]["sent_bytes"] for a in answers if a["counted"]]
         return {
-            # An exchange keeps ranks together, so their mean is the step; alone, a step lasts as long as its slowest.
+            # An exchange keeps ranks in step, so the mean is the step's time; without one, the slowest rank counts.
             "times_s": [
                 (max if name == COMPUTE else fmean)(column) for column in zip(*[a["times_s"] for a in answers])
             ],
@@ -311,7 +307,7 @@ def _place(grid: StepGrid, topology: Topology) -> str:
 
 
 def compute_of(row: Mapping[str, Any]) -> str:
-    """Return whether a row's ranks computed or slept; rows from before there was a choice computed."""
+    """Return a row's field ``compute``; the oldest rows lack it, and their ranks computed."""
     found: str = row.get("compute", "real")
     return found
 
@@ -325,7 +321,7 @@ def _wanted(grid: StepGrid, model: str, topology: Topology, variant: str) -> Key
 
 
 def _append(path: Path, row: Row) -> None:
-    # A line that was cut off must not take this one with it.
+    # A truncated last line must not be joined with this one.
     with path.open("ab+") as file:
         if file.tell() and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n":
             file.write(b"\n")
@@ -333,10 +329,10 @@ def _append(path: Path, row: Row) -> None:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Read the rows of a file; a line that is no JSON, such as a last one that was cut off, does not count.
+    """Read the rows of a file; a line that is not JSON, such as a truncated last one, is left out.
 
     Raises:
-        UsageError: a line is no row of this benchmark.
+        UsageError: a line is not a row of this benchmark.
     """
     if not path.exists():
         return []
@@ -349,7 +345,7 @@ def read_rows(path: Path) -> list[Row]:
         try:
             row = json.loads(line)
         except json.JSONDecodeError:
-            print(f"gradwire: {path}: a line that is no JSON is left out: {line[:40]}", file=sys.stderr)
+            print(f"gradwire: {path}: a line that is not JSON is left out: {line[:40]}", file=sys.stderr)
             continue
         rows.append(_checked(row, f"{path}, line {number}"))
     return rows
@@ -357,17 +353,17 @@ def read_rows(path: Path) -> list[Row]:
 
 def _checked(row: Any, where: str) -> Row:
     if not isinstance(row, dict):
-        raise UsageError(f"{where}: no row of gradwire bench step, but {str(row)[:40]}")
+        raise UsageError(f"{where}: not a row of gradwire bench step, but {str(row)[:40]}")
     missing = [name for name in NEEDED if name not in row]
     wrong = [n for n, kinds in NEEDED.items() if n in row and (not isinstance(row[n], kinds) or row[n] is True)]
     if missing or wrong:
         what = f"it lacks {', '.join(missing)}" if missing else f"{wrong[0]} is {row[wrong[0]]!r}"
-        raise UsageError(f"{where}: no row of gradwire bench step: {what}; name a file that it wrote")
+        raise UsageError(f"{where}: not a row of gradwire bench step: {what}; name a file that it wrote")
     return row
 
 
 def describe(row: Row) -> str:
-    """Return a row as a line for people."""
+    """Return a description of a row in one line."""
     speed = format_rate(row["bandwidth_bits_per_s"])
     sent = row["sent_bytes_per_step"]
     gap = row["interface_over_library"]

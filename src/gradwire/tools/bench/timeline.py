@@ -1,4 +1,4 @@
-"""The timeline of a step: what each rank's lanes did and when, and how long the link was idle."""
+"""Timelines of steps: the spans of each rank's lanes, and how long the network link was idle."""
 
 from __future__ import annotations
 
@@ -12,22 +12,20 @@ from gradwire.tools.bench.step import StepGrid, open_cluster, tell_to_sleep
 from gradwire.tools.bench.variants import COMPUTE
 from gradwire.tools.experiments.errors import UsageError
 
-__all__ = ["Interval", "RankTrace", "chrome_trace", "earliest", "summarise", "trace_steps", "union", "write_trace"]
-
 WARM_UP = 5
-"""Steps before those that are recorded: DDP lays its buckets out anew after the first, and buffers grow."""
+"""Steps before the recorded ones: DDP lays out its buckets again after the first, and buffers grow."""
 
 Row = dict[str, Any]
 Interval = tuple[float, float]
 
 
 class RankTrace:
-    """What one rank did in a few steps.
+    """The spans of one rank in a few steps.
 
     Args:
-        rank: Of the group.
-        spans: Of the thread that computes (track "compute") and of the link's lanes.
-        sent_bytes: By this rank, in all steps.
+        rank: Number of the rank.
+        spans: Spans of the computing thread (track "compute") and of the link's lanes.
+        sent_bytes: Bytes sent by this rank in all steps.
     """
 
     def __init__(self, rank: int, spans: Sequence[Span], sent_bytes: float) -> None:
@@ -48,10 +46,10 @@ class RankTrace:
 
 
 def trace_steps(grid: StepGrid, steps: int) -> list[RankTrace]:
-    """Take steps of one model, on one cluster, by one exchange, and record what every rank does.
+    """Take steps of one model on one cluster by one exchange, and record the spans of every rank.
 
     Raises:
-        UsageError: the grid has several cells or variants, or its variant has no lanes of ours.
+        UsageError: the grid has several cells or variants, or its variant has no lanes.
         BackendError: no emulated cluster can be built here.
         WorkerError: a rank died.
     """
@@ -76,13 +74,13 @@ def trace_steps(grid: StepGrid, steps: int) -> list[RankTrace]:
 
 
 def summarise(traces: Sequence[RankTrace], bandwidth_bits_per_s: float | None) -> list[Row]:
-    """Return a row for each rank and step: how long the link carried rows, and where it was idle.
+    """Return a row for each rank and step: how long the network link carried rows, and when it was idle.
 
-    ``rows_s`` is the time in which some lane sent or received large rows. Idle are ``before_rows_s``, from the end of
-    the forward pass to the first row, ``between_rows_s``, the gaps from the first to the last row, and
-    ``after_rows_s``, from the last row to the end of the backward pass. ``earliest_s`` is the least that the step could
-    take, see :func:`earliest`. ``encode_s``, ``decode_s``,
-    ``wait_for_turn_s`` and ``small_messages_s`` are sums over lanes, which work side by side.
+    ``rows_s`` is the time in which some lane sent or received large rows. The link was idle in ``before_rows_s``, from
+    the end of the forward pass to the first row, in ``between_rows_s``, the gaps from the first to the last row, and in
+    ``after_rows_s``, from the last row to the end of the backward pass. ``earliest_s`` is the least time of the step,
+    see :func:`earliest`. ``encode_s``, ``decode_s``, ``wait_for_turn_s`` and ``small_messages_s`` are sums over lanes,
+    which work side by side.
     """
     found = []
     for trace in traces:
@@ -121,12 +119,12 @@ def summarise(traces: Sequence[RankTrace], bandwidth_bits_per_s: float | None) -
 
 
 def earliest(parts: dict[str, Interval], lanes: Sequence[Span], bandwidth_bits_per_s: float) -> float:
-    """Return the least duration of a step whose buckets become ready when they did, if nothing but the link took time.
+    """Return the least duration of a step if its buckets become ready as recorded and only the network link takes time.
 
-    The bytes of a bucket, and of those that become ready later, cannot leave before it is ready, when its first span
-    begins. So the step takes no less than any of these moments and the time of the bytes from there on, plus the
-    update. The last bucket is ready near the end of the backward pass: the more of the model it holds, the further this
-    bound is above the larger of computing and of sending.
+    A bucket is ready when its first span begins. Its bytes, and those of all later buckets, cannot leave before. So the
+    step takes at least the time until any bucket is ready, plus the transfer of these bytes, plus the update. The last
+    bucket is ready near the end of the backward pass: the larger it is, the further this bound lies above the larger
+    one of computing and sending.
     """
     ready: dict[str, float] = {}
     size: dict[str, int] = {}

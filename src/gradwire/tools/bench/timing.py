@@ -1,7 +1,7 @@
-"""Time functions against memcpy, interleaved in one run.
+"""Timing of functions against memcpy, interleaved in one run.
 
-Every row is the time per element of a function as a share of the time per element of a float32 memcpy, which runs right
-before and after it: machines, clocks and neighbours change both alike.
+A row holds the time per element of a function as a share of the time per element of a float32 memcpy that runs right
+before and after it, so that clock speeds and other processes affect both alike.
 """
 
 from __future__ import annotations
@@ -13,18 +13,16 @@ from typing import Any
 
 import torch
 
-__all__ = ["Bench"]
-
 
 class Bench:
-    """Runs functions between two memcpys each and collects rows.
+    """Runs each function between two memcpys and collects rows.
 
     Args:
-        elements: Of a memcpy.
-        repetitions: Of each function.
+        elements: Elements of a memcpy.
+        repetitions: Repetitions of each function.
         say: Called with each row.
-        goals: Ratios to a memcpy that are aimed at, by row.
-        device: Where vectors lie. Times on a GPU are those between two events on its current stream.
+        goals: Goals for the ratio to a memcpy, by name of the row.
+        device: Device of the vectors. On a GPU, times are those between two events on its current stream.
     """
 
     def __init__(
@@ -43,7 +41,7 @@ class Bench:
         self.rows: list[dict[str, Any]] = []
 
     def _seconds(self, work: Callable[[], object]) -> float:
-        """Return how long ``work`` takes."""
+        """Return the seconds that ``work`` takes."""
         if self.device.type == "cuda":
             first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             first.record()
@@ -59,7 +57,7 @@ class Bench:
         return self._seconds(lambda: self.target.copy_(self.source))
 
     def run(self, kernel: str, layout: str, elements: int, work: Callable[[], object], inner: int = 1) -> None:
-        """Time ``work``, which handles ``elements``, ``inner`` times at a go."""
+        """Time ``work`` on ``elements``; each measurement calls it ``inner`` times."""
 
         def repeated() -> None:
             for _ in range(inner):
@@ -72,14 +70,14 @@ class Bench:
         self.take(kernel, layout, elements, timed)
 
     def take(self, kernel: str, layout: str, elements: int, timed: Callable[[], float]) -> None:
-        """Make a row of what ``timed`` says it took, in seconds, for ``elements``."""
+        """Add a row for ``elements`` from the seconds that ``timed`` returns."""
         seconds, ratios = [], []
         for _ in range(self.repetitions):
             before = self._memcpy()
             spent = timed()
             seconds.append(spent)
             ratios.append(spent / elements / ((before + self._memcpy()) / 2 / self.elements))
-        # The sample is all there is: beyond its ends nothing is guessed.
+        # "inclusive" does not extrapolate beyond the sample.
         low, _, _, high = statistics.quantiles(ratios, n=5, method="inclusive")
         row = {
             "kernel": kernel,

@@ -1,4 +1,4 @@
-"""What a step exchanges its gradients by: DDP alone, DDP's own hooks, gradwire, or nothing."""
+"""The exchanges of the step benchmark: computing alone, DDP's own hooks, and gradwire's methods."""
 
 from __future__ import annotations
 
@@ -12,12 +12,10 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 
 import gradwire as gw
 from gradwire.exchange.drivers import Span, Trace
-from gradwire.model.timeline import Recorder, Timeline
+from gradwire.model.profile import Recorder, Timeline
 from gradwire.tools.bench.compute import CPU, Compute, make_compute
 from gradwire.tools.bench.models import Batch, BenchModel
 from gradwire.tools.experiments.errors import UsageError
-
-__all__ = ["COMPUTE", "DDP_VARIANTS", "VARIANTS", "Variant", "check_variant", "dense_wire_bytes"]
 
 COMPUTE = "compute"
 # DDP's bf16 hook refuses every backend but NCCL.
@@ -29,11 +27,11 @@ ONE_BUCKET_MB = 4096
 
 
 def check_variant(name: str) -> str:
-    """Return the name back if a variant can be built from it: a known one, or ``gradwire SPEC``.
+    """Return the name if it is that of a variant: a known one, or ``gradwire SPEC``.
 
     Raises:
-        UsageError: no such variant; the message lists what there is.
-        HyperparameterError: ``SPEC`` is no method.
+        UsageError: there is no such variant; the message lists the known ones.
+        HyperparameterError: ``SPEC`` is not a method.
     """
     if name == COMPUTE or name in DDP_VARIANTS:
         return name
@@ -46,7 +44,7 @@ def check_variant(name: str) -> str:
 
 
 def dense_wire_bytes(name: str, numel: int, world_size: int) -> int | None:
-    """Return the bytes that a rank sends in a step of a cast hook, a ring all-reduce; None for other hooks."""
+    """Return the bytes that a rank sends in a ring all-reduce of DDP's fp32 or fp16; None for other exchanges."""
     widths = {"ddp fp32": 4, "ddp fp16": 2}
     if name == COMPUTE:
         return 0
@@ -55,7 +53,7 @@ def dense_wire_bytes(name: str, numel: int, world_size: int) -> int | None:
 
 @dataclass
 class Variant:
-    """One variant on one rank: its own module and exchange."""
+    """A variant on one rank, with its own module and exchange."""
 
     compute: Compute
     link: gw.Link | None
@@ -65,13 +63,13 @@ class Variant:
     def build(
         cls, name: str, model: BenchModel, batch: Batch, timeline: Timeline | None = None, device: torch.device = CPU
     ) -> Variant:
-        """Build a variant (collective); all of them start from the same weights on every rank.
+        """Build a variant (collective); all variants start from the same weights on every rank.
 
         Args:
             name: See :func:`check_variant`.
-            model: What it trains.
-            batch: This rank's.
-            timeline: To be slept through in place of the model's passes; None: compute for real.
+            model: The model to train.
+            batch: This rank's batch.
+            timeline: Timeline to sleep through instead of the model's passes; None: compute for real.
             device: Where to compute for real.
         """
         powersgd = name == "ddp powersgd"
@@ -94,7 +92,7 @@ class Variant:
         return sum(parameter.numel() for parameter in self.compute.ddp.parameters())
 
     def trace(self, count: int) -> list[Span]:
-        """Take steps and return what this thread and the link's lanes did in them."""
+        """Take steps and return the spans of this thread and of the link's lanes."""
         trace = Trace()
         if self.link is not None:
             self.link.trace(trace)
@@ -108,8 +106,8 @@ class Variant:
     def steps(self, count: int, trace: Trace | None = None) -> list[float]:
         """Take steps and return the seconds of each.
 
-        All ranks begin together. The exchange keeps them together; without one, a barrier does, and its time does not
-        count.
+        All ranks begin together. The exchange keeps them in step; without one, a barrier does, whose time is not
+        counted.
         """
         dist.barrier()
         times: list[float] = []
@@ -140,13 +138,13 @@ class Variant:
         return times
 
     def counts(self) -> dict[str, Any]:
-        """Return what the link counted so far."""
+        """Return the link's counters so far."""
         if self.link is None:
             return {}
         t, d = self.link.traffic(), self.link.diagnostics()
         return {"sent_bytes": t.sent_bytes + t.buffer_bytes, **{k: d[k] for k in ("encode_s", "wire_s", "decode_s")}}
 
     def close(self) -> None:
-        """End the exchange."""
+        """Close the link, if there is one."""
         if self.link is not None:
             self.link.close()

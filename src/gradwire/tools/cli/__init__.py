@@ -1,1 +1,1 @@
-"""The command line: parses, then makes one call into the library. Nothing imports it."""
+"""The command line, which nothing else imports."""

@@ -1,19 +1,15 @@
-"""The commands; each parses its options and makes one call."""
+"""The commands of ``gradwire``: each reads its options and makes one call."""
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from gradwire.tools.cli import options as o
-from gradwire.tools.cli.app_bench import bench
-from gradwire.tools.cli.app_lab import lab
-from gradwire.tools.cli.app_plan import plan
-from gradwire.tools.cli.errors import handled
-
-__all__ = ["app"]
+from gradwire.tools.cli.show import handled
 
 app = typer.Typer(
     name="gradwire",
@@ -24,18 +20,8 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 
-app.command()(plan)
-app.command()(lab)
+bench = typer.Typer(no_args_is_help=True, help="Measured tables: training steps, and kernels against memcpy.")
 app.add_typer(bench, name="bench")
-
-Method = Annotated[str, typer.Option("--method", "-m", metavar="SPEC", help=o.METHOD_HELP)]
-TaskMethod = Annotated[
-    str | None,
-    typer.Option("--method", "-m", metavar="SPEC", help=o.METHOD_HELP, show_default="terngrad; for graph fp32"),
-]
-Methods = Annotated[
-    list[str] | None, typer.Option("--method", "-m", metavar="SPEC", help=f"{o.METHOD_HELP}. Repeatable")
-]
 
 
 def _version(wanted: bool) -> None:
@@ -55,50 +41,84 @@ def _root(
     pass
 
 
-def _plan(task: str, method: str | None, settings: dict[str, Any], **fields: Any) -> Any:
-    from gradwire.tools.experiments.config import RunConfig
-    from gradwire.tools.experiments.tasks import build
+@app.command()
+@o.with_records
+def plan(*, options: o.PlanOptions, debug: o.Debug = False) -> None:
+    """Predict step time by method, say what bounds it, and what to do; the answer may be "do nothing".
 
-    built, exclude = build(task, **settings), tuple(fields.pop("exclude") or ())
-    return RunConfig(task=built, method=method or built.usual_method, exclude=exclude, **fields)
+    The model's backward timeline and the methods' codecs are timed here; bytes and rounds are those of the methods' own
+    protocols. The interval holds 80 % of the measured steps by which the machine was calibrated.
+
+    Example: [cyan]gradwire plan --profile train.py --hosts 4 --hosts 16 --bandwidth 1gbit[/cyan]
+    """
+    with handled(debug):
+        from gradwire.tools.cli import plan_command
+
+        plan_command.plan(options)
 
 
 @app.command()
+def lab(
+    command: Annotated[list[str], typer.Argument(metavar="COMMAND...", help="What each host runs, behind --")],
+    hosts: Annotated[int, typer.Option(help="Network namespaces, each with its own link")] = 4,
+    bandwidth: Annotated[str, typer.Option(help="Of every link, both ways: 100mbit, 1gbit, unlimited")] = "unlimited",
+    asymmetric: Annotated[
+        str | None, typer.Option(metavar="RATE", help="What a host may send, where it differs from --bandwidth")
+    ] = None,
+    host: Annotated[
+        list[str] | None,
+        typer.Option(metavar="N=RATE", help="One host's own link: 2=10mbit, or 2=10mbit:100mbit (sends:receives)"),
+    ] = None,
+    groups: Annotated[int, typer.Option(help="Switches that the hosts are spread over")] = 1,
+    between: Annotated[str | None, typer.Option(metavar="RATE", help="Of each group's link to the others")] = None,
+    delay: Annotated[
+        str | None, typer.Option(metavar="MS", help="One way, such as 5ms; needs the kernel's netem")
+    ] = None,
+    debug: o.Debug = False,
+) -> None:
+    """Run a command once on each host of an emulated cluster: Linux, root, iproute2.
+
+    Each host is a network namespace on a bridge, with its link limited both ways. The command finds RANK, WORLD_SIZE,
+    MASTER_ADDR, MASTER_PORT and Gloo's interface set as torchrun would set them.
+
+    Example: [cyan]sudo env "PATH=$PATH" gradwire lab --hosts 4 --bandwidth 100mbit -- python train.py[/cyan]
+    """
+    with handled(debug):
+        from gradwire.errors import HyperparameterError
+        from gradwire.tools.lab import Topology, open_network, run_command
+
+        parts = [f"hosts={hosts}", f"bandwidth={bandwidth}", f"groups={groups}"]
+        given = {"asymmetric": asymmetric, "between": between, "delay": delay}
+        parts += [f"{key}={value}" for key, value in given.items() if value is not None]
+        parts += [f"host{item}" for item in host or []]
+        for part in parts:
+            if "," in part:
+                raise HyperparameterError(f"{part!r}: one value is needed; give each setting by an option of its own")
+        with open_network(Topology.parse(",".join(parts))) as network:
+            run_command(network, command)
+
+
+def _run_config(
+    task: str, method: str | None, training: o.TrainingOptions, exchange: o.ExchangeOptions, **more: Any
+) -> Any:
+    from gradwire.tools.experiments.config import RunConfig
+    from gradwire.tools.experiments.tasks import build
+
+    own = {field.name for field in dataclasses.fields(RunConfig)}
+    built = build(task, **{name: value for name, value in vars(training).items() if name not in own})
+    more |= {name: value for name, value in vars(training).items() if name in own}
+    return RunConfig(task=built, method=method or built.usual_method, **more, **exchange.settings())
+
+
+@app.command()
+@o.with_records
 def train(
+    *,
     context: typer.Context,
     task: o.TaskName = "digits",
-    method: TaskMethod = None,
-    workers: o.Workers = 4,
-    simulate: o.Simulate = False,
-    lab: o.Lab = None,
-    data: o.Data = None,
-    steps: o.Steps = None,
-    batch: o.Batch = None,
-    lr: o.LearningRate = None,
-    optimizer: o.Optimizer = None,
-    momentum: o.Momentum = None,
-    schedule: o.Schedule = None,
-    weight_decay: o.WeightDecay = None,
-    seed: o.Seed = 0,
-    eval_every: o.EvalEvery = None,
-    ema: o.Ema = None,
-    l2: o.L2 = None,
-    l1: o.L1 = None,
-    split: o.Split = None,
-    model: o.Model = None,
-    crop: o.Crop = None,
-    graph: o.GraphName = None,
-    layers: o.Layers = None,
-    partition: o.PartitionRule = None,
-    halo: o.HaloSpec = None,
-    threads: o.Threads = 1,
-    exclude: o.Exclude = None,
-    min_numel: o.MinNumel = None,
-    warmup_steps: o.WarmupSteps = 0,
-    collective: o.Collective = "auto",
-    fallback: o.Fallback = None,
-    fallback_limit: o.FallbackLimit = None,
-    check_every: o.CheckEvery = None,
+    method: o.TaskMethod = None,
+    training: o.TrainingOptions,
+    exchange: o.ExchangeOptions,
     out: o.Out = None,
     overwrite: o.Overwrite = False,
     resume: Annotated[Path | None, typer.Option(metavar="RUN", help="Continue this run; all else is as it was")] = None,
@@ -128,68 +148,26 @@ def train(
             o.refuse_beside(context, "--resume", {"resume", "stop_after", "as_json", "debug"})
             commands.resume(resume, stop_after=stop_after, as_json=as_json, debug=debug)
             return
-        settings = {"data": data, "steps": steps, "batch": batch, "lr": lr, "optimizer": optimizer}
-        settings |= {"momentum": momentum, "eval_every": eval_every, "ema": ema, "l2": l2, "l1": l1, "split": split}
-        settings |= {"model": model, "crop": crop, "schedule": schedule, "weight_decay": weight_decay}
-        settings |= {"graph": graph, "layers": layers, "partition": partition, "halo": halo}
-        plan = _plan(
+        config = _run_config(
             task,
             method,
-            settings,
-            workers=workers,
-            simulate=simulate,
-            lab=lab,
-            seed=seed,
-            exclude=exclude,
-            min_numel=min_numel,
-            warmup_steps=warmup_steps,
-            collective=collective,
-            fallback=fallback,
-            fallback_limit=fallback_limit,
-            check_every=check_every,
-            threads=threads,
+            training,
+            exchange,
             checkpoint_every=checkpoint_every,
             checkpoint_minutes=checkpoint_minutes,
             log_every=log_every,
         )
-        commands.train(plan, out, overwrite=overwrite, stop_after=stop_after, as_json=as_json, debug=debug)
+        commands.train(config, out, overwrite=overwrite, stop_after=stop_after, as_json=as_json, debug=debug)
 
 
 @app.command()
+@o.with_records
 def compare(
+    *,
     task: o.TaskName = "digits",
-    method: Methods = None,
-    workers: o.Workers = 4,
-    simulate: o.Simulate = False,
-    lab: o.Lab = None,
-    data: o.Data = None,
-    steps: o.Steps = None,
-    batch: o.Batch = None,
-    lr: o.LearningRate = None,
-    optimizer: o.Optimizer = None,
-    momentum: o.Momentum = None,
-    schedule: o.Schedule = None,
-    weight_decay: o.WeightDecay = None,
-    seed: o.Seed = 0,
-    eval_every: o.EvalEvery = None,
-    ema: o.Ema = None,
-    l2: o.L2 = None,
-    l1: o.L1 = None,
-    split: o.Split = None,
-    model: o.Model = None,
-    crop: o.Crop = None,
-    graph: o.GraphName = None,
-    layers: o.Layers = None,
-    partition: o.PartitionRule = None,
-    halo: o.HaloSpec = None,
-    threads: o.Threads = 1,
-    exclude: o.Exclude = None,
-    min_numel: o.MinNumel = None,
-    warmup_steps: o.WarmupSteps = 0,
-    collective: o.Collective = "auto",
-    fallback: o.Fallback = None,
-    fallback_limit: o.FallbackLimit = None,
-    check_every: o.CheckEvery = None,
+    method: o.Methods = None,
+    training: o.TrainingOptions,
+    exchange: o.ExchangeOptions,
     out: o.Out = None,
     overwrite: o.Overwrite = False,
     log_every: o.LogEvery = 10,
@@ -205,86 +183,23 @@ def compare(
     with handled(debug):
         from gradwire.tools.cli import commands
 
-        settings = {"data": data, "steps": steps, "batch": batch, "lr": lr, "optimizer": optimizer}
-        settings |= {"momentum": momentum, "eval_every": eval_every, "ema": ema, "l2": l2, "l1": l1, "split": split}
-        settings |= {"model": model, "crop": crop, "schedule": schedule, "weight_decay": weight_decay}
-        settings |= {"graph": graph, "layers": layers, "partition": partition, "halo": halo}
-        plan = _plan(
-            task,
-            "fp32",
-            settings,
-            workers=workers,
-            simulate=simulate,
-            lab=lab,
-            seed=seed,
-            exclude=exclude,
-            min_numel=min_numel,
-            warmup_steps=warmup_steps,
-            collective=collective,
-            fallback=fallback,
-            fallback_limit=fallback_limit,
-            check_every=check_every,
-            threads=threads,
-            log_every=log_every,
-        )
+        config = _run_config(task, "fp32", training, exchange, log_every=log_every)
         chosen = method or ["fp32", "terngrad"]
-        commands.compare(plan, chosen, out, overwrite=overwrite, as_json=as_json, debug=debug)
-
-
-RENDEZVOUS = "torchrun"
+        commands.compare(config, chosen, out, overwrite=overwrite, as_json=as_json, debug=debug)
 
 
 @app.command(context_settings={"allow_interspersed_args": False})
+@o.with_records
 def run(
+    *,
     script: Annotated[Path, typer.Argument(metavar="SCRIPT", help="A DDP script, unchanged")],
     arguments: Annotated[list[str] | None, typer.Argument(metavar="[ARGS]...", help="Its arguments")] = None,
-    method: Method = "terngrad",
-    exclude: o.Exclude = None,
-    min_numel: o.MinNumel = None,
-    warmup_steps: o.WarmupSteps = 0,
-    collective: o.Collective = "auto",
-    fallback: o.Fallback = None,
-    fallback_limit: o.FallbackLimit = None,
-    check_every: o.CheckEvery = None,
+    method: o.Method = "terngrad",
+    exchange: o.ExchangeOptions,
     seed: o.Seed = 0,
     lab: o.Lab = None,
-    nproc_per_node: Annotated[
-        str | None,
-        typer.Option("--nproc-per-node", "--nproc_per_node", help="Workers", rich_help_panel=RENDEZVOUS),
-    ] = None,
-    nnodes: Annotated[str | None, typer.Option("--nnodes", help="Machines", rich_help_panel=RENDEZVOUS)] = None,
-    node_rank: Annotated[
-        str | None,
-        typer.Option("--node-rank", "--node_rank", help="Of this machine", rich_help_panel=RENDEZVOUS),
-    ] = None,
-    master_addr: Annotated[
-        str | None,
-        typer.Option("--master-addr", "--master_addr", help="Of machine 0", rich_help_panel=RENDEZVOUS),
-    ] = None,
-    master_port: Annotated[
-        str | None,
-        typer.Option("--master-port", "--master_port", help="Of machine 0", rich_help_panel=RENDEZVOUS),
-    ] = None,
-    rdzv_backend: Annotated[
-        str | None,
-        typer.Option("--rdzv-backend", "--rdzv_backend", help="Such as c10d", rich_help_panel=RENDEZVOUS),
-    ] = None,
-    rdzv_endpoint: Annotated[
-        str | None,
-        typer.Option("--rdzv-endpoint", "--rdzv_endpoint", help="HOST:PORT", rich_help_panel=RENDEZVOUS),
-    ] = None,
-    rdzv_id: Annotated[
-        str | None, typer.Option("--rdzv-id", "--rdzv_id", help="Name of the job", rich_help_panel=RENDEZVOUS)
-    ] = None,
-    max_restarts: Annotated[
-        str | None,
-        typer.Option("--max-restarts", "--max_restarts", help="Of the workers", rich_help_panel=RENDEZVOUS),
-    ] = None,
-    log_dir: Annotated[
-        str | None,
-        typer.Option("--log-dir", "--log_dir", help="For the workers' output", rich_help_panel=RENDEZVOUS),
-    ] = None,
-    standalone: Annotated[bool, typer.Option("--standalone", help="One machine", rich_help_panel=RENDEZVOUS)] = False,
+    torchrun: o.TorchrunOptions,
+    standalone: Annotated[bool, typer.Option("--standalone", help="One machine", rich_help_panel=o.RENDEZVOUS)] = False,
     debug: o.Debug = False,
 ) -> None:
     """Run your own, unchanged DDP script under torchrun, with the method on every DDP module it builds.
@@ -295,34 +210,15 @@ def run(
     """
     with handled(debug):
         import gradwire as gw
-        from gradwire.tools.cli.lab_commands import run_on_lab
-        from gradwire.tools.cli.torchrun import command, replace_process
-        from gradwire.tools.experiments.link_settings import LinkSettings
+        from gradwire.tools.cli.torchrun import command, replace_process, run_on_lab
+        from gradwire.tools.experiments.config import LinkSettings
 
-        flags = {"nproc-per-node": nproc_per_node, "nnodes": nnodes, "node-rank": node_rank}
-        flags |= {"master-addr": master_addr, "master-port": master_port, "max-restarts": max_restarts}
-        flags |= {
-            "rdzv-backend": rdzv_backend,
-            "rdzv-endpoint": rdzv_endpoint,
-            "rdzv-id": rdzv_id,
-            "log-dir": log_dir,
-        }
-        settings = LinkSettings(
-            method=repr(gw.method(method)),
-            exclude=tuple(exclude or ()),
-            min_numel=min_numel,
-            warmup_steps=warmup_steps,
-            collective=collective,
-            fallback=fallback,
-            fallback_limit=fallback_limit,
-            check_every=check_every,
-            seed=seed,
-        )
+        settings = LinkSettings(method=repr(gw.method(method)), seed=seed, **exchange.settings())
         gw.check_options(settings.method, **settings.link_options())
         if lab is not None:
-            run_on_lab(lab, settings, flags, standalone, script, arguments or [])
+            run_on_lab(lab, settings, torchrun.flags(), standalone, script, arguments or [])
             return
-        words = command(flags, standalone, script, arguments or [])
+        words = command(torchrun.flags(), standalone, script, arguments or [])
         if debug:
             words[2] = "torch.distributed.run"
         replace_process(settings, words)
@@ -340,8 +236,7 @@ def methods(
     Example: [cyan]gradwire methods terngrad[/cyan]
     """
     with handled(debug):
-        from gradwire.tools.cli.show import print_json
-        from gradwire.tools.cli.show_methods import method_rows, print_methods
+        from gradwire.tools.cli.show import method_rows, print_json, print_methods
 
         rows = method_rows([name] if name else [])
         print_json(rows) if as_json else print_methods(rows, in_full=everything)
@@ -362,3 +257,55 @@ def report(
         from gradwire.tools.cli import commands
 
         commands.report(runs, out, as_json=as_json)
+
+
+@bench.command()
+@o.with_records
+def step(*, options: o.StepOptions, debug: o.Debug = False) -> None:
+    """Measure training steps: models by hosts by bandwidths by exchanges, taking turns within a cell.
+
+    On one machine the workers' passes compete with the exchange for the cores, which a cluster does not do; with
+    --compute sleep, DDP gets the same gradients at the times measured for one worker alone.
+
+    Resumes where it was stopped. Fails if the interfaces' bytes differ by more than 5 % from the library's.
+
+    Example: [cyan]sudo env "PATH=$PATH" gradwire bench step --model mlp --hosts 4 --bandwidth 100mbit[/cyan]
+    """
+    with handled(debug):
+        from gradwire.tools.cli import bench_commands
+
+        bench_commands.step(options)
+
+
+@bench.command()
+@o.with_records
+def timeline(*, options: o.TimelineOptions, debug: o.Debug = False) -> None:
+    """Record what each lane does in a step: encode, wait for its turn, send, decode; and where the link is idle.
+
+    Example: [cyan]sudo env "PATH=$PATH" gradwire bench timeline --method coded --figure coded.png[/cyan]
+    """
+    with handled(debug):
+        from gradwire.tools.cli import bench_commands
+
+        bench_commands.timeline(options)
+
+
+@bench.command()
+def kernels(
+    elements: Annotated[int, typer.Option(help="Of the large vectors")] = 20_000_000,
+    repetitions: Annotated[int, typer.Option(help="Of each kernel")] = 15,
+    backend: Annotated[str, typer.Option(help="auto, cpu, cpu-plain, reference")] = "auto",
+    device: Annotated[
+        str, typer.Option(metavar="cpu|cuda", help="cuda: compare Triton's kernels with the reference there first")
+    ] = "cpu",
+    as_json: o.AsJson = False,
+    debug: o.Debug = False,
+) -> None:
+    """Measure the kernels on one thread, or on the GPU, each between two memcpys of the same run.
+
+    Example: [cyan]gradwire bench kernels --json > kernels.json[/cyan]
+    """
+    with handled(debug):
+        from gradwire.tools.cli import bench_commands
+
+        bench_commands.kernels(elements, repetitions, backend, device, as_json=as_json)

@@ -1,10 +1,9 @@
-"""What ``gradwire bench`` does once its options are read."""
+"""The work of ``gradwire bench``, given its options."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 from gradwire.tools.bench.kernels import measure_cuda_kernels, measure_kernels
@@ -12,65 +11,49 @@ from gradwire.tools.bench.models import MODELS
 from gradwire.tools.bench.step import BANDWIDTHS, BYTES_TOLERANCE, HOSTS, StepGrid, compute_of, measure_grid
 from gradwire.tools.bench.timeline import summarise, trace_steps, write_trace
 from gradwire.tools.bench.variants import VARIANTS
-from gradwire.tools.cli.options import check_figure
+from gradwire.tools.cli.options import StepOptions, TimelineOptions, check_figure
 from gradwire.tools.cli.show import print_json, print_steps, print_timeline
 from gradwire.tools.experiments.errors import RunError, UsageError
 from gradwire.tools.lab import Topology, parse_rate
-from gradwire.tools.report.steps import draw_steps
-from gradwire.tools.report.timeline import draw_timeline
-
-__all__ = ["kernels", "step", "timeline"]
+from gradwire.tools.report.figures import draw_steps, draw_timeline
 
 
-def step(
-    *,
-    models: Sequence[str] | None,
-    hosts: Sequence[int] | None,
-    bandwidths: Sequence[str] | None,
-    variants: Sequence[str] | None,
-    lab: str | None,
-    loopback: bool,
-    compute: str,
-    budget_s: float,
-    cell_budget_s: float | None,
-    out: Path,
-    figure: Path | None,
-    as_json: bool,
-) -> None:
-    """Measure, print the table, and fail where bytes disagree.
+def step(options: StepOptions) -> None:
+    """Measure steps, print the table, and fail if the counts of bytes disagree.
 
     Raises:
+        UsageError: an option is out of range, or two do not go together.
         RunError: in some cell the interfaces counted other bytes than the library.
     """
-    check_figure(figure)
-    for name, seconds in (("--budget", budget_s), ("--cell-budget", cell_budget_s)):
+    check_figure(options.figure)
+    for name, seconds in (("--budget", options.budget), ("--cell-budget", options.cell_budget)):
         if seconds is not None and not seconds > 0:
             raise UsageError(f"{name} {seconds:g}: seconds above 0 are needed")
-    if lab is not None:
-        if hosts or bandwidths or loopback:
+    if options.lab is not None:
+        if options.hosts or options.bandwidth or options.loopback:
             raise UsageError("--lab names the whole cluster: leave --hosts, --bandwidth and --loopback out")
-        topologies = [Topology.parse(lab)]
+        topologies = [Topology.parse(options.lab)]
     else:
-        rates = [parse_rate(text) for text in bandwidths or (("unlimited",) if loopback else BANDWIDTHS)]
-        topologies = [Topology(hosts=n, bandwidth=rate) for n in hosts or HOSTS for rate in rates]
+        rates = [parse_rate(text) for text in options.bandwidth or (("unlimited",) if options.loopback else BANDWIDTHS)]
+        topologies = [Topology(hosts=n, bandwidth=rate) for n in options.hosts or HOSTS for rate in rates]
     grid = StepGrid(
-        models=models or list(MODELS),
+        models=options.model or list(MODELS),
         topologies=topologies,
-        variants=variants or VARIANTS,
-        budget_s=budget_s,
-        cell_budget_s=cell_budget_s,
-        compute=compute,
-        loopback=loopback,
+        variants=options.variant or VARIANTS,
+        budget_s=options.budget,
+        cell_budget_s=options.cell_budget,
+        compute=options.compute,
+        loopback=options.loopback,
     )
-    rows = measure_grid(grid, out, lambda line: print(line, file=sys.stderr, flush=True))
-    if as_json:
+    rows = measure_grid(grid, options.out, lambda line: print(line, file=sys.stderr, flush=True))
+    if options.as_json:
         print_json([flat(row) for row in rows])
     else:
         print_steps(rows)
-        print(f"rows: {out}")
-    if figure is not None:
-        draw_steps(figure, rows)
-        print(f"figure: {figure}", file=sys.stderr)
+        print(f"rows: {options.out}")
+    if options.figure is not None:
+        draw_steps(options.figure, rows)
+        print(f"figure: {options.figure}", file=sys.stderr)
     wrong = [row for row in rows if row["bytes_agree"] is False]
     if wrong:
         first = wrong[0]
@@ -82,58 +65,51 @@ def step(
 
 
 def flat(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Leave out what is not a plain value; a row from before ranks could sleep gets the field that it lacks."""
+    """Return the plain values of a row; the oldest rows lack the field ``compute``, which is added."""
     nested = ("timeline", "record", "turn_medians_s")
     return {key: value for key, value in row.items() if key not in nested} | {"compute": compute_of(row)}
 
 
-def timeline(
-    *,
-    model: str,
-    lab: str,
-    loopback: bool,
-    method: str,
-    compute: str,
-    steps: int,
-    rank: int,
-    out: Path,
-    figure: Path | None,
-    as_json: bool,
-) -> None:
-    """Record, write the trace, print the summary, draw.
+def timeline(options: TimelineOptions) -> None:
+    """Record a timeline, write the trace, print the summary, and draw the figure.
 
     Raises:
         UsageError: there is no such rank, or the exchange has no lanes of ours.
     """
-    check_figure(figure)
-    if compute == "cuda":
+    check_figure(options.figure)
+    if options.compute == "cuda":
         raise UsageError("--compute cuda: passes on a GPU go on after they have returned; use real or sleep")
-    topology = Topology.parse(lab)
-    if loopback:
+    topology = Topology.parse(options.lab)
+    if options.loopback:
         topology = Topology(hosts=topology.hosts)
-    if not 0 <= rank < topology.hosts:
-        raise UsageError(f"--rank {rank}: there are ranks 0 to {topology.hosts - 1}")
+    if not 0 <= options.rank < topology.hosts:
+        raise UsageError(f"--rank {options.rank}: there are ranks 0 to {topology.hosts - 1}")
     grid = StepGrid(
-        models=[model], topologies=[topology], variants=[f"gradwire {method}"], loopback=loopback, compute=compute
+        models=[options.model],
+        topologies=[topology],
+        variants=[f"gradwire {options.method}"],
+        loopback=options.loopback,
+        compute=options.compute,
     )
-    traces = trace_steps(grid, steps)
-    write_trace(out, traces)
+    traces = trace_steps(grid, options.steps)
+    write_trace(options.out, traces)
     rows = summarise(traces, topology.bandwidth)
-    if as_json:
+    if options.as_json:
         print_json(rows)
     else:
         print_timeline(rows)
-        print(f"trace: {out}")
-    if figure is not None:
-        parts, lanes = traces[rank].steps()[-1]
+        print(f"trace: {options.out}")
+    if options.figure is not None:
+        parts, lanes = traces[options.rank].steps()[-1]
         spans = [("compute", name, *ends) for name, ends in parts.items()]
         spans += sorted((s.track, s.name, s.began_s, s.ended_s) for s in lanes)
-        draw_timeline(figure, spans, f"{model}, {topology.spec()}, {method}, compute {compute}: rank {rank}")
-        print(f"figure: {figure}", file=sys.stderr)
+        where = f"{options.model}, {topology.spec()}, {options.method}, compute {options.compute}: rank {options.rank}"
+        draw_timeline(options.figure, spans, where)
+        print(f"figure: {options.figure}", file=sys.stderr)
 
 
 def kernels(elements: int, repetitions: int, backend: str, device: str, *, as_json: bool) -> None:
-    """Measure, printing each row as it comes; on a GPU, say first of each family whether it agrees with the reference.
+    """Measure kernels and print each row as it comes; on a GPU, first compare each family with the reference.
 
     Raises:
         UsageError: too few elements or repetitions to measure anything, or options that do not go together.

@@ -1,10 +1,9 @@
-"""``python -m gradwire.tools.cli.bootstrap SCRIPT [ARGS]``: runs an unchanged DDP script with a method on every DDP
-module.
+"""Run an unchanged DDP script with a method on every DDP module that it builds.
 
-``gradwire run`` has torchrun start this in every process. Each ``DistributedDataParallel`` that the script
-builds, also through a subclass, gets a link when its ``__init__`` returns. At the end rank 0 prints what was
-saved. An exception of the script keeps its traceback; if it came out of a link, the link's own error is
-printed after it, since DDP shows only a mangled part. Why a rank ended is left for the launcher to say.
+``gradwire run`` has torchrun start ``python -m gradwire.tools.cli.bootstrap SCRIPT [ARGS]`` in every process. Each
+``DistributedDataParallel`` that the script builds, also through a subclass, gets a link when its ``__init__`` returns.
+At the end rank 0 prints how many bytes were saved. An exception of the script keeps its traceback; if a link raised it,
+the link's own error is printed after it, since DDP shows only a mangled part. The launcher says why a rank ended.
 """
 
 from __future__ import annotations
@@ -23,26 +22,24 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from gradwire.tools.cli.launcher import Report
-from gradwire.tools.experiments.link_settings import LinkSettings
-
-__all__ = ["ENVIRONMENT", "attach_everywhere", "from_text", "main", "to_text"]
+from gradwire.tools.experiments.config import LinkSettings
 
 ENVIRONMENT = "GRADWIRE_RUN"
 
 
 def to_text(settings: LinkSettings) -> str:
-    """Return what ``gradwire run`` was asked to attach as text for the environment variable ``GRADWIRE_RUN``."""
+    """Return the settings as text for the environment variable ``GRADWIRE_RUN``."""
     return json.dumps(dataclasses.asdict(settings))
 
 
 def from_text(text: str) -> LinkSettings:
-    """Read the text back."""
+    """Read the settings back from :func:`to_text`'s text."""
     fields = json.loads(text)
     return LinkSettings(**{**fields, "exclude": tuple(fields["exclude"])})
 
 
 def attach_everywhere(settings: LinkSettings) -> list[Any]:
-    """Let every DDP module that is built from now on get a link; the returned list grows with each."""
+    """Attach a link to every DDP module that is built from now on; the returned list grows with each."""
     from torch.nn.parallel import DistributedDataParallel
 
     import gradwire as gw
@@ -77,18 +74,18 @@ def summary(links: Sequence[Any]) -> str:
 
 
 def left_apart(links: Sequence[Any]) -> list[str]:
-    """Describe, a line for each link, workers that ended with parameters of their own.
+    """Return a line for each link whose workers ended with different parameters.
 
-    An exchange here would come too late: a script has usually saved its model, and left its process group, before it
-    ends.
+    An exchange here would come too late: a script has usually saved its model, and destroyed its process group, before
+    it ends.
     """
     lines = []
     for link in links:
-        if not link.method.local_steps or not link.local.parameters.is_apart():
+        if not link.method.traits.local_steps or not link.local.parameters.is_apart():
             continue
         clock = link.local.parameters.clock
         after, more = f"{clock.steps} optimizer steps lie after the last exchange", clock.every - clock.steps
-        plain = clock.steps and clock.count == 1 and not clock.delay and not link.method.outcomes_differ
+        plain = clock.steps and clock.count == 1 and not clock.delay and not link.method.traits.outcomes_differ
         why = f"{after}, and" if clock.steps else "after the last exchange"
         remedy = f"train {more} steps more or {clock.steps} fewer, or " if plain else ""
         lines.append(
@@ -99,8 +96,8 @@ def left_apart(links: Sequence[Any]) -> list[str]:
 
 
 def _came_to(link: Any) -> str:
-    """Describe what a link's gradients travelled by."""
-    from gradwire.tools.report.link_notes import choice_text, fallback_reason, fallback_text
+    """Describe the method that a link used in the end: its own, the chosen one, or the fallback."""
+    from gradwire.tools.report.summary import choice_text, fallback_reason, fallback_text
 
     spec, record = repr(link.method), link.record()
     choice, returned = record["choice"], record["fallback"]
@@ -118,7 +115,7 @@ def run_script(script: str, arguments: Sequence[str], links: Sequence[Any]) -> N
     try:
         runpy.run_path(script, run_name="__main__")
     except KeyboardInterrupt:
-        # The launcher says it, once.
+        # The launcher reports it once.
         _leave(130)
     except Exception as error:
         traceback.print_exc()
@@ -130,7 +127,7 @@ def run_script(script: str, arguments: Sequence[str], links: Sequence[Any]) -> N
 
 
 def report(links: Sequence[Any], error: Exception | None = None) -> None:
-    """Leave word for the launcher of how this rank ended."""
+    """Save a report for the launcher on how this rank ended."""
     broken = next((link.error for link in links if link.error is not None), None)
     message = None if error is None else next(iter(str(error).strip().splitlines()), "")
     Report(
@@ -150,9 +147,9 @@ def _leave(code: int) -> NoReturn:
 
 
 def report_when_ended(links: Sequence[Any]) -> None:
-    """Leave word also where torchrun ends this rank because another failed.
+    """Save a report also if torchrun ends this rank because another one failed.
 
-    A rank that waits in an exchange hears of it when that breaks: the link says then which rank it missed, and where.
+    If this rank was waiting in an exchange, its link names the missing rank and the round when the exchange breaks.
     """
 
     def ended(number: int, frame: object) -> None:
@@ -163,7 +160,7 @@ def report_when_ended(links: Sequence[Any]) -> None:
 
 
 def main() -> None:
-    """Attach, run, and have rank 0 say what was saved."""
+    """Attach the method, run the script, and print on rank 0 how many bytes were saved."""
     settings = from_text(os.environ[ENVIRONMENT])
     script, *arguments = sys.argv[1:]
     links = attach_everywhere(settings)

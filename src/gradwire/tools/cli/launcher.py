@@ -1,8 +1,8 @@
-"""``python -m gradwire.tools.cli.launcher FLAGS``: torchrun, whose failures and interruptions are told in one line.
+"""Run torchrun, and describe a failure or an interruption in one line.
 
-``gradwire run`` becomes this process. Its workers (:mod:`gradwire.tools.cli.bootstrap`) leave a report in a folder
-whose name they find in ``GRADWIRE_REPORTS``; what torchrun knows (a signal, an exit code) and what the reports say
-become one sentence that names the rank.
+``gradwire run`` replaces itself by ``python -m gradwire.tools.cli.launcher FLAGS``. The workers
+(:mod:`gradwire.tools.cli.bootstrap`) save reports in the folder that ``GRADWIRE_REPORTS`` names. The line names the
+rank that failed and why, from torchrun's signals and exit codes and from the reports.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-__all__ = ["REPORTS", "Report", "account", "main"]
+from gradwire.tools.processes import killed_by
 
 REPORTS = "GRADWIRE_REPORTS"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What a worker says of its end.
+    """How a worker ended, in its own words.
 
     Attributes:
-        round: The last that a link began; None without a link.
-        kind, message: Of the script's exception; None where torchrun ended the worker.
-        link: The link's own error, in full.
+        round: The last round that a link began; None without a link.
+        kind, message: Type and text of the script's exception; None if torchrun ended the worker.
+        link: The full text of the link's own error.
         remote: Whether that error began on another rank.
     """
 
@@ -43,7 +43,7 @@ class Report:
     remote: bool = False
 
     def save(self) -> None:
-        """Leave the report, where somebody wants it."""
+        """Write the report to the launcher's folder, if there is one."""
         folder = os.environ.get(REPORTS)
         if folder:
             with contextlib.suppress(OSError):
@@ -51,7 +51,7 @@ class Report:
 
 
 def read_reports(folder: Path) -> dict[int, Report]:
-    """Read what the workers left; a report that was cut off does not count."""
+    """Read the workers' reports by rank; a truncated one is left out."""
     found = {}
     for path in folder.glob("*.json"):
         with contextlib.suppress(OSError, ValueError, TypeError):
@@ -61,20 +61,18 @@ def read_reports(folder: Path) -> dict[int, Report]:
 
 
 def account(exit_codes: Mapping[int, int], reports: Mapping[int, Report]) -> str:
-    """Describe which rank failed, where and why: the account that tells most.
+    """Describe which rank failed, where and why, by the most informative account.
 
     Args:
-        exit_codes: Of the ranks that torchrun found failed, negative for a signal.
-        reports: Of all ranks that left one.
+        exit_codes: Exit codes of the ranks that failed by torchrun's account, negative for a signal.
+        reports: The reports by rank.
     """
     remote = [r.link for _, r in sorted(reports.items()) if r.link and r.remote]
     told: list[tuple[int, int, str]] = []
     for rank, code in exit_codes.items():
         report = reports.get(rank)
         if code < 0:
-            name = signal.Signals(-code).name
-            hint = " (out of memory?)" if name == "SIGKILL" else ""
-            told.append((0, rank, f"rank {rank} was killed by {name}{hint}{_beside(remote, rank, reports)}"))
+            told.append((0, rank, f"rank {rank} {killed_by(code)}{_beside(remote, rank, reports)}"))
         elif report is None:
             told.append((3, rank, f"rank {rank} ended with code {code}"))
         elif report.link and report.remote:
@@ -102,7 +100,7 @@ def _beside(remote: Sequence[str], rank: int, reports: Mapping[int, Report]) -> 
 
 
 def main() -> NoReturn:
-    """Run torchrun, and leave with its exit code, or 130 where the user interrupted it."""
+    """Run torchrun, and exit with its code, or with 130 if the user interrupted it."""
     try:
         with tempfile.TemporaryDirectory() as folder:
             os.environ[REPORTS] = folder
@@ -117,9 +115,9 @@ def _launch(words: Sequence[str], folder: Path) -> None:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    # What it says here of signals and exit codes, the one line says better.
+    # The one line says better what torchrun logs about signals and exit codes.
     for name in ("multiprocessing.api", "agent.server.api"):
-        logging.getLogger(f"torch.distributed.elastic.{name}").addFilter(_of_an_end)
+        logging.getLogger(f"torch.distributed.elastic.{name}").addFilter(_is_worth_showing)
     try:
         torchrun.main(list(words))
     except SignalException as error:
@@ -133,7 +131,7 @@ def _launch(words: Sequence[str], folder: Path) -> None:
         sys.exit(1)
 
 
-def _of_an_end(record: Any) -> bool:
+def _is_worth_showing(record: Any) -> bool:
     text = str(record.msg)
     return not ("closing signal" in text or "death signal" in text or text.startswith("failed (exitcode"))
 

@@ -1,14 +1,12 @@
-"""Entry point of the ``gradwire`` command; works, with one line, where the command line's libraries are missing."""
+"""Entry point of the ``gradwire`` command, which says in one line if its libraries are missing."""
 
 from __future__ import annotations
 
 import sys
 
-__all__ = ["main"]
-
 
 def main() -> None:
-    """Run the command line and leave with its exit code: 0 done, 1 failed, 2 bad usage, 130 interrupted."""
+    """Run the command line and exit with its code: 0 done, 1 failed, 2 bad usage, 130 interrupted."""
     try:
         import rich  # noqa: F401
         import typer  # noqa: F401

@@ -1,177 +1,281 @@
-"""Options that several commands share."""
+"""Options that several commands share, and records of options that a command takes as one parameter."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-__all__ = [
-    "L1",
-    "L2",
-    "AsJson",
-    "Batch",
-    "CheckEvery",
-    "Collective",
-    "Crop",
-    "Data",
-    "Debug",
-    "Ema",
-    "EvalEvery",
-    "Exclude",
-    "Fallback",
-    "FallbackLimit",
-    "GraphName",
-    "HaloSpec",
-    "Lab",
-    "Layers",
-    "LearningRate",
-    "LogEvery",
-    "MinNumel",
-    "Model",
-    "Momentum",
-    "Optimizer",
-    "Out",
-    "Overwrite",
-    "PartitionRule",
-    "Schedule",
-    "Seed",
-    "Simulate",
-    "Split",
-    "Steps",
-    "TaskName",
-    "Threads",
-    "WarmupSteps",
-    "WeightDecay",
-    "Workers",
-    "check_figure",
-    "refuse_beside",
-]
-
 METHOD_HELP = 'Method and its settings, such as terngrad or "TernGrad(clip=None)"; see: gradwire methods'
-TRAINING, LINK, OUTPUT = "Training", "Gradient exchange", "Output"
+TRAINING, LINK, OUTPUT, RENDEZVOUS = "Training", "Gradient exchange", "Output", "torchrun"
+MODEL, CLUSTER = "Model", "Cluster"
 
+_training = partial(typer.Option, rich_help_panel=TRAINING)
+_link = partial(typer.Option, rich_help_panel=LINK)
+_output = partial(typer.Option, rich_help_panel=OUTPUT)
+_cluster = partial(typer.Option, rich_help_panel=CLUSTER)
+_method = partial(typer.Option, "--method", "-m", metavar="SPEC")
+
+
+def _torchrun(name: str, text: str) -> Any:
+    """Return an option of torchrun, under both of its spellings."""
+    spellings = dict.fromkeys((f"--{name}", f"--{name.replace('-', '_')}"))
+    return typer.Option(*spellings, help=text, rich_help_panel=RENDEZVOUS)
+
+
+Method = Annotated[str, _method(help=METHOD_HELP)]
+TaskMethod = Annotated[str | None, _method(help=METHOD_HELP, show_default="terngrad; for graph fp32")]
+Methods = Annotated[list[str] | None, _method(help=f"{METHOD_HELP}. Repeatable")]
 TaskName = Annotated[str, typer.Argument(metavar="TASK", help="digits, text, mnist, cifar10, logreg or graph")]
-Workers = Annotated[int, typer.Option("--workers", "-n", help="Number of workers")]
-Simulate = Annotated[bool, typer.Option("--simulate", help="Play all workers in one process; same results")]
 Lab = Annotated[
     str | None,
     typer.Option(metavar="SPEC", help="Emulated cluster (Linux, root), such as hosts=4,bandwidth=100mbit"),
 ]
-Data = Annotated[
-    str | None,
-    typer.Option(metavar="PATH", help="The data, in its original file format", rich_help_panel=TRAINING),
-]
-Steps = Annotated[int | None, typer.Option(help="Optimizer steps", rich_help_panel=TRAINING)]
-Batch = Annotated[
-    int | None, typer.Option(help="Samples a step, over all workers; logreg: 0 for all", rich_help_panel=TRAINING)
-]
-LearningRate = Annotated[float | None, typer.Option("--lr", help="Learning rate", rich_help_panel=TRAINING)]
-Momentum = Annotated[float | None, typer.Option(help="Of sgd, 0 to below 1", rich_help_panel=TRAINING)]
-Optimizer = Annotated[str | None, typer.Option(help="sgd or adam", rich_help_panel=TRAINING)]
-Seed = Annotated[int, typer.Option(help="Of weights, data order and the method's draws", rich_help_panel=TRAINING)]
-EvalEvery = Annotated[int | None, typer.Option(help="Steps between evaluations", rich_help_panel=TRAINING)]
-Ema = Annotated[
-    float | None,
-    typer.Option(
-        help="Evaluate a moving average of the weights with this decay, such as 0.9999",
-        rich_help_panel=TRAINING,
-    ),
-]
-L2 = Annotated[float | None, typer.Option("--l2", help="logreg: strength of (l2/2) |x|^2", rich_help_panel=TRAINING)]
-L1 = Annotated[
-    float | None, typer.Option("--l1", help="logreg: strength of l1 |x|_1; 0: off", rich_help_panel=TRAINING)
-]
-Split = Annotated[
-    str | None,
-    typer.Option(help="logreg: label (workers differ as much as they can) or random", rich_help_panel=TRAINING),
-]
-Model = Annotated[
-    str | None,
-    typer.Option(
-        help="text: gru or transformer; cifar10: resnet8 or convnet; graph: gcn or gat", rich_help_panel=TRAINING
-    ),
-]
-Crop = Annotated[
-    int | None,
-    typer.Option(help="cifar10: height and width of crops, such as 24; 0: shifts", rich_help_panel=TRAINING),
-]
-Schedule = Annotated[
-    str | None,
-    typer.Option(help="Of the learning rate: constant, polynomial or cosine", rich_help_panel=TRAINING),
-]
-WeightDecay = Annotated[
-    float | None,
-    typer.Option(help="Strength of the penalty in the loss; compressed with it", rich_help_panel=TRAINING),
-]
-GraphName = Annotated[str | None, typer.Option("--graph", help="graph: digits or sbm", rich_help_panel=TRAINING)]
-Layers = Annotated[int | None, typer.Option(help="graph: number of graph layers", rich_help_panel=TRAINING)]
-PartitionRule = Annotated[
-    str | None,
-    typer.Option("--partition", help="graph: random, greedy or contiguous", rich_help_panel=TRAINING),
-]
-Threads = Annotated[int, typer.Option(help="Torch threads of each worker", rich_help_panel=TRAINING)]
-HaloSpec = Annotated[
-    str | None,
-    typer.Option(
-        "--halo",
-        metavar="SPEC",
-        help='graph: how rows travel, such as bf16, "VARCO(start=128)", "CDFGNN(tolerance=0.1)" or isolated',
-        rich_help_panel=LINK,
-    ),
-]
-Exclude = Annotated[
-    list[str] | None,
-    typer.Option(metavar="PATTERN", help="Parameters that travel in float32; repeatable", rich_help_panel=LINK),
-]
-MinNumel = Annotated[
-    int | None,
-    typer.Option(help="Smaller parameters travel in float32; by default 1024, 0 for casts", rich_help_panel=LINK),
-]
-WarmupSteps = Annotated[int, typer.Option(help="Steps at the start in float32", rich_help_panel=LINK)]
-Collective = Annotated[str, typer.Option(help="auto, all_reduce, all_gather or two_shot", rich_help_panel=LINK)]
-Fallback = Annotated[
-    str | None,
-    typer.Option(help="bf16 or fp32: return to it, on all workers, beyond --fallback-limit", rich_help_panel=LINK),
-]
-FallbackLimit = Annotated[
-    float | None,
-    typer.Option(
-        help="Relative error, such as 5.0, of what a worker sends; measured at steps 10, 30 and every 100",
-        rich_help_panel=LINK,
-    ),
-]
-CheckEvery = Annotated[
-    int | None,
-    typer.Option(
-        help="Rounds between comparisons of all workers' parameters, by digests; 0: never. "
-        "By default 100 in train and compare, 0 in run and for gossip",
-        rich_help_panel=LINK,
-    ),
-]
-Out = Annotated[
-    Path | None,
-    typer.Option(
-        "--out", "-o", metavar="FOLDER", help="Run folder; by default one under runs/", rich_help_panel=OUTPUT
-    ),
-]
-Overwrite = Annotated[bool, typer.Option(help="Replace a run folder that is there", rich_help_panel=OUTPUT)]
-LogEvery = Annotated[int, typer.Option(help="Steps between rows of metrics", rich_help_panel=OUTPUT)]
-AsJson = Annotated[bool, typer.Option("--json", help="Print a list of flat JSON objects", rich_help_panel=OUTPUT)]
-Debug = Annotated[bool, typer.Option(help="Show tracebacks and the workers' output", rich_help_panel=OUTPUT)]
+Loopback = Annotated[bool, typer.Option("--loopback", help="No emulated cluster, no limits, no root")]
+Data = Annotated[str | None, _training(metavar="PATH", help="The data, in its original file format")]
+Seed = Annotated[int, _training(help="Of weights, data order and the method's draws")]
+Out = Annotated[Path | None, _output("--out", "-o", metavar="FOLDER", help="Run folder; by default one under runs/")]
+Overwrite = Annotated[bool, _output(help="Replace a run folder that is there")]
+LogEvery = Annotated[int, _output(help="Steps between rows of metrics")]
+AsJson = Annotated[bool, _output("--json", help="Print a list of flat JSON objects")]
+Debug = Annotated[bool, _output(help="Show tracebacks and the workers' output")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingOptions:
+    """Options of a training run besides those of its link: fields of ``RunConfig``, and settings of tasks.
+
+    A setting of a task that is None keeps the task's default.
+    """
+
+    workers: Annotated[int, typer.Option("--workers", "-n", help="Number of workers")] = 4
+    simulate: Annotated[bool, typer.Option("--simulate", help="Play all workers in one process; same results")] = False
+    lab: Lab = None
+    data: Data = None
+    steps: Annotated[int | None, _training(help="Optimizer steps")] = None
+    batch: Annotated[int | None, _training(help="Samples a step, over all workers; logreg: 0 for all")] = None
+    lr: Annotated[float | None, _training("--lr", help="Learning rate")] = None
+    optimizer: Annotated[str | None, _training(help="sgd or adam")] = None
+    momentum: Annotated[float | None, _training(help="Of sgd, 0 to below 1")] = None
+    schedule: Annotated[str | None, _training(help="Of the learning rate: constant, polynomial or cosine")] = None
+    weight_decay: Annotated[float | None, _training(help="Strength of the penalty in the loss; compressed with it")] = (
+        None
+    )
+    seed: Seed = 0
+    eval_every: Annotated[int | None, _training(help="Steps between evaluations")] = None
+    ema: Annotated[
+        float | None, _training(help="Evaluate a moving average of the weights with this decay, such as 0.9999")
+    ] = None
+    l2: Annotated[float | None, _training("--l2", help="logreg: strength of (l2/2) |x|^2")] = None
+    l1: Annotated[float | None, _training("--l1", help="logreg: strength of l1 |x|_1; 0: off")] = None
+    split: Annotated[str | None, _training(help="logreg: label (workers differ as much as they can) or random")] = None
+    model: Annotated[
+        str | None, _training(help="text: gru or transformer; cifar10: resnet8 or convnet; graph: gcn or gat")
+    ] = None
+    crop: Annotated[int | None, _training(help="cifar10: height and width of crops, such as 24; 0: shifts")] = None
+    graph: Annotated[str | None, _training("--graph", help="graph: digits or sbm")] = None
+    layers: Annotated[int | None, _training(help="graph: number of graph layers")] = None
+    partition: Annotated[str | None, _training("--partition", help="graph: random, greedy or contiguous")] = None
+    halo: Annotated[
+        str | None,
+        _link(
+            "--halo",
+            metavar="SPEC",
+            help='graph: how rows travel, such as bf16, "VARCO(start=128)", "CDFGNN(tolerance=0.1)" or isolated',
+        ),
+    ] = None
+    threads: Annotated[int, _training(help="Torch threads of each worker")] = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExchangeOptions:
+    """Options of a link, under the names and with the defaults of ``LinkSettings``."""
+
+    exclude: Annotated[
+        list[str] | None, _link(metavar="PATTERN", help="Parameters that travel in float32; repeatable")
+    ] = None
+    min_numel: Annotated[
+        int | None, _link(help="Smaller parameters travel in float32; by default 1024, 0 for casts")
+    ] = None
+    warmup_steps: Annotated[int, _link(help="Steps at the start in float32")] = 0
+    collective: Annotated[str, _link(help="auto, all_reduce, all_gather or two_shot")] = "auto"
+    fallback: Annotated[
+        str | None, _link(help="bf16 or fp32: return to it, on all workers, beyond --fallback-limit")
+    ] = None
+    fallback_limit: Annotated[
+        float | None,
+        _link(help="Relative error, such as 5.0, of what a worker sends; measured at steps 10, 30 and every 100"),
+    ] = None
+    check_every: Annotated[
+        int | None,
+        _link(
+            help="Rounds between comparisons of all workers' parameters, by digests; 0: never. "
+            "By default 100 in train and compare, 0 in run and for gossip"
+        ),
+    ] = None
+
+    def settings(self) -> dict[str, Any]:
+        """Return the options as fields of ``LinkSettings``."""
+        return {**vars(self), "exclude": tuple(self.exclude or ())}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TorchrunOptions:
+    """Options that are handed to torchrun as the user wrote them; None: torchrun's default."""
+
+    nproc_per_node: Annotated[str | None, _torchrun("nproc-per-node", "Workers")] = None
+    nnodes: Annotated[str | None, _torchrun("nnodes", "Machines")] = None
+    node_rank: Annotated[str | None, _torchrun("node-rank", "Of this machine")] = None
+    master_addr: Annotated[str | None, _torchrun("master-addr", "Of machine 0")] = None
+    master_port: Annotated[str | None, _torchrun("master-port", "Of machine 0")] = None
+    rdzv_backend: Annotated[str | None, _torchrun("rdzv-backend", "Such as c10d")] = None
+    rdzv_endpoint: Annotated[str | None, _torchrun("rdzv-endpoint", "HOST:PORT")] = None
+    rdzv_id: Annotated[str | None, _torchrun("rdzv-id", "Name of the job")] = None
+    max_restarts: Annotated[str | None, _torchrun("max-restarts", "Of the workers")] = None
+    log_dir: Annotated[str | None, _torchrun("log-dir", "For the workers' output")] = None
+
+    def flags(self) -> dict[str, str | None]:
+        """Return each flag's value under the flag's name."""
+        return {name.replace("_", "-"): value for name, value in vars(self).items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """Options of ``gradwire plan``."""
+
+    profile: Annotated[
+        str,
+        typer.Option(
+            "--profile", metavar="WHAT", help="A task, a model of bench step, or a .py script", rich_help_panel=MODEL
+        ),
+    ] = "digits"
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="[ARGS]...", help="The script's, behind --")] = None
+    data: Data = None
+    method: Methods = None
+    hosts: Annotated[list[int] | None, _cluster(help="Computers; repeatable")] = None
+    gpus_per_host: Annotated[int, _cluster("--gpus-per-host", help="Workers on each, sharing its link")] = 1
+    cores: Annotated[int | None, _cluster(help="Of each host, where workers compute on them; else none waits")] = None
+    bandwidth: Annotated[list[str] | None, _cluster(help="Between hosts; repeatable")] = None
+    latency: Annotated[str, _cluster(help="Of a message, beside this machine's own")] = "0ms"
+    probe: Annotated[bool, _cluster("--probe", help="Under torchrun: measure the link of its group")] = False
+    calibration: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Of collectives; else this machine's, made when first needed")
+    ] = None
+    calibrate: Annotated[bool, typer.Option("--calibrate", help="Calibrate this machine anew")] = False
+    calibration_limit: Annotated[
+        float,
+        typer.Option(
+            "--calibration-limit", metavar="SECONDS", help="Calibrating may take so long; what is there by then is used"
+        ),
+    ] = 60.0
+    figure: Annotated[Path | None, typer.Option(metavar="FILE", help="Throughput against workers, PNG or SVG")] = None
+    as_json: AsJson = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepOptions:
+    """Options of ``gradwire bench step``."""
+
+    model: Annotated[list[str] | None, typer.Option(help="mlp, resnet, transformer, lenet; repeatable")] = None
+    hosts: Annotated[list[int] | None, typer.Option(help="Emulated hosts; repeatable (2, 4, 8)")] = None
+    bandwidth: Annotated[
+        list[str] | None, typer.Option(help="Repeatable (50mbit, 100mbit, 1gbit, 5gbit, unlimited)")
+    ] = None
+    variant: Annotated[
+        list[str] | None,
+        typer.Option(help="compute, 'ddp fp32', 'ddp fp16', 'ddp powersgd', 'gradwire SPEC'; repeatable"),
+    ] = None
+    lab: Annotated[
+        str | None,
+        typer.Option(metavar="SPEC", help="One cluster instead of the grid, such as hosts=4,bandwidth=100mbit"),
+    ] = None
+    loopback: Loopback = False
+    compute: Annotated[
+        str,
+        typer.Option(
+            metavar="real|sleep|cuda",
+            help="sleep: workers sleep as long as one alone computes, so that only exchanges use the cores; "
+            "cuda: they compute on this machine's GPUs",
+        ),
+    ] = "real"
+    budget: Annotated[float, typer.Option(metavar="SECONDS", help="For each exchange in each cell, about")] = 3.0
+    cell_budget: Annotated[
+        float | None,
+        typer.Option(metavar="SECONDS", help="For each cell, all its exchanges together, about; instead of --budget"),
+    ] = None
+    out: Annotated[
+        Path, typer.Option("--out", "-o", metavar="FILE", help="JSON lines; what it holds is not measured again")
+    ] = Path("step.jsonl")
+    figure: Annotated[Path | None, typer.Option(metavar="FILE", help="Speed-ups against bandwidth, PNG or SVG")] = None
+    as_json: AsJson = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimelineOptions:
+    """Options of ``gradwire bench timeline``."""
+
+    model: Annotated[str, typer.Option(help="mlp, resnet, transformer, lenet")] = "mlp"
+    lab: Annotated[
+        str, typer.Option(metavar="SPEC", help="The cluster; with --loopback its number of hosts alone counts")
+    ] = "hosts=4,bandwidth=100mbit"
+    loopback: Loopback = False
+    method: Method = "terngrad"
+    compute: Annotated[str, typer.Option(metavar="real|sleep", help="As for bench step")] = "sleep"
+    steps: Annotated[int, typer.Option(help="To be recorded, after a few that are not")] = 3
+    rank: Annotated[int, typer.Option(help="Whose last step the figure shows")] = 0
+    out: Annotated[
+        Path,
+        typer.Option("--out", "-o", metavar="FILE", help="All ranks' spans, for Perfetto or Chrome's tracing page"),
+    ] = Path("timeline.json")
+    figure: Annotated[Path | None, typer.Option(metavar="FILE", help="One rank's lanes, PNG or SVG")] = None
+    as_json: AsJson = False
+
+
+def with_records(command: Callable[..., None]) -> Callable[..., None]:
+    """Let a command take records of options: a parameter annotated with one becomes an option for each field.
+
+    The options stand in ``--help`` where the parameter stands in the signature, in the order of the fields.
+    """
+    records: dict[str, Any] = {}
+    parameters: list[inspect.Parameter] = []
+    for parameter in inspect.signature(command, eval_str=True).parameters.values():
+        found = [parameter]
+        kind = parameter.annotation
+        if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+            records[parameter.name] = kind
+            found = list(inspect.signature(kind, eval_str=True).parameters.values())
+        parameters += [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in found]
+
+    @functools.wraps(command)
+    def expanded(**given: Any) -> None:
+        built = {
+            name: record(**{field.name: given.pop(field.name) for field in dataclasses.fields(record)})
+            for name, record in records.items()
+        }
+        command(**given, **built)
+
+    expanded.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    expanded.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return expanded
 
 
 def refuse_beside(context: typer.Context, option: str, allowed: set[str]) -> None:
-    """Refuse what the user gave beside an option that settles the rest.
+    """Refuse options that the user gave beside one that decides all others.
 
     Args:
-        context: Of the command.
-        option: As the user wrote it.
-        allowed: The command's parameters that may go with it, the option's own among them.
+        context: Context of the command.
+        option: The option that decides the others, as the user wrote it.
+        allowed: Parameters of the command that may be given with it, including its own.
 
     Raises:
-        UsageError: naming all that were given.
+        UsageError: others were given; the message names them.
     """
     from gradwire.tools.experiments.errors import UsageError
 
@@ -187,10 +291,10 @@ def refuse_beside(context: typer.Context, option: str, allowed: set[str]) -> Non
 
 
 def check_figure(path: Path | None) -> None:
-    """Refuse a figure that could not be written, before anything is computed for it.
+    """Refuse a figure that could not be written, before anything is computed.
 
     Raises:
-        UsageError: another suffix than PNG's or SVG's, or no such folder.
+        UsageError: the suffix is not .png or .svg, or the folder does not exist.
     """
     from gradwire.tools.experiments.errors import UsageError
 

@@ -1,4 +1,4 @@
-"""What ``gradwire plan`` does once its options are read."""
+"""The work of ``gradwire plan``, given its options."""
 
 from __future__ import annotations
 
@@ -14,88 +14,72 @@ import gradwire as gw
 from gradwire.model.forecast import Forecast, Scenario, forecast, recommend
 from gradwire.model.machine import DEFAULT, LinkModel, Machine
 from gradwire.model.profile import Profile
-from gradwire.tools.bench.calibration import default_path, machine_of_rows, measure_machine
+from gradwire.tools.bench.predict import default_path, machine_of_rows, measure_machine
 from gradwire.tools.bench.profile import profile_name, profile_script
-from gradwire.tools.cli.options import check_figure
+from gradwire.tools.cli.options import PlanOptions, check_figure
 from gradwire.tools.cli.show import print_json, print_plan
 from gradwire.tools.experiments.errors import UsageError
 from gradwire.tools.lab import parse_delay, parse_rate
 from gradwire.tools.report.verdict import rate_text, seconds_text
-
-__all__ = ["plan"]
 
 METHODS = ("bf16", "fp16", "terngrad", "coded")
 HOSTS = (2, 4, 8)
 BANDWIDTHS = ("100mbit", "1gbit", "10gbit")
 
 
-def plan(
-    *,
-    profile: str,
-    arguments: Sequence[str],
-    data: str | None,
-    methods: Sequence[str] | None,
-    hosts: Sequence[int] | None,
-    ranks_per_host: int,
-    cores: int | None,
-    bandwidths: Sequence[str] | None,
-    latency: str,
-    probe: bool,
-    calibration: Path | None,
-    calibrate: bool,
-    calibration_limit_s: float,
-    figure: Path | None,
-    as_json: bool,
-) -> None:
-    """Profile, calibrate, predict, print.
+def plan(options: PlanOptions) -> None:
+    """Profile the model, calibrate the machine, and print predicted steps and advice.
 
     Raises:
         UsageError: options that do not go together.
     """
-    for spec in methods or ():
-        if isinstance(gw.method(spec), gw.Auto):
+    arguments, ranks_per_host = options.arguments or [], options.gpus_per_host
+    for spec in options.method or ():
+        if gw.method(spec).traits.tries:
             raise UsageError(f"{spec} chooses among methods while it trains: name the methods to predict, one by one")
-    _check_calibration(calibration, calibrate)
-    if arguments and not profile.endswith(".py"):
+    _check_calibration(options.calibration, options.calibrate)
+    if arguments and not options.profile.endswith(".py"):
         raise UsageError(
             f"{' '.join(arguments)}: words of their own are a script's arguments; to profile a task or a model, give"
             f" --profile {arguments[0]}"
         )
-    if not 0 < calibration_limit_s < math.inf:
-        raise UsageError(f"--calibration-limit {calibration_limit_s:g}: seconds above 0 are needed")
-    if cores is not None and cores < 1:
-        raise UsageError(f"--cores {cores}: at least 1 is needed; leave it out where no worker waits for a core")
-    check_figure(figure)
-    latency_s = parse_delay(latency)
-    links = {_rate(link): link for link in (_link(text, latency_s) for text in bandwidths or BANDWIDTHS)}
-    counts = list(hosts or HOSTS)
+    if not 0 < options.calibration_limit < math.inf:
+        raise UsageError(f"--calibration-limit {options.calibration_limit:g}: seconds above 0 are needed")
+    if options.cores is not None and options.cores < 1:
+        raise UsageError(
+            f"--cores {options.cores}: at least 1 is needed; leave it out where no worker waits for a core"
+        )
+    check_figure(options.figure)
+    latency_s = parse_delay(options.latency)
+    links = {_rate(link): link for link in (_link(text, latency_s) for text in options.bandwidth or BANDWIDTHS)}
+    counts = list(options.hosts or HOSTS)
     if min(counts) < 1 or ranks_per_host < 1 or min(counts) * ranks_per_host < 2:
         raise UsageError("one worker exchanges nothing: give --hosts 2 or more, or --gpus-per-host")
-    if figure is not None and (probe or len(set(counts)) < 2):
+    if options.figure is not None and (options.probe or len(set(counts)) < 2):
         raise UsageError("a curve needs two numbers of workers: give --hosts more than once, or leave --figure out")
-    if probe:
-        if bandwidths or hosts:
+    if options.probe:
+        if options.bandwidth or options.hosts:
             raise UsageError("--probe measures the group that runs: leave --hosts and --bandwidth out")
-        answer = _probed(calibration, calibrate, calibration_limit_s, cores)
+        answer = _probed(options)
         if answer is None:
             return
         machine, found, world_size = answer
         ranks_per_host = found.ranks_per_host
         counts, links = [-(-world_size // ranks_per_host)], {f"measured {_rate(found)}": found}
         print(f"gradwire: {_found(found, world_size)}", file=sys.stderr)
-        known = _profile(profile, arguments, data)
+        known = _profile(options.profile, arguments, options.data)
     else:
-        # What is wrong with a script shows at once, and not after a minute of calibration.
-        known = _profile(profile, arguments, data)
-        machine = _machine(calibration, calibrate, calibration_limit_s)
+        # Profile first: a fault in a script then shows before a minute of calibration.
+        known = _profile(options.profile, arguments, options.data)
+        machine = _machine(options)
     rows: list[dict[str, Any]] = []
     curves: list[tuple[str, Forecast]] = []
     advice: list[tuple[str, str]] = []
     apart: dict[str, str] = {}
     for name, link in links.items():
         for count in counts:
-            setting = Scenario(hosts=count, ranks_per_host=ranks_per_host, cores=cores, link=link)
-            forecasts, refused = forecast(known, methods or METHODS, setting, machine)
+            setting = Scenario(hosts=count, ranks_per_host=ranks_per_host, cores=options.cores, link=link)
+            forecasts, refused = forecast(known, options.method or METHODS, setting, machine)
             choice, reason = recommend(forecasts)
             advice.append((f"{count} x {ranks_per_host} workers, {name}", reason))
             curves += [(name, f) for f in forecasts]
@@ -115,7 +99,7 @@ def plan(
             apart |= {f.method: f.apart for f in forecasts if f.apart is not None}
     for spec, why in apart.items():
         print(f"gradwire: {spec} is not recommended for its time: it {why}", file=sys.stderr)
-    if as_json:
+    if options.as_json:
         print_json(rows)
     else:
         print(f"{known.source}: {known.numel / 1e6:.2f} M parameters, {seconds_text(known.timeline.compute_s)} a step "
@@ -123,11 +107,11 @@ def plan(
         print_plan(rows)
         for place, reason in advice:
             print(f"{place}: {reason}")
-    if figure is not None:
-        from gradwire.tools.report.scaling import draw_scaling
+    if options.figure is not None:
+        from gradwire.tools.report.figures import draw_scaling
 
-        draw_scaling(figure, [(name, f.method, f.world_size, f.worker_steps_per_s) for name, f in curves])
-        print(f"figure: {figure}", file=sys.stderr)
+        draw_scaling(options.figure, [(name, f.method, f.world_size, f.worker_steps_per_s) for name, f in curves])
+        print(f"figure: {options.figure}", file=sys.stderr)
 
 
 def _link(text: str, latency_s: float) -> LinkModel:
@@ -149,7 +133,7 @@ def _profile(name: str, arguments: Sequence[str], data: str | None) -> Profile:
 
 
 def _check_calibration(path: Path | None, anew: bool) -> None:
-    """Refuse to write over what is no calibration of ours, and to read what is not there."""
+    """Refuse to overwrite a file that is not a calibration, and to read one that does not exist."""
     if path is None:
         return
     if anew and path.suffix != ".json":
@@ -161,7 +145,8 @@ def _check_calibration(path: Path | None, anew: bool) -> None:
         raise UsageError(f"calibration {path} does not exist: measure rows with gradwire bench step --out {path}")
 
 
-def _machine(path: Path | None, anew: bool, limit_s: float) -> Machine:
+def _machine(options: PlanOptions) -> Machine:
+    path, anew, limit_s = options.calibration, options.calibrate, options.calibration_limit
     if path is not None and not anew:
         return machine_of_rows(path) if path.suffix == ".jsonl" else Machine.read(path)
     kept = path or default_path()
@@ -171,19 +156,17 @@ def _machine(path: Path | None, anew: bool, limit_s: float) -> Machine:
     return measure_machine(kept, lambda line: print(f"  {line}", file=sys.stderr, flush=True), limit_s)
 
 
-def _probed(
-    calibration: Path | None, calibrate: bool, limit_s: float, cores: int | None
-) -> tuple[Machine, LinkModel, int] | None:
-    """Measure the group that torchrun started; gives machine, link and world size, on rank 0 alone."""
+def _probed(options: PlanOptions) -> tuple[Machine, LinkModel, int] | None:
+    """Measure the group that torchrun started; return machine, network link and world size on rank 0, else None."""
     import torch.distributed as dist
 
     if "RANK" not in os.environ:
         raise UsageError("--probe measures a running group: start it with torchrun, on every machine")
     dist.init_process_group("gloo")
     try:
-        # The others wait: what rank 0 calibrates decides what it takes off the measured times.
-        machine = _machine(calibration, calibrate, limit_s) if dist.get_rank() == 0 else DEFAULT
-        link, world_size = gw.probe(machine=machine, cores=cores), dist.get_world_size()
+        # The other ranks wait: the calibration on rank 0 decides what is subtracted from the measured times.
+        machine = _machine(options) if dist.get_rank() == 0 else DEFAULT
+        link, world_size = gw.probe(machine=machine, cores=options.cores), dist.get_world_size()
         return None if dist.get_rank() else (machine, link, world_size)
     finally:
         dist.destroy_process_group()

@@ -1,28 +1,44 @@
-"""What the commands print at their end: tables, JSON."""
+"""Output of the commands: tables and JSON on standard output, errors as one line and an exit code."""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import typer
 from rich.console import Console
 from rich.table import Table
 
-from gradwire.tools.report.link_notes import link_texts
+import gradwire as gw
+from gradwire.tools.report.summary import link_texts
 from gradwire.tools.report.verdict import bytes_text, percent, rate_text, seconds_text
 
-__all__ = [
-    "print_json",
-    "print_plan",
-    "print_runs",
-    "print_steps",
-    "print_table",
-    "print_timeline",
-    "print_verdicts",
-]
+FAILED, USAGE, INTERRUPTED = 1, 2, 130
+
+
+@contextlib.contextmanager
+def handled(debug: bool) -> Iterator[None]:
+    """Turn gradwire's errors and Ctrl-C into one line and an exit code; with ``debug`` an error keeps its traceback."""
+    from gradwire.errors import GradwireError, HyperparameterError
+    from gradwire.tools.experiments.errors import UsageError
+
+    try:
+        yield
+    except KeyboardInterrupt:
+        print("gradwire: interrupted; all workers are ended", file=sys.stderr)
+        raise typer.Exit(INTERRUPTED) from None
+    except GradwireError as error:
+        if debug:
+            raise
+        print(f"gradwire: {' '.join(str(error).split())}", file=sys.stderr)
+        usage = isinstance(error, (HyperparameterError, UsageError))
+        raise typer.Exit(USAGE if usage else FAILED) from None
 
 
 def print_json(rows: Sequence[Mapping[str, Any]]) -> None:
@@ -31,7 +47,7 @@ def print_json(rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def print_table(table: Table) -> None:
-    """Print a table, on a terminal as wide as that."""
+    """Print a table, as wide as the terminal or 160 columns elsewhere."""
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=160)
@@ -46,7 +62,7 @@ def _table(*columns: str) -> Table:
 
 
 def print_runs(rows: Sequence[Mapping[str, Any]], report: Path | None) -> None:
-    """Print one line a run, what "auto" took, and where the report is."""
+    """Print one line for each run, the choice of "auto", and the path of the report."""
     table = _table("method", "accuracy", "loss", "time/step", "training", "sent", "factor", "bits/element")
     for row in rows:
         table.add_row(
@@ -68,14 +84,14 @@ def print_runs(rows: Sequence[Mapping[str, Any]], report: Path | None) -> None:
 
 
 def print_verdicts(verdicts: Sequence[tuple[str, str]]) -> None:
-    """Print for each method whether it paid."""
+    """Print a paragraph for each method that says whether it paid."""
     for label, text in verdicts:
         print(f"\n{label}: {text}")
     sys.stdout.flush()
 
 
 def print_steps(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print one line a measured step."""
+    """Print one line for each measured step."""
     table = _table(
         "model", "hosts", "link", "compute", "exchange", "step", "20-80 %", "of floor", "sent", "over DDP fp32"
     )
@@ -97,7 +113,7 @@ def print_steps(rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def print_timeline(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print one line a rank and step: the parts of the step, and where the link was idle."""
+    """Print one line for each rank and step: the parts of the step, and when the network link was idle."""
     table = _table(
         "rank", "step", "whole", "earliest", "forward", "idle", "rows", "floor", "idle between", "idle after", "update",
         "encode", "wait", "messages", "decode",
@@ -121,7 +137,7 @@ def print_timeline(rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def print_plan(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print one line a predicted step."""
+    """Print one line for each predicted step."""
     table = _table("workers", "link", "method", "step", "80 %", "floor", "speed-up", "sent", "bounded by", "", "")
     for row in rows:
         rate = row["bandwidth_bits_per_s"]
@@ -143,3 +159,96 @@ def print_plan(rows: Sequence[Mapping[str, Any]]) -> None:
         print("steps and bytes of methods that exchange in one of several steps are means over these")
     for why in dict.fromkeys(row["extrapolated"] for row in rows if row["extrapolated"]):
         print(f"~ extrapolated, the interval may not hold: {why}")
+
+
+NOTES = {
+    "omega": "E|Q(g) - g|^2 <= omega |g|^2 for a vector, or blocks, of d elements: the variance that it adds",
+    "delta": "E|Q(g) - g|^2 <= (1 - delta) |g|^2: the share of a vector that it keeps at least",
+    "state bytes per element": "what each rank remembers; in memory twice: as it holds, and as the round makes it",
+    "bits per element": "sent for each element and direction with 4 workers; a float32 all-reduce has 32",
+}
+
+DIRECTION = "a direction to step in, not the mean: it needs a learning rate of its own"
+
+
+def method_rows(names: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the declared properties of the named methods, or of all, as flat objects."""
+    defaults = {name: info.spec for name, info in gw.methods().items()}
+    rows = []
+    for name in names or list(defaults):
+        chosen = gw.method(name)
+        info = gw.MethodInfo.of(chosen)
+        rows.append({**dataclasses.asdict(info), "collectives": ", ".join(info.collectives)})
+        if info.spec != defaults.get(info.name):
+            # Both are declared for the default settings only.
+            rows[-1] |= {"bits_per_element": None, "state_bytes_per_element": None}
+        if info.name not in defaults:
+            rows[-1] |= {
+                "unbiased": None,
+                "bits_per_element": None,
+                "state_bytes_per_element": None,
+                "bit_stable": None,
+            }
+    return rows
+
+
+def unbiased_text(row: Mapping[str, Any]) -> str:
+    """Return "yes", "no" or the method's note on whether it is unbiased."""
+    return row["unbiased_note"] or ("yes" if row["unbiased"] else "no")
+
+
+def print_methods(rows: Sequence[Mapping[str, Any]], *, in_full: bool = False) -> None:
+    """Print all properties of a single method, else one line for each: by family, or ``in_full`` as a table."""
+    if len(rows) == 1:
+        _print_one(rows[0])
+        return
+    if not in_full:
+        _print_families(rows)
+        return
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("name", "bits/element (4 workers)", "unbiased", "bit-stable", "state", "summary"):
+        table.add_column(column)
+    for row in rows:
+        stable = "yes" if row["bit_stable"] else "no"
+        bits = f"{row['bits_per_element']:.3g}"
+        table.add_row(row["name"], bits, unbiased_text(row), stable, row["state"], row["summary"])
+    print_table(table)
+
+
+def _print_families(rows: Sequence[Mapping[str, Any]]) -> None:
+    families: dict[str, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        families.setdefault(_family(row["spec"]), []).append(row)
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for family, members in families.items():
+        table.add_row(f"[bold]{family}[/bold]")
+        for row in members:
+            table.add_row(f"  {row['name']}", f"{row['bits_per_element']:.3g} bits", row["summary"])
+    print_table(table)
+    print("Bits are those sent for each element and direction with 4 workers; a float32 all-reduce has 32.")
+    print("gradwire methods NAME shows a method in full, gradwire methods --all more of each.")
+
+
+def _family(spec: str) -> str:
+    """Return the name of a method's family: the beginning of its package's docstring."""
+    package = type(gw.method(spec)).__module__.rpartition(".")[0]
+    return (import_module(package).__doc__ or package).partition(":")[0].rstrip(".\n")
+
+
+def _print_one(row: Mapping[str, Any]) -> None:
+    chosen = gw.method(row["spec"])
+    lines = {key.replace("_", " "): value for key, value in row.items() if key != "unbiased_note"}
+    if isinstance(chosen, gw.Auto):
+        lines = {key: lines[key] for key in ("name", "spec", "summary")}
+        lines |= {"candidates": ", ".join(chosen.candidates), "turns": chosen.turns, "steps": chosen.steps}
+    else:
+        lines |= {"unbiased": unbiased_text(row), "bit stable": "yes" if row["bit_stable"] else "no"}
+        lines["outcome"] = DIRECTION if chosen.traits.direction else "the mean of the gradients, or an estimate of it"
+    for key, value in lines.items():
+        shown = f"{value:.3g}" if isinstance(value, float) else value
+        print(f"{key + ':':<18} {'-' if value in (None, '') else shown}")
+    if isinstance(chosen, gw.Auto):
+        print("It tries the candidates in so many turns of so many steps each, and keeps the fastest.")
+    for key, text in NOTES.items():
+        if any(lines.get(name) is not None for name in (key, f"{key} formula")):
+            print(f"{key}: {text}")

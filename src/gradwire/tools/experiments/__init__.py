@@ -1,1 +1,1 @@
-"""Built-in tasks trained data-parallel: data, training loop, local workers or a simulation, run folders."""
+"""Training of built-in tasks: data, training loop, local or simulated workers, run folders."""

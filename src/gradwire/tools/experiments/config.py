@@ -1,4 +1,4 @@
-"""What a run is to do, as one record that travels to the workers and into the run folder."""
+"""Settings of a training run, and of its link."""
 
 from __future__ import annotations
 
@@ -9,36 +9,62 @@ from typing import Any
 
 import gradwire as gw
 from gradwire.tools.experiments.errors import UsageError
-from gradwire.tools.experiments.link_settings import LinkSettings
 from gradwire.tools.experiments.tasks import Task, build
 from gradwire.tools.lab import Topology
 
-__all__ = ["DEFAULT_WORKERS", "RunConfig"]
+
+@dataclass(frozen=True, kw_only=True)
+class LinkSettings:
+    """The method, and the options of its link.
+
+    Every other field is an option of ``gradwire.attach``, under its name.
+
+    Attributes:
+        method: Spec of the method.
+        check_every: None: never, and in a training run as :class:`RunConfig` says.
+    """
+
+    method: str = "fp32"
+    exclude: tuple[str, ...] = ()
+    min_numel: int | None = None
+    warmup_steps: int = 0
+    collective: str = "auto"
+    fallback: str | None = None
+    fallback_limit: float | None = None
+    check_every: int | None = None
+    seed: int = 0
+
+    def link_options(self) -> dict[str, Any]:
+        """Return the options of ``gradwire.attach``."""
+        options = {field.name: getattr(self, field.name) for field in dataclasses.fields(LinkSettings)}
+        del options["method"]
+        return {**options, "check_every": self.check_every or 0}
+
 
 DEFAULT_WORKERS = 4
 
 CHECK_EVERY = 100
-"""Rounds between comparisons of all workers' parameters: a CRC-32 of each, and 8 bytes of it to every other worker."""
+"""Rounds between comparisons of all workers' parameters. One costs a CRC-32 of each, and 8 bytes to each other
+worker."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig(LinkSettings):
-    """A training run.
+    """Settings of a training run.
 
     Attributes:
-        task: the task and its settings.
-        workers: world size; ``task.batch`` is divided by it.
-        simulate: one process plays all workers.
-        seed: also of the initial weights, the data order and augmentation.
+        task: The task and its settings.
+        workers: World size; ``task.batch`` is divided by it.
+        simulate: Play all workers in one process.
+        seed: Seed of the method's random numbers, the initial weights, the data order and augmentation.
         min_numel: None: the task's own.
-        check_every: None: every 100 rounds, where workers are real and their parameters are meant to be equal.
-        threads: torch threads of each process.
-        checkpoint_every: steps between checkpoints; 0: none but those by time, and one at the end.
-        checkpoint_minutes: minutes between checkpoints, which are written at the next row of metrics; 0: none by time.
-        log_every: steps between training rows; a row holds the mean loss and the median step time since the
-        last.
-        lab: emulated cluster that the workers are spread over, in blocks of ranks, as ``Topology.parse`` reads it; kept
-        as ``Topology.spec`` writes it. None: this machine as it is.
+        check_every: None: every 100 rounds, if workers are real and their parameters are meant to be equal.
+        threads: Torch threads of each process.
+        checkpoint_every: Steps between checkpoints; 0: only by time, and at the end.
+        checkpoint_minutes: Minutes between checkpoints, which are written with the next row of metrics; 0: not by time.
+        log_every: Steps between training rows; a row holds the mean loss and the median step time since the last.
+        lab: Emulated cluster that the workers are spread over in blocks of ranks, as ``Topology.parse`` reads it;
+            stored as ``Topology.spec`` writes it. None: this machine as it is.
     """
 
     task: Task
@@ -51,7 +77,7 @@ class RunConfig(LinkSettings):
     lab: str | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be trained; raises UsageError."""
+        """Refuse settings that cannot be trained; raises UsageError."""
         for field in ("workers", "threads", "log_every"):
             if getattr(self, field) < 1:
                 raise UsageError(f"{field} = {getattr(self, field)}: must be at least 1")
@@ -97,12 +123,12 @@ class RunConfig(LinkSettings):
         options = super().link_options()
         if self.min_numel is None:
             options["min_numel"] = self.task.min_numel
-        if self.check_every is None and not self.simulate and not gw.method(self.method).outcomes_differ:
+        if self.check_every is None and not self.simulate and not gw.method(self.method).traits.outcomes_differ:
             options["check_every"] = CHECK_EVERY
         return options
 
     def to_json(self) -> dict[str, Any]:
-        """Return the plan as JSON values."""
+        """Return the settings as JSON values."""
         record = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {
             **record,
@@ -113,7 +139,7 @@ class RunConfig(LinkSettings):
 
     @classmethod
     def from_json(cls, record: dict[str, Any]) -> RunConfig:
-        """Read a plan back; raises UsageError or TypeError for a record that is none."""
+        """Read :meth:`to_json`'s record back; raises UsageError or TypeError for any other."""
         fields = dict(record)
         task = build(fields.pop("task"), **fields.pop("settings"))
         return cls(task=task, **{**fields, "exclude": tuple(fields["exclude"])})

@@ -1,10 +1,9 @@
-"""A worker of a real group: DDP with a link attached."""
+"""The engine of a worker in a process group: DDP with a link attached."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,14 +12,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire as gw
 from gradwire.tools.experiments.config import RunConfig
-from gradwire.tools.experiments.engine import build_model, link_options, score_share
+from gradwire.tools.experiments.engine import LinkEngine, build_model, link_options, score_share
 from gradwire.tools.experiments.order import share
 
-__all__ = ["DistributedEngine"]
 
-
-class DistributedEngine:
+class DistributedEngine(LinkEngine):
     """An :class:`~gradwire.tools.experiments.engine.Engine` on the default process group: DDP with a link attached."""
+
+    link: gw.Link
 
     def __init__(self, plan: RunConfig) -> None:
         self.plan, self.rank, self.world_size = plan, dist.get_rank(), dist.get_world_size()
@@ -33,7 +32,7 @@ class DistributedEngine:
         self.optimizer = plan.task.build_optimizer(self.model)
         self.link = gw.attach(self.ddp, plan.method, **link_options(plan, self.optimizer))
         method = gw.method(plan.method)
-        self.local, self.apart = method.local_steps > 0, method.outcomes_differ
+        self.local, self.apart = method.traits.local_steps > 0, method.traits.outcomes_differ
 
     def load(self) -> None:
         """Read this worker's data."""
@@ -47,7 +46,7 @@ class DistributedEngine:
         return self.plan.task.loss(self.ddp(inputs), targets)
 
     def score_own(self) -> list[float]:
-        """Return summed loss, right answers and answers of this worker's share of the evaluation data."""
+        """Return the summed loss, the right answers and all answers on this worker's share of the evaluation data."""
         return score_share(self.plan, self.model, self.source.evaluation(self.rank, self.world_size))
 
     def _decay(self, parameter: Tensor) -> Callable[[Tensor], Tensor]:
@@ -56,10 +55,10 @@ class DistributedEngine:
         return lambda gradient: gradient + parameter.detach() * factor
 
     def backward(self, step: int) -> float:
-        """Run this worker's share; DDP and the link leave the mean gradient in ``.grad``.
+        """Run this worker's share of the batch; DDP and the link put the mean gradient into ``.grad``.
 
         Raises:
-            GradwireError: the link's own error, where DDP would show a mangled one.
+            GradwireError: the link's own error, instead of DDP's mangled one.
         """
         loss = self.loss(step)
         try:
@@ -77,9 +76,9 @@ class DistributedEngine:
         return [float(value) / self.world_size for value in total]
 
     def score(self) -> tuple[float, float]:
-        """Evaluate a share on every rank, all with rank 0's buffers, and add up.
+        """Evaluate a share of the data on every rank, with rank 0's buffers, and add up.
 
-        Where ranks stay different, with the mean of parameters and buffers.
+        If ranks' parameters stay different (gossip), the mean of parameters and buffers is evaluated.
         """
         for buffer in () if self.apart else self.model.buffers():
             dist.broadcast(buffer, 0)
@@ -94,26 +93,10 @@ class DistributedEngine:
         """Wait for all ranks."""
         dist.barrier()
 
-    def traffic(self) -> gw.Traffic:
-        """Return this rank's bytes."""
-        return self.link.traffic()
-
     def gauges(self) -> list[dict[str, float]]:
-        """Return what the method reports of this rank's latest step."""
+        """Return the method's gauges of this rank's latest step."""
         return [self.link.gauges()]
 
-    def record(self) -> dict[str, Any]:
-        """Describe what the link chose."""
-        return dict(self.link.record())
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return this rank's link state."""
-        return dict(self.link.state_dict())
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take this rank's link state back."""
-        self.link.load_state_dict(state)
-
     def close(self) -> None:
-        """End the link; no further backward may follow."""
+        """Close the link; no backward pass may follow."""
         self.link.close()

@@ -1,4 +1,4 @@
-"""Who computes a step's mean gradient: what the training loop needs of a real group and of a simulation alike."""
+"""The interface of engines, which compute a step's mean gradient in a real group or a simulation."""
 
 from __future__ import annotations
 
@@ -13,11 +13,9 @@ import gradwire as gw
 from gradwire.seeds import parameter_key
 from gradwire.tools.experiments.config import RunConfig
 
-__all__ = ["Engine", "build_model", "link_options", "now_s", "score_share"]
-
 
 class Engine(Protocol):
-    """One process's part in the training of all workers."""
+    """Computes the gradients of this process's worker, or of all simulated workers."""
 
     rank: int
     world_size: int
@@ -27,22 +25,22 @@ class Engine(Protocol):
     optimizer: torch.optim.Optimizer
 
     def backward(self, step: int) -> float:
-        """Leave the workers' mean gradient of ``step`` in ``.grad``; return this process's mean loss."""
+        """Compute the mean gradient of ``step`` into ``.grad``; return this process's mean loss."""
 
     def mean(self, values: Sequence[float]) -> list[float]:
         """Return the mean over all workers of this process's values."""
 
     def score(self) -> tuple[float, float]:
-        """Evaluate the model: mean loss and share of right answers, the same on all ranks."""
+        """Evaluate the model; return mean loss and share of right answers, the same on all ranks."""
 
     def barrier(self) -> None:
         """Wait for all ranks."""
 
     def traffic(self) -> gw.Traffic:
-        """Return the bytes since the engine was built."""
+        """Return the traffic since the engine was built."""
 
     def gauges(self) -> Sequence[Mapping[str, float]]:
-        """Return what the method reports of the latest step, of each worker that this process plays."""
+        """Return the method's gauges of the latest step, for each worker of this process."""
 
     def record(self) -> dict[str, Any]:
         """Describe what the link chose."""
@@ -51,16 +49,38 @@ class Engine(Protocol):
         """Return this rank's link state, tensors only."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take this rank's link state back."""
+        """Load what :meth:`state_dict` returned."""
+
+
+class LinkEngine:
+    """Base of the engines around one link: its traffic, record and state."""
+
+    link: gw.Link | gw.SimulatedLink
+
+    def traffic(self) -> gw.Traffic:
+        """Return the traffic of this rank, or in a simulation that of a real worker."""
+        return self.link.traffic()
+
+    def record(self) -> dict[str, Any]:
+        """Describe what the link chose."""
+        return dict(self.link.record())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the link: this rank's, or in a simulation that of all workers."""
+        return dict(self.link.state_dict())
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load what :meth:`state_dict` returned."""
+        self.link.load_state_dict(state)
 
 
 def now_s() -> float:
-    """Return a clock's reading in seconds."""
+    """Return the time of a monotonic clock in seconds."""
     return time.perf_counter()
 
 
 def build_model(plan: RunConfig) -> nn.Module:
-    """Build the task's model from the run's seed, leaving torch's global generator as it was."""
+    """Build the task's model from the run's seed; torch's global generator is restored."""
     low, high = parameter_key(plan.seed, "initial weights", "experiments")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(low | high << 32)
@@ -68,15 +88,15 @@ def build_model(plan: RunConfig) -> nn.Module:
 
 
 def link_options(plan: RunConfig, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the options of the link: the plan's, and the optimizer for a method that looks at it or at its steps."""
+    """Return the options of the link: the run's, and the optimizer if the method needs it or counts its steps."""
     method = gw.method(plan.method)
-    known = {"optimizer": optimizer} if method.needs_learning_rates or method.local_steps else {}
+    known = {"optimizer": optimizer} if method.traits.needs_learning_rates or method.traits.local_steps else {}
     return {**plan.link_options(), **known}
 
 
 @torch.no_grad()
 def score_share(plan: RunConfig, model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> list[float]:
-    """Return summed loss, right answers and answers over ``batches``, with the model in evaluation mode."""
+    """Return the summed loss, the right answers and all answers over ``batches``, in evaluation mode."""
     totals = [0.0, 0.0, 0.0]
     model.eval()
     for inputs, targets in batches:

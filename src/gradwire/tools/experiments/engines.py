@@ -1,4 +1,4 @@
-"""Which engine trains a plan."""
+"""Choose the engine for a run."""
 
 from __future__ import annotations
 
@@ -6,11 +6,8 @@ import gradwire as gw
 from gradwire.tools.experiments.config import RunConfig
 from gradwire.tools.experiments.distributed import DistributedEngine
 from gradwire.tools.experiments.graph_engines import GraphEngine, SimulatedGraphEngine
-from gradwire.tools.experiments.simulate import SimulatedEngine
-from gradwire.tools.experiments.simulate_local import SimulatedLocalEngine
+from gradwire.tools.experiments.simulate import SimulatedEngine, SimulatedLocalEngine
 from gradwire.tools.experiments.tasks.graph import GraphTask
-
-__all__ = ["real_engine", "simulated_engine"]
 
 
 def real_engine(plan: RunConfig) -> DistributedEngine:
@@ -19,12 +16,12 @@ def real_engine(plan: RunConfig) -> DistributedEngine:
 
 
 def simulated_engine(plan: RunConfig) -> SimulatedEngine | SimulatedLocalEngine:
-    """Return the engine that plays all workers: with one model, or a model each where parameters differ.
+    """Return the engine that plays all workers: with one model, or with a model for each under local steps.
 
     Raises:
-        IncompatibleError: workers with parts of a graph are to step by themselves.
+        IncompatibleError: the task is a graph and the method has local steps.
     """
-    local = gw.method(plan.method).local_steps > 0
+    local = gw.method(plan.method).traits.local_steps > 0
     if isinstance(plan.task, GraphTask):
         if local:
             raise gw.IncompatibleError(

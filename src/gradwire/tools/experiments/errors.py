@@ -1,4 +1,4 @@
-"""Errors of the experiments: what was asked for, what the data held, what a run ended with."""
+"""Errors of the experiments, and checks of names."""
 
 from __future__ import annotations
 
@@ -7,15 +7,13 @@ from collections.abc import Iterable
 
 from gradwire.errors import GradwireError
 
-__all__ = ["DataError", "RunError", "TrainingError", "UsageError", "WorkerError", "nearest"]
-
 
 class UsageError(GradwireError, ValueError):
-    """The command or call asks for something that does not exist or cannot be done; nothing was started."""
+    """A command or call asks for something that does not exist or cannot be done; nothing was started."""
 
 
 class DataError(GradwireError):
-    """A data file is missing, truncated or not what its name says; the message holds expected and found."""
+    """A data file is missing, truncated or in another format; the message says what was expected and found."""
 
 
 class RunError(GradwireError):
@@ -23,11 +21,11 @@ class RunError(GradwireError):
 
 
 class TrainingError(GradwireError):
-    """Training left the finite numbers; the message names the step and the parameter or loss."""
+    """A parameter or the loss is no longer finite; the message names it and the step."""
 
 
 class WorkerError(GradwireError):
-    """A worker process ended before its work was done; the others were ended too."""
+    """A worker process ended before it was done, and the others were ended."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -41,3 +39,19 @@ def nearest(name: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(name, names, n=1)
     hint = f"did you mean {close[0]}? " if close else ""
     return f"{hint}Known: {', '.join(names)}"
+
+
+def check_known(what: str, value: str, known: Iterable[str], owner: str = "") -> None:
+    """Refuse a value that is none of the known ones.
+
+    Args:
+        what: Name of the setting, for the message.
+        value: The value that was given.
+        known: The values that there are.
+        owner: What the setting belongs to, for the message: "" or " of ...".
+
+    Raises:
+        UsageError: the value is not known; the message names the nearest one.
+    """
+    if value not in known:
+        raise UsageError(f"unknown {what} {value!r}{owner}: {nearest(value, known)}")

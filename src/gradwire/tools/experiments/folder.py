@@ -1,8 +1,7 @@
-"""The run folder: ``config.json``, ``metrics.jsonl``, ``checkpoint/``; nothing half-written is ever left
-under a name.
+"""The run folder: ``config.json``, ``metrics.jsonl`` and ``checkpoint/``, whose files are never left half-written.
 
-A checkpoint is written under a temporary name, flushed to the disk and renamed to ``checkpoint/step-N``; only
-then are older ones removed. A row of metrics that could not be written whole is cut off again.
+A checkpoint is written under a temporary name, flushed to disk and renamed to ``checkpoint/step-N``; only then are
+older ones removed. A row of metrics that could not be written whole is removed again.
 """
 
 from __future__ import annotations
@@ -22,8 +21,6 @@ from gradwire.errors import IncompatibleError
 from gradwire.exchange.digests import pack, unpack
 from gradwire.tools.experiments.errors import RunError, UsageError
 
-__all__ = ["GAUGES", "RECORD", "ROW_FIELDS", "RunFolder", "checkpoint_steps"]
-
 ROW_FIELDS = (
     "step",
     "event",
@@ -37,7 +34,7 @@ ROW_FIELDS = (
     "bits_per_element",
 )
 GAUGES = "gauges"
-"""A further field of the rows of methods that report numbers of their own: mean and deviation of each, by name."""
+"""Additional field of rows if the method has gauges: mean and deviation of each, by name."""
 
 TEMPORARY = ".tmp"
 RECORD = 1
@@ -57,7 +54,7 @@ def _writing(path: Path) -> Iterator[None]:
 
 
 def write_durably(path: Path, data: bytes) -> None:
-    """Write a file whole or not at all: temporary name, flush to disk, rename; raises RunError."""
+    """Write a file whole or not at all, by a temporary name, a flush to disk and a rename; raises RunError."""
     temporary = path.with_name(path.name + TEMPORARY)
     with _writing(path):
         try:
@@ -81,7 +78,7 @@ class RunFolder:
     """One run's folder.
 
     Args:
-        path: the folder; made by :meth:`create`.
+        path: The folder, which :meth:`create` makes.
     """
 
     def __init__(self, path: Path) -> None:
@@ -93,7 +90,7 @@ class RunFolder:
         """Make an empty run folder.
 
         Raises:
-            UsageError: there is something in it already, or a file of that name.
+            UsageError: it is not empty, or a file.
             RunError: it cannot be made.
         """
         if path.exists() and not path.is_dir():
@@ -122,7 +119,7 @@ class RunFolder:
         except (OSError, ValueError) as error:
             raise RunError(f"{path} cannot be read: {error}") from error
         if not isinstance(config, dict) or config.get("gradwire_run", RECORD) != RECORD:
-            raise RunError(f"{path} is no run's record of this version of gradwire: use the version that wrote it")
+            raise RunError(f"{path} is not a run's record of this version of gradwire: use the version that wrote it")
         return config
 
     def append_row(self, row: Mapping[str, Any]) -> None:
@@ -151,11 +148,11 @@ class RunFolder:
         write_durably(self.metrics, b"".join(kept))
 
     def pending(self, step: int) -> Path:
-        """Return the temporary folder in which the ranks gather the checkpoint of ``step``."""
+        """Return the temporary folder for the parts of the checkpoint of ``step``."""
         return self.path / "checkpoint" / f"step-{step}{TEMPORARY}"
 
     def begin_checkpoint(self, step: int) -> None:
-        """Make the temporary folder, empty; raises RunError."""
+        """Make an empty temporary folder for a checkpoint; raises RunError."""
         pending = self.pending(step)
         with _writing(pending):
             shutil.rmtree(pending, ignore_errors=True)
@@ -164,12 +161,12 @@ class RunFolder:
     def save_part(self, step: int, name: str, state: object) -> None:
         """Write one part of the pending checkpoint to the disk; raises RunError."""
         buffer = io.BytesIO()
-        # With its name and step, so that parts that changed places are found, whose digests are right.
+        # The digest alone would not detect parts that were swapped.
         torch.save(pack({"part": name, "step": step, "state": state})[0], buffer)
         write_durably(self.pending(step) / f"{name}.pt", buffer.getvalue())
 
     def commit_checkpoint(self, step: int) -> None:
-        """Return the pending checkpoint its name, then remove older ones; raises RunError."""
+        """Rename the pending checkpoint to its final name, then remove older ones; raises RunError."""
         parent, final = self.path / "checkpoint", self.path / "checkpoint" / f"step-{step}"
         with _writing(final):
             shutil.rmtree(final, ignore_errors=True)
@@ -184,7 +181,7 @@ class RunFolder:
                 shutil.rmtree(other, ignore_errors=True)
 
     def abandon_checkpoint(self, step: int) -> None:
-        """Remove what a failed attempt left."""
+        """Remove the parts of a checkpoint that failed."""
         shutil.rmtree(self.pending(step), ignore_errors=True)
 
     def load_part(self, name: str) -> Any:

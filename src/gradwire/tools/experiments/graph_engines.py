@@ -1,4 +1,4 @@
-"""Who computes a step of the task ``graph``: a worker of a group, or one process that plays all workers."""
+"""Engines of the task ``graph``: one worker of a group, or all workers in one process."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ import gradwire as gw
 from gradwire.graphs import GraphNetwork, Subgraph, forward_together
 from gradwire.tools.experiments.config import RunConfig
 from gradwire.tools.experiments.distributed import DistributedEngine
+from gradwire.tools.experiments.engine import LinkEngine
 from gradwire.tools.experiments.errors import RunError
 from gradwire.tools.experiments.simulate import SimulatedEngine
 from gradwire.tools.experiments.tasks.graph import GraphTask
-
-__all__ = ["GraphEngine", "SimulatedGraphEngine", "share_of_loss"]
 
 
 def share_of_loss(logits: Tensor, part: Subgraph) -> Tensor:
@@ -34,7 +33,7 @@ def _task(plan: RunConfig) -> GraphTask:
 
 
 def _joined(link: gw.Traffic, halo: gw.Traffic) -> gw.Traffic:
-    """Return the bytes of weight gradients and of halos; what both would have been in float32 is the dense part."""
+    """Return the traffic of weight gradients and halos together; dense bytes are those of both in float32."""
     return gw.Traffic(
         link.sent_bytes + halo.sent_bytes,
         link.received_bytes + halo.received_bytes,
@@ -44,18 +43,40 @@ def _joined(link: gw.Traffic, halo: gw.Traffic) -> gw.Traffic:
     )
 
 
-def _parts(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    try:
-        return state["link"], state["halo"]
-    except KeyError as error:
-        raise RunError(f"this checkpoint is of no training of a graph: it has no {error}") from error
+class HaloEngine(LinkEngine):
+    """Base of the engines with a second link, for the halo: record and state of both."""
+
+    halo: gw.HaloLink | gw.SimulatedHaloLink
+
+    def record(self) -> dict[str, Any]:
+        """Describe what the links chose."""
+        return {**super().record(), "halo": self.halo.record()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of both links."""
+        return {"link": super().state_dict(), "halo": self.halo.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load what :meth:`state_dict` returned.
+
+        Raises:
+            RunError: the state is not that of a graph's training.
+        """
+        try:
+            link, halo = state["link"], state["halo"]
+        except KeyError as error:
+            raise RunError(f"this checkpoint is not one of a graph's training: it has no {error}") from error
+        super().load_state_dict(link)
+        self.halo.load_state_dict(halo)
 
 
-class GraphEngine(DistributedEngine):
+class GraphEngine(HaloEngine, DistributedEngine):
     """An :class:`~gradwire.tools.experiments.engine.Engine` of one worker's subgraph, on the default process group."""
 
+    halo: gw.HaloLink
+
     def load(self) -> None:
-        """Cut this worker's subgraph out, and build the link of the halo."""
+        """Cut out this worker's subgraph, and build the link of the halo."""
         task = _task(self.plan)
         self.subgraph = task.subgraphs(self.world_size, self.plan.seed)[self.rank]
         self.halo = gw.HaloLink(self.subgraph.boundary, task.halo_method(), steps=task.steps, seed=self.plan.seed)
@@ -65,7 +86,7 @@ class GraphEngine(DistributedEngine):
         return share_of_loss(self.ddp(self.subgraph.features, self.subgraph, self.halo), self.subgraph)
 
     def backward(self, step: int) -> float:
-        """Run this worker's part; see :class:`DistributedEngine`."""
+        """Compute the mean gradient into ``.grad``, with the exchange of the halo; see :class:`DistributedEngine`."""
         try:
             loss = super().backward(step)
         except RuntimeError as error:
@@ -77,7 +98,7 @@ class GraphEngine(DistributedEngine):
 
     @torch.no_grad()
     def score_own(self) -> list[float]:
-        """Evaluate the held-out nodes of this worker, with all rows of the halo in float32."""
+        """Evaluate this worker's held-out nodes, with all rows of the halo in float32."""
         self.model.eval()
         with self.halo.evaluation():
             logits = self.model(self.subgraph.features, self.subgraph, self.halo)
@@ -90,38 +111,26 @@ class GraphEngine(DistributedEngine):
         return _joined(super().traffic(), self.halo.traffic())
 
     def gauges(self) -> list[dict[str, float]]:
-        """Return what both methods report of this rank's latest step."""
+        """Return both methods' gauges of this rank's latest step."""
         return [{**own, **self.halo.gauges()} for own in super().gauges()]
 
-    def record(self) -> dict[str, Any]:
-        """Describe what the links chose."""
-        return {**super().record(), "halo": self.halo.record()}
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return this rank's state of both links."""
-        return {"link": super().state_dict(), "halo": self.halo.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take this rank's state of both links back."""
-        link, halo = _parts(state)
-        super().load_state_dict(link)
-        self.halo.load_state_dict(halo)
-
     def close(self) -> None:
-        """End both links."""
+        """Close both links."""
         super().close()
         self.halo.close()
 
 
-class SimulatedGraphEngine(SimulatedEngine):
+class SimulatedGraphEngine(HaloEngine, SimulatedEngine):
     """An :class:`~gradwire.tools.experiments.engine.Engine` that plays all workers of a partitioned graph.
 
-    Each worker has a network of its own, which shares the values of the weights with all others, so that each has the
-    gradient that a real one would have.
+    Each worker has a network of its own that shares the values of the weights with the others, so that each gets the
+    gradient of a real worker.
     """
 
+    halo: gw.SimulatedHaloLink
+
     def load(self) -> None:
-        """Cut the subgraphs, and build the link of the halos."""
+        """Cut out the subgraphs, and build the link of the halos."""
         task = _task(self.plan)
         self.subgraphs = task.subgraphs(self.world_size, self.plan.seed)
         boundaries = [part.boundary for part in self.subgraphs]
@@ -132,7 +141,7 @@ class SimulatedGraphEngine(SimulatedEngine):
                 own.data = shared.data
 
     def backward(self, step: int) -> float:
-        """Fill every worker's row, reduce, and leave the mean in ``.grad``; return the mean loss."""
+        """Fill every worker's row, reduce the rows, and put the mean into ``.grad``; return the mean loss."""
         decay = self._decay()
         losses = torch.stack([share_of_loss(out, part) for out, part in zip(self._logits(), self.subgraphs)])
         own = [list(network.parameters()) for network in self.networks]
@@ -149,7 +158,7 @@ class SimulatedGraphEngine(SimulatedEngine):
 
     @torch.no_grad()
     def score(self) -> tuple[float, float]:
-        """Evaluate all held-out nodes, with all rows of halos in float32."""
+        """Evaluate all held-out nodes, with all rows of the halos in float32."""
         for network in self.networks:
             network.eval()
         with self.halo.evaluation():
@@ -167,19 +176,5 @@ class SimulatedGraphEngine(SimulatedEngine):
         return _joined(super().traffic(), self.halo.traffic()[0])
 
     def gauges(self) -> list[dict[str, float]]:
-        """Return what both methods report of every worker's latest step."""
+        """Return both methods' gauges of every worker's latest step."""
         return [{**own, **halo} for own, halo in zip(super().gauges(), self.halo.gauges())]
-
-    def record(self) -> dict[str, Any]:
-        """Describe what the links chose."""
-        return {**super().record(), "halo": self.halo.record()}
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of both links."""
-        return {"link": super().state_dict(), "halo": self.halo.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take the state of both links back."""
-        link, halo = _parts(state)
-        super().load_state_dict(link)
-        self.halo.load_state_dict(halo)

@@ -1,9 +1,9 @@
-"""Local workers: start them, pass their rows on, and see that they end together.
+"""Start local workers, pass their rows on, and end them together.
 
 The parent hosts the rendezvous store on 127.0.0.1 and holds one pipe a worker; on an emulated cluster, whose hosts do
 not reach the parent, worker 0 hosts the store. When a worker dies or reports a failure, the others get ``GRACE_S``
-seconds to say what they saw; then all are killed and one error tells the most informative account. Killing is safe at
-any time: a checkpoint gets its name only once it is whole.
+seconds to report; then all are killed, and one error holds the most informative account. Killing is safe at any time: a
+checkpoint is renamed to its final name only when it is complete.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import json
 import os
 import selectors
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -33,22 +32,19 @@ from gradwire.tools.experiments.errors import WorkerError
 from gradwire.tools.experiments.folder import RunFolder
 from gradwire.tools.experiments.train import OnStep, Row
 from gradwire.tools.experiments.worker import ENVIRONMENT, Part
-from gradwire.tools.forking import Child, ForkedProcess, can_fork, fork_all
 from gradwire.tools.lab import INTERFACE, PORT, LabError, Network, open_network
-from gradwire.tools.processes import termination_unwinds
-
-__all__ = ["GRACE_S", "Crew", "run_workers"]
+from gradwire.tools.processes import Child, ForkedProcess, can_fork, fork_all, killed_by, termination_unwinds
 
 GRACE_S = 10.0
 STOP_S = 60.0
-"""How long workers that were asked to stop may take to write a checkpoint."""
+"""Seconds in which workers that were asked to stop may write a checkpoint."""
 
 TICK_S = 0.2
 
 
 @dataclass
 class Worker:
-    """One child process and what it has told so far."""
+    """A child process and its messages so far."""
 
     rank: int
     process: subprocess.Popen[bytes] | ForkedProcess
@@ -60,26 +56,24 @@ class Worker:
     messages: list[dict[str, Any]] = field(default_factory=list)
 
     def read(self) -> bool:
-        """Take what is in the pipe; False at its end."""
+        """Read the messages in the pipe; return False at its end."""
         data = os.read(self.pipe, 1 << 16)
         *lines, self.pending = (self.pending + data).split(b"\n")
         self.messages.extend(json.loads(line) for line in lines)
         return bool(data)
 
     def last_words(self) -> str:
-        """Return the last line that the worker wrote to its standard error."""
+        """Return the last line of the worker's output."""
         self.log.seek(0)
         lines = self.log.read().decode(errors="replace").strip().splitlines()
         return lines[-1] if lines else "it wrote nothing"
 
     def account(self) -> tuple[int, str]:
-        """Describe how the worker failed, with a rank of how much that tells (lower tells more)."""
+        """Return a description of the failure, after a number that is lower the more informative it is."""
         code = self.process.poll()
         if self.failure is None:
             if code is not None and code < 0:
-                name = signal.Signals(-code).name
-                hint = " (out of memory?)" if name == "SIGKILL" else ""
-                return 0, f"worker {self.rank} was killed by {name}{hint}"
+                return 0, f"worker {self.rank} {killed_by(code)}"
             return 1, f"worker {self.rank} ended with code {code}: {self.last_words()}"
         told, kind = self.failure["message"], self.failure["type"]
         if self.failure["expected"]:
@@ -99,7 +93,7 @@ class Crew:
         self._open = contextlib.ExitStack()
 
     def __enter__(self) -> Crew:
-        """Build the emulated cluster if there is to be one, and start the store and the workers.
+        """Build the emulated cluster, if any, and start the store and the workers.
 
         Raises:
             BackendError: no emulated cluster can be built here.
@@ -124,14 +118,14 @@ class Crew:
         self._open.close()
 
     def host(self, rank: int) -> int:
-        """Return the host of a worker: the same number of workers on each, in blocks of ranks."""
+        """Return the host of a worker; hosts have equal numbers of workers, in blocks of ranks."""
         topology = self.plan.topology()
         return 0 if topology is None else rank * topology.hosts // self.plan.workers
 
     def interfaces(self) -> list[dict[str, int]]:
-        """Return what the interface of each emulated host has counted, start-up and evaluations included.
+        """Return the counters of each emulated host's interface, including start-up and evaluations.
 
-        Workers of one host reach each other without passing its interface.
+        Workers on one host reach each other without passing its interface.
         """
         counted = self.network.counters() if self.network else []
         return [
@@ -148,7 +142,7 @@ class Crew:
         ]
 
     def _start(self) -> None:
-        """Start all workers: forks of one process where the platform has that, else processes of their own."""
+        """Start all workers: forks of one process if the platform has them, else separate processes."""
         pipes, logs, parts = [], [], []
         try:
             for rank in range(self.plan.workers):
@@ -185,7 +179,7 @@ class Crew:
         )
 
     def _variables(self, part: Part) -> dict[str, str]:
-        """Return what a worker's environment has beside this process's own."""
+        """Return the variables of a worker's environment that this process's own lacks."""
         if self.network is not None:
             return {ENVIRONMENT: part.to_json(), "GLOO_SOCKET_IFNAME": INTERFACE}
         return {**loopback(), **os.environ, ENVIRONMENT: part.to_json()}
@@ -263,7 +257,7 @@ class Crew:
             elif message["kind"] == "step":
                 on_step(message["step"], message["activity"])
             elif message["kind"] == "notice":
-                # Most are every worker's.
+                # Most notices come from every worker.
                 if message["text"] not in self.notices:
                     self.notices.add(message["text"])
                     on_notice(message["text"])
@@ -282,7 +276,7 @@ class Crew:
         return WorkerError(" ".join(text.split()))
 
     def logs(self) -> dict[int, str]:
-        """Return what each worker wrote to its standard output and error."""
+        """Return the output of each worker by rank, standard output and error together."""
         written = {}
         for worker in self.workers:
             worker.log.seek(0)
@@ -290,7 +284,7 @@ class Crew:
         return written
 
     def end(self) -> None:
-        """Kill what still runs, reap it, and remove an unfinished checkpoint."""
+        """Kill and reap the workers that still run, and remove an unfinished checkpoint."""
         for worker in self.workers:
             if worker.process.poll() is None:
                 worker.process.kill()
@@ -303,12 +297,12 @@ class Crew:
 
 
 def failed(worker: Worker) -> bool:
-    """Return whether a worker has ended, or says so, without being done."""
+    """Return whether a worker has reported a failure, or ended before it was done."""
     return worker.failure is not None or (worker.process.poll() is not None and not worker.done)
 
 
 def loopback() -> dict[str, str]:
-    """Name the loopback interface for Gloo, which otherwise asks for the host's name and may get no answer."""
+    """Return the variable that names the loopback interface for Gloo, which else depends on the host's name."""
     names = [name for _, name in socket.if_nameindex()]
     found = next((name for name in ("lo", "lo0") if name in names), None)
     return {"GLOO_SOCKET_IFNAME": found} if found else {}
@@ -327,14 +321,14 @@ def run_workers(
 ) -> None:
     """Train ``plan`` on local workers; the run folder must hold its ``config.json``.
 
-    On an emulated cluster, what the hosts' interfaces counted is added to the ``interfaces`` of ``config.json``.
+    On an emulated cluster, the counters of the hosts' interfaces are added to ``interfaces`` in ``config.json``.
 
     Raises:
         BackendError: no emulated cluster can be built here.
         LabError: the kernel refused it.
         WorkerError: a worker failed; all others have been ended.
-        KeyboardInterrupt, SystemExit: this process was told to end; the workers had :data:`STOP_S` seconds to write a
-            checkpoint, or until it was told once more.
+        KeyboardInterrupt, SystemExit: this process was told to end; the workers had :data:`STOP_S` seconds, or until a
+            second interruption, to write a checkpoint.
     """
     with termination_unwinds(), Crew(plan, folder, resume=resume, stop_after=stop_after) as crew:
         try:
@@ -356,7 +350,7 @@ def run_workers(
 
 
 def _record_interfaces(folder: RunFolder, counted: list[dict[str, int]]) -> None:
-    """Put the interfaces' counts into the run record; those of a run's earlier parts are in it already."""
+    """Add the interfaces' counters to those of the run's earlier parts in the run record."""
     config = folder.read_config()
     for row, before in zip(counted, config.get("interfaces") or []):
         row |= {key: row[key] + before[key] for key in row if key != "host"}

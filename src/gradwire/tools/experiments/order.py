@@ -1,8 +1,7 @@
-"""Which samples a step takes: a function of (seed, step), the same for every number of workers.
+"""Orders of samples: the batch of a step is a function of (seed, step), the same for every number of workers.
 
 :class:`DataOrder`: each epoch is one permutation of the training samples, drawn from (seed, epoch). The permutations
-are laid end to end and step ``t`` takes positions ``t * batch .. (t + 1) * batch`` of that sequence, so that no sample
-is dropped.
+are joined, and step ``t`` takes positions ``t * batch .. (t + 1) * batch``, so that no sample is dropped.
 
 :class:`ShareOrder`: every worker owns a fixed share of the samples and never sees another's.
 
@@ -18,11 +17,9 @@ import torch
 from gradwire.seeds import parameter_key
 from gradwire.tools.experiments.errors import UsageError
 
-__all__ = ["DataOrder", "Order", "ShareOrder", "generator", "share"]
-
 
 class Order(Protocol):
-    """Which samples each step takes."""
+    """Order of the samples in the steps of a run."""
 
     batch: int
     """Samples a step, over all workers."""
@@ -32,25 +29,25 @@ class Order(Protocol):
 
 
 def generator(seed: int, purpose: str, counter: int) -> torch.Generator:
-    """Make a generator that depends on nothing but its arguments; no global generator is touched."""
+    """Return a generator that depends on its arguments only."""
     low, high = parameter_key(seed, str(counter), purpose)
     return torch.Generator().manual_seed(low | high << 32)
 
 
 def share(batch: int, rank: int, world_size: int) -> slice:
-    """Return the part of a global batch of ``batch`` samples that is worker ``rank``'s."""
+    """Return the part of a batch of ``batch`` samples that belongs to worker ``rank``."""
     part = batch // world_size
     return slice(rank * part, (rank + 1) * part)
 
 
 class DataOrder:
-    """The sequence of training samples of one run.
+    """Permutations of all training samples, one after the other.
 
     Args:
-        seed: the run's seed.
-        samples: how many training samples there are.
-        batch: samples per step, over all workers.
-        purpose: what the permutations are for; orders of different purposes are independent.
+        seed: Seed of the run.
+        samples: Number of training samples.
+        batch: Samples in a step, over all workers.
+        purpose: Name of the use; orders for different purposes are independent.
     """
 
     def __init__(self, seed: int, samples: int, batch: int, purpose: str = "data order") -> None:
@@ -76,17 +73,17 @@ class DataOrder:
 
 
 class ShareOrder:
-    """The sequence of samples where worker ``r`` of ``N`` owns the r-th of N equal, contiguous shares of them.
+    """Permutations within shares: worker ``r`` of ``N`` owns the r-th of N equal, contiguous shares of the samples.
 
     A worker goes through its own share in permutations, as :class:`DataOrder` goes through all samples. The last
     ``samples mod N`` samples belong to nobody: with equal shares, the mean of the workers' mean losses is the mean loss
     over all samples that are used.
 
     Args:
-        seed: the run's seed.
-        samples: how many training samples there are.
-        batch: samples per step, over all workers; 0: every worker takes its whole share in every step, in order.
-        workers: the number N of workers.
+        seed: Seed of the run.
+        samples: Number of training samples.
+        batch: Samples in a step, over all workers; 0: every worker takes its whole share in every step, in order.
+        workers: Number N of workers.
 
     Raises:
         UsageError: there are fewer samples than workers.

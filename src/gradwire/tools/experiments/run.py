@@ -1,4 +1,4 @@
-"""Train, resume, compare: what the command line calls."""
+"""Train, resume and compare runs, for the command line."""
 
 from __future__ import annotations
 
@@ -20,14 +20,10 @@ from gradwire.tools.experiments.engines import simulated_engine
 from gradwire.tools.experiments.errors import RunError, UsageError
 from gradwire.tools.experiments.folder import RunFolder, checkpoint_steps, write_durably
 from gradwire.tools.experiments.launch import run_workers
-from gradwire.tools.experiments.machine import check_workers
-from gradwire.tools.experiments.run_record import Audience, config_of, default_folder, report, slug
-from gradwire.tools.experiments.stopping import stops_on
-from gradwire.tools.experiments.torchrun import train_under_torchrun
+from gradwire.tools.experiments.run_record import Audience, check_workers, config_of, default_folder, report, slug
 from gradwire.tools.experiments.train import OnStep, Row, Trainer
+from gradwire.tools.experiments.worker import stops_on, train_under_torchrun
 from gradwire.tools.lab import missing
-
-__all__ = ["Audience", "compare", "resume", "speaks", "train", "under_torchrun"]
 
 
 def under_torchrun() -> bool:
@@ -36,19 +32,19 @@ def under_torchrun() -> bool:
 
 
 def check_link(plan: RunConfig) -> None:
-    """Raise in this process what a link would raise in every worker: a wrong method, pattern or collective.
+    """Raise here what a link would raise in every worker: a wrong method, pattern or collective.
 
-    And what no link sees: a momentum twice.
+    Also refuse a second momentum in the optimizer, which no link sees.
     """
     method = gw.method(plan.method)
-    if method.owns_momentum and (plan.task.optimizer != "sgd" or plan.task.momentum):
+    if method.traits.owns_momentum and (plan.task.optimizer != "sgd" or plan.task.momentum):
         raise UsageError(f"{method!r} brings its own momentum: use --optimizer sgd --momentum 0 with it")
-    tried = method.candidates if isinstance(method, gw.Auto) and not plan.simulate else (method,)
-    # A simulation has no fallback, which the plan has refused.
+    tried = (() if plan.simulate else method.traits.tries) or (method,)
+    # A simulation has no fallback, and RunConfig has refused one.
     model = build_model(plan)
     beside = link_options(plan, plan.task.build_optimizer(model))
     options = beside | {"fallback": None, "fallback_limit": None}
-    if plan.simulate and method.needs_link_cost:
+    if plan.simulate and method.traits.needs_link_cost:
         raise UsageError(
             f"{method!r} takes what a message costs from the link, and simulated workers have none: give CAT's "
             "fixed_bytes a number, or use real workers"
@@ -60,11 +56,11 @@ def check_link(plan: RunConfig) -> None:
 
 
 def check_machine(plan: RunConfig) -> None:
-    """Refuse what this machine cannot run, before a folder is made.
+    """Refuse a run that this machine cannot start, before a folder is made.
 
     Raises:
         UsageError: more workers than it can start.
-        BackendError: an emulated cluster, and the platform, root or iproute2 is missing.
+        BackendError: an emulated cluster is asked for, and the platform, root or iproute2 is missing.
     """
     if not plan.simulate:
         check_workers(plan.workers)
@@ -81,10 +77,10 @@ def train(
     overwrite: bool = False,
     stop_after: int | None = None,
 ) -> Path:
-    """Train as planned and return the run folder.
+    """Train by the settings and return the run folder.
 
     Raises:
-        GradwireError: what cannot be done, or a run that failed; the message says what to do.
+        GradwireError: the run cannot be started, or has failed; the message says what to do.
     """
     check_link(plan)
     plan.task.check_data()
@@ -104,7 +100,7 @@ def resume(folder: Path, audience: Audience, *, stop_after: int | None = None) -
 
     Raises:
         RunError: the folder holds no run or no checkpoint.
-        UsageError: torchrun started this process: a run resumes on the workers that it had.
+        UsageError: torchrun started this process; a resumed run starts its own workers.
     """
     if under_torchrun():
         raise UsageError("--resume starts the run's own workers: call gradwire train --resume without torchrun")
@@ -131,7 +127,7 @@ def execute(plan: RunConfig, run: RunFolder, audience: Audience, *, resume: bool
     seconds = gw.warm_up(plan.method)
     if seconds > 0.5:
         audience.say(f"compiling kernels, once per machine: {seconds:.1f} s")
-    if gw.method(plan.method).direction:
+    if gw.method(plan.method).traits.direction:
         audience.say(
             f"{plan.method} gives a direction to step in, with entries of about 1, not a mean: use SGD without "
             "momentum (--momentum 0) and a learning rate of the order of 1e-4 to 1e-3 where SGD has 0.1 (--lr)"
@@ -148,7 +144,7 @@ def execute(plan: RunConfig, run: RunFolder, audience: Audience, *, resume: bool
 
 @contextlib.contextmanager
 def _resumable(folder: Path, audience: Audience) -> Iterator[None]:
-    """Say how a training that is interrupted can go on."""
+    """Say how to continue the training if it is interrupted in the body."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit):
@@ -207,7 +203,7 @@ def compare(
     folder: Path | None = None,
     overwrite: bool = False,
 ) -> tuple[Path, list[Path]]:
-    """Train the same plan once a method, one after the other; return the folder and the run folders in it.
+    """Train the same task once with each method; return the folder and the run folders in it.
 
     Raises:
         UsageError: the same method twice.
@@ -233,5 +229,5 @@ def compare(
 
 
 def speaks() -> bool:
-    """Return whether this process reports to the user: all but the higher ranks under torchrun."""
+    """Return whether this process reports to the user: under torchrun only rank 0 does."""
     return os.environ.get("RANK", "0") == "0"

@@ -1,39 +1,120 @@
-"""What a run leaves behind, whoever starts its workers: its folder's name, its record and its report."""
+"""The run record: settings, versions and hardware; also who is told about a run, and how many workers can start."""
 
 from __future__ import annotations
 
 import datetime
+import importlib.metadata
+import os
+import platform
 import re
+import resource
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import gradwire as gw
 from gradwire.tools.experiments.config import RunConfig
+from gradwire.tools.experiments.errors import UsageError
 from gradwire.tools.experiments.folder import RECORD
-from gradwire.tools.experiments.machine import hardware, versions
 from gradwire.tools.experiments.train import Row
 
-__all__ = ["Audience", "config_of", "default_folder", "report", "slug"]
+WORKER_BYTES = 300_000_000
+"""Least memory of a worker: Python, torch and a small model."""
+
+WORKERS_PER_CORE = 64
+DESCRIPTORS_PER_WORKER = 16
+"""Most sockets that a worker opens to each other worker, and some to spare."""
+
+THREADS_PER_WORKER = 12
+
+
+def _fields(path: str) -> dict[str, str]:
+    try:
+        lines = Path(path).read_text().splitlines()
+    except OSError:
+        return {}
+    pairs = (line.partition(":") for line in reversed(lines))
+    return {key.strip(): value.strip() for key, colon, value in pairs if colon}
+
+
+def available_bytes() -> int | None:
+    """Return the memory that is free for new processes; None if unknown."""
+    found = _fields("/proc/meminfo").get("MemAvailable", "").split()
+    return int(found[0]) * 1024 if found else None
+
+
+def cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def free_threads() -> int | None:
+    """Return how many threads the container may still start; None without a limit."""
+    try:
+        limit = Path("/sys/fs/cgroup/pids.max").read_text().strip()
+        used = int(Path("/sys/fs/cgroup/pids.current").read_text())
+    except (OSError, ValueError):
+        return None
+    return None if limit == "max" else int(limit) - used
+
+
+def check_workers(workers: int) -> None:
+    """Refuse more workers than the machine can start; raises UsageError."""
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    memory, threads = available_bytes(), free_threads()
+    limits = {
+        f"{cores()} cores": cores() * WORKERS_PER_CORE,
+        f"{(memory or 0) / 1e9:.1f} GB of free memory": memory // WORKER_BYTES if memory is not None else workers,
+        f"{files} open files a process": files // DESCRIPTORS_PER_WORKER,
+        f"{threads} free threads": threads // THREADS_PER_WORKER if threads is not None else workers,
+    }
+    reason, most = min(limits.items(), key=lambda item: item[1])
+    if workers > most:
+        raise UsageError(
+            f"{workers} workers are more than this machine can start: {reason} allow {most}; "
+            "use fewer, or --simulate, which plays any number in one process"
+        )
+
+
+def hardware() -> dict[str, Any]:
+    """Describe the machine for the run record."""
+    memory = _fields("/proc/meminfo").get("MemTotal", "").split()
+    return {
+        "processor": _fields("/proc/cpuinfo").get("model name") or platform.processor() or platform.machine(),
+        "cores": cores(),
+        "memory_bytes": int(memory[0]) * 1024 if memory else None,
+        "system": f"{platform.system()} {platform.release()}",
+    }
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python and of the packages that results depend on."""
+    found = {"python": platform.python_version()}
+    for name in ("gradwire", "torch", "numpy", "numba"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return found
 
 
 class Audience(Protocol):
-    """Who is told about progress; the command line draws it, tests collect it."""
+    """Receiver of a run's progress; the command line draws it, tests collect it."""
 
     def say(self, sentence: str) -> None:
-        """Take a sentence."""
+        """Receive a sentence."""
 
     def start(self, plan: RunConfig) -> None:
-        """Take the plan of a run that begins now."""
+        """Receive the settings of a run that begins now."""
 
     def row(self, row: Row) -> None:
-        """Take a row of metrics."""
+        """Receive a row of metrics."""
 
     def step(self, step: int, activity: str) -> None:
-        """Take the number of steps that are done, and what goes on now; twice a second at most."""
+        """Receive the number of steps done and the current activity, at most twice a second."""
 
     def logs(self, logs: Mapping[int, str]) -> None:
-        """Take what the workers of a failed run wrote, by rank."""
+        """Receive the output of a failed run's workers by rank."""
 
 
 def default_folder(plan: RunConfig) -> Path:
@@ -53,7 +134,7 @@ def slug(spec: str) -> str:
 
 
 def config_of(plan: RunConfig) -> dict[str, Any]:
-    """Return the run record as far as it is known before the link is built."""
+    """Return the run record, as far as it is known before the link is built."""
     method = gw.method(plan.method)
     return {
         "gradwire_run": RECORD,
@@ -76,8 +157,8 @@ def config_of(plan: RunConfig) -> dict[str, Any]:
 
 
 def _with_feedback(method: gw.Method) -> str | None:
-    """Return the spec that keeps what ``method`` forgets, or None where it forgets nothing or cannot keep it."""
-    if method.unbiased or method.remembers or method.direction:
+    """Return the spec of ``method`` with error feedback; None if it needs none or cannot have it."""
+    if method.traits.unbiased or method.traits.remembers or method.traits.direction:
         return None
     try:
         return repr(gw.ErrorFeedback(compressor=method))

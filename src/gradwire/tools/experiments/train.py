@@ -1,10 +1,10 @@
-"""The training loop: steps, evaluation, rows of metrics, checkpoints; the same for real and simulated workers."""
+"""The training loop: steps, rows of metrics, evaluations and checkpoints, the same for every engine."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,23 +15,70 @@ from gradwire.tools.experiments.config import RunConfig
 from gradwire.tools.experiments.engine import Engine, now_s
 from gradwire.tools.experiments.errors import TrainingError
 from gradwire.tools.experiments.folder import GAUGES, RunFolder
-from gradwire.tools.experiments.spread import Spreads
-
-__all__ = ["OnStep", "Row", "Trainer"]
 
 COUNTERS = ("sent_bytes", "received_bytes", "dense_bytes", "elements")
 TELL_EVERY_S = 0.5
-"""From one call of ``on_step`` to the next."""
+"""Seconds between two calls of ``on_step`` while the activity stays the same."""
 
 Row = Mapping[str, Any]
 OnStep = Callable[[int, str], None]
+"""Takes the number of steps that are done, and the current activity."""
+
+
+class Spreads:
+    """Mean and deviation of each gauge since the last row, from a count, a sum and a sum of squares.
+
+    Args:
+        names: The gauges, the same on all ranks.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = tuple(names)
+        self.sums: dict[str, list[float]] = {}
+        self._begin()
+
+    def _begin(self) -> None:
+        self.sums = {name: [0.0, 0.0, 0.0] for name in self._names}
+
+    def add(self, workers: Sequence[Mapping[str, float]]) -> None:
+        """Add one step's gauges of this process's workers; gauges with other names are ignored."""
+        for gauges in workers:
+            for name in self._names:
+                if name in gauges:
+                    value = gauges[name]
+                    self.sums[name] = [a + b for a, b in zip(self.sums[name], (1.0, value, value * value))]
+
+    def take(self, mean: Callable[[Sequence[float]], Sequence[float]]) -> dict[str, dict[str, float]]:
+        """Return mean and standard deviation of each gauge over steps and workers, and start over (collective).
+
+        A gauge that no worker reported is left out.
+
+        Args:
+            mean: Returns the mean of each number over processes; every process calls it with equally many numbers.
+        """
+        if not self._names:
+            return {}
+        flat = mean([value for name in self._names for value in self.sums[name]])
+        self._begin()
+        found = {}
+        for i, name in enumerate(self._names):
+            count, total, squares = flat[3 * i : 3 * i + 3]
+            if count:
+                centre = total / count
+                found[name] = {"mean": centre, "deviation": math.sqrt(max(0.0, squares / count - centre * centre))}
+        return found
+
+    def load(self, sums: Mapping[str, Sequence[float]]) -> None:
+        """Load the sums of a checkpoint."""
+        self._begin()
+        self.sums.update({name: list(sums[name]) for name in self._names if name in sums})
 
 
 class Average:
     """Exponential moving average of the weights, to evaluate with.
 
-    The decay starts low, ``min(decay, (1 + step) / (10 + step))``, as TensorFlow's does, so that the initial
-    weights do not linger.
+    The decay starts low, ``min(decay, (1 + step) / (10 + step))``, as in TensorFlow, so that the initial weights do not
+    linger.
     """
 
     def __init__(self, decay: float, parameters: list[Tensor]) -> None:
@@ -40,14 +87,14 @@ class Average:
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Move towards the weights after ``step`` steps."""
+        """Move the average towards the weights after ``step`` steps."""
         weight = 1.0 - min(self.decay, (1 + step) / (10 + step))
         for shadow, parameter in zip(self.shadow, self.parameters):
             shadow.lerp_(parameter, weight)
 
     @torch.no_grad()
     def swap(self) -> None:
-        """Exchange average and weights."""
+        """Exchange the average and the weights."""
         for shadow, parameter in zip(self.shadow, self.parameters):
             kept = parameter.clone()
             parameter.copy_(shadow)
@@ -58,16 +105,16 @@ class Trainer:
     """Trains one model on one process's engine.
 
     Args:
-        plan: what to do.
-        engine: who computes gradients.
-        folder: where rank 0 writes rows, and every rank its part of a checkpoint.
-        on_row: called on rank 0 with every row that was written.
-        on_step: called on rank 0 with the number of steps that are done and what goes on now, twice a second at most
-            while that stays the same.
-        asked_to_stop: whether this process was asked to stop; it is called once a row of metrics.
+        plan: Settings of the run.
+        engine: Computes gradients.
+        folder: Where rank 0 writes rows, and every rank its part of a checkpoint.
+        on_row: Called on rank 0 with every row that was written.
+        on_step: Called on rank 0 with the number of steps done and the current activity, at most twice a second while
+            the activity stays the same.
+        asked_to_stop: Returns whether this process was asked to stop; called once for each row of metrics.
 
     Attributes:
-        stopped: Whether the ranks have agreed to stop before the last step, since one of them was asked to.
+        stopped: Whether the ranks have agreed to stop before the last step, because one was asked to.
     """
 
     def __init__(
@@ -91,13 +138,13 @@ class Trainer:
         self.base = dict.fromkeys(COUNTERS, 0)
         self._losses: list[float] = []
         self._times_s: list[float] = []
-        self._spreads = Spreads((*gw.method(plan.method).gauges, *plan.task.gauges))
+        self._spreads = Spreads((*gw.method(plan.method).traits.gauges, *plan.task.gauges))
 
     def run(self, stop_after: int | None = None) -> None:
-        """Train from the current step to the last, or to ``stop_after``; end with a checkpoint.
+        """Train from the current step to the last, or to ``stop_after``, and write a checkpoint.
 
-        Whether to stop before, and whether a checkpoint is due by time, is agreed on with each row of metrics: ranks
-        exchange a mean there anyhow, and all of them must do the same.
+        With each row of metrics the ranks agree whether to stop early and whether a checkpoint is due by time: they
+        exchange a mean then, and all must do the same.
         """
         last = min(self.plan.task.steps, stop_after or self.plan.task.steps)
         self._record_link()
@@ -117,7 +164,7 @@ class Trainer:
         self._record_link()
 
     def _record_link(self) -> None:
-        """Write what the link chose into the run record: at the start what is known, at the end all of it."""
+        """Write the link's record into the run record: at the start as far as it is known, at the end in full."""
         if self.engine.rank == 0:
             self.folder.write_config({**self.folder.read_config(), "link": self.engine.record()})
 
@@ -139,9 +186,9 @@ class Trainer:
         self._spreads.add(self.engine.gauges())
 
     def _check_finite(self, loss: float) -> None:
-        """Stop at the first step that left the finite numbers.
+        """Raise if a parameter or the loss is not finite after a step.
 
-        Parameters come first: a non-finite gradient reaches every rank, so all ranks stop at the same step.
+        Parameters are checked first: a non-finite gradient reaches every rank, so all ranks stop at the same step.
         """
         for name, parameter in self.named:
             if not math.isfinite(float(parameter.detach().sum())) and not bool(torch.isfinite(parameter).all()):
@@ -191,7 +238,7 @@ class Trainer:
         self._losses, self._times_s = [], []
 
     def _tell(self, activity: str) -> None:
-        """Describe how far the training is, unless that was said a moment ago."""
+        """Report the step and the activity, unless that was done a moment ago."""
         when_s, before = self._told
         if self.engine.rank == 0 and (activity != before or now_s() - when_s >= TELL_EVERY_S):
             self._told = now_s(), activity
@@ -208,12 +255,12 @@ class Trainer:
         self._row("eval", loss, accuracy, None)
 
     def counters(self) -> dict[str, int]:
-        """Return the bytes and elements of the whole run, earlier parts of a resumed one included."""
+        """Return the bytes and elements of the whole run, including the parts before it was resumed."""
         traffic = self.engine.traffic()
         return {name: self.base[name] + int(getattr(traffic, name)) for name in COUNTERS}
 
     def save(self) -> None:
-        """Write a checkpoint, every rank its part; on failure the earlier one stays."""
+        """Write a checkpoint, every rank its part; if that fails, the previous one stays."""
         rank, step = self.engine.rank, self.step
         if rank == 0:
             self.folder.begin_checkpoint(step)
@@ -239,7 +286,7 @@ class Trainer:
         return {
             "link": self.engine.state_dict(),
             GAUGES: self._spreads.sums,
-            # Between exchanges no other rank has them.
+            # Between exchanges each rank has different parameters.
             **(own if self.engine.local else {}),
         }
 

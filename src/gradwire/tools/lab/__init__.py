@@ -1,9 +1,8 @@
-"""An emulated cluster on one Linux machine: hosts are network namespaces, links are rate-limited."""
+"""An emulated cluster on one Linux machine, of network namespaces with rate-limited interfaces."""
 
 from gradwire.tools.lab.command import PORT, environment, run_command, start
 from gradwire.tools.lab.network import INTERFACE, Counters, LabError, Network, missing, open_network
-from gradwire.tools.lab.rates import Rate, format_rate, parse_rate
-from gradwire.tools.lab.topology import Topology, parse_delay
+from gradwire.tools.lab.topology import Rate, Topology, format_rate, parse_delay, parse_rate
 
 __all__ = [
     "INTERFACE",

@@ -1,4 +1,4 @@
-"""One command on every host of an emulated cluster, with the variables that torchrun would set."""
+"""Run a command on every host of an emulated cluster, with the variables that torchrun would set."""
 
 from __future__ import annotations
 
@@ -16,17 +16,15 @@ from typing import IO
 from gradwire.tools.lab.network import INTERFACE, LabError, Network
 from gradwire.tools.processes import die_with_parent, termination_unwinds
 
-__all__ = ["GRACE_S", "PORT", "environment", "run_command", "start"]
-
 PORT = 29500
-"""Each lab has addresses of its own, so one port serves all."""
+"""Port of the rendezvous; each lab has its own addresses, so one port serves all."""
 
 GRACE_S = 10.0
 TICK_S = 0.05
 
 
 def environment(network: Network, host: int) -> dict[str, str]:
-    """Return what torchrun would set in the one process of a host, and the interface that Gloo is to use."""
+    """Return the variables that torchrun would set in the one process of a host, and Gloo's interface."""
     hosts = network.topology.hosts
     return {
         "RANK": str(host),
@@ -66,17 +64,17 @@ def run_command(
     command: Sequence[str] | Callable[[int], Sequence[str]],
     variables: Mapping[str, str] | None = None,
 ) -> None:
-    """Run a command once a host; what each writes is passed on line by line, behind the host's number.
+    """Run a command once on each host, and pass its output on line by line, after the host's number.
 
-    Where one fails, the others get ten seconds to say what they saw; then all are ended.
+    If one fails, the others get ten seconds to report; then all are ended.
 
     Args:
-        network: Where.
-        command: Its words, or what gives them for a host.
-        variables: Put into the environment beside those of :func:`environment`.
+        network: The emulated cluster.
+        command: The command's words, or a function that returns them for a host.
+        variables: Variables to set besides those of :func:`environment`.
 
     Raises:
-        LabError: naming the first host that failed, and how.
+        LabError: a host failed; the message names the first one, and how.
     """
     processes: list[subprocess.Popen[bytes]] = []
     readers: list[threading.Thread] = []
@@ -123,6 +121,6 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 
 def _pass_on(host: int, source: IO[bytes] | None, target: IO[bytes]) -> None:
     for line in source or ():
-        # A last line without an end would run into the next host's.
+        # A last line without a newline would be joined with the next host's.
         target.write(f"h{host}: ".encode() + line.removesuffix(b"\n") + b"\n")
         target.flush()

@@ -1,15 +1,16 @@
-"""Network namespaces, bridges and rate limits, made and removed with iproute2.
+"""The network of an emulated cluster: build its namespaces, links and limits, read its counters, and remove it.
 
-One namespace a host, one a switch; a host's link is a pair of virtual interfaces, limited by a token bucket (``tc
-tbf``) at each end: at the host's for what it sends, at the switch's for what it receives. Nothing is put into the
-namespace of the caller, so that labs cannot collide and addresses need not be chosen.
+Every lab holds a lock on a file of its name while its process lives, and the kernel releases the lock however the
+process ends. So a lab whose lock can be taken is dead, and is removed when another one starts.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
+import secrets
 import shutil
 import signal
 import subprocess
@@ -17,30 +18,89 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
 
 from gradwire.errors import BackendError, GradwireError
-from gradwire.tools.lab.rates import Rate
-from gradwire.tools.lab.registry import Claim, dead_labs
-from gradwire.tools.lab.topology import Topology
+from gradwire.tools.lab.topology import Rate, Topology
 from gradwire.tools.processes import termination_unwinds
 
-__all__ = ["INTERFACE", "Counters", "LabError", "Network", "missing", "open_network"]
+FOLDER = Path("/run/gradwire-labs")
+"""Folder in which each living lab holds a lock on a file of its name."""
 
 INTERFACE = "eth0"
-"""Of every host, in its own namespace."""
+"""Name of every host's interface, in its own namespace."""
 
 UPLINK = "uplink"
-"""Of every group's switch. Not "up": iproute2 would take that for its own word."""
+"""Name of the interface of a group's switch to the others. "up" would be a keyword of iproute2."""
 
 HEADER_BYTES = 66
-"""Of a packet: Ethernet 14, IPv4 20, TCP with time stamps 32."""
+"""Bytes of a packet's headers: Ethernet 14, IPv4 20, TCP with time stamps 32."""
 
 BURST_S = 1e-3
 LEAST_BURST_BYTES = 16_384
 QUEUE_S = 0.05
-"""Token bucket: a burst of one millisecond of the rate, a queue of 50."""
+"""Token bucket: a burst of one millisecond at the rate, and a queue of 50 milliseconds."""
 
 KILL_S = 10.0
+
+
+class Claim:
+    """This process's claim to the name of a lab.
+
+    Attributes:
+        name: Unique among the labs of this machine.
+    """
+
+    def __init__(self, folder: Path = FOLDER) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        while True:
+            self.name = f"gw{secrets.token_hex(3)}"
+            self.path = folder / self.name
+            try:
+                # Python opens files so that children do not inherit them: only this process holds the lock.
+                self._file: IO[str] = self.path.open("x")
+            except FileExistsError:
+                continue
+            fcntl.flock(self._file, fcntl.LOCK_EX)
+            # Another lab that started between creation and lock may have removed the file as a dead lab's.
+            if self.path.exists():
+                return
+            self._file.close()
+
+    def release(self) -> None:
+        """Give up the name, once nothing of the lab is left."""
+        self.path.unlink(missing_ok=True)
+        self._file.close()
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[bool]:
+    """Try to take a lab's lock; yield whether its process is gone."""
+    try:
+        handle = os.open(path, os.O_RDWR)
+    except FileNotFoundError:
+        yield False
+        return
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield True
+    except BlockingIOError:
+        yield False
+    finally:
+        os.close(handle)
+
+
+def dead_labs(folder: Path = FOLDER) -> Iterator[str]:
+    """Yield the name of each lab whose process is gone; its file is removed when the caller asks for the next.
+
+    The lock is held until then, so that two starting labs do not remove the same one.
+    """
+    for path in sorted(folder.glob("gw*")) if folder.is_dir() else ():
+        with _locked(path) as gone:
+            if gone:
+                yield path.name
+                path.unlink(missing_ok=True)
 
 
 class LabError(GradwireError):
@@ -49,7 +109,7 @@ class LabError(GradwireError):
 
 @dataclass(frozen=True)
 class Counters:
-    """What a host's interface counted since it exists."""
+    """Counters of a host's interface since it was made."""
 
     sent_bytes: int
     sent_packets: int
@@ -58,16 +118,16 @@ class Counters:
 
     @property
     def sent_payload_bytes(self) -> int:
-        """Bytes sent, less the headers of their packets."""
+        """Bytes sent, without the headers of packets."""
         return self.sent_bytes - HEADER_BYTES * self.sent_packets
 
     @property
     def received_payload_bytes(self) -> int:
-        """Bytes received, less the headers of their packets."""
+        """Bytes received, without the headers of packets."""
         return self.received_bytes - HEADER_BYTES * self.received_packets
 
     def since(self, before: Counters) -> Counters:
-        """Return what was counted after ``before``."""
+        """Return the difference to earlier counters."""
         return Counters(
             self.sent_bytes - before.sent_bytes,
             self.sent_packets - before.sent_packets,
@@ -77,7 +137,7 @@ class Counters:
 
 
 def missing() -> str | None:
-    """Explain why no lab can be built here, with the remedy; None where one can."""
+    """Return why no lab can be built here, with the remedy; None if one can be built."""
     if sys.platform != "linux":
         return f"an emulated cluster needs Linux's network namespaces, and this is {sys.platform}: use a Linux machine"
     tools = [name for name in ("ip", "tc") if shutil.which(name) is None]
@@ -93,7 +153,7 @@ class Network:
 
     Attributes:
         name: Prefix of every namespace.
-        topology: As it is now.
+        topology: The current topology.
     """
 
     def __init__(self, name: str, topology: Topology) -> None:
@@ -122,7 +182,7 @@ class Network:
         """Make the namespaces, links and limits.
 
         Raises:
-            LabError: the kernel refused; what had been made is left for :func:`remove`.
+            LabError: the kernel refused; :func:`remove` takes away what was made so far.
         """
         t = self.topology
         spaces = [self.namespace(h) for h in range(t.hosts)] + [self._switch(g) for g in range(t.groups)]
@@ -157,25 +217,25 @@ class Network:
                 _limit(f"{self.name}-c", f"s{group}", t.between, 0.0)
 
     def set_bandwidth(self, rate: Rate) -> None:
-        """Change the bandwidth of all hosts that have none of their own, while commands run."""
+        """Change the bandwidth of all hosts that have no rate of their own, also while commands run."""
         self.topology = self.topology.with_bandwidth(rate)
         self._limit_all()
 
     def counters(self) -> list[Counters]:
-        """Read what every host's interface counted."""
+        """Read the counters of every host's interface."""
         return [_counted(self.namespace(host), INTERFACE) for host in range(self.topology.hosts)]
 
     def group_counters(self) -> list[Counters]:
-        """Read what every group's link to the other groups counted; nothing where there is one group."""
+        """Read the counters of every group's link to the others; an empty list if there is one group."""
         groups = self.topology.groups
         return [_counted(self._switch(group), UPLINK) for group in range(groups)] if groups > 1 else []
 
 
 @contextlib.contextmanager
 def open_network(topology: Topology) -> Iterator[Network]:
-    """Build an emulated cluster for the body; end all that runs on it, and remove it, afterwards.
+    """Build an emulated cluster for the body; afterwards, end all processes on it and remove it.
 
-    Clusters of dead processes are removed first; those of living ones are never touched.
+    Clusters of dead processes are removed first; those of living ones are left alone.
 
     Raises:
         BackendError: the platform, root or iproute2 is missing.
@@ -184,7 +244,7 @@ def open_network(topology: Topology) -> Iterator[Network]:
     problem = missing()
     if problem:
         raise BackendError(problem)
-    # Also told to end while it builds or removes, a lab leaves nothing behind.
+    # A lab that is told to end while it builds or removes leaves nothing behind, either.
     with termination_unwinds():
         for name in dead_labs():
             remove(name)
@@ -199,7 +259,7 @@ def open_network(topology: Topology) -> Iterator[Network]:
 
 
 def remove(name: str) -> None:
-    """Kill what runs in the namespaces of one lab, and delete them.
+    """Kill all processes in the namespaces of a lab, and delete the namespaces.
 
     Raises:
         LabError: a process does not die, or the kernel refuses.
@@ -224,10 +284,10 @@ def _counted(namespace: str, interface: str) -> Counters:
 
 
 def _limit(namespace: str, interface: str, rate: Rate, delay_s: float) -> None:
-    """Replace what limits an interface's sending."""
+    """Replace the limits on what an interface sends."""
     tc = ["tc", "-n", namespace, "qdisc"]
     target = ["dev", interface, "root"]
-    # Deleting fails where nothing was set; that is the state wanted.
+    # Deleting fails if nothing was set, which is the wanted state.
     subprocess.run([*tc, "del", *target], stderr=subprocess.DEVNULL, check=False)
     if delay_s:
         try:

@@ -1,4 +1,4 @@
-"""What an emulated cluster looks like: hosts, their links, and groups of hosts."""
+"""Topologies of emulated clusters, and their text: ``hosts=4,bandwidth=100mbit``."""
 
 from __future__ import annotations
 
@@ -8,30 +8,80 @@ from decimal import Decimal
 from typing import Any
 
 from gradwire.errors import HyperparameterError
-from gradwire.tools.lab.rates import Rate, format_rate, parse_rate, plain
 
-__all__ = ["MOST_HOSTS", "Topology", "parse_delay"]
+Rate = float | None
+"""Bits per second; None: not limited."""
+
+LEAST, MOST = 8e3, 6e11
+"""Rates that a token bucket can limit to: above, 50 ms at the rate are more bytes than ``tc`` can count."""
+
+_UNITS = {"bit": Decimal(1), "kbit": Decimal(10**3), "mbit": Decimal(10**6), "gbit": Decimal(10**9)}
+# Decimal shifts the point exactly, so that a written rate reads back as the same float.
+_PATTERN = re.compile(r"(\d+(?:\.\d+)?)(bit|kbit|mbit|gbit)")
 
 MOST_HOSTS = 200
 KEYS = ("hosts", "bandwidth", "asymmetric", "groups", "between", "delay")
 _HOST = re.compile(r"host(\d+)")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Topology:
-    """An emulated cluster. Rates are bits per second, None is not limited; each acts both ways unless said.
+def parse_rate(text: str) -> Rate:
+    """Read a bandwidth.
 
-    Attributes:
-        hosts: How many; each is one network namespace.
-        bandwidth: Of every host's link.
-        asymmetric: What a host may send, where that differs from what it may receive (``bandwidth``).
-        overrides: Of single hosts: number to (send, receive).
-        groups: Switches that the hosts are spread over evenly, in order; 1 is one flat network.
-        between: Of each group's link to the other groups.
-        delay_s: One way, of every host's link; needs the kernel's netem.
+    Example:
+        >>> parse_rate("100mbit"), parse_rate("unlimited")
+        (100000000.0, None)
 
     Raises:
-        HyperparameterError: a number that makes no cluster.
+        HyperparameterError: the text is not a number with the unit bit, kbit, mbit or gbit, or the rate is below 8
+            kbit/s or above 600 Gbit/s.
+    """
+    if text == "unlimited":
+        return None
+    found = _PATTERN.fullmatch(text.strip().lower())
+    rate = float(Decimal(found[1]) * _UNITS[found[2]]) if found else 0.0
+    if not LEAST <= rate <= MOST:
+        raise HyperparameterError(
+            f"bandwidth {text!r}: a number with bit, kbit, mbit or gbit is needed, such as 100mbit (per second, from"
+            " 8kbit to 600gbit), or unlimited"
+        )
+    return rate
+
+
+def format_rate(rate: Rate) -> str:
+    """Return a bandwidth as text that :func:`parse_rate` reads back.
+
+    Example:
+        >>> format_rate(2.5e9), format_rate(None)
+        ('2.5gbit', 'unlimited')
+    """
+    if rate is None:
+        return "unlimited"
+    exact = Decimal(repr(float(rate)))
+    unit = next((u for u in ("gbit", "mbit", "kbit") if exact >= _UNITS[u]), "bit")
+    return f"{plain(exact / _UNITS[unit])}{unit}"
+
+
+def plain(number: Decimal) -> str:
+    """Return a number as text without exponent or trailing zeros."""
+    text = f"{number:f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+@dataclass(frozen=True, kw_only=True)
+class Topology:
+    """An emulated cluster. A rate is in bits per second, None for no limit, and acts both ways unless it says so.
+
+    Attributes:
+        hosts: Number of hosts; each is a network namespace.
+        bandwidth: Rate of every host's link.
+        asymmetric: Rate at which hosts send, if it differs from the rate at which they receive (``bandwidth``).
+        overrides: Rates of single hosts, by number: (send, receive).
+        groups: Number of switches over which the hosts are spread evenly, in order; 1: one flat network.
+        between: Rate of each group's link to the other groups.
+        delay_s: Delay in one direction on every host's link; needs the kernel's netem.
+
+    Raises:
+        HyperparameterError: a number is out of range.
     """
 
     hosts: int = 4
@@ -56,13 +106,13 @@ class Topology:
             raise HyperparameterError(f"delay={self.delay_s}: must not be negative")
 
     def send_rate(self, host: int) -> Rate:
-        """Return what a host may send."""
+        """Return the rate at which a host may send."""
         if host in self.overrides:
             return self.overrides[host][0]
         return self.bandwidth if self.asymmetric is None else self.asymmetric
 
     def receive_rate(self, host: int) -> Rate:
-        """Return what a host may receive."""
+        """Return the rate at which a host may receive."""
         return self.overrides[host][1] if host in self.overrides else self.bandwidth
 
     def group(self, host: int) -> int:
@@ -70,7 +120,7 @@ class Topology:
         return host * self.groups // self.hosts
 
     def with_bandwidth(self, rate: Rate) -> Topology:
-        """Return the same cluster with another bandwidth on every host that has none of its own."""
+        """Return the cluster with another bandwidth on every host that has no rate of its own."""
         return replace(self, bandwidth=rate)
 
     @classmethod
@@ -78,10 +128,10 @@ class Topology:
         """Read ``hosts=4,bandwidth=100mbit,...``, as ``--lab`` takes it.
 
         Keys: hosts, bandwidth, asymmetric, groups, between, delay (in ms, such as ``delay=5ms``), and ``host2=10mbit``
-        or ``host2=10mbit:100mbit`` (sends:receives) for a host of its own.
+        or ``host2=10mbit:100mbit`` (sends:receives) for the rate of a single host.
 
         Raises:
-            HyperparameterError: nothing, an unknown key, one given twice, or a wrong value.
+            HyperparameterError: the text is empty, a key is unknown or given twice, or a value is wrong.
         """
         if not text.strip(" ,"):
             raise HyperparameterError("an empty lab: name at least hosts=N, such as hosts=4,bandwidth=100mbit")
@@ -116,7 +166,7 @@ class Topology:
         return cls(**fields, overrides=overrides)
 
     def spec(self) -> str:
-        """Write the cluster so that :meth:`parse` reads it back."""
+        """Return the cluster as text that :meth:`parse` reads back."""
         parts = [f"hosts={self.hosts}", f"bandwidth={format_rate(self.bandwidth)}"]
         if self.asymmetric is not None:
             parts.append(f"asymmetric={format_rate(self.asymmetric)}")
@@ -130,10 +180,10 @@ class Topology:
 
 
 def parse_delay(text: str) -> float:
-    """Read a delay such as ``5ms``; gives seconds.
+    """Read a delay such as ``5ms``, and return seconds.
 
     Raises:
-        HyperparameterError: it is not a number of milliseconds.
+        HyperparameterError: the text is not a number of milliseconds.
     """
     found = re.fullmatch(r"(\d+(?:\.\d+)?)ms", text.strip())
     if not found:

@@ -1,4 +1,4 @@
-"""Tables, figures and one self-contained page from run folders; nothing here trains or needs a process group."""
+"""Reports on run folders: tables, figures and a self-contained HTML page."""
 
 from __future__ import annotations
 

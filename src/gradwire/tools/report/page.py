@@ -1,4 +1,4 @@
-"""The report: one HTML file with everything in it."""
+"""The report as one self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -11,12 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from gradwire.errors import BackendError
-from gradwire.tools.report.link_notes import choice_details, coder_text, link_texts
 from gradwire.tools.report.load import ReportError, Run, load_runs
-from gradwire.tools.report.summary import RunSummary, summarize
+from gradwire.tools.report.summary import RunSummary, choice_details, coder_text, link_texts, summarize
 from gradwire.tools.report.verdict import bytes_text, percent, seconds_text, verdicts
-
-__all__ = ["render", "write_report"]
 
 NONE = "–"
 
@@ -102,7 +99,7 @@ def _table_row(run: Run, numbers: RunSummary) -> dict[str, str]:
 
 
 def _facts(runs: Sequence[Run]) -> list[tuple[str, str]]:
-    """Return hardware, versions and settings; values that all runs share are said once."""
+    """Return hardware, versions and settings as pairs; a value that all runs share appears once."""
     facts: list[tuple[str, str]] = []
 
     def add(name: str, values: Sequence[Any]) -> None:
@@ -138,7 +135,7 @@ def _facts(runs: Sequence[Run]) -> list[tuple[str, str]]:
 
 
 def _gauge_text(run: Run, name: str) -> str:
-    """Describe in one line what a run's method reported of its steps."""
+    """Describe one gauge of a run in one line."""
     rows = run.gauge(name)
     if not rows:
         return NONE
@@ -151,7 +148,7 @@ def _gauge_text(run: Run, name: str) -> str:
 
 
 def _interfaces(counted: Sequence[dict[str, int]] | None) -> str:
-    """Describe in one line what the hosts' interfaces moved, whatever they are told by the library."""
+    """Describe in one line the bytes that the hosts' interfaces counted."""
     if not counted:
         return NONE
     sent = [row["sent_payload_bytes"] for row in counted]

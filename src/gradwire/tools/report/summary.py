@@ -1,28 +1,86 @@
-"""One flat line of numbers a run: the table of the page and of the command line, and its ``--json`` form."""
+"""Numbers of a run, and lines about its link: the choice of ``auto``, the entropy coder, a return to the fallback."""
 
 from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gradwire.tools.report.link_notes import fallback_reason
 from gradwire.tools.report.load import Run, load_runs
 
-__all__ = ["RunSummary", "first_reaching", "summarize", "summarize_folders"]
+
+def choice_text(chosen: str | None, reason: str | None) -> str | None:
+    """Describe the choice of ``auto`` in one line; None if there was nothing to choose.
+
+    Example:
+        >>> choice_text("bf16", "the fastest of 3 in 4 turns of 3 steps")
+        'auto took bf16 (the fastest of 3 in 4 turns of 3 steps)'
+    """
+    if chosen is not None:
+        return f"auto took {chosen} ({reason})"
+    return None if reason is None else "auto had not chosen yet: its trial takes more steps than these"
+
+
+def choice_details(choice: Mapping[str, Any]) -> str:
+    """Describe in one line the choice, the step time of each candidate, and the candidates left out."""
+    parts = [choice_text(choice.get("chosen"), choice.get("reason")) or "nothing was chosen"]
+    steps = [f"{spec} {step_s * 1e3:.3g} ms" for spec, step_s in (choice.get("step_s") or {}).items()]
+    if steps:
+        parts.append(f"a step took {', '.join(steps)}")
+    parts += [f"{spec} was {why}" for spec, why in (choice.get("left_out") or {}).items()]
+    return "; ".join(parts)
+
+
+def coder_text(coder: Mapping[str, Any]) -> str:
+    """Describe in one line which entropy coder ran, why, and the times of all, from a link's record.
+
+    Example:
+        >>> times = {"rans": 0.002, "huffman": 0.001}
+        >>> coder_text({"chosen": "huffman", "reason": "the least time here", "encode_decode_s": times})
+        'huffman (the least time here): rans 2 ms, huffman 1 ms'
+    """
+    times = [f"{name} {seconds * 1e3:.3g} ms" for name, seconds in (coder.get("encode_decode_s") or {}).items()]
+    return f"{coder['chosen']} ({coder['reason']})" + (f": {', '.join(times)}" if times else "")
+
+
+def fallback_reason(returned: Mapping[str, Any]) -> str:
+    """Describe when and why ranks returned to the fallback, from a link's record."""
+    return (
+        f"from round {returned['since_round']} on: what rank {returned['rank']} sent was off by "
+        f"{returned['relative_error']:.3g} times the gradient's norm"
+    )
+
+
+def fallback_text(method: str | None, reason: str | None) -> str | None:
+    """Describe a return to the fallback in one line; None if there was none.
+
+    Example:
+        >>> fallback_text("BF16()", "from round 2 on")
+        'returned to BF16() (from round 2 on)'
+    """
+    return None if method is None else f"returned to {method} ({reason})"
+
+
+def link_texts(row: Mapping[str, Any]) -> list[str]:
+    """Return lines about the link of a run, from the run's flat numbers."""
+    texts = (
+        choice_text(row["chosen_method"], row["choice_reason"]),
+        fallback_text(row["fallback_method"], row["fallback_reason"]),
+    )
+    return [text for text in texts if text is not None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunSummary:
     """Numbers of one run. Bytes are rank 0's; times leave out evaluation, checkpoints and start-up.
 
-    ``final_*`` is the last evaluation, ``best_*`` the best; both None for a run that ended before its first.
-    ``chosen_method`` is what ``auto`` took, ``choice_reason`` why: both None where there was nothing to choose, the
-    method alone where the trial did not end. ``fallback_method`` is what ranks returned to, ``fallback_reason`` since
-    when and why: both None where they did not.
+    ``final_*`` is the last evaluation, ``best_*`` the best; both are None if the run ended before its first.
+    ``chosen_method`` is the choice of ``auto``, ``choice_reason`` its reason: both are None if there was nothing to
+    choose, only the method if the trial did not end. ``fallback_method`` is the method that ranks returned to,
+    ``fallback_reason`` says when and why; both are None if they did not.
     """
 
     run: str
@@ -57,7 +115,7 @@ class RunSummary:
 
 
 def quantile(values: list[float], share: float) -> float:
-    """Return a quantile by linear interpolation; ``values`` must not be empty."""
+    """Return a quantile of values, of which there must be at least one, by linear interpolation."""
     ordered = sorted(values)
     at = share * (len(ordered) - 1)
     low = int(at)
@@ -108,5 +166,5 @@ def summarize_folders(folders: Iterable[Path]) -> list[dict[str, Any]]:
 
 
 def first_reaching(run: Run, accuracy: float) -> dict[str, Any] | None:
-    """Return the first evaluation at which a run had at least this accuracy, or None."""
+    """Return the first evaluation in which a run reached an accuracy, or None."""
     return next((row for row in run.of("eval") if row["accuracy"] >= accuracy), None)

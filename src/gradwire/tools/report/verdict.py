@@ -1,4 +1,4 @@
-"""Whether compression paid, in plain words."""
+"""Verdicts on runs: what a method saved against float32, what it cost, and whether it paid; also numbers as text."""
 
 from __future__ import annotations
 
@@ -7,17 +7,15 @@ from collections.abc import Sequence
 from gradwire.tools.report.load import Run
 from gradwire.tools.report.summary import RunSummary, first_reaching, summarize
 
-__all__ = ["baseline_of", "bytes_text", "rate_text", "seconds_text", "verdict", "verdicts"]
-
 BEHIND = 0.01
-"""Final accuracy below float32's from which on a method that forgets a part of the gradient is advised against."""
+"""Loss of final accuracy against float32 from which a method without error feedback is advised against."""
 
 SAME = 0.03
-"""Relative difference of times below which nothing is claimed."""
+"""Relative difference below which two times count as the same."""
 
 
 def bytes_text(count: float) -> str:
-    """Return bytes with a decimal unit.
+    """Return a number of bytes as text with a decimal unit.
 
     Example:
         >>> bytes_text(1_234_567)
@@ -30,14 +28,14 @@ def bytes_text(count: float) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """Return a duration with a fitting unit."""
+    """Return a duration as text in milliseconds, seconds or minutes."""
     if seconds < 0.9995:
         return f"{seconds * 1e3:.3g} ms"
     return f"{seconds:.3g} s" if seconds < 120 else f"{seconds / 60:.3g} min"
 
 
 def rate_text(bits_per_s: float | None) -> str:
-    """Return a bandwidth for people; None is not limited.
+    """Return a bandwidth as text with a decimal unit; None: not limited.
 
     Example:
         >>> rate_text(1e9), rate_text(None)
@@ -52,7 +50,7 @@ def rate_text(bits_per_s: float | None) -> str:
 
 
 def ratio_text(ratio: float) -> str:
-    """Describe how a time compares: "1.4 times as long", "the same, within 3 %"."""
+    """Return a ratio of times as text, such as "1.4 times as long" or "the same, within 3 %"."""
     if abs(ratio - 1.0) < SAME:
         return f"the same, within {SAME:.0%}"
     return f"{ratio:.2f} times as long"
@@ -72,13 +70,13 @@ def baseline_of(run: Run, runs: Sequence[Run]) -> Run | None:
 
 
 def verdicts(runs: Sequence[Run]) -> list[tuple[str, str]]:
-    """Return label and paragraph for each run that is not itself float32."""
+    """Return the label and a paragraph for each run by another method than float32."""
     compared = [run for run in runs if not run.config["method"].startswith("FP32(")]
     return [(run.label, verdict(run, baseline_of(run, runs))) for run in compared]
 
 
 def verdict(run: Run, base: Run | None) -> str:
-    """Describe what the method saved, what it cost, and whether that paid."""
+    """Describe what the method saved, what it cost, and whether it paid."""
     numbers = summarize(run)
     saved = _bytes(numbers)
     if base is None:
@@ -112,7 +110,7 @@ def _step_time(numbers: RunSummary, base: RunSummary) -> str:
 
 
 def _accuracy(run: Run, base: Run) -> tuple[str, float | None]:
-    """Describe when fp32's final accuracy was reached; the ratio of times, None if it was not."""
+    """Describe when fp32's final accuracy was reached; also return the ratio of times, or None if it was not."""
     target = summarize(base).final_accuracy
     if target is None:
         return "The fp32 run has no evaluation to compare with.", None
@@ -135,7 +133,7 @@ def _accuracy(run: Run, base: Run) -> tuple[str, float | None]:
 
 
 def _hints(run: Run, base: Run) -> list[str]:
-    """Return what to try where a method that loses a part of every gradient has fallen behind."""
+    """Return advice if a method without error feedback has lost accuracy."""
     reached, target = summarize(run).final_accuracy, summarize(base).final_accuracy
     if reached is None or target is None or reached >= target - BEHIND:
         return []

@@ -12,8 +12,6 @@ from gradwire.exchange.deferred_checks import AT_ONCE, Checks
 from gradwire.exchange.ops import Op, Reduce
 from gradwire.exchange.wire import open_sealed, sealed
 
-__all__ = ["Transport", "reduce_by_gather"]
-
 
 class Transport(ABC):
     """The connections of one lane among some ranks.

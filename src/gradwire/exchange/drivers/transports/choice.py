@@ -18,8 +18,6 @@ from gradwire.exchange.drivers.transports.gloo import GlooTransport
 from gradwire.exchange.drivers.transports.nccl import NCCLTransport
 from gradwire.exchange.drivers.transports.staged import StagedTransport
 
-__all__ = ["Connect", "choose_transport", "connector", "device_of", "group_timeout", "one_device"]
-
 Connect: TypeAlias = Callable[[Any, int, int, timedelta], Transport]
 """``connect(store, rank, world_size, timeout)`` joins some ranks, which all call it."""
 

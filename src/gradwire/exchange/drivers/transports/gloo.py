@@ -9,12 +9,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gradwire.exchange.drivers.lengths import announce, announced
+from gradwire.exchange.drivers.tables import announce, announced
 from gradwire.exchange.drivers.traffic import LENGTH_BYTES, gathers, large
 from gradwire.exchange.drivers.transports.base import Transport, reduce_by_gather
 from gradwire.exchange.ops import AllGather, AllToAll, Broadcast, Op, Reduce, SendRecv
-
-__all__ = ["GlooTransport"]
 
 MOST_TAGS = 1 << 20
 

@@ -11,12 +11,10 @@ import torch.distributed as dist
 
 from gradwire.exchange.deferred_checks import AT_ONCE, Checks
 from gradwire.exchange.drivers.devices import Device
-from gradwire.exchange.drivers.lengths import announce, announced
+from gradwire.exchange.drivers.tables import announce, announced
 from gradwire.exchange.drivers.traffic import LENGTH_BYTES, gathers, large
 from gradwire.exchange.drivers.transports.base import Transport, reduce_by_gather
 from gradwire.exchange.ops import AllGather, AllToAll, Broadcast, Op, Reduce, SendRecv
-
-__all__ = ["NCCLTransport"]
 
 
 class NCCLTransport(Transport):

@@ -11,8 +11,6 @@ from gradwire.exchange.drivers.devices import Device
 from gradwire.exchange.drivers.transports.base import Transport
 from gradwire.exchange.ops import Broadcast, Op, Reduce, SendRecv
 
-__all__ = ["StagedTransport"]
-
 
 class StagedTransport(Transport):
     """Copies what leaves a device to main memory, and what arrives back.

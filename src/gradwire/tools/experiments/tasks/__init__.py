@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from gradwire.tools.experiments.errors import UsageError, nearest
+from gradwire.tools.experiments.errors import UsageError, check_known, nearest
 from gradwire.tools.experiments.tasks.base import Source, Task
 from gradwire.tools.experiments.tasks.cifar10 import Cifar10
 from gradwire.tools.experiments.tasks.digits import Digits
@@ -26,8 +26,7 @@ def build(name: str, **settings: Any) -> Task:
         UsageError: the name or a setting is unknown; the message holds the nearest one.
     """
     known = {task.name: task for task in ALL}
-    if name not in known:
-        raise UsageError(f"unknown task {name!r}: {nearest(name, known)}")
+    check_known("task", name, known)
     chosen = known[name]
     fields = [field.name for field in dataclasses.fields(chosen)]
     asked = {key: value for key, value in settings.items() if value is not None}

@@ -1,4 +1,4 @@
-"""What a task is: its settings, its model, its data."""
+"""Base of all tasks: settings, model, data, optimizer and loss."""
 
 from __future__ import annotations
 
@@ -14,10 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gradwire.tools.experiments.errors import UsageError, nearest
+from gradwire.tools.experiments.errors import UsageError, check_known
 from gradwire.tools.experiments.order import DataOrder, Order
-
-__all__ = ["OPTIMIZERS", "SCHEDULES", "Source", "Task"]
 
 OPTIMIZERS = ("sgd", "adam")
 SCHEDULES = ("constant", "polynomial", "cosine")
@@ -46,20 +44,20 @@ class Source(Protocol):
 class Task(ABC):
     """A task and its settings; ``batch`` is the total over all workers, ``ema`` a decay (0: off).
 
-    ``weight_decay`` is part of the differentiated loss, so it is compressed together with the data's
-    gradient; it acts on what ``decayed`` names.
+    ``weight_decay`` is part of the differentiated loss, so it is compressed together with the data's gradient. It acts
+    on the parameters that :meth:`decayed` returns.
     """
 
     name: ClassVar[str]
     summary: ClassVar[str]
     evaluated_on: ClassVar[str]
     least_batch: ClassVar[int] = 1
-    """0 in tasks that read ``batch=0`` as: all samples, in every step."""
+    """Smallest ``batch``; 0 in tasks where ``batch=0`` means all samples in every step."""
     min_numel: ClassVar[int | None] = None
-    """Below how many elements a parameter travels in float32, where the plan does not say; None: as ``attach``."""
+    """Default of ``min_numel`` in runs of this task; None: that of ``attach``."""
 
     usual_method: ClassVar[str] = "terngrad"
-    """The method of a training that names none."""
+    """Default method of a run."""
 
     steps: int
     batch: int
@@ -74,10 +72,8 @@ class Task(ABC):
 
     def __post_init__(self) -> None:
         """Refuse settings that make no sense; raises UsageError."""
-        if self.optimizer not in OPTIMIZERS:
-            raise UsageError(f"unknown optimizer {self.optimizer!r}: {nearest(self.optimizer, OPTIMIZERS)}")
-        if self.schedule not in SCHEDULES:
-            raise UsageError(f"unknown schedule {self.schedule!r}: {nearest(self.schedule, SCHEDULES)}")
+        check_known("optimizer", self.optimizer, OPTIMIZERS)
+        check_known("schedule", self.schedule, SCHEDULES)
         for field, least in (("steps", 1), ("batch", self.least_batch), ("eval_every", 1)):
             if getattr(self, field) < least:
                 raise UsageError(f"{field} = {getattr(self, field)}: must be at least {least}")
@@ -99,20 +95,20 @@ class Task(ABC):
         """Read the data; raises DataError that names the file."""
 
     def check_data(self) -> None:  # noqa: B027
-        """Look whether the data is there, without reading all of it; raises DataError or UsageError."""
+        """Check that the data exists, without reading all of it; raises DataError or UsageError."""
 
     def order(self, seed: int, samples: int, workers: int) -> Order:
-        """Describe which samples each step and worker takes; without a word from the task, anyone any sample."""
+        """Return the order of samples; by default any worker may take any sample."""
         return DataOrder(seed, samples, self.batch)
 
     @property
     def gauges(self) -> tuple[str, ...]:
-        """Numbers that its engines report of every step, beside those of the method."""
+        """Names of the gauges that its engines report besides the method's."""
         return ()
 
     @property
     def decay(self) -> float:
-        """Factor of the weights in the gradient of the differentiated loss."""
+        """Factor of the weights in the gradient of the loss."""
         return self.weight_decay
 
     def decayed(self, model: nn.Module) -> list[nn.Parameter]:
@@ -120,7 +116,7 @@ class Task(ABC):
         return [parameter for parameter in model.parameters() if parameter.dim() > 1]
 
     def penalty(self, model: nn.Module) -> float:
-        """Return what belongs to the objective that is reported, beside the mean loss over samples; by default 0."""
+        """Return the term that the reported objective has besides the mean loss over samples; by default 0."""
         return 0.0
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
@@ -143,13 +139,13 @@ class Task(ABC):
         return self.lr
 
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """Build the optimizer; weight decay is in the gradient already, so it gets none."""
+        """Build the optimizer, without weight decay, which is in the gradient already."""
         if self.optimizer == "adam":
             return torch.optim.Adam(model.parameters(), lr=self.lr)
         return torch.optim.SGD(model.parameters(), lr=self.lr, momentum=self.momentum)
 
     def data_path(self) -> Path:
-        """Return the path that ``--data`` names; raises UsageError where it was not given."""
+        """Return the path given by ``--data``; raises UsageError if there is none."""
         if self.data is None:
             raise UsageError(f"task {self.name} needs --data PATH: {self.summary}")
         return Path(self.data)

@@ -1,4 +1,4 @@
-"""``cifar10``: a residual network of eight layers, or the TernGrad paper's network, on CIFAR-10's binary version."""
+"""``cifar10``: ResNet-8, or the network of TensorFlow's tutorial that the TernGrad paper trains, on CIFAR-10."""
 
 from __future__ import annotations
 
@@ -10,20 +10,88 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gradwire.tools.experiments.errors import UsageError, nearest
+from gradwire.tools.experiments.errors import UsageError, check_known
 from gradwire.tools.experiments.tasks.base import Source, Task
-from gradwire.tools.experiments.tasks.convnet import ConvNet
 from gradwire.tools.experiments.tasks.images import Images
 from gradwire.tools.experiments.tasks.readers import existing_folder, find_file, read_cifar10
 
-__all__ = ["Cifar10"]
-
 TRAINING, EVALUATION = range(1, 5), 5
+"""Numbers of the files that are trained on, and evaluated on."""
 ENDINGS = (".bin", ".bin.xz")
-MEAN = torch.tensor([0.4914, 0.4822, 0.4465])
 SIDE, PAD = 32, 4
 LEAST_CROP = 8
+MEAN = torch.tensor([0.4914, 0.4822, 0.4465])
 DEVIATION = torch.tensor([0.2470, 0.2435, 0.2616])
+
+CHANNELS = 64
+RADIUS = 4
+
+
+class ResponseNorm(nn.Module):
+    """Local response normalisation over neighbouring channels, y = x (1 + alpha / n sum x^2) ** -beta.
+
+    The sum runs over the n = 2 * ``RADIUS`` + 1 channels nearest to each. It is a 1 x 1 convolution with a band of
+    ones, so that it costs a third of ``torch.nn.LocalResponseNorm`` and equals it up to rounding.
+
+    Args:
+        channels: Channels of the input.
+        alpha: Weight of the mean square.
+        beta: Exponent of the norm.
+    """
+
+    def __init__(self, channels: int, alpha: float = 0.001, beta: float = 0.75) -> None:
+        super().__init__()
+        self.beta = beta
+        index = torch.arange(channels)
+        near = (index[:, None] - index).abs() <= RADIUS
+        # No buffer: DDP would broadcast it before every step, and it never changes.
+        self.band = (near.to(torch.float32) * (alpha / (2 * RADIUS + 1)))[:, :, None, None]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise ``[count, channels, height, width]``."""
+        return x * (1.0 + F.conv2d(x.square(), self.band)).pow(-self.beta)
+
+
+class ConvNet(nn.Sequential):
+    """Two convolutions of 64 channels of 5 x 5, each with pooling and response normalisation, then three linear layers.
+
+    Weights are drawn from normal distributions cut at two standard deviations, as in the tutorial. There is no dropout.
+    Weights lie in memory with the channels last, in which order CPUs train it fastest.
+
+    Args:
+        size: Height and width of the images, a multiple of 4.
+    """
+
+    def __init__(self, size: int) -> None:
+        # In TensorFlow's padding "SAME" a window of 3 over an even size has its one row of padding at the end.
+        super().__init__(
+            _filled(nn.Conv2d(3, CHANNELS, 5, padding=2), std=0.05, bias=0.0),
+            nn.ReLU(),
+            nn.MaxPool2d(3, 2, ceil_mode=True),
+            ResponseNorm(CHANNELS),
+            _filled(nn.Conv2d(CHANNELS, CHANNELS, 5, padding=2), std=0.05, bias=0.1),
+            nn.ReLU(),
+            ResponseNorm(CHANNELS),
+            nn.MaxPool2d(3, 2, ceil_mode=True),
+            nn.Flatten(),
+            _filled(nn.Linear(CHANNELS * (size // 4) ** 2, 384), std=0.04, bias=0.1),
+            nn.ReLU(),
+            _filled(nn.Linear(384, 192), std=0.04, bias=0.1),
+            nn.ReLU(),
+            _filled(nn.Linear(192, 10), std=1 / 192, bias=0.0),
+        )
+        self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+    def decayed(self) -> list[nn.Parameter]:
+        """Return the weights on which the tutorial's weight decay acts: those of the two hidden linear layers."""
+        *hidden, _ = (layer for layer in self if isinstance(layer, nn.Linear))
+        return [p for layer in hidden for p in layer.parameters() if p.dim() > 1]
+
+
+def _filled(layer: nn.Conv2d | nn.Linear, *, std: float, bias: float) -> nn.Conv2d | nn.Linear:
+    nn.init.trunc_normal_(layer.weight, std=std, a=-2 * std, b=2 * std)
+    nn.init.constant_(layer.bias, bias)  # type: ignore[arg-type]
+    return layer
 
 
 class Residual(nn.Module):
@@ -50,7 +118,7 @@ class Residual(nn.Module):
 
 
 def resnet8(size: int) -> nn.Module:
-    """Build one convolution, three residual blocks of 16, 32 and 64 channels, one linear layer; for any size."""
+    """Build a convolution, three residual blocks of 16, 32 and 64 channels, and a linear layer, for any size."""
     return nn.Sequential(
         nn.Conv2d(3, 16, 3, padding=1, bias=False),
         nn.BatchNorm2d(16),
@@ -97,8 +165,7 @@ class Cifar10(Task):
     def __post_init__(self) -> None:
         """Refuse settings that make no sense; raises UsageError."""
         super().__post_init__()
-        if self.model not in MODELS:
-            raise UsageError(f"unknown model {self.model!r} of the task cifar10: {nearest(self.model, MODELS)}")
+        check_known("model", self.model, MODELS, " of the task cifar10")
         if self.crop and (self.crop % 4 or not LEAST_CROP <= self.crop <= SIDE):
             raise UsageError(f"crop = {self.crop}: must be a multiple of 4 from {LEAST_CROP} to {SIDE}, or 0 for none")
 
@@ -107,11 +174,11 @@ class Cifar10(Task):
         return MODELS[self.model](self.crop or SIDE)
 
     def decayed(self, model: nn.Module) -> list[nn.Parameter]:
-        """Return the parameters on which weight decay acts: what ``model`` names, or all weights."""
+        """Return the parameters on which weight decay acts: a ConvNet chooses its own, else all weights."""
         return model.decayed() if isinstance(model, ConvNet) else super().decayed(model)
 
     def check_data(self) -> None:
-        """Look for the five files."""
+        """Check that the five files exist."""
         folder = existing_folder(self.data_path(), "data_batch_1.bin to data_batch_5.bin (plain or .xz)")
         for number in (*TRAINING, EVALUATION):
             find_file(folder, f"data_batch_{number}", ENDINGS)

@@ -13,8 +13,6 @@ from gradwire.tools.experiments.order import generator
 from gradwire.tools.experiments.tasks.base import Source, Task
 from gradwire.tools.experiments.tasks.images import Images
 
-__all__ = ["Digits"]
-
 TRAINING_IMAGES = 1437
 
 
@@ -43,14 +41,14 @@ class Digits(Task):
         )
 
     def check_data(self) -> None:
-        """Look whether scikit-learn is there."""
+        """Check that scikit-learn is installed."""
         try:
             import sklearn.datasets  # noqa: F401
         except ImportError as error:
             raise BackendError('task digits needs scikit-learn: pip install "gradwire[cli]"') from error
 
     def load(self) -> Source:
-        """Split the images once and for all, whatever the run's seed."""
+        """Load and split the images; the split is the same for every seed."""
         self.check_data()
         from sklearn.datasets import load_digits
 

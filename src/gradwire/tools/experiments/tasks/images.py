@@ -11,10 +11,8 @@ from torch.nn import functional as F
 
 from gradwire.tools.experiments.order import generator
 
-__all__ = ["Images"]
-
 EVALUATION_BATCH = 250
-"""Samples that are evaluated at once; a memory bound, not a setting that changes results."""
+"""Samples evaluated at once, which bounds memory and does not change results."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +74,7 @@ class Images:
 
 
 def crop_and_flip(images: Tensor, pad: int, top: Tensor, left: Tensor, flip: Tensor, size: tuple[int, int]) -> Tensor:
-    """Cut ``size``, a height and a width, out of each image's zero-padded frame, and mirror where ``flip = 1``."""
+    """Crop each zero-padded image to ``size``, a height and a width, and mirror it where ``flip`` is 1."""
     count, channels = images.shape[:2]
     height, width = size
     frame = F.pad(images, (pad, pad, pad, pad))

@@ -14,22 +14,20 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import gradwire as gw
-from gradwire.tools.experiments.errors import DataError, UsageError, nearest
+from gradwire.tools.experiments.errors import DataError, UsageError, check_known
 from gradwire.tools.experiments.order import Order, ShareOrder, generator
 from gradwire.tools.experiments.tasks.base import Source, Task
 from gradwire.tools.experiments.tasks.readers import SparseRows, read_libsvm
 
-__all__ = ["SPLITS", "Logreg", "split_order"]
-
 SPLITS = ("label", "random")
 EVALUATION_ROWS = 4096
-"""Rows that are evaluated at once; a memory bound, not a setting that changes results."""
+"""Rows evaluated at once, which bounds memory and does not change results."""
 DENSE_BYTES = 4 * 2**30
-"""Rows are held dense; a file that would take more is refused."""
+"""Most memory that the dense rows may take."""
 
 
 def split_order(labels: Tensor, split: str) -> Tensor:
-    """Return the order in which rows are cut over the workers, as indices.
+    """Return the indices of the rows in the order in which they are divided among the workers.
 
     ``label``: the -1 rows first, then the +1 rows, each in the file's order, so that most workers see one label only.
     ``random``: a fixed draw, the same for every run.
@@ -103,8 +101,7 @@ class Logreg(Task):
     def __post_init__(self) -> None:
         """Refuse settings that make no sense; raises UsageError."""
         super().__post_init__()
-        if self.split not in SPLITS:
-            raise UsageError(f"unknown split {self.split!r}: {nearest(self.split, SPLITS)}")
+        check_known("split", self.split, SPLITS)
         for field in ("l2", "l1"):
             if not (math.isfinite(getattr(self, field)) and getattr(self, field) >= 0):
                 raise UsageError(f"{field} = {getattr(self, field)}: must be a finite number of at least 0")
@@ -114,7 +111,7 @@ class Logreg(Task):
             raise UsageError(f"l1 = {self.l1} needs the proximal step of sgd: leave --optimizer {self.optimizer} out")
 
     def rows(self) -> SparseRows:
-        """Read the file, once a process; raises DataError or UsageError."""
+        """Return the rows of the file, which is read once in a process; raises DataError or UsageError."""
         path = self.data_path()
         if not path.is_file():
             state = "is no file" if path.exists() else "does not exist"
@@ -123,7 +120,7 @@ class Logreg(Task):
         return _read(path, found.st_mtime_ns, found.st_size)
 
     def check_data(self) -> None:
-        """Read the file: its number of features is the model's size, so that all of it is needed early."""
+        """Read the file, whose number of features is the size of the model."""
         rows = self.rows()
         needed = 4 * rows.labels.numel() * rows.features
         if needed > DENSE_BYTES:
@@ -139,14 +136,14 @@ class Logreg(Task):
         return model
 
     def load(self) -> Source:
-        """Read the file and lay its rows in the order of the shares."""
+        """Read the file and return its rows in the order of the shares."""
         self.check_data()
         rows = self.rows()
         order = split_order(rows.labels, self.split)
         return DenseRows(rows.dense(torch.float32)[order], rows.labels.to(torch.float32)[order])
 
     def order(self, seed: int, samples: int, workers: int) -> Order:
-        """Let every worker keep to its own share."""
+        """Return an order in which every worker takes samples of its own share."""
         return ShareOrder(seed, samples, self.batch, workers)
 
     @property

@@ -13,8 +13,6 @@ from gradwire.tools.experiments.tasks.base import Source, Task
 from gradwire.tools.experiments.tasks.images import Images
 from gradwire.tools.experiments.tasks.readers import existing_folder, find_file, read_idx_images, read_idx_labels
 
-__all__ = ["Mnist"]
-
 FILES = {
     "inputs": "train-images-idx3-ubyte",
     "labels": "train-labels-idx1-ubyte",
@@ -63,7 +61,7 @@ class Mnist(Task):
         return model
 
     def check_data(self) -> None:
-        """Look for the four files."""
+        """Check that the four files exist."""
         folder = existing_folder(self.data_path(), f"the idx files {', '.join(FILES.values())} (plain or .gz)")
         for name in FILES.values():
             find_file(folder, name, ENDINGS)

@@ -1,7 +1,7 @@
 """Readers of the original file formats: MNIST's idx files, CIFAR-10's binary records, LIBSVM's text.
 
-Every reader of binary files checks magic number and size first and raises DataError with the file, what was expected
-and what was found; a truncated download must not become a smaller data set. The reader of text names the line.
+The readers of binary files check magic number and size first, so that a truncated download does not become a smaller
+data set. Errors name the file, what was expected and what was found; the reader of text also names the line.
 """
 
 from __future__ import annotations
@@ -19,24 +19,13 @@ from torch import Tensor
 
 from gradwire.tools.experiments.errors import DataError
 
-__all__ = [
-    "SparseRows",
-    "existing_folder",
-    "find_file",
-    "read_bytes",
-    "read_cifar10",
-    "read_idx_images",
-    "read_idx_labels",
-    "read_libsvm",
-]
-
 IMAGES_MAGIC, LABELS_MAGIC = 2051, 2049
 CLASSES = 10
 CIFAR_IMAGES, CIFAR_RECORD_BYTES = 10_000, 3073
 
 
 def existing_folder(folder: Path, expected: str) -> Path:
-    """Return the folder back if it is one; raises DataError that says what it should hold."""
+    """Return the folder if it exists; raises DataError that says what it should hold."""
     if not folder.is_dir():
         state = "is not a folder" if folder.exists() else "does not exist"
         raise DataError(f"--data {folder} {state}; expected a folder with {expected}")
@@ -122,7 +111,7 @@ class SparseRows:
     Attributes:
         labels: -1 or +1, float64 ``[rows]``.
         starts: Row i holds entries ``starts[i] .. starts[i + 1]``; int64 ``[rows + 1]``.
-        columns: Of each entry, counted from 0; int64 ``[entries]``.
+        columns: Column of each entry, counted from 0; int64 ``[entries]``.
         values: float64 ``[entries]``.
         features: Number of columns.
     """
@@ -144,8 +133,8 @@ class SparseRows:
 def read_libsvm(path: Path) -> SparseRows:
     """Read rows ``label index:value ...`` of two classes, indices from 1 and ascending, plain or .gz or .xz.
 
-    The smaller label becomes -1, the larger +1; a row may be a label alone; there are as many features as the largest
-    index says.
+    The smaller label becomes -1, the larger +1. A row may be a label without entries. The largest index is the number
+    of features.
 
     Raises:
         DataError: the file cannot be read, or a row is malformed; the message names file and line.

@@ -11,13 +11,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from gradwire.tools.experiments.errors import DataError, UsageError, nearest
+from gradwire.tools.experiments.errors import DataError, check_known
 from gradwire.tools.experiments.tasks.base import Source, Task
 
-__all__ = ["Text", "Transformer"]
-
 LENGTH = 64
-"""Bytes that a sample predicts."""
+"""Number of bytes that a sample predicts."""
 DEFAULT_BYTES = 2_000_000
 EVALUATION_BYTES = 64_000
 EVALUATION_BATCH = 50
@@ -65,7 +63,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {"gru": Gru, "transformer": lambda:
 
 @dataclass(frozen=True)
 class Windows:
-    """All windows of ``LENGTH + 1`` bytes of a text; evaluation walks a held-out tail without overlap."""
+    """All windows of ``LENGTH + 1`` bytes of a text; evaluation takes those of a held-out tail, without overlap."""
 
     text: Tensor
     held_out: Tensor
@@ -137,15 +135,14 @@ class Text(Task):
     def __post_init__(self) -> None:
         """Refuse settings that make no sense; raises UsageError."""
         super().__post_init__()
-        if self.model not in MODELS:
-            raise UsageError(f"unknown model {self.model!r} of the task text: {nearest(self.model, MODELS)}")
+        check_known("model", self.model, MODELS, " of the task text")
 
     def build_model(self) -> nn.Module:
         """Build the network."""
         return MODELS[self.model]()
 
     def check_data(self) -> None:
-        """Look whether the text is there."""
+        """Check that the text exists."""
         if self.data is not None:
             read_text(self.data_path())
 
