@@ -111,7 +111,11 @@ def test_every_path_that_is_named_leads_to_a_file() -> None:
     if not listed:
         pytest.skip("not a git checkout")
     # Results are as they were written, by programs that may have had another name.
-    texts = [ROOT / name for name in listed if Path(name).suffix in {".py", ".md", ".toml", ".js", ".sh", ".yml", ".ipynb", ""}]
+    texts = [
+        ROOT / name
+        for name in listed
+        if Path(name).suffix in {".py", ".md", ".toml", ".js", ".sh", ".yml", ".ipynb", ""}
+    ]
     named = {(path, name) for path in texts if path.is_file() for name in NAMED.findall(path.read_text())}
     assert len(named) > 200
     assert {f"{path.relative_to(ROOT)}: {name}" for path, name in named if not (ROOT / name).is_file()} == set()
