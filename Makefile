@@ -74,10 +74,10 @@ mutants: $(STAMP)
 
 # benchmarks/trials/images.py, which needs CIFAR-10 and half an hour a seed, is run by hand.
 trials: $(STAMP)
-	$(BIN)/python benchmarks/trials/kills.py --json benchmarks/results/trials_kills.json
-	$(BIN)/python benchmarks/trials/messages.py --json benchmarks/results/trials_messages.json
-	$(BIN)/python benchmarks/trials/spikes.py --json benchmarks/results/trials_spikes.json
-	$(BIN)/python benchmarks/summarise.py
+	$(BIN)/python benchmarks/trials/kills.py --json benchmarks/results/trials/trials_kills.json
+	$(BIN)/python benchmarks/trials/messages.py --json benchmarks/results/trials/trials_messages.json
+	$(BIN)/python benchmarks/trials/spikes.py --json benchmarks/results/trials/trials_spikes.json
+	$(BIN)/python benchmarks/pages/summarise.py
 
 # Numba keeps compiled kernels while their own file stays as it is: its digest of their sources makes it change.
 digests: $(STAMP)

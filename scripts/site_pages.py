@@ -222,7 +222,7 @@ def write_pages(docs: Path) -> None:
 def add_calculator(site: Path) -> None:
     """Put the calculator's numbers and programs into its page, so that it works without a server."""
     page = site / CALCULATOR
-    numbers = json.dumps(json.loads((ROOT / DATA / "calculator.json").read_text()), separators=(",", ":"))
+    numbers = json.dumps(json.loads((ROOT / DATA / "pages" / "calculator.json").read_text()), separators=(",", ":"))
     scripts = "".join(f'<script src="assets/{name}.js"></script>' for name in ("model", "calculator"))
     added = f'<script type="application/json" id="calculator-data">{numbers}</script>{scripts}'
     html = page.read_text()

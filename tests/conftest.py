@@ -13,6 +13,8 @@ from pathlib import Path
 
 # Helpers beside this file (ranks, cases, oracle) are imported by name, in pytest's own process and in the ranks'.
 sys.path.insert(0, str(Path(__file__).parent))
+# And what benchmarks share, as ``benchmarks.lib.corruptions``. Benchmarks never import tests.
+sys.path.insert(1, str(Path(__file__).parents[1]))
 
 import triton_first
 

@@ -407,6 +407,6 @@ def test_public_names_exist_and_are_documented() -> None:
 
 @pytest.mark.repository
 def test_pages_are_those_of_the_committed_results() -> None:
-    command = [sys.executable, str(ROOT / "benchmarks" / "summarise.py"), "--check"]
+    command = [sys.executable, str(ROOT / "benchmarks" / "pages" / "summarise.py"), "--check"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

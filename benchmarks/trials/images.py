@@ -1,6 +1,6 @@
 """Every method at its defaults on held-out images, beside what the library warned of.
 
-    python benchmarks/trials/images.py --data FOLDER --json benchmarks/results/trials_images.json
+    python benchmarks/trials/images.py --data FOLDER --json benchmarks/results/trials/trials_images.json
 
 FOLDER holds CIFAR-10's binary batches. A small convolutional network trains for 300 updates on four processes over Gloo
 by DistributedDataParallel, as a user would run it: ``gw.attach(ddp, name, optimizer=optimizer)`` with
@@ -29,11 +29,10 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from runs import machine
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import gradwire as gw
+from benchmarks.lib.runs import machine
 from gradwire.tools.experiments.tasks.readers import read_cifar10
 
 WORKERS, UPDATES, BATCH = 4, 300, 64

@@ -1,6 +1,6 @@
 """Who is named, and how soon, where one worker of a training ends: one row a kill.
 
-    python benchmarks/trials/kills.py --json benchmarks/results/trials_kills.json
+    python benchmarks/trials/kills.py --json benchmarks/results/trials/trials_kills.json
 
 Three or four processes train over Gloo on this machine, as scripts of a user would (``mortal.py``). One of them ends
 by SIGKILL, SIGTERM, ``os._exit`` or an exception that nobody catches: between two exchanges, in the middle of one, in
@@ -27,11 +27,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 import torch.distributed as dist
-from mortal import ATTACH, BEFORE, MANNERS, STORES, WAYS, Kill, request
-from runs import earlier, write
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.lib.runs import earlier, write
+from benchmarks.trials.mortal import ATTACH, BEFORE, MANNERS, STORES, WAYS, Kill, request
 
 LIMIT_S = 5.0
 VICTIM_0_EVERY = 3

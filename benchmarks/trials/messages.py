@@ -1,11 +1,11 @@
 """What becomes of exchanges in which one message of one rank changes on the way: counts of outcomes, no times.
 
-    python benchmarks/trials/messages.py --exchanges 30000 --json benchmarks/results/trials_messages.json
+    python benchmarks/trials/messages.py --exchanges 30000 --json benchmarks/results/trials/trials_messages.json
 
-Three simulated ranks exchange by each of the tests' methods and each of its protocols (``tests/cases.py``), by the
+Three simulated ranks exchange by every method in several settings (``settings.py``) and each of its protocols, by the
 reduce-scatter where a method serves it, and by differences of weights; four by each method on two levels. In round 2
-one message to one rank changes (``tests/corruptions.py``): bits flip, bytes or blocks change places, the tail is lost,
-an earlier message comes again, two ranks' messages are exchanged. A sum of the backend is not tried, since it has no
+one message to one rank changes (``lib/corruptions.py``): bits flip, bytes or blocks change places, the tail is lost, an
+earlier message comes again, two ranks' messages are exchanged. A sum of the backend is not tried, since it has no
 payload (``fp32``, ``fp16``, ``bf16``). Maxima of scales are not either: the driver of real ranks seals them
 (``tests/drivers/test_corruption.py``).
 """
@@ -20,14 +20,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent / "tests"))
-
-from runs import write
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import gradwire as gw
-from cases import EVERY
-from corruptions import CHANGES, OUTCOMES, Trials, WeightTrials
+from benchmarks.lib.corruptions import CHANGES, OUTCOMES, Trials, WeightTrials
+from benchmarks.lib.runs import write
+from benchmarks.trials.settings import settings
 
 WEIGHTS = gw.QSGDinf(levels=7, block_size=128)
 """The default of :func:`gradwire.compress_weights`."""
@@ -35,7 +33,7 @@ WEIGHTS = gw.QSGDinf(levels=7, block_size=128)
 
 def ways() -> Iterator[tuple[str, str, Callable[[], Trials]]]:
     """Yield what is tried: a method, the name of its way, and what prepares the trials."""
-    for method in EVERY:
+    for method in settings():
         for name in method.traits.collectives:
             if name != "all_reduce":
                 yield repr(method), name, partial(Trials, method, name)

@@ -1,6 +1,6 @@
 """What one finite spike costs under every method: rounds that are skipped, and how far later ones stray.
 
-    python benchmarks/trials/spikes.py --json benchmarks/results/trials_spikes.json
+    python benchmarks/trials/spikes.py --json benchmarks/results/trials/trials_spikes.json
 
 Four simulated workers exchange by each method of ``gw.methods()`` with its defaults. Once, one value of one worker is
 1e20, 1e30, 1e38 or inf: an element of the first parameter's gradient in one trial and of the last one's in another.
@@ -25,12 +25,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 import torch
-from runs import write
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import gradwire as gw
+from benchmarks.lib.runs import write
 
 SHAPES = {"first": (96, 80), "bias": (96,), "middle": (64, 48), "last": (48, 40)}
 NUMEL = sum(math.prod(shape) for shape in SHAPES.values())

@@ -1,6 +1,6 @@
 /* The performance model of `gradwire plan`, in the browser.
  *
- * A port of gradwire/model/schedule.py, cycle.py and forecast.py over the numbers that benchmarks/calculator.py exports.
+ * A port of gradwire/model/schedule.py, cycle.py and forecast.py over the numbers that benchmarks/pages/calculator.py exports.
  * No part of it touches the page, so that any JavaScript engine runs it; tests compare it with the command.
  */
 "use strict";
@@ -303,7 +303,7 @@ const GradwireModel = (() => {
   /**
    * Predict the step of DDP alone and of each method; see forecast in gradwire/model/forecast.py.
    *
-   * @param data What benchmarks/calculator.py wrote.
+   * @param data What benchmarks/pages/calculator.py wrote.
    * @param profile Of profileOf, or of the same form.
    * @param setting hosts, ranksPerHost, cores (null: no worker waits for one), bytesPerS (null: unlimited), latencyS.
    */

@@ -3,51 +3,22 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
-import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
 import gradwire as gw
+from benchmarks.lib import method_entries as entries
+from benchmarks.pages import accuracy_page
+from benchmarks.training import method_table as table
 
 pytestmark = pytest.mark.repository
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-NAMES = ("runs", "method_entries", "method_table", "page_parts", "accuracy_page")
 
-
-@pytest.fixture(scope="module", autouse=True)
-def path() -> Iterator[None]:
-    """Let the scripts import each other, as where they are run."""
-    sys.path.insert(0, str(BENCHMARKS))
-    yield
-    sys.path.remove(str(BENCHMARKS))
-    for name in NAMES:
-        sys.modules.pop(name, None)
-
-
-@pytest.fixture(scope="module")
-def entries(path: None) -> ModuleType:
-    return importlib.import_module("method_entries")
-
-
-@pytest.fixture(scope="module")
-def table(path: None) -> ModuleType:
-    return importlib.import_module("method_table")
-
-
-@pytest.fixture(scope="module")
-def accuracy_page(path: None) -> ModuleType:
-    return importlib.import_module("accuracy_page")
-
-
-def test_every_method_is_in_the_table_once(entries: ModuleType) -> None:
+def test_every_method_is_in_the_table_once() -> None:
     found = [entry.spec for entry in entries.entries("digits")]
     assert len(set(found)) == len(found)
     classes = {type(gw.method(spec)).name for spec in found}
@@ -57,7 +28,7 @@ def test_every_method_is_in_the_table_once(entries: ModuleType) -> None:
         assert any(gw.method(spec) == gw.method(form) for spec in found), form
 
 
-def test_a_short_spec_is_the_same_method(entries: ModuleType) -> None:
+def test_a_short_spec_is_the_same_method() -> None:
     for entry in entries.entries("digits"):
         method = gw.method(entry.spec)
         assert entries.short(method) == entry.spec
@@ -76,16 +47,16 @@ def test_a_short_spec_is_the_same_method(entries: ModuleType) -> None:
         ("ErrorFeedback(compressor=TopK(density=0.1), momentum=0.9)", "ErrorFeedback(TopK(density=0.1), momentum=0.9)"),
     ],
 )
-def test_labels_name_the_compressor_whatever_it_is(entries: ModuleType, spec: str, told: str) -> None:
+def test_labels_name_the_compressor_whatever_it_is(spec: str, told: str) -> None:
     assert entries.label(spec) == told
 
 
-def test_labels_differ(entries: ModuleType) -> None:
+def test_labels_differ() -> None:
     found = entries.entries("digits")
     assert len({entries.label(entry.spec) for entry in found}) == len(found)
 
 
-def test_operators_that_leave_something_out_are_trained_with_error_feedback_too(entries: ModuleType) -> None:
+def test_operators_that_leave_something_out_are_trained_with_error_feedback_too() -> None:
     inner = {entries.family(entry.spec) for entry in entries.entries("digits")}
     assert {f"ErrorFeedback({name})" for name in ("TopK", "RandK", "Threshold", "ScaledSign")} <= inner
     assert not {f"ErrorFeedback({name})" for name in ("TernGrad", "FP16", "SignSGD", "PowerSGD", "EF21")} & inner
@@ -104,14 +75,14 @@ def test_operators_that_leave_something_out_are_trained_with_error_feedback_too(
         ("EFSignSGD(block_size=64)", 0.9, 1.0, "EFSignSGD(block_size=64)"),
     ],
 )
-def test_momentum_is_never_twice(entries: ModuleType, spec: str, momentum: float, factor: float, trained: str) -> None:
+def test_momentum_is_never_twice(spec: str, momentum: float, factor: float, trained: str) -> None:
     entry = entries.entry_of(spec, "digits")
     assert (entry.momentum, entry.factor, entry.spec) == (momentum, factor, trained)
     rates = entries.rates_of(entry, "digits")
     assert rates == pytest.approx([factor * rate for rate in entries.RATES["digits"]])
 
 
-def test_tasks_whose_data_is_elsewhere_are_looked_at_without_it(entries: ModuleType) -> None:
+def test_tasks_whose_data_is_elsewhere_are_looked_at_without_it() -> None:
     for task in entries.RATES:
         assert entries.entry_of("terngrad", task).momentum == 0.9
 
@@ -127,19 +98,19 @@ def rows(*accuracy: float, every: int = 10, bytes_a_step: int = 100) -> list[dic
     return found
 
 
-def test_the_mark_is_the_first_evaluation_that_is_at_it(table: ModuleType) -> None:
+def test_the_mark_is_the_first_evaluation_that_is_at_it() -> None:
     found = rows(0.1, 0.5, 0.9, 0.7, 0.95)
     assert table.first_at(found, 0.9)["step"] == 20
     assert table.first_at(found, 0.901)["step"] == 40
     assert table.first_at(found, 0.96) is None
 
 
-def test_training_loss_is_that_of_the_last_tenth(table: ModuleType) -> None:
+def test_training_loss_is_that_of_the_last_tenth() -> None:
     steps = [{"event": "train", "step": step, "loss": float(step)} for step in range(10, 101, 5)]
     assert table.training_loss([*steps, {"event": "eval", "step": 100, "loss": 1e9}], 100) == 97.5
 
 
-def test_seconds_are_bits_over_bandwidth_and_computing(table: ModuleType) -> None:
+def test_seconds_are_bits_over_bandwidth_and_computing() -> None:
     assert table.seconds(1e6, 100e6, 50, 0.002) == pytest.approx(0.08 + 0.1)
     assert table.seconds(1e6, 1e9, 50, 0.0) == pytest.approx(0.008)
 
@@ -151,22 +122,20 @@ def write_run(run: Any, found: list[dict[str, Any]], failed: str | None = None) 
     (run.folder / "ended.json").write_text(json.dumps(ended))
 
 
-def line(table: ModuleType, entries: ModuleType, spec: str, work: Path) -> Any:
+def line(spec: str, work: Path) -> Any:
     return table.Line.of(entries.entry_of(spec, "digits"), "digits", 40, work)
 
 
-def test_folders_differ_where_runs_do(table: ModuleType, entries: ModuleType, tmp_path: Path) -> None:
-    found = [line(table, entries, entry.spec, tmp_path) for entry in entries.entries("digits")]
+def test_folders_differ_where_runs_do(tmp_path: Path) -> None:
+    found = [line(entry.spec, tmp_path) for entry in entries.entries("digits")]
     made = [run for one in found if one.tuning[0].entry == one.entry for run in one.tuning]
     made += [replace(made[0], seed=1), replace(made[0], steps=41), replace(made[0], task="mnist")]
     assert len({run.folder for run in made}) == len(made)
     assert max(len(run.folder.name) for run in made) < 200
 
 
-def test_the_rate_with_the_lowest_training_loss_is_chosen(
-    table: ModuleType, entries: ModuleType, tmp_path: Path
-) -> None:
-    one = line(table, entries, "terngrad", tmp_path)
+def test_the_rate_with_the_lowest_training_loss_is_chosen(tmp_path: Path) -> None:
+    one = line("terngrad", tmp_path)
     low, middle, high = one.tuning
     write_run(low, rows(0.1, 0.4, 0.6, 0.8, 0.85))
     write_run(high, rows(0.1, 0.4), failed="the loss is nan")
@@ -181,8 +150,8 @@ def test_the_rate_with_the_lowest_training_loss_is_chosen(
     assert one.finals(3) == [middle, replace(middle, seed=1), replace(middle, seed=2)]
 
 
-def test_codes_take_the_rate_of_what_they_code(table: ModuleType, entries: ModuleType, tmp_path: Path) -> None:
-    plain, coded = (line(table, entries, spec, tmp_path) for spec in ("terngrad", "coded"))
+def test_codes_take_the_rate_of_what_they_code(tmp_path: Path) -> None:
+    plain, coded = (line(spec, tmp_path) for spec in ("terngrad", "coded"))
     assert coded.tuning == plain.tuning
     for run, value in zip(plain.tuning, (0.8, 0.9, 0.7)):
         write_run(run, rows(0.1, 0.4, 0.6, 0.8, value))
@@ -193,15 +162,15 @@ def test_codes_take_the_rate_of_what_they_code(table: ModuleType, entries: Modul
     assert table.row_of(coded, 3, 0.9)["method"] == "Coded()"
 
 
-def test_lines_hold_what_the_runs_did(table: ModuleType, entries: ModuleType, tmp_path: Path) -> None:
-    whole, other = (line(table, entries, spec, tmp_path) for spec in ("fp32", "terngrad"))
+def test_lines_hold_what_the_runs_did(tmp_path: Path) -> None:
+    whole, other = (line(spec, tmp_path) for spec in ("fp32", "terngrad"))
     for run in whole.tuning:
         write_run(run, rows(0.1, 0.6, 0.96, 0.97, 1.0))
     for run in other.tuning:
         write_run(run, rows(0.1, 0.3, 0.6, 0.96, 0.9))
     for run in other.finals(3)[1:]:
         write_run(run, rows(0.1, 0.3, 0.6, 0.8, 0.9 + 0.05 * run.seed))
-    found = table.collect([other, line(table, entries, "qsgd", tmp_path), whole], seeds=3)
+    found = table.collect([other, line("qsgd", tmp_path), whole], seeds=3)
     assert found["missing"] == ["QSGD"]
     assert [row["method"] for row in found["rows"]] == ["FP32()", "TernGrad()"]
     assert found["mark"] == pytest.approx(0.95)
@@ -219,8 +188,8 @@ def test_lines_hold_what_the_runs_did(table: ModuleType, entries: ModuleType, tm
     assert second["mark"]["steps"]["mean"] == pytest.approx((30 + 40 + 40) / 3)
 
 
-def test_a_method_that_fails_everywhere_has_a_line(table: ModuleType, entries: ModuleType, tmp_path: Path) -> None:
-    mine = line(table, entries, "signsgd", tmp_path)
+def test_a_method_that_fails_everywhere_has_a_line(tmp_path: Path) -> None:
+    mine = line("signsgd", tmp_path)
     assert table.row_of(mine, 3, 0.9) is None
     for run in mine.tuning:
         write_run(run, rows(0.1), failed="the loss is nan")
@@ -235,9 +204,7 @@ def entry(spec: str, accuracy: float, sent: float | None, reached: int = 3) -> d
     return {**row, "failed": 0}
 
 
-def test_the_best_reach_the_mark_with_few_bytes_and_are_one_of_each_family(
-    table: ModuleType, accuracy_page: ModuleType
-) -> None:
+def test_the_best_reach_the_mark_with_few_bytes_and_are_one_of_each_family() -> None:
     found = [
         entry("TernGrad()", 0.97, 50),
         entry("FP32()", 0.975, 1000),
@@ -255,14 +222,12 @@ def test_the_best_reach_the_mark_with_few_bytes_and_are_one_of_each_family(
     assert ordered[-2:] == ["TopK()", "RandK()"]
 
 
-def test_the_front_is_beaten_by_none(accuracy_page: ModuleType) -> None:
+def test_the_front_is_beaten_by_none() -> None:
     points = [(3.0, 0.9), (1.0, 0.5), (2.0, 0.4), (2.5, 0.9), (10.0, 0.95), (1.0, 0.6)]
     assert accuracy_page.front(points) == [5, 3, 4]
 
 
-def test_runs_are_trained_once_and_failures_are_kept(
-    table: ModuleType, entries: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_runs_are_trained_once_and_failures_are_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ours = entries.Entry("TernGrad()", 0.9, 1.0, "optimizer's, 0.9")
     run = table.Run("digits", ours, 0.05, 0, 4, tmp_path)
     run.go(None)
@@ -278,9 +243,7 @@ def test_runs_are_trained_once_and_failures_are_kept(
     assert len(capsys.readouterr().out.splitlines()) == 2
 
 
-def test_narrow_settings_alone_take_the_rates_of_a_table(
-    table: ModuleType, entries: ModuleType, tmp_path: Path
-) -> None:
+def test_narrow_settings_alone_take_the_rates_of_a_table(tmp_path: Path) -> None:
     mine = [entries.entry_of("fp32", "cifar10"), *entries.narrow("cifar10")]
     rows = [{"method": e.spec, "min_numel": e.min_numel, "rate": 0.25 if i else 0.5} for i, e in enumerate(mine)]
     # One that failed at every rate is left out.

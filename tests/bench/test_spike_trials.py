@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
-from pathlib import Path
-from unittest import mock
-
 import pytest
 
 import gradwire as gw
+from benchmarks.trials import spikes
 
 pytestmark = pytest.mark.repository
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-
 
 @pytest.mark.parametrize("method", ["powersgd", "terngrad", "LocalSGD(every=2)", "dpsgd"])
-def test_a_row_a_spike_tells_what_it_cost(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "path", [str(BENCHMARKS / "trials"), *sys.path])
-    with mock.patch.dict(sys.modules):
-        spikes = importlib.import_module("spikes")
+def test_a_row_a_spike_tells_what_it_cost(method: str) -> None:
     calm, *rows = spikes.rows_of(method, gw.method(method), 8)
     assert (calm["spike"], calm["skipped_rounds"]) == (None, 0)
     assert {(row["spike"], row["place"]) for row in rows} == {

@@ -3,31 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
-import sys
-from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
+from benchmarks.claims import terngrad_cifar10
 from gradwire.tools.experiments.config import RunConfig
 from gradwire.tools.experiments.tasks import build
 
 pytestmark = pytest.mark.repository
-
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-
-
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """The script, where it finds those that it imports."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    yield importlib.import_module("terngrad_cifar10")
-    for name in ("terngrad_cifar10", "runs"):
-        sys.modules.pop(name, None)
 
 
 def write_run(run: Any, accuracy: float, method: str) -> None:
@@ -38,16 +24,16 @@ def write_run(run: Any, accuracy: float, method: str) -> None:
     (run.folder / "config.json").write_text(json.dumps({"method": method}))
 
 
-def test_a_row_compares_runs_of_the_same_seed(script: ModuleType, tmp_path: Path) -> None:
+def test_a_row_compares_runs_of_the_same_seed(tmp_path: Path) -> None:
     """And leaves out a seed of which one run is missing."""
     arguments = argparse.Namespace(samples=4096, work=tmp_path, json=None)
     accuracy = {("fp32", 0): 0.5, ("fp32", 1): 0.6, ("fp32", 2): 0.9, ("terngrad", 0): 0.4, ("terngrad", 1): 0.48}
-    for run in script.runs(arguments):
+    for run in terngrad_cifar10.runs(arguments):
         if (run.workers, run.decay) == (2, 0.004) and (run.method, run.seed) in accuracy:
             assert run.steps == 32
             method = {"fp32": "FP32()", "terngrad": "TernGrad()"}[run.method]
             write_run(run, accuracy[run.method, run.seed], method)
-    found = script.collect(arguments)
+    found = terngrad_cifar10.collect(arguments)
     assert len(found["runs"]) == 5
     (line,) = found["table"]
     assert (line["seeds"], line["workers"], line["paper_steps"]) == (2, 2, 300_000)
@@ -57,11 +43,11 @@ def test_a_row_compares_runs_of_the_same_seed(script: ModuleType, tmp_path: Path
     assert line["difference_points_std"] == pytest.approx(2**0.5)
 
 
-def test_runs_have_the_papers_settings(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_have_the_papers_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Network, crops, optimizer and batches as published; and every option is one of the task's or the run's."""
     told: list[dict[str, Any]] = []
-    monkeypatch.setattr(script, "train", lambda task, folder, options: told.append(options))
-    for run in script.runs(argparse.Namespace(samples=98_304, work=tmp_path)):
+    monkeypatch.setattr(terngrad_cifar10, "train", lambda task, folder, options: told.append(options))
+    for run in terngrad_cifar10.runs(argparse.Namespace(samples=98_304, work=tmp_path)):
         run.go(tmp_path)
     assert {(o["workers"], o["batch"], o["steps"]) for o in told} == {(2, 128, 768), (16, 2048, 48)}
     settings = {"model", "crop", "optimizer", "lr", "schedule", "weight_decay", "ema", "batch", "steps", "eval_every"}

@@ -22,7 +22,7 @@ def test_interface_counters_agree_within_five_percent() -> None:
         or subprocess.run(["unshare", flags, "true"], capture_output=True, check=False).returncode
     ):
         pytest.skip("this machine gives no network namespace (unshare)")
-    command = [sys.executable, str(ROOT / "benchmarks" / "bench_bytes.py"), "--workers", "3", "--rounds", "3"]
+    command = [sys.executable, str(ROOT / "benchmarks" / "speed" / "bench_bytes.py"), "--workers", "3", "--rounds", "3"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("3 workers") == 4

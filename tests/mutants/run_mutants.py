@@ -14,8 +14,8 @@ changed. A fault is a table ``[[fault]]`` with these keys:
 ``spared``  optional: the reason why no test can catch this fault; it counts as one that survived
 ==========  ============================================================================================================
 
-The outcome of a fault is kept as long as neither the package nor the tests change, so that a run that was interrupted
-goes on where it stopped.
+The outcome of a fault is kept as long as neither the package nor the tests change, nor the benchmarks that some
+import, so that a run that was interrupted goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -314,7 +314,7 @@ def run(
     work.mkdir(parents=True, exist_ok=True)
     if fresh:
         (work / "outcomes.json").unlink(missing_ok=True)
-    store = Store(work / "outcomes.json", digest(package, root / "tests"))
+    store = Store(work / "outcomes.json", digest(package, root / "tests", root / "benchmarks"))
     outcomes = {f.name: found for f in faults if (found := store.get(f)) is not None}
     left = [fault for fault in faults if fault.name not in outcomes]
     if outcomes:

@@ -8,8 +8,11 @@ from collections import Counter
 import pytest
 
 import gradwire as gw
+from benchmarks.lib.corruptions import CHANGES, Trials, WeightTrials
+from benchmarks.trials.settings import settings
 from cases import ALL, EVERY
-from corruptions import CHANGES, Trials, WeightTrials
+
+pytestmark = pytest.mark.repository
 
 DRAWS = 3
 
@@ -59,3 +62,8 @@ def test_a_changed_message_is_refused_by_its_senders_number_on_every_other_way(w
 def test_what_changes_no_byte_is_no_trial_and_the_round_is_as_it_was() -> None:
     trials = Trials(gw.TernGrad(), "two_shot")
     assert trials.one("announce another length", 0) is None
+
+
+def test_the_trial_of_messages_takes_every_method_in_each_of_these_settings() -> None:
+    missing = {repr(method) for method in EVERY} - {repr(method) for method in settings()}
+    assert missing == set(), "add them to benchmarks/trials/settings.py"

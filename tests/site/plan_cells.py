@@ -24,7 +24,7 @@ from gradwire.model.schedule import BucketJobs
 from gradwire.tools.cli.app import app
 
 ROOT = Path(__file__).parents[2]
-DATA = json.loads((ROOT / "benchmarks" / "results" / "calculator.json").read_text())
+DATA = json.loads((ROOT / "benchmarks" / "results" / "pages" / "calculator.json").read_text())
 
 CODER = "rans"
 """The coder that the committed bytes of ``coded`` are of. A plan takes the one that is faster on its machine."""

@@ -1,0 +1,416 @@
+"""``docs/accuracy.md`` and its figures, from the tables of all methods on one task each.
+
+    python benchmarks/pages/accuracy_page.py
+
+draws the figures; ``summarise.py`` writes the page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.lib.page_parts import where
+from benchmarks.lib.results import ROOT, result
+
+FIGURES = ROOT / "docs" / "figures"
+TASKS = {
+    "digits": "A perceptron 64-256-256-10 on scikit-learn's digits",
+    "mnist": "LeNet on MNIST",
+    "text": "A transformer on bytes of text",
+    "cifar10": "ResNet-8 on CIFAR-10",
+    "cifar10_long": "ResNet-8 on CIFAR-10, five times as long",
+    "cifar10_longer": "ResNet-8 on CIFAR-10, ten times as long",
+    "cifar10_longest": "ResNet-8 on CIFAR-10, twenty times as long",
+}
+"""By the name of a table: a task's, or a longer training of it with what sends few bytes alone."""
+NOTES = {
+    "digits": (
+        "The perceptron's biases, 522 of 85 002 elements, travel in float32 and cost every method that compresses no parameter "
+        "below 1024 elements 0.2 bits an element: that is most of what the sparsest methods send. Held out are 360 images, so "
+        "that one image is 0.28 points; differences of less than a point say nothing.",
+    ),
+}
+LOSSES = {
+    "GTopK": (
+        "a thousandth of the elements is 84 a step, so that most of the gradient waits for long in the residual and comes in bursts, "
+        "which the optimizer's momentum probably carries too far: higher rates end lower."
+    ),
+    "FourierATOMO": (
+        "gradients of a perceptron are not smooth: kept frequencies have one and a half to three times the variance of kept elements, and with no error feedback the steps "
+        "diverge at all three rates. It is for vectors with few frequencies."
+    ),
+    "SketchedAMSGrad(density=0.001)": (
+        "a thousandth of the elements is 82 a step, and an adaptive step moves each of them by about the learning rate: in 300 steps most elements move a few "
+        "times at most. With a hundredth of the elements it reaches the mark."
+    ),
+    "ErrorFeedback(RandK)": (
+        "an element waits for a hundred rounds on average, and then comes as the sum of what was left, under the optimizer's momentum: "
+        "probably the bursts of `GTopK`. `RandK` without error feedback forgets them, and ends higher."
+    ),
+    "ErrorFeedback(GRandK(QSGDMaxNorm), momentum=0.9)": (
+        "each element is sent once in 64 rounds, as the sum of what 64 rounds left, which is probably out of date by then; of three "
+        "rates only the lowest trains at all."
+    ),
+}
+"""By the label of a method: why it does not reach the mark."""
+
+WITHIN = {"mnist": 0.3, "cifar10": 1.0, "cifar10_long": 1.0, "cifar10_longer": 1.0, "cifar10_longest": 1.0}
+"""By the table, within how many points of float32's accuracy a hundred times fewer bytes are to end."""
+
+Row = dict[str, Any]
+
+
+def reaches(row: Row) -> bool:
+    """Return whether a method reaches the mark with every seed; one that failed does not."""
+    return row["rate"] is not None and row["mark"]["seeds"] == row["seeds"] + row["failed"]
+
+
+def in_order(rows: Sequence[Row]) -> list[Row]:
+    """Return rows with the fewest bytes to the mark first, then those that do not reach it, best accuracy first."""
+
+    def place(row: Row) -> tuple[int, float]:
+        if row["rate"] is None:
+            return 2, 0.0
+        sent = row["mark"]["bytes"]["mean"]
+        if not reaches(row) or sent is None:
+            return 1, -row["accuracy"]["mean"]
+        return 0, sent
+
+    return sorted(rows, key=place)
+
+
+def spread(moments: Row, unit: float, digits: int) -> str:
+    """Write a mean, with the standard deviation if there is one."""
+    text = f"{moments['mean'] * unit:.{digits}f}"
+    return text if moments["std"] is None else f"{text} ± {moments['std'] * unit:.{digits}f}"
+
+
+def figures(value: float) -> str:
+    """Write a number with three figures, without an exponent."""
+    return f"{value:.3g}" if value < 100 else f"{value:.0f}"
+
+
+def remark(row: Row, seeds: int) -> str:
+    """Write what keeps a line from having all seeds."""
+    if row["failed"]:
+        return f" ({row['failed']} more failed)"
+    return "" if row["seeds"] == seeds else f" ({row['seeds']} of {seeds} seeds)"
+
+
+def cells(row: Row, seeds: int) -> list[str]:
+    """Write a line of the table; ``seeds`` is how many other lines have."""
+    if row["rate"] is None:
+        return [name_of(row), row["momentum"], "-", "failed", *["-"] * 7]
+    mark = row["mark"]
+    to_it = ["not reached"] + ["-"] * 3
+    if mark["seeds"]:
+        to_it = [figures(mark["bytes"]["mean"] / 1e6), figures(mark["steps"]["mean"])]
+        if mark["seeds"] < row["seeds"]:
+            to_it[0] += f" ({mark['seeds']} of {row['seeds']} seeds)"
+            to_it += ["-", "-"]
+        else:
+            to_it += [figures(mark["seconds_100mbit"]), figures(mark["seconds_1gbit"])]
+    return [
+        name_of(row),
+        row["momentum"],
+        f"{row['rate']:g}" + ("\\*" if row["at_the_grids_end"] else ""),
+        spread(row["accuracy"], 100, 2) + remark(row, seeds),
+        spread(row["loss"], 1, 3),
+        f"{row['bits_per_element']:.2f}",
+        figures(row["sent_bytes"]["mean"] / 1e6),
+        *to_it,
+    ]
+
+
+def section(task: str, title: str) -> list[str]:
+    """Describe one task's table."""
+    found = result(f"training/methods_{task}")
+    if not found:
+        return []
+    rows = in_order(found["rows"])
+    whole = found["rows"][0]
+    ours = task.partition("_")[0]
+    option = "" if task == "digits" else f" --task {ours}" + (" --data FOLDER" if task != "text" else "")
+    if task != ours:
+        option += f" --steps {whole['steps']} --narrow benchmarks/results/training/methods_{ours}.json"
+    seeds = max(row["seeds"] for row in rows)
+    missed = [row for row in rows if not reaches(row)]
+    chosen = [row for row in rows if row["rate"] is not None]
+    ends = sum(row["at_the_grids_end"] for row in chosen)
+    lines = [
+        f"## {title}",
+        "",
+        f"`python benchmarks/training/method_table.py{option} --json benchmarks/results/training/methods_{task}.json`. {where(found)}. "
+        f"{found['runs']} trainings, {found['machine_hours']:.2f} machine-hours ({found['processor_hours']:.2f} of them on the "
+        "processor: the machine was shared).",
+        "",
+        f"{found['workers']} simulated workers, {whole['steps']} steps, "
+        + (
+            f"{seeds} seeds, fewer where the line says so; ± is their standard deviation. "
+            if seeds > 1
+            else "one seed, so that nothing is known of its spread. "
+        )
+        + ("At the rates of the table before. " if task != ours else "")
+        + f"The mark is an accuracy of {100 * found['mark']:.2f} %, 0.95 times fp32's {100 * whole['accuracy']['mean']:.2f} %. "
+        f"{len(rows) - len(missed)} of {len(rows)} settings reach it with every seed.",
+        "",
+        *NOTES.get(task, ()),
+        "",
+        *(figure_lines(task) if task == ours else ()),
+        "| method | momentum | rate | accuracy, % | loss | bits an element | sent, MB | to the mark, MB | steps | s at 100 Mbit/s | s at 1 Gbit/s |",
+        "|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+        *(f"| {' | '.join(cells(row, seeds))} |" for row in rows),
+        "",
+        f"\\* The rate is the lowest or the highest of the three ({ends} of {len(chosen)} settings): a rate beyond it may be better.",
+        "",
+    ]
+    told = [f"- `{row['label']}`{ending(row)}: {LOSSES[row['label']]}" for row in missed if row["label"] in LOSSES]
+    if found["missing"]:
+        names = ", ".join(f"`{name}`" for name in found["missing"])
+        lines += [f"Not trained to the end yet, so that the same command goes on with them: {names}.", ""]
+    lines += narrow_lines(task, found["rows"])
+    if told:
+        lines += ["What does not reach the mark, and why:", "", *told, ""]
+    return lines
+
+
+def figure_lines(task: str) -> list[str]:
+    """Show the figures of a task."""
+    return [
+        f"![Final accuracy over bytes sent](figures/accuracy_{task}.png)",
+        "",
+        f"![Bytes to the mark and final accuracy of each method](figures/bytes_{task}.png)",
+        "",
+    ]
+
+
+def name_of(row: Row) -> str:
+    """Write a method's label, and whether small parameters are compressed, too."""
+    return f"`{row['label']}`" + (" (all)" if row.get("min_numel") == 0 else "")
+
+
+def narrow_lines(task: str, rows: Sequence[Row]) -> list[str]:
+    """Say what ends best with a hundred and with a thousand times fewer bytes than float32."""
+    if task not in WITHIN:
+        return []
+    whole, lines = (
+        rows[0],
+        ["Of the settings that send so many times fewer bytes than float32, the one that ends best:", ""],
+    )
+    for factor in (100, 1000):
+        few = [row for row in rows if row["rate"] is not None and factor * row["bits_per_element"] <= 32.0]
+        if not few:
+            lines.append(f"- {factor}: none.")
+            continue
+        best = max(few, key=lambda row: row["accuracy"]["mean"])
+        behind = 100 * (whole["accuracy"]["mean"] - best["accuracy"]["mean"])
+        goal = f" (the goal is {WITHIN[task]:g})" if factor == 100 else ""
+        lines.append(
+            f"- {factor}: {name_of(best)}, {32 / best['bits_per_element']:.0f} times fewer, "
+            f"{spread(best['accuracy'], 100, 2)} %, {abs(behind):.2f} points {'below' if behind > 0 else 'above'} float32's "
+            f"{spread(whole['accuracy'], 100, 2)} %{goal}; momentum: {best['momentum']}."
+        )
+    return [*lines, ""]
+
+
+def ending(row: Row) -> str:
+    """Write where a method ended that did not reach the mark."""
+    return " (failed)" if row["rate"] is None else f" ({100 * row['accuracy']['mean']:.1f} %)"
+
+
+def page() -> str:
+    """Return the page's text."""
+    lines = [
+        "# Accuracy over bytes",
+        "",
+        "Generated by `python benchmarks/pages/summarise.py` from `benchmarks/results/`. What methods err by a round is in "
+        "[quantisers](quantisers.md), measured steps on slow links are in [benchmarks](benchmarks.md).",
+        "",
+        "How to read the tables:",
+        "",
+        "- *Method*: fields that have their defaults are left out, and so is the name of the field `compressor`.",
+        "- *Budget*: the same for every method. Three learning rates from the first seed; the one with the lowest training loss "
+        "over the last tenth of the steps is trained from the other seeds. No other field of a method is tuned. `Coded` takes the "
+        "rate of the method that it codes, and `EDEN(bits=1)` that of `DRIVE`, which is the same method. Tasks beside digits train the "
+        "methods that reach its mark with the fewest bytes, and end within a point of fp32 there, one setting of each. *(all)*: parameters "
+        "of any size are compressed, where otherwise those below 1024 elements travel in float32.",
+        "- *Momentum*: SGD with momentum 0.9 after the exchange. Methods that bring a momentum of their own, or warn of the "
+        "optimizer's, have theirs, before compression, and the optimizer none. Directions (such as `SignSGD`) are trained at "
+        "0.006 of these rates.",
+        "- *Sent* is what one worker sends in the whole training. *To the mark*: until the first evaluation whose accuracy is at "
+        "least 0.95 times fp32's final accuracy, in the busier direction; the mean over seeds.",
+        "- *Seconds* are arithmetic, not measured: bytes to the mark over the bandwidth of a worker's link, and after them the steps "
+        "to the mark at the processor's time of a simulated step over the number of workers. Nothing overlaps, and no message "
+        "takes time of its own, and the processor was shared, so that its time is good to a factor of two or so. They say which of bytes and computing weighs more; steps on real links are in "
+        "[benchmarks](benchmarks.md).",
+        "",
+        *[line for task, title in TASKS.items() for line in section(task, title)],
+    ]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def front(points: Sequence[tuple[float, float]]) -> list[int]:
+    """Return the indices of the points that no other beats in bytes without being worse in accuracy, by bytes."""
+    kept: list[int] = []
+    for i in sorted(range(len(points)), key=lambda i: (points[i][0], -points[i][1])):
+        if not kept or points[i][1] > points[kept[-1]][1]:
+            kept.append(i)
+    return kept
+
+
+COLOURS = {True: "tab:blue", False: "tab:orange"}
+MEANING = {True: "remembers something between steps", False: "remembers nothing"}
+MEGABYTES = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000)
+
+
+def in_megabytes(axes: Any) -> None:
+    """Give an axis of bytes a logarithmic scale with plain numbers."""
+    axes.set_xscale("log")
+    low, high = axes.get_xlim()
+    ticks = [tick for tick in MEGABYTES if low <= tick <= high]
+    if len(ticks) > 9:
+        ticks = [tick for tick in ticks if f"{tick:e}".startswith("1")]
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.tick_params(axis="x", which="minor", length=0, labelbottom=False)
+
+
+def folded(label: str, width: int) -> str:
+    """Return a spec on lines of at most so many characters, which end behind a bracket or a comma where they can."""
+    lines = [""]
+    for piece in re.findall(r"[^(,]*(?:\(|, ?|$)", label):
+        if lines[-1] and len(lines[-1]) + len(piece.rstrip()) > width:
+            lines.append("")
+        lines[-1] += piece
+    return "\n".join(line.strip() for line in lines)
+
+
+def percentages(low: float, high: float) -> list[float]:
+    """Return errors to mark on a logarithmic axis: round ones, at least three where the axis has room for them."""
+    scales = [(1, 1.5, 2, 3, 5, 10, 20, 30, 40, 60, 80), *(range(step, 100, step) for step in (5, 2, 1))]
+    found = [[float(tick) for tick in scale if low <= tick <= high] for scale in scales]
+    return next((ticks for ticks in found if len(ticks) >= 3), found[-1])
+
+
+def place_names(axes: Any, points: Sequence[tuple[float, float]], names: dict[int, str]) -> None:
+    """Write names of points beside them, each at the nearest place that is free of points and of other names."""
+    places = [tuple(axes.transData.transform(point)) for point in points]
+    left, bottom, right, top = (*axes.transAxes.transform((0, 0)), *axes.transAxes.transform((1, 1)))
+    taken: list[tuple[float, float, float, float]] = [(x - 5, y - 5, x + 5, y + 5) for x, y in places]
+    around = ((1, 0), (-1, 0), (0, 1), (0, -1), (1, 1), (1, -1), (-1, 1), (-1, -1))
+    for i, label in names.items():
+        x, y = places[i]
+        name = folded(label, 30)
+        wide = 7.6 * max(map(len, name.splitlines()))
+        high = 14.5 * len(name.splitlines())
+        for radius, (dx, dy) in ((r, d) for r in range(12, 240, 8) for d in around):
+            cx, cy = x + dx * (radius + wide / 2), y + dy * radius
+            box = (cx - wide / 2, cy - high / 2, cx + wide / 2, cy + high / 2)
+            inside = box[0] > left and box[1] > bottom and box[2] < right and box[3] < top
+            if inside and all(box[2] < t[0] or t[2] < box[0] or box[3] < t[1] or t[3] < box[1] for t in taken):
+                taken.append(box)
+                axes.annotate(
+                    name,
+                    (x, y),
+                    xycoords="figure pixels",
+                    xytext=(cx, cy),
+                    textcoords="figure pixels",
+                    ha="center",
+                    va="center",
+                    fontsize=8,
+                    arrowprops={"arrowstyle": "-", "color": "grey", "linewidth": 0.6, "shrinkA": 0, "shrinkB": 3},
+                )
+                break
+
+
+def draw_scatter(task: str, title: str, rows: Sequence[Row]) -> None:
+    """Draw final accuracy over all bytes; fp32, those that no other beats and those that miss the mark have names."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.2, 6.8), dpi=110)
+    figure.subplots_adjust(left=0.105, right=0.98, bottom=0.165, top=0.95)
+    axes = figure.subplots()
+    points = [(row["sent_bytes"]["mean"] / 1e6, 100 * (1 - row["accuracy"]["mean"])) for row in rows]
+    for remembers, colour in COLOURS.items():
+        mine = [point for point, row in zip(points, rows) if row["remembers"] is remembers]
+        if mine:
+            axes.scatter(*zip(*mine), color=colour, alpha=0.75, label=MEANING[remembers])
+    best = front([(x, -y) for x, y in points])
+    axes.plot(*zip(*(points[i] for i in best)), "--", color="grey", lw=0.8, label="none ends as high with fewer bytes")
+    miss = 100 * (1 - rows[0]["mark"]["accuracy"])
+    axes.axhline(miss, color="grey", lw=0.8, linestyle=":", label="the mark")
+    in_megabytes(axes)
+    axes.set_yscale("log")
+    axes.invert_yaxis()
+    ticks = percentages(*sorted(axes.get_ylim()))
+    axes.set_yticks(ticks, [f"{100 - tick:g}" for tick in ticks])
+    axes.tick_params(axis="y", which="minor", length=0, labelleft=False)
+    axes.set(xlabel="sent by one worker in the whole training, MB", ylabel="final accuracy, %", title=title)
+    axes.grid(alpha=0.3)
+    figure.legend(loc="lower center", ncols=2, fontsize=8.5)
+    named = [0, *best, *(i for i, row in enumerate(rows) if not reaches(row))]
+    place_names(axes, points, {i: rows[i]["label"] for i in dict.fromkeys(named)})
+    figure.savefig(FIGURES / f"accuracy_{task}.png", dpi=110)
+
+
+def draw_lines(task: str, title: str, rows: Sequence[Row]) -> None:
+    """Draw a line for each method: bytes to the mark, all bytes, and final accuracy."""
+    from matplotlib.figure import Figure
+
+    ordered = in_order(rows)
+    names = [folded(row["label"], 30) for row in ordered]
+    # A place is as high as its name has lines.
+    heights = [0.19 + 0.125 * name.count("\n") for name in names]
+    places = [sum(heights[:i]) + height / 2 for i, height in enumerate(heights)]
+    figure = Figure(figsize=(6.2, 1.6 + sum(heights)), layout="constrained")
+    left, right = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
+    for place, row in zip(places, ordered):
+        colour, sent = COLOURS[row["remembers"]], row["sent_bytes"]["mean"] / 1e6
+        left.plot(sent, place, "o", mfc="white", mec=colour, ms=5)
+        if reaches(row):
+            reached = row["mark"]["bytes"]["mean"] / 1e6
+            left.plot([reached, sent], [place, place], color=colour, lw=0.8, zorder=0)
+            left.plot(reached, place, "o", color=colour, ms=5)
+    low = 100 * ordered[0]["mark"]["accuracy"] - 2
+    for place, row in zip(places, ordered):
+        accuracy, colour = 100 * row["accuracy"]["mean"], COLOURS[row["remembers"]]
+        if accuracy < low:
+            right.annotate(f"◂ {accuracy:.0f} %", (low, place), va="center", fontsize=8, color=colour)
+        else:
+            right.errorbar(
+                accuracy, place, xerr=100 * (row["accuracy"]["std"] or 0), fmt="o", color=colour, ms=4, capsize=2
+            )
+    right.axvline(100 * ordered[0]["mark"]["accuracy"], color="grey", linestyle="--", lw=0.8)
+    right.set_xlim(low, None)
+    left.set_yticks(places, names, fontsize=8)
+    left.set_ylim(sum(heights), 0)
+    in_megabytes(left)
+    left.set_xlabel("MB sent by a worker: filled\nto the mark, hollow in all", fontsize=9)
+    right.set_xlabel("final accuracy, %\n(dashed: the mark)", fontsize=9)
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+    figure.suptitle(f"{title}.\nBlue: {MEANING[True]}; orange: {MEANING[False]}", fontsize=9)
+    figure.savefig(FIGURES / f"bytes_{task}.png", dpi=110)
+
+
+def draw() -> None:
+    """Draw two figures for each task."""
+    FIGURES.mkdir(parents=True, exist_ok=True)
+    # A handful of settings need no figure.
+    for task, title in ((task, title) for task, title in TASKS.items() if "_" not in task):
+        found = result(f"training/methods_{task}")
+        if found:
+            rows = [row for row in found["rows"] if row["rate"] is not None]
+            draw_scatter(task, title, rows)
+            draw_lines(task, title, rows)
+
+
+if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    draw()

@@ -1,0 +1,82 @@
+"""What ``method="auto"`` chose, for ``docs/benchmarks.md``."""
+
+from __future__ import annotations
+
+from benchmarks.lib.page_parts import UNLIMITED, cells_of, ms, relative, speed
+from benchmarks.lib.results import result, rows_of
+from gradwire.methods.auto import Auto
+
+
+def auto_section() -> list[str]:
+    """Describe what "auto" chose in each cell, and how that compares."""
+    found = result("speed/auto")
+    if not found:
+        return []
+    # The list is that of the rows: what was not measured is not claimed.
+    rows = [row for row in rows_of("speed/step_grid") if row["variant"] == "gradwire auto"]
+    tried = ", ".join(f"`{spec}`" for spec in rows[0]["record"]["choice"]["sent_bytes_per_step"]) if rows else "-"
+    now = ", ".join(f"`{spec}`" for spec in Auto().candidates)
+    differs = f"; the list is {now} today, and the grid was measured before that" if rows and tried != now else ""
+    lines = [
+        '## `method="auto"`',
+        "",
+        f"`python benchmarks/speed/auto_cells.py`: in every cell a fresh link tries its list ({tried}{differs}) in the first steps and chooses; then it"
+        " takes turns with the others. Beside it, the same method attached by name: what differs there is noise. Allowed: slower than the best cast by 3 % or two standard errors of the"
+        " pairs, whichever is larger. To be faster than fp32: where bytes / bandwidth exceeds a third of the fp32 step.",
+        "",
+        "| model | hosts | link | chosen | best cast, ms | auto, ms | over best cast | allowed | over the chosen by name"
+        " | must win | verdict |",
+        "|---|---:|---|---|---:|---:|---:|---:|---:|---|---|",
+    ]
+    for c in found["cells"]:
+        itself = c["relative_to_the_chosen_alone"]
+        lines.append(
+            f"| {c['model']} | {c['hosts']} | {speed(c['bandwidth_bits_per_s'] or UNLIMITED)} | `{c['chosen']}` |"
+            f" {ms(c['best_cast_s'])} ({c['best_cast']}) | {ms(c['auto_s'])} | {100 * c['relative_to_best_cast']:+.1f} % |"
+            f" {100 * c['allowed']:.1f} % | {'-' if itself is None else f'{100 * itself:+.1f} %'} | {'yes' if c['must_win'] else ''} | {'kept' if c['kept'] else '**broken**'} |"
+        )
+    kept = sum(c["kept"] for c in found["cells"])
+    lines += ["", f"Kept in {kept} of {len(found['cells'])} cells; with \"faster than the best cast\" instead of"
+                  f" \"than fp32\" in {sum(c['kept_strictly'] for c in found['cells'])}, as the best cast is at times what it chose."
+                  f" {found['cpu']}, {found['cores']} cores;"
+                  f" {found['date_utc'][:10]}.", ""]  # fmt: skip
+    return lines
+
+
+def coder_section() -> list[str]:
+    """Describe where a coder pays, and whether "auto" takes it there."""
+    rows = rows_of("speed/step_grid")
+    if not any(row["variant"] == "gradwire coded" for row in rows):
+        return []
+    lines = [
+        "### Packed or coded",
+        "",
+        "In the same cells: TernGrad packed and entropy-coded, the same bits out. Below 0 the coder makes the step shorter: mean of turns"
+        " taken side by side, with two standard errors.",
+        "",
+        "| model | hosts | link | terngrad, ms | coded, ms | coded over terngrad | auto chose | auto, ms | auto over the best of all but PowerSGD |",
+        "|---|---:|---|---:|---:|---:|---|---:|---:|",
+    ]
+    right, clear = 0, 0
+    for (model, hosts, rate), cell in cells_of(rows).items():
+        took = {name: row["step_time_s"] for name, row in cell.items() if name != "compute"}
+        others = {name: s for name, s in took.items() if name not in ("gradwire auto", "ddp powersgd")}
+        best = min(others, key=lambda name: others[name])
+        gain, error = relative(cell, "gradwire coded", "gradwire terngrad")
+        lost, spread = relative(cell, "gradwire auto", best)
+        choice = cell["gradwire auto"]["record"]["choice"]["chosen"]
+        if abs(gain) > 2 * error and best in ("gradwire terngrad", "gradwire coded"):
+            clear += 1
+            right += choice == ("coded" if gain < 0 else "terngrad")
+        lines.append(
+            f"| {model} | {hosts} | {speed(rate)} | {ms(took['gradwire terngrad'])} |"
+            f" {ms(took['gradwire coded'])} | {100 * gain:+.0f} ± {200 * error:.0f} % | `{choice}` |"
+            f" {ms(took['gradwire auto'])} | {100 * lost:+.0f} ± {200 * spread:.0f} % ({best}) |"
+        )
+    lines += [
+        "",
+        f"In {clear} of {len(cells_of(rows))} cells one of the two is the fastest and they differ by more than two standard errors;"
+        f' "auto" took the faster one in {right}.',
+        "",
+    ]
+    return lines

@@ -1,0 +1,492 @@
+"""``docs/benchmarks.md`` and its figure, from the committed rows of ``gradwire bench step`` and what was made of them.
+
+    python benchmarks/pages/steps_page.py
+
+draws the figure; ``summarise.py`` writes the page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import gradwire as gw
+from benchmarks.lib.page_parts import (
+    ORDER,
+    UNLIMITED,
+    Cell,
+    Key,
+    Row,
+    cells_of,
+    ms,
+    provenance,
+    speed,
+)
+from benchmarks.lib.results import ROOT, result, rows_of
+from benchmarks.pages.auto_page import auto_section, coder_section
+
+FIGURE = ROOT / "docs" / "figures" / "steps.png"
+
+COLUMNS = (
+    "compute",
+    "ddp fp32",
+    "ddp fp16",
+    "ddp powersgd",
+    "gradwire bf16",
+    "gradwire terngrad",
+    "gradwire coded",
+    "gradwire auto",
+)
+CASTS = ("ddp fp32", "ddp fp16", "gradwire bf16")
+AUTO = "gradwire auto"
+NOISE = 0.02
+"""Less than this is no loss: repeated cells differ by as much."""
+
+
+def tables(cells: dict[Key, Cell]) -> list[str]:
+    """Return one table a model: milliseconds, the fastest exchange in bold."""
+    lines = []
+    for model in ORDER:
+        own = {key: cell for key, cell in cells.items() if key[0] == model}
+        if not own:
+            continue
+        parameters = next(iter(own.values()))["compute"]["parameters"]
+        lines += [f"### {model}: {parameters / 1e6:.2f} M parameters", ""]
+        lines.append("| hosts | link | " + " | ".join(COLUMNS) + " | best: of floor | best: over DDP fp32 |")
+        lines.append("|---:|---|" + "---:|" * (len(COLUMNS) + 2))
+        for (_, hosts, rate), cell in own.items():
+            exchanges = {v: r for v, r in cell.items() if v != "compute" and v in COLUMNS}
+            best = min(exchanges, key=lambda v: exchanges[v]["step_time_s"])
+            shown = []
+            for column in COLUMNS:
+                row = cell.get(column)
+                text = "-" if row is None else ms(row["step_time_s"])
+                shown.append(f"**{text}**" if column == best else text)
+            gain = cell["ddp fp32"]["step_time_s"] / cell[best]["step_time_s"]
+            lines.append(
+                f"| {hosts} | {speed(rate)} | "
+                + " | ".join(shown)
+                + f" | {cell[best]['ratio_to_floor']:.2f} | {gain:.2f} |"
+            )
+        lines.append("")
+    return lines
+
+
+def others() -> list[str]:
+    """Return a row of every method, measured in one run beside DDP: the MLP on 4 hosts at 100 Mbit/s."""
+    rows = rows_of("speed/step_methods")
+    if not rows:
+        return []
+    cell = next(iter(cells_of(rows).values()))
+    goals = {"gradwire coded": 0.290, "gradwire Coded(compressor=TernGrad(clip=None))": 0.215}
+    lines = [
+        "## Every method: the MLP on 4 hosts at 100 Mbit/s",
+        "",
+        "`python benchmarks/speed/every_method.py`: `gradwire bench step` in groups of exchanges that take turns, DDP fp32 and TernGrad in"
+        " every group; speed-ups are over the group's own fp32. Methods have their defaults unless it says otherwise. Rows:"
+        f" `benchmarks/results/speed/step_methods.jsonl`. {provenance(rows[0])}.",
+        "",
+        "| exchange | step, ms | 20 % - 80 % | of floor | over DDP fp32 | sent, MB | goal, ms |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for variant, row in cell.items():
+        gain = row["speedup_over_ddp_fp32"]
+        goal = (
+            f"{ms(goals[variant])}{'' if row['step_time_s'] <= goals[variant] else ', missed'}"
+            if variant in goals
+            else "-"
+        )
+        spread = f"{ms(row['percentile_20_s'])} - {ms(row['percentile_80_s'])}"
+        took = f" (took {row['record']['choice']['chosen']})" if variant == AUTO else ""
+        lines.append(
+            f"| {variant}{took} | {ms(row['step_time_s'])} | {spread} | {row['ratio_to_floor']:.2f} | {f'{gain:.2f}' if gain else '-'} |"
+            f" {(row['sent_bytes_per_step'] or 0) / 1e6:.2f} | {goal} |"
+        )
+    lines += [
+        "",
+        "Why the goals with a coder are missed: its bytes alone take 221 and 92 ms, and computing 80, so both"
+        " would have to overlap almost wholly. In a step of `coded` the link stays empty for the"
+        " first 90 to 115 ms (four workers compute on two virtual CPUs: 80 ms, then scalers and the encoder), for 5 to 10 ms between"
+        " the phases of each bucket, and for 20 ms at the end, while all four decode; rows, one at a time, take 1.1 to 1.3 times their"
+        " bytes over the bandwidth. A core for each worker would take off most of it.",
+    ]
+    return [*lines, ""]
+
+
+def losses(cells: dict[Key, Cell]) -> list[str]:
+    """Name every cell where an exchange of ours is slower than DDP without a hook, or TernGrad than the best cast."""
+    lines = ["## Where compression loses", ""]
+    for variant, against, names in (
+        ("gradwire terngrad", "DDP without a hook", ("ddp fp32",)),
+        ("gradwire bf16", "DDP without a hook", ("ddp fp32",)),
+        ("gradwire terngrad", "the best of DDP fp32, DDP fp16 and gradwire bf16", CASTS),
+        ("gradwire coded", "the best of DDP fp32, DDP fp16 and gradwire bf16", CASTS),
+        (AUTO, "the best of DDP fp32, DDP fp16 and gradwire bf16", CASTS),
+        (AUTO, "DDP with PyTorch's PowerSGD hook", ("ddp powersgd",)),
+    ):
+        lost = []
+        total = 0
+        for (model, hosts, rate), cell in cells.items():
+            if variant not in cell or not all(n in cell for n in names):
+                continue
+            total += 1
+            base = min(cell[n]["step_time_s"] for n in names)
+            ratio = cell[variant]["step_time_s"] / base
+            if ratio > 1 + NOISE:
+                lost.append(f"{model}, {hosts} hosts, {speed(rate)} ({ratio:.2f} times the step)")
+        lines.append(f"- `{variant}` against {against}: slower by more than {100 * NOISE:g} % in {len(lost)} of {total}"
+                     f" cells{': ' + '; '.join(lost) if lost else ''}.")  # fmt: skip
+    return [*lines, "", *why_small_models_lose()]
+
+
+def why_small_models_lose() -> list[str]:
+    """Explain what a small model pays for, by the cells in which nothing but the exchange uses the cores."""
+    cells = cells_of(rows_of("speed/step_sleep"))
+    found = {hosts: cells[("lenet", hosts, UNLIMITED)] for hosts in (2, 4, 8) if ("lenet", hosts, UNLIMITED) in cells}
+    if not found:
+        return []
+    base = {hosts: cell["ddp fp32"]["step_time_s"] for hosts, cell in found.items()}
+    more = {
+        name: ", ".join(f"{ms(cell[name]['step_time_s'] - base[hosts])}" for hosts, cell in found.items())
+        for name in ("gradwire bf16", "gradwire terngrad", "gradwire coded")
+    }
+    chosen = [f"`{cell[AUTO]['record']['choice']['chosen']}`" for cell in found.values()]
+    return [
+        "Small models pay for messages, not for bytes. Where workers sleep instead of computing, and links are unlimited,"
+        f" lenet on {', '.join(map(str, found))} hosts takes longer than with DDP without a hook by, in milliseconds:"
+        f" {'; '.join(f'`{name}` {text}' for name, text in more.items())}. An all-reduce hands a bucket to the backend once. TernGrad's"
+        " ranks wait for each other up to three times a bucket (scalers, shards, sums), and five times with a coder, which tells lengths"
+        " first. On two hosts each worker has a core of its own; on more, whoever waits for a message also waits for a core."
+        f' `method="auto"` chose {", ".join(chosen)} there.',
+        "",
+    ]
+
+
+def bytes_(rows: Sequence[Row]) -> list[str]:
+    """Describe how the interfaces' counts agree with the library's."""
+    gaps = sorted(abs(r["interface_over_library"]) for r in rows if r["interface_over_library"] is not None)
+    wrong = [r for r in rows if r["bytes_agree"] is False]
+    if not gaps:
+        return []
+    text = (
+        f"Bytes: in {len(gaps)} rows the hosts' interfaces counted what the library says that it sent, less the packets'"
+        f" headers, to within {100 * gaps[len(gaps) // 2]:.2f} % in the middle and {100 * gaps[-1]:.1f} % at worst"
+    )
+    named = "; ".join(
+        f"{r['model']}, {r['lab']}, {r['variant']}: {100 * r['interface_over_library']:+.1f} %" for r in wrong
+    )
+    return [
+        text + (f". **Beyond 5 %, an error of the benchmark**: {named}." if wrong else ", the limit being 5 %."),
+        "",
+    ]
+
+
+def goals(cells: dict[Key, Cell]) -> list[str]:
+    """Hold the steps of the 10 M-parameter MLP on 4 hosts to their goals."""
+    wanted = {UNLIMITED: 1.8, 1e9: 5.2, 1e8: 13.0}
+    lines = ["## The goals for the MLP on 4 hosts", "", "| link | DDP fp32, ms | TernGrad, ms | ratio | goal | of floor |",
+             "|---|---:|---:|---:|---:|---:|"]  # fmt: skip
+    for rate, goal in wanted.items():
+        cell = cells.get(("mlp", 4, rate))
+        if cell:
+            base, ours = cell["ddp fp32"]["step_time_s"], cell["gradwire terngrad"]["step_time_s"]
+            reached = base / ours
+            lines.append(f"| {speed(rate)} | {ms(base)} | {ms(ours)} | {reached:.1f} | {goal:g}{'' if reached >= goal else ', missed'}"
+                         f" | {cell['gradwire terngrad']['ratio_to_floor']:.2f} |")  # fmt: skip
+    return [*lines, ""]
+
+
+def asleep() -> list[str]:
+    """Return the steps whose workers slept instead of computing, over their floors."""
+    rows = rows_of("speed/step_sleep")
+    if not rows:
+        return []
+    cells = cells_of(rows)
+    variants = [v for v in dict.fromkeys(row["variant"] for row in rows) if v != "compute"]
+    lines = [
+        "## Steps without competition for the cores",
+        "",
+        "`gradwire bench step --compute sleep`: workers sleep as long as one of them alone computes, and DDP gets the same gradients"
+        " at the times at which its buckets were ready then, so that the exchanges alone use the machine's cores. Milliseconds, and in"
+        " brackets the step over its floor, max(compute, bytes / bandwidth). Goal for TernGrad packed and coded, the MLP on 4 hosts at 100 Mbit/s and"
+        f" 1 Gbit/s: 1.25. Rows: `benchmarks/results/speed/step_sleep.jsonl`. {provenance(rows[0])}.",
+        "",
+        "| model | hosts | link | compute | " + " | ".join(variants) + " |",
+        "|---|---:|---|---:|" + "---:|" * len(variants),
+    ]
+    for (model, hosts, rate), cell in cells.items():
+        shown = [
+            f"{ms(cell[v]['step_time_s'])} ({cell[v]['ratio_to_floor']:.2f})" if v in cell else "-" for v in variants
+        ]
+        compute = ms(cell["compute"]["step_time_s"]) if "compute" in cell else "-"
+        lines.append(f"| {model} | {hosts} | {speed(rate)} | {compute} | " + " | ".join(shown) + " |")
+    return [*lines, "", *lanes()]
+
+
+def lanes() -> list[str]:
+    """Return where the time of a step goes that is over its floor."""
+    found = result("speed/timelines")
+    if not found:
+        return []
+    timeline = next(
+        row["timeline"] for row in rows_of("speed/step_sleep") if row["model"] == found["model"] and row.get("timeline")
+    )
+    sizes = [bucket["numel"] for bucket in timeline["buckets"]]
+    lines = [
+        "### Where the time over the floor goes",
+        "",
+        f"`sudo python benchmarks/speed/timelines.py`: the MLP on {found['hosts']} hosts, medians of all ranks and {found['rows'][0]['steps']} steps,"
+        " milliseconds. *Earliest* is the least that the step could take if nothing but the link took time after each bucket is ready:"
+        f" the model's first layers hold {100 * sizes[-1] / sum(sizes):.0f} % of it and are ready last, so their bytes leave when the"
+        " backward pass is over."
+        " *Rows* is the time in which rows are on their way, beside bytes / bandwidth. *Before* is from the end of the forward pass to"
+        " the first row; encode, messages and decode are sums over two lanes, which overlap.",
+        "",
+        "| exchange | link | step | fastest - slowest | earliest | bytes / bandwidth | rows | before | between | after | update | encode | messages | decode |",
+        "|---|---|" + "---:|" * 12,
+    ]
+    names = ("earliest_s", "wire_floor_s", "rows_s", "before_rows_s", "between_rows_s", "after_rows_s", "update_s")
+    names += ("encode_s", "small_messages_s", "decode_s")
+    for row in found["rows"]:
+        parts = " | ".join(ms(row[name]) for name in names)
+        link = speed({"100mbit": 1e8, "1gbit": 1e9}[row["bandwidth"]])
+        lines.append(
+            f"| {row['method']} | {link} | {ms(row['step_time_s'])} | {ms(row['fastest_s'])} - {ms(row['slowest_s'])} | {parts} |"
+        )
+    lines += ["", f"{found['cpu']}, {found['cores']} cores; {found['date_utc'][:10]}.", ""]
+    for row in found["rows"]:
+        lines.append(f"![{row['method']}, {row['bandwidth']}](figures/lanes_{row['method']}_{row['bandwidth']}.png)")
+    return [*lines, "", *row_order_lines()]
+
+
+HOOK = "ddp powersgd"
+"""PyTorch's own, of rank 2; ours gives the same means up to rounding, so that it trains alike."""
+
+
+def accuracy_on_digits(variant: str) -> str:
+    """Return the accuracy of a method after the table's steps, as that says for its defaults."""
+    spec = "powersgd" if variant == HOOK else variant.partition(" ")[2]
+    method = repr(gw.method(spec))
+    for row in (result("training/methods_digits") or {"rows": []})["rows"]:
+        if row["rate"] is not None and repr(gw.method(row["method"])) == method:
+            return f"{100 * row['accuracy']['mean']:.1f}"
+    return "-"
+
+
+def low_rank_lines() -> list[str]:
+    """Describe what exchanges the fewest bytes beside PyTorch's PowerSGD hook."""
+    rows = rows_of("speed/step_low_rank")
+    if not rows:
+        return []
+    cells = cells_of(rows)
+    variants = [v for v in dict.fromkeys(row["variant"] for row in rows) if v != "compute"]
+    ours = [v for v in variants if v.startswith("gradwire ")]
+    lines = [
+        "## Beside PyTorch's PowerSGD hook",
+        "",
+        "`gradwire bench step --variant ... --cell-budget 14 --out benchmarks/results/speed/step_low_rank.jsonl`, and 30 for the transformer"
+        " on 4 and 8 hosts, which takes few steps in 14 seconds: there a first measurement had two cells in which PyTorch's hook was"
+        " the fastest (4 hosts, 50 Mbit/s: ours 1.12 times the step; 8 hosts, 1 Gbit/s: 1.01). Computing as usual,"
+        f" milliseconds, the fastest bold. {provenance(rows[0])}.",
+        "",
+        "| model | hosts | link | " + " | ".join(variants) + " | ours over the hook |",
+        "|---|---:|---|" + "---:|" * (len(variants) + 1),
+    ]
+    lost = []
+    for (model, hosts, rate), cell in cells.items():
+        times = {v: cell[v]["step_time_s"] for v in variants if v in cell}
+        best = min(times.values(), default=0.0)
+        shown = [
+            "-" if v not in times else f"**{ms(times[v])}**" if times[v] == best else ms(times[v]) for v in variants
+        ]
+        fastest = min((v for v in ours if v in times), key=lambda v: times[v], default=None)
+        share = times[fastest] / times[HOOK] if fastest and HOOK in times else None
+        shown.append("-" if share is None else f"{share:.2f}")
+        lines.append(f"| {model} | {hosts} | {speed(rate)} | " + " | ".join(shown) + " |")
+        if share is not None and share > 1:
+            lost.append(f"{model}, {hosts} hosts, {speed(rate)} (`{fastest}`, {share:.2f} times the step)")
+    lines.append("| accuracy on `digits`, % | | | " + " | ".join(accuracy_on_digits(v) for v in variants) + " | |")
+    pairs = [cell for cell in cells.values() if HOOK in cell]
+    own = sum(cell["gradwire powersgd"]["step_time_s"] <= cell[HOOK]["step_time_s"] for cell in pairs)
+    return [
+        *lines,
+        "",
+        f"In {len(pairs) - len(lost)} of {len(pairs)} cells one of our methods takes no longer than PyTorch's hook"
+        f" (`gradwire powersgd`, of the same rank: in {own}). Longer in: {'; '.join(lost) or 'none'}. The hook has one bucket for"
+        " the whole model, which it waits for; here factors of DDP's buckets are on their way while the backward pass goes on."
+        " Accuracies are those of [the table](accuracy.md) after as many steps for each; the hook's is that of `powersgd`, which"
+        " gives the same means up to rounding.",
+        "",
+    ]
+
+
+def row_order_lines() -> list[str]:
+    """Describe how near to the floor of its bytes an exchange of rows comes, in any order that was tried."""
+    found = result("speed/row_orders")
+    if not found:
+        return []
+    sizes = sorted({row["row_bytes"] for row in found["rows"]})
+    lines = [
+        f"`gradwire lab --hosts {found['hosts']} --bandwidth {found['bandwidth']} -- python benchmarks/speed/row_orders.py ...`"
+        " sends rows and does nothing else: time over bytes / bandwidth, and in brackets the fastest and the slowest of"
+        f" {found['repeats'] - 1}. Lanes send in turn. A step cannot be nearer to its floor than its rows are.",
+        "",
+        "| order | " + " | ".join(f"{size / 1e3:.0f} kB a row" for size in sizes) + " |",
+        "|---|" + "---:|" * len(sizes),
+    ]
+    for order in dict.fromkeys(row["order"] for row in found["rows"]):
+        cells = {row["row_bytes"]: row for row in found["rows"] if row["order"] == order}
+        shown = [
+            f"{c['of_floor']:.2f} ({c['fastest_of_floor']:.2f} - {c['slowest_of_floor']:.2f})"
+            for c in (cells[size] for size in sizes)
+        ]
+        lines.append(f"| {order} | {' | '.join(shown)} |")
+    return [*lines, "", f"{found['cpu']}, {found['cores']} cores; {found['date_utc'][:10]}.", ""]
+
+
+def readme_lines(cells: dict[Key, Cell]) -> list[str]:
+    """Return the README's table: the MLP on 4 hosts."""
+    shown = [(rate, cells[("mlp", 4, rate)]) for rate in (1e8, 1e9, UNLIMITED) if ("mlp", 4, rate) in cells]
+    if not shown:
+        return []
+    first = shown[0][1]["compute"]
+    lines = [
+        "A training step of a 10 M-parameter MLP, milliseconds, 4 workers on 4 emulated hosts of one machine"
+        f" ({first['processor']}, {first['cores']} cores):",
+        "",
+        "| exchange | " + " | ".join(speed(rate) for rate, _ in shown) + " | sent a step, MB |",
+        "|---|" + "---:|" * (len(shown) + 1),
+    ]
+    for variant in (v for v in COLUMNS if all(v in cell for _, cell in shown)):
+        sent = shown[0][1][variant]["sent_bytes_per_step"]
+        times = " | ".join(ms(cell[variant]["step_time_s"]) for _, cell in shown)
+        lines.append(f"| {variant} | {times} | {'-' if not sent else f'{sent / 1e6:.1f}'} |")
+    lost = [
+        key
+        for key, cell in cells.items()
+        if cell["gradwire terngrad"]["step_time_s"]
+        > (1 + NOISE) * min(cell[n]["step_time_s"] for n in CASTS if n in cell)
+    ]
+    lines += [
+        "",
+        f"In {len(lost)} of {len(cells)} measured set-ups TernGrad is slower than the best plain cast by more than {100 * NOISE:g} %:"
+        " [all of them](docs/benchmarks.md#where-compression-loses).",
+    ]
+    return lines
+
+
+def model_section() -> list[str]:
+    """Describe predicted against measured."""
+    found = result("speed/predictions")
+    if not found:
+        return []
+    s, m = found["summary"], found["machine"]
+    lines = [
+        "## Predicted against measured",
+        "",
+        "`python benchmarks/speed/predictions.py`: the model of `gradwire plan`, with codecs rehearsed on this machine and bytes and"
+        f" rounds of the methods' own protocols. Its {len(m) - 2} costs were calibrated on {m['source']} (every third cell"
+        f" in the order of model, hosts, bandwidth); the other {s['judged_steps']} steps judge it."
+        " Backward timelines come from the unlimited cell of the same model and hosts.",
+        "",
+        "| | measured | goal |",
+        "|---|---:|---:|",
+        f"| median absolute error | {100 * s['median_absolute_error']:.1f} % | 10 % |",
+        f"| 90th percentile | {100 * s['percentile_90_absolute_error']:.1f} % | 25 % |",
+        f"| worst | {100 * s['worst_absolute_error']:.0f} % | |",
+    ]
+    for against in ("DDP fp32", "the best cast"):
+        right, clear = s[f"right_against_{against}"], s[f"clear_cells_against_{against}"]
+        lines.append(f"| TernGrad or {against}: right where they differ by over 5 % | {right} of {clear}"
+                     f" ({100 * right / max(clear, 1):.0f} %) | 95 % |")  # fmt: skip
+    wrong = [a for a in found["advice"] if a["clear"] and not a["right"]]
+    lines += ["", "![Predicted against measured](figures/predicted.png)", ""]
+    if wrong:
+        lines += ["Wrong advice: " + "; ".join(
+            f"{a['model']}, {a['hosts']} hosts, {speed(a['bandwidth_bits_per_s'] or UNLIMITED)}, against {a['against']}"
+            f" (measured {a['measured_speedup']:.2f}, predicted {a['predicted_speedup']:.2f})" for a in wrong) + ".", ""]  # fmt: skip
+    worst = sorted((r for r in found["rows"] if r["role"] == "judged"), key=lambda r: -abs(r["relative_error"]))[:8]
+    lines += ["Largest errors: " + "; ".join(
+        f"{r['variant']}, {r['model']}, {r['hosts']} hosts, {speed(r['bandwidth_bits_per_s'] or UNLIMITED)}"
+        f" ({ms(r['measured_s'])} ms, predicted {ms(r['predicted_s'])})" for r in worst) + ".", ""]  # fmt: skip
+    return lines
+
+
+def accuracy_section() -> list[str]:
+    """Describe the time to accuracy."""
+    found = result("training/time_to_accuracy")
+    if not found:
+        return []
+    lines = [
+        "## Time to accuracy",
+        "",
+        f"`sudo python benchmarks/training/time_to_accuracy.py`: {found['what']}. Mean and standard deviation over seeds. {found['cpu']},"
+        f" {found['cores']} cores; {found['date_utc'][:10]}.",
+        "",
+        "| task | goal | link | method | seeds, reached | time, s | of fp32's | sent by a worker, MB | steps |",
+        "|---|---|---|---|---:|---:|---:|---:|---:|",
+    ]
+    for t in found["table"]:
+        share = "-" if t["time_over_fp32"] is None else f"{t['time_over_fp32']:.2f}"
+        lines.append(
+            f"| {t['task']} | {t['goal']} | {t['bandwidth']} | `{t['name']}` | {t['seeds']}, {t['seeds_reached']}"
+            f" | {spread(t, 'elapsed_s', 1, 1)} | {share} | {spread(t, 'sent_bytes', 1e6, 1)} | {spread(t, 'step', 1, 0)} |"
+        )
+    return [*lines, ""]
+
+
+def spread(line: Row, field: str, unit: float, digits: int) -> str:
+    """Write a mean with its standard deviation."""
+    centre, deviation = line[f"{field}_mean"], line[f"{field}_std"]
+    if centre is None:
+        return "-"
+    text = f"{centre / unit:.{digits}f}"
+    return text if deviation is None else f"{text} ± {deviation / unit:.{digits}f}"
+
+
+def page() -> str:
+    """Return the page's text."""
+    rows = rows_of("speed/step_grid")
+    lines = ["# Benchmarks", "", "Generated by `python benchmarks/pages/summarise.py` from `benchmarks/results/`.", ""]
+    if rows:
+        cells = cells_of(rows)
+        lines += [
+            "## Training steps",
+            "",
+            "`gradwire bench step` on an emulated cluster: each host is a network namespace with a link limited both ways,"
+            " one worker a host, one thread a worker; all hosts share the cores of one machine, so computing takes longer the"
+            " more hosts there are. Milliseconds a step, medians of interleaved turns; rows with percentiles, bytes and versions:"
+            " `benchmarks/results/speed/step_grid.jsonl`. `compute` exchanges nothing. The floor is max(compute, bytes /"
+            f" bandwidth). PowerSGD is PyTorch's hook, rank 2, in one bucket; DDP's bf16 hook refuses Gloo. {provenance(rows[0])}.",
+            "",
+            "![Steps relative to DDP fp32 on 4 hosts](figures/steps.png)",
+            "",
+            *tables(cells),
+            *others(),
+            *losses(cells),
+            *goals(cells),
+            *bytes_(rows),
+        ]
+    for part in (asleep, low_rank_lines, model_section, auto_section, coder_section, accuracy_section):
+        lines += part()
+    projection = Path(__file__).with_name("projection.md")
+    if projection.exists():
+        lines += projection.read_text().splitlines()
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def draw() -> None:
+    """Draw the speed-up over DDP fp32 against bandwidth, 4 hosts."""
+    from gradwire.tools.report.figures import draw_steps
+
+    FIGURE.parent.mkdir(parents=True, exist_ok=True)
+    draw_steps(FIGURE, [row for row in rows_of("speed/step_grid") if row["hosts"] == 4])
+
+
+if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    draw()
