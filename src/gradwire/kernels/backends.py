@@ -32,7 +32,7 @@ SIZE, RUNS = 914, 5
 
 @dataclass(frozen=True)
 class Choice:
-    """The backend of a family, the reason, and each backend's seconds for the self test on 2^18 elements if measured."""
+    """The backend of a family, the reason, and seconds by backend for the self test on 2^18 elements, if measured."""
 
     backend: str
     reason: str

@@ -10,7 +10,7 @@ from gradwire.kernels.checksum import reference, simd
 from gradwire.kernels.numba_core.compiled import copy_into, either
 from gradwire.kernels.numba_core.vectors import prefer_wide
 
-# Of all that this is compiled from, so that Numba drops what it kept when that changes (``make digests``).
+# Digest of the sources of the compiled code, and part of its name in Numba's cache; ``make digests`` writes it.
 DIGEST = "46f170457ca1bb80"
 
 

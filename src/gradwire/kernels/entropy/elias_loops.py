@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-# Of all that this is compiled from, so that Numba drops what it kept when that changes (``make digests``).
+# Digest of the sources of the compiled code, and part of its name in Numba's cache; ``make digests`` writes it.
 DIGEST = "e3b0c44298fc1c14"
 
 

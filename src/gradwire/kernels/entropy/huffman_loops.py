@@ -13,7 +13,7 @@ from numba import njit
 from gradwire.kernels.entropy import tables as huffman
 from gradwire.kernels.numba_core.compiled import copy_into
 
-# Of all that this is compiled from, so that Numba drops what it kept when that changes (``make digests``).
+# Digest of the sources of the compiled code, and part of its name in Numba's cache; ``make digests`` writes it.
 DIGEST = "160988e0417deab5"
 
 

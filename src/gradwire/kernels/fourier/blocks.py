@@ -15,7 +15,7 @@ from gradwire.kernels.table import SegmentTable
 
 
 class FourierColumns(NamedTuple):
-    """A :class:`FourierTable`, as compiled code takes it: in one object.
+    """A :class:`FourierTable`, as one argument of compiled code.
 
     A row a block, but that ``cos`` and ``sin`` hold cos(pi j / h) and sin(pi j / h) at h + j, for 0 <= j < h and h a
     power of two, and ``order`` the places of half a block of the largest size in bit-reversed order.
@@ -51,7 +51,7 @@ class FourierTable:
         extent: Elements that the vector must have at least.
         place: First coefficient of each parameter, int64 ``[parameters]``.
         reals: Real coefficients of each parameter, int64 ``[parameters]``; the others are pairs.
-        columns: What compiled code takes.
+        columns: The table as one argument of compiled code.
 
     Raises:
         HyperparameterError: ``size`` is no such power of two, or parameters overlap or descend.

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, misc, untyped-decorator"
-"""Compiled loops of Fourier transforms. See ``ternary/loops.py`` for the rules.
+"""Compiled loops of Fourier transforms. ``ternary/loops.py`` states the rules.
 
 LLVM makes vectors of all loops over neighbours by itself. Steps between values that lie fewer than sixteen apart are
 done on the transposed matrix of rows of sixteen, in which they are steps between whole rows.
@@ -14,7 +14,7 @@ from gradwire.kernels.numba_core.compiled import Compiled, kept
 from gradwire.kernels.numba_core.vectors import prefer_wide
 from gradwire.kernels.table import LANES
 
-# Of all that this is compiled from: what Numba keeps on disk is kept under this name (``make digests``).
+# Digest of the sources of the compiled code, and part of its name in Numba's cache; ``make digests`` writes it.
 DIGEST = "df4a20e4ce4045de"
 
 

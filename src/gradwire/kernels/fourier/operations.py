@@ -13,7 +13,7 @@ from gradwire.kernels.front import Front, check_vector
 
 
 class FourierOperations(Front):
-    """The family ``fourier``.
+    """The operations of the family ``fourier``.
 
     A block x of b real elements has the coefficients ``c_k = 1/b sum_j x_j e^(-2 pi i j k / b)``, so that
     ``x_j = sum_k c_k e^(2 pi i j k / b)``. Since x is real, c_0 and c_{b/2} are, and c_{b-k} is the conjugate of c_k:

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, misc, untyped-decorator"
-"""Compiled loops over positions and bits. See ``ternary/loops.py`` for the rules.
+"""Compiled loops over positions and bits. ``ternary/loops.py`` states the rules.
 
 Words are put together and taken apart in scalar registers, a few bits at a time: explicit vectors would not help, and
 both variants are the same code.
@@ -14,7 +14,7 @@ from gradwire.kernels.indices.operations import GAPS_WRONG, NO_ROOM, TOO_WIDE
 from gradwire.kernels.numba_core.compiled import Compiled, kept
 from gradwire.kernels.numba_core.vectors import prefer_wide, trailing_zeros
 
-# Of all that this is compiled from: what Numba keeps on disk is kept under this name (``make digests``).
+# Digest of the sources of the compiled code, and part of its name in Numba's cache; ``make digests`` writes it.
 DIGEST = "3a38c1b431795fc8"
 
 

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, misc, untyped-decorator"
-"""Compiled loops over segments and groups for lattices. See ``ternary/loops.py`` for the rules."""
+"""Compiled loops over segments and groups for lattices. ``ternary/loops.py`` states the rules."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from gradwire.kernels.numba_core.vectors import prefer_wide
 from gradwire.kernels.packing.loops import pack, tile_groups, unpack, word_table
 from gradwire.kernels.table import GROUP_SIZE
 
-# Of all that this is compiled from: what Numba keeps on disk is kept under this name (``make digests``).
+# Digest of the sources of the compiled code, and part of its name in Numba's cache; ``make digests`` writes it.
 DIGEST = "bae0273b7602289d"
 
 

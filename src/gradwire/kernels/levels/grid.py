@@ -37,7 +37,7 @@ class CellColumns(NamedTuple):
 
 
 class GridColumns(NamedTuple):
-    """A :class:`Grid`, as compiled code takes it: in one object."""
+    """A :class:`Grid`, as one argument of compiled code."""
 
     values: npt.NDArray[np.float32]
     edge: npt.NDArray[np.float32]
@@ -205,7 +205,7 @@ WHOLE = 1 << 40
 
 
 class BlockColumns(NamedTuple):
-    """A :class:`BlockTable`, as compiled code takes it: in one object."""
+    """A :class:`BlockTable`, as one argument of compiled code."""
 
     first: npt.NDArray[np.int64]
     phase: npt.NDArray[np.int64]
@@ -222,7 +222,7 @@ class BlockTable:
     Attributes:
         first: Number of blocks that begin in, or reach into, the segments before each one, int64 ``[S + 1]``.
         blocks: Their number; a block cut by the end of a segment counts in each.
-        columns: What compiled code takes.
+        columns: The table as one argument of compiled code.
     """
 
     __slots__ = ("__weakref__", "block_size", "blocks", "columns", "first", "phase", "table")

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, misc, untyped-decorator"
-"""Compiled loops over segments, blocks and groups of levels. See ``ternary/loops.py`` for the rules."""
+"""Compiled loops over segments, blocks and groups of levels. ``ternary/loops.py`` states the rules."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from gradwire.kernels.numba_core.vectors import prefer_wide
 from gradwire.kernels.packing.loops import end_streams, pack, sum_rows, tile_groups, unpack, word_table
 from gradwire.kernels.table import GROUP_SIZE
 
-# Of all that this is compiled from: what Numba keeps on disk is kept under this name (``make digests``).
+# Digest of the sources of the compiled code, and part of its name in Numba's cache; ``make digests`` writes it.
 DIGEST = "51f60a9a7adca259"
 
 

@@ -23,7 +23,7 @@ def summed(layout: DigitLayout, rows: int) -> DigitLayout:
 
 
 class LevelOperations(Front):
-    """The family ``levels``."""
+    """The operations of the family ``levels``."""
 
     def quantise(
         self,

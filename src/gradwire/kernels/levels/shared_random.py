@@ -17,7 +17,7 @@ _MOST_INTEGERS = 256
 
 
 class SharedRandomColumns(NamedTuple):
-    """A :class:`SharedRandomGrid`, as compiled code takes it: in one object.
+    """A :class:`SharedRandomGrid`, as one argument of compiled code.
 
     With the integer h, digit d stands for ``values.values[d H + h]``; ``integers`` is H, and ``shift`` its logarithm.
     """
@@ -48,7 +48,7 @@ class SharedRandomGrid:
         base: Number of digits.
         integers: H.
         inverse: 2^24 / T, float32 ``[1]``.
-        columns: What compiled code takes.
+        columns: The table as one argument of compiled code.
 
     Raises:
         HyperparameterError: numbers do not fit each other, or points do not ascend from -T to T.

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, misc, untyped-decorator"
-"""Explicit-vector bodies of levels. See ``loops.py`` for who calls them."""
+"""Explicit-vector bodies of levels. ``loops.py`` calls them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gradwire.kernels.packing.simd import write_scaled
 from gradwire.kernels.table import GROUP_SIZE, LANES, PLANES
 
 _SIGN = 0x80000000
-_AHEAD = 2560  # elements from here to what is fetched from memory meanwhile
+_AHEAD = 2560  # distance of prefetches, in elements
 _NUMBER = lambda value: ir.Constant(I64, value)  # noqa: E731
 
 

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, misc, untyped-decorator"
-"""Compiled loops of products with thin factors. See ``ternary/loops.py`` for the rules.
+"""Compiled loops of products with thin factors. ``ternary/loops.py`` states the rules.
 
 Only a sum along a row needs explicit vectors: what is done to all columns alike, LLVM makes vectors of by itself.
 """
@@ -15,7 +15,7 @@ from gradwire.kernels.numba_core.compiled import Compiled, either, kept
 from gradwire.kernels.numba_core.vectors import prefer_wide
 from gradwire.kernels.table import LANES
 
-# Of all that this is compiled from: what Numba keeps on disk is kept under this name (``make digests``).
+# Digest of the sources of the compiled code, and part of its name in Numba's cache; ``make digests`` writes it.
 DIGEST = "4477573c20ff1801"
 
 

@@ -16,7 +16,7 @@ from gradwire.kernels.table import LANES
 
 
 class MatrixColumns(NamedTuple):
-    """The columns of a :class:`MatrixTable`, as compiled code takes them: in one object."""
+    """The columns of a :class:`MatrixTable`, as one argument of compiled code."""
 
     offset: npt.NDArray[np.int64]
     rows: npt.NDArray[np.int64]

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, misc, untyped-decorator"
-"""Explicit-vector body of products with thin factors. See ``loops.py`` for who calls it."""
+"""Explicit-vector body of products with thin factors. ``loops.py`` calls it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, misc, untyped-decorator"
-"""Compiled loops over segments for powers of two. See ``ternary/loops.py`` for the rules."""
+"""Compiled loops over segments for powers of two. ``ternary/loops.py`` states the rules."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from gradwire.kernels.numba_core.philox import plain_five_words
 from gradwire.kernels.numba_core.vectors import prefer_wide
 from gradwire.kernels.table import GROUP_SIZE
 
-# Of all that this is compiled from: what Numba keeps on disk is kept under this name (``make digests``).
+# Digest of the sources of the compiled code, and part of its name in Numba's cache; ``make digests`` writes it.
 DIGEST = "ff558a0ca6d8c4cf"
 
 

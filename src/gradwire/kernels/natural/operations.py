@@ -19,7 +19,7 @@ def natural_bytes(groups: int) -> int:
 
 
 class NaturalOperations(Front):
-    """The family ``natural``."""
+    """The operations of the family ``natural``."""
 
     def natural_encode(self, x: torch.Tensor, table: SegmentTable, round: int, stream: int, out: torch.Tensor) -> None:
         """Round all groups of ``x`` (float32) to powers of two and write them to ``out`` (uint8).

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, misc, untyped-decorator"
-"""Explicit-vector bodies of powers of two. See ``loops.py`` for who calls them."""
+"""Explicit-vector bodies of powers of two. ``loops.py`` calls them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gradwire.kernels.numba_core.philox import PhiloxVectors, five_words
 from gradwire.kernels.numba_core.vectors import F32, I1, I8, I16, I32, I64, loop, vector, vector_body
 from gradwire.kernels.table import GROUP_SIZE, LANES, PLANES
 
-_AHEAD = 2560  # elements from here to what is fetched from memory meanwhile
+_AHEAD = 2560  # distance of prefetches, in elements
 
 
 @vector_body()

@@ -19,7 +19,7 @@ MOST_BLOCK = 1 << 15
 
 
 class RotationColumns(NamedTuple):
-    """A :class:`RotationTable`, as compiled code takes it: in one object; a row a block."""
+    """A :class:`RotationTable`, as one argument of compiled code; a row a block."""
 
     offset: npt.NDArray[np.int64]
     numel: npt.NDArray[np.int64]
@@ -46,7 +46,7 @@ class RotationTable:
         coordinates: Of all blocks.
         by_segment: Coordinates of each segment.
         extent: Elements that a vector must have at least.
-        columns: What compiled code takes.
+        columns: The table as one argument of compiled code.
 
     Raises:
         HyperparameterError: ``size`` is no such power of two, or segments overlap, descend or start elsewhere.

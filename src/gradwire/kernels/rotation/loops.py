@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, misc, untyped-decorator"
-"""Compiled loops over the blocks of a rotation. See ``ternary/loops.py`` for the rules."""
+"""Compiled loops over the blocks of a rotation. ``ternary/loops.py`` states the rules."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gradwire.kernels.rotation import simd
 from gradwire.kernels.rotation.blocks import MOST_BLOCK
 from gradwire.kernels.table import LANES
 
-# Of all that this is compiled from: what Numba keeps on disk is kept under this name (``make digests``).
+# Digest of the sources of the compiled code, and part of its name in Numba's cache; ``make digests`` writes it.
 DIGEST = "a2e1c6afeb49e1cd"
 
 

@@ -16,7 +16,7 @@ from gradwire.kernels.table import GROUP_SIZE, LANES
 
 
 class RotationOperations(Front):
-    """The family ``rotation``.
+    """The operations of the family ``rotation``.
 
     A block x of b elements, zeros behind those that it lacks, has the coordinates ``H D x``: D changes signs at random
     and H is the Walsh-Hadamard matrix, H[j, k] = (-1)^(number of ones in the binary j and k). So R = H D / sqrt(b) is

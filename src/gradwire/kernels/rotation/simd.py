@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, misc, untyped-decorator"
-"""Explicit-vector bodies of rotations. See ``loops.py`` for who calls them.
+"""Explicit-vector bodies of rotations. ``loops.py`` calls them.
 
 A block is walked through in *groups* of sixteen neighbouring vectors, which stay in registers for eight of its steps,
 four within each vector and four between them; the other steps take sixteen vectors that lie apart.

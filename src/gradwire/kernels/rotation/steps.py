@@ -11,7 +11,7 @@ from llvmlite import ir
 from gradwire.kernels.numba_core.vectors import F32, I64, Emitter, loop
 from gradwire.kernels.table import LANES
 
-AHEAD = 4096  # elements from here to what is fetched from memory meanwhile
+AHEAD = 4096  # distance of prefetches, in elements
 GROUP = 16  # neighbouring vectors that are in registers together
 _SQUARE = GROUP * GROUP  # vectors whose steps take two passes, each with sixteen vectors in registers
 NUMBER = lambda value: ir.Constant(I64, value)  # noqa: E731

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, misc, untyped-decorator"
-"""Compiled loops over segments whose largest elements are selected. See ``ternary/loops.py`` for the rules.
+"""Compiled loops over segments whose largest elements are selected. ``ternary/loops.py`` states the rules.
 
 The threshold, the smallest magnitude that is taken, is found among *candidates*, which one pass over the segment
 collects: all that reach a lower bound of it. What remains is to tell candidates at the threshold from those above.
@@ -41,7 +41,7 @@ from gradwire.kernels.selection.sampling import (
 )
 from gradwire.kernels.table import LANES
 
-# Of all that this is compiled from: what Numba keeps on disk is kept under this name (``make digests``).
+# Digest of the sources of the compiled code, and part of its name in Numba's cache; ``make digests`` writes it.
 DIGEST = "91200013dc3f2575"
 
 

@@ -14,7 +14,7 @@ MAX_POSITIONS = 2**31 - 1
 
 
 class SelectionOperations(Front):
-    """The family ``selection``.
+    """The operations of the family ``selection``.
 
     Magnitudes are compared by their bits, ``bits(x) & 0x7fffffff`` as integers: a NaN is above an infinity, which is
     above all finite values, and the order is the same on every machine. Positions count from the start of the

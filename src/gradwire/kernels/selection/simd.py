@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, misc, untyped-decorator"
-"""Explicit-vector bodies of selection. See ``loops.py`` for who calls them."""
+"""Explicit-vector bodies of selection. ``loops.py`` calls them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, misc, untyped-decorator"
-"""Compiled loops over segments, runs and rows of signs. See ``ternary/loops.py`` for the rules."""
+"""Compiled loops over segments, runs and rows of signs. ``ternary/loops.py`` states the rules."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from gradwire.kernels.numba_core.vectors import power_of_two, prefer_wide
 from gradwire.kernels.signs import simd
 from gradwire.kernels.table import GROUP_SIZE, SIGN_BYTES
 
-# Of all that this is compiled from: what Numba keeps on disk is kept under this name (``make digests``).
+# Digest of the sources of the compiled code, and part of its name in Numba's cache; ``make digests`` writes it.
 DIGEST = "44b547469b22da05"
 
 

@@ -19,7 +19,7 @@ from gradwire.kernels.table import GROUP_SIZE, SIGN_BYTES, GroupIndex, SegmentTa
 
 
 class RunColumns(NamedTuple):
-    """A :class:`RunTable`, as compiled code takes it: in one object."""
+    """A :class:`RunTable`, as one argument of compiled code."""
 
     first: npt.NDArray[np.int64]
     phase: npt.NDArray[np.int64]
@@ -37,7 +37,7 @@ class RunTable:
         phase: Elements of its run that lie before each segment's first, int64 ``[S]``.
         first: Number of runs that begin in, or reach into, the segments before each one, int64 ``[S + 1]``.
         runs: Their number; a run cut by the end of a segment counts in each.
-        columns: What compiled code takes.
+        columns: The table as one argument of compiled code.
     """
 
     __slots__ = ("__weakref__", "columns", "first", "length", "phase", "runs", "table")

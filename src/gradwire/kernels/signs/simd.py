@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, misc, untyped-decorator"
-"""Explicit-vector bodies of signs. See ``loops.py`` for who calls them."""
+"""Explicit-vector bodies of signs. ``loops.py`` calls them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gradwire.kernels.table import LANES
 
 _BITS = vector(I1, LANES)
 _NUMBER = lambda value: ir.Constant(I64, value)  # noqa: E731
-_AHEAD = 2560  # elements from here to what is fetched from memory meanwhile
+_AHEAD = 2560  # distance of prefetches, in elements
 
 
 @vector_body(types.UniTuple(types.int64, 3))

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, misc, untyped-decorator"
-"""Compiled loops of count sketches. See ``ternary/loops.py`` for the rules.
+"""Compiled loops of count sketches. ``ternary/loops.py`` states the rules.
 
 Sums and estimates lie at random places of a table, where explicit vectors would not help: only random words are drawn
 by them.
@@ -27,7 +27,7 @@ from gradwire.kernels.sketch import simd
 from gradwire.kernels.sketch.operations import COLUMN_BITS
 from gradwire.kernels.table import GROUP_SIZE, LANES
 
-# Of all that this is compiled from: what Numba keeps on disk is kept under this name (``make digests``).
+# Digest of the sources of the compiled code, and part of its name in Numba's cache; ``make digests`` writes it.
 DIGEST = "7edfbee02b89cdc8"
 
 
