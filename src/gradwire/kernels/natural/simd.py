@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, misc, untyped-decorator"
-"""Explicit-vector bodies of powers of two. ``loops.py`` calls them."""
+"""Explicit-vector bodies that round to powers of two and sum them. ``loops.py`` calls them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _AHEAD = 2560  # distance of prefetches, in elements
 
 @vector_body()
 def natural_groups(e, x, first, count, noise, out, exponents, signs):
-    """Write exponents and signs of ``count`` elements from ``x[first]``, whole groups of them."""
+    """Write exponents and signs of ``count`` elements from ``x[first]`` on, padded to whole groups."""
     b, values, source = e.b, x.pointer(first, F32), PhiloxVectors(e, noise)
     octets, masks_at = out.pointer(exponents, I8), out.pointer(signs, I8)
 
@@ -48,7 +48,7 @@ def natural_groups(e, x, first, count, noise, out, exponents, signs):
 
 @vector_body()
 def natural_sums(e, rows, exponents, signs, count, weight, x, first, accumulate):
-    """Sum ``count`` elements over rows, and write them to ``x[first]`` or add them there."""
+    """Write the sums over rows of ``count`` elements to ``x[first]`` on, or add them."""
     b, one = e.b, ir.Constant(I64, 1)
     octets, masks_at = rows.octets.pointer(exponents, I8), rows.octets.pointer(signs, I8)
     target, weight, infinity = x.pointer(first, F32), e.splat(weight), e.constant(math.inf, F32)
