@@ -1,4 +1,4 @@
-"""The functions of each family of kernels, by backend: named by reference, so that tools can follow them."""
+"""The modules and classes that compute each family of kernels, by backend, as plain imports."""
 
 from __future__ import annotations
 

@@ -79,8 +79,8 @@ class RunTable:
 class SignSums:
     """Sums of each segment by sign: ``above`` of the elements x >= 0, ``below`` of -x for the others.
 
-    ``above`` and ``below`` are float64 ``[S]``; ``count`` (int64 ``[S]``) is the number of x >= 0. A segment that holds an
-    infinity or a NaN has ``above = below = +inf`` and ``count = 0``.
+    ``above`` and ``below`` are float64 ``[S]``; ``count`` (int64 ``[S]``) is the number of x >= 0. A segment that holds
+    an infinity or a NaN has ``above = below = +inf`` and ``count = 0``.
     """
 
     above: torch.Tensor
