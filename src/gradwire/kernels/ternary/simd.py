@@ -129,7 +129,7 @@ def _over_rows(e: Emitter, number: Any, unrolled: Sequence[int], length: Any, us
 
 @vector_body()
 def sum_to_digits(e, rows, first, length, digits):
-    """Write the digit sums of ``length`` bytes (a multiple of 16) of each row from ``first`` on to uint16 ``digits``."""
+    """Write the digit sums of ``length`` bytes (a multiple of 16) of each row, from ``first`` on, as uint16."""
     b, source, target = e.b, rows.octets.pointer(first, I8), digits.pointer(0, I16)
 
     def use(index: Any, number: Any, lanes: int, units: int) -> None:
