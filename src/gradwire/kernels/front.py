@@ -42,7 +42,7 @@ def check_vector(name: str, tensor: torch.Tensor, dtype: torch.dtype, numel: int
 
 
 def check_rows(rows: torch.Tensor, length: int) -> None:
-    """Refuse a matrix whose rows are not ``length`` contiguous bytes each; the distance of rows may be any.
+    """Refuse a matrix whose rows are not ``length`` contiguous bytes each; rows may be any distance apart.
 
     Raises:
         HyperparameterError: it is no such matrix.
