@@ -30,8 +30,8 @@ def check_vector(name: str, tensor: torch.Tensor, dtype: torch.dtype, numel: int
     """Refuse a tensor that would make a kernel read or write outside of it.
 
     Raises:
-        HyperparameterError: it is not a contiguous vector of ``dtype`` with ``numel`` elements, or with that
-            many or more if ``at_least``.
+        HyperparameterError: it is not a contiguous vector of ``dtype`` with ``numel`` elements, or more if
+            ``at_least``.
     """
     fits = tensor.numel() >= numel if at_least else tensor.numel() == numel
     if tensor.dtype != dtype or tensor.ndim != 1 or not tensor.is_contiguous() or not fits:

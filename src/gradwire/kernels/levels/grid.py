@@ -99,7 +99,7 @@ class Grid:
 
     @property
     def zero_ends(self) -> float:
-        """The magnitude up to which every value is rounded to the level zero; 0 if there is no such magnitude."""
+        """The magnitude up to which every value is rounded to the level zero; 0 if zero is no level."""
         return float(self.edge[0]) / UNIT if self.values[self.positive] == 0 else 0.0
 
     @classmethod

@@ -14,7 +14,7 @@ def natural_sign_bytes(groups: int) -> int:
 
 
 def natural_bytes(groups: int) -> int:
-    """Return the number of bytes of encoded groups: nine bits for each element, signs padded to sixteen bytes."""
+    """Return the number of bytes of encoded groups: nine bits for each element, and padding of the signs."""
     return natural_sign_bytes(groups) + GROUP_SIZE * groups
 
 

@@ -225,7 +225,7 @@ def _fill(factor, x, begin, end, accumulate):
 
 @njit(nogil=True)
 def _add(floats, x, at):
-    """Add decoded floats to ``x[at]`` and on."""
+    """Add decoded floats to ``x`` from ``at`` on."""
     prefer_wide()
     target = x[at : at + floats.size]
     for i in range(target.size):
