@@ -1,4 +1,4 @@
-"""What can be asked of the kernels: the operations of all families, whoever computes them."""
+"""The kernels of one backend: the operations of all families, entropy coders, compilation ahead of time."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ FAMILIES = (
     "low_rank",
     "fourier",
 )
-"""Families of kernels; a method names those that it calls, and each is compiled when it is first needed."""
+"""Families of kernels. A method names the families that it calls; each is compiled when it is first needed."""
 
 
 class Backend(Protocol):
-    """Who computes."""
+    """The interface of a backend."""
 
     @property
     def name(self) -> str:
@@ -41,12 +41,12 @@ class Backend(Protocol):
 
     @property
     def compiles(self) -> bool:
-        """Whether something is to be compiled before the first call."""
+        """True if families are compiled before their first call."""
         ...
 
     @property
     def coders(self) -> str:
-        """The backend of entropy coders that goes with this one."""
+        """The name of the backend of entropy coders that belongs to this one."""
         ...
 
     def family(self, name: str) -> Family:
@@ -54,12 +54,12 @@ class Backend(Protocol):
         ...
 
     def measure(self, name: str) -> object:
-        """Let the fastest variant of a family serve from now on, where there are several."""
+        """Time the variants of a family, if it has several, and use the fastest from now on."""
         ...
 
 
 class Kernels(Operations):
-    """The operations on vectors, as a backend computes them, and the entropy coders that go with it."""
+    """The operations of all families, computed by one backend, and the backend's entropy coders."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -69,21 +69,21 @@ class Kernels(Operations):
 
     @property
     def name(self) -> str:
-        """The backend's name; ``auto`` is called what it has chosen."""
+        """The name of the backend; ``auto`` has the name of the backend that it chose."""
         return self._backend.name
 
     def coder(self, name: str) -> Coder:
-        """Return the entropy coder of that name that goes with this backend."""
+        """Return the entropy coder with this name that belongs to the backend."""
         return get_coder(name, self._backend.coders)
 
     def warm_up(self, families: Sequence[str] = FAMILIES) -> float:
-        """Compile what calls of these families, or of entropy coders, will need, or load it from the cache.
+        """Compile families, or entropy coders, before their first call, or load them from the cache.
+
+        If several processes of one machine do so at the same time, each part is compiled by one of them; see
+        :func:`gradwire.kernels.compiling.in_turn`.
 
         Returns:
-            Seconds in which something was compiled; 0 where all of it was loaded.
-
-        Of processes that do so at the same time on one machine, each part is compiled by one; see
-        :func:`gradwire.kernels.compiling.in_turn`.
+            Seconds spent compiling; 0 if everything was loaded.
 
         Raises:
             HyperparameterError: there is no such family or coder.
@@ -96,7 +96,7 @@ class Kernels(Operations):
         return spent.seconds
 
     def measure(self, families: Sequence[str] = FAMILIES) -> None:
-        """Time the variants of families where a backend has several; the fastest serves on this machine from now on.
+        """Time the variants of families, if the backend has several; the fastest is used on this machine from now on.
 
         Raises:
             HyperparameterError: there is no such family.

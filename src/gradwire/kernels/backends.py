@@ -1,4 +1,4 @@
-"""Which backend serves a family on this machine: of those that agree with the reference, the fastest, measured."""
+"""The backends by name, and the backend ``auto``, which chooses one for each family."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from gradwire.kernels.triton_core.backend import TritonBackend
 FASTEST, PLAIN, REFERENCE = "cpu", "cpu-plain", "reference"
 
 NOISE = 0.03
-"""Share of its time by which ``cpu-plain`` must be faster to be preferred."""
+"""``cpu-plain`` is preferred only if it is faster than ``cpu`` by more than this share."""
 
 SIZE, RUNS = 914, 5
-"""Elements of a measurement, in units of the self test's ``NUMEL``: 2^18; and how often: the fastest run counts."""
+"""Size of a measurement in units of the self test's ``NUMEL``, 2^18 elements; runs, of which the fastest counts."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Who serves a family, why, and the seconds that each took for the self test on 2^18 elements, where measured."""
+    """The backend of a family, the reason, and seconds by backend for the self test on 2^18 elements, if measured."""
 
     backend: str
     reason: str
@@ -43,9 +43,9 @@ _chosen: dict[str, Choice] = {}
 
 
 def chosen() -> dict[str, dict[str, Any]]:
-    """Return what ``auto`` has chosen in this process, by family: ``backend``, ``reason`` and ``times_s``.
+    """Return the choices of ``auto`` in this process, by family: ``backend``, ``reason`` and ``times_s``.
 
-    A family that was not needed yet is not there.
+    A family that was not needed yet has no entry.
     """
     return {family: asdict(choice) for family, choice in sorted(_chosen.items())}
 
@@ -53,20 +53,20 @@ def chosen() -> dict[str, dict[str, Any]]:
 class Automatic:
     """The backend ``auto``: for each family ``cpu`` or ``cpu-plain``.
 
-    A family is chosen for before its first call, or by :meth:`Kernels.warm_up`. ``cpu`` serves if its vectors compile
-    here and agree with the reference, unless ``cpu-plain`` was measured to be faster by more than 3 %. Where it does
-    not serve, a warning says so, and all families are scalar loops from then on.
+    The choice is made before the family's first call, or by :meth:`Kernels.warm_up`. ``cpu`` is used if its vectors
+    compile on this machine and agree with the reference, unless ``cpu-plain`` was measured to be faster by more than
+    3 %. If ``cpu`` fails, a warning says so, and all families use ``cpu-plain`` from then on.
 
-    Nothing is measured before a training: plain loops take as long to compile as explicit vectors, and on the
-    processors measured so far they are nowhere faster by those 3 % (``docs/results.md``). :meth:`measure`, which
-    ``gradwire bench kernels`` calls, keeps times beside the compiled code, by processor and sources, and every later
-    process goes by them. The bits are the same whatever is chosen, so ranks may differ.
+    Nothing is measured before training: plain loops take as long to compile as explicit vectors, and on none of the
+    processors measured so far are they faster by 3 % (``docs/results.md``). :meth:`measure`, which ``gradwire bench
+    kernels`` calls, stores times beside the compiled code, by processor and sources, and every later process uses
+    them. The bits do not depend on the choice, so ranks may choose differently.
 
     Args:
         backends: ``cpu``, ``cpu-plain`` and ``reference``.
-        clock: Tells the time in seconds; by default the processor's of this process, since a wait for a processor that
-            others use would be kept as a variant's slowness.
-        file: Where times are kept; by default in Numba's cache directory, None: nowhere.
+        clock: Returns a time in seconds. The default is the CPU time of this process, which does not grow while the
+            process waits for a core.
+        file: File in which times are stored, by default in Numba's cache directory; None: times are not stored.
     """
 
     compiles = True
@@ -86,7 +86,7 @@ class Automatic:
 
     @property
     def name(self) -> str:
-        """What runs: ``cpu-plain`` once vectors have failed, else ``cpu``."""
+        """The name of the backend in use: ``cpu-plain`` once explicit vectors have failed, else ``cpu``."""
         return PLAIN if self._only_plain else FASTEST
 
     @property
@@ -110,7 +110,7 @@ class Automatic:
             return Choice(PLAIN, "the vectors of another family do not serve here")
         times = self._times.get(family) or _known(read_times(self._times_file()).get(family))
         backend = FASTEST if times is None else _fastest(times)
-        # What serves is compared on every start: what it is compiled to depends on more than the sources.
+        # The backend is compared in every process: its machine code depends on more than the sources.
         reason = self._refusal(backend, family)
         if reason is None:
             return Choice(backend, _why(times), dict(times or {}))
@@ -122,16 +122,16 @@ class Automatic:
         return Choice(PLAIN, f"cpu does not serve: {reason}")
 
     def _refusal(self, backend: str, family: str) -> str | None:
-        """Explain why a backend cannot serve a family, or None."""
+        """Return why a backend cannot compute a family, or None if it can."""
         try:
             if agree(family, self._kernels[backend], self._kernels[REFERENCE]):
                 return None
             return "its results differ from the reference"
-        except Exception as error:  # whatever the compiler raises on a machine we have not seen
+        except Exception as error:  # a compiler may raise any type on an unknown machine
             return f"its code does not compile: {type(error).__name__}: {error}"
 
     def measure(self, name: str) -> None:
-        """Time the variants of a family that agree with the reference; the fastest serves from now on."""
+        """Time the variants of a family that agree with the reference, and use the fastest from now on."""
         self._choose(name)
         if self._only_plain:
             return
@@ -145,7 +145,7 @@ class Automatic:
         return None if file is None else Path(file)
 
     def _measure(self, family: str) -> dict[str, float]:
-        """Time those that agree, in turns; ``cpu`` is known to."""
+        """Time the variants that agree with the reference, in turns; ``cpu`` is known to agree."""
         names = [FASTEST, *([PLAIN] if self._refusal(PLAIN, family) is None else [])]
         times = dict.fromkeys(names, float("inf"))
         for _ in range(RUNS):
@@ -168,7 +168,7 @@ def _fastest(times: Mapping[str, float]) -> str:
 
 
 def _known(times: Mapping[str, float] | None) -> Mapping[str, float] | None:
-    """Return kept times if they are of these backends, else None."""
+    """Return stored times if they are of these backends, else None."""
     return times if times is not None and FASTEST in times and {FASTEST, PLAIN} >= set(times) else None
 
 
@@ -176,8 +176,8 @@ class Functions:
     """A backend with one function for each operation.
 
     Args:
-        name: The backend's.
-        find: Returns what holds the functions of a family, such as a module.
+        name: Name of the backend.
+        find: Returns the namespace, such as a module, that holds the functions of a family.
     """
 
     compiles, coders = False, "reference"
@@ -193,8 +193,8 @@ class CompiledLoops:
     """A backend of loops that Numba compiles, around explicit vectors or scalar bodies.
 
     Args:
-        simd: Which of the two.
-        threads: How many share a call.
+        simd: True for explicit vectors, False for scalar bodies.
+        threads: Number of threads that share a call.
 
     Raises:
         BackendError: numba is not installed.
@@ -204,7 +204,7 @@ class CompiledLoops:
 
     def __init__(self, simd: bool, threads: int) -> None:
         try:
-            # Here and not above: it takes half a second, and whoever asks for another backend need not have it.
+            # Imported here: Numba takes half a second to import, and the other backends do not need it.
             import_module("gradwire.kernels.numba_core.compiled")
             import_module("numba")
         except ImportError as error:
@@ -222,7 +222,7 @@ class CompiledLoops:
 
 
 class Nothing:
-    """A backend that computes nothing and leaves every output as it is: for dry runs on sizes, on ``meta`` tensors."""
+    """A backend that computes nothing and leaves every output unchanged, for dry runs on ``meta`` tensors."""
 
     name, compiles, coders = "meta", False, "reference"
 
@@ -250,7 +250,7 @@ BACKENDS: dict[str, Callable[[int], Backend]] = {
     "triton": lambda threads: TritonBackend(reference()),
     "meta": lambda threads: Nothing(),
 }
-"""Makers of backends, given a number of threads."""
+"""Functions that make a backend, given a number of threads."""
 
 
 @cache
@@ -260,13 +260,13 @@ def get_kernels(name: str = "auto", threads: int = 1) -> Kernels:
     Args:
         name: ``reference`` (plain PyTorch), ``cpu`` (Numba with explicit vectors), ``cpu-plain`` (Numba without),
             ``triton`` (CUDA devices, or Triton's interpreter on the CPU), ``meta`` (computes nothing) or ``auto``: for
-            each family the faster one of ``cpu`` and ``cpu-plain`` on this machine, measured when the family is first
-            needed, see :mod:`gradwire.kernels.backends`.
+            each family ``cpu`` or ``cpu-plain``, chosen before its first call, see
+            :class:`gradwire.kernels.backends.Automatic`.
         threads: Threads that share a call of a ``cpu`` backend.
 
     Raises:
         HyperparameterError: there is no such backend.
-        BackendError: it needs a library that is not installed.
+        BackendError: the backend needs a library that is not installed.
 
     Example:
         >>> get_kernels("reference").name

@@ -1,4 +1,4 @@
-"""The seconds that compilers take, without those in which compiled code is loaded from a cache."""
+"""Compilation: its seconds, the files beside Numba's cache, and locks by which processes share the work."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from pathlib import Path
 
 @dataclass
 class Spent:
-    """Seconds, which grow while they are measured."""
+    """A number of seconds that grows while a measurement runs."""
 
     seconds: float = 0.0
 
     def add(self, seconds: float) -> None:
-        """Count so many more."""
+        """Add seconds."""
         self.seconds += seconds
 
 
@@ -33,9 +33,9 @@ _measured: list[Spent] = []
 
 @contextmanager
 def compile_time() -> Iterator[Spent]:
-    """Measure the seconds in which Numba compiles in the body, and those of :func:`compiling`; complete at its end.
+    """Measure the seconds of Numba's compilations, and those of :func:`compiling`, in the body of the context.
 
-    Numba reports a compilation only where it found nothing in its cache.
+    The result is complete when the body ends. Numba reports a compilation only if it found nothing in its cache.
     """
     spent = Spent()
     _measured.append(spent)
@@ -43,7 +43,7 @@ def compile_time() -> Iterator[Spent]:
         with _numba_timer(spent):
             yield spent
     finally:
-        # By identity: two that have measured nothing are equal.
+        # Compared by identity: two objects that have measured nothing are equal.
         _measured[:] = [other for other in _measured if other is not spent]
 
 
@@ -51,14 +51,14 @@ def _numba_timer(spent: Spent) -> AbstractContextManager[object]:
     try:
         from numba.core import event
     except ImportError:
-        # Whatever needs Numba says so.
+        # A caller that needs Numba raises its own error.
         return nullcontext()
     return event.install_timer("numba:compile", spent.add)
 
 
 @contextmanager
 def compiling() -> Iterator[None]:
-    """Count the seconds of the body as compilation, for compilers that do not tell it from loading."""
+    """Count the seconds of the body as compilation, for compilers that do not report it apart from loading."""
     began_s = time.perf_counter()
     try:
         yield
@@ -69,7 +69,7 @@ def compiling() -> Iterator[None]:
 
 @cache
 def machine_name() -> str:
-    """Return the name of the processor, as the operating system tells it, and what Numba compiles for."""
+    """Return the operating system's name of the processor, and the name of the one that Numba compiles for."""
     from llvmlite.binding import get_host_cpu_name
     from numba.core import config
 
@@ -84,7 +84,7 @@ def machine_name() -> str:
 
 @cache
 def source_digest() -> str:
-    """Return a digest of all that kernels are compiled from, and of the compiler's versions."""
+    """Return a digest of the sources of all kernels and of the compiler's versions."""
     import llvmlite
     import numba
 
@@ -96,7 +96,7 @@ def source_digest() -> str:
 
 
 def cache_folder() -> Path | None:
-    """Return the folder in which Numba keeps compiled code, or None where it keeps nothing."""
+    """Return the folder in which Numba stores compiled code, or None if it stores nothing."""
     from gradwire.kernels.moments.loops import moments_range
 
     folder = moments_range.stats.cache_path
@@ -104,15 +104,15 @@ def cache_folder() -> Path | None:
 
 
 def default_file() -> Path | None:
-    """Return the file beside the compiled code in which times are kept, or None where Numba keeps nothing."""
+    """Return the file of stored times, beside the compiled code, or None if Numba stores nothing."""
     folder = cache_folder()
     return None if folder is None else folder / "gradwire-kernel-times.json"
 
 
 def read_times(file: Path | None) -> dict[str, dict[str, float]]:
-    """Return the kept seconds by what was measured and variant.
+    """Return the stored seconds, by measured part and variant.
 
-    Nothing where the file is damaged, or of another machine or version.
+    The result is empty if the file is damaged, or was written for another machine or version.
     """
     try:
         kept = json.loads(file.read_text()) if file is not None else {}
@@ -125,7 +125,7 @@ def read_times(file: Path | None) -> dict[str, dict[str, float]]:
 
 
 def write_times(file: Path | None, times: Mapping[str, Mapping[str, float]]) -> None:
-    """Keep times, beside what is kept of others; a file that cannot be written is none."""
+    """Add times to the stored ones; a file that cannot be written is ignored."""
     if file is None:
         return
     rows = {**read_times(file), **{name: dict(row) for name, row in times.items()}}
@@ -142,27 +142,26 @@ def write_times(file: Path | None, times: Mapping[str, Mapping[str, float]]) -> 
 
 try:
     import fcntl
-except ImportError:  # not on Windows, where every process compiles for itself
+except ImportError:  # Windows, where every process compiles everything
     fcntl = None  # type: ignore[assignment]
 
 
 def in_turn(parts: Sequence[str], compile_part: Callable[[str], object], folder: Path | None) -> None:
-    """Compile parts of the kernels, each of them in one process at a time.
+    """Compile parts of the kernels, each in one process at a time.
 
-    A part that another process is compiling is left for later, so that processes that start together share the work;
-    whoever has to wait loads what the other has left in Numba's cache. The operating system releases a lock when its
-    process ends, however it ends. A part that has been compiled once on this machine, from these sources, is loaded
-    without a lock.
+    A part that another process is compiling is left for later, so that processes that start together share the work. A
+    process that has to wait loads the result from Numba's cache. The operating system releases a lock when its process
+    ends, however it ends. A part that has been compiled on this machine, from these sources, is loaded without a lock.
 
     Args:
-        parts: By name.
-        compile_part: Compiles one of them, or loads it.
-        folder: Of the cache, which the processes share; None, or a folder in which locks cannot be made, as one that is
-            read-only or on a file system without them: every process compiles for itself.
+        parts: Names of the parts.
+        compile_part: Compiles a part, or loads it.
+        folder: Folder of the cache, which the processes share. If it is None, or locks cannot be made in it (it is
+            read-only, or its file system has none), every process compiles everything.
     """
     waiting = list(parts)
     while waiting:
-        # First those that nobody is compiling. When all that is left is in the hands of others, wait for the first.
+        # Parts that no process is compiling come first. If other processes compile all that are left, wait for one.
         for part in waiting:
             with _locked(folder, part, wait=False) as mine:
                 if mine:
@@ -177,7 +176,7 @@ def in_turn(parts: Sequence[str], compile_part: Callable[[str], object], folder:
 
 @contextlib.contextmanager
 def _locked(folder: Path | None, part: str, wait: bool) -> Iterator[bool]:
-    """Hold the lock of a part while it is compiled; gives False where another process has it, and is not waited for."""
+    """Hold the lock of a part while it is compiled; yield False if another process holds it and ``wait`` is false."""
     if folder is None or fcntl is None:
         yield True
         return
@@ -203,7 +202,7 @@ def _locked(folder: Path | None, part: str, wait: bool) -> Iterator[bool]:
 
 
 def _leave(done: Path, mark: str) -> None:
-    """Note that a part has been compiled; whoever finds no note compiles, or loads, under the lock again."""
+    """Record that a part has been compiled; without the record a process takes the lock again."""
     partial = done.with_name(f"{done.name}.{os.getpid()}")
     with contextlib.suppress(OSError):
         partial.write_text(mark)

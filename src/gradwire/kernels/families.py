@@ -1,4 +1,4 @@
-"""Where each family of kernels has its functions, by backend."""
+"""The modules and classes that compute each family of kernels, by backend, as plain imports."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ OPERATIONS: Mapping[str, Any] = {
     "low_rank": low_rank,
     "fourier": fourier,
 }
-"""Modules with one function for each operation, in plain PyTorch: they define the bits."""
+"""The module of each family that has a function in plain PyTorch for each operation; these define the bits."""
 
 
 def compiled_loops(family: str) -> Callable[[bool, int], Compiled]:
     """Return the class of a family's compiled loops.
 
-    Each module is imported when its family is needed, since Numba takes half a second to import and a family a few
-    milliseconds more.
+    A module is imported when its family is needed: Numba takes half a second to import, and each family a few
+    milliseconds.
     """
     if family == "moments":
         from gradwire.kernels.moments.loops import MomentsLoops
@@ -96,7 +96,7 @@ def compiled_loops(family: str) -> Callable[[bool, int], Compiled]:
 
 
 def triton_module(family: str) -> Any:
-    """Return the module of a family's Triton kernels, which can be imported only where Triton is installed."""
+    """Return the module of a family's Triton kernels, which can be imported only if Triton is installed."""
     if family == "moments":
         from gradwire.kernels.moments import triton as moments_triton
 

@@ -1,4 +1,4 @@
-"""What the operations of all families build on: how a backend is reached, and checks before memory is touched."""
+"""The base class of all families' operations, and the checks of arguments that they share."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Family = Any
 
 
 class Front(ABC):
-    """Where an operation is stated: once for all backends.
+    """Base of the classes that state the operations of a family, once for all backends.
 
-    An operation checks its arguments, makes room for what it returns, and calls the backend's function of its name.
-    That gets tensors without history and neither checks nor documents anything again.
+    An operation checks its arguments, allocates its results, and calls the backend's function of the same name. That
+    function gets detached tensors, and neither checks nor documents anything again.
     """
 
     @abstractmethod
@@ -30,7 +30,8 @@ def check_vector(name: str, tensor: torch.Tensor, dtype: torch.dtype, numel: int
     """Refuse a tensor that would make a kernel read or write outside of it.
 
     Raises:
-        HyperparameterError: it is not a contiguous vector of ``dtype`` with so many elements.
+        HyperparameterError: it is not a contiguous vector of ``dtype`` with ``numel`` elements, or more if
+            ``at_least``.
     """
     fits = tensor.numel() >= numel if at_least else tensor.numel() == numel
     if tensor.dtype != dtype or tensor.ndim != 1 or not tensor.is_contiguous() or not fits:
@@ -41,10 +42,10 @@ def check_vector(name: str, tensor: torch.Tensor, dtype: torch.dtype, numel: int
 
 
 def check_rows(rows: torch.Tensor, length: int) -> None:
-    """Refuse a matrix that is not made of rows of ``length`` neighbouring bytes, any distance apart.
+    """Refuse a matrix whose rows are not ``length`` contiguous bytes each; rows may be any distance apart.
 
     Raises:
-        HyperparameterError: it is not.
+        HyperparameterError: it is no such matrix.
     """
     fits = rows.dtype == torch.uint8 and rows.ndim == 2 and rows.shape[0] > 0 and rows.shape[1] == length
     if not fits or rows.stride(0) < 0 or (length > 1 and rows.stride(1) != 1):
@@ -55,7 +56,7 @@ def check_rows(rows: torch.Tensor, length: int) -> None:
 
 
 def check_groups(table: SegmentTable, begin: int, end: int | None) -> int:
-    """Return the end of a range of groups; None stands for that of all.
+    """Return the end of a range of groups; None stands for the end of the table.
 
     Raises:
         HyperparameterError: the table has no such groups.
@@ -67,7 +68,7 @@ def check_groups(table: SegmentTable, begin: int, end: int | None) -> int:
 
 
 def check_draw(round: int, stream: int) -> None:
-    """Refuse what does not fit the counter of the random words.
+    """Refuse a round or stream that does not fit the counter of the random words.
 
     Raises:
         HyperparameterError: ``round`` is outside its 64 bits or ``stream`` outside its 32.

@@ -1,4 +1,4 @@
-"""What can be asked of the kernels: the operations of all families, whoever computes them."""
+"""The operations of all families, in one class."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Operations(
 ):
     """Arithmetic on blocks and bits. Every backend gives the same bits; ``reference`` defines them.
 
-    Tensors lie in CPU memory and are contiguous unless said otherwise; outputs are the caller's, except for statistics
-    of segments. Vectors and byte buffers may start at any element of a larger tensor. ``N`` stands for ``world_size``,
-    ``S`` for ``len(table)``. All operations raise :class:`~gradwire.errors.HyperparameterError` for tensors of another
-    type or shape than they state, before memory is touched.
+    Tensors are in the memory of the backend's device, and contiguous unless stated otherwise. The caller allocates
+    outputs, except for statistics of segments. Vectors and byte buffers may start at any element of a larger tensor.
+    ``N`` stands for ``world_size``, ``S`` for ``len(table)``. If a tensor has another type or shape than stated, an
+    operation raises :class:`~gradwire.errors.HyperparameterError` before it reads or writes memory.
     """

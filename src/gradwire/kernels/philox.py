@@ -1,13 +1,13 @@
-"""The random words of a group: Philox4x32-7, in plain PyTorch.
+"""The random words of a group by Philox4x32-7, in plain PyTorch.
 
 Philox (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011) maps a 128-bit counter and a 64-bit key
-to four 32-bit words. Element ``e`` of a parameter (``e = 80 * group + 16 * plane + lane``) draws from the block
+to four 32-bit words. Element ``e`` of a parameter (``e = 80 * group + 16 * plane + lane``) takes, from the block
 
     counter = (16 * group + lane, round mod 2^32, round div 2^32, stream)
 
-the word ``plane``: words 0 to 3 are Philox's own, word 4 is made of the low bytes of words 0, 1 and 2, which are spare
-because only the upper 24 bits of a word are used. So one block serves five elements, every element has bits of its own,
-and lane ``j`` of a vector register computes lane ``j`` of the group.
+the word number ``plane``. Words 0 to 3 are Philox's; word 4 consists of the low bytes of words 0, 1 and 2, which are
+free because only the upper 24 bits of a word are used. So five elements share a block, no two elements share a bit, and
+lane ``j`` of a vector register computes lane ``j`` of the group.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def philox(
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(ROUNDS):
-        # An int64 product wraps modulo 2^64, which leaves both halves right.
+        # An int64 product wraps modulo 2^64, so both of its halves are right.
         p0, p1 = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
         c0, c1, c2, c3 = (
             ((p1 >> 32) & _WORD) ^ c1 ^ k0,

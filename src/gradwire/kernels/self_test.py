@@ -1,4 +1,4 @@
-"""A small case for each family of kernels: it compiles all that calls may need, and its results tell backends apart."""
+"""A small case for each family of kernels, which compiles all of its functions and compares backends."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _ROUND = 7
 
 @cache
 def _case(size: int) -> tuple[torch.Tensor, SegmentTable]:
-    """Return ``NUMEL * size`` elements in two segments that end within a group, one the middle of its parameter."""
+    """Return ``NUMEL * size`` elements in two segments; both end within a group, one begins within its parameter."""
     x = torch.sin(torch.arange(300.0 * size) * 1.7)
     return x, SegmentTable([1, 10 + 250 * size], [250 * size, 37 * size], [80, 0], [(1, 2), (3, 4)])
 
@@ -150,7 +150,7 @@ def _selection(kernels: Operations, size: int = 1) -> list[torch.Tensor]:
         above = torch.zeros_like(index)
         found = kernels.select_above(x, table, torch.tensor([0.9, 0.99]), counts, above)
         results += [index, above, found]
-    # Most values are one of a few, which leaves more of them at the threshold than are to be taken.
+    # Most values are one of a few, so that more of them equal the threshold than are taken.
     rounded, half = (2 * x).round(), torch.from_numpy(table.numel // 2)
     index = torch.zeros(int(half.sum()), dtype=torch.int32)
     kernels.select_largest(rounded, table, half, index)
@@ -159,7 +159,7 @@ def _selection(kernels: Operations, size: int = 1) -> list[torch.Tensor]:
 
 def _indices(kernels: Operations, size: int = 1) -> list[torch.Tensor]:
     numel, results = NUMEL * size, []
-    # Positions whose gaps are from 0 to 19, and so 9.5 on the average.
+    # The gaps between positions are 0 to 19, 9.5 on average.
     gaps = torch.arange(numel // 11) * 37 % 20
     index = ((gaps + 1).cumsum(0) - 1).to(torch.int32)
     numel = max(numel, int(index[-1]) + 1)
@@ -227,9 +227,9 @@ SELF_TESTS: dict[str, Callable[..., list[torch.Tensor]]] = {
     "low_rank": _low_rank,
     "fourier": _fourier,
 }
-"""By family; each runs all operations of its family, on ``NUMEL * size`` elements where a second argument says so."""
+"""Self tests by family: each runs all operations on ``NUMEL * size`` elements, ``size`` being an optional argument."""
 
 
 def agree(family: str, first: Operations, second: Operations) -> bool:
-    """Return whether two backends give the same bits in a family's self test."""
+    """Return whether two backends give the same bits in the self test of a family."""
     return all(torch.equal(a, b) for a, b in zip(*(SELF_TESTS[family](kernels) for kernels in (first, second))))

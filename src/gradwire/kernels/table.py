@@ -1,4 +1,4 @@
-"""Where the segments of a flat vector lie, and how they are cut into groups."""
+"""The segments of a flat vector, their groups of 80 elements, and the elements of groups."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from gradwire.errors import HyperparameterError
 from gradwire.kernels.philox import uniform_integers
 
 LANES = 16
-"""Values side by side in a group: one vector register of float32 with AVX-512."""
+"""Neighbouring values of a group that form a plane: one AVX-512 register of float32."""
 
 PLANES = 5
-"""Trits in a byte: 3^5 = 243 <= 256."""
+"""Planes of a group, and trits in a byte: 3^5 = 243 <= 256."""
 
 GROUP_SIZE = LANES * PLANES
 """Elements of a group."""
@@ -25,16 +25,16 @@ GROUP_BYTES = LANES
 """Bytes of an encoded group: byte j holds the trits of elements j, 16 + j, 32 + j, 48 + j and 64 + j."""
 
 SIGN_BYTES = GROUP_SIZE // 8
-"""Bytes of the signs of a group, a bit an element."""
+"""Bytes of the signs of a group, one bit for each element."""
 
 BLOCK_SIZE = 4096
-"""Elements of a block of exact moments: 16 KiB of float32, so that its second pass reads the L1 cache."""
+"""Elements of a block of exact moments: 16 KiB of float32, so that a second pass reads it from the L1 cache."""
 
-_MAX_GROUPS = 2**28  # 16 Philox blocks a group: one more and the 32-bit block counter of a parameter would wrap
+_MAX_GROUPS = 2**28  # a group takes 16 Philox blocks: with more groups the 32-bit block counter would wrap
 
 
 class Columns(NamedTuple):
-    """The columns of a :class:`SegmentTable`, as compiled code takes them: in one object."""
+    """The columns of a :class:`SegmentTable`, as one argument of compiled code."""
 
     offset: npt.NDArray[np.int64]
     numel: npt.NDArray[np.int64]
@@ -44,22 +44,22 @@ class Columns(NamedTuple):
 
 
 class SegmentTable:
-    """The segments of a flat float32 vector ``x``: one row each, in numpy arrays that cannot be written.
+    """The segments of a flat float32 vector ``x``, one row each, in read-only NumPy arrays.
 
-    Segments ascend and do not overlap, but need not be adjacent: ``x`` may hold elements of no segment, which no kernel
-    reads or writes. A segment is cut into *groups* of 80 elements from its start, the last of which may be partial; the
-    groups of all segments are numbered through, in order.
+    Segments ascend and do not overlap, but need not be adjacent: no kernel reads or writes the elements of ``x`` that
+    belong to no segment. A segment is cut into *groups* of 80 elements from its start; the last one may be partial.
+    Groups are numbered across all segments, in order.
 
     Args:
         offset: index in ``x`` of each segment's first element, int64 ``[S]``.
-        numel: number of elements of each segment, int64 ``[S]``; may be zero.
+        numel: number of elements of each segment, int64 ``[S]``, at least 0.
         start: index within its parameter of each segment's first element, int64 ``[S]``; a multiple of 80, so that the
             groups of a parameter are the same however it is cut.
         key: the two words of each segment's Philox key, uint32 ``[S, 2]``.
 
     Attributes:
         first_group: number of groups before each segment, int64 ``[S + 1]``.
-        columns: all five columns.
+        columns: ``offset``, ``numel``, ``start``, ``key`` and ``first_group``.
 
     Example:
         >>> table = SegmentTable(offset=[0, 100], numel=[100, 80], start=[0, 160], key=[(1, 2), (3, 4)])
@@ -94,7 +94,7 @@ class SegmentTable:
         self.first_group = np.zeros(self.segments + 1, np.int64)
         np.cumsum(-(-self.numel // GROUP_SIZE), out=self.first_group[1:])
         self.groups = int(self.first_group[-1])
-        # Elements that x must have at least.
+        # The number of elements that x must have at least.
         self.extent = int((self.offset + self.numel)[-1]) if self.segments else 0
         self.columns = Columns(self.offset, self.numel, self.start, self.key, self.first_group)
         for column in self.columns:
@@ -134,13 +134,13 @@ class SegmentTable:
 
 
 class GroupIndex:
-    """Where the elements of groups ``begin .. end`` lie, all groups by default; G of them.
+    """The indices of the elements of G groups, ``begin .. end`` of a table; all groups by default.
 
     Attributes:
-        segment: Of each group, int64 ``[G]``.
-        within: Index in the segment, of each element, int64 ``[G, 80]``, clamped to the segment.
-        inside: Whether an element is inside its segment, bool ``[G, 80]``.
-        index: Index in the vector, of each element, int64 ``[G, 80]``, clamped to the segment.
+        segment: Segment of each group, int64 ``[G]``.
+        within: Index of each element in its segment, int64 ``[G, 80]``, clamped to the segment.
+        inside: True for elements inside of their segment, bool ``[G, 80]``.
+        index: Index of each element in the vector, int64 ``[G, 80]``, clamped to the segment.
     """
 
     def __init__(self, table: SegmentTable, begin: int = 0, end: int | None = None) -> None:
@@ -158,7 +158,7 @@ class GroupIndex:
         self._key = torch.from_numpy(table.key.astype(np.int64)[segment])
 
     def values(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the elements, ``[G, 80]``, with zeros past the ends of segments."""
+        """Return the elements ``[G, 80]`` of ``x``, with zeros past the ends of segments."""
         return torch.where(self.inside, x[self.index], 0.0)
 
     def uniform(self, round: int, stream: int) -> torch.Tensor:
@@ -166,6 +166,6 @@ class GroupIndex:
         return uniform_integers(self._group, self._key, round, stream).reshape(-1, GROUP_SIZE)
 
     def write(self, values: torch.Tensor, x: torch.Tensor, accumulate: bool) -> None:
-        """Write the values ``[G, 80]`` of elements inside of segments to ``x``, or add them."""
+        """Write the values ``[G, 80]`` to the elements of ``x`` inside of segments, or add them if ``accumulate``."""
         index, found = self.index[self.inside], values[self.inside]
         x[index] = x[index] + found if accumulate else found

@@ -1,4 +1,4 @@
-"""The 64-bit checksum of payloads, as defined in docs/wire-format.md."""
+"""The 64-bit checksum of payloads and coded sections, which docs/wire-format.md defines."""
 
 from gradwire.kernels.checksum.operations import checksums, device_checksums, warm_up
 

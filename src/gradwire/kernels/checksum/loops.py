@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, misc, untyped-decorator"
-"""The compiled checksum: one pass over a body, in vectors or plain loops by the type of the first argument."""
+"""The compiled checksum, with a plain body: one pass over the bytes, by the body that the first argument chooses."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gradwire.kernels.checksum import reference, simd
 from gradwire.kernels.numba_core.compiled import copy_into, either
 from gradwire.kernels.numba_core.vectors import prefer_wide
 
-# Of all that this is compiled from, so that Numba drops what it kept when that changes (``make digests``).
+# Digest of the sources of the compiled code: ``make digests`` rewrites it, so that Numba drops outdated code.
 DIGEST = "46f170457ca1bb80"
 
 
@@ -40,7 +40,7 @@ _check_rows = either(plain_check_rows, simd.check_rows)
 
 @njit(nogil=True)
 def _sum_block(variant, body, sums):
-    """Write the sums of a block, the last of whose rows may be partial."""
+    """Write the sums of a block, whose last row may be partial."""
     for lane in range(16):
         sums[lane] = _START * _u64(lane + 1)
     rows = body.size // 128
@@ -74,6 +74,6 @@ def check(variant, head, body):
 
 @njit(nogil=True, cache=True)
 def row_checksums(variant, flat, stride, length, heads, out):
-    """Write the checksum of ``length`` bytes from each multiple of ``stride`` on, and of each row of heads."""
+    """Write the checksum of each row of heads with the ``length`` bytes of a row; rows are ``stride`` bytes apart."""
     for row in range(len(heads)):
         out[row] = check(variant, heads[row], flat[row * stride : row * stride + length])

@@ -1,9 +1,4 @@
-"""The checksum of payloads and coded sections, as docs/wire-format.md defines it: constants and the slow, clear form.
-
-A step is a bijection of 64 bits (an odd product, then the upper half folded into the lower), so bodies of one length
-that differ in one word leave different sums, and others but by chance. Steps of one block do not wait for those of
-another, so that a GPU can take them side by side.
-"""
+"""Checksums of rows of bytes, in main memory or on a device, each verified against the reference before first use."""
 
 from __future__ import annotations
 
@@ -22,17 +17,17 @@ from gradwire.kernels.compiling import cache_folder, compile_time, in_turn
 
 
 def checksums(heads: Words, rows: Bytes) -> Words:
-    """Return the checksum of each row of bytes together with the words that say what the row is.
+    """Return the checksum of each row of bytes, together with the words of its head.
 
-    Every backend computes the same bits: this is not a matter of choice, and so not an operation of a backend.
+    The head identifies the row. Checksums are not an operation of a backend, since there is nothing to choose.
 
     Args:
         heads: ``[rows, words]``.
-        rows: ``[rows, bytes]``; the bytes of a row are neighbours in memory.
+        rows: ``[rows, bytes]``; the bytes of a row are contiguous.
 
     Returns:
-        ``[rows]``. Rows or heads that differ have different checksums: certainly where they differ in one 64-bit word
-        alone, else but for chance (2^-64).
+        ``[rows]``. Different rows or heads have different checksums: always if they differ in a single 64-bit word,
+        else with a probability of 1 - 2^-64.
 
     Raises:
         BackendError: numba is not installed.
@@ -42,7 +37,7 @@ def checksums(heads: Words, rows: Bytes) -> Words:
 
 
 def warm_up() -> float:
-    """Compile what :func:`checksums` calls, or load it from the cache; return the seconds in which it was compiled."""
+    """Compile the functions of :func:`checksums`, or load them from the cache; return the seconds spent compiling."""
     with compile_time() as spent:
         in_turn(["checksum"], lambda _: _variant(), cache_folder())
     return spent.seconds
@@ -53,14 +48,14 @@ def _found(variant: bool | None, flat: Bytes, stride: int, length: int, heads: W
     from gradwire.kernels.checksum.loops import row_checksums
 
     found = np.empty(len(heads), np.uint64)
-    # Arrays that may be written to and others are different types to Numba: it would compile the loop for each of them,
-    # in the middle of a training.
+    # Writable and read-only arrays have different types in Numba, which would compile the loop for the second type in
+    # the middle of training.
     row_checksums(variant, _read_only(flat), stride, length, _read_only(heads), found)
     return found
 
 
 def _read_only(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """View an array as one that cannot be written to."""
+    """Return a contiguous read-only view of an array."""
     view = np.ascontiguousarray(array).view()
     view.flags.writeable = False
     return view
@@ -68,7 +63,7 @@ def _read_only(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 @cache
 def _variant() -> bool | None:
-    """Choose explicit vectors (True) or else plain loops (None): the first that agree with the reference."""
+    """Return True for explicit vectors if they agree with the reference, else None for plain loops."""
     try:
         import gradwire.kernels.checksum.loops  # noqa: F401
     except ImportError as error:
@@ -78,7 +73,7 @@ def _variant() -> bool | None:
     for variant in (True, None):
         try:
             found = _found(variant, sample, 300, 300, heads)
-        except Exception:  # whatever the compiler raises on a machine that we have not seen
+        except Exception:  # a compiler may raise any type on an unknown machine
             continue
         if int(found[0]) == reference_check(heads.tobytes(), sample[:300]):
             return variant
@@ -86,7 +81,7 @@ def _variant() -> bool | None:
 
 
 def _joined(rows: Bytes) -> tuple[Bytes, int]:
-    """Return all rows as one vector, gaps included, and the distance from one to the next."""
+    """Return all rows as one vector, with the gaps between them, and the distance between rows."""
     number, length = rows.shape
     if number == 1 or not length:
         return rows[0], length
@@ -99,17 +94,17 @@ _lock = threading.Lock()
 
 
 def device_checksums(heads: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Return the checksum of each row, as :func:`gradwire.kernels.checksum.checksums` does, without leaving a device.
+    """Return the checksum of each row like :func:`gradwire.kernels.checksum.checksums`, computed on the rows' device.
 
     Args:
         heads: int64 ``[rows, words]`` with the bits of uint64.
-        rows: uint8 ``[rows, bytes]``; the bytes of a row are neighbours in memory.
+        rows: uint8 ``[rows, bytes]``; the bytes of a row are contiguous.
 
     Returns:
         int64 ``[rows]`` with the bits of uint64.
 
     Raises:
-        BackendError: Triton is not installed, or its kernel gives other bits than the reference on this device.
+        BackendError: Triton is not installed, or its kernel disagrees with the reference on this device.
     """
     _verify(rows.device)
     return _found_there(heads, rows)
@@ -132,7 +127,7 @@ def _verify(device: torch.device) -> None:
     with _lock:
         if device in _verified:
             return
-        # Of several blocks, with a partial row at the end, at whole words and beside them.
+        # Bodies of several blocks with a partial last row, aligned to words and not.
         size = 2 * BLOCK_BYTES + 1032
         octets = (np.arange(3 * size) * 37 >> 3).astype(np.uint8).reshape(3, size)
         heads = np.arange(9, dtype=np.uint64).reshape(3, 3)

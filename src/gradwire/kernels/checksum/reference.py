@@ -1,8 +1,8 @@
-"""The checksum of payloads and coded sections, as docs/wire-format.md defines it: constants and the slow, clear form.
+"""The reference of the checksum that docs/wire-format.md defines: constants, and a slow, clear implementation.
 
-A step is a bijection of 64 bits (an odd product, then the upper half folded into the lower), so bodies of one length
-that differ in one word leave different sums, and others but by chance. Steps of one block do not wait for those of
-another, so that a GPU can take them side by side.
+A step is a bijection of 64 bits (an odd product, then the upper half folded into the lower). So bodies of equal length
+that differ in one word always have different sums; other bodies have equal sums only by chance. Blocks do not depend on
+each other, so that a GPU can process them in parallel.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, misc, untyped-decorator"
-"""The rows of the checksum in explicit vectors."""
+"""Explicit-vector body of the checksum. ``loops.py`` calls it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gradwire.kernels.numba_core.vectors import I8, I64, Emitter, data_pointer, 
 
 @intrinsic
 def check_rows(typing_context, data, rows, sums):
-    """Take ``rows`` rows of 128 bytes into ``sums`` (uint64 ``[16]``)."""
+    """Update ``sums`` (uint64 ``[16]``) with ``rows`` rows of 128 bytes."""
 
     def codegen(context, builder, signature, arguments):
         b, e, parts = builder, Emitter(builder, 8), range(0, LANES, 8)

@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, misc, untyped-decorator"
-"""Checksums as Triton computes them: a program a block of a row, whose sixteen sums are lanes, and then one a row.
+"""Triton kernels of checksums: one program sums a block of a row in sixteen lanes, another joins a row's blocks.
 
-The words of a lane depend on each other, as they do on the CPU. Where bodies are whole words at whole words they are
-loaded so, else octet by octet.
+The steps of a lane depend on each other, as on the CPU. Bodies of aligned whole words are loaded word by word, others
+byte by byte.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from gradwire.kernels.checksum.reference import BLOCK_BYTES, LANES, MULTIPLIER, 
 from gradwire.kernels.triton_core.launch import cdiv, launch
 
 _AHEAD = 8
-"""Rows of 128 bytes whose loads are under way together: none waits for a sum."""
+"""Rows of 128 bytes that are loaded at the same time, since loads do not depend on sums."""
 
 
 @triton.jit
@@ -26,7 +26,7 @@ def _step(sums, words, MULTIPLIER: tl.constexpr):
 
 @triton.jit
 def _words(body, place, length, lane, WHOLE: tl.constexpr):
-    """Load sixteen words from ``place`` on; zeros behind the end."""
+    """Load sixteen words from ``place`` on, with zeros past the end."""
     if WHOLE:
         at = place + 8 * lane
         word = tl.load((body + at).to(tl.pointer_type(tl.uint64)), mask=at < length, other=0)
@@ -82,7 +82,7 @@ def row_checksums(heads: torch.Tensor, rows: torch.Tensor, out: torch.Tensor) ->
 
     Args:
         heads: int64 ``[rows, words]``, contiguous, with the bits of uint64.
-        rows: uint8 ``[rows, bytes]``; the bytes of a row are neighbours in memory.
+        rows: uint8 ``[rows, bytes]``; the bytes of a row are contiguous.
         out: int64 ``[rows]``.
     """
     number, length = rows.shape

@@ -1,7 +1,7 @@
 """Static order-0 entropy coders of bytes: rANS and Huffman in checked sections, and the papers' Elias codes.
 
-``docs/wire-format.md``, "Entropy-coded sections", states the formats. What is coded is the bytes' own statistics, so a
-caller gains by joining small symbols in a byte first: five trits (243 values) or two digits of up to 16 levels.
+``docs/wire-format.md``, "Entropy-coded sections", states the formats. Codes follow the statistics of bytes, so a caller
+saves bits by first joining small symbols in a byte: five trits (243 values) or two digits of up to 16 levels.
 """
 
 from gradwire.kernels.entropy.base import CODERS, Coder, entropy_bits

@@ -1,4 +1,4 @@
-"""The parts of a coder, and the variants that there are of each. All variants of a part give the same bytes."""
+"""Entropy coders: their interface, the variants of their parts, and the checked sections that they share."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ VARIANTS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "huffman": {"check": ("simd", SCALAR), "encode": (SCALAR,), "decode": (SCALAR,)},
 }
-"""By coder and part: explicit vectors first. The forms of rANS's decoder are described in ``rans_simd.py``."""
+"""Variants by coder and part, explicit vectors first. All variants of a part give the same bytes.
+
+``rans_simd.py`` describes the forms of the rANS decoder.
+"""
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,7 @@ class Variants:
 
     @property
     def vectors(self) -> bool:
-        """Whether any part runs in explicit vectors."""
+        """True if any part runs in explicit vectors."""
         return any(variant != SCALAR for variant in astuple(self))
 
 
@@ -52,7 +55,7 @@ CODER_IDS = {"rans": 1, "huffman": 2}
 CODERS = tuple(CODER_IDS)
 
 HEADER_BYTES = 24
-"""Bytes of the frame: coder, mode, symbols, bytes of the body, check."""
+"""Bytes of a section's header: coder, mode, symbols, bytes of the body, check."""
 
 STORED, RUN, CODED = 0, 1, 2
 
@@ -76,17 +79,17 @@ class Coder(Protocol):
 
     @property
     def variants(self) -> Variants | None:
-        """Which variant of each part runs; None in a backend that has one of each."""
+        """The variants of parts in use; None in a backend that has one variant of each."""
         ...
 
     def bound(self, symbols: int) -> int:
-        """Return the most bytes that :meth:`encode` may need, header, table and check included: ``24 + symbols``."""
+        """Return the largest number of bytes that :meth:`encode` may need, with header and table: ``24 + symbols``."""
         ...
 
     def encode(self, symbols: torch.Tensor, out: torch.Tensor) -> int:
         """Code ``symbols`` (uint8 ``[n]``) into ``out`` (uint8, at least ``bound(n)``); return the bytes written.
 
-        What lies in ``out`` behind them is unspecified, up to ``bound(n)``.
+        The bytes of ``out`` after them are unspecified, up to ``bound(n)``.
 
         Raises:
             HyperparameterError: a tensor is not a contiguous vector of uint8, or ``out`` is too short.
@@ -103,7 +106,7 @@ class Coder(Protocol):
         ...
 
     def warm_up(self) -> float:
-        """Compile everything that may be called later; return the seconds it took."""
+        """Compile all functions of the coder; return the seconds it took."""
         ...
 
 
@@ -120,7 +123,7 @@ def entropy_bits(symbols: torch.Tensor) -> float:
 
 
 def bytes_of(name: str, tensor: torch.Tensor, at_least: int = 0) -> Bytes:
-    """Return a tensor's memory as an array; refuse one that is no contiguous vector of bytes on the CPU."""
+    """Return a tensor's memory as an array; refuse a tensor that is no contiguous vector of bytes on the CPU."""
     if tensor.dtype != torch.uint8 or tensor.ndim != 1 or not tensor.is_contiguous() or tensor.device.type != "cpu":
         raise HyperparameterError(
             f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)} on {tensor.device}: a contiguous vector of "
@@ -136,7 +139,7 @@ def bytes_of(name: str, tensor: torch.Tensor, at_least: int = 0) -> Bytes:
 
 @dataclass(frozen=True)
 class Frame:
-    """The header of a coded section, its check aside.
+    """The header of a coded section, without its check.
 
     Example:
         >>> Frame("rans", 2, 1000, 500).pack().hex()
@@ -154,7 +157,7 @@ class Frame:
 
 
 def refusal(coder: str, reason: str) -> PayloadError:
-    """Make the error of a section that cannot be decoded."""
+    """Return the error for a section that cannot be decoded."""
     return PayloadError(
         f"{coder} section refused: {reason}. The bytes were damaged on the way or are of another round, method or "
         "version: check that all ranks run the same gradwire and the same method"
@@ -162,10 +165,10 @@ def refusal(coder: str, reason: str) -> PayloadError:
 
 
 def open_frame(coder: str, data: Bytes, symbols: int) -> Frame:
-    """Read and judge a header, all but its check.
+    """Read and verify a header, except its check.
 
     Raises:
-        PayloadError: a field is not what it must be for ``symbols`` symbols in ``len(data)`` bytes.
+        PayloadError: a field does not match ``symbols`` symbols in ``len(data)`` bytes.
     """
     if len(data) < HEADER_BYTES:
         raise refusal(coder, f"{len(data)} bytes are fewer than its header's {HEADER_BYTES}")
@@ -183,14 +186,14 @@ def open_frame(coder: str, data: Bytes, symbols: int) -> Frame:
 
 
 class Body(Protocol):
-    """What a backend supplies for one coder."""
+    """The part of a coder that a backend implements: bodies of sections, and their check."""
 
     coder: str
     backend: str
 
     @property
     def variants(self) -> Variants | None:
-        """Which variant of each part runs; None in a backend that has one of each."""
+        """The variants of parts in use; None in a backend that has one variant of each."""
         ...
 
     def check(self, head: bytes, body: Bytes) -> int:
@@ -198,19 +201,19 @@ class Body(Protocol):
         ...
 
     def encode(self, symbols: Bytes, room: Bytes) -> int:
-        """Write the coded body of ``symbols``, not all equal, into ``room``, as long as they are.
+        """Write the coded body of ``symbols``, which are not all equal, into ``room``, which has their length.
 
-        Returns the bytes written, or -1 if ``room`` does not suffice.
+        Returns the number of bytes written, or -1 if ``room`` is too short.
         """
         ...
 
     def decode(self, body: Bytes, out: Bytes) -> int:
-        """Invert :meth:`encode`; return 0, or the key in ``REFUSALS`` of what is wrong with ``body``."""
+        """Invert :meth:`encode`; return 0, or the key in ``REFUSALS`` of the fault of ``body``."""
         ...
 
 
 class SectionCoder:
-    """See :class:`gradwire.kernels.entropy.base.Coder`."""
+    """A :class:`Coder` of checked sections: adds header, check, and modes of incompressible and equal symbols."""
 
     def __init__(self, body: Body) -> None:
         self._body = body
@@ -253,7 +256,7 @@ class SectionCoder:
                 raise refusal(self.name, REFUSALS[status])
 
     def warm_up(self) -> float:
-        """Compile every driver, or load it from Numba's cache; return the seconds that took."""
+        """Compile all functions, or load them from Numba's cache; return the seconds it took."""
         began = time.perf_counter()
         symbols = (torch.arange(1000) ** 2 % 7).to(torch.uint8)
         coded, out = torch.empty(self.bound(1000), dtype=torch.uint8), torch.empty_like(symbols)
@@ -262,5 +265,5 @@ class SectionCoder:
 
 
 def _constant(symbols: Bytes) -> bool:
-    """Return whether there are symbols and all are equal; the first few decide for most."""
+    """Return whether there are symbols and all are equal; the first 256, checked first, usually decide."""
     return len(symbols) > 0 and all(bool((part == symbols[0]).all()) for part in (symbols[:256], symbols))

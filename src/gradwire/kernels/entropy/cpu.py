@@ -1,4 +1,4 @@
-"""The Numba backend of the coders: one class a coder, given the variants of its parts."""
+"""The Numba backend of the coders: one class for each coder, given the variants of its parts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class _Compiled:
 
 
 class CompiledRans(_Compiled):
-    """rANS; see :class:`gradwire.kernels.entropy.reference.ReferenceRans` for what is computed."""
+    """Compiled rANS; :class:`gradwire.kernels.entropy.reference.ReferenceRans` defines the bytes."""
 
     coder = "rans"
 
@@ -50,7 +50,7 @@ class CompiledRans(_Compiled):
 
 
 class CompiledHuffman(_Compiled):
-    """Huffman; see :class:`gradwire.kernels.entropy.reference.ReferenceHuffman` for what is computed."""
+    """Compiled Huffman coder; :class:`gradwire.kernels.entropy.reference.ReferenceHuffman` defines the bytes."""
 
     coder = "huffman"
 
@@ -62,12 +62,12 @@ class CompiledHuffman(_Compiled):
 
 
 def compiled_body(coder: str, variants: Variants) -> Body:
-    """Make the compiled body of a coder from variants of its parts."""
+    """Return the compiled body of a coder with variants of its parts."""
     return CompiledRans(variants) if coder == "rans" else CompiledHuffman(variants)
 
 
 def _decoder_form(variant: str) -> Any:
-    """Return what tells :func:`rans_loops.rans_decode`, by its type, which decoder to compile."""
+    """Return the argument whose type makes :func:`rans_loops.rans_decode` compile this form of the decoder."""
     if variant == SCALAR:
         return None
     # Imported here, so that a machine on which explicit vectors fail can still run the plain loops.

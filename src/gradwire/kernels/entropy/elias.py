@@ -1,8 +1,8 @@
-"""The papers' code of integer levels: Elias' recursive code, dense or sparse, in a checked section.
+"""Elias' recursive code of integer levels, dense or sparse, as in the QSGD paper, in a checked section.
 
 Alistarh et al., "QSGD: Communication-Efficient SGD via Gradient Quantization and Encoding", NIPS 2017, section 3.
-Elias' recursive code of a positive integer (omega; Elias, IEEE Trans. Inf. Theory 21, 1975) is a zero, before which
-its binary digits are put, before which those of their number less one, and so on until that is one.
+Elias' recursive code of a positive integer (omega; Elias, IEEE Trans. Inf. Theory 21, 1975) begins as a zero. The
+binary digits of the integer are put before it, then those of their number less one, and so on until the number is one.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _BODY = HEADER_BYTES + _COUNT.size
 
 
 def elias_bits(levels: torch.Tensor, form: str = "dense") -> int:
-    """Count the bits of the codes of ``levels`` (int32 ``[n]``), header aside.
+    """Count the bits of the codes of ``levels`` (int32 ``[n]``), without the header.
 
     ``dense``: for each level ``Elias(|level| + 1)``, and a sign bit if it is not zero. ``sparse``: for each level that
-    is not zero ``Elias(gap)``, a sign bit and ``Elias(|level|)``, where ``gap`` is the distance from the one before
-    (from index -1 for the first).
+    is not zero ``Elias(gap)``, a sign bit and ``Elias(|level|)``, where ``gap`` is the distance from the previous
+    one (from index -1 for the first).
 
     Example:
         >>> elias_bits(torch.tensor([0, 1, 0, -3], dtype=torch.int32))
@@ -106,7 +106,7 @@ def _check(head: bytes, section: npt.NDArray[np.uint8]) -> int:
 
 
 def _loops() -> ModuleType:
-    # Imported here: numba takes half a second, and importing the package must not need it.
+    # Imported here: Numba takes half a second to import, and importing the package must not need it.
     try:
         from gradwire.kernels.entropy import elias_loops
     except ImportError as error:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-# Of all that this is compiled from, so that Numba drops what it kept when that changes (``make digests``).
+# Digest of the sources of the compiled code: ``make digests`` rewrites it, so that Numba drops outdated code.
 DIGEST = "e3b0c44298fc1c14"
 
 
@@ -33,7 +33,7 @@ def _omega_bits(value):
 
 @njit(nogil=True, cache=True)
 def count_bits(levels, sparse):
-    """Count the bits of the codes, and the levels that are coded."""
+    """Count the bits of the codes, and the levels that have a code."""
     bits, coded, before = 0, 0, -1
     for index in range(levels.size):
         magnitude = abs(np.int64(levels[index]))
@@ -50,7 +50,7 @@ def count_bits(levels, sparse):
 
 @njit(nogil=True)
 def _put(out, at, value, bits):
-    """Write the lower ``bits`` of a value, upper bit first, where there are zeros; return the bit behind."""
+    """Write the lower ``bits`` of a value, upper bit first, over zeros; return the place after the last bit."""
     for place in range(bits - 1, -1, -1):
         if (value >> place) & 1:
             out[at >> 3] |= np.uint8(1 << (at & 7))
@@ -91,7 +91,7 @@ def write_levels(levels, sparse, out):
 
 @njit(nogil=True)
 def _get_omega(data, at, stop):
-    """Read a code from bit ``at`` on; return the integer, 0 where there is none, and the bit behind."""
+    """Read a code from bit ``at`` on; return the integer, or 0 if there is none, and the place after the code."""
     value = np.int64(1)
     while at < stop:
         if (data[at >> 3] >> (at & 7)) & 1 == 0:
@@ -108,7 +108,7 @@ def _get_omega(data, at, stop):
 
 @njit(nogil=True, cache=True)
 def read_levels(data, sparse, coded, out):
-    """Invert :func:`write_levels` of ``coded`` levels; tell whether the codes are valid and end where ``data`` does."""
+    """Invert :func:`write_levels` for ``coded`` levels; return whether codes are valid and end where ``data`` ends."""
     at, stop, index = 0, 8 * data.size, np.int64(-1)
     if sparse:
         out[:] = 0

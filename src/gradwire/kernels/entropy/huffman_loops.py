@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, misc, untyped-decorator"
-"""Compiled Huffman coding: four streams side by side, so that one's waiting is the others' time.
+"""Compiled Huffman coding: four independent streams are processed side by side to hide latency.
 
-Every fast loop runs a number of turns that surely fit, then asks again; a slow one finishes each stream. No vectors:
-one source serves all CPUs, and LLVM makes one load or store of neighbouring bytes.
+Each fast loop runs a number of turns that certainly fit, then computes it anew; a slow loop finishes each stream. There
+are no explicit vectors: the same source is used on all CPUs, and LLVM joins loads and stores of neighbouring bytes.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from numba import njit
 from gradwire.kernels.entropy import tables as huffman
 from gradwire.kernels.numba_core.compiled import copy_into
 
-# Of all that this is compiled from, so that Numba drops what it kept when that changes (``make digests``).
+# Digest of the sources of the compiled code: ``make digests`` rewrites it, so that Numba drops outdated code.
 DIGEST = "160988e0417deab5"
 
 
 _u8, _u32, _u64, _i64 = np.uint8, np.uint32, np.uint64, np.int64
 _AT = huffman.LENGTH_BYTES + 4 * huffman.STREAMS
 _PAD = 8
-_TURN = 5  # codes that fit into 64 bits with 7 bits before them, and with 2 spare
-_LOOK_BITS, _LOOKS, _SYMBOLS = 12, 4, 3  # of a lookup; lookups that fit into 64 bits with 7 bits before them
+_TURN = 5  # codes that fit into 64 bits after 7 other bits, with 2 bits to spare
+_LOOK_BITS, _LOOKS, _SYMBOLS = 12, 4, 3  # of a lookup; _LOOKS of them fit into 64 bits after 7 other bits
 _LOOK_MASK = _u64((1 << _LOOK_BITS) - 1)
 _TURN_BITS, _TURN_SYMBOLS = _LOOKS * _LOOK_BITS, _LOOKS * _SYMBOLS
 _MAX_LENGTH, _STREAMS = huffman.MAX_LENGTH, huffman.STREAMS
@@ -34,7 +34,7 @@ _write_lengths = njit(nogil=True)(huffman.write_lengths)
 
 @njit(nogil=True)
 def _load(data, at):
-    """Read 64 bits; unsigned places, since numba looks at others for a sign."""
+    """Read 64 bits; places are unsigned, since Numba checks the sign of signed indices."""
     place = _u64(at)
     return (
         _u64(data[place]) | _u64(data[place + _u64(1)]) << _u64(8) | _u64(data[place + _u64(2)]) << _u64(16)
@@ -69,11 +69,11 @@ def _store_half(out, place, value):
 
 @njit(nogil=True)
 def _append(symbols, at, table, out, place, bits, used):
-    """Append the codes of five symbols to the ``used`` (below 8) upper ones of ``bits``; store whole bytes.
+    """Append the codes of five symbols to the ``used`` (below 8) upper bits of ``bits``; store whole bytes.
 
-    An entry of ``table`` has the code in its upper bits and its length below. Shifting right by that length and putting
-    the entry over it appends the code with nothing else to compute; the length that comes along lies below the bits in
-    use (at most 62), and only the last one must be taken out.
+    An entry of ``table`` has the code in its upper bits and the code's length in its lower ones. Shifting ``bits``
+    right by the length and combining it with the entry appends the code. The length is copied along, below the bits in
+    use (at most 62), so that only the last length must be removed.
     """
     for step in range(_TURN - 1):
         entry = table[symbols[_u64(at + step)]]
@@ -89,7 +89,7 @@ def _append(symbols, at, table, out, place, bits, used):
 
 @njit(nogil=True)
 def _append_rest(symbols, at, stop, table, out, place, end, bits, used):
-    """Append all that is left of a stream that ends at ``end``."""
+    """Append the rest of a stream, whose bytes end at ``end``."""
     while at + _TURN <= stop and place + 8 <= end:
         place, bits, used = _append(symbols, at, table, out, place, bits, used)
         at += _TURN
@@ -112,7 +112,7 @@ def _append_rest(symbols, at, stop, table, out, place, end, bits, used):
 
 @njit(nogil=True, cache=True)
 def huffman_encode(symbols, room):
-    """Write the body of ``symbols`` into ``room``; return its bytes, or -1 where it would not be shorter."""
+    """Write the body of ``symbols`` into ``room``; return its bytes, or -1 if it would not be shorter."""
     each = symbols.size // _STREAMS
     parts = np.zeros((_STREAMS, 256), np.uint32)
     for at in range(each):
@@ -132,7 +132,7 @@ def huffman_encode(symbols, room):
     _choose_lengths(counts, size, np.empty(256, np.int64), weights, leaves)
     _assign_codes(size, codes)
 
-    # The counts of each quarter say beforehand where its stream ends.
+    # The counts of each quarter give the end of its stream in advance.
     ends, at = np.empty(_STREAMS, np.int64), _AT
     rest = symbols.size - _STREAMS * each
     lengths = np.empty(_STREAMS, np.int64)
@@ -181,7 +181,7 @@ def huffman_encode(symbols, room):
 
 @njit(nogil=True)
 def _fill_table(size, codes, table):
-    """Fill the table (uint32 ``[4096]``) of what the next 12 bits hold: one to three symbols, all whose codes fit.
+    """Fill the table (uint32 ``[4096]``) that maps 12 bits to the one to three symbols whose codes they contain.
 
     An entry is ``bits + symbols * 2^6 + first * 2^8 + second * 2^16 + third * 2^24``.
     """
@@ -204,9 +204,9 @@ def _fill_table(size, codes, table):
 
 @njit(nogil=True)
 def _take(entry, bits, out, at, used):
-    """Write the symbols of an entry, and zeros up to the fourth; return what then is left and where the next go.
+    """Write the symbols of an entry, and zeros up to the fourth; return the remaining bits and the next place.
 
-    ``used`` adds up whole entries, whose lowest six bits add up to the bits taken: four times 12 stay below 64.
+    ``used`` is a sum of whole entries. Its lowest six bits are the number of bits taken, at most four times 12.
     """
     _store_half(out, at, entry >> _u32(8))
     return bits >> _u64(entry & _u32(63)), at + _u64((entry >> _u32(6)) & _u32(3)), _u32(used + entry)
@@ -214,7 +214,7 @@ def _take(entry, bits, out, at, used):
 
 @njit(nogil=True)
 def _decode_rest(body, table, size, out, at, stop, place, end, area):
-    """Decode all that is left of a stream that ends at ``end``; tell whether it ends where it must."""
+    """Decode the rest of a stream; return whether it ends at byte ``end``, filled up with zeros."""
     while at + _TURN_SYMBOLS < stop and place + _TURN_BITS <= 8 * area:
         bits, used, here = _load(body, place >> 3) >> _u64(place & 7), _u32(0), _u64(at)
         for _ in range(_LOOKS):
@@ -235,7 +235,7 @@ def _decode_rest(body, table, size, out, at, stop, place, end, area):
 
 @njit(nogil=True, cache=True)
 def huffman_decode(body, out):
-    """Invert :func:`huffman_encode`; return 0, or the key in ``REFUSALS`` of what is wrong."""
+    """Invert :func:`huffman_encode`; return 0, or the key in ``REFUSALS`` of a fault."""
     each = out.size // _STREAMS
     rest = out.size - _STREAMS * each
     if body.size < _AT + _PAD + rest:
@@ -260,8 +260,8 @@ def huffman_decode(body, out):
     q0, q1, q2, q3 = _i64(8 * _AT), 8 * ends[0], 8 * ends[1], 8 * ends[2]
     c0, c1, c2, c3 = _u64(0), _u64(each), _u64(2 * each), _u64(3 * each)
     while True:
-        # A turn takes at most 48 bits and 12 symbols, and writes one more, which must be of the same stream; loads
-        # reach 8 bytes, which the padding bears.
+        # A turn takes at most 48 bits and 12 symbols. It overwrites one more symbol, which must be of the same stream,
+        # and loads up to 8 bytes too many, which are padding.
         space = min(
             min(each - _i64(c0), 2 * each - _i64(c1)), min(3 * each - _i64(c2), 4 * each - _i64(c3))
         )  # fmt: skip

@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, misc, untyped-decorator"
-"""Compiled rANS coding. The loops keep within bounds; *bodies* do the arithmetic on whole rows.
+"""Compiled rANS coding, with plain bodies. Loops check bounds; *bodies* do the arithmetic on whole rows.
 
-The type of the first argument chooses the bodies: ``None`` plain ones; explicit vectors for ``True`` (encoder) or for
-one of ``Expanded``, ``Widened`` and ``Picked`` of ``rans_simd.py`` (decoder).
-A body may read or write 128 words a row: a driver hands it as many rows as surely fit, and again what is left.
+The type of the first argument chooses the bodies: plain ones for ``None``, explicit vectors for ``True`` (encoder) or
+for one of ``Expanded``, ``Widened`` and ``Picked`` of ``rans_simd.py`` (decoder). A body may read or write 128 words
+for each row: a loop passes as many rows as certainly fit, and repeats this for the rest.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from gradwire.kernels.entropy import tables as rans_tables
 from gradwire.kernels.numba_core.compiled import copy_into, either
 from gradwire.kernels.numba_core.vectors import prefer_wide
 
-# Of all that this is compiled from, so that Numba drops what it kept when that changes (``make digests``).
+# Digest of the sources of the compiled code: ``make digests`` rewrites it, so that Numba drops outdated code.
 DIGEST = "62c30611be0ca322"
 
 
@@ -25,7 +25,7 @@ _u8, _u32, _u64, _i64 = np.uint8, np.uint32, np.uint64, np.int64
 
 _LANES, _ROW_BYTES, _SLACK, _STATE_BYTES = 128, 256, 32, 512
 _TABLE_AT, _FIXED = 8, 8 + 32 + 512
-_TILE = 64  # rows decoded before escapes are put in: 8 KiB, still in the L1 cache
+_TILE = 64  # rows decoded before escapes are filled in: 8 KiB, still in the L1 cache
 _choose_frequencies = njit(nogil=True)(rans_tables.choose_frequencies)
 _read_frequencies = njit(nogil=True)(rans_tables.read_frequencies)
 _sample_step = njit(nogil=True)(rans_tables.sample_step)
@@ -41,7 +41,7 @@ def plain_decode_rows(form, data, stop, rows, table, states, out, first):
             state = states[lane]
             entry = table[_u64(state & _u32(4095))]
             bias = (entry >> _u32(8)) & _u32(4095)
-            # Numba widens products of 32 bits: cast back, so that the compiler need not.
+            # Numba widens products of 32 bits: cast back at each step.
             new = _u32(_u32(_u32(entry >> _u32(20)) * _u32(state >> _u32(12))) + bias)
             word = _u32(data[place - _u64(2)]) | _u32(data[place - _u64(1)]) << _u32(8)
             short = new < _u32(1 << 16)
@@ -101,7 +101,7 @@ _match_row = either(plain_match_row, rans_simd.match_row)
 @njit(nogil=True)
 def histogram(symbols, step, counts):
     """Count every ``step``-th row of 128 symbols, up to the last whole one, in ``counts`` (int64 ``[256]``)."""
-    parts = np.zeros((4, 256), np.uint32)  # four, since adding to one counter twice running waits for memory
+    parts = np.zeros((4, 256), np.uint32)  # four, since two additions in a row to one counter wait for memory
     for row in range(0, symbols.size // _LANES, step):
         block = symbols[_LANES * row : _LANES * (row + 1)]
         for lane in range(0, _LANES, 4):
@@ -116,7 +116,7 @@ def histogram(symbols, step, counts):
 
 @njit(nogil=True, cache=True)
 def rans_encode(variant, symbols, room):
-    """Write the body of ``symbols`` into ``room``; return its bytes, or -1 where it would not be shorter."""
+    """Write the body of ``symbols`` into ``room``; return its bytes, or -1 if it would not be shorter."""
     prefer_wide()
     rows = symbols.size // _LANES
     if room.size < _FIXED or rows == 0:
@@ -136,8 +136,8 @@ def rans_encode(variant, symbols, room):
         if frequencies[symbol] > 0:
             table[symbol] = _u32(frequencies[symbol] | start << 12)
             start += frequencies[symbol]
-        # For x below 2^20 f, the product with x is below 2^64 and at most x more than 2^44 x / f: less than 1 / f of
-        # 2^44, so that a shift by 44 gives floor(x / f).
+        # For x below 2^20 f, the product with x is below 2^64 and exceeds 2^44 x / f by at most x, less than 2^44 / f.
+        # So a shift by 44 gives floor(x / f).
         inverse[symbol] = _u64(1 << 44) // _u64(table[symbol] & _u32(4095)) + _u64(1)
 
     states, masks = np.full(_LANES, 1 << 16, np.uint32), np.empty(2 * rows, np.uint64)
@@ -172,7 +172,7 @@ def rans_encode(variant, symbols, room):
 
 @njit(nogil=True, cache=True)
 def rans_decode(variant, body, out):
-    """Invert :func:`rans_encode`; return 0, or the key in ``REFUSALS`` of what is wrong."""
+    """Invert :func:`rans_encode`; return 0, or the key in ``REFUSALS`` of a fault."""
     prefer_wide()
     rows = out.size // _LANES
     if body.size < _FIXED or rows == 0:
@@ -231,7 +231,7 @@ def rans_decode(variant, body, out):
 
 @njit(nogil=True)
 def _decode_last_row(body, begin, stop, table, states, out, first):
-    """Decode one row, looking at every word whether it is there; return where the words end, or -1."""
+    """Decode one row, checking before each word that it exists; return the end of the unread words, or -1."""
     for turn in range(_LANES):
         lane = _LANES - 1 - turn
         entry, state = np.int64(table[states[lane] & _u32(4095)]), np.int64(states[lane])

@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, misc, untyped-decorator"
-"""Explicit-vector bodies of the rANS coder. See ``rans_loops.py`` for who calls them.
+"""Explicit-vector bodies of the rANS coder. ``rans_loops.py`` calls them.
 
-A decoder hands the next words to those lanes that are short of one, which no two kinds of CPU do best in the same way:
-:class:`Expanded`, :class:`Widened` and :class:`Picked` are three forms of one decoder. No form gathers: table entries
-are scalar loads, see :meth:`Emitter.pick`.
+A decoder distributes the next words to the lanes that need one. The fastest way depends on the CPU, so there are three
+forms of the decoder: :class:`Expanded`, :class:`Widened` and :class:`Picked`. No form uses gathers: table entries are
+scalar loads, see :meth:`Emitter.pick`.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ _GROUPS = 8  # vectors of 16 lanes in a row
 
 
 class Expanded(NamedTuple):
-    """Expand words of 16 bits from memory: one instruction with AVX-512 VBMI2, a branch a lane without."""
+    """Expand words of 16 bits from memory: one instruction with AVX-512 VBMI2, else a branch for each lane."""
 
     vectors: bool = True
 
 
 class Widened(NamedTuple):
-    """Widen words to 32 bits and expand those, for which AVX-512F has an instruction."""
+    """Widen words to 32 bits and expand them, for which AVX-512F has an instruction."""
 
     vectors: bool = True
 
 
 class Picked(NamedTuple):
-    """Add up which lanes are short, and load each lane's word on its own: for vectors without an expansion."""
+    """Count the short lanes before each lane, and load its word by that index: for CPUs without an expansion."""
 
     vectors: bool = True
 
 
 def _next_words(e: Emitter, form: Any, pointer: Any, short: Any) -> Any:
-    """Return the words from ``pointer`` on to the lanes that are short, in 32 bits; what others get is unspecified."""
+    """Distribute the words from ``pointer`` on to the short lanes, as 32 bits; other lanes are unspecified."""
     b, wide = e.b, vector(I32, e.lanes)
     if form is Expanded:
         return b.zext(e.expand_load(pointer, I16, short), wide)
     if form is Widened:
-        # By way of the stack, since LLVM expands from memory only. Behind the words lie the states, so that 16 of
-        # them can be read wherever one can.
+        # By way of the stack, since LLVM expands from memory only. The states follow the words, so that 16 words can
+        # be read wherever one can.
         room = cgutils.alloca_once(b, wide)
         b.store(b.zext(e.load(pointer, I16), wide), room)
         return e.expand_load(room, I32, short)
@@ -69,10 +69,11 @@ def _keep_states(e: Emitter, pointer: Any, states: list[Any]) -> None:
 
 @intrinsic
 def decode_rows(typing_context, form, data, stop, rows, table, states, out, first):
-    """Decode ``rows`` rows to ``out[first:]``; return where the words not yet read end (``stop``: all of them).
+    """Decode ``rows`` rows to ``out[first:]``; return the end of the words that are not yet read.
 
     ``form`` is :class:`Expanded`, :class:`Widened` or :class:`Picked`. ``table`` (uint32 ``[4096]``) holds
-    ``f * 2^20 + (slot - start) * 2^8 + symbol``. At least 128 words a row lie before ``stop``, and 32 bytes behind it.
+    ``f * 2^20 + (slot - start) * 2^8 + symbol``. At least 128 words for each row precede
+    ``stop``, and 32 bytes follow it.
     """
     chosen = form.instance_class
 
@@ -109,11 +110,11 @@ def decode_rows(typing_context, form, data, stop, rows, table, states, out, firs
 
 @intrinsic
 def encode_rows(typing_context, symbols, first, rows, table, inverse, states, out, at, masks):
-    """Encode ``rows`` rows from ``symbols[first]`` on, the last one first, to ``out[at:]``; return where it ends.
+    """Encode ``rows`` rows from ``symbols[first]`` on, the last one first, to ``out[at:]``; return its end.
 
     ``table`` (uint32 ``[256]``) holds ``rare * 2^31 + start * 2^12 + f``, ``inverse`` (uint64 ``[256]``)
-    ``floor(2^44 / f) + 1``, which plain loops divide by; ``masks`` (uint64, two a row) gets the lanes that are rare.
-    ``out`` has room for 128 words a row and 32 bytes more.
+    ``floor(2^44 / f) + 1``, by which plain loops divide. ``masks`` (uint64, two for each row) gets the lanes of rare
+    symbols. ``out`` has room for 128 words for each row and 32 bytes more.
     """
 
     def codegen(context, builder, signature, arguments):
@@ -141,7 +142,7 @@ def encode_rows(typing_context, symbols, first, rows, table, inverse, states, ou
                 full = b.icmp_unsigned(">=", state, e.shift_left(f, 20))
                 spilled.append((state, full))
                 state = b.select(full, e.shift_right(state, 16), state)
-                # Below 2^20, the float quotient is off by 0.13 at most: 0.2 less rounds to it or to one less.
+                # The float quotient, below 2^20, is off by at most 0.13: less 0.2, it gives the quotient or one less.
                 ratio = b.fdiv(b.uitofp(state, vector(F32, e.lanes)), b.uitofp(f, vector(F32, e.lanes)))
                 quotient = b.fptosi(b.fsub(ratio, e.constant(0.2, F32)), vector(I32, e.lanes))
                 remainder = b.sub(state, b.mul(quotient, f))
@@ -164,7 +165,7 @@ def encode_rows(typing_context, symbols, first, rows, table, inverse, states, ou
 
 @intrinsic
 def match_row(typing_context, data, at, value):
-    """Tell which of the 64 bytes from ``data[at]`` on equal ``value``, as bits."""
+    """Return a mask of the 64 bytes from ``data[at]`` on that equal ``value``."""
 
     def codegen(context, builder, signature, arguments):
         b, e = builder, Emitter(builder, 64)

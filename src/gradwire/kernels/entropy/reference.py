@@ -1,4 +1,4 @@
-"""The coders in NumPy and Python integers: slow, clear, and what the compiled backends are tested against."""
+"""The reference of the coders in NumPy and Python integers: slow and clear; it defines the bytes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FIXED_BYTES = 8 + tables.BITMAP_BYTES + STATE_BYTES
 
 
 class ReferenceRans:
-    """Interleaved rANS (Duda, "Asymmetric numeral systems", arXiv:1311.2540), 128 lanes a row."""
+    """Interleaved rANS (Duda, "Asymmetric numeral systems", arXiv:1311.2540), 128 lanes for each row."""
 
     coder = "rans"
     backend = "reference"
@@ -105,7 +105,7 @@ def _in_order(frequencies: Integers) -> Integers:
 
 
 def _starts(frequencies: Integers) -> Integers:
-    """Return the first slot of each symbol and, at 256, of the escape, which comes first."""
+    """Return the first slot of each symbol and, at 256, of the escape, whose slots precede all others."""
     before = np.cumsum(_in_order(frequencies)) - _in_order(frequencies)
     return np.concatenate([before[1:], before[:1]])
 
@@ -180,5 +180,5 @@ class ReferenceHuffman:
 
 
 def reference_body(coder: str) -> Body:
-    """Make the reference's body of a coder."""
+    """Return the reference's body of a coder."""
     return ReferenceRans() if coder == "rans" else ReferenceHuffman()

@@ -1,8 +1,8 @@
-"""Which variants of a coder's parts serve on this machine: those that agree with the reference, of them the fastest.
+"""Entropy coders by name, and the choice of their parts: of the variants that agree with the reference, the fastest.
 
-What is fast does not follow from the instruction set alone: an expansion of 16-bit words that one CPU has as an
-instruction is sixteen branches on another, and then takes six times as long. So all are timed, once on a machine: times
-are kept beside the compiled code. What they choose is compared with the reference in every process.
+Speed does not follow from the instruction set alone: an expansion of 16-bit words that is one instruction on one CPU is
+sixteen branches on another, and then takes six times as long. So all variants are timed once on a machine, and times
+are stored beside the compiled code. The chosen variants are compared with the reference in every process.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from gradwire.kernels.entropy.base import CODERS, PARTS, SCALAR, VARIANTS, Body,
 from gradwire.kernels.entropy.reference import reference_body
 
 SAMPLE = 1 << 16
-"""Bytes that are coded for a time: some dozens of microseconds."""
+"""Bytes that are coded for a measurement, which takes some dozens of microseconds."""
 
 TURNS = 9
 
@@ -34,11 +34,11 @@ Times: TypeAlias = Mapping[str, Mapping[str, float]]
 
 @dataclass(frozen=True)
 class Selected:
-    """What serves, and why.
+    """The chosen variants, and the times by which they were chosen.
 
     Attributes:
-        variants: One for each part.
-        ns_per_byte: By part and variant, of those that compile here and agree with the reference.
+        variants: The variant of each part.
+        ns_per_byte: Times by part and variant, for variants that compile here and agree with the reference.
     """
 
     variants: Variants
@@ -51,10 +51,10 @@ def select(coder: str, scalar: bool = True) -> Selected:
 
     Args:
         coder: "rans" or "huffman".
-        scalar: Whether plain loops may serve where a part has explicit vectors, too.
+        scalar: True if plain loops may be chosen for a part that also has explicit vectors.
 
     Raises:
-        BackendError: numba is not installed, or no variant of a part serves.
+        BackendError: numba is not installed, or no variant of a part compiles and agrees.
     """
     times = _allowed(_measured(coder), scalar)
     missing = [part for part in PARTS if not times.get(part)]
@@ -65,7 +65,7 @@ def select(coder: str, scalar: bool = True) -> Selected:
 
 
 def _allowed(times: Times, scalar: bool) -> Times:
-    """Return the times without those of plain loops, where something else serves and they may not."""
+    """Return the times without those of plain loops, unless ``scalar``, or a part has no other variant."""
     return {
         part: {variant: s for variant, s in found.items() if scalar or variant != SCALAR or len(found) == 1}
         for part, found in times.items()
@@ -78,11 +78,11 @@ def _best(times: Times) -> Variants:
 
 @cache
 def _measured(coder: str) -> Times:
-    """Return the seconds of each variant that serves, by part: kept ones, if those that they choose still agree."""
+    """Return the seconds of each usable variant by part: stored ones, if the variants they choose still agree."""
     file, parts = default_file(), VARIANTS[coder]
     kept = read_times(file)
     times: Times = {part: kept.get(f"{coder} {part}", {}) for part in PARTS}
-    # A variant that failed is tried, and told of, again.
+    # Without times of all variants they are measured anew, so that a failing variant is reported again.
     if all(set(times[part]) == set(parts[part]) for part in PARTS):
         chosen = {_best(_allowed(times, scalar)) for scalar in (True, False)}
         if all(_refusal(coder, variants) is None for variants in chosen):
@@ -93,7 +93,7 @@ def _measured(coder: str) -> Times:
 
 
 def measure(coder: str) -> Times:
-    """Time the variants of a coder's parts; those that do not serve are left out, with a warning.
+    """Time the variants of a coder's parts; those that fail are left out, with a warning.
 
     Raises:
         BackendError: numba is not installed.
@@ -102,7 +102,7 @@ def measure(coder: str) -> Times:
 
 
 def variant_calls(coder: str) -> dict[str, dict[str, Callable[[], object]]]:
-    """Return, by part and variant, the work whose time decides; variants that do not serve are left out aloud."""
+    """Return the functions to time by part and variant; variants that fail are left out, with a warning."""
     from gradwire.kernels.entropy.cpu import compiled_body
 
     plain = Variants(SCALAR, SCALAR, SCALAR)
@@ -123,31 +123,31 @@ def variant_calls(coder: str) -> dict[str, dict[str, Callable[[], object]]]:
 
 
 def _refusal(coder: str, variants: Variants) -> str | None:
-    """Explain why variants cannot serve, or None."""
+    """Return why variants cannot be used, or None if they can."""
     from gradwire.kernels.entropy.cpu import compiled_body
 
     try:
         return None if agrees(SectionCoder(compiled_body(coder, variants))) else "its results differ from the reference"
     except BackendError:
         raise
-    except Exception as error:  # whatever the compiler raises on a machine we have not seen
+    except Exception as error:  # a compiler may raise any type on an unknown machine
         return f"its code does not compile: {type(error).__name__}: {error}"
 
 
 def fastest(calls: Mapping[str, Callable[[], object]], turns: int = TURNS) -> dict[str, float]:
-    """Return the seconds of each call: the least of several turns, in each of which every call comes once."""
+    """Return the seconds of each call: the least over turns, each of which makes every call once."""
     least = {name: float("inf") for name in calls}
     for turn in range(turns + 1):
         for name, call in calls.items():
             began = time.perf_counter()
             call()
-            if turn:  # the first touches memory and caches
+            if turn:  # the first turn warms memory and caches
                 least[name] = min(least[name], time.perf_counter() - began)
     return least
 
 
 def time_coders(coders: Mapping[str, Coder], symbols: torch.Tensor, turns: int = TURNS) -> dict[str, float]:
-    """Return the seconds that each coder takes to encode ``symbols`` (uint8 ``[n]``) and to decode them again."""
+    """Return the seconds of each coder to encode ``symbols`` (uint8 ``[n]``) and decode them."""
     calls: dict[str, Callable[[], object]] = {}
     for name, coder in coders.items():
         room, back = torch.empty(coder.bound(len(symbols)), dtype=torch.uint8), torch.empty_like(symbols)
@@ -159,7 +159,7 @@ def time_coders(coders: Mapping[str, Coder], symbols: torch.Tensor, turns: int =
 
 
 def agrees(coder: SectionCoder) -> bool:
-    """Return whether a coder writes the reference's bytes of a small case with rare symbols, and reads them again."""
+    """Return whether a coder writes the reference's bytes for a small case with rare symbols, and decodes them."""
     symbols, expected = _small_case(coder.name)
     out, back = torch.empty(coder.bound(len(symbols)), dtype=torch.uint8), torch.empty_like(symbols)
     section = out[: coder.encode(symbols, out)]
@@ -179,7 +179,7 @@ def _small_case(coder: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 @cache
 def _sample() -> Bytes:
-    """Make bytes as five trits of a Gaussian clipped at 2.5 deviations make them: 6 bits each."""
+    """Return bytes of five trits of a Gaussian clipped at 2.5 deviations, with an entropy of 6 bits each."""
     uniform = torch.rand((SAMPLE, 5), generator=torch.Generator().manual_seed(0))
     digits = (uniform < 0.16).to(torch.uint8) + (uniform < 0.84).to(torch.uint8)
     joined: Bytes = (digits * torch.tensor([1, 3, 9, 27, 81], dtype=torch.uint8)).sum(1, dtype=torch.uint8).numpy()
@@ -201,13 +201,14 @@ CODER_BACKENDS = ("auto", "reference", "cpu", "cpu-plain")
 
 @cache
 def get_coder(name: str, backend: str = "auto") -> Coder:
-    """Return an entropy coder; the same object for the same arguments. It may be used by several threads at once.
+    """Return an entropy coder; the same object for the same arguments. Several threads may use it at once.
 
     Args:
-        name: ``rans`` (within a percent of the entropy from some hundred thousand symbols of 2.5 bits and more on) or
-            ``huffman`` (at least a bit a symbol, mostly up to seven percent above the entropy, but fast on any CPU).
+        name: ``rans`` (within a percent of the entropy for some hundred thousand symbols of at least 2.5 bits) or
+            ``huffman`` (at least one bit for each symbol, usually up to seven percent above the entropy, but fast on
+            any CPU).
         backend: ``reference`` (NumPy), ``cpu`` (Numba with explicit vectors), ``cpu-plain`` (Numba without) or
-            ``auto``: of the parts of ``cpu`` and ``cpu-plain``, the fastest that agree with ``reference``; see
+            ``auto``: for each part, the fastest of ``cpu`` and ``cpu-plain`` that agrees with ``reference``; see
             :func:`gradwire.kernels.entropy.select.select`.
 
     Raises:
@@ -226,7 +227,7 @@ def get_coder(name: str, backend: str = "auto") -> Coder:
     _known("coder backend", backend, CODER_BACKENDS)
     if backend == "reference":
         return SectionCoder(reference_body(name))
-    # Imported here: numba takes half a second, and whoever asks for the reference need not have it.
+    # Imported here: Numba takes half a second to import, and the reference does not need it.
     from gradwire.kernels.entropy.cpu import compiled_body
 
     if backend == "cpu-plain":

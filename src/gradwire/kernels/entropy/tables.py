@@ -1,7 +1,7 @@
-"""Frequencies of the rANS coder: how they are chosen, written and read.
+"""Tables of the coders: rANS frequencies and Huffman code lengths, how they are chosen, written and read.
 
-Plain integer arithmetic on arrays, so that one source serves the reference as it stands and the compiled backends.
-Indices: 0 to 255 are symbols, 256 is the escape.
+The functions do plain integer arithmetic on arrays, so that the reference calls them as they are, and the compiled
+backends compile them. Of the indices of frequencies, 0 to 255 are symbols, 256 is the escape.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ BITMAP_BYTES = 32
 
 
 def sample_step(symbols: int) -> int:
-    """Of how many rows of 128 symbols one is counted: 1 below 2^17 symbols, 16 from 2^20 on.
+    """Return the step between counted rows of 128 symbols: 1 below 2^17 symbols, 16 from 2^20 on.
 
-    From 2^16 samples the 256 frequencies are off by so little that coding by them costs some 256 / (2 ln 2 * 2^16)
-    = 0.003 bits a symbol; what the sample lacks is escaped.
+    With at least 2^16 samples, the errors of 256 frequencies cost about 256 / (2 ln 2 * 2^16) = 0.003 bits for each
+    symbol. Symbols that are not in the sample are escaped.
     """
     return min(16, max(1, symbols >> 16))
 
@@ -29,10 +29,10 @@ def sample_step(symbols: int) -> int:
 def choose_frequencies(counts: Any, frequencies: Any) -> None:
     """Turn ``counts`` (int64 ``[256]``) into ``frequencies`` (int64 ``[257]``) that sum to 4096.
 
-    A symbol rarer than 1 in 8192 is not listed (frequency 0): its own slot would take more from the others than its
-    escapes cost. With ``C_k`` the counts of the listed symbols up to the k-th, then of all others together, the k-th
-    frequency is ``max(1, floor(4096 C_k / C) - floor(4096 C_{k-1} / C))``; what the ``max`` gave too much is taken
-    from the largest, a sixteenth of it at a time.
+    A symbol rarer than 1 in 8192 is not listed (frequency 0), since a slot for it would cost the others more than its
+    escapes do. With ``C_k`` the sum of counts of the listed symbols up to the k-th, and of all other symbols last, the
+    k-th frequency is ``max(1, floor(4096 C_k / C) - floor(4096 C_{k-1} / C))``. The excess that ``max`` causes is
+    taken from the largest frequency, a sixteenth of it at a time.
     """
     total, rare, unlisted = 0, 0, 0
     for symbol in range(256):
@@ -63,7 +63,7 @@ def choose_frequencies(counts: Any, frequencies: Any) -> None:
 
 
 def write_frequencies(frequencies: Any, out: Any, at: int) -> int:
-    """Write the bitmap and the half bytes to ``out[at:]``; return the end, or -1 where ``out`` has no room."""
+    """Write the bitmap and the half bytes to ``out[at:]``; return their end, or -1 if ``out`` is too short."""
     if at + BITMAP_BYTES + 514 > len(out):
         return -1
     for octet in range(BITMAP_BYTES):
@@ -93,7 +93,7 @@ def write_frequencies(frequencies: Any, out: Any, at: int) -> int:
 
 
 def read_frequencies(data: Any, at: int, stop: int, frequencies: Any) -> bool:
-    """Read what :func:`write_frequencies` wrote to ``data[at:stop]``; tell whether it is valid and ends there."""
+    """Invert :func:`write_frequencies` for ``data[at:stop]``; return whether it is valid and ends at ``stop``."""
     if stop - at < BITMAP_BYTES:
         return False
     listed = 0
@@ -138,14 +138,14 @@ def choose_lengths(counts: Any, lengths: Any, order: Any, weights: Any, leaves: 
     """Find code ``lengths`` (int64 ``[256]``) of at most 11 that code ``counts`` (int64 ``[256]``) in the fewest bits.
 
     Package-merge (Larmore and Hirschberg, "A fast algorithm for optimal length-limited Huffman codes", JACM 1990):
-    each of 11 lists holds the symbols and, in pairs, the list before; the ``2 m - 2`` lightest of the last list are
-    taken, and a symbol's length is how often it is among what was taken. Of equals, the smaller symbol and then the
-    single one goes first. At least two counts are positive.
+    each of 11 lists holds the symbols and pairs of items of the list before. The ``2 m - 2`` lightest items of the last
+    list are taken, and the length of a symbol is the number of times that they contain it. Of equal weights, the
+    smaller symbol comes first, and a single symbol before a pair. At least two counts are positive.
 
     Args:
-        order: scratch, int64 ``[256]``.
-        weights: scratch, int64 ``[2, 512]``.
-        leaves: scratch, uint8 ``[11, 512]``: which items of each list are single symbols.
+        order: Scratch memory, int64 ``[256]``.
+        weights: Scratch memory, int64 ``[2, 512]``.
+        leaves: Scratch memory, uint8 ``[11, 512]``: marks items that are single symbols, for each list.
     """
     used = 0
     for symbol in range(256):
@@ -185,7 +185,7 @@ def choose_lengths(counts: Any, lengths: Any, order: Any, weights: Any, leaves: 
 
 
 def assign_codes(lengths: Any, codes: Any) -> bool:
-    """Return each symbol its canonical code (int64 ``[256]``), bits reversed; tell whether the lengths fill the code.
+    """Write each symbol's canonical code (int64 ``[256]``), bits reversed; return whether the code is complete.
 
     Example:
         >>> lengths, codes = np.zeros(256, np.int64), np.zeros(256, np.int64)
@@ -213,7 +213,7 @@ def write_lengths(lengths: Any, out: Any, at: int) -> None:
 
 
 def read_lengths(data: Any, at: int, lengths: Any) -> bool:
-    """Read the lengths; tell whether none is too large and there are two at least."""
+    """Read the lengths; return whether none is too large and at least two are not zero."""
     used = 0
     for symbol in range(256):
         length = (np.int64(data[at + (symbol >> 1)]) >> (4 * (symbol & 1))) & 15

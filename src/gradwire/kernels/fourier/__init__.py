@@ -1,1 +1,1 @@
-"""Discrete Fourier transforms of blocks of real elements, and back."""
+"""The family ``fourier``: discrete Fourier transforms of blocks of real elements."""

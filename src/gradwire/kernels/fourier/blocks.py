@@ -1,4 +1,4 @@
-"""Blocks that are transformed one by one, where their coefficients lie, and the roots of unity of all of them."""
+"""The table of blocks that are transformed one by one, the places of their coefficients, and roots of unity."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from gradwire.kernels.table import SegmentTable
 
 
 class FourierColumns(NamedTuple):
-    """A :class:`FourierTable`, as compiled code takes it: in one object.
+    """A :class:`FourierTable`, as one argument of compiled code.
 
-    A row a block, but that ``cos`` and ``sin`` hold cos(pi j / h) and sin(pi j / h) at h + j, for 0 <= j < h and h a
-    power of two, and ``order`` the places of half a block of the largest size in bit-reversed order.
+    Columns have one row for each block, except three: ``cos`` and ``sin`` hold cos(pi j / h) and sin(pi j / h) at
+    h + j, for 0 <= j < h and powers of two h; ``order`` holds the bit-reversed order of half a block of the largest
+    size.
     """
 
     offset: npt.NDArray[np.int64]
@@ -33,25 +34,25 @@ class FourierColumns(NamedTuple):
 class FourierTable:
     """Whole parameters cut into blocks of powers of two, and a vector of the coefficients of all blocks.
 
-    A parameter's blocks have ``size`` elements; what is left at its end is cut by its binary digits, the largest block
-    first: 4096 + 300 elements are blocks of 4096, 256, 32, 8 and 4. So there are as many coefficients as elements, and
-    none stands for elements that the parameter lacks.
+    The blocks of a parameter have ``size`` elements. The rest at its end is cut by its binary digits, the largest block
+    first: 4096 + 300 elements are blocks of 4096, 256, 32, 8 and 4. So there are as many coefficients as elements,
+    without any padding.
 
-    The coefficients of a parameter begin where those of the parameter before end: first the real ones of all its
-    blocks, of the frequencies 0 and b / 2 (a block of one element has one), and then the pairs of all its blocks, the
-    real and the imaginary part of each of the frequencies 1 to b / 2 - 1.
+    The coefficients of a parameter follow those of the parameter before. First come the real ones of all its blocks, of
+    the frequencies 0 and b / 2 (a block of one element has one), then the pairs of all its blocks: the real and the
+    imaginary part of each of the frequencies 1 to b / 2 - 1.
 
     Args:
         offset, numel: First element and number of elements of each parameter; they ascend and do not overlap.
         size: A power of two, 256 to 32768.
 
     Attributes:
-        blocks: Their number.
-        coordinates: Of all blocks, as many as elements.
-        extent: Elements that the vector must have at least.
+        blocks: Number of blocks.
+        coordinates: Number of coefficients of all blocks, as many as elements.
+        extent: Number of elements that the vector must have at least.
         place: First coefficient of each parameter, int64 ``[parameters]``.
-        reals: Real coefficients of each parameter, int64 ``[parameters]``; the others are pairs.
-        columns: What compiled code takes.
+        reals: Number of real coefficients of each parameter, int64 ``[parameters]``; the others are pairs.
+        columns: The table as one argument of compiled code.
 
     Raises:
         HyperparameterError: ``size`` is no such power of two, or parameters overlap or descend.
@@ -106,7 +107,7 @@ def block_sizes(numel: int, size: int) -> list[int]:
 
 
 def bit_reversed(count: int) -> npt.NDArray[np.int64]:
-    """Return 0 to ``count - 1``, a power of two of numbers, with the order of their binary digits reversed.
+    """Return 0 to ``count - 1`` with their binary digits reversed; ``count`` is a power of two.
 
     Example:
         >>> bit_reversed(8).tolist()
@@ -119,7 +120,7 @@ def bit_reversed(count: int) -> npt.NDArray[np.int64]:
 
 
 def _within(counts: npt.NDArray[np.int64], segment: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Return for each block the sum of the counts of those before it in its segment."""
+    """Return for each block the sum of the counts of earlier blocks of its segment."""
     before = np.cumsum(counts) - counts
     first = np.searchsorted(segment, segment)
     return before - before[first]
@@ -129,9 +130,9 @@ def _within(counts: npt.NDArray[np.int64], segment: npt.NDArray[np.int64]) -> np
 def _roots(size: int) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
     """Return cos(pi j / h) and sin(pi j / h) at h + j, for h = 1, 2, 4, ... size / 2 and 0 <= j < h.
 
-    Half of each angle is found by adding the unit vectors at its sides and dividing by the length of the sum. These are
-    additions, products, quotients and square roots in float64, which IEEE 754 rounds alike on every machine; the sines
-    of its mathematical library may differ in the last bit.
+    Angles are halved by adding the unit vectors of their two sides and dividing by the length of the sum. IEEE 754
+    rounds these float64 operations identically on every machine, whereas the sines of mathematical libraries may differ
+    in the last bit.
     """
     points = np.array([[1.0, 0.0, -1.0], [0.0, 1.0, 0.0]])
     levels = [np.array([[0.0], [0.0]]), points[:, :1]]

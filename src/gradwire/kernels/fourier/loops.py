@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, misc, untyped-decorator"
-"""Compiled loops of Fourier transforms. See ``ternary/loops.py`` for the rules.
+"""Compiled loops of Fourier transforms. ``ternary/loops.py`` states the rules.
 
-LLVM makes vectors of all loops over neighbours by itself. Steps between values that lie fewer than sixteen apart are
-done on the transposed matrix of rows of sixteen, in which they are steps between whole rows.
+LLVM vectorises all loops over neighbours, so there are no explicit vectors. Steps between values fewer than sixteen
+apart are done on the transposed matrix of rows of sixteen, where they are steps between whole rows.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from gradwire.kernels.numba_core.compiled import Compiled, kept
 from gradwire.kernels.numba_core.vectors import prefer_wide
 from gradwire.kernels.table import LANES
 
-# Of all that this is compiled from: what Numba keeps on disk is kept under this name (``make digests``).
+# Digest of the sources of the compiled code, and part of its name in Numba's cache; ``make digests`` writes it.
 DIGEST = "df4a20e4ce4045de"
 
 
@@ -22,7 +22,7 @@ _f32 = np.float32
 
 
 class FourierLoops(Compiled):
-    """The operations of Fourier transforms."""
+    """The operations of the family ``fourier``, compiled."""
 
     def fourier(self, x, table, z):
         values, out = x.numpy(), z.numpy()
@@ -75,7 +75,7 @@ def _times_conjugate(re, im, cos, sin):
 
 @njit(nogil=True)
 def _times_one(re, im, cos, sin):
-    """Multiply complex numbers by one root, or with ``-sin`` by its conjugate."""
+    """Multiply complex numbers by one root, or, given ``-sin``, by its conjugate."""
     for j in range(re.size):
         product = _f32(_f32(re[j] * cos) - _f32(im[j] * sin))
         im[j] = _f32(_f32(im[j] * cos) + _f32(re[j] * sin))
@@ -93,7 +93,7 @@ def _transpose(x, rows, columns, out):
 
 @njit(nogil=True)
 def _apart(re, im, table, h, backward):
-    """Do a step between values h apart, h at least sixteen or half of all."""
+    """Do a step between values h apart, where h is at least sixteen, or half of all values."""
     cos, sin = _run(table.cos, h, h), _run(table.sin, h, h)
     for first in range(0, re.size, 2 * h):
         ur, ui, vr, vi = _run(re, first, h), _run(im, first, h), _run(re, first + h, h), _run(im, first + h, h)
@@ -124,7 +124,7 @@ def _near(re, im, table, h, lanes, backward):
 
 @njit(nogil=True)
 def _places(table, half, size, lanes, places):
-    """Write where each of ``half`` frequencies lies in the transposed matrix."""
+    """Write the place in the transposed matrix of each of ``half`` frequencies."""
     length = half // lanes
     more = (size // 2) // half
     for k in range(half):
@@ -134,7 +134,7 @@ def _places(table, half, size, lanes, places):
 
 @njit(nogil=True)
 def _transform(x, re, im, ordered_re, ordered_im, table, places):
-    """Transform x / b as complex numbers; the results are in order of frequencies in ``ordered``."""
+    """Transform x / b as complex numbers; ``ordered_re`` and ``ordered_im`` get the results by frequency."""
     half = re.size
     lanes = min(LANES, half)
     factor = _f32(1.0 / (2 * half))
@@ -155,7 +155,7 @@ def _transform(x, re, im, ordered_re, ordered_im, table, places):
 
 @njit(nogil=True)
 def _transform_back(re, im, ordered_re, ordered_im, table, places):
-    """Transform ``ordered`` frequencies back to complex numbers in ``re`` and ``im``."""
+    """Transform the results of :func:`_transform` back to complex numbers in ``re`` and ``im``."""
     half = re.size
     lanes = min(LANES, half)
     for k in range(half):
@@ -174,7 +174,7 @@ def _transform_back(re, im, ordered_re, ordered_im, table, places):
 
 @njit(nogil=True)
 def _reversed(x, out):
-    """Write x to ``out``, its last element first."""
+    """Write x to ``out`` in reverse order."""
     last = x.size - 1
     for k in range(x.size):
         out[k] = x[last - k]
@@ -182,7 +182,7 @@ def _reversed(x, out):
 
 @njit(nogil=True)
 def _separate(pr, pi, qr, qi, cos, sin, out):
-    """Write the pairs of a block from its half transform at the frequencies k (p) and half - k (q)."""
+    """Write the pairs of a block, given its half transform at the frequencies k (p) and half - k (q)."""
     half = _f32(0.5)
     for k in range(pr.size):
         er, ei = _f32(half * _f32(pr[k] + qr[k])), _f32(half * _f32(pi[k] - qi[k]))
@@ -193,7 +193,7 @@ def _separate(pr, pi, qr, qi, cos, sin, out):
 
 @njit(nogil=True)
 def _join_real(pr, pi, qr, qi, cos, sin, out):
-    """Write the real parts of a half transform from the pairs at the frequencies k (p) and half - k (q)."""
+    """Write the real parts of a half transform, given the pairs at the frequencies k (p) and half - k (q)."""
     for k in range(pr.size):
         dr, di = _f32(pr[k] - qr[k]), _f32(pi[k] + qi[k])
         out[k] = _f32(_f32(pr[k] + qr[k]) - _f32(_f32(dr * sin[k]) + _f32(di * cos[k])))
@@ -201,7 +201,7 @@ def _join_real(pr, pi, qr, qi, cos, sin, out):
 
 @njit(nogil=True)
 def _join_imaginary(pr, pi, qr, qi, cos, sin, out):
-    """Write the imaginary parts of a half transform from the pairs at the frequencies k (p) and half - k (q)."""
+    """Write the imaginary parts of a half transform, given the pairs at the frequencies k (p) and half - k (q)."""
     for k in range(pr.size):
         dr, di = _f32(pr[k] - qr[k]), _f32(pi[k] + qi[k])
         out[k] = _f32(_f32(pi[k] - qi[k]) + _f32(_f32(dr * cos[k]) - _f32(di * sin[k])))

@@ -1,4 +1,4 @@
-"""Fourier transforms of blocks and back, sums in a stated order."""
+"""Fourier transforms of blocks and back: checked operations, defined in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from gradwire.kernels.front import Front, check_vector
 
 
 class FourierOperations(Front):
-    """The family ``fourier``.
+    """The operations of the family ``fourier``.
 
     A block x of b real elements has the coefficients ``c_k = 1/b sum_j x_j e^(-2 pi i j k / b)``, so that
-    ``x_j = sum_k c_k e^(2 pi i j k / b)``. Since x is real, c_0 and c_{b/2} are, and c_{b-k} is the conjugate of c_k:
-    b real numbers tell the block. ``sqrt(b) c`` is the unitary transform.
+    ``x_j = sum_k c_k e^(2 pi i j k / b)``. Since x is real, c_0 and c_{b/2} are real, and c_{b-k} is the conjugate of
+    c_k: b real numbers determine the block. ``sqrt(b) c`` is the unitary transform.
 
-    All is float32; each product is rounded before it is added; sums are made in this order. Of x / b come b / 2 = m
-    complex numbers ``y_j = x_{2j} + i x_{2j+1}``. For h = m / 2, m / 4, ... 1 the values at j and j + h, j without the
-    bit h, become their sum, and their difference times ``w = e^(-pi i (j mod h) / h)``, which leaves the transform Y of
-    y at bit-reversed places. From Y at k and Y at m - k, with ``t = pi k / m``::
+    All numbers are float32, and each product is rounded before it is added. Sums are made in the following order. The
+    elements of x / b form m = b / 2 complex numbers ``y_j = x_{2j} + i x_{2j+1}``. For h = m / 2, m / 4, ... 1 the
+    values at j and j + h, j without the bit h, become their sum, and their difference times
+    ``w = e^(-pi i (j mod h) / h)``. The result is the transform Y of y at bit-reversed places. With Y at k and at
+    m - k, and ``t = pi k / m``::
 
         E = (Y_k + conj Y_{m-k}) / 2    D = (Y_k - conj Y_{m-k}) / 2
         c_k = (Re E + (Im D cos t - Re D sin t)) + i (Im E - (Re D cos t + Im D sin t))
 
-    and ``c_0, c_{b/2} = Re Y_0 +- Im Y_0``. The way back begins with ``E = c_k + conj c_{m-k}``,
+    and ``c_0, c_{b/2} = Re Y_0 +- Im Y_0``. The inverse begins with ``E = c_k + conj c_{m-k}``,
     ``D = c_k - conj c_{m-k}`` and ``Y_k = (Re E - (Re D sin t + Im D cos t)) + i (Im E + (Re D cos t - Im D sin t))``.
     Then, for h = 1, 2, ... m / 2, the value at j + h is multiplied by the conjugate of w, and the two become their sum
     and their difference.
@@ -36,7 +37,7 @@ class FourierOperations(Front):
     def fourier(self, x: torch.Tensor, table: FourierTable, z: torch.Tensor) -> None:
         """Write the coefficients of all blocks of ``x`` (float32) into ``z`` (float32 ``[coordinates]``).
 
-        A block with an element that is not finite has no finite coefficient.
+        If an element of a block is not finite, none of its coefficients is.
         """
         check_vector("x", x, torch.float32, table.extent, at_least=True)
         check_vector("z", z, torch.float32, table.coordinates)
@@ -45,7 +46,7 @@ class FourierOperations(Front):
             family.fourier(x.detach(), table, z)
 
     def inverse_fourier(self, z: torch.Tensor, table: FourierTable, x: torch.Tensor, accumulate: bool = False) -> None:
-        """Write the blocks with the coefficients ``z`` (float32 ``[coordinates]``) into ``x`` (float32), or add."""
+        """Write the blocks of the coefficients ``z`` (float32 ``[coordinates]``) into ``x`` (float32), or add them."""
         check_vector("x", x, torch.float32, table.extent, at_least=True)
         check_vector("z", z, torch.float32, table.coordinates)
         family = self._serve("fourier")
@@ -54,7 +55,7 @@ class FourierOperations(Front):
 
 
 Complex: TypeAlias = tuple[torch.Tensor, torch.Tensor]
-"""The real and the imaginary parts, since PyTorch may round a product of complex numbers otherwise."""
+"""Real and imaginary parts, since PyTorch may round products of complex numbers differently."""
 
 
 def fourier(x: torch.Tensor, table: FourierTable, z: torch.Tensor) -> None:
@@ -90,7 +91,7 @@ def inverse_fourier(z: torch.Tensor, table: FourierTable, x: torch.Tensor, accum
 
 
 def _by_size(table: FourierTable) -> Iterator[tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Yield the blocks of each size: the size, and the places of elements, real coefficients and pairs, row by row."""
+    """Yield the size of blocks, and the places of their elements, real coefficients and pairs, for each size."""
     for size in np.unique(table.columns.numel).tolist():
         blocks = np.flatnonzero(table.columns.numel == size)
         begins = (table.columns.offset, table.columns.real, table.columns.pair)
@@ -110,7 +111,7 @@ def _roots(table: FourierTable, h: int) -> Complex:
 
 
 def _forward(y: Complex, table: FourierTable) -> Complex:
-    """Transform rows; the results are at bit-reversed places."""
+    """Transform rows; results are at bit-reversed places."""
     (rows, count), (re, im) = y[0].shape, y
     h = count // 2
     while h:
@@ -124,7 +125,7 @@ def _forward(y: Complex, table: FourierTable) -> Complex:
 
 
 def _backward(y: Complex, table: FourierTable) -> Complex:
-    """Transform rows back, which lie at bit-reversed places."""
+    """Transform rows back, from bit-reversed places."""
     (rows, count), (re, im) = y[0].shape, y
     h = 1
     while h < count:

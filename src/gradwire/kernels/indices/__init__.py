@@ -1,1 +1,1 @@
-"""Ascending positions as bits."""
+"""The family ``indices``: ascending positions packed into bits."""

@@ -1,4 +1,4 @@
-"""The formats that ascending positions are packed in, and the bytes that each takes."""
+"""The formats of packed positions, and the number of bytes that each takes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FORMATS = tuple(MOST_PARAMETER)
 
 
 class IndexFormat(NamedTuple):
-    """A format, its parameter, and the bytes that it takes."""
+    """A format, its parameter, and the number of bytes that it takes."""
 
     format: str
     parameter: int
@@ -23,15 +23,15 @@ class IndexFormat(NamedTuple):
 
 @dataclass(frozen=True)
 class GapStatistics:
-    """What the bytes of ascending positions in every format depend on.
+    """Statistics of ascending positions, from which the number of bytes in every format follows.
 
-    The gap before a position is the number of positions that are left out there: ``index[i] - index[i-1] - 1``, with
+    The gap before a position is the number of positions left out before it: ``index[i] - index[i-1] - 1``, with
     ``index[-1] = -1``.
 
     Attributes:
         count: Number of positions.
-        numel: What they are below.
-        largest: The largest gap, 0 where there is none.
+        numel: Bound of the positions, which are below it.
+        largest: The largest gap; 0 if there is none.
         shifted: The sums of ``gap >> r`` over all gaps, for r from 0 to 30.
     """
 
@@ -42,7 +42,7 @@ class GapStatistics:
 
 
 def check_format(format: str, parameter: int) -> None:
-    """Refuse what is no format.
+    """Refuse an unknown format or parameter.
 
     Raises:
         HyperparameterError: there is no such format, or it has no such parameter.
@@ -56,10 +56,10 @@ def check_format(format: str, parameter: int) -> None:
 
 
 def index_bytes(statistics: GapStatistics, format: str, parameter: int = 0) -> int:
-    """Return the bytes that :meth:`~gradwire.kernels.Kernels.encode_indices` writes.
+    """Return the number of bytes that :meth:`~gradwire.kernels.Kernels.encode_indices` writes.
 
     Args:
-        statistics: Of the positions.
+        statistics: Statistics of the positions.
         format: ``bitmap`` takes numel bits, ``rice`` count (r + 1) + sum(gap >> r), ``width`` count w.
         parameter: r or w; 0 for ``bitmap``.
 
@@ -83,7 +83,7 @@ def index_bytes(statistics: GapStatistics, format: str, parameter: int = 0) -> i
 
 
 def smallest_format(statistics: GapStatistics) -> IndexFormat:
-    """Return the format and parameter of the fewest bytes; of several the first of :data:`FORMATS`, then the least.
+    """Return the format and parameter with the fewest bytes; of equals, the first in :data:`FORMATS`, then the least.
 
     Example:
         >>> smallest_format(GapStatistics(count=8, numel=8, largest=0, shifted=(0,) * 31))
@@ -100,11 +100,11 @@ def smallest_format(statistics: GapStatistics) -> IndexFormat:
 
 
 def most_index_bytes(count: int, numel: int, *, fewer: bool = False) -> int:
-    """Return a bound of what :func:`smallest_format` takes for any ``count`` positions below ``numel``, or ``fewer``.
+    """Return a bound of the bytes of :func:`smallest_format` for any ``count`` positions below ``numel``.
 
-    The gaps add up to at most ``numel - count``, so that no gap is larger and the sum of ``gap >> r`` is at most
-    ``(numel - count) >> r``. A position less takes r + 1 bits and gives back one at most; only gaps of one width may
-    grow by a bit each.
+    With ``fewer`` the bound holds for fewer positions, too. The gaps sum to at most ``numel - count``. So no gap is
+    larger, and the sum of ``gap >> r`` is at most ``(numel - count) >> r``. In the format ``rice``, one position less
+    saves r + 1 bits and costs at most one; only in ``width`` may each gap need one bit more.
 
     Example:
         >>> most_index_bytes(1, 1000), most_index_bytes(500, 1000), most_index_bytes(1000, 1000, fewer=True)

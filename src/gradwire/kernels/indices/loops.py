@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, misc, untyped-decorator"
-"""Compiled loops over positions and bits. See ``ternary/loops.py`` for the rules.
+"""Compiled loops over positions and bits. ``ternary/loops.py`` states the rules.
 
-Words are put together and taken apart in scalar registers, a few bits at a time: explicit vectors would not help, and
-both variants are the same code.
+Words are composed and taken apart in scalar registers, a few bits at a time. Explicit vectors would not help, so both
+variants have the same code.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from gradwire.kernels.indices.operations import GAPS_WRONG, NO_ROOM, TOO_WIDE
 from gradwire.kernels.numba_core.compiled import Compiled, kept
 from gradwire.kernels.numba_core.vectors import prefer_wide, trailing_zeros
 
-# Of all that this is compiled from: what Numba keeps on disk is kept under this name (``make digests``).
+# Digest of the sources of the compiled code, and part of its name in Numba's cache; ``make digests`` writes it.
 DIGEST = "3a38c1b431795fc8"
 
 
 _TILE = 2048
-"""Gaps that are summed up in every format before the next ones: 16 KiB."""
+"""Gaps that are summed for all parameters at a time: 16 KiB."""
 
 _u8, _u64, _i64 = np.uint8, np.uint64, np.int64
 
 
 class IndicesLoops(Compiled):
-    """The operations of positions as bits."""
+    """The operations of the family ``indices``, compiled."""
 
     def gap_statistics(self, index, numel, sums):
         positions, parts = index.numpy(), []
@@ -56,7 +56,7 @@ class IndicesLoops(Compiled):
 
 @kept(DIGEST)
 def gap_range(index, begin, end, numel, sums):
-    """Add up ``gap >> r`` of positions ``begin .. end``, and find the largest gap: -1 where they do not ascend."""
+    """Sum ``gap >> r`` over positions ``begin .. end`` and find the largest gap, or -1 if they do not ascend."""
     prefer_wide()
     gaps = np.empty(_TILE, np.int64)
     before, largest, least = _i64(index[begin - 1]) if begin else _i64(-1), _i64(0), _i64(0)
@@ -82,7 +82,7 @@ def gap_range(index, begin, end, numel, sums):
 
 @kept(DIGEST)
 def encode_bitmap_range(index, numel, out):
-    """Write a bit an element; return the bytes."""
+    """Write one bit for each element; return the number of bytes or a negative error."""
     prefer_wide()
     size, before = (numel + 7) // 8, _i64(-1)
     if out.size < size:
@@ -99,7 +99,7 @@ def encode_bitmap_range(index, numel, out):
 
 @njit(nogil=True)
 def _code_bits(index, numel, rice, parameter):
-    """Return the bits of all codes, or what is wrong with the positions."""
+    """Return the number of bits of all codes, or a negative error."""
     bits, before, wide = _i64(index.size) * (parameter + (1 if rice else 0)), _i64(-1), _i64(0)
     for i in range(index.size):
         gap = _i64(index[i]) - before - 1
@@ -116,7 +116,7 @@ def _code_bits(index, numel, rice, parameter):
 
 @kept(DIGEST)
 def encode_codes_range(index, numel, rice, parameter, out):
-    """Write a code a gap; return the bytes."""
+    """Write one code for each gap; return the number of bytes or a negative error."""
     prefer_wide()
     bits = _code_bits(index, numel, rice, parameter)
     if bits < 0:
@@ -124,7 +124,7 @@ def encode_codes_range(index, numel, rice, parameter, out):
     size = (bits + 7) // 8
     if out.size < size:
         return _i64(NO_ROOM)
-    # Up to seven bits wait in ``word`` for the rest of their byte.
+    # ``word`` holds up to seven bits of an incomplete byte.
     word, used, place, before = _u64(0), _i64(0), 0, _i64(-1)
     mask, one = _u64((1 << parameter) - 1), _u64(1 if rice else 0)
     for i in range(index.size):
@@ -133,7 +133,7 @@ def encode_codes_range(index, numel, rice, parameter, out):
         code, length = _u64(gap) & mask, _i64(parameter)
         if rice:
             used += gap >> parameter
-            # The zeros that fill bytes.
+            # Zeros that complete bytes.
             while used >= 8:
                 out[place] = _u8(word & _u64(255))
                 word >>= _u64(8)
@@ -154,7 +154,7 @@ def encode_codes_range(index, numel, rice, parameter, out):
 
 @kept(DIGEST)
 def decode_bitmap_range(data, numel, index):
-    """Find the positions of ones; tell whether they are as many as ``index`` has room for, with nothing behind."""
+    """Find the positions of ones; return whether they fill ``index`` and are all below ``numel``."""
     prefer_wide()
     if data.size != (numel + 7) // 8:
         return False
@@ -163,7 +163,7 @@ def decode_bitmap_range(data, numel, index):
         word = _u64(0)
         if first + 8 <= data.size:
             octets = data[first : first + 8]
-            # A number of turns that the compiler knows: it makes one load of them.
+            # The compiler knows the number of turns, and makes one load of them.
             for i in range(8):
                 word |= _u64(octets[i]) << _u64(8 * i)
         else:
@@ -175,13 +175,13 @@ def decode_bitmap_range(data, numel, index):
             index[found] = 8 * first + trailing_zeros(word)
             found += 1
             word &= word - _u64(1)
-    # A one in the padding would be the last that is found.
+    # A one in the padding would be the last position found.
     return found == index.size and (found == 0 or _i64(index[found - 1]) < numel)
 
 
 @njit(nogil=True)
 def _refill(data, place, word, have):
-    """Take whole bytes into a word while they fit and there are any."""
+    """Append whole bytes to a word as long as they fit and data remain."""
     while have <= 56 and place < data.size:
         word |= _u64(data[place]) << _u64(have)
         place += 1
@@ -191,7 +191,7 @@ def _refill(data, place, word, have):
 
 @kept(DIGEST)
 def decode_codes_range(data, numel, rice, parameter, index):
-    """Read as many codes as ``index`` has room for; tell whether they are valid and end where ``data`` does."""
+    """Read codes until ``index`` is full; return whether they are valid and end where ``data`` ends."""
     prefer_wide()
     word, have, place, position, mask = _u64(0), _i64(0), 0, _i64(-1), _u64((1 << parameter) - 1)
     most = numel >> parameter
@@ -200,7 +200,7 @@ def decode_codes_range(data, numel, rice, parameter, index):
         if rice:
             place, word, have = _refill(data, place, word, have)
             while word == 0:
-                # Nothing but zeros, as far as can be seen.
+                # All bits that were read are zeros.
                 quotient += have
                 have = _i64(0)
                 if place == data.size or quotient > most:

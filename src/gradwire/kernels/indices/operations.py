@@ -1,4 +1,4 @@
-"""Ascending positions as bits, and back."""
+"""Ascending positions packed into bits, and back: checked operations, defined in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from gradwire.kernels.indices.formats import MOST_PARAMETER, GapStatistics, chec
 from gradwire.kernels.selection.operations import MAX_POSITIONS
 
 GAPS_WRONG, NO_ROOM, TOO_WIDE = -1, -2, -3
-"""What an encoder reports instead of the bytes that it has written."""
+"""Errors that an encoder returns instead of the number of bytes."""
 
 
 class IndexOperations(Front):
-    """The family ``indices``: lists of positions, int32, each above the one before and below ``numel <= 2^31 - 1``.
+    """The operations of the family ``indices`` on ascending int32 positions below ``numel <= 2^31 - 1``.
 
     The gap before a position is ``index[i] - index[i-1] - 1``, with ``index[-1] = -1``. Bit i of a packed list is bit
     ``i % 8``, the least significant first, of its byte ``i // 8``; a number's bits are packed from the least
-    significant up, and what is left of the last byte is zeros. A list has one of three formats with a parameter:
+    significant up, and the last byte is filled up with zeros. A list has one of three formats with a parameter:
 
     - ``bitmap``: numel bits, of which those at the positions are 1. The parameter is 0.
     - ``rice``: for each gap ``gap >> r`` zeros, a 1, and the r lowest bits of the gap, r from 0 to 30
       (Golomb-Rice codes; Rice and Plaunt, IEEE Transactions on Communication Technology 19(6), 1971).
-    - ``width``: for each gap its w lowest bits, which must be all that it has, w from 0 to 31.
+    - ``width``: for each gap its w lowest bits, w from 0 to 31; every gap is below 2^w.
     """
 
     def gap_statistics(self, index: torch.Tensor, numel: int) -> GapStatistics:
-        """Return what the bytes of the positions ``index`` depend on in every format.
+        """Return the statistics of the positions ``index``, from which their bytes in every format follow.
 
         Raises:
-            HyperparameterError: the positions do not ascend, or not within 0 to ``numel - 1``.
+            HyperparameterError: the positions do not ascend within 0 to ``numel - 1``.
         """
         check_vector("index", index, torch.int32, index.numel())
         _check_numel(numel)
@@ -44,10 +44,10 @@ class IndexOperations(Front):
         return GapStatistics(index.numel(), numel, largest, tuple(shifted))
 
     def encode_indices(self, index: torch.Tensor, numel: int, format: str, parameter: int, out: torch.Tensor) -> int:
-        """Pack the positions ``index`` into the first bytes of ``out`` (uint8); return how many those are.
+        """Pack the positions ``index`` into the first bytes of ``out`` (uint8); return the number of bytes.
 
-        :func:`~gradwire.kernels.index_bytes` tells the number before, ``out`` may be longer. The backend ``meta``
-        writes nothing and returns 0.
+        :func:`~gradwire.kernels.index_bytes` computes the number beforehand, ``out`` may be longer. The backend
+        ``meta`` writes nothing and returns 0.
 
         Raises:
             HyperparameterError: the positions do not ascend within 0 to ``numel - 1``, a gap does not fit the width,
@@ -73,7 +73,7 @@ class IndexOperations(Front):
     ) -> None:
         """Unpack ``count`` positions from ``data`` (uint8) into ``index`` (int32 ``[count]``).
 
-        ``data`` may hold anything: nothing outside of it is read, and nothing outside of ``index`` is written.
+        ``data`` may hold any bytes: nothing outside of it is read, and nothing outside of ``index`` is written.
 
         Raises:
             PayloadError: ``data`` is not what :meth:`encode_indices` writes for any ``count`` positions below
@@ -126,7 +126,7 @@ def encode_indices(
     if format == "bitmap":
         ones, lengths = index.long(), torch.tensor([numel])
     else:
-        # Of each code: where its low bits begin, and how many bits it has.
+        # For each code, the place of its low bits and its number of bits.
         quotients = gaps >> parameter if format == "rice" else torch.zeros_like(gaps)
         head = quotients + 1 if format == "rice" else quotients
         lengths = head + parameter
@@ -158,7 +158,7 @@ def decode_indices(
 
 
 def _codes(bits: torch.Tensor, count: int, format: str, parameter: int) -> tuple[list[int], int]:
-    """Return the positions of codes, ``count`` of them or as many as there are bits for, and the bits used."""
+    """Return the positions of ``count`` codes, or of as many as ``bits`` holds, and the number of bits used."""
     text = "".join(map(str, bits.tolist()))
     found: list[int] = []
     at, position = 0, -1

@@ -1,1 +1,1 @@
-"""Rounding to a dithered cubic lattice, of whose points only a colour travels."""
+"""The family ``lattice``: rounding to a dithered cubic lattice, and sending the colours of its points."""

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, misc, untyped-decorator"
-"""Compiled loops over segments and groups for lattices. See ``ternary/loops.py`` for the rules."""
+"""Compiled loops over groups for lattices, with plain bodies. ``ternary/loops.py`` states the rules."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from gradwire.kernels.numba_core.vectors import prefer_wide
 from gradwire.kernels.packing.loops import pack, tile_groups, unpack, word_table
 from gradwire.kernels.table import GROUP_SIZE
 
-# Of all that this is compiled from: what Numba keeps on disk is kept under this name (``make digests``).
+# Digest of the sources of the compiled code, and part of its name in Numba's cache; ``make digests`` writes it.
 DIGEST = "bae0273b7602289d"
 
 
@@ -35,7 +35,7 @@ _STEP = _f32(2.0**-24)
 
 
 _ROWS_TILE_GROUPS = 12
-"""Groups of all rows decoded before they are summed: of eight rows 30 KiB."""
+"""Groups of each row that are unpacked at a time: 30 KiB for eight rows."""
 _WORD = 0xFFFFFFFF
 
 
@@ -50,7 +50,7 @@ def _scaled(value, inverse, uniform, shift):
 
 @njit(nogil=True)
 def _turned(check, turn, uniform):
-    """Return a check with a turn added."""
+    """Return the check after adding a turn."""
     return _i32(check + _i32(turn * _i32(_i32(uniform * _i32(2)) + _i32(1))))
 
 
@@ -96,14 +96,14 @@ lattice_sums = either(plain_lattice_sums, simd.lattice_sums)
 
 
 class Sides(NamedTuple):
-    """The side s of each segment's lattice, and 1 / s; or those of one segment."""
+    """1 / s and s, the side of the lattice: of each segment, or of one segment."""
 
     inverse: Any
     scale: Any
 
 
 class Colours(NamedTuple):
-    """Colours (float32) of neighbouring groups of all rows, ``distance`` from row to row, and their senders' shifts."""
+    """Colours (float32) of neighbouring groups of all rows, ``distance`` apart, and the shifts of their senders."""
 
     digits: Any
     distance: int
@@ -112,7 +112,7 @@ class Colours(NamedTuple):
 
 
 class LatticeLoops(Compiled):
-    """The operations of lattices."""
+    """The operations of the family ``lattice``, compiled."""
 
     def lattice_encode(self, x, table, inverse, layout, round, stream, shift, out, check):
         values, words, factors, digits = x.numpy(), out.numpy(), inverse.numpy(), word_table(layout)
@@ -150,7 +150,7 @@ class LatticeLoops(Compiled):
 
 @njit(nogil=True)
 def _bits(layout):
-    """Return the bits of a colour, the base being a power of two."""
+    """Return the number of bits of a colour; the base is a power of two."""
     bits = 0
     while 1 << bits < layout.base:
         bits += 1
@@ -159,7 +159,7 @@ def _bits(layout):
 
 @kept(DIGEST)
 def lattice_encode_range(simd, x, table, inverse, shift, draw, groups, layout, out, checks):
-    """Encode ``groups`` from the first to before the last; ``checks`` (int32 ``[16]``) are added to."""
+    """Encode ``groups = (begin, end)``, and add to ``checks`` (int32 ``[16]``)."""
     prefer_wide()
     (begin, end), bits = groups, _bits(layout)
     tile = tile_groups(layout.digits, TILE_GROUPS)
@@ -180,9 +180,9 @@ def lattice_encode_range(simd, x, table, inverse, shift, draw, groups, layout, o
 
 @kept(DIGEST)
 def lattice_mean_range(simd, rows, layout, own, x, table, sides, draws, groups, checks):
-    """Decode groups ``(begin, end, accumulate)`` of all rows; ``checks`` (int32 ``[16 * number]``) are added to.
+    """Decode ``groups = (begin, end, accumulate)`` of all rows, and add to ``checks`` (int32 ``[16 * number]``).
 
-    ``draws`` are the shared draw and the rows' shifts.
+    ``draws`` holds the shared draw and the rows' shifts.
     """
     prefer_wide()
     (begin, end, accumulate), (draw, shifts) = groups, draws

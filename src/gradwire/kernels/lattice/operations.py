@@ -1,4 +1,4 @@
-"""Rounding to a dithered cubic lattice, of whose points only a colour travels."""
+"""Rounding to a dithered cubic lattice, and decoding of colours: checked operations, defined in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -12,21 +12,23 @@ from gradwire.kernels.packing.layout import DigitLayout, digit_layout, pack_digi
 from gradwire.kernels.table import GROUP_SIZE, GroupIndex, SegmentTable
 
 FAR = float(1 << 23)
-"""Points are numbered below this, so that float32 holds the numbers and their neighbours."""
+"""Bound of the numbers of points: below it float32 represents every integer exactly."""
 
 
 def dither_shifts(world_size: int) -> list[int]:
-    """Return each rank's shift: offsets evenly apart, so that the errors of equal vectors cancel in the mean."""
+    """Return a shift for each rank, evenly spaced, so that the errors of equal vectors cancel in the mean."""
     return [(rank << 24) // world_size for rank in range(world_size)]
 
 
 class LatticeOperations(Front):
-    r"""The family ``lattice``: points s (k + theta) with integer k of a cubic lattice of side s, theta an element.
+    r"""The operations of the family ``lattice``.
 
-    With ``u`` an element's 24-bit uniform integer and ``shift`` the sender's::
+    A point of the cubic lattice of side s has the coordinate s (k + theta) for each element, with an integer k and the
+    element's dither theta. A payload has k modulo q only, the colour. With ``u`` an element's 24-bit uniform integer
+    and ``shift`` the sender's shift::
 
         theta = ((u + shift) mod 2^24) / 2^24 - 1/2       (exact in float32)
-        t = fl(fl(x * inverse) - theta)                   0 where |t| is not below 2^23
+        t = fl(fl(x * inverse) - theta)                   0 if |t| is not below 2^23
         k = round(t), to even;   colour = k mod q;   turn = (k - colour) / q
         check = sum over elements of turn * (2 u + 1)     modulo 2^32
     """
@@ -44,7 +46,7 @@ class LatticeOperations(Front):
     ) -> torch.Tensor:
         """Pack the colours of all groups of ``x`` (float32) into ``out`` (uint8), base q; return the check.
 
-        ``inverse`` (float32 ``[S]``) is 1 / s, or 0 for a segment of which nothing is to be said. The check is int64
+        ``inverse`` (float32 ``[S]``) is 1 / s, or 0 to encode all elements of a segment as zeros. The check is int64
         ``[1]``.
         """
         layout = _check(table, colours, round, stream, [shift])
@@ -72,13 +74,16 @@ class LatticeOperations(Front):
     ) -> torch.Tensor:
         """Write the sum over rows, in their order, of ``fl(k + theta) * scale`` into ``x``, or add it.
 
-        ``k`` is the number of the row's colour next to the element of ``own``, which may be ``x`` itself::
+        ``k`` is the integer with the row's colour that is nearest to the element of ``own``, whose ``t`` is::
 
             turn = round((t - colour) / q),   k = colour + q * turn
 
-        A colour that no encoder writes counts as the largest. ``rows`` are uint8 ``[N, bytes]``, any distance apart;
-        ``shifts`` those of their senders. A scale that is not finite is written itself. Returns each row's check, of
-        the turns as found here, int64 ``[N]``.
+        ``own`` may be ``x``. A colour that no encoder writes counts as the largest. ``rows`` is uint8 ``[N, bytes]``;
+        rows may be any distance apart. ``shifts`` are the shifts of their senders. Where a scale is not finite, the
+        scale itself is written.
+
+        Returns:
+            The check of each row, computed from these turns, int64 ``[N]``.
         """
         layout = _check(table, colours, round, stream, shifts)
         for name, vector in (("own", own), ("x", x)):
@@ -150,5 +155,5 @@ def _scaled(
 
 
 def _check_word(turn: torch.Tensor, uniform: torch.Tensor) -> int:
-    # Terms are below 2^23 * 2^25, so that 2^15 of them could be added; reduced one by one there is no limit.
+    # Terms are below 2^23 * 2^25, so only 2^15 of them fit an int64. Each is reduced before it is added.
     return int((turn * (2 * uniform + 1) & _WORD).sum()) & _WORD

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, misc, untyped-decorator"
-"""Explicit-vector bodies of lattices. See ``loops.py`` for who calls them."""
+"""Explicit-vector bodies that colour lattice points and decode colours. ``loops.py`` calls them."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from gradwire.kernels.numba_core.philox import PhiloxVectors, five_words
 from gradwire.kernels.numba_core.vectors import F32, I1, I16, I32, I64, Emitter, loop, vector, vector_body
 from gradwire.kernels.table import GROUP_SIZE, LANES, PLANES
 
-_AHEAD = 2560  # elements from here to what is fetched from memory meanwhile
+_AHEAD = 2560  # distance of prefetches, in elements
 _FLAT = vector(I32, LANES)
 
 
 def _scaled(e: Emitter, product: Any, place: Any, shift: Any, checked: bool = True) -> tuple[Any, Any]:
-    """Return t and theta of sixteen elements; unless ``checked``, all products are known to be near.
+    """Return t and theta of sixteen elements; without ``checked``, all |t| must be below 2^23.
 
-    ``place`` is ``u 2^8`` and ``shift`` the sender's times 2^8, less 2^31: their sum, as it wraps, is theta 2^32.
+    ``place`` is ``u 2^8``, and ``shift`` the sender's shift times 2^8, less 2^31. Their wrapping sum is theta 2^32.
     """
     b = e.b
     theta = b.fmul(b.sitofp(b.add(place, shift), vector(F32, LANES)), e.constant(2.0**-32, F32))
@@ -31,12 +31,12 @@ def _scaled(e: Emitter, product: Any, place: Any, shift: Any, checked: bool = Tr
 
 
 def _places(e: Emitter, words: list[Any]) -> list[Any]:
-    """Return the uniform integers times 2^8, of the words that hold them in their upper bits."""
+    """Return the uniform integers times 2^8 from the words that hold them in their upper bits."""
     return [e.b.and_(word, e.constant(0xFFFFFF00)) for word in words]
 
 
 def _turned(e: Emitter, shift: Any) -> Any:
-    """Return a shift as ``_scaled`` wants it, in all lanes."""
+    """Return a shift in all lanes, in the form that ``_scaled`` takes."""
     b = e.b
     return e.splat(b.xor(b.shl(shift, ir.Constant(I32, 8)), ir.Constant(I32, 0x80000000)))
 
@@ -52,7 +52,7 @@ def _odd(e: Emitter, word: Any) -> Any:
 
 @vector_body()
 def lattice_colours(e, x, first, count, inverse, bits, shift, noise, digits, at, checks):
-    """Write the colours of ``count`` elements from ``x[first]`` and add to the lanes of their check."""
+    """Write the colours of ``count`` elements from ``x[first]`` on, and add to the 16 lanes of their check."""
     b, values, target, checks = e.b, x.pointer(first, F32), digits.pointer(at, I16), checks.pointer(0, I32)
     inverse, narrow, shift = e.splat(inverse), b.trunc(bits, I32), _turned(e, shift)
     bits = e.splat(narrow)
@@ -81,7 +81,7 @@ def lattice_colours(e, x, first, count, inverse, bits, shift, noise, digits, at,
 
 @vector_body()
 def lattice_sums(e, own, x, first, count, side, colours, at, noise, checks, accumulate):
-    """Sum the points of all rows next to ``own[first]`` and on; row r's check has sixteen lanes, from ``16 * r`` on."""
+    """Sum the points of all rows nearest to ``own[first]`` on; the check of row r has 16 lanes, from ``16 * r`` on."""
     b, zero = e.b, ir.Constant(I64, 0)
     values, target, checks = own.pointer(first, F32), x.pointer(first, F32), checks.pointer(0, I32)
     shifts, digits, distance = colours.shifts.pointer(0, I32), colours.digits.pointer(at, F32), colours.distance
@@ -92,14 +92,14 @@ def lattice_sums(e, own, x, first, count, side, colours, at, noise, checks, accu
         e.splat(accumulate),
     )
     narrow = b.trunc(colours.bits, I32)
-    # Added to d, this leaves the multiple of q next to d, since the last bit of such a sum is worth q, as long as d
-    # is below 2^22 q in magnitude. Ties go to even multiples, which the sum's bits count.
+    # Adding this number to d, |d| < 2^22 q, rounds d to a multiple of q, since the last bit of the sum is worth q. Ties
+    # go to even multiples; the sum's bits count the multiples.
     magnet = e.splat(b.fmul(b.sitofp(b.shl(ir.Constant(I32, 1), narrow), F32), ir.Constant(F32, 1.5 * (1 << 23))))
     magnet_bits = b.bitcast(magnet, _FLAT)
     source = PhiloxVectors(e, noise)
 
     def some(first: Any, number_of_groups: Any, products: list[Any], whole: bool) -> list[Any]:
-        """Sum so many groups from group ``first`` on; ``whole`` if all are, else what is past the end is left."""
+        """Sum ``number_of_groups`` groups from ``first`` on; unless ``whole``, the last one may be partial."""
 
         def group(index: Any, products: list[Any]) -> list[Any]:
             begin = b.mul(b.add(first, index), ir.Constant(I64, GROUP_SIZE))
@@ -131,7 +131,7 @@ def lattice_sums(e, own, x, first, count, side, colours, at, noise, checks, accu
                     e.store(sums, check, align=4)
                     return new
 
-                # Minus zero, since adding that changes nothing, not even the sign of a zero.
+                # Adding to minus zero changes no value, not even the sign of a zero.
                 totals = loop(b, number, 1, [e.constant(-0.0, F32)] * PLANES, row)
                 for plane, (total, inside) in enumerate(zip(totals, masks)):
                     to = e.at(target, b.add(begin, ir.Constant(I64, LANES * plane)), F32)

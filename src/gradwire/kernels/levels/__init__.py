@@ -1,1 +1,1 @@
-"""Stochastic rounding of blocks to any levels, packed."""
+"""The family ``levels``: stochastic rounding of blocks to any levels."""

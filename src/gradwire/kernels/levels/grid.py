@@ -1,4 +1,4 @@
-"""Quantisation levels: which values a digit may stand for, and how a value is rounded to one of two neighbours."""
+"""Grids of quantisation levels with their rule of rounding, and tables of blocks that share a scale."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from gradwire.kernels.packing.layout import MAX_WORLD_SIZE
 from gradwire.kernels.table import LANES, SegmentTable
 
 UNIT = float(1 << 24)
-"""Levels are compared on this scale, so that a 24-bit uniform integer needs no scaling."""
+"""Scale on which levels are compared, so that 24-bit uniform integers need no scaling."""
 
 SOUGHT = 24
-"""Steps from which on the step of a value is looked up: comparisons with fewer take less time."""
+"""Steps from which on the step of a value is looked up in a table; with fewer, comparing with each is faster."""
 
 _MOST_CELLS = 1 << 10
 
 
 class CellColumns(NamedTuple):
-    """Where steps lie: what finds a value's step without a comparison with each.
+    """A lookup table of steps: finds the step of a value without comparing with every step.
 
-    Value a of a grid lies in the cell ``trunc(a * per_unit + shift)``, in float32, from 0 to ``last``. Each cell holds
-    the end of one step at most. ``step`` is the step at its beginning (int32 ``[last + 1]``), ``border`` the end of
+    A value a is in the cell ``trunc(a * per_unit + shift)``, computed in float32, from 0 to ``last``. At most one step
+    ends in a cell. ``step`` is the step at the beginning of each cell (int32 ``[last + 1]``), ``border`` the end of
     that step (infinite after the last). So the step of a is ``step + [a > border]``.
     """
 
@@ -37,7 +37,7 @@ class CellColumns(NamedTuple):
 
 
 class GridColumns(NamedTuple):
-    """A :class:`Grid`, as compiled code takes it: in one object."""
+    """A :class:`Grid`, as one argument of compiled code."""
 
     values: npt.NDArray[np.float32]
     edge: npt.NDArray[np.float32]
@@ -53,24 +53,24 @@ class GridColumns(NamedTuple):
 class Grid:
     """Levels in [-1, 1] and the rule that rounds a normalised value r = x / scale to one of its two neighbours.
 
-    With u an element's 24-bit uniform integer, a the magnitude |r| (r itself where ``signed``) and U = 2^24::
+    With u an element's 24-bit uniform integer, a the magnitude |r| (r itself if ``signed``) and U = 2^24::
 
         c = number of steps k with a * U > edge_k * U + u * (edge_(k+1) - edge_k)
         digit = positive + c if r >= 0 or signed else negative - c
 
-    An interval is passed with probability (a - edge_k) / (edge_(k+1) - edge_k), so that rounding is unbiased; a value
-    on a level is passed for sure, since a threshold is always rounded to below the interval's end. Where the levels are
-    j / s, the count is computed as floor(a s) + [u < U frac(a s)] instead: the same law, fewer operations.
+    A value passes the step it is in with probability (a - edge_k) / (edge_(k+1) - edge_k), so rounding is unbiased. A
+    value on a level always passes the step that ends there, since thresholds are rounded to below a step's end. For
+    levels j / s the count is computed as floor(a s) + [u < U frac(a s)], the same law with fewer operations.
 
     Attributes:
         values: The level of each digit, float32 ``[base]``, read-only.
         base: Number of digits.
-        edge, gap: float32 ``[steps]``: lower end of each step on the scale U, and its length.
+        edge, gap: Lower end of each step on the scale U, and its length over U; float32 ``[steps]``.
         steps: Largest count c.
-        uniform: Whether the levels are j / steps.
-        signed: Whether r is compared with its sign.
+        uniform: True if the levels are j / steps.
+        signed: True if r, rather than its magnitude, is compared.
         positive, negative: Digits of the count 0.
-        columns: All of these, but the base.
+        columns: The grid as one argument of compiled code.
     """
 
     __slots__ = (
@@ -99,23 +99,23 @@ class Grid:
 
     @property
     def zero_ends(self) -> float:
-        """The magnitude up to which everything is rounded to the level zero; 0 where there is no such level."""
+        """The magnitude up to which every value is rounded to the level zero; 0 if zero is no level."""
         return float(self.edge[0]) / UNIT if self.values[self.positive] == 0 else 0.0
 
     @classmethod
     def even(cls, levels: int) -> Grid:
-        """Return 0, +-1/s, ..., +-1 for s = ``levels``: base 2s + 1."""
+        """Return the grid of levels 0, +-1/s, ..., +-1 for s = ``levels``, whose base is 2s + 1."""
         s = levels
         ends = np.arange(s + 1) / s
-        # Divided in float32, as decoders do.
+        # Divided in float32, as in decoders.
         values = np.arange(-s, s + 1, dtype=np.float32) / np.float32(s)
         return cls(values.astype(np.float64), ends[:-1], ends[1:], positive=s, negative=s, signed=False, uniform=True)
 
     @classmethod
     def symmetric(cls, magnitudes: Sequence[float], *, zero: bool = True) -> Grid:
-        """Return +-m for ascending magnitudes in (0, 1], the last 1; and 0 in between if ``zero``.
+        """Return the grid of levels +-m for ascending magnitudes in (0, 1], the last 1, with the level 0 if ``zero``.
 
-        Without a zero, what lies between the two smallest levels may change its sign.
+        Without the level 0, values between the two smallest levels may change their sign.
         """
         m = np.asarray(magnitudes, np.float64)
         _check(np.concatenate([[0.0], m]), m[-1:] == 1, magnitudes)
@@ -126,18 +126,17 @@ class Grid:
 
     @classmethod
     def ordered(cls, levels: Sequence[float]) -> Grid:
-        """Return ascending levels from -1 to 1, symmetric or not."""
+        """Return the grid of ascending levels from -1 to 1, which need not be symmetric."""
         v = np.asarray(levels, np.float64)
         _check(v, (v[:1] == -1) & (v[-1:] == 1), levels)
         return cls(v, v[:-1], v[1:], positive=0, negative=0, signed=True)
 
     @classmethod
     def nearest(cls, magnitudes: Sequence[float], *, zero: bool = False) -> Grid:
-        """Return +-m for ascending magnitudes above zero, and 0 in between if ``zero``, without random intervals.
+        """Return the grid of levels +-m for ascending magnitudes above 0, with the level 0 if ``zero``.
 
-        Each value is rounded to the nearest.
-
-        A value halfway between two is rounded to the smaller magnitude. Magnitudes may be above 1.
+        Each value is rounded to the nearest level, without randomness; halfway between two, to the smaller magnitude.
+        Magnitudes may be above 1.
         """
         m = np.asarray(magnitudes, np.float64)
         if not np.all(np.diff(np.concatenate([[0.0], m]).astype(np.float32)) > 0):
@@ -164,10 +163,10 @@ def _check(ascending: npt.NDArray[np.float64], ends: npt.NDArray[np.bool_], give
 
 
 def _below(edge: npt.NDArray[np.float32], end: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    """Return gaps, shortened until no threshold ``edge + u * gap`` rounds up to the end of its interval."""
+    """Return the gaps, shortened until no threshold ``edge + u * gap`` is rounded up to the end of its step."""
     most = np.float32(UNIT - 1)
     gap = ((end.astype(np.float64) - edge) / UNIT).astype(np.float32)
-    # Twice as many units of the last place each time: neighbouring levels end at a gap of zero after 24 turns.
+    # Each turn takes off twice as many units in the last place: the gap of adjacent floats is zero after 24 turns.
     for turn in range(25):
         over = edge + most * gap >= end
         if not bool(over.any()):
@@ -177,12 +176,12 @@ def _below(edge: npt.NDArray[np.float32], end: npt.NDArray[np.float32]) -> npt.N
 
 
 def _cells(edge: npt.NDArray[np.float32]) -> CellColumns:
-    """Return cells for steps that begin at these ascending edges; none where that would take too many."""
+    """Return the cells of steps that begin at ascending edges; no cells if more than ``_MOST_CELLS`` were needed."""
     cells = 2 * len(edge)
     while 0 < cells <= _MOST_CELLS:
         per_unit = np.float32((cells - 1) / (float(edge[-1]) - float(edge[0])))
         shift = np.float32(0.5 - float(edge[0]) * float(per_unit))
-        # Computed as compiled code does: of two values the larger has the higher cell, or the same.
+        # Computed as in compiled code, where a larger value never gets a lower cell.
         of_edge = np.clip((edge * per_unit + shift).astype(np.int64), 0, cells - 1)
         if np.all(np.diff(of_edge[1:]) > 0):
             step = np.maximum(np.searchsorted(of_edge, np.arange(cells)) - 1, 0).astype(np.int32)
@@ -201,11 +200,11 @@ def _frozen(
 
 
 WHOLE = 1 << 40
-"""The block size that makes one block of every parameter."""
+"""A block size larger than every parameter, so that each parameter is one block."""
 
 
 class BlockColumns(NamedTuple):
-    """A :class:`BlockTable`, as compiled code takes it: in one object."""
+    """A :class:`BlockTable`, as one argument of compiled code."""
 
     first: npt.NDArray[np.int64]
     phase: npt.NDArray[np.int64]
@@ -213,16 +212,16 @@ class BlockColumns(NamedTuple):
 
 
 class BlockTable:
-    """Segments, and the blocks of ``block_size`` elements, anchored to the parameter, that share a scale.
+    """Segments cut into blocks that share a scale: ``block_size`` elements each, counted from the parameter's start.
 
     Args:
         table: The segments.
         block_size: A multiple of 16, so that 16 neighbours share a block.
 
     Attributes:
-        first: Number of blocks that begin in, or reach into, the segments before each one, int64 ``[S + 1]``.
-        blocks: Their number; a block cut by the end of a segment counts in each.
-        columns: What compiled code takes.
+        first: Number of blocks of all segments before each one, int64 ``[S + 1]``.
+        blocks: Number of blocks. A block cut by the end of a segment counts in each of its segments.
+        columns: The table as one argument of compiled code.
     """
 
     __slots__ = ("__weakref__", "block_size", "blocks", "columns", "first", "phase", "table")
@@ -239,7 +238,7 @@ class BlockTable:
         self.columns = BlockColumns(self.first, self.phase, block_size)
 
     def runs(self) -> SegmentTable:
-        """Return the elements of each block, a segment each."""
+        """Return a table in which each block is a segment."""
         segment = np.repeat(np.arange(len(self.table)), np.diff(self.first))
         within = (np.arange(self.blocks) - self.first[segment]) * self.block_size - self.phase[segment]
         begin = np.maximum(within, 0)

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, misc, untyped-decorator"
-"""Compiled loops over segments, blocks and groups of levels. See ``ternary/loops.py`` for the rules."""
+"""Compiled loops for levels over groups and blocks, with plain bodies. ``ternary/loops.py`` states the rules."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from gradwire.kernels.numba_core.vectors import prefer_wide
 from gradwire.kernels.packing.loops import end_streams, pack, sum_rows, tile_groups, unpack, word_table
 from gradwire.kernels.table import GROUP_SIZE
 
-# Of all that this is compiled from: what Numba keeps on disk is kept under this name (``make digests``).
+# Digest of the sources of the compiled code, and part of its name in Numba's cache; ``make digests`` writes it.
 DIGEST = "51f60a9a7adca259"
 
 
@@ -117,7 +117,7 @@ def _write_run(digits, grid, factor, target, accumulate):
         digits[:] = factor
     elif grid.uniform:
         middle = _f32(values.size // 2)
-        # Divided as an array: Numba looks for a zero before each division of numbers.
+        # Divided as an array: before each division of scalars Numba checks for zero.
         digits[:] = np.divide(digits - middle, middle) * factor
     else:
         for i in range(digits.size):
@@ -145,7 +145,10 @@ write_levels = either(plain_write_levels, simd.write_levels)
 
 
 class Scales(NamedTuple):
-    """A value a block, and where a piece stands: in ``block``, of which ``left`` elements are left, up to ``last``."""
+    """One value for each block, and the position of a piece.
+
+    The piece begins in ``block``, of which ``left`` elements remain; ``last`` is the last block of its segment.
+    """
 
     values: Any
     block: int
@@ -155,7 +158,7 @@ class Scales(NamedTuple):
 
 
 class LevelsLoops(Compiled):
-    """The operations of levels."""
+    """The operations of the family ``levels``, compiled."""
 
     def quantise(self, x, blocks, inverse, grid, layout, round, stream, out):
         table, values, factors, words = blocks.table, x.numpy(), inverse.numpy(), out.numpy()
@@ -215,7 +218,7 @@ class LevelsLoops(Compiled):
 
 @njit(nogil=True)
 def scales_at(blocks, values, piece):
-    """Return the values of blocks for a piece of a segment."""
+    """Return the blocks' values, positioned at a piece of a segment."""
     segment, place = piece.segment, blocks.phase[piece.segment] + piece.within
     block, left = blocks.first[segment] + place // blocks.size, blocks.size - place % blocks.size
     return Scales(values, block, left, blocks.first[segment + 1] - 1, blocks.size)
@@ -259,7 +262,7 @@ def quantise_range(simd, x, table, blocks, inverse, grid, draw, begin, end, layo
 
 @kept(DIGEST)
 def dequantise_range(simd, words, layout, table, blocks, scale, grid, groups, x, accumulate):
-    """Decode groups ``(begin, end, skip)``; the words of ``begin`` are at group ``skip`` of a matrix of one row."""
+    """Decode ``groups = (begin, end, skip)``; ``words``, a matrix of one row, has ``begin`` at its group ``skip``."""
     prefer_wide()
     begin, end, skip = groups
     tile = tile_groups(layout.digits, TILE_GROUPS)
@@ -282,14 +285,14 @@ def dequantise_range(simd, words, layout, table, blocks, scale, grid, groups, x,
 
 @njit(nogil=True)
 def _coarsen(digits, drawn, shift):
-    """Make digits of points, in place."""
+    """Turn numbers of points into digits, in place."""
     for i in range(digits.size):
         digits[i] = np.uint16(np.uint16(digits[i] + np.uint16(drawn[i])) >> shift)
 
 
 @njit(nogil=True)
 def _refine(floats, drawn, integers):
-    """Make the places of levels of digits, in place."""
+    """Turn digits into indices of levels, in place."""
     for i in range(floats.size):
         floats[i] = np.float32(floats[i] * integers) + np.float32(drawn[i])
 
@@ -306,7 +309,7 @@ def _fill_up(digits, piece, middle, noise):
 
 @kept(DIGEST)
 def quantise_shared_range(simd, x, table, blocks, grid, draw, begin, end, layout, out):
-    """Encode groups ``begin .. end``, a tile at a time; ``blocks`` are the blocks and the integers of their places."""
+    """Encode groups ``begin .. end``, a tile at a time; ``blocks`` is the blocks' columns and the shared integers."""
     prefer_wide()
     columns, drawn = blocks
     tile = tile_groups(layout.digits, TILE_GROUPS)
@@ -334,7 +337,7 @@ def quantise_shared_range(simd, x, table, blocks, grid, draw, begin, end, layout
 
 @kept(DIGEST)
 def add_shared_range(simd, words, layout, table, blocks, scale, grid, begin, end, x):
-    """Add what groups ``begin .. end`` stand for; ``blocks`` are the blocks and the integers of their places."""
+    """Add the values of groups ``begin .. end``; ``blocks`` is the blocks' columns and the shared integers."""
     prefer_wide()
     columns, drawn = blocks
     tile = tile_groups(layout.digits, TILE_GROUPS)
@@ -360,9 +363,9 @@ def add_shared_range(simd, words, layout, table, blocks, scale, grid, begin, end
 
 @kept(DIGEST)
 def sum_digits_range(simd, rows, begin, end, layout, sums, both, out):
-    """Add the digits of groups ``begin .. end`` of all rows; ``both`` is a multiple of the digits of either word.
+    """Add the digits of groups ``begin .. end`` of all rows.
 
-    Sums are below 2^16, so exact in float32.
+    ``both`` is a multiple of the digits in a word of either layout. Sums are below 2^16, so exact in float32.
     """
     prefer_wide()
     tile = tile_groups(both, TILE_GROUPS)

@@ -1,4 +1,4 @@
-"""Stochastic rounding of blocks to the levels of a grid, packed, and back."""
+"""Stochastic rounding of blocks to packed levels, and decoding: checked operations, defined in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from gradwire.kernels.table import GROUP_SIZE, GroupIndex
 
 
 def packed_groups(groups: int, layout: DigitLayout) -> int:
-    """Return the bytes of the digits of whole groups."""
+    """Return the number of bytes of the packed digits of whole groups."""
     return layout.packed_bytes(GROUP_SIZE * groups)
 
 
 def summed(layout: DigitLayout, rows: int) -> DigitLayout:
-    """Return the layout of sums of that many digits of ``layout``: base ``rows * (base - 1) + 1``."""
+    """Return the layout for sums of ``rows`` digits of ``layout``; its base is ``rows * (base - 1) + 1``."""
     return digit_layout(rows * (layout.base - 1) + 1)
 
 
 class LevelOperations(Front):
-    """The family ``levels``."""
+    """The operations of the family ``levels``."""
 
     def quantise(
         self,
@@ -65,8 +65,8 @@ class LevelOperations(Front):
     ) -> None:
         """Write ``grid.values[digit] * scale`` (float32 ``[blocks]``) into ``x``, or add it.
 
-        ``words`` hold the groups ``begin .. end``, all by default. A scale that is not finite is written itself. A
-        digit that no encoder writes counts as the largest.
+        ``words`` hold the groups ``begin .. end``, by default all. Where a scale is not finite, the scale itself is
+        written. A digit that no encoder writes counts as the largest.
         """
         end = check_groups(blocks.table, begin, end)
         check_vector("x", x, torch.float32, blocks.table.extent, at_least=True)
@@ -90,9 +90,9 @@ class LevelOperations(Front):
     ) -> None:
         """Round all groups of ``x`` (float32) to points of ``grid`` and pack the points' digits into ``out`` (uint8).
 
-        ``integers`` (uint8 ``[blocks.block_size]``) has the integer of each place in a block. ``out`` has
-        ``layout.packed_bytes(80 * groups)`` bytes. Past a segment's end a digit is ``base // 2``, or one less where the
-        highest bit of the element's random integer is 1.
+        ``integers`` (uint8 ``[blocks.block_size]``) has the shared random integer of each place in a block. ``out`` has
+        ``layout.packed_bytes(80 * groups)`` bytes. Past a segment's end a digit is ``base // 2``, or one less if the
+        highest bit of the element's uniform integer is 1.
         """
         check_vector("x", x, torch.float32, blocks.table.extent, at_least=True)
         _check_integers(grid, integers, blocks)
@@ -113,9 +113,9 @@ class LevelOperations(Front):
         layout: DigitLayout,
         x: torch.Tensor,
     ) -> None:
-        """Add what the digits of :meth:`quantise_shared` stand for, times ``scale`` (float32 ``[blocks]``), to ``x``.
+        """Decode digits of :meth:`quantise_shared`, multiply by ``scale`` (float32 ``[blocks]``) and add to ``x``.
 
-        A scale that is not finite is added itself. A digit that no encoder writes counts as the largest.
+        Where a scale is not finite, the scale itself is added. A digit that no encoder writes counts as the largest.
         """
         check_vector("x", x, torch.float32, blocks.table.extent, at_least=True)
         check_vector("scale", scale, torch.float32, blocks.blocks)
@@ -147,10 +147,10 @@ def _check_integers(grid: SharedRandomGrid, integers: torch.Tensor, blocks: Bloc
 
 
 def check_base(grid: Grid | SharedRandomGrid, layout: DigitLayout) -> None:
-    """Refuse a layout whose digits are not as many as the levels.
+    """Refuse a layout whose base is not the number of levels.
 
     Raises:
-        HyperparameterError: they are not.
+        HyperparameterError: the base differs.
     """
     if layout.base != grid.base:
         raise HyperparameterError(f"digits of base {layout.base} cannot hold the {grid.base} levels of {grid!r}")
@@ -208,7 +208,7 @@ def sum_digits(
 
 
 def _count(scaled: torch.Tensor, uniform: torch.Tensor, grid: Grid) -> torch.Tensor:
-    """Count the steps that each value (on the scale 2^24) passes."""
+    """Count the steps that each value passes, on the scale 2^24."""
     if not grid.signed:
         scaled = scaled.abs()
     if grid.uniform:
@@ -230,6 +230,6 @@ def _block(blocks: BlockTable, where: GroupIndex) -> torch.Tensor:
 
 
 def _integers(integers: torch.Tensor, blocks: BlockTable, where: GroupIndex) -> torch.Tensor:
-    """Return the integer of each element, ``[G, 80]``."""
+    """Return the shared random integer of each element, ``[G, 80]``."""
     phase = torch.from_numpy(blocks.phase.copy())[where.segment, None]
     return integers.to(torch.int64)[(phase + where.within) % blocks.block_size]

@@ -1,4 +1,4 @@
-"""Levels whose digits stand for values that depend on a random integer, which sender and receiver draw alike."""
+"""Grids whose digits are decoded with a random integer that sender and receiver share."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _MOST_INTEGERS = 256
 
 
 class SharedRandomColumns(NamedTuple):
-    """A :class:`SharedRandomGrid`, as compiled code takes it: in one object.
+    """A :class:`SharedRandomGrid`, as one argument of compiled code.
 
-    With the integer h, digit d stands for ``values.values[d H + h]``; ``integers`` is H, and ``shift`` its logarithm.
+    With the integer h, digit d is decoded as ``values.values[d H + h]``; ``integers`` is H, ``shift`` its logarithm.
     """
 
     points: GridColumns
@@ -31,27 +31,28 @@ class SharedRandomColumns(NamedTuple):
 
 
 class SharedRandomGrid:
-    """Points t_0 < ... < t_n that values are rounded to, digits for them, and what a digit stands for.
+    """Points t_0 < ... < t_n to which values are rounded, their digits, and the values of digits.
 
-    A value is rounded without bias to one of its two neighbours among the points, as by :class:`Grid`, and beyond the
-    ends to the end. With an integer h in 0 .. H - 1, point g becomes the digit ``floor((g + h) / H)``, which is read as
-    ``values[h, digit]``. Where sender and receiver draw the same h, uniform, a digit tells more than which of a few
-    levels a value is near to.
+    A value is rounded without bias to one of its two neighbours among the points, like in :class:`Grid`; beyond the
+    ends it is rounded to the end. With an integer h in 0 .. H - 1, point g becomes the digit ``floor((g + h) / H)``,
+    which is decoded as ``values[h, digit]``. If sender and receiver draw the same uniform h, a digit carries more
+    information than the nearest of a few levels.
 
     Args:
-        points: ``(base - 1) H + 1`` of them, ascending from -T to T.
-        values: ``[H, base]``; H is a power of two, 256 at most.
+        points: The ``(base - 1) H + 1`` points, ascending from -T to T.
+        values: Value of each digit for each integer, ``[H, base]``; H is a power of two, 256 at most.
 
     Attributes:
-        points: The grid of the points over T.
-        values: float32 ``[H, base]``, read-only.
+        points: Grid of the points divided by T.
+        values: Value of each digit for each integer, float32 ``[H, base]``, read-only.
         base: Number of digits.
-        integers: H.
+        integers: Number H of integers.
         inverse: 2^24 / T, float32 ``[1]``.
-        columns: What compiled code takes.
+        columns: The grid as one argument of compiled code.
 
     Raises:
-        HyperparameterError: numbers do not fit each other, or points do not ascend from -T to T.
+        HyperparameterError: the numbers of points and values do not match, H is no such power of two, or the points do
+            not ascend from -T to T.
     """
 
     __slots__ = ("__weakref__", "base", "columns", "integers", "inverse", "points", "values")

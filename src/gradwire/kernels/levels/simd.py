@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, misc, untyped-decorator"
-"""Explicit-vector bodies of levels. See ``loops.py`` for who calls them."""
+"""Explicit-vector bodies that round values to levels and decode them. ``loops.py`` calls them."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from gradwire.kernels.packing.simd import write_scaled
 from gradwire.kernels.table import GROUP_SIZE, LANES, PLANES
 
 _SIGN = 0x80000000
-_AHEAD = 2560  # elements from here to what is fetched from memory meanwhile
+_AHEAD = 2560  # distance of prefetches, in elements
 _NUMBER = lambda value: ir.Constant(I64, value)  # noqa: E731
 
 
 def _even_counts(e: Emitter, values: list[Any], uniform: list[Any], grid: Any) -> list[Any]:
-    """Count the steps passed where they are all 1 / ``steps`` long."""
+    """Count the steps passed, if all have the length 1 / ``steps``."""
     b = e.b
     top = b.sitofp(b.trunc(grid.steps, I32), F32)
     tops, factor = e.splat(top), e.splat(b.fmul(top, ir.Constant(F32, 1 / UNIT)))
     counts = []
     for value, u in zip(values, uniform):
         t = b.fmul(value, factor)
-        # This order of operands makes the top of a NaN, which has no integer.
+        # With this order of operands a NaN, which has no integer, becomes the top.
         t = b.select(b.fcmp_ordered("<", t, tops), t, tops)
         low = b.fptosi(t, vector(I32, LANES))
         rest = b.fmul(b.fsub(t, b.sitofp(low, vector(F32, LANES))), e.constant(UNIT, F32))
@@ -37,7 +37,7 @@ def _even_counts(e: Emitter, values: list[Any], uniform: list[Any], grid: Any) -
 
 
 def _step_counts(e: Emitter, values: list[Any], uniform: list[Any], grid: Any) -> list[Any]:
-    """Count the steps passed, one comparison each."""
+    """Count the steps passed by one comparison with each."""
     b, edges, gaps = e.b, grid.edge.pointer(0, F32), grid.gap.pointer(0, F32)
 
     def body(index: Any, counts: list[Any]) -> list[Any]:
@@ -49,7 +49,7 @@ def _step_counts(e: Emitter, values: list[Any], uniform: list[Any], grid: Any) -
 
 
 def _sought_counts(e: Emitter, values: list[Any], uniform: list[Any], grid: Any) -> list[Any]:
-    """Count the steps passed, of many: those before the value's own for sure, and that one by chance."""
+    """Count the steps passed by a lookup: all before the value's own, and that one at random."""
     b, cells, counts = e.b, grid.cells, []
     edges, gaps = grid.edge.pointer(0, F32), grid.gap.pointer(0, F32)
     steps, borders = cells.step.pointer(0, I32), cells.border.pointer(0, F32)
@@ -57,7 +57,7 @@ def _sought_counts(e: Emitter, values: list[Any], uniform: list[Any], grid: Any)
     zero, top = e.constant(0.0, F32), b.sitofp(last, vector(F32, LANES))
     for value, u in zip(values, uniform):
         t = b.fadd(b.fmul(value, per_unit), shift)
-        # These orders of operands make zero of a NaN, which has no integer.
+        # With these orders of operands a NaN, which has no integer, becomes zero.
         t = b.select(b.fcmp_ordered(">", t, zero), t, zero)
         t = b.select(b.fcmp_ordered("<", t, top), t, top)
         step, border = e.pick_all([(steps, I32), (borders, F32)], b.fptosi(t, vector(I32, LANES)))
@@ -76,12 +76,12 @@ def _quantise(
     values, inverses, target = x.pointer(first, F32), scales.values.pointer(0, F32), digits.pointer(at, I16)
     source = PhiloxVectors(e, noise)
     plus, minus = (e.splat(b.trunc(digit, I32)) for digit in (grid.positive, grid.negative))
-    # The bit that tells a digit below the middle: none where values are compared with their sign.
+    # The sign bit selects digits below the middle, unless values are compared with their sign.
     sign = b.select(grid.signed, ir.Constant(I32, 0), ir.Constant(I32, _SIGN))
     signs, others = e.splat(sign), e.splat(b.not_(sign))
 
     def some(first: Any, number: Any, together: int, carried: list[Any], whole: bool) -> list[Any]:
-        """Encode ``number`` groups from group ``first`` on, so many at a time; ``whole`` if all are."""
+        """Encode ``number`` groups from ``first`` on, ``together`` side by side; ``whole`` if none is partial."""
 
         def turn(index: Any, carried: list[Any]) -> list[Any]:
             place, rest, *products = carried
@@ -125,31 +125,31 @@ def _quantise(
 
 @vector_body()
 def quantise_even(e, x, first, count, scales, grid, noise, digits, at):
-    """Write the digits of ``count`` elements from ``x[first]``, levels evenly spaced, to ``digits[at]`` and on."""
+    """Write the digits of ``count`` elements from ``x[first]`` on for evenly spaced levels to ``digits[at]`` on."""
     _quantise(e, x, first, count, scales, grid, noise, digits, at, _even_counts)
 
 
 @vector_body()
 def quantise_steps(e, x, first, count, scales, grid, noise, digits, at):
-    """Write the digits of ``count`` elements from ``x[first]``, any levels, to ``digits[at]`` and on."""
+    """Write the digits of ``count`` elements from ``x[first]`` on for any levels to ``digits[at]`` on."""
     _quantise(e, x, first, count, scales, grid, noise, digits, at, _step_counts)
 
 
 @vector_body()
 def quantise_sought(e, x, first, count, scales, grid, noise, digits, at):
-    """Write the digits of ``count`` elements from ``x[first]``, many levels, to ``digits[at]`` and on."""
+    """Write the digits of ``count`` elements from ``x[first]`` on for many levels to ``digits[at]`` on."""
     _quantise(e, x, first, count, scales, grid, noise, digits, at, _sought_counts)
 
 
 def _even_levels(e: Emitter, values: Any, number: Any) -> Callable[[Any], Any]:
-    """Return the function from digits to levels j / s."""
+    """Return a function that maps digits to levels j / s."""
     b = e.b
     middle = e.splat(b.sitofp(b.lshr(number, _NUMBER(1)), F32))
     return lambda digit: b.fdiv(b.fsub(digit, middle), middle)
 
 
 def _chosen(bits: int) -> Callable[[Emitter, Any, Any], Callable[[Any], Any]]:
-    """Return the function from digits to at most ``2^bits`` levels in registers: ``2^bits - 1`` choices between two."""
+    """Return a function that maps digits to at most ``2^bits`` levels in registers, by ``2^bits - 1`` selections."""
 
     def prepare(e: Emitter, values: Any, number: Any) -> Callable[[Any], Any]:
         b, leaves = e.b, []
@@ -171,16 +171,16 @@ def _chosen(bits: int) -> Callable[[Emitter, Any, Any], Callable[[Any], Any]]:
 
 
 def _picked(e: Emitter, values: Any, number: Any) -> Callable[[Any], Any]:
-    """Return the function from digits to levels in memory."""
+    """Return a function that maps digits to levels in memory."""
     return lambda digit: e.pick(values, e.b.fptosi(digit, vector(I32, LANES)), F32)
 
 
 @vector_body()
 def write_levels(e, floats, first, count, grid, scales, x, at, accumulate, streamed):
-    """Write the levels of ``count`` digits from ``floats[first]`` on, times their blocks' scales, to ``x[at]``.
+    """Write the levels of ``count`` digits from ``floats[first]`` on, times their blocks' scales, to ``x[at]`` on.
 
-    A scale that is not finite is written itself. ``accumulate`` adds; ``streamed`` sends whole cache lines past the
-    caches.
+    Where a scale is not finite, the scale itself is written. ``accumulate`` adds; ``streamed`` writes whole cache lines
+    past the caches.
     """
     b, zero = e.b, _NUMBER(0)
     source, target = floats.pointer(first, F32), x.pointer(at, F32)

@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, misc, untyped-decorator"
-"""Levels as Triton computes them: digits to a buffer of 16-bit integers first, then packed, whatever their base.
+"""Triton kernels of levels. Digits of any base are written to a buffer of 16-bit integers, which is then packed.
 
-What a block shares is looked up by rows of 16 neighbouring elements, since all of a row lie in one block.
+The values of blocks are looked up for each row of 16 neighbouring elements, since a row is within one block.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _UNIT = tl.constexpr(UNIT)
 
 @triton.jit
 def count_steps(scaled, edge, gap, steps, draw, SEARCH: tl.constexpr):
-    """Count the steps that values pass, int32: thresholds ascend, since none reaches the end of its step.
+    """Count the steps that values pass, int32.
 
-    So the step is sought whose edge is the last below the value, among fewer than ``2^SEARCH``, and its own threshold
-    decides.
+    Thresholds ascend, since none reaches the end of its step. So a binary search among fewer than ``2^SEARCH`` steps
+    finds the last one whose edge is below the value, and its threshold decides.
     """
     below = tl.zeros(scaled.shape, tl.int32)
     for power in tl.static_range(SEARCH):
@@ -61,7 +61,7 @@ def _quantise(
         if SHARED:
             scaled = value * tl.load(inverse)
         else:
-            # Past the end of a segment the last block's scale, which zeros do not need.
+            # Past the end of a segment the elements are zero, so that their scale does not matter.
             scaled = value * tl.load(inverse + shared + here // length, mask=16 * plane < last, other=0.0)
         if not SIGNED:
             scaled = (scaled.to(tl.int32, bitcast=True) & 0x7FFFFFFF).to(tl.float32, bitcast=True)

@@ -1,1 +1,1 @@
-"""Products of matrices and thin factors, and orthonormal factors."""
+"""The family ``low_rank``: products of matrices and thin factors, and orthonormal factors."""

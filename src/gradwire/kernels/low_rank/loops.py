@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, misc, untyped-decorator"
-"""Compiled loops of products with thin factors. See ``ternary/loops.py`` for the rules.
+"""Compiled loops of products with thin factors, with a plain body. ``ternary/loops.py`` states the rules.
 
-Only a sum along a row needs explicit vectors: what is done to all columns alike, LLVM makes vectors of by itself.
+Only sums along a row need explicit vectors: LLVM vectorises loops that treat all columns alike.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from gradwire.kernels.numba_core.compiled import Compiled, either, kept
 from gradwire.kernels.numba_core.vectors import prefer_wide
 from gradwire.kernels.table import LANES
 
-# Of all that this is compiled from: what Numba keeps on disk is kept under this name (``make digests``).
+# Digest of the sources of the compiled code, and part of its name in Numba's cache; ``make digests`` writes it.
 DIGEST = "4477573c20ff1801"
 
 
@@ -40,7 +40,7 @@ dot = either(plain_dot, simd.dot)
 
 
 class LowRankLoops(Compiled):
-    """The operations of products with thin factors."""
+    """The operations of the family ``low_rank``, compiled."""
 
     def multiply_right(self, x, table, right, left):
         values, others, out = x.numpy(), right.numpy(), left.numpy()
@@ -79,7 +79,7 @@ class LowRankLoops(Compiled):
 
 @njit(nogil=True)
 def _matrix_of(starts, number):
-    """Return the matrix that a row or tile of all matrices belongs to."""
+    """Return the matrix of a row or tile, given the first row or tile of each matrix."""
     return np.searchsorted(starts, number, side="right") - 1
 
 
@@ -149,7 +149,7 @@ def multiply_left_range(simd, x, table, begin, end, left, right):
 
 @kept(DIGEST)
 def multiply_out_range(simd, left, right, table, begin, end, accumulate, weight, x):
-    """Write, or add, rows ``begin .. end`` of the products of all matrices' factors."""
+    """Write, or add, rows ``begin .. end`` of all matrices, the products of their factors."""
     prefer_wide()
     room = np.empty(_TILE, np.float32)
     row = begin
@@ -180,7 +180,7 @@ def multiply_out_range(simd, left, right, table, begin, end, accumulate, weight,
 
 @njit(nogil=True)
 def _halved(products):
-    """Add the elements of a vector, a power of two of them, which is spoilt."""
+    """Add the elements of a vector, a power of two of them, by halves; the vector is overwritten."""
     half = products.size // 2
     while half:
         lower, upper = products[:half], products[half : 2 * half]

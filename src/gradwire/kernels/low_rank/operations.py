@@ -1,4 +1,4 @@
-"""Where the matrices of a flat vector lie, and the factors of each."""
+"""Products with thin factors, and orthonormal factors: checked operations, defined in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gradwire.kernels.table import LANES
 
 
 class MatrixColumns(NamedTuple):
-    """The columns of a :class:`MatrixTable`, as compiled code takes them: in one object."""
+    """The columns of a :class:`MatrixTable`, as one argument of compiled code."""
 
     offset: npt.NDArray[np.int64]
     rows: npt.NDArray[np.int64]
@@ -29,19 +29,19 @@ class MatrixColumns(NamedTuple):
 
 
 class MatrixTable:
-    """The matrices of a flat float32 vector, row by row, and where their factors lie in two other vectors.
+    """The matrices of a flat float32 vector, stored row by row, and the places of their factors in two other vectors.
 
-    The left factors of all matrices lie one behind the other in a vector of ``left_numel`` elements, each ``[rank,
-    rows]``; the right ones in one of ``right_numel``, each ``[rank, columns]``.
+    The vector of left factors has ``left_numel`` elements: the factors of all matrices in order, each ``[rank, rows]``.
+    The vector of right factors has ``right_numel`` elements, each factor being ``[rank, columns]``.
 
     Args:
         offset: Index in the vector of each matrix's first element; matrices ascend and do not overlap.
-        rows, columns: Of each matrix, at least 1.
-        rank: Vectors of each factor, at least 1.
+        rows, columns: Number of rows and columns of each matrix, at least 1.
+        rank: Number of vectors in each factor, at least 1.
 
     Attributes:
-        extent: Elements that the vector must have at least.
-        columns: All columns, and the rows before each matrix, and the tiles of 2048 columns before each.
+        extent: Number of elements that the vector must have at least.
+        columns: The table as one argument of compiled code, with each matrix's first row and first tile of columns.
 
     Raises:
         HyperparameterError: the columns have different lengths, or matrices overlap or have no elements.
@@ -55,7 +55,7 @@ class MatrixTable:
     __slots__ = ("columns", "extent", "left_numel", "matrices", "numel", "rank", "right_numel", "tiles", "total_rows")
 
     TILE = 2048
-    """Columns whose sums over rows are in hand at a time: with those of each vector of a factor, in the L1 cache."""
+    """Columns that are summed over rows at a time, so that the sums stay in the L1 cache."""
 
     def __init__(self, offset: Sequence[int], rows: Sequence[int], columns: Sequence[int], rank: Sequence[int]) -> None:
         at, height, width, ranks = (np.array(column, np.int64) for column in (offset, rows, columns, rank))
@@ -85,26 +85,26 @@ def _starts(sizes: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
 
 
 PANEL = 256
-"""Rows whose products are added up by themselves, before they are added to those before."""
+"""Rows of a panel, whose products are summed before they are added to the sum of earlier panels."""
 
 VANISHED = 1e-6
-"""A vector of which at most this share is left, once its part along the earlier ones is taken away, is rounding."""
+"""A vector counts as zero if at most this share of its length is left after the part along earlier vectors."""
 
 
 class LowRankOperations(Front):
-    """The family ``low_rank``: with M a matrix of ``rows`` by ``columns``, P its left and Q its right factor.
+    """The operations of the family ``low_rank`` on a matrix M, its left factor P and its right factor Q.
 
-    Factors lie vector by vector: P is float32 ``[rank, rows]`` and Q float32 ``[rank, columns]``, so that a product
-    with M reads it row by row. Every product of two floats is rounded to float32 before it is added, and sums have a
-    stated order: the bits depend neither on the machine nor on what else lies in the vector.
+    Factors are stored vector by vector: P is float32 ``[rank, rows]`` and Q float32 ``[rank, columns]``, so that a
+    product with M reads it row by row. Every product of two floats is rounded to float32 before it is added, and sums
+    have a fixed order: the bits depend neither on the machine nor on other parts of the vector.
     """
 
     def multiply_right(self, x: torch.Tensor, table: MatrixTable, right: torch.Tensor, left: torch.Tensor) -> None:
         """Write P = M Q of all matrices, ``left[k, i] = sum_j M[i, j] right[k, j]``, into ``left``.
 
-        ``x`` is float32, ``right`` float32 ``[right_numel]`` and ``left`` float32 ``[left_numel]``. Sixteen sums, each
-        of the columns with one remainder of division by 16, start at zero and are made in the order of columns. Sum l
-        is added to sum l + 8, then those of the first eight to those four further, and so on.
+        ``x`` is float32, ``right`` float32 ``[right_numel]`` and ``left`` float32 ``[left_numel]``. Sum l of
+        sixteen starts at zero and adds the products of columns l, l + 16, ... in order. Then sums eight apart are
+        added, then those four, two and one apart.
 
         Raises:
             HyperparameterError: a vector has another type or size.
@@ -116,8 +116,8 @@ class LowRankOperations(Front):
     def multiply_left(self, x: torch.Tensor, table: MatrixTable, left: torch.Tensor, right: torch.Tensor) -> None:
         """Write Q = M^T P of all matrices, ``right[k, j] = sum_i M[i, j] left[k, i]``, into ``right``.
 
-        ``x`` is float32, ``left`` float32 ``[left_numel]`` and ``right`` float32 ``[right_numel]``. The products of 256
-        rows are added in their order, from zero on, and the sums of such panels in theirs.
+        ``x`` is float32, ``left`` float32 ``[left_numel]`` and ``right`` float32 ``[right_numel]``. The products of a
+        panel of 256 rows are added in order, from zero on; then the sums of panels are added in order.
 
         Raises:
             HyperparameterError: a vector has another type or size.
@@ -131,11 +131,11 @@ class LowRankOperations(Front):
     ) -> None:
         """Write M = P Q^T of all matrices, ``sum_k left[k, i] right[k, j]`` in the order of k, into ``x``.
 
-        ``left`` is float32 ``[left_numel]``, ``right`` float32 ``[right_numel]``, and ``x`` float32; what lies between
-        matrices stays.
+        ``left`` is float32 ``[left_numel]``, ``right`` float32 ``[right_numel]``, and ``x`` float32; its
+        elements between matrices keep their values.
 
         Args:
-            weight: Add the float32 product of it and M to ``x`` instead; None: replace what is there.
+            weight: If given, ``weight * M``, rounded to float32, is added to ``x``; None: M replaces it.
 
         Raises:
             HyperparameterError: a vector has another type or size.
@@ -148,8 +148,8 @@ class LowRankOperations(Front):
         """Return factors with the same spans, orthonormal, by the modified Gram-Schmidt process in float64.
 
         ``factors`` is float32 ``[left_numel]`` where ``side`` is "left", or ``[right_numel]`` where it is "right". A
-        vector that is a combination of those before, up to rounding, becomes zero. Sums are made by halves: elements i
-        and i + n/2 of n, a power of two with zeros behind a vector, are added until one is left.
+        vector that is a linear combination of earlier ones, up to rounding, becomes zero. Sums are made by halves: of n
+        elements, filled up with zeros to a power of two, i and i + n/2 are added until one is left.
 
         Raises:
             HyperparameterError: the vector has another type or size.
@@ -224,7 +224,7 @@ def orthonormalise(factors: torch.Tensor, table: MatrixTable, side: str, out: to
 def _matrices(
     x: torch.Tensor, table: MatrixTable, left: torch.Tensor, right: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """View each matrix ``[rows, columns]`` and its factors, ``[rank, rows]`` and ``[rank, columns]``."""
+    """Yield views of each matrix, ``[rows, columns]``, and its factors, ``[rank, rows]`` and ``[rank, columns]``."""
     c = table.columns
     for number in range(table.matrices):
         at, rows, columns, rank = (int(column[number]) for column in (c.offset, c.rows, c.columns, c.rank))

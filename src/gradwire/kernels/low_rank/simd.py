@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, misc, untyped-decorator"
-"""Explicit-vector body of products with thin factors. See ``loops.py`` for who calls it."""
+"""Explicit-vector body that sums products along a row. ``loops.py`` calls it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gradwire.kernels.table import LANES
 
 @vector_body(types.float32)
 def dot(e, a, b):
-    """Add the products of two vectors of one length: 16 sums, and those by halves."""
+    """Return the sum of products of two vectors of equal length: 16 sums, which are then added by halves."""
     builder, first, second = e.b, a.pointer(0, F32), b.pointer(0, F32)
     count = a.length
     whole = builder.and_(count, ir.Constant(I64, -LANES))

@@ -1,1 +1,1 @@
-"""Exact statistics of segments."""
+"""The family ``moments``: exact statistics of segments."""

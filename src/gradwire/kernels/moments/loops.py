@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, misc, untyped-decorator"
-"""Compiled loops over segments and blocks of moments. See ``ternary/loops.py`` for the rules."""
+"""Compiled loops over segments and blocks for moments, with plain bodies. ``ternary/loops.py`` states the rules."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gradwire.kernels.moments import simd
 from gradwire.kernels.numba_core.compiled import Compiled, either, kept
 from gradwire.kernels.numba_core.vectors import power_of_two, prefer_wide
 
-# Of all that this is compiled from: what Numba keeps on disk is kept under this name (``make digests``).
+# Digest of the sources of the compiled code, and part of its name in Numba's cache; ``make digests`` writes it.
 DIGEST = "602bd6e15c6585a0"
 
 
@@ -44,7 +44,7 @@ block_sums = either(plain_block_sums, simd.block_sums)
 
 
 class MomentColumns(NamedTuple):
-    """Where the statistics of segments go."""
+    """The arrays for the statistics of segments."""
 
     max_abs: Any
     mean: Any
@@ -53,7 +53,7 @@ class MomentColumns(NamedTuple):
 
 
 class MomentsLoops(Compiled):
-    """The operations of moments."""
+    """The operations of the family ``moments``, compiled."""
 
     def moments(self, x, table, out):
         values = x.numpy()
@@ -62,7 +62,7 @@ class MomentsLoops(Compiled):
         def work(first: int, last: int) -> None:
             moments_range(self.simd, values, table.columns, first, last, columns)
 
-        # Blocks of a segment are added up in order.
+        # The blocks of a segment are added in order, so one thread takes a whole segment.
         self.split_segments(table, work)
 
 

@@ -1,4 +1,4 @@
-"""Exact statistics of segments."""
+"""Exact statistics of segments: the checked operation, and its definition in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from gradwire.kernels.table import BLOCK_SIZE, SegmentTable
 class Moments:
     """Statistics of each segment: ``max_abs`` float32, ``mean``, ``std`` (population), ``norm`` float64; ``[S]`` each.
 
-    ``norm`` is the Euclidean one. A segment that holds an infinity or a NaN has ``max_abs = +inf`` and zeros for the
-    rest; an empty one has zeros.
+    ``norm`` is the Euclidean norm. A segment that holds an infinity or a NaN has ``max_abs = +inf``, and zeros for the
+    others; an empty segment has zeros.
     """
 
     max_abs: torch.Tensor
@@ -26,14 +26,14 @@ class Moments:
 
 
 class MomentOperations(Front):
-    """The family ``moments``."""
+    """The operations of the family ``moments``."""
 
     def moments(self, x: torch.Tensor, table: SegmentTable) -> Moments:
-        """Compute max-abs, mean, standard deviation and norm of every segment of ``x`` (float32), exactly as defined.
+        """Compute max-abs, mean, standard deviation and norm of every segment of ``x`` (float32).
 
-        A segment is cut in blocks of 4096 elements. With ``e`` the exponent of a block's largest magnitude (at least
-        -104), every element becomes the integer ``q = trunc(x * 2^(23-e))``; ``sum q`` and ``sum q^2`` are exact, hence
-        free of order, and are added up over blocks in float64, first to last.
+        A segment is cut into blocks of 4096 elements. With ``e`` the exponent of a block's largest magnitude (at least
+        -104), every element becomes the integer ``q = trunc(x * 2^(23-e))``. The sums of ``q`` and ``q^2`` are exact,
+        so their order does not matter; they are added over blocks in float64, first to last.
         """
         check_vector("x", x, torch.float32, table.extent, at_least=True)
         size, device = len(table), x.device
@@ -59,10 +59,10 @@ def segments_of(x: torch.Tensor, table: SegmentTable) -> list[torch.Tensor]:
 
 
 def integer_blocks(x: torch.Tensor) -> tuple[list[int], torch.Tensor] | None:
-    """Cut a vector in blocks of 4096 and turn each into integers ``trunc(x * 2^(23-e))``, e its largest exponent.
+    """Cut a vector into blocks of 4096 and turn each into integers ``trunc(x * 2^(23-e))``, e its largest exponent.
 
     Returns:
-        The exponents (at least -104) and the integers, int64 ``[blocks, 4096]`` with zeros at the end; None where a
+        The exponents (at least -104) and the integers, int64 ``[blocks, 4096]`` with zeros at the end; None if a
         value is not finite.
     """
     blocks = torch.zeros(-(-x.numel() // BLOCK_SIZE) * BLOCK_SIZE)

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, misc, untyped-decorator"
-"""Explicit-vector bodies of moments. See ``loops.py`` for who calls them."""
+"""Explicit-vector bodies of moments. ``loops.py`` calls them."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ UNROLL = 4
 def each_vector(
     e: Emitter, pointer: Any, count: Any, carried: list[Any], parity: int | None, use: Callable[..., None]
 ) -> list[Any]:
-    """Loop over ``count`` floats, 16 at a time: four unmasked vectors a turn, then single masked ones.
+    """Loop over ``count`` floats: four vectors of 16 in each turn, then single masked vectors.
 
     ``use(value, unit, carried)`` takes a vector (zeros past the end) and updates the values of accumulator ``unit``.
-    Cache lines of the next block are fetched from memory meanwhile: of even units or odd ones, by ``parity``. A second
-    pass over the block fetches the other half, so that memory is never idle.
+    The loop prefetches half of the next block's cache lines, those of units with ``parity``; the second pass over the
+    block prefetches the other half, so that memory is never idle.
     """
     b, step = e.b, LANES * UNROLL
     whole = b.and_(count, ir.Constant(I64, -step))
@@ -63,12 +63,12 @@ def block_maximum(e, x, first, count):
 
 @vector_body(types.UniTuple(types.int64, 2))
 def block_sums(e, x, first, count, factor):
-    """Return ``(sum q, sum q*q)`` (int64) of ``q = trunc(x * factor)``, at most 4096 elements with ``|q| < 2^24``."""
+    """Return ``(sum q, sum q*q)`` (int64) of ``q = trunc(x * factor)`` for at most 4096 elements, ``|q| < 2^24``."""
     b, factors, wide = e.b, e.splat(factor), vector(I64, LANES // 2)
 
     def use(value: Any, unit: int, values: list[Any]) -> None:
         q = b.fptosi(b.fmul(value, factors), vector(I32, LANES))
-        # At most 64 + 4 additions of 24-bit numbers per accumulator and lane: they fit 32 bits.
+        # Each lane of an accumulator adds at most 64 + 4 numbers of 24 bits, which fits 32 bits.
         values[unit] = b.add(values[unit], q)
         pairs = b.bitcast(q, wide)
         odd = b.ashr(pairs, e.constant(32, I64, 8))

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, misc, untyped-decorator"
-"""Moments as Triton computes them: integers by block, then one program a segment adds blocks in their order."""
+"""Triton kernels of moments: sums of each block in integers, then of each segment, block after block."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _finish(sums, bits, numel, segments, max_abs, mean, std, norm, TILE: tl.cons
     known = segment < segments
     largest = tl.load(bits + segment, mask=known, other=0)
     finite = largest < 0x7F800000
-    # Divisions and roots of float64 are rounded correctly; those of float32 would not be.
+    # Triton rounds divisions and roots of float64 correctly, but not those of float32.
     number = tl.maximum(tl.load(numel + segment, mask=known, other=1), 1).to(tl.float64)
     square = tl.load(sums + segments + segment, mask=known, other=0.0)
     first = tl.load(sums + segment, mask=known, other=0.0) / number

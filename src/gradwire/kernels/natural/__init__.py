@@ -1,1 +1,1 @@
-"""Random rounding to powers of two."""
+"""The family ``natural``: random rounding to powers of two."""

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, misc, untyped-decorator"
-"""Compiled loops over segments for powers of two. See ``ternary/loops.py`` for the rules."""
+"""Compiled loops over groups for powers of two, with plain bodies. ``ternary/loops.py`` states the rules."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from gradwire.kernels.numba_core.philox import plain_five_words
 from gradwire.kernels.numba_core.vectors import prefer_wide
 from gradwire.kernels.table import GROUP_SIZE
 
-# Of all that this is compiled from: what Numba keeps on disk is kept under this name (``make digests``).
+# Digest of the sources of the compiled code, and part of its name in Numba's cache; ``make digests`` writes it.
 DIGEST = "ff558a0ca6d8c4cf"
 
 
@@ -65,7 +65,7 @@ natural_sums = either(plain_natural_sums, simd.natural_sums)
 
 
 class NaturalLoops(Compiled):
-    """The operations of powers of two."""
+    """The operations of the family ``natural``, compiled."""
 
     def natural_encode(self, x, table, round, stream, out):
         values, octets, exponents = x.numpy(), out.numpy(), natural_sign_bytes(table.groups)
@@ -90,7 +90,7 @@ class NaturalLoops(Compiled):
 
 @kept(DIGEST)
 def natural_encode_range(simd, x, table, draw, begin, end, out, exponents):
-    """Encode groups ``begin .. end``; ``exponents`` of ``out`` is where those of all groups begin."""
+    """Encode groups ``begin .. end``; the exponents of all groups begin at ``out[exponents]``."""
     prefer_wide()
     segment, group = find_segment(table, begin), begin
     while group < end:
@@ -103,7 +103,7 @@ def natural_encode_range(simd, x, table, draw, begin, end, out, exponents):
 
 @kept(DIGEST)
 def natural_mean_range(simd, rows, exponents, table, weight, begin, end, x, accumulate):
-    """Decode groups ``begin .. end``."""
+    """Decode groups ``begin .. end`` of all rows and sum them."""
     prefer_wide()
     segment, group = find_segment(table, begin), begin
     while group < end:

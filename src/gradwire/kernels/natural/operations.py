@@ -1,4 +1,4 @@
-"""Random rounding to the powers of two next to a value, and the mean of such values."""
+"""Random rounding to powers of two, and their weighted sum: checked operations, defined in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from gradwire.kernels.table import GROUP_SIZE, LANES, SIGN_BYTES, GroupIndex, Se
 
 
 def natural_sign_bytes(groups: int) -> int:
-    """Return the bytes of the signs of that many groups, padded to sixteen."""
+    """Return the number of bytes of the signs of groups, padded to a multiple of sixteen."""
     return -(-SIGN_BYTES * groups // LANES) * LANES
 
 
 def natural_bytes(groups: int) -> int:
-    """Return the bytes of that many groups: nine bits an element, padded to sixteen bytes."""
+    """Return the number of bytes of encoded groups: nine bits for each element, and padding of the signs."""
     return natural_sign_bytes(groups) + GROUP_SIZE * groups
 
 
 class NaturalOperations(Front):
-    """The family ``natural``."""
+    """The operations of the family ``natural``."""
 
     def natural_encode(self, x: torch.Tensor, table: SegmentTable, round: int, stream: int, out: torch.Tensor) -> None:
         """Round all groups of ``x`` (float32) to powers of two and write them to ``out`` (uint8).
 
         With ``bits`` the 31 bits of |x| and ``u`` the upper 23 bits of the element's 24-bit uniform integer::
 
-            exponent = min((bits + u) >> 23, 254), or 255 where x is an infinity or NaN
+            exponent = min((bits + u) >> 23, 254), or 255 if x is an infinity or NaN
 
-        ``out`` has :func:`natural_bytes` bytes: first the signs, a bit an element in the order of groups, the first the
-        lowest of its byte, padded to sixteen bytes (:func:`natural_sign_bytes`), then the exponents, a byte an element.
-        Elements past a segment's end count as zero.
+        ``out`` has :func:`natural_bytes` bytes: first the signs, one bit for each element from the lowest bit of a byte
+        up, padded to a multiple of sixteen bytes (:func:`natural_sign_bytes`), then the exponents, one byte for each
+        element, both in the order of groups. Elements past a segment's end count as zero.
         """
         check_vector("x", x, torch.float32, table.extent, at_least=True)
         check_vector("out", out, torch.uint8, natural_bytes(table.groups))
@@ -45,8 +45,9 @@ class NaturalOperations(Front):
     ) -> None:
         """Write the sum over rows, in their order, of ``float32(weight) * value`` into ``x``, or add it.
 
-        ``rows`` are uint8 ``[N, natural_bytes(groups)]``, any distance apart. A value is ``+-2^(exponent - 127)``, zero
-        for exponent 0 and +inf, whatever its sign and the weight's, for 255.
+        ``rows`` is uint8 ``[N, natural_bytes(groups)]``; rows may be any distance apart. A value is
+        ``+-2^(exponent - 127)``, but zero for the exponent 0. For the exponent 255, ``weight * value`` is +inf,
+        whatever the signs.
         """
         check_vector("x", x, torch.float32, table.extent, at_least=True)
         check_rows(rows, natural_bytes(table.groups))

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, misc, untyped-decorator"
-"""Explicit-vector bodies of powers of two. See ``loops.py`` for who calls them."""
+"""Explicit-vector bodies that round to powers of two and sum them. ``loops.py`` calls them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from gradwire.kernels.numba_core.philox import PhiloxVectors, five_words
 from gradwire.kernels.numba_core.vectors import F32, I1, I8, I16, I32, I64, loop, vector, vector_body
 from gradwire.kernels.table import GROUP_SIZE, LANES, PLANES
 
-_AHEAD = 2560  # elements from here to what is fetched from memory meanwhile
+_AHEAD = 2560  # distance of prefetches, in elements
 
 
 @vector_body()
 def natural_groups(e, x, first, count, noise, out, exponents, signs):
-    """Write exponents and signs of ``count`` elements from ``x[first]``, whole groups of them."""
+    """Write exponents and signs of ``count`` elements from ``x[first]`` on, padded to whole groups."""
     b, values, source = e.b, x.pointer(first, F32), PhiloxVectors(e, noise)
     octets, masks_at = out.pointer(exponents, I8), out.pointer(signs, I8)
 
@@ -48,7 +48,7 @@ def natural_groups(e, x, first, count, noise, out, exponents, signs):
 
 @vector_body()
 def natural_sums(e, rows, exponents, signs, count, weight, x, first, accumulate):
-    """Sum ``count`` elements over rows, and write them to ``x[first]`` or add them there."""
+    """Write the sums over rows of ``count`` elements to ``x[first]`` on, or add them."""
     b, one = e.b, ir.Constant(I64, 1)
     octets, masks_at = rows.octets.pointer(exponents, I8), rows.octets.pointer(signs, I8)
     target, weight, infinity = x.pointer(first, F32), e.splat(weight), e.constant(math.inf, F32)

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, misc, untyped-decorator"
-"""Powers of two as Triton computes them: signs a bit an element, exponents a byte an element."""
+"""Triton kernels of powers of two: one bit for each sign, one byte for each exponent."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _encode(x, at, room, number, segment, key, groups, low, high, stream, out, T
     for plane in tl.static_range(5):
         within = 16 * plane + lane
         value = tl.load(x + place + within, mask=within < last, other=0.0)
-        # Unsigned: the sum of the bits of a large number and a draw exceeds 2^31 by none, but may reach it.
+        # Unsigned, since the sum of a large number's bits and a uniform integer may reach 2^31.
         bits = value.to(tl.uint32, bitcast=True) & 0x7FFFFFFF
         exponent = tl.minimum((bits + (uniform(w0, w1, w2, w3, plane) >> 1)) >> 23, 254)
         exponent = tl.where(bits >= 0x7F800000, 255, exponent)
@@ -54,7 +54,7 @@ def _mean(rows, number, stride, behind, at, room, groups, weight, x, ADD: tl.con
             exponent = tl.load(payload + behind + group.to(tl.int64) * 80 + within, mask=inside, other=0).to(tl.int32)
             bits = (exponent << 23) | (((octet >> (within % 8)) & 1) << 31)
             value = tl.where(exponent == 255, float("inf"), bits.to(tl.float32, bitcast=True) * weight)
-            # A first value is taken as it is: a sum with zero would lose the sign of another zero.
+            # The first value is not added to zero, which would lose the sign of a negative zero.
             total = tl.where(row == 0, value, total + value)
         if ADD:
             total = tl.load(x + place + within, mask=inside, other=0.0) + total

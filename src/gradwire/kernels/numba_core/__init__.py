@@ -1,1 +1,1 @@
-"""What the families compiled by Numba share."""
+"""Parts that all families compiled by Numba share."""

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, misc, untyped-decorator"
-"""How loops are compiled: one source with two sets of bodies, explicit vectors and scalar ones; kept on disk."""
+"""Parts of compiled loops: caching on disk, the choice of bodies, pieces of segments, and work for threads."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from gradwire.kernels.table import GROUP_SIZE, SegmentTable
 
 
 def kept(digest: str) -> Callable[[Callable[..., Any]], Any]:
-    """Compile a loop, and keep the compiled code on disk.
+    """Return a decorator that compiles a loop and stores the code on disk.
 
-    Numba names the file by the function and drops it when the function's own file changes. With the digest of all that
-    the function is compiled from in its name, code of other sources is never even looked at: named tuples that these
-    sources lack would make that fail.
+    Numba names the stored file by the function, and drops it when the function's own file changes. The digest of all
+    sources becomes part of the function's name, so that code of other sources is never loaded: loading fails if it
+    refers to named tuples that no longer exist.
     """
 
     def wrap(function):
@@ -35,14 +35,14 @@ def kept(digest: str) -> Callable[[Callable[..., Any]], Any]:
 def either(plain: Any, simd: Any) -> Any:
     """Return a function that calls the scalar body ``plain`` or the body ``simd`` of explicit vectors.
 
-    Its first argument decides: ``None`` takes the scalar body, ``True`` that of explicit vectors. The *type* decides,
-    when the caller is compiled, so that either variant is cached on disk. Both bodies take the other arguments.
+    The type of the function's first argument chooses the body when the caller is compiled: ``None`` the scalar one,
+    ``True`` explicit vectors. So both variants are cached on disk. A body takes the other arguments.
     """
 
     def body(variant, *arguments):
         raise RuntimeError("called from compiled code only")
 
-    # Inlined, since passing arrays to a call costs as much as a short segment's work.
+    # Inlined, since passing arrays to a function costs as much as processing a short segment.
     @overload(body, jit_options={"forceinline": True})
     def choose(variant, *arguments):
         chosen = plain if isinstance(variant, types.NoneType) else simd
@@ -57,24 +57,24 @@ def either(plain: Any, simd: Any) -> Any:
 
 @njit(nogil=True)
 def copy_into(target, source):
-    """Copy as many values as ``target`` has from the beginning of ``source``, which has as many or more.
+    """Copy the first ``target.size`` values of ``source`` to ``target``.
 
-    For ``target[:] = source`` Numba compiles the text of an error about two shapes as well, and with it most of its
-    strings: three seconds, in each module that has such a line.
+    For ``target[:] = source`` Numba also compiles an error message about two shapes, and with it most of its support
+    for strings, which takes three seconds in each module with such a line.
     """
     for i in range(target.size):
         target[i] = source[i]
 
 
 class RandomStream(NamedTuple):
-    """Which random words are drawn: see :mod:`gradwire.kernels.philox`."""
+    """Round and stream of random words, see :mod:`gradwire.kernels.philox`."""
 
     round: np.uint64
     stream: np.uint32
 
 
 class Noise(NamedTuple):
-    """What the random words of a piece are computed from; ``block`` is that of its first lane."""
+    """The source of a piece's random words: key and counter; ``block`` is the block of its first lane."""
 
     key0: np.uint32
     key1: np.uint32
@@ -84,9 +84,9 @@ class Noise(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Neighbouring groups of one segment, from the one asked for up to ``stop``.
+    """Neighbouring groups of one segment, up to group ``stop``.
 
-    ``within`` elements of the segment lie before them; the first of their ``numel`` elements is ``x[at]``.
+    The piece has ``numel`` elements, the first of which is ``x[at]``, after ``within`` elements of the segment.
     """
 
     segment: int
@@ -97,13 +97,13 @@ class Piece(NamedTuple):
 
 
 def draw_of(round: int, stream: int) -> RandomStream:
-    """Return a draw in the types that compiled code expects."""
+    """Return round and stream in the types that compiled code expects."""
     return RandomStream(np.uint64(round), np.uint32(stream))
 
 
 @njit(nogil=True)
 def find_segment(table, group):
-    """Return the segment that a group lies in, or one before it without groups between."""
+    """Return the segment of a group, or an earlier one with no groups between them."""
     low, high = 0, max(1, table.offset.size)
     while high - low > 1:
         middle = (low + high) // 2
@@ -116,7 +116,7 @@ def find_segment(table, group):
 
 @njit(nogil=True)
 def next_piece(table, segment, group, end):
-    """Return the piece that begins at ``group``, which lies in ``segment`` or after it, up to group ``end``."""
+    """Return the piece from ``group`` up to at most ``end``; ``segment`` is its segment or an earlier one."""
     while table.first_group[segment + 1] <= group:
         segment += 1
     within = 80 * (group - table.first_group[segment])
@@ -127,22 +127,22 @@ def next_piece(table, segment, group, end):
 
 @njit(nogil=True)
 def noise_at(table, piece, draw):
-    """Return what the random words of a piece are computed from."""
+    """Return the source of the random words of a piece."""
     segment = piece.segment
     block = (table.start[segment] + piece.within) // 80 * 16
     return Noise(table.key[segment, 0], table.key[segment, 1], draw.round, draw.stream, block)
 
 
 TILE_GROUPS = 40
-"""Groups whose digits are in hand between two steps of work: 12.5 KiB of four bytes, well within the L1 cache."""
+"""Groups of a tile, whose digits stay in the L1 cache between two steps: 12.5 KiB of float32."""
 
 STREAMED_GROUPS = 1 << 12
-"""Groups from which on a call writes past the caches: 1.25 MiB of floats, which would push out other data."""
+"""Groups from which on a call writes past the caches: 1.25 MiB of float32, which would evict other data."""
 
 MIN_STREAMED = 1280
-"""Elements of a segment from which on that pays."""
+"""Elements of a segment from which on writing past the caches is faster."""
 
-_MIN_PART = 1 << 16  # elements below which a second thread costs more than it saves
+_MIN_PART = 1 << 16  # elements of a thread's part, below which another thread costs more than it saves
 
 
 class ByteRows(NamedTuple):
@@ -154,15 +154,14 @@ class ByteRows(NamedTuple):
 
 
 class Compiled:
-    """Base of each family's operations.
-
-    Attributes:
-        simd: What the loops take as first argument: True for explicit vectors, None for scalar bodies, since it is the
-            type that decides (see :func:`either`).
+    """Base class of each family's compiled operations.
 
     Args:
-        simd: Explicit vectors rather than scalar bodies.
-        threads: How many threads share a call; the result has the same bits for any number.
+        simd: True for explicit vectors, False for scalar bodies.
+        threads: Number of threads that share a call; results have the same bits for any number.
+
+    Attributes:
+        simd: First argument of loops: True for explicit vectors, None for scalar bodies (see :func:`either`).
     """
 
     def __init__(self, simd: bool = True, threads: int = 1) -> None:
@@ -181,7 +180,7 @@ class Compiled:
             future.result()
 
     def split_segments(self, table: SegmentTable, work: Callable[[int, int], object]) -> None:
-        """Run ``work(first, last)`` over the segments, cut by elements, on the threads; a segment is one thread's."""
+        """Run ``work(first, last)`` over whole segments on the threads, with similar numbers of elements for each."""
 
         def some(begin: int, end: int) -> None:
             first, last = (int(np.searchsorted(table.first_group, group)) for group in (begin, end))
@@ -196,7 +195,7 @@ def one_row(octets: torch.Tensor) -> ByteRows:
 
 
 def rows_of(rows: torch.Tensor) -> ByteRows:
-    """View a matrix of bytes as compiled code takes it."""
+    """View a matrix of bytes as an argument of compiled code."""
     number, length = rows.shape
     if not length:
         return ByteRows(np.empty(0, np.uint8), 0, number)

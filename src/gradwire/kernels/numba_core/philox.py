@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, misc, untyped-decorator"
-"""Philox in plain Numba: the random words of one block, that is of five elements, at once."""
+"""Philox in compiled code: the words of one block in plain Numba, and of 16 blocks in explicit vectors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from numba import njit
 from gradwire.kernels.numba_core.vectors import I32, I64, Emitter, vector
 from gradwire.kernels.philox import KEY_STEPS, MULTIPLIERS, ROUNDS
 
-# Numba widens 32-bit arithmetic to 64 bits unless every step is cast back.
+# Numba widens 32-bit arithmetic to 64 bits, so every step is cast back.
 _u32, _u64 = np.uint32, np.uint64
 _MASK, _HALF = _u64(0xFFFFFFFF), _u64(32)
 _M0, _M1 = _u64(MULTIPLIERS[0]), _u64(MULTIPLIERS[1])
@@ -21,7 +21,7 @@ _W0, _W1 = _u32(KEY_STEPS[0]), _u32(KEY_STEPS[1])
 
 @njit(nogil=True)
 def plain_five_words(noise, lane):
-    """Return the words of five planes, ``lane`` blocks on: Philox's four, and one made of their spare low bytes."""
+    """Return the words of five planes of a lane: four of Philox, and one made of their spare low bytes."""
     c0, c1 = _u64(noise.block + lane) & _MASK, noise.round & _MASK
     c2, c3 = noise.round >> _HALF, _u64(noise.stream)
     k0, k1 = noise.key0, noise.key1
@@ -40,7 +40,7 @@ _ODD = [lane + 1 for lane in _EVEN]
 
 
 def five_words(e: Emitter, words: list[Any]) -> list[Any]:
-    """Return the words of a group's five planes: Philox's four, and one made of their spare low bytes."""
+    """Return the words of a group's five planes: four of Philox, and one made of their spare low bytes."""
     b = e.b
     keep = lambda mask, first, second: b.or_(  # noqa: E731
         b.and_(first, e.constant(mask)), b.and_(second, e.constant(mask ^ _LOW))
@@ -56,9 +56,9 @@ def five_words(e: Emitter, words: list[Any]) -> list[Any]:
 class PhiloxVectors:
     """Philox4x32-7 on 16 blocks at once, for blocks of one parameter, round and stream from ``noise.block`` on.
 
-    A state word lies in the lower half of 64-bit lanes, where the CPU's 32 x 32 -> 64 bit product wants it; what is in
-    the upper half is noise. The even blocks form one register of 8 lanes, the odd ones a second: after the last round
-    one shuffle of both puts the blocks in order. Rounds 0 and 1 have uniform halves, computed as scalars.
+    A state word is in the lower half of 64-bit lanes, as the CPU's 32 x 32 -> 64 bit product needs it; upper halves are
+    arbitrary. Even blocks form one register of 8 lanes, odd blocks another; after the last round one shuffle of both
+    puts the blocks in order. In rounds 0 and 1 half of the state is uniform, and computed in scalars.
     """
 
     def __init__(self, e: Emitter, noise: Any) -> None:
@@ -87,13 +87,13 @@ class PhiloxVectors:
         self.factors = [e.constant(m, I64, 8) for m in MULTIPLIERS]
 
     def products(self) -> list[Any]:
-        """Return the first product of the first 16 blocks: even ones, odd ones."""
+        """Return the first product of the first 16 blocks: of even blocks, of odd blocks."""
         b, e = self.e.b, self.e
         lanes = [e.constants(range(half, 16, 2), I64) for half in (0, 1)]
         return [self._product(b.add(e.splat(self._block, 8), lane), 0) for lane in lanes]
 
     def advance(self, products: list[Any], blocks: int) -> list[Any]:
-        """Move on by a number of blocks: no wrap, since a parameter has at most 2^32 of them."""
+        """Advance by a number of blocks; nothing wraps, since a parameter has at most 2^32 blocks."""
         return [self.e.b.add(p, self.e.constant(MULTIPLIERS[0] * blocks, I64, 8)) for p in products]
 
     def _product(self, state: Any, side: int) -> Any:

@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, no-any-return, misc, untyped-decorator"
 """Explicit vectors for Numba: a thin layer over llvmlite, used inside the bodies of ``@intrinsic`` functions.
 
-LLVM's own vectoriser needs straight loops over slices; what the kernels need (64-bit products of every other lane,
-masked loads, several planes at once) it does not find. Only generic vector IR is emitted, so any CPU that LLVM knows
-runs it; on one with narrower registers LLVM splits the operations.
+LLVM vectorises straight loops over slices, but not what the kernels need: 64-bit products of every other lane, masked
+loads, several planes at once. Only generic vector IR is emitted, so it runs on any CPU that LLVM supports; if registers
+are narrower, LLVM splits the operations.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def data_pointer(context: Any, builder: Any, array_type: Any, array: Any, index:
 
 
 class Operand:
-    """An array that a compiled function hands to a vector body."""
+    """An array that a compiled function passes to a vector body."""
 
     def __init__(self, context: Any, builder: Any, kind: Any, value: Any) -> None:
         self.dtype, self._place = kind.dtype, (context, builder, kind, value)
@@ -58,7 +58,7 @@ class Operand:
 
 
 def _operand(context: Any, builder: Any, kind: Any, value: Any) -> Any:
-    """Wrap arrays and named tuples of them; scalars are values of LLVM, and other tuples lists."""
+    """Wrap arrays and named tuples of them; scalars remain LLVM values, and other tuples become lists."""
     if isinstance(kind, types.Array):
         return Operand(context, builder, kind, value)
     if not isinstance(kind, types.BaseTuple):
@@ -69,7 +69,7 @@ def _operand(context: Any, builder: Any, kind: Any, value: Any) -> Any:
 
 
 def vector_body(returns: Any = types.void, *constants: str) -> Callable[[Callable[..., Any]], Any]:
-    """Make a function for compiled code out of one that emits its instructions.
+    """Return a decorator that turns a function that emits instructions into one for compiled code.
 
     The emitting function takes an :class:`Emitter` and the operands of the call: an :class:`Operand` for an array, an
     object with the fields for a named tuple, an LLVM value for a scalar. It returns nothing, a value, or a list of
@@ -77,7 +77,7 @@ def vector_body(returns: Any = types.void, *constants: str) -> Callable[[Callabl
 
     Args:
         returns: The type that the function returns in compiled code.
-        constants: Names of parameters of which the emitting function gets the Numba *type* instead of the value.
+        constants: Names of parameters for which the emitting function gets the Numba *type* instead of the value.
     """
 
     def wrap(emit: Callable[..., Any]) -> Any:
@@ -97,7 +97,7 @@ def vector_body(returns: Any = types.void, *constants: str) -> Callable[[Callabl
 
             return returns(*kinds), codegen
 
-        # Numba reads the parameters there, without the first.
+        # Numba reads the names of parameters from this signature.
         define.__signature__ = signature_of_emit  # type: ignore[attr-defined]
         define.__name__, define.__doc__ = emit.__name__, emit.__doc__
         return intrinsic(define)
@@ -107,9 +107,9 @@ def vector_body(returns: Any = types.void, *constants: str) -> Callable[[Callabl
 
 @intrinsic
 def _prefer_wide(typing_context):
-    """Let the function that calls this use 512-bit registers, also in what is inlined into it.
+    """Let the calling function use 512-bit registers, also in functions inlined into it.
 
-    The default of some CPUs is 256, to spare their clock; these loops gain more than it costs.
+    LLVM prefers 256 bits on some CPUs, whose clock 512 bits slow down; these loops gain more than that costs.
     """
 
     def codegen(context, builder, signature, arguments):
@@ -119,7 +119,7 @@ def _prefer_wide(typing_context):
     return types.void(), codegen
 
 
-prefer_wide: Any = _prefer_wide  # to type checkers the decorator does not hide the first parameter
+prefer_wide: Any = _prefer_wide  # type checkers do not know that the decorator hides the first parameter
 
 
 class Emitter:
@@ -146,11 +146,11 @@ class Emitter:
         return self.b.shuffle_vector(one, undefined, ir.Constant(vector(I32, lanes), [0] * lanes))
 
     def shuffle(self, first: Any, second: Any, lanes: Sequence[int]) -> Any:
-        """Pick lanes out of two vectors joined."""
+        """Pick lanes of the concatenation of two vectors."""
         return self.b.shuffle_vector(first, second, ir.Constant(vector(I32, len(lanes)), list(lanes)))
 
     def at(self, pointer: Any, index: Any, element: Any) -> Any:
-        """Point ``index`` elements further."""
+        """Return a pointer ``index`` elements further."""
         index = ir.Constant(I64, index) if isinstance(index, int) else index
         return self.b.gep(self.b.bitcast(pointer, element.as_pointer()), [index])
 
@@ -164,7 +164,7 @@ class Emitter:
         self.b.store(value, self.b.bitcast(pointer, value.type.as_pointer()), align=align)
 
     def stream(self, value: Any, pointer: Any) -> None:
-        """Store a vector, past the caches, to an address aligned to 64 bytes."""
+        """Store a vector past the caches, to an address aligned to 64 bytes."""
         stored = self.b.store(value, self.b.bitcast(pointer, value.type.as_pointer()), align=64)
         stored.set_metadata("nontemporal", self.b.module.add_metadata([ir.Constant(I32, 1)]))
 
@@ -184,8 +184,8 @@ class Emitter:
         return self.call(f"llvm.vector.reduce.{name}.v{kind.count}{_NAMES[str(kind.element)]}", kind.element, [operand])
 
     def first_lanes(self, count: Any) -> Any:
-        """Mask the first ``count`` (an i64 of any sign) lanes."""
-        # Clamped into 32 bits, so that the comparison fits one register.
+        """Return a mask of the first ``count`` lanes (an i64 of any sign)."""
+        # Clamped to 32 bits, so that the comparison fits one register.
         low, high = ir.Constant(I64, 0), ir.Constant(I64, self.lanes)
         count = self.b.select(self.b.icmp_signed("<", count, low), low, count)
         count = self.b.select(self.b.icmp_signed("<", high, count), high, count)
@@ -193,7 +193,7 @@ class Emitter:
         return self.b.icmp_signed("<", iota, self.splat(self.b.trunc(count, I32)))
 
     def lanes_below(self, count: Any, vectors: int) -> list[Any]:
-        """Mask the first ``count`` (a positive i64) lanes of several vectors side by side."""
+        """Return masks of the first ``count`` lanes (a positive i64) of several vectors side by side."""
         most = ir.Constant(I64, vectors * self.lanes)
         count = self.b.select(self.b.icmp_signed("<", most, count), most, count)
         limit = self.splat(self.b.trunc(count, I32))
@@ -221,7 +221,7 @@ class Emitter:
     def pick(self, pointer: Any, index: Any, element: Any) -> Any:
         """Load the elements at a vector of 32-bit indices, all of them within what ``pointer`` points to.
 
-        One scalar load a lane: no slower than the gathers of the CPUs that have them, on some twice as fast.
+        There is one scalar load for each lane, which is never slower than a gather, and on some CPUs twice as fast.
         """
         return self.pick_all([(pointer, element)], index)[0]
 
@@ -229,7 +229,7 @@ class Emitter:
         """Load the elements at a vector of 32-bit indices from several tables, each a pointer and a type."""
         b, lanes, one = self.b, index.type.count, ir.Constant(I64, 0xFFFFFFFF)
         pointers = [b.bitcast(pointer, element.as_pointer()) for pointer, element in tables]
-        # Taken out in pairs, which halves the moves between vector and scalar registers.
+        # Indices are extracted in pairs, which halves the moves between vector and scalar registers.
         pairs = b.bitcast(index, vector(I64, lanes // 2))
         picked = [self.constant(0, element, lanes) for _, element in tables]
         for pair in range(lanes // 2):
@@ -244,8 +244,8 @@ class Emitter:
     def permute(self, table: Any, index: Any) -> Any:
         """Pick lanes of a vector of eight by a vector of 32-bit indices, all of them below eight.
 
-        LLVM knows this pattern, with eight in the table, as an instruction of AVX2 and of AVX-512; without them it
-        goes through memory.
+        For a table of eight, LLVM turns this pattern into one instruction of AVX2 or AVX-512; without them it goes
+        through memory.
         """
         b = self.b
         picked = ir.Constant(vector(table.type.element, index.type.count), ir.Undefined)
@@ -261,11 +261,11 @@ class Emitter:
         return self.call(name, vector(element, count), [pointer, mask, self.constant(0, element, count)])
 
     def compress_store(self, value: Any, pointer: Any, mask: Any, element: Any = I16) -> None:
-        """Store the masked 32-bit lanes side by side, or their low bits; what follows them up to 16 is spoilt."""
+        """Store the masked 32-bit lanes, or their low bits, side by side; the rest of 16 elements is overwritten."""
         count = value.type.count
         narrow = vector(element, count)
         if llvm_version_info[0] >= _COMPRESSING_LLVM:
-            # In a register first: the instruction that compresses to memory is many times slower on some CPUs.
+            # Compressed in a register first: compressing to memory is many times slower on some CPUs.
             name = f"llvm.experimental.vector.compress.v{count}i32"
             packed = self.call(name, value.type, [value, mask, ir.Constant(value.type, ir.Undefined)])
             self.store(packed if element is I32 else self.b.trunc(packed, narrow), pointer)
@@ -283,7 +283,7 @@ class Emitter:
         return self.call("llvm.ctpop.i64", I64, [self.mask_bits(mask)])
 
     def prefetch(self, pointer: Any, first: bool = True) -> None:
-        """Fetch the cache line of an address, which may be anything, into all caches; or into all but the first."""
+        """Prefetch the cache line of any address into all caches; unless ``first``, into all but the first."""
         pointer, nearness = self.b.bitcast(pointer, I8.as_pointer()), 3 if first else 2
         self.call("llvm.prefetch.p0", ir.VoidType(), [pointer, *(ir.Constant(I32, v) for v in (0, nearness, 1))])
 
@@ -314,7 +314,7 @@ def loop(
     carried: Sequence[Any],
     body: Callable[[Any, list[Any]], Sequence[Any]],
 ) -> list[Any]:
-    """Emit ``for i in range(0, stop, step)`` (i64) with values carried from turn to turn; return the last ones."""
+    """Emit ``for i in range(0, stop, step)`` (i64) with values carried from turn to turn; return the last values."""
     before = builder.block
     head, inner, after = (builder.append_basic_block(name) for name in ("head", "body", "after"))
     builder.branch(head)

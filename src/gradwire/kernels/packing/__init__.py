@@ -1,1 +1,1 @@
-"""Small integers packed into words."""
+"""Digits packed into words, for all families."""

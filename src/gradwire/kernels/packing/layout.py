@@ -1,4 +1,4 @@
-"""How small integers are packed into words: base-B digits, 16 words side by side."""
+"""Layouts of base-B digits in words, 16 words side by side; packing and unpacking in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from gradwire.errors import HyperparameterError
 from gradwire.kernels.table import GROUP_SIZE, LANES
 
 MAX_WORLD_SIZE = 32767
-"""Largest number of trits in a sum: sums of N trits, shifted by N, are kept in 16 bits."""
+"""Largest number of trits in a sum: a sum of N trits, shifted by N, is stored in 16 bits."""
 
 _WORD_BYTES = (1, 2, 4)
 
 
 @dataclass(frozen=True)
 class DigitLayout:
-    """Integers ``v`` in ``[0, base)``, ``digits`` of them in each little-endian word of ``word_bytes`` bytes.
+    """A layout of integers in ``[0, base)``: ``digits`` of them in a little-endian word of ``word_bytes`` bytes.
 
-    Value ``i`` of a run lies in block ``i // (16 * digits)``; with ``r = i % (16 * digits)`` it is digit ``r // 16`` of
+    Value ``i`` of a run is in block ``i // (16 * digits)``. With ``r = i % (16 * digits)`` it is digit ``r // 16`` of
     the block's word ``r % 16``:
 
         word[16 * block + lane] = sum over p of v[16 * digits * block + 16 * p + lane] * base^p
 
-    so that 16 neighbours are packed alike by one vector instruction. With 5 digits a block is a group of 80 elements.
-    What the run lacks to a whole block is packed as the value ``base // 2`` (zero, once the shift is taken off).
+    so that one vector instruction packs 16 neighbours. With 5 digits a block is a group of 80 elements. The last block
+    is filled up with the value ``base // 2``, which is zero after the shift.
 
     Example:
         Two trit sums per byte would fit in base 9 (81 <= 256), but five in two bytes take 3.2 bits rather than 4:
@@ -54,7 +54,7 @@ class DigitLayout:
 
     @property
     def bits_per_value(self) -> float:
-        """Bits that a value takes, padding of the last block aside."""
+        """Bits of a value, without the padding of the last block."""
         return 8 * self.word_bytes / self.digits
 
     def blocks(self, values: int) -> int:
@@ -62,7 +62,7 @@ class DigitLayout:
         return -(-values // self.values_per_block)
 
     def packed_bytes(self, values: int) -> int:
-        """Return the bytes that a run of ``values`` takes, exactly."""
+        """Return the exact number of bytes of a run of ``values``."""
         return self.blocks(values) * self.block_bytes
 
 
@@ -75,10 +75,10 @@ def _digits(base: int, word_bytes: int) -> int:
 
 @cache
 def digit_layout(base: int) -> DigitLayout:
-    """Choose the word of 1, 2 or 4 bytes that spends the fewest bits per digit; of equals, the smallest.
+    """Return the layout in words of 1, 2 or 4 bytes with the fewest bits per digit; of equals, the smallest word.
 
     Words of 8 bytes would save at most 4 % (base 5: 27 digits at 2.37 bits, against 13 in 4 bytes at 2.46) but need a
-    64 x 64 bit high product per digit, which vector units lack.
+    64 x 64 bit high product for each digit, which vector units lack.
 
     Example:
         >>> [(l.word_bytes, l.digits) for l in map(digit_layout, (3, 5, 7, 9, 11, 255))]
@@ -91,7 +91,7 @@ def digit_layout(base: int) -> DigitLayout:
 
 
 def byte_layout(base: int) -> DigitLayout:
-    """Return the layout of as many digits as a byte holds: what an entropy coder of bytes can see.
+    """Return the layout of as many digits as fit a byte, whose statistics an entropy coder of bytes can use.
 
     Example:
         >>> [byte_layout(base).digits for base in (3, 9, 15, 17, 255)]
@@ -110,7 +110,7 @@ def sum_layout(world_size: int) -> DigitLayout:
 
 
 def packed_bytes(values: int, world_size: int) -> int:
-    """Return the bytes of ``values`` sums of ``world_size`` trits, exactly.
+    """Return the exact number of bytes of ``values`` sums of ``world_size`` trits.
 
     Example:
         >>> packed_bytes(800, world_size=1), packed_bytes(800, world_size=4)
@@ -131,8 +131,8 @@ def pack_digits(values: torch.Tensor, layout: DigitLayout, out: torch.Tensor) ->
 def unpack_digits(words: torch.Tensor, layout: DigitLayout, groups: int, clamp: bool = True) -> torch.Tensor:
     """Invert :func:`pack_digits`: return the digits of whole groups, int64 ``[groups, 80]``.
 
-    The highest digit of a word that :func:`pack_digits` does not write is taken for the largest if ``clamp``, else for
-    what it is.
+    In a word that :func:`pack_digits` does not write, the highest digit may exceed ``base - 1``; ``clamp`` reduces it
+    to that.
     """
     octets = words.to(torch.int64).reshape(-1, layout.word_bytes)
     integers = (octets << (8 * torch.arange(layout.word_bytes))).sum(1)

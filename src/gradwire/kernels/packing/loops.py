@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, misc, untyped-decorator"
-"""Layouts as compiled code takes them: division by the base is done by multiplications."""
+"""Compiled packing, unpacking and sums of digits, which divide by the base by multiplications; plain bodies."""
 
 from __future__ import annotations
 
@@ -101,18 +101,19 @@ def reciprocal16(divisor: int, largest: int) -> tuple[int, int]:
 
 
 class WordTable(NamedTuple):
-    """A :class:`DigitLayout` as compiled code takes it, with what it needs to divide by the base.
+    """A :class:`DigitLayout` as one argument of compiled code, with the factors that replace divisions by the base.
 
-    For whole ``v`` below 2^22 and ``d = base^p``, ``v // d == trunc(fl((v + 1/2) * fl(1/d)))``: the exact product lies
+    For whole ``v`` below 2^22 and ``d = base^p``, ``v // d == trunc(fl((v + 1/2) * fl(1/d)))``: the exact product is
     at least ``1 / (2 d)`` from a whole number, and the two roundings move it by less than ``(v + 1/2) / d * 2^-23``.
-    Words of one or two bytes are below that; one of four is cut by ``base^low``, in float64, so that both parts are.
+    Words of one or two bytes are below 2^22. A word of four bytes is divided by ``base^low`` in float64, so that both
+    parts are.
 
     Attributes:
-        low: How many digits the lower part of a word has.
+        low: Number of digits in the lower part of a word.
         power: ``base^low``.
         inverse: ``fl(1 / base^p)`` for each digit, float32 ``[digits]``.
-        narrow: Where five digits fill 16 bits, multiplier and shift of :func:`reciprocal16` for base, base^2, base^4.
-        largest: What the highest digit of a word is clamped to.
+        narrow: For words of five digits in 16 bits, :func:`reciprocal16` of base, base^2 and base^4.
+        largest: Bound to which the highest digit of a word is clamped.
     """
 
     base: int
@@ -130,8 +131,8 @@ def word_table(layout: DigitLayout, clamp: bool = True) -> WordTable:
     """Return the table of a layout.
 
     Args:
-        layout: How digits are packed.
-        clamp: Take a highest digit that no encoder writes for the largest, rather than for what it is.
+        layout: The layout.
+        clamp: Reduce a highest digit that no encoder writes to ``base - 1``.
     """
     base, low = layout.base, layout.digits
     if layout.word_bytes == 4:
@@ -158,27 +159,27 @@ end_streams = either(plain_end_streams, simd.end_streams)
 
 @njit(nogil=True)
 def tile_groups(digits, about):
-    """Return some ``about`` groups, a multiple of ``digits``: they make whole blocks of words."""
+    """Return a number of groups near ``about`` whose digits fill whole blocks of words: a multiple of ``digits``."""
     return digits * max(1, about // digits)
 
 
 @njit(nogil=True)
 def word_position(layout, group):
-    """Return where the words of a group begin, in bytes; it is a multiple of the digits of a word."""
+    """Return the byte at which the words of a group begin; ``group`` is a multiple of the digits of a word."""
     return group * 5 // layout.digits * 16 * layout.word_bytes
 
 
 @njit(nogil=True)
 def word_blocks(layout, groups):
-    """Return how many blocks of words hold the digits of so many groups."""
+    """Return the number of blocks of words that hold the digits of ``groups`` groups."""
     return (5 * groups + layout.digits - 1) // layout.digits
 
 
 @njit(nogil=True)
 def pack(simd, digits, groups, layout, out, group):
-    """Pack the digits of ``groups`` groups, the first of which is group ``group`` of ``out``, and what fills them up.
+    """Pack the digits of ``groups`` groups into ``out``, from its group ``group`` on, and pad the last block.
 
-    ``digits`` (uint16, or float32 of whole numbers) has room for whole blocks.
+    ``digits`` (uint16, or whole numbers in float32) has room for whole blocks.
     """
     prefer_wide()
     blocks = word_blocks(layout, groups)

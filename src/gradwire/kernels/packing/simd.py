@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, misc, untyped-decorator"
-"""Explicit-vector bodies between digits and words. See ``loops.py`` for who calls them."""
+"""Explicit-vector bodies that pack digits, unpack, sum and write them; ``loops.py`` of all families calls them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gradwire.kernels.numba_core.vectors import F32, F64, I8, I16, I32, I64, Emi
 from gradwire.kernels.table import LANES
 
 _AHEAD_BYTES = 1024
-_TOGETHER = 4  # blocks that are packed at a time
+_TOGETHER = 4  # blocks packed side by side
 _FLAT = vector(I32, LANES)
 
 
@@ -21,14 +21,14 @@ _FLAT = vector(I32, LANES)
 def pack_blocks(e, digits, blocks, layout, word, out, at):
     """Pack ``blocks`` of ``16 * layout.digits`` digits into words of ``word``'s type, at ``out[at]``.
 
-    Digits are uint16, or float32 of whole numbers below 2^16.
+    Digits are uint16, or whole numbers below 2^16 in float32.
     """
     b, bits, given = e.b, word.bitwidth, F32 if digits.dtype == types.float32 else I16
     source, target = digits.pointer(0, given), out.pointer(at, I8)
     per_word, bases = layout.digits, e.splat(b.trunc(layout.base, I32))
 
     def some(first: Any, number: Any, together: int) -> None:
-        """Pack ``number`` blocks from block ``first`` on, so many at a time: a digit waits for the one before."""
+        """Pack ``number`` blocks from ``first`` on, ``together`` side by side, since each digit depends on the last."""
 
         def body(index: Any, _: Any) -> list[Any]:
             own = [b.add(b.add(first, index), ir.Constant(I64, k)) for k in range(together)]
@@ -55,8 +55,8 @@ def pack_blocks(e, digits, blocks, layout, word, out, at):
 class _Words:
     """Vectors of sixteen words of one width, and their digits as floats.
 
-    A word of four bytes is cut in two by ``layout.power``, so that either part is below 2^22; see
-    :class:`gradwire.kernels.packing.loops.WordTable` for why the quotients are exact.
+    A word of four bytes is divided by ``layout.power``, so that both parts are below 2^22;
+    :class:`gradwire.kernels.packing.loops.WordTable` explains why the quotients are exact.
     """
 
     def __init__(self, e: Emitter, bits: int, layout: Any) -> None:
@@ -76,7 +76,7 @@ class _Words:
         return e.load(here, ir.IntType(self.bits))
 
     def sums(self, words: list[list[Any]], write: Callable[[int, Any, Any], None]) -> None:
-        """Call ``write(i, digit, value)`` with the sums over ``words[i]`` of each digit; the highest are clamped."""
+        """Call ``write(i, digit, value)`` with the sum over ``words[i]`` of each digit; highest digits are clamped."""
         b, begin = self.e.b, ir.Constant(I64, 0)
         if self.bits < 32:
             words = [[b.zext(word, _FLAT) for word in part] for part in words]
@@ -106,7 +106,7 @@ class _Words:
     def _digits(
         self, parts: list[list[Any]], count: Any, begin: Any, write: Callable[[int, Any, Any], None]
     ) -> list[list[Any]]:
-        """Write the sums of all ``count`` digits but the highest; return those, a vector a word."""
+        """Write the sums of all ``count`` digits but the highest; return the highest, one vector for each word."""
         b, e = self.e.b, self.e
         floats = [[b.sitofp(word, vector(F32, LANES)) for word in part] for part in parts]
         middles = [[b.fadd(word, e.constant(0.5, F32)) for word in part] for part in floats]
@@ -154,7 +154,7 @@ def unpack_blocks(e, rows, at, word, blocks, layout, floats):
 def sum_words(e, rows, at, word, blocks, layout, floats):
     """Write the sums over rows of the digits of ``blocks`` blocks of words to ``floats``.
 
-    The first row's begin at ``rows.octets[at]``. Four rows are added before a sum is stored, as long as there are.
+    The words of the first row begin at ``rows.octets[at]``. Four rows are added before a sum is stored.
     """
     b, zero = e.b, ir.Constant(I64, 0)
     source, target = rows.octets.pointer(at, I8), floats.pointer(0, F32)
@@ -190,9 +190,9 @@ def sum_words(e, rows, at, word, blocks, layout, floats):
 def write_scaled(
     e: Emitter, source: Any, target: Any, run: tuple[Any, Any], scaled: Callable[[Any], Any], adds: Any, streamed: Any
 ) -> None:
-    """Write ``scaled`` of floats ``run[0]`` to before ``run[1]`` of ``source`` to the same places of ``target``.
+    """Write ``scaled(source[i])`` to ``target[i]`` for i from ``run[0]`` to ``run[1] - 1``.
 
-    ``adds`` says whether to add them; ``streamed``, whether to send whole cache lines past the caches instead.
+    If ``adds``, the values are added; if ``streamed``, whole cache lines are written past the caches.
     """
     b, (begin, end), added = e.b, run, e.splat(adds)
 
@@ -220,7 +220,7 @@ def write_scaled(
 
         loop(b, b.sub(stop, start), LANES * vectors, [], turn)
 
-    # Elements up to an address that takes whole cache lines.
+    # The elements before the first whole cache line.
     zero = ir.Constant(I64, 0)
     address = b.ptrtoint(e.at(target, begin, F32), I64)
     head = b.and_(b.lshr(b.sub(zero, address), ir.Constant(I64, 2)), ir.Constant(I64, LANES - 1))
@@ -241,5 +241,5 @@ def write_scaled(
 
 @vector_body()
 def end_streams(e):
-    """Order what was streamed before all that follows."""
+    """Order streamed stores before all later ones."""
     e.b.fence("seq_cst")

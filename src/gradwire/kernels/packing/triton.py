@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, misc, untyped-decorator"
-"""Digits to words and back, and sums of packed digits, as Triton computes them. See :class:`DigitLayout`.
+"""Triton kernels that pack digits into words, unpack and add them; see :class:`DigitLayout`.
 
-A row is 16 neighbouring values. Words are read and written whole where their address allows it, else byte by byte.
+A row is 16 neighbouring values. Words are read and written whole if they are aligned, else byte by byte.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ _TILE = 32
 
 
 def aligned(data: torch.Tensor, layout: DigitLayout) -> bool:
-    """Return whether words lie at multiples of their size, in each row of a matrix."""
+    """Return whether words are aligned to their size, in each row of a matrix."""
     starts = [data.data_ptr(), data.stride(0)] if data.ndim == 2 else [data.data_ptr()]
     return all(start % layout.word_bytes == 0 for start in starts)
 
 
 @triton.jit
 def load_word(words, index, mask, BYTES: tl.constexpr, WHOLE: tl.constexpr):
-    """Load words of that many bytes, uint32; zero where the mask is not set."""
+    """Load words of ``BYTES`` bytes as uint32; zero where the mask is not set."""
     if BYTES == 1:
         word = tl.load(words + index, mask=mask, other=0).to(tl.uint32)
     elif WHOLE:
@@ -44,7 +44,7 @@ def load_word(words, index, mask, BYTES: tl.constexpr, WHOLE: tl.constexpr):
 
 @triton.jit
 def store_word(words, index, word, mask, BYTES: tl.constexpr, WHOLE: tl.constexpr):
-    """Store words of that many bytes."""
+    """Store words of ``BYTES`` bytes."""
     if BYTES == 1:
         tl.store(words + index, word.to(tl.uint8), mask=mask)
     elif WHOLE:
@@ -64,8 +64,8 @@ def digit(
 ):  # fmt: skip
     """Return the digits of the rows ``ROWS * block + PLACE``, int32.
 
-    The highest digit of a word is not reduced, but clamped if ``CLAMP``. Where blocks are whole words, all divisors are
-    known when this is compiled.
+    The highest digit of a word is not reduced modulo the base, but clamped if ``CLAMP``. If ``ROWS`` is a multiple of
+    ``DIGITS``, all divisors are compile-time constants.
     """
     if ROWS % DIGITS == 0:
         place = PLACE % DIGITS
@@ -99,7 +99,7 @@ def _pack(
 
 
 def pack_digits(values: torch.Tensor, layout: DigitLayout, out: torch.Tensor) -> None:
-    """Pack values, uint16, whole rows of them, into bytes."""
+    """Pack whole rows of uint16 values into bytes."""
     blocks = layout.blocks(values.numel())
     launch(
         _pack, cdiv(blocks, tile(_TILE)), values, values.numel() // LANES, out, blocks,

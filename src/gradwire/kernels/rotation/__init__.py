@@ -1,1 +1,1 @@
-"""Random rotations of blocks: signs, then a Walsh-Hadamard transform."""
+"""The family ``rotation``: random signs, then a Walsh-Hadamard transform of each block."""

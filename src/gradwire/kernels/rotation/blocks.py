@@ -1,4 +1,4 @@
-"""Blocks that are rotated one by one, and where their coordinates lie."""
+"""The table of blocks that are rotated one by one, and of the vector of their coordinates."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from gradwire.errors import HyperparameterError
 from gradwire.kernels.table import LANES, SegmentTable
 
 LEAST_BLOCK = LANES * LANES
-"""Coordinates of the smallest block: what is shorter is followed by zeros."""
+"""Coordinates of the smallest block: shorter ones are filled up with zeros."""
 
 MOST_BLOCK = 1 << 15
-"""Coordinates of the largest block: 128 KiB, which a core's own cache still holds."""
+"""Coordinates of the largest block: 128 KiB, which fit a core's own cache."""
 
 
 class RotationColumns(NamedTuple):
-    """A :class:`RotationTable`, as compiled code takes it: in one object; a row a block."""
+    """A :class:`RotationTable`, as one argument of compiled code; one row for each block."""
 
     offset: npt.NDArray[np.int64]
     numel: npt.NDArray[np.int64]
@@ -31,22 +31,22 @@ class RotationColumns(NamedTuple):
 class RotationTable:
     """Segments cut into blocks, and a vector of coordinates that holds the blocks one after the other.
 
-    A segment's blocks have ``size`` elements; what is left at its end is a block of the smallest power of two that it
-    fits, 256 at least, filled up with zeros. So a parameter of n elements has at most 2 max(n, 128) coordinates, and
-    one of more than ``size`` at most ``size / 2`` more than elements.
+    The blocks of a segment have ``size`` elements. The rest of a segment is filled up with zeros to the next power of
+    two, at least 256, and is one more block. So a parameter of n elements has at most 2 max(n, 128) coordinates, and
+    one of more than ``size`` elements at most ``size / 2`` more coordinates than elements.
 
     Args:
-        offset, numel, start, key: As for :class:`gradwire.kernels.SegmentTable`, but that segments start in their
-            parameters at multiples of ``size`` instead of 80.
+        offset, numel, start, key: As for :class:`gradwire.kernels.SegmentTable`, but ``start`` must be a multiple of
+            ``size`` instead of 80.
         size: A power of two, 256 to 32768.
 
     Attributes:
         place: First coordinate of each block, and the end of the last, int64 ``[blocks + 1]``.
-        blocks: Their number.
-        coordinates: Of all blocks.
-        by_segment: Coordinates of each segment.
-        extent: Elements that a vector must have at least.
-        columns: What compiled code takes.
+        blocks: Number of blocks.
+        coordinates: Number of coordinates of all blocks.
+        by_segment: Number of coordinates of each segment.
+        extent: Number of elements that a vector must have at least.
+        columns: The table as one argument of compiled code.
 
     Raises:
         HyperparameterError: ``size`` is no such power of two, or segments overlap, descend or start elsewhere.
@@ -86,13 +86,13 @@ class RotationTable:
             column.flags.writeable = False
 
     def runs(self) -> SegmentTable:
-        """Return the elements of each block, a segment each, for statistics."""
+        """Return a table in which each block is a segment, for statistics of blocks."""
         nothing = np.zeros(self.blocks, np.int64)
         return SegmentTable(self.columns.offset, self.columns.numel, nothing, self.columns.key)
 
     @property
     def sizes(self) -> npt.NDArray[np.int64]:
-        """Coordinates of each block."""
+        """The number of coordinates of each block."""
         return np.diff(self.place)
 
     def __repr__(self) -> str:
@@ -100,7 +100,7 @@ class RotationTable:
 
 
 def _powers(numel: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Return the smallest power of two that is not below each number, :data:`LEAST_BLOCK` at least."""
+    """Return the smallest power of two that is at least each number and at least :data:`LEAST_BLOCK`."""
     power = np.full(numel.shape, LEAST_BLOCK, np.int64)
     while np.any(power < numel):
         power = np.where(power < numel, 2 * power, power)

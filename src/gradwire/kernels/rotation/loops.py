@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, misc, untyped-decorator"
-"""Compiled loops over the blocks of a rotation. See ``ternary/loops.py`` for the rules."""
+"""Compiled loops over the blocks of a rotation, with plain bodies. ``ternary/loops.py`` states the rules."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gradwire.kernels.rotation import simd
 from gradwire.kernels.rotation.blocks import MOST_BLOCK
 from gradwire.kernels.table import LANES
 
-# Of all that this is compiled from: what Numba keeps on disk is kept under this name (``make digests``).
+# Digest of the sources of the compiled code, and part of its name in Numba's cache; ``make digests`` writes it.
 DIGEST = "a2e1c6afeb49e1cd"
 
 
@@ -24,7 +24,7 @@ _u32, _f32 = np.uint32, np.float32
 
 
 _TILE_GROUPS = 10
-"""Groups of digits that are unpacked at a time: with them, a block of 4096 coordinates fills the L1 cache."""
+"""Groups of digits that are unpacked at a time, and fit the L1 cache beside a block of 4096 coordinates."""
 
 
 @njit(nogil=True)
@@ -115,7 +115,7 @@ write_levels = either(plain_write_levels, levels_simd.write_levels)
 
 
 class RotationLoops(Compiled):
-    """The operations of rotations."""
+    """The operations of the family ``rotation``, compiled."""
 
     def rotate(self, x, table, factor, round, stream, z):
         values, factors, coordinates, draw = x.numpy(), factor.numpy(), z.numpy(), draw_of(round, stream)
@@ -137,7 +137,7 @@ class RotationLoops(Compiled):
         values, factors, draw = x.numpy(), factor.numpy(), draw_of(round, stream)
         octets, inner, words = out.numpy(), kept.numpy(), word_table(layout)
         if layout.word_bytes > 1 or layout.digits != 2:
-            # Blocks need not end where words do, so that one thread packs them all.
+            # A word may hold digits of two blocks, so one thread packs all blocks.
             encode_rotated_range(
                 self.simd, values, table.columns, factors, draw, grid.columns, words, table.size, octets, inner
             )
@@ -166,7 +166,7 @@ def _noise(table, block, draw):
 
 @njit(nogil=True)
 def _room(size):
-    """Return memory for so many values that begins with a cache line: vectors that lie in two take twice as long."""
+    """Return memory for ``size`` values, aligned to a cache line: a vector in two lines takes twice as long."""
     room = np.empty(size + LANES, np.float32)
     skip = -(room.ctypes.data // 4) % LANES
     return room[skip : skip + size]
@@ -174,13 +174,13 @@ def _room(size):
 
 @njit(nogil=True)
 def _many(table, begin, end):
-    """Return whether blocks ``begin .. end`` are so many that they are better written past the caches."""
+    """Return whether blocks ``begin .. end`` have enough coordinates to write them past the caches."""
     return table.place[end] - table.place[begin] >= 80 * STREAMED_GROUPS
 
 
 @njit(nogil=True)
 def _move(values, begin, end):
-    """Move values to the front, in parts that do not overlap: for others the compiler has no vectors."""
+    """Move ``values[begin:end]`` to the front, in parts without overlap, for which the compiler uses vectors."""
     for at in range(begin, end, begin):
         part = values[at : min(at + begin, end)]
         to = values[at - begin : at - begin + part.size]
@@ -194,7 +194,7 @@ def _fill(x, at, numel, value, accumulate):
         x[e] = x[e] + value if accumulate else value
 
 
-# The bodies stand in the loops themselves: in a function between, inlined or not, a rotation takes a fifth longer.
+# The loops call bodies directly: by way of another function, inlined or not, a rotation takes a fifth longer.
 @kept(DIGEST)
 def rotate_range(simd, x, table, factor, draw, begin, end, z):
     """Rotate blocks ``begin .. end``."""
@@ -248,7 +248,7 @@ def encode_pairs_range(simd, x, table, factor, draw, grid, base, size, begin, en
 
 @kept(DIGEST)
 def encode_rotated_range(simd, x, table, factor, draw, grid, layout, size, out, inner):
-    """Rotate all blocks and pack their coordinates' digits; a block, and what is not yet packed, stay in the cache."""
+    """Rotate all blocks and pack their digits, block by block, so that coordinates and digits stay in the cache."""
     prefer_wide()
     whole = 80 * layout.digits  # digits of whole groups in whole words
     coordinates = _room(size)
@@ -278,7 +278,7 @@ def encode_rotated_range(simd, x, table, factor, draw, grid, layout, size, out, 
 
 @kept(DIGEST)
 def decode_rotated_range(simd, words, layout, table, scale, draw, grid, size, x, accumulate):
-    """Unpack the digits of all blocks and rotate their levels back; what is in hand stays in the cache."""
+    """Unpack the digits of all blocks and rotate their levels back, block by block, so that they stay in the cache."""
     prefer_wide()
     tile = tile_groups(layout.digits, _TILE_GROUPS)
     groups = (table.place[scale.size] + 79) // 80

@@ -1,4 +1,4 @@
-"""Rotations of blocks and back, and rotated blocks in digits."""
+"""Rotations of blocks, also into packed digits, and back: checked operations, defined in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from gradwire.kernels.table import GROUP_SIZE, LANES
 
 
 class RotationOperations(Front):
-    """The family ``rotation``.
+    """The operations of the family ``rotation``.
 
-    A block x of b elements, zeros behind those that it lacks, has the coordinates ``H D x``: D changes signs at random
-    and H is the Walsh-Hadamard matrix, H[j, k] = (-1)^(number of ones in the binary j and k). So R = H D / sqrt(b) is
-    orthogonal, and D H / sqrt(b) its inverse.
+    A block x of b elements, filled up with zeros, has the coordinates ``H D x``. D changes signs at random, and H is
+    the Walsh-Hadamard matrix: H[j, k] = (-1)^(number of ones in the bitwise and of j and k). So R = H D / sqrt(b) is
+    orthogonal, and D H / sqrt(b) is its inverse.
 
-    Sums are float32, in the order of the transform's textbook form: for h = 1, 2, 4, ... b / 2, and on the way back
-    from b / 2 down, the values at j and j + h, j without the bit h, become their sum and their difference. The sign of
-    the element that is number e in its parameter is bit ``e // 16 % 32`` of Philox's word ``e // 512 % 4``, from block
+    Sums are float32, in the usual order of the fast transform: for h = 1, 2, 4, ... b / 2, and in the inverse from
+    b / 2 down, the values at j and j + h, j without the bit h, become their sum and their difference. The sign of
+    element e of a parameter is bit ``e // 16 % 32`` of Philox's word ``e // 512 % 4``, from block
     ``16 (e // 2048) + e % 16``.
     """
 
@@ -33,7 +33,7 @@ class RotationOperations(Front):
     ) -> None:
         """Write the coordinates ``H D (factor x)`` of all blocks into ``z`` (float32).
 
-        ``factor`` is float32 ``[blocks]``. Where it is 0, so are the coordinates, whatever the elements.
+        ``factor`` is float32 ``[blocks]``. Where it is 0, all coordinates are 0, even if elements are not finite.
         """
         check_vector("x", x, torch.float32, table.extent, at_least=True)
         check_vector("factor", factor, torch.float32, table.blocks)
@@ -53,9 +53,10 @@ class RotationOperations(Front):
         x: torch.Tensor,
         accumulate: bool = False,
     ) -> None:
-        """Write ``factor D H z`` of all blocks into ``x`` (float32), or add it; ``z`` is left spoilt.
+        """Write ``factor D H z`` of all blocks into ``x`` (float32), or add it; ``z`` is overwritten.
 
-        ``factor`` is float32 ``[blocks]``: 1 / b undoes :meth:`rotate`. Where it is not finite, it is written itself.
+        ``factor`` is float32 ``[blocks]``: 1 / b inverts :meth:`rotate`. Where it is not finite, the factor itself is
+        written.
         """
         check_vector("x", x, torch.float32, table.extent, at_least=True)
         check_vector("factor", factor, torch.float32, table.blocks)
@@ -78,14 +79,14 @@ class RotationOperations(Front):
     ) -> torch.Tensor:
         """Rotate all blocks, round their coordinates z to the nearest level Q(z), and pack the digits into ``out``.
 
-        ``factor`` is as for :meth:`rotate`, and ``out`` uint8 of the digits of whole groups of 80 coordinates.
+        ``factor`` is as for :meth:`rotate`. ``out`` (uint8) has room for the digits of whole groups of 80 coordinates.
 
         Returns:
-            ``<z, Q(z)>`` of each block, float32 ``[blocks]``. Products are added in float32: lane j of sixteen takes
-            the coordinates j, 16 + j, ... in order, then lanes 8, 4, 2 and 1 apart are added.
+            ``<z, Q(z)>`` of each block, float32 ``[blocks]``. Products are added in float32: lane j of sixteen adds
+            those of the coordinates j, 16 + j, ... in order, then lanes 8, 4, 2 and 1 apart are added.
 
         Raises:
-            HyperparameterError: ``grid`` rounds at random, or not by magnitude.
+            HyperparameterError: ``grid`` rounds at random, or compares values with their sign.
         """
         check_vector("x", x, torch.float32, table.extent, at_least=True)
         check_vector("factor", factor, torch.float32, table.blocks)
@@ -111,8 +112,8 @@ class RotationOperations(Front):
     ) -> None:
         """Write ``scale D H Q`` of all blocks into ``x`` (float32), or add it; Q are the levels of packed digits.
 
-        ``scale`` is float32 ``[blocks]``. Where it is not finite, it is written itself. A digit that no encoder writes
-        counts as the largest.
+        ``scale`` is float32 ``[blocks]``. Where it is not finite, the scale itself is written. A digit that no encoder
+        writes counts as the largest.
         """
         check_vector("x", x, torch.float32, table.extent, at_least=True)
         check_vector("scale", scale, torch.float32, table.blocks)
@@ -194,7 +195,7 @@ def decode_rotated(
 
 
 def _by_size(table: RotationTable) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
-    """Return the blocks of each size: the size, their numbers, and the indices of their coordinates."""
+    """Return the blocks of each size: size, numbers of the blocks, and indices of their coordinates."""
     found = []
     for size in np.unique(table.sizes).tolist():
         blocks = torch.from_numpy(np.flatnonzero(table.sizes == size))
@@ -204,7 +205,7 @@ def _by_size(table: RotationTable) -> list[tuple[int, torch.Tensor, torch.Tensor
 
 
 def _elements(table: RotationTable, size: int, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the index in the vector of each element of blocks of one size, and whether there is such an element."""
+    """Return, for blocks of one size, the index in the vector of each element, and a mask of existing elements."""
     offset, numel = (torch.from_numpy(c.copy())[blocks, None] for c in (table.columns.offset, table.columns.numel))
     within = torch.arange(size).expand(len(blocks), size)
     return offset + torch.minimum(within, numel - 1), within < numel

@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, misc, untyped-decorator"
-"""Explicit-vector bodies of rotations. See ``loops.py`` for who calls them.
+"""Explicit-vector bodies of rotations. ``loops.py`` calls them.
 
-A block is walked through in *groups* of sixteen neighbouring vectors, which stay in registers for eight of its steps,
-four within each vector and four between them; the other steps take sixteen vectors that lie apart.
+A block is processed in *groups* of sixteen neighbouring vectors, which stay in registers for eight steps: four within
+each vector and four between vectors. The other steps are done on up to sixteen vectors from different groups.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from gradwire.kernels.rotation.steps import AHEAD, GROUP, NUMBER, between, lanes
 from gradwire.kernels.table import LANES
 
 _GROUP_NUMEL = GROUP * LANES
-_SPAN_GROUPS = 8  # groups whose signs 16 blocks of random words decide: two a word
+_SPAN_GROUPS = 8  # groups whose signs are in the words of 16 Philox blocks: two in a word
 
 
 def _groups(e: Emitter, start: Any, vectors: Any, noise: Any, use: Callable[[Any, list[Any]], None]) -> None:
-    """Call ``use(first, signs)`` for each group: its first vector, and what is xored to the bits of its vectors."""
+    """Call ``use(first, signs)`` for each group: its first vector, and for each vector the sign bits to change."""
     b = e.b
     room = cgutils.alloca_once(b, ir.ArrayType(vector(I32, LANES), 4))
     words_at = b.bitcast(room, I32.as_pointer())
-    # Groups are counted in the parameter: those of the block are first .. last.
+    # Groups are numbered within the parameter; the block has the groups first .. last.
     first = b.sdiv(start, NUMBER(_GROUP_NUMEL))
     last = b.add(first, b.sdiv(vectors, NUMBER(GROUP)))
     span = b.sdiv(first, NUMBER(_SPAN_GROUPS))
@@ -50,7 +50,7 @@ def _groups(e: Emitter, start: Any, vectors: Any, noise: Any, use: Callable[[Any
             group = b.add(begin, t)
             within = b.sub(group, low)
             word = e.load(e.at(words_at, b.mul(b.lshr(within, NUMBER(1)), NUMBER(LANES)), I32), I32, align=4)
-            # The lower half of its bits is for the first of its two groups: the group's bits become the upper half.
+            # The lower half of the word is for the first of its two groups. The group's half is moved to the upper one.
             shift = b.mul(b.sub(NUMBER(1), b.and_(within, NUMBER(1))), NUMBER(GROUP))
             word = b.shl(word, e.splat(b.trunc(shift, I32)))
             signs = [b.and_(e.shift_left(word, 15 - v), e.constant(0x80000000)) for v in range(GROUP)]
@@ -69,9 +69,9 @@ def _flipped(e: Emitter, value: Any, signs: Any) -> Any:
 
 @vector_body()
 def rotate_block(e, x, at, numel, start, factor, noise, z, place, size, room, streamed):
-    """Write the coordinates of the block of ``numel`` elements from ``x[at]`` to ``z[place : place + size]``.
+    """Write the coordinates of the block of ``numel`` elements from ``x[at]`` on to ``z[place : place + size]``.
 
-    ``streamed`` sends them past the caches; until then they lie in ``room``, which begins with a cache line.
+    ``streamed`` writes them past the caches; ``room``, aligned to a cache line, holds them before.
     """
     b, factors = e.b, e.splat(factor)
     source, result = x.pointer(at, F32), z.pointer(place, F32)
@@ -111,7 +111,7 @@ def rotate_block(e, x, at, numel, start, factor, noise, z, place, size, room, st
 def rotate_block_back(e, z, place, size, start, factor, noise, x, at, numel, accumulate, room, streamed):
     """Write the block with the coordinates ``z[place : place + size]`` to ``x[at : at + numel]``, or add it.
 
-    ``streamed`` sends what is written past the caches; ``room`` has place for ``size`` values.
+    ``streamed`` writes past the caches. ``room`` is scratch memory for ``size`` values.
     """
     b, factors = e.b, e.splat(factor)
     target = x.pointer(at, F32)
@@ -156,9 +156,9 @@ def rotate_block_back(e, z, place, size, start, factor, noise, x, at, numel, acc
 
 
 class _Nearest:
-    """What rounds coordinates to the nearest levels of a grid, and adds up what they keep of them."""
+    """Rounds coordinates to the nearest levels of a grid, and sums the products of magnitudes and levels."""
 
-    unit = 4  # vectors at a time: a comparison waits for the one before
+    unit = 4  # vectors side by side: each comparison depends on the last
 
     def __init__(self, e: Emitter, grid: Any) -> None:
         self.e, self.grid, b = e, grid, e.b
@@ -169,12 +169,12 @@ class _Nearest:
         self._shift = e.splat(b.trunc(b.add(b.sub(grid.negative, grid.positive), NUMBER(1)), I32))
 
     def edge(self, k: Any) -> Any:
-        """Load the end of step ``k`` as magnitudes have it: it is a float32 times 2^24, so that nothing is rounded."""
+        """Load the end of step ``k`` on the scale of magnitudes; dividing it by 2^24 is exact."""
         b = self.e.b
         return b.fmul(b.load(self.e.at(self._edges, k, F32)), ir.Constant(F32, 1 / UNIT))
 
     def digits(self, values: list[Any], counts: list[Any]) -> list[Any]:
-        """Return the digits of values, given how many steps each has passed."""
+        """Return the digits of values, given the number of steps that each has passed."""
         e, b, digits = self.e, self.e.b, []
         for value, count in zip(values, counts):
             below = b.ashr(b.bitcast(value, vector(I32, LANES)), e.constant(31))
@@ -191,7 +191,7 @@ class _Nearest:
     ) -> Any:
         """Call ``write(first, digits)`` for all coordinates, :attr:`unit` vectors at a time; return the sum.
 
-        ``search`` returns the levels of magnitudes, and the steps that they have passed.
+        ``search`` returns the levels of magnitudes, and the numbers of steps that they have passed.
         """
         e, b, unit = self.e, self.e.b, self.unit
 
@@ -217,7 +217,7 @@ class _Nearest:
 
 @vector_body(types.float32)
 def nearest_digits(e, z, place, size, grid, digits, at):
-    """Write the digits of a block to ``digits[at]`` and on; return the sum of ``|z| Q(|z|)``."""
+    """Write the digits of a block to ``digits[at]`` on; return the sum of ``|z| Q(|z|)``."""
     b, nearest = e.b, _Nearest(e, grid)
     target = digits.pointer(at, I16)
     lowest, none = e.splat(b.load(nearest.levels)), e.constant(0)
@@ -246,9 +246,9 @@ def nearest_digits(e, z, place, size, grid, digits, at):
 
 @vector_body(types.float32)
 def nearest_pairs(e, z, place, size, grid, base, out, at):
-    """Write the digits of a block, two in a byte, to ``out[at]`` and on; return the sum of ``|z| Q(|z|)``.
+    """Write the digits of a block, two in a byte, to ``out[at]`` on; return the sum of ``|z| Q(|z|)``.
 
-    The grid has four to seven steps. They are searched by halves, in registers.
+    The grid has four to seven steps, which are found by binary search in registers.
     """
     b, nearest = e.b, _Nearest(e, grid)
     target, bases = out.pointer(at, I8), e.splat(b.trunc(base, I32))

@@ -11,25 +11,25 @@ from llvmlite import ir
 from gradwire.kernels.numba_core.vectors import F32, I64, Emitter, loop
 from gradwire.kernels.table import LANES
 
-AHEAD = 4096  # elements from here to what is fetched from memory meanwhile
-GROUP = 16  # neighbouring vectors that are in registers together
-_SQUARE = GROUP * GROUP  # vectors whose steps take two passes, each with sixteen vectors in registers
+AHEAD = 4096  # distance of prefetches, in elements
+GROUP = 16  # neighbouring vectors that are in registers at the same time
+_SQUARE = GROUP * GROUP  # vectors for whose steps two passes with sixteen vectors in registers suffice
 NUMBER = lambda value: ir.Constant(I64, value)  # noqa: E731
 
 
 def lanes(e: Emitter, value: Any, steps: Sequence[int]) -> Any:
-    """Do steps within a vector."""
+    """Do the steps between lanes of a vector."""
     for h in steps:
         partner = e.shuffle(value, value, [lane ^ h for lane in range(LANES)])
-        # The lower of two becomes u + v, the upper one u - v, where a partner is u. A product with one is exact, so
-        # that one rounding is that of the sum.
+        # The lower lane u becomes u + v, the upper lane v becomes u - v. A product with +-1 is exact, so only the sum
+        # is rounded.
         signs = e.constants([-1.0 if lane & h else 1.0 for lane in range(LANES)], F32)
         value = e.lanewise("fma", value, signs, partner)
     return value
 
 
 def between(e: Emitter, values: list[Any], steps: Sequence[int]) -> list[Any]:
-    """Do steps between whole vectors."""
+    """Do the steps between whole vectors."""
     b = e.b
     for h in steps:
         for j in range(len(values)):
@@ -42,9 +42,9 @@ def between(e: Emitter, values: list[Any], steps: Sequence[int]) -> list[Any]:
 def _pass(
     e: Emitter, source: Any, target: Any, vectors: Any, stride: Any, steps: Sequence[int], streamed: bool, ahead: bool
 ) -> None:
-    """Do the steps of ``2^len(steps)`` vectors at a time, which lie ``stride`` vectors apart, from source to target.
+    """Do steps on ``2^len(steps)`` vectors at a time, ``stride`` vectors apart, from source to target.
 
-    ``streamed`` sends the results past the caches; ``ahead`` fetches what lies behind the source meanwhile.
+    ``streamed`` writes the results past the caches; ``ahead`` prefetches the memory after the source.
     """
     b, radix = e.b, 1 << len(steps)
     run = b.mul(stride, NUMBER(radix))
@@ -76,7 +76,7 @@ def _pass(
 
 
 def _while(b: Any, start: Any, comparison: str, end: Any, turn: Callable[[Any], Any]) -> Any:
-    """Emit a loop that carries one number: ``turn`` makes the next one while it compares so to ``end``; return it."""
+    """Emit ``while number <comparison> end: number = turn(number)``; return the last number."""
     before = b.block
     head, inner, after = (b.append_basic_block(name) for name in ("head", "body", "after"))
     b.branch(head)
@@ -93,9 +93,9 @@ def _while(b: Any, start: Any, comparison: str, end: Any, turn: Callable[[Any], 
 
 
 def steps_up(e: Emitter, z: Any, target: Any, vectors: Any, streamed: Any) -> None:
-    """Do the steps between vectors of different groups, from the nearest on, in place; or at last to ``target``.
+    """Do the steps between vectors of different groups in place, those of the nearest groups first.
 
-    ``streamed`` says whether, and that what is written there goes past the caches.
+    If ``streamed``, the last pass writes its results to ``target``, past the caches.
     """
     b = e.b
     four = b.icmp_signed(">=", vectors, NUMBER(_SQUARE))
@@ -123,7 +123,7 @@ def steps_up(e: Emitter, z: Any, target: Any, vectors: Any, streamed: Any) -> No
 
 
 def steps_down(e: Emitter, z: Any, room: Any, vectors: Any) -> Any:
-    """Do the steps between vectors of different groups, down to the nearest, in ``room``; return where they end."""
+    """Do the steps between vectors of different groups, nearest last; return where the results are, ``room`` or z."""
     b = e.b
 
     def turn(reach: Any) -> Any:

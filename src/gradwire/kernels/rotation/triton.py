@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, misc, untyped-decorator"
-"""Rotations as Triton computes them: a program is one block, whose coordinates are exchanged step by step.
+"""Triton kernels of rotations. A program rotates one block; a gather exchanges values in each step.
 
-Signs are changed by their bit: Triton's minus subtracts from zero, which would lose the sign of a zero.
+Signs are changed by flipping a bit: Triton's minus subtracts from zero, which would lose the sign of a zero.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def rotate_back(
 
 
 def _warps(size: int) -> int:
-    """Return warps for a block: 16 coordinates a thread, as far as there are threads."""
+    """Return the number of warps for a block: 16 coordinates for each thread, with 4 to 32 warps."""
     return min(max(size // 512, 4), 32)
 
 
@@ -146,7 +146,7 @@ def encode_rotated(
     rotate(x, table, factor, round, stream, z)
     padded, levels = cdiv(table.coordinates, GROUP_SIZE) * GROUP_SIZE, levels_of(grid, x.device)
     digits = torch.empty(padded, dtype=torch.uint16, device=x.device)
-    # The products with the levels take the place of the coordinates.
+    # The kernel overwrites the coordinates with their products with the levels.
     launch(
         _nearest, cdiv(padded, tile(_ELEMENTS)), z, levels.edge, levels.gap, levels.values, grid.steps, grid.positive,
         grid.negative, layout.base // 2, table.coordinates, padded, digits, SEARCH=grid.steps.bit_length(),

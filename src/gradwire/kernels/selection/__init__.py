@@ -1,1 +1,1 @@
-"""Elements of the largest magnitude, or above a threshold."""
+"""The family ``selection``: elements of the largest magnitude, or above a threshold."""

@@ -1,22 +1,22 @@
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, misc, untyped-decorator"
-"""Compiled loops over segments whose largest elements are selected. See ``ternary/loops.py`` for the rules.
+"""Compiled loops that select elements of segments, with plain bodies. ``ternary/loops.py`` states the rules.
 
-The threshold, the smallest magnitude that is taken, is found among *candidates*, which one pass over the segment
-collects: all that reach a lower bound of it. What remains is to tell candidates at the threshold from those above.
+The threshold is the smallest magnitude that is selected. One pass over the segment collects *candidates*, all elements
+that reach a lower bound of the threshold; the threshold is then found among them.
 
-A segment that the L1 cache holds is cut into several times as many groups as elements are wanted. Of the groups'
-largest elements the one of the wanted rank is a lower bound for certain, since so many groups have an element that
-reaches it.
+A segment that fits the L1 cache is cut into two or four times as many groups as elements are wanted. Among the groups'
+largest elements, the one of the wanted rank is a lower bound, since as many groups have an element that reaches it.
 
-A longer one is sampled at places a fixed distance apart. Ranks in the sample, six standard deviations to either side
-of the expected one, enclose the threshold. Where there is no room for all candidates, only those between the two are
-collected, which are few, and a second pass over the segment finds what reaches the threshold. What is hidden between
-the places, or ties, can leave fewer candidates than wanted, or more than expected: then three passes count all
-elements in bins, which takes several times as long, and as little memory, for any order and any values.
+A longer segment is sampled at places a fixed distance apart. The sample's elements six standard deviations before and
+after the expected rank bound the threshold from both sides. If the scratch memory cannot hold all candidates, only the
+few between the two bounds are collected, and a second pass over the segment finds the elements that reach the
+threshold. If a sample misses large elements, or many elements are equal, there may be fewer candidates than wanted, or
+more than expected. Then three passes count all elements in bins. They take several times as long, but work for any
+values in any order, with as little memory.
 
-Scratch memory is 12 MiB a thread, which is kept for the next call, a sample of at most 2^18 elements, and bins. For
-segments of more than 2^24 elements, what lies between the two ranks may need more: a twentieth of the segment, and as
-many times more as the sample varies more than one of single elements.
+A thread has 12 MiB of scratch memory, which it keeps for later calls, a sample of at most 2^18 elements, and bins. For
+segments of more than 2^24 elements, the candidates between the bounds may need more memory: a twentieth of the segment,
+or more if the sample varies more than one of single elements.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from gradwire.kernels.selection.sampling import (
 )
 from gradwire.kernels.table import LANES
 
-# Of all that this is compiled from: what Numba keeps on disk is kept under this name (``make digests``).
+# Digest of the sources of the compiled code, and part of its name in Numba's cache; ``make digests`` writes it.
 DIGEST = "91200013dc3f2575"
 
 
@@ -49,15 +49,15 @@ _i32, _u64 = np.int32, np.uint64
 
 
 SHORT = 1 << 14
-"""Elements of a segment up to which groups bound the threshold, rather than a sample."""
+"""Length up to which a segment's groups bound the threshold, rather than a sample."""
 _TILE = 4096
-"""Elements whose positions are in hand before they are written: 32 KiB with their bits."""
+"""Elements whose positions are found before they are written: 32 KiB with their bits."""
 _STEP = 1 << 14
-"""Elements after which the room for candidates is looked at."""
+"""Elements after which the number of candidates is checked."""
 _ROOM = 1 << 20
-"""Candidates that there is room for."""
+"""Candidates that fit the scratch memory."""
 _SLACK = 64
-"""Elements behind the last, which bodies may spoil."""
+"""Elements after the last candidate, which bodies may overwrite."""
 _LARGEST = 0x7FFFFFFF
 
 
@@ -111,21 +111,21 @@ keep_at_most = either(plain_keep_at_most, simd.keep_at_most)
 
 
 class Bins(NamedTuple):
-    """Counts of integers by their upper bits, and by others."""
+    """Counts of integers by their upper bits, and by their lower bits."""
 
     top: Any
     rest: Any
 
 
 class Found(NamedTuple):
-    """Positions and magnitudes of candidates, with room for a vector behind the last."""
+    """Positions and magnitudes of candidates, with room for a vector after the last."""
 
     index: Any
     bits: Any
 
 
 class Scratch(NamedTuple):
-    """Room for candidates, for the bits of some of them, and for positions that are about to be written."""
+    """Scratch memory for candidates, for magnitudes of some of them, and for a tile of positions."""
 
     found: Found
     inner: Any
@@ -141,7 +141,7 @@ class _OwnScratch(threading.local):
 
 
 class SelectionLoops(Compiled):
-    """The operations of selection."""
+    """The operations of the family ``selection``, compiled."""
 
     def __init__(self, simd: bool = True, threads: int = 1) -> None:
         super().__init__(simd, threads)
@@ -168,7 +168,7 @@ class SelectionLoops(Compiled):
 
 
 def _begins(counts):
-    """Return where each segment's positions begin, and where the last ones end."""
+    """Return the index of each segment's first position, and the end of the last segment's positions."""
     begin = np.zeros(len(counts) + 1, np.int64)
     np.cumsum(counts.numpy(), out=begin[1:])
     return begin
@@ -198,7 +198,7 @@ def _keep(simd, found, count, threshold, ties, tile, index, place):
     """Write the positions of candidates above the threshold, and of the first ``ties`` at it.
 
     Returns:
-        The place behind, and the ties that are left to be taken.
+        The index after the last position written, and the number of ties that are still to be taken.
     """
     for at in range(0, count, _TILE):
         size = min(_TILE, count - at)
@@ -206,7 +206,7 @@ def _keep(simd, found, count, threshold, ties, tile, index, place):
         above = count_at_least(simd, bits, threshold + 1) if threshold < _LARGEST else 0
         equal = count_at_least(simd, bits, threshold) - above
         if equal <= ties and above + equal == size:
-            number = size  # as they are
+            number = size  # all of them
             _copy(found.index[at : at + size], size, index, place)
         elif equal <= ties:
             number = keep_at_least(simd, found.bits, found.index, at, size, threshold, tile)
@@ -223,7 +223,7 @@ def _keep(simd, found, count, threshold, ties, tile, index, place):
 
 @njit(nogil=True)
 def _bound_by_groups(simd, x, at, size, count, groups, largest, bins):
-    """Return the element of rank ``count`` among the largest elements of so many groups."""
+    """Return the element of rank ``count`` among the largest elements of ``groups`` groups."""
     largest[:] = 0
     for row in range(size // groups):
         part = x[at + row * groups : at + row * groups + groups].view(np.int32)
@@ -234,7 +234,7 @@ def _bound_by_groups(simd, x, at, size, count, groups, largest, bins):
 
 @njit(nogil=True)
 def _select_short(simd, x, at, size, count, bins, scratch, index, place):
-    """Select from a segment for whose elements there is room."""
+    """Select from a segment whose elements all fit the scratch memory."""
     bound, found = 0, scratch.found
     for times in (4, 2):
         groups = (times * count + LANES - 1) // LANES * LANES
@@ -260,7 +260,7 @@ def _write(simd, x, at, size, threshold, ties, scratch, index, place, stop):
 
 @njit(nogil=True)
 def _select_collected(simd, x, at, size, count, bounds, bins, scratch, index, place):
-    """Select from a long segment whose candidates there is room for; tell whether the bounds were right."""
+    """Select from a long segment whose candidates fit the scratch memory; return whether the bounds were right."""
     low, high, room, _ = bounds
     found, inner, number = scratch.found, scratch.inner, 0
     for begin in range(0, size, _STEP):
@@ -282,7 +282,7 @@ def _select_collected(simd, x, at, size, count, bounds, bins, scratch, index, pl
 
 @njit(nogil=True)
 def _select_twice(simd, x, at, size, count, bounds, bins, scratch, index, place):
-    """Select from a long segment in two passes over it; tell whether the bounds were right."""
+    """Select from a long segment in two passes over it; return whether the bounds were right."""
     low, high, _, room = bounds
     inner = scratch.inner if room <= _ROOM else np.empty(room + _STEP + _SLACK, np.int32)
     inside, above = 0, 0
@@ -300,7 +300,7 @@ def _select_twice(simd, x, at, size, count, bounds, bins, scratch, index, place)
 
 @njit(nogil=True)
 def _select_long(simd, x, at, size, count, bins, scratch, index, place):
-    """Select from a long segment."""
+    """Select from a long segment, by bounds from a sample or else by counts of all elements."""
     bounds = bracket(sample_of(x, at, size), size, count, bins)
     if bounds[2] <= _ROOM:
         done = _select_collected(simd, x, at, size, count, bounds, bins, scratch, index, place)
@@ -335,7 +335,7 @@ def select_largest_range(simd, x, table, begin, first, last, index, scratch):
 
 @kept(DIGEST)
 def select_above_range(simd, x, table, threshold, begin, first, last, index, numbers, scratch):
-    """Write the positions of what reaches the thresholds of segments ``first .. last``, and count it."""
+    """Write the positions of elements that reach the thresholds of segments ``first .. last``, and count them."""
     prefer_wide()
     found = scratch.found
     for segment in range(first, last):

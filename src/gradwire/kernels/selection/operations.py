@@ -1,4 +1,4 @@
-"""Positions of the largest elements of segments, and of those above a threshold."""
+"""Positions of the largest elements, or of those above a threshold: operations, defined in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ MAX_POSITIONS = 2**31 - 1
 
 
 class SelectionOperations(Front):
-    """The family ``selection``.
+    """The operations of the family ``selection``.
 
     Magnitudes are compared by their bits, ``bits(x) & 0x7fffffff`` as integers: a NaN is above an infinity, which is
-    above all finite values, and the order is the same on every machine. Positions count from the start of the
-    segment, are int32, ascend within it, and follow segment after segment. Numbers a segment (``counts``, ``limit``,
-    ``threshold``) lie in CPU memory.
+    above all finite values, and the order is the same on every machine. Positions are int32, counted from the start of
+    a segment; they ascend within it and are written segment after segment. Tensors with one number for each segment
+    (``counts``, ``limit``, ``threshold``) are in CPU memory.
     """
 
     def select_largest(
@@ -27,8 +27,8 @@ class SelectionOperations(Front):
     ) -> None:  # fmt: skip
         """Write the positions of the ``counts[s]`` elements of the largest magnitude of each segment into ``index``.
 
-        ``x`` is float32, ``counts`` int64 ``[S]`` and ``index`` int32 ``[sum(counts)]``. Of elements of one magnitude
-        those at the lowest positions are taken, so that the result is a function of the values alone.
+        ``x`` is float32, ``counts`` int64 ``[S]`` and ``index`` int32 ``[sum(counts)]``. Of equal magnitudes
+        those at the lowest positions are taken, so that the result depends on the values alone.
 
         Raises:
             HyperparameterError: a count is below zero or above the number of elements of its segment.
@@ -53,10 +53,10 @@ class SelectionOperations(Front):
 
         ``x`` is float32, ``threshold`` float32 ``[S]``, ``limit`` int64 ``[S]`` and ``index`` int32 ``[sum(limit)]``.
         The first ``limit[s]`` positions of segment s, or as many as there are, are written to ``index`` from
-        ``sum(limit[:s])`` on; what lies behind them up to the next segment's is left as it is.
+        ``sum(limit[:s])`` on; the rest of ``index`` keeps its values.
 
         Returns:
-            How many elements each segment has at or above its threshold, int64 ``[S]``; may exceed ``limit``.
+            The number of elements of each segment at or above its threshold, int64 ``[S]``, which may exceed ``limit``.
 
         Raises:
             HyperparameterError: a threshold is negative or a NaN, or a limit is negative.
@@ -73,7 +73,7 @@ class SelectionOperations(Front):
         found = torch.zeros(len(table), dtype=torch.int64)
         family = self._serve("selection")
         if table.groups:
-            # The sign of -0.0 is no part of its magnitude.
+            # Without the sign of -0.0, which backends would read as a bit of the magnitude.
             family.select_above(x.detach(), table, threshold.detach().abs(), limit, index, found)
         return found
 

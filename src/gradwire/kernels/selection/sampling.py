@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, misc, untyped-decorator"
-"""The element of a given rank among 31-bit integers, exactly, in passes that depend on no order of theirs."""
+"""Compiled search for the element of a given rank among 31-bit integers, and bounds of it from a sample."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gradwire.kernels.selection import simd
 BINS = 2048
 """Bins of the first two passes, 11 bits each; the third has the lowest 9."""
 
-_BISECTED = 2048  # as many are faster compared 31 times, in vectors, than counted in bins thrice
+_BISECTED = 2048  # up to so many, 31 comparisons in vectors are faster than three counts in bins
 _i32, _i64, _u64 = np.int32, np.int64, np.uint64
 _MAGNITUDE = _i32(0x7FFFFFFF)
 
@@ -21,7 +21,7 @@ _MAGNITUDE = _i32(0x7FFFFFFF)
 def plain_count_at_least(bits, threshold):
     total, least = _i32(0), _i32(threshold)
     for i in range(bits.size):
-        # Kept in 32 bits, which take half the vectors that Numba's wider sum would.
+        # A sum of 32 bits takes half as many vectors as Numba's default of 64 bits.
         total = _i32(total + _i32(bits[i] >= least))
     return np.int64(total)
 
@@ -31,7 +31,7 @@ count_at_least = either(plain_count_at_least, simd.count_at_least)
 
 @njit(nogil=True)
 def top_histogram(bits, bins):
-    """Count the integers, signs left out, by their upper 11 of 31 bits."""
+    """Count integers by the upper 11 bits of the 31 below their sign."""
     bins[:] = 0
     for i in range(bits.size):
         bins[_u64(_i32(bits[i] & _MAGNITUDE) >> _i32(20))] += 1
@@ -39,7 +39,7 @@ def top_histogram(bits, bins):
 
 @njit(nogil=True)
 def top_bin(bins, last, rank):
-    """Return the bin, from ``last`` down, that the element of a rank is in, and its rank there."""
+    """Return the bin that holds the element of a rank, counted from ``last`` down, and its rank in the bin."""
     here = last
     while bins[here] < rank:
         rank -= bins[here]
@@ -60,7 +60,7 @@ def _histogram(bits, prefix, shift, width, bins):
 
 @njit(nogil=True)
 def radix_rank(bits, rank, top, bins):
-    """Return as :func:`largest_of_rank`, given the integers' :func:`top_histogram`."""
+    """Return the result of :func:`largest_of_rank`, given the integers' :func:`top_histogram`."""
     prefix, rank = top_bin(top, BINS - 1, rank)
     for shift, width in ((9, 11), (0, 9)):
         _histogram(bits, prefix, shift, width, bins)
@@ -71,9 +71,9 @@ def radix_rank(bits, rank, top, bins):
 
 @njit(nogil=True)
 def largest_of_rank(simd, bits, rank, top, bins):
-    """Return the element of a rank, the largest first, the rank among those that equal it, and how many do.
+    """Return the element of a rank, the largest having rank 1, its rank among equal ones, and their number.
 
-    ``bits`` are int32, none of them negative, and 1 <= ``rank`` <= their number.
+    ``bits`` is int32, without negative elements, and 1 <= ``rank`` <= ``bits.size``.
     """
     if bits.size > _BISECTED:
         top_histogram(bits, top)
@@ -91,14 +91,14 @@ _CHUNK = 32
 """Neighbours in a sample: two cache lines."""
 
 _MOST_CHUNKS = 1 << 13
-_SHARE = 256  # elements of a segment to each chunk, until there are so many
+_SHARE = 256  # elements of a segment for each chunk, up to _MOST_CHUNKS
 _DEVIATIONS = 6.0
 _LARGEST = 0x7FFFFFFF
 
 
 @njit(nogil=True)
 def sample_of(x, at, size):
-    """Return the magnitudes of chunks of neighbours at equal distances, from the first elements to the last."""
+    """Return the magnitudes of evenly spaced chunks of neighbours, from the first elements to the last."""
     chunks = min(_MOST_CHUNKS, size // _SHARE)
     sample, values = np.empty(_CHUNK * chunks, _i32), x[at : at + size].view(_i32)
     for chunk in range(chunks):
@@ -111,10 +111,10 @@ def sample_of(x, at, size):
 
 @njit(nogil=True)
 def _spread(sample, edge):
-    """Return the variance of how many of a chunk reach ``edge``, as a share of their mean, at least 1.
+    """Return the variance over chunks of the number of elements that reach ``edge``, over its mean; at least 1.
 
-    Large elements that lie together make a sample of chunks less sure than one of single elements: a row of an
-    embedding, of which all or none have a gradient.
+    It exceeds 1 if large elements are neighbours, such as the rows of an embedding, of which all elements or none have
+    a gradient. A sample of chunks is then less certain than one of single elements.
     """
     total, squares, least, chunks = 0.0, 0.0, _i32(edge), sample.size // _CHUNK
     for chunk in range(chunks):
@@ -131,8 +131,8 @@ def bracket(sample, size, count, bins):
     """Bound the element of rank ``count`` of ``size``, given a sample of them.
 
     Returns:
-        A lower bound, an upper bound, and how many elements may reach the lower one, and how many of them may be not
-        above the upper one, before something is wrong.
+        A lower bound, an upper bound, the largest plausible number of elements that reach the lower bound, and the
+        largest plausible number of these that are not above the upper bound.
     """
     expected = count * (sample.size / size)
     top_histogram(sample, bins.top)

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, misc, untyped-decorator"
-"""Explicit-vector bodies of selection. See ``loops.py`` for who calls them."""
+"""Explicit-vector bodies of selection. ``loops.py`` and ``sampling.py`` call them."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from gradwire.kernels.table import LANES
 
 _UNROLL = 4
 _AHEAD = 4096
-"""Elements that are fetched from memory ahead of those at hand: with blocks of so many, those of the next block."""
+"""Distance of prefetches in elements: as long as a block, so that the next block is fetched."""
 
 
 def _each(
     e: Emitter, source: Any, count: Any, carried: list[Any], choose: Callable[..., Any], use: Callable[..., list[Any]]
 ) -> list[Any]:
-    """Walk over ``count`` integers, 16 at a time, four times unrolled; return the last of the carried values.
+    """Loop over ``count`` integers, 16 at a time, unrolled four times; return the last carried values.
 
-    ``choose(index, values)`` takes the index of the first of 16 and returns a mask, and what ``use`` needs besides.
-    ``use(mask, more, carried)`` returns the new values. All of a turn is loaded and chosen before anything is used, so
-    that results may be stored where ``source`` lies, no further than it was read.
+    ``choose(index, values)`` takes the index of the first of 16 and returns a mask and an object for ``use``.
+    ``use(mask, more, carried)`` gets both and returns the new carried values. In each turn all calls of ``choose``
+    precede all calls of ``use``, so that results may overwrite the part of ``source`` that was read.
     """
     b, step = e.b, LANES * _UNROLL
     whole = b.and_(count, ir.Constant(I64, -step))
@@ -54,10 +54,10 @@ def _each(
 def _append(
     e: Emitter, source: Any, count: Any, place: Any, choose: Callable[[Any, Any], tuple[Any, list[tuple[Any, Any]]]]
 ) -> Any:
-    """Append what is chosen of ``count`` integers; return the place behind.
+    """Append the chosen ones of ``count`` integers from ``place`` on; return the place after the last.
 
-    ``choose(index, values)`` returns the mask of those that are chosen, and pairs of a vector and the pointer to where
-    its chosen lanes are appended.
+    ``choose(index, values)`` returns the mask of chosen lanes, and pairs of a vector and the pointer to the array to
+    which its chosen lanes are appended.
     """
 
     def use(mask: Any, pairs: list[tuple[Any, Any]], carried: list[Any]) -> list[Any]:
@@ -70,7 +70,7 @@ def _append(
 
 @vector_body(types.int64)
 def count_at_least(e, bits, threshold):
-    """Count the bits that are at least ``threshold``."""
+    """Count the integers that are at least ``threshold``."""
     b, least = e.b, e.splat(_narrow(e, threshold))
 
     def choose(here: Any, values: Any) -> tuple[Any, None]:
@@ -84,9 +84,9 @@ def count_at_least(e, bits, threshold):
 
 @vector_body(types.int64)
 def find_at_least(e, x, at, count, first, threshold, index, bits, place):
-    """Append positions and magnitudes of those of ``x[at : at + count]`` that are at least ``threshold``, as integers.
+    """Append positions and magnitude bits of the elements of ``x[at : at + count]`` that reach ``threshold``.
 
-    The position of ``x[at]`` is ``first``. Up to 16 elements behind the last are spoilt. Return the place behind it.
+    The position of ``x[at]`` is ``first``. Up to 16 elements after the last are overwritten. Return the place after it.
     """
     b, least = e.b, e.splat(_narrow(e, threshold))
     found, magnitudes = index.pointer(0, I32), bits.pointer(0, I32)
@@ -102,15 +102,15 @@ def find_at_least(e, x, at, count, first, threshold, index, bits, place):
 
 @vector_body(types.int64)
 def keep_at_least(e, bits, index, at, count, threshold, out):
-    """Write those of ``index[at : at + count]`` whose bits are at least ``threshold`` to ``out``; return their number.
+    """Write the elements of ``index[at : at + count]`` whose bits reach ``threshold`` to ``out``; return their number.
 
-    Up to 16 elements behind the last are spoilt.
+    Up to 16 elements after the last are overwritten.
     """
     b, least = e.b, e.splat(_narrow(e, threshold))
     positions, target = index.pointer(at, I32), out.pointer(0, I32)
 
     def choose(here: Any, values: Any) -> tuple[Any, list[tuple[Any, Any]]]:
-        # Behind the end, where nothing is chosen, the list of positions has room for a vector.
+        # A whole vector can be loaded: the list of positions has room for one after its end.
         found = e.load(e.at(positions, here, I32), I32, align=4)
         return b.icmp_signed(">=", values, least), [(found, target)]
 
@@ -119,9 +119,9 @@ def keep_at_least(e, bits, index, at, count, threshold, out):
 
 @vector_body(types.int64)
 def keep_at_most(e, bits, count, limit, out):
-    """Write those of ``count`` bits that are at most ``limit`` to ``out``; return their number.
+    """Write those of ``count`` integers that are at most ``limit`` to ``out``; return their number.
 
-    Up to 16 elements behind the last are spoilt.
+    Up to 16 elements after the last are overwritten.
     """
     b, most, target = e.b, e.splat(_narrow(e, limit)), out.pointer(0, I32)
 
@@ -133,9 +133,9 @@ def keep_at_most(e, bits, count, limit, out):
 
 @vector_body(types.UniTuple(types.int64, 2))
 def find_between(e, x, at, count, low, high, bits, place):
-    """Append the magnitudes of ``x[at : at + count]`` that are from ``low`` to ``high``; count those above.
+    """Append the magnitude bits of ``x[at : at + count]`` that are from ``low`` to ``high``; count those above.
 
-    Up to 16 elements behind the last are spoilt. Return the place behind it, and the number above.
+    Up to 16 elements after the last are overwritten. Return the place after it, and the number above.
     """
     b, least, most = e.b, e.splat(_narrow(e, low)), e.splat(_narrow(e, high))
     target = bits.pointer(0, I32)
@@ -155,5 +155,5 @@ def find_between(e, x, at, count, low, high, bits, place):
 
 
 def _narrow(e: Emitter, value: Any) -> Any:
-    """Return an integer in 32 bits."""
+    """Return an integer truncated to 32 bits."""
     return value if value.type.width == 32 else e.b.trunc(value, I32)

@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, misc, untyped-decorator"
-"""Selection as Triton computes it: the threshold of a segment by four histograms, then positions in their order.
+"""Triton kernels of selection: four histograms find the threshold of a segment, then positions are written in order.
 
-A histogram counts eight of the 31 bits of the magnitudes that agree with the threshold in the bits above. Positions
-are written block by block: a block's place follows from how many of the blocks before it were taken.
+A histogram counts up to eight of the 31 bits, over the magnitudes that agree with the threshold in the bits above. The
+place of a block's positions follows from the number of elements taken in the blocks before.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _count(x, at, room, segment, prefix, bins, SHIFT: tl.constexpr, ABOVE: tl.co
 
 @triton.jit
 def _narrow(bins, prefix, wanted, SHIFT: tl.constexpr):
-    """Find the bin of the threshold: the highest that, with all above it, holds as many as are wanted."""
+    """Find the bin of the threshold: the highest that, with all bins above, holds as many elements as are wanted."""
     own = tl.program_id(0)
     place = tl.arange(0, 256)
     counts = tl.load(bins + own * 256 + place)
@@ -53,7 +53,7 @@ def _narrow(bins, prefix, wanted, SHIFT: tl.constexpr):
 
 @triton.jit
 def _tally(x, at, room, segment, threshold, above, equal, SIZE: tl.constexpr):
-    """Count the elements of each block above the threshold of its segment, and at it."""
+    """Count the elements of each block that are above the threshold of its segment, and those that equal it."""
     block = tl.program_id(0)
     least = tl.load(threshold + tl.load(segment + block))
     _, inside, bits = _magnitudes(x, at, room, block, SIZE)
@@ -94,7 +94,7 @@ def select_largest(x: torch.Tensor, table: SegmentTable, counts: torch.Tensor, i
         )  # fmt: skip
         launch(_narrow, segments, bins, threshold, wanted, SHIFT=shift)
         above = shift
-    # Of a segment of which nothing is wanted, the limit keeps all away.
+    # If no element of a segment is wanted, its limit of 0 keeps all positions from being written.
     _write_positions(x, blocks, threshold, wanted, counts, index)
 
 
@@ -112,13 +112,13 @@ def _write_positions(
     x: torch.Tensor, blocks: Blocks, threshold: torch.Tensor, ties: torch.Tensor, limit: torch.Tensor,
     index: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
-    """Write positions of each segment behind those of the segments before; return what is above, int32 ``[B]``."""
+    """Write the positions of all segments in order; return the elements above the threshold by block, int32 ``[B]``."""
     number, device = len(blocks.at), x.device
     tallies = torch.empty((2, number), dtype=torch.int32, device=device)
     begins, most = (limit.cumsum(0) - limit).to(device), limit.to(device)
     columns = (x, blocks.at, blocks.room, blocks.segment)
     launch(_tally, number, *columns, threshold, *tallies, SIZE=BLOCK_SIZE)
-    # Of a whole vector: what comes before a segment's first block is taken off.
+    # Sums over all blocks before, less those before the first block of the segment.
     before = tallies.cumsum(1, dtype=torch.int64) - tallies
     before -= before[:, blocks.first[:-1].to(torch.int64)[blocks.segment.to(torch.int64)]]
     launch(

@@ -1,1 +1,1 @@
-"""Signs, one bit an element: packing, votes, and back to one of two values."""
+"""The family ``signs``: one bit for each element, votes, and decoding to one of two values."""

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, misc, untyped-decorator"
-"""Compiled loops over segments, runs and rows of signs. See ``ternary/loops.py`` for the rules."""
+"""Compiled loops for signs over segments, runs and rows, with plain bodies. ``ternary/loops.py`` states the rules."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from gradwire.kernels.numba_core.vectors import power_of_two, prefer_wide
 from gradwire.kernels.signs import simd
 from gradwire.kernels.table import GROUP_SIZE, SIGN_BYTES
 
-# Of all that this is compiled from: what Numba keeps on disk is kept under this name (``make digests``).
+# Digest of the sources of the compiled code, and part of its name in Numba's cache; ``make digests`` writes it.
 DIGEST = "44b547469b22da05"
 
 
@@ -34,7 +34,7 @@ _i32, _i64, _u8, _f32 = np.int32, np.int64, np.uint8, np.float32
 
 
 _TILE_BYTES = 512
-"""Bytes of a row that are counted before the next ones: with 15 planes 7.5 KiB."""
+"""Bytes of each row that are counted at a time: 7.5 KiB with 15 planes."""
 _PLANES = 15
 """Bits of the largest count."""
 
@@ -79,7 +79,7 @@ def _decode_row(octets, bit, high, low, target, add):
 
 @njit(nogil=True)
 def plain_decode_rows(rows, bit, count, values, run, x, at, accumulate, streamed):
-    # A tile at a time, so that it stays within the nearest cache while all rows are added to it.
+    # A tile at a time, so that it stays in the L1 cache while all rows are added to it.
     for first in range(0, count, _TILE):
         target = x[at + first : at + min(first + _TILE, count)]
         for row in range(rows.number):
@@ -94,7 +94,7 @@ decode_rows = either(plain_decode_rows, simd.decode_rows)
 
 
 class SumColumns(NamedTuple):
-    """Where the sums of segments go."""
+    """The arrays for the sums of segments."""
 
     above: Any
     below: Any
@@ -102,7 +102,7 @@ class SumColumns(NamedTuple):
 
 
 class Values(NamedTuple):
-    """What the bits of each row stand for in each run: matrices of so many columns."""
+    """The values of the bits 1 and 0 for each row and run: matrices with ``columns`` columns."""
 
     above: Any
     below: Any
@@ -110,7 +110,7 @@ class Values(NamedTuple):
 
 
 class SignsLoops(Compiled):
-    """The operations of signs."""
+    """The operations of the family ``signs``, compiled."""
 
     def finite(self, x, table, out):
         values, found = x.numpy(), out.numpy()
@@ -148,7 +148,7 @@ class SignsLoops(Compiled):
 
 @kept(DIGEST)
 def finite_range(simd, x, table, begin, end, finite):
-    """Tell of segments ``begin .. end`` whether all elements are finite."""
+    """Find out for segments ``begin .. end`` whether all elements are finite."""
     prefer_wide()
     for segment in range(begin, end):
         at, stop = table.offset[segment], table.offset[segment] + table.numel[segment]
@@ -195,7 +195,7 @@ def sign_encode_range(simd, x, table, begin, end, out):
         segment = piece.segment
         at = 10 * (group - begin)
         sign_bytes(simd, x, piece.at, piece.numel, out, at)
-        # What the body leaves of the last group: it writes whole bytes, at least.
+        # The body writes whole bytes; the rest of the last group is zero.
         for i in range(at + (piece.numel + 7) // 8, 10 * (piece.stop - begin)):
             out[i] = np.uint8(0)
         group = piece.stop
@@ -203,7 +203,7 @@ def sign_encode_range(simd, x, table, begin, end, out):
 
 @njit(nogil=True)
 def _ripple(planes, first, last, carry, size):
-    """Add a bit a position, worth 2^first, to the counts."""
+    """Add one bit for each position, worth 2^first, to the counts."""
     for plane in range(first, last):
         digits = planes[plane, :size]
         for i in range(digits.size):
@@ -214,7 +214,7 @@ def _ripple(planes, first, last, carry, size):
 
 @njit(nogil=True)
 def _count_four(planes, a, b, c, d, carry):
-    """Add four rows to the counts but for what is carried to the plane of fours."""
+    """Add four rows to planes 0 and 1 of the counts, and write the carry for plane 2."""
     ones, twos = planes[0, : a.size], planes[1, : a.size]
     for i in range(a.size):
         low, mid = ones[i], twos[i]
@@ -232,7 +232,7 @@ def _count_four(planes, a, b, c, d, carry):
 def sign_vote_range(rows, begin, end, out):
     """Vote on bytes ``begin .. end`` of the rows.
 
-    Counts are kept bit by bit: plane p of a tile holds bit p of the counts of all its positions.
+    Counts are stored bit by bit: plane p of a tile holds bit p of the counts of all positions.
     """
     prefer_wide()
     octets, stride, number = rows.octets, rows.stride, rows.number
@@ -253,7 +253,7 @@ def sign_vote_range(rows, begin, end, out):
             c, d = octets[at + 2 * stride : at + 2 * stride + size], octets[at + 3 * stride : at + 3 * stride + size]
             _count_four(planes, a, b, c, d, carry[:size])
             row += 4
-            # Counts of up to ``row`` need no plane beyond those of its bits.
+            # Counts up to ``row`` have no more bits than ``row``.
             last = 2
             while row >> last:
                 last += 1
@@ -267,7 +267,7 @@ def sign_vote_range(rows, begin, end, out):
                 last += 1
             _ripple(planes, 0, last, carry, size)
         target = out[first : first + size]
-        # At least ``least``, from the lowest bit up: the higher bit decides unless it is equal.
+        # Compared with ``least`` from the lowest bit up: a higher bit decides unless it is equal.
         target[:] = np.uint8(255)
         for plane in range(used):
             digits = planes[plane, :size]
@@ -281,7 +281,7 @@ def sign_vote_range(rows, begin, end, out):
 
 @njit(nogil=True)
 def _decode_end(rows, bit, count, values, run, x, at, accumulate):
-    """Do as ``decode_rows``, without a look beyond the last byte."""
+    """Decode like ``decode_rows``, without reading beyond the last byte."""
     for i in range(count):
         for row in range(rows.number):
             here = 8 * row * rows.stride + bit + i
@@ -292,7 +292,7 @@ def _decode_end(rows, bit, count, values, run, x, at, accumulate):
 
 @kept(DIGEST)
 def sign_decode_range(simd, rows, table, runs, values, begin, end, x, accumulate):
-    """Decode groups ``begin .. end``, whose bits are the first of each row."""
+    """Decode groups ``begin .. end``; the bits of ``begin`` are the first of each row."""
     prefer_wide()
     streamed = end - begin >= STREAMED_GROUPS
     segment, group = find_segment(table, begin), begin

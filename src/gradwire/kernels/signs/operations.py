@@ -1,4 +1,4 @@
-"""Runs of elements that share a pair of values."""
+"""Signs, one bit for each element, votes and decoding: checked operations, defined in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from gradwire.kernels.table import GROUP_SIZE, SIGN_BYTES, GroupIndex, SegmentTa
 
 
 class RunColumns(NamedTuple):
-    """A :class:`RunTable`, as compiled code takes it: in one object."""
+    """A :class:`RunTable`, as one argument of compiled code."""
 
     first: npt.NDArray[np.int64]
     phase: npt.NDArray[np.int64]
@@ -27,17 +27,17 @@ class RunColumns(NamedTuple):
 
 
 class RunTable:
-    """Segments, and the runs of elements, anchored to the parameter, that share a pair of values.
+    """Segments cut into runs that share a pair of values, counted from the start of each parameter.
 
     Args:
         table: The segments.
-        length: Elements of a run, one number for each segment (int64 ``[S]``) or one for all: at least 1, any.
+        length: Number of elements of a run, at least 1: one for each segment (int64 ``[S]``), or one for all.
 
     Attributes:
-        phase: Elements of its run that lie before each segment's first, int64 ``[S]``.
-        first: Number of runs that begin in, or reach into, the segments before each one, int64 ``[S + 1]``.
-        runs: Their number; a run cut by the end of a segment counts in each.
-        columns: What compiled code takes.
+        phase: Number of elements of each segment's first run that precede the segment, int64 ``[S]``.
+        first: Number of runs of all segments before each one, int64 ``[S + 1]``.
+        runs: Number of runs. A run cut by the end of a segment counts in each of its segments.
+        columns: The table as one argument of compiled code.
     """
 
     __slots__ = ("__weakref__", "columns", "first", "length", "phase", "runs", "table")
@@ -66,7 +66,7 @@ class RunTable:
         return np.arange(self.runs) - self.first[owner] + self.table.start[owner] // self.length[owner]
 
     def elements(self) -> SegmentTable:
-        """Return the elements of each run, a segment each."""
+        """Return a table in which each run is a segment."""
         owner = self.owner
         within = (np.arange(self.runs) - self.first[owner]) * self.length[owner] - self.phase[owner]
         begin = np.maximum(within, 0)
@@ -77,10 +77,10 @@ class RunTable:
 
 @dataclass(frozen=True, eq=False)
 class SignSums:
-    """Sums of each segment by sign: ``above`` of the elements x >= 0, ``below`` of -x of the others, and their number.
+    """Sums of each segment by sign: ``above`` of the elements x >= 0, ``below`` of -x for the others.
 
-    ``above``, ``below`` are float64 ``[S]``; ``count`` (int64 ``[S]``) is the number of x >= 0. A segment that holds an
-    infinity or a NaN has ``above = below = +inf`` and ``count = 0``.
+    ``above`` and ``below`` are float64 ``[S]``; ``count`` (int64 ``[S]``) is the number of x >= 0. A segment that holds
+    an infinity or a NaN has ``above = below = +inf`` and ``count = 0``.
     """
 
     above: torch.Tensor
@@ -89,25 +89,26 @@ class SignSums:
 
 
 class SignOperations(Front):
-    """The family ``signs``. An element's bit is ``x >= 0``: 1 for zero of either sign, 0 for a NaN.
+    """The operations of the family ``signs``.
 
-    Bit i of a group of 80 elements is bit ``i % 8`` of its byte ``i // 8``; elements past a segment's end have 0.
+    The bit of an element is ``x >= 0``: 1 for zero of either sign, 0 for a NaN. Bit i of a group of 80 elements is bit
+    ``i % 8`` of its byte ``i // 8``; elements past a segment's end have the bit 0.
     """
 
     def finite(self, x: torch.Tensor, table: SegmentTable) -> torch.Tensor:
-        """Tell for every segment of ``x`` (float32) whether all its elements are finite, bool ``[S]``."""
+        """Return for every segment of ``x`` (float32) whether all its elements are finite, bool ``[S]``."""
         check_vector("x", x, torch.float32, table.extent, at_least=True)
         out = torch.empty(len(table), dtype=torch.bool, device=x.device)
         self._serve("signs").finite(x.detach(), table, out)
         return out
 
     def sign_sums(self, x: torch.Tensor, table: SegmentTable) -> SignSums:
-        """Add up the elements of every segment of ``x`` (float32) by sign, exactly as defined.
+        """Sum the elements of every segment of ``x`` (float32) by sign.
 
-        A segment is cut in blocks of 4096 elements. With ``e`` the exponent of a block's largest magnitude (at least
-        -104), every element becomes the integer ``q = trunc(x * 2^(23-e))``. Sums of ``q`` and ``|q|`` are exact, hence
-        free of order; half their sum and half their difference, times ``2^(e-23)``, are added up over blocks in
-        float64, first to last.
+        A segment is cut into blocks of 4096 elements. With ``e`` the exponent of a block's largest magnitude (at least
+        -104), every element becomes the integer ``q = trunc(x * 2^(23-e))``. The sums of ``q`` and ``|q|`` are
+        exact, so their order does not matter. Half their sum and half their difference, times ``2^(e-23)``, are added
+        over blocks in float64, first to last.
         """
         check_vector("x", x, torch.float32, table.extent, at_least=True)
         above, below = (torch.empty(len(table), dtype=torch.float64, device=x.device) for _ in range(2))
@@ -125,7 +126,7 @@ class SignOperations(Front):
             family.sign_encode(x.detach(), table, begin, end, out)
 
     def sign_vote(self, rows: torch.Tensor, out: torch.Tensor) -> None:
-        """Set each bit of ``out`` (uint8 ``[m]``) that at least half of the ``N`` rows (uint8 ``[N, m]``) have set.
+        """Set each bit of ``out`` (uint8 ``[m]``) that is set in at least half of the ``N`` rows (uint8 ``[N, m]``).
 
         Rows may be any distance apart.
         """
@@ -148,9 +149,9 @@ class SignOperations(Front):
     ) -> None:
         """Write the sum over ``N`` rows, first to last, of ``above`` where the bit is 1 and ``below`` where it is 0.
 
-        ``rows`` (uint8 ``[N, 10 * (end - begin)]``, any distance apart) are the bits of groups ``begin .. end``, whose
-        elements of ``x`` (float32) are written; ``above`` and ``below`` are float32 ``[N, runs]``. ``accumulate`` adds
-        the rows' values to ``x``, one after the other.
+        The elements of groups ``begin .. end`` of ``x`` (float32) are written. ``rows`` has their bits, uint8
+        ``[N, 10 * (end - begin)]``; rows may be any distance apart. ``above`` and ``below`` are float32 ``[N, runs]``.
+        ``accumulate`` adds the rows' values to ``x``, one after the other.
         """
         check_groups(runs.table, begin, end)
         _check_bits(rows, SIGN_BYTES * (end - begin))

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, misc, untyped-decorator"
-"""Explicit-vector bodies of signs. See ``loops.py`` for who calls them."""
+"""Explicit-vector bodies that sum by sign, pack signs and decode them. ``loops.py`` calls them."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from gradwire.kernels.table import LANES
 
 _BITS = vector(I1, LANES)
 _NUMBER = lambda value: ir.Constant(I64, value)  # noqa: E731
-_AHEAD = 2560  # elements from here to what is fetched from memory meanwhile
+_AHEAD = 2560  # distance of prefetches, in elements
 
 
 @vector_body(types.UniTuple(types.int64, 3))
 def block_sign_sums(e, x, first, count, factor):
-    """Return ``(sum q, sum |q|, number of x >= 0)``, int64, of ``q = trunc(x * factor)``: at most 4096, |q| < 2^24."""
+    """Return ``(sum q, sum |q|, number of x >= 0)``, int64: at most 4096 of ``q = trunc(x * factor)``, |q| < 2^24."""
     b, factors = e.b, e.splat(factor)
 
     def use(value: Any, unit: int, values: list[Any]) -> None:
         q = b.fptosi(b.fmul(value, factors), vector(I32, LANES))
         size = e.lanewise("smax", q, b.sub(e.constant(0), q))
         passed = b.sext(b.fcmp_ordered(">=", value, e.constant(0.0, F32)), vector(I32, LANES))
-        # At most 64 + 4 additions of 24-bit numbers per accumulator and lane: they fit 32 bits.
+        # Each lane of an accumulator adds at most 64 + 4 numbers of 24 bits, which fits 32 bits.
         values[unit] = b.add(values[unit], q)
         values[UNROLL + unit] = b.add(values[UNROLL + unit], size)
         values[2 * UNROLL + unit] = b.sub(values[2 * UNROLL + unit], passed)
@@ -39,14 +39,14 @@ def block_sign_sums(e, x, first, count, factor):
         for unit in range(1, UNROLL):
             total = b.add(total, wide[first_unit + unit])
         sums.append(e.reduce("add", total))
-    # The last vector was filled up with zeros, which count as passed.
+    # The last vector was filled up with zeros, which were counted as well.
     sums[2] = b.sub(sums[2], b.and_(b.sub(_NUMBER(0), count), _NUMBER(LANES - 1)))
     return sums
 
 
 @vector_body()
 def sign_bytes(e, x, first, count, out, at):
-    """Write the bits of ``count`` elements from ``x[first]`` to ``out[at]``, two bytes for sixteen."""
+    """Write the bits of ``count`` elements from ``x[first]`` on to ``out[at]`` on."""
     b, zero, source, target = e.b, e.constant(0.0, F32), x.pointer(first, F32), out.pointer(at, I8)
     whole = b.and_(count, _NUMBER(-LANES * UNROLL))
 
@@ -75,22 +75,22 @@ def sign_bytes(e, x, first, count, out, at):
 
 @vector_body()
 def decode_rows(e, rows, bit, count, values, run, x, at, accumulate, streamed):
-    """Write the sum over rows of ``above`` or ``below`` to ``count`` elements from ``x[at]``, or add it.
+    """Write the sums over rows of ``above`` or ``below`` to ``count`` elements from ``x[at]`` on, or add them.
 
-    The first row's bits begin at number ``bit``; the values of row r are those of its run number ``run``. Reads up to
-    four bytes from the byte of the last sixteen elements' first bit on. ``streamed`` sends whole vectors past the
+    The bits begin at bit ``bit`` of the first row; the values of each row are those of run ``run``. Four bytes are read
+    from the byte that holds the first bit of the last sixteen elements. ``streamed`` writes whole vectors past the
     caches.
     """
     b, number_of, number, columns = e.b, _NUMBER, rows.number, values.columns
     highs, lows, target = values.above.pointer(run, F32), values.below.pointer(run, F32), x.pointer(at, F32)
 
     def bits_from(begin: Any) -> tuple[Any, Any]:
-        """Point to the byte that holds the bit of element ``begin``, and say where in it."""
+        """Return a pointer to the byte that holds the bit of element ``begin``, and the bit's place in it."""
         place = b.add(bit, begin)
         return rows.octets.pointer(b.ashr(place, number_of(3)), I8), b.trunc(b.and_(place, number_of(7)), I32)
 
     def chosen(source: tuple[Any, Any], row: Any, index: Any, units: int) -> list[Any]:
-        """Return the vectors of one row from element ``index`` (a multiple of 16) after the source's first on."""
+        """Return the vectors of one row, from ``index`` elements (a multiple of 16) after the source's first on."""
         octets, shift = source
         high, low = (e.splat(b.load(e.at(values, b.mul(row, columns), F32))) for values in (highs, lows))
         octets = e.at(octets, b.add(b.mul(row, rows.stride), b.lshr(index, number_of(3))), I8)
@@ -111,7 +111,7 @@ def decode_rows(e, rows, bit, count, values, run, x, at, accumulate, streamed):
         return loop(b, b.sub(number, number_of(1)), 1, start, add)
 
     def write(begin: Any, add: bool, past: bool) -> None:
-        """Write elements ``begin`` to ``count``."""
+        """Write elements ``begin`` to ``count - 1``."""
         step = LANES * UNROLL
         whole = b.and_(b.sub(count, begin), number_of(-step))
         source = bits_from(begin)
@@ -149,7 +149,7 @@ def decode_rows(e, rows, bit, count, values, run, x, at, accumulate, streamed):
         with otherwise, b.if_else(streamed) as (past, near):
             with past:
                 address = b.ptrtoint(target, I64)
-                # Elements up to an address that takes whole cache lines.
+                # The elements before the first whole cache line.
                 head = b.and_(b.lshr(b.sub(number_of(0), address), number_of(2)), number_of(LANES - 1))
                 some(number_of(0), head, False)
                 write(head, False, True)

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, misc, untyped-decorator"
-"""Signs as Triton computes them: a lane is a byte of eight elements."""
+"""Triton kernels of signs: a lane is a byte of eight elements."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _signs(x, at, room, begin, length, out, MINUS: tl.constexpr, TILE: tl.conste
 
 
 def pack_signs(x: torch.Tensor, table: SegmentTable, begin: int, end: int, out: torch.Tensor, minus: bool) -> None:
-    """Write a bit an element: whether its sign is a minus, or whether it is at least zero."""
+    """Write one bit for each element: its sign bit if ``minus``, else 1 if the element is at least zero."""
     groups, length = groups_of(table, x.device), SIGN_BYTES * (end - begin)
     programs = cdiv(length, tile(_TILE))
     launch(_signs, programs, x, groups.at, groups.room, begin, length, out, MINUS=minus, TILE=tile(_TILE))
@@ -96,7 +96,7 @@ def _decode(
     within = 8 * (place % 10) + bit
     inside = within < tl.load(room + group, mask=known, other=0)
     here = x + tl.load(at + group, mask=known, other=0) + within
-    # Where the first run ends within the group, others of their full length follow.
+    # If the first run ends within the group, whole runs follow.
     behind = within - tl.load(left + group, mask=known, other=0)
     each = tl.load(length + group, mask=known, other=1)
     own = tl.load(run + group, mask=known, other=0) + tl.where(behind < 0, 0, 1 + tl.maximum(behind, 0) // each)
@@ -111,7 +111,7 @@ def _decode(
         if ADD:
             total = total + value
         else:
-            # A first value is written as it is: a sum with zero would lose the sign of another zero.
+            # The first value is not added to zero, which would lose the sign of a negative zero.
             total = tl.where(row == 0, value, total + value)
     tl.store(here, total, mask=inside)
 

@@ -1,1 +1,1 @@
-"""Count sketches: a few sums that a long vector's large elements can be estimated from."""
+"""The family ``sketch``: count sketches, from whose sums the large elements of a vector are estimated."""

@@ -1,8 +1,7 @@
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, misc, untyped-decorator"
-"""Compiled loops of count sketches. See ``ternary/loops.py`` for the rules.
+"""Compiled loops of count sketches, with a plain body. ``ternary/loops.py`` states the rules.
 
-Sums and estimates lie at random places of a table, where explicit vectors would not help: only random words are drawn
-by them.
+Sums are at random places of a table, where explicit vectors would not help; only the random words are drawn by them.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ from gradwire.kernels.sketch import simd
 from gradwire.kernels.sketch.operations import COLUMN_BITS
 from gradwire.kernels.table import GROUP_SIZE, LANES
 
-# Of all that this is compiled from: what Numba keeps on disk is kept under this name (``make digests``).
+# Digest of the sources of the compiled code, and part of its name in Numba's cache; ``make digests`` writes it.
 DIGEST = "7edfbee02b89cdc8"
 
 
 _TILE = GROUP_SIZE * TILE_GROUPS
 _u32, _u64, _i64, _f32, _f64 = np.uint32, np.uint64, np.int64, np.float32, np.float64
-# Of a word of 32 bits, of which the lowest eight are no part of an element's integer.
+# Fields of a word of 32 bits; its lowest eight bits are no part of an element's integer.
 _SIGN, _COLUMN, _SPARE = np.uint32(31), np.uint32((1 << COLUMN_BITS) - 1), np.uint32(8)
 _BITS = np.uint64(COLUMN_BITS)
 
@@ -52,7 +51,7 @@ random_words = either(plain_random_words, simd.random_words)
 
 
 class SketchLoops(Compiled):
-    """The operations of count sketches."""
+    """The operations of the family ``sketch``, compiled."""
 
     def sketch(self, x, table, rows, columns, stream, out):
         values, sums, word = x.numpy(), out.numpy(), np.uint32(stream)
@@ -60,7 +59,7 @@ class SketchLoops(Compiled):
         def work(begin: int, end: int) -> None:
             sketch_range(self.simd, values, table.columns, table.groups, begin, end, columns, word, sums)
 
-        # A row is one thread's, since its sums are made in order.
+        # One thread takes a whole row, since its sums are made in order.
         self.split(rows, 1, int(table.numel.sum()), work)
 
     def unsketch(self, sums, table, rows, columns, stream, x):
@@ -74,13 +73,13 @@ class SketchLoops(Compiled):
 
 @njit(nogil=True)
 def _later(noise, first):
-    """Return what the random words of a piece are computed from, from its element ``first`` on."""
+    """Return the source of a piece's random words from its element ``first`` on."""
     return Noise(noise.key0, noise.key1, noise.round, noise.stream, noise.block + first // GROUP_SIZE * LANES)
 
 
 @njit(nogil=True)
 def _hash(words, columns, signs):
-    """Replace random words by columns, and fill in signs, 1 or -1."""
+    """Replace random words by columns, and write the signs, 1 or -1."""
     wide = _u64(columns)
     for e in range(words.size):
         word = words[e]
@@ -90,13 +89,13 @@ def _hash(words, columns, signs):
 
 @njit(nogil=True)
 def _tile_groups(count):
-    """Return the groups of a tile that ``count`` elements are left for."""
+    """Return the number of groups of the next tile if ``count`` elements remain."""
     return min(_i64(TILE_GROUPS), (count + GROUP_SIZE - 1) // GROUP_SIZE)
 
 
 @kept(DIGEST)
 def sketch_range(simd, x, table, groups, begin, end, columns, stream, out):
-    """Sum up all elements for rows ``begin .. end``."""
+    """Compute rows ``begin .. end`` of the sketch of all elements."""
     prefer_wide()
     words, signs = np.empty(_TILE, np.uint32), np.empty(_TILE, np.float32)
     sums = np.empty(columns, np.float64)
@@ -141,7 +140,7 @@ def unsketch_range(simd, sums, rows, columns, stream, table, begin, end, x):
                 of_row, found = sums[row * columns : (row + 1) * columns], estimates[row, :whole]
                 for e in range(found.size):
                     found[e] = of_row[words[e]] * signs[e]
-            # As many turns as there are rows sort them, neighbour against neighbour.
+            # Odd-even transposition sort: as many turns as rows sort them.
             for turn in range(rows):
                 for row in range(turn % 2, rows - 1, 2):
                     low, high = estimates[row, :whole], estimates[row + 1, :whole]
@@ -151,6 +150,6 @@ def unsketch_range(simd, sums, rows, columns, stream, table, begin, end, x):
             target = x[piece.at + first : piece.at + first + min(count, _TILE)]
             middle = estimates[rows // 2, : target.size]
             for e in range(target.size):
-                # A negative zero becomes positive.
+                # Adding zero makes a negative zero positive.
                 target[e] = middle[e] + _f32(0)
         group = piece.stop

@@ -1,4 +1,4 @@
-"""Vectors into tables of hashed sums, and estimates of their elements back."""
+"""Count sketches, and estimates of elements from them: checked operations, defined in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ COLUMN_BITS = 23
 """Bits of a random integer that decide the column; the one above them is the sign."""
 
 MOST_COLUMNS = 1 << COLUMN_BITS
-"""Columns that these bits can tell apart."""
+"""Largest number of columns: the values of ``COLUMN_BITS`` bits."""
 
 MOST_ROWS = 31
-"""Rows of a sketch: estimates of one element, whose middle one is looked for."""
+"""Largest number of rows, each of which gives an estimate of an element; the median is taken."""
 
 
 class SketchOperations(Front):
-    """The family ``sketch``: the count sketch, ``rows`` times ``columns`` float32 sums, row after row.
+    """The operations of the family ``sketch``: a count sketch is ``rows`` times ``columns`` float32 sums, row by row.
 
-    Element e of a parameter has a column and a sign in each row, whatever the vector and the round. With w
-    the element's 24-bit integer (:mod:`gradwire.kernels.philox`) of the parameter's key, the stream, and the row's
-    number in place of the round::
+    In each row, element e of a parameter has a column and a sign, which depend on neither the vector nor the round.
+    They follow from w, the element's 24-bit integer (:mod:`gradwire.kernels.philox`) for the parameter's key, the
+    stream, and the row's number in place of the round::
 
         column = floor((w mod 2^23) columns / 2^23)        sign = -1 if w >= 2^23 else 1
 
@@ -37,8 +37,8 @@ class SketchOperations(Front):
     ) -> None:
         """Write the sums of ``sign * x`` by row and column into ``out`` (float32 ``[rows * columns]``).
 
-        ``x`` is float32. Sums are made in float64, in the order of elements, and rounded once. What is not finite, or
-        too large for float32, makes the sums that it is in non-finite.
+        ``x`` is float32. Sums are made in float64, in the order of elements, and rounded once. Elements that are not
+        finite, and sums too large for float32, give sums that are not finite.
 
         Raises:
             HyperparameterError: ``rows`` is no odd number up to 31, ``columns`` is outside 1 to 2^23, or ``stream`` is
@@ -83,7 +83,7 @@ def sketch(x: torch.Tensor, table: SegmentTable, rows: int, columns: int, stream
     for row, sums in enumerate(out.view(rows, columns)):
         column, sign = _hashes(where, row, columns, stream)
         signed = (sign * values)[where.inside]
-        # It adds in order, from zero on.
+        # ``bincount`` adds in order, from zero on.
         sums.copy_(torch.bincount(column[where.inside], weights=signed, minlength=columns))
 
 

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, misc, untyped-decorator"
-"""Explicit-vector body of count sketches. See ``loops.py`` for who calls it."""
+"""Explicit-vector body that draws the random words of count sketches. ``loops.py`` calls it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gradwire.kernels.table import GROUP_SIZE, LANES
 
 @vector_body()
 def random_words(e, noise, words):
-    """Write the words of whole groups, of which the lowest eight bits are no part of an element's integer."""
+    """Write the random words of whole groups; the lowest eight bits are no part of an element's integer."""
     b, target, source = e.b, words.pointer(0, I32), PhiloxVectors(e, noise)
 
     def group(index: Any, products: list[Any]) -> list[Any]:

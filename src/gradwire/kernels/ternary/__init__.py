@@ -1,1 +1,1 @@
-"""Trits: encoding, sums, decoding."""
+"""The family ``ternary``: trits, their sums, and decoding."""

@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, misc, untyped-decorator"
-"""Compiled loops over segments and groups of trits. They decide what lies where; *bodies* do the arithmetic.
+"""Compiled loops over segments and groups of trits, with plain bodies; the rules of all families' loops.
 
-The rules, for all families: a loop's first argument says which bodies serve it, by its type: see
-:mod:`gradwire.kernels.numba_core.compiled`. Tables come as one named tuple each. What is walked over group by group is
-cut in pieces by :func:`gradwire.kernels.numba_core.compiled.next_piece`, and nowhere else.
+Loops compute addresses; *bodies* do the arithmetic. The type of a loop's first argument chooses the bodies, see
+:func:`gradwire.kernels.numba_core.compiled.either`. A table is one argument, a named tuple. Only
+:func:`gradwire.kernels.numba_core.compiled.next_piece` cuts a range of groups at the ends of segments.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from gradwire.kernels.packing.loops import (
 from gradwire.kernels.table import GROUP_BYTES, GROUP_SIZE, PLANES
 from gradwire.kernels.ternary import simd
 
-# Of all that this is compiled from: what Numba keeps on disk is kept under this name (``make digests``).
+# Digest of the sources of the compiled code, and part of its name in Numba's cache; ``make digests`` writes it.
 DIGEST = "e4b29783dbe6e1fb"
 
 
@@ -137,7 +137,7 @@ write_digits = either(plain_write_digits, simd.write_digits)
 
 
 class TernaryLoops(Compiled):
-    """The operations of trits."""
+    """The operations of the family ``ternary``, compiled."""
 
     def ternary_encode(self, x, table, limit, inverse, round, stream, begin, end, out):
         values, octets, bounds = x.numpy(), out.numpy(), (limit.numpy(), inverse.numpy())
@@ -186,7 +186,7 @@ def encode_range(simd, x, table, limit, inverse, draw, begin, end, out):
 
 @kept(DIGEST)
 def sum_range(simd, rows, begin, end, layout, out):
-    """Sum groups ``begin .. end`` of the rows, a whole number of ``layout.digits``, unless they are the last."""
+    """Sum groups ``begin .. end`` of the rows: a multiple of ``layout.digits`` groups, unless they are the last."""
     prefer_wide()
     if layout.digits == 5 and layout.word_bytes == 2:
         for group in range(begin, end, 64):
@@ -202,13 +202,13 @@ def sum_range(simd, rows, begin, end, layout, out):
 
 @njit(nogil=True)
 def _decode_some(simd, words, first, word, layout, count, scale, x, at):
-    """Do as ``decode_groups``, once in the machine code for all that need no inlining."""
+    """Call ``decode_groups`` without inlining: callers that need no inlining share one copy of the machine code."""
     decode_groups(simd, words, first, word, layout, count, scale, x, at)
 
 
 @njit(nogil=True)
 def _decode_long(simd, words, first, word, layout, count, scale, x, at):
-    """Decode a long segment past the caches, but for its first group and its last one to three."""
+    """Decode a long segment with stores past the caches, except its first group and its last one to three."""
     inner, size = (count // 80 - 2) & -2, 16 * layout.word_bytes
     decode_streamed(simd, words, first + size, word, layout, inner, scale, x, at + 80)
     _decode_some(simd, words, first, word, layout, 80, scale, x, at)
@@ -218,14 +218,14 @@ def _decode_long(simd, words, first, word, layout, count, scale, x, at):
 
 @njit(nogil=True)
 def _fill(factor, x, begin, end, accumulate):
-    """Write what any digit times an infinity or NaN is defined to be: that factor."""
+    """Write a factor that is infinite or NaN, as the product of any digit with it is defined."""
     for i in range(begin, end):
         x[i] = x[i] + factor if accumulate else factor
 
 
 @njit(nogil=True)
 def _add(floats, x, at):
-    """Add decoded floats to ``x[at]`` and on."""
+    """Add decoded floats to ``x`` from ``at`` on."""
     prefer_wide()
     target = x[at : at + floats.size]
     for i in range(target.size):
@@ -234,7 +234,7 @@ def _add(floats, x, at):
 
 @njit(nogil=True)
 def _decode_five(simd, words, word, layout, table, scale, begin, end, skip, x, accumulate):
-    """Do ``decode_range`` for words of five digits."""
+    """Implement :func:`decode_range` for words of five digits."""
     prefer_wide()
     floats = np.empty(80 * TILE_GROUPS, np.float32)
     streamed = end - begin >= STREAMED_GROUPS
@@ -258,10 +258,10 @@ def _decode_five(simd, words, word, layout, table, scale, begin, end, skip, x, a
 
 @kept(DIGEST)
 def decode_range(simd, words, layout, table, scale, begin, end, skip, x, accumulate):
-    """Decode groups ``begin .. end``; the words of ``begin`` are at group ``skip`` of ``words``, a matrix of one row.
+    """Decode groups ``begin .. end``; ``words``, a matrix of one row, has the words of ``begin`` at group ``skip``.
 
-    Words of five digits go straight to ``x``, or through a small buffer if they are to be added; others are unpacked to
-    digits a tile at a time.
+    Words of five digits are decoded into ``x``, or into a small buffer that is added to ``x``. Other words are unpacked
+    to digits first, a tile at a time.
     """
     prefer_wide()
     if layout.digits == PLANES and layout.word_bytes == 1:

@@ -1,4 +1,4 @@
-"""Trits: three values an element, packed five a byte; their sums, packed likewise."""
+"""Trits, packed five to a byte, and their packed sums: checked operations, defined in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ def inverse_scale(scale: torch.Tensor) -> torch.Tensor:
     The probability that a trit fires is then ``ceil(fl(|x| * inverse)) / 2^24``: within 2^-24 of ``|x| / scale``, and
     exactly one where ``|x| == scale``. A scale must be at least 2^-100, else its inverse would overflow.
 
-    On a device, where nothing is read back, the inverse of a scale that is smaller is 0.
+    On a device the inverse of a smaller scale is 0, since raising an error would have to read the scale back.
 
     Raises:
-        HyperparameterError: a finite scale other than zero in main memory is smaller.
+        HyperparameterError: a finite scale in main memory, other than zero, is smaller than 2^-100.
     """
     if scale.device.type != "cpu":
         return _inverse_there(scale)
-    # There are as many scales as parameters in a bucket: on so few numbers NumPy is several times as fast as PyTorch.
+    # There is one scale for each parameter of a bucket. On so few numbers NumPy is several times as fast as PyTorch.
     values = scale.detach().numpy()
     with np.errstate(divide="ignore", invalid="ignore"):
         usable = (values > 0) & (values < np.inf)
         if (usable & (values < np.float32(2.0**-100))).any():
             raise HyperparameterError(f"scale {values[usable].min()} is below 2^-100: treat such a segment as zero")
         inverse = (2.0**24 / values.astype(np.float64)).astype(np.float32)
-        # Rounded to nearest, the product may fall short of 2^24 by one rounding: step up where it does.
+        # Rounding to nearest may leave the product just below 2^24: the next larger float is the inverse then.
         inverse.view(np.int32)[...] += values * inverse < np.float32(2.0**24)
     inverse[~usable] = 0
     return torch.from_numpy(inverse)
 
 
 def _inverse_there(scale: torch.Tensor) -> torch.Tensor:
-    """Return the same bits by operations of PyTorch, each rounded as IEEE 754 has it."""
+    """Return the same bits by operations of PyTorch that IEEE 754 rounds exactly."""
     usable = (scale >= 2.0**-100) & torch.isfinite(scale)
     inverse = (2.0**24 / scale.double()).float()
     short = scale * inverse < 2.0**24
@@ -47,7 +47,7 @@ def _inverse_there(scale: torch.Tensor) -> torch.Tensor:
 
 
 class TernaryOperations(Front):
-    """The family ``ternary``."""
+    """The operations of the family ``ternary``."""
 
     def ternary_encode(
         self,
@@ -83,8 +83,8 @@ class TernaryOperations(Front):
     def ternary_sum(self, rows: torch.Tensor, out: torch.Tensor, layout: DigitLayout | None = None) -> None:
         """Add ``N`` ternary payloads, ``rows`` uint8 ``[N, m]``, into the packed sums of their ``5 * m`` digits.
 
-        ``m`` is a multiple of 16; rows may be any distance apart. ``out`` is uint8 ``[packed_bytes(5 * m, N)]``, or as
-        many bytes as another ``layout`` of base 2N + 1 needs.
+        ``m`` is a multiple of 16; rows may be any distance apart. ``out`` is uint8 ``[packed_bytes(5 * m, N)]``, or has
+        the size of another ``layout`` of base 2N + 1.
         """
         check_rows(rows, rows.shape[-1])
         if rows.shape[1] % GROUP_BYTES:
@@ -110,10 +110,10 @@ class TernaryOperations(Front):
         """Write ``float32(v - N) * scale`` for the elements of groups ``begin .. end`` into ``x`` (float32).
 
         ``words`` (uint8) are the packed sums of those groups, ``80 * (end - begin)`` values in ``[0, 2N]``; ``scale``
-        is float32 ``[S]``. A scale that is not finite is written itself. ``accumulate`` adds instead of writing.
-        Elements of ``x`` that belong to no segment or to other groups are left alone.
+        is float32 ``[S]``. Where a scale is not finite, the scale itself is written. ``accumulate`` adds instead of
+        writing. Elements of ``x`` that belong to no segment or to other groups keep their values.
 
-        The highest digit of a word is not reduced, so that words which no encoder writes show as values above ``N``.
+        The highest digit of a word is not clamped, so that a word that no encoder writes gives values above ``N``.
         """
         layout = _of_sums(world_size, layout)
         check_groups(table, begin, end)
@@ -141,7 +141,7 @@ def ternary_encode(
     where = GroupIndex(table, begin, end)
     values = where.values(x)
     bound, factor, magnitude = limit[where.segment, None], inverse[where.segment, None], values.abs()
-    # Written as a comparison, so that a NaN in x stays one and never fires.
+    # A comparison rather than a minimum, so that a NaN in x stays a NaN, which never fires.
     magnitude = torch.where(bound < magnitude, bound, magnitude)
     fires = where.uniform(round, stream).to(torch.float32) < magnitude * factor
     digits = 1 + torch.where(torch.signbit(values), -1, 1) * fires

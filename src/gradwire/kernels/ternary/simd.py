@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, misc, untyped-decorator"
-"""Explicit-vector bodies of trits: encoder, sums, decoding. See ``loops.py`` for who calls them."""
+"""Explicit-vector bodies that encode, sum and decode trits. ``loops.py`` calls them."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from gradwire.kernels.table import GROUP_BYTES, GROUP_SIZE, LANES, PLANES
 
 # high_product(v, c) = floor(v / 3^k) for all bytes v: c = ceil(2^16 / 3^k).
 _THIRDS = (21846, 7282, 2428, 810)
-_AHEAD_BYTES = 4096  # distance of prefetches: some 64 turns of the loop, the latency of memory
-_AHEAD = 2560  # elements from here to what the encoder fetches from memory meanwhile
+_AHEAD_BYTES = 4096  # distance of prefetches: about 64 turns of the loop, the latency of memory
+_AHEAD = 2560  # distance of the encoder's prefetches, in elements
 
 
 def _ternary_bytes(e: Emitter, words: list[Any], values: list[Any], limit: Any, inverse: Any) -> Any:
     """Turn five random words and five vectors of x into a vector of 16 bytes."""
     b = e.b
-    # The byte is summed in float32, exact for such integers: copysign and a masked addition make a signed digit.
+    # The byte is summed in float32, which is exact here: copysign and a masked addition make a signed digit.
     total = e.constant(121.0, F32)
     for plane, (word, value) in enumerate(zip(five_words(e, words), values)):
         uniform = b.sitofp(e.shift_right(word, 8), vector(F32, LANES))
         magnitude = e.lanewise("fabs", value)
-        # This order of operands makes a NaN in x stay one, as in the reference.
+        # With this order of operands a NaN in x stays a NaN, as in the reference.
         magnitude = b.select(b.fcmp_ordered("<", limit, magnitude), limit, magnitude)
         fires = b.fcmp_ordered("<", uniform, b.fmul(magnitude, inverse))
         digit = e.lanewise("copysign", e.constant(float(3**plane), F32), value)
@@ -40,7 +40,7 @@ def _ternary_bytes(e: Emitter, words: list[Any], values: list[Any], limit: Any, 
 def encode_groups(e, x, first, count, limit, inverse, noise, out, at):
     """Encode ``count`` elements from ``x[first]`` into ``out[at]``.
 
-    What the last group lacks is neither read nor fires.
+    Missing elements of the last group are not read and have the trit zero.
     """
     b, values, target = e.b, x.pointer(first, F32), out.pointer(at, I8)
     source, bounds = PhiloxVectors(e, noise), (e.splat(limit), e.splat(inverse))
@@ -69,7 +69,7 @@ def encode_groups(e, x, first, count, limit, inverse, noise, out, at):
 
         return body
 
-    # Pairs of whole groups, then one or two groups, the last of which may lack elements.
+    # Pairs of whole groups, then one or two groups, the last of which may be partial.
     paired = b.mul(b.sdiv(count, ir.Constant(I64, 2 * GROUP_SIZE)), ir.Constant(I64, 2))
     groups = b.sdiv(b.add(count, ir.Constant(I64, GROUP_SIZE - 1)), ir.Constant(I64, GROUP_SIZE))
     products = loop(b, paired, 2, source.products(), turn(2, ir.Constant(I64, 0), False))
@@ -79,10 +79,10 @@ def encode_groups(e, x, first, count, limit, inverse, noise, out, at):
 
 
 def _columns(e: Emitter, rows: Any, stride: Any, number: Any, lanes: int, units: int) -> list[list[Any]]:
-    """Add up ``floor(byte / 3^k)``, k = 0..4, over rows, for ``units`` vectors of ``lanes`` bytes side by side.
+    """Sum ``floor(byte / 3^k)``, k = 0..4, over rows, for ``units`` vectors of ``lanes`` bytes side by side.
 
-    The sums wrap modulo 2^16, which is harmless: the digit sums taken from them are below 2^16.
-    ``number`` may be an ``int``: then there is no loop, and no prefetch (see ``_over_rows``).
+    The sums wrap modulo 2^16, which is harmless since the digit sums computed from them are below 2^16. If ``number``
+    is an ``int``, the loop over rows is unrolled, without prefetches (see ``_over_rows``).
     """
     b, kind = e.b, vector(I16, lanes)
     unrolled = isinstance(number, int)
@@ -109,8 +109,8 @@ def _columns(e: Emitter, rows: Any, stride: Any, number: Any, lanes: int, units:
 def _over_rows(e: Emitter, number: Any, unrolled: Sequence[int], length: Any, use: Any) -> None:
     """Call ``use(index, number, lanes, units)`` for 64 bytes at a time, then for the remaining groups of 16.
 
-    For some numbers of rows the loop over rows is unrolled: every load instruction then walks along one row, which is
-    what the prefetchers of CPUs recognise. One instruction that jumps from row to row took twice the time.
+    The loop over rows is unrolled for the numbers of rows in ``unrolled``. Each load instruction then reads along one
+    row, a pattern that CPUs prefetch; one instruction that jumps from row to row took twice the time.
     """
     b = e.b
     end = b.append_basic_block("summed")
@@ -129,7 +129,7 @@ def _over_rows(e: Emitter, number: Any, unrolled: Sequence[int], length: Any, us
 
 @vector_body()
 def sum_to_digits(e, rows, first, length, digits):
-    """Write the digit sums of ``length`` bytes of rows (a multiple of 16) from ``first`` on to ``digits`` (uint16)."""
+    """Write the digit sums of ``length`` bytes (a multiple of 16) of each row, from ``first`` on, as uint16."""
     b, source, target = e.b, rows.octets.pointer(first, I8), digits.pointer(0, I16)
 
     def use(index: Any, number: Any, lanes: int, units: int) -> None:
@@ -147,7 +147,7 @@ def sum_to_digits(e, rows, first, length, digits):
 
 @vector_body()
 def sum_to_words(e, rows, first, length, layout, out, at):
-    """Sum ``length`` bytes of rows from ``first`` on straight into 16-bit words of five digits, from ``out[at]`` on.
+    """Sum ``length`` bytes of each row, from ``first`` on, into 16-bit words of five digits, from ``out[at]`` on.
 
     Digit sums are ``d_k = S_k - 3 S_{k+1}``, so the word is
     ``S_0 + (base - 3) (S_1 + base (S_2 + base (S_3 + base S_4)))``.
@@ -175,7 +175,7 @@ def _floats(e: Emitter, words: Any, layout: Any, scale: Any) -> list[list[Any]]:
         multiplier, shift = (e.splat(b.trunc(layout.narrow[2 * index + i], I16), lanes) for i in (0, 1))
         return b.lshr(e.high_product(value, multiplier), shift)
 
-    # By base, base^2 and base^4; base^3 through base^2, since its own multiplier may need 17 bits.
+    # Divided by base, base^2 and base^4; base^3 by way of base^2, since its multiplier may need 17 bits.
     second = divide(words, 1)
     quotients = [words, divide(words, 0), second, divide(second, 0), divide(words, 2)]
     bases = e.splat(b.trunc(layout.base, I16), lanes)
@@ -229,7 +229,7 @@ def decode_groups(e, words, first, word, layout, count, scale, x, at):
 
 @vector_body()
 def write_digits(e, floats, first, count, middle, factor, x, at, accumulate, streamed):
-    """Write ``count`` digits from ``floats[first]`` on, less the middle one, times the factor to ``x[at]``, or add."""
+    """Write, or add, ``(digit - middle) * factor`` for ``count`` digits from ``floats[first]`` on to ``x[at]`` on."""
     b, middles, factors = e.b, e.splat(middle), e.splat(factor)
     run = ir.Constant(I64, 0), count
 
@@ -241,12 +241,13 @@ def write_digits(e, floats, first, count, middle, factor, x, at, accumulate, str
 
 @vector_body(types.void, "word")
 def decode_streamed(e, words, first, word, layout, groups, scale, x, at):
-    """Decode an even number of groups, as ``decode_groups`` does, with aligned stores past the caches.
+    """Decode an even number of groups like ``decode_groups``, with aligned stores past the caches.
 
-    Words of a group before and of one after must exist; **their floats are spoilt**, for the caller to decode later.
+    Words of one group before and of one group after must exist. **Elements of these groups are overwritten**: the
+    caller decodes them afterwards.
 
-    For an x that is not aligned to its vectors, word vectors are composed with lanes rotated: a vector of x then takes
-    its first lanes from one plane and its last ones from the next.
+    If x is not aligned to vectors, word vectors are loaded with rotated lanes: an aligned vector of x takes its first
+    lanes from one plane and its last lanes from the next.
     """
     b, element, scale = e.b, I8 if word.bitwidth == 8 else I16, e.splat(scale)
     source, target = words.pointer(first, I8), x.pointer(at, F32)
@@ -269,4 +270,4 @@ def decode_streamed(e, words, first, word, layout, groups, scale, x, at):
 
     (last,) = loop(b, groups, 2, [e.constant(0.0, F32)], turn)
     e.stream(last, e.at(target, b.mul(groups, ir.Constant(I64, GROUP_SIZE)), F32))
-    b.fence("seq_cst")  # such stores are not ordered with others
+    b.fence("seq_cst")  # stores past the caches are not ordered with others

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, misc, untyped-decorator"
-"""Trits as Triton computes them: a tile is some groups of 80 elements by the 16 lanes of a group."""
+"""Triton kernels of trits. A tile is several groups of 80 elements by the 16 lanes of a group."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _encode(
         value = tl.load(x + place + within, mask=within < last, other=0.0)
         bits = value.to(tl.int32, bitcast=True)
         magnitude = (bits & 0x7FFFFFFF).to(tl.float32, bitcast=True)
-        # Written as a comparison, so that a NaN in x stays one and never fires.
+        # A comparison rather than a minimum, so that a NaN in x stays a NaN, which never fires.
         magnitude = tl.where(bound < magnitude, bound, magnitude)
         fires = uniform(w0, w1, w2, w3, plane).to(tl.float32) < magnitude * factor
         trit = tl.where(fires, tl.where(bits < 0, 0, 2), 1)

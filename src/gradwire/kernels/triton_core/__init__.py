@@ -1,1 +1,1 @@
-"""What the kernels of all families that Triton compiles share."""
+"""Parts that the Triton kernels of all families share."""

@@ -1,4 +1,4 @@
-"""The backend ``triton``: a module a family, each compared with the reference on the device that it runs on."""
+"""The backend ``triton``, whose families are compared with the reference on each device before their first use."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ SERVED = ("moments", "ternary", "levels", "natural", "signs", "rotation", "selec
 
 
 class TritonBackend:
-    """The backend ``triton``, of one module a family.
+    """The backend ``triton``, with one module for each family.
 
-    Tensors lie on a CUDA device; or in CPU memory where ``TRITON_INTERPRET=1`` was set before Triton was imported.
-    Before its first use on a device, a family runs its self test there, and must give the bits of the reference. A
-    family without Triton kernels is refused, as is one whose bits differ: nothing is computed by another backend.
+    Tensors are on a CUDA device, or in CPU memory if ``TRITON_INTERPRET=1`` was set before Triton was imported. Before
+    its first use on a device, a family runs its self test there, which must give the bits of the reference. A family
+    without Triton kernels is refused, and so is one whose bits differ: no other backend takes its place.
 
     Args:
         reference: The backend that defines the bits.
@@ -77,7 +77,7 @@ class TritonBackend:
         """Compare a family with the reference on a device, unless that was done before.
 
         Raises:
-            BackendError: its kernels cannot run on tensors of the device, or give other bits.
+            BackendError: the family's kernels cannot run on tensors of the device, or give other bits.
         """
         if (family, device) in self._verified:
             return
@@ -97,18 +97,18 @@ class TritonBackend:
             self._verified.add((family, device))
 
     def difference(self, family: str, device: torch.device) -> str | None:
-        """Explain how a family's self test on a device fails, or return None."""
+        """Return how a family's self test on a device fails, or None if it passes."""
         module = triton_module(family)
         try:
             if agree(family, Kernels(_OnDevice(module, device)), self._reference):
                 return None
             return "its results differ from those of 'reference'"
-        except Exception as error:  # whatever the compiler raises for a device that we have not seen
+        except Exception as error:  # a compiler may raise any type for an unknown device
             return f"{type(error).__name__}: {error}"
 
 
 class _Verified:
-    """The functions of a family, each of which asks for the family to be verified where its tensors are."""
+    """The functions of a family, each of which first verifies the family on the device of its tensors."""
 
     def __init__(self, backend: TritonBackend, name: str, module: Family) -> None:
         self._backend, self._name, self._module = backend, name, module
@@ -125,7 +125,7 @@ class _Verified:
 
 
 class _OnDevice:
-    """A backend of one module, which is given copies on a device of tensors that lie in CPU memory."""
+    """A backend of one module, whose functions get copies on a device of tensors in CPU memory."""
 
     name, compiles, coders = "triton", False, "reference"
 
@@ -158,7 +158,7 @@ class _OnDevice:
 
 
 def device_name(device: torch.device) -> str:
-    """Return what messages call a device."""
+    """Return the name of a device for messages."""
     if device.type != "cuda":
         return "Triton's interpreter"
     major, minor = torch.cuda.get_device_capability(device)

@@ -1,8 +1,8 @@
-"""Tables of segments, blocks and grids as kernels read them: built once, and kept on each device.
+"""Tables of segments, blocks and grids in the form that Triton kernels read, stored once on each device.
 
-A kernel's tile is made of groups, or of blocks, whichever segments they belong to: each has a row of its own with the
-place of its first element, so that one launch serves all parameters of a bucket. Rows of groups take 16 to 28 bytes,
-for 320 bytes of elements.
+A kernel's tile consists of groups, or of blocks, of any segments. Each group has a row of its own with the place of its
+first element, so that one launch processes all parameters of a bucket. A row takes 16 to 28 bytes, for 320 bytes of
+elements.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from gradwire.kernels.signs.operations import RunTable
 from gradwire.kernels.table import BLOCK_SIZE, GROUP_SIZE, LANES, PLANES, SegmentTable
 
 _MOST = 1 << 30
-"""Lengths are clamped to this: none matters that is longer than what they are compared with."""
+"""Bound to which lengths are clamped; it exceeds all numbers that they are compared with."""
 
 
 class Groups(NamedTuple):
@@ -32,10 +32,10 @@ class Groups(NamedTuple):
 
     Attributes:
         at: Index in the vector of a group's first element, int64.
-        room: How many elements it has, int32.
-        number: Its number within its parameter, int32.
-        segment: int32.
-        key: The two words of each segment, int32 ``[S, 2]`` with the bits of uint32.
+        room: Number of elements of a group, int32.
+        number: Number of a group within its parameter, int32.
+        segment: Segment of a group, int32.
+        key: The two words of each segment's key, int32 ``[S, 2]`` with the bits of uint32.
     """
 
     at: torch.Tensor
@@ -58,7 +58,7 @@ class Blocks(NamedTuple):
 
 
 class Levels(NamedTuple):
-    """``values``, ``edge`` and ``gap`` of a grid, float32; the last two have one element at least."""
+    """``values``, ``edge`` and ``gap`` of a grid, float32; the last two have at least one element."""
 
     values: torch.Tensor
     edge: torch.Tensor
@@ -68,9 +68,9 @@ class Levels(NamedTuple):
 class RotatedBlocks(NamedTuple):
     """The blocks of one size of a rotation table, ``[B]`` each.
 
-    ``block`` (int32) is their number in the table, ``at`` and ``place`` (int64) the index of the first element and of
-    the first coordinate, ``room`` (int32) the number of elements, ``start`` (int64) the number of the first element in
-    its parameter, ``key`` int32 ``[B, 2]``.
+    ``block`` (int32) is their number in the table; ``at`` and ``place`` (int64) are the indices of the first element
+    and of the first coordinate; ``room`` (int32) is the number of elements, ``start`` (int64) the index of the first
+    element in its parameter, and ``key`` the key, int32 ``[B, 2]``.
     """
 
     size: int
@@ -86,7 +86,7 @@ _kept: dict[tuple[int, str, str], Any] = {}
 
 
 def _keep(owner: object, kind: str, device: torch.device, make: Callable[[], Any]) -> Any:
-    """Return what was made for a table and a device before, or make it; it goes when the table goes."""
+    """Return the object stored for a table and a device, or make and store it until the table is deleted."""
     key = (id(owner), kind, str(device))
     if key not in _kept:
         _kept[key] = make()
@@ -104,7 +104,7 @@ def _words(key: npt.NDArray[np.uint32], device: torch.device) -> torch.Tensor:
 
 
 def _pieces(table: SegmentTable, size: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any]]:
-    """Return segment, number within the segment, and elements, of all pieces of that size."""
+    """Return the segment, the number within it, and the number of elements of all pieces of ``size`` elements."""
     counts = -(-table.numel // size)
     segment = np.repeat(np.arange(len(table)), counts)
     own = np.arange(len(segment)) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -152,11 +152,11 @@ def numel_of(table: SegmentTable, device: torch.device) -> torch.Tensor:
 
 
 def rows_of(blocks: BlockTable, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Return where groups lie in blocks that share a scale, in rows of 16 elements.
+    """Return the places of groups in blocks that share a scale, in rows of 16 elements.
 
     Returns:
-        int32 ``[G]`` each: the row of a group's first element, counted from the beginning of its segment's first block;
-        and the number of that block; and the rows of a block.
+        The row of each group's first element, counted from the beginning of its segment's first block, and the number
+        of that block, int32 ``[G]`` each; and the number of rows of a block.
     """
 
     def make() -> tuple[torch.Tensor, torch.Tensor, int]:
@@ -170,9 +170,9 @@ def rows_of(blocks: BlockTable, device: torch.device) -> tuple[torch.Tensor, tor
 
 
 def runs_of(runs: RunTable, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return, of each group, the run of its first element, how many elements of that are left, and how long runs are.
+    """Return, for each group, the run of its first element, the run's remaining elements, and the length of runs.
 
-    int32 ``[G]`` each; the last two at most 2^30, which is more than a group has.
+    They are int32 ``[G]`` each. The last two are at most 2^30, more than the elements of a group.
     """
 
     def make() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -214,7 +214,7 @@ def levels_of(grid: Grid, device: torch.device) -> Levels:
     """Return the columns of a grid on a device."""
 
     def make() -> Levels:
-        # At least one step, since kernels read the first even where there is none.
+        # At least one step, since kernels read the first even if there is none.
         edge, gap = (column if grid.steps else np.zeros(1) for column in (grid.edge, grid.gap))
         return Levels(*(_on(device, column, np.float32) for column in (grid.values, edge, gap)))
 
@@ -223,7 +223,7 @@ def levels_of(grid: Grid, device: torch.device) -> Levels:
 
 
 def shared_values_of(grid: SharedRandomGrid, device: torch.device) -> torch.Tensor:
-    """Return what digits stand for, float32 ``[H * base]``, the integer's values side by side."""
+    """Return the values of digits, float32 ``[H * base]``, those of one integer side by side."""
     found: torch.Tensor = _keep(grid, "values", device, lambda: _on(device, grid.values.reshape(-1), np.float32))
     return found
 

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, misc, untyped-decorator"
-"""Blocks of 4096 elements as integers, whose sums are exact, and float64 sums over the blocks of a segment."""
+"""Shared Triton kernels: exact sums of blocks in integers, Philox's random words, and tiles of groups."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ INFINITY = 0x7F800000
 _INFINITY = tl.constexpr(INFINITY)
 
 SIZES, MOMENTS, SIGNS = 0, 1, 2
-"""What is added up of a block: nothing, integers and their squares, or integers by sign and how many are not below."""
+"""Sums of a block: none, of integers and their squares, or of integers by sign and the number of elements >= 0."""
 
 _MOMENTS, _SIGNS = tl.constexpr(MOMENTS), tl.constexpr(SIGNS)
 
@@ -31,7 +31,7 @@ def _block(x, at, room, largest, first, second, count, KIND: tl.constexpr, SIZE:
     tl.store(largest + block, bits)
     if KIND != 0:
         exponent = tl.maximum((bits >> 23) - 127, -104)
-        # 2^(23 - exponent): products with it are exact, or below one.
+        # 2^(23 - exponent). Products with it are exact, or below one.
         unit = ((150 - exponent) << 23).to(tl.float32, bitcast=True)
         integer = tl.where(bits < _INFINITY, value * unit, 0.0).to(tl.int32).to(tl.int64)
         total = tl.sum(integer, axis=0)
@@ -40,7 +40,7 @@ def _block(x, at, room, largest, first, second, count, KIND: tl.constexpr, SIZE:
             tl.store(second + block, tl.sum(integer * integer, axis=0))
         if KIND == _SIGNS:
             size = tl.sum(tl.where(integer < 0, -integer, integer), axis=0)
-            # Halves of even numbers that are not below zero.
+            # Halves of even numbers, none of them negative.
             tl.store(first + block, (size + total) >> 1)
             tl.store(second + block, (size - total) >> 1)
             tl.store(count + block, tl.sum((inside & (value >= 0.0)).to(tl.int64), axis=0))
@@ -66,8 +66,8 @@ def _add(begins, largest, first, second, sums, segments, KIND: tl.constexpr):
 def block_integers(x: torch.Tensor, table: SegmentTable, kind: int) -> tuple[torch.Tensor, ...]:
     """Return the largest magnitude's bits (int32) and three sums (int64) of each block of 4096 elements.
 
-    The sums are those that ``kind`` names; elements are ``trunc(x * 2^(23-e))``, e the exponent of the largest
-    magnitude, and zeros where that is not finite.
+    ``kind`` selects the sums. They are sums of ``trunc(x * 2^(23-e))``, with e the exponent of the block's largest
+    magnitude, or of zeros if that is not finite.
     """
     blocks = blocks_of(table, x.device)
     number = len(blocks.at)
@@ -80,9 +80,9 @@ def block_integers(x: torch.Tensor, table: SegmentTable, kind: int) -> tuple[tor
 def add_blocks(
     table: SegmentTable, largest: torch.Tensor, first: torch.Tensor, second: torch.Tensor, kind: int
 ) -> torch.Tensor:
-    """Add two sums up over the blocks of each segment, first to last, in float64: ``[2, S]``.
+    """Add two sums over the blocks of each segment, first to last, in float64: ``[2, S]``.
 
-    They are multiples of ``2^(e-23)``, the second of moments of its square.
+    The sums of a block count multiples of ``2^(e-23)``; the second one, for ``MOMENTS``, multiples of its square.
     """
     begins = blocks_of(table, largest.device).first
     sums = torch.zeros((2, len(table)), dtype=torch.float64, device=largest.device)
@@ -91,7 +91,7 @@ def add_blocks(
 
 
 def largest_bits(largest: torch.Tensor, table: SegmentTable) -> torch.Tensor:
-    """Return the bits of the largest magnitude of each segment, int32 ``[S]``; 0 of an empty one."""
+    """Return the bits of the largest magnitude of each segment, int32 ``[S]``; 0 for an empty segment."""
     segment = blocks_of(table, largest.device).segment.to(torch.int64)
     found = torch.zeros(len(table), dtype=torch.int32, device=largest.device)
     return found.scatter_reduce_(0, segment, largest, "amax")
@@ -104,7 +104,7 @@ FIRST_STEP, SECOND_STEP = (tl.constexpr(word) for word in definition.KEY_STEPS)
 
 @triton.jit
 def philox(block, low, high, stream, key0, key1):
-    """Return the four words, uint32, of counters ``(block, low, high, stream)``; signed integers count as unsigned."""
+    """Return the four words, uint32, of counters ``(block, low, high, stream)``, read as unsigned integers."""
     c0 = block.to(tl.uint32)
     c1 = low.to(tl.uint32)
     c2 = high.to(tl.uint32)
@@ -127,7 +127,7 @@ def philox(block, low, high, stream, key0, key1):
 
 @triton.jit
 def uniform(w0, w1, w2, w3, PLANE: tl.constexpr):
-    """Return the 24-bit integers of a plane, uint32, from the words of a group's blocks."""
+    """Return the 24-bit uniform integers of a plane, uint32, from the words of a group's blocks."""
     if PLANE == 0:
         word = w0
     elif PLANE == 1:
@@ -143,10 +143,11 @@ def uniform(w0, w1, w2, w3, PLANE: tl.constexpr):
 
 @triton.jit
 def elements_of(at, room, begin, end, TILE: tl.constexpr):
-    """Return what a program's tile holds of the groups ``begin .. end``.
+    """Return the groups of a program's tile among groups ``begin .. end``.
 
-    ``[TILE, 1]`` each: the numbers of the groups, whether there are such, where their first elements lie and how many
-    they have; and the lanes, ``[1, 16]``.
+    Returns:
+        Numbers of the groups, a mask of those below ``end``, places of their first elements and numbers of their
+        elements, ``[TILE, 1]`` each; and the lanes, ``[1, 16]``.
     """
     group = begin + tl.program_id(0) * TILE + tl.arange(0, TILE)[:, None]
     known = group < end

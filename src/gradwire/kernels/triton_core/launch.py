@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, misc, untyped-decorator"
-"""How a kernel is launched: without fused multiply-adds, on the device of its tensors, or in Triton's interpreter.
+"""Launches of Triton kernels on the device of their tensors, or in Triton's interpreter, and their recording.
 
-Products and sums are rounded separately, as the reference rounds them: no kernel may be compiled with contraction of
-floating-point operations. Triton keeps subnormal numbers, and its divisions of floats are not used.
+Every kernel is compiled without fused multiply-adds, so that products and sums are rounded separately, as in the
+reference. Triton keeps subnormal numbers; its divisions of float32 are not used.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ def _probe():
 
 
 INTERPRETED = not isinstance(_probe, JITFunction)
-"""Whether kernels run in Triton's interpreter, on tensors in CPU memory; settled when Triton is first imported."""
+"""True if kernels run in Triton's interpreter, on tensors in CPU memory; decided when Triton is imported first."""
 
 MIXED = isinstance(tl.sum, JITFunction) == INTERPRETED
-"""Whether ``TRITON_INTERPRET`` was changed after Triton had been imported: its own functions are of another kind."""
+"""True if ``TRITON_INTERPRET`` changed after Triton was imported, so that Triton's functions are of another kind."""
 
 _TYPES = {
     torch.float32: "*fp32",
@@ -41,7 +41,7 @@ _TYPES = {
     torch.uint16: "*u16",
 }
 
-# The interpreter replaces functions of Triton's modules while it runs, for all threads of the process.
+# While the interpreter runs, it replaces functions of Triton's modules for all threads of the process.
 _one_at_a_time = threading.Lock()
 
 _INTERPRETED_TIMES = 16
@@ -56,7 +56,7 @@ class Launch(NamedTuple):
 
 
 def tile(size: int) -> int:
-    """Return how many rows a program takes: ``size`` on a GPU, and more in the interpreter, where programs are slow."""
+    """Return the number of rows of a program: ``size`` on a GPU, more in the interpreter, where programs are slow."""
     return size * _INTERPRETED_TIMES if INTERPRETED else size
 
 
@@ -66,7 +66,7 @@ def cdiv(a: int, b: int) -> int:
 
 
 def word_arguments(round: int, stream: int) -> tuple[int, int, int]:
-    """Return the three words of a draw's counter as signed integers of 32 bits, so that their type never changes."""
+    """Return the three words of a draw's counter as signed integers of 32 bits, so that their type never varies."""
     return tuple((word & 0xFFFFFFFF ^ 0x80000000) - 0x80000000 for word in (round, round >> 32, stream))  # type: ignore[return-value]
 
 
@@ -88,7 +88,7 @@ def launch(kernel: Any, programs: int, *arguments: Any, **constants: Any) -> Non
 
     Args:
         kernel: A function that ``triton.jit`` has decorated.
-        programs: How many; none where there is nothing to do.
+        programs: Number of instances; 0 launches nothing.
         arguments: Tensors, integers of 32 bits and floats.
         constants: Compile-time constants, and ``num_warps``.
     """
@@ -98,9 +98,9 @@ def launch(kernel: Any, programs: int, *arguments: Any, **constants: Any) -> Non
 
 @contextmanager
 def recorded() -> Iterator[list[Launch]]:
-    """Collect kernels instead of running them: a compiler can be given what is collected, without a device.
+    """Record launches instead of running them, so that their kernels can be compiled without a device.
 
-    Outputs of the operations that are called meanwhile hold nothing of use.
+    Operations called in the body of the context leave their outputs unspecified.
     """
     global _launcher
     found: list[Launch] = []
