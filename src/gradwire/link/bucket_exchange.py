@@ -246,7 +246,7 @@ class BucketExchange:
         self._all_run.wait()
         self.runtime.failures.refuse()
         if isinstance(self.runtime.checks, LateChecks):
-            # The check reads all bits anyway, and differences must be found before they spread.
+            # The comparison waits for all bits anyway, and a payload that changed in transit is the cause to report.
             with self.device.stream():
                 Verdict(self.device, None, self.runtime.checks).read()
 
