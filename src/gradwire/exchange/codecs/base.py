@@ -94,12 +94,12 @@ class Summary(Protocol):
 
     @property
     def shared(self) -> torch.Tensor | None:
-        """Return float32 values to replace by their maximum over all ranks; None if nothing is shared."""
+        """Float32 values to replace by their maximum over all ranks; None if nothing is shared."""
 
     def select(self, index: Constant, shared: torch.Tensor | None) -> Summary:
         """Return the summary of a chunk whose segment i is a piece of segment ``index[i]`` of the bucket.
 
-        ``shared`` is the maximum over ranks of the values of :meth:`shared`.
+        ``shared`` is the maximum over ranks of :attr:`shared`.
         """
 
 
