@@ -74,7 +74,7 @@ def check_steps_in_backward(name: str, p: torch.Tensor) -> None:
 
 
 def gradient(p: torch.Tensor) -> torch.Tensor:
-    """Return a parameter's gradient, laid out as the parameter is; zeros where there was none.
+    """Return a parameter's gradient, with the parameter's layout; zeros if there is none.
 
     Raises:
         IncompatibleError: the gradient is sparse.

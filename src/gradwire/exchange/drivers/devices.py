@@ -178,7 +178,7 @@ class LateChecks(Checks):
     """Keeps the results of checks on the device until a :class:`Verdict` takes them.
 
     A thread that reads a result waits until the device has done all work before it, and enqueues none meanwhile. So
-    decoders continue with any bytes, and :meth:`so_far` tells whether their output is a mean.
+    decoders continue with any bytes, and :meth:`so_far` returns whether their output is a mean.
     """
 
     def __init__(self) -> None:
