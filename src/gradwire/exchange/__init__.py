@@ -1,1 +1,1 @@
-"""What carries any method: its interface, payloads, protocols, drivers and planning."""
+"""The exchange of any method: interface of methods, payloads, protocols, drivers and planning."""

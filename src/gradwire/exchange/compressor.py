@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Compressor(Method):
-    """A method that is an operator on one vector: no communication, no memory."""
+    """A method that is an operator on one vector, without communication or state."""
 
     tag: ClassVar[int]
     """Unique number of the wire format, 1 to 127."""
 
     @cached_property
     def traits(self) -> Traits:
-        """The declared traits; the owner of a shard can decode what can be gathered one parameter at a time."""
+        """The declared traits, with ``scatters`` set if payloads can be gathered one parameter at a time."""
         found = self.declare()
         return replace(found, scatters="all_gather" in found.collectives and not found.whole_step)
 

@@ -1,4 +1,4 @@
-"""Conditions on values that may lie on a device, where the thread that asks cannot know yet whether they hold."""
+"""Conditions on values that may be on a device, whose results are read later."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import TypeAlias
 import torch
 
 Flag: TypeAlias = bool | torch.Tensor
-"""Whether something holds: known already, or a bool tensor ``[]`` on a device, which whoever reads it waits for."""
+"""The result of a condition: a bool, or a bool tensor ``[]`` on a device, for which a reader waits."""
 
 
 def all_hold(conditions: torch.Tensor) -> Flag:
-    """Return whether all of some conditions hold; of conditions on a device, as a flag that lies there too."""
+    """Return whether all conditions hold; for conditions on a device, as a flag on that device."""
     found = conditions.all()
     return bool(found) if found.device.type == "cpu" else found
 
 
 def both(first: Flag | None, second: Flag | None) -> Flag | None:
-    """Return whether both hold, without reading what lies on a device; None where one is None: nobody looked.
+    """Return whether both hold, without reading from a device; None if one is None, that is, was not checked.
 
     Example:
         >>> both(True, False), both(True, None)
@@ -42,29 +42,29 @@ def all_finite(*parts: torch.Tensor) -> Flag:
 
 
 def known(flag: Flag | None) -> bool | None:
-    """Return the value of a flag; waits for the device that works it out."""
+    """Return the value of a flag; wait for the device that computes it."""
     return None if flag is None else bool(flag)
 
 
 class Checks:
     """Takes the results of checks of values that other ranks sent.
 
-    This class waits for each result, and raises at once where it is bad.
-    :class:`gradwire.exchange.drivers.LateChecks` does not.
+    This class waits for each result, and raises at once if a check failed.
+    :class:`gradwire.exchange.drivers.LateChecks` defers both.
     """
 
     def require(self, holds: Flag, explain: Callable[[], Exception]) -> None:
-        """Raise what ``explain`` returns unless the condition holds.
+        """Raise the exception of ``explain`` unless the condition holds.
 
-        ``explain`` may look at the values that were checked: they stay as they are until the round has ended.
+        ``explain`` may read the values that were checked, which do not change until the round has ended.
         """
         if not bool(holds):
             raise explain()
 
     def so_far(self) -> Flag:
-        """Return whether all that was required holds."""
+        """Return whether all conditions so far hold."""
         return True
 
 
 AT_ONCE = Checks()
-"""Waits for each result; it keeps nothing, so that one serves all."""
+"""Waits for each result. It has no state, so that all links share it."""

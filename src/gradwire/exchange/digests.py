@@ -1,4 +1,4 @@
-"""Files of state that carry a digest of themselves, so that no changed byte is ever taken for a value."""
+"""Files of state with a digest of their body, so that a changed byte is detected."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def pack(value: object) -> tuple[dict[str, torch.Tensor], bytes]:
     """Pack a value for :func:`torch.save`.
 
     Returns:
-        ``body`` (uint8), what ``torch.save`` makes of the value, and ``digest`` (uint8 ``[32]``) of that body; and the
-        digest once more as bytes.
+        A dict with ``body`` (uint8), the bytes of ``torch.save``, and ``digest`` (uint8 ``[32]``) of that body; and the
+        digest as bytes.
     """
     buffer = io.BytesIO()
     torch.save(value, buffer)
@@ -37,12 +37,12 @@ def unpack(packed: object, name: str, expected: bytes | None = None) -> Any:
     """Return the value that :func:`pack` packed.
 
     Args:
-        packed: What ``torch.load(..., weights_only=True)`` read.
-        name: Of the file, for the error.
-        expected: The digest that another file says this one has; None: its own alone is checked.
+        packed: The object that ``torch.load(..., weights_only=True)`` returned.
+        name: Name of the file, for the error.
+        expected: The digest that another file has for this one; None: only its own is checked.
 
     Raises:
-        IncompatibleError: it was not packed so, its bytes have changed since, or it is another file than expected.
+        IncompatibleError: it was not made by :func:`pack`, its bytes have changed, or it is not the expected file.
     """
     whole = isinstance(packed, dict) and packed.keys() == {"body", "digest"}
     if not whole or not all(isinstance(t, torch.Tensor) and t.dtype == torch.uint8 for t in packed.values()):  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Checks of the fields of a frozen dataclass: their names, and the numbers that they hold."""
+"""Checks of the names and numbers in the fields of a frozen dataclass."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any, TypeGuard
 from gradwire.errors import HyperparameterError
 
 MOST_NAME = 100
-"""Characters of an unknown name that are compared with those that are known."""
+"""Largest number of characters of an unknown name that are compared with known ones."""
 
 
 def is_whole(value: object, least: int | None = None, most: int | None = None) -> TypeGuard[int]:
     """Return whether a value is a whole number, from ``least`` to ``most`` if these are given.
 
-    True and False are none, though Python counts them as 1 and 0: ``seed=True`` is a slip.
+    True and False are not, although Python treats them as 1 and 0: ``seed=True`` is a mistake.
     """
     if not isinstance(value, int) or isinstance(value, bool):
         return False
@@ -34,7 +34,7 @@ def is_number(
 ) -> TypeGuard[float]:
     """Return whether a value is a number in a range, whose ends are ``least`` or ``above`` and ``most`` or ``below``.
 
-    NaN, True and False are none. Infinity is one only if it is given as ``most``.
+    NaN, True and False are not numbers here. Infinity is one only if it is given as ``most``.
 
     Example:
         >>> [is_number(value, above=0, most=1) for value in (0, 0.5, 1, True, "0.5")]
@@ -46,20 +46,20 @@ def is_number(
 
 
 def operand(kind: type[Any]) -> str | None:
-    """Return the name of the field that may go without its name: the method that another one is around."""
+    """Return the name of the field that may be given without its name: the method inside a wrapper."""
     return next((each.name for each in fields(kind) if not each.kw_only), None)
 
 
 def check_fields(kind: type[Any], unnamed: int, named: Iterable[str]) -> None:
-    """Check with what a frozen dataclass is to be built, by its class.
+    """Check the arguments of a frozen dataclass's constructor.
 
     Args:
         kind: The class.
-        unnamed: How many values have no name.
-        named: The names of the others.
+        unnamed: Number of positional arguments.
+        named: Names of the keyword arguments.
 
     Raises:
-        HyperparameterError: naming the nearest known field, or those that there are.
+        HyperparameterError: a name is unknown; the message has the nearest known field, or all fields.
     """
     known, first = [each.name for each in fields(kind)], operand(kind)
     if unnamed > (first is not None):
@@ -73,19 +73,19 @@ def check_fields(kind: type[Any], unnamed: int, named: Iterable[str]) -> None:
 
 
 def signature(kind: type[Any]) -> str:
-    """Return how a frozen dataclass is written, without values."""
+    """Return the signature of a frozen dataclass, without values."""
     return f"{kind.__name__}({', '.join(each.name + '=...' for each in fields(kind))})"
 
 
 def unknown(what: str, name: str, known: Sequence[str], where: str = "") -> str:
-    """Return the sentence about a name that is not known, with the nearest one that is."""
+    """Return the message about an unknown name, with the nearest known one."""
     near = difflib.get_close_matches(name[:MOST_NAME].lower(), known, n=1, cutoff=0.5)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     return f"unknown {what} {shortened(name)!r}{where}{hint} (known: {', '.join(known) or 'none'})"
 
 
 def shortened(text: str, most: int = 600) -> str:
-    """Return a text for a message, without its middle where it is longer than ``most`` characters.
+    """Return a text for a message, without its middle if it is longer than ``most`` characters.
 
     Example:
         >>> shortened("a" * 100, 40)

@@ -1,4 +1,4 @@
-"""What a link must know of a method whose workers step by themselves between exchanges."""
+"""The interface of methods with local steps, as a link uses it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 
 GLOBAL, VELOCITY = "global", "outer_momentum"
-"""What such a method remembers of a parameter, beside what the method inside it does."""
+"""Kinds of state that such a method keeps for a parameter, besides the state of the method inside it."""
 
 
 class StepsLocally(Protocol):
@@ -15,33 +15,33 @@ class StepsLocally(Protocol):
 
     @property
     def every(self) -> int:
-        """Optimizer steps from one exchange to the next."""
+        """Number of optimizer steps between two exchanges."""
 
     @property
     def fragments(self) -> int:
-        """How many parts of the model are exchanged one after the other."""
+        """Number of parts of the model that are exchanged one after the other."""
 
     @property
     def delay(self) -> int:
-        """Steps from the beginning of an exchange to its effect."""
+        """Number of steps from the start of an exchange to its effect."""
 
     @property
     def order(self) -> str:
-        """Which elements a fragment has: "sequential" or "strided"."""
+        """Order in which elements are assigned to fragments: "sequential" or "strided"."""
 
     @property
     def keeps_own(self) -> bool:
-        """Whether workers' own parameters stay apart from the global ones after an exchange."""
+        """True if workers' own parameters differ from the global ones after an exchange."""
 
     @property
     def remembers_beside(self) -> tuple[str, ...]:
-        """The vectors that it keeps beside those of the method inside: of the kinds above."""
+        """The kinds of vectors, of those above, that it keeps besides those of the method inside."""
 
     @property
     def exchanges_parameters(self) -> bool:
-        """Whether parameters themselves are exchanged, and not differences."""
+        """True if parameters are exchanged, and not differences."""
 
     def step_(
         self, own: torch.Tensor, held: torch.Tensor, mean: torch.Tensor, velocity: torch.Tensor | None, workers: int
     ) -> None:
-        """Step a worker's own parameters, and the global ones."""
+        """Update a worker's own parameters and the global ones."""

@@ -26,30 +26,30 @@ if TYPE_CHECKING:
 M = TypeVar("M", bound="Method")
 
 MOST_BITS = 1024
-"""Bits of a whole number in a spec, or in a field, at most."""
+"""Largest number of bits of a whole number in a spec or in a field."""
 
 SEED_BITS = 1024
-"""Bits of a seed at most, so that ranks can compare it in any number of digits."""
+"""Largest number of bits of a seed, so that ranks can compare its digits."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Properties:
-    """The properties that a method declares for all values of its fields; the shared tests check each of them.
+    """The properties of a method for all values of its fields; the shared tests check each of them.
 
-    What depends on the fields is declared by :class:`Traits`, and by :attr:`Method.omega` and :attr:`Method.delta`.
+    Properties that depend on the fields are in :class:`Traits`, :attr:`Method.omega` and :attr:`Method.delta`.
 
     Attributes:
         summary: One sentence.
         paper: Authors, title, venue, year.
-        bit_stable: The result is the same bits for any bucket layout, number of lanes and chunk size, and from the
-            simulation, since all arithmetic is the method's own; False where the backend's float sum takes part.
+        bit_stable: True if the result has the same bits for any bucket layout, number of lanes and chunk size, and in a
+            simulation, because all arithmetic is the method's own; False if the backend's float sum is used.
         bits_per_element: Bits that the default sends for each element and direction with four workers and large
             parameters, on the scale where a float32 all-reduce has 32.
-        state: What is remembered between steps.
-        state_bytes_per_element: How much that is on each rank, by default and for large parameters. In memory it is
-            twice as much: what holds, and what the round makes of it, which counts if all of the round was finite.
+        state: State that is kept between steps.
+        state_bytes_per_element: Bytes of that state on each rank for the default and large parameters. Memory holds
+            twice as much: the current state, and the new one, which is committed if all of the round was finite.
         stream: The random stream drawn from: "rank", "shared", "owner" or "none".
-        paper_settings: The fields in which the paper's setting is not the default, by name.
+        paper_settings: The fields whose setting in the paper is not the default, by name.
     """
 
     summary: str
@@ -63,9 +63,9 @@ class Properties:
 
 
 class Inherited:
-    """The properties that a wrapper takes from the method in one of its fields.
+    """Descriptor of the properties that a wrapper takes from the method in one of its fields.
 
-    On the class itself they are ``default``.
+    On the class itself its value is ``default``.
     """
 
     def __init__(self, field: str, default: Properties) -> None:
@@ -86,42 +86,42 @@ class Method:
     """
 
     name: ClassVar[str]
-    """The lower-case name that stands for the defaults."""
+    """The lower-case name, which as a spec stands for the defaults."""
 
     properties: ClassVar[Properties]
 
     def __init_subclass__(cls, **keywords: Any) -> None:
-        """Refuse what would be a trait and is not declared as one, since nothing would read it."""
+        """Raise if a class attribute has the name of a trait, since nothing would read it."""
         super().__init_subclass__(**keywords)
         lost = {field.name for field in fields(Traits)}.intersection(vars(cls))
         require(not lost, cls.__name__, f"{', '.join(sorted(lost))} is a trait: return it from declare()")
 
     if not TYPE_CHECKING:
-        # Type checkers read the constructor of each dataclass, which says more.
+        # Type checkers read the constructor of each dataclass, which is more precise.
         def __new__(cls, *operands: object, **given: object) -> Any:
-            """Check the names of fields, so that a wrong one is told as in a spec."""
+            """Check the names of fields, so that a wrong one raises the same error as in a spec."""
             check_fields(cls, len(operands), given)
             for name, value in given.items():
-                # Sentences about a value print it, which Python refuses for thousands of digits.
+                # Error messages print the value, which Python refuses for thousands of digits.
                 huge = isinstance(value, int) and value.bit_length() > MOST_BITS
                 require(not huge, cls.__name__, f"{name} has more than {MOST_BITS} bits")
             return super().__new__(cls)
 
     def declare(self) -> Traits:
-        """Return the method's traits: those of the base class, with what differs replaced."""
+        """Return the method's traits: those of the base class with replacements."""
         return Traits()
 
     @cached_property
     def traits(self) -> Traits:
-        """How the method travels, what it needs and what holds of its outcome."""
+        """Protocols, requirements and guarantees of the method."""
         return self.declare()
 
     @classmethod
     def paper(cls: type[M], **fields: Any) -> M:
-        """Return the method with the settings of its paper where these are not the defaults.
+        """Return the method with the settings of its paper.
 
-        Papers report the fewest bits that a training of many epochs bears. Some defaults send more, so that a training
-        of a few hundred steps keeps its accuracy.
+        Papers report the fewest bits that suffice for a training of many epochs. Some defaults send more, so that a
+        training of a few hundred steps keeps its accuracy.
 
         Args:
             fields: Fields to set instead.
@@ -137,22 +137,22 @@ class Method:
         return cls(**{**cls.properties.paper_settings, **fields})
 
     def remembered_numel(self, kind: str, parameter: Parameter) -> int:
-        """Return how many numbers of a kind in :attr:`remembers` it keeps of a parameter: by default one an element.
+        """Return the length of the state of a kind in :attr:`Traits.remembers` for a parameter; by default its numel.
 
-        Of a kind that is kept for each of several other ranks, those for one of them; see
+        For a kind that is kept for each of several other ranks, it is the length for one of them; see
         :func:`gradwire.exchange.protocols.memory.kind_of_peer`.
         """
         return parameter.numel
 
     def kept_as(self, parameter: Parameter) -> Sequence[Parameter]:
-        """Return what a parameter is to what the method remembers: by default itself, else the parts it is cut into."""
+        """Return the units of a parameter for which the method keeps state: itself by default, else parts of it."""
         return (parameter,)
 
     def scopes(self, world_size: int) -> Sequence[Scope]:
-        """Return the divisions of so many ranks into groups that its exchanges name beside all ranks.
+        """Return the divisions of ranks into groups that its exchanges use beside all ranks.
 
         Raises:
-            IncompatibleError: so many ranks cannot be divided as the method asks.
+            IncompatibleError: this number of ranks cannot be divided as the method requires.
         """
         return ()
 
@@ -160,8 +160,8 @@ class Method:
         """Return the variance constant for parameters of ``numel`` elements, or of any number of them.
 
         Returns:
-            The smallest known omega with E|Q(x) - x|^2 <= omega |x|^2 for every vector x; None where none is known, and
-            for biased operators and methods whose outcome depends on earlier rounds.
+            The smallest known omega with E|Q(x) - x|^2 <= omega |x|^2 for every vector x; None if none is known, for
+            biased operators, and for methods whose outcome depends on earlier rounds.
         """
         return None
 
@@ -169,54 +169,54 @@ class Method:
         """Return the contraction constant for parameters of ``numel`` elements, or of any number of them.
 
         Returns:
-            The largest known delta > 0 with E|C(x) - x|^2 <= (1 - delta) |x|^2 for every vector x; None where none is
+            The largest known delta > 0 with E|C(x) - x|^2 <= (1 - delta) |x|^2 for every vector x; None if none is
             known. For an unbiased operator with omega < 1 it is 1 - omega.
         """
         omega = self.omega_of(numel)
         return None if omega is None or omega >= 1 else 1 - omega
 
     def usual_delta_of(self, numel: int | None = None) -> float | None:
-        """Return the constant that cautions go by, which may leave out vectors that are not met in practice.
+        """Return the contraction constant that warnings use, which may ignore vectors that do not occur in practice.
 
-        By default it is that of all vectors, see :meth:`delta_of`.
+        By default it is the constant for all vectors, :meth:`delta_of`.
         """
         return self.delta_of(numel)
 
     @property
     def omega(self) -> float | None:
-        """The variance constant whatever the size of a parameter, see :meth:`omega_of`."""
+        """The variance constant for parameters of any size, see :meth:`omega_of`."""
         return self.omega_of()
 
     @property
     def delta(self) -> float | None:
-        """The contraction constant whatever the size of a parameter, see :meth:`delta_of`."""
+        """The contraction constant for parameters of any size, see :meth:`delta_of`."""
         return self.delta_of()
 
     @property
     def delta_formula(self) -> str | None:
-        """``delta`` as a formula to be shown."""
+        """``delta`` as a formula to show."""
         return None if self.omega is None or self.delta is None else "1 - omega"
 
     @property
     def as_operator(self) -> Operator | None:
-        """The method as an operator on one vector, which needs no other rank; None where it is none."""
+        """The method as an operator on one vector, which needs no other rank; None if it is not one."""
         return None
 
     @property
     def cast_dtype(self) -> torch.dtype | None:
-        """The type that values are cast to, where that is all that the method does."""
+        """The dtype that values are cast to, if the method only casts; else None."""
         return None
 
     def refusal_of_feedback(self, unseen: str) -> str | None:
-        """Explain why what the method leaves out of a vector cannot be kept by a rank; None where it can.
+        """Return the reason why a rank cannot keep the part of a vector that the method does not send, or None.
 
         Args:
-            unseen: The memory that would not see it, for the message.
+            unseen: The state that would miss that part, for the message.
         """
         return no_operator(self)
 
     def check_between_two(self, owner: str) -> None:
-        """Check that one worker can encode a vector, and another decode it, without a third.
+        """Raise unless one worker can encode a vector and another decode it without a third.
 
         Raises:
             IncompatibleError: they cannot; the message names ``owner`` and says what to use.
@@ -229,30 +229,30 @@ class Method:
         """Return the codec of vectors that one worker encodes and another decodes.
 
         Raises:
-            TypeError: :meth:`check_between_two` refuses the method.
+            TypeError: :meth:`check_between_two` raises for the method.
         """
         raise TypeError(f"{self!r} is no operator on one vector")
 
     def terms(self, world_size: int) -> Mapping[str, object]:
-        """Return what ranks compare beside the spec before they exchange anything, such as what a file holds.
+        """Return further fields in which ranks must agree before an exchange, such as the digest of a file.
 
         Raises:
-            IncompatibleError: it cannot be, with so many ranks.
+            IncompatibleError: the method does not work with this number of ranks.
         """
         return {}
 
     def check_optimizer(self, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Refuse an optimizer that :meth:`bind` could not hook into.
+        """Raise if :meth:`bind` does not support an optimizer.
 
         Raises:
-            IncompatibleError: the method needs an optimizer and has none, or cannot work with this one.
+            IncompatibleError: the method needs an optimizer and has none, or does not work with this one.
         """
 
     def usual_collective(self, world_size: int) -> str | None:
-        """Return the protocol that is taken by default where another gives another outcome; None where none does.
+        """Return the default protocol if the outcome depends on the protocol, else None.
 
-        By default the outcome depends on it where owners of shares encode a mean once more: two workers or fewer then
-        gather, which sends no more, and others take the first protocol.
+        In this class the outcome depends on it if owners of shares encode the mean again. Then at most two workers
+        gather, which sends no more bytes, and more workers use the first protocol.
         """
         if not self.traits.re_encoding or len(self.traits.collectives) < 2:
             return None
@@ -262,51 +262,51 @@ class Method:
         """Plan the exchange of one bucket.
 
         Raises:
-            IncompatibleError: the method cannot travel by that collective, or exchanges nothing itself.
+            IncompatibleError: the method does not support that collective, or exchanges nothing itself.
         """
         raise IncompatibleError(f"{self!r} is not a method that this version can run")
 
     def dense_plan(self, setting: PlanSetting) -> BucketPlan:
-        """Plan the exchange of one bucket in a round of warm-up, where everything travels in float32.
+        """Plan the exchange of one bucket in a warm-up round, in which everything is sent in float32.
 
-        By default it leaves the memory as it is: what travels whole leaves nothing to remember.
+        By default the state does not change, since nothing is left unsent.
         """
         return setting.float32_plan()
 
     def with_coder(self, coder: str) -> Method:
-        """Return the method with one of its :attr:`open_coders` settled."""
+        """Return the method with one of its :attr:`Traits.open_coders` chosen."""
         return self
 
     def caution(self, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> str | None:
-        """Return a sentence to warn the user with when the method is attached beside an optimizer; None for none.
+        """Return a warning about the method with an optimizer, for the user, or None.
 
         Args:
-            optimizer: The one that was given, which :meth:`check_optimizer` did not refuse; None if none was.
-            parameters: By name, those that are compressed.
+            optimizer: The optimizer that was given, for which :meth:`check_optimizer` did not raise; None if none was.
+            parameters: The parameters that are compressed, by name.
         """
         return None
 
     def bind(self, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> Callable[[], None] | None:
-        """Hook whatever the method does beside the exchange into the steps of an optimizer that was checked.
+        """Hook the method's further work into the steps of an optimizer that was checked.
 
         Returns:
-            What takes the hook away again; None where there is none.
+            A function that removes the hook; None if there is no hook.
         """
         return None
 
 
 def operator_of(value: object) -> Operator | None:
-    """Return a method as an operator on one vector; None for other methods, and for what is no method."""
+    """Return a method as an operator on one vector; None for other methods and other objects."""
     return value.as_operator if isinstance(value, Method) else None
 
 
 def cast_of(value: object) -> torch.dtype | None:
-    """Return the type that a method casts to; None for other methods, and for what is no method."""
+    """Return the dtype that a method casts to; None for other methods and other objects."""
     return value.cast_dtype if isinstance(value, Method) else None
 
 
 def no_operator(value: object) -> str:
-    """Return the sentence that refuses what is no operator on one vector."""
+    """Return the error message for a value that is not an operator on one vector."""
     return f"compressor is an operator on one vector, such as QSGDinf(block_size=256), not {value!r}"
 
 

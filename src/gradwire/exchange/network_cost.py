@@ -1,4 +1,4 @@
-"""What it costs to send a message over a link."""
+"""The cost of a message on the network."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from gradwire.errors import HyperparameterError
 
 @dataclass(frozen=True, kw_only=True)
 class LinkCost:
-    """What it costs every rank to send a message to all others, while all of them send.
+    """The cost for every rank of a message to all others, while all of them send.
 
     ::
 
         seconds of a message of n bytes = message_s + n / bytes_per_s
 
     Attributes:
-        message_s: Seconds of a message beside its bytes.
-        bytes_per_s: Bytes of a message a second. Each of the N - 1 other ranks gets a copy, and the ranks of a host
-            share its link: so this is the bandwidth of a host over the copies that leave it.
+        message_s: Seconds of a message without its bytes.
+        bytes_per_s: Bytes of a message per second. Each of the N - 1 other ranks gets a copy, and the ranks of a host
+            share its network link: so this is the bandwidth of a host divided by the number of copies that leave it.
 
     Raises:
         HyperparameterError: a number is not finite, ``message_s`` is negative, or ``bytes_per_s`` is not above 0.
@@ -42,5 +42,5 @@ class LinkCost:
 
     @property
     def fixed_bytes(self) -> float:
-        """Bytes that take as long as a message takes beside its bytes."""
+        """Number of bytes whose time equals ``message_s``."""
         return self.message_s * self.bytes_per_s

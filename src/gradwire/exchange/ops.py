@@ -1,10 +1,10 @@
-"""The collectives that a protocol may ask for.
+"""The collectives that a protocol may yield.
 
-A protocol is a generator: it yields one of these and receives a tensor. It does no input or output itself, so the
+A protocol is a generator: it yields one of these and receives a tensor. It does no input or output itself, so that the
 same code runs on a real group, in a simulation and in a dry run (see :mod:`gradwire.exchange.drivers`). Every rank
-yields the same kinds, in the same order, with matching sizes; what is yielded never depends on the values in a tensor,
-but for the lengths of rows that say so. An operation with a ``scope`` is carried out in each of its groups by itself:
-"all ranks" are then those of the group, and only they need to ask for the same.
+yields the same kinds of operations, in the same order and with matching sizes. They never depend on values in a tensor,
+except for the lengths of rows. An operation with a ``scope`` is executed in each of its groups separately: "all ranks"
+then are those of the group, and only they must yield the same.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import torch
 
 @dataclass(frozen=True)
 class Scope:
-    """A division of all ranks into groups, in each of which an operation is carried out by itself.
+    """A division of all ranks into groups, in each of which an operation is executed separately.
 
     Within an operation of this scope ranks are numbered by their place in the group.
 
     Attributes:
-        name: What the groups are, as in a count of bytes by scope.
+        name: Name of the groups, for example in byte counts by scope.
         groups: All ranks, each in one group.
-        local: Whether an operation stays within a machine, so that it need not wait until the network is free.
+        local: True if an operation stays within a machine, so that it need not wait for the network.
 
     Example:
         >>> nodes = Scope("node", ((0, 1), (2, 3)), local=True)
@@ -38,11 +38,11 @@ class Scope:
     local: bool = False
 
     def ranks(self, rank: int) -> tuple[int, ...]:
-        """Return the ranks of the group that a rank is in."""
+        """Return the ranks of a rank's group."""
         return next(group for group in self.groups if rank in group)
 
     def place(self, rank: int) -> tuple[int, int]:
-        """Return a rank's place in its group, and how many ranks are in it."""
+        """Return a rank's place in its group, and the number of ranks in it."""
         ranks = self.ranks(rank)
         return ranks.index(rank), len(ranks)
 
@@ -53,8 +53,8 @@ class Reduce:
 
     ``value`` may be overwritten.
 
-    ``op`` is "sum", "max" or "min". "max" and "min" do not depend on the order of ranks; "sum" is the backend's own
-    and may round differently at another offset.
+    ``op`` is "sum", "max" or "min". "max" and "min" do not depend on the order of ranks; "sum" is computed by the
+    backend and may round differently at another offset.
     """
 
     value: torch.Tensor
@@ -66,14 +66,14 @@ class Reduce:
 class AllToAll:
     """Send row r of ``send`` (uint8 ``[world_size, bytes]``) to rank r; the reply's row r came from rank r.
 
-    ``recv``, of the same shape, is room that the driver may receive into.
+    ``recv``, of the same shape, is a buffer that the driver may receive into.
 
-    Rows may be shorter than their room: ``lengths`` (int64 ``[world_size]``) then says how many bytes of row r go to
-    rank r, 0 for this rank itself, whose row goes whole. The driver tells the lengths first, counts that, and writes
-    into ``arrived`` (int64 ``[world_size]``) how many bytes of each row of the reply came, 0 for this rank. What lies
-    behind them is unspecified.
+    Rows may be shorter than the buffer: ``lengths`` (int64 ``[world_size]``) then has the number of bytes of row r for
+    rank r, 0 for this rank itself, whose row is copied whole. The driver sends the lengths first, counts their bytes,
+    and writes into ``arrived`` (int64 ``[world_size]``) the number of bytes of each row of the reply, 0 for this rank.
+    Bytes after them are unspecified.
 
-    ``last`` says that no rows worth a turn follow in this protocol: while it decodes, the link is the next one's.
+    ``last`` is set if no large rows follow in this protocol: the next job may use the network while this one decodes.
     """
 
     send: torch.Tensor
@@ -88,7 +88,7 @@ class AllToAll:
 class AllGather:
     """Send ``send`` (uint8 ``[bytes]``) to every rank; the reply's row r (``[world_size, bytes]``) came from rank r.
 
-    ``recv``, of the reply's shape, is room that the driver may receive into. The reply is read-only.
+    ``recv``, of the reply's shape, is a buffer that the driver may receive into. The reply is read-only.
 
     ``lengths``, ``arrived`` and ``last`` are as for :class:`AllToAll`: the same length for every other rank.
     """
@@ -105,11 +105,11 @@ class AllGather:
 class SendRecv:
     """Send ``send`` (uint8 ``[bytes]``) to rank ``to`` and receive as much from rank ``source``; the reply is ``recv``.
 
-    All ranks ask at the same time; None stands for nobody, on one side or on both, and what nobody sends leaves
-    ``recv`` as it is. Who sends to whom is a function of the ranks alone.
+    All ranks yield it at the same time. ``to`` or ``source`` or both may be None, for no peer; without a source
+    ``recv`` does not change. Peers depend on the ranks alone.
 
-    ``lengths`` and ``arrived`` (int64 ``[1]``) are as for :class:`AllToAll`: the bytes that travel, told first. So is
-    ``last``.
+    ``lengths`` and ``arrived`` (int64 ``[1]``) are as for :class:`AllToAll`: the number of bytes, which is sent first.
+    So is ``last``.
     """
 
     send: torch.Tensor
@@ -126,11 +126,11 @@ class SendRecv:
 class Broadcast:
     """Send ``value`` of rank ``root`` to every rank; the reply is ``value``, which all other ranks receive into.
 
-    ``value`` is contiguous, of the same dtype and shape on all ranks; ``root`` is a function of what all ranks know.
+    ``value`` is contiguous, of the same dtype and shape on all ranks; ``root`` is the same on all ranks.
 
-    Rows may be shorter than their room: ``length`` (int64 ``[1]``) then says how many elements of a vector ``value``
-    the root sends. The driver tells it first, counts that, and writes it into the other ranks' ``length``. What lies
-    behind them is unspecified. ``last`` is as for :class:`AllToAll`.
+    A vector may be shorter than the buffer: ``length`` (int64 ``[1]``) then is the number of elements of ``value`` that
+    the root sends. The driver sends it first, counts its bytes, and writes it into the other ranks' ``length``.
+    Elements after them are unspecified. ``last`` is as for :class:`AllToAll`.
     """
 
     value: torch.Tensor

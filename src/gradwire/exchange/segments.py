@@ -1,4 +1,4 @@
-"""How parameters lie in a flat vector of gradients."""
+"""The layout of parameters in a flat vector of gradients."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ import torch
 
 
 def local_shard(p: torch.Tensor) -> torch.Tensor:
-    """Return the shard of a DTensor that is on this rank; any other tensor as it is."""
+    """Return this rank's shard of a DTensor; return any other tensor unchanged."""
     to_local = getattr(p, "to_local", None)
     return p if to_local is None else to_local()
 
 
 def is_sharded(p: torch.Tensor) -> bool:
-    """Return whether a tensor is a DTensor, without the second that importing that class takes."""
+    """Return whether a tensor is a DTensor, without importing that class, which takes a second."""
     return hasattr(p, "to_local")
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """What a method may know of one parameter: never its values.
+    """Description of one parameter for a method, without its values.
 
-    ``shape`` and ``stride`` describe the tensor; in a flat vector its elements lie in *memory order*, which differs
+    ``shape`` and ``stride`` describe the tensor; in a flat vector its elements are in *memory order*, which differs
     from the order of ``shape`` for ``channels_last`` parameters.
     """
 
@@ -48,8 +48,8 @@ class Parameter:
 class Segment:
     """A run of one parameter's elements inside a flat vector.
 
-    Elements ``start .. start + numel`` of ``parameter`` (memory order) lie at ``offset .. offset + numel`` of the
-    vector. ``dense`` segments travel in float32, whatever the method.
+    Elements ``start .. start + numel`` of ``parameter`` (memory order) are elements ``offset .. offset + numel`` of the
+    vector. ``dense`` segments are sent in float32 by every method.
     """
 
     parameter: Parameter
@@ -60,13 +60,13 @@ class Segment:
 
 
 def divide(segments: Iterable[Segment]) -> tuple[list[Segment], list[Segment]]:
-    """Return the segments that a method compresses and those that travel in float32, without empty ones."""
+    """Return the segments that a method compresses and those that are sent in float32, without empty ones."""
     filled = [s for s in segments if s.numel]
     return [s for s in filled if not s.dense], [s for s in filled if s.dense]
 
 
 def join_compressed(segments: Sequence[Segment]) -> list[Segment]:
-    """Make one segment, of a parameter named "(model)", of all that is compressed; it lies at the start."""
+    """Join all compressed segments to one, of a parameter named "(model)", and place it at the start."""
     light, dense = [s for s in segments if not s.dense], [s for s in segments if s.dense]
     numel = sum(s.numel for s in light)
     return [Segment(Parameter("(model)", (numel,), (1,)), 0, 0, numel), *dense] if light else dense
@@ -82,14 +82,13 @@ def lay_out(parameters: Iterable[Parameter]) -> tuple[Segment, ...]:
 
 
 def cut_into_shards(parameter: Parameter, shards: int) -> list[tuple[Parameter, int]]:
-    """Cut a parameter into runs of memory, about as long as each other, of which each is a parameter itself.
+    """Divide a parameter into contiguous runs of memory of about equal length, each a parameter itself.
 
-    A run is of whole rows of the dimension that is outermost in memory, so that it keeps the parameter's other
-    dimensions; where there are fewer rows than shards, it is a vector. Runs of neighbours follow each other; some may
-    be empty.
+    A run has whole rows of the dimension that is outermost in memory, so that it keeps the other dimensions. If there
+    are fewer rows than shards, it is a vector. Runs follow each other in memory; some may be empty.
 
     Returns:
-        For each shard its part, named after its first and last row or element, and where it begins in memory.
+        For each shard its part, named after its first and last row or element, and its begin in memory.
 
     Example:
         >>> [(part.name, part.shape, begin) for part, begin in cut_into_shards(Parameter("w", (5, 3), (3, 1)), 2)]
@@ -113,10 +112,10 @@ def cut_into_shards(parameter: Parameter, shards: int) -> list[tuple[Parameter, 
 
 
 def rows_of_rank(parameter: Parameter, rank: int, ranks: int) -> tuple[int, int]:
-    """Return which elements of a contiguous parameter are a rank's where its rows are divided over the ranks.
+    """Return the range of a rank's elements of a contiguous parameter whose rows are divided over ranks.
 
-    Each rank has ceil(rows / ranks) rows of the first dimension, the last ranks fewer or none, as ``torch.chunk`` and
-    FSDP2 cut them.
+    Each rank has ceil(rows / ranks) rows of the first dimension, the last ranks fewer or none, as with ``torch.chunk``
+    and FSDP2.
 
     Example:
         >>> p = Parameter("w", (5, 3), (3, 1))

@@ -1,1 +1,1 @@
-"""What runs an exchange: links, buckets and steps on their way, state, failures, and the choice of a method."""
+"""Links: the exchange of gradients or parameters over a process group, with state, failures and choice of a method."""

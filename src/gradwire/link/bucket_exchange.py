@@ -1,4 +1,4 @@
-"""A step's buckets as one vector, for methods that need all gradients before they begin."""
+"""The exchange of one bucket as jobs of lanes, and the buffer that joins a step's buckets to one vector."""
 
 from __future__ import annotations
 
@@ -25,12 +25,14 @@ T = TypeVar("T")
 
 
 class StepBuffer:
-    """Collects the buckets of one step after the other, and gives them back.
+    """Collects the buckets of a step, and returns their parts of the outcome.
+
+    It is used by methods that need all gradients before they begin.
 
     Args:
-        order: All parameters, as they are to lie in the step's vector.
-        parameters: By name.
-        device: That buckets lie on.
+        order: Names of all parameters, in the order of the step's vector.
+        parameters: Parameters by name.
+        device: Device of the buckets.
     """
 
     def __init__(self, order: Sequence[str], parameters: Mapping[str, Parameter], device: Device) -> None:
@@ -47,13 +49,13 @@ class StepBuffer:
         self._vector: torch.Tensor | None = None
 
     def add(self, names: Sequence[str], flat: torch.Tensor) -> Mean:
-        """Note a bucket; its future is done when the step is given back."""
+        """Add a bucket; its future is done after :meth:`give_back`."""
         future = self._device.future()
         self._buckets.append((names, flat, future))
         return future
 
     def vector(self) -> torch.Tensor:
-        """Join the buckets into one float32 vector, which is kept from step to step.
+        """Join the buckets into one float32 vector, a buffer that all steps use.
 
         Raises:
             IncompatibleError: the step left a parameter out.
@@ -71,7 +73,7 @@ class StepBuffer:
         return self._vector
 
     def give_back(self, ended: Mean) -> None:
-        """Hand the mean, or the failure, to every bucket's future, and begin anew."""
+        """Set the mean, or the error, on every bucket's future, and clear the buffer."""
         buckets = self._buckets
         try:
             vector = ended.value()
@@ -98,20 +100,20 @@ class StepBuffer:
 
 
 class BucketExchange:
-    """Jobs of one bucket: prepare, then each chunk in a lane chosen by index, then an optional check.
+    """The jobs of one bucket: prepare it, then exchange each chunk in a lane chosen by index, then an optional check.
 
     Args:
-        round: The link's current one; gives contexts, and is told of the end.
-        plan: How the bucket is exchanged.
+        round: The link's current round.
+        plan: The bucket's exchange plan.
         segments: The parameters in ``flat``.
         flat: The bucket, in its own dtype; holds the mean when ``future`` is done. On a device, all work on it is
-            enqueued on the link's stream, between that of the thread that brings it and that of whoever waits for
-            ``future``.
+            enqueued on the link's stream, after the stream of the calling thread and before that of the thread that
+            waits for ``future``.
         bucket: Index of the bucket in its round.
 
     Attributes:
-        future: Of ``flat``.
-        finite: Whether the mean is finite; None where nobody looked.
+        future: Future of ``flat``.
+        finite: True if the mean is finite; None if it was not checked.
     """
 
     def __init__(
@@ -131,12 +133,13 @@ class BucketExchange:
         self._lock = threading.Lock()
         self._left = plan.chunks
         self._prepared: Any = None
-        # What starts at once has no jobs that wait for each other. Two events would be a quarter of its overhead.
+        # A bucket that starts at once has no jobs that wait for each other: two events would be a quarter of its
+        # overhead.
         self._starts_at_once = plan.asynchronous and not runtime.check and self.device.is_host
         self._events: tuple[threading.Event, ...] = (
             () if self._starts_at_once else (threading.Event(), threading.Event())
         )
-        # Copies to the device that came before it are waited for with it.
+        # This also waits for earlier copies to the device.
         self.device.wait_for_current()
         with self.device.stream():
             self.flat = self.device.pinned(flat) if runtime.staged else flat
@@ -151,7 +154,7 @@ class BucketExchange:
             self._take()
 
     def _take(self) -> None:
-        """Begin to work with the bucket: in float32, and beside copies of it where they are asked for."""
+        """Set the vector to work on, in float32 unless the plan keeps the dtype, and copies to measure errors with."""
         with self.device.stream():
             keeps = self.plan.keeps_dtype or self.flat.dtype == torch.float32
             self.work = self.flat if keeps else self.flat.float()
@@ -159,10 +162,10 @@ class BucketExchange:
                 self._gradient, self._sent = self.work.clone(), torch.zeros_like(self.work)
 
     def start(self, last: bool) -> Mean:
-        """Hand the jobs to the lanes, in the same order and to the same lanes on every rank; return the future.
+        """Submit the jobs to the lanes, in the same order and to the same lanes on every rank; return the future.
 
         Args:
-            last: Whether the round ends with this bucket.
+            last: True for the last bucket of the round.
         """
         self.round.began(self.flat.numel(), last)
         lanes, chunks = self.runtime.lanes, range(self.plan.chunks)
@@ -178,7 +181,7 @@ class BucketExchange:
         else:
             self._run(first, self._prepare(), None, self._wait_until_fetched, lambda _: self._is_prepared.set())
             for chunk, lane in zip(chunks, in_turn):
-                # Waits for a job that was submitted before this one, never the other way round: no deadlock.
+                # A chunk waits only for a job that was submitted before it: no deadlock.
                 self._run(lane, self._chunk(chunk), chunk, self._is_prepared.wait, self._finish_chunk)
         if self.runtime.check or not chunks:
             self._run(first, self._verify(), None, self._wait_for_chunks, lambda _: self._complete())
@@ -193,7 +196,7 @@ class BucketExchange:
         then: Callable[[T], object],
         first: Exchange[None] | None = None,
     ) -> None:
-        """Hand a job to a lane, which waits for what the job needs before it begins."""
+        """Submit a job to a lane, which calls ``wait`` before it starts the job."""
 
         def ready() -> None:
             self.runtime.failures.refuse()
@@ -224,7 +227,7 @@ class BucketExchange:
                 self.future.set_exception(told)  # type: ignore[arg-type]
 
     def _wait_until_fetched(self) -> None:
-        """Wait for the copy in main memory, in the lane's thread: backward goes on meanwhile."""
+        """Wait for the copy to main memory, in the lane's thread, so that backward continues."""
         if self.runtime.staged:
             self._fetched.synchronize()
             self._take()
@@ -243,12 +246,12 @@ class BucketExchange:
         self._all_run.wait()
         self.runtime.failures.refuse()
         if isinstance(self.runtime.checks, LateChecks):
-            # The bits are read anyway, and what differs in them has its cause here.
+            # The comparison waits for all bits anyway, and a payload that changed in transit is the cause to report.
             with self.device.stream():
                 Verdict(self.device, None, self.runtime.checks).read()
 
     def _verify(self) -> Exchange[None]:
-        """Compare the bits of the mean over ranks; of a bucket without a chunk there is nothing to compare."""
+        """Compare the bits of the mean over ranks; do nothing for a bucket without chunks."""
         if self.plan.chunks:
             with self.device.stream():
                 yield from _same_bits(self._context(None), self.work, self.runtime.ranks)
@@ -282,8 +285,8 @@ class BucketExchange:
                 self.device.copy_async(self.outer, self.flat)
             arrived = self.runtime.checks.so_far()
             if isinstance(arrived, torch.Tensor):
-                # The error is known later: until then nobody must take this for a mean. Of shards each rank takes its
-                # own.
+                # The error is known only later: until then these values must not pass for a mean. In a reduce-scatter
+                # each rank reads its own shard.
                 read = self.outer if self.plan.collective == REDUCE_SCATTER else self.outer[:1]
                 read.masked_fill_(~arrived, math.nan)
             self.round.ended(self.plan, self.finite)
@@ -294,7 +297,7 @@ def _same_bits(context: Context, flat: torch.Tensor, ranks: Sequence[int]) -> Ex
     """Compare a checksum of the mean over ranks.
 
     Raises:
-        ExchangeError: naming the ranks, by these numbers, whose bits differ from the first one's.
+        ExchangeError: bits of a rank differ from the first one's; the message names such ranks by these numbers.
     """
     digest = zlib.crc32(flat.view(torch.uint8).cpu().numpy().data)
     mine = torch.tensor([digest], dtype=torch.int64).view(torch.uint8)

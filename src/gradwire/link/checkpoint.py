@@ -1,4 +1,4 @@
-"""Saving and loading the state of a link, by all ranks together."""
+"""Save and load the state of a link, by all ranks together."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _RANK_FILE = re.compile(r"rank-\d+-([0-9a-f]{16})\.pt(?:\.partial)?")
 
 
 def write_atomically(value: object, path: Path) -> None:
-    """Save with :func:`torch.save` so that the file is either the old one or the new one, whole.
+    """Save with :func:`torch.save` so that the file is always either the whole old one or the whole new one.
 
     Raises:
-        GradwireError: the disk is full or the folder cannot be written; what was there before is untouched.
+        GradwireError: the disk is full or the folder cannot be written; the old file does not change.
     """
     partial = path.with_name(path.name + ".partial")
     try:
@@ -42,16 +42,16 @@ def write_atomically(value: object, path: Path) -> None:
 
 
 def save(link: Link, folder: str | os.PathLike[str], own: Mapping[str, Any] | None = None) -> None:
-    """Save a link's state (collective): every rank a file of its own, then rank 0 ``common.pt``, which names them.
+    """Save a link's state (collective call): a file of each rank, then ``common.pt`` of rank 0, which names them.
 
-    Where it ends halfway, whatever the reason, the folder still holds what was saved before, whole: ranks' files bear
-    the number of their save, and go when a later save is complete.
+    If it is interrupted at any point, the folder still holds the whole previous save: ranks' files bear the number of
+    their save, and are removed when a later save is complete.
 
     Args:
-        link: Whose state it is.
-        folder: Which all ranks see.
-        own: What else belongs to this rank alone, in types that ``torch.load`` reads with ``weights_only=True``. With
-            local steps, and with gossip, that is the model and the optimizer, since a checkpoint of rank 0 has its own.
+        link: The link.
+        folder: A folder that all ranks see.
+        own: Further state of this rank alone, in types that ``torch.load`` reads with ``weights_only=True``. With local
+            steps and gossip pass the state of the model and the optimizer, which differ between ranks.
 
     Raises:
         IncompatibleError: a file could not be written, or the last round broke, on this rank or on another.
@@ -60,7 +60,7 @@ def save(link: Link, folder: str | os.PathLike[str], own: Mapping[str, Any] | No
     problem: str | None = None
     state: State = {}
     try:
-        # What a device has to say of the last round may be an error of this rank alone.
+        # The last round on a device may have ended in an error of this rank alone.
         state = link.state_dict()
         target.mkdir(parents=True, exist_ok=True)
     except (OSError, GradwireError) as error:
@@ -71,7 +71,7 @@ def save(link: Link, folder: str | os.PathLike[str], own: Mapping[str, Any] | No
     try:
         packed, digest = pack(part if own is None else {**part, "own": dict(own)})
         digests = [told[1] for told in _tell(link, _problem(packed, path), number, digest)]
-        # All ranks' files are there. From its replacement on, common.pt stands for this save instead of the last one.
+        # All ranks' files are written. Replacing common.pt completes this save.
         common = {
             "save": {"number": torch.tensor(number)},
             "world_size": {"value": torch.tensor(link.world_size)},
@@ -86,21 +86,20 @@ def save(link: Link, folder: str | os.PathLike[str], own: Mapping[str, Any] | No
 
 
 def load(link: Link, folder: str | os.PathLike[str]) -> dict[str, Any] | None:
-    """Load a link's state (collective).
+    """Load a link's state (collective call).
 
-    The policy where the world size has changed: what is global or replicated is taken as it is; what belongs to one
-    rank alone stays with the ranks that still exist, and the others start without. What holds for the former ranks
-    alone, as the shifts of DIANA and what gossip knows of its neighbours, begins anew. With local steps all ranks go on
-    from the global parameters, whatever was loaded into their models; where each rank has parameters of its own, from
-    the mean of what was loaded.
+    If the world size has changed, global and replicated state is loaded as it is; the state of one rank is loaded by
+    the ranks that still exist, and new ranks start without it. State that depends on the former ranks, such as the
+    shifts of DIANA and gossip's copies of neighbours, is reset. With local steps all ranks continue from the global
+    parameters, whatever was loaded into their models; under gossip, from the mean of the parameters that were loaded.
 
     Returns:
-        What this rank passed to :func:`save` as ``own``; None where it passed nothing, and where the world size has
+        The value that this rank passed to :func:`save` as ``own``; None if it passed none or the world size has
         changed.
 
     Raises:
-        IncompatibleError: there is no such state, it is not whole, it cannot be read, or it is none that this link can
-            take, on this rank or on another.
+        IncompatibleError: on this rank or another, the state does not exist, is not whole, cannot be read, or does not
+            suit the link.
     """
     source = Path(folder, link.part)
     problem: str | None = None
@@ -130,21 +129,21 @@ def load(link: Link, folder: str | os.PathLike[str]) -> dict[str, Any] | None:
 
 
 def take(link: Link, state: State, problem: str | None, number: int, world_size: int, source: str) -> None:
-    """Let all ranks take a state that was saved, or none of them (collective).
+    """Load a saved state on all ranks, or on none (collective call).
 
     Args:
-        link: That takes it.
-        state: As of :meth:`Link.state_dict`; without values of this rank where it did not exist.
-        problem: What kept this rank from reading it.
-        number: Of the save.
-        world_size: Of the link that saved it.
-        source: Where it is from, for the error.
+        link: The link.
+        state: A state of :meth:`Link.state_dict`; without values of this rank if it did not exist then.
+        problem: The reason why this rank could not read the state; None if it did.
+        number: Number of the save.
+        world_size: World size of the link that saved it.
+        source: Origin of the state, for the error.
 
     Raises:
         IncompatibleError: on every rank alike, naming the first rank that has a problem.
     """
     if problem is None:
-        # Before any rank takes anything: what only one of them refuses would be taken by the others.
+        # Check on all ranks before any rank loads: otherwise the others would load a state that one rank refuses.
         problem = _refused(link.check_state_dict, state, source)
     if len(set(_share(link, problem, number))) > 1:
         raise IncompatibleError(f"ranks read different saves from {source}: load when saving has ended on all of them")
@@ -154,7 +153,7 @@ def take(link: Link, state: State, problem: str | None, number: int, world_size:
 
 
 def _refused(taking: Callable[[State], None], state: State, source: str) -> str | None:
-    """Return what a link says against a state."""
+    """Return a link's objection to a state; None if it has none."""
     try:
         taking(state)
     except GradwireError as error:
@@ -173,7 +172,7 @@ def _whole(value: object, what: str, least: int, above: int) -> int:
     """Return a whole number that a file holds.
 
     Raises:
-        IncompatibleError: it is none, or not from ``least`` to below ``above``.
+        IncompatibleError: it is not a whole number, or not from ``least`` to below ``above``.
     """
     whole = isinstance(value, torch.Tensor) and value.dtype == torch.int64 and value.dim() == 0
     if not whole or not least <= int(value) < above:  # type: ignore[call-overload]
@@ -182,7 +181,7 @@ def _whole(value: object, what: str, least: int, above: int) -> int:
 
 
 def _sweep(folder: Path, number: int) -> None:
-    """Remove the ranks' files of all other saves, also of those that came to nothing."""
+    """Remove the ranks' files of all other saves, also of incomplete ones."""
     for path in folder.glob("rank-*"):
         found = _RANK_FILE.fullmatch(path.name)
         if found and int(found[1], 16) != number:
@@ -191,7 +190,7 @@ def _sweep(folder: Path, number: int) -> None:
 
 
 def _problem(value: object, path: Path) -> str | None:
-    """Write a file; say what went wrong."""
+    """Write a file; return the problem if that fails, else None."""
     try:
         write_atomically(value, path)
     except GradwireError as error:
@@ -200,7 +199,7 @@ def _problem(value: object, path: Path) -> str | None:
 
 
 def _share(link: Link, problem: str | None, number: int = 0) -> list[int]:
-    """Tell all ranks of one another's problems and numbers, and give the numbers by rank (collective).
+    """Gather the problems and numbers of all ranks, and return the numbers by rank (collective call).
 
     Raises:
         IncompatibleError: on every rank alike, naming the first rank that has a problem.
@@ -209,11 +208,11 @@ def _share(link: Link, problem: str | None, number: int = 0) -> list[int]:
 
 
 def _tell(link: Link, problem: str | None, number: int, digest: bytes) -> list[tuple[int, bytes]]:
-    """Tell all ranks of one another's problems, numbers and digests, and return the latter two by rank (collective).
+    """Gather the problems, numbers and digests of all ranks, and return the latter two by rank (collective call).
 
     Raises:
         IncompatibleError: on every rank alike, naming the first rank that has a problem.
-        PayloadError: a rank sent something else; the message names it.
+        PayloadError: a rank sent an invalid message; the error names the rank.
         ExchangeError: a rank is gone; the link is broken then.
     """
     with link.naming("gradwire.save or load") as wait:
@@ -228,7 +227,7 @@ def _told(table: Any) -> tuple[str | None, int, bytes]:
     """Return the problem, number and digest of a table.
 
     Raises:
-        TypeError, ValueError: it has not the form of these.
+        TypeError, ValueError: the table has another form.
     """
     problem, number, digest = table
     if not isinstance(problem, str | None) or not isinstance(number, int) or not isinstance(digest, bytes):

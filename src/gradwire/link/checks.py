@@ -1,4 +1,4 @@
-"""What can be refused before there is a group."""
+"""Checks of methods, options and optimizers that need no process group."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from gradwire.methods.feedback.optimizers import momentum_of, not_stepped, not_s
 from gradwire.methods.spec import method as read_method
 
 LONG_STEP, USUAL_STEP = 0.1, 0.01
-"""Step of a direction over the size of what it moves: from where on it is warned of, and what is advised."""
+"""Size of a step along a direction, relative to the parameter: threshold of the warning, and the size it advises."""
 
 
 def check_optimizer(method: Method, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> None:
-    """Refuse what a method refuses, and what no method can work with that is like this one.
+    """Raise if an optimizer does not suit a method.
 
-    That is a momentum beside a method that brings its own, and beside one with local steps an optimizer that leaves
-    steps to other ranks.
+    Unsuitable are optimizers that the method itself refuses, a momentum beside a method with its own, and, with local
+    steps, an optimizer that updates only part of the parameters on each rank.
 
     Raises:
-        IncompatibleError: naming the setting, or the optimizer.
+        IncompatibleError: the optimizer is unsuitable; the message names the setting or the optimizer.
     """
     method.check_optimizer(optimizer, parameters)
     if optimizer is not None and method.traits.local_steps and not_stepped_here(optimizer, parameters):
@@ -46,9 +46,9 @@ def check_optimizer(method: Method, optimizer: Any, parameters: Mapping[str, tor
 
 
 def optimizer_terms(method: Method, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> dict[str, object]:
-    """Return what all ranks need alike of an optimizer that takes local steps: the parameters that it steps.
+    """Return the fields in which ranks must agree on an optimizer of local steps: the parameters that it updates.
 
-    An optimizer that was not given is taken to step all of them.
+    An optimizer that was not given is assumed to update all of them.
     """
     if not method.traits.local_steps:
         return {}
@@ -57,12 +57,12 @@ def optimizer_terms(method: Method, optimizer: Any, parameters: Mapping[str, tor
 
 
 def check_not_in_backward(method: Method, optimizer: torch.optim.Optimizer, parameters: Iterable[str]) -> None:
-    """Refuse a step during the backward pass, which knows the gradients of one rank alone.
+    """Raise at a step during the backward pass, which would use the gradients of one rank alone.
 
-    To be called before the step, by whoever hooks into it.
+    Call it in a hook before the step.
 
     Args:
-        parameters: That the optimizer holds, by name.
+        parameters: Names of the parameters that the optimizer holds.
 
     Raises:
         IncompatibleError: backward is running in this thread.
@@ -76,10 +76,10 @@ def check_not_in_backward(method: Method, optimizer: torch.optim.Optimizer, para
 
 
 def caution_about(method: Method, optimizer: Any, compressed: Mapping[str, torch.Tensor], warnings: WarnOnce) -> None:
-    """Warn of an optimizer that works with a method, but badly.
+    """Warn about an optimizer that works badly with a method.
 
     Args:
-        compressed: The parameters that do not travel in float32, by name.
+        compressed: The parameters that are not sent in float32, by name.
     """
     sentence = method.caution(optimizer, compressed)
     if sentence is not None:
@@ -89,10 +89,10 @@ def caution_about(method: Method, optimizer: Any, compressed: Mapping[str, torch
 def caution_about_rate(
     method: Method, optimizer: Any, compressed: Mapping[str, torch.Tensor], warnings: WarnOnce
 ) -> None:
-    """Warn of a learning rate for gradients beside a method that gives a direction.
+    """Warn about a learning rate that is too large for a method whose outcome is a direction.
 
-    Each element of a direction is about 1 long, so that a step moves each parameter by the learning rate, however small
-    its gradient. Trainings diverge where that is a large share of the parameter itself.
+    Each element of a direction has magnitude about 1, so that a step moves each parameter by the learning rate, however
+    small its gradient. Training diverges if that is a large share of the parameter itself.
 
     Args:
         compressed: As for :func:`caution_about`.
@@ -115,7 +115,7 @@ def caution_about_rate(
 
 
 def caution_alone(method: Method) -> str:
-    """Return what to warn of where a link has one rank."""
+    """Return the warning for a link with one rank."""
     beside = (
         "; the learning rate is that of a direction, and gradients are smaller, so that steps are small"
         if method.traits.direction
@@ -130,19 +130,19 @@ def caution_alone(method: Method) -> str:
 
 
 def check_options(method: str | Method, *, optimizer: Any = None, **options: Any) -> None:
-    """Refuse what :func:`gradwire.attach` would refuse on every rank, as far as neither group nor module is needed.
+    """Raise the errors of :func:`gradwire.attach` that depend on neither the group nor the module.
 
-    For what starts workers: an error before they start is one line, not one a worker. Of parameters, which are not
-    there yet, nothing is checked.
+    Launchers call it before they start workers, to show an error once and not once for each worker. Parameters are not
+    checked.
 
     Args:
-        method: Spec or method.
+        method: A method or its spec.
         optimizer: As for :func:`gradwire.attach`.
         options: As for :func:`gradwire.attach`.
 
     Raises:
-        HyperparameterError: an unknown method or option, or a wrong value.
-        IncompatibleError: an option or an optimizer that does not go with the method.
+        HyperparameterError: a method or an option is unknown, or a value is wrong.
+        IncompatibleError: an option or the optimizer does not suit the method.
 
     Example:
         >>> import gradwire as gw
@@ -157,10 +157,10 @@ def check_options(method: str | Method, *, optimizer: Any = None, **options: Any
 
 
 def check_unit_by_unit(method: str | Method) -> None:
-    """Refuse what cannot be exchanged one unit after the other while backward runs.
+    """Raise if a method cannot exchange one unit after the other during backward.
 
     Raises:
-        IncompatibleError: naming why.
+        IncompatibleError: it cannot; the message has the reason.
     """
     found = read_method(method)
     for one in [read_method(spec) for spec in found.traits.tries] or [found]:

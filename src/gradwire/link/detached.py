@@ -1,4 +1,4 @@
-"""What a link becomes in a pickled and reloaded module."""
+"""The object that replaces a link in a pickled and reloaded module."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import warnings
 
 
 class DetachedLink:
-    """What remains of a link in a pickled and reloaded module: nothing exchanges by it."""
+    """Replaces a link in a pickled and reloaded module; it exchanges nothing."""
 
     def __init__(self, spec: str) -> None:
         self.spec = spec

@@ -1,4 +1,4 @@
-"""How well the exchange serves the training, measured now and then."""
+"""Measurements of the error of an exchange in some rounds, and warnings about it."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ INTERVAL = 100
 EARLY = (10, 30)
 
 
-"""Rounds that are measured beside those: a training of a few hundred rounds is to be warned while it can be mended."""
+"""Further rounds that are measured, so that a training of a few hundred rounds is warned early."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What a rank sent in a measured round, over all parameters, against its gradient.
+    """Comparison of the vector that a rank sent in a measured round with its gradient, over all parameters.
 
     Attributes:
         relative_error: |sent - gradient| / |gradient|.
-        cosine: Of the two.
-        kept: Share of the gradient that is sent, <sent, gradient> / |gradient|^2: about 1 for what is right on average.
+        cosine: Cosine of the angle between sent and gradient.
+        kept: Share of the gradient that is sent, <sent, gradient> / |gradient|^2: about 1 for an unbiased method.
         density: Share of the elements sent that are not zero.
-        age: |what waits to be sent| / |gradient|; None where the method keeps nothing of the kind. Where gradients
-            change little from round to round, what is sent is so many rounds old.
+        age: |residual| / |gradient|; None if the method keeps no residual. If gradients change little from round to
+            round, the vector sent is so many rounds old.
     """
 
     relative_error: float
@@ -52,10 +52,10 @@ class Comparison:
 
 
 def parameter_rows(diagnostics: Diagnostics, memory: Memory, waiting: str) -> dict[str, dict[str, float]]:
-    """Return what is known of each parameter: the latest measurement, what waits of it now, and its dial.
+    """Return a row for each parameter: the latest measurement, the norm of its residual, and its dial.
 
     Args:
-        waiting: The kind of vector in which it does.
+        waiting: Kind of the vector, in the method's state, that waits to be sent.
     """
     rows = diagnostics.rows()
     for name, row in rows.items():
@@ -69,16 +69,16 @@ def parameter_rows(diagnostics: Diagnostics, memory: Memory, waiting: str) -> di
 
 
 class Diagnostics:
-    """Relative error and cosine of what this rank sent against its gradient, by parameter and over all of them.
+    """Relative error and cosine of the vector that this rank sent to its gradient, by parameter and over all of them.
 
-    Comparison in the rounds of :data:`EARLY` and in every ``interval``-th one, since it reads each gradient four times
-    more. Where a method applies momentum before compression, the momentum takes the place of the gradient.
+    It measures the rounds of :data:`EARLY` and every ``interval``-th one, since a measurement reads each gradient four
+    more times. If a method applies momentum before compression, the momentum takes the place of the gradient.
 
     Args:
-        scaled: Whether gradients are those of a scaled loss, so that an overflow says nothing of the method.
+        scaled: True if gradients are those of a scaled loss. An overflow is then not an error of the method.
 
     Attributes:
-        interval: Rounds from one measurement to the next; 0 for none at all.
+        interval: Number of rounds between two measurements; 0: none.
     """
 
     def __init__(self, *, scaled: bool = False) -> None:
@@ -89,7 +89,7 @@ class Diagnostics:
         self._elements: dict[str, int] = {}
 
     def wanted(self, round: int) -> bool:
-        """Return whether that round is to be measured."""
+        """Return whether a round is to be measured."""
         return self.interval > 0 and (round % self.interval == 0 or round in EARLY)
 
     def measure(
@@ -98,9 +98,9 @@ class Diagnostics:
         """Compare two flat vectors, segment by segment.
 
         Args:
-            gradient: What this rank's contribution should have been.
-            sent: What it was.
-            scale: The loss scale in both, which norms leave out, as residuals do.
+            gradient: The exact contribution of this rank.
+            sent: The contribution that it sent.
+            scale: The loss scale in both; norms are those of unscaled vectors, as residuals are.
         """
         rows = {}
         for s in segments:
@@ -120,12 +120,12 @@ class Diagnostics:
             self._elements.update({s.parameter.name: s.numel for s in segments})
 
     def over_all(self, round: int, waiting: float | None) -> Comparison | None:
-        """Return what was measured in a round over all parameters.
+        """Return the measurement of a round over all parameters.
 
-        None where it was not measured, or tells nothing: no gradient, or one that is not finite.
+        Return None if the round was not measured, or if the gradient is zero or not finite.
 
         Args:
-            waiting: Norm of what waits to be sent after that round; None where nothing is kept.
+            waiting: Norm of the residual after that round; None if the method keeps none.
         """
         with self._lock:
             rows = {name: row for name, row in self._rows.items() if row["round"] == round}
@@ -144,26 +144,26 @@ class Diagnostics:
         )
 
     def discount(self, round: int) -> None:
-        """Note that a round overflowed: its errors tell nothing of the method."""
+        """Record that a round overflowed: its errors are not those of the method."""
         self._discounted = round
 
     def squares(self, round: int) -> tuple[float, float]:
         """Return |sent - gradient|^2 and |gradient|^2 over all parameters that were measured in a round.
 
-        Both are 0 if none was. The first is infinite where what was sent is not finite; the second is NaN where the
-        round overflowed.
+        Both are 0 if none was. The first is infinite if the vector sent is not finite; the second is NaN if the round
+        overflowed.
         """
         with self._lock:
             rows = [row for row in self._rows.values() if row["round"] == round]
         gradients = [row["gradient_norm"] ** 2 for row in rows]
-        # Beside a zero gradient the relative error is the absolute one.
+        # If the gradient is zero, the relative error is the absolute one.
         off = sum(row["relative_error"] ** 2 * (square or 1.0) for row, square in zip(rows, gradients))
         off = math.inf if math.isnan(off) else off
         overflow = self._discounted == round or (self._scaled and not math.isfinite(off))
         return off, math.nan if overflow else sum(gradients)
 
     def forget(self) -> None:
-        """Drop all measurements: rounds with these numbers come again."""
+        """Drop all measurements, since rounds with these numbers come again."""
         with self._lock:
             self._rows, self._discounted = {}, -1
 
@@ -174,35 +174,35 @@ class Diagnostics:
 
 
 OLD, LATE_COSINE = 1.5, 0.48
-"""Age of what is sent, in rounds, without a warning whatever the cosine; and the cosine above which any age is fine."""
+"""Age of the vector sent, in rounds, up to which there is no warning; cosine above which there is none at any age."""
 
 ELEMENTS, KEPT = 0.25, 0.75
-"""Share of the elements, and share of the gradient, from which on nothing is said of what is left out for good."""
+"""Shares of the elements and of the gradient above which there is no warning about elements that are never sent."""
 
 ALIKE = 0.9
-"""Squared cosine over the share of the gradient, above which elements count as sent as they are."""
+"""Squared cosine over the share of the gradient, above which the elements sent count as exact."""
 
 ERROR = 4.0
-"""Relative error that may be noise without a warning."""
+"""Relative error up to which there is no warning about noise."""
 
 MOMENTUM = 0.9
-"""What an optimizer usually has."""
+"""The usual momentum of an optimizer."""
 
 
 class Judge:
-    """Looks at every measured round of a link, and warns once.
+    """Checks every measured round of a link, and warns once.
 
     Args:
-        serving: Returns the method that serves at present.
-        diagnostics: Of the link.
-        warnings: Of the link.
+        serving: Returns the method in use.
+        diagnostics: Diagnostics of the link.
+        warnings: Warnings of the link.
     """
 
     def __init__(self, serving: Callable[[], Method], diagnostics: Diagnostics, warnings: WarnOnce) -> None:
         self._serving, self._diagnostics, self._warnings = serving, diagnostics, warnings
 
     def look(self, memory: Memory, round: int) -> None:
-        """Warn of a round that has ended, if it was measured and what was measured costs accuracy."""
+        """Warn if a round that has ended was measured, and its errors cost accuracy."""
         if not self._diagnostics.wanted(round):
             return
         method = self._serving()
@@ -213,7 +213,7 @@ class Judge:
 
 
 def judge(method: Method, measured: Comparison, round: int) -> str | None:
-    """Return a warning of three lines where what was measured costs accuracy; None where it does not."""
+    """Return a warning of three lines if the measured errors cost accuracy, else None."""
     told = _problem(method, measured)
     if told is None:
         return None
@@ -228,8 +228,8 @@ def judge(method: Method, measured: Comparison, round: int) -> str | None:
 def _problem(method: Method, measured: Comparison) -> str | None:
     cosine = f"cosine {measured.cosine:.2f}"
     if method.traits.sharded or (method.traits.direction and measured.age is None):
-        # A rank that sends one shard for its node says nothing of the rest of its gradient, and a direction has neither
-        # the length nor the angle of one.
+        # A rank that sends one shard for its node sends no other part of its gradient, and a direction has neither the
+        # length nor the angle of a gradient.
         return None
     if measured.age is not None:
         if measured.age <= OLD or measured.cosine >= LATE_COSINE:
@@ -249,7 +249,7 @@ def _problem(method: Method, measured: Comparison) -> str | None:
 
 
 def _changes(method: Method, keeps: bool) -> list[str]:
-    """Return specs with a field that lets more through, and what else may help."""
+    """Return specs with a field changed so that more is sent, and other advice."""
     found = [repr(changed) for changed in (_with(method, field, change) for field, change in MORE.items()) if changed]
     around = None if keeps or method.traits.unbiased else _built(partial(ErrorFeedback, compressor=method))
     if around is not None:
@@ -260,7 +260,7 @@ def _changes(method: Method, keeps: bool) -> list[str]:
 
 
 def _with(method: Method, name: str, change: Callable[[Any], Any]) -> Method | None:
-    """Return a method with a field of it, or of one inside it, changed; None where there is no more to be had."""
+    """Return a method with one of its fields, or of a method inside it, changed; None if no change sends more."""
     for field in dataclasses.fields(method):
         value = getattr(method, field.name)
         if field.name == name:
@@ -275,7 +275,7 @@ def _with(method: Method, name: str, change: Callable[[Any], Any]) -> Method | N
 
 
 def _built(build: Callable[[], Method]) -> Method | None:
-    """Return what is built, or None where there is no such method."""
+    """Return the method that ``build`` returns, or None if it raises."""
     try:
         return build()
     except HyperparameterError:
@@ -293,4 +293,4 @@ MORE: dict[str, Callable[[Any], Any]] = {
     "matrix_rank": lambda value: 4 * value,
     "block_size": lambda value: 64 if value is None or value > 64 else None,
 }
-"""How to change a field so that more is sent; None or the same value: not at all."""
+"""Functions that change the value of a field so that more is sent; None or the same value: no change."""

@@ -1,4 +1,7 @@
-"""Warnings of a link, by the logger "gradwire": each once, and from one rank where all ranks know of it."""
+"""Warnings and errors of a link.
+
+Warnings go to the logger "gradwire": each once, and from one rank if all ranks know of it.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +18,15 @@ from gradwire.exchange.drivers import Lane, WireError
 from gradwire.link.peers.circle import Circle, Wait, brief
 
 LONG_S = 1.0
-"""Seconds of compilation that are long enough to wonder about."""
+"""Seconds of compilation from which on it is logged."""
 
 
 class WarnOnce:
-    """Warnings of one link: the first of each kind, since what goes wrong in one round does so in most.
+    """Warnings of one link: only the first of each kind, since the same problem returns in most rounds.
 
     Args:
         rank: This rank, among all of the program.
-        speaker: The rank that gives warnings of what all ranks know: the lowest of those that take part.
+        speaker: The rank that logs warnings that concern all ranks: the lowest of those that take part.
     """
 
     def __init__(self, rank: int = 0, speaker: int = 0) -> None:
@@ -32,17 +35,17 @@ class WarnOnce:
         self._given: set[str] = set()
 
     def once(self, kind: str, text: str) -> None:
-        """Warn of what all ranks know, on one of them, unless it was warned of that kind before."""
+        """Log a warning that concerns all ranks, on one of them, unless one of that kind was logged before."""
         if self._first(kind) and self._speaks:
             logging.getLogger("gradwire").warning("%s", text)
 
     def here(self, kind: str, text: str) -> None:
-        """Warn of what this rank alone knows, with its number, unless it was warned of that kind before."""
+        """Log a warning of this rank alone, with its number, unless one of that kind was logged before."""
         if self._first(kind):
             logging.getLogger("gradwire").warning("rank %d: %s", self.rank, text)
 
     def compiled(self, seconds: float) -> None:
-        """Tell of a wait for the compiler that is long enough to wonder about."""
+        """Log the seconds of compilation if they are more than :data:`LONG_S`."""
         if seconds > LONG_S:
             self.once("compiled", f"compiled kernels in {seconds:.1f} s; they are kept on disk")
 
@@ -57,7 +60,7 @@ Error = TypeVar("Error", bound=BaseException)
 
 
 def place(bucket: int, chunk: int | None, round: int, names: Sequence[str]) -> str:
-    """Describe where an exchange was, for people."""
+    """Describe the place of an exchange, for messages."""
     part = "" if chunk is None else f", chunk {chunk}"
     first = names[0] if names else "nothing"
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
@@ -65,10 +68,10 @@ def place(bucket: int, chunk: int | None, round: int, names: Sequence[str]) -> s
 
 
 class Failures:
-    """The first failure of a link; every later exchange is refused with it.
+    """The first error of a link; every later exchange raises it again.
 
-    What is raised is a copy. An exception gathers the frames that it passes, and the one that a link keeps would keep
-    the whole program that it broke: its module holds the link, through C++, where no collector looks.
+    A copy is raised. An exception keeps the frames that it passes through, so that the link's own would keep the whole
+    training alive: the module holds the link through C++, which the garbage collector does not see.
     """
 
     def __init__(self, circle: Circle, lanes: Sequence[Lane]) -> None:
@@ -77,7 +80,7 @@ class Failures:
         self._lock = threading.Lock()
 
     def record(self, error: Exception, where: str) -> GradwireError:
-        """Turn an exception into the link's error, and tell the other ranks of it before they notice."""
+        """Turn an exception into the link's error, and report it to the other ranks."""
         with self._lock:
             if self.error is None:
                 self.error = self._explain(error, where)
@@ -89,9 +92,9 @@ class Failures:
 
     @contextlib.contextmanager
     def naming(self, where: str) -> Iterator[Wait]:
-        """Turn the failure of a collective that is none of the link's own lanes into the link's error.
+        """Turn the failure of a collective outside the link's lanes into the link's error.
 
-        The body is given a function that waits for one; see :meth:`~gradwire.link.peers.circle.Circle.wait`.
+        The context yields a function that waits for a collective; see :meth:`~gradwire.link.peers.circle.Circle.wait`.
 
         Raises:
             ExchangeError: the collective in the body broke; the message names the rank that broke it.
@@ -102,9 +105,9 @@ class Failures:
             raise self.record(WireError(str(error)), where) from error
 
     def told(self) -> GradwireError | None:
-        """Return the link's error, if it has one, to be raised or kept by others.
+        """Return a copy of the link's error, or None.
 
-        A rank that has ended without order breaks the link, also where no exchange of it has failed yet.
+        A rank that has ended abnormally breaks the link, even if no exchange has failed yet.
         """
         if self.error is None and self.circle.lost():
             return self.record(WireError("no exchange was under way"), "its next exchange")
@@ -129,8 +132,8 @@ class Failures:
 
 
 def _without_frames(error: Error) -> Error:
-    """Copy an exception, and what caused it, but not where they were raised."""
-    # Not by copy.copy, which calls a constructor that may make the message anew.
+    """Copy an exception and its causes without their tracebacks."""
+    # copy.copy would call the constructor, which may format the message a second time.
     bare = type(error).__new__(type(error), *error.args)
     bare.args = error.args
     bare.__dict__.update(error.__dict__)

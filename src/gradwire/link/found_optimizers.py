@@ -1,4 +1,4 @@
-"""Optimizers that step a link's parameters, found by their steps where none was given."""
+"""Optimizers and scalers of a link: found by their steps if none was given, checked, and read."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def on_any_step(
     *,
     before: bool = False,
 ) -> Callable[[], None]:
-    """Call ``call`` at every step of every optimizer that holds one of the parameters; return what ends that.
+    """Call ``call`` at every step of every optimizer that holds one of the parameters; return a function to end that.
 
     The parameters are not kept alive.
 
     Args:
-        parameters: By name.
-        call: Takes the optimizer and those of the parameters that it holds. It must not end the calls itself: PyTorch
-            is going through the hooks meanwhile.
+        parameters: Parameters by name.
+        call: Called with the optimizer and the parameters of these that it holds. It must not end the calls itself,
+            since PyTorch iterates over the hooks meanwhile.
         before: Call before the step, when no parameter has changed, instead of after it.
     """
     names = {id(p): name for name, p in parameters.items()}
@@ -46,20 +46,20 @@ def on_any_step(
 
 
 class OptimizerSearch:
-    """Looks for optimizers that a link's method cannot work with.
+    """Finds optimizers that do not suit a link's method.
 
-    Each is checked before its first step: as the one that was given is when a link is built, and that it does not step
-    during the backward pass. No parameter has changed then. What is refused breaks the link, so that the other ranks
-    end with an error, too. The search ends when every parameter has been seen in a step. The learning rate beside a
-    method that gives a direction is looked at there as well.
+    Each optimizer is checked before its first step, when no parameter has changed: by the checks of a given optimizer,
+    and that it does not step during the backward pass. An unsuitable one breaks the link, so that the other ranks end
+    with an error, too. If the method's outcome is a direction, the learning rate is also checked. The search ends when
+    every parameter has been seen in a step.
 
     Args:
-        method: Of the link.
-        optimizer: The one that was given and checked; None if none was.
-        parameters: That are exchanged, by name.
-        compressed: Names of those that do not travel in float32.
-        failures: Of the link.
-        warnings: Of the link.
+        method: Method of the link.
+        optimizer: The optimizer that was given and checked; None if none was.
+        parameters: The parameters that are exchanged, by name.
+        compressed: Names of the parameters that are not sent in float32.
+        failures: Failures of the link.
+        warnings: Warnings of the link.
     """
 
     def __init__(
@@ -74,9 +74,9 @@ class OptimizerSearch:
         self._method, self._failures, self._warnings = method, failures, warnings
         unknown = parameters if optimizer is None else not_stepped(optimizer, parameters)
         self._unknown = set(unknown) if method.traits.owns_momentum or method.traits.local_steps else set[str]()
-        # The learning rate is looked at where the first step is taken: a schedule may have set it since.
+        # The learning rate is checked at the first step, since a schedule may have set it after the link was made.
         self._rated = set(compressed) if method.traits.direction else set[str]()
-        # FSDP2 has reduced a gradient before anybody can step by it.
+        # FSDP2 reduces a gradient before an optimizer can use it.
         self._unseen = {name for name, p in parameters.items() if not is_sharded(p)}
         searches = self._unknown or self._unseen or self._rated
         self._stop = on_any_step(parameters, self._check, before=True) if searches else None
@@ -96,12 +96,12 @@ class OptimizerSearch:
         self._unseen.difference_update(held)
 
     def end_when_done(self) -> None:
-        """End the search if nothing is left to look for; not to be called during an optimizer's step."""
+        """End the search if every parameter has been seen; do not call it during an optimizer's step."""
         if not (self._unknown or self._unseen or self._rated):
             self.end()
 
     def end(self) -> None:
-        """Take the hook away, if it is still there."""
+        """Remove the hook, if it is still installed."""
         stop, self._stop = self._stop, None
         if stop is not None:
             stop()
@@ -111,9 +111,9 @@ class LearningRates:
     """Reads the learning rate of each parameter from the optimizer that steps after the exchange.
 
     Args:
-        method: Of the link.
-        optimizer: None if none was given.
-        parameters: That are exchanged, by name.
+        method: Method of the link.
+        optimizer: The optimizer; None if none was given.
+        parameters: The parameters that are exchanged, by name.
     """
 
     def __init__(self, method: Method, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> None:
@@ -124,7 +124,7 @@ class LearningRates:
         """Return the learning rates by name, as the optimizer's groups hold them now.
 
         Returns:
-            None where the method need not know them, or there is no optimizer.
+            None if the method does not use them, or there is no optimizer.
 
         Raises:
             IncompatibleError: one is negative or not finite.
@@ -144,10 +144,10 @@ class LearningRates:
 
 
 def check_scaler(grad_scaler: Any) -> None:
-    """Refuse what cannot say by how much gradients are scaled.
+    """Raise if an object is not a gradient scaler.
 
     Raises:
-        HyperparameterError: it is neither None nor False nor has a ``get_scale()``.
+        HyperparameterError: it is neither None nor False, and has no ``get_scale()``.
     """
     if grad_scaler is None or grad_scaler is False or callable(getattr(grad_scaler, "get_scale", None)):
         return
@@ -158,19 +158,19 @@ def check_scaler(grad_scaler: Any) -> None:
 
 
 def scale_of(grad_scaler: Any) -> float:
-    """Return the factor that is in this round's gradients."""
+    """Return the loss scale of this round's gradients."""
     return float(grad_scaler.get_scale()) if grad_scaler else 1.0
 
 
 def check_unscaled(method: Method, grad_scaler: Any) -> None:
-    """Refuse gradients of a scaled loss where the method was not told; to be called with the first gradients.
+    """Raise if gradients are those of a scaled loss and no scaler was given; call it with the first gradients.
 
-    Nothing tells a communication hook that a loss was scaled. But a scaler that has scaled one is alive, and before the
-    first backward pass only a program that trains with scaled losses has such a thing. One that ``gc.freeze`` hides is
-    not found.
+    A communication hook does not learn that a loss was scaled. But before the end of the first backward pass, only a
+    program that trains with scaled losses holds a scaler that has scaled one. A scaler that ``gc.freeze`` hides is not
+    found.
 
     Raises:
-        IncompatibleError: there is one, and neither it nor False was handed over.
+        IncompatibleError: there is such a scaler, and neither it nor False was given.
     """
     if not method.traits.needs_loss_scale or grad_scaler is not None:
         return
@@ -186,7 +186,7 @@ def check_unscaled(method: Method, grad_scaler: Any) -> None:
 
 
 def _scaling() -> bool:
-    """Return whether there is a scaler that has scaled a loss; one that waits for collection counts, too."""
-    # type(), since some objects are proxies whose class is not to be asked.
+    """Return whether a scaler has scaled a loss; one that waits for garbage collection counts, too."""
+    # type(), since reading the class of some proxy objects has side effects.
     scalers = (o for o in gc.get_objects() if issubclass(type(o), torch.amp.GradScaler))
     return any(scaler.is_enabled() and getattr(scaler, "_scale", None) is not None for scaler in scalers)

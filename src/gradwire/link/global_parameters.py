@@ -1,4 +1,4 @@
-"""The global parameters of workers that step by themselves."""
+"""The parameters of a worker under a method with local steps: global ones, or its own."""
 
 from __future__ import annotations
 
@@ -20,36 +20,36 @@ from gradwire.exchange.segments import Parameter, flat_view, lay_out
 from gradwire.link.parameters import put, swapped
 
 STEPS, FLYING, LEFT = "local_steps", "local_fragment", "local_steps_left"
-"""Keys, in a link's state, of the optimizer steps since the last exchange of the last fragment; and where one is in
-flight, of its number and of the steps until it takes effect."""
+"""Keys in a link's state: optimizer steps since the last exchange of the last fragment, number of the fragment in
+flight if there is one, and steps until that takes effect."""
 
 CLOCK = (STEPS, FLYING, LEFT)
 
 ARRIVED = "arrived"
-"""Kind, in a link's state, of means that have arrived and are not in effect yet."""
+"""Kind, in a link's state, of means that have arrived but are not in effect yet."""
 
 Means = list[tuple[Sequence[str], torch.Tensor]]
-"""Of each bucket, the names of what lies in it, and the mean."""
+"""For each bucket, the names of its pieces, and their mean."""
 
 State = Mapping[str, Mapping[str, torch.Tensor]]
-"""Of a link."""
+"""The state of a link."""
 
 
 class GlobalParameters:
-    """The global parameters of one worker's link, the outer optimizer's memory, and when what is exchanged.
+    """The global parameters of one worker's link, the outer optimizer's state, and the schedule of exchanges.
 
-    It exchanges nothing itself: an owner takes :meth:`outgoing`, replaces it by the mean over workers, and hands that
-    to :meth:`incoming`. So a real link and a simulation do the same arithmetic.
+    It does no communication: its owner replaces the vector of :meth:`outgoing` by the mean over workers, and passes
+    that to :meth:`incoming`. A real link and a simulation thus do the same arithmetic.
 
     Args:
-        method: What is done with a mean.
-        parameters: The worker's own, by name.
-        workers: How many there are.
+        method: The method with local steps.
+        parameters: The worker's own parameters, by name.
+        workers: Number of workers.
 
     Attributes:
-        pieces: What is exchanged as a parameter: parameters, or rows of them.
+        pieces: The units of exchange by name: whole parameters, or blocks of rows of one.
         clock: Counts the optimizer's steps.
-        held: The global parameters by the names of pieces, float32, flat in memory order.
+        held: The global parameters by name of piece, float32, flat in memory order.
     """
 
     def __init__(self, method: StepsLocally, parameters: Mapping[str, torch.Tensor], workers: int) -> None:
@@ -62,31 +62,31 @@ class GlobalParameters:
         self.take()
 
     def problem(self) -> str | None:
-        """Return None: what is not finite reaches all workers, who then go back to the global parameters together."""
+        """Return None: a value that is not finite reaches all workers, which then all restore the global parameters."""
         return None
 
     @torch.no_grad()
     def take(self) -> None:
-        """Make the worker's own parameters the global ones, which all workers must do with the same parameters."""
+        """Set the global parameters to the worker's own; all workers must do so with the same parameters."""
         self.held = {name: flat_view(p).to(torch.float32, copy=True) for name, p in self.pieces.items()}
         if VELOCITY in self.method.remembers_beside:
             self._velocity = {name: torch.zeros_like(x) for name, x in self.held.items()}
         self.clock.reset()
 
     def is_apart(self) -> bool:
-        """Return whether the worker's own parameters are others than the global ones."""
+        """Return whether the worker's own parameters differ from the global ones."""
         return any(not torch.equal(flat_view(p.detach()), self.held[n].to(p.dtype)) for n, p in self.pieces.items())
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Make the global parameters the worker's own ones."""
+        """Set the worker's own parameters to the global ones."""
         put(list(self.pieces.values()), list(self.held.values()))
 
     @torch.no_grad()
     def outgoing(self, names: Sequence[str]) -> torch.Tensor:
-        """Return what a bucket of these pieces is to send: the global ones less the worker's own, float32.
+        """Return the bucket of some pieces to send: the global ones less the worker's own, float32.
 
-        Of a method that exchanges parameters, these themselves.
+        If the method exchanges parameters, it holds these themselves.
         """
         parts = [flat_view(self.pieces[name]).to(torch.float32) for name in names]
         if self.method.exchanges_parameters:
@@ -95,15 +95,15 @@ class GlobalParameters:
 
     @torch.no_grad()
     def incoming(self, means: Iterable[tuple[Sequence[str], torch.Tensor]], *, replaced: bool = False) -> bool:
-        """Step by the means over workers of what all have sent, of all buckets.
+        """Update the parameters by the means over workers, of all buckets.
 
         Args:
-            means: Of some pieces or all.
-            replaced: Whether the worker's own take the values of the global ones, whatever the method makes of them.
+            means: Means of some or all pieces.
+            replaced: True to set the worker's own parameters to the global ones, whatever the method does otherwise.
 
         Returns:
-            Whether all were finite. Where not, the worker's own parameters are the global ones of before again, and
-            nothing else changes: all workers see the same means, so that all do the same.
+            True if all were finite. If not, the worker's own parameters are set to the old global ones, and nothing
+            else changes: all workers see the same means, so that all do the same.
         """
         buckets = list(means)
         if not all(bool(torch.isfinite(flat).all()) for _, flat in buckets):
@@ -113,7 +113,7 @@ class GlobalParameters:
             for name, part in zip(names, flat.split([self.held[name].numel() for name in names])):
                 held, place = self.held[name], self.pieces[name]
                 mean = part if self.method.exchanges_parameters else held - part
-                # The parameter's memory, or a copy, of one of another type or with gaps.
+                # A view of the parameter, or a copy if it has another dtype or gaps.
                 own = flat_view(place).to(torch.float32)
                 velocity = None if self._velocity is None else self._velocity[name]
                 self.method.step_(own, held, mean, velocity, self.workers)
@@ -122,16 +122,16 @@ class GlobalParameters:
         return True
 
     def swapped(self) -> AbstractContextManager[None]:
-        """Return a context in which the global parameters are in the place of the worker's own."""
+        """Return a context in which the parameters hold the global values instead of the worker's own."""
         return swapped(list(self.pieces.values()), list(self.held.values()))
 
     def arrived(self) -> Means | None:
-        """Return the means that a loaded state had in flight, once; None where there are none."""
+        """Return the means that a loaded state had in flight, at the first call only; None if there are none."""
         found, self._arrived = self._arrived, None
         return found
 
     def add_state(self, state: dict[str, dict[str, torch.Tensor]], flying: Means | None = None) -> None:
-        """Add copies of all that is kept to a link's state, and the means of the exchange in flight."""
+        """Add copies of all that is kept here to a link's state, with the means of the exchange in flight."""
         kept = {f"{GLOBAL}/{name}": x.clone() for name, x in self.held.items()}
         if self._velocity is not None:
             kept |= {f"{VELOCITY}/{name}": x.clone() for name, x in self._velocity.items()}
@@ -150,7 +150,7 @@ class GlobalParameters:
         """Check that a link's state has what :meth:`add_state` adds.
 
         Raises:
-            IncompatibleError: it has not, as that of a method without local steps.
+            IncompatibleError: it has not, for example because the method had no local steps.
         """
         kept, kinds = state["replicated"], self._kinds()
         needed = [f"{kind}/{name}" for kind in kinds for name in self.held]
@@ -169,7 +169,7 @@ class GlobalParameters:
             )
 
     def load(self, state: State) -> dict[str, dict[str, torch.Tensor]]:
-        """Take back what :meth:`add_state` added and :meth:`check` has passed; return the state without it."""
+        """Load the part that :meth:`add_state` added, after :meth:`check`; return the state without it."""
         kept, kinds = state["replicated"], self._kinds()
         for name, x in self.held.items():
             x.copy_(kept[f"{GLOBAL}/{name}"].reshape(-1))
@@ -187,18 +187,18 @@ class GlobalParameters:
 
 
 class OwnParameters:
-    """The parameters of one worker, which differ from all others', and the steps since the last exchange.
+    """The parameters of one worker that has its own, and the steps since the last exchange.
 
-    The counterpart of :class:`gradwire.link.global_parameters.GlobalParameters` where there are no global ones. It
-    exchanges nothing itself: an owner takes :meth:`outgoing`, replaces it by this worker's outcome, and hands that to
-    :meth:`incoming`.
+    The counterpart of :class:`gradwire.link.global_parameters.GlobalParameters` for methods without global parameters.
+    It does no communication: its owner replaces the vector of :meth:`outgoing` by this worker's outcome, and passes
+    that to :meth:`incoming`.
 
     Args:
-        method: By which they are exchanged.
-        parameters: By name.
+        method: The method that exchanges them.
+        parameters: Parameters by name.
 
     Attributes:
-        pieces: What is exchanged: the parameters.
+        pieces: The units of exchange by name: the parameters.
         clock: Counts the optimizer's steps.
     """
 
@@ -208,15 +208,15 @@ class OwnParameters:
         self.clock = FragmentClock(method.traits.local_steps, 1, 0)
 
     def take(self) -> None:
-        """Begin anew, which all workers must do with the same parameters."""
+        """Reset the step count; all workers must do so with the same parameters."""
         self.clock.reset()
 
     def is_apart(self) -> bool:
-        """Return True: there are no global parameters that the worker's own could be."""
+        """Return True: there are no global parameters."""
         return True
 
     def problem(self) -> str | None:
-        """Explain why these parameters must not reach another worker; None where they may."""
+        """Return the reason why these parameters must not reach another worker, or None."""
         for name, p in self._parameters.items():
             if not in_range(p.detach()):
                 return (
@@ -231,7 +231,7 @@ class OwnParameters:
         return torch.cat([flat_view(self._parameters[name]).to(torch.float32) for name in names])
 
     def incoming(self, outcomes: Iterable[tuple[Sequence[str], torch.Tensor]], *, replaced: bool = False) -> bool:
-        """Take what this worker's parameters are after an exchange, of all buckets; return True."""
+        """Set this worker's parameters to the outcomes of an exchange, of all buckets; return True."""
         for names, flat in outcomes:
             parameters = [self._parameters[name] for name in names]
             put(parameters, flat.split([p.numel() for p in parameters]))
@@ -248,7 +248,7 @@ class OwnParameters:
         """Check that a link's state has what :meth:`add_state` adds.
 
         Raises:
-            IncompatibleError: it has not, as that of a method that exchanges gradients.
+            IncompatibleError: it has not, for example because the method exchanged gradients.
         """
         if STEPS not in state["global"]:
             raise IncompatibleError(
@@ -257,13 +257,13 @@ class OwnParameters:
             )
 
     def load(self, state: State) -> dict[str, dict[str, torch.Tensor]]:
-        """Take back what :meth:`add_state` added; return the state."""
+        """Load the part that :meth:`add_state` added; return the state."""
         self.clock.steps = int(state["global"][STEPS])
         return {scope: dict(part) for scope, part in state.items()}
 
 
 def parameters_of(method: Method, named: Mapping[str, torch.Tensor], workers: int) -> GlobalParameters | OwnParameters:
-    """Return what one of some workers holds of a method with local steps."""
+    """Return the parameters of one of some workers under a method with local steps."""
     if method.traits.outcomes_differ:
         return OwnParameters(method, named)
     return GlobalParameters(cast(StepsLocally, method), named, workers)

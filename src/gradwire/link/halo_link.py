@@ -1,4 +1,4 @@
-"""What the ends of a halo exchange share: the place in the training, what is remembered, what is reported."""
+"""Halo exchanges over a process group, and the worker that real and simulated ones share: round, state, reports."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from gradwire.version import __version__
 State: TypeAlias = Mapping[str, Mapping[str, torch.Tensor]]
 
 HALO_BYTES = "halo_bytes"
-"""Gauge of every method: the bytes that a worker sent in a step."""
+"""Name of a gauge that every method has: the bytes that a worker sent in a step."""
 
 COUNTS = "boundaries"
 """Key of the sizes of all boundaries in a state."""
 
 ROW_BYTES = 4
-"""Of a value in full communication."""
+"""Bytes of a value that is sent in float32."""
 
 
 def compiled(method: HaloMethod, backend: str) -> float:
-    """Compile what an exchange calls, or load it; return the seconds in which something was compiled."""
+    """Compile the kernels of an exchange, or load them; return the seconds of compilation."""
     found_s = get_kernels(backend).warm_up(method.kernels) if method.kernels else 0.0
     return found_s + (0.0 if method.silent else checksum.warm_up())
 
@@ -45,8 +45,8 @@ class HaloWorker:
 
     Attributes:
         round: Training step, counted from 0.
-        meter: Bytes of the training; what evaluations exchange is not counted.
-        full_bytes: Values that left this worker, at four bytes each, had all been sent.
+        meter: Bytes of the training, without those of evaluations.
+        full_bytes: Bytes that this worker would have sent with all values in float32.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class HaloWorker:
         self._space = Workspace()
 
     def context(self, layer: int, direction: int) -> Context:
-        """Return the place of one exchange."""
+        """Return the context of one exchange."""
         return Context(
             rank=self.boundary.rank,
             world_size=self.boundary.workers,
@@ -72,11 +72,11 @@ class HaloWorker:
         )
 
     def count_forward(self, width: int) -> None:
-        """Count rows of that width to other workers."""
+        """Count the rows sent to other workers, of a width."""
         self.full_bytes += ROW_BYTES * width * int(self.boundary.counts[self.boundary.rank].sum())
 
     def count_backward(self, width: int) -> None:
-        """Count gradients of rows of that width to their owners."""
+        """Count the gradients of rows sent to their owners, of a width."""
         self.full_bytes += ROW_BYTES * width * int(self.boundary.counts[:, self.boundary.rank].sum())
 
     def next_round(self) -> None:
@@ -91,7 +91,7 @@ class HaloWorker:
         return Traffic(self.meter.sent_bytes, self.meter.received_bytes, full, full // ROW_BYTES, self.round)
 
     def record(self) -> dict[str, int]:
-        """Return the bytes of the training so far, in plain values."""
+        """Return the bytes of the training so far as plain values."""
         return {
             "sent_bytes": self.meter.sent_bytes,
             "received_bytes": self.meter.received_bytes,
@@ -99,16 +99,16 @@ class HaloWorker:
         }
 
     def state(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Return the round and the sizes of all boundaries, and what is remembered by "kind/channel"."""
+        """Return the round, the sizes of all boundaries, and the method's state by "kind/channel"."""
         found = self.memory.state()
         found["global"] = {"round": torch.tensor(self.round), COUNTS: self.boundary.counts.clone()}
         return found
 
     def load(self, state: State) -> None:
-        """Continue where :meth:`state` was taken.
+        """Continue from a state of :meth:`state`.
 
         Raises:
-            IncompatibleError: it is no such state, or of another partition.
+            IncompatibleError: it is not such a state, or is one of another partition.
         """
         try:
             round, counts, own = int(state["global"]["round"]), state["global"][COUNTS], state["rank"]
@@ -123,9 +123,9 @@ class HaloWorker:
 
 
 class HaloLink:
-    """Exchanges the rows of a partitioned graph's boundaries over a process group, and their gradients back.
+    """Exchanges the boundary rows of a partitioned graph over a process group, and returns their gradients.
 
-    It is the ``exchange`` of a :class:`gradwire.graphs.GraphNetwork`. Weight gradients have a link of their own::
+    It is the ``exchange`` of a :class:`gradwire.graphs.GraphNetwork`. Gradients of weights need a link of their own::
 
         parts = graphs.subgraphs(graph, graphs.partition(graph, world_size))
         part = parts[rank]
@@ -137,23 +137,23 @@ class HaloLink:
             optimizer.step()
             halo.next_round()
 
-    Building one is collective. It has one lane: connections and a thread, which the thread of the forward and backward
-    pass waits for.
+    The constructor is a collective call. The object has one lane, a thread with connections of its own, which the
+    thread of the forward and backward pass waits for.
 
     Args:
-        boundary: This rank's, of a partition for as many workers as the group has.
-        method: What is done with rows: a spec, see :func:`gradwire.graphs.halo_method`.
-        steps: That the training has, for methods that go by it.
-        seed: Of random numbers.
+        boundary: This rank's boundary, in a partition for as many workers as the group has.
+        method: The method for rows, or its spec; see :func:`gradwire.graphs.halo_method`.
+        steps: Number of steps of the training, for methods that depend on it.
+        seed: Seed of random numbers.
         group: Process group; the default group if None.
-        backend: Of the kernels.
+        backend: Backend of the kernels.
 
     Attributes:
-        close: Call it to end the thread and the connections; done also when the link is dropped.
+        close: Call it to end the thread and the connections; also called when the object is garbage-collected.
 
     Raises:
         HyperparameterError: a spec is wrong.
-        IncompatibleError: the boundary is another rank's, or of another number of workers, or the method cannot serve.
+        IncompatibleError: the boundary is that of another rank or number of workers, or the method is not supported.
         RankMismatchError: ranks differ in version, method, seed, steps or partition.
     """
 
@@ -197,12 +197,12 @@ class HaloLink:
         return self._worker.round
 
     def next_round(self) -> None:
-        """End a training step: to be called once a step, on all ranks alike."""
+        """End a training step; call it once a step on all ranks."""
         self._worker.next_round()
 
     @contextlib.contextmanager
     def evaluation(self) -> Iterator[None]:
-        """Send all rows in float32 within the ``with`` block; neither counted as traffic nor remembered."""
+        """Send all rows in float32 within the ``with`` block, without counting traffic or changing state."""
         self._evaluates, self._side.lane.meter = True, self._exact.meter
         try:
             yield
@@ -231,16 +231,16 @@ class HaloLink:
     def traffic(self) -> Traffic:
         """Return the bytes of the training's exchanges on this rank.
 
-        ``dense_bytes`` is what the values alone would have taken in float32, and ``elements`` their number.
+        ``dense_bytes`` are the bytes of the values in float32, and ``elements`` is their number.
         """
         return self._worker.traffic()
 
     def gauges(self) -> dict[str, float]:
-        """Return what the method reports of this rank's latest step."""
+        """Return the method's gauges of this rank's latest step."""
         return dict(self._worker.gauges.latest)
 
     def record(self) -> dict[str, Any]:
-        """Return what runs, in plain values, and the bytes so far."""
+        """Return the method, the options and the bytes so far as plain values."""
         return {"method": repr(self.method), "traffic": [self._worker.record()]}
 
     @property
@@ -249,13 +249,13 @@ class HaloLink:
         return self._side.failures.told()
 
     def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Return this rank's state: local, tensors only; under ``rank`` what the method remembers."""
+        """Return this rank's state, tensors only, with the method's under ``rank``; a local call."""
         return self._worker.state()
 
     def load_state_dict(self, state: dict[str, dict[str, torch.Tensor]]) -> None:
-        """Continue where :meth:`state_dict` was taken, on the same rank of the same partition.
+        """Continue from a state of :meth:`state_dict`, on the same rank of the same partition.
 
         Raises:
-            IncompatibleError: it is no such state.
+            IncompatibleError: it is not such a state.
         """
         self._worker.load(state)

@@ -1,4 +1,4 @@
-"""Before anything is exchanged, ranks compare what they are about to do."""
+"""The agreement of all ranks on versions, options and parameters before an exchange, and checks of replicas later."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ Told: TypeAlias = dict[str, dict[str, float]]
 
 @dataclass
 class Terms:
-    """What a rank brings to an agreement, and the token that all ranks take from it.
+    """The terms of a rank in an agreement, and its result.
 
     Attributes:
-        circle: The ranks that agree; has the token when the agreement is reached.
-        fields: To be the same on all ranks, of values as :func:`gradwire.exchange.drivers.tables.plain` takes them;
+        circle: The ranks that agree; has the token once the agreement is reached.
+        fields: Fields that must be equal on all ranks, with values for :func:`gradwire.exchange.drivers.tables.plain`;
             lists are compared item by item.
-        told: What this rank measured, told to the others and compared with nothing.
-        everyone: What each rank told, by rank; set when the agreement is reached.
-        open_links: Numbers of the links that are open on this rank; on any rank, when the agreement is reached.
+        told: Measurements of this rank, which are sent to the others but not compared.
+        everyone: The measurements of each rank, by rank; set once the agreement is reached.
+        open_links: Numbers of the links that are open on this rank; once the agreement is reached, on any rank.
     """
 
     circle: Circle
@@ -47,14 +47,14 @@ class Terms:
 
     @property
     def token(self) -> str:
-        """Unique to this agreement, the same on all ranks."""
+        """The token of this agreement: unique, and the same on all ranks."""
         return self.circle.token
 
 
 def compared(
     method: Method, options: Options, parameters: Mapping[str, torch.Tensor], more: Mapping[str, object]
 ) -> dict[str, object]:
-    """Return the fields in which all ranks of a link agree."""
+    """Return the fields in which all ranks of a link must agree."""
     return {
         "gradwire version": __version__,
         "method": repr(method),
@@ -67,19 +67,20 @@ def compared(
 
 @contextmanager
 def agreement(group: dist.ProcessGroup, beside: Iterable[int] = ()) -> Iterator[Terms]:
-    """Prepare terms in the body, then compare them over the ranks of a group (collective).
+    """Yield terms to fill in the ``with`` block, then compare them over the ranks of a group (collective call).
 
-    A rank whose preparations fail still takes part, so that the others learn of it instead of waiting for it.
+    A rank whose block raises still takes part, so that the others learn of it instead of waiting for it.
 
     Args:
         group: The ranks that agree.
-        beside: Global ranks beyond those of the group whose end would end what is agreed on.
+        beside: Global ranks outside the group whose end also breaks the agreement.
 
     Raises:
-        Exception: what this rank's body raised.
-        IncompatibleError: another rank's body failed; the message names the rank and holds its reason.
-        PayloadError: a rank sent something else than its terms; the message names it.
-        RankMismatchError: on every rank alike, naming the first rank and field that differ from the group's first.
+        Exception: the exception of this rank's block.
+        IncompatibleError: another rank's block raised; the message has the rank and the reason.
+        PayloadError: a rank sent an invalid message; the error names the rank.
+        RankMismatchError: fields differ; on all ranks the message names the first rank and field that differ from the
+            first rank of the group.
         ExchangeError: a rank is gone.
     """
     terms = Terms(Circle(group, beside))
@@ -126,7 +127,7 @@ def agreement(group: dist.ProcessGroup, beside: Iterable[int] = ()) -> Iterator[
 
 @dataclass(frozen=True)
 class _Message:
-    """What a rank sends in an agreement."""
+    """The message of a rank in an agreement."""
 
     token: str
     fields: dict[str, object]
@@ -139,7 +140,7 @@ class _Message:
         """Return the message of a table.
 
         Raises:
-            KeyError, TypeError, ValueError: it has not the form of one.
+            KeyError, TypeError, ValueError: the table is not a message.
         """
         found = cls(**table)
         if not re.fullmatch("[0-9a-f]{32}", found.token):
@@ -180,7 +181,7 @@ def default_group() -> dist.ProcessGroup:
     """Return the group of all ranks.
 
     Raises:
-        IncompatibleError: there is none, or this process is not in it.
+        IncompatibleError: there is no group, or this process is not in it.
     """
     if not dist.is_available() or not dist.is_initialized():
         raise IncompatibleError("no process group: call torch.distributed.init_process_group first")
@@ -191,26 +192,26 @@ def default_group() -> dist.ProcessGroup:
 
 
 def digest(tensor: torch.Tensor) -> int:
-    """Return the CRC-32 of a tensor's bytes in memory order; of a DTensor, of this rank's shard."""
+    """Return the CRC-32 of a tensor's bytes in memory order; for a DTensor, of this rank's shard."""
     values = flat_view(local_shard(tensor.detach())).contiguous()
     return zlib.crc32(values.view(torch.uint8).cpu().numpy().data)
 
 
 def value_terms(parameters: Mapping[str, torch.Tensor]) -> dict[str, object]:
-    """Return the values of parameters as fields in which all ranks of a link agree."""
+    """Return digests of parameters as fields in which all ranks of a link must agree."""
     return {f"values of parameter {name!r}": f"checksum {digest(p):08x}" for name, p in parameters.items()}
 
 
 class ReplicaCheck:
-    """Compares digests of all parameters over ranks every so many rounds.
+    """Compares digests of all parameters over ranks at regular rounds.
 
-    The digests of a round are computed when it begins, before anything of it has changed a parameter, and gathered
-    beside its exchange: nobody waits for a rank that is not in this round yet, which could wait for this one in another
-    collective of the backward pass. They are judged when the next round begins, on all ranks alike.
+    The digests are computed when a round begins, before it changes a parameter, and gathered while it runs. No rank
+    waits for one that has not begun the round, and that could in turn wait for it in another collective of the backward
+    pass. All ranks compare them when the next round begins.
 
     Args:
-        every: Rounds from one comparison to the next; 0: never.
-        ranks: The ranks that are compared, as a message names them.
+        every: Number of rounds between two comparisons; 0: never.
+        ranks: Numbers of the ranks, for messages.
     """
 
     def __init__(self, every: int, ranks: Sequence[int]) -> None:
@@ -218,12 +219,12 @@ class ReplicaCheck:
         self._told: Callable[[], None] | None = None
 
     def begin(self, round: int, channel: ControlChannel, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Judge what was gathered in an earlier round, and gather if this one is due; call it on all ranks.
+        """Compare the digests of an earlier round, and start to gather this one's if due; call it on all ranks.
 
         Args:
             round: The round that begins.
-            channel: Idle, as at the beginning of a round.
-            parameters: Those that are equal on all ranks at this time, by name.
+            channel: The control channel, idle as it is when a round begins.
+            parameters: The parameters that must be equal on all ranks now, by name.
 
         Raises:
             RankMismatchError: parameters differed; the message names them, the ranks and the round.
@@ -238,7 +239,7 @@ class ReplicaCheck:
             self._told = lambda: self._judge(names, gathered(), round)
 
     def forget(self) -> None:
-        """Drop what was gathered: other parameters have been loaded since."""
+        """Drop gathered digests, after other parameters were loaded."""
         self._told = None
 
     def _judge(self, names: Sequence[str], rows: Sequence[Sequence[float]], round: int) -> None:
@@ -246,7 +247,7 @@ class ReplicaCheck:
         if not differing:
             return
         found = [row[names.index(differing[0])] for row in rows]
-        # Of equally many the value of the lowest rank counts as the others'.
+        # If several values are equally frequent, that of the lowest rank counts as the right one.
         usual = Counter(found).most_common(1)[0][0]
         odd, others = ([r for r, v in zip(self._ranks, found) if (v != usual) is wanted] for wanted in (True, False))
         more = f" (and {len(differing) - 1} more)" if len(differing) > 1 else ""

@@ -1,4 +1,4 @@
-"""A link: the gradient exchange of one set of parameters over one group."""
+"""The class Link: the exchange of one set of parameters over one process group."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ if TYPE_CHECKING:
 
 
 LANES = 2
-"""Lanes on CPU, where a lane's thread computes and sends by turns."""
+"""Default number of lanes on CPU, where a lane's thread computes and sends in turn."""
 
 RECORDED = ("min_numel", "warmup_steps", "seed", "chunk_numel", "check", "check_every", "fallback_limit")
-"""Options that a run's record holds."""
+"""Options that a link's record holds."""
 
 
 class Link(LinkReports, LocalStepsUser):
@@ -60,42 +60,44 @@ class Link(LinkReports, LocalStepsUser):
         link.reduce_()
         optimizer.step()
 
-    Building a link is collective: all ranks of the group build the same one, in the same order, on parameters with the
-    same values. A method by which ranks stay different, as gossip, takes any.
+    The constructor is a collective call: all ranks of the group make the same links in the same order, on parameters
+    with equal values. Values may differ for gossip, where ranks keep parameters of their own.
 
-    One rank alone, as after an elastic restart, trains on without an exchange and is warned: gradients stay as they
-    are, local steps end in an exchange of one, rounds count, and what the method remembers is kept and saved.
+    A single rank, for example after an elastic restart, trains on without an exchange and logs a warning: gradients do
+    not change, rounds are counted, and the method's state is kept and saved.
 
     Args:
         parameters: (name, parameter) pairs, or parameters (then named "0", "1", ...).
         method: A method or its spec.
         group: Process group; the default group if None.
-        lanes: Process groups and threads that exchange side by side; the bits do not depend on it.
-        grad_scaler: The scaler of automatic mixed precision, for methods that remember something or give a direction,
-            which refuse to run without it; False: these gradients are not scaled when they are exchanged, whatever
-            scalers there are. Other methods do not need it: a non-finite gradient on any rank becomes non-finite on
-            all, so that every rank's scaler skips.
-        optimizer: For methods that need the learning rate, which is read when a round begins, or own the momentum, or
-            count its steps, since they are local; beside a residual that may grow large, its momentum is warned of.
-            An optimizer that is not given, and has a momentum beside the method's own, is found by its first step:
-            ``optimizer.step()`` raises IncompatibleError, no parameter changes, and the link is broken.
-        beside: Ranks of the program, beyond those of the group, that exchange other shards of the same module: what all
-            of them know is warned of by the lowest of all, and the end of any of them breaks the link.
+        lanes: Number of lanes: threads with connections of their own that exchange buckets in parallel. Results do not
+            depend on it.
+        grad_scaler: The scaler of automatic mixed precision. Methods with state, or whose outcome is a direction,
+            refuse gradients of a scaled loss without it. False: gradients are not scaled when they are exchanged, even
+            if the program has a scaler. Other methods do not need it: a non-finite gradient on any rank becomes
+            non-finite on all, so that every rank's scaler skips the step.
+        optimizer: The optimizer of the parameters. Needed by methods that use its learning rate, which is read when a
+            round begins; checked by methods with their own momentum; its steps are counted by methods with local steps.
+            With a residual that may grow large, its momentum causes a warning. If an optimizer that is not given has a
+            momentum beside the method's own, its first ``step()`` raises IncompatibleError, no parameter changes, and
+            the link is broken.
+        beside: Ranks outside the group that exchange other shards of the same module. The lowest rank of all logs the
+            warnings that concern all, and the end of any rank breaks the link.
         options: See :class:`Options`.
 
     Attributes:
-        part: Name of its own folder in a checkpoint, where several groups of ranks exchange shards of one module.
-        close: Call it to end the link's threads and connections; done also when the link is dropped.
-        number: Which of the links that are open in this process it is, counted from 0 in the order in which they were
-            attached. Random numbers depend on it, so that links draw independently though their parameters bear the
-            same names. The number of a closed link is used again; a checkpoint restores the number of its link.
+        part: Name of the link's own folder in a checkpoint, if several groups of ranks exchange shards of one module.
+        close: Call it to end the link's threads and connections; also called when the link is garbage-collected.
+        number: Number of the link among the open links of this process, counted from 0 in the order in which they were
+            made. Random numbers depend on it, so that links whose parameters have the same names draw independently.
+            The number of a closed link is used again; a checkpoint restores the number of its link.
 
     Raises:
         HyperparameterError: a spec, an option or an exclude pattern is wrong.
-        IncompatibleError: a parameter, or so many ranks, do not suit the method.
+        IncompatibleError: a parameter or the number of ranks does not suit the method.
         BackendError: a kernel backend is not installed.
-        RankMismatchError: ranks differ in version, method, options or parameters; also in the values of parameters,
-            unless ranks stay different under the method.
+        RankMismatchError: ranks differ in version, method, options or parameters, or in the values of parameters unless
+            the method lets them differ.
     """
 
     part: str = ""
@@ -177,7 +179,7 @@ class Link(LinkReports, LocalStepsUser):
         self._search = OptimizerSearch(
             self.method, optimizer, self._parameters, compressed, self._runtime.failures, warnings
         )
-        # Threads and connections end with the link, also where it is dropped or the interpreter ends without close().
+        # Threads and connections end with the link, also if it is collected or the interpreter ends without close().
         self.close = weakref.finalize(self, close_threads, own_lanes, mine.circle, [unbind, self._search.end])
         register(self)
         if self.world_size > 1:
@@ -191,13 +193,13 @@ class Link(LinkReports, LocalStepsUser):
     def exchange(
         self, index: int, names: Sequence[str], flat: torch.Tensor, last: bool
     ) -> torch.futures.Future[torch.Tensor]:
-        """Start the exchange of one bucket; to be called in the same order on all ranks.
+        """Start the exchange of one bucket; call it in the same order on all ranks.
 
         Args:
-            index: Of the bucket in this step.
-            names: The whole parameters that lie in ``flat``, one after the other, in memory order.
+            index: Index of the bucket in this step.
+            names: Names of the parameters in ``flat``, which holds them whole, one after the other, in memory order.
             flat: Their gradients, overwritten by the mean over ranks.
-            last: Whether the step ends with this bucket.
+            last: True for the last bucket of the step.
 
         Returns:
             A future of ``flat``.
@@ -235,7 +237,7 @@ class Link(LinkReports, LocalStepsUser):
         return future
 
     def _next_round(self) -> Round:
-        """Begin a round: settle on all ranks alike what is read or chosen once for all of its buckets."""
+        """Begin a round: read or choose what all of its buckets share, with the same result on all ranks."""
         runtime, before = self._runtime, self._round
         if self.world_size == 1:
             return Round(runtime)
@@ -256,7 +258,7 @@ class Link(LinkReports, LocalStepsUser):
         return Round(runtime, learning_rates)
 
     def _whole_step(self, round: Round, names: Sequence[str], flat: torch.Tensor, last: bool) -> Mean | None:
-        """Hold a bucket back until the step's last one is there, where the method needs that."""
+        """Hold a bucket back until the last one of the step arrives, if the method needs the whole step."""
         planner = self._selection.planner
         if not planner.method.traits.whole_step:
             return None
@@ -276,15 +278,15 @@ class Link(LinkReports, LocalStepsUser):
         return BucketExchange(round, plan, segments, flat, index).start(last)
 
     def end_round(self) -> None:
-        """End a round of which no bucket was said to be the last one, where all of its buckets have been exchanged."""
+        """End the round after all of its buckets have been exchanged, if none was passed as the last one."""
         if self._round is not None:
             self._round.end()
 
     def reduce_(self) -> None:
-        """Replace the gradient of every parameter by its mean over ranks; for loops without DDP (collective).
+        """Replace the gradient of every parameter by its mean over ranks; for loops without DDP (collective call).
 
-        A parameter without a gradient here takes part with zeros, and receives the mean. Of a method with local steps,
-        gradients stay as they are.
+        A parameter without a gradient on this rank takes part with zeros, and receives the mean. Under a method with
+        local steps, gradients do not change.
         """
         refuse_scatter(self.options.collective, "reduce_()")
         buckets = own_buckets(self._parameters, 4 * self.options.chunk_numel)
@@ -300,10 +302,10 @@ class Link(LinkReports, LocalStepsUser):
                 raise
             torch._foreach_copy_(grads, list(flat.split([g.numel() for g in grads])))
 
-    # ------------------------------------------------------------------ what users ask
+    # ------------------------------------------------------------------ reports and state
 
     def record(self) -> dict[str, Any]:
-        """Return what runs, in plain values, for a run's record: also what "auto" chose."""
+        """Return the method and options in force as plain values, with the choice of ``"auto"``."""
         planner = self._selection.planner
         return {
             "gradwire": __version__,
@@ -326,9 +328,9 @@ class Link(LinkReports, LocalStepsUser):
         }
 
     def choose_again(self) -> None:
-        """Begin a new trial with the next round, where the method is "auto"; to be called on all ranks.
+        """Start a new trial of candidates with the next round if the method is ``"auto"``; call it on all ranks.
 
-        Also after a return to the fallback.
+        It also ends a fallback.
 
         Raises:
             IncompatibleError: the link has one method.
@@ -336,10 +338,10 @@ class Link(LinkReports, LocalStepsUser):
         self._selection.again()
 
     def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Return this rank's state: local, tensors only, loads with ``weights_only=True``.
+        """Return this rank's state: a local call; tensors only, so that it loads with ``weights_only=True``.
 
-        ``global`` holds the round and a method's values; ``replicated`` and ``rank`` hold its vectors by
-        "kind/parameter", the same on all ranks or this rank's own.
+        ``global`` holds the round and values of the method. ``replicated`` holds its vectors that are the same on all
+        ranks, and ``rank`` those of this rank, both by "kind/parameter".
         """
         if self._local is not None:
             self._local.waited()
@@ -356,10 +358,10 @@ class Link(LinkReports, LocalStepsUser):
         return state
 
     def load_state_dict(self, state: dict[str, dict[str, torch.Tensor]]) -> None:
-        """Continue where :meth:`state_dict` was taken; what another method remembered is dropped, with a warning.
+        """Continue from a state of :meth:`state_dict`; state of another method is dropped, with a warning.
 
         Raises:
-            IncompatibleError: it is not a link's state, or not all of one, or its choice is no candidate here.
+            IncompatibleError: it is not the whole state of a link, or its choice is not a candidate here.
         """
         self.check_state_dict(state)
         self._settle()
@@ -372,7 +374,7 @@ class Link(LinkReports, LocalStepsUser):
             say_dropped(state["global"], warn)
         self._selection.load({**state["global"], **state["rank"]})
         self.number.value = int(state["global"][LINK_STATE])
-        # A round that was skipped here may come again, with other gradients.
+        # A skipped round may come again, with other gradients.
         self._round, self._runtime.round = None, int(state["global"]["round"])
         self._runtime.diagnostics.forget()
         if self._local is not None:
@@ -380,10 +382,10 @@ class Link(LinkReports, LocalStepsUser):
         self._runtime.memory.load(remembered(state, self._exchanged, self.method, warn))
 
     def check_state_dict(self, state: dict[str, dict[str, torch.Tensor]]) -> None:
-        """Check the types and ranges of all values of a state, without taking any of them.
+        """Check the types and ranges of all values of a state without loading any.
 
         Raises:
-            IncompatibleError: it is not a link's state, or not all of one, or a value cannot be.
+            IncompatibleError: it is not the whole state of a link, or a value is invalid.
         """
         check_state(state, self._exchanged, self.method, simulated=False)
         if self._local is not None:

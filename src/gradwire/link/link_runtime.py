@@ -1,4 +1,4 @@
-"""What all rounds of one link share: lanes, memory, failures, measurements and counts."""
+"""The parts of a link that all its rounds share: lanes, memory, failures, measurements and counts."""
 
 from __future__ import annotations
 
@@ -21,35 +21,35 @@ from gradwire.link.peers.circle import Circle
 class LinkRuntime:
     """Lanes, memory, failures, measurements and counts of one link.
 
-    A :class:`~gradwire.link.link.Link` decides by which plan a bucket travels, a
-    :class:`~gradwire.link.bucket_exchange.BucketExchange` carries it out, and a :class:`~gradwire.link.round.Round`
-    brings the buckets of one round to their end. They use what is here, and it outlives them. This class knows nothing
-    of methods, options or frameworks.
+    A :class:`~gradwire.link.link.Link` chooses the plan of a bucket, a
+    :class:`~gradwire.link.bucket_exchange.BucketExchange` runs it, and a :class:`~gradwire.link.round.Round` counts and
+    ends the buckets of one round. They share this object, which outlives them. It does not depend on methods, options
+    or frameworks.
 
     Args:
-        lanes: Of the link; the order of jobs is the same on every rank.
+        lanes: Lanes of the link; the order of jobs is the same on every rank.
         circle: The ranks of the link.
-        diagnostics: Takes the errors of what is sent.
-        grad_scaler: Whose scale is in the gradients; None or False for gradients that are not scaled.
-        check: Whether to verify after each bucket that all ranks hold the same bits.
-        passes: Of the ring that exchanges are compared with: 2 of an all-reduce, 1 of a reduce-scatter.
-        device: That buckets lie on; main memory if None.
-        staged: Whether they are copied from there to main memory, and exchanged there.
-        warnings: Of the link; a rank's own by default.
-        judge: Looks at the end of rounds that are measured; None: nobody does.
-        checks: Told whether what arrives is as it was sent; where payloads lie on a device, a
-            :class:`gradwire.exchange.drivers.LateChecks`.
+        diagnostics: Measures the errors of vectors sent.
+        grad_scaler: The scaler of the gradients; None or False if they are not scaled.
+        check: True to verify after each bucket that all ranks hold the same bits.
+        passes: Passes of the ring that exchanges are compared with: 2 for an all-reduce, 1 for a reduce-scatter.
+        device: Device of the buckets; main memory if None.
+        staged: True if buckets are copied from the device to main memory, and exchanged there.
+        warnings: Warnings of the link; new ones of this rank if None.
+        judge: Called at the end of measured rounds; None: not called.
+        checks: Takes the results of payload checks; a :class:`gradwire.exchange.drivers.LateChecks` if payloads are on
+            a device.
 
     Attributes:
-        ranks: Global numbers of the link's ranks, for people.
+        ranks: Global numbers of the link's ranks, for messages.
         round: Synchronised backward passes so far, also those before a checkpoint.
         rounds_here: Rounds that were exchanged in this process.
-        skipped_rounds: Rounds with a non-finite value, where the method looks, or one out of its range.
-        memory: What the method remembers on this rank.
-        failures: The first failure, if there is one.
-        warnings: Warnings that were given.
-        gauges: What the method reports of its rounds.
-        link_cost: What a message costs; None where the method need not know.
+        skipped_rounds: Rounds with a non-finite value, if the method checks for it, or one out of its range.
+        memory: State of the method on this rank.
+        failures: The first error, if there is one.
+        warnings: Warnings of the link.
+        gauges: Numbers that the method reports of its rounds.
+        link_cost: Cost of a message; None if the method does not use it.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class LinkRuntime:
         self._spaces: weakref.WeakKeyDictionary[BucketPlan, dict[int | None, Workspace]] = weakref.WeakKeyDictionary()
 
     def count(self, numel: int) -> None:
-        """Count elements of a step, whether they are exchanged or not."""
+        """Count elements of a step, exchanged or not."""
         with self._lock:
             self._elements += numel
 
@@ -92,7 +92,7 @@ class LinkRuntime:
         self.rounds_here += 1
 
     def workspace(self, plan: BucketPlan, chunk: int | None) -> Workspace:
-        """Return the buffers of a chunk (None: of the whole bucket), which live as long as its plan."""
+        """Return the buffers of a chunk (None: of the whole bucket), which exist as long as its plan."""
         with self._lock:
             spaces = self._spaces.get(plan)
             if spaces is None:
@@ -127,11 +127,11 @@ class LinkRuntime:
 
 
 def close_threads(lanes: Sequence[Lane], circle: Circle, unbinders: Sequence[Callable[[], None] | None]) -> None:
-    """End what a link has running, and take its hooks away."""
+    """End the threads of a link, and remove its hooks."""
     for unbind in unbinders:
         if unbind is not None:
             unbind()
-    # Before the others see that connections end.
+    # Report it before the others see that connections end.
     circle.close()
     for lane in lanes:
         lane.close()

@@ -1,4 +1,4 @@
-"""Exchanges of what a link's local steps have changed: when they are due, and how they go through the link."""
+"""Local steps of a link: its methods for users, and the schedule by which changes of parameters are exchanged."""
 
 from __future__ import annotations
 
@@ -25,32 +25,32 @@ Exchange = Callable[[int, Sequence[str], torch.Tensor, bool], Mean]
 
 
 class LocalStepsUser:
-    """What users ask of a link whose method takes local steps."""
+    """Methods of a link whose method takes local steps."""
 
     method: Method
     _local: LocalSteps | None = None
 
     def after_step(self) -> None:
-        """Count an optimizer step, and exchange if it is the last of the method's ``every`` (collective).
+        """Count an optimizer step, and exchange if it is the last of the method's ``every`` steps (collective call).
 
-        A link that was given the optimizer, or the GradScaler, calls it itself.
+        A link that was given the optimizer or the GradScaler calls it itself.
 
         Raises:
             IncompatibleError: the method exchanges gradients.
-            ExchangeError: the link is broken; the global parameters are what they were.
+            ExchangeError: the link is broken; the global parameters did not change.
         """
         self.local.after_step()
 
     def synchronise(self) -> None:
-        """Exchange now what the steps since the last exchange have changed, however many they are (collective).
+        """Exchange the changes since the last exchange now, after any number of steps (collective call).
 
-        For evaluations and checkpoints of what all ranks know. An exchange in flight ends first. The next exchange is
-        as many steps later as the first one was after the start. Of a method by which each rank has parameters of its
-        own, all of them become their mean over ranks.
+        Call it before evaluations and checkpoints of the common parameters. An exchange in flight ends first. The
+        schedule of exchanges starts anew. Under gossip, where ranks keep parameters of their own, all of them are set
+        to their mean over ranks.
 
         Raises:
             IncompatibleError: the method exchanges gradients.
-            ExchangeError: the link is broken; the global parameters are what they were.
+            ExchangeError: the link is broken; the global parameters did not change.
         """
         self.local.synchronise()
 
@@ -62,8 +62,8 @@ class LocalStepsUser:
             with link.global_parameters():
                 evaluate(model)
 
-        Of a method by which each rank has parameters of its own, they are the mean over ranks, and so are buffers; it
-        is computed here, so that all ranks must enter the context (collective).
+        Under gossip, where ranks keep parameters of their own, parameters and buffers are their mean over ranks in the
+        context. The mean is computed here: all ranks must enter the context (collective call).
 
         Raises:
             IncompatibleError: the method exchanges gradients.
@@ -84,18 +84,17 @@ class LocalStepsUser:
 
 
 class LocalSteps:
-    """Counts the steps of a link's optimizer, and begins and ends exchanges when they are due.
+    """Counts the steps of a link's optimizer, and starts and ends exchanges on schedule.
 
     Args:
         method: A method with local steps.
         named: The worker's own parameters, by name.
-        most: Elements of a bucket at most.
-        exchange: A method of the link, which starts the exchange of a bucket; it does not keep the link alive.
-        runtime, channel, grad_scaler: The link's.
+        most: Largest number of elements of a bucket.
+        exchange: Starts the exchange of a bucket over the link, without keeping the link alive.
+        runtime, channel, grad_scaler: Those of the link.
 
     Attributes:
-        buffers: Floating-point buffers that are averaged at every exchange, or with the parameters where outcomes
-            differ.
+        buffers: Floating-point buffers that are averaged at every exchange; under gossip, whenever parameters are.
     """
 
     def __init__(
@@ -117,7 +116,7 @@ class LocalSteps:
         self._flying: list[tuple[Sequence[str], Mean]] | None = None
 
     def keep(self, flat: torch.Tensor, last: bool, warm_up: bool) -> Mean | None:
-        """Give a bucket of gradients back as it is; None in rounds of warm-up, in which it is to be exchanged."""
+        """Return a future of a bucket of gradients as it is; None in warm-up rounds, in which it must be exchanged."""
         if warm_up:
             self._synchronous = self._synchronous or last
             return None
@@ -125,9 +124,9 @@ class LocalSteps:
         return as_it_is(flat)
 
     def after_step(self) -> None:
-        """Count a step, and exchange where it is the last of those between two exchanges."""
+        """Count a step, and exchange after the last one between two exchanges."""
         if self._synchronous:
-            # Gradients were exchanged: the parameters are still the same on all ranks.
+            # Gradients were exchanged: the parameters are still equal on all ranks.
             self._synchronous = False
             self.parameters.take()
             return
@@ -140,7 +139,7 @@ class LocalSteps:
             self._end(begins)
 
     def synchronise(self) -> None:
-        """Exchange all that steps have changed, or make all ranks' own parameters their mean (collective)."""
+        """Exchange all changes now, or set all ranks' own parameters to their mean (collective call)."""
         if not isinstance(self.parameters, GlobalParameters):
             put(list(self._named.values()), self._mean_parameters())
             put(self.buffers, self._mean_buffers())
@@ -152,14 +151,14 @@ class LocalSteps:
         self._end(self.parameters.clock.count - 1, replaced=not self.parameters.method.keeps_own)
 
     def global_parameters(self) -> AbstractContextManager[None]:
-        """Return a context in which the parameters are the global ones, or their mean over ranks (collective)."""
+        """Return a context in which the parameters are the global ones, or their mean over ranks (collective call)."""
         if isinstance(self.parameters, GlobalParameters):
             return self.parameters.swapped()
         mean = self._mean_parameters()
         return swapped([*self._named.values(), *self.buffers], [*mean, *self._mean_buffers()])
 
     def _begin(self, names: Sequence[str]) -> int:
-        """Begin the exchange of some pieces, and return how many elements they have."""
+        """Start the exchange of some pieces, and return their number of elements."""
         exchange, pieces = self._exchange(), {name: self.parameters.pieces[name] for name in names}
         if exchange is None or not pieces:
             self._runtime.failures.refuse()
@@ -173,7 +172,7 @@ class LocalSteps:
         return sum(p.numel() for p in pieces.values())
 
     def _end(self, fragment: int, replaced: bool = False) -> None:
-        """Wait for the exchange in flight, and let it take effect; buffers go with the last fragment."""
+        """Wait for the exchange in flight and apply it; average buffers after the last fragment."""
         means, self._flying = self.parameters.arrived() or self.waited(), None
         if not self.parameters.incoming(means, replaced=replaced):
             self._runtime.warnings.once(
@@ -194,18 +193,18 @@ class LocalSteps:
             raise
 
     def replicated(self) -> Mapping[str, torch.Tensor]:
-        """Return the parameters that all ranks have alike when an exchange begins: the global ones."""
+        """Return the parameters that are equal on all ranks when an exchange begins: the global ones."""
         return self.parameters.held if isinstance(self.parameters, GlobalParameters) else {}
 
     def load(self, state: State) -> dict[str, dict[str, torch.Tensor]]:
-        """Take back what the parameters added to a link's state; return the state without it."""
+        """Load the part of a link's state that the parameters added; return the state without it."""
         self._flying = None
         return self.parameters.load(state)
 
     def agree(self) -> None:
-        """Give all ranks the same parameters, after another number of ranks has loaded a state (collective).
+        """Set the same parameters on all ranks after a state of another world size was loaded (collective call).
 
-        Each rank's own parameters become the global ones. Where there are none, they become their mean over ranks.
+        They are the global ones, or the mean over ranks if the method has no global ones.
         """
         if isinstance(self.parameters, GlobalParameters):
             self.parameters.restore()
@@ -213,7 +212,7 @@ class LocalSteps:
             self.synchronise()
 
     def _refuse(self) -> None:
-        """Refuse to exchange on a link that is broken, and break it where this rank has nothing that it could send."""
+        """Raise the error of a broken link, and break the link if this rank has nothing valid to send."""
         self._runtime.failures.refuse()
         problem = self.parameters.problem()
         if problem is not None:
@@ -231,7 +230,7 @@ class LocalSteps:
         return [found[name] for name in self._named]
 
     def _mean_buffers(self) -> list[torch.Tensor]:
-        """Return the mean over ranks of each buffer; their few values are gathered."""
+        """Return the mean over ranks of each buffer, by a gather of their few values."""
         if not self.buffers:
             return []
         sizes = [b.numel() for b in self.buffers]
@@ -240,7 +239,7 @@ class LocalSteps:
         return list(mean.split(sizes))
 
     def bind(self, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> Callable[[], None]:
-        """Count the steps of an optimizer or a scaler, if there is one; return what ends all counting."""
+        """Count the steps of an optimizer or a scaler, if there is one; return a function that ends all counting."""
         if optimizer is not None or self._grad_scaler:
             self._hooks.append(on_steps(optimizer, self._grad_scaler, parameters, self._stepped()))
         hooks = self._hooks
@@ -252,12 +251,12 @@ class LocalSteps:
         return unbind
 
     def count_any_optimizer(self) -> None:
-        """Count the steps of whichever optimizer holds the parameters, unless one or a scaler is known already."""
+        """Count the steps of any optimizer that holds the parameters, unless an optimizer or a scaler was given."""
         if not self._hooks:
             self._hooks.append(on_steps(None, None, self._named, self._stepped()))
 
     def _stepped(self) -> Callable[[], None]:
-        """Return what counts a step, and does not keep the link alive."""
+        """Return a function that counts a step without keeping the link alive."""
         local = weakref.ref(self)
 
         def stepped() -> None:
@@ -271,13 +270,13 @@ class LocalSteps:
 def on_steps(
     optimizer: Any, grad_scaler: Any, parameters: Mapping[str, torch.Tensor], stepped: Callable[[], None]
 ) -> Callable[[], None]:
-    """Call ``stepped`` after every step of an optimizer, and return what ends that.
+    """Call ``stepped`` after every step of an optimizer, and return a function that ends that.
 
     Args:
-        optimizer: Whose steps count; None for any optimizer that holds one of the parameters.
-        grad_scaler: Whose calls of ``update()`` count in their place: a scaler skips steps on ranks that overflowed,
-            and a step that one rank skips must count there as on the others.
-        parameters: That are exchanged.
+        optimizer: The optimizer; None for any optimizer that holds one of the parameters.
+        grad_scaler: A scaler whose calls of ``update()`` are counted instead. It skips steps on ranks that overflowed,
+            and these must count as on the other ranks.
+        parameters: The parameters that are exchanged.
     """
     if grad_scaler:
         update = grad_scaler.update
@@ -297,7 +296,8 @@ def on_steps(
     first: list[int] = []
 
     def any_stepped(found: torch.optim.Optimizer, _: object) -> None:
-        # Of several optimizers the first one's steps count. What others change later travels with the next exchange.
+        # With several optimizers, the steps of the first are counted. Later changes by the others are sent in the next
+        # exchange.
         if not first:
             first.append(id(found))
         if first == [id(found)]:

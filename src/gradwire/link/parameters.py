@@ -1,4 +1,4 @@
-"""The parameters of a link: named, checked, written, and their gradients."""
+"""The parameters of a link: their names, checks, gradients and values."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gradwire.exchange.segments import flat_view, is_sharded, local_shard
 
 
 def named_parameters(parameters: Iterable[Any]) -> dict[str, torch.Tensor]:
-    """Return the parameters that require a gradient, by plain name; those without one are numbered.
+    """Return the parameters that require a gradient, by plain name; parameters without a name are numbered.
 
     Raises:
         HyperparameterError: two have the same name.
@@ -26,9 +26,9 @@ def named_parameters(parameters: Iterable[Any]) -> dict[str, torch.Tensor]:
 
 
 def plain_name(name: str) -> str:
-    """Return the name that a module or a parameter has before anything around it is compiled.
+    """Return the name of a module or a parameter without the prefixes of ``torch.compile``.
 
-    Patterns, states and random numbers go by names, and ``torch.compile`` is no reason for others.
+    Patterns, states and random numbers depend on names, and must not change with compilation.
 
     Example:
         >>> plain_name("_orig_mod.layers.0._orig_mod.weight")
@@ -38,10 +38,10 @@ def plain_name(name: str) -> str:
 
 
 def check_parameters(parameters: dict[str, torch.Tensor]) -> None:
-    """Refuse what cannot be exchanged.
+    """Raise if parameters cannot be exchanged.
 
     Raises:
-        IncompatibleError: no parameter, or one of a type or with values that cannot travel.
+        IncompatibleError: there is no parameter, or one has an unsupported type or values.
     """
     if not parameters:
         raise IncompatibleError("no parameter requires a gradient: there is nothing to exchange")
@@ -59,9 +59,9 @@ def check_parameters(parameters: dict[str, torch.Tensor]) -> None:
 
 
 def check_steps_in_backward(name: str, p: torch.Tensor) -> None:
-    """Refuse a parameter that PyTorch lets an optimizer step during the backward pass, before it is exchanged.
+    """Raise if PyTorch lets an optimizer update a parameter during the backward pass, before its gradient is exchanged.
 
-    FSDP2 lets it step after its own reduction.
+    FSDP2 does so after its own reduction.
 
     Raises:
         IncompatibleError: there is such an optimizer.
@@ -74,7 +74,7 @@ def check_steps_in_backward(name: str, p: torch.Tensor) -> None:
 
 
 def gradient(p: torch.Tensor) -> torch.Tensor:
-    """Return a parameter's gradient, laid out as the parameter is; zeros where there was none.
+    """Return a parameter's gradient, with the parameter's layout; zeros if there is none.
 
     Raises:
         IncompatibleError: the gradient is sparse.
@@ -84,7 +84,7 @@ def gradient(p: torch.Tensor) -> torch.Tensor:
     if p.grad.is_sparse:
         raise IncompatibleError("a sparse gradient cannot be exchanged; build the embedding with sparse=False")
     if p.grad.stride() != p.stride():
-        # The same elements must lie at the same place on all ranks, whatever backward made of them here.
+        # Elements must have the same order in memory on all ranks, whatever layout backward chose here.
         p.grad = torch.empty_like(p).copy_(p.grad)
     return p.grad
 
@@ -96,12 +96,12 @@ def put(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None
         view = flat_view(tensor)
         view.copy_(value)
         if view.data_ptr() != tensor.data_ptr():
-            tensor.copy_(view.view(tensor.shape))  # it has gaps, so that its view was a copy
+            tensor.copy_(view.view(tensor.shape))  # the tensor has gaps, so that its view was a copy
 
 
 @contextmanager
 def swapped(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Put values in the place of those of tensors while the context lasts."""
+    """Replace the values of tensors within the context, and restore them after it."""
     own = [flat_view(tensor.detach()).clone() for tensor in tensors]
     put(tensors, values)
     try:

@@ -1,4 +1,4 @@
-"""What a link tells of its exchange: bytes, errors, seconds, numbers for a logger."""
+"""Reports of a link about its exchange: bytes, errors, seconds, and numbers for a logger."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from gradwire.link.peers.circle import Wait
 from gradwire.link.round import Round
 
 COUNTERS = ("rounds", "skipped_rounds", "sent_bytes", "received_bytes", "encode_s", "wire_s", "decode_s")
-"""Names in :meth:`LinkReports.metrics` of numbers that only grow while a link is open."""
+"""Names in :meth:`LinkReports.metrics` of numbers that never decrease while a link is open."""
 
 
 class LinkReports:
-    """What users ask of a link, and what names the error of a collective beside it."""
+    """Reports of a link to users, and the context that turns the failure of another collective into its error."""
 
     method: Method
     _runtime: LinkRuntime
     _round: Round | None = None
-    """The current one, or the last that was begun."""
+    """The current or the latest round."""
     buffer_bytes: Callable[[], int]
 
     def __repr__(self) -> str:
@@ -39,7 +39,7 @@ class LinkReports:
 
     @property
     def skipped_rounds(self) -> int:
-        """Rounds with a non-finite value somewhere, where the method looks, or with one out of its range."""
+        """Rounds with a non-finite value anywhere, if the method checks for it, or with one out of its range."""
         self._settle()
         return self._runtime.skipped_rounds
 
@@ -51,9 +51,9 @@ class LinkReports:
         return self._runtime.failures.told()
 
     def naming(self, where: str) -> AbstractContextManager[Wait]:
-        """Return a context in which the failure of a collective, whoever's it is, becomes the error of this link.
+        """Return a context in which the failure of any collective becomes the error of this link.
 
-        Entering it returns a function that waits for a gather in main memory, at most until a rank has ended.
+        It yields a function that waits for a gather in main memory, at most until a rank has ended.
 
         Raises:
             ExchangeError: on leaving the ``with`` block, if a collective broke in it; the message names the rank.
@@ -67,20 +67,20 @@ class LinkReports:
         return self._runtime.traffic(self.buffer_bytes())
 
     def diagnostics(self) -> dict[str, Any]:
-        """Report how the exchange serves the training.
+        """Return the measured errors of the exchange, its gauges and its times.
 
         Returns:
-            ``parameters``: by name, at the last measured round (10, 30, and every 100th), ``relative_error`` and
-            ``cosine`` of what this rank sent against its gradient, ``gradient_norm`` and ``sent_norm``, and the share
-            of the elements sent that are not zero, ``density``; ``residual_norm``, of what it keeps now to send later,
-            where the method keeps such a vector for each parameter; ``dial``, the value in force, where the method
-            chooses one for each parameter (``l_greco``). Norms are of unscaled gradients, and where the method applies
-            momentum before compression, of that instead. ``gauges``: see :meth:`gauges`. ``skipped_rounds``: rounds
-            with a non-finite value somewhere, where the method looks, or one beyond 2^40, where it adds up rounds:
-            nothing of them is remembered. ``encode_s``, ``wire_s``, ``decode_s``: seconds this rank's lanes spent so
-            far.
+            ``parameters``: by name, for the last measured round (10, 30, and every 100th): ``relative_error`` and
+            ``cosine`` of the vector that this rank sent to its gradient, ``gradient_norm`` and ``sent_norm``, and
+            ``density``, the share of the elements sent that are not zero; ``residual_norm``, the norm of the current
+            residual, if the method keeps one for each parameter; ``dial``, the value in force, if the method chooses
+            one for each parameter (``l_greco``). Norms are those of unscaled gradients, or of the momentum if the
+            method applies it before compression. ``gauges``: see :meth:`gauges`. ``skipped_rounds``: rounds with a
+            non-finite value anywhere, if the method checks for it, or with one beyond 2^40, if it adds up rounds; they
+            do not change the state. ``encode_s``, ``wire_s``, ``decode_s``: seconds that this rank's lanes have spent
+            so far.
 
-        A method of which too much is late, lost or noise in a measured round is warned of, once a link
+        Each link warns once if in a measured round too much of the gradient is late, lost or noise
         (``link/diagnostics.py``).
         """
         runtime = self._runtime
@@ -92,27 +92,26 @@ class LinkReports:
     def gauges(self) -> dict[str, float]:
         """Return the numbers that the method reports of this rank's latest round, by name.
 
-        Their names are those of :class:`gradwire.Traits`, and the method's page says what they mean. A round that
-        was skipped leaves those of the round before. There is none before the first round, in rounds of warm-up, and
-        where a fallback serves.
+        The names are those of :class:`gradwire.Traits`, and the method's page explains them. A skipped round keeps
+        those of the round before. There are none before the first round, in warm-up rounds, and under a fallback.
         """
         self._settle()
         return dict(self._runtime.gauges.latest)
 
     def metrics(self) -> dict[str, float]:
-        r"""Return numbers for a logger, by name: of this rank, all of them finite or infinite floats.
+        r"""Return numbers of this rank for a logger, by name, as finite or infinite floats.
 
         Returns:
-            What only grows: ``rounds``, ``skipped_rounds``, ``sent_bytes``, ``received_bytes``, and the seconds
-            ``encode_s``, ``wire_s`` and ``decode_s``. ``compression_factor`` and ``bits_per_element`` over all rounds,
-            see :class:`gradwire.Traffic`. Of the last measured round, where there was one,
-            ``gradient_norm`` and ``relative_error``, over all measured parameters p with gradients :math:`g_p` and
-            what this rank sent of them :math:`s_p`:
+            Counters: ``rounds``, ``skipped_rounds``, ``sent_bytes``, ``received_bytes``, and the seconds ``encode_s``,
+            ``wire_s`` and ``decode_s``. ``compression_factor`` and ``bits_per_element`` over all rounds, see
+            :class:`gradwire.Traffic`. For the last measured round, if there was one, ``gradient_norm`` and
+            ``relative_error``, over all measured parameters p with gradients :math:`g_p` and vectors sent by this rank
+            :math:`s_p`:
 
             .. math:: \sqrt{\textstyle\sum_p |g_p|^2}, \qquad
                       \sqrt{\textstyle\sum_p |s_p - g_p|^2 \big/ \sum_p |g_p|^2}
 
-            ``residual_norm``, likewise, where residuals are kept. ``gauge/NAME`` for each of :meth:`gauges`.
+            ``residual_norm``, likewise, if residuals are kept. ``gauge/NAME`` for each of :meth:`gauges`.
 
         Sinks for TensorBoard, Weights & Biases, MLflow and Prometheus are in ``gradwire.integrations``.
         """
@@ -132,11 +131,11 @@ class LinkReports:
         return found | {f"gauge/{name}": float(value) for name, value in report["gauges"].items()}
 
     def trace(self, trace: Trace | None) -> None:
-        """Let the lanes record what they do from now on; None ends that. What casts do is not recorded."""
+        """Let the lanes record their work from now on; None ends that. The work of casts is not recorded."""
         for lane in self._runtime.lanes:
             lane.trace = trace
 
     def _settle(self) -> None:
-        """Wait until the last round has come to its end, before what it leaves is looked at."""
+        """Wait for the end of the last round, before its results are read."""
         if self._round is not None:
             self._round.settle()

@@ -1,4 +1,4 @@
-"""A round of a link, from its first bucket to the commit of what the method remembers of it."""
+"""A round of a link, from its first bucket to the commit of the method's state."""
 
 from __future__ import annotations
 
@@ -17,30 +17,32 @@ from gradwire.link.found_optimizers import scale_of
 from gradwire.link.link_runtime import LinkRuntime
 
 Mean = torch.futures.Future[torch.Tensor]
-"""Of a bucket, once it holds its mean over ranks."""
+"""Future of a bucket, which is done when the bucket holds its mean over ranks."""
 
 
 class Round:
     """One round of a link: one synchronised backward pass.
 
-    A link makes one when a round's first bucket comes, and drops it when the next one begins:
+    A link makes one at the first bucket of a round, and drops it when the next one begins:
 
     1. Buckets are counted when they start and when they have been exchanged (:meth:`began`, :meth:`ended`).
-    2. With the last one the round is over: what the method remembers of it is committed, or discarded where a value was
-       not finite. Payloads that lie on a device leave a verdict, which is read when somebody needs to know
-       (:meth:`settle`, :meth:`look`).
-    3. What a plan does at the end of a round goes to a lane. The next round begins when that has ended.
+    2. After the last one the round is over: the method's new state is committed, or discarded if a value was not
+       finite. If payloads are on a device, their checks are read there later, when needed (:meth:`settle`,
+       :meth:`look`).
+    3. The work of a plan at the end of a round is done by a lane. The next round begins when that has ended.
 
-    Rounds do not overlap: backward waits for all buckets of one, and the first bucket of the next for its end.
+    Rounds do not overlap: backward waits for all buckets of a round, and the first bucket of the next waits for its
+    end.
 
     Args:
-        runtime: What all rounds of the link share.
-        learning_rates: Of the step that follows, by name; None where the method need not know.
+        runtime: The parts that all rounds of the link share.
+        learning_rates: Learning rates of the following step, by name; None if the method does not use them.
 
     Attributes:
-        number: Of the round: those of the link so far.
-        measured: Whether errors of what is sent are measured.
-        skipped: Whether a value was not finite, where the method looks, or out of its range: nothing is committed.
+        number: Number of the round, counted from 0 over all rounds of the link.
+        measured: True if errors of the vectors sent are measured.
+        skipped: True if a value was not finite and the method checks for it, or out of its range: no state is
+            committed.
     """
 
     def __init__(self, runtime: LinkRuntime, learning_rates: Mapping[str, float] | None = None) -> None:
@@ -52,7 +54,7 @@ class Round:
         self._lock, self._settling = threading.Lock(), threading.Lock()
         self._in_flight, self._is_last = 0, False
         self._latest: BucketPlan | None = None
-        # On a device: whether the means are finite so far, and, once all of them are, what is left to read.
+        # On a device: whether the means are finite so far, and, at the end of the round, the flags to read.
         self._finite: Flag | None = True
         self._verdict: Verdict | None = None
         self._broke_late = False
@@ -61,11 +63,11 @@ class Round:
     # ------------------------------------------------------------------ buckets
 
     def context(self, plan: BucketPlan, bucket: int, chunk: int | None, wants_sent: bool = False) -> Context:
-        """Return what a protocol may know while it exchanges a chunk (None: prepares the whole bucket)."""
+        """Return the context of a protocol that exchanges a chunk (None: prepares the whole bucket)."""
         runtime = self.runtime
         if self._loss_scale is None:
-            # Of a scaler on a device this is a value to wait for, and it stays as it is for a round. Where two lanes
-            # ask at the same time, both get it.
+            # Reading a scaler on a device waits. The value does not change within a round, so that two lanes that read
+            # it at the same time get the same.
             self._loss_scale = scale_of(runtime.grad_scaler)
         return Context(
             rank=runtime.rank,
@@ -87,14 +89,14 @@ class Round:
         )
 
     def began(self, numel: int, last: bool) -> None:
-        """Count a bucket of so many elements that is about to be exchanged; the ``last`` one ends the round."""
+        """Count a bucket of ``numel`` elements that is about to be exchanged; the ``last`` one ends the round."""
         with self._lock:
             self._in_flight += 1
             self._is_last = last
         self.runtime.count(numel)
 
     def leave(self, flat: torch.Tensor, last: bool) -> Mean:
-        """Count a bucket of the only rank, and return a future of it: it is its own mean."""
+        """Count a bucket of a single rank, and return a future of it, since it is its own mean."""
         self._is_last = last
         self.runtime.count(flat.numel())
         return as_it_is(flat)
@@ -113,7 +115,7 @@ class Round:
             self._end(plan)
 
     def end(self) -> None:
-        """End a round of which no bucket was said to be the last one; all of them have been exchanged."""
+        """End a round after all of its buckets have been exchanged, if none was passed as the last one."""
         with self._lock:
             if self._is_last or (self._latest is None and self.runtime.world_size > 1):
                 return
@@ -126,33 +128,33 @@ class Round:
     # ------------------------------------------------------------------ the end
 
     def settle(self) -> None:
-        """Wait until the round has come to its end, if all of its buckets have been exchanged.
+        """Wait for the end of the round, if all of its buckets have been exchanged.
 
-        To be called before the next one begins, and before what a round leaves is looked at.
+        Call it before the next round begins, and before the results of this one are read.
 
         Raises:
-            ExchangeError: what arrived in it on a device was not what was sent.
+            ExchangeError: a payload on a device changed in transit.
         """
         with self._settling:
             self._read_verdict()
-            # It may have handed the round's end to a lane.
+            # The end of the round may have been submitted to a lane.
             self.wait()
             if self._broke_late:
                 self.runtime.failures.refuse()
 
     def wait(self) -> None:
-        """Wait for what a lane does at the round's end, which counts bytes."""
+        """Wait for the work of a lane at the round's end, which counts bytes."""
         if self._finishing is not None:
             self._finishing.wait()
 
     def look(self) -> None:
-        """Read what a device has to say of the round, if it has ended it; waits for nothing."""
+        """Read the checks of the round on a device, if it has finished them, without waiting."""
         if self._settling.acquire(blocking=False):
             try:
                 if self._verdict is not None and self._verdict.reached():
                     self._read_verdict()
             except GradwireError:
-                pass  # which is then the link's
+                pass  # it is recorded as the link's error
             finally:
                 self._settling.release()
 
@@ -187,7 +189,7 @@ class Round:
             self.runtime.diagnostics.discount(self.number)
 
     def _conclude(self, plan: BucketPlan) -> None:
-        # What a round would remember holds only where all of the round was finite.
+        # The new state is valid only if all of the round was finite.
         runtime = self.runtime
         runtime.memory.discard() if self.skipped else runtime.memory.commit()
         runtime.gauges.end_round(skipped=self.skipped)
@@ -200,10 +202,10 @@ class Round:
         self._parts.take()
 
     def _finish(self, plan: BucketPlan) -> None:
-        """Hand the end of a round to a lane.
+        """Submit the end of a round to a lane.
 
-        All jobs of the round have ended, and none of the next is submitted before this one has, see :meth:`settle`: so
-        it has the same place among the lane's jobs on every rank, whichever thread brings it.
+        All jobs of the round have ended, and no job of the next is submitted before this one has (:meth:`settle`). So
+        it has the same place among the lane's jobs on every rank, whichever thread submits it.
         """
         runtime, context = self.runtime, self.context(plan, 0, None)
 

@@ -1,4 +1,4 @@
-"""A lane beside those of a link, for exchanges that the calling thread waits for."""
+"""A single lane of its own, for exchanges that the calling thread waits for."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ T = TypeVar("T")
 
 
 class SideLane:
-    """Connections of their own, a thread, and what names the rank that fails.
+    """A lane with connections and a thread of its own, whose errors name the rank that failed.
 
-    Building one is collective, and all its ranks run the same exchanges in the same order.
+    The constructor is a collective call, and all ranks must run the same exchanges in the same order.
 
     Args:
-        group: Whose ranks it joins.
-        circle: Those ranks, with a token, as an agreement gives them.
-        purpose: For messages, the thread's name, and the store's keys.
+        group: Process group of the ranks.
+        circle: The same ranks, with the token of an agreement.
+        purpose: Word for messages, the thread's name, and the store's keys.
 
     Attributes:
         lane: The lane.
-        close: Ends the thread and the connections; done also when this is dropped.
+        close: Ends the thread and the connections; also called when the object is garbage-collected.
     """
 
     def __init__(self, group: dist.ProcessGroup, circle: Circle, purpose: str) -> None:
@@ -44,7 +44,7 @@ class SideLane:
         self.close: Callable[[], object] = weakref.finalize(self, close_threads, [self.lane], circle, ())
 
     def run(self, generator: Exchange[T], where: str) -> T:
-        """Run an exchange to its end, and return what it returned.
+        """Run an exchange to its end, and return its result.
 
         Raises:
             ExchangeError: it failed here or on another rank, or an earlier one did, or the lane was closed.

@@ -1,4 +1,4 @@
-"""The same exchange with all ranks in one process."""
+"""Exchanges between simulated workers in one process."""
 
 from __future__ import annotations
 
@@ -29,27 +29,28 @@ from gradwire.version import __version__
 
 
 class SimulatedLink:
-    """Exchanges the gradients of N simulated workers: the same code as on a group, without processes or network.
+    """Exchanges the gradients of N simulated workers by the code of a real link, without processes or network.
 
-    The bits are those of a real group for every method that declares itself bit-stable.
+    Results have the same bits as those of a real group for every method with the property ``bit_stable``.
 
     Args:
-        parameters: (name, tensor) pairs; leave those out that have no gradient.
+        parameters: (name, tensor) pairs of the parameters with a gradient.
         method: A method or its spec.
         world_size: Number of workers N.
-        optimizer: That of ``parameters``, for methods that need the learning rate, which is read when a round begins.
-        options: See :class:`Options`; ``check`` has no meaning here, and ``link_cost`` must be given where the method
-            needs it, since there is no link to measure.
+        optimizer: The optimizer of ``parameters``, for methods that use its learning rate, which is read when a round
+            begins.
+        options: See :class:`Options`. ``check`` has no effect here, and ``link_cost`` must be given if the method needs
+            it, since there is no network to measure.
 
     Attributes:
-        number: As of a :class:`Link`: 0, or that of a link whose state was loaded.
-        skipped_rounds: As of a :class:`Link`.
+        number: See :class:`Link`: 0, or the number of the link whose state was loaded.
+        skipped_rounds: See :class:`Link`.
 
     Raises:
         HyperparameterError: a spec, an option or an exclude pattern is wrong, or ``parameters`` are not pairs of
             different names.
-        IncompatibleError: there is no parameter, or the method needs a real link or an optimizer, or cannot
-            work with so many workers.
+        IncompatibleError: there is no parameter, or the method needs a real link or an optimizer, or does not work with
+            this number of workers.
     """
 
     def __init__(
@@ -111,13 +112,13 @@ class SimulatedLink:
         Args:
             gradients: Float32 ``[world_size, numel]``, overwritten: row r holds worker r's gradients, parameter after
                 parameter, each in memory order.
-            names: Of the parameters, where not all take part in this round.
+            names: Names of the parameters in this round; None: all.
 
         Returns:
             The mean over workers, float32 ``[numel]``: row 0 of ``gradients``.
 
         Raises:
-            IncompatibleError: ``gradients`` are none of that form, or the method has no outcome that all share.
+            IncompatibleError: ``gradients`` have another form, or the method has a different outcome for each worker.
         """
         if self.method.traits.outcomes_differ:
             raise IncompatibleError(
@@ -128,9 +129,9 @@ class SimulatedLink:
         return gradients[0]
 
     def exchange_(self, gradients: torch.Tensor, names: Sequence[str] | None = None) -> None:
-        """Exchange one round, as :meth:`reduce_`; row 0 is then the outcome.
+        """Exchange one round like :meth:`reduce_`; row 0 then is the outcome.
 
-        Of a method whose outcomes differ row r is worker r's, and what it was given, parameters.
+        If the method's outcomes differ, rows are parameters, and row r is the outcome of worker r.
         """
         numel = self.numel if names is None else sum(self._parameters[name].numel() for name in names)
         if gradients.shape != (self.world_size, numel) or gradients.dtype != torch.float32:
@@ -151,14 +152,14 @@ class SimulatedLink:
     def _exchange(self, names: list[str], rows: torch.Tensor) -> None:
         plan = self._planner.plan(names, self.round)
         finite = True
-        # A first round leaves too little to be looked at, and :func:`simulate` has no other.
+        # The first round is too early to be measured, and :func:`simulate` has no other.
         measured = self._rounds_here > 0 and self._diagnostics.wanted(self.round)
         gradient, sent = (rows[0].clone(), torch.zeros_like(rows[0])) if measured else (None, None)
         prepared: Any = simulate_ranks([plan.prepare(self._context(r, 0), g) for r, g in enumerate(rows)], self._meters)
         for chunk in range(plan.chunks):
             contexts = [replace(self._context(r, chunk), wants_sent=measured) for r in range(self.world_size)]
             runs = [plan.run(c, g, p) for c, g, p in zip(contexts, rows, prepared)]
-            # Only who remembers something, or has an outcome of its own, has to do what follows its last exchange.
+            # Workers other than 0 must finish the protocol only if they have state or an outcome of their own.
             alike = self.method.properties.state == "none" and not self.method.traits.outcomes_differ
             outcome = simulate_ranks(runs, self._meters, leader_only=alike)[0]
             finite = finite and outcome.finite is not False
@@ -203,9 +204,9 @@ class SimulatedLink:
             flat_view(p.grad).copy_(part)
 
     def traffic(self, worker: int = 0) -> Traffic:
-        """Return the bytes that a worker would have sent and received here: all the same, but for broadcasts and trees.
+        """Return the bytes that a worker would have sent and received; they differ only in broadcasts and trees.
 
-        Rounds before a state that was loaded are not counted, as on a real link.
+        Rounds before a loaded state are not counted, as on a real link.
         """
         meter, elements = self._meters[worker], self._elements
         return Traffic(
@@ -219,18 +220,18 @@ class SimulatedLink:
         )
 
     def diagnostics(self) -> dict[str, Any]:
-        """Return the part ``parameters`` of what :meth:`Link.diagnostics` would return, of worker 0.
+        """Return ``parameters`` of :meth:`Link.diagnostics` for worker 0.
 
         The first round of a simulation is not measured.
         """
         return {"parameters": parameter_rows(self._diagnostics, self._memories[0], self.method.traits.waiting)}
 
     def gauges(self) -> list[dict[str, float]]:
-        """Return what :meth:`Link.gauges` would return on each worker, by worker."""
+        """Return :meth:`Link.gauges` of each worker, by worker."""
         return [dict(gauges.latest) for gauges in self._gauges]
 
     def record(self) -> dict[str, Any]:
-        """Return what runs, in plain values, as :meth:`Link.record`."""
+        """Return the method and options in force as plain values, as :meth:`Link.record` does."""
         return {
             "gradwire": __version__,
             "torch": torch.__version__,
@@ -259,12 +260,12 @@ class SimulatedLink:
         return {"global": shared, "replicated": states[0]["replicated"], **own}
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-        """Continue where :meth:`state_dict` was taken, with this number of workers or another.
+        """Continue from a state of :meth:`state_dict`, with the same number of workers or another.
 
-        What another method remembered is dropped, with a warning.
+        State of another method is dropped, with a warning.
 
         Raises:
-            IncompatibleError: it is no simulation's state, or not all of one, or its coder is none.
+            IncompatibleError: it is not the whole state of a simulation, or its coder is unknown.
         """
         check_state(state, self._parameters, self.method, simulated=True)
         self._coders.load(state["global"])
@@ -299,12 +300,12 @@ def _pairs(parameters: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Te
 
 @dataclass(frozen=True, eq=False)
 class Simulation:
-    """What :func:`simulate` found.
+    """The result of :func:`simulate`.
 
     Attributes:
         mean: The mean over workers: a vector, or a dict by name, as the gradients were given.
-        state: To be given to the next call.
-        traffic: Of worker 0, this round.
+        state: State to pass to the next call.
+        traffic: Traffic of worker 0 in this round.
     """
 
     mean: Any
@@ -324,16 +325,17 @@ def simulate(
     """Exchange given gradients once, with all workers in this process.
 
     Args:
-        gradients: A float tensor ``[world_size, numel]`` (one parameter, named "0"), or a list of name-to-tensor
-            dicts, one a worker. Every parameter is compressed, however small.
-        state: From an earlier call; its round takes the place of ``round``.
-        seed: Of the random streams.
-        round: Which round's random numbers to draw.
-        link_cost: What a message costs, for methods that need to know it.
+        gradients: A float tensor ``[world_size, numel]`` (one parameter, named "0"), or a list of name-to-tensor dicts,
+            one for each worker. Every parameter is compressed, however small.
+        method: A method or its spec.
+        state: State from an earlier call; its round replaces ``round``.
+        seed: Seed of the random streams.
+        round: Number of the round, on which random numbers depend.
+        link_cost: Cost of a message, for methods that depend on it.
 
     Raises:
         HyperparameterError: the method, the seed or the round is wrong.
-        IncompatibleError: the gradients are not floats of that form, or cannot be exchanged by the method.
+        IncompatibleError: the gradients have another form, or the method cannot exchange them.
 
     Example:
         >>> import torch, gradwire as gw
@@ -361,7 +363,7 @@ def simulate(
         link.load_state_dict(state)
     if any(w[n].shape != p.shape for w in workers for n, p in like.items()):
         raise IncompatibleError("the gradients of one name have different shapes")
-    # In the memory order of the first worker's, whatever the order or the gaps of the others'.
+    # Use the memory order of the first worker's gradients, whatever the order or the gaps of the others.
     rows = torch.stack(
         [torch.cat([flat_view(torch.empty_like(p).copy_(w[n])).float() for n, p in like.items()]) for w in workers]
     )

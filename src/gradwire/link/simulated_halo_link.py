@@ -1,4 +1,4 @@
-"""The exchange of halos with all workers in one process."""
+"""Halo exchanges between simulated workers in one process."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from gradwire.link.halo_link import HaloWorker, State, compiled
 
 
 class SimulatedHaloLink:
-    """Exchanges halos between simulated workers: the code, the bytes and the bits of :class:`HaloLink`.
+    """Exchanges halos between simulated workers, with the code, bytes and results of :class:`HaloLink`.
 
     Args:
-        boundaries: One a worker, in their order.
-        method: See :class:`HaloLink`, with the other arguments.
+        boundaries: The boundary of each worker, in order.
+        method: See :class:`HaloLink`, also for the other arguments.
 
     Raises:
         HyperparameterError: a spec is wrong.
@@ -57,7 +57,7 @@ class SimulatedHaloLink:
 
     @contextlib.contextmanager
     def evaluation(self) -> Iterator[None]:
-        """Send all rows in float32 within the ``with`` block; neither counted as traffic nor remembered."""
+        """Send all rows in float32 within the ``with`` block, without counting traffic or changing state."""
         self._evaluates = True
         try:
             yield
@@ -88,15 +88,15 @@ class SimulatedHaloLink:
         return self._exact if self._evaluates else self.workers
 
     def traffic(self) -> list[Traffic]:
-        """Return what :meth:`HaloLink.traffic` would return on each worker."""
+        """Return :meth:`HaloLink.traffic` of each worker."""
         return [worker.traffic() for worker in self.workers]
 
     def gauges(self) -> list[dict[str, float]]:
-        """Return what the method reports of each worker's latest step."""
+        """Return the method's gauges of each worker's latest step."""
         return [dict(worker.gauges.latest) for worker in self.workers]
 
     def record(self) -> dict[str, Any]:
-        """Return what runs, in plain values, and the bytes of each worker so far."""
+        """Return the method, the options and the bytes of each worker so far as plain values."""
         return {"method": repr(self.method), "traffic": [worker.record() for worker in self.workers]}
 
     def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
@@ -105,10 +105,10 @@ class SimulatedHaloLink:
         return {"global": states[0]["global"], **{f"rank {r}": state["rank"] for r, state in enumerate(states)}}
 
     def load_state_dict(self, state: State) -> None:
-        """Continue where :meth:`state_dict` was taken, with the same workers.
+        """Continue from a state of :meth:`state_dict`, with the same workers.
 
         Raises:
-            IncompatibleError: it is no such state.
+            IncompatibleError: it is not such a state.
         """
         names = [f"rank {r}" for r in range(len(self.workers))]
         if set(state) != {"global", *names}:

@@ -22,25 +22,24 @@ from gradwire.methods.spec import method as read_method
 
 
 class SimulatedLocalSteps:
-    """Exchanges what N workers' optimizers have changed: the arithmetic of real ranks, in one process.
+    """Exchanges the changes by the optimizers of N simulated workers, with the arithmetic of real ranks.
 
-    The bits are those of a real group where the inner method is bit-stable.
+    Results have the same bits as those of a real group if the inner method has the property ``bit_stable``.
 
     Args:
-        workers: Of each worker its (name, parameter) pairs, the same parameters at first.
+        workers: The (name, parameter) pairs of each worker, with equal values at first.
         method: A method with local steps, or its spec.
-        options: As of :class:`SimulatedLink`.
+        options: See :class:`SimulatedLink`.
 
     Attributes:
-        link: The simulated link that the differences, or parameters, go through: ``link.traffic(worker)`` is that of a
-            rank, without what a mean for an evaluation takes.
-        buffers: Of each worker, buffers that are averaged when the last fragment is exchanged, unless workers stay
-            different.
+        link: The simulated link that exchanges the differences or parameters. ``link.traffic(worker)`` is the traffic
+            of a rank, without that of a mean for an evaluation.
+        buffers: For each worker, buffers that are averaged with the last fragment, except under gossip.
 
     Raises:
-        IncompatibleError: the method exchanges gradients, or workers begin with different parameters, but for a method
-            by which they stay different.
-        ExchangeError: at an exchange by such a method: a parameter of a worker is not finite.
+        IncompatibleError: the method exchanges gradients, or workers begin with different parameters and the method is
+            not gossip.
+        ExchangeError: a parameter of a worker is not finite in an exchange by gossip.
 
     Example:
         >>> import torch, gradwire as gw
@@ -74,7 +73,7 @@ class SimulatedLocalSteps:
 
     @property
     def global_parameters(self) -> dict[str, torch.Tensor]:
-        """The global parameters by the names of what is exchanged, or the mean over workers; not to be written.
+        """The global parameters by name of piece, or the mean over workers; read only.
 
         Float32, flat in memory order.
         """
@@ -82,7 +81,7 @@ class SimulatedLocalSteps:
         return first.held if isinstance(first, GlobalParameters) else self._mean()
 
     def after_step(self) -> None:
-        """Count a step that every worker's optimizer has made, and exchange what is due after it."""
+        """Count a step of every worker's optimizer, and exchange if it is due."""
         self._elements += self.link.numel
         ends, begins = self._clock.step()
         if ends is not None:
@@ -93,7 +92,7 @@ class SimulatedLocalSteps:
                 self._end(begins)
 
     def synchronise(self) -> None:
-        """Exchange now what the steps since the last exchange have changed, or make all parameters their mean.
+        """Exchange the changes since the last exchange now, or set all parameters to their mean.
 
         An exchange in flight ends first.
         """
@@ -110,7 +109,7 @@ class SimulatedLocalSteps:
         self._end(self._clock.count - 1, replaced=not first.method.keeps_own)
 
     def swapped(self) -> AbstractContextManager[None]:
-        """Return a context in which worker 0's parameters are the global ones, or the mean, with that of buffers."""
+        """Return a context in which worker 0's parameters are the global ones, or the mean, as are its buffers."""
         first = self._workers[0]
         if isinstance(first, GlobalParameters):
             return first.swapped()
@@ -119,22 +118,22 @@ class SimulatedLocalSteps:
         return swapped(tensors, [*self._mean().values(), *map(flat_view, buffers)])
 
     def traffic(self, worker: int = 0) -> Traffic:
-        """Return the bytes that a worker would have sent and received, against an exchange in every step."""
+        """Return the bytes that a worker would have sent and received, compared with an exchange in every step."""
         found = self.link.traffic(worker)
         return replace(found, elements=self._elements, dense_bytes=dense_bytes(self._elements, len(self._workers)))
 
     def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Return the link's state, and that of a real link's local steps, without the workers' own parameters."""
+        """Return the link's state with that of the local steps, without the workers' own parameters."""
         state = self.link.state_dict()
         flying = self._flying if self._clock.flying is not None else None
         self._workers[0].add_state(state, [(flying[0], flying[1][0])] if flying else None)
         return state
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-        """Continue where :meth:`state_dict` was taken; parameters and optimizers are loaded by whoever has them.
+        """Continue from a state of :meth:`state_dict`; the caller loads parameters and optimizers.
 
         Raises:
-            IncompatibleError: it is no state of these local steps.
+            IncompatibleError: it is not a state of these local steps.
         """
         self._workers[0].check(state)
         rest, self._flying = state, None
@@ -146,7 +145,7 @@ class SimulatedLocalSteps:
 
     @property
     def _clock(self) -> FragmentClock:
-        """All workers count alike."""
+        """The step clock, which is the same for all workers."""
         return self._workers[0].clock
 
     def _begin(self, names: Sequence[str]) -> None:
@@ -155,10 +154,10 @@ class SimulatedLocalSteps:
             if problem is not None:
                 raise ExchangeError(f"worker {rank}: {problem}")
         if not names:
-            return  # a fragment of a model that has fewer pieces than there are fragments
+            return  # an empty fragment: the model has fewer pieces than fragments
         rows = torch.stack([worker.outgoing(names) for worker in self._workers])
         self.link.exchange_(rows, names)
-        # A mean is read only.
+        # A mean is only read, so that workers share one row.
         self._flying = names, list(rows) if self.link.method.traits.outcomes_differ else [rows[0]] * len(rows)
 
     @torch.no_grad()

@@ -1,9 +1,9 @@
-"""Which links are open in this process: those that are draw independent random numbers.
+"""The site of a link (its device, kernels and transport), and the numbers of the open links of this process.
 
-A link's number is the lowest that no open link has on any rank of its group, and becomes free when the link is closed.
-So links that are attached in the same order have the same numbers in every run, and one that is attached after
-another was closed draws as that one did. A link that is dropped without being closed keeps its number until Python has
-collected it.
+Random numbers depend on a link's number, so that open links draw independently. It is the lowest number that no open
+link has on any rank of the group, and is free again when the link is closed. So links that are made in the same order
+have the same numbers in every run. A link that is dropped without ``close()`` keeps its number until it is
+garbage-collected.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from gradwire.seeds import LinkNumber
 
 
 class Numbered(Protocol):
-    """What has a number while its ``close`` is alive."""
+    """An object with a number, which it holds while its ``close`` is alive."""
 
     number: LinkNumber
     close: weakref.finalize[..., Any]
@@ -47,12 +47,12 @@ _links: weakref.WeakSet[Numbered] = weakref.WeakSet()
 
 
 def register(link: Numbered) -> None:
-    """Count a link as open until it is closed or collected."""
+    """Add a link to the open ones until it is closed or garbage-collected."""
     _links.add(link)
 
 
 def numbers_in_use(but: Numbered | None = None) -> set[int]:
-    """Return the numbers of this process's open links, but for one of them."""
+    """Return the numbers of this process's open links except one of them."""
     return {link.number.value for link in _links if link.close.alive and link is not but}
 
 
@@ -63,7 +63,7 @@ def lowest_free(in_use: Iterable[int]) -> int:
 
 
 def share_a_number(link: Numbered) -> str | None:
-    """Say what is wrong where another open link has this one's number, as after loading in another order."""
+    """Return the problem if another open link has the same number, for example after loading in another order."""
     if link.number.value not in numbers_in_use(but=link):
         return None
     return (
@@ -74,12 +74,12 @@ def share_a_number(link: Numbered) -> str | None:
 
 
 def warm_up(method: str | Method = "terngrad", backend: str = "auto") -> float:
-    """Compile what a method will call, once a machine; the result is kept on disk.
+    """Compile the kernels of a method, and keep them on disk.
 
-    Call it before starting several workers on one machine, so that they do not compile the same code side by side.
+    Call it before starting several workers on one machine, so that they do not all compile the same code.
 
     Returns:
-        Seconds in which something was compiled; 0 where all of it was kept on disk.
+        Seconds of compilation; 0 if all kernels were on disk.
     """
     families = read_method(method).traits.kernels
     return get_kernels(backend).warm_up(families) + checksum.warm_up() if families else 0.0
@@ -87,14 +87,14 @@ def warm_up(method: str | Method = "terngrad", backend: str = "auto") -> float:
 
 @dataclass(frozen=True)
 class Site:
-    """The device, kernels and transport of one link.
+    """The site of one link: its device, kernels and transport.
 
     Attributes:
-        device: That the parameters lie on.
-        placement: Who computes payloads, and where.
+        device: Device of the parameters.
+        placement: Kernel backend that computes payloads, and its device.
         transport: "gloo", "nccl" or "staged".
-        group: Of the link.
-        checks: Told whether what arrives is as it was sent.
+        group: Process group of the link.
+        checks: Takes the results of payload checks.
     """
 
     device: Device
@@ -107,11 +107,11 @@ class Site:
     def of(
         cls, method: Method, parameters: Mapping[str, torch.Tensor], options: Options, group: dist.ProcessGroup
     ) -> Site:
-        """Choose what the options leave open.
+        """Return the site for some options; choose the parts that they leave open.
 
         Raises:
-            IncompatibleError: the parameters lie on several devices, or what was asked for cannot carry them.
-            BackendError: kernels were asked for that cannot serve the method there.
+            IncompatibleError: the parameters are on several devices, or the transport does not support theirs.
+            BackendError: the kernel backend does not support the method there.
         """
         specs: list[str | Method] = [*method.traits.tries] or [method]
         methods = [read_method(spec) for spec in (*specs, *filter(None, [options.fallback]))]
@@ -127,7 +127,7 @@ class Site:
 
     @property
     def exchanges_copies(self) -> bool:
-        """Whether gradients on a device are copied to main memory, and exchanged there."""
+        """True if gradients on a device are copied to main memory and exchanged there."""
         return not self.device.is_host and not self.placement.on_device
 
     def lane(self, number: int, store: Any, order: TransferOrder, scopes: Sequence[Scope]) -> Lane:
@@ -144,11 +144,11 @@ class Site:
         )
 
     def terms(self) -> dict[str, object]:
-        """Return what all ranks of the link must have in common."""
+        """Return the fields in which all ranks of the link must agree."""
         return {"transport that serves": self.transport, "payloads made on a device": self.placement.on_device}
 
     def record(self) -> dict[str, str]:
-        """Return what serves, for a run's record."""
+        """Return the device, kernels and transport in use, for a link's record."""
         made_on = self.device.name if self.placement.on_device else "cpu"
         return {"device": self.device.name, "transport": self.transport, "kernels_on": made_on} | (
             {} if self.device.is_host else {"kernels_reason": self.placement.reason}

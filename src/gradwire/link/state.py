@@ -1,4 +1,4 @@
-"""What a state must hold before a link takes any of it, and what of it is taken."""
+"""Checks of a state before a link loads it, and the part of it that the method loads."""
 
 from __future__ import annotations
 
@@ -21,27 +21,26 @@ LINK_STATE = "link"
 """Key of the link's number."""
 
 MOST_ROUNDS = 1 << 48
-"""No training gets that far: a microsecond a round would take nine years."""
+"""Upper limit of a round's number: at a microsecond a round it is reached after nine years."""
 
 MOST_LINKS = 1 << 16
 
 JOINED_PARAMETER = "(model)"
-"""Name under which all compressed parameters, joined, remember something."""
+"""Name of all compressed parameters joined to one vector, for state of that vector."""
 
 OWN_VALUES = ("round", LINK_STATE, CODER_STATE, LINK_COST_STATE, *CLOCK, *STATE, *OWN_STATE)
-"""Values that are the link's, not its method's."""
+"""Keys of the values that belong to the link, not to its method."""
 
 
 def check_state(state: State, parameters: Mapping[str, torch.Tensor], method: Method, *, simulated: bool) -> None:
-    """Refuse what is no state of a link of these parameters, or has not the ranks' parts that this kind of link takes.
+    """Raise if a state is not one of a link of these parameters, or lacks parts of ranks that the link loads.
 
-    Every value is checked for its type and range, before anything is taken.
-
-    Without a rank's own part, memories that all ranks share would be taken beside others that are zero, and what one
-    method keeps of the two would never agree again.
+    The type and range of every value are checked before any is loaded. The part of each rank is required: if it were
+    missing, vectors that all ranks share would be loaded beside a rank's own ones that are zero, and would never agree
+    with them again.
 
     Raises:
-        IncompatibleError: naming what is missing and where to find it, or the value that cannot be.
+        IncompatibleError: a part is missing or a value is invalid; the message names it.
     """
     try:
         rounds, ranks = state["global"]["round"], set(state) - {"global", "replicated"}
@@ -79,7 +78,7 @@ def check_state(state: State, parameters: Mapping[str, torch.Tensor], method: Me
 
 
 def kept_names(parameters: Mapping[str, torch.Tensor], method: Method) -> dict[str, Parameter]:
-    """Return what a method may remember something of, by name: parameters, or parts of them."""
+    """Return the parameters, or parts of parameters, by name, for which a method may keep state."""
     whole = (Parameter.of(name, p) for name, p in parameters.items())
     return {kept.name: kept for parameter in whole for kept in method.kept_as(parameter)}
 
@@ -96,7 +95,7 @@ def _check_number(name: str, value: object, most: int) -> None:
 
 
 def _check_part(scope: str, part: object, parameters: Mapping[str, Parameter], method: Method) -> None:
-    """Check one part of a state: tensors by name; vectors of known parameters, as long as these, of finite floats."""
+    """Check one part of a state: tensors by name; vectors of known parameters, with their length and finite floats."""
     if not isinstance(part, Mapping) or not all(isinstance(key, str) for key in part):
         raise IncompatibleError(f"the state's part {scope!r} is not a dict of tensors by name")
     for key, value in part.items():
@@ -119,7 +118,7 @@ def _check_part(scope: str, part: object, parameters: Mapping[str, Parameter], m
                 f"{what} belongs to no parameter of this link: load the state of a link of the same parameters"
             )
         most = parameters[name].numel if name in parameters else sum(p.numel for p in parameters.values())
-        # What another method keeps is dropped, whatever its size.
+        # State of another method is dropped, whatever its size.
         kind = base_kind(kind)
         exact = name in parameters and kind in method.traits.remembers
         needed = method.remembered_numel(kind, parameters[name]) if exact else most
@@ -130,7 +129,7 @@ def _check_part(scope: str, part: object, parameters: Mapping[str, Parameter], m
 
 
 def _is_of_other_shards(name: str, kept: Mapping[str, Parameter]) -> bool:
-    """Return whether something is of a part of a parameter that is cut into other parts here."""
+    """Return whether a name is that of a part of a parameter that is divided into other parts here."""
     whole = {part.partition("[")[0] for part in kept}
     return name not in kept and "[" in name and name.partition("[")[0] in whole
 
@@ -138,9 +137,9 @@ def _is_of_other_shards(name: str, kept: Mapping[str, Parameter]) -> bool:
 def remembered(
     state: State, parameters: Mapping[str, torch.Tensor], method: Method, warn: Callable[[str, str], None]
 ) -> dict[str, dict[str, torch.Tensor]]:
-    """Return what of a state a method remembers, without the link's own values; the rest is dropped, which is said."""
+    """Return the part of a state that belongs to a method; drop the link's own values, and the rest with a warning."""
     kept = kept_names(parameters, method) if method.traits.sharded else {}
-    # A method that does not say what it remembers is given all.
+    # A method that does not declare the kinds of its state loads all.
     known = method.traits.remembers if method.traits.remembers or method.properties.state == "none" else None
     found: dict[str, dict[str, torch.Tensor]] = {}
     dropped = set()

@@ -1,4 +1,4 @@
-"""The gather of sharded weights by what changed of them."""
+"""The gather of sharded weights by compressed changes."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from gradwire.version import __version__
 
 
 class WeightLink:
-    """Gathers sharded weights over a group, each shard by what changed of it since it was last sent.
+    """Gathers sharded weights over a group by the compressed change of each shard since the last gather.
 
-    Built by :func:`gradwire.compress_weights`.
+    :func:`gradwire.compress_weights` makes it.
 
     Args:
         method: An operator on one vector, or its spec.
-        numels: Of each unit's shard, by the unit's name.
+        numels: Number of elements of each unit's shard, by name of the unit.
         group: The ranks that hold shards.
-        seed: Of random numbers.
-        backend: Of the kernels.
-        beside: Ranks beyond those of the group whose end breaks the link, too.
+        seed: Seed of random numbers.
+        backend: Backend of the kernels.
+        beside: Ranks outside the group whose end breaks the link, too.
 
     Attributes:
-        close: Call it to end the thread and the connections; done also when the link is dropped.
+        close: Call it to end the thread and the connections; also called when the link is garbage-collected.
 
     Raises:
         HyperparameterError: the spec is wrong.
-        IncompatibleError: the method is no operator on one vector, or has a scale that all ranks share.
+        IncompatibleError: the method is not an operator on one vector, or has a scale that all ranks share.
         RankMismatchError: ranks differ in version, method, seed or units.
     """
 
@@ -80,7 +80,7 @@ class WeightLink:
         self.close: Callable[[], object] = self._side.close
 
     def gather(self, name: str, own: torch.Tensor) -> torch.Tensor:
-        """Return all ranks' shards of a unit, float32 ``[world_size, numel]``, of which ``own`` is this rank's.
+        """Return all ranks' shards of a unit, float32 ``[world_size, numel]``; ``own`` is the shard of this rank.
 
         Raises:
             ExchangeError: the link is broken or closed.
@@ -93,7 +93,7 @@ class WeightLink:
         return self._side.run(exchange, f"weights of {name!r}, gather {count}")
 
     def drift(self) -> dict[str, float]:
-        """Return |k - w| / |w| of this rank's shards, by unit: how far what was last gathered is from the weights."""
+        """Return |k - w| / |w| of this rank's shards by unit, with k the last gathered copy and w the weights."""
         found = {}
         for name, known in self._known.items():
             if known.rows is not None and known.sent is not None:
@@ -103,13 +103,13 @@ class WeightLink:
         return found
 
     def traffic(self) -> Traffic:
-        """Return the bytes so far; ``dense_bytes`` are those of all gathers in float32."""
+        """Return the bytes so far; ``dense_bytes`` are those of the same gathers in float32."""
         meter = self._side.lane.meter
         dense = 4 * self._elements * (self.world_size - 1) // self.world_size
         return Traffic(meter.sent_bytes, meter.received_bytes, dense, self._elements, max(self._gathers.values()))
 
     def begin_anew(self) -> None:
-        """Let the next gather of every unit be exact; to be called on all ranks, as after weights were loaded."""
+        """Make the next gather of every unit exact; call it on all ranks, for example after loading weights."""
         self._known = {name: Known() for name in self._known}
 
     @property

@@ -1,4 +1,4 @@
-"""Sections of a payload: the interface of codecs, and those that any method may need."""
+"""Codecs of the sections of a payload: their interface, and those that any method may use."""
 
 from gradwire.exchange.codecs.base import (
     SMALLEST_SCALE,

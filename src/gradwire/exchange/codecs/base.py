@@ -1,4 +1,4 @@
-"""Tensors that stay as they are from round to round."""
+"""The interface of codecs, and constants and summaries that they use."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from gradwire.kernels import MAX_WORLD_SIZE, Coder
 
 
 class Constant:
-    """Values that do not change, kept on each device where they are needed.
+    """A constant tensor, kept on each device that uses it.
 
-    To copy them there in every round would make a thread wait for the device in every round: memory that is not
-    page-locked can be copied in no other way.
+    A copy in every round would make a thread wait for the device each time, since the values are not in page-locked
+    memory.
 
     Args:
-        values: In main memory; copied.
+        values: Values in main memory, which are copied.
     """
 
     def __init__(self, values: npt.NDArray[Any] | torch.Tensor) -> None:
@@ -33,7 +33,7 @@ class Constant:
         self._there: dict[torch.device, torch.Tensor] = {}
 
     def on(self, device: torch.device) -> torch.Tensor:
-        """Return the values on a device; not to be written to."""
+        """Return the values on a device; read only."""
         if device.type == "cpu":
             return self._here
         if device not in self._there:
@@ -42,19 +42,19 @@ class Constant:
 
 
 SMALLEST_SCALE = 2.0**-100
-"""A non-zero scale is at least this, so that its reciprocal times 2^24 is finite. A larger scale stays unbiased."""
+"""Least non-zero scale: its reciprocal times 2^24 is finite. Raising a scale to it keeps a method unbiased."""
 
 
 def usable(scale: torch.Tensor) -> torch.Tensor:
-    """Raise what is above zero to :data:`SMALLEST_SCALE`."""
+    """Raise positive scales to :data:`SMALLEST_SCALE` at least."""
     return torch.where(scale > 0, scale.clamp(min=SMALLEST_SCALE), scale)
 
 
 def check_workers(owner: str, world_size: int) -> None:
-    """Check that integers of that many workers add up within sixteen bits.
+    """Check that the sum of integers over workers fits sixteen bits.
 
     Raises:
-        IncompatibleError: there are more than :data:`gradwire.kernels.MAX_WORLD_SIZE`.
+        IncompatibleError: there are more than :data:`gradwire.kernels.MAX_WORLD_SIZE` workers.
     """
     if world_size > MAX_WORLD_SIZE:
         raise IncompatibleError(
@@ -64,17 +64,17 @@ def check_workers(owner: str, world_size: int) -> None:
 
 
 def unread(name: str, total: float, count: float) -> None:
-    """Take a gauge that nobody reads."""
+    """Ignore a gauge."""
 
 
 @dataclass(frozen=True)
 class Draw:
-    """What an encoder is told of the moment.
+    """Inputs of an encoder besides the vector.
 
     Attributes:
-        round, stream: Which random numbers it uses; see :mod:`gradwire.seeds`.
-        loss_scale: By which automatic mixed precision has multiplied the vector.
-        link: What a message costs, the same on all ranks; None where nobody knows.
+        round, stream: Keys of its random numbers; see :mod:`gradwire.seeds`.
+        loss_scale: Factor by which automatic mixed precision has multiplied the vector.
+        link: Cost of a message, the same on all ranks; None if unknown.
         gauge: ``gauge(name, total, count)`` adds to one of the numbers that the method declares in
             :class:`gradwire.Traits`.
     """
@@ -87,30 +87,30 @@ class Draw:
 
 
 class Summary(Protocol):
-    """What an encoder must know of whole parameters before it may encode a part of one.
+    """Statistics of whole parameters that an encoder needs before it can encode a part of one.
 
-    It is made once a bucket, over whole parameters, so that neither buckets nor chunks decide a code.
+    It is computed once for each bucket, over whole parameters, so that codes depend on neither buckets nor chunks.
     """
 
     @property
     def shared(self) -> torch.Tensor | None:
-        """Float32 values to be replaced by their maximum over all ranks; None where nothing is shared."""
+        """Float32 values to replace by their maximum over all ranks; None if nothing is shared."""
 
     def select(self, index: Constant, shared: torch.Tensor | None) -> Summary:
         """Return the summary of a chunk whose segment i is a piece of segment ``index[i]`` of the bucket.
 
-        ``shared`` is what came back of :attr:`shared`.
+        ``shared`` is the maximum over ranks of :attr:`shared`.
         """
 
 
 class Codec(ABC):
-    """A compressor bound to the segments it serves: one section of a payload.
+    """A compressor bound to segments: it encodes and decodes one section of a payload.
 
-    The section's *units* are the smallest runs that can be owned by different ranks. ``grain`` units and multiples
-    of it can be reduced by one owner and decoded beside other owners' without gaps.
+    The *units* of a section are the smallest runs that different ranks can own. An owner reduces a multiple of
+    ``grain`` units, so that its codes join those of other owners without gaps.
 
-    A payload may begin with ``side_bytes`` that concern all units: every owner of a share of the units receives them
-    before its codes. Codes of shares, one after the other, are the codes of all.
+    A payload may begin with ``side_bytes`` bytes that concern all units: every owner of a share of the units receives
+    them before its codes. The codes of all shares, joined in order, are the codes of all units.
     """
 
     units: int
@@ -120,9 +120,9 @@ class Codec(ABC):
     checked: bool = False
 
     def use_coder(self, coder: Coder) -> None:
-        """Lay digits out so that every byte is a symbol for an entropy coder, and say which coder it is.
+        """Set the entropy coder, and pack digits so that every byte is a symbol for it.
 
-        To be called once, before anything else.
+        Call it once, before any other method.
 
         Raises:
             IncompatibleError: the codes are not made of digits that fit a byte.
@@ -133,11 +133,11 @@ class Codec(ABC):
         )
 
     def plain_payload_bytes(self, units: int) -> int:
-        """Return the bytes at the start of a rank's codes that no coder touches: all, unless said otherwise."""
+        """Return the number of bytes at the start of a rank's codes that no coder shortens; all by default."""
         return self.payload_bytes(units)
 
     def packing(self, units: int) -> Packing:
-        """Return how a rank's codes of that many units become the bytes that travel: as they are, but for a coder's."""
+        """Return the packing of a rank's codes of ``units`` units: that of the coder, or the codes unchanged."""
         return packing(self.payload_bytes(units), self.plain_payload_bytes(units), self.coder)
 
     @abstractmethod
@@ -146,32 +146,32 @@ class Codec(ABC):
 
     @abstractmethod
     def payload_bytes(self, units: int) -> int:
-        """Return the exact bytes of a rank's codes for that many units, or the most where :meth:`packing` varies."""
+        """Return the exact bytes of a rank's codes of ``units`` units, or the most if :meth:`packing` varies."""
 
     @abstractmethod
     def encode(self, flat: torch.Tensor, summary: Summary, draw: Draw, out: torch.Tensor) -> None:
-        """Write the codes of all units of ``flat``; ``out`` may be longer and is left alone beyond them."""
+        """Write the codes of all units of ``flat`` to the start of ``out``, which may be longer."""
 
     @abstractmethod
     def decode_rows(self, rows: torch.Tensor, summary: Summary, flat: torch.Tensor) -> bool | None:
         """Write the mean over ranks into ``flat`` from every rank's codes of all units.
 
-        Until then ``flat`` holds this rank's own vector, as it was encoded: a decoder may compare with it.
+        Before the call ``flat`` holds this rank's own vector, as it was encoded: a decoder may compare with it.
 
         Returns:
-            Of a :class:`CheckedCodec`, whether this rank could read all rows.
+            For a :class:`CheckedCodec`, True if this rank could read all rows.
         """
 
     def remember(self, summary: Summary, flat: torch.Tensor, draw: Draw, wants_sent: bool) -> Summary:
-        """Return the summary that this rank's decoders need, before they overwrite ``flat``.
+        """Return the summary for this rank's decoders, before they overwrite ``flat``.
 
-        It may hold the draw, and where ``wants_sent`` says that :meth:`add_own` will be called, what that needs.
+        It may keep the draw, and, if ``wants_sent`` is set, the data for :meth:`add_own`.
         """
         return summary
 
     @abstractmethod
     def add_own(self, data: torch.Tensor, summary: Summary, weight: float, flat: torch.Tensor) -> None:
-        """Add ``weight`` times what this rank itself contributed, from its own codes, to ``flat``."""
+        """Add ``weight`` times this rank's own contribution, decoded from its codes, to ``flat``."""
 
     @abstractmethod
     def is_finite(self, summary: Summary, flat: torch.Tensor) -> Flag:
@@ -179,56 +179,57 @@ class Codec(ABC):
 
 
 LeftOut: TypeAlias = Callable[[torch.Tensor, float], None]
-"""``left_out(flat, weight)`` adds ``weight`` times what a merge left out to ``flat``."""
+"""``left_out(flat, weight)`` adds ``weight`` times the part that a merge left out to ``flat``."""
 
 
 class MergeableCodec(Codec):
-    """A codec of which several ranks' codes can be made one of the same kind: along a tree, or by owners of shares."""
+    """A codec that can merge codes of several ranks to codes of the same kind: along a tree, or by share owners."""
 
     @abstractmethod
     def merge(self, rows: Sequence[torch.Tensor], draw: Draw, out: torch.Tensor) -> LeftOut | None:
-        """Write codes of the sum of what some codes of all units stand for, or of a part of it, into ``out``.
+        """Write codes of the sum of the decoded rows, or of a part of it, into ``out``.
 
-        It is a function of the codes and of ``draw``: all who merge the same ones in the same order get the same.
+        The result depends on the codes, their order and ``draw`` only, so that all ranks that merge the same get the
+        same.
 
         Returns:
-            What is left out of the sum; None where nothing is.
+            The part of the sum that is left out; None if there is none.
         """
 
 
 class CheckedCodec(Codec):
-    """A codec of which a rank may find that it cannot read rows that others can: all then agree, and spoil the section.
+    """A codec with rows that one rank may be unable to read and others not. All ranks then agree to spoil the section.
 
-    One that looks has ``checked`` set.
+    ``checked`` is set if the codec checks rows.
     """
 
     @abstractmethod
     def spoil(self, flat: torch.Tensor) -> None:
-        """Make this section of the mean +inf: some rank could not read it."""
+        """Set this section of the mean to +inf, after some rank could not read it."""
 
     @abstractmethod
     def unread(self) -> str:
-        """Describe in a sentence for people why some rank could not read this section, and what to change."""
+        """Return a sentence for a message: why some rank could not read this section, and what to change."""
 
 
 class SummableCodec(Codec):
-    """A codec whose codes an owner of a share can reduce to codes of the mean: these can travel in two phases."""
+    """A codec whose codes the owner of a share can reduce to codes of the mean, for exchanges in two phases."""
 
     def plain_mean_bytes(self, units: int) -> int:
-        """Return the bytes at the start of reduced codes that no coder touches."""
+        """Return the number of bytes at the start of reduced codes that no coder shortens."""
         return self.mean_bytes(units)
 
     def mean_packing(self, units: int) -> Packing:
-        """Return how reduced codes of that many units become the bytes that travel."""
+        """Return the packing of reduced codes of ``units`` units."""
         return packing(self.mean_bytes(units), self.plain_mean_bytes(units), self.coder)
 
     @abstractmethod
     def mean_bytes(self, units: int) -> int:
-        """Return the exact bytes of the reduced codes for that many units (a multiple of ``grain``)."""
+        """Return the exact number of bytes of the reduced codes of ``units`` units (a multiple of ``grain``)."""
 
     @abstractmethod
     def reduce(self, rows: torch.Tensor, begin: int, out: torch.Tensor) -> None:
-        """Reduce the codes of the same units from all ranks, ``[world_size, payload_bytes]``, to ``mean_bytes``.
+        """Reduce the codes of the same units from all ranks, ``[world_size, payload_bytes]``, to ``mean_bytes`` bytes.
 
         ``begin`` is the first of these units, a multiple of ``grain``.
         """

@@ -1,4 +1,4 @@
-"""Floats as a codec: how excluded and small parameters, and warm-up rounds, travel beside compressed ones."""
+"""The codec of plain floats, for excluded and small parameters and for warm-up rounds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gradwire.kernels import Coder
 
 
 class NoSummary:
-    """A summary that says nothing."""
+    """An empty summary."""
 
     shared: torch.Tensor | None = None
 
@@ -23,7 +23,7 @@ class NoSummary:
 
 
 def joined_runs(segments: Sequence[Segment]) -> list[tuple[int, int]]:
-    """Return where segments lie in a flat vector, as (offset, numel), with neighbours joined."""
+    """Return the positions of segments in a flat vector, as (offset, numel), with neighbours joined."""
     runs: list[tuple[int, int]] = []
     for segment in segments:
         if runs and sum(runs[-1]) == segment.offset:
@@ -36,17 +36,17 @@ def joined_runs(segments: Sequence[Segment]) -> list[tuple[int, int]]:
 class DenseCodec(SummableCodec, MergeableCodec):
     """The mean as sum over ranks of x_r * float32(1 / world_size), added in the order of ranks.
 
-    That order is ours, not the backend's: the bits do not depend on who owns an element or where it lies. Multiplying
-    and adding are separate operations, so no backend may fuse them.
+    The order is fixed here and not by the backend, so that the bits depend on neither the owner of an element nor its
+    position. Multiplying and adding are separate operations, so that no backend may fuse them.
 
     With another ``dtype``, products are rounded to it, added in float32, and their sum is rounded once more.
 
     A unit is sixteen bytes: four values of float32.
 
     Args:
-        segments: The runs of the flat vector to carry; neighbours are joined.
+        segments: The runs of the flat vector to encode; neighbours are joined.
         world_size: Number of ranks.
-        dtype: Of the values on the wire.
+        dtype: Dtype of the values in payloads.
     """
 
     grain = 1
@@ -59,7 +59,7 @@ class DenseCodec(SummableCodec, MergeableCodec):
         self.weight = 1.0 / world_size
 
     def use_coder(self, coder: Coder) -> None:
-        """Floats stay as they are."""
+        """Do nothing: floats are not entropy-coded."""
 
     def summarise(self, flat: torch.Tensor) -> NoSummary:
         return NoSummary()

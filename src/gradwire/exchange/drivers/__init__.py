@@ -1,4 +1,4 @@
-"""Who executes a protocol: a torch.distributed group, a simulation, or a dry run on sizes."""
+"""Drivers, which execute protocols: over a torch.distributed group, in a simulation, or as a dry run on sizes."""
 
 from gradwire.exchange.drivers.devices import Device, HostDevice, LateChecks, Verdict
 from gradwire.exchange.drivers.dry_run import LocalProfiler, Stage, dry_run, profile_locally

@@ -1,8 +1,8 @@
-"""The device that a link's gradients lie on: its stream, and the host's part in its order of work.
+"""The device of a link's gradients, its stream, and checks that are read from it later.
 
-A link has one stream of its own on a device. What its lanes enqueue there keeps the order in which they do so, and the
-training's own streams meet it at two points: the link's stream waits for the one that produced a bucket, and the one
-that takes the mean waits for the link's, by the future that holds it. In between, no stream waits for the whole device.
+A link has one stream of its own on a device, on which its lanes enqueue work in order. The training's streams
+synchronise with it at two points: the link's stream waits for the stream that produced a bucket, and the stream that
+uses the mean waits for the link's, by the future of the mean. No stream waits for the whole device in between.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ class Mark(Protocol):
     """A point in a stream's order of work."""
 
     def synchronize(self) -> None:
-        """Block this thread until the device has got there."""
+        """Block this thread until the device has reached the mark."""
 
     def query(self) -> bool:
-        """Return whether the device has got there."""
+        """Return whether the device has reached the mark."""
 
 
 class Device(ABC):
-    """Where tensors lie, and the stream on which a link works on them.
+    """The device of tensors, and the stream on which a link works on them.
 
     Attributes:
-        name: As :class:`torch.device` reads it.
-        is_host: Whether it is main memory, where nothing is asynchronous.
+        name: Name for :class:`torch.device`.
+        is_host: True for main memory, where nothing is asynchronous.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Device(ABC):
 
     @abstractmethod
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor lies on the device, and not in main memory."""
+        """Return whether a tensor is on the device, and not in main memory."""
 
     @abstractmethod
     def stream(self) -> AbstractContextManager[Any]:
@@ -49,15 +49,15 @@ class Device(ABC):
 
     @abstractmethod
     def wait_for_current(self) -> None:
-        """Make the link's stream wait for what this thread's current stream has been given so far."""
+        """Make the link's stream wait for the work enqueued on this thread's current stream so far."""
 
     @abstractmethod
     def join(self) -> None:
-        """Make this thread's current stream wait for what the link's stream has been given so far."""
+        """Make this thread's current stream wait for the work enqueued on the link's stream so far."""
 
     @abstractmethod
     def use(self, tensor: torch.Tensor) -> None:
-        """Say that the link's stream uses a tensor of another one, whose memory must not serve others before."""
+        """Record that the link's stream uses a tensor of another stream, so that its memory is not reused before."""
 
     @abstractmethod
     def pinned(self, like: torch.Tensor) -> torch.Tensor:
@@ -69,19 +69,19 @@ class Device(ABC):
 
     @abstractmethod
     def mark(self) -> Mark:
-        """Return the current end of the current stream's work."""
+        """Return a mark at the current end of the current stream's work."""
 
     @abstractmethod
     def future(self) -> torch.futures.Future[torch.Tensor]:
         """Return a future for a tensor on the device.
 
-        Its result is to be set within :meth:`stream`; whoever waits for it makes their stream wait for the link's, and
-        blocks no longer than until the result is set.
+        Set its result within :meth:`stream`. A thread that waits for it blocks only until the result is set, and its
+        current stream then waits for the link's.
         """
 
 
 class _NothingPending:
-    """The mark of a place where nothing is pending."""
+    """A mark that is always reached."""
 
     def synchronize(self) -> None:
         pass
@@ -129,11 +129,11 @@ class HostDevice(Device):
 class CudaDevice(Device):
     """A CUDA device, with a stream of the link's own.
 
-    Page-locked memory is the caching allocator's of PyTorch: it hands a block out again only after the copies that were
-    enqueued with ``non_blocking=True`` have ended, so that buffers may be dropped as soon as a copy is enqueued.
+    Page-locked memory comes from PyTorch's caching allocator, which reuses a block only after the copies that were
+    enqueued with ``non_blocking=True`` have ended. So buffers may be dropped once a copy is enqueued.
 
     Args:
-        device: With its index.
+        device: The device, with its index.
     """
 
     is_host = False
@@ -146,7 +146,7 @@ class CudaDevice(Device):
         return tensor.device == self._device
 
     def stream(self) -> AbstractContextManager[Any]:
-        # A context for each use: several threads enter it at the same time.
+        # Return a new context each time, since several threads enter it at the same time.
         return torch.cuda.stream(self._stream)
 
     def wait_for_current(self) -> None:
@@ -165,7 +165,7 @@ class CudaDevice(Device):
         to.copy_(source, non_blocking=True)
 
     def mark(self) -> Mark:
-        # A blocking event: a lane's thread that waits sleeps, where it would keep a processor busy otherwise.
+        # With a blocking event a waiting lane sleeps instead of keeping a core busy.
         event = torch.cuda.Event(blocking=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
@@ -177,8 +177,8 @@ class CudaDevice(Device):
 class LateChecks(Checks):
     """Keeps the results of checks on the device until a :class:`Verdict` takes them.
 
-    A thread that reads a result waits until the device has done all work before it, and meanwhile enqueues none. So
-    decoders go on, whatever the bytes are, and :meth:`so_far` says whether what they wrote is a mean.
+    A thread that reads a result waits until the device has done all work before it, and enqueues none meanwhile. So
+    decoders continue with any bytes, and :meth:`so_far` returns whether their output is a mean.
     """
 
     def __init__(self) -> None:
@@ -199,19 +199,19 @@ class LateChecks(Checks):
             return self._so_far
 
     def take(self) -> list[tuple[torch.Tensor, Callable[[], Exception]]]:
-        """Return the results that nobody has taken, each with what explains it, and begin anew."""
+        """Return the results since the last call, each with the function that explains it, and drop them."""
         with self._lock:
             made, self._made, self._so_far = self._made, [], True
         return made
 
 
 class Verdict:
-    """What a device has to say of a round: enqueued at the round's end, read when the next one needs to know.
+    """The results of a round's checks on a device: enqueued at the round's end, read when the next round needs them.
 
     Args:
-        device: On whose current stream the round was worked on.
-        finite: Whether the round's means are finite; None where nobody looked.
-        checks: Of what arrived since the last verdict; taken.
+        device: The device, on whose current stream the round's work was enqueued.
+        finite: True if the round's means are finite; None if that was not checked.
+        checks: Checks of payloads, whose results are taken.
     """
 
     def __init__(self, device: Device, finite: Flag | None, checks: LateChecks) -> None:
@@ -234,7 +234,7 @@ class Verdict:
         """Wait until the device has ended the round; return False if a mean was not finite.
 
         Raises:
-            Exception: what explains the first check that failed.
+            Exception: the explanation of the first check that failed.
         """
         self._mark.synchronize()
         values = self._read.tolist()

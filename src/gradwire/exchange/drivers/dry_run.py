@@ -1,4 +1,4 @@
-"""Sizes only: what a plan would send, without data, kernels or a group."""
+"""Runs of a plan without a group: a dry run that counts bytes, and a profiler of local work."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from gradwire.exchange.protocols.bucket_plan import BucketPlan
 from gradwire.exchange.wire import pretend_senders
 
 USUAL_ROUND = -1
-"""A round in which nothing is exchanged that a schedule asks for in some rounds alone."""
+"""A round without the exchanges that a schedule adds in some rounds only."""
 
 
 def dry_run(plan: BucketPlan, numel: int, world_size: int, round: int = USUAL_ROUND, rank: int = 0) -> Meter:
-    """Walk a plan made with the ``meta`` kernels and count its bytes for one rank and one round.
+    """Run a plan made with the ``meta`` kernels, and count its bytes for one rank and one round.
 
-    Exact, but for rows whose length depends on what they hold: those count with the most that they may take.
+    The count is exact, except that rows whose length depends on data count with their largest length.
 
     Args:
-        round: By default one of those between a schedule's updates; a round of the schedule counts with all that is
-            exchanged in it, and at its end, as if the step were one bucket.
-        rank: Whose bytes. Ranks differ in what they send of a broadcast: of those whose root changes with the round,
-            rank 0 is the root of a usual round, which no other rank exceeds.
+        round: Number of the round. The default is one between a schedule's updates. A round of the schedule includes
+            its exchanges and those at its end, as if the step were one bucket.
+        rank: The rank whose bytes are counted. Ranks differ in broadcasts only: if the root changes with the round,
+            rank 0 is the root in the default round, so that no other rank sends more.
     """
     meter = Meter(rank)
     flat = torch.empty(numel, dtype=torch.float32, device="meta")
@@ -55,27 +55,27 @@ def _drive(generator: Exchange[Any], world_size: int, meter: Meter) -> None:
 
 
 LATE_ROUND = 1 << 40
-"""In the last stage of every schedule."""
+"""A round in the last stage of every schedule."""
 
 
 T = TypeVar("T")
 
 USUAL_LINK = LinkCost(message_s=5e-4, bytes_per_s=1e8)
-"""Of a method that takes its choices by the link, where nobody says which: about 1 Gbit/s."""
+"""Cost of a message for methods that depend on it, if none is given: about 1 Gbit/s."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """Local work, then an operation of the group; the last stage of a job has none (``kind`` is "").
+    """Local work, then an operation of the group; the last stage of a job has no operation (``kind`` is "").
 
     Attributes:
-        work_s: Of this process alone on its core.
-        kind: "all_to_all", "all_gather", "gather" (a small reduction that goes by one), "ring", "pairs" (large rows,
-            one at a time, in turn between lanes), or "broadcast".
-        sent_bytes: By one rank; of a broadcast by its root, for whose time all others wait.
-        rounds: Messages that depend on one another.
-        messages: That one rank sends.
-        scope: Of the operation; None: it is among all ranks.
+        work_s: Seconds of the local work, in this process alone on its core.
+        kind: "all_to_all", "all_gather", "gather" (a small reduction by a gather), "ring", "pairs" (large rows, one at
+            a time, in turn between lanes), or "broadcast".
+        sent_bytes: Bytes that one rank sends; for a broadcast its root, for which all others wait.
+        rounds: Number of messages that depend on one another.
+        messages: Number of messages that one rank sends.
+        scope: Scope of the operation; None: all ranks.
     """
 
     work_s: float
@@ -87,30 +87,30 @@ class Stage:
 
 
 class LocalProfiler:
-    """One rank's rounds without a group, its replies made of its own payloads.
+    """Runs rounds of one rank without a group, with its own payloads as replies.
 
-    Control flow never depends on values, so the operations are those of a real group, byte for byte.
+    Control flow never depends on values, so that the operations have the same bytes as on a real group.
 
     Args:
-        plan: Made with kernels that compute.
-        flat: A bucket of gradients, or anything like them; left as it is.
-        link: What a message costs, for methods whose payloads depend on it.
+        plan: A plan made with kernels that compute.
+        flat: A bucket of gradients or similar values; not changed.
+        link: Cost of a message, for methods whose payloads depend on it.
     """
 
     def __init__(self, plan: BucketPlan, flat: torch.Tensor, world_size: int, *, link: LinkCost | None = None) -> None:
         self._link = link or USUAL_LINK
         self._plan, self._flat, self._world_size = plan, flat, world_size
         self._spaces, self._memory = [Workspace() for _ in range(plan.chunks + 1)], Memory()
-        # Rounds so far apart that rank 0 is the root of all broadcasts whose root goes round: only a root has something
-        # to send that it could receive.
+        # Rounds in which rank 0 is the root of all broadcasts whose root changes: only the root has a payload, which it
+        # can also receive.
         self._work, self._round = torch.empty_like(flat), LATE_ROUND - LATE_ROUND % world_size
 
     def play(self) -> list[list[Stage]]:
-        """Run a round with one torch thread, as a worker does: with more, a cast waits for the pool.
+        """Run a round with one torch thread, as a worker does: with more threads, a cast waits for the pool.
 
         Returns:
-            Stages of the whole bucket's preparation, then those of each chunk. In the first round, local work touches
-            buffers that later ones find warm, and does what is done once.
+            Stages of the whole bucket's preparation, then those of each chunk. The first round takes longer, since it
+            allocates buffers and does work that is done once.
         """
         with _one_thread():
             self._work.copy_(self._flat)
@@ -124,7 +124,7 @@ class LocalProfiler:
                 found.append(_timed(self._plan.run(own, self._work, prepared), self._world_size)[1])
             self._memory.commit()
             if self._plan.finishes:
-                # Beside what follows the step, and in few rounds: nobody waits for it.
+                # It runs in few rounds and beside the work after the step, which does not wait for it.
                 _timed(self._plan.finish(context), self._world_size)
                 self._memory.commit()
         self._round += self._world_size
@@ -134,11 +134,11 @@ class LocalProfiler:
 def profile_locally(
     plan: BucketPlan, flat: torch.Tensor, world_size: int, repeats: int = 5, *, link: LinkCost | None = None
 ) -> tuple[list[Stage], list[list[Stage]]]:
-    """Play a plan's round several times, and time what lies between operations.
+    """Run a plan's round several times, and time the work between operations.
 
     Args:
-        plan: As for :class:`LocalProfiler`, with ``flat`` and ``link``.
-        repeats: Beside a first, which does not count.
+        plan: See :class:`LocalProfiler`, also for ``flat`` and ``link``.
+        repeats: Number of timed rounds, after a first one that is not counted.
 
     Returns:
         Stages of the whole bucket's preparation, and those of each chunk; medians over repetitions.
@@ -188,7 +188,7 @@ def _shape(op: Op, world_size: int) -> tuple[str, int, int, int]:
     if isinstance(op, Broadcast):
         hops = broadcast_sends(op.root, op.root, world_size) * (1 + (op.length is not None))
         return "pairs" if large(op) else "broadcast", op_bytes(op, world_size, op.root)[0], hops, hops
-    # Rows of different lengths are preceded by a message that tells them.
+    # A message with their lengths precedes rows of different lengths.
     told = int(not isinstance(op, Reduce) and op.lengths is not None)
     if isinstance(op, SendRecv):
         return "pairs" if large(op) else "all_to_all", sent, 1 + told, (1 + told) * (op.to is not None)

@@ -1,4 +1,4 @@
-"""Lanes: threads with connections of their own that carry out generators, and the turns that they take."""
+"""Lanes: threads with connections of their own that run generators, and the order of their transfers."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from gradwire.exchange.ops import Exchange, Op, Reduce, Scope
 
 
 class TransferOrder:
-    """Tickets in the order in which jobs were handed to lanes.
+    """Tickets in the order in which jobs were submitted to lanes.
 
-    A job with many bytes to send waits for the jobs before it, on whatever lane they run. So one bucket's transfer has
-    the link for itself while the next one's codec and scalers go on: two transfers at once crowd the receivers, each
-    lasts as long as both, and neither frees its bucket early.
+    A job with many bytes to send waits for all earlier jobs, on any lane. So one bucket's transfer has the network for
+    itself while the next bucket's codec and scalers continue: two transfers at once congest the receivers, each takes
+    as long as both, and neither bucket is done early.
 
-    A job gives its turn back when it has no more to send, and at its end in any case.
+    A job returns its ticket when it has no more to send, and at its end at the latest.
 
-    It cannot deadlock: a job waits for earlier ones only, the order is the same on every rank, and the earliest job
+    There is no deadlock: a job waits for earlier ones only, the order is the same on every rank, and the earliest job
     waits for none.
     """
 
@@ -45,12 +45,12 @@ class TransferOrder:
             return self._next
 
     def wait(self, ticket: int) -> None:
-        """Wait until every earlier ticket was given back."""
+        """Wait until every earlier ticket was returned."""
         with self._changed:
             self._changed.wait_for(lambda: min(self._open, default=ticket) >= ticket)
 
     def give_back(self, ticket: int) -> None:
-        """End a job's turn."""
+        """Return a ticket."""
         with self._changed:
             self._open.discard(ticket)
             self._changed.notify_all()
@@ -59,30 +59,30 @@ class TransferOrder:
 T = TypeVar("T")
 
 CLOSE_S = 2.0
-"""How long closing waits for a lane that is in the middle of a job."""
+"""Time that :meth:`Lane.close` waits for a job that is running."""
 
 
 class WireError(Exception):
-    """A collective broke: the cause is most likely on another rank."""
+    """A collective broke, most likely because of another rank."""
 
 
 def _ignore(_: object) -> None:
-    """Do nothing with an outcome."""
+    """Ignore an outcome."""
 
 
 class Future(Generic[T]):
-    """The outcome of a generator that a lane carries out.
+    """The outcome of a generator that a lane runs.
 
-    Whoever waits goes on after the callbacks have returned, and can be interrupted. An event to wait for would cost a
-    small cast more than all else that this does.
+    A thread that waits continues after the callbacks have returned, and can be interrupted. Waiting uses no event,
+    which would cost a small cast more than all the rest of this class.
 
     Args:
-        then: Called with what the generator returned.
-        fail: Called with what the generator or ``then`` raised.
+        then: Called with the value that the generator returned.
+        fail: Called with the exception that the generator or ``then`` raised.
 
     Attributes:
-        error: Why there is no result, once that is known.
-        done: Whether it has come to its end.
+        error: The exception, once one was raised.
+        done: True once the generator has ended.
     """
 
     def __init__(self, then: Callable[[T], object] = _ignore, fail: Callable[[Exception], object] = _ignore) -> None:
@@ -94,7 +94,7 @@ class Future(Generic[T]):
         self._going.acquire()
 
     def end(self, value: T | None, error: Exception | None = None) -> None:
-        """Set what the generator returned or raised, once."""
+        """Set the value that the generator returned, or the exception that it raised, once."""
         if error is None:
             try:
                 self._then(value)  # type: ignore[arg-type]
@@ -105,21 +105,21 @@ class Future(Generic[T]):
             if error is not None:
                 self._fail(error)
         finally:
-            # They hold buckets, and whoever waits may keep this.
+            # The callbacks hold buckets, and a caller may keep this future.
             self._then = self._fail = _ignore
             self.done = True
             self._going.release()
 
     def wait(self) -> None:
-        """Wait for the end, whichever it is."""
+        """Wait for the end, with a result or an error."""
         with self._going:
             pass
 
     def result(self) -> T:
-        """Wait, and return what the generator returned.
+        """Wait, and return the value that the generator returned.
 
         Raises:
-            Exception: what it raised, or what ``then`` did.
+            Exception: the exception of the generator or of ``then``.
         """
         self.wait()
         if self.error is not None:
@@ -132,17 +132,17 @@ class Lane:
     """A thread with connections of its own.
 
     Args:
-        store: Of the lane alone; all its ranks give the same.
+        store: Store for the lane alone; the same on all its ranks.
         rank: This rank.
-        world_size: Ranks in the lane.
-        timeout: Of each collective.
-        name: For the thread, as debuggers and profilers show it.
-        turns: Shared by the lanes of one link; submit to them from one thread.
-        scopes: Of the operations beside those among all ranks.
+        world_size: Number of ranks in the lane.
+        timeout: Timeout of each collective.
+        name: Name of the thread in debuggers and profilers.
+        turns: Transfer order, shared by the lanes of one link; submit to them from one thread.
+        scopes: Scopes of operations that are not among all ranks.
         connect: Makes the connections: one transport for all ranks, and one for each scope.
 
     Attributes:
-        trace: Takes what the lane does from now on; None: nothing is recorded.
+        trace: Records the lane's work from now on; None: nothing is recorded.
     """
 
     def __init__(
@@ -183,22 +183,21 @@ class Lane:
         fail: Callable[[Exception], object] = _ignore,
         at_once: bool = False,
     ) -> Future[T]:
-        """Run a generator on this lane's connections, behind all that was submitted to it before.
+        """Run a generator on this lane's connections, after all jobs that were submitted before.
 
-        Where a generator fails, the lane closes its connections.
+        If a generator raises, the lane closes its connections.
 
         Args:
-            generator: Yields collectives, and is sent their replies.
-            label: For a trace.
-            wait: Called before anything else, on the lane's thread; its time is not counted. What it raises is the
-                generator's failure.
-            first: Carried out before the generator. What it does before its first message counts as encoding, and so
-                does what the generator does before its own.
-            then, fail: The future's callbacks, called on the thread that ends the generator. A failure is told before
+            generator: A generator that yields collectives, and receives their replies.
+            label: Label in a trace.
+            wait: Called first, on the lane's thread; its time is not counted. If it raises, the generator fails.
+            first: A generator to run before. Its work before its first message counts as encoding, as does that of the
+                generator before its own first message.
+            then, fail: Callbacks of the future, called on the thread that ends the generator; ``fail`` is called before
                 the connections are closed.
-            at_once: Start here and now, and end on the backend's thread, which is for one collective: neither the
-                lane's thread nor its queue takes part. It saves their hand-overs, which cost more than a small
-                bucket's exchange. The lane is to be idle, or to carry nothing but such generators.
+            at_once: Start on the calling thread, and end on the backend's, for a generator with one collective. The
+                lane's thread and queue are not used, since switching threads costs more than the exchange of a small
+                bucket. The lane must be idle, or run only such generators.
         """
         future = Future(then, fail)
         if at_once:
@@ -212,7 +211,7 @@ class Lane:
         self.run(_nothing(), wait=self._hang_up)
 
     def close(self) -> None:
-        """End the thread, and with it the connections, once its queue is empty."""
+        """End the thread and the connections once the queue is empty."""
         self._jobs.put(None)
         if self._thread is not threading.current_thread():
             self._thread.join(timeout=CLOSE_S)
@@ -230,7 +229,7 @@ class Lane:
                 with profiled("wire", f"{self._label}, {type(op).__name__}"):
                     reply = self._wire(op)
                 meter.count(op, self.world_size)
-                # A reduction of scalers precedes the encoder; what follows any other reply decodes.
+                # A reduction of scalers precedes the encoder; work after any other reply is decoding.
                 before_wire = before_wire and isinstance(op, Reduce) and op.op != "sum"
                 started = clock()
                 meter.wire_s += started - asked
@@ -241,7 +240,7 @@ class Lane:
             result: T = stop.value
             return result
         finally:
-            # Here and now, on the thread whose context it may have changed.
+            # Close it on this thread, whose context it may have changed.
             generator.close()
 
     def _worked(self, before_wire: bool, began_s: float, ended_s: float) -> None:
@@ -307,13 +306,13 @@ class Lane:
                 _let_go(future.error)
                 self._hang_up()
                 self._turns.give_back(self._ticket)
-            # Let go of tensors now, not when the next job arrives.
+            # Release tensors now and not when the next job arrives.
             del job, wait, generators, future, value, error
         self._hang_up(broken=False)
 
     def _hang_up(self, broken: bool = True) -> None:
-        # Closes this lane's connections, so that the other ranks learn of the failure now rather than after the
-        # group's timeout, also where the user catches the error and the process lives on.
+        # Close this lane's connections, so that the other ranks notice the failure now and not after the group's
+        # timeout, even if the user catches the error and the process continues.
         transports, self._transports = self._transports, None
         for transport in (transports or {}).values():
             transport.close(broken)
@@ -327,7 +326,7 @@ class Lane:
         except RuntimeError as error:
             raise WireError(f"{type(op).__name__}: {error}") from error
         if self.trace is not None:
-            # A wait for the turn comes first.
+            # The wait for the turn comes first.
             began = began_s + self._turn_s
             if self._turn_s:
                 self.trace.add(self.name, "wait for turn", began_s, began, self._label)
@@ -351,9 +350,9 @@ class Lane:
 
 
 def _let_go(error: BaseException | None) -> None:
-    """Empty the frames of an exception, and of what caused it.
+    """Clear the frames of an exception and of its causes.
 
-    Whoever keeps it, as a future does, would keep the connections open, and ranks at their other ends would wait.
+    A future that keeps the exception would otherwise keep the connections open, and peers would wait.
     """
     while error is not None:
         traceback.clear_frames(error.__traceback__)
@@ -365,7 +364,7 @@ def _stays_local(op: Op) -> bool:
 
 
 def _no_wait() -> None:
-    """Take no turn: what stays within a machine is in nobody's way."""
+    """Do not wait for a turn, since transfers within a machine do not use the network."""
 
 
 def _nothing() -> Exchange[None]:

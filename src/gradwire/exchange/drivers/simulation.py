@@ -1,4 +1,4 @@
-"""N ranks in one process: their generators advance in lockstep, deterministically, without threads."""
+"""The driver for simulated ranks: N generators in one process advance in lockstep, without threads."""
 
 from __future__ import annotations
 
@@ -15,17 +15,16 @@ T = TypeVar("T")
 
 
 def simulate_ranks(generators: Sequence[Exchange[T]], meters: Sequence[Meter], *, leader_only: bool = False) -> list[T]:
-    """Run one generator a rank to its end and return what each returned.
+    """Run one generator for each rank to its end, and return their results.
 
-    Ranks advance together; an operation with a scope is carried out as soon as all ranks of one of its groups ask.
+    Ranks advance together; an operation with a scope is executed as soon as all ranks of one of its groups have yielded
+    it. With ``leader_only``, stop when rank 0 has ended, and return its result only: after the last exchange the others
+    would repeat its decoding N - 1 times.
 
-    With ``leader_only``, stop when rank 0 has ended, and return its result alone: after the last exchange the others
-    would repeat its decoding, N - 1 times.
-
-    Sums are added in the order of ranks. One reply serves all ranks where all receive the same: replies are read-only.
+    Sums are added in the order of ranks. If all ranks receive the same, they share one reply: replies are read-only.
 
     Raises:
-        ExchangeError: ranks asked for different operations, which on a real group would hang or corrupt.
+        ExchangeError: ranks yielded different operations, which on a real group would hang or corrupt data.
     """
     world_size = len(generators)
     results: list[T | None] = [None] * world_size
@@ -56,7 +55,7 @@ def simulate_ranks(generators: Sequence[Exchange[T]], meters: Sequence[Meter], *
 
 
 def _ready(asked: Sequence[Op | None], world_size: int) -> Iterator[tuple[Sequence[int], list[Op]]]:
-    """Yield the groups of ranks that have all asked for the same operation, and what each of them asked for."""
+    """Yield the groups of ranks whose ranks have all yielded the same operation, and these operations."""
     seen = set[int]()
     for rank, op in enumerate(asked):
         if op is None or rank in seen:

@@ -1,4 +1,4 @@
-"""How ranks tell each other the lengths of rows that follow."""
+"""Messages between ranks beside payloads: lengths of rows, and tables of plain values."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from gradwire.exchange.digests import DIGEST_BYTES, digest_of
 
 
 def announce(lengths: torch.Tensor) -> torch.Tensor:
-    """Return what tells each rank a length, uint8 ``[ranks, 8]``: 32 bits, and their complement behind them."""
+    """Return the message with a length for each rank, uint8 ``[ranks, 8]``: 32 bits, then their complement."""
     words = lengths.numpy().astype(np.uint32)
     return torch.from_numpy(np.stack([words, ~words], 1)).view(torch.uint8)
 
 
 def announced(received: torch.Tensor, rank: int, most: int, first: int = 0) -> torch.Tensor:
-    """Read the lengths that ranks from ``first`` on announced, 0 for this rank itself, int64 ``[ranks]``.
+    """Return the lengths that ranks from ``first`` on announced, 0 for this rank itself, int64 ``[ranks]``.
 
     Raises:
-        PayloadError: one changed on the way, or is of more bytes than fit.
+        PayloadError: a length changed in transit, or is larger than ``most``.
     """
     words, complements = received.numpy().view(np.uint32).T
     for sender, (length, complement) in enumerate(zip(words.tolist(), complements.tolist()), first):
@@ -49,16 +49,16 @@ Plain: TypeAlias = "bool | int | float | str | bytes | list[Plain] | dict[str, P
 T = TypeVar("T")
 
 MOST_BYTES = 1 << 24
-"""Bytes of a message at most: a model of 100,000 parameters tells its layout in about ten million."""
+"""Largest number of bytes of a message: the layout of a model with 100,000 parameters takes about ten million."""
 
 MOST_DEPTH = 32
-"""Lists and objects within one another at most."""
+"""Largest depth of nested lists and objects."""
 
 MOST_BITS = 2048
-"""Bits of a whole number at most."""
+"""Largest number of bits of a whole number."""
 
 MOST_DIGITS = 640
-"""Characters of a number at most, which hold those bits; Python may be told to read no more."""
+"""Largest number of characters of a number, enough for those bits; Python may be set to read no more."""
 
 _BYTES = "$bytes"
 _STRING_OR_BRACKET = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*(?:"|\\?\Z)|[\[\]{}]', re.DOTALL)
@@ -66,14 +66,14 @@ _NESTS = {"[": 1, "{": 1, "]": -1, "}": -1}
 
 
 def plain(value: object, depth: int = MOST_DEPTH) -> Plain:
-    """Return a value as it arrives on another rank, with lists for tuples.
+    """Return a value as another rank receives it, with lists instead of tuples.
 
     Args:
         value: None, a number, a string, bytes, or lists, tuples and mappings by strings of these.
-        depth: Lists and mappings within one another at most.
+        depth: Largest depth of nested lists and mappings.
 
     Raises:
-        IncompatibleError: it holds something else, or is nested more deeply.
+        IncompatibleError: it holds another type, or is nested more deeply.
     """
     if value is None or isinstance(value, bool | str | bytes):
         return value
@@ -98,11 +98,11 @@ def encode(value: object, subject: str, sender: int) -> bytes:
 
     Args:
         value: See :func:`plain`.
-        subject: Name of what is told, such as "handshake"; a message of one subject is not taken for another's.
+        subject: Name of the table, such as "handshake"; messages with different names cannot be confused.
         sender: Rank that sends it, by its number in the default group.
 
     Raises:
-        IncompatibleError: the value is not one of a table.
+        IncompatibleError: the value is not a table.
     """
     try:
         text = _text(plain(value)).encode()
@@ -117,8 +117,8 @@ def decode(message: bytes, subject: str, sender: int) -> Plain:
     Nothing in the message is executed, and memory is bounded by a multiple of its length.
 
     Raises:
-        PayloadError: it is not whole, of another subject or sender, or not what :func:`encode` writes; the error names
-            the sender.
+        PayloadError: it is not whole, is of another subject or sender, or was not made by :func:`encode`; the error
+            names the sender.
     """
     text = message[DIGEST_BYTES:]
     if _digest(text, subject, sender) != message[:DIGEST_BYTES]:
@@ -129,7 +129,7 @@ def decode(message: bytes, subject: str, sender: int) -> Plain:
     try:
         return _parsed(text.decode())
     except (TypeError, ValueError) as error:
-        # An error may quote much of what it is about.
+        # The inner error may quote much of the message.
         raise PayloadError(f"the {subject} from rank {sender} is not a table: {str(error)[:200]}") from None
 
 
@@ -141,24 +141,22 @@ def all_gather_tables(
     most_bytes: int = MOST_BYTES,
     wait: Callable[[dist.Work], object] = dist.Work.wait,
 ) -> list[T]:
-    """Tell all ranks of a group a value, and return what each told, by rank in the group (collective).
+    """Gather a value from each rank of a group, by rank in the group (collective call).
 
-    Lengths are gathered before the messages, and checked before memory is taken: that of a group is ``world_size``
-    times the longest message.
+    Lengths are gathered and checked first, before memory is allocated: ``world_size`` times the longest message.
 
     Args:
         value: See :func:`plain`.
-        subject: Name of what is told, the same on all ranks.
+        subject: Name of the table, the same on all ranks.
         group: Process group, over CPU or CUDA tensors.
-        read: Takes the table of one rank and returns what the caller needs of it. It raises AttributeError, KeyError,
-            TypeError or ValueError if the table is not of that form.
-        most_bytes: Bytes of a message at most.
+        read: Called with the table of one rank; its result is returned for that rank. It raises AttributeError,
+            KeyError, TypeError or ValueError if the table has another form.
+        most_bytes: Largest number of bytes of a message.
         wait: Waits for a collective over CPU tensors.
 
     Raises:
-        IncompatibleError: the value is not one of a table, or longer than ``most_bytes``; raised before anything is
-            sent.
-        PayloadError: a rank sent something else; the error names it, by its number in the default group.
+        IncompatibleError: the value is not a table, or longer than ``most_bytes``; raised before anything is sent.
+        PayloadError: a rank sent an invalid message; the error names the rank by its number in the default group.
     """
     device, ranks = table_device(group), dist.get_process_group_ranks(group)
     own = _message(value, subject, dist.get_rank(), most_bytes)
@@ -190,11 +188,11 @@ def broadcast_table(
     source: int = 0,
     most_bytes: int = MOST_BYTES,
 ) -> T:
-    """Return on all ranks what one rank of a group tells (collective); see :func:`all_gather_tables`.
+    """Return the value of one rank of a group on all ranks (collective call); see :func:`all_gather_tables`.
 
     Args:
-        value: What is told; used on the source alone.
-        source: Its rank in the group.
+        value: The value; used on the source only.
+        source: Rank of the source in the group.
     """
     device, rank = table_device(group), dist.get_process_group_ranks(group)[source]
     own = _message(value, subject, rank, most_bytes) if group.rank() == source else torch.empty(0, dtype=torch.uint8)
@@ -207,7 +205,7 @@ def broadcast_table(
 
 
 def table_device(group: dist.ProcessGroup) -> torch.device:
-    """Return the device of the tensors that carry tables over a group: main memory where the group can send from it."""
+    """Return the device of tensors with tables for a group: main memory if the group can send from it."""
     if "cpu" in dist.get_backend_config(group):
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
@@ -254,7 +252,7 @@ def _parsed(text: str) -> Plain:
     """Return the value of a text.
 
     Raises:
-        ValueError: it is not JSON, or not as :func:`_text` writes it.
+        ValueError: it is not JSON, or was not made by :func:`_text`.
     """
     nesting = (_NESTS[found[0]] for found in _STRING_OR_BRACKET.findall(text) if found[0] != '"')
     if max(accumulate(nesting), default=0) > MOST_DEPTH + 1:

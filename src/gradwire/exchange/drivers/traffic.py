@@ -1,4 +1,4 @@
-"""Bytes, counted where they leave a rank: in the driver, so that no method can misreport them."""
+"""Counts of bytes and spans of time, made in drivers, so that no method can misreport them."""
 
 from __future__ import annotations
 
@@ -14,35 +14,36 @@ from gradwire.exchange.ops import AllGather, AllToAll, Broadcast, Op, Reduce, Se
 from gradwire.exchange.wire import SEAL_BYTES
 
 GATHERED_REDUCE_BYTES = 1 << 16
-"""Order-free reductions up to this size go by one gather instead of a ring.
+"""Reductions that do not depend on the order, up to this size, use one gather instead of a ring.
 
 A ring takes 2 (N - 1) dependent messages; on Gloo with four ranks on two cores a 400-byte ring took 4.2 ms, one
 all-to-all 0.5 ms.
 """
 
 LENGTH_BYTES = 8
-"""Bytes by which a rank tells another how long the row is that follows: the length, and its complement."""
+"""Bytes of a message with the length of the row that follows: the length and its complement."""
 
 LARGE_BYTES = 1 << 16
-"""Rows from this size on are sent one at a time, and in turn with other lanes'."""
+"""Rows from this size on are sent one at a time, in turn with those of other lanes."""
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that left and reached one rank: payloads and headers, not the transport's own (TCP, Ethernet).
+    """Bytes that one rank sent and received: payloads and headers, without those of TCP and Ethernet.
 
     Attributes:
-        sent_bytes: Left this rank, by the known algorithm of each collective.
-        received_bytes: Reached this rank.
-        dense_bytes: What a float32 ring all-reduce of the same gradients would have sent, or a ring reduce-scatter
-            where gradients are scattered over shards.
+        sent_bytes: Bytes that this rank sent, computed from the known algorithm of each collective.
+        received_bytes: Bytes that this rank received.
+        dense_bytes: Bytes that a float32 ring all-reduce of the same gradients would have sent, or a ring
+            reduce-scatter if each rank receives only its shard.
         elements: Gradient elements exchanged, summed over rounds.
-        rounds: Synchronised backwards.
-        buffer_bytes: DDP's own broadcasts of module buffers (batch norm's running statistics), sent by this rank.
-        sent_to: Of the bytes that left this rank, those of messages to a single rank, by that rank: what each link of a
-            graph carries.
-        sent_within: Of the bytes that left this rank, those of messages within groups of ranks, by what the groups are:
-            "node" inside a node, "between nodes" among the ranks that hold the same shard.
+        rounds: Number of synchronised backward passes.
+        buffer_bytes: Bytes that this rank sent in DDP's own broadcasts of module buffers (batch norm's running
+            statistics).
+        sent_to: The part of ``sent_bytes`` in messages to a single rank, by that rank, such as a neighbour in a graph
+            of workers.
+        sent_within: The part of ``sent_bytes`` in messages within groups of ranks, by name of the scope: "node" inside
+            a node, "between nodes" among the ranks that hold the same shard.
     """
 
     sent_bytes: int = 0
@@ -56,22 +57,22 @@ class Traffic:
 
     @property
     def compression_factor(self) -> float:
-        """Bytes before over bytes after; 1.0 where nothing was sent."""
+        """Bytes before divided by bytes after; 1.0 if nothing was sent."""
         return self.dense_bytes / self.sent_bytes if self.sent_bytes else 1.0
 
     @property
     def bits_per_element(self) -> float:
-        """Bits sent for each gradient element and direction, on the scale where a float32 all-reduce has 32."""
+        """Bits sent per gradient element and direction, on the scale where a float32 all-reduce has 32."""
         return 32.0 / self.compression_factor
 
 
 def gathers(op: Reduce) -> bool:
-    """Return whether a driver carries this reduction by a gather."""
+    """Return whether drivers execute this reduction by a gather."""
     return op.op != "sum" and op.value.numel() * op.value.element_size() <= GATHERED_REDUCE_BYTES
 
 
 def large(op: Op) -> bool:
-    """Return whether a driver sends this operation's rows one at a time."""
+    """Return whether drivers send this operation's rows one at a time."""
     if isinstance(op, Reduce):
         return False
     if isinstance(op, Broadcast):
@@ -81,10 +82,10 @@ def large(op: Op) -> bool:
 
 
 def broadcast_sends(rank: int, root: int, world_size: int) -> int:
-    """Return how many ranks one rank sends a broadcast's value to: the children in Gloo's binomial tree.
+    """Return to how many ranks one rank sends a broadcast's value: its children in Gloo's binomial tree.
 
-    With ranks counted from the root on, v = (rank - root) mod N, rank v sends to v + 2^i for all i with 2^i > v and
-    v + 2^i < N: the root to ceil(log2 N) ranks, half of them to nobody. Every other rank receives it once.
+    With ranks counted from the root on, v = (rank - root) mod N, rank v sends to v + 2^i for all i with 2^i > v and v +
+    2^i < N: the root to ceil(log2 N) ranks, half of the ranks to none. Every rank but the root receives it once.
 
     Example:
         >>> [broadcast_sends(rank, root=0, world_size=8) for rank in range(8)]
@@ -97,11 +98,11 @@ def broadcast_sends(rank: int, root: int, world_size: int) -> int:
 def op_bytes(op: Op, world_size: int, rank: int = 0) -> tuple[int, int]:
     """Return the bytes that one rank sends and receives for an operation.
 
-    All-to-all and all-gather: (N - 1) rows each way; rows of different lengths count as they are, and eight bytes for
-    telling each length. Between two ranks: a row, where there is somebody to send it to or to receive it from. Ring
-    all-reduce of M bytes: 2 M (N - 1) / N each way; by a gather, (N - 1) times M and eight bytes of checksum.
-    Broadcast: as often as :func:`broadcast_sends` says, received once but by the root, eight bytes more where the
-    length is told. It is the only operation of which ranks that ask for the same send different numbers of bytes.
+    All-to-all and all-gather: (N - 1) rows each way; rows of different lengths count with their lengths, and eight
+    bytes for the message with each length. Between two ranks: a row for each peer. Ring all-reduce of M bytes: 2 M (N -
+    1) / N each way; by a gather, (N - 1) times M and eight bytes of checksum. Broadcast: sent :func:`broadcast_sends`
+    times and received once except by the root, with eight more bytes if a length is sent. It is the only operation in
+    which ranks send different numbers of bytes.
     """
     if op.scope is not None:
         rank, world_size = op.scope.place(rank)
@@ -138,11 +139,11 @@ class Meter:
     """Running counts of one rank. Each lane has its own, so none needs a lock.
 
     Args:
-        rank: Whose bytes are counted.
+        rank: The rank whose bytes are counted.
 
-    Of the sent bytes, ``ring_bytes`` went to one neighbour, and ``sent_to`` counts those of messages to a single rank,
-    by that rank; the others went to all ranks alike. ``sent_within`` counts those of operations with a scope, by its
-    name.
+    Of the sent bytes, ``ring_bytes`` counts those to the neighbour in a ring, and ``sent_to`` those of messages to a
+    single rank, by that rank; the others were sent to all ranks. ``sent_within`` counts those of operations with a
+    scope, by its name.
     """
 
     def __init__(self, rank: int = 0) -> None:
@@ -171,11 +172,12 @@ class Meter:
 
 
 def profiled(name: str, detail: str) -> AbstractContextManager[object]:
-    """Return a range ``gradwire::name`` of this thread for ``torch.profiler``; while none runs, nothing.
+    """Return a range ``gradwire::name`` of this thread for ``torch.profiler``; a null context if no profiler runs.
 
-    A profiler sees the threads of lanes if it was made with ``profile_all_threads=True``.
+    A profiler records the threads of lanes if it was made with ``profile_all_threads=True``.
     """
-    # Of the process: what torch.autograd offers in public is of the thread, and no profiler starts on a lane's.
+    # This flag is of the process: the public function of torch.autograd is of the thread, and no profiler starts on
+    # that of a lane.
     if profiler._is_profiler_enabled:
         return profiler.record_function(f"gradwire::{name}", detail)
     return nullcontext()
@@ -183,15 +185,15 @@ def profiled(name: str, detail: str) -> AbstractContextManager[object]:
 
 @dataclass(frozen=True)
 class Span:
-    """A part of one lane's time.
+    """A span of one lane's time.
 
     Attributes:
         track: The lane, or "compute".
         name: "encode", "wait for turn", "send rows", "small message" or "decode"; on "compute" a part of the step.
-        began_s: By ``time.perf_counter``, which on Linux is the same clock for all processes of a machine.
-        ended_s: By the same clock.
-        detail: Which bucket and operation.
-        sent_bytes: That were sent in it.
+        began_s: Begin by ``time.perf_counter``, which on Linux is the same clock for all processes of a machine.
+        ended_s: End by the same clock.
+        detail: The bucket and the operation.
+        sent_bytes: Bytes that were sent in it.
     """
 
     track: str
@@ -216,6 +218,6 @@ class Trace:
             self._spans.append(span)
 
     def spans(self) -> list[Span]:
-        """Return what was added so far, by the time of its begin."""
+        """Return the spans added so far, in order of their begin."""
         with self._lock:
             return sorted(self._spans, key=lambda span: span.began_s)

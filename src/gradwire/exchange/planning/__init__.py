@@ -1,4 +1,4 @@
-"""Which plan each bucket gets: users' options, layouts, and the choice of collectives."""
+"""The exchange plan of each bucket: users' options, layouts, and the choice of collectives."""
 
 from gradwire.exchange.planning.fragments import FragmentClock, Pieces, cut, exchanged
 from gradwire.exchange.planning.options import (

@@ -1,4 +1,4 @@
-"""Fragments of a model, each exchanged by itself, and the steps at which they are."""
+"""Fragments of a model, which are exchanged separately, and the schedule of their exchanges."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from gradwire.exchange.protocols import REDUCE_SCATTER
 from gradwire.exchange.segments import local_shard
 
 LEAST = 1024
-"""Parameters with fewer elements are not cut."""
+"""Least number of elements of a parameter that is divided."""
 
 RUNS = {"sequential": 1, "strided": 4}
-"""Into how many runs of neighbours a fragment's elements fall."""
+"""Number of contiguous runs of a fragment's elements, by order."""
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """Rows of a parameter: what lies between two indices of its outermost dimension in memory."""
+    """Rows of a parameter between two indices of its outermost dimension in memory."""
 
     parameter: str
     dim: int
@@ -33,15 +33,15 @@ class _Piece:
 
 
 class Pieces(Mapping[str, torch.Tensor]):
-    """Views of parameters, or of rows of large ones, by names of their own; and which fragment each belongs to.
+    """Pieces of a model, by name: views of whole parameters, or of blocks of rows of large ones, assigned to fragments.
 
-    Elements are taken in the order of the parameters and cut into runs of about equal length, which are dealt out to
-    the fragments in turn. A parameter is cut between rows; one of fewer than 1024 elements is not. So a fragment has no
-    more than its share of the elements, but for that much and a row at each end of a run.
+    The elements, in the order of the parameters, are divided into runs of about equal length, which are assigned to the
+    fragments in turn. A parameter is divided between rows, and not at all if it has fewer than 1024 elements. So a
+    fragment has at most its share of the elements, plus that many and a row at each end of a run.
 
     Args:
-        parameters: By name.
-        count: How many fragments there are; with 1 the pieces are the parameters.
+        parameters: Parameters by name.
+        count: Number of fragments; with 1 the pieces are the parameters.
         order: "sequential": a fragment is one run; "strided": it is four, spread over the model.
 
     Attributes:
@@ -83,11 +83,11 @@ class Pieces(Mapping[str, torch.Tensor]):
         return len(self._pieces)
 
     def of(self, parameters: Sequence[str]) -> list[str]:
-        """Return the pieces of whole parameters, in the order in which they lie in memory."""
+        """Return the names of the pieces of whole parameters, in memory order."""
         return [label for name in parameters for label in self._of[name]]
 
     def options(self, options: Options, method: Method) -> Options:
-        """Return a link's options for pieces: those of a parameter that travels in float32 do, however large."""
+        """Return a link's options for pieces: all pieces of a parameter that is sent in float32 are sent so, too."""
         if all(piece is None for piece in self._pieces.values()):
             return options
         dense = dense_names({name: p.numel() for name, p in self._parameters.items()}, options, method)
@@ -96,7 +96,7 @@ class Pieces(Mapping[str, torch.Tensor]):
 
 
 def _cut(name: str, p: torch.Tensor, bounds: Sequence[float]) -> Iterator[tuple[_Piece | None, int]]:
-    """Yield the pieces of a parameter between bounds, in elements from its first one, and their elements."""
+    """Yield the pieces of a parameter between bounds, which are element indices, and their numbers of elements."""
     dim = max(range(p.dim()), key=lambda d: (p.stride(d) * (p.shape[d] > 1), -d), default=0)
     rows = p.shape[dim] if p.dim() else 1
     row = p.numel() // max(rows, 1)
@@ -117,10 +117,10 @@ def cut(parameters: Mapping[str, torch.Tensor], method: StepsLocally) -> Pieces:
 def exchanged(
     method: Method, parameters: Mapping[str, torch.Tensor], options: Options
 ) -> tuple[Mapping[str, torch.Tensor], Options]:
-    """Return what is exchanged as a parameter by a link of any method, and the link's options for that."""
+    """Return the units that a link of any method exchanges as parameters, and the link's options for them."""
     if not method.traits.local_steps or method.traits.outcomes_differ:
         if options.collective != REDUCE_SCATTER:
-            # Replicas of a shard exchange the shard; those who scatter, whole parameters.
+            # Replicas of a shard exchange the shard; a reduce-scatter exchanges whole parameters.
             parameters = {name: local_shard(p) for name, p in parameters.items()}
         return parameters, options
     pieces = cut(parameters, cast(StepsLocally, method))
@@ -128,15 +128,15 @@ def exchanged(
 
 
 class FragmentClock:
-    """Says when each of F fragments is exchanged, and when what was exchanged takes effect.
+    """Schedules the exchange of each of F fragments, and the step at which it takes effect.
 
-    Fragment f begins after the step number floor((f + 1) H / F) of every H, so that the last one begins after the H-th,
-    and ends ``delay`` steps later. At most one is in flight.
+    The exchange of fragment f begins after step floor((f + 1) H / F) of every H steps, so that the last one begins
+    after step H, and ends ``delay`` steps later. At most one is in flight.
 
     Attributes:
-        steps: Since the last exchange of the last fragment.
-        flying: The fragment in flight; None where there is none.
-        left: Steps until it ends.
+        steps: Number of steps since the last exchange of the last fragment.
+        flying: The fragment in flight; None if there is none.
+        left: Number of steps until it ends.
 
     Example:
         >>> clock = FragmentClock(6, 2, 1)
@@ -150,14 +150,14 @@ class FragmentClock:
         self.reset()
 
     def reset(self) -> None:
-        """Begin anew, with nothing in flight."""
+        """Start again, with nothing in flight."""
         self.steps, self.left = 0, 0
         self.flying: int | None = None
 
     def step(self) -> tuple[int | None, int | None]:
         """Count a step; return the fragment whose exchange ends after it, and the one whose exchange then begins.
 
-        With a delay of 0 an exchange ends at once, and is only returned as one that begins.
+        With a delay of 0 an exchange ends at once, and is returned only as the one that begins.
         """
         self.steps += 1
         ends = None

@@ -1,4 +1,4 @@
-"""Options of a link, which are checked before anything is built."""
+"""Options of a link, and their checks."""
 
 from __future__ import annotations
 
@@ -53,25 +53,25 @@ class Options:
 
     Attributes:
         collective: Name of a protocol, or "auto": for each bucket the one that sends the fewest bytes.
-        exclude: Patterns (``fnmatch``) of the names of parameters that travel in float32.
-        min_numel: Parameters with fewer elements travel in float32; None: the method's default, 1024, or 0 for casts.
-        warmup_steps: Number of rounds at the start in which everything travels in float32.
+        exclude: Patterns (``fnmatch``) of the names of parameters that are sent in float32.
+        min_numel: Parameters with fewer elements are sent in float32; None: the method's default, 1024, or 0 for casts.
+        warmup_steps: Number of rounds at the start in which everything is sent in float32.
         seed: Seed of all random numbers.
         backend: Kernels: "auto", "cpu", "cpu-plain", "reference" or "triton". On CUDA devices, all but "auto" and
-            "triton" exchange copies of the gradients in main memory; "auto" uses Triton's kernels if there are some for
+            "triton" exchange copies of the gradients in main memory; "auto" uses Triton's kernels if they exist for
             everything that the method computes, else those of the CPU.
-        chunk_numel: Most elements in a chunk.
+        chunk_numel: Largest number of elements in a chunk.
         check: Verify after every bucket that all ranks have the same bits.
-        check_every: Rounds between comparisons of all ranks' parameters, by digests; 0: never. Simulated workers share
-            their parameters.
+        check_every: Number of rounds between two comparisons of all ranks' parameters by digests; 0: never. It has no
+            effect on simulated workers, which share their parameters.
         fallback: "bf16" or "fp32": the method to which all ranks return when the error of any rank exceeds
             ``fallback_limit``; None: they never do.
-        fallback_limit: Relative error that is allowed: |sent - gradient| over all parameters of any rank, over the root
-            mean square of |gradient| over ranks.
+        fallback_limit: Limit of the relative error: |sent - gradient| of a rank over all parameters, divided by the
+            root mean square of |gradient| over ranks.
         transport: "gloo", "nccl" or "staged"; "auto": Gloo for parameters in main memory; on CUDA devices NCCL if the
             group has it and payloads are made there, else staged.
         link_cost: Cost of a message on the network, for methods that use it (``CAT(fixed_bytes=None)``); None: measured
-            when a link is built with such a method.
+            when a link with such a method is made.
     """
 
     collective: str = "auto"
@@ -156,7 +156,7 @@ class Options:
         return (REDUCE_SCATTER,)
 
     def has_replicas(self, method: Method) -> bool:
-        """Return whether all ranks of a link have the same parameters, under local steps after each exchange."""
+        """Return whether all ranks of a link have equal parameters; under local steps, after each exchange."""
         return not method.traits.outcomes_differ and self.collective != REDUCE_SCATTER
 
     def collectives(self, method: Method) -> tuple[str, ...]:
@@ -164,7 +164,7 @@ class Options:
 
         Raises:
             IncompatibleError: the method cannot use the given collective, or its outcomes cannot be checked.
-            HyperparameterError: there is no such collective.
+            HyperparameterError: the collective is unknown.
         """
         if self.check and method.traits.outcomes_differ:
             raise IncompatibleError(
@@ -194,10 +194,10 @@ class Options:
 
 
 def refuse_scatter(collective: str, who: str) -> None:
-    """Refuse the protocol that gives each rank only its shard of the mean.
+    """Raise if the collective is the one that gives each rank only its shard of the mean.
 
     Raises:
-        IncompatibleError: it is asked for.
+        IncompatibleError: it is.
     """
     if collective == REDUCE_SCATTER:
         raise IncompatibleError(
@@ -207,7 +207,7 @@ def refuse_scatter(collective: str, who: str) -> None:
 
 
 def dense_names(sizes: dict[str, int], options: Options, method: Method) -> frozenset[str]:
-    """Return the names of the parameters that travel in float32.
+    """Return the names of the parameters that are sent in float32.
 
     Raises:
         HyperparameterError: a pattern matches no parameter.

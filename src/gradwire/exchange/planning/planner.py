@@ -1,4 +1,4 @@
-"""Where the payloads of a link are made: on the device of its parameters, or in main memory."""
+"""The planner of buckets, with the placement of kernels and the measurement of coders."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ HOST_BACKENDS = ("cpu", "cpu-plain", "reference")
 
 @dataclass(frozen=True)
 class Placement:
-    """Who computes, and where.
+    """The backend and the device that compute payloads.
 
     Attributes:
-        backend: Of the kernels.
-        on_device: Whether payloads are made on the device; otherwise gradients are copied to main memory, exchanged
+        backend: Backend of the kernels.
+        on_device: True if payloads are made on the device; otherwise gradients are copied to main memory, exchanged
             there, and their mean is copied back.
-        reason: Why, in words for a run's record.
+        reason: Reason for the choice, for a link's record.
     """
 
     backend: str
@@ -42,13 +42,13 @@ def place_kernels(methods: Sequence[Method], asked: str, device: torch.device) -
     """Choose the backend of the kernels for parameters on a device.
 
     Args:
-        methods: That the link may use, in any of its rounds.
-        asked: A backend by name. "auto" stands for Triton's kernels where all methods can do with them, else for those
-            of the CPU.
+        methods: The methods that the link may use in any round.
+        asked: Name of a backend. "auto" chooses Triton's kernels if they suffice for all methods, else those of the
+            CPU.
 
     Raises:
-        BackendError: Triton's kernels are asked for on a device, and a method cannot do with them.
-        IncompatibleError: outcomes differ by rank, which is served in main memory alone.
+        BackendError: Triton's kernels are asked for on a device, but do not suffice for a method.
+        IncompatibleError: outcomes differ between ranks, which is supported in main memory only.
     """
     if device.type == "cpu":
         return Placement(asked, False, "the parameters are in main memory")
@@ -72,7 +72,7 @@ def place_kernels(methods: Sequence[Method], asked: str, device: torch.device) -
 
 
 def _obstacle(method: Method) -> str | None:
-    """Explain what keeps a method from computing on a device; None where nothing does."""
+    """Return the reason why a method cannot compute on a device, or None."""
     lacking = [family for family in method.traits.kernels if family not in TRITON_FAMILIES]
     if lacking:
         return f"{method.name} needs {', '.join(map(repr, lacking))}, of which Triton has no kernels here"
@@ -80,7 +80,7 @@ def _obstacle(method: Method) -> str | None:
 
 
 def own_buckets(parameters: dict[str, torch.Tensor], most: int) -> list[list[str]]:
-    """Lay parameters out in buckets of one type and so many elements, the last one first, as backward brings them."""
+    """Divide parameters into buckets of one dtype and ``most`` elements, in reverse order as in backward."""
     buckets: dict[tuple[torch.dtype, int], list[str]] = {}
     filled: dict[torch.dtype, list[int]] = {}
     for name, p in reversed(parameters.items()):
@@ -93,22 +93,22 @@ def own_buckets(parameters: dict[str, torch.Tensor], most: int) -> list[list[str
 
 
 SAMPLE_NUMEL = 1 << 18
-"""Elements whose digits are coded for a time: fewer than a bucket's, so that a payload stays in the caches as there."""
+"""Number of elements whose digits are coded in a measurement: few enough that a payload stays in the caches."""
 
 REFERENCE_NUMEL = 1 << 13
-"""As many for the reference, which is there to be read."""
+"""The same for the reference backend, which is slow."""
 
 
 @cache
 def measure_coders(method: Method, backend: str) -> dict[str, float]:
     """Return the seconds that each of a method's open coders takes to encode and decode one payload.
 
-    The payload holds the digits that the method makes of ``2^18`` standard normal numbers. Coders take turns; the
-    least time of several turns counts. Measured once a process: some milliseconds, beside what is compiled first.
+    The payload has the digits of ``2^18`` standard normal numbers. Coders run in turn; the least time of several runs
+    is returned. It is measured once per process and takes some milliseconds besides compilation.
 
     Args:
-        method: With ``open_coders``.
-        backend: Of the kernels, by name.
+        method: A method with ``open_coders``.
+        backend: Name of the kernel backend.
     """
     kernels = get_kernels(backend)
     payload = _payload(method, kernels)
@@ -117,7 +117,7 @@ def measure_coders(method: Method, backend: str) -> dict[str, float]:
 
 
 class _Copying:
-    """A coder that leaves bytes as they are, and keeps those that it saw."""
+    """A coder that copies bytes and keeps them."""
 
     name = backend = "none"
     variants = None
@@ -141,7 +141,7 @@ class _Copying:
 
 
 def _payload(method: Method, kernels: Kernels) -> torch.Tensor:
-    """Return the bytes that a coder would be given first in a round of one worker alone."""
+    """Return the first bytes that a coder receives in a round of a single worker."""
     numel = REFERENCE_NUMEL if kernels.name == "reference" else SAMPLE_NUMEL
     flat = torch.randn(numel, generator=torch.Generator().manual_seed(0))
     coder = _Copying()
@@ -152,22 +152,22 @@ def _payload(method: Method, kernels: Kernels) -> torch.Tensor:
 
 
 class Planner:
-    """Makes the plan of any bucket of known parameters, and remembers it.
+    """Makes and caches the exchange plan of any bucket of known parameters.
 
     Args:
-        method: How they are exchanged.
-        parameters: All of them, by name.
-        world_size: Ranks that take part.
-        options: Checked here against the method and the names.
-        number: Of the link, on which its random numbers depend; 0 if None. A change takes effect with the next plan.
+        method: The method of the exchange.
+        parameters: All parameters, by name.
+        world_size: Number of ranks.
+        options: Options of the link, which are checked against the method and the names.
+        number: Number of the link, on which random numbers depend; 0 if None. A change takes effect with the next plan.
 
     Attributes:
-        open_coders: Entropy coders of which one is to be settled; see :meth:`settle`.
-        coder: The one that serves; None where there is none, or none yet.
+        open_coders: Entropy coders to choose from; see :meth:`settle`.
+        coder: The coder in use; None if there is none or it is not chosen yet.
 
     Raises:
         HyperparameterError: the method is one that chooses among others, or a pattern matches no name.
-        IncompatibleError: the method cannot travel as the options ask.
+        IncompatibleError: the method does not support the options.
     """
 
     def __init__(
@@ -191,7 +191,7 @@ class Planner:
         self._collectives = options.collectives(method)
         usual = method.usual_collective(world_size)
         if usual in self._collectives:
-            # A choice by bytes would let the layout of buckets decide the outcome.
+            # With a choice by bytes the outcome would depend on the layout of buckets.
             self._collectives = (usual,)
         require(bool(self._collectives), method.name, "it chooses among methods and has no plan of its own: name one")
         self._plans: dict[tuple[tuple[str, ...], bool, int], BucketPlan] = {}
@@ -200,33 +200,33 @@ class Planner:
 
     @property
     def kernels(self) -> Kernels:
-        """The backend."""
+        """The kernel backend."""
         if self._kernels is None:
             require(self.options.backend != "meta", "backend", "'meta' computes nothing: it is for dry runs")
             self._kernels = get_kernels(self.options.backend)
         return self._kernels
 
     def compile(self) -> float:
-        """Compile what the method will call, or load it; return the seconds in which something was compiled.
+        """Compile the kernels of the method, or load them; return the seconds of compilation.
 
         Raises:
-            HyperparameterError: there is no such backend.
+            HyperparameterError: the backend is unknown.
             BackendError: the backend is not installed.
         """
         compiled_s = self.kernels.warm_up(self.method.traits.kernels) if self.method.traits.kernels else 0.0
         return compiled_s + (checksum.warm_up() if self.method.traits.kernels or self.dense else 0.0)
 
     def measure_coders(self) -> dict[str, float]:
-        """Return the seconds that each open coder takes here; see :func:`gradwire.exchange.planning.measure_coders`."""
+        """Return the seconds of each open coder; see :func:`gradwire.exchange.planning.measure_coders`."""
         if not self.open_coders or self.dense == self.parameters.keys():
             return dict.fromkeys(self.open_coders, 0.0)
         return measure_coders(self.method, self.kernels.name)
 
     def settle(self, coder: str) -> None:
-        """Use that one of the method's open coders from the next plan on; without a call, the fastest in this process.
+        """Use one of the method's open coders from the next plan on; the default is the fastest in this process.
 
         Raises:
-            HyperparameterError: the method leaves no such coder open.
+            HyperparameterError: it is not one of the open coders.
         """
         require(coder in self.open_coders, self.method.name, f"no open coder {coder!r} in {self.open_coders}")
         if coder != self.coder:
@@ -235,10 +235,10 @@ class Planner:
             self._last_used.clear()
 
     def check(self) -> None:
-        """Plan all parameters once, without data or kernels, so that what has no plan is refused before a step.
+        """Plan all parameters once, without data or kernels, so that errors are raised before the first step.
 
         Raises:
-            IncompatibleError: the method cannot work with so many workers, or a method around it with its payload.
+            IncompatibleError: the method does not support this number of workers, or a wrapper its payload.
         """
         names = tuple(self.step_order())
         for collective in self._collectives:
@@ -247,24 +247,24 @@ class Planner:
 
     @property
     def backend(self) -> str:
-        """The backend that runs; "none" where the method needs no kernels."""
+        """Name of the backend in use; "none" if the method needs no kernels."""
         return self.kernels.name if self.method.traits.kernels else "none"
 
     @property
     def chosen_kernels(self) -> dict[str, dict[str, Any]]:
-        """What the backend "auto" chose for the families of kernels that the method calls, and the times it took."""
+        """The choices of the backend "auto" for the families of kernels that the method calls, with measured times."""
         ours = self.method.traits.kernels if self.options.backend == "auto" else ()
         return {family: row for family, row in chosen().items() if family in ours}
 
     def is_warm_up(self, round: int) -> bool:
-        """Return whether that round travels in float32."""
+        """Return whether everything is sent in float32 in a round."""
         return round < self.options.warmup_steps
 
     def plan(self, names: Sequence[str], round: int) -> BucketPlan:
-        """Return the plan of a bucket that holds these whole parameters, in this order."""
+        """Return the plan of a bucket with these whole parameters, in this order."""
         key = (tuple(names), self.is_warm_up(round), self._number.value)
         if key not in self._plans:
-            # DDP lays its buckets out anew after the first step, and warm-up ends: what no round uses any more goes.
+            # DDP changes its buckets after the first step, and warm-up ends: drop plans that no round uses any more.
             for old in [k for k, last in self._last_used.items() if last < round]:
                 del self._plans[old], self._last_used[old]
                 self._laid_out.pop(old[0], None)
@@ -273,7 +273,7 @@ class Planner:
         return self._plans[key]
 
     def segments(self, names: Sequence[str]) -> list[Segment]:
-        """Lay whole parameters one after the other."""
+        """Return segments of whole parameters, one after the other."""
         key = tuple(names)
         if key not in self._laid_out:
             laid = lay_out(self.parameters[name] for name in names)
@@ -281,15 +281,15 @@ class Planner:
         return self._laid_out[key]
 
     def step_order(self) -> list[str]:
-        """Name all parameters in the order in which a whole step lies: compressed ones first, then the others."""
+        """Return the names of all parameters in the order of a whole step's vector: compressed ones first."""
         return sorted(self.parameters, key=lambda name: name in self.dense)
 
     def sent_bytes(self, names: Sequence[str]) -> int:
-        """Count the bytes that one rank sends for a bucket, without data or kernels."""
+        """Return the number of bytes that one rank sends for a bucket, by a dry run."""
         return self.counted(names).sent_bytes
 
     def counted(self, names: Sequence[str]) -> Meter:
-        """Count what one rank sends for a bucket, without data or kernels."""
+        """Return the counts of one rank for a bucket, by a dry run."""
         order = tuple(self.step_order()) if self.method.traits.whole_step else tuple(names)
         return min(self._costs(order, warm_up=False).values(), key=lambda meter: meter.sent_bytes)
 
@@ -312,7 +312,7 @@ class Planner:
     def _build(self, names: tuple[str, ...], warm_up: bool, collective: str, kernels: Kernels) -> BucketPlan:
         segments, method = self.segments(names), self.method
         if self.open_coders:
-            # All coders have the same bounds, which are all that a dry run counts.
+            # All coders have the same bounds, and a dry run counts nothing else.
             method = method.with_coder(self.coder or self.open_coders[0])
         setting = PlanSetting(
             join_compressed(segments) if self.method.traits.joined else segments,
@@ -324,6 +324,6 @@ class Planner:
             parts=[s for s in segments if not s.dense] if self.method.traits.joined else (),
         )
         plan = method.dense_plan(setting) if warm_up else method.plan(setting)
-        # Levels that are shares of a scale are remembered, too, and a spike does them no harm.
+        # Some methods keep levels as fractions of a scale, which a spike does not harm: these need no bound.
         adds_up = method.traits.needs_loss_scale and bool(method.traits.remembers or method.traits.local_steps)
         return BoundedPlan(plan, segments, type(method).__name__) if adds_up else plan

@@ -1,4 +1,4 @@
-"""How payloads become the mean. Protocols are generators and do no input or output."""
+"""Protocols, which compute the mean from payloads. They are generators and do no input or output."""
 
 from gradwire.exchange.protocols.all_reduce import all_reduce, gathered_mean, gathered_values
 from gradwire.exchange.protocols.context import Context, Gauges, Outcome, RoundParts, Workspace
@@ -18,9 +18,9 @@ from gradwire.exchange.protocols.tree import tree, two_shot_merged
 from gradwire.exchange.protocols.two_level import ScopeChecks, agree_on_finite, gather_shards, scatter_shards, within
 
 PROTOCOLS = {"two_shot": two_shot, "all_gather": all_gather, "tree": tree}
-"""Those that carry sections of a whole chunk, by name."""
+"""Protocols for the sections of a whole chunk, by name."""
 SHARED_OUT = {"two_shot": two_shot_re_encoded, "two_shot_merged": two_shot_merged}
-"""Those that carry sections of each rank's share of a chunk: of two of one name, where codes do not add up."""
+"""Protocols for the sections of each rank's share of a chunk; "two_shot" is here for codes that do not add up."""
 
 __all__ = [
     "PROTOCOLS",

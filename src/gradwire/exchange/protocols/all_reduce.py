@@ -1,4 +1,4 @@
-"""The backend's own float sum: identity and casts; and ours, for the few values that a cast leaves alone."""
+"""Float means: by the backend's own sum, for fp32 and casts, or by a gather, for a few values."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def all_reduce(
 ) -> Exchange[Outcome]:
     """Replace ``flat``, or some segments of it, by the mean over ranks, summed by the backend in one collective.
 
-    A whole vector whose dtype is ``dtype`` goes in place, as in DDP.
+    A whole vector whose dtype is ``dtype`` is reduced in place, as in DDP.
 
     Bytes sent by a rank: 2 (N - 1) / N times the payload (ring).
     """
@@ -42,9 +42,9 @@ def all_reduce(
 
 
 def gathered_mean(context: Context, tag: int, flat: torch.Tensor, segments: Sequence[Segment]) -> Exchange[Outcome]:
-    """Replace some segments by the mean over ranks, every rank adding all ranks' values in the order of ranks.
+    """Replace some segments by the mean over ranks, for which every rank adds all ranks' values in the order of ranks.
 
-    One message where a ring needs 2 (N - 1) that wait for each other: for values too few to fill a link.
+    It takes one message, while a ring takes 2 (N - 1) dependent ones: use it for values too few to fill the network.
 
     Bytes sent by a rank: (N - 1) (header + values).
     """
@@ -75,7 +75,7 @@ def gathered_mean(context: Context, tag: int, flat: torch.Tensor, segments: Sequ
 def gathered_values(context: Context, tag: int, values: torch.Tensor) -> Exchange[torch.Tensor]:
     """Return every rank's values, ``[world_size, *values.shape]``, for statistics beside the gradient.
 
-    Several exchanges of one chunk are told apart by ``context.exchange``.
+    ``context.exchange`` distinguishes several exchanges of one chunk.
 
     Bytes sent by a rank: (N - 1) (header + values, rounded up to 16 bytes).
     """

@@ -1,6 +1,6 @@
-"""How one bucket of gradients is exchanged: what happens once for the bucket, and what for each of its chunks.
+"""Exchange plans of a bucket: the work that is done once for the bucket, and that for each of its chunks.
 
-A plan is made once for a bucket's layout and used every round. A driver runs :meth:`BucketPlan.prepare` first, then
+A plan is made once for a bucket's layout and used in every round. A driver runs :meth:`BucketPlan.prepare` first, then
 :meth:`BucketPlan.run` for each chunk, in any number of lanes; a rank that runs them in one thread gets the same bits.
 """
 
@@ -39,24 +39,24 @@ if TYPE_CHECKING:
 
 
 DENSE_TAG = 127
-"""Wire tag of payloads that hold nothing but float32, as in warm-up rounds."""
+"""Wire tag of payloads with float32 values only, as in warm-up rounds."""
 
 FEW_BYTES = 1 << 19
-"""Values that a cast leaves alone go to each rank in a message of their own up to this many bytes; beyond by a ring."""
+"""Values that a cast does not change are gathered by one message to each rank up to this many bytes, else by a ring."""
 
 
 class BucketPlan(ABC):
-    """The exchange of one bucket.
+    """The exchange plan of one bucket.
 
     Attributes:
-        chunks: Parts that :meth:`run` exchanges one by one, in any order and side by side.
+        chunks: Number of parts that :meth:`run` exchanges one by one, in any order and in parallel.
         collective: The protocol's name.
-        runs: For each chunk, where what it compresses lies in the flat vector: (begin, end), ascending. What travels in
-            float32 beside it is left out: a method that remembers something has nothing to remember of that.
-        asynchronous: Nothing is to prepare, and each chunk is one collective with local arithmetic before and after.
-            So it may start on the thread that brings the bucket and end on the one that brings the reply.
-        keeps_dtype: The bucket is exchanged in its own dtype; otherwise in float32.
-        finishes: Whether :meth:`finish` is to be run at the end of a round.
+        runs: For each chunk, the ascending runs (begin, end) of the flat vector that it compresses. Runs that are sent
+            in float32 are not included, since a method keeps no state for them.
+        asynchronous: True if there is nothing to prepare, and each chunk is one collective with local arithmetic before
+            and after. So it may start on the thread that passes the bucket and end on the one that receives the reply.
+        keeps_dtype: True if the bucket is exchanged in its own dtype; otherwise it is in float32.
+        finishes: True if :meth:`finish` must run at the end of a round.
     """
 
     chunks: int
@@ -68,29 +68,29 @@ class BucketPlan(ABC):
 
     @abstractmethod
     def prepare(self, context: Context, flat: torch.Tensor) -> Exchange[Any]:
-        """Measure whole parameters and agree on what all ranks must share; the result goes to every chunk."""
+        """Measure whole parameters and agree on values that all ranks share; the result is passed to every chunk."""
 
     @abstractmethod
     def run(self, context: Context, flat: torch.Tensor, prepared: Any) -> Exchange[Outcome]:
-        """Exchange chunk ``context.chunk``, writing the mean into its part of ``flat``."""
+        """Exchange chunk ``context.chunk``, and write the mean into its part of ``flat``."""
 
     def finish(self, context: Context) -> Exchange[None]:
-        """Do what is left of a round once all its buckets have been exchanged, while the training goes on.
+        """Do the work at the end of a round, after all its buckets have been exchanged, while the training continues.
 
-        It is run once a round, on the plan of any of its buckets, and not where a value of the round was not finite. It
-        must not depend on which bucket that is: what it needs of the buckets is in ``context.parts``. What it stages
-        holds from the next round on, whose first bucket waits for its end.
+        It runs once a round, on the plan of any bucket, unless a value of the round was not finite. It must not depend
+        on the choice of the bucket: data from the buckets is in ``context.parts``. The state that it stages is valid
+        from the next round on, whose first bucket waits for it.
         """
         yield from ()
 
     def target_(self, context: Context, gradient: torch.Tensor) -> None:  # noqa: B027
         """Replace a copy of this round's gradient by the vector whose mean over ranks the exchange estimates.
 
-        To be called when the round's chunks have run; most plans estimate the mean of the gradient itself.
+        Call it after the round's chunks have run. Most plans estimate the mean of the gradient itself.
         """
 
     def whole(self, context: Context, flat: torch.Tensor) -> Exchange[Outcome]:
-        """Run everything in order, as one generator."""
+        """Run all parts in order, as one generator."""
         prepared = yield from self.prepare(context, flat)
         finite: Flag | None = True
         for chunk in range(self.chunks):
@@ -104,15 +104,16 @@ class PlanSetting:
     """The bucket that a plan is made for.
 
     Attributes:
-        segments: What lies in the bucket, one after the other.
-        kernels: The backend.
-        world_size: Ranks that take part.
-        collective: One of the method's protocols, by name.
-        seed: Of the link.
-        chunk_numel: Elements of a chunk at most (rounded up to a multiple of 80); the bits do not depend on it.
-        coder: An entropy coder for the digits of compressed sections, whatever the method says of coders; the outcome
-            does not depend on it.
-        parts: Where one of ``segments`` is all compressed parameters joined, those that it is made of.
+        segments: The segments of the bucket, one after the other.
+        kernels: The kernel backend.
+        world_size: Number of ranks.
+        collective: Name of one of the method's protocols.
+        seed: Seed of the link.
+        chunk_numel: Largest number of elements of a chunk (rounded up to a multiple of 80); results do not depend on
+            it.
+        coder: An entropy coder for the digits of compressed sections, which takes precedence over the method's; the
+            outcome does not depend on it.
+        parts: If one of ``segments`` is all compressed parameters joined, the segments of these parameters.
     """
 
     segments: Sequence[Segment]
@@ -126,26 +127,26 @@ class PlanSetting:
 
     @property
     def compressed(self) -> Sequence[Segment]:
-        """The parameters that are compressed, each by itself also where they are joined."""
+        """The parameters that are compressed, one by one even if they are joined."""
         return self.parts or divide(self.segments)[0]
 
     def whole(self) -> PlanSetting:
-        """Return the setting in which everything travels in float32."""
+        """Return the setting in which everything is sent in float32."""
         return replace(self, segments=[replace(s, dense=True) for s in self.segments])
 
     def float32_plan(self) -> BucketPlan:
-        """Plan the exchange of all of the bucket in float32, by a protocol whose bits no layout decides."""
+        """Plan the exchange of all of the bucket in float32, by a protocol whose bits do not depend on the layout."""
         return SectionPlan(Float32(), self.whole())
 
 
 class Operator(Protocol):
-    """What a plan of sections needs of a compressor."""
+    """The part of a compressor that a plan of sections uses."""
 
     tag: ClassVar[int]
 
     @property
     def traits(self) -> Traits:
-        """Its traits, of which a plan reads where parameters may be cut."""
+        """The traits, from which a plan reads where parameters may be divided."""
         ...
 
     def codec(self, kernels: Kernels, segments: Sequence[Segment], world_size: int, seed: int) -> Codec:
@@ -154,7 +155,7 @@ class Operator(Protocol):
 
 
 class Float32:
-    """Float32 as an operator, for a plan that knows which part of a bucket it compresses."""
+    """Float32 as an operator, for a plan that lists the runs of a bucket that it compresses."""
 
     tag: ClassVar[int] = DENSE_TAG
     traits: ClassVar[Traits] = Traits()
@@ -165,10 +166,10 @@ class Float32:
 
 
 class CastPlan(BucketPlan):
-    """One all-reduce of the whole bucket: cutting it would change the order of the backend's sum.
+    """One all-reduce of the whole bucket, since dividing it would change the order of the backend's sum.
 
-    Without a ``dtype`` the bucket travels in its own, as in DDP. Otherwise dense segments are a chunk of their own, in
-    the bucket's own dtype: by a ring where they are many, else by one message to each rank.
+    Without a ``dtype`` the bucket is sent in its own, as in DDP. Otherwise dense segments are a chunk of their own, in
+    the bucket's dtype: sent by a ring if they are large, else by one message to each rank.
     """
 
     collective = "all_reduce"
@@ -202,16 +203,17 @@ class CastPlan(BucketPlan):
 class SectionPlan(BucketPlan):
     """A compressor's section and a dense one, by any protocol.
 
-    Protocols of shares, among them two-shot where codes do not add up, are given each chunk cut into one a rank.
+    For protocols of shares, such as two-shot with codes that do not add up, each chunk is divided into a share for each
+    rank.
 
     Args:
-        method: Compresses all segments that are not dense.
-        setting: Of the bucket.
-        others: By the name of a parameter, an operator in the place of ``method``, with its tag and cuts. Each operator
-            that any parameter of a chunk has is a section, in the order in which the bucket first has them.
+        method: The operator for all segments that are not dense.
+        setting: Setting of the bucket.
+        others: Operators instead of ``method``, with its tag and cuts, by name of the parameter. Each operator of the
+            parameters of a chunk has a section, in the order in which they first occur in the bucket.
 
     Attributes:
-        codecs: Of each operator, bound to all that it compresses of the bucket.
+        codecs: The codec of each operator, bound to all segments of the bucket that it compresses.
     """
 
     def __init__(self, method: Operator, setting: PlanSetting, others: Mapping[str, Operator] | None = None) -> None:
@@ -241,7 +243,7 @@ class SectionPlan(BucketPlan):
 
     @property
     def codec(self) -> Codec | None:
-        """The codec of the whole bucket where there is one operator; None where nothing is compressed."""
+        """The codec of the whole bucket if there is one operator; None if nothing is compressed."""
         return self.codecs[0] if self.codecs else None
 
     def _bind(self, operator: int, segments: Sequence[Segment], world_size: int) -> Codec:
@@ -263,7 +265,7 @@ class SectionPlan(BucketPlan):
     def _shared_out(self, ours: Pieces, rest: Pieces) -> BoundChunk:
         world_size = self.setting.world_size
         parts = zip(share_out(ours, world_size, self.method.traits.share_cut), share_out(rest, world_size, 1))
-        # One who encodes the mean is the only worker of it.
+        # The mean is encoded as the vector of a single worker, the owner.
         return BoundChunk(None, [(self._part(*part), self._part(*part, world_size=1)) for part in parts])
 
     def _sharded(self, ours: Pieces, rest: Pieces) -> BoundChunk:
@@ -300,10 +302,10 @@ class SectionPlan(BucketPlan):
 
 
 LARGEST = 2.0**40
-"""The largest magnitude that a method takes that adds up rounds, as it is exchanged, with the loss scale in it.
+"""Largest magnitude of a value, with the loss scale, in the exchange of a method that adds up rounds.
 
-What is remembered is a sum of what was exchanged, and methods multiply it with such sums: 2^48 products of two numbers
-of this size add up within float32, so that nothing that a round leaves behind makes a later round overflow.
+State is a sum of exchanged values, and methods multiply such sums: 2^48 products of two numbers of this size add up
+within float32, so that no state makes a later round overflow.
 """
 
 
@@ -313,21 +315,20 @@ def in_range(values: torch.Tensor) -> Flag:
 
 
 class BoundedPlan(BucketPlan):
-    """Makes an infinity of every value beyond :data:`LARGEST` before an inner plan exchanges a bucket.
+    """Replaces every value beyond :data:`LARGEST` by an infinity before an inner plan exchanges a bucket.
 
-    A spike that is finite would be remembered where an infinity is not, and what is remembered of it may overflow in
-    every later round, each of which would then be discarded. As an infinity it reaches all ranks by the way that the
-    method has for these, and no rank remembers anything of the round. Each element is judged by itself, so that neither
-    ranks nor the layout of buckets differ.
+    A finite spike would be kept in the state, and could overflow in every later round, each of which would then be
+    discarded. An infinity reaches all ranks in the method's own way, and no rank changes its state in the round. Each
+    element is checked separately, so that the result depends on neither ranks nor the layout of buckets.
 
     Args:
-        inner: How the bucket is exchanged.
-        segments: Of whole parameters, as they lie in the bucket.
+        inner: The plan that exchanges the bucket.
+        segments: Segments of whole parameters in the bucket.
         owner: Name of the method, for the warning.
     """
 
     def __init__(self, inner: BucketPlan, segments: Sequence[Segment], owner: str) -> None:
-        # Not asynchronous, whatever the inner plan is: all of the bucket is looked at before any chunk is sent.
+        # Not asynchronous even if the inner plan is: all of the bucket is checked before any chunk is sent.
         self.inner, self._segments, self._owner = inner, segments, owner
         self.chunks, self.collective, self.runs = inner.chunks, inner.collective, inner.runs
         self.keeps_dtype, self.finishes = inner.keeps_dtype, inner.finishes
@@ -348,7 +349,7 @@ class BoundedPlan(BucketPlan):
 
     def _bound(self, context: Context, flat: torch.Tensor) -> None:
         if flat.device.type == "cpu":
-            # One pass that only reads. Of a device the answer would have to be waited for.
+            # One pass that only reads. On a device, the thread would have to wait for the result.
             low, high = (float(extreme) for extreme in torch.aminmax(flat))
             if low >= -LARGEST and high <= LARGEST:
                 return
@@ -356,7 +357,7 @@ class BoundedPlan(BucketPlan):
         flat.masked_fill_(flat.abs() > LARGEST, math.inf)
 
     def _warn(self, context: Context, flat: torch.Tensor) -> None:
-        """Tell of the first parameter with a spike, if there is one: of infinities and NaN a GradScaler knows."""
+        """Warn about the first parameter with a finite spike, if any: a GradScaler handles infinities and NaN."""
         for s in self._segments:
             sizes = flat[s.offset : s.offset + s.numel].abs()
             beyond = sizes[(sizes > LARGEST) & sizes.isfinite()]

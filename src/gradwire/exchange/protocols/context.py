@@ -1,4 +1,4 @@
-"""Numbers that codecs report of a round, for people to see: what decides neither a byte nor a bit."""
+"""The context of a job: a rank's place in a round, its buffers and state, and the gauges that it reports."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from gradwire.exchange.protocols.memory import Memory
 
 
 class Gauges:
-    """One rank's gauges: each is a ratio whose parts the codecs of a round's buckets and chunks add up, in any thread.
+    """One rank's gauges, each a ratio of two sums over the codecs of a round's buckets and chunks, in any thread.
 
-    Parts are integers, or multiples of a power of two, so that their sums do not depend on the order.
+    Summands are integers or multiples of a power of two, so that sums do not depend on the order.
 
     Attributes:
         latest: The ratios of the last round that was not skipped, by name; empty before there is one.
@@ -36,7 +36,7 @@ class Gauges:
             self._parts[name] = (before + total, counted + count)
 
     def end_round(self, *, skipped: bool) -> None:
-        """Make what was added the latest values, but for a round that was skipped, and begin anew."""
+        """Set the latest values from the sums, unless the round was skipped, and reset the sums."""
         with self._lock:
             parts, self._parts = self._parts, {}
             if not skipped:
@@ -44,9 +44,9 @@ class Gauges:
 
 
 class RoundParts:
-    """One rank's notes of one round, by parameter; the buckets of a round fill them in, in any thread.
+    """One rank's data of one round for its end, by parameter; the buckets of the round add it, in any thread.
 
-    They are taken in the order of names, so that neither buckets nor lanes decide what is made of them.
+    It is returned in the order of names, so that results depend on neither buckets nor lanes.
     """
 
     def __init__(self) -> None:
@@ -54,21 +54,21 @@ class RoundParts:
         self._parts: dict[str, Any] = {}
 
     def put(self, parameter: str, part: Any) -> None:
-        """Note something of a parameter."""
+        """Set the data of a parameter."""
         with self._lock:
             self._parts[parameter] = part
 
     def take(self) -> list[Any]:
-        """Return all that was noted, by the names of the parameters, and forget it."""
+        """Return all data in the order of the parameters' names, and drop it."""
         with self._lock:
             parts, self._parts = self._parts, {}
         return [parts[name] for name in sorted(parts)]
 
 
 class Workspace:
-    """Byte buffers that live from round to round, so that no step pays for fresh pages.
+    """Byte buffers that are kept between rounds, so that no step pays for new pages.
 
-    One workspace serves one job at a time.
+    One job at a time uses a workspace.
     """
 
     def __init__(self, device: str = "cpu") -> None:
@@ -77,21 +77,21 @@ class Workspace:
         self._parts: dict[str, Workspace] = {}
 
     def get(self, name: str, *shape: int) -> torch.Tensor:
-        """Return the uint8 buffer of that name and shape; zeros the first time, whatever was left there later."""
+        """Return the uint8 buffer of a name and shape: zeros at first, its previous content later."""
         have = self._buffers.get(name)
         if have is None or have.shape != shape:
             have = self._buffers[name] = torch.zeros(shape, dtype=torch.uint8, device=self.device)
         return have
 
     def part(self, name: str) -> Workspace:
-        """Return the workspace of that name for an exchange beside the job's main one; the same every round."""
+        """Return the workspace of a name, for an exchange besides the job's main one; the same in every round."""
         if name not in self._parts:
             self._parts[name] = Workspace(self.device)
         return self._parts[name]
 
 
 def _nobody(kind: str, text: str) -> None:
-    """Take a warning where nobody is to be told."""
+    """Ignore a warning."""
 
 
 @dataclass(frozen=True)
@@ -100,26 +100,25 @@ class Context:
 
     Attributes:
         rank: This rank within the group.
-        world_size: Ranks in the group.
-        round: Synchronised backwards so far.
+        world_size: Number of ranks in the group.
+        round: Number of synchronised backward passes before this one.
         bucket: Index of the bucket in its step.
         chunk: Index of the chunk in its bucket.
         workspace: Buffers of this job.
-        wants_sent: Whether :attr:`Outcome.sent` is to be filled.
-        memory: What this rank remembers; a memory of its own, empty, where nobody keeps one.
-        loss_scale: By which automatic mixed precision has multiplied the gradients. What is remembered is unscaled.
-        warn: ``warn(kind, text)`` tells people, on one rank, of something that all ranks know, if it is the first of
-            its kind.
-        warn_here: The same for what this rank knows and others may not.
-        gauge: ``gauge(name, total, count)`` adds to a number that is reported of the round; see
+        wants_sent: True if :attr:`Outcome.sent` must be set.
+        memory: State of the method on this rank; by default a new, empty one.
+        loss_scale: Factor by which automatic mixed precision has multiplied the gradients. State is unscaled.
+        warn: ``warn(kind, text)`` logs a warning that concerns all ranks, on one rank, if it is the first of its kind.
+        warn_here: The same for a warning that concerns this rank alone.
+        gauge: ``gauge(name, total, count)`` adds to a number that is reported for the round; see
             :class:`gradwire.exchange.protocols.Gauges`.
-        parts: What the round's buckets leave for its end; notes of its own, empty, where nobody keeps any.
-        learning_rates: Of the optimizer's step that follows the round, by the name of the parameter; None where the
-            method need not know them, or no optimizer is known.
-        link: What a message costs, the same on all ranks; None where nobody knows.
-        exchange: Number of the job's next exchange of payloads, which tells those of one chunk apart: a protocol uses
-            it, and the next one for a second phase.
-        checks: Told whether what arrives on a device is as it was sent.
+        parts: Data of the round's buckets for its end; by default a new, empty one.
+        learning_rates: Learning rates of the optimizer's step after the round, by name of the parameter; None if the
+            method does not use them, or no optimizer is known.
+        link: Cost of a message on the network, the same on all ranks; None if unknown.
+        exchange: Number of the job's next exchange of payloads, which distinguishes the exchanges of one chunk; a
+            second phase uses the number after it.
+        checks: Takes the results of checks of payloads on a device.
     """
 
     rank: int
@@ -143,12 +142,12 @@ class Context:
 
 @dataclass(frozen=True, eq=False)
 class Outcome:
-    """What one job did; the mean itself was written into the flat vector.
+    """The result of one job, besides the mean, which was written into the flat vector.
 
     Attributes:
-        sent: ``sent(out, weight)`` adds ``weight`` times what this rank really contributed, decoded, to ``out``, a
-            vector of the flat vector's shape; None unless the context asked for it.
-        finite: Whether every value of the mean is finite; the same on every rank. None where nobody looked.
+        sent: ``sent(out, weight)`` adds ``weight`` times this rank's decoded contribution to ``out``, a vector of the
+            flat vector's shape; None unless the context has ``wants_sent``.
+        finite: True if every value of the mean is finite; the same on every rank. None if it was not checked.
     """
 
     finite: Flag | None = None

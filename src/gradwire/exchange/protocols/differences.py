@@ -1,4 +1,4 @@
-"""Vectors that each belong to one rank, gathered by what changed of them since all ranks last knew them."""
+"""Gathers of one vector from each rank, by compressed changes since the last gather."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ LENGTH_BYTES = 8
 
 
 class VectorCodec(Protocol):
-    """What encodes a vector for those who decode it, see :class:`gradwire.methods.gossip.vector_coder.VectorCoder`."""
+    """Encodes a vector for other ranks, see :class:`gradwire.methods.gossip.vector_coder.VectorCoder`."""
 
     def most_bytes(self, numel: int) -> int:
-        """Return the most bytes that a vector takes."""
+        """Return the largest number of bytes of a vector."""
 
     def encode(self, values: torch.Tensor, round: int) -> torch.Tensor:
         """Return the bytes of a vector."""
 
     def decode(self, data: torch.Tensor, numel: int, round: int) -> torch.Tensor:
-        """Return the values that these bytes stand for."""
+        """Return the values of encoded bytes."""
 
 
 class Known:
-    """What all ranks know of each other's vectors, the same bits on all of them.
+    """Copies of all ranks' vectors, with the same bits on all ranks.
 
     Attributes:
-        rows: Float32 ``[world_size, numel]``; None before the first gather, and where it has to begin anew.
-        sent: This rank's vector as it was when it was last sent.
+        rows: Float32 ``[world_size, numel]``; None before the first gather and after a reset.
+        sent: This rank's vector at the time when it was last sent.
     """
 
     def __init__(self) -> None:
@@ -48,22 +48,22 @@ class Known:
 def gathered_differences(
     context: Context, known: Known, coders: Sequence[VectorCodec], own: torch.Tensor
 ) -> Exchange[torch.Tensor]:
-    """Return every rank's vector, ``[world_size, numel]``, as all ranks then know it; not to be written.
+    """Return the copies of every rank's vector after a gather, ``[world_size, numel]``; read only.
 
-    With w rank r's vector and k what is known of it: the first time k = w. After that, if the vector of any rank has
+    Let w be rank r's vector and k its copy. In the first gather k = w. After that, if the vector of any rank has
     changed::
 
         k <- k + C(w - k)
 
-    k is part of the difference, so that what an exchange errs by is sent with the next. While a value is not finite,
-    vectors travel as they are.
+    k is part of the difference, so that the error of an exchange is sent with the next. While a value is not finite,
+    vectors are sent uncompressed.
 
     Args:
-        known: Of these vectors; changed.
+        known: The copies of these vectors, which are updated.
         coders: One for each rank's vector, the same on all ranks.
-        own: This rank's vector, of any floating-point type.
+        own: This rank's vector, of any floating-point dtype.
 
-    Bytes sent by a rank: (N - 1) (4 + 8 for what has changed, then header + 8 + codes, rounded up to 16).
+    Bytes sent by a rank: (N - 1) (4 + 8 for the change flag, then header + 8 + codes, rounded up to 16).
     """
     rank = context.rank
     changed = known.sent is None or not torch.equal(known.sent, own)

@@ -1,4 +1,4 @@
-"""Payloads of one rank for all others."""
+"""Exchanges of payloads between single ranks: broadcasts, collections on a root, all-to-alls and neighbours."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gradwire.exchange.wire import EVERYONE, HEADER_BYTES, Header, Packing, Whol
 
 
 def leader(round: int, world_size: int) -> int:
-    """Return the rank whose turn it is in a round: each in order; rank 0 in the usual round of a dry run.
+    """Return the leading rank of a round: each rank in order; rank 0 in the default round of a dry run.
 
     Example:
         >>> [leader(round, 3) for round in (-1, 0, 1, 2, 3)]
@@ -30,16 +30,16 @@ def broadcast(
     """Return the sections of rank ``root`` on every rank.
 
     Args:
-        packings: How each section travels.
+        packings: Packing of each section.
         bodies: The sections on the root; None elsewhere, and in a dry run.
 
-    Bytes sent by a rank: header + sections, as often as
-    :func:`gradwire.exchange.drivers.traffic.broadcast_sends` says, and eight more each time where their length varies.
+    Bytes sent by a rank: header + sections, and eight more if their length varies, times
+    :func:`gradwire.exchange.drivers.traffic.broadcast_sends`.
     """
     layout = rows_of(context, packings)
     head = header(context, layout, tag, context.exchange)
     row = context.workspace.get(f"broadcast {context.exchange}", 1, layout.row_bytes)
-    # Until the root has told, as many bytes as there may be.
+    # The largest length, until the root's arrives.
     length = torch.tensor([layout.row_bytes]) if layout.variable else None
     if bodies is not None:
         told = layout.write(row, head, [body.view(1, -1) for body in bodies], root, [EVERYONE])
@@ -51,7 +51,7 @@ def broadcast(
 def broadcast_values(context: Context, tag: int, values: torch.Tensor, root: int) -> Exchange[torch.Tensor]:
     """Return rank ``root``'s values, of the dtype and shape of ``values``, on every rank.
 
-    Bytes sent by a rank: header + values, rounded up to 16 bytes, as often as for :func:`broadcast`.
+    Bytes sent by a rank: header + values, rounded up to 16 bytes, as many times as in :func:`broadcast`.
     """
     size = values.numel() * values.element_size()
     body = None
@@ -67,13 +67,13 @@ def collected(
 ) -> Exchange[list[list[torch.Tensor]] | None]:
     """Return the sections of every rank on rank ``root``, by rank; None on all others.
 
-    An all-to-all in which all rows but the root's are empty.
+    It is an all-to-all in which all rows except the root's are empty.
 
     Args:
-        packings: How each section travels.
+        packings: Packing of each section.
         bodies: The sections of this rank; None in a dry run.
 
-    Bytes sent by a rank: header + sections, but for the root's, and 8 (N - 1) for telling lengths.
+    Bytes sent by a rank: header + sections, except on the root, and 8 (N - 1) for lengths.
     """
     world, rank, space = context.world_size, context.rank, context.workspace
     layout = rows_of(context, packings, variable=True)
@@ -110,23 +110,23 @@ def collected_values(context: Context, tag: int, values: torch.Tensor, root: int
 def alltoallv(
     context: Context, tag: int, bodies: Sequence[torch.Tensor | None], most_bytes: int
 ) -> Exchange[list[torch.Tensor | None]]:
-    """Send every other rank a payload of its own, and return the bodies of those that came.
+    """Send a different payload to each other rank, and return the bodies received.
 
-    The name is MPI's. Payloads have the header and the checksum of all others; the driver tells their lengths first.
+    The name is that of MPI. Payloads have the usual header and checksum; the driver sends their lengths first.
 
-    Bytes sent by a rank: 8 (N - 1) for the lengths, and 32 and the body for each rank that is sent one.
+    Bytes sent by a rank: 8 (N - 1) for the lengths, and 32 and the body for each receiver.
 
     Args:
-        context: Its ``bucket``, ``chunk`` and ``exchange`` tell this exchange from the others of the round.
-        tag: Of the method that wrote the bodies.
-        bodies: By rank, uint8 ``[bytes]``; None where nothing is sent, as to this rank itself.
-        most_bytes: That a body may have on any rank; the same on all of them.
+        context: Context whose ``bucket``, ``chunk`` and ``exchange`` identify this exchange in the round.
+        tag: Tag of the method that wrote the bodies.
+        bodies: Bodies by receiver, uint8 ``[bytes]``; None to send nothing, as for this rank itself.
+        most_bytes: Largest size of a body on any rank; the same on all of them.
 
     Returns:
-        By rank, the body that came from it, a copy; None where none came.
+        Copies of the bodies by sender; None if a rank sent nothing.
 
     Raises:
-        PayloadError: a payload is not the one that is due from its sender, or changed on the way.
+        PayloadError: a payload is not the expected one from its sender, or changed in transit.
     """
     world, rank, space = context.world_size, context.rank, context.workspace
     send = space.get("rows", world, HEADER_BYTES + most_bytes)
@@ -162,7 +162,7 @@ Bodies = Callable[[int], Sequence[torch.Tensor]]
 
 @dataclass(frozen=True)
 class Move:
-    """What a rank does in a round of messages: whom it sends to, and whom it receives from; None for nobody."""
+    """The peers of a rank in a round of messages: the one to send to, and the one to receive from; None for no peer."""
 
     to: int | None
     source: int | None
@@ -178,16 +178,17 @@ def tell_neighbours(
     *,
     last: bool = True,
 ) -> Exchange[None]:
-    """Send a payload to each neighbour, and hand each of theirs on as it comes, with the rank that sent it.
+    """Send a payload to each neighbour, and pass each of theirs to ``take`` when it arrives.
 
     Args:
-        moves: Of this rank, in as many rounds as every other rank has; a neighbour is sent to once, and heard once.
-        bodies: The same sections for all neighbours, or what makes those for one of them.
-        take: ``take(neighbour, sections)``, in the order of rounds, which is a function of the graph alone. Sections
-            lie in a buffer that the next payload overwrites.
-        last: Whether no other payloads of the job follow.
+        moves: Moves of this rank, as many as on every other rank; each neighbour is in one to send to and in one to
+            receive from.
+        bodies: The same sections for all neighbours, or a function that returns those for one of them.
+        take: ``take(neighbour, sections)``, called in the order of rounds, which depends on the graph alone. The next
+            payload overwrites the buffer of the sections.
+        last: True if no other payloads of the job follow.
 
-    Bytes sent by a rank: header and codes times its neighbours, each with its length before it where that varies.
+    Bytes sent by a rank: header and codes times its neighbours, each with its length before it if that varies.
     """
     space, rank = context.workspace, context.rank
     send, room = space.get("up", 1, layout.row_bytes), space.get("received", 1, layout.row_bytes)

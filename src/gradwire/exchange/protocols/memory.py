@@ -1,4 +1,4 @@
-"""What one rank remembers between rounds."""
+"""The state of a method on one rank between rounds."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch
 from gradwire.exchange.segments import Segment
 
 OWN_VALUE = "value"
-"""Kind under which a state holds, by its name, a value that is not the same on all ranks."""
+"""Kind, in a saved state, of values that belong to one rank; the names of the values follow it."""
 
 
 def kind_of_peer(kind: str, peer: int) -> str:
-    """Return the kind under which a vector is kept that concerns one other rank alone.
+    """Return the kind of a vector that concerns one other rank alone.
 
     Example:
         >>> kind_of_peer("left", 3), base_kind("left@3")
@@ -25,12 +25,12 @@ def kind_of_peer(kind: str, peer: int) -> str:
 
 
 def base_kind(kind: str) -> str:
-    """Return the kind that a method declares, of one that may be of one other rank."""
+    """Return the kind that a method declares, without the other rank in it, if there is one."""
     return kind.partition("@")[0]
 
 
 class _Bank:
-    """One kind of memory of one bucket: what was committed, and what this round would make of it."""
+    """State of one kind for one bucket: the committed vector and the staged one."""
 
     def __init__(self, numel: int, dtype: torch.dtype, device: str) -> None:
         self.held = torch.zeros(numel, dtype=dtype, device=device)
@@ -39,11 +39,11 @@ class _Bank:
 
 
 class Memory:
-    """Vectors beside gradients, and a few values beside them all; a round changes either all of it or nothing.
+    """A method's vectors by parameter, and a few values for all parameters; a round changes all of them or none.
 
-    A vector is kept by parameter: where buckets are laid out anew, it follows. It lies in a *bank*, which has the
-    layout of a bucket's flat vector, so that arithmetic with the gradient needs no copying about. What a round writes
-    is *staged*, and holds from :meth:`commit` on; :meth:`discard` forgets it, as after a non-finite gradient.
+    A vector follows its parameter if the layout of buckets changes. It is stored in a *bank*, with the layout of a
+    bucket's flat vector, so that arithmetic with the gradient needs no copies. New values of a round are *staged*, that
+    is, take effect with :meth:`commit`; :meth:`discard` drops them, for example after a non-finite gradient.
     """
 
     def __init__(self, device: str = "cpu") -> None:
@@ -60,25 +60,25 @@ class Memory:
     def read(
         self, kind: str, segments: Sequence[Segment], *, replicated: bool = False, dtype: torch.dtype = torch.float32
     ) -> torch.Tensor:
-        """Return what is held for whole parameters, laid out as ``segments`` are; zeros at first; not to be written.
+        """Return the committed vector of whole parameters, with the layout of ``segments``; zeros at first; read only.
 
-        There is room for dense segments, but what lies there is not kept.
+        It includes dense segments, whose values are not kept.
         """
         return self._bank(kind, segments, replicated, dtype).held
 
     def stage(
         self, kind: str, segments: Sequence[Segment], *, replicated: bool = False, dtype: torch.dtype = torch.float32
     ) -> torch.Tensor:
-        """Return the vector, of the same layout, that takes the place of what is held; fill it all."""
+        """Return the staged vector, of the same layout, to be filled completely."""
         bank = self._bank(kind, segments, replicated, dtype)
         bank.changed = True
         return bank.staged
 
     def norm(self, kind: str, name: str | None = None) -> float | None:
-        """Return the Euclidean norm of what is held of a parameter, or, with None, of all that is held of a kind.
+        """Return the Euclidean norm of a parameter's vector of a kind; with ``name=None``, of all its vectors.
 
-        Some methods keep one vector for all parameters joined, or one for each part of a parameter; only the norm of
-        all tells of these. None where nothing of that kind is held.
+        Use the latter for methods that keep one vector for all parameters joined, or for each part of a parameter.
+        Return None if there is no vector of the kind.
         """
         with self._lock:
             keys = [key for key in {**self._loaded, **self._home} if key[0] == kind] if name is None else [(kind, name)]
@@ -86,7 +86,7 @@ class Memory:
             return math.hypot(*(float(held.norm()) for held in found)) if found else None
 
     def forget(self, kind: str) -> None:
-        """Make zeros of all that is held of a kind, at once; what was staged stays; twice is as once."""
+        """Set all committed vectors of a kind to zero at once; staged ones do not change; idempotent."""
         with self._lock:
             self._loaded = {key: value for key, value in self._loaded.items() if key[0] != kind}
             for (held_kind, _), bank in self._banks.items():
@@ -94,7 +94,7 @@ class Memory:
                     bank.held.zero_()
 
     def keep(self, kinds: Collection[str]) -> None:
-        """Drop all that is held but vectors of these kinds, and what was staged."""
+        """Drop everything except the committed vectors of some kinds."""
         held = self.state()
         kept = {
             scope: {key: vector for key, vector in held[scope].items() if key.partition("/")[0] in kinds}
@@ -103,17 +103,17 @@ class Memory:
         self.load(kept)
 
     def value(self, name: str) -> torch.Tensor | None:
-        """Return a value that was committed; None where there is none."""
+        """Return a committed value, or None."""
         return self._values.get(name)
 
     def stage_value(self, name: str, value: torch.Tensor, *, own: bool = False) -> None:
-        """Replace a value from :meth:`commit` on; one that is not this rank's ``own`` is the same on all ranks."""
+        """Stage a value; it is the same on all ranks unless it is this rank's ``own``."""
         self._staged_values[name] = value
         if own:
             self._own_values.add(name)
 
     def commit(self) -> None:
-        """Make what was staged what is held."""
+        """Make staged vectors and values the committed ones."""
         for bank in self._banks.values():
             if bank.changed:
                 bank.held, bank.staged, bank.changed = bank.staged, bank.held, False
@@ -121,15 +121,15 @@ class Memory:
         self._staged_values = {}
 
     def discard(self) -> None:
-        """Forget what was staged."""
+        """Drop staged vectors and values."""
         for bank in self._banks.values():
             bank.changed = False
         self._staged_values = {}
 
     def state(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Return copies of all that is held: ``global``, ``replicated`` and ``rank``, keys "kind/parameter".
+        """Return copies of the committed state: ``global``, ``replicated`` and ``rank``, with keys "kind/parameter".
 
-        A value of this rank's own is under "value/name".
+        A value of this rank's own has the key "value/name".
         """
         found: dict[str, dict[str, torch.Tensor]] = {"global": {}, "replicated": {}, "rank": {}}
         for name, value in self._values.items():
@@ -142,7 +142,7 @@ class Memory:
         return found
 
     def load(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-        """Take the place of all that is held by what :meth:`state` gave."""
+        """Replace the committed state by one of :meth:`state`."""
         self._banks, self._home, self._loaded = {}, {}, {}
         self._values = {name: value.clone() for name, value in state.get("global", {}).items()}
         self._staged_values, self._own_values = {}, set()
@@ -175,7 +175,7 @@ class Memory:
             return have
 
     def _move_in(self, kind: str, segments: Sequence[Segment], dtype: torch.dtype) -> _Bank:
-        """Make a bank, and bring what is held of its parameters from wherever it lay before."""
+        """Make a bank, and move the vectors of its parameters into it from other banks."""
         bank = _Bank(max((s.offset + s.numel for s in segments), default=0), dtype, self._device)
         for s in (s for s in segments if not s.dense):
             place = bank.held[s.offset : s.offset + s.numel]
@@ -193,12 +193,12 @@ class Memory:
 
 
 class ShardMemory(Memory):
-    """A memory as the exchange of one shard sees it: what its ranks have in common, those of other shards have not.
+    """The state of the exchange of one shard, in which nothing is common to all ranks of the link.
 
-    Vectors and values are this rank's own, whatever the method says of them, so that each rank's are saved.
+    All vectors and values are saved as this rank's own, even if the method declares them the same on all ranks.
 
     Args:
-        memory: Of the link.
+        memory: Memory of the link.
     """
 
     def __init__(self, memory: Memory) -> None:

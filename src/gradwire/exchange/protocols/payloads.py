@@ -1,6 +1,7 @@
-"""Stand-ins for what touches data, so that a dry run on sizes walks through the same protocols.
+"""Steps that protocols of sections share, from sections to payloads and back, and their stand-ins in a dry run.
 
-This is the one place where a codec or a payload learns of a dry run, which is told by the flat vector's device.
+Stand-ins have sizes but no data, so that a dry run executes the same protocols. The device of the flat vector
+identifies a dry run, and only this file checks it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from gradwire.exchange.wire import Header, Packing, Rows, VariableRows
 
 
 class SizedCodec(SummableCodec, MergeableCodec):
-    """A codec that has the sizes of another and neither reads nor writes anything."""
+    """A codec with the sizes of another one, which reads and writes nothing."""
 
     def __init__(self, codec: Codec) -> None:
         self._codec = codec
@@ -69,9 +70,10 @@ class SizedCodec(SummableCodec, MergeableCodec):
 
 
 class SizedRows:
-    """The layout of payloads, without payloads: rows have the most bytes that they may have.
+    """The layout of payloads without data: rows have their largest size.
 
-    ``padding`` is what rows of another rank's may have beside, so that what one rank sends is the most that any sends.
+    ``padding`` is the number of further bytes that rows of another rank may have, so that the count is the largest over
+    ranks.
     """
 
     def __init__(self, rows: Rows | VariableRows, padding: int = 0) -> None:
@@ -85,18 +87,18 @@ class SizedRows:
     def write(
         self, rows: torch.Tensor, header: Header, bodies: Sequence[torch.Tensor], sender: int, receivers: Sequence[int]
     ) -> torch.Tensor | None:
-        """Return the bytes of each row where they depend on data: the most that there may be."""
+        """Return the largest number of bytes of each row if it depends on data, else None."""
         return torch.full((len(rows),), self.row_bytes) if self.variable else None
 
     def read(
         self, rows: torch.Tensor, header: Header, receiver: int, arrived: torch.Tensor | None = None, first: int = 0
     ) -> list[torch.Tensor]:
-        """Return as many sections of as many bytes as there would be."""
+        """Return uninitialised sections of the right number and sizes."""
         return [rows.new_empty(len(rows), size) for size in self.sizes]
 
 
 def laid_out(rows: Rows, values: torch.Tensor) -> Rows | SizedRows:
-    """Return the layout for payloads of ``values``: of sizes alone where these have no data."""
+    """Return the layout for payloads of ``values``: of sizes only if ``values`` have no data."""
     return SizedRows(rows) if values.is_meta else rows
 
 
@@ -106,19 +108,19 @@ PayloadRows: TypeAlias = Rows | VariableRows | SizedRows
 
 @dataclass(frozen=True, eq=False)
 class Section:
-    """A codec with the summary that its encoder needs this round."""
+    """A codec with the summary for its encoder in this round."""
 
     codec: Codec
     summary: Summary
 
 
 def sized(sections: Sequence[Section], flat: torch.Tensor) -> Sequence[Section]:
-    """In a dry run, told by a vector without data, leave nothing of the codecs but their sizes."""
+    """Replace codecs by their sizes in a dry run, which a vector without data identifies."""
     return [replace(s, codec=SizedCodec(s.codec)) for s in sections] if flat.is_meta else sections
 
 
 def rows_of(context: Context, packings: Sequence[Packing], variable: bool = False, padding: int = 0) -> PayloadRows:
-    """Lay out sections: in payloads of a length of their own where that of a section depends on what it holds."""
+    """Return the layout of sections, with payloads of different lengths if that of a section depends on data."""
     variable = variable or any(p.variable for p in packings)
     rows = (
         VariableRows(packings, context.workspace.get)
@@ -129,12 +131,12 @@ def rows_of(context: Context, packings: Sequence[Packing], variable: bool = Fals
 
 
 def whole_rows(context: Context, sections: Sequence[Section], variable: bool = False, padding: int = 0) -> PayloadRows:
-    """Lay out whole sections."""
+    """Return the layout of whole sections."""
     return rows_of(context, [s.codec.packing(s.codec.units) for s in sections], variable, padding)
 
 
 def equal_rows(context: Context, shares: Sequence[Sequence[Section]]) -> tuple[list[PayloadRows], int]:
-    """Lay out the sections of each share in payloads of one length, or all of them in payloads of their own length."""
+    """Return the layouts of each share's sections: all of one length, or all of different lengths."""
     variable = any(s.codec.packing(s.codec.units).variable for sections in shares for s in sections)
     lengths = [whole_rows(context, sections, variable).row_bytes for sections in shares]
     width = max(lengths)
@@ -151,7 +153,7 @@ def header(context: Context, layout: PayloadRows, tag: int, exchange: int) -> He
 
 
 def told_lengths(context: Context, lengths: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return what an operation needs to tell lengths: those to send, none to this rank itself, and room for theirs."""
+    """Return two tensors for an operation: the lengths to send, 0 for this rank, and a buffer for those received."""
     if lengths is None:
         return None, None
     lengths = lengths.expand(context.world_size).clone()
@@ -192,7 +194,7 @@ def sections_finite(sections: Sequence[Section], flat: torch.Tensor) -> Flag | N
 
 
 def mergeable(codec: Codec) -> MergeableCodec:
-    """Return a codec whose codes protocols may merge.
+    """Return a codec if protocols may merge its codes.
 
     Raises:
         TypeError: they may not.

@@ -1,4 +1,4 @@
-"""How segments are cut: into chunks, and a chunk's pieces into a share for each rank."""
+"""Division of segments: into the pieces of each chunk, and of a chunk's pieces into a share for each rank."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TypeAlias
 from gradwire.exchange.segments import Segment, rows_of_rank
 
 Pieces: TypeAlias = Sequence[tuple[Segment, tuple[int, int]]]
-"""Pieces of segments, each with a mark that stands beside all that it is cut into: the number of its operator, and that
+"""Pieces, that is, parts of segments. Each has a mark, which all parts of it keep: the number of its operator, and that
 of its segment among the operator's."""
 
 
@@ -28,7 +28,7 @@ def cut(segments: Sequence[Segment], chunk_numel: int, grain: int) -> list[list[
     """Cut segments into chunks of at most ``chunk_numel`` elements, at multiples of ``grain`` in the parameter.
 
     Returns:
-        For each chunk, its pieces, each with the segment that it is a piece of.
+        For each chunk, its pieces, each with the whole segment.
     """
     size = max(grain, -(-chunk_numel // grain) * grain)
     chunks: list[list[tuple[Segment, Segment]]] = []
@@ -48,7 +48,7 @@ def cut(segments: Sequence[Segment], chunk_numel: int, grain: int) -> list[list[
 
 
 def share_out(pieces: Pieces, ranks: int, grain: int) -> list[Pieces]:
-    """Cut pieces into a run for each rank, about equally long, at multiples of ``grain`` in the parameter."""
+    """Divide pieces into runs of about equal length, one for each rank, at multiples of ``grain`` in the parameter."""
     total, done = sum(piece.numel for piece, _ in pieces), 0
     shares: list[list[tuple[Segment, tuple[int, int]]]] = [[] for _ in range(ranks)]
     for piece, mark in pieces:
@@ -63,9 +63,9 @@ def share_out(pieces: Pieces, ranks: int, grain: int) -> list[Pieces]:
 
 
 def shard_out(pieces: Pieces, ranks: int, grain: int) -> list[Pieces]:
-    """Cut pieces into each rank's rows of the parameters, widened to multiples of ``grain`` in the parameter.
+    """Divide pieces into each rank's rows of the parameters, extended to multiples of ``grain`` in the parameter.
 
-    With a grain above 1, pieces of neighbours may overlap; with 1, every element is one rank's.
+    With a grain above 1, pieces of neighbouring ranks may overlap; with 1, every element belongs to one rank.
     """
     shards: list[list[tuple[Segment, tuple[int, int]]]] = [[] for _ in range(ranks)]
     for piece, mark in pieces:

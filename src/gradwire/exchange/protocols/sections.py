@@ -1,4 +1,4 @@
-"""Payloads of several sections through a sharded server or a gather."""
+"""Protocols for payloads of sections, by a sharded server or a gather, and the codecs bound to a chunk."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def two_shot(context: Context, tag: int, sections: Sequence[Section], flat: torc
     2. Every rank reduces the codes of its own shard.
     3. Every rank sends its reduced shard to all (all-gather), and decodes all shards.
 
-    Shards are equal runs of units; the last ones may be partly, or wholly, padding.
+    Shards are equal runs of units; the last ones may be padding in part or whole.
 
     Bytes sent by a rank: (N - 1) (header + codes of a shard) + (N - 1) (header + reduced codes of a shard).
     """
@@ -73,10 +73,10 @@ def two_shot(context: Context, tag: int, sections: Sequence[Section], flat: torc
 
 
 def all_gather(context: Context, tag: int, sections: Sequence[Section], flat: torch.Tensor) -> Exchange[Outcome]:
-    """Replace ``flat`` by the mean over ranks, every rank receiving every rank's whole payload.
+    """Replace ``flat`` by the mean over ranks, for which every rank receives every rank's whole payload.
 
-    Where a codec is checked, a last, small reduction tells all ranks whether any could not read a section, whose mean
-    is then +inf on all of them, and the first such section of a link is warned of.
+    If a codec is checked, a last, small reduction tells all ranks if any of them could not read a section. The
+    section's mean is then +inf on all ranks, and the first such section of a link causes a warning.
 
     Bytes sent by a rank: (N - 1) (header + codes): one round, but traffic that grows with N.
     """
@@ -111,27 +111,28 @@ def _summable(codec: Codec) -> SummableCodec:
 
 
 def _share(codec: Codec, world_size: int) -> int:
-    """Units of a shard: equal for all ranks, a multiple of the codec's grain."""
+    """Return the units of a shard: equal for all ranks, a multiple of the codec's grain."""
     each = world_size * codec.grain
     return -(-codec.units // each) * codec.grain
 
 
 def _shared_out(codec: Codec, body: torch.Tensor, world_size: int) -> torch.Tensor:
-    """Cut a payload into one of a share for each rank, ``[world_size, bytes]``."""
+    """Divide a payload into payloads of a share for each rank, ``[world_size, bytes]``."""
     side = codec.side_bytes
     shares = body[side:].view(world_size, -1)
     return torch.cat([body[:side].expand(world_size, side), shares], 1) if side else shares
 
 
 Prepared: TypeAlias = Sequence[tuple[Summary, torch.Tensor | None]]
-"""Of each operator, the summary of whole parameters, and the maximum over ranks of what they share."""
+"""For each operator, the summary of whole parameters, and the maximum over ranks of its shared values."""
 
 
 @dataclass(frozen=True, eq=False)
 class Bound:
-    """The codec of what an operator compresses of a chunk, or of a rank's share of it.
+    """The codec of an operator, bound to its pieces of a chunk or of a rank's share of it.
 
-    ``operator`` is the operator's number, and ``index`` tells which of its segments in the bucket each piece is of.
+    ``operator`` is the number of the operator, and ``index`` has, for each piece, the number of its segment among the
+    operator's in the bucket.
     """
 
     codec: Any
@@ -141,7 +142,7 @@ class Bound:
 
 @dataclass(frozen=True, eq=False)
 class BoundPart:
-    """Codecs of a chunk, or of a rank's share of it."""
+    """The codecs of a chunk, or of a rank's share of it."""
 
     compressed: Sequence[Bound]
     dense: DenseCodec | None
@@ -159,12 +160,12 @@ class BoundPart:
 
 @dataclass(frozen=True, eq=False)
 class BoundShard:
-    """What is encoded for one rank of a reduce-scatter: its shard, and around it what is encoded together with it.
+    """The codecs for one rank's shard in a reduce-scatter, and for elements that are encoded together with it.
 
     Attributes:
         part: The codecs.
-        covered: Where what they carry lies in the flat vector, ascending runs.
-        owned: The part of it that is the rank's own; over all ranks, each element once.
+        covered: Ascending runs of the flat vector that they encode.
+        owned: The runs of them that belong to the rank; each element belongs to one rank.
     """
 
     part: BoundPart
@@ -174,7 +175,7 @@ class BoundShard:
 
 @dataclass(frozen=True, eq=False)
 class BoundChunk:
-    """A chunk whole; or for each rank its share of it, for the way up and for the mean's way down; or its shard."""
+    """The codecs of a whole chunk; or of each rank's share, to the owner and for the mean; or of each shard."""
 
     whole: BoundPart | None
     shares: Sequence[tuple[BoundPart, BoundPart]] = ()

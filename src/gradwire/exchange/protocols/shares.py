@@ -1,4 +1,4 @@
-"""Payloads of a share of a chunk for each rank, which owns it and tells all others what it makes of theirs."""
+"""Protocols in which each rank owns a share or a shard of a chunk, and computes its mean from all ranks' payloads."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ Bodies = list[torch.Tensor]
 
 @dataclass(frozen=True, eq=False)
 class Share:
-    """The sections of what one rank owns, as workers encode it and as the owner encodes the mean."""
+    """The sections of one rank's share, for the workers' vectors (``up``) and for the owner's mean (``down``)."""
 
     up: Sequence[Section]
     down: Sequence[Section]
 
 
 def two_shot_re_encoded(context: Context, tag: int, shares: Sequence[Share], flat: torch.Tensor) -> Exchange[Outcome]:
-    """Replace ``flat`` by an estimate of the mean over ranks: the owner of a share encodes the mean of it once more.
+    """Replace ``flat`` by an estimate of the mean over ranks, for which the owner of a share encodes its mean again.
 
-    As :func:`gradwire.exchange.protocols.two_shot`, for codes that do not add up: the owner decodes them, averages in
-    float32, and encodes the mean from the owner's stream. So both directions are as narrow as the codes, and the mean
-    has the error of one more encoding, the same on every rank.
+    It is :func:`gradwire.exchange.protocols.two_shot` for codes that do not add up: the owner decodes them, averages in
+    float32, and encodes the mean with random numbers of the owner's stream. Both directions have the size of codes, and
+    the mean has the error of one more encoding, the same on every rank.
 
-    Bytes sent by a rank: (N - 1) times header and codes of a share, twice; shares are as long as the longest.
+    Bytes sent by a rank: (N - 1) times header and codes of a share, twice; all shares have the size of the longest.
     """
     ups, downs = [sized(s.up, flat) for s in shares], [sized(s.down, flat) for s in shares]
     owners = replace(draw_of(context), stream=OWNER, gauge=unread)
@@ -63,8 +63,8 @@ def send_shares(
     """Encode every share of ``flat`` and send each to its owner.
 
     Returns:
-        The sections with the summaries that this rank's decoders need; what this rank encoded of each share; and of
-        each section of its own share, every rank's codes, ``[world_size, bytes]``.
+        The sections with the summaries for this rank's decoders; this rank's codes of each share; and for each section
+        of its own share every rank's codes, ``[world_size, bytes]``.
     """
     world, rank, space, draw = context.world_size, context.rank, context.workspace, draw_of(context)
     layouts, width = equal_rows(context, shares)
@@ -72,7 +72,7 @@ def send_shares(
     send, lengths, bodies = space.get("up", world, width), [], list[Bodies]()
     made: dict[int, torch.Tensor] = {}
     for to, (sections, layout, head) in enumerate(zip(shares, layouts, heads)):
-        # A codec that several shares have in common encodes once.
+        # A codec that several shares have in common encodes only once.
         new = [s for s in sections if id(s.codec) not in made]
         codes = encode(context, new, flat, [s.codec.units for s in new], draw, f"share {to} ")
         made.update((id(s.codec), body) for s, body in zip(new, codes))
@@ -95,10 +95,10 @@ def tell_shares(
     flat: torch.Tensor,
     draw: Draw | None = None,
 ) -> Exchange[None]:
-    """Tell all ranks the codes of this rank's own share, and decode those of every share into ``flat``.
+    """Send the codes of this rank's own share to all ranks, and decode those of every share into ``flat``.
 
     Args:
-        draw: The owners', for codecs that decode with it; None where ranks decode as they do their own codes.
+        draw: Draw of the owners, for codecs that decode with it; None if ranks decode as they do their own codes.
     """
     world, rank, space = context.world_size, context.rank, context.workspace
     layouts, width = equal_rows(context, shares)
@@ -119,17 +119,17 @@ def tell_shares(
 
 
 REDUCE_SCATTER = "reduce_scatter"
-"""Name of the protocol, for exchanges after which each rank holds the mean of its own shard, and nothing else."""
+"""Name of the protocol after which each rank holds the mean of its own shard only."""
 
 
 @dataclass(frozen=True, eq=False)
 class ShardSections:
-    """What every rank encodes for one of them.
+    """The sections of one rank's shard, which every rank encodes.
 
     Attributes:
-        sections: Those that hold its shard.
-        covered: Where they lie in the flat vector. Shards of neighbours that share a block both cover it.
-        owned: The runs that are the rank's own; over all ranks, each element of the chunk once.
+        sections: Sections with the shard.
+        covered: Their runs of the flat vector. If neighbouring shards share a block, both cover it.
+        owned: The runs that belong to the rank; each element of the chunk belongs to one rank.
     """
 
     sections: Sequence[Section]
@@ -140,17 +140,17 @@ class ShardSections:
 def reduce_scatter(
     context: Context, tag: int, shards: Sequence[ShardSections], flat: torch.Tensor
 ) -> Exchange[Outcome]:
-    """Replace this rank's own runs of ``flat`` by the mean over ranks; what else lies there is unspecified afterwards.
+    """Replace this rank's own runs of ``flat`` by the mean over ranks; all else in it is unspecified afterwards.
 
     1. Every rank encodes its vector and sends each rank the codes of that rank's shard (all-to-all).
     2. Every rank decodes all ranks' codes of its own shard and adds them up in float32, in the order of ranks.
-    3. Ranks tell each other whether the mean is finite: what a method remembers is of all shards.
+    3. Ranks agree on whether the mean is finite, since state belongs to all shards.
 
-    The mean of an element is the same bits as by :func:`gradwire.exchange.protocols.all_gather`: shards begin and end
-    within what is encoded together, and then both neighbours receive all of it.
+    The mean of an element has the same bits as by :func:`gradwire.exchange.protocols.all_gather`: if a shard begins or
+    ends within elements that are encoded together, both neighbours receive all of them.
 
-    Bytes sent by a rank: (N - 1) (header + codes of a shard), shards as long as the longest, and (N - 1) 12 for the
-    last step.
+    Bytes sent by a rank: (N - 1) (header + codes of a shard), with all shards of the size of the longest, and (N - 1)
+    12 for the last step.
     """
     parts, bodies, finite = yield from owned_means(context, tag, [shard.sections for shard in shards], flat)
     lost = yield Reduce(_lost(finite, flat), "max")
@@ -160,7 +160,7 @@ def reduce_scatter(
         for sections, codes, shard in zip(parts, bodies, shards):
             target = out
             if shard.covered != shard.owned:
-                # A neighbour's part of a block that both cover is counted with the neighbour.
+                # The neighbour's part of a block that both cover is added for the neighbour's shard.
                 target = room = torch.zeros_like(out) if room is None else room
                 for begin, end in shard.covered:
                     room[begin:end] = 0.0
@@ -174,7 +174,7 @@ def reduce_scatter(
 
 
 def _lost(finite: Flag | None, flat: torch.Tensor) -> torch.Tensor:
-    """Return 0 for a shard that is finite, else 1, where the gradient lies, also on a rank that has no shard here."""
+    """Return 0 for a finite shard, else 1, on the device of the gradient, also on a rank without a shard here."""
     if isinstance(finite, torch.Tensor):
         return finite.logical_not().to(torch.float32).view(1)
     return torch.full((1,), float(not finite), device="cpu" if flat.is_meta else flat.device)
@@ -183,11 +183,11 @@ def _lost(finite: Flag | None, flat: torch.Tensor) -> torch.Tensor:
 def owned_means(
     context: Context, tag: int, shards: Sequence[Sequence[Section]], flat: torch.Tensor
 ) -> Exchange[tuple[list[Sequence[Section]], list[list[torch.Tensor]], Flag | None]]:
-    """Replace what this rank's sections carry of ``flat`` by the mean over ranks.
+    """Replace the part of ``flat`` in this rank's sections by the mean over ranks.
 
     Returns:
-        All ranks' sections with the summaries that decoders need, what this rank encoded for each rank, and whether
-        the mean of its own shard is finite.
+        All ranks' sections with the summaries for decoders, this rank's codes for each rank, and whether the mean of
+        its own shard is finite.
     """
     parts, bodies, received = yield from send_shares(context, tag, [sized(s, flat) for s in shards], flat)
     finite: Flag | None = True

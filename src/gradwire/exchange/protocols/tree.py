@@ -1,4 +1,4 @@
-"""Payloads of shares that their owners merge, so that what a rank sends does not grow with the ranks."""
+"""Protocols that merge payloads, by owners of shares or along a tree, so that bytes hardly grow with the ranks."""
 
 from __future__ import annotations
 
@@ -28,18 +28,19 @@ from gradwire.seeds import OWNER
 
 
 def two_shot_merged(context: Context, tag: int, shares: Sequence[Share], flat: torch.Tensor) -> Exchange[Outcome]:
-    """Replace ``flat`` by what is left of the mean over ranks when the owner of each share merges all ranks' payloads.
+    """Replace ``flat`` by the mean over ranks of the payloads that owners of shares keep when they merge them.
 
-    1. Every rank encodes each share by itself and sends it to its owner (all-to-all).
-    2. Every rank merges the payloads of its own share, in the order of ranks, to one of the same kind and size, from
-       the owner's stream.
-    3. Every rank sends that to all (all-gather), and decodes all shares.
+    1. Every rank encodes each share separately and sends it to its owner (all-to-all).
+    2. Every rank merges the payloads of its own share, in the order of ranks, to one of the same kind and size, with
+       random numbers of the owner's stream.
+    3. Every rank sends it to all (all-gather), and decodes all shares.
 
-    What a merge leaves out counts as not sent by the owner, so that the outcome is the mean of what ranks sent.
+    The part that a merge leaves out counts as not sent by the owner, so that the outcome is the mean of all vectors
+    sent.
 
-    Bytes sent by a rank: (N - 1) times header and codes of a share, twice, each with its length before it where that
-    varies: less than two payloads however many ranks there are, in two messages that wait for each other, where
-    :func:`gradwire.exchange.protocols.tree` sends log2(N) payloads in as many.
+    Bytes sent by a rank: (N - 1) times header and codes of a share, twice, each with its length before it if that
+    varies. That is less than two payloads for any number of ranks, in two dependent messages;
+    :func:`gradwire.exchange.protocols.tree` sends log2(N) payloads in log2(N) dependent messages.
     """
     space = context.workspace
     ups, bodies, parts = yield from send_shares(context, tag, [sized(share.up, flat) for share in shares], flat)
@@ -67,12 +68,12 @@ def two_shot_merged(context: Context, tag: int, shares: Sequence[Share], flat: t
 
 @dataclass(frozen=True)
 class Meeting:
-    """What one rank does in one round of messages.
+    """The actions of one rank in one round of messages.
 
     Attributes:
-        to, source: Ranks; None for nobody.
-        merges: Whether what comes is merged with what this rank has, rather than put in its place.
-        keeps: Whether this rank is the one to keep what the merge leaves out, of all that do the same merge.
+        to, source: Ranks; None for no peer.
+        merges: True if the payload received is merged with this rank's, False if it replaces it.
+        keeps: True if this rank, of all that do the same merge, keeps the part that it leaves out.
     """
 
     to: int | None = None
@@ -82,11 +83,11 @@ class Meeting:
 
 
 def meetings(rank: int, world_size: int) -> Iterator[Meeting]:
-    """Yield what a rank does in each round of recursive doubling, on as many ranks as there may be.
+    """Yield the actions of a rank in each round of recursive doubling, for any number of ranks.
 
-    With P the largest power of two that is not above ``world_size``, rank P + i first gives what it has to rank i.
-    Then, for h = 1, 2, 4, ... P / 2, ranks i and i xor h below P exchange what they have and both merge it; and rank i
-    gives the result back to rank P + i.
+    With P the largest power of two that is not above ``world_size``, rank P + i first sends its payload to rank i.
+    Then, for h = 1, 2, 4, ... P / 2, ranks i and i xor h below P exchange their payloads and both merge them. Last,
+    rank i sends the result to rank P + i.
 
     Example:
         >>> [(m.to, m.source, m.merges) for m in meetings(0, 3)]
@@ -113,14 +114,14 @@ def meetings(rank: int, world_size: int) -> Iterator[Meeting]:
 
 
 def tree(context: Context, tag: int, sections: Sequence[Section], flat: torch.Tensor) -> Exchange[Outcome]:
-    """Replace ``flat`` by what is left of the mean over ranks when payloads are merged pair by pair.
+    """Replace ``flat`` by the mean over ranks of the payload that remains after pairwise merges.
 
-    Every merge makes one payload of two, of the same kind and size, and may leave something out. All ranks end with the
-    same payload. What a merge leaves out is kept by one of the ranks that do it: it counts as not sent by that rank, so
-    that the outcome is the mean of what ranks sent, whatever was left out on the way.
+    A merge makes one payload of two, of the same kind and size, and may leave a part out. All ranks end with the same
+    payload. One of the ranks that do a merge keeps the part that it leaves out, which counts as not sent by that rank:
+    so the outcome is the mean of all vectors sent.
 
     Bytes sent by a rank: log2(N) (header + codes) for N a power of two, else at most two more; each with its length
-    before it where that varies.
+    before it if that varies.
     """
     world, rank, space = context.world_size, context.rank, context.workspace
     sections = sized(sections, flat)

@@ -21,15 +21,15 @@ T = TypeVar("T")
 
 
 def within(scope: Scope, rank: int, generator: Exchange[T]) -> Exchange[T]:
-    """Run an exchange of one group, which knows no scopes, as one of each group of a scope.
+    """Run an exchange without scopes in each group of a scope.
 
     Args:
-        scope: Whose groups exchange.
-        rank: This rank, by its number outside of the scope.
+        scope: The scope.
+        rank: This rank, by its number outside the scope.
         generator: The exchange of this rank's group, which numbers ranks by their places in the group.
 
     Raises:
-        PayloadError: what the exchange raises, with the sender's number outside of the scope.
+        PayloadError: the error of the exchange, with the sender's number outside the scope.
     """
     try:
         op = next(generator)
@@ -43,13 +43,13 @@ def within(scope: Scope, rank: int, generator: Exchange[T]) -> Exchange[T]:
 
 
 class ScopeChecks(Checks):
-    """Checks of what ranks of one group sent, whose late errors name ranks by their numbers outside of the scope.
+    """Checks of payloads in one group, whose later errors name ranks by their numbers outside the scope.
 
-    Errors that are raised at once pass through :func:`within`, which numbers them.
+    :func:`within` does the same for errors that are raised at once.
 
     Args:
-        checks: Told the results.
-        ranks: Of the group.
+        checks: Takes the results.
+        ranks: Ranks of the group.
     """
 
     def __init__(self, checks: Checks, ranks: Sequence[int]) -> None:
@@ -74,7 +74,7 @@ def scatter_shards(
 ) -> Exchange[None]:
     """Replace this rank's shard of ``flat`` by its mean over ranks, in float32 and in the order of ranks.
 
-    Bytes sent by a rank: (N - 1) (header + 4 bytes an element of a shard), shards as long as the longest.
+    Bytes sent by a rank: (N - 1) (header + 4 bytes per element of a shard), with all shards of the size of the longest.
     """
     world = context.world_size
     yield from owned_means(context, tag, [_values(shard, world) for shard in shards], flat)
@@ -83,11 +83,11 @@ def scatter_shards(
 def gather_shards(
     context: Context, tag: int, shards: Sequence[Sequence[Segment]], flat: torch.Tensor
 ) -> Exchange[None]:
-    """Give every rank every other's shard of ``flat``, as it is.
+    """Gather all ranks' shards of ``flat`` on every rank, in float32.
 
-    Bytes sent by a rank: as :func:`scatter_shards`.
+    Bytes sent by a rank: as in :func:`scatter_shards`.
     """
-    # One who tells values is the only worker of them.
+    # The codec must not average: a single worker sends each shard.
     sections = [_values(shard, 1) for shard in shards]
     mine = sections[context.rank]
     codes = encode(context, mine, flat, [s.codec.units for s in mine], draw_of(context), "told ")
@@ -95,7 +95,7 @@ def gather_shards(
 
 
 def agree_on_finite(finite: Flag | None) -> Exchange[bool | None]:
-    """Return whether all ranks' shards are finite; None where one is not and nobody looked at another."""
+    """Return whether all ranks' shards are finite; None if one was not checked."""
     level = {True: 0.0, None: 1.0, False: 2.0}
     worst = yield Reduce(torch.tensor([level[known(finite)]]), "max")
     return {found: answer for answer, found in level.items()}[float(worst[0])]

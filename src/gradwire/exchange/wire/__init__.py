@@ -1,6 +1,6 @@
 """Byte layout of a payload: a header, then sections, each a multiple of sixteen bytes long.
 
-Another language can read it from ``docs/wire-format.md``.
+``docs/wire-format.md`` specifies it for other languages.
 """
 
 from gradwire.exchange.wire.header import (

@@ -1,4 +1,4 @@
-"""The 32 bytes before every payload, and the check of them and of what follows.
+"""The header of 32 bytes before every payload, and the check of header and body.
 
 Layout, little endian::
 
@@ -16,9 +16,9 @@ Layout, little endian::
     22      2      zero
     24      8      checksum of bytes 0 to 23 and of the body
 
-A receiver knows the first 24 bytes beforehand, so a header that differs in any bit is an error, named by field, and
-the checksum finds what differs in a body: bytes of another sender, bucket, round, method or version, or bytes that
-changed on the way, are never decoded.
+A receiver knows the first 24 bytes beforehand: a header that differs in any bit is an error, which names the field. The
+checksum detects a changed body. So bytes of another sender, bucket, round, method or version, or bytes that changed in
+transit, are never decoded.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from gradwire.kernels.checksum import checksums, device_checksums
 WIRE_VERSION = 3
 HEADER_BYTES = 32
 EVERYONE = 0xFFFF
-"""Receiver of a payload that goes to all ranks alike."""
+"""Receiver in the header of a payload that is sent to all ranks."""
 
 MAGIC = b"GW"
 _STRUCT = struct.Struct("<2sBBIHHIHHHH")
@@ -47,14 +47,14 @@ _CHECKSUM_AT = _STRUCT.size
 
 @dataclass(frozen=True)
 class Header:
-    """What the payloads of one exchange have in common.
+    """The header fields that the payloads of one exchange have in common.
 
     Attributes:
-        tag: Of the method.
-        round: Synchronised backwards so far.
+        tag: Tag of the method.
+        round: Number of synchronised backward passes before this one.
         bucket: Index of the bucket in its step.
         chunk: Index of the chunk in its bucket.
-        body_bytes: Bytes that follow the header.
+        body_bytes: Number of bytes of the body.
         exchange: Number of the exchange within the chunk.
     """
 
@@ -70,7 +70,7 @@ class Header:
         return _STRUCT.pack(MAGIC, WIRE_VERSION, *self.fields(sender, receiver), 0)
 
     def fields(self, sender: int, receiver: int) -> tuple[int, ...]:
-        """Return what follows the version, as it is written."""
+        """Return the values of the fields after the version, as they are written."""
         return (
             self.tag,
             self.round & 0xFFFFFFFF,
@@ -83,14 +83,14 @@ class Header:
         )
 
     def place(self) -> str:
-        """Describe which exchange it is, for people."""
+        """Describe the exchange, for messages."""
         return f"bucket {self.bucket}, chunk {self.chunk}, round {self.round}"
 
 
 def seal_rows(rows: torch.Tensor, header: Header, sender: int, receivers: Sequence[int]) -> None:
-    """Write the header of each row (uint8 ``[len(receivers), bytes]``) around the bodies that are there already.
+    """Seal rows (uint8 ``[len(receivers), bytes]``) that have bodies: write the header and checksum of each.
 
-    Rows on a device are sealed there: nothing is read back.
+    Rows on a device are sealed there, without reading them back.
     """
     heads = _heads([header.to_bytes(sender, receiver) for receiver in receivers])
     if rows.device.type != "cpu":
@@ -107,11 +107,12 @@ def seal_rows(rows: torch.Tensor, header: Header, sender: int, receivers: Sequen
 def check_rows(rows: torch.Tensor, expected: Header, receiver: int, first: int = 0, checks: Checks = AT_ONCE) -> None:
     """Check the header and the body of each row (uint8 ``[ranks, bytes]``), row r from rank ``first + r``.
 
-    Rows on a device are checked there, and the result goes to ``checks``: who decodes before it is known must be safe
-    with any bytes.
+    Rows on a device are checked there, and the result is passed to ``checks``: decoders that run before it is known
+    must be safe with any bytes.
 
     Raises:
-        PayloadError: naming the sender, the bucket, the chunk and the round, and the first field that differs.
+        PayloadError: a row differs; the message names the sender, the bucket, the chunk and the round, and the first
+            field that differs.
     """
     size = HEADER_BYTES + expected.body_bytes
     if rows.dim() != 2 or rows.shape[1] != size:
@@ -136,9 +137,9 @@ def check_rows(rows: torch.Tensor, expected: Header, receiver: int, first: int =
 
 
 def pretend_senders(rows: torch.Tensor, first: int = 0, receiver: int | None = None) -> None:
-    """Rewrite payloads of one rank as though row r came from rank ``first + r``, for replies that are made up.
+    """Rewrite payloads of one rank as if row r came from rank ``first + r``, for simulated replies.
 
-    Those that are for one rank alone are then for ``receiver``, where one is given. What is no payload stays as it is.
+    Payloads for a single rank are then for ``receiver``, if it is given. Rows that are not payloads do not change.
     """
     for sender, row in enumerate(rows.view(torch.uint8).numpy(), first):
         if row[: len(MAGIC)].tobytes() != MAGIC or len(row) < HEADER_BYTES:
@@ -153,7 +154,7 @@ def pretend_senders(rows: torch.Tensor, first: int = 0, receiver: int | None = N
 
 
 def read_length(row: torch.Tensor) -> int:
-    """Return the length that a payload's header states, unchecked."""
+    """Return the length in a payload's header, unchecked."""
     return int.from_bytes(bytes(row[_LENGTH_AT : _LENGTH_AT + 4].tolist()), "little")
 
 
@@ -162,12 +163,12 @@ def _heads(heads: Sequence[bytes]) -> np.ndarray[tuple[int, int], np.dtype[np.ui
 
 
 def _on_device(heads: np.ndarray[tuple[int, int], np.dtype[np.uint64]], device: torch.device) -> torch.Tensor:
-    # From page-locked memory: a copy from any other may wait for the device.
+    # Copy from page-locked memory: a copy from other memory may wait for the device.
     return torch.from_numpy(heads.view(np.int64).copy()).pin_memory().to(device, non_blocking=True)
 
 
 def _agree_on_device(rows: torch.Tensor, heads: np.ndarray[tuple[int, int], np.dtype[np.uint64]]) -> torch.Tensor:
-    """Return a flag on the device: whether all rows have these heads and the checksums of their bodies."""
+    """Return a flag on the device: True if all rows have these heads and the checksums of their bodies."""
     words = _on_device(heads, rows.device)
     found = device_checksums(words, rows[:, HEADER_BYTES:])
     due = torch.cat([words, found[:, None]], 1).view(torch.uint8)
@@ -175,7 +176,7 @@ def _agree_on_device(rows: torch.Tensor, heads: np.ndarray[tuple[int, int], np.d
 
 
 def _difference(rows: torch.Tensor, expected: Header, receiver: int, first: int) -> PayloadError:
-    """Say what differs in rows on a device, of which one was found wrong there."""
+    """Return the error for rows on a device after their check failed there."""
     try:
         check_rows(rows.cpu(), expected, receiver, first)
     except PayloadError as error:

@@ -1,4 +1,4 @@
-"""How the body of a section becomes the bytes that travel."""
+"""Packings, which convert the body of a section to the bytes that are sent, and back."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from gradwire.errors import PayloadError
 from gradwire.kernels import Coder
 
 LENGTH_BYTES = 4
-"""Bytes at the start of a body that tells its own length."""
+"""Number of bytes of the length at the start of a body of type :class:`Measured`."""
 
 
 class Packing(ABC):
-    """A section's way from a body of ``size`` bytes to at most ``bound`` bytes on the wire, and back.
+    """Converts the body of a section, of ``size`` bytes, to at most ``bound`` bytes to send, and back.
 
     Attributes:
-        size: Bytes of the body.
-        bound: Most bytes that :meth:`pack` writes.
-        variable: Whether how many depends on what the body holds.
+        size: Number of bytes of the body.
+        bound: Largest number of bytes that :meth:`pack` writes.
+        variable: True if that number depends on the values in the body.
     """
 
     size: int
@@ -28,19 +28,19 @@ class Packing(ABC):
 
     @abstractmethod
     def pack(self, body: torch.Tensor, out: torch.Tensor) -> int:
-        """Write what travels to the start of ``out``; return how many bytes that are."""
+        """Write the bytes to send to the start of ``out``; return their number."""
 
     @abstractmethod
     def unpack(self, data: torch.Tensor, body: torch.Tensor) -> None:
-        """Write the body that :meth:`pack` was given; what an encoder left unused is unspecified.
+        """Write the body that :meth:`pack` received; bytes that the encoder left unused are unspecified.
 
         Raises:
-            PayloadError: ``data`` is not what :meth:`pack` writes for a body of that size.
+            PayloadError: ``data`` is not an output of :meth:`pack` for a body of this size.
         """
 
 
 class Whole(Packing):
-    """The body as it is."""
+    """Sends the body unchanged."""
 
     variable = False
 
@@ -58,7 +58,7 @@ class Whole(Packing):
 
 
 class EntropyCoded(Packing):
-    """The first ``plain`` bytes of the body as they are, and then a coder's bytes for the rest."""
+    """Sends the first ``plain`` bytes of the body unchanged, then a coder's bytes for the rest."""
 
     def __init__(self, size: int, plain: int, coder: Coder) -> None:
         self.size, self.plain, self.coder = size, plain, coder
@@ -76,7 +76,7 @@ class EntropyCoded(Packing):
 
 
 class Measured(Packing):
-    """As much of the body as its encoder used: its first four bytes say how much, themselves included."""
+    """Sends the part of the body that its encoder used: its first four bytes are the length, including themselves."""
 
     def __init__(self, size: int) -> None:
         self.size = self.bound = size
@@ -94,7 +94,7 @@ class Measured(Packing):
 
 
 class OrAbsent(Packing):
-    """As another packing has it, or no byte at all for an empty body; what is absent is unpacked as zeros."""
+    """Sends the bytes of another packing, or no byte for an empty body, which is unpacked as zeros."""
 
     def __init__(self, inner: Packing) -> None:
         self._inner, self.size, self.bound = inner, inner.size, inner.bound
@@ -110,5 +110,5 @@ class OrAbsent(Packing):
 
 
 def packing(size: int, plain: int, coder: Coder | None) -> Packing:
-    """Return the packing of a body of which a coder, if there is one, shortens all but the first ``plain`` bytes."""
+    """Return the packing of a body, in which a coder, if there is one, shortens all but the first ``plain`` bytes."""
     return Whole(size) if coder is None or size <= plain else EntropyCoded(size, plain, coder)

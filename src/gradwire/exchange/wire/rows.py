@@ -1,4 +1,4 @@
-"""Payloads side by side: row r of a matrix of bytes goes to, or came from, rank r."""
+"""Layouts of payloads as rows of a matrix of bytes: row r is sent to, or received from, rank r."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class Rows:
 
     Args:
         sizes: Bytes of each section, multiples of :data:`ALIGNMENT`.
-        padding: Zeros behind them, so that payloads of other sections are as long.
-        checks: Told whether payloads on a device are as they were sent.
+        padding: Number of zeros after them, so that payloads of other sections have the same length.
+        checks: Takes the results of checks of payloads on a device.
     """
 
     variable = False
-    """Whether :meth:`write` tells the bytes of each row."""
+    """True if :meth:`write` returns the bytes of each row."""
 
     def __init__(self, sizes: Sequence[int], padding: int = 0, checks: Checks = AT_ONCE) -> None:
         self.sizes, self.padding = tuple(sizes), padding
@@ -40,7 +40,7 @@ class Rows:
         self._checks = checks
 
     def header(self, *, tag: int, round: int, bucket: int, chunk: int, exchange: int = 0) -> Header:
-        """Make the header of these payloads."""
+        """Return the header of these payloads."""
         return Header(tag, round, bucket, chunk, self.body_bytes, exchange)
 
     def sections(self, rows: torch.Tensor) -> list[torch.Tensor]:
@@ -63,12 +63,12 @@ class Rows:
         """Check payloads, row r from rank ``first + r``, and view the sections.
 
         Args:
-            receiver: This rank, or :data:`EVERYONE` where all ranks were sent the same.
-            arrived: As for :meth:`VariableRows.read`; None, since all rows have one length.
+            receiver: This rank, or :data:`EVERYONE` if all ranks were sent the same.
+            arrived: See :meth:`VariableRows.read`; None, since all rows have one length.
 
         Raises:
-            PayloadError: a row is not the payload that the header describes, or not as it was sent. Of rows on a device
-                ``checks`` are told instead.
+            PayloadError: a row is not the payload that the header describes, or changed in transit. For rows on a
+                device the result is passed to ``checks`` instead.
         """
         check_rows(rows, header, receiver, first, self._checks)
         return self.sections(rows)
@@ -78,8 +78,8 @@ class VariableRows:
     """Layout of payloads that share one list of sections.
 
     Args:
-        packings: How each section's body becomes the bytes that travel.
-        room: Gives a buffer, kept from round to round, by name and shape.
+        packings: Packing of each section.
+        room: Returns a buffer by name and shape, which is kept between rounds.
     """
 
     variable = True
@@ -91,7 +91,7 @@ class VariableRows:
         self.row_bytes = HEADER_BYTES + self.body_bytes
 
     def header(self, *, tag: int, round: int, bucket: int, chunk: int, exchange: int = 0) -> Header:
-        """Make the header of these payloads, with the most that may follow as length."""
+        """Return the header of these payloads, with the largest length of a body."""
         return Header(tag, round, bucket, chunk, self.body_bytes, exchange)
 
     def write(
@@ -119,12 +119,12 @@ class VariableRows:
         """Check and decode payloads, row r from rank ``first + r``; return each section, ``[ranks, size]``.
 
         Args:
-            receiver: This rank, or :data:`EVERYONE` where all ranks were sent the same.
-            arrived: Bytes of each row that came, 0 for this rank's own, which did not travel.
+            receiver: This rank, or :data:`EVERYONE` if all ranks were sent the same.
+            arrived: Number of bytes received in each row; 0 for this rank's own, which was not sent.
 
         Raises:
-            PayloadError: a row is not as long as was announced, not as it was sent, or not a payload that these sizes
-                can make.
+            PayloadError: a row has another length than announced, changed in transit, or is not a payload of these
+                sizes.
         """
         out = [self._room(f"decoded {i} of {size}", len(rows), size) for i, size in enumerate(self.sizes)]
         announced = [0] * len(rows) if arrived is None else arrived.tolist()

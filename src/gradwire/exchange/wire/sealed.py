@@ -1,4 +1,4 @@
-"""Small messages without a header: a few values with their checksum behind them.
+"""Sealed messages: a few values and their checksum, without a header.
 
 Layout: the bytes of the values, then the checksum of them and of the words ``(sender, *place)``.
 """
@@ -16,10 +16,10 @@ SEAL_BYTES = 8
 
 
 def sealed(values: torch.Tensor, sender: int, *place: int) -> torch.Tensor:
-    """Return the bytes of ``values``, and behind them the checksum, uint8 ``[bytes + 8]``.
+    """Return the bytes of ``values``, then their checksum, uint8 ``[bytes + 8]``.
 
     Args:
-        place: What tells this message from all others of its sender: sender and receiver count alike.
+        place: Numbers that identify this message among all of its sender; the same on sender and receiver.
     """
     row = values.detach().contiguous().view(torch.uint8).reshape(1, -1)
     if row.device.type != "cpu":
@@ -36,8 +36,8 @@ def open_sealed(
     """Check messages, row r (uint8 ``[ranks, bytes + 8]``) from rank r, and return their values ``[ranks, numel]``.
 
     Raises:
-        PayloadError: naming the sender and what the message is ``about``. Of rows on a device ``checks`` are told
-            instead.
+        PayloadError: a message changed; the error names the sender and ``about``. For rows on a device the result is
+            passed to ``checks`` instead.
     """
     if rows.device.type != "cpu":
         rows = rows.contiguous()
@@ -63,7 +63,7 @@ def _heads(words: list[tuple[int, ...]], device: torch.device) -> torch.Tensor:
 
 
 def _difference(rows: torch.Tensor, dtype: torch.dtype, about: str, place: tuple[int, ...]) -> PayloadError:
-    """Say what differs in messages on a device, of which one was found wrong there."""
+    """Return the error for messages on a device after their check failed there."""
     try:
         open_sealed(rows.cpu(), dtype, about, *place)
     except PayloadError as error:

@@ -1,4 +1,4 @@
-"""PyTorch's ends: DDP's hook, loops without DDP, simulated workers."""
+"""Adapters for PyTorch: the hooks of DistributedDataParallel and of FSDP2."""
 
 from gradwire.link.adapters.attach import attach, compress_weights
 from gradwire.link.checkpoint import load, save

@@ -1,4 +1,4 @@
-"""Attach a method to a module, whichever way PyTorch trains it in parallel."""
+"""Attach a link to a module that DDP or FSDP2 trains in parallel."""
 
 from __future__ import annotations
 
@@ -42,47 +42,48 @@ def attach(
     transport: TransportName = "auto",
     **more: Unpack[RareOptions],
 ) -> Link:
-    """Exchange the gradients of a module by a method from now on (collective).
+    """Exchange the gradients of a module by a method from now on (collective call).
 
-    Of a module that :func:`torch.distributed.fsdp.fully_shard` has sharded, the exchange is that between the replicas
-    of a shard where there are any: on a mesh of two dimensions, or with ``process_group``. Otherwise it is the
-    reduce-scatter of the gradients, and collectives of parameters are left as they are. See ``docs/fsdp.md``.
+    For a module sharded by :func:`torch.distributed.fsdp.fully_shard`, the link replaces the all-reduce between the
+    replicas of a shard if there are replicas: on a mesh of two dimensions, or with ``process_group``. Otherwise it
+    replaces the reduce-scatter of the gradients. Collectives of parameters do not change. See ``docs/fsdp.md``.
 
     Args:
         module: A DistributedDataParallel module without a communication hook, or the root of a module sharded by
             ``fully_shard``.
         method: A method object or a spec such as ``"terngrad"`` or ``"TernGrad(clip=2.5)"``.
-        optimizer: For methods that act on its steps, such as DIANA with a proximal operator, and for those that are
-            told its learning rates, which are read when a round begins. With a method that brings its own
-            momentum (Signum, DGC, DIANA or error feedback with one) an optimizer that has another is refused: this one
-            here, and any other that steps a parameter before its first step. Beside a
-            method whose residual may grow large (EF-signSGD and 1-bit SGD without small blocks) it is warned of. Of
-            methods with local steps its steps are counted; None: those of whichever optimizer holds the parameters.
-        grad_scaler: The scaler of automatic mixed precision, for methods that keep a residual or a momentum, or give a
-            direction: they refuse gradients of a scaled loss without it. False: this module's gradients are not scaled,
-            whatever scalers there are.
-        collective: ``"all_reduce"``, ``"all_gather"``, ``"two_shot"``, or ``"auto"``: the one that sends the fewest
-            bytes, by exact count, bucket by bucket.
-        exclude: Patterns of parameter names that travel in float32, such as ``"fc.*"`` for the last layer.
-        min_numel: Parameters with fewer elements travel in float32; by default 1024, and 0 for casts.
-        lanes: Process groups and threads that exchange side by side.
-        warmup_steps: Rounds at the start that travel in float32.
-        seed: Of all random streams; the same on all ranks.
-        process_group: The module's own, which is also the default; of a sharded module the ranks that hold the same
-            shard, which have equal parameters when this is called.
+        optimizer: The optimizer of the parameters. Needed by methods that act on its steps, such as DIANA with a
+            proximal operator, and by methods that use its learning rates, which are read when a round begins. With a
+            method that has its own momentum (Signum, DGC, DIANA or error feedback with one), an optimizer with momentum
+            raises IncompatibleError: this one here, any other before its first step. With a method whose residual may
+            grow large (EF-signSGD and 1-bit SGD without small blocks) its momentum causes a warning. With local steps
+            its steps are counted; None: those of any optimizer that holds the parameters.
+        grad_scaler: The scaler of automatic mixed precision. Methods that keep a residual or a momentum, or whose
+            outcome is a direction, refuse gradients of a scaled loss without it. False: this module's gradients are not
+            scaled, even if the program has a scaler.
+        collective: ``"all_reduce"``, ``"all_gather"``, ``"two_shot"``, or ``"auto"``: for each bucket the one that
+            sends the fewest bytes, by exact count.
+        exclude: Patterns of names of parameters that are sent in float32, such as ``"fc.*"`` for the last layer.
+        min_numel: Parameters with fewer elements are sent in float32. Default: 1024, and 0 for casts.
+        lanes: Number of lanes: threads with connections of their own that exchange buckets in parallel.
+        warmup_steps: Number of rounds at the start in which all parameters are sent in float32.
+        seed: Seed of all random streams; the same on all ranks.
+        process_group: For DDP, the module's own group, which is the default. For a sharded module, the ranks that hold
+            the same shard; their parameters must be equal when this is called.
         check: Verify after every bucket that all ranks hold the same bits.
-        check_every: Compare digests of all parameters over ranks every so many rounds, with local steps those of the
-            global parameters every so many exchanges; 0: never. A difference, as after an optimizer step that one rank
-            left out, is an error on all ranks when the next round begins. The cost of a comparison is a CRC-32 of all
-            parameters on each rank, and 8 bytes a parameter to every other rank. Refused for gossip, and where a
-            reduce-scatter leaves each rank its own shard.
-        fallback: ``"bf16"`` or ``"fp32"``: once what any rank sends strays too far from its gradient, all ranks return
-            to it in the same round, with a warning, and stay; ``link.record()["fallback"]`` says when and why.
-        fallback_limit: The relative error above which that is so: |sent - gradient| over all parameters of any rank,
-            over the root mean square of |gradient| over ranks, looked at in rounds 10, 30 and every 100. Biased
-            methods that go astray send a growing residual, and unbiased ones what their variance makes of the
-            gradient: ``link.diagnostics()`` tells usual values.
-        backend: Of the kernels.
+        check_every: Number of rounds between two comparisons of the digests of all parameters over ranks; with local
+            steps, number of exchanges between two comparisons of the global parameters; 0: never. A difference, for
+            example after an optimizer step that one rank left out, is an error on all ranks when the next round begins.
+            A comparison costs a CRC-32 of all parameters on each rank, and 8 bytes a parameter to every other rank. Not
+            available for gossip, and not if a reduce-scatter leaves each rank its own shard.
+        fallback: ``"bf16"`` or ``"fp32"``: the method that all ranks change to, in the same round and with a warning,
+            once the relative error of any rank exceeds ``fallback_limit``. ``link.record()["fallback"]`` has the round
+            and the reason.
+        fallback_limit: Limit of the relative error: |sent - gradient| of a rank over all parameters, divided by the
+            root mean square of |gradient| over ranks, measured in rounds 10, 30 and every 100. It grows with the
+            residual of a biased method and with the variance of an unbiased one; ``link.diagnostics()`` shows usual
+            values.
+        backend: Backend of the kernels.
         transport: ``"gloo"`` for CPU tensors, ``"nccl"`` or ``"staged"`` (through page-locked memory, by Gloo) for CUDA
             tensors, or ``"auto"``; see ``docs/gpu.md``.
 
@@ -91,7 +92,7 @@ def attach(
 
     Raises:
         HyperparameterError: a spec, a field, an option or a pattern is wrong.
-        IncompatibleError: the module is in a mode that cannot work with a hook; the message says what to change.
+        IncompatibleError: the module's mode does not work with a hook; the message says what to change.
         RankMismatchError: ranks differ in version, method, options or parameters, or in the values of parameters.
         BackendError: a kernel backend is missing.
     """
@@ -115,7 +116,7 @@ def attach(
     if isinstance(module, DistributedDataParallel):
         return attach_ddp(module, method, process_group, options)
     if _is_sharded(module):
-        # Not before there is such a module: its part of PyTorch takes a second to import.
+        # Import only when needed: FSDP2 takes a second to import.
         from gradwire.link.adapters.fsdp import attach_fsdp
 
         return attach_fsdp(module, method, process_group, options)
@@ -137,34 +138,35 @@ def compress_weights(
     seed: int = 0,
     backend: KernelBackend = "auto",
 ) -> WeightLink:
-    r"""Gather the parameters of a module sharded by ``fully_shard`` by what changed of them (collective).
+    r"""Compress the all-gathers of a module sharded by ``fully_shard``: send changes of parameters (collective call).
 
-    FSDP2 gathers every unit's parameters before forward and backward. From now on a rank sends of its shard w what
-    changed since it was last sent. With k what all ranks know of it, the same bits on all of them, and C the operator::
+    FSDP2 gathers every unit's parameters before forward and backward. From now on a rank sends the change of its shard
+    w since the last gather. With C the operator and k the copy of the shard that all ranks hold, with the same bits::
 
         k <- w in the first gather        k <- k + C(w - k) where the shard of any rank has changed
 
-    and nothing but a flag where none has, as in backward. Forward and backward compute with k; the optimizer steps w,
-    which stays exact. The error of a gather is part of the next difference, so that k follows w as far as one step's
-    difference errs, and :meth:`WeightLink.drift` tells how far it is off. Off unless this is called: losses may differ
-    from those with exact weights.
+    If no shard has changed, as in backward, only a flag is sent. Forward and backward compute with k; the optimizer
+    updates w, which stays exact. The error of a gather is part of the next difference, so that k differs from w by the
+    error of one step's difference; :meth:`WeightLink.drift` measures it. Losses may differ from those with exact
+    weights.
 
     Args:
         module: The root of a module sharded by ``fully_shard``, with replicas or without.
         method: An operator on one vector, without a scale that ranks share: four bits a value by default.
-        seed: Of random numbers; the same on all ranks.
-        backend: Of the kernels.
+        seed: Seed of random numbers; the same on all ranks.
+        backend: Backend of the kernels.
 
     Returns:
-        The link: ``drift()``, ``traffic()``, ``begin_anew()``, ``close()``. Call ``begin_anew()`` on all ranks when
-        weights were loaded; the next gathers are then exact, and so they are after a restart.
+        The link: ``drift()``, ``traffic()``, ``begin_anew()``, ``close()``. Call ``begin_anew()`` on all ranks after
+        loading weights: the next gathers are then exact, as they are after a restart.
 
     Raises:
         HyperparameterError: the spec is wrong.
-        IncompatibleError: the module or the method cannot be served; the message says what to change.
+        IncompatibleError: the module or the method is not supported; the message says what to change.
         RankMismatchError: ranks differ in version, method, seed or units.
 
-    Memory: all of the module's parameters in float32 on every rank, which is what sharding saves: for models that fit.
+    Every rank then holds all parameters of the module in float32, the memory that sharding saves: use it for models
+    that fit.
 
     Reference: J. Jia et al., "SDP4Bit: Toward 4-bit Communication Quantization in Sharded Data Parallelism for LLM
     Training", NeurIPS 2024, section 3.1, where differences are those of the weights themselves and the operator rounds

@@ -27,7 +27,7 @@ def attach_ddp(
     module._comm_hooks.clear()
     module.register_comm_hook(_Hooked(module, link), _exchange)
     if link.method.traits.local_steps:
-        # Of rank 0 before every forward they would be traffic, and overwrite what ranks have seen themselves.
+        # DDP would send rank 0's buffers before every forward, and overwrite those that each rank has computed.
         module.broadcast_buffers = False
         link.local.count_any_optimizer()
         link.local.buffers = [b for b in module.module.buffers() if b.is_floating_point()]
@@ -36,7 +36,7 @@ def attach_ddp(
 
 
 class _Hooked:
-    """What DDP hands to the hook: the link, and the names of the parameters that buckets speak of."""
+    """The state that DDP passes to the hook: the link, and the names of the parameters by identity."""
 
     def __init__(self, module: DistributedDataParallel, link: Link) -> None:
         self.link = link
@@ -93,7 +93,7 @@ def _check(module: DistributedDataParallel, group: dist.ProcessGroup | None) -> 
 class _BufferCounter:
     """Counts DDP's broadcasts of buffers: one from rank 0 to all before each synchronised forward.
 
-    A forward pre-hook of the module, and pickled with it.
+    It is a forward pre-hook of the module, and is pickled with it.
     """
 
     def __init__(self, bytes_of_one: int) -> None:
@@ -115,7 +115,7 @@ def _count_buffers(module: DistributedDataParallel, link: Link) -> None:
 
 
 def _broadcast_copies(rank: int, world_size: int) -> int:
-    """Count the copies that a rank passes on in a binomial tree from rank 0: N - 1 in all."""
+    """Return how many copies a rank sends in a binomial tree from rank 0; all ranks together send N - 1."""
     reach = 1
     while reach <= rank:
         reach *= 2

@@ -1,4 +1,4 @@
-"""Modules that FSDP2 has sharded: a reduce-scatter, or an all-reduce between replicas. No mathematics but layouts."""
+"""Modules sharded by FSDP2: hooks for the reduce-scatter, or the all-reduce between replicas. Only layouts here."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def attach_fsdp(module: nn.Module, method: str | Method, replicas: dist.ProcessG
     """Exchange the gradients of a sharded module by a method from now on; see :func:`gradwire.attach`.
 
     Args:
-        module: The root that ``fully_shard`` was called on.
-        replicas: Ranks that hold the same shard; None: those of the module's mesh, where it has two dimensions.
-        options: Of the link, with ``collective`` and ``seed``.
+        module: The root module that ``fully_shard`` was called on.
+        replicas: Ranks that hold the same shard. None: taken from the module's mesh if that has two dimensions.
+        options: Options of the link, with ``collective`` and ``seed``.
 
     Raises:
-        IncompatibleError: the module, or the method, is one that cannot be served; the message says what to change.
+        IncompatibleError: the module or the method is not supported; the message says what to change.
         RankMismatchError: replicas of a shard have different parameters.
     """
     units = _units(module)
@@ -58,7 +58,7 @@ def attach_fsdp(module: nn.Module, method: str | Method, replicas: dist.ProcessG
 
 @dataclass(frozen=True)
 class _Sharded:
-    """A parameter as FSDP2 has cut it: elements in all, on this rank, and in the longest shard."""
+    """A parameter sharded by FSDP2: its number of elements in all, on this rank, and in the longest shard."""
 
     name: str
     tensor: torch.Tensor
@@ -68,14 +68,15 @@ class _Sharded:
 
 
 class _Unit:
-    """Parameters whose gradients FSDP2 reduces in one collective.
+    """A group of parameters whose gradients FSDP2 reduces in one collective.
 
-    Every trainable parameter takes part: FSDP2 tells neither a reduce-scatter nor a hook which of them it has left out.
+    Every trainable parameter must take part: FSDP2 does not report to a reduce-scatter or a hook which ones it left
+    out.
 
     Args:
         module: The module that the parameters were grouped for.
-        group: FSDP2's own record of them.
-        names: Of modules, by identity.
+        group: FSDP2's own record of the group.
+        names: Names of modules, by identity.
     """
 
     def __init__(self, module: Any, group: Any, names: dict[int, str]) -> None:
@@ -92,7 +93,7 @@ class _Unit:
         self.padded = sum(p.padded for p in self.parameters)
 
     def check(self) -> None:
-        """Refuse what cannot be served, and take away what a closed link has left."""
+        """Raise if the unit cannot be exchanged; remove the hooks of a closed link."""
         for p in self.group.fsdp_params:
             if p.is_dtensor:
                 raise IncompatibleError(
@@ -117,7 +118,7 @@ class _Unit:
                 )
 
     def check_numel(self, found: int, ranks: int = 1) -> None:
-        """Refuse a reduction in which not all parameters take part."""
+        """Raise if not all parameters take part in a reduction."""
         if found != self.padded * ranks:
             raise IncompatibleError(
                 f"module {self.name!r} reduces {found} elements instead of {self.padded * ranks}: a parameter has no "
@@ -135,7 +136,7 @@ def _units(module: nn.Module) -> list[_Unit]:
 
 
 def _all_units(module: nn.Module) -> list[_Unit]:
-    """Return the units of a sharded module, also those without a gradient, whose parameters are gathered."""
+    """Return the units of a sharded module whose parameters are gathered, also those without gradients."""
     names = {id(part): plain_name(name) for name, part in module.named_modules()}
     found, seen = list[_Unit](), set[int]()
     for part in module.modules():
@@ -144,7 +145,7 @@ def _all_units(module: nn.Module) -> list[_Unit]:
         state: Any = part._get_fsdp_state()
         groups = getattr(state, "_fsdp_param_groups", None)
         if groups is None:
-            # PyTorch before 2.12 has one at most.
+            # PyTorch before 2.12 has at most one group.
             groups = [state._fsdp_param_group] if state._fsdp_param_group else []
         if id(state) in seen or not groups:
             continue
@@ -162,7 +163,7 @@ def units_of(module: nn.Module) -> tuple[list[_Unit], dist.ProcessGroup]:
     """Return the units of a sharded module, and the ranks that hold its shards.
 
     Raises:
-        IncompatibleError: they cannot be served; the message says what to change.
+        IncompatibleError: they are not supported; the message says what to change.
     """
     units = _units(module)
     return units, _mesh(units)[0]
@@ -192,20 +193,20 @@ def _shards(unit: _Unit) -> dist.ProcessGroup:
 
 
 def mesh_ranks(unit: _Unit) -> list[int]:
-    """Return all ranks of a unit's mesh: in HSDP each waits for every other, be it through a third."""
+    """Return all ranks of a unit's mesh. In HSDP each waits for every other, directly or through a third."""
     ranks: list[int] = unit.group.mesh_info.mesh.mesh.flatten().tolist()
     return ranks
 
 
 class _ShardedExchange:
-    """Rounds of a link whose buckets are FSDP2's units, each reduced when its gradients are there.
+    """The rounds of a link whose buckets are FSDP2's units, each reduced when its gradients are ready.
 
-    FSDP2 uses the result of a reduction as soon as the call returns, so that each is waited for. It does not say which
-    is the last one: a round ends with the backward pass, or where a unit reduces for the second time, as in a loss that
+    FSDP2 uses the result of a reduction as soon as the call returns, so that each call waits. It does not say which one
+    is the last: a round ends with the backward pass, or when a unit reduces for the second time, as it does if a loss
     is computed in parts.
 
     Attributes:
-        link: The exchange.
+        link: The link.
     """
 
     link: Link
@@ -214,7 +215,7 @@ class _ShardedExchange:
         self._reduced: set[int] = set()
 
     def reduce(self, unit: _Unit, flat: torch.Tensor) -> torch.Tensor:
-        """Return the outcome of a bucket, in place."""
+        """Exchange a bucket in place, and return it."""
         if id(unit) in self._reduced:
             self._end()
         index = len(self._reduced)
@@ -224,7 +225,7 @@ class _ShardedExchange:
         try:
             return future.wait()
         except Exception:
-            # The future holds a mangled part of the sentence.
+            # The future holds only a mangled part of the message.
             if self.link.error is not None:
                 raise self.link.error from None
             raise
@@ -236,7 +237,7 @@ class _ShardedExchange:
 
 
 class _Scatter(_ShardedExchange):
-    """The reduce-scatter of every unit, over the ranks that hold shards."""
+    """Replaces the reduce-scatter of every unit, over the ranks that hold shards."""
 
     def __init__(self, units: Sequence[_Unit], shards: dist.ProcessGroup, method: str | Method, options: Any) -> None:
         super().__init__()
@@ -265,17 +266,17 @@ def _trainable(unit: _Unit) -> list[Any]:
 
 
 class _Hook:
-    """What FSDP2 calls for a unit, and what it called before."""
+    """A callable that replaces one of FSDP2's for a unit, and the one that it replaces."""
 
     def __init__(self, exchange: _ShardedExchange, unit: _Unit) -> None:
         self.exchange, self.unit = exchange, unit
 
     def remove(self) -> None:
-        """Let FSDP2 reduce the unit's gradients as it did before."""
+        """Restore FSDP2's own reduction of the unit's gradients."""
 
 
 class _ReduceScatter(_Hook):
-    """What FSDP2 calls to reduce a unit's gradients to this rank's shard, by its protocol ``ReduceScatter``."""
+    """Reduces a unit's gradients to this rank's shard; implements FSDP2's protocol ``ReduceScatter``."""
 
     def __init__(self, exchange: _ShardedExchange, unit: _Unit) -> None:
         super().__init__(exchange, unit)
@@ -286,13 +287,13 @@ class _ReduceScatter(_Hook):
         self.unit.module.set_custom_reduce_scatter(self._before)
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return room for the gradients of all ranks' shards, or for those of one."""
+        """Return a buffer for the gradients of all ranks' shards, or of one."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: object, op: Any, async_op: bool = False
     ) -> None:
-        """Reduce ``input_tensor``, a row a rank, to this rank's row; both have the parameters' shards, padded."""
+        """Reduce ``input_tensor``, a row of padded shards for each rank, to the row of this rank."""
         link, parameters = self.exchange.link, self.unit.parameters
         world, rank = link.world_size, link.rank
         factor = _factor(op, world)
@@ -300,7 +301,7 @@ class _ReduceScatter(_Hook):
         columns = input_tensor.view(world, -1).split([p.padded for p in parameters], dim=1)
         whole = [part.reshape(-1)[: p.numel] for part, p in zip(columns, parameters)]
         mean = self.exchange.reduce(self.unit, torch.cat(whole).to(torch.float32)).mul_(factor)
-        # What is padding here is never looked at, but it may be summed up into a norm.
+        # Padding is never read as a gradient, but it may be added to a norm.
         output_tensor.zero_()
         of_parameters = mean.split([p.numel for p in parameters])
         for room, values, p in zip(output_tensor.split([p.padded for p in parameters]), of_parameters, parameters):
@@ -308,10 +309,10 @@ class _ReduceScatter(_Hook):
 
 
 def _factor(op: Any, world_size: int) -> float:
-    """Return what to multiply the mean over ranks by.
+    """Return the factor by which to multiply the mean over ranks.
 
     Raises:
-        IncompatibleError: FSDP2 asks for something else than a sum, a mean, or a sum of multiples.
+        IncompatibleError: FSDP2 asks for a reduction other than a sum, a mean, or a sum of multiples.
     """
     if op == dist.ReduceOp.AVG:
         return 1.0
@@ -323,7 +324,7 @@ def _factor(op: Any, world_size: int) -> float:
 
 
 class _Replicas(_ShardedExchange):
-    """The all-reduce of every unit's shard, over the ranks that hold the same one."""
+    """Replaces the all-reduce of every unit's shard, over the ranks that hold the same shard."""
 
     def __init__(
         self,
@@ -344,18 +345,18 @@ class _Replicas(_ShardedExchange):
         alone = None
         for unit in units:
             if hasattr(unit.group.mesh_info, "replicate_process_group"):
-                # FSDP2's own all-reduce cannot be left out. In a group of this rank alone it sends nothing.
+                # FSDP2's own all-reduce cannot be turned off. In a group of this rank alone it sends nothing.
                 alone = alone or dist.new_group([dist.get_rank()], use_local_synchronization=True)
             _AllReduceHook(self, unit, alone)
 
 
 class _AllReduceHook(_Hook):
-    """What FSDP2 calls with the gradients of a unit's shard, reduced over the shards, to be averaged over replicas.
+    """Averages the gradients of a unit's shard over replicas, after FSDP2 has reduced them over the shards.
 
     Args:
-        exchange: Of the module.
-        unit: Whose gradients.
-        alone: A group of this rank alone, for FSDP2's own all-reduce before; None where it has none.
+        exchange: The exchange of the module.
+        unit: The unit.
+        alone: A group of this rank alone, for FSDP2's own all-reduce; None if FSDP2 does none.
     """
 
     def __init__(self, exchange: _ShardedExchange, unit: _Unit, alone: dist.ProcessGroup | None) -> None:
@@ -372,7 +373,7 @@ class _AllReduceHook(_Hook):
             self.unit.group.mesh_info.replicate_process_group = self._native
 
     def __call__(self, reduce_output: torch.Tensor) -> None:
-        """Replace the gradients by their mean over replicas; by their sum where the user divides by a factor."""
+        """Replace the gradients by their mean over replicas, or by their sum if the user divides by a factor."""
         link, parameters = self.exchange.link, self.unit.parameters
         self.unit.check_numel(reduce_output.numel())
         padded = reduce_output.split([p.padded for p in parameters])

@@ -1,4 +1,4 @@
-"""FSDP2's own collectives, whose failures name the rank that broke them."""
+"""Wrappers of FSDP2's own collectives, so that their failures name the rank that broke them."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ import torch.distributed as dist
 from gradwire.link.peers.circle import Wait
 
 Naming: TypeAlias = Callable[[str], AbstractContextManager[Wait]]
-"""``naming(where)`` is a context in which the failure of a collective becomes an error that names a rank."""
+"""``naming(where)`` returns a context in which the failure of a collective becomes an error that names a rank."""
 
 NATIVE = ("DefaultAllGather", "DefaultReduceScatter")
-"""FSDP2's own collectives. Those that a user has chosen in their place stay."""
+"""Class names of FSDP2's own collectives. Others, which a user has set, are not wrapped."""
 
 
 class NamedCollective:
-    """What FSDP2 calls to gather or reduce something of a unit: what it called before, in a context.
+    """A collective of a unit, called in a context that names the rank that broke it.
 
-    It changes no bit of that. On a device, where a call only enqueues, no context knows what fails, and there is none.
+    Its result does not change. On a device there is no such context: a call only enqueues, and fails later.
 
     Args:
-        native: What is called.
-        naming: Of the link that an error belongs to.
-        where: What the collective is for, for people.
-        put: Hands the unit what it is to call.
+        native: The collective to call.
+        naming: The ``naming`` of the link that an error belongs to.
+        where: Purpose of the collective, for messages.
+        put: Sets the unit's collective.
     """
 
     def __init__(self, native: Any, naming: Naming, where: str, put: Callable[[Any], None]) -> None:
@@ -35,22 +35,22 @@ class NamedCollective:
         put(self)
 
     def remove(self) -> None:
-        """Let FSDP2 call what it called before."""
+        """Restore the unit's own collective."""
         self._put(self.native)
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return room for the collective."""
+        """Return a buffer for the collective."""
         room: torch.Tensor = self.native.allocate(size, dtype=dtype, device=device)
         return room
 
 
 class _NamedGather(NamedCollective):
-    """Follows FSDP2's protocol ``AllGather``."""
+    """An all-gather; implements FSDP2's protocol ``AllGather``."""
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        """Gather all ranks' shards into ``output_tensor``, or begin to.
+        """Gather all ranks' shards into ``output_tensor``, or start to.
 
         Raises:
             ExchangeError: it broke; the message names the rank.
@@ -66,7 +66,7 @@ class _NamedGather(NamedCollective):
 
 
 class _Begun(dist.Work):
-    """A gather that was begun."""
+    """An all-gather that was started."""
 
     def __init__(self, gather: _NamedGather, work: dist.Work | None) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class _Begun(dist.Work):
 
 
 class _NamedReduceScatter(NamedCollective):
-    """Follows FSDP2's protocol ``ReduceScatter``."""
+    """A reduce-scatter; implements FSDP2's protocol ``ReduceScatter``."""
 
     def __call__(
         self,
@@ -107,13 +107,13 @@ class _NamedReduceScatter(NamedCollective):
 
 
 def name_collectives(module: Any, group: Any, name: str, naming: Naming) -> None:
-    """Let the gathers and reduce-scatters of a unit that are FSDP2's own name who breaks them.
+    """Wrap FSDP2's own collectives of a unit, so that their failures name the rank that broke them.
 
     Args:
         module: The unit's module.
         group: FSDP2's record of its parameters.
-        name: Of the module, for people.
-        naming: Of the link that an error belongs to.
+        name: Name of the module, for messages.
+        naming: The ``naming`` of the link that an error belongs to.
     """
     gather, scatter = _bare(group._all_gather_comm), _bare(group._reduce_scatter_comm)
     if type(gather).__name__ in NATIVE:

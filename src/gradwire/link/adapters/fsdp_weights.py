@@ -1,4 +1,4 @@
-"""Modules that FSDP2 has sharded: the all-gather of their parameters."""
+"""Modules sharded by FSDP2: the all-gather of their parameters."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def compress_sharded_weights(module: nn.Module, method: str | Method, seed: int,
             )
         taken = unit.group._all_gather_comm
         if isinstance(taken, NamedCollective):
-            # The link of weights names who breaks it by itself.
+            # The weight link itself names the rank that breaks it.
             taken.remove()
             continue
         if isinstance(taken, _Gather) and not taken.link.close.alive:  # type: ignore[attr-defined]
@@ -46,7 +46,7 @@ def compress_sharded_weights(module: nn.Module, method: str | Method, seed: int,
 
 
 class _Gather:
-    """What FSDP2 calls to gather a unit's parameters, by its protocol ``AllGather``."""
+    """Gathers a unit's parameters over a weight link; implements FSDP2's protocol ``AllGather``."""
 
     def __init__(self, link: WeightLink, module: torch.nn.Module, name: str, group: object) -> None:
         self.link, self._module, self._name = link, module, name
@@ -54,11 +54,11 @@ class _Gather:
         module.set_custom_all_gather(self)  # type: ignore[operator]
 
     def remove(self) -> None:
-        """Let FSDP2 gather as it did before."""
+        """Restore the unit's own all-gather."""
         self._module.set_custom_all_gather(self._before)  # type: ignore[operator]
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return room for all ranks' shards."""
+        """Return a buffer for all ranks' shards."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(

@@ -1,1 +1,1 @@
-"""The other processes of a training: which of them live, what they say of failures, and whose end broke a link."""
+"""The other processes of a training: which are alive, the failures they report, and which one broke a link."""

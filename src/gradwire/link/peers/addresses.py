@@ -1,4 +1,4 @@
-"""Where a rank can be reached: what it writes into the group's store for the others, and how they read it."""
+"""Addresses of ranks, which each rank writes into the group's store for the others."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _FORM = re.compile(rb"([0-9A-Za-z.:%_-]{1,253}) ([0-9]{1,5}) ([0-9a-f]{32})")
 
 @dataclass(frozen=True)
 class Address:
-    """Where a rank listens, and the secret that shows that somebody has read this in the store.
+    """The address at which a rank listens, with a secret by which a peer proves that it has read the store.
 
     Attributes:
-        host: Name or number.
-        port: Of TCP.
+        host: Host name or IP address.
+        port: TCP port.
         secret: 32 hexadecimal digits, drawn by the rank.
     """
 
@@ -31,15 +31,15 @@ class Address:
     secret: str
 
     def to_bytes(self) -> bytes:
-        """Return what goes into the store."""
+        """Return the address as bytes for the store."""
         return f"{self.host} {self.port} {self.secret}".encode()
 
     @staticmethod
     def read(value: bytes) -> Address:
-        """Read what another rank wrote into the store.
+        """Read the address that another rank wrote into the store.
 
         Raises:
-            PayloadError: it is no address.
+            PayloadError: the value is not an address.
         """
         found = _FORM.fullmatch(value[:512])
         if found is None or not 0 < int(found[2]) < 1 << 16:
@@ -47,25 +47,26 @@ class Address:
         return Address(found[1].decode(), int(found[2]), found[3].decode())
 
     def proof(self, said: bytes) -> bytes:
-        """Return what shows, behind ``said``, that the sender knows the secret; the secret itself is never sent."""
+        """Return a proof, sent after ``said``, that the sender knows the secret; the secret itself is never sent."""
         return hmac.digest(bytes.fromhex(self.secret), said, "sha256")
 
 
 def listening(store: Any) -> tuple[socket.socket, Address]:
-    """Listen where the other ranks of a store can connect, and return the socket and its address.
+    """Listen at an address that the other ranks can reach, and return the socket and the address.
 
-    That is the address by which this machine reaches the host of the store: every rank reaches that, and those on its
-    own machine by its name. Without such a host, it is the address of this machine's name, or the loopback interface.
+    It is the address from which this machine reaches the host of the store, which every rank reaches. Ranks on the host
+    of the store give its name. Without such a host, it is the address of this machine's name, or the loopback
+    interface.
 
     Raises:
-        OSError: nothing can be listened on.
+        OSError: no socket can listen.
     """
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     host = str(getattr(store, "host", ""))
     own = _towards(host) if host else _of_this_machine()
     if host and _is_loopback(own) and not (host == "localhost" or _is_loopback(host)):
-        # The name of this very machine, which others resolve to another interface: they are given the name.
+        # The host is this machine, and others resolve its name to another interface: store the name.
         bound, told = "0.0.0.0", host
     else:
         bound = told = own

@@ -1,9 +1,9 @@
-"""What ranks tell each other of failures, and the bytes in which they do.
+"""Notices of failures between ranks, their bytes, and the decision which rank broke a link.
 
-A connection carries frames. A frame is one byte, :data:`BEAT`, which says nothing but that the sender lives, or a
-notice: the byte 1, the length of what follows in two bytes, big-endian, and a JSON list ``[kind, link, ranks, text]``.
+A connection carries frames. A frame is either one byte, :data:`BEAT`, a sign of life, or a notice: the byte 1, the
+length of the rest in two bytes, big-endian, and a JSON list ``[kind, link, ranks, text]``.
 
-Whatever a peer sends is data: every field is checked, lengths are bounded, and what cannot be read is a
+Input from a peer is not trusted: every field is checked, lengths are bounded, and invalid bytes raise
 :class:`~gradwire.errors.PayloadError`.
 """
 
@@ -24,29 +24,29 @@ MOST_BYTES = 8192
 MOST_TEXT, MOST_RANKS, MOST_LINK = 1000, 64, 64
 
 FAILED = "failed"
-"""Something failed on the sender itself, in an exchange of the link or anywhere else; ``text`` says where and what."""
+"""The sender itself failed, in an exchange of the link or elsewhere; ``text`` has the place and the error."""
 
 BECAUSE = "because"
-"""The sender cannot go on with the link, or at all, because of ``ranks``; ``text`` says what became of them."""
+"""The sender cannot continue the link, or at all, because of ``ranks``; ``text`` says what happened to them."""
 
 CLOSED = "closed"
 """The sender has closed the link."""
 
 ENDED = "ended"
-"""The sender's process ends in good order; ``text`` says how."""
+"""The sender's process ends in an orderly way; ``text`` says how."""
 
 KINDS = {FAILED, BECAUSE, CLOSED, ENDED}
 
 
 @dataclass(frozen=True)
 class Notice:
-    """One thing that a rank tells all others.
+    """A notice from a rank to all others.
 
     Attributes:
         kind: :data:`FAILED`, :data:`BECAUSE`, :data:`CLOSED` or :data:`ENDED`.
-        link: Token of the link that it is about; empty for the whole process.
-        ranks: Global ranks that are the cause, of :data:`BECAUSE`.
-        text: For people.
+        link: Token of the link that it concerns; empty for the whole process.
+        ranks: Global ranks that are the cause, for :data:`BECAUSE`.
+        text: Explanation, for messages.
     """
 
     kind: str
@@ -55,17 +55,17 @@ class Notice:
     text: str = ""
 
     def frame(self) -> bytes:
-        """Return the bytes of the notice; a long text is cut."""
+        """Return the bytes of the notice; a long text is truncated."""
         value = [self.kind, self.link[:MOST_LINK], list(self.ranks[:MOST_RANKS]), readable(self.text)]
         body = json.dumps(value, ensure_ascii=False).encode()
         return _HEAD.pack(_NOTICE, len(body)) + body
 
     @staticmethod
     def read(body: bytes) -> Notice:
-        """Read what follows the length of a notice.
+        """Read the body of a notice, which follows its length.
 
         Raises:
-            PayloadError: it is none.
+            PayloadError: the body is invalid.
         """
         try:
             value = json.loads(body)
@@ -84,21 +84,21 @@ class Notice:
 
 
 def readable(text: str) -> str:
-    """Return a text cut to what a notice may hold, on one line, without what would control a terminal."""
+    """Return a text truncated to the size of a notice, on one line and without control characters."""
     return "".join(c if c.isprintable() else " " for c in text[:MOST_TEXT])
 
 
 class Inbox:
-    """Bytes of one connection, of which whole frames are taken."""
+    """Received bytes of one connection, split into frames."""
 
     def __init__(self) -> None:
         self._bytes = bytearray()
 
     def feed(self, received: bytes) -> list[Notice]:
-        """Take bytes, and return the notices that are whole by now.
+        """Add received bytes, and return the notices that are complete.
 
         Raises:
-            PayloadError: they are none; nothing more can be read from the connection then.
+            PayloadError: the bytes are invalid; the connection cannot be read any further.
         """
         self._bytes += received
         found, at = [], 0
@@ -121,21 +121,21 @@ class Inbox:
 
 
 TOGETHER_S = 0.5
-"""Ranks that end within this time of the first are named beside it; those that end later most likely end with it."""
+"""Ranks that end within this time of the first are named with it; later ones most likely end because of it."""
 
 MOST_NOTICES = 256
-"""Notices that are kept of each rank."""
+"""Largest number of notices that are kept from each rank."""
 
 
 @dataclass
 class Standing:
-    """What this rank knows of another; times are by ``time.monotonic``.
+    """State of another rank as this one knows it; times are those of ``time.monotonic``.
 
     Attributes:
-        heard_s: When something of it arrived last; None before it was met.
-        ended_s: When its process ended, or could not be heard any more; None while it can.
-        unheard: Why it cannot be heard any more, though its process may live; None if that has ended.
-        notices: What it told, by kind and link, and when it arrived.
+        heard_s: Time of the last arrival from it; None before it was connected.
+        ended_s: Time when its process ended or its connection broke; None while neither has happened.
+        unheard: Reason why its connection broke though its process may be alive; None if the process has ended.
+        notices: Its notices by kind and link, with their times of arrival.
     """
 
     heard_s: float | None = None
@@ -144,21 +144,22 @@ class Standing:
     notices: dict[tuple[str, str], tuple[Notice, float]] = field(default_factory=dict)
 
     def take(self, notice: Notice, now_s: float) -> None:
-        """Keep the first notice of its kind and link; of too many, the oldest give way."""
+        """Keep a notice if it is the first of its kind and link; drop the oldest if there are too many."""
         self.notices.setdefault((notice.kind, notice.link), (notice, now_s))
         if len(self.notices) > MOST_NOTICES:
-            # A program that makes and closes links all day is told of each. The end of a process is told once.
+            # A program that makes and closes many links sends a notice for each, but only one for the end of its
+            # process.
             del self.notices[next(key for key in self.notices if key[0] != ENDED)]
 
     def first(self, *kinds: str) -> Notice | None:
-        """Return the earliest notice of some kinds, of whichever link."""
+        """Return the earliest notice of some kinds, for any link."""
         found = [told for told in self.notices.values() if told[0].kind in kinds]
         return min(found, key=lambda told: told[1])[0] if found else None
 
 
 @dataclass(frozen=True)
 class Blame:
-    """Whose fault a failure is: the global ranks, and what became of them."""
+    """The cause of a failure: global ranks, and what happened to them."""
 
     ranks: tuple[int, ...]
     text: str
@@ -166,7 +167,7 @@ class Blame:
 
 @dataclass(frozen=True)
 class _Evidence:
-    """Something that breaks a link: since when, through which ranks, and whether this rank has seen it itself."""
+    """A fact that breaks a link: its time, the ranks that caused it, and whether this rank has observed it itself."""
 
     since_s: float
     ranks: tuple[int, ...]
@@ -178,16 +179,16 @@ class _Evidence:
 def judge(
     standings: Mapping[int, Standing], link: str, *, orderly: bool = True, elsewhere_since_s: float = math.inf
 ) -> Blame | None:
-    """Return who broke a link, or None while nothing says so.
+    """Return which ranks broke a link, or None without evidence.
 
-    A rank that ended because of others is not to blame: those are whom it names.
+    A rank that ended because of others is not blamed: the ranks that it names are.
 
     Args:
-        standings: Of the ranks that the link depends on.
-        link: Its token.
-        orderly: Whether a rank that closed the link, or whose program came to its end, has broken it.
-        elsewhere_since_s: From when on what ranks say of other links counts, where nothing but orderly ends says who
-            broke this one. A program may have gone on after an older failure, with new links.
+        standings: State of the ranks that the link depends on.
+        link: Token of the link.
+        orderly: True if a rank that closed the link, or whose program ended normally, has broken it.
+        elsewhere_since_s: Time from which on notices about other links count, if the only evidence about this one is
+            orderly ends. After an older failure a program may have continued with new links.
     """
     found = [e for rank, standing in standings.items() for e in _evidence(rank, standing, link)]
     if all(e.orderly for e in found):
@@ -198,7 +199,7 @@ def judge(
         return None
     first_s = min(e.since_s for e in found)
     at_once = [e for e in found if e.since_s - first_s <= TOGETHER_S]
-    # Of one rank what was seen counts more than what was told of it.
+    # Observations of a rank count more than reports about it.
     texts: dict[tuple[int, ...], str] = {}
     named: set[int] = set()
     for evidence in sorted(at_once, key=lambda e: (not e.seen, e.since_s)):
@@ -225,7 +226,7 @@ def _elsewhere(rank: int, standing: Standing) -> Iterable[_Evidence]:
 
 
 def _ending(rank: int, standing: Standing) -> _Evidence | None:
-    """Return what a rank's end says; None while it lives."""
+    """Return the evidence in the end of a rank; None while it is alive."""
     said = standing.notices.get((ENDED, ""))
     times = [s for s in (standing.ended_s, said[1] if said else None) if s is not None]
     if not times:
@@ -240,7 +241,7 @@ def _ending(rank: int, standing: Standing) -> _Evidence | None:
 
 
 def _trouble(rank: int, notice: Notice, since_s: float) -> _Evidence:
-    """Return what a rank says of itself, or of those because of whom it cannot go on."""
+    """Return the evidence in a rank's notice, about itself or about the ranks that stopped it."""
     if notice.kind == FAILED:
         return _Evidence(since_s, (rank,), f"rank {rank} failed {notice.text}", True)
     return _Evidence(since_s, notice.ranks, notice.text, False)

@@ -1,4 +1,4 @@
-"""The ranks that one link depends on, and what to say where one of them breaks it."""
+"""The ranks that one link depends on, and the explanation of the error if one of them breaks it."""
 
 from __future__ import annotations
 
@@ -20,41 +20,41 @@ from gradwire.link.peers.blame import BECAUSE, CLOSED, FAILED, Blame, Notice
 from gradwire.link.peers.watch import Watch, group_store, without_store
 
 PATIENCE_S = 3.0
-"""How long a rank whose collective broke waits for what says why."""
+"""Time that a rank whose collective broke waits for the reason."""
 
 STRANGE_S = 2.0
-"""How long it waits for that where there are ranks that it has not met."""
+"""Time that it waits for the reason if it is not connected to all ranks."""
 
 ORDER_S = 1.0
-"""How long it waits for more where all that it knows is that a rank ended in order."""
+"""Time that it waits for another reason if it knows only of an orderly end of a rank."""
 
 RECENT_S = 10.0
-"""For how long a failure of another link may be why a rank is missing in this one."""
+"""Largest age of a failure of another link that may explain why a rank is missing in this one."""
 
 SLICE_S = 0.5
-"""How long a rank waits for a collective before it looks whether others have ended."""
+"""Time that a rank waits for a collective between two checks whether others have ended."""
 
 Wait: TypeAlias = Callable[[dist.Work], None]
 """Waits for a collective."""
 
 SETTLE_S = 0.1
-"""How long it then waits for ranks that end at the same time."""
+"""Time that a rank waits, once it has a reason, for other ranks that end at the same time."""
 
 
 class Circle:
-    """A process group, seen from one of its ranks, that the others' ends are told of.
+    """The ranks of a process group, which report failures and their end to each other, seen from one of them.
 
-    All numbers that people see are global ranks: those within the group mean nothing to who started the processes.
+    Messages have global ranks, since ranks within the group are unknown to the user who started the processes.
 
     Args:
-        group: Of the link.
-        beside: Global ranks beyond those of the group whose end breaks the link, too.
+        group: Process group of the link.
+        beside: Global ranks outside the group whose end breaks the link, too.
 
     Attributes:
-        ranks: Global ranks of the group, in the order of its own.
+        ranks: Global ranks of the group, in the group's order.
         place: This rank within the group.
-        rank: This rank's global number.
-        token: Of the link; empty before it has one.
+        rank: Global number of this rank.
+        token: Token of the link; empty before the agreement.
     """
 
     def __init__(self, group: dist.ProcessGroup, beside: Iterable[int] = ()) -> None:
@@ -68,32 +68,32 @@ class Circle:
             self._watch.meet(self._depends)
 
     def failed(self, text: str) -> None:
-        """Tell the others what failed here."""
+        """Report a failure on this rank to the others."""
         self._tell(Notice(FAILED, self.token, text=text))
 
     def close(self) -> None:
-        """Tell the others that the link was closed here, and what was being handled, if that was an exception."""
+        """Report to the others that the link was closed here, and the exception that was being handled, if any."""
         handled = sys.exc_info()[1]
         text = "" if handled is None else f", handling {type(handled).__name__}: {handled}"
         self._tell(Notice(CLOSED, self.token, text=text))
 
     def explain(self) -> str:
-        """Say why a collective broke, and tell the others; waits up to :data:`PATIENCE_S` seconds for the reason."""
+        """Return why a collective broke, and report it to the others; wait up to :data:`PATIENCE_S` for the reason."""
         blame = self._blamed()
         self._tell(Notice(BECAUSE, self.token, blame.ranks, blame.text))
         return blame.text
 
     def lost(self) -> bool:
-        """Return whether something other than an orderly end has broken the link by now; does not wait."""
+        """Return whether something other than an orderly end has broken the link so far, without waiting."""
         return self._watch is not None and self._watch.judge(self._depends, self.token, orderly=False) is not None
 
     def wait(self, work: dist.Work) -> None:
-        """Wait for a gather in main memory, but not much longer than until a rank has ended.
+        """Wait for a gather in main memory, until shortly after the end of any rank at most.
 
-        Ranks that exchange nothing with that one would wait for those that do to end, or for the timeout.
+        Otherwise ranks without a transfer to or from the ended rank would wait until others end, or for the timeout.
 
         Raises:
-            RuntimeError: it broke, or a rank has ended.
+            RuntimeError: the gather broke, or a rank has ended.
         """
         while True:
             has_ended, began_s = self.lost(), time.monotonic()
@@ -103,19 +103,19 @@ class Circle:
             except RuntimeError:
                 if work.is_completed() or time.monotonic() - began_s < SLICE_S:
                     raise
-                # What the rank had sent before its end has had a slice's time to arrive.
+                # Data that the rank sent before its end had one slice of time to arrive.
                 if has_ended:
                     raise RuntimeError("a rank has ended before it took part") from None
 
     def connected(self, purpose: str, make: Callable[[Any], list[Lane]]) -> list[Lane]:
-        """Make connections between the ranks (collective), but wait for none that has ended.
+        """Make connections between the ranks, without waiting for a rank that has ended (collective call).
 
-        Who waits for a rank in a store, or for its answer, can be interrupted by nothing. So ``make`` runs in a thread
-        of its own, which is left alone where a rank has ended, and then ends with the group's timeout or the process.
+        A wait in a store, or for a rank's answer, cannot be interrupted. So ``make`` runs in a thread of its own. If a
+        rank has ended, that thread is abandoned, and ends with the group's timeout or the process.
 
         Args:
-            purpose: For people.
-            make: Takes a store of the link alone, by connections that nothing else of this process waits for.
+            purpose: Purpose of the connections, for messages.
+            make: Called with a store for the link alone, whose connection no other thread of this process uses.
 
         Raises:
             ExchangeError: a rank is gone.
@@ -140,9 +140,9 @@ class Circle:
 
     @contextlib.contextmanager
     def naming(self, where: str) -> Iterator[Wait]:
-        """Turn the failure of a collective in the body into an error that names who broke it.
+        """Turn the failure of a collective in the ``with`` block into an error that names the rank that broke it.
 
-        The body is given a function that waits for a collective, see :meth:`wait`.
+        The context yields a function that waits for a collective, :meth:`wait`.
 
         Raises:
             ExchangeError: the collective broke.
@@ -154,7 +154,7 @@ class Circle:
             raise ExchangeError(said) from error
 
     def _left(self) -> bool:
-        """Return whether a rank has ended in whichever way; one that closed the link again has not."""
+        """Return whether a rank has ended in any way; closing the link does not count."""
         return self._watch is not None and self._watch.judge(self._depends, "") is not None
 
     def _tell(self, notice: Notice) -> None:
@@ -168,7 +168,7 @@ class Circle:
         began_s = time.monotonic()
         with watch.changed:
             while watch.judge(self._depends, self.token, orderly=False) is None:
-                # One that closed its link, or ended in order, may be about to say more.
+                # A rank that closed its link or ended in an orderly way may be about to send another notice.
                 in_order = watch.judge(self._depends, self.token) is not None
                 met = None not in watch.quiet(self._depends, began_s).values()
                 patience_s = ORDER_S if in_order else PATIENCE_S if met else STRANGE_S
@@ -198,7 +198,7 @@ class Circle:
 
 
 def _never_came(ranks: list[int]) -> str:
-    """Say why ranks that were never met are named, of which some may only be late."""
+    """Return the explanation about ranks that never connected, some of which may only be late."""
     if len(ranks) == 1:
         return f"rank {ranks[0]} never came here (it ended before, or is out of reach)"
     told = ", ".join(map(str, ranks))
@@ -207,7 +207,7 @@ def _never_came(ranks: list[int]) -> str:
 
 def _fulfil(made: Future[list[Lane]], make: Callable[[Any], list[Lane]], prefix: str) -> None:
     try:
-        # What waits in a store keeps all others from it. Where its host has ended, a copy is asked for again and again.
+        # A wait blocks the store for all other threads. If its host has ended, the backend keeps retrying on the copy.
         made.set_result(make(dist.PrefixStore(prefix, group_store().clone())))
     except Exception as error:
         made.set_exception(error)
@@ -219,6 +219,6 @@ def _close(made: Future[list[Lane]]) -> None:
 
 
 def brief(error: Exception) -> str:
-    """Keep the first sentence of what the backend said, without the place in its source."""
+    """Return the first sentence of a backend's error, without the position in its source."""
     text = re.sub(r"\[/\S+\]\s*", "", str(error))
     return text.split(". ")[0].strip()

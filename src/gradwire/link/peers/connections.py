@@ -1,11 +1,11 @@
-"""Connections between all processes of a training, by which each sees at once that another has ended.
+"""Connections between all processes of a training, by which each notices at once that another has ended.
 
-The kernel closes the connections of a process that ends, whichever way it ends, behind all that the process has sent.
-So whoever reads the end of a connection has read before what the other had to say. A process that is stopped closes
-nothing, and sends nothing either.
+When a process ends, in any way, the operating system closes its connections after all data that it has sent. So a peer
+that reads the end of a connection has read all notices before. A process that is stopped closes nothing, and sends
+nothing either.
 
-Of two ranks the higher connects to the lower. Both show that they have read the lower one's secret in the group's
-store, and neither sends it.
+Of two ranks the higher connects to the lower. Both prove that they have read the lower one's secret in the group's
+store, without sending it.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from gradwire.link.peers.addresses import PROOF_BYTES, Address, listening
 from gradwire.link.peers.blame import BEAT, BECAUSE, FAILED, Inbox, Notice
 
 BEAT_S = 0.5
-"""How often a rank says that it lives."""
+"""Time between two signs of life of a rank."""
 
 HANDSHAKE_S = 10.0
 LOOK_S = 0.05
-"""How often the store is asked for the address of a rank that has not come yet, at first."""
+"""Time between two reads of the store for the address of a rank that has not started yet, at first."""
 
 MOST_UNSENT = 1 << 16
 MOST_STRANGERS = 256
 MOST_TOLD = 16
-"""Notices of trouble that are kept for ranks that are met later."""
+"""Largest number of failure notices that are kept for ranks that connect later."""
 
 MOST_READ = 1 << 16
 
@@ -53,7 +53,7 @@ _open: weakref.WeakSet[Connections] = weakref.WeakSet()
 
 
 class _Line:
-    """One connection: to a rank, or to a stranger who has not shown yet which rank it is."""
+    """One connection: to a rank, or to a peer that has not proved yet which rank it is."""
 
     def __init__(self, made: socket.socket, rank: int = STRANGER) -> None:
         self.socket, self.rank = made, rank
@@ -62,7 +62,7 @@ class _Line:
         self.met = False
 
     def send(self, data: bytes) -> None:
-        """Send without waiting; what does not go now goes later, unless too much waits already."""
+        """Send without waiting: keep the rest for later, unless too much is kept already."""
         if len(self.unsent) + len(data) > MOST_UNSENT:
             return
         self.unsent += data
@@ -74,16 +74,17 @@ class Connections:
     """This process's connections to other ranks, and the thread that reads them.
 
     Args:
-        store: Of the process group; holds the addresses of all ranks.
+        store: Store of the process group, with the addresses of all ranks.
         rank: This rank.
-        world_size: Ranks in the group.
-        heard: Called with a rank when something of it arrives, and with the notices therein.
-        ended: Called with a rank when its process has ended, and None, or when no more can be read from it, and why.
+        world_size: Number of ranks in the group.
+        heard: Called with a rank and a list of notices when data from it arrives.
+        ended: Called with a rank and None when its process has ended, or with a rank and the reason when its connection
+            cannot be read any further.
         tick: Called about twice a second.
-        storeless: Called when the store is gone before all ranks that are sought have been found in it.
+        storeless: Called if the store is gone before the addresses of all ranks were found in it.
 
     Raises:
-        OSError: nothing can be listened on.
+        OSError: no socket can listen.
     """
 
     def __init__(
@@ -118,7 +119,7 @@ class Connections:
         _open.add(self)
 
     def meet(self, ranks: Iterable[int]) -> None:
-        """Connect to ranks in the background, as soon as they have come; those that were met stay as they are."""
+        """Connect to ranks in the background, as soon as they have started; keep existing connections."""
         with self._lock:
             # Higher ranks connect to this one.
             self._sought |= {r for r in ranks if r < self.rank and r not in self._lines}
@@ -128,7 +129,7 @@ class Connections:
         threading.Thread(target=self._seek, name="gradwire introductions", daemon=True).start()
 
     def tell(self, notice: Notice) -> None:
-        """Tell all ranks that were met, and of trouble also those that will be; does not wait for them."""
+        """Send a notice to all connected ranks, and one of a failure also to ranks that connect later; do not wait."""
         frame = notice.frame()
         with self._lock:
             if notice.kind in (FAILED, BECAUSE):
@@ -143,13 +144,13 @@ class Connections:
             self._waker.send(b"x")
 
     def forget(self) -> None:
-        """Close what a fork has inherited: while it holds a copy, nobody sees the end of its parent."""
+        """Close inherited connections after a fork: copies in the child would hide the end of its parent from peers."""
         self._closed.set()
         lines = [*self._lines.values(), *self._strangers, *self._new]
         for held in (self._listener, self._waker, self._woken, *(line.socket for line in lines)):
             with contextlib.suppress(OSError):
                 held.close()
-        # Its set is the parent's own: unregistering from it would stop the parent's thread from hearing anything.
+        # The selector is shared with the parent: unregistering from it would stop the parent's thread from reading.
         with contextlib.suppress(OSError):
             self._selector.close()
 
@@ -167,7 +168,7 @@ class Connections:
                 try:
                     found = bytes(self._store.get(_key(rank))) if self._store.check([_key(rank)]) else None
                 except (RuntimeError, dist.DistError):
-                    # Whoever could still come cannot be found any more.
+                    # Ranks that start from now on cannot be found any more.
                     self._storeless()
                     return
                 line = None if found is None else self._connect(rank, found)
@@ -181,7 +182,7 @@ class Connections:
             pause_s = min(1.5 * pause_s, 1.0)
 
     def _connect(self, rank: int, found: bytes) -> _Line | None:
-        """Return a connection to a lower rank; None where it cannot be reached now."""
+        """Return a connection to a lower rank; None if it cannot be reached now."""
         try:
             address = Address.read(found)
             made = socket.create_connection((address.host, address.port), HANDSHAKE_S)
@@ -199,7 +200,7 @@ class Connections:
             if not hmac.compare_digest(answer, address.proof(_WELCOME + hello)):
                 raise OSError("somebody else listens there")
             made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            # Before this the other side does not count this rank as one that it has met.
+            # Until this arrives, the other side does not count this rank as connected.
             made.sendall(BEAT)
             made.setblocking(False)
         except OSError:
@@ -246,7 +247,7 @@ class Connections:
         self._selector.register(made, selectors.EVENT_READ, line)
 
     def _welcome(self) -> None:
-        """Take the connections that the other thread has made."""
+        """Add the connections that the other thread has made."""
         with contextlib.suppress(OSError):
             self._woken.recv(MOST_READ)
         while self._new:
@@ -259,7 +260,7 @@ class Connections:
         with self._lock:
             before = self._lines.pop(rank, None)
             self._lines[rank] = line
-            # A training may break in its first seconds, before all ranks have met.
+            # A training may fail in its first seconds, before all ranks are connected.
             for frame in self._told:
                 line.send(frame)
         if before is not None:
@@ -284,7 +285,7 @@ class Connections:
             self._read(line, data)
 
     def _introduce(self, line: _Line, data: bytes) -> None:
-        """Find out which rank somebody is."""
+        """Identify the rank of a peer."""
         line.hello += data
         if len(line.hello) < _HELLO_BYTES:
             return

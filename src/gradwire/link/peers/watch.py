@@ -1,4 +1,4 @@
-"""The process group's store, by which ranks find one another, and what becomes of them where it is gone."""
+"""A process's view of the other ranks: their notices, signs of life and ends; and the store by which they connect."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def group_store() -> Any:
 
 
 def store_host() -> int | None:
-    """Return the rank whose process holds the store of the default group; None where that is not known, or no rank's.
+    """Return the rank whose process holds the store of the default group; None if it is unknown or not a rank.
 
-    By ``env://`` and ``tcp://`` rank 0 holds it, unless the launcher does, as torchrun says by a variable. A store that
-    a program has passed to ``init_process_group`` may be anywhere.
+    With ``env://`` and ``tcp://`` rank 0 holds it, unless the launcher does, which torchrun announces by a variable. A
+    store that a program passed to ``init_process_group`` may be anywhere.
     """
     method = getattr(dist.distributed_c10d, "_default_pg_init_method", None)
     by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
@@ -36,7 +36,7 @@ def store_host() -> int | None:
 
 
 def without_store() -> str:
-    """Say why ranks that this one has not met yet cannot be found any more."""
+    """Return the explanation why further ranks cannot be found any more."""
     host = store_host()
     if host is None:
         return "the process group's store is gone: the process that holds it ended, or is out of reach"
@@ -44,26 +44,26 @@ def without_store() -> str:
 
 
 QUIET_S = 2.5
-"""Where a collective broke and nobody has ended or said anything, ranks that gave no sign for this long are named."""
+"""If a collective broke without a notice or an end of a rank, ranks without a sign of life for this long are named."""
 
 SILENCE_S = 10.0
-"""A rank that gives no sign for this long is warned of, whatever this one does meanwhile."""
+"""Time without a sign of life of a rank after which a warning about it is logged."""
 
 OWN_PAUSE_S = 2.0
-"""Where this process was stopped itself for this long, it has not heard the others through no fault of theirs."""
+"""If this process itself was stopped for this long, missing signs of life are not the others' fault."""
 
 
 class Watch:
-    """One process's view of the others, shared by all its links.
+    """A process's view of the other ranks, shared by all its links.
 
     Args:
-        store: Of the process group.
+        store: Store of the process group.
         rank: This rank.
-        world_size: Ranks in the group.
+        world_size: Number of ranks in the group.
 
     Attributes:
-        changed: Notified when something was heard.
-        storeless: Whether the store was gone before all ranks that were to be met had been found in it.
+        changed: Condition that is notified after each change.
+        storeless: True if the store was gone before the addresses of all ranks were found in it.
     """
 
     _now: Watch | None = None
@@ -80,7 +80,7 @@ class Watch:
 
     @classmethod
     def current(cls) -> Watch:
-        """Return this process's watch over the default group, which begins with the first call.
+        """Return this process's watch over the default group; the first call starts it.
 
         Raises:
             ExchangeError: the store is gone.
@@ -101,7 +101,7 @@ class Watch:
             return now
 
     def meet(self, ranks: Iterable[int]) -> None:
-        """Watch over ranks from now on, too."""
+        """Start to watch ranks."""
         others = {rank for rank in ranks if rank != self.rank}
         with self.changed:
             for rank in others:
@@ -109,15 +109,15 @@ class Watch:
         self._connections.meet(others)
 
     def tell(self, notice: Notice) -> None:
-        """Tell all ranks that were met."""
+        """Send a notice to all connected ranks."""
         self._in_trouble = self._in_trouble or notice.kind in (FAILED, BECAUSE)
         self._connections.tell(notice)
 
     def leave(self, how: str) -> None:
-        """Tell the others that this process ends, and why if it was an exception that nobody caught."""
+        """Report to the others that this process ends, with the exception if one was not caught."""
         raised = getattr(sys, "last_value", None)
         if raised is not None and not self._in_trouble:
-            # Of those that have ended here, one is the cause of most exceptions that come later.
+            # If ranks have ended before, one of them is the most likely cause of a later exception.
             blamed = self.judge(self._standings, "", orderly=False)
             if blamed is None:
                 self.tell(Notice(FAILED, text=f"with {type(raised).__name__}: {raised}, which nobody caught"))
@@ -129,13 +129,13 @@ class Watch:
     def judge(
         self, ranks: Iterable[int], link: str, *, orderly: bool = True, elsewhere_since_s: float = math.inf
     ) -> Blame | None:
-        """Return who broke a link that depends on some ranks, or None while nothing says so; see :func:`judge`."""
+        """Return which ranks broke a link that depends on some ranks, or None without evidence; see :func:`judge`."""
         with self.changed:
             standings = {rank: self._standings[rank] for rank in ranks if rank in self._standings}
             return judge(standings, link, orderly=orderly, elsewhere_since_s=elsewhere_since_s)
 
     def quiet(self, ranks: Iterable[int], now_s: float) -> dict[int, float | None]:
-        """Return ranks that gave no sign for :data:`QUIET_S`, and for how many seconds; None: they were never met."""
+        """Return ranks without a sign of life for :data:`QUIET_S`, and for how many seconds; None: never connected."""
         found: dict[int, float | None] = {}
         with self.changed:
             for rank in sorted(set(ranks) & set(self._standings)):
@@ -147,10 +147,10 @@ class Watch:
         return found
 
     def look_around(self, now_s: float) -> list[int]:
-        """Warn, once a rank, of those that give no sign; return the ranks warned of now.
+        """Warn once about each rank without a sign of life; return the ranks of new warnings.
 
         Args:
-            now_s: By ``time.monotonic``.
+            now_s: Time by ``time.monotonic``.
         """
         silent = []
         with self.changed:

@@ -1,1 +1,1 @@
-"""Which method a round travels by: a fixed one, the fastest by trial, or a fallback."""
+"""The choice of the method for a round: a fixed one, the fastest in a trial, or a fallback."""

@@ -1,4 +1,4 @@
-"""Which method a round travels by: one for ever, or the fastest of several by trial."""
+"""The choice of the method for a round: a fixed one, or the fastest of several in a trial."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from gradwire.model.machine import LinkModel
 from gradwire.model.probing import Probed
 
 STATE = ("choice", "choice_spec", "fallback", "fallback_told")
-"""Keys of a selection's part of a link's state that are the same on all ranks."""
+"""Keys of a selection in a link's state whose values are the same on all ranks."""
 
 OWN_STATE = ("fallback_measured",)
-"""Keys of it that are this rank's own."""
+"""Keys of a selection in a link's state whose values are those of this rank."""
 
 RESIDUAL = "residual"
-"""What passes from one candidate to the next: the vector that a method has left out so far, by parameter."""
+"""Kind of the vectors that candidates pass on to each other: the parts not sent so far, by parameter."""
 
 TIE = 0.01
 """Relative difference of step times below which the candidate listed first is taken."""
 
 HOPELESS = 1.5
-"""A candidate is not tried whose bytes over the link alone take this many times the step of the one with the fewest."""
+"""A candidate is not tried if its bytes alone take this many times the step of the one with the fewest bytes."""
 
 
 def say_dropped(state: Mapping[str, torch.Tensor], warn: Callable[[str, str], None]) -> None:
-    """Warn that a checkpoint's return to a fallback is not followed; to be called where there is no fallback."""
+    """Warn that a checkpoint used a fallback and this link does not; call it if no fallback is set."""
     if "fallback" in state:
         warn(
             "fallback",
@@ -44,10 +44,10 @@ def say_dropped(state: Mapping[str, torch.Tensor], warn: Callable[[str, str], No
 
 
 class Channel(Protocol):
-    """What a chooser asks of the group; every call is collective.
+    """Communication of a selection with the group; every call is collective.
 
     Attributes:
-        ranks: Global numbers of the ranks whose values are told, in the same order; for people.
+        ranks: Global numbers of the ranks, in the order of their values; for messages.
     """
 
     ranks: Sequence[int]
@@ -56,19 +56,19 @@ class Channel(Protocol):
         """Return every rank's values, by rank."""
 
     def gathering(self, values: Sequence[float], about: str) -> Callable[[], list[list[float]]]:
-        """Start to gather, without a wait; what is returned waits, and gives every rank's values."""
+        """Start to gather without waiting; return a function that waits and returns every rank's values."""
 
     def probe(self, most_bytes: int) -> Probed:
-        """Measure what leaves a host while all ranks send, in rows of so many bytes in all; the same on all ranks."""
+        """Measure the bandwidth of a host while all ranks send rows of ``most_bytes`` in all; the same on all ranks."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """A change of the method for another, whose memory is another.
+    """A change to a method with other state.
 
     Attributes:
-        reason: To warn people of; None: nothing that they did not ask for.
-        keeps: Kinds of vectors that the other goes on with; all else is dropped.
+        reason: Reason for a warning; None if the user asked for the change.
+        keeps: Kinds of vectors that the new method keeps; all other state is dropped.
     """
 
     reason: str | None = None
@@ -76,45 +76,45 @@ class Change:
 
 
 class Selection(Protocol):
-    """Says which planner serves a round."""
+    """Chooses the planner of a round."""
 
     def begin(self, round: int, network: Channel, skipped: bool = False) -> Change | None:
-        """Note that a round's first bucket is ready on this rank, and whether the round before it was skipped.
+        """Begin a round, whose first bucket is ready on this rank; ``skipped`` refers to the round before.
 
         Returns:
-            The change of the method, None where there is none or what it remembers goes on.
+            The change of the method; None if there is none, or its state does not change.
         """
 
     @property
     def planner(self) -> Planner:
-        """The one that serves the current round."""
+        """The planner of the current round."""
 
     @property
     def delivers(self) -> bool:
-        """Whether the current round also sends the residuals that another method has left."""
+        """True if the current round also sends the residuals of another method."""
 
     def record(self) -> dict[str, Any] | None:
-        """Return what was chosen and why, in plain values."""
+        """Return the choice and its reason as plain values."""
 
     def returned(self) -> dict[str, Any] | None:
-        """Return where a plain method took the place of what was chosen: which, since when and why, in plain values."""
+        """Return the fallback in use, its first round and the reason as plain values, or None."""
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Return what was chosen, for a checkpoint; keys of :data:`STATE` and :data:`OWN_STATE`."""
+        """Return the choice for a checkpoint, with keys of :data:`STATE` and :data:`OWN_STATE`."""
 
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Take what :meth:`state` gave."""
+        """Load a state of :meth:`state`."""
 
     def again(self) -> None:
-        """Begin anew with the next round; to be called on all ranks.
+        """Choose again from the next round on; call it on all ranks.
 
         Raises:
-            IncompatibleError: there is nothing to choose.
+            IncompatibleError: there is only one method.
         """
 
 
 class FixedSelection:
-    """One planner for ever."""
+    """A fixed planner."""
 
     delivers = False
 
@@ -122,26 +122,26 @@ class FixedSelection:
         self.planner = planner
 
     def begin(self, round: int, network: Channel, skipped: bool = False) -> None:
-        """Nothing is to be chosen."""
+        """Do nothing."""
         return
 
     def record(self) -> None:
-        """Nothing was chosen."""
+        """Return None: there was no choice."""
         return
 
     def returned(self) -> None:
-        """Nothing takes its place."""
+        """Return None: there is no fallback."""
         return
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Nothing is to be kept."""
+        """Return an empty state."""
         return {}
 
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Nothing is taken."""
+        """Ignore the state."""
 
     def again(self) -> None:
-        """Refuse: there is one method."""
+        """Raise, since there is only one method."""
         raise IncompatibleError(f"this link has one method, {self.planner.method!r}: attach with 'auto' to choose")
 
 
@@ -154,15 +154,16 @@ class Trial:
 
 
 class Autotuner:
-    """Tries candidates in the first rounds, in turns, and keeps the fastest.
+    """Tries candidates in turn in the first rounds, and keeps the fastest.
 
-    A round's time runs from its first bucket to the next round's: it holds the whole exchange, and what a user waits
-    for. The candidate with the fewest bytes goes first; with its step and a measurement of the link, those that the
-    link alone makes hopeless are left out. All decisions are functions of numbers that every rank gathered.
+    The time of a round runs from its first bucket to that of the next, so that it holds the whole exchange and all
+    waits of the user. The candidate with the fewest bytes is tried first. From the time of its step and a measurement
+    of the network, candidates that are too slow because of their bytes are left out. All decisions are functions of
+    numbers that every rank has gathered.
 
     Args:
-        method: The list, and how long to try.
-        planners: By spec, in the list's order.
+        method: The candidates and the length of the trial.
+        planners: Planners by spec, in the order of the candidates.
     """
 
     def __init__(self, method: Auto, planners: Mapping[str, Planner], clock: Callable[[], float] = time.perf_counter):
@@ -175,12 +176,12 @@ class Autotuner:
         self.again()
 
     def again(self) -> None:
-        """Begin a new trial with the next round; to be called on all ranks."""
+        """Begin a new trial with the next round; call it on all ranks."""
         self.choice: str | None = None
         self._owing = True
         self._last: str | None = None
         self._smallest = min(self._bytes, key=lambda spec: self._bytes[spec])
-        # DDP lays its buckets out anew after the first round, and buffers grow in the second.
+        # DDP changes its buckets after the first round, and buffers grow in the second: neither is timed.
         self._schedule = [Trial(self._smallest, timed) for timed in (False, False, True, True)]
         self._left_out: dict[str, str] = {}
         self._tried = False
@@ -192,22 +193,22 @@ class Autotuner:
 
     @property
     def planner(self) -> Planner:
-        """That of the current round's method."""
+        """The planner of the current round's method."""
         return self._planners[self._current()]
 
     @property
     def delivers(self) -> bool:
-        """Whether this round's method keeps no residuals, and another's may have been left."""
+        """True if this round's method keeps no residuals, and another may have left some."""
         return self._owing and bool(self._keepers) and self._current() not in self._keepers
 
     def _current(self) -> str:
         return self.choice or (self._running.spec if self._running else self._smallest)
 
     def begin(self, round: int, network: Channel, skipped: bool = False) -> Change | None:
-        """Note the time of the round before, and decide which method this one travels by."""
+        """Record the time of the round before, and choose the method of this one."""
         before = self._last
         if before is not None and not skipped:
-            # Residuals are left by those that keep them, and sent by the others.
+            # Methods with residuals leave them, and the others send them.
             self._owing = before in self._keepers
         self._try_on(network)
         self._last = self._current()
@@ -229,24 +230,24 @@ class Autotuner:
         """Take a candidate without a trial, or end one.
 
         Raises:
-            KeyError: it is none of the candidates.
+            KeyError: it is not one of the candidates.
         """
         self._planners[spec]
         self.choice, self._reason = spec, reason
         self._schedule, self._running = [], None
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Return the choice as tensors: its place in the list, -1 before there is one, and its spec as text."""
+        """Return the choice as tensors: its index in the list, -1 before there is one, and its spec as text."""
         if self.choice is None:
             return {"choice": torch.tensor(-1)}
         spec = torch.tensor(list(self.choice.encode()), dtype=torch.uint8)
         return {"choice": torch.tensor(list(self._planners).index(self.choice)), "choice_spec": spec}
 
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Take the choice of a checkpoint; where it has none, the trial goes on.
+        """Load the choice of a checkpoint; if it has none, the trial goes on.
 
         Raises:
-            IncompatibleError: the choice is no candidate here.
+            IncompatibleError: the choice is not a candidate here.
         """
         index, specs = int(state.get("choice", -1)), list(self._planners)
         if index < 0:
@@ -256,7 +257,7 @@ class Autotuner:
             same = [spec for spec in specs if read_method(spec) == read_method(saved)]
             wrong = f"{saved!r}, which is none of the candidates {', '.join(specs)}"
         else:
-            # From before the spec was kept.
+            # An older checkpoint has no spec.
             same = specs[index : index + 1]
             wrong = f"candidate {index}, counted from 0, and there are {len(specs)}"
         if not same:
@@ -266,10 +267,10 @@ class Autotuner:
         self.fix(same[0], "taken from a checkpoint")
 
     def _shorten(self, network: Channel) -> None:
-        """Leave out what the link makes hopeless, and plan turns for the others."""
+        """Leave out candidates that are too slow for the network, and schedule the others."""
         rows = network.gather([median(self._samples[self._smallest])])
         step_s = sum(row[0] for row in rows) / len(rows)
-        # No more than a step of the largest candidate's, so that a small model's trial stays small.
+        # At most the bytes of a step of the largest candidate, so that a small model's trial stays short.
         self._probed = network.probe(max(self._bytes.values()))
         for spec in self._planners:
             size, wire_s = self._over_the_link(spec, self._probed)
@@ -289,12 +290,12 @@ class Autotuner:
         for _ in range(self.method.turns):
             for before, spec in zip([chosen[-1], *chosen], chosen):
                 if before in self._keepers and spec not in self._keepers:
-                    # It sends what is left, too.
+                    # This round also sends residuals that were left.
                     self._schedule.append(Trial(spec, False))
                 self._schedule += [Trial(spec, True)] * self.method.steps
 
     def _over_the_link(self, spec: str, probed: Probed) -> tuple[float, float]:
-        """Return the bytes of a step that leave a host, and the least seconds that takes: 0 where no link limits."""
+        """Return the bytes of a step that leave a host, and the least seconds for them: 0 if no network limits."""
         rate, here, ranks = probed.host_bytes_per_s, probed.ranks_per_host, range(probed.world_size)
         link, meter = LinkModel(ranks_per_host=here), self._counted[spec]
         others = meter.sent_bytes - meter.ring_bytes
@@ -310,13 +311,14 @@ class Autotuner:
         self.fix(choice, f"the fastest of {len(specs)} in {self.method.turns} turns of {self.method.steps} steps")
 
     def returned(self) -> None:
-        """Nothing takes the place of the choice."""
+        """Return None: there is no fallback."""
         return
 
     def record(self) -> dict[str, Any]:
-        """Return the choice, its reason, and what each candidate took or why it was not tried.
+        """Return the choice, its reason, and for each candidate its time or why it was not tried.
 
-        ``link_bytes_per_s`` is what left a host while all ranks sent; None before it is measured, and without a link.
+        ``link_bytes_per_s`` is the bandwidth of a host while all ranks send; None before the measurement, and on one
+        host.
         """
         return {
             "chosen": self.choice,

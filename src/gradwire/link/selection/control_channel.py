@@ -1,4 +1,4 @@
-"""Which ranks share a host, and with it a link."""
+"""Small collective calls between buckets: gathers of numbers, and measurements of the network."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from gradwire.model.probing import Probed
 
 
 def host_number() -> float:
-    """Return a number that processes share where they share network interfaces, exact as a float.
+    """Return a number, exact as a float, that is equal for processes that share network interfaces.
 
-    On Linux that is a network namespace of one boot of one machine, so that each container or emulated host counts as
-    one; elsewhere the host's name tells.
+    On Linux it identifies a network namespace of one boot of one machine, so that each container or emulated host
+    counts as a host; elsewhere it depends on the host's name.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -42,23 +42,22 @@ T = TypeVar("T")
 SMALL_BYTES, LARGE_BYTES = 1 << 8, 1 << 18
 SMALL_REPEATS, REPEATS = 7, 3
 LONG_S = 0.03
-"""A burst of one millisecond of the rate, which a token bucket lets pass, then is three per cent."""
+"""Least time of a measurement: a token bucket's burst of one millisecond of the rate then is three per cent of it."""
 MOST_BYTES = 1 << 25
-"""Of a rank, for one all-to-all."""
+"""Largest number of bytes of a rank in one all-to-all of a measurement."""
 
 
 class ControlChannel:
-    """Collective calls from the thread that brings buckets; each waits for its answer, but :meth:`gathering`.
+    """Collective calls from the thread that passes buckets; each waits for its result, except :meth:`gathering`.
 
-    To wait for ranks that are not in this step yet is in order between steps, but not where backward holds other
-    collectives.
-
-    Safe where every rank makes the same call at the same place: the lane runs it behind what was submitted before.
+    Calls that wait for ranks that have not begun this step are safe between steps, but not during a backward pass with
+    other collectives. Every rank must make the same calls in the same places: the lane runs them after the jobs that
+    were submitted before.
 
     Args:
-        lane: That carries the calls.
-        failed: Turns a failure, and what was talked about, into the link's error.
-        ranks: Global numbers of the lane's ranks, for people.
+        lane: The lane that runs the calls.
+        failed: Turns an exception and the subject of a call into the link's error.
+        ranks: Global numbers of the lane's ranks, for messages.
     """
 
     def __init__(self, lane: Lane, failed: Callable[[Exception, str], Exception], ranks: Sequence[int]) -> None:
@@ -70,18 +69,18 @@ class ControlChannel:
 
         Raises:
             ExchangeError: a rank is gone.
-            PayloadError: what a rank told changed on the way.
+            PayloadError: a rank's message changed in transit.
         """
         mine, number = self._sealed(values)
         return self._opened(self.run(_all_gather(mine, self._lane.world_size)), number)
 
     def gathering(self, values: Sequence[float], about: str) -> Callable[[], list[list[float]]]:
-        """Start to gather, without a wait; what is returned waits, and gives every rank's values.
+        """Start to gather without waiting; return a function that waits and returns every rank's values.
 
-        To be called while the lane is idle: it starts here and now, before whatever is submitted to the lane next.
+        Call it while the lane is idle: it starts at once, before any job that is submitted to the lane next.
 
         Raises:
-            ExchangeError: a rank is gone, when the answer is asked for.
+            ExchangeError: a rank is gone; the returned function raises it.
         """
         n = self._lane.world_size
         mine, number = self._sealed(values)
@@ -94,7 +93,7 @@ class ControlChannel:
         return answer
 
     def run(self, generator: Exchange[T], about: str = "the choice of a method") -> T:
-        """Run a protocol that all ranks run at this place, and return what it returns.
+        """Run a protocol that all ranks run at this place, and return its result.
 
         Raises:
             ExchangeError: a rank is gone.
@@ -108,7 +107,7 @@ class ControlChannel:
             raise self._failed(error, about) from error
 
     def _sealed(self, values: Sequence[float]) -> tuple[torch.Tensor, int]:
-        """Return the bytes of a message, with a checksum that holds its number too, and the number."""
+        """Return the bytes of a message, with a checksum that includes its number, and the number."""
         self._messages += 1
         return sealed(torch.tensor(values, dtype=torch.float64), self._lane.rank, self._messages), self._messages
 
@@ -120,13 +119,13 @@ class ControlChannel:
         return found
 
     def probe(self, most_bytes: int = MOST_BYTES) -> Probed:
-        """Time all-to-alls of small and of large rows; every rank gives the same.
+        """Time all-to-alls of small and of large rows; the result is the same on every rank.
 
-        Rows grow until their bytes take long against a token bucket's burst and the clock of a scheduler. On one host,
-        where they would tell of no link, there are no large ones.
+        Rows grow until their time is long against a token bucket's burst and the clock of a scheduler. On one host,
+        where no network is used, large rows are left out.
 
         Args:
-            most_bytes: Of a rank, for one all-to-all, where rows of 256 KiB are not more already.
+            most_bytes: Largest number of bytes of a rank in one all-to-all, unless rows of 256 KiB have more.
 
         Raises:
             ExchangeError: a rank is gone.
@@ -134,7 +133,7 @@ class ControlChannel:
         return self._probe(most_bytes, within_a_host=False)
 
     def cost(self) -> LinkCost:
-        """Measure what a message to all other ranks costs, over whatever connects them; every rank gets the same.
+        """Measure the cost of a message to all other ranks, over any network; the result is the same on every rank.
 
         Raises:
             ExchangeError: a rank is gone.

@@ -1,4 +1,4 @@
-"""A return to a plain method, once what is sent strays too far from the gradients."""
+"""The change to a plain method once the error of an exchange exceeds a limit, and the construction of selections."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from gradwire.seeds import LinkNumber
 
 
 def check_fallback(method: Method) -> None:
-    """Refuse a method whose outcome a mean cannot take the place of.
+    """Raise if a mean cannot replace the outcome of a method.
 
     Raises:
-        IncompatibleError: naming why.
+        IncompatibleError: it cannot; the message has the reason.
     """
     reason = (
         "gives a direction, which needs a learning rate of its own"
@@ -42,32 +42,32 @@ def check_fallback(method: Method) -> None:
 
 
 class MeasuredErrors(Protocol):
-    """Errors of what this rank sends, measured in some rounds."""
+    """Errors of the vectors that this rank sends, measured in some rounds."""
 
     def wanted(self, round: int) -> bool:
         """Return whether a round is measured."""
 
     def squares(self, round: int) -> tuple[float, float]:
-        """Return |sent - gradient|^2 and |gradient|^2 of a measured round; the latter is NaN if it tells nothing."""
+        """Return |sent - gradient|^2 and |gradient|^2 of a measured round; the latter is NaN after an overflow."""
 
 
 class Fallback:
-    """Serves by another selection until the limit is crossed, and by a plain method from then on.
+    """Uses another selection until an error exceeds the limit, and a plain method from then on.
 
-    With |e_i| the error |sent - gradient| of rank i over all parameters in a measured round, ranks return if
+    With |e_i| the error |sent - gradient| of rank i over all parameters in a measured round, all ranks change if
 
         max_i |e_i| / sqrt(mean_i |g_i|^2) > limit
 
-    The mean over ranks, since one rank may have no gradient at all, and a residual to send. A round in which a gradient
-    overflowed tells nothing. Ranks start to tell each other in the round after the measurement, and read it in the one
-    after that, when all have: no rank waits in the midst of backward, and all return at once, or none. A checkpoint
-    holds what was measured but not told yet, this rank's own, and what was told but not judged yet.
+    The denominator is a mean over ranks, since a single rank may have a zero gradient and a residual to send. A round
+    in which a gradient overflowed is ignored. Ranks start to gather the errors in the round after the measurement, and
+    judge them in the next one, when all have sent theirs: no rank waits during backward, and all ranks change together.
+    A checkpoint holds measured errors that were not sent yet, and gathered ones that were not judged yet.
 
     Args:
-        chosen: The selection that serves until then.
-        fallback: The planner that serves afterwards.
-        limit: See above.
-        errors: |e_i|^2 and |g_i|^2 of measured rounds.
+        chosen: The selection in use until then.
+        fallback: The planner in use afterwards.
+        limit: The limit above.
+        errors: Gives |e_i|^2 and |g_i|^2 of measured rounds.
     """
 
     def __init__(self, chosen: Selection, fallback: Planner, limit: float, errors: MeasuredErrors) -> None:
@@ -79,16 +79,16 @@ class Fallback:
 
     @property
     def planner(self) -> Planner:
-        """The fallback's, or the other selection's."""
+        """The planner of the fallback if it is in use, else that of the other selection."""
         return self._chosen.planner if self._since is None else self._fallback
 
     @property
     def delivers(self) -> bool:
-        """As the other selection says, as long as it serves."""
+        """The value of the other selection while that is in use."""
         return self._since is None and self._chosen.delivers
 
     def begin(self, round: int, network: Channel, skipped: bool = False) -> Change | None:
-        """Gather what was measured in the round before, or judge what was gathered in it."""
+        """Start to gather the errors measured in the round before, or judge those gathered in it."""
         self._round = round
         if self._since is not None:
             return None
@@ -102,7 +102,7 @@ class Fallback:
         return self._chosen.begin(round, network, skipped)
 
     def _found(self, round: int) -> tuple[float, float]:
-        """Return what was measured in a round, before the last checkpoint or since."""
+        """Return the errors measured in a round, before or after the last checkpoint."""
         loaded, off, gradient = self._measured
         return (off, gradient) if loaded == round else self._errors.squares(round)
 
@@ -122,19 +122,19 @@ class Fallback:
         )
 
     def again(self) -> None:
-        """Return to the other selection."""
+        """Use the other selection again."""
         self._chosen.again()
         self._forget()
 
     def record(self) -> dict[str, Any] | None:
-        """Return what the other selection chose, or that it did not come to choose."""
+        """Return the record of the other selection, or that the fallback came before its choice."""
         found = self._chosen.record()
         if found and found["chosen"] is None and self._since is not None:
             found["reason"] = "the trial ended with the return to the fallback"
         return found
 
     def returned(self) -> dict[str, Any] | None:
-        """Return since which round the fallback serves, and which rank's error it was; None before."""
+        """Return the first round of the fallback and the rank whose error caused it; None before."""
         if self._since is None:
             return None
         return {
@@ -145,9 +145,9 @@ class Fallback:
         }
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Return the other selection's state, and what :meth:`returned` tells, or what is on its way there.
+        """Return the state of the other selection, with the fallback in use, or measured and gathered errors.
 
-        Between rounds: then all ranks have begun to tell what they are to be judged by, and waiting for it is short.
+        Call it between rounds: then all ranks have sent their errors, and the wait for them is short.
         """
         found = self._chosen.state()
         if self._since is not None:
@@ -156,13 +156,13 @@ class Fallback:
         if self._round >= 0 and self._errors.wanted(self._round):
             found["fallback_measured"] = _doubles([self._round, *self._found(self._round)])
         if self._told is not None:
-            # Of a rank that is gone, the next round tells.
+            # If a rank is gone, the next round raises the error.
             with contextlib.suppress(ExchangeError):
                 found["fallback_told"] = _doubles(self._told())
         return found
 
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Take what :meth:`state` gave."""
+        """Load a state of :meth:`state`."""
         self._chosen.load(state)
         self._forget()
         if "fallback" in state:
@@ -185,7 +185,7 @@ def _doubles(values: Sequence[object]) -> torch.Tensor:
 
 
 def _plain(options: Options) -> Options:
-    """Return the options of a fallback: by whichever collective it takes, but for one that leaves ranks shards."""
+    """Return the options of a fallback: any collective, unless it is a reduce-scatter."""
     return options if options.collective == REDUCE_SCATTER else replace(options, collective="auto")
 
 
@@ -199,17 +199,17 @@ def make_selection(
     number: LinkNumber,
     warnings: WarnOnce,
 ) -> Selection:
-    """Return what says by which method a round travels.
+    """Return the selection of a link.
 
     Args:
-        method: Of the link.
-        options: Of the link.
-        parameters: That are exchanged, by name.
-        world_size: Ranks that take part.
-        errors: Of what the method sends, for a fallback.
-        coders: Settles what methods leave open, before the first round.
-        number: Of the link.
-        warnings: Of the link.
+        method: Method of the link.
+        options: Options of the link.
+        parameters: The parameters that are exchanged, by name.
+        world_size: Number of ranks.
+        errors: Errors of the vectors sent, for a fallback.
+        coders: Chooses the coders that methods leave open, before the first round.
+        number: Number of the link.
+        warnings: Warnings of the link.
 
     Raises:
         IncompatibleError: the method cannot do what the options ask.
@@ -230,7 +230,7 @@ def make_selection(
         chosen = FixedSelection(ready(method, options))
     if options.fallback is not None and options.fallback_limit is not None:
         check_fallback(method)
-        # The collective that was asked for is the method's.
+        # The user's collective applies to the method, not to the fallback.
         plain = ready(read_method(options.fallback), _plain(options))
         chosen = Fallback(chosen, plain, options.fallback_limit, errors)
     warnings.compiled(sum(compiled_s))

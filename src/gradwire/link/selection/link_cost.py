@@ -1,4 +1,4 @@
-"""What a message costs on a link: stated, measured or from a checkpoint; the same on all ranks."""
+"""The cost of a message and the choice of coders: given, measured or from a checkpoint; the same on all ranks."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ from gradwire.model.machine import DEFAULT, LinkModel, Machine
 from gradwire.model.schedule import Load
 
 LINK_COST_STATE = "link_cost"
-"""Key of what was measured in the part of a link's state that is the same on all ranks."""
+"""Key of the measured cost in the part of a link's state that is the same on all ranks."""
 
 
 class CostMeter(Protocol):
-    """What measures a link."""
+    """Measures the network."""
 
     def cost(self) -> LinkCost:
-        """Measure what a message costs (collective); the same on all ranks."""
+        """Measure the cost of a message, the same on all ranks (collective call)."""
 
 
 class CostKeeper:
-    """Keeps what a message costs, for methods that must be told.
+    """Keeps the cost of a message, for methods that depend on it.
 
-    What the user states is an option, and holds whatever a checkpoint says. Otherwise it is measured once, when the
-    link is built, and a checkpoint holds what was measured: a training that is continued goes on with it, on whatever
-    link. Methods that need not be told have none measured.
+    The user may set it by an option, which takes precedence over a checkpoint. Otherwise it is measured once, when the
+    link is made, and saved in checkpoints: a continued training uses the saved cost, on any network. For other methods
+    nothing is measured.
 
     Attributes:
-        value: None where nobody knows, or needs to.
+        value: The cost; None if it is unknown or not needed.
     """
 
     def __init__(self, method: Method, stated: LinkCost | None) -> None:
@@ -49,35 +49,35 @@ class CostKeeper:
         self._source = "stated"
 
     def measure(self, meter: CostMeter) -> None:
-        """Measure the cost where the method needs it and nobody stated it (collective)."""
+        """Measure the cost if the method needs it and the user did not set it (collective call)."""
         if self._open:
             self.value, self._source = meter.cost(), "measured when the link was built"
 
     def record(self) -> dict[str, Any] | None:
-        """Return the cost and where it is from, in plain values; None where there is none."""
+        """Return the cost and its origin as plain values; None if there is no cost."""
         return None if self.value is None else {**asdict(self.value), "source": self._source}
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Return what was measured, for a checkpoint: seconds a message and bytes a second, float64 ``[2]``."""
+        """Return the measured cost for a checkpoint: seconds per message and bytes per second, float64 ``[2]``."""
         if not self._open or self.value is None:
             return {}
         return {LINK_COST_STATE: torch.tensor([self.value.message_s, self.value.bytes_per_s], dtype=torch.float64)}
 
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Take what :meth:`state` gave; without it, what was measured stays.
+        """Load a state of :meth:`state`; without a cost in it, the measured one is kept.
 
         Raises:
-            IncompatibleError: it is no cost.
+            IncompatibleError: its value is not a cost.
         """
         if self._open and LINK_COST_STATE in state:
             self.value, self._source = read_cost(state[LINK_COST_STATE]), "taken from a checkpoint"
 
 
 def read_cost(value: torch.Tensor) -> LinkCost:
-    """Return the cost that a state holds.
+    """Return the cost in a state.
 
     Raises:
-        IncompatibleError: it is none.
+        IncompatibleError: the value is not a cost.
     """
     try:
         if value.dtype != torch.float64 or value.shape != (2,):
@@ -89,17 +89,17 @@ def read_cost(value: torch.Tensor) -> LinkCost:
 
 
 CODER_STATE = "coder"
-"""Key of the settled coders in the part of a link's state that is the same on all ranks."""
+"""Key of the chosen coders in the part of a link's state that is the same on all ranks."""
 
 Times: TypeAlias = Mapping[str, Mapping[str, float]]
-"""Seconds by method (its spec) and coder."""
+"""Seconds by spec of the method, then by coder."""
 
 
 class CoderSelection:
-    """Settles the coder of all planners whose methods leave it open.
+    """Chooses the coder for all planners whose methods leave it open.
 
-    A coder takes as long as on the slowest rank, since all wait for that one; of these times the least decides, at
-    equal ones the coder listed first. A choice once made is kept in checkpoints and not measured again.
+    The time of a coder is that on the slowest rank, since all ranks wait for it. The coder with the least time is
+    chosen; of equal ones the first in the list. The choice is saved in checkpoints and not measured again.
     """
 
     def __init__(self) -> None:
@@ -107,17 +107,17 @@ class CoderSelection:
         self._records: dict[str, dict[str, Any]] = {}
 
     def watch(self, planner: Planner) -> Planner:
-        """Take a planner into account; return it."""
+        """Add a planner, and return it."""
         if planner.open_coders:
             self._planners[repr(planner.method)] = planner
         return planner
 
     def measure(self) -> dict[str, dict[str, float]]:
-        """Return what this rank's coders take for each method."""
+        """Return the seconds of each coder on this rank, for each method."""
         return {spec: planner.measure_coders() for spec, planner in self._planners.items()}
 
     def agree(self, everyone: Sequence[Times]) -> None:
-        """Settle on coders from what :meth:`measure` gave on each rank, by rank; the same on all of them."""
+        """Choose coders from the results of :meth:`measure` on all ranks; the choice is the same on all of them."""
         for spec, planner in self._planners.items():
             slowest = {name: max(times[spec][name] for times in everyone) for name in planner.open_coders}
             planner.settle(min(slowest, key=lambda name: slowest[name]))
@@ -128,10 +128,10 @@ class CoderSelection:
             }
 
     def record(self, planner: Planner) -> dict[str, Any] | None:
-        """Return what a planner's coder is and why, in plain values; None where it has none.
+        """Return a planner's coder and the reason for it as plain values; None if it has no coder.
 
-        ``encode_decode_s`` has each coder's time on the slowest rank where the choice was open, and ``variants`` which
-        variant of each part of the chosen coder runs on this rank.
+        ``encode_decode_s`` has the time of each coder on the slowest rank, if the choice was open, and ``variants`` the
+        variant of each part of the chosen coder on this rank.
         """
         if planner.coder is None:
             return None
@@ -140,9 +140,9 @@ class CoderSelection:
         return {"chosen": planner.coder, **found, "variants": {} if variants is None else asdict(variants)}
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Return the choice for a checkpoint, nothing where none was open.
+        """Return the choice for a checkpoint; empty if no choice was open.
 
-        It is a JSON object of coders by their methods' specs, in UTF-8: uint8 ``[n]``.
+        Its value is a JSON object of coders by specs of methods, in UTF-8: uint8 ``[n]``.
         """
         if not self._planners:
             return {}
@@ -150,10 +150,10 @@ class CoderSelection:
         return {CODER_STATE: torch.tensor(list(json.dumps(chosen).encode()), dtype=torch.uint8)}
 
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Take the choice of a checkpoint; for methods that it does not hold, and without one, what was measured stays.
+        """Load the choice of a checkpoint; for methods without one there, the measured choice is kept.
 
         Raises:
-            IncompatibleError: it is no such choice, or names a coder that the method does not know.
+            IncompatibleError: it is not such a choice, or has a coder that the method does not know.
         """
         if CODER_STATE not in state:
             return
@@ -189,21 +189,21 @@ def _read(value: torch.Tensor) -> dict[str, str]:
 def probe(
     process_group: dist.ProcessGroup | None = None, *, machine: Machine = DEFAULT, cores: int | None = None
 ) -> LinkModel:
-    """Measure the link between the hosts of a group (collective), as the performance model means it.
+    """Measure the network between the hosts of a group, in terms of the performance model (collective call).
 
-    All-to-alls of two sizes are timed while all ranks send: the small one's time is the latency of a round, the large
-    one's the bandwidth. What the model adds to a link (a round's own latency, the share of the bandwidth that payloads
-    get, the ranks of a host that share it) is taken off by the same model
-    (:class:`gradwire.model.probing.Probed`). Every rank gets the same, where all give the same machine.
+    All-to-alls of two sizes are timed while all ranks send: the small one gives the latency of a round, the large one
+    the bandwidth. Effects that the model adds itself (latency of a round, share of the bandwidth for payloads, ranks
+    that share a host) are subtracted (:class:`gradwire.model.probing.Probed`). The result is the same on every rank if
+    all pass the same machine.
 
     Args:
         process_group: The default group if None.
-        machine: Costs of collectives, as the prediction will have them.
-        cores: Of a host, likewise; None: no rank waits for a core.
+        machine: Costs of collectives, the same as in the prediction.
+        cores: Cores of a host, the same as in the prediction; None: no rank waits for a core.
 
     Returns:
-        The bandwidth of a host, latency one way and ranks on a host. The bandwidth is None where no link limited: on
-        one host, whose ranks talk over memory, for one.
+        The bandwidth of a host, the latency one way and the number of ranks on a host. The bandwidth is None if no
+        network was the limit, for example on one host.
 
     Raises:
         IncompatibleError: there is no process group, or it has one rank.

@@ -1,4 +1,4 @@
-"""What carries operations between ranks: one class for each kind of connection."""
+"""Transports, which execute operations between ranks: one class for each kind of connection."""
 
 from gradwire.exchange.drivers.transports.base import Transport
 from gradwire.exchange.drivers.transports.choice import (

@@ -1,4 +1,4 @@
-"""What carries the operations of protocols between ranks."""
+"""The interface of transports, which execute the operations of protocols between ranks."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from gradwire.exchange.wire import open_sealed, sealed
 class Transport(ABC):
     """The connections of one lane among some ranks.
 
-    All of them execute the same operations in the same order. The lane decides the order; a transport knows nothing of
-    jobs, methods or buckets.
+    All these ranks execute the same operations in the same order, which the lane determines; a transport does not
+    depend on jobs, methods or buckets.
 
     Attributes:
         rank: This rank among them.
-        world_size: How many they are.
+        world_size: Number of these ranks.
     """
 
     rank: int
@@ -29,28 +29,29 @@ class Transport(ABC):
 
     @abstractmethod
     def execute(self, op: Op, wait_for_turn: Callable[[], None]) -> torch.Tensor:
-        """Carry an operation to its end, and return the reply.
+        """Execute an operation, and return the reply.
 
         Args:
-            wait_for_turn: Called before rows that are long enough to fill a link; returns when it is the lane's turn.
+            wait_for_turn: Called before rows that are long enough to fill the network; returns when it is the lane's
+                turn.
 
         Raises:
-            RuntimeError: the connection broke, or another rank did something else.
+            RuntimeError: the connection broke, or another rank executed another operation.
         """
 
     def start(self, op: Op) -> tuple[torch.futures.Future[Any], torch.Tensor]:
-        """Begin an operation without waiting for it, and return what says that it has ended, and the reply.
+        """Start an operation without waiting, and return a future of its end, and the reply.
 
         Raises:
-            TypeError: it needs buffers of the transport, and so the thread of its lane.
+            TypeError: the operation needs buffers of the transport, and so the thread of its lane.
         """
         raise TypeError(f"{type(op).__name__}: this operation needs buffers of the lane, and so its thread")
 
     @abstractmethod
     def close(self, broken: bool) -> None:
-        """End the connections; where they are ``broken``, without waiting for what is under way.
+        """End the connections; if they are ``broken``, without waiting for pending operations.
 
-        They end now, also where a failure's traceback still holds this object.
+        They end now, even if the traceback of an error still holds this object.
         """
 
 
@@ -62,15 +63,15 @@ def reduce_by_gather(
     gather: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     checks: Checks = AT_ONCE,
 ) -> torch.Tensor:
-    """Reduce a few values, sealed, on every rank by itself.
+    """Reduce a few values: gather them as sealed messages (with a checksum), and reduce them on every rank.
 
     Args:
         op: A maximum or a minimum.
         rank: This rank.
-        world_size: How many ranks there are.
-        number: Of the reduction, which says which one it is: all ranks run the same jobs in the same order.
+        world_size: Number of ranks.
+        number: Number of the reduction, which identifies it: all ranks run the same jobs in the same order.
         gather: ``gather(send, recv)`` sends a vector to all ranks, and returns ``recv`` with a row of each.
-        checks: Told whether values on a device are as they were sent.
+        checks: Takes the results of checks of values on a device.
     """
     mine = sealed(op.value, rank, number)
     received = gather(mine, mine.new_empty((world_size, mine.numel())))

@@ -1,4 +1,4 @@
-"""Which transport carries a link's payloads."""
+"""The choice of the transport for a link's payloads."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from gradwire.exchange.drivers.transports.nccl import NCCLTransport
 from gradwire.exchange.drivers.transports.staged import StagedTransport
 
 Connect: TypeAlias = Callable[[Any, int, int, timedelta], Transport]
-"""``connect(store, rank, world_size, timeout)`` joins some ranks, which all call it."""
+"""``connect(store, rank, world_size, timeout)`` connects some ranks, which all call it."""
 
 
 def one_device(devices: Mapping[str, torch.device]) -> torch.device:
-    """Return the device that all parameters lie on.
+    """Return the device of all parameters.
 
     Raises:
-        IncompatibleError: they lie on several.
+        IncompatibleError: they are on several devices.
     """
     (first, device), *others = devices.items()
     for name, other in others:
@@ -42,14 +42,15 @@ def choose_transport(asked: str, device: torch.device, on_device: bool, group: d
     """Return "gloo", "nccl" or "staged".
 
     Args:
-        asked: One of them, or "auto": NCCL for payloads on a device where the group has it, else staged; Gloo for
+        asked: One of them, or "auto": NCCL for payloads on a device if the group has it, else staged; Gloo for
             gradients in main memory.
-        device: That the parameters lie on.
-        on_device: Whether payloads are made there; otherwise gradients are copied to main memory and exchanged there.
-        group: Of the link.
+        device: Device of the parameters.
+        on_device: True if payloads are made on the device; otherwise gradients are copied to main memory and exchanged
+            there.
+        group: Process group of the link.
 
     Raises:
-        IncompatibleError: what was asked for cannot carry these tensors.
+        IncompatibleError: the transport asked for does not support these tensors.
     """
     if device.type == "cpu":
         if asked in ("auto", "gloo"):
@@ -84,16 +85,16 @@ def _has_nccl(group: dist.ProcessGroup) -> bool:
 
 
 def device_of(device: torch.device) -> Device:
-    """Return what a link does on a device."""
+    """Return the link's view of a device."""
     return HostDevice() if device.type == "cpu" else CudaDevice(device)
 
 
 def connector(transport: str, device: Device, on_device: bool, checks: Checks) -> Connect:
-    """Return what joins ranks by a transport.
+    """Return a function that connects ranks by a transport.
 
     Args:
-        on_device: As for :func:`choose_transport`.
-        checks: Told whether what is reduced on a device is as it was sent.
+        on_device: See :func:`choose_transport`.
+        checks: Takes the results of checks of values that are reduced on a device.
     """
     if transport == "gloo" or not on_device:
         return GlooTransport
@@ -110,7 +111,7 @@ def _over_nccl(device: Device, checks: Checks, store: Any, rank: int, world_size
 
 
 def group_timeout(group: dist.ProcessGroup) -> timedelta:
-    """Return how long collectives of a group wait for other ranks."""
+    """Return the timeout of a group's collectives."""
     device = torch.device("cpu" if "cpu" in dist.get_backend_config(group) else "cuda")
     found: timedelta = group._get_backend(device).options._timeout
     return found

@@ -1,4 +1,4 @@
-"""Operations over Gloo, between processes that hold their tensors in main memory."""
+"""The transport over Gloo, for tensors in main memory."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ _REDUCES: dict[str, Any] = {
 
 
 class GlooTransport(Transport):
-    """Connections made from a backend object rather than by ``torch.distributed.new_group``.
+    """Executes operations over Gloo, on a backend object and not a group of ``torch.distributed.new_group``.
 
-    The names of such groups depend on how many groups a rank has made before: two ranks with different histories would
-    wait for each other for ever.
+    The names of such groups depend on the number of groups that a rank has made before: two ranks with different
+    histories would wait for each other forever.
 
     Args:
-        store: Of these connections alone; all their ranks give the same.
+        store: Store for these connections alone; the same on all ranks.
         rank: This rank.
-        world_size: How many ranks they join.
-        timeout: Of each collective.
+        world_size: Number of ranks.
+        timeout: Timeout of each collective.
     """
 
     def __init__(self, store: Any, rank: int, world_size: int, timeout: timedelta) -> None:
@@ -84,8 +84,8 @@ class GlooTransport(Transport):
 
     def _gather(self, send: torch.Tensor, recv: torch.Tensor) -> torch.Tensor:
         # As an all-to-all of equal rows: the same bytes as a ring, in one step instead of N - 1. On Gloo with four
-        # ranks on two cores, 1 MB a rank: all_gather_into_tensor 6.9 ms, this 2.0 ms.
-        # The copies go to a buffer that is kept: fresh pages for them took four times as long as all the rest.
+        # ranks on two cores, 1 MB a rank: all_gather_into_tensor 6.9 ms, this 2.0 ms. The copies use a buffer that is
+        # kept: new pages for them took four times as long as all the rest.
         size = send.numel() * send.element_size() * self.world_size
         if self._outbox.numel() < size:
             self._outbox = torch.empty(size, dtype=torch.uint8)
@@ -99,7 +99,7 @@ class GlooTransport(Transport):
     def _of_lengths(
         self, op: AllToAll | AllGather, lengths: torch.Tensor, wait_for_turn: Callable[[], None]
     ) -> torch.Tensor:
-        """Tell lengths, then send rows of these lengths: one at a time where the room is large, else all at once."""
+        """Send lengths, then rows of these lengths: one at a time if the buffer is large, else all at once."""
         n, rank = self.world_size, self.rank
         received = torch.empty((n, LENGTH_BYTES), dtype=torch.uint8)
         if large(op):
@@ -123,12 +123,12 @@ class GlooTransport(Transport):
     ) -> None:
         """Send row i to rank i, and receive row i from it; this rank's own row is copied.
 
-        In turn: in N - 1 rounds, to the rank ``round`` places on, from the one as many places back. A row leaves when
-        the one before has left. So each link carries about one row at a time, where an all-to-all has N - 1 senders
-        crowd every receiver. Every row is asked for at the beginning: Gloo sends none before it is asked for, and a
-        request that leaves later waits behind the rows in this rank's own queue. Four hosts at 100 Mbit/s, 400 kB a
-        row, on a machine with other work to do: 1.19 times the bytes over the bandwidth, 1.27 where each row is asked
-        for in its round, an all-to-all 1.4 to 1.7; at 1 Gbit/s 1.5 and 1.9.
+        In turn: in N - 1 rounds, to the rank ``round`` places after this one, and from the one as many places before. A
+        row is sent when the one before has been sent. So each network link carries about one row at a time, while in an
+        all-to-all N - 1 senders congest every receiver. Every receive is posted at the beginning: Gloo sends no row
+        before its receiver has requested it, and a later request waits behind the rows in this rank's own queue. Four
+        hosts at 100 Mbit/s, 400 kB a row, on a machine with other work to do: 1.19 times the bytes over the bandwidth,
+        1.27 if each receive is posted in its round, an all-to-all 1.4 to 1.7; at 1 Gbit/s 1.5 and 1.9.
         """
         backend, n, rank = self._backend, self.world_size, self.rank
         self._exchanges = (self._exchanges + 1) % MOST_TAGS
@@ -148,7 +148,7 @@ class GlooTransport(Transport):
             work.wait()
 
     def _swap(self, op: SendRecv, wait_for_turn: Callable[[], None]) -> torch.Tensor:
-        """Send to one rank and receive from one: lengths first, where they are told, then the rows."""
+        """Send to one rank and receive from one: first lengths, if the operation has them, then the rows."""
         if large(op):
             wait_for_turn()
         self._exchanges = (self._exchanges + 1) % MOST_TAGS
@@ -163,7 +163,7 @@ class GlooTransport(Transport):
         return op.recv
 
     def _send_and_receive(self, op: SendRecv, leaving: torch.Tensor, arriving: torch.Tensor) -> None:
-        # No function within another: the frames of an error hold its cells, and with them the connections.
+        # No nested functions: the frames of an error would hold their cells, and with them the connections.
         asked = None if op.source is None else self._backend.recv([arriving], op.source, self._exchanges)
         sent = None if op.to is None else self._backend.send([leaving], op.to, self._exchanges)
         for work in (sent, asked):
@@ -171,7 +171,7 @@ class GlooTransport(Transport):
                 work.wait()
 
     def _broadcast(self, op: Broadcast, wait_for_turn: Callable[[], None]) -> torch.Tensor:
-        """Send a value down Gloo's binomial tree: its length first, where that is told."""
+        """Send a value along Gloo's binomial tree: first its length, if the operation has one."""
         if large(op):
             wait_for_turn()
         options = dist.BroadcastOptions()

@@ -1,4 +1,4 @@
-"""Operations over NCCL, between processes whose tensors lie on CUDA devices."""
+"""The transport over NCCL, for tensors on CUDA devices."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from gradwire.exchange.ops import AllGather, AllToAll, Broadcast, Op, Reduce, Se
 
 
 class NCCLTransport(Transport):
-    """Enqueues operations on the stream that is current, and waits for none of them.
+    """Enqueues operations on the current stream without waiting for them.
 
-    ``Work.wait`` of NCCL makes the current stream wait, not the thread, so that a reply may be used by whatever is
-    enqueued behind it. Payloads are bytes, all of them, since NCCL knows neither int16 nor uint16. Tensors of an
-    operation that lie in main memory, such as lengths and single flags, travel by ``host``.
+    ``Work.wait`` of NCCL makes the current stream wait, not the thread, so that work enqueued afterwards may use a
+    reply. All payloads are bytes, since NCCL supports neither int16 nor uint16. Tensors of an operation in main memory,
+    such as lengths and single flags, are sent by ``host``.
 
     An operation that fails on the device does not raise here: PyTorch's watchdog ends the process after the timeout.
 
     Args:
         backend: A ``torch.distributed.ProcessGroupNCCL`` of these ranks alone.
-        host: Between the same ranks, for tensors in main memory.
-        device: That payloads lie on.
-        checks: Told whether what is reduced is as it was sent.
+        host: A transport between the same ranks, for tensors in main memory.
+        device: Device of the payloads.
+        checks: Takes the results of checks of values that are reduced.
     """
 
     def __init__(self, backend: Any, host: Transport, device: Device, checks: Checks = AT_ONCE) -> None:
@@ -42,11 +42,11 @@ class NCCLTransport(Transport):
     def of(
         cls, store: Any, rank: int, world_size: int, timeout: timedelta, host: Transport, device: Device, checks: Checks
     ) -> NCCLTransport:
-        """Connect ranks; all of them do so at the same time."""
+        """Connect ranks, which must all call it at the same time."""
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
         backend = dist.ProcessGroupNCCL(store, rank, world_size, options)
-        # Else the first operation would, and that may be one in which some ranks have nothing to do.
+        # Otherwise the first operation would connect, in which some ranks may have nothing to do.
         backend.eager_connect_single_device(torch.device(device.name))
         return cls(backend, host, device, checks)
 
@@ -70,7 +70,7 @@ class NCCLTransport(Transport):
         return op.recv
 
     def close(self, broken: bool) -> None:
-        # With the others gone, to wait for what is pending would be to wait for ever.
+        # If other ranks are gone, waiting for pending operations would never end.
         self._backend.abort() if broken else self._backend.shutdown()
 
     def _gather(self, send: torch.Tensor, recv: torch.Tensor) -> torch.Tensor:
@@ -87,7 +87,7 @@ class NCCLTransport(Transport):
         return op.value
 
     def _tell(self, op: AllToAll | AllGather, lengths: torch.Tensor) -> torch.Tensor:
-        """Tell lengths, which lie in main memory, and return those that were told."""
+        """Send lengths, which are in main memory, and return those received."""
         received = torch.empty((self.world_size, LENGTH_BYTES), dtype=torch.uint8)
         self._host.execute(AllToAll(announce(lengths), received), lambda: None)
         return announced(received, self.rank, op.recv.view(self.world_size, -1).shape[1])
@@ -106,7 +106,7 @@ class NCCLTransport(Transport):
         return op.recv
 
     def _pairs(self, sends: Iterable[tuple[torch.Tensor, int]], receives: Iterable[tuple[torch.Tensor, int]]) -> None:
-        """Send and receive between pairs of ranks, as one operation: one by one they would wait for each other."""
+        """Send and receive between pairs of ranks as one operation: separately they would wait for each other."""
         leaving, arriving = ([(t, peer) for t, peer in some if t.numel()] for some in (sends, receives))
         if not leaving and not arriving:
             return

@@ -1,4 +1,4 @@
-"""Operations on tensors of a device, carried by Gloo from page-locked main memory."""
+"""The staged transport: Gloo on copies in page-locked memory, for tensors on a device."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from gradwire.exchange.ops import Broadcast, Op, Reduce, SendRecv
 
 
 class StagedTransport(Transport):
-    """Copies what leaves a device to main memory, and what arrives back.
+    """Copies payloads from the device to main memory, and replies back.
 
-    The copies are enqueued on the stream that is current, behind what computes the payload there. The thread of the
-    lane then waits for that copy alone, not for the device, and Gloo sends from the page-locked buffer. The copy of
-    the reply is enqueued and not waited for: the decoder's kernels follow it on the same stream. Tensors of an
-    operation that lie in main memory already, such as lengths, stay there.
+    A copy is enqueued on the current stream, after the kernels that compute the payload. The lane's thread waits for
+    that copy only, not for the device, and Gloo sends from the page-locked buffer. The copy of the reply is enqueued
+    without waiting, since the decoder's kernels follow on the same stream. Tensors of an operation that are already in
+    main memory, such as lengths, are not copied.
 
     Args:
-        inner: Between processes that hold their tensors in main memory.
-        device: That payloads lie on.
+        inner: A transport for tensors in main memory.
+        device: Device of the payloads.
     """
 
     def __init__(self, inner: Transport, device: Device) -> None:
@@ -39,7 +39,7 @@ class StagedTransport(Transport):
             return self._inner.execute(op, wait_for_turn)
         here, room = self._fetched(op.send), self._device.pinned(op.recv)
         reply = self._inner.execute(replace(op, send=here, recv=room), wait_for_turn)
-        # What nobody sends leaves the room as it was.
+        # Without a sender, the receive buffer does not change.
         is_due = not isinstance(op, SendRecv) or op.source is not None
         return self._returned(op.recv, reply) if is_due else op.recv
 
