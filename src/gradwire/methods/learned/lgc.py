@@ -80,7 +80,7 @@ class LGC(ResidualAlgorithm):
         optimizer: Of the autoencoder: "adam" (with moments 0.9 and 0.999) or "sgd".
         learning_rate: Of that optimizer.
         similarity: Share of the loss that makes workers' codes alike, with a server; 0 or more, below 1.
-        momentum: Applied before compression, as :class:`ErrorFeedback` describes; above 0 the optimizer must have
+        momentum: Momentum applied before compression, see :class:`ErrorFeedback`; if above 0 the optimizer must have
             none.
 
     Raises:
