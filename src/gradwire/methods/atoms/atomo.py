@@ -61,9 +61,9 @@ class ATOMO(Compressor):
     Unbiased. Of all p that keep s elements on average these have the least variance, sum_i x_i^2 (1 / p_i - 1). If no
     p_i is cut off at 1, all values sent of a parameter are c or -c, and the variance is |x|_1^2 / s - |x|_2^2.
 
-    ``norm`` sets c to a norm of the parameter instead of using a density: "l2" is QSGD with one level, s = |x|_1 /
-    |x|_2, and "max" is TernGrad without clipping, s = |x|_1 / |x|_inf, with the same bits. Then c is sent once, and
-    every element takes its position and one bit.
+    ``norm`` sets c to a norm of the parameter instead of using a density: "l2" is QSGD with one level,
+    s = |x|_1 / |x|_2, and "max" is TernGrad without clipping, s = |x|_1 / |x|_inf, with the same bits. Then c is sent
+    once, and every element takes its position and one bit.
 
     Args:
         density: Share s/d of the elements that is kept on average, above 0 to 1; at least one element of each

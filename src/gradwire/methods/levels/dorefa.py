@@ -35,8 +35,8 @@ class DoReFa(LevelCompressor):
     u = sigma + 1/2, which is floor(y) + 1 with probability frac(y). Here y = n (v_k / M + 1) / 2 lies between 0 and n,
     which are both levels, so no result is out of range and nothing is clipped.
 
-    There are 2^bits levels M j / n with odd j = -n, -n + 2, ..., n. Zero is not a level: a value below M / n becomes M
-    / n or -M / n, and zero becomes either with the same probability. Unbiased; E|Q(v) - v|^2 = M^2 sum_k (h_k - r_k)
+    There are 2^bits levels M j / n with odd j = -n, -n + 2, ..., n. Zero is not a level: a value below M / n becomes
+    M / n or -M / n, and zero becomes either with the same probability. Unbiased; E|Q(v) - v|^2 = M^2 sum_k (h_k - r_k)
     (r_k - l_k), r = v / M between neighbouring levels l and h, at most (d - 1) / n^2 times |v|^2, attained by a block
     of one value and zeros. The largest value of a block is exact.
 

@@ -44,8 +44,8 @@ class EvenLevels(LevelCompressor):
         return replace(
             super().declare(),
             kernels=("moments", "levels"),
-            # One step, 1 / s of the scale, if the scale is a maximum. For the Euclidean norm this is a bound, at most 1
-            # / s^4 above the constant.
+            # One step, 1 / s of the scale, if the scale is a maximum. For the Euclidean norm this is a bound, at most
+            # 1 / s^4 above the constant.
             omega_formula="(sqrt(1 + (d - 1) / s^2) - 1) / 2"
             if self.norm == "max"
             else "d / (4 * s^2) if d <= 4 * s^2 else sqrt(d) / s - 1",
@@ -124,8 +124,8 @@ class QSGDinf(EvenLevels):
     r"""QSGD scaled by the maximum: blocks divided by their largest magnitude and rounded to s even magnitudes.
 
     This is :class:`QSGD` with R = max_k |v_k|. The largest value of a block is exact. The relative variance is at most
-    (sqrt(1 + (d - 1) / s^2) - 1) / 2, attained by one value at the maximum and all others at the same magnitude below R
-    / s; for Gaussian blocks of 512 it is 1.61, 0.200 and 0.037 at s = 1, 3 and 7. With ``levels=1`` and
+    (sqrt(1 + (d - 1) / s^2) - 1) / 2, attained by one value at the maximum and all others at the same magnitude below
+    R / s; for Gaussian blocks of 512 it is 1.61, 0.200 and 0.037 at s = 1, 3 and 7. With ``levels=1`` and
     ``block_size=None`` this is TernGrad without clipping and with each worker's own scaler.
 
     Args:

@@ -53,8 +53,8 @@ def even_constant(levels: int, numel: int, norm: str) -> float:
 def odd_constant(steps: int, numel: int) -> float:
     """Return omega for levels j / ``steps``, with j and ``steps`` odd, and the maximum norm.
 
-    A value below the least level becomes that level with either sign. With n = numel - 1 the interval's equation is (w
-    + 1) (w - n / steps^2) = 0: all but one value are zero. The other intervals have the same width, and l h > 0.
+    A value below the least level becomes that level with either sign. With n = numel - 1 the interval's equation is
+    (w + 1) (w - n / steps^2) = 0: all but one value are zero. The other intervals have the same width, and l h > 0.
 
     Example:
         >>> odd_constant(7, 50)

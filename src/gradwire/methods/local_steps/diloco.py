@@ -106,8 +106,8 @@ class StreamingDiLoCo(DiLoCo):
     r"""Streaming DiLoCo: fragments of the model are exchanged in turn while training continues.
 
     The elements are cut into F = ``fragments`` parts. Fragment f, counted from 0, is exchanged after every optimizer
-    step t with t mod H = floor((f + 1) H / F) mod H, where H = ``every``: each once in H steps, so one about every H /
-    F steps. With x the global parameters of the fragment and x_i worker i's::
+    step t with t mod H = floor((f + 1) H / F) mod H, where H = ``every``: each once in H steps, so one about every
+    H / F steps. With x the global parameters of the fragment and x_i worker i's::
 
         after step t            d_i = x - x_i, and the exchange of C(d_i) begins
         after step t + delay    x <- OuterOpt(x, d)        x_i <- mixing x_i + (1 - mixing) x

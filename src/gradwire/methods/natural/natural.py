@@ -68,10 +68,10 @@ class Natural(Compressor):
 
         C(t) = sign(t) 2^a with probability (2^(a+1) - |t|) / 2^a, else sign(t) 2^(a+1)        C(0) = 0
 
-    Unbiased; E|C(t) - t|^2 = (2^(a+1) - |t|) (|t| - 2^a) <= t^2 / 8, tight at |t| = (4/3) 2^a; |C(t)| is between |t| /
-    2 and 2 |t|; powers of two are exact. There are no scales and no blocks, and workers agree on nothing beforehand.
-    The payload is sign and exponent, nine bits. With 23 random bits u the exponent is ``(bits(|t|) + u) >> 23``, which
-    has exactly these probabilities.
+    Unbiased; E|C(t) - t|^2 = (2^(a+1) - |t|) (|t| - 2^a) <= t^2 / 8, tight at |t| = (4/3) 2^a; |C(t)| is between
+    |t| / 2 and 2 |t|; powers of two are exact. There are no scales and no blocks, and workers agree on nothing
+    beforehand. The payload is sign and exponent, nine bits. With 23 random bits u the exponent is
+    ``(bits(|t|) + u) >> 23``, which has exactly these probabilities.
 
     At the ends of float32's range, subnormal numbers become 2^-126 or 0, without bias, though with more relative
     variance (the error stays below 2^-126); magnitudes above 2^127 become 2^127, which is biased; an infinity or NaN on

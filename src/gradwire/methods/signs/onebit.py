@@ -39,8 +39,8 @@ class OneBit(ResidualAlgorithm):
     most that of :class:`ScaledSign` on it, 1 - 2/pi for a long Gaussian one.
 
     Every worker receives every worker's bits. The paper's alternative, where the owner of a stripe quantises the sum
-    again with its own residual, is not implemented. For the uncompressed first steps of the paper use ``attach(...,
-    warmup_steps=...)``. For momentum with a residual see :class:`EFSignSGD`.
+    again with its own residual, is not implemented. For the uncompressed first steps of the paper use
+    ``attach(..., warmup_steps=...)``. For momentum with a residual see :class:`EFSignSGD`.
 
     Args:
         block_size: Elements that share two means, a multiple of 16; None: a column, as in the paper.

@@ -33,8 +33,8 @@ class SketchedSGD(ResidualAlgorithm, SketchAlgorithm):
     A sketch is ``rows`` rows of ``columns`` sums. Each sum is over the elements that a hash maps to it, with random
     signs; hashes and signs are the same in all rounds and on all workers. The sketch is linear: the sketch of a sum is
     the sum of the sketches. An estimate from one row is the element plus noise of variance |v|^2 / columns over draws
-    of the hashes; the median of rows is rarely far off. So an element is found if it is large compared to |v| /
-    sqrt(columns); other elements stay in v_i until they are large.
+    of the hashes; the median of rows is rarely far off. So an element is found if it is large compared to
+    |v| / sqrt(columns); other elements stay in v_i until they are large.
 
     All workers compute the same candidates from the sum, and exchange their exact values. With estimates instead of
     values mass would be lost, since v_i is cleared where the outcome is not the mean of v_i.

@@ -172,8 +172,8 @@ class RandomElements:
     """Draws k elements of each parameter, anew in every round, for a stream.
 
     They are those at the first k places of a :class:`FeistelPermutation`, a uniform choice without replacement; or a
-    run of consecutive elements with a uniform start, which wraps at the end: for d elements the start is ``floor(w d /
-    2^64)``, w the words 0 (low) and 1 of Philox block 0.
+    run of consecutive elements with a uniform start, which wraps at the end: for d elements the start is
+    ``floor(w d / 2^64)``, w the words 0 (low) and 1 of Philox block 0.
 
     Args:
         numel: Number of elements of each parameter.

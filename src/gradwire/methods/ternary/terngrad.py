@@ -170,8 +170,8 @@ class TernGrad(Compressor):
 
     In the paper sigma is the standard deviation about the mean, although values are clipped about zero. For a gradient
     with mean zero both are the same. A gradient with mean m and a small deviation, which biases, gains of normalisation
-    layers and embeddings of rare tokens often have, is clipped far below m by the paper's rule and nearly lost: 1 +
-    0.01 n with n ~ N(0, 1) becomes 0.025. With the root mean square, ``clip >= 1`` keeps every such gradient.
+    layers and embeddings of rare tokens often have, is clipped far below m by the paper's rule and nearly lost:
+    1 + 0.01 n with n ~ N(0, 1) becomes 0.025. With the root mean square, ``clip >= 1`` keeps every such gradient.
     ``clip_by="std"`` restores the paper's rule.
 
     Args:
