@@ -122,7 +122,7 @@ _NORMAL = NormalDist()
 
 
 def points_of(bits: int, width: float, limit: float) -> list[float]:
-    """Return the points above zero, ascending: quantiles up to ``limit`` of a normal variable of deviation ``width``."""
+    """Return the points above zero, ascending: quantiles up to ``limit`` of a normal of deviation ``width``."""
     n = (2**bits - 1) * SHARED_VALUES[bits]
     outside = _NORMAL.cdf(-limit / width)
     inner = (width * _NORMAL.inv_cdf(outside + (1 - 2 * outside) * j / n) for j in range(n // 2 + 1, n))
