@@ -1,4 +1,4 @@
-"""The exceptions that gradwire raises on purpose; each message names both parties and the remedy."""
+"""Exceptions that gradwire raises; each message has the cause, the parties involved and the remedy."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ __all__ = [
 
 
 class GradwireError(Exception):
-    """Base of every error that gradwire raises on purpose."""
+    """Base class of all errors that gradwire raises."""
 
 
 class HyperparameterError(GradwireError, ValueError):
-    """A method's name, field or value is not one that exists or makes sense."""
+    """The name of a method or field is unknown, or a value is invalid."""
 
 
 class IncompatibleError(GradwireError):
-    """Two things that were asked for cannot work together (a method, a module, a protocol, a mode of DDP)."""
+    """Requested features cannot be combined (a method, a module, a protocol, a mode of DDP)."""
 
 
 class PayloadError(GradwireError):
-    """Bytes that arrived are not the payload that was expected; nothing was decoded from them.
+    """Received bytes are not the expected payload; nothing was decoded from them.
 
     Args:
-        message: What is wrong; its first ``{sender}`` stands for "rank R", with R the sender.
-        sender: Rank that sent the bytes, as the group that exchanged them numbers its ranks; None: nobody is named.
+        message: Description of the error; its first ``{sender}`` is replaced by "rank R", with R the sender.
+        sender: Rank that sent the bytes, in the group that exchanged them; None: the message has no sender.
     """
 
     def __init__(self, message: str, sender: int | None = None) -> None:
@@ -40,7 +40,7 @@ class PayloadError(GradwireError):
         self._message, self.sender = message, sender
 
     def numbered(self, ranks: Sequence[int]) -> PayloadError:
-        """Return the error of an exchange among some ranks with its sender's place among them replaced by its rank.
+        """Return the error with the sender, a place among the ranks of an exchange, replaced by its rank.
 
         Example:
             >>> print(PayloadError("payload from {sender}: too long", 1).numbered((1, 3)))
@@ -50,7 +50,7 @@ class PayloadError(GradwireError):
 
 
 class BackendError(GradwireError, ImportError):
-    """A kernel backend or an optional dependency is missing; the message holds the command that installs it."""
+    """A kernel backend or an optional dependency is missing; the message has the command that installs it."""
 
 
 class RankMismatchError(GradwireError):
@@ -58,4 +58,4 @@ class RankMismatchError(GradwireError):
 
 
 class ExchangeError(GradwireError):
-    """An exchange failed on some rank; the message names the rank, the bucket and the round."""
+    """An exchange failed on some rank; the message has the rank, the bucket and the round."""

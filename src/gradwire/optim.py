@@ -1,4 +1,4 @@
-"""Proximal gradient descent: an optimizer for losses with a part that has no gradient everywhere."""
+"""Proximal gradient descent: an optimizer for losses with a non-differentiable part."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _number(value: object) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class L1:
-    r"""The absolute value's penalty, which makes weights exactly zero.
+    r"""Penalty of absolute values, which makes weights exactly zero.
 
     ::
 
@@ -44,7 +44,7 @@ class L1:
     strength: float
 
     def __post_init__(self) -> None:
-        """Refuse what is no penalty."""
+        """Check the strength."""
         if not (_number(self.strength) and math.isfinite(self.strength) and self.strength >= 0):
             raise HyperparameterError(f"L1: strength is {self.strength!r}: use a finite number of at least 0")
 
@@ -55,13 +55,13 @@ class L1:
     def apply_(self, x: Tensor, lr: float) -> None:
         """Replace ``x`` by prox_{lr R}(x); NaN stays NaN."""
         threshold = lr * self.strength
-        # x - x is an exact zero, where |x| is at most the threshold.
+        # If |x| is at most the threshold, x - x is an exact zero.
         x.sub_(x.clamp(-threshold, threshold))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Box:
-    r"""Bounds: the penalty is 0 inside, infinite outside, so that its operator is the projection.
+    r"""Bounds: the penalty is 0 inside and infinite outside, so its operator is the projection.
 
     ::
 
@@ -72,7 +72,7 @@ class Box:
         high: Largest value allowed, at least ``low``; inf for none.
 
     Raises:
-        HyperparameterError: a bound is no number, or no finite number lies between them.
+        HyperparameterError: a bound is not a number, or there is no finite number between them.
 
     Example:
         >>> import torch, gradwire as gw
@@ -86,7 +86,7 @@ class Box:
     high: float
 
     def __post_init__(self) -> None:
-        """Refuse bounds that leave nothing."""
+        """Check that the bounds are not empty."""
         numbers = _number(self.low) and _number(self.high)
         if not (numbers and self.low <= self.high and self.low < math.inf and self.high > -math.inf):
             raise HyperparameterError(
@@ -94,12 +94,12 @@ class Box:
             )
 
     def value(self, x: Tensor) -> float:
-        """Return R(x): 0 where every entry is within the bounds, else infinity."""
+        """Return R(x): 0 if every entry is within the bounds, else infinity."""
         inside = (x >= self.low) & (x <= self.high)
         return 0.0 if bool(inside.all()) else math.inf
 
     def apply_(self, x: Tensor, lr: float) -> None:
-        """Replace ``x`` by its projection; ``lr`` does not matter, and NaN stays NaN."""
+        """Replace ``x`` by its projection; ``lr`` is ignored, and NaN stays NaN."""
         x.clamp_(self.low, self.high)
 
 
@@ -124,27 +124,27 @@ def _prox(plain: Mapping[str, Any] | None) -> Prox | None:
 class ProximalSGD(torch.optim.Optimizer):
     r"""Stochastic gradient descent followed by a proximal step.
 
-    For a loss f + R, where the gradient g is f's alone::
+    For a loss f + R, where g is the gradient of f only::
 
         v <- momentum * v + g
         x <- prox_{lr R}(x - lr * v)
 
-    Without an operator these are the bits of ``torch.optim.SGD``. Leave R out of the loss that is differentiated: with
-    R = strength |x|_1 the operator reaches exact zeros, and a method whose mean gradient tends to that of f reaches
-    the solution, where that gradient is not zero.
+    Without an operator the bits are those of ``torch.optim.SGD``. Leave R out of the loss that is differentiated. With
+    R = strength |x|_1 the operator produces exact zeros, and a method whose mean gradient tends to that of f converges
+    to the solution, where that gradient is not zero.
 
     Args:
         params: Parameters, or dicts of parameter groups with their own ``lr``, ``prox`` and ``momentum``.
         lr: Step size, at least 0; a scheduler may change it, and the operator's threshold follows.
-        prox: :class:`L1`, :class:`Box`, or None for R = 0. It acts on every entry of its group's parameters.
+        prox: :class:`L1`, :class:`Box`, or None for R = 0. It is applied to every entry of its group's parameters.
         momentum: Factor of the velocity, at least 0 and below 1. With an operator, theory asks for 0.
 
     Raises:
-        HyperparameterError: a setting that makes no sense, here or in ``add_param_group`` or ``load_state_dict``.
-        IncompatibleError: from ``step``, a sparse gradient.
+        HyperparameterError: a setting is invalid, here or in ``add_param_group`` or ``load_state_dict``.
+        IncompatibleError: from ``step``, for a sparse gradient.
 
-    A parameter without a gradient stays as it is. ``state_dict`` loads with ``torch.load(..., weights_only=True)``; it
-    holds operators as plain dicts.
+    A parameter without a gradient is not changed. ``state_dict`` has operators as plain dicts, so it can be loaded with
+    ``torch.load(..., weights_only=True)``.
 
     Reference: K. Mishchenko et al., "Distributed Learning with Compressed Gradient Differences", 2019, algorithm 1,
     last two lines.
@@ -163,7 +163,7 @@ class ProximalSGD(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "prox": prox, "momentum": momentum})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; what it does not set is as the optimizer was built."""
+        """Add a group; settings that it does not have are the optimizer's defaults."""
         self._check({**self.defaults, **param_group})
         super().add_param_group(param_group)
 
@@ -186,7 +186,7 @@ class ProximalSGD(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Take one step; ``closure`` computes loss and gradients first, and its loss is returned."""
+        """Take one step; ``closure``, if given, first computes gradients and the loss, which is returned."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -214,16 +214,16 @@ class ProximalSGD(torch.optim.Optimizer):
             group["prox"].apply_(parameter, group["lr"])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return velocities and groups, operators as plain dicts."""
+        """Return velocities and groups, with operators as plain dicts."""
         state: dict[str, Any] = super().state_dict()
         groups = [{**group, "prox": _plain(group["prox"])} for group in state["param_groups"]]
         return {**state, "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what :meth:`state_dict` gave.
+        """Load a state returned by :meth:`state_dict`.
 
         Raises:
-            HyperparameterError: settings that make no sense.
+            HyperparameterError: a setting is invalid.
             IncompatibleError: it is another optimizer's state.
         """
         missing = {field for field in self.defaults for group in state_dict["param_groups"] if field not in group}

@@ -1,12 +1,12 @@
-"""Where randomness comes from: a pure function of (seed, round, parameter, element, stream).
+"""Seeds and keys of random numbers, a pure function of (seed, round, parameter, element, stream).
 
 Every random word of the package is one output of Philox4x32-7 (Salmon et al., "Parallel Random Numbers: As Easy as
 1, 2, 3", SC 2011) whose 64-bit key is :func:`parameter_key` and whose 128-bit counter is
 
     (block, round mod 2^32, round div 2^32, stream)
 
-``block`` counts within the parameter. ``stream`` is the rank, or one of the two constants below. No global generator
-is ever drawn from or seeded, so a rank, a backend or another machine can repeat any draw.
+``block`` counts within the parameter. ``stream`` is the rank, or one of the two constants below. No global generator is
+used or seeded, so any rank, backend or machine can repeat any draw.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import hashlib
 from dataclasses import dataclass
 
 SHARED = 0xFFFFFFFF
-"""Stream of draws that all ranks make alike."""
+"""Stream of draws that are the same on all ranks."""
 
 OWNER = 0xFFFFFFFE
-"""Stream of draws that whichever rank owns a shard makes; independent of which rank that is."""
+"""Stream of draws by the owner of a shard, whichever rank that is."""
 
 
 @dataclass
 class LinkNumber:
-    """Which of a process's links draws; a checkpoint may replace it.
+    """Number of a link among those of a process; a checkpoint may replace it.
 
     Attributes:
         value: 0 for the first of the links that are open at the same time, 1 for the next, and so on.
@@ -33,9 +33,9 @@ class LinkNumber:
 
 
 def link_seed(seed: int, number: int) -> int:
-    """Return the seed of a link: links that are open at the same time draw independently, whatever their parameters.
+    """Return the seed of a link, so that links open at the same time draw independently, whatever their parameters.
 
-    Link 0 has the user's own seed. That of another is the BLAKE2b hash (16 bytes, little endian) of seed and number.
+    Link 0 uses the user's seed; others use the BLAKE2b hash (16 bytes, little endian) of seed and number.
 
     Example:
         >>> link_seed(7, 0)
@@ -50,9 +50,9 @@ def link_seed(seed: int, number: int) -> int:
 
 
 def shard_seed(seed: int, shard: int) -> int:
-    """Return the seed for the exchange of one shard between its replicas: shards of a parameter draw independently.
+    """Return the seed for the exchange of one shard between its replicas, so that shards draw independently.
 
-    Shard 0 has the user's own seed. That of another is the BLAKE2b hash (16 bytes, little endian) of seed and shard.
+    Shard 0 uses the user's seed; others use the BLAKE2b hash (16 bytes, little endian) of seed and shard.
 
     Example:
         >>> shard_seed(7, 0), shard_seed(7, 1) == shard_seed(7, 2)
@@ -65,7 +65,7 @@ def shard_seed(seed: int, shard: int) -> int:
 
 
 def worker_seed(seed: int, worker: int) -> int:
-    """Return the seed of a worker whose payloads others decode one by one, each knowing who sent it.
+    """Return the seed of a worker whose payloads are decoded one by one, by receivers that know the sender.
 
     It is the BLAKE2b hash (16 bytes, little endian) of seed and rank, so that workers draw independently.
 

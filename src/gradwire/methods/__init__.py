@@ -1,1 +1,1 @@
-"""Methods of the literature, a folder a family."""
+"""Methods of the literature, one folder for each family."""

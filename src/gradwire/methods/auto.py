@@ -1,4 +1,4 @@
-"""The method that tries others in the first steps of a training, and keeps the fastest."""
+"""Auto: tries methods in the first steps of a training, and keeps the fastest."""
 
 from __future__ import annotations
 
@@ -21,25 +21,24 @@ from gradwire.methods.spec import method, register
 class Auto(Method):
     """Tries methods in the first steps of a real training, and keeps the fastest.
 
-    Every step of the trial is an ordinary step of training under one of the candidates. Candidates that the link
-    alone would make slower than another's whole step are not tried. ``coded`` is TernGrad behind an entropy coder, the
-    same bits out: it is taken where the bytes that it saves are worth its time on this machine and this link. ``drive``
-    has the fewest bytes of all that are unbiased.
+    Every step of the trial is an ordinary training step with one of the candidates. A candidate is not tried if its
+    time on the link alone exceeds another's whole step. ``coded`` is TernGrad with an entropy coder, which has the same
+    outcome: it is chosen if the bytes that it saves are worth its time on this machine and this link. ``drive`` has the
+    fewest bytes of all unbiased methods.
 
-    Methods that keep residuals, such as :class:`ErrorFeedback` and :class:`PowerSGD`, are tried where they are named.
-    Residuals pass from one candidate to the next: a method without any sends them with its own gradient, once, so that
-    nothing of a trial's rounds is lost. What else a method remembers, such as PowerSGD's factors, begins anew with each
-    turn.
+    Methods that keep residuals, such as :class:`ErrorFeedback` and :class:`PowerSGD`, are tried if they are listed.
+    Residuals pass from one candidate to the next: a method without residuals sends them once with its own gradient, so
+    that nothing is lost. Other state, such as PowerSGD's factors, restarts with each turn.
 
     Attributes:
-        candidates: Specs, the ones to prefer at equal speed first. None of the default keeps a residual.
-        turns: In which the candidates alternate.
-        steps: Of each candidate in a turn.
+        candidates: Specs in order of preference at equal speed. None of the defaults has a residual.
+        turns: Number of turns, in each of which all candidates are tried.
+        steps: Number of steps of each candidate in a turn.
 
     Raises:
-        HyperparameterError: fewer than two candidates, one named twice, one that brings a momentum of its own, gives a
-            direction, leaves out a part of the gradient or remembers all parameters as one vector, or no turns or
-            steps.
+        HyperparameterError: there are fewer than two candidates, no turns or no steps; or a candidate is listed twice,
+            has its own momentum, returns a direction, leaves out a part of the gradient or has state of all parameters
+            as one vector.
     """
 
     name: ClassVar[str] = "auto"
@@ -92,7 +91,7 @@ class Auto(Method):
 
     @staticmethod
     def _check_sizes(chosen: list[Method]) -> None:
-        """Refuse candidates that remember under one name what has different sizes."""
+        """Check that candidates' states with the same name have the same size."""
         probe, sizes = Parameter("p", (512, 256), (256, 1)), dict[str, int]()
         for one in chosen:
             for kind in one.traits.remembers:
@@ -105,12 +104,12 @@ class Auto(Method):
 
 
 def delivering(plan: BucketPlan, segments: Sequence[Segment]) -> BucketPlan:
-    """Return a plan of a candidate without residuals that also sends those that another one has left."""
+    """Return a plan of a candidate without residuals that also sends another's residuals."""
     return Delivery(plan, segments)
 
 
 def not_comparable(one: Method) -> str | None:
-    """Explain why the time of a step alone cannot tell whether a method is better than others; None where it can."""
+    """Return why a method cannot be compared with others by the time of a step alone, or None if it can."""
     if one.traits.tries:
         return "tries others itself: it cannot be tried"
     if one.traits.local_steps:

@@ -1,4 +1,4 @@
-"""All methods of the package, and their declared properties."""
+"""Registry of all methods of the package, and their declared properties."""
 
 from __future__ import annotations
 
@@ -180,17 +180,17 @@ METHODS: tuple[type[Method], ...] = (
     ChocoSGD,
     PowerGossip,
 )
-"""Every method of the package; adding one adds a line here."""
+"""Every method of the package. A new method is added here."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MethodInfo:
     """A method's declared properties, as ``gradwire methods`` prints them.
 
-    ``omega`` and ``delta`` are numbers that hold whatever the size of a parameter, or None where there is none; the
-    formulas say what they are for vectors, or blocks, of d elements. ``paper_spec`` is the method with the settings of
-    its paper. The other attributes are those of
-    :class:`gradwire.exchange.method.Properties` and :class:`gradwire.exchange.method.Method`.
+    ``omega`` and ``delta`` are numbers that hold for parameters of any size, or None if there are none; the formulas
+    are for vectors, or blocks, of d elements. ``paper_spec`` is the spec with the settings of the method's paper. The
+    other attributes are those of :class:`gradwire.exchange.method.Properties` and
+    :class:`gradwire.exchange.method.Method`.
     """
 
     name: str
@@ -214,7 +214,7 @@ class MethodInfo:
     @classmethod
     def of(cls, method: Method) -> MethodInfo:
         """Return the declared properties of a method; ``bits_per_element`` and ``state_bytes_per_element`` are
-        those of its class's defaults.
+        those of the class's defaults.
 
         Example:
             >>> MethodInfo.of(QSGDinf(levels=1, block_size=64)).omega

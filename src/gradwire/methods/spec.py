@@ -1,4 +1,4 @@
-"""Read a method from its spec: a call expression over known names, parsed and never evaluated."""
+"""Specs of methods: call expressions over known names, parsed and never evaluated."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ _KINDS: list[type[Method]] = list(METHODS)
 
 
 def _key(name: str) -> str:
-    """Return what is left of a name where case, "_" and "-" do not matter."""
+    """Return a name in lower case, without "_" and "-"."""
     return name.lower().replace("_", "").replace("-", "")
 
 
 _BY_NAME: dict[str, type[Method]] = {_key(name): kind for kind in _KINDS for name in (kind.name, kind.__name__)}
-"""Classes of methods by the keys of their names; :func:`register` adds to both."""
+"""Classes of methods, by the keys of their names; :func:`register` adds to both."""
 
 _OPERATORS: dict[str, type[Any]] = {_key(name): kind for name, kind in KINDS.items()}
 
 MOST_CHARACTERS = 1 << 16
-"""Characters of a spec at most."""
+"""Largest length of a spec in characters."""
 
 _WORD = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|\d[\d.]*(?:[eE][+-]?\d+)?|[^\W\d]\w*(?:-\w+)*""")
-"""A quoted text, a number, or a name, which may have hyphens."""
+"""A quoted string, a number, or a name, which may have hyphens."""
 
 
 def register(kind: type[Method]) -> type[Method]:
-    """Add a class of methods to the names that specs may use; a decorator.
+    """Decorate a class of methods to add its names to those that specs may use.
 
     Raises:
         HyperparameterError: another class has one of its names already.
@@ -54,14 +54,14 @@ def method(spec: str | Method) -> Method:
     """Read a method's spec.
 
     A spec is a method object, a name (``"terngrad"``: the defaults) or a call expression over known names
-    with literal arguments (``"TernGrad(clip=2.5)"``), nested where methods nest. The method that another one is around
-    may go without its field's name (``"DQGD(QSGD(levels=1))"``), in Python too. A spec is parsed, never evaluated.
+    with literal arguments (``"TernGrad(clip=2.5)"``), nested for wrapped methods. The field name of a wrapped method
+    may be omitted (``"DQGD(QSGD(levels=1))"``), in Python too. A spec is parsed, never evaluated.
 
-    Case, "_" and "-" do not matter in the names of methods: ``"EF-SignSGD"`` is ``"ef_signsgd"``, which is shown.
+    Case, "_" and "-" in names of methods are ignored: ``"EF-SignSGD"`` is ``"ef_signsgd"``, the name in output.
 
     Raises:
-        HyperparameterError: an unknown name or field (the nearest known one is named), a value that the method
-            refuses, or text that is not a spec.
+        HyperparameterError: the spec has an unknown name or field (the message has the nearest known one) or a value
+            that the method refuses, or is malformed.
 
     Example:
         >>> method("terngrad")
@@ -80,10 +80,10 @@ def method(spec: str | Method) -> Method:
 
 
 def parse(spec: str, kinds: Iterable[type[Any]] = ()) -> object:
-    """Read a spec in which classes beside the methods may stand, and return the object that it describes.
+    """Read a spec that may use other classes than methods, and return its object.
 
     Args:
-        spec: As for :func:`method`.
+        spec: Spec, see :func:`method`.
         kinds: Frozen dataclasses with an attribute ``name``, which is their lower-case name in specs.
 
     Raises:
@@ -105,7 +105,7 @@ def parse(spec: str, kinds: Iterable[type[Any]] = ()) -> object:
 
 
 def _without_hyphens(word: re.Match[str]) -> str:
-    """Make Python's of a name with hyphens; leave quoted texts and numbers as they are."""
+    """Replace hyphens in a name by underscores; do not change quoted strings and numbers."""
     return word[0] if word[0][0] in "'\"0123456789" else word[0].replace("-", "_")
 
 
@@ -136,12 +136,12 @@ def _build(node: ast.expr, spec: str, also: Mapping[str, type[Any]]) -> object:
 
 
 def _value(field: str, node: ast.expr, spec: str, also: Mapping[str, type[Any]]) -> object:
-    """Build what stands behind a field's name."""
+    """Build the value of a field."""
     word, sign = (
         (node.operand, -1.0) if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub) else (node, 1.0)
     )
     if isinstance(word, ast.Name) and word.id == "inf":
-        # As repr writes it, which is no literal of Python's.
+        # As written by repr, which is not a literal.
         return sign * math.inf
     if isinstance(node, ast.Name) and field != "compressor" and _key(node.id) not in (*_BY_NAME, *_OPERATORS, *also):
         near = difflib.get_close_matches(node.id.capitalize(), ("None", "True", "False"), n=1, cutoff=0.7)

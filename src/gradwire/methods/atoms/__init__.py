@@ -1,1 +1,1 @@
-"""ATOMO: few atoms of a decomposition."""
+"""ATOMO: sampled atoms of a decomposition."""

@@ -1,4 +1,4 @@
-"""Which atoms of a decomposition are kept at random, and with what probability."""
+"""Codecs that keep atoms at random, and the probabilities with the least variance."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 def kept_magnitude(largest: torch.Tensor, total: float, budget: float) -> float:
-    """Return the magnitude c for which the probabilities ``min(1, |x_i| / c)`` add up to the budget.
+    """Return the c for which the probabilities ``min(1, |x_i| / c)`` add up to the budget.
 
-    These have the least variance, sum of x_i^2 (1 / p_i - 1), of all that do; those of 1 are not clipped at random but
-    found one by one, from the largest on: as long as ``|x_i| (budget - i) >= sum of those from i on``.
+    Of all probabilities with that sum these have the least variance, sum of x_i^2 (1 / p_i - 1). Probabilities of 1 are
+    found one by one, from the largest magnitude on, as long as ``|x_i| (budget - i) >= sum of those from i on``.
 
     Args:
         largest: The ``floor(budget)`` largest magnitudes or more, descending, float64.
@@ -30,24 +30,24 @@ def kept_magnitude(largest: torch.Tensor, total: float, budget: float) -> float:
         budget: Number of atoms kept on average.
 
     Returns:
-        c; 0 where no more atoms than the budget are other than zero, all of which then are kept.
+        c, or 0 if no more than ``budget`` atoms are non-zero, all of which are then kept.
     """
     left = budget - torch.arange(len(largest), dtype=torch.float64)
     tails = total - (largest.cumsum(0) - largest)
     keeps = (largest * left >= tails) & (left > 0)
     sure = int(keeps.cumprod(0).sum())
     rest = total - float(largest[:sure].sum())
-    # What is left of sums of float64 is no atom.
+    # A remainder this small is a rounding error.
     if budget <= sure or rest <= 1e-12 * total:
         return 0.0
     return rest / (budget - sure)
 
 
 def probabilities(magnitudes: torch.Tensor, budget: float) -> torch.Tensor:
-    """Return the probability of each atom, float64, by :func:`kept_magnitude`.
+    """Return the probability of each atom, float64, see :func:`kept_magnitude`.
 
     Args:
-        magnitudes: Of all atoms, in any order.
+        magnitudes: Magnitudes of all atoms, in any order.
     """
     sizes = magnitudes.abs().double()
     c = kept_magnitude(sizes.sort(descending=True).values, float(sizes.sum()), budget)
@@ -55,14 +55,14 @@ def probabilities(magnitudes: torch.Tensor, budget: float) -> torch.Tensor:
 
 
 class AtomCodec(SparseCodec):
-    """Units kept with the probability ``p_i = min(1, size_i / c)`` and sent as ``x_i / p_i``, one c a parameter.
+    """Codec of units kept with the probability ``p_i = min(1, size_i / c)`` and sent over it, one c a parameter.
 
     Args:
-        units: What is kept or left out as a whole.
-        drawn: Where the sizes of each parameter's units lie in what :meth:`sizes` returns, and what they draw with. The
-            units of a parameter follow those of the one before.
-        density: Share of a parameter's units that is kept on average, which decides c.
-        values: How values travel.
+        units: Units that are kept or left out.
+        drawn: Segments of each parameter's units in the result of :meth:`sizes`, in the order of parameters without
+            gaps, and their random keys.
+        density: Share of a parameter's units that is kept on average, which determines c.
+        values: Encoding of the values.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class AtomCodec(SparseCodec):
         self.kernels.ternary_encode(sizes, self.drawn, limit, inverse, draw.round, draw.stream, 0, groups, self._trits)
         trits = torch.zeros(self.drawn.extent)
         self.kernels.decode(self._trits, 1, self.drawn, torch.ones(number), 0, groups, trits)
-        # What is not finite is kept, and so is all of a parameter that the budget covers.
+        # Values that are not finite are kept, and so is all of a parameter that fits the budget.
         trits = torch.where(torch.isfinite(sizes[: len(trits)]), trits, torch.inf)
         threshold = torch.full((number,), 0.5)
         for i in torch.nonzero(scale == 0).flatten().tolist():
@@ -109,18 +109,18 @@ class AtomCodec(SparseCodec):
         self.write(chosen, values * torch.repeat_interleave(factors, self.table.lengths(chosen)), draw, out)
 
     def sizes(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return the size of each unit, float32; that of a single element may have the element's sign."""
+        """Return the size of each unit, float32; for a single element it may have the element's sign."""
         return self.table.score(self.kernels, flat)
 
     def larger(
         self, values: torch.Tensor, chosen: torch.Tensor, size: torch.Tensor, least: torch.Tensor
     ) -> torch.Tensor:
-        """Return the values of chosen units over their probabilities, times ``max(1, least / size)``."""
+        """Return the values of chosen units divided by their probabilities, times ``max(1, least / size)``."""
         ratio = torch.where(least > size, least / size, 1.0)
         return values * torch.repeat_interleave(ratio, self.table.lengths(chosen))
 
     def magnitudes(self, sizes: torch.Tensor, draw: Draw) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return c of each parameter, 0 where all units other than zero are kept, and a factor of what is sent."""
+        """Return c of each parameter, 0 where all non-zero units are kept, and a factor of the values sent."""
         moments, sums = self.kernels.moments(sizes, self.drawn), self.kernels.sign_sums(sizes, self.drawn)
         total = sums.above + sums.below
         budget = [self.budget(n) for n in self.drawn.numel.tolist()]
@@ -136,17 +136,17 @@ class AtomCodec(SparseCodec):
         return torch.where(torch.isfinite(moments.max_abs), scale, torch.inf), torch.ones_like(scale)
 
     def budget(self, units: int) -> float:
-        """Return how many of a parameter's units are kept on average: one at least."""
+        """Return the mean number of a parameter's units that are kept, at least one."""
         return max(1.0, self.density * units)
 
 
 class AtomElementCodec(AtomCodec):
-    """Elements kept with the probability ``p_i = min(1, |x_i| / c)`` and sent as ``x_i / p_i``, one c a segment.
+    """Codec of elements kept with the probability ``p_i = min(1, |x_i| / c)`` and sent over it, one c a segment.
 
     Args:
-        density: Share of the elements kept on average, which decides c; None where a norm does.
-        norm: "l2" or "max": c is that norm of the segment. All values sent of it then are c, up to their sign, and
-            travel as one number and a bit each.
+        density: Share of the elements kept on average, which determines c; None if a norm does.
+        norm: "l2" or "max": c is that norm of the segment. All values sent of it are then c or -c, and are encoded as
+            one number and a bit each.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class AtomElementCodec(AtomCodec):
         density: float | None,
         norm: str | None,
     ) -> None:
-        # The draws of the operators that a norm makes of it.
+        # The same draws as the operators to which it is then equal.
         purpose = "levels" if norm == "l2" else "ternary"
         drawn = SegmentTable(
             offset=[s.offset for s in segments],
@@ -183,5 +183,5 @@ class AtomElementCodec(AtomCodec):
     def larger(
         self, values: torch.Tensor, chosen: torch.Tensor, size: torch.Tensor, least: torch.Tensor
     ) -> torch.Tensor:
-        # Exactly c: a product would round.
+        # The value is exactly c; a product would round.
         return torch.copysign(torch.maximum(values.abs(), least), values)

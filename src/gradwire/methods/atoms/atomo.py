@@ -1,4 +1,4 @@
-"""Elements kept at random, as many as descend most for their cost."""
+"""ATOMO: elements kept at random, with a given mean number or as many as descend most for their cost."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class AdaptiveAtomCodec(AtomElementCodec):
-    """ATOMO's elements with a budget that follows the vector, times the share of the descent that it is sure of."""
+    """Codec of ATOMO's elements with a budget chosen for the vector, times the share of guaranteed descent."""
 
     def __init__(
         self, kernels: Kernels, segments: Sequence[Segment], world_size: int, seed: int, *, cost: MessageCost
@@ -52,29 +52,28 @@ class AdaptiveAtomCodec(AtomElementCodec):
 
 @dataclass(frozen=True, kw_only=True)
 class ATOMO(Compressor):
-    r"""ATOMO with the elements as atoms: each kept at random, and what is kept made larger by as much.
+    r"""ATOMO with elements as atoms, each kept at random and divided by its probability.
 
     With independent t_i, 1 with the probability p_i and else 0::
 
         Q(x)_i = x_i t_i / p_i      p_i = min(1, |x_i| / c)      sum_i p_i = s = density d
 
-    These p have the least variance, sum_i x_i^2 (1 / p_i - 1), of all that keep s elements on average. Unbiased. Where
-    no p_i is cut off at 1, all values sent of a parameter are c up to their sign, and the variance is
-    |x|_1^2 / s - |x|_2^2.
+    Unbiased. Of all p that keep s elements on average these have the least variance, sum_i x_i^2 (1 / p_i - 1). If no
+    p_i is cut off at 1, all values sent of a parameter are c or -c, and the variance is |x|_1^2 / s - |x|_2^2.
 
-    ``norm`` sets c to a norm of the parameter, in place of a density: "l2" is QSGD with one level, s = |x|_1 / |x|_2,
-    and "max" is TernGrad without clipping, s = |x|_1 / |x|_inf, with the same bits as theirs. Then c travels once and
-    every element takes a bit beside its position.
+    ``norm`` sets c to a norm of the parameter instead of using a density: "l2" is QSGD with one level,
+    s = |x|_1 / |x|_2, and "max" is TernGrad without clipping, s = |x|_1 / |x|_inf, with the same bits. Then c is sent
+    once, and every element takes its position and one bit.
 
     Args:
-        density: Share s/d of the elements that is kept on average, above 0 to 1; at least one of a parameter.
+        density: Share s/d of the elements that is kept on average, above 0 to 1; at least one element of each
+            parameter.
         norm: None, "l2" or "max".
 
     Raises:
         HyperparameterError: a field is out of range.
 
-    Wire: a sparse section (``docs/wire-format.md``). The number of elements depends on the draws. Draws from the rank's
-    stream.
+    Wire: a sparse section (``docs/wire-format.md``), whose number of elements is random. Draws from the rank's stream.
 
     Reference: H. Wang et al., "ATOMO: Communication-efficient Learning via Atomic Sparsification", NeurIPS 2018,
     algorithm 1, theorem 5 and section 4. The same probabilities: J. Wangni et al., "Gradient Sparsification for
@@ -110,14 +109,14 @@ class ATOMO(Compressor):
             super().declare(),
             collectives=("all_gather",),
             cut=1 << 40,
-            # Those of norms, trits and positions; where a budget decides, of the sum of magnitudes.
+            # Kernels of norms, trits and positions; for a budget, of the sum of magnitudes.
             kernels=("moments", *(() if self.norm else ("signs",)), "ternary", "selection", "indices"),
             unbiased=True,
             omega_formula="d / s - 1 for one budget; sqrt(d) - 1 for the l2 norm",
         )
 
     def omega_of(self, numel: int | None = None) -> float | None:
-        """Return the variance of the worst vector: of equal magnitudes for a budget, and for the l2 norm."""
+        """Return the variance of the worst vector, which for a budget or the l2 norm has equal magnitudes."""
         if self.norm is not None:
             return None if numel is None else even_constant(1, max(1, numel), self.norm)
         if numel is None:

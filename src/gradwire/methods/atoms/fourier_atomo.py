@@ -1,4 +1,4 @@
-"""The codec of frequencies that are kept at random and made larger, so that the mean is right."""
+"""Fourier ATOMO: frequencies of blocks, kept at random."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 
 class FourierAtomCodec(AtomCodec):
-    """Pairs of conjugate frequencies of blocks, and single real ones, kept with the best probabilities for a budget.
+    """Codec of conjugate pairs and real frequencies of blocks, kept with the best probabilities for a budget.
 
     A parameter's units are the real coefficients of all its blocks, then the pairs, two numbers each (see
-    :class:`gradwire.kernels.FourierTable`). The mean is taken of coefficients, and transformed back once.
+    :class:`gradwire.kernels.FourierTable`). The mean of coefficients is computed, and transformed back once.
 
     Args:
         density: Share of the atoms kept on average.
@@ -85,14 +85,14 @@ class FourierAtomCodec(AtomCodec):
         self.kernels.inverse_fourier(z, self.waves, flat, accumulate=True)
 
     def is_finite(self, summary: Summary, flat: torch.Tensor) -> Flag:
-        # Sums of finite coefficients may be beyond float32.
+        # Sums of finite coefficients may exceed float32.
         return all_hold(self.kernels.finite(flat, self._elements))
 
 
 def _weights(numel: int, block_size: int) -> torch.Tensor:
-    """Return what makes magnitudes of coefficients those of unitary transforms, over ``sqrt(2 block_size)``.
+    """Return factors that give magnitudes of unitary transforms, over ``sqrt(2 block_size)``.
 
-    With that the size of an atom is not beyond the largest element.
+    With these no atom is larger than the largest element.
     """
     sizes = np.array(block_sizes(numel, block_size), np.int64)
     share = np.sqrt(sizes / block_size)
@@ -102,37 +102,36 @@ def _weights(numel: int, block_size: int) -> torch.Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class FourierATOMO(Compressor):
-    r"""ATOMO with frequencies as atoms: each kept at random, and what is kept made larger by as much.
+    r"""ATOMO with frequencies as atoms, each kept at random and divided by its probability.
 
-    A parameter, in memory order, is cut into blocks of b elements, ``block_size`` and at its end smaller powers of two.
-    X is the unitary discrete Fourier transform of a block. Since the block is real, X_{b-k} is the conjugate of X_k:
-    the two are one atom, and the frequencies 0 and b/2, which are real, are one each. So the atoms are orthonormal::
+    A parameter, in memory order, is cut into blocks of b elements: ``block_size``, and smaller powers of two at its
+    end. X is the unitary discrete Fourier transform of a block. Since the block is real, X_{b-k} is the conjugate of
+    X_k: the two are one atom, and the real frequencies 0 and b/2 are one atom each. The atoms are orthonormal::
 
         x = sum_i lambda_i a_i     lambda = sqrt(2) |X_k| for pairs, |X_k| for real ones
         Q(x) = sum_i (lambda_i t_i / p_i) a_i     p_i = min(1, lambda_i / c)     sum_i p_i = s
 
-    with independent t_i, 1 with the probability p_i and else 0. One c serves all blocks of a parameter. Unbiased, but
-    for the rounding of a float32 transform; the variance, sum_i lambda_i^2 (1 / p_i - 1), is the least of all p with
-    that sum.
+    with independent t_i, 1 with the probability p_i and else 0. All blocks of a parameter use the same c. Unbiased,
+    except for rounding in the float32 transform; the variance, sum_i lambda_i^2 (1 / p_i - 1), is the least of all p
+    with that sum.
 
-    It pays for vectors with few frequencies, such as smooth ones. Where single elements stick out, their energy is
-    spread over all frequencies, and :class:`ATOMO` has less variance.
+    Use it for vectors with few frequencies, such as smooth ones. The energy of single large elements is spread over all
+    frequencies, so for these :class:`ATOMO` has less variance.
 
-    Why blocks, and not the whole parameter: a transform whose length is a power of two can be made in a stated order of
-    sums, with roots of unity that need no mathematical library. So all ranks decode the same bits on any machine,
-    whatever the layout of the buckets. A block also stays in a core's cache.
+    Blocks are used because a transform whose length is a power of two can be computed in a specified order of sums,
+    with roots of unity that need no mathematical library. So all ranks decode the same bits on any machine, whatever
+    the layout of the buckets. A block also stays in a core's cache.
 
     Args:
-        density: Share of the atoms that is kept on average, above 0 to 1; at least one of a parameter. An atom counts
-            as one, whether it is a pair, which travels as two numbers, or a real frequency, which travels as one. A
-            block has b/2 + 1 atoms, so that about the same share of the numbers is sent.
+        density: Share of the atoms that is kept on average, above 0 to 1; at least one atom of each parameter. A block
+            has b/2 + 1 atoms: b/2 - 1 pairs, which take two numbers each, and two real frequencies, which take one. So
+            about the same share of the numbers is sent.
         block_size: Elements of a block, a power of two from 256 to 32768.
 
     Raises:
         HyperparameterError: a field is out of range.
 
-    Wire: a sparse section (``docs/wire-format.md``). The number of atoms depends on the draws. Draws from the rank's
-    stream.
+    Wire: a sparse section (``docs/wire-format.md``). The number of atoms is random. Draws from the rank's stream.
 
     Reference: H. Wang et al., "ATOMO: Communication-efficient Learning via Atomic Sparsification", NeurIPS 2018,
     algorithm 1 and theorem 5; the abstract names the Fourier decomposition as an example.

@@ -1,4 +1,4 @@
-"""The codec of singular vectors that are kept at random."""
+"""Spectral ATOMO: pairs of singular vectors, kept at random."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ if TYPE_CHECKING:
 
 
 SPOILT = 0xFFFF
-"""In place of a number of atoms: the matrix is not finite."""
+"""Value for the number of atoms that marks a matrix as not finite."""
 
 
 class SingularCodec(Codec):
-    """Singular values and vectors of each parameter as a matrix, kept with the best probabilities for a budget.
+    """Codec of each parameter's singular values and vectors, kept with the best probabilities for a budget.
 
     A payload is its length in bytes, a 16-bit number of atoms a segment, zeros up to a multiple of 16, and for each
     atom the left vector times its singular value over its probability, and the right vector, float32.
 
     Args:
-        budget: Atoms of a matrix that are kept on average.
+        budget: Mean number of atoms of a matrix that are kept.
     """
 
     grain = units = 1
@@ -49,7 +49,7 @@ class SingularCodec(Codec):
         self.segments, self.world_size, self.budget = list(segments), world_size, budget
         self.shapes = [shape_of(s.parameter) for s in segments]
         self.keys = [parameter_key(seed, s.parameter.name, "atoms") for s in segments]
-        # More are drawn with a probability below 1e-15 (Chernoff); of these the smallest are left out.
+        # The probability of drawing more is below 1e-15 (Chernoff); the smallest are then left out.
         cap = int(budget + 8 * budget**0.5 + 16)
         self.most = [min(rows, columns, cap) for rows, columns in self.shapes]
         self._begin = -(-(4 + 2 * len(self.segments)) // 16) * 16
@@ -124,9 +124,9 @@ class SingularCodec(Codec):
 
 
 def _decomposed(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return left vectors in columns, singular values in falling order, and right vectors in rows."""
+    """Return left vectors in columns, singular values in descending order, and right vectors in rows."""
     if len(matrix) == 1:
-        # Exactly, and without a library: the number one, and the row.
+        # Exact, without a library: the number one, and the row.
         return torch.ones(1, 1), torch.ones(1), matrix
     left, values, right = torch.linalg.svd(matrix, full_matrices=False)
     return left, values, right
@@ -142,21 +142,21 @@ def _drawn(count: int, key: tuple[int, int], draw: Draw) -> torch.Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class SpectralATOMO(Method):
-    r"""Spectral ATOMO: the singular vectors of every parameter as a matrix, each pair kept at random.
+    r"""Spectral ATOMO: every parameter as a matrix, with each pair of singular vectors kept at random.
 
     With X = sum_k sigma_k u_k v_k^T and independent t_k, 1 with the probability p_k and else 0::
 
         Q(X) = sum_k (sigma_k t_k / p_k) u_k v_k^T      p_k = min(1, sigma_k / c)      sum_k p_k = budget
 
-    Unbiased, with the variance sum_k sigma_k^2 (1 / p_k - 1), the least of all p with that sum. A matrix of a rank up
-    to the budget is exact, and so is a parameter with one dimension, whose only singular value always travels.
+    Unbiased, with the variance sum_k sigma_k^2 (1 / p_k - 1), the least of all p with that sum. A matrix whose rank is
+    at most the budget is exact, and so is a parameter with one dimension, whose only singular value is always sent.
 
     A parameter is a matrix of its outermost dimension in memory by all others, as for :class:`PowerSGD`. Each worker
-    decomposes its own gradient, with LAPACK: for large matrices that takes far longer than a step, which is the
-    method's price. What it sends is decoded alike by all, in an order that is stated.
+    decomposes its own gradient with LAPACK, which takes far longer than a step for large matrices. All workers decode
+    the payload identically, in a specified order.
 
     Args:
-        budget: Pairs of a matrix that are kept on average, at least 1.
+        budget: Mean number of pairs of a matrix that are kept, at least 1.
 
     Raises:
         HyperparameterError: ``budget`` is out of range.
@@ -165,8 +165,8 @@ class SpectralATOMO(Method):
     stream.
 
     Reference: H. Wang et al., "ATOMO: Communication-efficient Learning via Atomic Sparsification", NeurIPS 2018,
-    section 5. The authors' program cuts probabilities off at 1 without giving what is left of the budget to the others,
-    and draws again where nothing was kept, which is biased; here neither is done.
+    section 5. The authors' program cuts probabilities off at 1 without distributing the rest of the budget to the
+    others, and draws again if nothing was kept, which is biased. This implementation does neither.
 
     Example:
         >>> import torch, gradwire as gw
@@ -210,5 +210,5 @@ class SpectralATOMO(Method):
         return SectionPlan(self, replace(setting, segments=[replace(s, dense=True) for s in setting.segments]))
 
     def codec(self, kernels: Kernels, segments: Sequence[Segment], world_size: int, seed: int) -> SingularCodec:
-        """Bind it to segments."""
+        """Bind the method to segments."""
         return SingularCodec(kernels, segments, world_size, seed, budget=self.budget)

@@ -1,1 +1,1 @@
-"""Casts: no compression, or sixteen bits an element."""
+"""Casts: 32 or 16 bits an element."""

@@ -1,4 +1,4 @@
-"""Values cast to a float type, with their exponents apart from what looks like noise."""
+"""FP32, FP16 and BF16: gradients sent in a float type."""
 
 from __future__ import annotations
 
@@ -31,20 +31,21 @@ _WORDS = {2: (np.uint16, torch.int16), 4: (np.uint32, torch.int32)}
 
 
 class CastCodec(Codec):
-    """The mean as sum over ranks of cast(x_r) * float32(1 / world_size), added in the order of ranks, and cast again.
+    """Codec of values cast to a float type, with their exponents stored apart for an entropy coder.
 
-    Sums are float32, so the mean is rounded once, whatever the number of ranks, and it is the same bits whether all
-    ranks add up for themselves or the owner of a share does so and sends what was cast again.
+    The mean is the sum over ranks of cast(x_r) * float32(1 / world_size), added in float32 in the order of ranks, and
+    cast again. So it is rounded once, whatever the number of ranks, and has the same bits whether every rank adds up
+    all payloads or the owner of a share does so and sends the result.
 
-    A value's bits, rotated left by one, have the exponent in front and the sign behind. Their foremost byte is a symbol
-    for a coder: the exponent of bfloat16 and float32, that of float16 and three bits more. All other bytes are plain. A
-    payload is the plain bytes of value after value, little endian, and then the symbols. A unit is sixteen values;
-    those that are missing in the last one are zeros.
+    A value's bits, rotated left by one, have the exponent in front and the sign at the end. The first byte is a symbol
+    for a coder: the exponent of bfloat16 and float32, or the exponent of float16 and three more bits. All other bytes
+    are plain. A payload is the plain bytes of all values, little endian, and then the symbols. A unit is sixteen
+    values; the last one is padded with zeros.
 
     Args:
-        segments: The runs of the flat vector to carry; neighbours are joined.
+        segments: Runs of the flat vector to send; adjacent ones are joined.
         world_size: Number of ranks.
-        dtype: A type of two or four bytes.
+        dtype: Float type of two or four bytes.
     """
 
     grain = 1
@@ -109,11 +110,11 @@ class CastCodec(Codec):
 
 @dataclass(frozen=True, kw_only=True)
 class Cast(Method):
-    """A method whose payload is the gradient itself, in ``dtype``, divided by the world size before the sum."""
+    """Base of methods that send the gradient itself, in ``dtype``, divided by the world size before the sum."""
 
     dtype: ClassVar[torch.dtype]
     tag: ClassVar[int]
-    """Unique number of the wire format, for payloads of the cast's own."""
+    """Unique number of the wire format, where :class:`CastCodec` is used."""
 
     def declare(self) -> Traits:
         return replace(
@@ -143,7 +144,7 @@ class Cast(Method):
 
     def plan(self, setting: PlanSetting) -> BucketPlan:
         if setting.collective == REDUCE_SCATTER:
-            # Payloads of its own, added up in float32 by the owner: the backend's sum serves whole vectors.
+            # The owner adds up payloads in float32, since the backend can only add up whole vectors.
             return SectionPlan(self, setting)
         self._check(setting.collective)
         return CastPlan(self.dtype, setting.segments)
@@ -161,7 +162,7 @@ class Cast(Method):
             )
 
     def codec(self, kernels: Kernels, segments: Sequence[Segment], world_size: int, seed: int) -> CastCodec:
-        """Return the codec for payloads of the cast's own, where a coder is to shorten them."""
+        """Return the codec that is used where an entropy coder shortens the payloads."""
         return CastCodec(segments, world_size, self.dtype)
 
 

@@ -1,1 +1,1 @@
-"""Feedback: what was not sent is sent later, or subtracted from what comes."""
+"""Feedback: residuals that are added to later gradients, and shifts that are subtracted before compression."""

@@ -1,4 +1,4 @@
-"""Which operators keep what error feedback remembers bounded."""
+"""Check for operators with which residuals of error feedback stay bounded."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from gradwire.exchange.method import Method, no_operator, require
 
 
 def check_contraction(owner: str, inner: Method, consequence: str, unseen: str, *, decays: bool = False) -> None:
-    """Check that a method is an operator on one vector, and a contraction by one of three bounds.
+    """Check that a method is an operator on one vector and a contraction by one of three bounds.
 
-    Its worst squared error is below the square of its input, or no element errs by as much as the largest magnitude on
-    any worker, or none by more than a fixed magnitude.
+    The worst squared error is below the square of the input, or the error of every element is below the largest
+    magnitude on any worker, or it is below a fixed magnitude.
 
     Args:
-        consequence: What follows where it is no contraction, for the message.
-        unseen: What does not see the loss of a sum in sixteen bits.
-        decays: Whether what is left out shrinks by itself from round to round: then it suffices that the operator's
-            error is never longer than its input, delta = 0.
+        consequence: Consequence if it is not a contraction, for the message.
+        unseen: State that does not include the rounding of a sum in sixteen bits, for the message.
+        decays: True if the residual decays from round to round. Then delta = 0 suffices: the operator's error is never
+            longer than its input.
 
     Raises:
         HyperparameterError: it is not.

@@ -1,4 +1,4 @@
-"""DQGD, and DIANA: compressed differences to a slowly learned reference."""
+"""DQGD, unbiased quantisation without state, and DIANA, compressed differences to a learned reference."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ def _block_quantisation() -> QSGDinf:
 
 @dataclass(frozen=True, kw_only=True)
 class DQGD(Wrapper):
-    r"""DQGD: every worker sends an unbiased quantisation of its gradient, and nothing is remembered.
+    r"""DQGD: every worker sends an unbiased quantisation of its gradient, without any state.
 
-    mean = (1 / N) sum_i Q(g_i). The name under which DIANA's authors compare it: with heterogeneous workers it stops at
-    a plateau of about 2 gamma omega mean_i |grad f_i(x*)|^2 / (mu N), exact gradients or not.
+    mean = (1 / N) sum_i Q(g_i). DIANA's authors compare with it under this name: with heterogeneous workers it stops at
+    a plateau of about 2 gamma omega mean_i |grad f_i(x*)|^2 / (mu N), even with exact gradients.
 
     Args:
         compressor: An unbiased operator Q. The default is block quantisation with p = inf, as in DIANA's paper;
             ``QSGD(levels=1)`` is p = 2.
 
     Raises:
-        HyperparameterError: ``compressor`` is biased, or no operator on one vector.
+        HyperparameterError: ``compressor`` is biased, or not an operator on one vector.
 
     Reference: S. Khirirat, H. R. Feyzmahdavian, M. Johansson, "Distributed Learning with Compressed Gradients", 2018.
 
@@ -87,7 +87,7 @@ class DQGD(Wrapper):
 
 @dataclass(frozen=True, kw_only=True)
 class DIANA(ShiftAlgorithm, Wrapper):
-    r"""DIANA: each worker sends a quantisation of its gradient's difference to a reference that it learns.
+    r"""DIANA: each worker sends the quantised difference of its gradient to a learned reference.
 
     With h_i worker i's shift, h their mean, which every worker keeps, and v a momentum, all zero at first::
 
@@ -95,37 +95,39 @@ class DIANA(ShiftAlgorithm, Wrapper):
         D   = (1 / N) sum_i D_i            g   = h + D (unbiased)        h <- h + alpha D
         v   <- momentum v + g              outcome: v
 
-    What is quantised goes to zero, so that with exact gradients the optimum itself is reached, linearly, with
-    heterogeneous workers too, where plain quantisation stops at a plateau; and since g tends to the gradient of the
-    mean, a proximal step finds the solution of a regularised problem (:class:`gradwire.ProximalSGD`). With strong
-    minibatch noise it gains little: g_i - h_i stays large.
+    The quantised vectors go to zero. So with exact gradients the method converges linearly to the optimum, even with
+    heterogeneous workers, where plain quantisation stops at a plateau. Since g tends to the gradient of the mean, a
+    proximal step finds the solution of a regularised problem (:class:`gradwire.ProximalSGD`). With strong minibatch
+    noise the gain is small: g_i - h_i stays large.
 
-    Shifts are kept by parameter, unscaled under automatic mixed precision, h_i for this rank alone, h and v the same on
-    all; a round with a non-finite value changes none. By default they are float64: every worker rounds its own h_i and
-    all round h, and in float32 the difference of h to the mean of h_i, 1e-6 after some thousand rounds, stays in every
-    outcome (logistic regression on mushrooms then ends at 3e-9 in squared distance, instead of 3e-14). Continued with
-    another number of workers, shifts start from zero again, since h would not be the mean of the h_i that are left.
+    Shifts are stored by parameter, without the loss scale under automatic mixed precision; h_i is state of this rank, h
+    and v are the same on all. A round with a non-finite value does not change them. By default they are float64: every
+    worker rounds its own h_i and all round h, and in float32 the difference of h to the mean of h_i, 1e-6 after some
+    thousand rounds, is in every outcome (logistic regression on mushrooms then ends at 3e-9 in squared distance,
+    instead of 3e-14). With another number of workers after a checkpoint, shifts restart from zero, since h would not be
+    the mean of the remaining h_i.
 
     Args:
         compressor: An unbiased operator Q.
         alpha: Learning rate of the shifts; None: 1 / (1 + omega), the fastest for a constant gradient, with omega the
             compressor's variance constant. Above 2 / (1 + omega) shifts may diverge.
-        momentum: Of v, at least 0 and below 1; above 0 the optimizer must have none. Parameters that travel in float32,
-            and rounds of warm-up, are left without.
+        momentum: Momentum of v, at least 0 and below 1; if above 0 the optimizer must have none. It is not applied to
+            parameters sent in float32, nor in warm-up rounds.
         shifts: "float64" or "float32": half the memory, enough where minibatches are noisy.
         prox: A proximal operator, ``L1(strength=...)`` or ``Box(low=..., high=...)``, applied with the learning rate
-            after each step of the optimizer, which ``attach(..., optimizer=...)`` must then be given:
-            x <- prox(x - gamma v). It works with ``torch.optim.SGD`` alone, of all parameters that are exchanged, and
-            leaves one without a gradient as it is; :class:`gradwire.ProximalSGD` has its own, in a simulation, too.
+            after each step of the optimizer, x <- prox(x - gamma v). Pass the optimizer to ``attach(...,
+            optimizer=...)``: it must be a ``torch.optim.SGD`` of all exchanged parameters. A parameter without a
+            gradient is not changed. :class:`gradwire.ProximalSGD` applies its own operator, in a simulation, too.
 
     Raises:
         HyperparameterError: ``compressor`` is biased, ``alpha`` is not in (0, 1] or None where omega is not known, or
             above 2 / (1 + omega), or ``momentum`` is out of range.
-        IncompatibleError: when attached with ``prox``: no ``torch.optim.SGD`` was given, or it misses a parameter.
+        IncompatibleError: when attached with ``prox``, if the optimizer is not a ``torch.optim.SGD`` or lacks a
+            parameter.
 
     Reference: K. Mishchenko, E. Gorbunov, M. Takac, P. Richtarik, "Distributed Learning with Compressed Gradient
-    Differences", 2019, algorithm 1. Theorem 2 asks for alpha strictly below 1 / (1 + omega), which the default equals:
-    an alpha slightly below it has the paper's guarantee.
+    Differences", 2019, algorithm 1. Theorem 2 requires alpha strictly below 1 / (1 + omega), the default; a slightly
+    smaller alpha has the paper's guarantee.
 
     Example:
         >>> import torch, gradwire as gw
@@ -191,7 +193,7 @@ class DIANA(ShiftAlgorithm, Wrapper):
 
     @property
     def rate(self) -> float:
-        """The alpha that is used."""
+        """Learning rate of the shifts, given or computed."""
         if self.alpha is not None:
             return self.alpha
         if self.compressor.omega is None:
@@ -239,7 +241,7 @@ class DIANA(ShiftAlgorithm, Wrapper):
 
 
 class _HeavyBall(WrappedPlan):
-    """Applies a momentum, the same on all ranks, to an inner plan's outcome."""
+    """Plan that applies a momentum, the same on all ranks, to an inner plan's outcome."""
 
     def __init__(self, inner: BucketPlan, segments: Sequence[Segment], momentum: float, dtype: torch.dtype) -> None:
         super().__init__(inner, segments)

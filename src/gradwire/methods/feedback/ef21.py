@@ -1,4 +1,4 @@
-"""EF21: contracted differences to each worker's own estimate of its gradient."""
+"""EF21: contracted differences to each worker's estimate of its gradient."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class EF21(ShiftAlgorithm, Wrapper):
-    r"""EF21: each worker sends a contraction of its gradient's difference to the estimate that all have of it.
+    r"""EF21: each worker sends a contraction of its gradient's difference to an estimate of it.
 
     With grad_i worker i's gradient, g_i its estimate and g the mean of all g_i, which every worker keeps, zero at
     first, and C a contraction::
@@ -33,41 +33,41 @@ class EF21(ShiftAlgorithm, Wrapper):
         c_i = C(grad_i - g_i)              g_i <- g_i + c_i
         g   <- g + (1 / N) sum_i c_i       outcome: g
 
-    This is :class:`DIANA` with an operator that may be biased, and with shifts that take up all that is sent. What is
-    sent goes to zero where gradients settle, so that with exact gradients and a constant step size the optimum itself
-    is reached, with heterogeneous workers too. Nothing arrives in bursts, as from the residual of
-    :class:`ErrorFeedback`: the outcome is a mean of gradients that lags behind.
+    This is :class:`DIANA` with an operator that may be biased, and with shifts that change by everything that is sent.
+    The sent vectors go to zero as gradients converge, so with exact gradients and a constant step size the method
+    converges to the optimum, even with heterogeneous workers. There are no bursts, as from the residual of
+    :class:`ErrorFeedback`: the outcome is a delayed mean of gradients.
 
     **Bound.** If |C(x) - x|^2 <= (1 - delta) |x|^2, let theta = 1 - sqrt(1 - delta) and beta = (1 - delta) / theta. Let
-    G be the mean over workers of |g_i - grad_i|^2 after a round, and m that of the squared distance by which gradients
-    move until the next one. After the next round, G is at most (1 - theta) G + beta m.
+    G be the mean over workers of |g_i - grad_i|^2 after a round, and m the mean of the squared distance by which
+    gradients move until the next one. After the next round, G is at most (1 - theta) G + beta m.
 
-    **Start.** With zeros at first, g_i is C(grad_i) after the first round, as in the paper. In rounds of warm-up, where
-    gradients travel whole, g_i becomes grad_i: with ``warmup_steps=1`` the error G starts from zero.
+    **Start.** With zeros at first, g_i is C(grad_i) after the first round, as in the paper. In warm-up rounds, where
+    gradients are sent uncompressed, g_i becomes grad_i: with ``warmup_steps=1`` the error G starts from zero.
 
-    **Momentum.** The noise of minibatches does not average out in g_i. With ``momentum`` (EF21-SGDM) an average of each
-    worker's gradients takes the place of grad_i::
+    **Momentum.** The noise of minibatches does not average out in g_i. With ``momentum`` (EF21-SGDM) grad_i is replaced
+    by an average of each worker's gradients::
 
         v_i <- momentum v_i + (1 - momentum) grad_i
 
-    The paper's eta is 1 - momentum. Here v_i is zero at first, so that the first 1 / (1 - momentum) outcomes are
-    shorter; the paper starts from a gradient. It is applied to all parameters, also to those that travel in float32 and
-    in rounds of warm-up.
+    The paper's eta is 1 - momentum. Here v_i is zero at first, so the first 1 / (1 - momentum) outcomes are shorter;
+    the paper starts from a gradient. The momentum is applied to all parameters, including those sent in float32, and in
+    warm-up rounds.
 
-    **Memory.** g_i and g are kept by parameter, unscaled under automatic mixed precision, g_i for this rank alone, g
-    the same on all; a round with a non-finite value changes none. Continued with another number of workers they start
-    from zero again, since g would not be the mean of the g_i that are left.
+    **Memory.** g_i and g are stored by parameter, without the loss scale under automatic mixed precision; g_i is state
+    of this rank, g is the same on all. A round with a non-finite value does not change them. With another number of
+    workers after a checkpoint they restart from zero, since g would not be the mean of the remaining g_i.
 
     Args:
-        compressor: The contraction C: an operator on one vector, :class:`Rotated` around one, or :class:`MultiScale`,
-            with a known ``delta``, or with an error in each element below the largest magnitude on any worker; or
-            ``fp32``.
-        momentum: At least 0 and below 1; above 0 the optimizer must have none.
+        compressor: The contraction C: ``fp32``, or an operator on one vector, :class:`Rotated` around one, or
+            :class:`MultiScale`, with a known ``delta`` or an error in each element below the largest magnitude on any
+            worker.
+        momentum: Momentum of v_i, at least 0 and below 1; if above 0 the optimizer must have none.
         shifts: Type of g_i and g, "float64" or "float32", as for :class:`DIANA`.
 
     Raises:
-        HyperparameterError: ``compressor`` is no operator on one vector, or no contraction, ``momentum`` is out of
-            range, or ``shifts`` is neither of the two words.
+        HyperparameterError: ``compressor`` is not an operator on one vector or not a contraction, ``momentum`` is out
+            of range, or ``shifts`` is neither "float64" nor "float32".
 
     Reference: P. Richtarik, I. Sokolov, I. Fatkhullin, "EF21: A New, Simpler, Theoretically Better, and Practically
     Faster Error Feedback", NeurIPS 2021, algorithm 2 and lemma 3; I. Fatkhullin, A. Tyurin, P. Richtarik, "Momentum
@@ -110,7 +110,7 @@ class EF21(ShiftAlgorithm, Wrapper):
             traits,
             owns_momentum=self.momentum > 0,
             on_device=self.compressor.traits.on_device,
-            # The estimates, the momentum where there is one, and what the compressor remembers.
+            # The estimates, the momentum if there is one, and the compressor's state.
             remembers=(*SHIFTS, *(("momentum",) if self.momentum else ()), *self.compressor.traits.remembers),
             unbiased=False,
             unbiased_note="no; exact where gradients settle",
@@ -131,7 +131,7 @@ class EF21(ShiftAlgorithm, Wrapper):
 
 
 class _Estimates(WrappedPlan):
-    """Makes estimates of the vectors that travel whole."""
+    """Plan that stores uncompressed vectors as estimates."""
 
     def __init__(self, inner: BucketPlan, segments: Sequence[Segment], dtype: torch.dtype) -> None:
         super().__init__(inner, segments)

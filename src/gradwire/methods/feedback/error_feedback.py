@@ -1,4 +1,4 @@
-"""Error feedback: what a compressor left out is added to the next gradient."""
+"""Error feedback: the part that a compressor leaves out is added to the next gradient."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from gradwire.methods.levels.qsgd import QSGDinf
 from gradwire.methods.wrappers.wrapper import WrappedPlan, Wrapper, as_sent, pieces
 
 SMALL_DELTA = 1 / 1024
-"""Where a contraction keeps less than this of the worst vector, its residual counts as large."""
+"""Least share of the worst vector that a contraction keeps for its residual not to be considered large."""
 
 
 class ResidualAlgorithm(Method):
-    """An algorithm that keeps a residual, behind a momentum of each worker's own where its field is not 0.
+    """Base of algorithms with a residual, and with a momentum of each worker before it if the field is not 0.
 
-    No dataclass, so that each method's own fields keep their order in its spec.
+    Not a dataclass, so that each method's own fields keep their order in its spec.
     """
 
     momentum: float
@@ -36,12 +36,12 @@ class ResidualAlgorithm(Method):
             super().declare(),
             owns_momentum=self.momentum > 0,
             needs_loss_scale=True,
-            # The residual, and the momentum where there is one.
+            # The residual, and the momentum if there is one.
             remembers=("residual", "momentum") if self.momentum else ("residual",),
         )
 
     def fed_back(self, inner: BucketPlan, setting: PlanSetting, decay: float = 1.0) -> BucketPlan:
-        """Return a plan that feeds back what ``inner`` leaves out, or a share of it."""
+        """Return a plan that feeds back the part that ``inner`` leaves out, or a share of it."""
         return self._after_momentum(Feedback(inner, setting.segments, decay=decay), setting)
 
     def dense_plan(self, setting: PlanSetting) -> BucketPlan:
@@ -60,35 +60,35 @@ class ErrorFeedback(ResidualAlgorithm, Wrapper):
         m_i <- momentum m_i + g_i
         p_i = m_i + e_i        mean = (1 / N) sum_i C(p_i)        e_i <- p_i - C(p_i)
 
-    Without ``momentum``, m_i is the gradient. Nothing is lost, it comes later: the sum over rounds of what a worker
-    contributed is the sum of its m_i, less e_i. Residuals are kept in units of the gradient, so that a change of the
-    learning rate needs no rescaling, and unscaled under automatic mixed precision. They are this rank's own state; a
-    round with a non-finite value changes none.
+    Without ``momentum``, m_i is the gradient. Nothing is lost, only delayed: the sum over rounds of a worker's
+    contributions is the sum of its m_i, minus e_i. Residuals are stored in units of the gradient, so that a change of
+    the learning rate needs no rescaling, and without the loss scale under automatic mixed precision. They are state of
+    this rank, and a round with a non-finite value does not change them.
 
-    **Momentum.** What is left out arrives later, in bursts. An optimizer's momentum, which follows the exchange,
-    carries such bursts on for 1 / (1 - momentum) further steps and overshoots where the residual is several gradients
-    long. ``momentum=0.9`` here is applied by each worker before compression instead, and the optimizer has none: an
-    exchange without loss would give the same steps. It is applied to all parameters, also to those that travel in
-    float32 and in rounds of warm-up.
+    **Momentum.** The part left out is applied later, in bursts. An optimizer's momentum, which follows the exchange,
+    continues such bursts for 1 / (1 - momentum) further steps, and overshoots if the residual is several gradients
+    long. With ``momentum=0.9`` here each worker applies the momentum before compression instead, and the optimizer has
+    none; without loss the steps would be the same. It is applied to all parameters, including those sent in float32,
+    and in warm-up rounds.
 
     **Bounds.** If |C(p) - p|^2 <= q |p|^2 with q < 1, residuals of bounded vectors |m_i| <= B stay below
-    B sqrt(q) / (1 - sqrt(q)). Where no element errs by more than c < 1 times the largest magnitude on any worker, as
-    with two or more levels of a maximum, and the elements of all m_i stay within B, those of residuals stay below
-    B c / (1 - c), whatever the variance; where none errs by more than a fixed c, as with :class:`Threshold`, those of
-    residuals stay below c. For :class:`GRandK`, which sends a part of p a round, such a bound holds over
-    its cycle. An unbiased compressor with a variance above |p|^2 and without such a bound is no contraction: its
-    residual grows without bound, so it is refused.
+    B sqrt(q) / (1 - sqrt(q)). If the error of every element is at most c < 1 times the largest magnitude on any worker,
+    as with two or more levels of a maximum, and the elements of all m_i stay within B, those of residuals stay below B
+    c / (1 - c), whatever the variance. If it is at most a fixed c, as with :class:`Threshold`, they stay below c. For
+    :class:`GRandK`, which sends a part of p in each round, such a bound holds over its cycle. An unbiased compressor
+    with a variance above |p|^2 and without such a bound is refused: it is not a contraction, and its residual grows
+    without bound.
 
     Args:
-        compressor: The method C: an operator on one vector, :class:`Rotated` or :class:`LGreCo` around one,
+        compressor: The compressor C: an operator on one vector, :class:`Rotated` or :class:`LGreCo` around one,
             :class:`MultiScale`, :class:`RandK`, or :class:`GRandK`.
-        momentum: At least 0 and below 1; above 0 the optimizer must have none.
-        decay: Share of the residual that is added to the next vector, above 0 to 1: p_i = m_i + decay e_i. Below 1 what
-            was left out long ago is forgotten, and it is lost, as in :class:`SparseLoCo`. Residuals of bounded vectors
-            |m_i| <= B then stay below B / (1 - decay) for any operator whose error is never longer than its input.
+        momentum: Momentum of each worker, at least 0 and below 1; if above 0 the optimizer must have none.
+        decay: Share of the residual that is added to the next vector, above 0 to 1: p_i = m_i + decay e_i. Below 1 old
+            parts of the residual decay and are lost, as in :class:`SparseLoCo`. Residuals of bounded vectors |m_i| <= B
+            then stay below B / (1 - decay) for any operator whose error is never longer than its input.
 
     Raises:
-        HyperparameterError: ``compressor`` is no operator on one vector, or no contraction, or ``momentum`` or
+        HyperparameterError: ``compressor`` is not an operator on one vector or not a contraction, or ``momentum`` or
             ``decay`` is out of range.
 
     Reference: F. Seide et al., Interspeech 2014; S. P. Karimireddy et al., "Error Feedback Fixes SignSGD and other
@@ -144,7 +144,7 @@ class ErrorFeedback(ResidualAlgorithm, Wrapper):
             collectives=as_sent(self.compressor),
             re_encoding=False,
             on_device=self.compressor.traits.on_device,
-            # What every residual algorithm remembers, and what the compressor does.
+            # State of every residual algorithm, and of the compressor.
             remembers=(*traits.remembers, *self.compressor.traits.remembers),
             scatters=self.compressor.traits.scatters,
             unbiased=False,
@@ -154,10 +154,10 @@ class ErrorFeedback(ResidualAlgorithm, Wrapper):
     def caution(self, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> str | None:
         inner = self.compressor
         if inner.traits.sends_parts:
-            # A vector may lie wholly in what a round does not send.
+            # A vector may be zero in all elements that a round sends.
             delta = 0.0
         elif inner.traits.bounds_residuals:
-            # Its residual is bounded otherwise, in each element.
+            # Its residual is bounded in each element.
             delta = 1.0
         else:
             delta = inner.usual_delta_of(max((p.numel() for p in parameters.values()), default=1)) or 0.0
@@ -168,11 +168,11 @@ class ErrorFeedback(ResidualAlgorithm, Wrapper):
 
 
 def momentum_beside_residual(method: Method, optimizer: Any, delta: float) -> str | None:
-    """Return a warning where an optimizer's momentum stands beside a residual that may grow large.
+    """Return a warning if the optimizer has a momentum and the residual may grow large.
 
     Args:
-        delta: What the method's compressor keeps at least of any vector, |C(p) - p|^2 <= (1 - delta) |p|^2. Residuals
-            count as large below :data:`SMALL_DELTA`.
+        delta: Least share of any vector that the compressor keeps, |C(p) - p|^2 <= (1 - delta) |p|^2. Below
+            :data:`SMALL_DELTA` residuals are considered large.
     """
     found = None if delta >= SMALL_DELTA or optimizer is None else momentum_of(optimizer, {})
     if found is None:
@@ -187,7 +187,7 @@ def momentum_beside_residual(method: Method, optimizer: Any, delta: float) -> st
 
 
 class Feedback(WrappedPlan):
-    """Adds what an inner plan left out of a bucket, times ``decay``, to the next one, and keeps it as ``kind``."""
+    """Plan that adds an inner plan's residual, times ``decay``, to the next bucket, and stores it as ``kind``."""
 
     def __init__(
         self, inner: BucketPlan, segments: Sequence[Segment], kind: str = "residual", decay: float = 1.0
@@ -214,11 +214,11 @@ class Feedback(WrappedPlan):
 
 
 class Delivery(WrappedPlan):
-    """Adds the residuals that another method has left to a bucket, once: none is kept of what the inner plan does."""
+    """Plan that adds another method's residuals to a bucket, once, and keeps none of the inner plan."""
 
     def before(self, context: Context, flat: torch.Tensor) -> None:
         held = context.memory.read("residual", self.segments)
         context.memory.stage("residual", self.segments).zero_()
-        # All that is not dense: a cast says of no part that it compresses it.
+        # All segments that are not dense, since a cast does not declare compressed runs.
         for s in (s for s in self.segments if not s.dense):
             flat[s.offset : s.offset + s.numel].add_(held[s.offset : s.offset + s.numel], alpha=context.loss_scale)

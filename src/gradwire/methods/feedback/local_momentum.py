@@ -1,4 +1,4 @@
-"""Momentum before compression: each worker's own, applied to its gradient before the exchange."""
+"""Momentum before compression, which each worker applies to its own gradient."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gradwire.methods.wrappers.wrapper import WrappedPlan, pieces
 
 
 def checked_momentum(owner: str, value: object, field: str = "momentum") -> float:
-    """Return a factor of momentum, of the field of that name, as a float.
+    """Return a method's momentum as a float, after checking it.
 
     Raises:
         HyperparameterError: it is not a number of at least 0 and below 1.
@@ -25,16 +25,16 @@ def checked_momentum(owner: str, value: object, field: str = "momentum") -> floa
 
 
 class LocalMomentum(WrappedPlan):
-    """Exchanges each worker's momentum instead of its gradient.
+    """Plan that exchanges each worker's momentum instead of its gradient.
 
     With g_i worker i's gradient and m_i its momentum, zero at first::
 
         m_i <- momentum m_i + (1 - dampening) g_i        the inner plan exchanges m_i, or g_i + momentum m_i (Nesterov)
 
-    The mean over workers of m_i is the momentum of the mean gradient, so that an inner plan without loss gives exactly
-    the direction of ``torch.optim.SGD`` with this momentum, where nothing is dampened. It is applied to all elements,
-    also to those that travel in float32. ``m_i`` is this rank's own state, "momentum", kept unscaled under automatic
-    mixed precision.
+    The mean over workers of m_i is the momentum of the mean gradient, so with a lossless inner plan and no dampening
+    the outcome is exactly the direction of ``torch.optim.SGD`` with this momentum. It is applied to all elements,
+    including those sent in float32. ``m_i`` is state of this rank, "momentum", stored without the loss scale under
+    automatic mixed precision.
     """
 
     def __init__(
@@ -57,13 +57,13 @@ class LocalMomentum(WrappedPlan):
             self._move(held[a:b], flat[a:b], context.loss_scale, staged[a:b])
 
     def target_(self, context: Context, gradient: torch.Tensor) -> None:
-        # From what is held until the round ends: a part of what was staged may have been cleared since.
+        # Computed from the stored momentum of the last round, since parts of the staged one may have been cleared.
         held = context.memory.read("momentum", self._remembered)
         for a, b in pieces(self._whole):
             self._move(held[a:b], gradient[a:b], context.loss_scale, torch.empty_like(held[a:b]))
 
     def _move(self, held: torch.Tensor, vector: torch.Tensor, loss_scale: float, moved: torch.Tensor) -> None:
-        """Replace a gradient by what is exchanged, and write the momentum into ``moved``."""
+        """Replace a gradient by the vector to exchange, and write the momentum to ``moved``."""
         torch.mul(held, self._momentum, out=moved)
         moved.add_(vector, alpha=self._weight / loss_scale)
         if self._nesterov:
@@ -73,13 +73,13 @@ class LocalMomentum(WrappedPlan):
 
 
 def forget_momentum(context: Context, segments: Sequence[Segment], places: torch.Tensor) -> None:
-    """Make zeros of the momentum that a round leaves at ``places`` of a bucket, as of elements that were sent whole.
+    """Set a round's staged momentum to zero at ``places`` of a bucket, for example of elements that were sent exactly.
 
-    To be called by a plan inside of :class:`LocalMomentum`, of the same segments.
+    Called by a plan inside :class:`LocalMomentum` with the same segments.
     """
     context.memory.stage("momentum", _remembered(segments))[places] = 0
 
 
 def _remembered(segments: Sequence[Segment]) -> list[Segment]:
-    """Memory keeps nothing of dense segments, and momentum is theirs, too."""
+    """Return the segments marked as not dense, since momentum of dense segments is stored, too."""
     return [replace(s, dense=False) for s in segments]

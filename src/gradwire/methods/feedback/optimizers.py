@@ -1,4 +1,4 @@
-"""What algorithms ask of the optimizer beside them."""
+"""Properties of an optimizer that algorithms need."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def not_stepped(optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> list[
 
 
 def not_stepped_here(optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> list[str]:
-    """Return the names of parameters that an optimizer holds but does not step on this rank.
+    """Return the names of an optimizer's parameters that it does not step on this rank.
 
-    Other ranks do, as by :class:`torch.distributed.optim.ZeroRedundancyOptimizer`: another optimizer, an attribute of
-    the optimizer, steps for it here, and holds only some of its parameters, or none at all.
+    Other ranks step them, as with :class:`torch.distributed.optim.ZeroRedundancyOptimizer`, where another optimizer, an
+    attribute of this one, steps only some of its parameters on this rank, or none.
     """
     held = set(parameters) - set(not_stepped(optimizer, parameters))
     inner, stepped = False, set[str]()
@@ -39,10 +39,10 @@ def not_stepped_here(optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> 
 
 
 def momentum_of(optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> tuple[str, Any] | None:
-    """Return the setting by which an optimizer has a momentum, and its value; None if it has none.
+    """Return the name and the value of an optimizer's momentum setting, or None if it has no momentum.
 
-    Only groups that hold one of the parameters count, or all groups if none does: of parameters that are not known yet
-    for example. A momentum of 0 is none, and neither are betas of which the first one is 0.
+    Only groups with one of the parameters are considered, or all groups if none has one, for example if parameters are
+    not known yet. A momentum of 0, or betas with a first one of 0, are no momentum.
 
     Example:
         >>> w = torch.nn.Parameter(torch.ones(2))

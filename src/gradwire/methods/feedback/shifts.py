@@ -1,4 +1,4 @@
-"""Shifts: each worker's own reference, from which only a compressed difference is sent; DIANA's and EF21's memory."""
+"""Shifts of DIANA and EF21: each worker's reference, to which it sends compressed differences."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from gradwire.exchange.traits import Traits
 from gradwire.methods.wrappers.wrapper import WrappedPlan, as_sent, pieces
 
 SHIFTS = ("workers", "shift", "mean_shift")
-"""What methods with shifts remember: for how many workers, this rank's own shift, the mean of all workers'."""
+"""State of methods with shifts: the number of workers, this rank's shift, and the mean of all shifts."""
 
 _DTYPES = {"float64": torch.float64, "float32": torch.float32}
 
 
 def shift_dtype(owner: str, name: object) -> torch.dtype:
-    """Return the type of shifts by its name.
+    """Return the type of shifts, given its name.
 
     Raises:
         HyperparameterError: it is neither "float64" nor "float32".
@@ -32,18 +32,18 @@ def shift_dtype(owner: str, name: object) -> torch.dtype:
 
 
 class ShiftAlgorithm(Method):
-    """An algorithm that compresses differences to shifts.
+    """Base of algorithms that compress differences to shifts.
 
     With x_i worker i's vector, h_i its shift and h the mean of all, zero at first, and C the compressor::
 
         D_i = C(x_i - h_i)                 h_i <- h_i + rate D_i
         D   = (1 / N) sum_i D_i            outcome: h + D                h <- h + rate D
 
-    Every worker keeps h, from the bytes that all receive. Shifts are unscaled under automatic mixed precision.
-    Continued with another number of workers they start from zero again, since h would not be the mean of the h_i that
-    are left.
+    Every worker computes h from the bytes that all receive. Shifts are stored without the loss scale under automatic
+    mixed precision. With another number of workers after a checkpoint they restart from zero, since h would not be the
+    mean of the remaining h_i.
 
-    No dataclass, so that each method's own fields keep their order in its spec.
+    Not a dataclass, so that each method's own fields keep their order in its spec.
     """
 
     compressor: Method
@@ -58,7 +58,7 @@ class ShiftAlgorithm(Method):
         )
 
     def differences(self, setting: PlanSetting, rate: float) -> BucketPlan:
-        """Return the plan of a bucket whose shifts learn at ``rate``."""
+        """Return the plan of a bucket with shifts of learning rate ``rate``."""
         inner = self.compressor.plan(setting)
         return _Differences(inner, setting.segments, rate, shift_dtype(type(self).__name__, self.shifts))
 
@@ -66,7 +66,7 @@ class ShiftAlgorithm(Method):
 def memory_pair(
     context: Context, kind: str, segments: Sequence[Segment], dtype: torch.dtype, *, replicated: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what is held of a kind, and what takes its place."""
+    """Return the stored vector of a kind, and its staged successor."""
     memory = context.memory
     return (
         memory.read(kind, segments, replicated=replicated, dtype=dtype),
@@ -82,7 +82,7 @@ class _Differences(WrappedPlan):
     def before(self, context: Context, flat: torch.Tensor) -> None:
         memory, workers = context.memory, context.memory.value("workers")
         if workers is not None and int(workers) != context.world_size:
-            # From a checkpoint: h is no longer the mean of the h_i that are left, and would stay beside it for good.
+            # From a checkpoint: h is no longer the mean of the remaining h_i, and would never become it again.
             memory.forget("shift")
             memory.forget("mean_shift")
         memory.stage_value("workers", torch.tensor(context.world_size))
@@ -106,7 +106,7 @@ class _Differences(WrappedPlan):
         for a, b in pieces(runs, flat):
             torch.add(reference[a:b], sent[a:b].to(self._dtype), alpha=rate, out=shift[a:b])
             mean = flat[a:b].to(self._dtype)
-            # The old mean of the shifts serves the outcome.
+            # The outcome uses the old mean of the shifts.
             torch.add(held[a:b], mean, alpha=rate, out=staged[a:b])
             flat[a:b] = mean.add_(held[a:b], alpha=scale)
 

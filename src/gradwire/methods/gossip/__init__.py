@@ -1,1 +1,1 @@
-"""Gossip: exchanges with neighbours alone."""
+"""Gossip: exchanges between neighbours in a graph."""

@@ -1,4 +1,4 @@
-"""CHOCO-SGD: neighbours learn each other's parameters from compressed differences."""
+"""CHOCO-SGD: gossip of compressed differences to estimates of the parameters."""
 
 from __future__ import annotations
 
@@ -26,41 +26,41 @@ from gradwire.methods.wrappers.wrapper import pieces
 from gradwire.seeds import worker_seed
 
 ESTIMATE, NEIGHBOURS = "estimate", "neighbour_estimates"
-"""What is remembered of a parameter, in float64: what the neighbours take it for, and the weighted sum of theirs."""
+"""State of a parameter in float64: its estimate at the neighbours, and the weighted sum of their estimates."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChocoSGD(GossipMethod):
-    r"""CHOCO-SGD: gossip of parameters by any operator, whose errors do not stay.
+    r"""CHOCO-SGD: gossip of compressed parameters, whose errors vanish over time.
 
-    Every worker has an estimate y_i of its own parameters, which its neighbours know, too, since both follow the same
-    messages. With x_i the parameters after ``every`` steps of its optimizer, and weights w_ij as of :class:`DPSGD`::
+    Every worker has an estimate y_i of its own parameters, which its neighbours know, too, since all of them update it
+    from the same messages. With x_i the parameters after ``every`` steps of its optimizer, and weights w_ij as for
+    :class:`DPSGD`::
 
         q_i = C(x_i - y_i)        y_j <- y_j + q_j        x_i <- x_i + gamma sum_j w_ij (y_j - y_i)
 
-    q_i goes to the neighbours. What C leaves out of a difference is in the next one; as workers agree and steps become
-    small, differences vanish and errors with them, whether C is biased or not. Of the neighbours' estimates only the
-    weighted sum is kept. The mean over workers stays, since weights are symmetric.
+    q_i is sent to the neighbours. The next difference includes what C left out of this one. As workers agree and steps
+    become small, differences and errors vanish, even if C is biased. Only the weighted sum of the neighbours' estimates
+    is stored. The mean over workers does not change, since weights are symmetric.
 
-    In the first exchange parameters travel whole, so that estimates begin with them. Parameters that are not
-    compressed, small ones and those of ``exclude``, are averaged as by :class:`DPSGD`.
+    In the first exchange parameters are sent uncompressed and become the first estimates. Small parameters and those in
+    ``exclude`` are not compressed, but averaged as by :class:`DPSGD`.
 
     Args:
-        graph: As of :class:`DPSGD`.
-        compressor: C: an operator on one vector with a scale of its own, and a contraction: |C(x) - x| is less than
-            |x|, on average where it is random.
-        gamma: How far a worker follows its neighbours' estimates, above 0 and at most 1. The more C leaves out the
-            smaller it must be, or workers run from each other: about 0.9 with four bits, 0.3 with one, and the density
-            of a sparse C, or twice that.
-        every: Optimizer steps from one exchange to the next.
+        graph: See :class:`DPSGD`.
+        compressor: C, an operator on one vector with its own scale that is a contraction: |C(x) - x| is less than |x|,
+            on average if C is random.
+        gamma: Step towards the neighbours' estimates, above 0 and at most 1. It must be smaller the more C leaves out,
+            or workers diverge: about 0.9 with four bits, 0.3 with one, and one to two times the density of a sparse C.
+        every: Number of optimizer steps between exchanges.
 
     Raises:
-        HyperparameterError: a field is out of range, or the operator is none of these.
-        IncompatibleError: when attached, as of :class:`DPSGD`.
+        HyperparameterError: a field is out of range, or the operator is not suitable.
+        IncompatibleError: when attached, as for :class:`DPSGD`.
 
-    Wire: the operator's section, then float32 (``docs/wire-format.md``). Draws are from a stream of each sender's own.
+    Wire: the operator's section, then float32 (``docs/wire-format.md``). Each sender draws from its own stream.
 
-    Memory: the estimate and the sum, 16 bytes an element that is compressed.
+    Memory: the estimate and the sum, 16 bytes a compressed element.
 
     Reference: A. Koloskova, S. U. Stich, M. Jaggi, "Decentralized Stochastic Optimization and Gossip Algorithms with
     Compressed Communication", ICML 2019, algorithm 2, in the form of its appendix that keeps the sum of estimates; for
@@ -127,7 +127,7 @@ class ChocoSGD(GossipMethod):
 
 @lru_cache(maxsize=256)
 def _unsuitable(inner: Method) -> str | None:
-    """Explain why one worker's payload of an operator cannot be read by itself; None where it can."""
+    """Return why a worker's payload of an operator cannot be decoded alone, or None if it can."""
     if inner.traits.same_elements:
         return "has elements that all workers share: use coordinates='private'"
     if inner.traits.joined or inner.traits.whole_step:
@@ -144,7 +144,7 @@ def _unsuitable(inner: Method) -> str | None:
 
 
 class _DifferencePlan(GossipPlan):
-    """Differences to the estimates, and what is not compressed, to each neighbour."""
+    """Plan that sends differences to the estimates, and uncompressed parameters, to each neighbour."""
 
     def __init__(self, method: ChocoSGD, setting: PlanSetting) -> None:
         super().__init__(method, setting)
@@ -165,7 +165,7 @@ class _DifferencePlan(GossipPlan):
         self._subtract(self._held(context, ESTIMATE), gradient, gradient)
 
     def _begin(self, context: Context, flat: torch.Tensor) -> Exchange[None]:
-        """Send parameters whole, and take them for the estimates."""
+        """Send parameters uncompressed, and set the estimates to them."""
         estimate, theirs = self._staged(context, ESTIMATE), self._staged(context, NEIGHBOURS)
         estimate.copy_(flat)
         theirs.zero_()
@@ -197,7 +197,7 @@ class _DifferencePlan(GossipPlan):
         def decode(worker: int, body: torch.Tensor) -> None:
             codec = self._codec(worker)
             summary = codec.remember(sections[0].summary, difference, draw, False)
-            # Where a decoder looks at what is there it finds what it would find on any worker: nothing.
+            # A decoder that reads its output buffer must find the same values on all workers: zeros.
             decoded.zero_()
             codec.decode_rows(body.view(1, -1), summary, decoded)
 
@@ -253,7 +253,7 @@ class _DifferencePlan(GossipPlan):
         return context.memory.stage(kind, self.setting.segments, dtype=torch.float64)
 
     def _codec(self, worker: int) -> Codec:
-        """Return the operator as a worker applies it, with draws of its own."""
+        """Return the coder of the operator for a worker, with that worker's draws."""
         found = self._codecs.get(worker)
         if found is None:
             seed = worker_seed(self.setting.seed, worker)

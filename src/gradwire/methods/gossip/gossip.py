@@ -1,4 +1,4 @@
-"""Methods whose workers exchange parameters with their neighbours in a graph, and with nobody else."""
+"""Base of methods whose workers exchange parameters only with their neighbours in a graph, and D-PSGD."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from gradwire.exchange.traits import Traits
 from gradwire.methods.gossip.graphs import GRAPHS, MixingMatrix, graph_of, is_special
 
 GRAPH = "graph"
-"""Name of the value by which a method with memory knows that what it remembers is of this graph."""
+"""Name of the stored value by which a method recognises that its state belongs to this graph."""
 
 
 class GossipMethod(Method):
-    """A method whose workers average their parameters with those of their neighbours after their own steps.
+    """Base of methods whose workers average their parameters with their neighbours' after their own steps.
 
-    No dataclass, so that each method's own fields keep their order in its spec.
+    Not a dataclass, so that each method's own fields keep their order in its spec.
     """
 
     graph: str
@@ -38,7 +38,7 @@ class GossipMethod(Method):
             super().declare(),
             collectives=("gossip",),
             needs_loss_scale=True,
-            # Optimizer steps from one exchange to the next.
+            # Number of optimizer steps between exchanges.
             local_steps=self.every,
             outcomes_differ=True,
             unbiased=False,
@@ -46,10 +46,10 @@ class GossipMethod(Method):
         )
 
     def check_graph(self) -> None:
-        """Check the fields that all have.
+        """Check the common fields.
 
         Raises:
-            HyperparameterError: ``every`` is out of range, or ``graph`` is no text.
+            HyperparameterError: ``every`` is out of range, or ``graph`` is not a string.
         """
         owner = type(self).__name__
         require(is_whole(self.every, 1), owner, f"every is at least 1 step, not {self.every!r}")
@@ -62,24 +62,24 @@ class GossipMethod(Method):
         return {"graph": graph_of(self.graph, world_size).digest()}
 
     def check_optimizer(self, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> None:
-        # Any optimizer steps a worker's own parameters.
+        # Workers may use any optimizer.
         return
 
     def dense_plan(self, setting: PlanSetting) -> BucketPlan:
-        # Gradients, of which all workers need the mean, so that they begin to gossip with the same parameters.
+        # Gradients of warm-up rounds: all workers need the mean, so that they start with the same parameters.
         return super().dense_plan(replace(setting, collective="two_shot"))
 
 
 class Mixing:
-    """Part of a bucket whose values travel as they are: ``x_i <- x_i + sum_j w_ij (x_j - x_i)``.
+    """Part of a bucket whose values are sent uncompressed: ``x_i <- x_i + sum_j w_ij (x_j - x_i)``.
 
     Both ends of an edge add exactly opposite terms, and workers that agree stay as they are, bit for bit.
 
     Args:
-        segments: Which part.
+        segments: Segments of the part.
 
     Attributes:
-        codec: Of the part, as any one worker sends it.
+        codec: Codec of the part, for one worker.
     """
 
     def __init__(self, segments: list[Segment]) -> None:
@@ -90,9 +90,9 @@ class Mixing:
         self.codec.decode_rows(data.view(1, -1), NoSummary(), out)
 
     def pull(self, theirs: torch.Tensor, weight: float, flat: torch.Tensor, out: torch.Tensor) -> None:
-        """Add ``weight (x_j - x_i)`` to ``out``, where ``theirs``, which is overwritten, holds x_j and ``flat`` x_i."""
+        """Add ``weight (x_j - x_i)`` to ``out``, with x_j in ``theirs``, which is overwritten, and x_i in ``flat``."""
         for a, n in self.codec.runs:
-            # Products are rounded before they are added: no fused operation makes a bit depend on the place.
+            # Products are rounded before they are added: with fused operations, bits could depend on the place.
             out[a : a + n].add_(theirs[a : a + n].sub_(flat[a : a + n]).mul_(weight))
 
     def move(self, flat: torch.Tensor, pull: torch.Tensor) -> None:
@@ -102,10 +102,10 @@ class Mixing:
 
 
 class GossipPlan(BucketPlan):
-    """The exchange of a bucket of parameters with neighbours: all of it in one chunk.
+    """Base of plans that exchange a bucket of parameters with neighbours, in one chunk.
 
     Attributes:
-        graph: Who exchanges with whom.
+        graph: The graph of workers with its weights.
     """
 
     chunks = 1
@@ -121,10 +121,10 @@ class GossipPlan(BucketPlan):
 
     @abstractmethod
     def run(self, context: Context, flat: torch.Tensor, prepared: None) -> Exchange[Outcome]:
-        """Replace a worker's own parameters in ``flat`` by what they are after the exchange."""
+        """Replace a worker's own parameters in ``flat`` by those after the exchange."""
 
     def remembers_this_graph(self, context: Context) -> bool:
-        """Return whether what is remembered is of this graph, and of all its workers; it is from the next round on."""
+        """Return whether the state belongs to this graph and its workers; from the next round on it does."""
         memory, mine = context.memory, self.graph.digest()
         before = memory.value(GRAPH)
         memory.stage_value(GRAPH, torch.tensor(mine))
@@ -141,10 +141,10 @@ def mix(
     flat: torch.Tensor,
     seen: Callable[[int, torch.Tensor], None] | None = None,
 ) -> Exchange[None]:
-    """Average a part of a bucket, as it is, with that of the neighbours.
+    """Average an uncompressed part of a bucket with the neighbours'.
 
     Args:
-        seen: ``seen(neighbour, values)`` is told of each neighbour's values before they are used up.
+        seen: ``seen(neighbour, values)`` is called with each neighbour's values before they are overwritten.
     """
     sections = sized([Section(mixing.codec, NoSummary())], flat)
     layout = whole_rows(context, sections)
@@ -165,7 +165,7 @@ def mix(
 
 
 def floats(context: Context, name: str, numel: int) -> torch.Tensor:
-    """Return a float32 buffer of a job that lives from round to round, with whatever was left there."""
+    """Return a float32 buffer of a job that is kept between rounds, with its old content."""
     return context.workspace.get(name, 4 * numel).view(torch.float32)
 
 
@@ -174,31 +174,31 @@ class DPSGD(GossipMethod):
     r"""D-PSGD: after its own step each worker averages its parameters with those of its neighbours in a graph.
 
     With x_i worker i's parameters after ``every`` steps of its optimizer, and w_ij symmetric weights whose rows add up
-    to 1, zero where two workers are no neighbours::
+    to 1, zero if two workers are not neighbours::
 
         x_i <- sum_j w_ij x_j = x_i + sum_j w_ij (x_j - x_i)
 
-    Nobody waits for more than its neighbours, and traffic does not grow with the number of workers. In exchange,
-    workers have different parameters: what they have in common is their mean, which an exchange leaves as it is, and
-    which is what to evaluate (``link.global_parameters()``). An exchange multiplies the distance from it by the second
-    largest magnitude of an eigenvalue of the weights, or less.
+    Workers wait only for their neighbours, and traffic does not grow with the number of workers. But workers have
+    different parameters. An exchange does not change their mean, which is what to evaluate
+    (``link.global_parameters()``), and multiplies the distance from it by at most the second largest magnitude of an
+    eigenvalue of the weights.
 
     Args:
         graph: ``"ring"``, ``"torus"`` (a rectangle, as square as the number of workers allows), ``"exponential"``
             (neighbours are 1, 2, 4, ... places away), or the path to a file of edges, see ``docs/methods/gossip.md``.
-            The weight of an edge is 1 / (1 + the larger number of neighbours of its ends), unless a file says
-            otherwise.
-        every: Optimizer steps from one exchange to the next.
+            The weight of an edge is 1 / (1 + the larger number of neighbours of its ends), unless the file gives
+            weights.
+        every: Number of optimizer steps between exchanges.
 
     Raises:
         HyperparameterError: a field is out of range.
-        IncompatibleError: when attached: there is no such graph of so many workers, or its weights do not mix.
+        IncompatibleError: when attached, if there is no such graph of so many workers, or its weights do not mix.
 
     Wire: parameters in float32, to each neighbour (``docs/wire-format.md``).
 
     Reference: X. Lian et al., "Can Decentralized Algorithms Outperform Centralized Algorithms? A Case Study for
-    Decentralized Parallel Stochastic Gradient Descent", NIPS 2017, algorithm 1, but for the order: the paper averages
-    the parameters of before the step, so that the average is on its way while gradients are computed.
+    Decentralized Parallel Stochastic Gradient Descent", NIPS 2017, algorithm 1 except for the order: the paper averages
+    the parameters before the step, while gradients are computed.
 
     Example:
         >>> import torch, gradwire as gw
@@ -236,7 +236,7 @@ class DPSGD(GossipMethod):
 
 
 class _AveragePlan(GossipPlan):
-    """All of a bucket as it is, to each neighbour."""
+    """Plan that sends a whole bucket uncompressed to each neighbour."""
 
     def __init__(self, method: DPSGD, setting: PlanSetting) -> None:
         super().__init__(method, setting)

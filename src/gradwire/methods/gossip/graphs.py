@@ -1,4 +1,4 @@
-"""Files that describe a graph of workers: an edge a line."""
+"""Graphs of workers by name or from a file of edges, their mixing weights, and the order of messages."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from gradwire.errors import IncompatibleError
 from gradwire.exchange.protocols.direct import Move
 
 MOST_BYTES = 1 << 24
-"""Bytes of a file at most: some million edges."""
+"""Largest size of a file in bytes, for some million edges."""
 
 
 def is_special(name: str) -> bool:
-    """Return whether a name is that of a folder, a device or a pipe, none of which holds a graph."""
+    """Return whether a name is that of a folder, a device or a pipe, which cannot have a graph."""
     try:
         return Path(name).exists() and not Path(name).is_file()
     except (OSError, ValueError):
-        # A name that cannot be one of a file is told as such when the file is read.
+        # An invalid file name is reported when the file is read.
         return False
 
 
@@ -42,21 +42,21 @@ def read_file(name: str) -> str:
 
 
 def read_weights(text: str, name: str, workers: int) -> tuple[set[tuple[int, int]], dict[tuple[int, int], float]]:
-    """Read the edges of a graph, and their weights where it states any.
+    """Parse the edges of a graph, and their weights if it has any.
 
-    A line is ``i j`` or ``i j weight``: two ranks, counted from 0, that exchange with each other, and by which weight,
+    A line is ``i j`` or ``i j weight``: two ranks, counted from 0, that exchange with each other, and their weight,
     above 0 and at most 1. Either all lines have a weight or none. An edge is written once, or in both directions with
-    one weight. What follows a ``#``, and empty lines, are left out.
+    the same weight. Comments after ``#`` and empty lines are ignored.
 
     Args:
-        name: Of the file, for messages.
-        workers: How many there are.
+        name: Name of the file, for messages.
+        workers: Number of workers.
 
     Returns:
-        The edges (lower rank, higher rank), and the weight of each, or no weights at all.
+        The edges (lower rank, higher rank), and their weights, empty if there are none.
 
     Raises:
-        IncompatibleError: a line is none of these, names a rank that there is not, or contradicts another.
+        IncompatibleError: a line is malformed, has a rank that does not exist, or contradicts another.
 
     Example:
         >>> read_weights("0 1  # next door\\n1 2\\n", "a file", 3)
@@ -106,7 +106,7 @@ def _edge(words: list[str], where: str, line: str, workers: int) -> tuple[int, i
 
 
 MIXES = 1e-9
-"""How far below 1 the second largest magnitude of an eigenvalue must be, for differences to fall by exchanges."""
+"""Least distance from 1 of the second largest magnitude of an eigenvalue, so that exchanges reduce differences."""
 
 Edges = set[tuple[int, int]]
 
@@ -115,13 +115,13 @@ class MixingMatrix:
     """Symmetric, doubly stochastic weights of a connected graph of workers.
 
     Args:
-        weights: Of each edge (lower rank, higher rank), above 0; what is missing to 1 is a worker's own weight.
-        workers: How many there are.
-        source: Whose weights they are, for messages.
+        weights: Weight of each edge (lower rank, higher rank), above 0; the rest to 1 is a worker's own weight.
+        workers: Number of workers.
+        source: Source of the weights, for messages.
 
     Raises:
-        IncompatibleError: weights of a worker are more than 1, the graph falls into parts, or differences between
-            workers would never become smaller.
+        IncompatibleError: weights of a worker add up to more than 1, the graph is not connected, or differences between
+            workers would never decrease.
 
     Example:
         >>> graph = MixingMatrix({(0, 1): 0.5, (1, 2): 0.25}, 3, "an example")
@@ -144,7 +144,7 @@ class MixingMatrix:
                 "stochastic matrix add up to 1; use smaller weights, or none"
             )
         self.weights = found + torch.diag(own.clamp(min=0))
-        """Float64 ``[workers, workers]``."""
+        """Matrix of weights, float64 ``[workers, workers]``."""
         self._rows: list[list[float]] = self.weights.tolist()
         self._check(source)
 
@@ -167,7 +167,7 @@ class MixingMatrix:
 
     @cached_property
     def second_eigenvalue(self) -> float:
-        """The second largest magnitude of an eigenvalue: an exchange multiplies differences by that or less."""
+        """Second largest magnitude of an eigenvalue, by which an exchange multiplies differences at most."""
         magnitudes = torch.linalg.eigvalsh(self.weights).abs().sort().values
         return float(magnitudes[-2]) if self.workers > 1 else 0.0
 
@@ -176,17 +176,17 @@ class MixingMatrix:
         return self._rows[rank][other]
 
     def neighbours(self, rank: int) -> tuple[int, ...]:
-        """Return the ranks that a rank exchanges with, ascending."""
+        """Return the ranks with which a rank exchanges, ascending."""
         row = self.weights[rank]
         return tuple(j for j in torch.nonzero(row).flatten().tolist() if j != rank)
 
     def digest(self) -> int:
-        """Return a number, from 0 to 2^63 - 1, that two graphs share only where all their weights are the same."""
+        """Return a hash of the weights from 0 to 2^63 - 1, which differs for graphs with other weights."""
         text = f"{self.workers} {sorted(self._edges.items())!r}"
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
     def moves(self, rank: int) -> list[Move]:
-        """Return what a rank does in each round of messages, see :func:`rounds`."""
+        """Return whom a rank sends to and receives from in each round of messages, see :func:`rounds`."""
         return self._moves[rank]
 
     @cached_property
@@ -199,11 +199,11 @@ class MixingMatrix:
 def rounds(messages: Iterable[tuple[int, int]], workers: int) -> tuple[list[list[int | None]], list[list[int | None]]]:
     """Order messages (sender, receiver) so that in no round a rank sends, or receives, more than one.
 
-    As many rounds as the most messages that a rank sends or receives, which is the least there can be: messages are
-    edges between senders and receivers, a bipartite graph, whose edges need no more colours than that (Kőnig).
+    The number of rounds is the largest number of messages that a rank sends or receives, which is optimal: messages are
+    edges of a bipartite graph of senders and receivers, which can be coloured with so many colours (Kőnig).
 
     Returns:
-        For each rank, whom it sends to in each round, and whom it receives from; None for nobody.
+        For each rank and round, the rank to which it sends and the rank from which it receives; None for no rank.
 
     Example:
         >>> to, source = rounds([(0, 1), (1, 0), (1, 2), (2, 1), (2, 0), (0, 2)], 3)
@@ -226,7 +226,7 @@ def rounds(messages: Iterable[tuple[int, int]], workers: int) -> tuple[list[list
 def _make_free(a: int, b: int, receiver: int, to: list[list[int | None]], source: list[list[int | None]]) -> None:
     """Exchange rounds ``a`` and ``b`` along the messages that start with the one to ``receiver`` in round ``a``.
 
-    Afterwards nothing comes to ``receiver`` in round ``a``. A sender who is free in round ``a`` is not met on the way.
+    Afterwards ``receiver`` receives nothing in round ``a``. A sender who is free in round ``a`` is not reached.
     """
     path, at, colour, other = [], receiver, a, b
     while True:
@@ -264,7 +264,7 @@ def _exponential(workers: int) -> Edges:
 
 
 def _steps(workers: int, distances: Iterable[int]) -> Edges:
-    """Connect each worker with those that so many places on, and back, round a ring."""
+    """Connect each worker with those at the given distances in either direction round a ring."""
     pairs = ((i, (i + d) % workers) for i in range(workers) for d in distances)
     return {(min(pair), max(pair)) for pair in pairs if pair[0] != pair[1]}
 
@@ -286,7 +286,7 @@ def _torus(workers: int) -> Edges:
 
 
 GRAPHS: Mapping[str, Callable[[int], Edges]] = {"ring": _ring, "torus": _torus, "exponential": _exponential}
-"""The graphs that have a name, as the edges between so many workers."""
+"""Named graphs, as functions from a number of workers to edges."""
 
 
 @lru_cache(maxsize=64)
@@ -295,10 +295,10 @@ def _named(name: str, workers: int) -> MixingMatrix:
 
 
 def graph_of(graph: str, workers: int) -> MixingMatrix:
-    """Return the weights of a graph by its name, or of one that a file describes.
+    """Return the weights of a graph, given its name or the path to its file.
 
     Raises:
-        IncompatibleError: there is no such graph of so many workers, or no such file, or its weights are none.
+        IncompatibleError: there is no such graph of so many workers, or no such file, or its weights are invalid.
     """
     if graph in GRAPHS:
         return _named(graph, workers)

@@ -1,4 +1,4 @@
-"""PowerGossip: neighbours find the largest part of what they differ by with one step of the power method."""
+"""PowerGossip: neighbours exchange low-rank differences, found by steps of the power method."""
 
 from __future__ import annotations
 
@@ -22,44 +22,43 @@ from gradwire.methods.gossip.gossip import GRAPH, GossipMethod, GossipPlan, Mixi
 from gradwire.methods.low_rank.factors import Side, check_matrix_rank, matrices, matrix_table, shape_of
 
 LEFT, RIGHT = "left", "right"
-"""Sides of factors, and what is remembered of each with each neighbour: the one that the last exchange ended with."""
+"""Sides of factors. The state for each neighbour is the factor with which the last exchange ended."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PowerGossip(GossipMethod):
-    r"""PowerGossip: of the difference between neighbours, a product of two thin factors, without any parameter to tune.
+    r"""PowerGossip: differences between neighbours as products of two thin factors, with no parameter to tune.
 
-    For each edge (i, j), i < j, and each matrix of n by m, both ends hold the same factor p of n by r, at first random.
-    With X_i worker i's matrix after its own steps, and weights w_ij as of :class:`DPSGD`::
+    For each edge (i, j), i < j, and each matrix of n by m, both ends have the same factor p of n by r, random at first.
+    With X_i worker i's matrix after its own steps, and weights w_ij as for :class:`DPSGD`::
 
         p <- orthonormalise(p)        q = X_j^T p - X_i^T p
         X_i <- X_i + w_ij p q^T       X_j <- X_j - w_ij p q^T
 
-    i sends X_i^T p and j sends X_j^T p. The next time q takes the part of p, and X the part of X^T: a step of the power
-    method for the largest singular vectors of the difference, from where the last one ended. All edges of a worker are
-    computed from the same parameters. What is added at one end is taken away at the other, so that the mean over
-    workers stays; p q^T is a projection of the difference, so that it only becomes smaller, whatever the rank: nothing
-    is remembered of what was left out, and nothing can run away.
+    i sends X_i^T p and j sends X_j^T p. In the next exchange q takes the role of p, and X^T that of X: this continues
+    the power method for the largest singular vectors of the difference. All edges of a worker use the same parameters.
+    One end adds what the other subtracts, so the mean over workers does not change. p q^T is a projection of the
+    difference, so the difference never grows, whatever the rank; no residual is needed, and the method cannot diverge.
 
-    A matrix has the outermost dimension in memory as rows and all others as columns. It is compressed where the
-    messages of two exchanges have ``least_saving`` times fewer numbers than two matrices; all else, vectors among it,
-    is averaged as by :class:`DPSGD`.
+    A matrix has the outermost dimension in memory as rows and all others as columns. It is compressed if the messages
+    of two exchanges have ``least_saving`` times fewer numbers than two matrices. All other parameters, such as vectors,
+    are averaged as by :class:`DPSGD`.
 
     Args:
-        graph: As of :class:`DPSGD`.
-        matrix_rank: Columns r of a factor.
-        iterations: Exchanges one after the other, each from where the one before ended.
-        least_saving: How many times fewer numbers are sent of a matrix; 1 or more.
-        every: Optimizer steps from one exchange to the next.
+        graph: See :class:`DPSGD`.
+        matrix_rank: Number of columns r of a factor.
+        iterations: Number of consecutive exchanges, each of which continues the one before.
+        least_saving: Least ratio of a matrix's elements to the numbers sent for which it is compressed; 1 or more.
+        every: Number of optimizer steps between exchanges.
 
     Raises:
         HyperparameterError: a field is out of range.
-        IncompatibleError: when attached, as of :class:`DPSGD`.
+        IncompatibleError: when attached, as for :class:`DPSGD`.
 
-    Wire: float32 products, and in the first iteration what is not compressed (``docs/wire-format.md``). Factors are
-    drawn from the shared stream under the names of parameter and edge; they are uniform, where the paper's are normal.
+    Wire: float32 products, and in the first iteration uncompressed parameters (``docs/wire-format.md``). Factors are
+    drawn from the shared stream under the names of parameter and edge. They are uniform; the paper's are normal.
 
-    Memory: two factors per edge of a worker.
+    Memory: two factors for each edge of a worker.
 
     Reference: T. Vogels, S. P. Karimireddy, M. Jaggi, "Practical Low-Rank Communication Compression in Decentralized
     Deep Learning", NeurIPS 2020.
@@ -118,11 +117,11 @@ class PowerGossip(GossipMethod):
 
 
 class _EdgePlan(GossipPlan):
-    """Products of a bucket's matrices with each edge's factors; behind the first ones what is not compressed."""
+    """Plan that sends products of matrices and each edge's factors, the first ones with uncompressed parameters."""
 
     def __init__(self, method: PowerGossip, setting: PlanSetting) -> None:
         super().__init__(method, setting)
-        # Two messages, of one factor each, are weighed against two matrices: half of what a product is made of.
+        # Two messages of one factor each are compared with two matrices: half of the factors of a product.
         found = matrices(setting.segments, method.matrix_rank, method.least_saving / 2)
         self._iterations, self._tag = method.iterations if found else 1, method.tag
         self._table, whole = matrix_table(found), {m.segment for m in found}
@@ -150,7 +149,7 @@ class _EdgePlan(GossipPlan):
         queries: Mapping[int, torch.Tensor],
         iteration: int,
     ) -> Exchange[dict[int, torch.Tensor]]:
-        """Move towards the neighbours along the factors that are known; return the other factors, which end with it."""
+        """Move towards the neighbours along the known factors, and return the other factors."""
         rank, graph, rest = context.rank, self.graph, self._rest
         context = replace(context, workspace=context.workspace.part(f"{asked.name} {iteration}"), exchange=iteration)
         of_factor = DenseCodec(lay_out([Parameter("(factor)", (asked.numel,), (1,))]), 1)
@@ -173,7 +172,7 @@ class _EdgePlan(GossipPlan):
             if flat.is_meta:
                 return
             of_factor.decode_rows(parts[0].view(1, -1), NoSummary(), other)
-            # The higher worker's less the lower one's, on both of them: the same bits, zeros' signs among them.
+            # Both ends subtract the lower worker's from the higher one's: the same bits, including signs of zeros.
             higher, lower = (other, own[neighbour]) if rank < neighbour else (own[neighbour], other)
             answers[neighbour] = higher - lower
             if len(parts) > 1:

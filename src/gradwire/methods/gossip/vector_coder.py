@@ -1,4 +1,4 @@
-"""Any operator on one vector, between one sender and one receiver."""
+"""Coder of an operator on one vector between one sender and one receiver."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ STREAM = 0
 """Codecs decode the first row as rank 0's."""
 
 _ONLY = Constant(torch.zeros(1, dtype=torch.int64))
-"""The number of the only segment."""
+"""Index of the only segment."""
 
 
 def check_operator(owner: str, method: object) -> None:
-    """Check that a method is an operator that one worker can encode with and another decode, without a third.
+    """Check that a method is an operator that one worker can encode and another can decode without a third.
 
     Raises:
-        IncompatibleError: it is none; the message says what to use.
+        IncompatibleError: it is not; the message says what to use.
     """
     if not isinstance(method, Method):
         raise IncompatibleError(f"{owner}: a method is needed, such as FP32(), QSGDinf() or TopK(), not {method!r}")
@@ -35,15 +35,15 @@ def check_operator(owner: str, method: object) -> None:
 
 
 class VectorCoder:
-    """Encodes vectors of any length for one receiver, by the codec that carries gradients, bound to one worker.
+    """Encodes vectors of any length for one receiver, by a codec of gradients bound to one worker.
 
-    What is decoded is what an exchange of one worker by the same method returns: the bits of :func:`gradwire.simulate`
-    with a row and the same name, seed and round.
+    Decoded values are those of an exchange with one worker: the bits of :func:`gradwire.simulate` with one row and the
+    same name, seed and round.
 
     Args:
-        method: One that :func:`check_operator` has passed.
-        kernels: Of a backend that has compiled the families of the method.
-        name: Random numbers depend on it.
+        method: Method that :func:`check_operator` accepted.
+        kernels: Kernels of a backend that has compiled the families of the method.
+        name: Name on which random numbers depend.
         seed: Likewise.
 
     Raises:
@@ -55,7 +55,7 @@ class VectorCoder:
         self._latest: tuple[int, Codec] | None = None
 
     def most_bytes(self, numel: int) -> int:
-        """Return the most bytes that a vector of ``numel`` values takes."""
+        """Return the maximum number of bytes of a vector of ``numel`` values."""
         if not numel:
             return 0
         codec = self._codec(numel)
@@ -79,10 +79,10 @@ class VectorCoder:
         return out[: packing.pack(body, out)]
 
     def decode(self, data: torch.Tensor, numel: int, round: int) -> torch.Tensor:
-        """Return the values that a vector of ``numel`` has at the receiver, float32.
+        """Decode a vector of ``numel`` values to float32.
 
         Raises:
-            PayloadError: :meth:`encode` writes no such bytes for a vector of that length.
+            PayloadError: the bytes do not encode a vector of that length.
         """
         values = torch.zeros(numel)
         if not numel:

@@ -1,4 +1,4 @@
-"""The codec of colours of lattice points, which every receiver reads next to its own vector."""
+"""Lattice: cubic-lattice mean estimation, decoded next to the receiver's own vector."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class LatticeSummary:
     """The largest magnitudes of the segments on any rank, float32 ``[segments]``.
 
-    ``draw`` is known from the encoder on; ``own`` is this rank's vector, where what it sent will be asked for.
+    ``draw`` is set when the vector is encoded; ``own`` is this rank's vector, kept if its sent values are needed later.
     """
 
     shared: torch.Tensor | None
@@ -39,13 +39,14 @@ class LatticeSummary:
 
 
 class LatticeCodec(CheckedCodec):
-    """Colours of many segments; a unit is a group of 80 elements.
+    """Codec of the colours of lattice points; a unit is a group of 80 elements.
 
-    A payload is the check (four bytes, padded to sixteen; only where a distance is given) and the packed colours.
+    A payload is the check (four bytes, padded to sixteen, if a distance is given) and the packed colours.
 
     Args:
         colours: Number of colours, a power of two.
-        distance: Largest difference of two workers' values of one element; None: what is always enough.
+        distance: Largest difference of two workers' values of one element; None: twice the largest magnitude on any
+            worker.
     """
 
     grain = 1
@@ -142,7 +143,7 @@ class LatticeCodec(CheckedCodec):
         ours = _lattice(summary)
         side, _ = self._sides(ours)
         first = torch.from_numpy(self.table.offset.copy())
-        # A point may lie a side beyond the largest magnitude; what was spoilt is so from its first element on.
+        # A point may be one side beyond the largest magnitude; a spoilt segment is spoilt from its first element on.
         return all_finite(ours.largest + side, flat[first])
 
     def _sides(self, summary: LatticeSummary) -> tuple[torch.Tensor, torch.Tensor]:
@@ -188,13 +189,13 @@ class Lattice(Compressor):
     equal vectors has s^2 / (12 N^2)); where they are many sides apart, the mean has s^2 / (12 N); never more than
     s^2 / 12.
 
-    Workers further apart than y would read points that are off by q s, in silence. So every payload carries 32 bits of
-    check over what the colours leave out; a last, small reduction tells all ranks whether any of them read something
-    else, and the chunk's mean then is +inf on all, and a link's first is warned of. Memories keep their state, and a
-    GradScaler skips the step; without one, the optimizer steps with +inf, which no parameter recovers from: look for
-    +inf before the step, or choose a distance that is never passed. With ``distance=None`` y is twice the largest
-    magnitude on any worker, which no two vectors exceed: no check is needed, and nothing can fail, but there is no gain
-    from workers being close either. Where that is less than ``distance``, it is used as well.
+    Workers further apart than y would silently decode points that are off by q s. So every payload has a 32-bit check
+    of the information that colours leave out, and a small reduction at the end reports to all ranks whether any of them
+    decoded a different point. If one did, the chunk's mean is +inf on all ranks, with a warning at a link's first
+    failure. Residuals and momenta keep their state, and a GradScaler skips the step. Without one, the optimizer steps
+    with +inf, from which no parameter recovers: check for +inf before the step, or choose a distance that is never
+    exceeded. With ``distance=None`` y is twice the largest magnitude on any worker, which no two vectors exceed: no
+    check is needed, but nothing is gained where workers are close. This y also replaces a larger ``distance``.
 
     Args:
         colours: Number q, a power of two from 4 to 32768; log2 q bits an element.
@@ -208,7 +209,7 @@ class Lattice(Compressor):
     magnitude of each parameter by a maximum over the workers before. Draws from the shared stream.
 
     Reference: P. Davies et al., "New Bounds for Distributed Mean Estimation and Variance Reduction", ICLR 2021, the
-    cubic lattice; the dither is what makes it unbiased.
+    cubic lattice; the offset (dither) makes it unbiased.
 
     Example:
         >>> import torch, gradwire as gw

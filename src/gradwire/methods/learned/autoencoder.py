@@ -1,4 +1,4 @@
-"""LGC's autoencoder: one-dimensional convolutions that make a vector four times shorter, and back."""
+"""LGC's autoencoder, one-dimensional convolutions with a code of a quarter of a vector's length, and its training."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ LATENT_CHANNELS = 4
 ENCODER = (1, 64, 128, 256, 64)
 DECODER = (LATENT_CHANNELS, 32, 64, 128, 32)
 LEAST_LENGTH = 31
-"""Four convolutions without padding leave one number of a channel; shorter vectors have zeros behind."""
+"""Least length, which four unpadded convolutions reduce to one number a channel; shorter vectors are padded."""
 
 INPUT_BITS, WEIGHT_BITS = 22, 20
-"""A sum of 3 x 256 products of integers of that many bits, and of a bit more for the largest, stays below 2^53."""
+"""Bits of integers for which a sum of 3 x 256 products, with one bit more for the largest, is below 2^53."""
 
 
 def latent_length(length: int) -> int:
-    """Return the numbers of the code of a vector: four channels, each halved four times.
+    """Return the length of a vector's code: four channels, each halved four times.
 
     Example:
         >>> latent_length(16384), latent_length(31), latent_length(5)
@@ -43,19 +43,19 @@ def latent_length(length: int) -> int:
 
 @dataclass(frozen=True)
 class Autoencoder:
-    """The shapes and the arithmetic of an encoder and a decoder; their weights are one vector, given with every call.
+    """Shapes and arithmetic of an encoder and a decoder; their weights are one vector, passed to every call.
 
     The encoder has convolutions (kernel 3, stride 2) with 64, 128, 256 and 64 channels and one of kernel 1 with 4; the
     decoder transposed ones with 32, 64, 128 and 32, then a resize to the nearest neighbour, and a convolution of kernel
-    1 to one channel. All but the last of each have a leaky ReLU of slope 0.01 behind them.
+    1 to one channel. All but the last of each are followed by a leaky ReLU of slope 0.01.
 
     :meth:`encode` and :meth:`decode` give the same bits on every machine. Inputs of a layer are rounded to multiples of
-    a power of two that is 2^-22 of the largest or more, weights to such with 2^-20, so that products and their sums are
-    integers below 2^53: float64 holds them exactly, in whatever order a library adds. All other arithmetic is element
-    by element. :meth:`reconstruct` is in float32 for training, whose result one rank tells all others.
+    a power of two that is at least 2^-22 of the largest, weights likewise with 2^-20, so that products and their sums
+    are integers below 2^53, which are exact in float64 in any order of addition. All other arithmetic is element by
+    element. :meth:`reconstruct` is in float32, for training, whose result one rank sends to all others.
 
     Args:
-        innovation: Whether the decoder has a second input, as long as the vector, before its last layer.
+        innovation: True if the decoder has a second input, as long as the vector, before its last layer.
     """
 
     innovation: bool = False
@@ -74,16 +74,16 @@ class Autoencoder:
 
     @property
     def numel(self) -> int:
-        """Weights and biases of encoder and decoder."""
+        """Number of weights and biases of encoder and decoder."""
         return sum(math.prod(shape) for pair in self.shapes for shape in pair)
 
     @property
     def encoder_numel(self) -> int:
-        """Those of the encoder."""
+        """Number of weights and biases of the encoder."""
         return sum(math.prod(shape) for pair in self.shapes[: len(ENCODER)] for shape in pair)
 
     def initial(self, seed: int) -> torch.Tensor:
-        """Return weights at the start: uniform within one over the root of a layer's inputs, from the shared stream."""
+        """Return initial weights: uniform within one over the root of a layer's inputs, from the shared stream."""
         parts = []
         for number, (weight, bias) in enumerate(self.shapes):
             fan_in = weight[1] * weight[2]
@@ -117,7 +117,7 @@ class Autoencoder:
     def decode(
         self, weights: torch.Tensor, code: torch.Tensor, length: int, innovation: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return the vector of ``length`` numbers that a code stands for, float32."""
+        """Decode a code to a vector of ``length`` numbers, float32."""
         x = code.double().view(LATENT_CHANNELS, -1)
         *hidden, last = self.layers(weights)[len(ENCODER) :]
         for weight, bias in hidden:
@@ -140,7 +140,7 @@ class Autoencoder:
     def reconstruct(
         self, weights: torch.Tensor, codes: torch.Tensor, length: int, innovation: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return the vectors ``[K, length]`` that codes stand for, in float32."""
+        """Decode codes to vectors ``[K, length]`` in float32."""
         x = codes
         *hidden, last = self.layers(weights)[len(ENCODER) :]
         for weight, bias in hidden:
@@ -166,14 +166,14 @@ def _leaky(x: torch.Tensor) -> torch.Tensor:
 
 
 def _integers(x: torch.Tensor, bits: int) -> tuple[torch.Tensor, float]:
-    """Return ``x`` as integers of so many bits, in float64, and what one of them stands for."""
+    """Return ``x`` as integers of so many bits in float64, and the value of one."""
     largest = float(x.abs().amax()) if x.numel() else 0.0
     unit = math.ldexp(1.0, math.frexp(largest)[1] - bits) if largest > 0 else 1.0
     return (x / unit).round_(), unit
 
 
 def _convolve(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """Convolve ``[channels, length]``: stride 2 for a kernel of 3, 1 for one of 1."""
+    """Convolve ``[channels, length]``, with stride 2 for kernel 3 and stride 1 for kernel 1."""
     wide = weight.shape[2]
     inputs, unit = _integers(x, INPUT_BITS)
     kernel, step = _integers(weight.double(), WEIGHT_BITS)
@@ -195,7 +195,7 @@ def _spread(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.
 
 
 TRAINER = 0
-"""The rank that trains, whose global values a checkpoint keeps."""
+"""Rank that trains, whose global values are stored in checkpoints."""
 
 WEIGHTS, FIRST, SECOND, STEPS, TOLD = (
     "autoencoder",
@@ -205,17 +205,17 @@ WEIGHTS, FIRST, SECOND, STEPS, TOLD = (
     "autoencoder_told",
 )
 REMEMBERED = (WEIGHTS, FIRST, SECOND, STEPS, TOLD)
-"""Values that are remembered: by the trainer until it has told all ranks the weights, from then on by all."""
+"""Stored values, of the trainer until it has sent the weights to all ranks, and then of all ranks."""
 
 SIXTH_EXCHANGE = 5
 BETAS, EPSILON = (0.9, 0.999), 1e-8
 
 
 class ElementScales:
-    """The root of the mean square of each parameter's elements, by which they are divided before they are encoded.
+    """Root mean square of each parameter's elements, by which they are divided before they are encoded.
 
     Args:
-        counts: Elements of each parameter.
+        counts: Number of elements of each parameter.
     """
 
     def __init__(self, counts: Sequence[int]) -> None:
@@ -223,9 +223,9 @@ class ElementScales:
         self.each = torch.repeat_interleave(torch.arange(len(counts)), self._counts)
 
     def of(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the scales of ``[numel]`` values, float32; that of one with a NaN or infinity is +inf.
+        """Return the scales of ``[numel]`` values, float32, +inf for a parameter with a NaN or an infinity.
 
-        Squares are added up in float64, element by element: the same bits everywhere.
+        Squares are added up in float64, element by element, with the same bits everywhere.
         """
         squares = torch.zeros(len(self._counts), dtype=torch.float64)
         squares.index_add_(0, self.each, values.double().square())
@@ -233,7 +233,7 @@ class ElementScales:
         return torch.where(torch.isfinite(found), found, torch.inf)
 
     def normal(self, values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        """Return values divided by their parameter's scale; zeros where that is zero or infinite."""
+        """Return values divided by their parameter's scale, or zeros if it is zero or infinite."""
         usable = torch.isfinite(scales) & (scales > 0)
         safe = torch.where(usable, scales, torch.ones_like(scales))[self.each]
         return torch.where(usable[self.each], values / safe, torch.zeros_like(values))
@@ -241,15 +241,15 @@ class ElementScales:
 
 @dataclass(frozen=True)
 class Training:
-    """What a step of the autoencoder's training does.
+    """Settings and step of the autoencoder's training.
 
     Attributes:
-        autoencoder: Its shapes.
+        autoencoder: The autoencoder.
         optimizer: "adam" or "sgd".
-        learning_rate: Of the optimizer.
-        similarity: Share of the loss that makes codes of all workers alike; the other part is the reconstruction's.
-        mean: Whether the mean of all codes is to give the mean of all vectors; else the code of one worker, drawn anew
-            in each round, is to give every worker's vector, with that worker's innovation.
+        learning_rate: Learning rate of the optimizer.
+        similarity: Weight of the loss that makes the codes of all workers alike; the rest is the reconstruction's.
+        mean: True if the mean of all codes must decode to the mean of all vectors. False if the code of one worker,
+            drawn in each round, must decode to every worker's vector, given that worker's innovation.
     """
 
     autoencoder: Autoencoder
@@ -259,18 +259,18 @@ class Training:
     mean: bool
 
     def weights(self, context: Context, seed: int) -> torch.Tensor:
-        """Return the weights that are remembered; those of the start where none of this autoencoder's are."""
+        """Return the stored weights, or initial ones if none of this autoencoder are stored."""
         held = context.memory.value(WEIGHTS)
         return self.autoencoder.initial(seed) if held is None or held.numel() != self.autoencoder.numel else held
 
     def loss(
         self, weights: torch.Tensor, vectors: torch.Tensor, innovation: torch.Tensor | None, common: int
     ) -> torch.Tensor:
-        """Return the loss of weights on vectors ``[K, numel]``.
+        """Return the loss on vectors ``[K, numel]``.
 
         Args:
-            innovation: Of each worker, ``[K, numel]``; None where the mean is encoded.
-            common: Whose code stands for all.
+            innovation: Innovation of each worker, ``[K, numel]``; None if the mean is encoded.
+            common: Worker whose code is used for all.
         """
         codes, length = self.autoencoder.codes(weights, vectors), vectors.shape[1]
         if self.mean:
@@ -282,9 +282,9 @@ class Training:
         return (1 - self.similarity) * (found - vectors).square().mean(1).sum() + self.similarity * apart
 
     def step(self, context: Context, seed: int, vectors: torch.Tensor, innovation: torch.Tensor | None = None) -> float:
-        """Take a step on the vectors of one round, stage what comes of it, and return the loss before it.
+        """Take a step on the vectors of one round, stage its result, and return the loss before it.
 
-        A step after which a weight is not finite changes nothing.
+        A step that would make a weight not finite is not applied.
         """
         weights = self.weights(context, seed).clone().requires_grad_(True)
         common = parameter_key(seed, f"(common {context.round})")[0] % len(vectors)
@@ -319,12 +319,12 @@ class Training:
 
 
 def told(context: Context, tag: int, training: Training, seed: int, due: bool) -> Exchange[torch.Tensor]:
-    """Return the trainer's weights on every rank; they are told in the first round that needs them, and kept.
+    """Return the trainer's weights on every rank, sent in the first round that needs them and then stored.
 
-    That a round has told them is remembered by all ranks, so that all know whether they are still to be told.
+    All ranks store that the weights were sent, so that all know whether they still must be.
 
     Args:
-        due: Whether a dry run is of such a round.
+        due: True for a dry run of the round that sends them.
     """
     memory, dry = context.memory, context.workspace.device == "meta"
     have = memory.value(WEIGHTS)
@@ -345,7 +345,7 @@ def told(context: Context, tag: int, training: Training, seed: int, due: bool) -
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """Add up in one order, however many threads the process has: a training that is resumed goes on bit for bit."""
+    """Use one thread, so that sums have one order and a resumed training has the same bits."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -1,4 +1,4 @@
-"""LGC: a small autoencoder, trained inside the job, for the largest elements of gradients."""
+"""LGC: an autoencoder for the largest elements of gradients, trained inside the job."""
 
 from __future__ import annotations
 
@@ -25,71 +25,69 @@ from gradwire.methods.sparse.top_k import TopK, check_density
 
 @dataclass(frozen=True, kw_only=True)
 class LGC(ResidualAlgorithm):
-    r"""Learned Gradient Compression: codes of the largest elements, by an autoencoder that is trained inside the job.
+    r"""Learned Gradient Compression: the largest elements, encoded by an autoencoder that is trained inside the job.
 
-    A training has three phases, by the round alone:
+    A training has three phases, determined by the round:
 
-    1. ``full_rounds`` rounds travel in float32.
-    2. In the next ``training_rounds``, the largest elements travel with error feedback, and rank 0 takes a step of the
-       autoencoder's training on all workers' elements after each round.
-    3. Rank 0 tells all others the autoencoder, once, which stays as it is from then on. In each round a leader, each
-       worker in its turn, tells all others the places of its k = max(1, floor(density d)) largest elements of each
-       parameter. With E the encoder and D the decoder:
+    1. ``full_rounds`` rounds are sent in float32. 2. In the next ``training_rounds``, the largest elements are sent
+    with error feedback, and after each round rank 0 takes a step of the autoencoder's training on all workers'
+    elements. 3. Rank 0 sends the autoencoder to all others once; it is constant from then on. In each round a leader,
+    each worker in turn, sends the places of its k = max(1, floor(density d)) largest elements of each parameter to all
+    others. With E the encoder and D the decoder:
 
     ``instance="all_reduce"``: p_i = g_i + e_i, and x_i are the values of p_i at the leader's elements, each parameter's
-    divided by s, the largest root mean square that they have on any worker::
+    divided by s, their largest root mean square on any worker::
 
         phase 2     mean = (1 / N) sum_i p_i      at the leader's elements, 0 elsewhere: as CLTk
         phase 3     mean = s D((1 / N) sum_i E(x_i))   there, 0 elsewhere
 
-    ``instance="parameter_server"``: the leader alone sends a code, and each worker its innovation v_i, its
-    max(1, floor(innovation d)) largest elements of each parameter, at their own coordinates. Rank 0 is the server::
+    ``instance="parameter_server"``: only the leader sends a code, and each worker sends its innovation v_i, the max(1,
+    floor(innovation d)) largest elements of each parameter with their positions. Rank 0 is the server::
 
         phase 2     mean = (1 / N) sum_i TopK_k(p_i)           as ErrorFeedback(TopK)
         phase 3     r_i = s D(E(x_leader), v_i / s) at the leader's elements, v_i at those of v_i, 0 elsewhere
-                    mean = (1 / N) sum_i r_i                   the server's, told to all
+                    mean = (1 / N) sum_i r_i                   computed by the server, sent to all
 
-    A code has a quarter of the vector's numbers. The convolutions see neighbours alone, so the order matters: with
-    ``order="value"`` elements are in descending order of the leader's values, a smooth curve; the order is told with
-    the places, in log2(k) bits an element. With "index" it is not told, and signs follow each other at random.
+    A code has a quarter of the vector's numbers. Convolutions combine neighbours, so the order matters: with
+    ``order="value"`` elements are in descending order of the leader's values, a smooth curve, and the order is sent
+    with the places, in log2(k) bits an element. With "index" the order is not sent, and signs alternate at random.
 
-    **What the residual keeps.** With ``feedback="selection"`` e_i <- p_i with zeros at the elements that were chosen
-    (the leader's, or with a server each worker's own): what the autoencoder errs by is lost, as in a public
-    implementation. With "reconstruction" e_i <- p_i - mean: nothing is lost, and, as for :class:`PowerSGD`, differences
-    between workers stay in their residuals. But an autoencoder is no contraction: it was trained on values whose
-    differences were smaller, and where it errs by as much as it is given, residuals grow without bound. Tests and
-    measurements saw that.
+    **Residual.** With ``feedback="selection"`` e_i <- p_i with zeros at the chosen elements (the leader's, or with a
+    server each worker's own): the autoencoder's error is lost, as in a public implementation. With "reconstruction" e_i
+    <- p_i - mean: nothing is lost, and, as for :class:`PowerSGD`, differences between workers stay in their residuals.
+    But an autoencoder is not a contraction: it was trained on values with smaller differences, and if its error is as
+    large as its input, residuals grow without bound, as tests and measurements show.
 
-    **Determinism.** Encoder and decoder are computed in a way that gives the same bits on every machine, so that each
-    rank may decode for itself; training happens on one rank, with one thread. See
-    :class:`gradwire.methods.learned.autoencoder.Autoencoder`.
+    **Determinism.** Encoder and decoder give the same bits on every machine, so each rank can decode; training runs on
+    one rank, in one thread. See :class:`gradwire.methods.learned.autoencoder.Autoencoder`.
 
-    **Memory.** A residual for each parameter and rank, unscaled under automatic mixed precision; 216 678 weights of the
-    autoencoder, on rank 0 with two moments of its optimizer from the second phase on, and on all from the third.
+    **Memory.** A residual as long as the parameters on every rank, without the loss scale under automatic mixed
+    precision. The autoencoder has 216 678 weights, which rank 0 stores with two moments of its optimizer from the
+    second phase on, and all ranks from the third.
 
     Args:
-        density: Share k/d of each parameter whose elements are chosen, above 0 to 1. Fewer than 31 elements of all
-            parameters have zeros behind them when they are encoded.
+        density: Share k/d of each parameter's elements that are chosen, above 0 to 1. If fewer than 31 elements are
+            chosen in all, they are padded with zeros before they are encoded.
         instance: "all_reduce" or "parameter_server".
-        full_rounds: Of the first phase; 0 or more. Rounds in float32 at the start (``warmup_steps`` of :func:`attach`)
-            count among them.
-        training_rounds: Of the second phase; 1 or more.
+        full_rounds: Rounds of the first phase, 0 or more, including rounds in float32 at the start (``warmup_steps`` of
+            :func:`attach`).
+        training_rounds: Rounds of the second phase, 1 or more.
         feedback: "selection" or "reconstruction".
         order: "value" or "index".
-        innovation: Share of each parameter that a worker sends to a server as it is, above 0 to 1.
-        optimizer: Of the autoencoder: "adam" (with moments 0.9 and 0.999) or "sgd".
-        learning_rate: Of that optimizer.
-        similarity: Share of the loss that makes workers' codes alike, with a server; 0 or more, below 1.
-        momentum: Applied before compression, as :class:`ErrorFeedback` describes; above 0 the optimizer must have
+        innovation: Share of each parameter that a worker sends to a server without encoding, above 0 to 1.
+        optimizer: Optimizer of the autoencoder: "adam" (with moments 0.9 and 0.999) or "sgd".
+        learning_rate: Learning rate of that optimizer.
+        similarity: Weight of the loss that makes workers' codes alike, with a server; at least 0 and below 1.
+        momentum: Momentum applied before compression, see :class:`ErrorFeedback`; if above 0 the optimizer must have
             none.
 
     Raises:
         HyperparameterError: a field is out of range.
 
-    The exchange begins when the whole gradient is there. What the papers leave dense (the first layers and the last) is
-    for ``exclude`` and ``min_numel`` to say; it goes past the autoencoder.
+    The exchange begins when all gradients are computed. The papers send the first and last layers uncompressed; choose
+    these with ``exclude`` and ``min_numel``.
 
-    Wire: ``docs/wire-format.md``; what is the paper's and what is not: ``docs/methods/learned.md``.
+    Wire: ``docs/wire-format.md``. For differences from the paper see ``docs/methods/learned.md``.
 
     Reference: L. Abrahamyan, Y. Chen, G. Bekoulis, N. Deligiannis, "Learned Gradient Compression for Distributed Deep
     Learning", IEEE Transactions on Neural Networks and Learning Systems, 2021.
@@ -154,14 +152,14 @@ class LGC(ResidualAlgorithm):
             collectives=("two_shot", "all_gather") if self.instance == "all_reduce" else ("all_gather",),
             whole_step=True,
             kernels=("selection", "indices", "signs"),
-            # The autoencoder beside what every residual algorithm remembers.
+            # The autoencoder, and the state of every residual algorithm.
             remembers=(*traits.remembers, *REMEMBERED),
             unbiased=False,
         )
 
     @property
     def first_compressed(self) -> int:
-        """The first round of the third phase."""
+        """First round of the third phase."""
         return self.full_rounds + self.training_rounds
 
     def caution(self, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> str | None:
@@ -169,7 +167,7 @@ class LGC(ResidualAlgorithm):
         return momentum_beside_residual(self, optimizer, TopK(density=self.density).delta_of(numel) or 0.0)
 
     def training(self) -> Training:
-        """Return what a step of the autoencoder's training does."""
+        """Return the settings of the autoencoder's training."""
         mean = self.instance == "all_reduce"
         return Training(Autoencoder(innovation=not mean), self.optimizer, self.learning_rate, self.similarity, mean)
 
@@ -192,7 +190,7 @@ CHOICES = {
 
 
 class _PhasedPlan(BucketPlan):
-    """Exchanges a step by the plan of the phase that its round belongs to, and trains the autoencoder in the second."""
+    """Plan that exchanges a step by the plan of its round's phase, and trains the autoencoder in the second phase."""
 
     chunks, finishes = 1, True
 
@@ -209,7 +207,7 @@ class _PhasedPlan(BucketPlan):
         self.collective, self.runs = setting.collective, self._phases[-1].runs
 
     def phase(self, round: int) -> int:
-        """Return the number of a round's phase, from 0; a round below 0, a usual one, belongs to the last."""
+        """Return the number of a round's phase, from 0; a round below 0, in a dry run, has the last."""
         method = self._method
         return 2 if round < 0 else (round >= method.full_rounds) + (round >= method.first_compressed)
 
@@ -222,7 +220,7 @@ class _PhasedPlan(BucketPlan):
     def finish(self, context: Context) -> Exchange[None]:
         for vectors, innovation in context.parts.take():
             each = torch.stack([self._scales.of(row) for row in vectors])
-            # Codes that are added up have one scale; each of the others has its worker's.
+            # Codes that are added up share a scale; each of the others has its worker's.
             each = each.amax(0).expand_as(each) if innovation is None else each
             rows = torch.stack([self._scales.normal(*pair) for pair in zip(vectors, each)])
             if innovation is not None:

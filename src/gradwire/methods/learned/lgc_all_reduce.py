@@ -1,4 +1,4 @@
-"""LGC by all-reduce: workers add up codes of the same elements."""
+"""LGC by all-reduce: codes of the same elements are added up over workers."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from gradwire.methods.low_rank.float_means import Beside, mean_of_floats
 from gradwire.methods.sparse.clt_k import LeadersElements, LeadersPlan
 
 VECTORS = "(autoencoder)"
-"""Under which a round leaves the trainer the vectors of all workers."""
+"""Key under which a round stores the vectors of all workers for the trainer."""
 
 SEVENTH_EXCHANGE = 6
 
 
 class CodingMethod(Protocol):
-    """What the plans need to know of their method: its fields, its tag, and when its third phase begins."""
+    """Interface of the plans' method: its fields, its tag, and the first round of its third phase."""
 
     @property
     def tag(self) -> int: ...
@@ -46,7 +46,7 @@ class CodingMethod(Protocol):
 
 
 class WatchedSum(LeadersPlan):
-    """The leader's elements, summed, whose values every worker tells the trainer as well."""
+    """Plan that adds up the leader's elements, and sends every worker's values to the trainer as well."""
 
     def __init__(self, method: CodingMethod, setting: PlanSetting) -> None:
         super().__init__(setting, method.density, method.tag, ordered=method.order == "value")
@@ -63,7 +63,7 @@ class WatchedSum(LeadersPlan):
 
 @dataclass(frozen=True, eq=False)
 class _Prepared:
-    """What all ranks know before codes are added up: weights, places of the elements, and their parameters' scales."""
+    """State of all ranks before codes are added up: weights, places of the elements, and their parameters' scales."""
 
     weights: torch.Tensor
     places: torch.Tensor
@@ -71,7 +71,7 @@ class _Prepared:
 
 
 class CodedMean(BucketPlan):
-    """Codes of the leader's elements are averaged, and what the mean code stands for takes the place of the mean."""
+    """Plan that averages codes of the leader's elements, and decodes the mean code."""
 
     chunks = 1
 

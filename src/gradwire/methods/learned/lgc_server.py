@@ -1,4 +1,4 @@
-"""LGC by a parameter server: one worker's code stands for all, and the others send their few largest elements."""
+"""LGC by a parameter server: one worker's code is used for all, and every worker sends its few largest elements."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 
 
 SERVER = TRAINER
-"""The rank that decodes for all: the one that has trained."""
+"""Rank that decodes for all, the one that trained."""
 
 Elements = tuple[torch.Tensor, torch.Tensor]
-"""The units that a worker kept, ascending, and their values."""
+"""Units that a worker kept, ascending, and their values."""
 
 
 class WatchedTopK(BucketPlan):
-    """Top-k as it is, gathered by all, of which the trainer takes a copy."""
+    """Plan of gathered top-k, of which the trainer keeps a copy."""
 
     chunks = 1
 
@@ -68,7 +68,7 @@ class WatchedTopK(BucketPlan):
         return torch.cat([torch.sort(part, descending=True, stable=True).values for part in parts])
 
     def _innovation(self, vector: torch.Tensor) -> torch.Tensor:
-        """Return the vector with zeros but for the largest elements of each parameter."""
+        """Return the vector with only the largest elements of each parameter, and zeros elsewhere."""
         found, at = torch.zeros_like(vector), 0
         for count, most in zip(self._table.counts(self._rows[0][0]), self._most):
             part = vector[at : at + count]
@@ -79,7 +79,7 @@ class WatchedTopK(BucketPlan):
 
 
 class _Watched:
-    """An operator whose decoder leaves what it reads of every worker in ``rows``."""
+    """Operator whose decoder stores every worker's elements in ``rows``."""
 
     tag: ClassVar[int] = TopK.tag
 
@@ -107,7 +107,7 @@ class _WatchedCodec(SparseCodec):
 
 
 class _FewRule(Rule):
-    """At most so many units of each block, of which somebody else chooses which."""
+    """Rule with a maximum number of units of each block, which are chosen elsewhere."""
 
     def __init__(self, most: Callable[[SegmentTable], torch.Tensor]) -> None:
         self._most = most
@@ -118,13 +118,13 @@ class _FewRule(Rule):
     def choose(
         self, kernels: Kernels, scores: torch.Tensor, table: SegmentTable, draw: Draw
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        # Only the server encodes the mean, and it is given the elements. Whoever asks for another choice has a defect.
+        # Only the server encodes the mean, with given elements. A call is a defect.
         raise AssertionError("the server says which elements the mean has")
 
 
 @dataclass(frozen=True, eq=False)
 class _Told:
-    """What the server learns of a worker: its parameters' scales, its innovation, and of the master its code."""
+    """Data that a worker sends to the server: scales, innovation and, from the leader, the code."""
 
     scales: torch.Tensor
     innovation: Elements
@@ -133,7 +133,7 @@ class _Told:
 
 
 class CommonCode(BucketPlan):
-    """The master's code and everybody's innovation go to the server, and the mean of what it makes of them to all."""
+    """Plan that sends the leader's code and all innovations to the server, and the server's mean to all."""
 
     chunks = 1
 
@@ -214,7 +214,7 @@ class CommonCode(BucketPlan):
 
     @property
     def _packings(self) -> list[Packing]:
-        """How the sections of a worker travel: scales, innovation, and of the master positions, order and code."""
+        """Sections of a worker's payload: scales, innovation and, from the leader, positions, order and code."""
         masters = [OrAbsent(p) for p in (*self._elements.packings, Whole(padded(4 * self._code)))]
         return [Whole(padded(4 * len(self._light))), self._few.packing(self._few.units), *masters]
 
@@ -245,10 +245,10 @@ class CommonCode(BucketPlan):
     def _mean_of(
         self, flat: torch.Tensor, weights: torch.Tensor, workers: Sequence[_Told], master: int
     ) -> list[torch.Tensor]:
-        """Return the mean over workers of what the server makes of the master's code and each one's innovation.
+        """Return the mean over workers of the vectors decoded from the leader's code and each one's innovation.
 
-        Of worker k it is the decoder's answer to the code and k's innovation at the master's elements, with k's
-        innovation itself at k's own coordinates.
+        For worker k that is the decoder's output for the code and k's innovation at the leader's elements, and k's
+        innovation at its own positions.
         """
         common, weight = workers[master], 1.0 / len(workers)
         if common.places is None or common.code is None:
@@ -285,7 +285,7 @@ class CommonCode(BucketPlan):
 
 
 def _octets(values: torch.Tensor) -> torch.Tensor:
-    """Return float32 values as bytes, rounded up to a multiple of 16."""
+    """Return float32 values as bytes, padded to a multiple of 16."""
     out = torch.zeros(padded(4 * values.numel()), dtype=torch.uint8)
     out[: 4 * values.numel()] = values.contiguous().view(torch.uint8)
     return out

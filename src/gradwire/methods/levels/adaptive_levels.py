@@ -1,4 +1,4 @@
-"""The exchange of a bucket whose levels follow the gradients."""
+"""ALQ and AMQ: levels that are fitted to the gradients in some rounds."""
 
 from __future__ import annotations
 
@@ -30,25 +30,25 @@ WHOLE = "all blocks"
 
 
 class AdaptiveMethod(Operator, Protocol):
-    """What the plan needs to know of its method."""
+    """Interface of methods that :class:`AdaptiveLevelPlan` exchanges."""
 
     @property
     def overlap(self) -> bool:
-        """Whether fitted levels serve from the next round on."""
+        """True if fitted levels are used from the next round on, not in the round of the fit."""
         ...
 
     @property
     def statistics(self) -> Statistics:
-        """What ranks exchange before a fit."""
+        """Statistics that ranks exchange before a fit."""
         ...
 
     @property
     def purpose(self) -> torch.Tensor:
-        """What levels are fitted for."""
+        """Settings for which levels are fitted, int64."""
         ...
 
     def is_update(self, round: int) -> bool:
-        """Return whether the levels are fitted anew in that round."""
+        """Return whether the levels are fitted in ``round``."""
         ...
 
     def no_levels(self) -> torch.Tensor:
@@ -61,9 +61,10 @@ class AdaptiveMethod(Operator, Protocol):
 
 
 class AdaptiveLevelPlan(SectionPlan):
-    """Sections whose levels are fitted in some rounds: before they are used, or at the round's end for those after it.
+    """Plan of sections whose levels are fitted in some rounds: at the start for that round, or at the end.
 
-    At the end, the statistics of all parameters are joined in the order of their names, so that buckets do not decide.
+    At the end, the statistics of all parameters are joined in the order of their names, so that the outcome does not
+    depend on buckets.
     """
 
     def __init__(self, method: AdaptiveMethod, setting: PlanSetting) -> None:
@@ -100,7 +101,7 @@ class AdaptiveLevelPlan(SectionPlan):
             yield from self._fit(context, parts, levels)
 
     def _levels(self, context: Context) -> torch.Tensor | None:
-        """Return the levels that serve; None where none were fitted, or for values that lay otherwise in [-1, 1]."""
+        """Return the fitted levels, or None if there are none or they were fitted for another purpose."""
         purpose = context.memory.value("levels_of")
         if purpose is None or not torch.equal(purpose, self._method.purpose):
             return None
@@ -112,12 +113,12 @@ class AdaptiveLevelPlan(SectionPlan):
     def _fit(
         self, context: Context, parts: Sequence[Any], before: torch.Tensor | None
     ) -> Exchange[torch.Tensor | None]:
-        """Gather all workers' statistics; keep, and return, the levels that rank 0 fits to them.
+        """Gather all workers' statistics; store and return the levels that rank 0 fits to them.
 
-        Every rank could solve the problem, but error functions may differ in the last bit between machines.
+        Only one rank fits, since error functions may differ in the last bit between machines.
 
         Args:
-            parts: This rank's statistics; in a dry run, numbers of blocks.
+            parts: This rank's statistics, or numbers of blocks in a dry run.
         """
         statistics, levels = self._method.statistics, self._method.no_levels()
         if _is_dry(context):
@@ -142,7 +143,7 @@ def _is_dry(context: Context) -> bool:
 
 
 def _apart(levels: Sequence[float]) -> list[float]:
-    """Round to float32 and keep neighbours distinct, ends at -1 and 1."""
+    """Round to float32, with distinct neighbours and ends at -1 and 1."""
     rounded = torch.tensor(levels, dtype=torch.float32)
     rounded[0], rounded[-1] = -1.0, 1.0
     for i in range(1, len(rounded)):
@@ -195,7 +196,7 @@ class _Adaptive(Method):
         return replace(
             super().declare(),
             collectives=("all_gather",),
-            # Whether levels serve in the round to whose gradients they are fitted.
+            # Levels that are used in the round of their fit need the whole gradient.
             whole_step=not self.overlap,
             joined=self.blocks == "model",
             kernels=("moments", "levels"),
@@ -204,19 +205,19 @@ class _Adaptive(Method):
         )
 
     def is_update(self, round: int) -> bool:
-        """Return whether the levels are fitted anew in that round."""
+        """Return whether the levels are fitted in ``round``."""
         last = max(self.updates, default=0)
         return round in self.updates or (round > last and round % self.every == 0)
 
     @property
     def purpose(self) -> torch.Tensor:
-        """Return what levels are fitted for, int64; for another purpose they serve badly."""
+        """Return the settings for which levels are fitted, int64; for other settings they are far from optimal."""
         fields = [self.tag, self.bits, self.norm == "max", self.block_size or 0, self.blocks == "model"]
         return torch.tensor([*fields, self.model == "histogram"], dtype=torch.int64)
 
     @property
     def statistics(self) -> Statistics:
-        """Return what ranks exchange before a fit."""
+        """Return the statistics that ranks exchange before a fit."""
         return Histograms(self.weighted) if self.model == "histogram" else Normals(self.weighted, self.kept)
 
     def no_levels(self) -> torch.Tensor:

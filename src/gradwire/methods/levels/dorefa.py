@@ -1,4 +1,4 @@
-"""DoReFa: evenly spaced levels on either side of zero, without a zero."""
+"""DoReFa: evenly spaced levels without a zero."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 MOST_BITS = 8
-"""The paper's experiments end there, and a coder takes bytes."""
+"""The largest width in the paper's experiments; a coder takes bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,16 +33,16 @@ class DoReFa(LevelCompressor):
 
     Rounding a number y after adding noise of one step is stochastic rounding: round(y + sigma) = floor(y + u) with
     u = sigma + 1/2, which is floor(y) + 1 with probability frac(y). Here y = n (v_k / M + 1) / 2 lies between 0 and n,
-    both of them levels, so that no result lies outside and none has to be clipped: the ends need no exception.
+    which are both levels, so no result is out of range and nothing is clipped.
 
-    There are 2^bits levels M j / n, j = -n, -n + 2, ..., n, all odd, so that zero is none of them: a value below M / n
-    becomes M / n or -M / n, and a zero either with the same probability. Unbiased;
-    E|Q(v) - v|^2 = M^2 sum_k (h_k - r_k) (r_k - l_k), r = v / M between neighbouring levels l and h, at most
-    (d - 1) / n^2 times |v|^2, attained by a block of one value and zeros. The largest value of a block is exact.
+    There are 2^bits levels M j / n with odd j = -n, -n + 2, ..., n. Zero is not a level: a value below M / n becomes
+    M / n or -M / n, and zero becomes either with the same probability. Unbiased; E|Q(v) - v|^2 = M^2 sum_k (h_k - r_k)
+    (r_k - l_k), r = v / M between neighbouring levels l and h, at most (d - 1) / n^2 times |v|^2, attained by a block
+    of one value and zeros. The largest value of a block is exact.
 
-    The paper rounds, on the way back, the gradient of each layer's *output*, with a maximum for each sample, so that
-    convolutions may be computed on bits. Here it is the gradient of a parameter that is rounded before the exchange; a
-    maximum is of a block of a parameter, or of the whole parameter.
+    The paper rounds the gradient of each layer's *output* in the backward pass, with a maximum for each sample, so that
+    convolutions can be computed on bits. Here the gradient of a parameter is rounded before the exchange, with a
+    maximum for each block or parameter.
 
     Args:
         bits: Bits k of a level, 1 to 8. Packed they take 1, 2, 3.2, 4, 5.33, 6.4, 8 and 8 bits.
@@ -90,7 +90,7 @@ class DoReFa(LevelCompressor):
 
     @property
     def steps(self) -> int:
-        """Number n of steps from the lowest to the highest level."""
+        """Number n of steps between the lowest and the highest level."""
         return (1 << self.bits) - 1
 
     def block_omega(self, numel: int) -> float:

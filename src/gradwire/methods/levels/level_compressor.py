@@ -1,4 +1,4 @@
-"""The codec of all methods that round blocks to levels: scales of blocks, then packed digits."""
+"""Codec and base class of methods that round blocks to levels: scales of blocks, then packed digits."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ _LARGEST = torch.finfo(torch.float32).max
 
 @dataclass(frozen=True, eq=False)
 class LevelSummary:
-    """Scales of all blocks of a bucket, what they were taken from, and where each segment's begin.
+    """Scales of all blocks of a bucket, the moments from which they were computed, and each segment's first block.
 
-    ``first`` is the number of blocks before each segment of the codec that it is handed to, as ``select`` left it.
-    ``shared`` is the scales where all ranks use the largest.
+    ``first`` is the number of blocks before each segment of the codec, set by ``select``. ``shared`` has the scales
+    where all ranks use the largest.
     """
 
     scale: torch.Tensor
@@ -61,16 +61,16 @@ class LevelSummary:
 
 
 class LevelCodec(Codec):
-    """Digits of many segments, each worker with its own scales, so that only a gather can carry them.
+    """Codec of digits. Each worker has its own scales, so payloads can only be gathered.
 
     A payload is the float32 scales of the blocks that the segments reach into, padded to sixteen bytes, and then the
     digits of all groups of 80 elements, packed in the layout of ``digit_layout(grid.base)``.
 
     Args:
-        grid: The levels; a summary may carry others of as many digits.
-        norm: "max", "l2" or "l1": what a block is divided by. "l1" counts magnitudes in units of 2^-23 times the power
-            of two below the largest of each 4096, rounded down; no scale is below the largest magnitude.
-        block_size: Values that share a scale; None: all of a parameter.
+        grid: The levels; a summary may have others with as many digits.
+        norm: "max", "l2" or "l1", the norm by which a block is divided. "l1" adds up magnitudes rounded down to units
+            of 2^-23 times the power of two below the largest of each 4096; no scale is below the largest magnitude.
+        block_size: Number of values that share a scale; None: all of a parameter.
     """
 
     grain = 1
@@ -101,7 +101,7 @@ class LevelCodec(Codec):
         self.side_bytes = padded(4 * self.blocks.blocks)
         self._runs: SegmentTable | None = None
         self._first_elements: Constant | None = None
-        # Blocks are counted from the start of a parameter, also where only a piece of it is here, in a rank's share.
+        # Blocks are counted from the start of a parameter, even if a rank's share has only a part of it.
         self._first_blocks = Constant(self.blocks.first[:-1] - table.start // self.blocks.block_size)
         counts = np.diff(self.blocks.first)
         self._owner = Constant(np.repeat(np.arange(len(table)), counts))
@@ -130,7 +130,7 @@ class LevelCodec(Codec):
         moments = self.kernels.moments(flat, self.runs)
         scale = moments.max_abs
         if self.norm != "max":
-            # Beyond float32 the largest finite scale serves: it is above every element all the same.
+            # Beyond float32 the largest finite scale is used, which is still above every element.
             norm = self._norm(flat, moments).clamp(max=_LARGEST).to(torch.float32)
             scale = torch.where(torch.isfinite(scale), torch.maximum(norm, scale), scale)
         return LevelSummary(usable(scale), self._first_blocks.on(flat.device), self.grid, moments)
@@ -138,7 +138,7 @@ class LevelCodec(Codec):
     def _norm(self, flat: torch.Tensor, moments: Moments) -> torch.Tensor:
         if self.norm == "l2":
             return moments.norm
-        # An exact sum of integers: free of order, hence of layout and backend.
+        # An exact sum of integers, which does not depend on order, layout or backend.
         sums = self.kernels.sign_sums(flat, self.runs)
         return sums.above + sums.below
 
@@ -171,7 +171,7 @@ class LevelCodec(Codec):
         return all_finite(flat[self._first_elements.on(flat.device)])
 
     def _scales(self, summary: LevelSummary) -> torch.Tensor:
-        """Return the scales of this codec's blocks out of the bucket's."""
+        """Select the scales of this codec's blocks from the bucket's."""
         where = summary.scale.device
         return summary.scale[summary.first[self._owner.on(where)] + self._within.on(where)]
 
@@ -193,7 +193,8 @@ def check_blocks(owner: str, block_size: int | None, blocks: str) -> None:
     """Check the fields ``block_size`` and ``blocks``, which determine the values that share a scale.
 
     Raises:
-        HyperparameterError: ``block_size`` is not None or a multiple of 16, or ``blocks`` is neither of the two words.
+        HyperparameterError: ``block_size`` is not None or a multiple of 16, or ``blocks`` is neither "parameter" nor
+            "model".
     """
     require(
         block_size is None or (is_whole(block_size, ALIGNMENT) and block_size % ALIGNMENT == 0),
@@ -210,11 +211,11 @@ def check_blocks(owner: str, block_size: int | None, blocks: str) -> None:
 class LevelCompressor(Compressor):
     """A compressor that rounds blocks to levels without bias, with the fields ``block_size`` and ``blocks``.
 
-    It is gathered as published. By ``collective="two_shot"`` the owner of a share encodes the mean once more, block by
-    block of its share: what a rank sends then does not grow with the workers, and the mean has the variance of one more
-    rounding.
+    Payloads are gathered, as in the papers. With ``collective="two_shot"`` the owner of a share encodes the mean again,
+    so that the bytes that a rank sends do not grow with the number of workers, and the mean has the variance of one
+    more rounding.
 
-    It is no dataclass, so that each method's own fields keep their order in its spec.
+    Not a dataclass, so that each method's own fields keep their order in its spec.
     """
 
     block_size: int | None
@@ -224,11 +225,11 @@ class LevelCompressor(Compressor):
         traits = super().declare()
         return replace(
             traits,
-            # Two-shot for blocks of a size: the scale of a whole parameter is not that of a share of it.
+            # Two-shot needs a block size: the scale of a whole parameter is not that of a share of it.
             collectives=("all_gather", "two_shot") if self.block_size else ("all_gather",),
             re_encoding=self.block_size is not None,
             share_cut=math.lcm(traits.cut, self.block_size or 1),
-            # Whether blocks cross parameters: they then need the gradients of all of them.
+            # Blocks that cross parameters need the gradients of all parameters.
             whole_step=(self.blocks == "model"),
             joined=self.blocks == "model",
             quantises_blocks=True,

@@ -1,7 +1,7 @@
-"""Fit levels to the distribution of normalised gradients; mixtures of truncated normals are one such distribution.
+"""Levels and ratios with the least expected variance for a distribution of normalised gradients.
 
-All arithmetic is in float64 and runs a few times in a training. The formulas are those of Faghri et al., "Adaptive
-Gradient Quantization for Data-Parallel SGD", NeurIPS 2020, sections 3.1 to 3.3.
+All arithmetic is float64 and runs a few times in a training. The formulas are from Faghri et al., "Adaptive Gradient
+Quantization for Data-Parallel SGD", NeurIPS 2020, sections 3.1 to 3.3.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ import torch
 
 SMALLEST_DEVIATION = 1e-12
 SWEEPS = 60
-"""Most sweeps of coordinate descent; it ends when no level moves by a millionth of its neighbours' distance."""
+"""Maximum number of sweeps; descent ends when no level moves by a millionth of its neighbours' distance."""
 
 COMPONENTS = 256
-"""Most components that levels are fitted to: workers send 350 blocks each, most of which are nearly alike."""
+"""Maximum number of components for a fit: workers send 350 blocks each, most of which are nearly alike."""
 
 PLACES = 384
-"""Approximate number of places that levels are chosen from before they are moved; more where there are many levels."""
+"""Approximate number of places from which levels are chosen before descent; more if there are many levels."""
 
 STEPS = 100
-"""Most steps of an inversion. Bisection alone needs 33; a Newton step longer than half of the last is not taken."""
+"""Maximum number of steps of an inversion. Bisection needs 33; Newton steps above half of the last are not used."""
 
 LARGEST_RATIO = 1 - 2.0**-24
 """Largest float32 below one. Its first 128 powers are distinct in float32, hence so are the levels of 8 bits."""
 
 
 class Distribution(ABC):
-    """A distribution function F on [-1, 1]: where gradients lie after division by their block's scale."""
+    """A distribution function F on [-1, 1], of gradients after division by their block's scale."""
 
     @abstractmethod
     def distribution(self, points: torch.Tensor) -> torch.Tensor:
@@ -48,7 +48,7 @@ class Distribution(ABC):
     ) -> torch.Tensor:
         """Return an x in [low, high] with F(x) = ``mass``; all float64 ``[points]``.
 
-        ``start`` is a guess.
+        ``start`` is an initial guess.
         """
 
     def merged(self) -> Distribution:
@@ -85,7 +85,7 @@ class Mixture(Distribution):
         mass = ends[1] - ends[0]
         weight = torch.where(mass > 0, weight.double(), 0.0)
         total = weight.sum()
-        # Normals that lie outside of the interval altogether say nothing about the inside.
+        # Normals entirely outside the interval are left out.
         self.share = weight / (total if float(total) > 0 else 1.0)
         self.weight = self.share / mass.clamp(min=1e-300)
         self._below = (self.weight * ends[0]).sum()
@@ -133,18 +133,17 @@ class Mixture(Distribution):
         return x
 
     def merged(self) -> Mixture:
-        """Return a mixture of at most :data:`COMPONENTS`, of the same first and second moment but for truncation.
+        """Return a mixture of at most :data:`COMPONENTS`, with the same first and second moment except for truncation.
 
-        The variance of levels is sum_j (l_(j+1) - l_(j-1)) H(l_j) and what does not depend on them, H(x) the integral
-        of F up to x. Normals around (m, s), m the mean and s the deviation of all of them together, change H by at most
-        about the weighted sum of ((mean_n - m)^2 + (std_n - s)^2) / s where one takes their place. So, beginning with
-        all components as one group, the group with the largest such sum is cut at the mean of the coordinate that
-        varies more, until there are enough groups.
+        The variance of levels is sum_j (l_(j+1) - l_(j-1)) H(l_j) plus a constant, with H(x) the integral of F up to x.
+        Replacing a group of normals by one with their joint mean m and deviation s changes H by at most about the
+        weighted sum of ((mean_n - m)^2 + (std_n - s)^2) / s. So, starting with all components as one group, the group
+        with the largest such sum is cut at the mean of the coordinate that varies more, until there are enough groups.
         """
         some = torch.nonzero(self.share > 0).flatten()
         if len(some) <= COMPONENTS:
             return self
-        # The number breaks ties, so that the order is that of the cuts.
+        # The number breaks ties, in the order of the cuts.
         groups = [(-self._spread(some), 0, some)]
         for number in itertools.count(1):
             if len(groups) >= COMPONENTS or groups[0][0] == 0:
@@ -156,7 +155,7 @@ class Mixture(Distribution):
         return Mixture(*rows.unbind(1))
 
     def _pooled(self, group: torch.Tensor) -> torch.Tensor:
-        """Mean, deviation and weight of a group, as one distribution."""
+        """Return mean, deviation and weight of a group as one distribution."""
         mean, std, share = self.mean[group], self.std[group], self.share[group]
         total = share.sum()
         centre = (share * mean).sum() / total
@@ -166,7 +165,7 @@ class Mixture(Distribution):
     def _spread(self, group: torch.Tensor) -> float:
         centre, std, _ = self._pooled(group)
         away = (self.mean[group] - centre) ** 2 + (self.std[group] - std) ** 2
-        # What is exactly alike cannot be cut, though rounding finds a spread.
+        # Equal components cannot be cut, even if rounding gives them a spread.
         alike = bool((self.mean[group] == self.mean[group[0]]).all() & (self.std[group] == self.std[group[0]]).all())
         return 0.0 if alike else float((self.share[group] * away).sum() / std)
 
@@ -188,19 +187,19 @@ def best_levels(distribution: Distribution, count: int, starts: Sequence[Sequenc
     """Place ``count`` levels from -1 to 1 so that the expected variance is least, by coordinate descent.
 
     With neighbours c < l < d the best l solves F(l) = F(d) - (integral over [c, d] of (r - c) dF) / (d - c); sweeps
-    over the inner levels never raise the objective. It has several minima from four free levels on: so they begin at
-    the best choice among some hundred places, found by dynamic programming, which is no worse than the given starts,
-    quantiles, an even and an exponential grid, whose places are among these. F is that of :meth:`Mixture.merged`.
+    over the inner levels never raise the objective. With four or more free levels it has several minima. So the sweeps
+    start from the best choice among some hundred places, found by dynamic programming. The places include the given
+    starts, quantiles, an even grid and an exponential grid. F is that of :meth:`Mixture.merged`.
     """
     distribution = distribution.merged()
     return _descend(distribution, _chosen(distribution, _places(distribution, count, starts), count))
 
 
 def _places(distribution: Distribution, count: int, starts: Sequence[Sequence[float]]) -> torch.Tensor:
-    """Candidates from -1 to 1, ascending: close together where many levels are best spent, and some everywhere.
+    """Return candidates from -1 to 1, ascending: dense where the best levels are dense, with some everywhere.
 
-    The best of very many levels lie as the cube root of the density. It is taken to be constant between places that
-    are even, quantiles, and exponential around zero.
+    The density of the best of very many levels is the cube root of the distribution's, which is taken as constant
+    between even places, quantiles and exponential places around zero.
     """
     number = max(PLACES, 3 * count)
     even = torch.linspace(-1, 1, number // 3 + 1, dtype=torch.float64)
@@ -229,7 +228,7 @@ def _chosen(distribution: Distribution, places: torch.Tensor, count: int) -> lis
     sums = torch.cat([places.new_zeros(3, 1), distribution.between(places).cumsum(1)], 1)
     mass, first, second = sums[:, None, :] - sums[:, :, None]
     a, b = places[:, None], places
-    # Where the distribution has nothing, an even density of next to nothing decides.
+    # Where the distribution has no mass, a tiny uniform density decides.
     cost = ((a + b) * first - a * b * mass - second).clamp(min=0) + 1e-15 * (b - a) ** 3
     cost = cost.masked_fill(a >= b, torch.inf)
     least, came_from = cost[0], []
@@ -248,7 +247,7 @@ def _exponential(count: int) -> list[float]:
 
 
 def _descend(distribution: Distribution, levels: list[float]) -> list[float]:
-    """Sweep, every second level at once: what is best for a level depends on its two neighbours alone."""
+    """Sweep over every second level at once: the best place of a level depends on its two neighbours only."""
     x = torch.tensor(levels, dtype=torch.float64)
     for _ in range(SWEEPS):
         moved = 0.0
@@ -280,7 +279,8 @@ def best_ratio(distribution: Distribution, count: int) -> float:
     p is at most :data:`LARGEST_RATIO`. The distribution is that of :meth:`Distribution.merged`.
     """
     distribution = distribution.merged()
-    # Few levels on long blocks need ratios near zero, many levels ratios near one: both are spaced by powers of two.
+    # Few levels on long blocks need ratios near zero, which are spaced by powers of two; many levels need ratios near
+    # one.
     grid = [0.02 * 2.0**-k for k in range(16, 0, -1)] + [0.02 * k for k in range(1, 48)]
     grid += [1 - 0.06 * 2.0 ** (-k / 2) for k in range(1, 40)] + [LARGEST_RATIO]
     cost = [distribution.variance(powers(p, count)) for p in grid]

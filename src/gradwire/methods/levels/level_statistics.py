@@ -1,7 +1,7 @@
-"""Histograms of normalised gradients: how often values fall into fixed bins, counted exactly.
+"""Statistics of normalised gradients for fitting levels: normals of blocks, or exact histograms.
 
-Bins are those of a float32's leading bits, so that every backend, layout and machine agrees on them: 16 to an octave,
-even within it, from 2^-20 to 1 on either side of zero, and one bin from -2^-20 to 2^-20.
+Bins of a histogram are given by a float32's leading bits, so that all backends, layouts and machines agree: 16 of equal
+width in each octave from 2^-20 to 1 on either side of zero, and one from -2^-20 to 2^-20.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ BINS = 2 * _SIDE + 1
 _SHIFT = 23 - _BITS_PER_OCTAVE
 _FIRST = (127 - _OCTAVES) << _BITS_PER_OCTAVE
 _PIECE = 1 << 18
-"""Values that are counted at a time, so that what is computed on the way stays in the cache."""
+"""Number of values counted at a time, so that temporaries stay in the cache."""
 
 
 def bin_edges() -> torch.Tensor:
@@ -38,18 +38,18 @@ def bin_edges() -> torch.Tensor:
 
 
 def count_values(flat: torch.Tensor, runs: SegmentTable, scale: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Add up the weights of the values in each bin, exactly, hence in any order.
+    """Add up the weights of the values in each bin, exactly and so in any order.
 
-    Values of -1 and 1 are left out: they are levels themselves and rounding does them nothing.
+    Values of -1 and 1 are left out: they are levels, so rounding does not change them.
 
     Args:
         flat: Gradients, float32.
-        runs: Where each block's values lie in ``flat``.
-        scale: Float32 ``[blocks]``, what a block is divided by; no value is larger, and none is zero.
-        weight: Int64 ``[blocks]``, of each of a block's values; all values together weigh less than 2^63.
+        runs: The values of each block in ``flat``.
+        scale: Divisor of each block, float32 ``[blocks]``; not zero, and not below any value.
+        weight: Weight of each value of a block, int64 ``[blocks]``; all values together weigh less than 2^63.
 
     Returns:
-        Int64 ``[BINS]``.
+        The sums, int64 ``[BINS]``.
     """
     offset, numel = torch.from_numpy(runs.offset.copy()), torch.from_numpy(runs.numel.copy())
     ends = numel.cumsum(0)
@@ -74,7 +74,7 @@ class Histogram(Distribution):
 
     Args:
         edges: Ends of the bins, ascending from -1 to 1, float64 ``[bins + 1]``.
-        mass: Of each bin, not negative, float64 ``[bins]``; need not add up to one.
+        mass: Mass of each bin, at least 0, float64 ``[bins]``; need not add up to one.
     """
 
     def __init__(self, edges: torch.Tensor, mass: torch.Tensor) -> None:
@@ -114,38 +114,38 @@ _LARGEST = torch.finfo(torch.float32).max
 
 @dataclass(frozen=True)
 class Statistics(ABC):
-    """What a rank sends, and what is made of it.
+    """Statistics that each rank sends, and the distribution computed from them.
 
     Attributes:
-        weighted: Whether a block's scale counts: the expected variance, not the normalised one.
+        weighted: True to weight blocks by scale, for the expected variance instead of the normalised one.
     """
 
     weighted: bool
 
     @abstractmethod
     def room(self, blocks: int) -> torch.Tensor:
-        """Return a tensor of the shape and type of what a rank with so many blocks sends."""
+        """Return a tensor with the shape and type that a rank with so many blocks sends."""
 
     @abstractmethod
     def part(self, codec: LevelCodec, summary: LevelSummary, flat: torch.Tensor, blocks: slice) -> Any:
-        """Return all that :meth:`joined` needs to know of some of a codec's blocks."""
+        """Return the data of some of a codec's blocks that :meth:`joined` needs."""
 
     @abstractmethod
     def joined(self, parts: Sequence[Any]) -> torch.Tensor:
-        """Return what this rank sends, from the parts of all its blocks; their order may decide among equal ones."""
+        """Return the tensor that this rank sends, from the parts of all its blocks, whose order may break ties."""
 
     @abstractmethod
     def distribution(self, everyone: torch.Tensor) -> Distribution:
-        """Return the distribution of all ranks' values, from what they sent, in the order of ranks."""
+        """Return the distribution of all ranks' values from the tensors that they sent, in the order of ranks."""
 
 
 @dataclass(frozen=True)
 class Normals(Statistics):
-    """Each block's values are draws from a normal of their mean and deviation, truncated to [-1, 1].
+    """Model each block's values as a normal with their mean and deviation, truncated to [-1, 1].
 
     A rank sends mean, deviation (both over the scale) and the root of the weight of its ``kept`` blocks with the
-    largest R^2 d, float32, relative to the longest block: so the numbers are the norms where blocks are equally long.
-    The normalised variance takes all of them together as one normal.
+    largest R^2 d, float32, relative to the longest block, so that the roots are the norms if blocks are equally long.
+    For the normalised variance they are joined to one normal.
     """
 
     kept: int
@@ -154,7 +154,7 @@ class Normals(Statistics):
         return torch.zeros((min(self.kept, blocks), 3), dtype=torch.float32)
 
     def part(self, codec: LevelCodec, summary: LevelSummary, flat: torch.Tensor, blocks: slice) -> torch.Tensor:
-        """Return mean and deviation over the scale, the scale, the length, and whether it can be divided by."""
+        """Return mean and deviation over the scale, the scale, the length, and whether the scale can be divided by."""
         m = summary.moments
         mean, std, norm, scale, good = (column[blocks] for column in (m.mean, m.std, m.norm, *_usable(summary)))
         length = torch.from_numpy(codec.runs.numel[blocks].astype(np.float64))
@@ -166,7 +166,7 @@ class Normals(Statistics):
         mean, std, scale, length, usable = torch.cat(list(parts)).unbind(1)
         good, share = usable > 0, (length / length.max()).sqrt()
         size = scale * share
-        # Weights are relative: beyond float32, where the largest all count alike, none may be infinite.
+        # Weights are relative. Those beyond float32 are clamped, since none may be infinite.
         root = (size if self.weighted else share).clamp(max=_LARGEST)
         table = torch.stack([mean, std, root], 1)
         table, size = torch.where(good[:, None], table, 0.0), torch.where(good, size.clamp(max=_LARGEST), 0.0)
@@ -185,7 +185,7 @@ class Normals(Statistics):
 
 @dataclass(frozen=True)
 class _Counted:
-    """What was counted of some blocks: a value of the largest scale counts 2^digits, for so many values."""
+    """Counts of some blocks, where a value of the largest scale counts 2^digits, and their number of values."""
 
     counts: torch.Tensor
     largest: torch.Tensor
@@ -193,16 +193,16 @@ class _Counted:
 
 
 def _digits(values: int) -> int:
-    """Return how fine weights are: as sums over all values allow, and as float64 can tell apart."""
+    """Return the bits of a weight that sums over all values and float64 allow."""
     return min(62 - values.bit_length(), 50)
 
 
 @dataclass(frozen=True)
 class Histograms(Statistics):
-    """Values lie as they were counted, in all blocks; see :mod:`gradwire.methods.levels.level_statistics`.
+    """Count the values of all blocks in bins; see :mod:`gradwire.methods.levels.level_statistics`.
 
-    A rank sends the sum of the weights in each bin, int64 in a unit of its own, and the bits of that unit, a float64.
-    Integers add up to the same sums in any order, hence in any layout of the gradients.
+    A rank sends the sum of the weights in each bin, int64 in its own unit, and the bits of that unit, a float64.
+    Integers add up to the same sums in any order, and so in any layout of the gradients.
     """
 
     def room(self, blocks: int) -> torch.Tensor:
@@ -237,7 +237,7 @@ class Histograms(Statistics):
 
 
 def _usable(summary: LevelSummary) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each block's scale, one where it cannot be divided by, float64, and where it can."""
+    """Return each block's scale, float64, with 1 where it cannot be divided by, and a mask of where it can."""
     scale = summary.scale.double()
     good = torch.isfinite(scale) & (scale > 0)
     return torch.where(good, scale, 1.0), good

@@ -1,4 +1,4 @@
-"""Small numbers that all ranks agree on by their minimum, a bit for each step above zero."""
+"""Multi-scale quantisation, and the codec by which ranks agree on small numbers by their minimum."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ _UNIT = 8 * ALIGNMENT
 
 
 class MinimumCodec(SummableCodec):
-    """A vector (uint8) of whole numbers from 0 to ``planes``, replaced by its minimum over ranks.
+    """Codec of a vector (uint8) of integers from 0 to ``planes``, whose outcome is the minimum over ranks.
 
-    Bit j of an element says whether it is above j, so that the minimum is a bitwise "and", free of order. A unit is 128
-    elements: sixteen bytes a plane.
+    Bit j of an element is set if it is above j, so that the minimum is a bitwise "and", in any order. A unit is 128
+    elements, sixteen bytes a plane.
     """
 
     grain = 1
@@ -92,7 +92,7 @@ class MultiScale(Method):
     r"""Multi-scale quantisation: small coordinates get more levels in the same width.
 
     With s_1 < s_2 < ... the ``levels`` and R the largest magnitude of a block on any worker, the workers agree for each
-    coordinate k on the largest s_j whose level fits the range of s_1 on all of them, then proceed as
+    coordinate k on the largest s_j whose level is in the range of s_1 on all of them, and then proceed as
     :class:`QSGDMaxNorm`::
 
         j_k = min_i max { j : |v_ik| s_j / R <= s_1 }
@@ -100,7 +100,7 @@ class MultiScale(Method):
         mean_k = R / (s_(j_k) N) sum_i z_ik                                         (an exact integer sum)
 
     Unbiased; worker i's variance is (R / s_(j_k))^2 p (1 - p), p = frac(|v_ik| s_(j_k) / R): never more than with s_1
-    alone where the ratios s_j / s_1 are whole, and far less for coordinates below s_1 / s_j of the scale on all
+    alone if the ratios s_j / s_1 are integers, and far less for coordinates below s_1 / s_j of the scale on all
     workers.
 
     Args:
@@ -109,10 +109,10 @@ class MultiScale(Method):
 
     Raises:
         HyperparameterError: a field is out of range.
-        IncompatibleError: when attached to more workers than sums of s_1 levels have room for.
+        IncompatibleError: when attached to so many workers that sums of s_1 levels overflow.
 
-    Wire: first the masks, a bit a coordinate for each count beyond the first, joined over workers by the same protocol;
-    then as :class:`QSGDMaxNorm` with s_1 levels. Draws from the rank's stream.
+    Wire: first the masks, one bit a coordinate for each level count after the first, combined over workers by the same
+    protocol; then as :class:`QSGDMaxNorm` with s_1 levels. Draws from the rank's stream.
 
     Reference: S. Vineeth, "Unbiased Single-scale and Multi-scale Quantizers for Distributed Optimization",
     arXiv 2109.12497, 2021.
@@ -164,7 +164,7 @@ class MultiScale(Method):
         )
 
     def codec(self, kernels: Kernels, segments: Sequence[Segment], world_size: int, seed: int) -> SharedLevelCodec:
-        """Bind what carries the levels, once they are agreed."""
+        """Bind the codec of the levels."""
         return SharedLevelCodec(
             kernels, segments, world_size, seed, levels=self.levels[0], block_size=self.block_size, owner="MultiScale"
         )
@@ -174,7 +174,7 @@ class MultiScale(Method):
 
 
 class _MultiScalePlan(SectionPlan):
-    """Agrees on the mask of a chunk, stretches the coordinates that it marks, and shrinks their mean again."""
+    """Plan that agrees on the mask of a chunk, multiplies the coordinates that it marks, and divides their mean."""
 
     def __init__(self, method: MultiScale, setting: PlanSetting) -> None:
         super().__init__(method, setting)
@@ -194,7 +194,7 @@ class _MultiScalePlan(SectionPlan):
                 np.less_equal(stretched.numpy(), limit.numpy(), out=counted.view(np.bool_))
 
     def _in_pieces(self, context: Context, steps: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Cut the chunk so that temporaries stay in a cache: where a piece lies in the bucket, and its steps."""
+        """Cut the chunk into pieces that stay in a cache: yield each piece's place in the bucket and its steps."""
         at = 0
         for a, b in pieces(self.runs[context.chunk]):
             yield slice(a, b), steps[at : at + b - a]
@@ -204,8 +204,8 @@ class _MultiScalePlan(SectionPlan):
         """Return the factor of each element."""
         if len(self._factors) > 2:
             return self._factors.index_select(0, steps.to(torch.int32))
-        # The first factor is 1, and a float32 above it and below 2^24 less 1 is exact. A choice by bits that are random
-        # takes many times as long.
+        # The first factor is 1, and a float32 from 1 to 2^24 minus 1 is exact. Selecting by random bits takes many
+        # times as long.
         return steps.to(torch.float32).mul_(self._factors[1] - 1).add_(1)
 
     def run(self, context: Context, flat: torch.Tensor, prepared: Any) -> Exchange[Outcome]:
@@ -241,7 +241,7 @@ class _MultiScalePlan(SectionPlan):
             inner(stretched, weight)
             for where, part in self._in_pieces(context, steps):
                 stretched[where].div_(self._stretch(part))
-            # With what travels in float32, which lies between the runs.
+            # This includes values sent in float32, which are stored between the runs.
             out.add_(stretched)
 
         return replace(outcome, sent=sent)

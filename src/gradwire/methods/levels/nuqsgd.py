@@ -1,4 +1,4 @@
-"""NUQSGD: exponentially spaced levels."""
+"""NUQSGD and natural dithering: exponentially spaced levels."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 MOST_LEVELS = 100
-"""The smallest level is then 2^-99; the kernels could not tell smaller ones from zero."""
+"""Most levels. The smallest is then 2^-99; kernels could not distinguish smaller ones from zero."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,13 +31,13 @@ class NUQSGD(LevelCompressor):
         Q(v)_k = R sign(v_k) chosen                 mean = (1 / N) sum_i Q(v_i)
 
     Unbiased; E|Q(v) - v|^2 = R^2 sum_k (h_k - r_k) (r_k - l_k). With x = d / 4^(s-1) the relative variance is at most
-    1/8 + 2x/9 where x < 81/16, else sqrt(x) - 1; ``omega`` is the exact supremum, for either norm, with a zero and
-    without. The paper counts s - 1 where we count s.
+    1/8 + 2x/9 if x < 81/16, else sqrt(x) - 1; ``omega`` is the exact supremum, for either norm, with or without a zero.
+    The paper's s is one less.
 
     Args:
         levels: Number s of magnitudes above zero: 3 for three bits with a zero, 4 without.
-        zero: Whether zero is a level, as in the paper. The authors' program has none: a small value then jumps between
-            plus and minus the smallest level, which on large blocks is ruinous.
+        zero: True if zero is a level, as in the paper. The authors' program has no zero: a small value then becomes
+            plus or minus the smallest level, which is useless on large blocks.
         norm: "l2" as in the paper, or "max".
         block_size: Values d that share a norm, a multiple of 16; None: all of a parameter.
         blocks: "parameter" or "model", as for :class:`QSGD`.
@@ -85,7 +85,7 @@ class NUQSGD(LevelCompressor):
             super().declare(),
             kernels=("moments", "levels"),
             on_device=True,
-            # A bound just above ``omega``, where there is a zero.
+            # With a zero, a bound just above ``omega``.
             omega_formula=powers_formula(self.norm) if self.zero else None,
         )
 
@@ -107,8 +107,8 @@ class NaturalDithering(LevelCompressor):
         D(v)_k = R sign(v_k) h with probability (|v_k| / R - l) / (h - l), else R sign(v_k) l
 
     Unbiased; E|D(v) - v|^2 <= (1/8 + t min(1, t)) |v|^2 with t = d^(1/min(p, 2)) 2^(1-s) (theorem 7); ``omega`` is the
-    exact supremum, which is lower. In law it is :class:`Natural` after the dithering of :class:`QSGD` with 2^(s-1) even
-    levels: s natural levels have about the variance of 2^(s-1) even ones. It is the same operator as :class:`NUQSGD`
+    exact supremum, which is lower. Its distribution is that of :class:`Natural` after :class:`QSGD` with 2^(s-1) even
+    levels, so s natural levels have about the variance of 2^(s-1) even ones. It is the same operator as :class:`NUQSGD`
     with a zero.
 
     Args:

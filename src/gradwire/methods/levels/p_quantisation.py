@@ -1,4 +1,4 @@
-"""Block p-quantisation: signs that fire with a probability, times the p-norm of each block."""
+"""Block p-quantisation: random signs times the p-norm of each block."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class PQuantisation(LevelCompressor):
         Q(v)_k = |v|_p sign(v_k) xi_k                mean = (1 / N) sum_i Q(v_i)
 
     Unbiased; E|Q(v) - v|^2 = sum_k |v_k| (|v|_p - |v_k|) = |v|_1 |v|_p - |v|_2^2 <= (1 / alpha_p - 1) |v|_2^2 with
-    alpha_p = 1/d, 1/sqrt(d), 2/(1 + sqrt(d)) for p = 1, 2, infinity; |v|_1 / |v|_p values of a block are not zero on
-    average: one, at most sqrt(d), at most d. So a larger p has less variance and a smaller one fewer non-zero values,
-    which only an entropy coder (:class:`Coded`) turns into fewer bytes. p = 2 is ``QSGD(levels=1)`` and p = infinity
+    alpha_p = 1/d, 1/sqrt(d), 2/(1 + sqrt(d)) for p = 1, 2, infinity; on average |v|_1 / |v|_p values of a block are not
+    zero: one, at most sqrt(d), at most d. So a larger p has less variance and a smaller p has fewer non-zero values,
+    which take fewer bytes only with an entropy coder (:class:`Coded`). p = 2 is ``QSGD(levels=1)`` and p = infinity
     ``QSGDinf(levels=1)``, from the same draws.
 
     Args:
@@ -87,7 +87,7 @@ class PQuantisation(LevelCompressor):
     def declare(self) -> Traits:
         return replace(
             super().declare(),
-            # The kernels of levels, and those that compute their scale.
+            # The 1-norm is computed by the kernels of signs.
             kernels=("moments", "levels", *(("signs",) if self.p == 1 else ())),
             on_device=True,
             omega_formula={1: "d - 1", 2: "sqrt(d) - 1", "inf": "(sqrt(d) - 1) / 2"}[self.p],
@@ -95,7 +95,7 @@ class PQuantisation(LevelCompressor):
 
     @property
     def norm(self) -> str:
-        """The norm of a block, by the name that codecs know."""
+        """Name of a block's norm, for codecs."""
         return "max" if self.p == "inf" else f"l{self.p}"
 
     def block_omega(self, numel: int) -> float:

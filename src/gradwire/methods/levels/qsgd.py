@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 
 MOST_LEVELS = 32767
-"""Digits of base 2s + 1 are kept in 16 bits."""
+"""Largest s: digits of base 2s + 1 are stored in 16 bits."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvenLevels(LevelCompressor):
-    """Levels j / s of a block's scale."""
+    """Base of methods with the levels j / s of a block's scale."""
 
     levels: int
     block_size: int | None = 512
@@ -44,8 +44,8 @@ class EvenLevels(LevelCompressor):
         return replace(
             super().declare(),
             kernels=("moments", "levels"),
-            # One step, 1 / s of the scale, where the scale is a maximum.
-            # For the Euclidean norm a bound, at most 1 / s^4 above the constant.
+            # One step, 1 / s of the scale, if the scale is a maximum. For the Euclidean norm this is a bound, at most
+            # 1 / s^4 above the constant.
             omega_formula="(sqrt(1 + (d - 1) / s^2) - 1) / 2"
             if self.norm == "max"
             else "d / (4 * s^2) if d <= 4 * s^2 else sqrt(d) / s - 1",
@@ -64,7 +64,7 @@ class EvenLevels(LevelCompressor):
 
 @dataclass(frozen=True, kw_only=True)
 class QSGD(EvenLevels):
-    r"""QSGD: each block over its Euclidean norm, rounded at random to s evenly spaced magnitudes.
+    r"""QSGD: blocks divided by their Euclidean norm and rounded at random to s evenly spaced magnitudes.
 
     For a block v of d values with R = |v|_2, s = ``levels`` and independent uniform u_k::
 
@@ -80,10 +80,11 @@ class QSGD(EvenLevels):
         levels: Number s of magnitudes above zero; 2s + 1 code values. The paper's "4 bits" are 16.
         block_size: Values d that share a norm, a multiple of 16; None: all of a parameter.
         blocks: "parameter": cut from each parameter's start. "model": cut from all compressed parameters joined in
-            the order of ``named_parameters``; the exchange then begins when the whole gradient is there.
+            the order of ``named_parameters``; the exchange then begins when all gradients are computed.
 
     Raises:
-        HyperparameterError: ``levels`` or ``block_size`` is out of range, or ``blocks`` is neither of the two words.
+        HyperparameterError: ``levels`` or ``block_size`` is out of range, or ``blocks`` is neither "parameter" nor
+            "model".
 
     Wire: float32 norms, then digits of base 2s + 1, packed (``docs/wire-format.md``); every worker receives every
     worker's. An entropy coder (:class:`Coded`) takes 5.33 bits at s = 16 and d = 512 to about 2. Draws from the rank's
@@ -120,11 +121,11 @@ class QSGD(EvenLevels):
 
 @dataclass(frozen=True, kw_only=True)
 class QSGDinf(EvenLevels):
-    r"""QSGD scaled by the maximum: each block over its largest magnitude, rounded at random to s even magnitudes.
+    r"""QSGD scaled by the maximum: blocks divided by their largest magnitude and rounded to s even magnitudes.
 
-    As :class:`QSGD` with R = max_k |v_k|: the largest value of a block comes back exactly. The relative variance is at
-    most (sqrt(1 + (d - 1) / s^2) - 1) / 2, attained by one value at the maximum and all others at the same magnitude
-    below R / s; for Gaussian blocks of 512 it is 1.61, 0.200 and 0.037 at s = 1, 3 and 7. With ``levels=1`` and
+    This is :class:`QSGD` with R = max_k |v_k|. The largest value of a block is exact. The relative variance is at most
+    (sqrt(1 + (d - 1) / s^2) - 1) / 2, attained by one value at the maximum and all others at the same magnitude below
+    R / s; for Gaussian blocks of 512 it is 1.61, 0.200 and 0.037 at s = 1, 3 and 7. With ``levels=1`` and
     ``block_size=None`` this is TernGrad without clipping and with each worker's own scaler.
 
     Args:
@@ -133,7 +134,8 @@ class QSGDinf(EvenLevels):
         blocks: "parameter" or "model", as for :class:`QSGD`.
 
     Raises:
-        HyperparameterError: ``levels`` or ``block_size`` is out of range, or ``blocks`` is neither of the two words.
+        HyperparameterError: ``levels`` or ``block_size`` is out of range, or ``blocks`` is neither "parameter" nor
+            "model".
 
     Reference: D. Alistarh et al., NIPS 2017, section 4 ("we normalise by the maximum"); A. Ramezani-Kebrya et al.,
     JMLR 2021, call it QSGDinf.

@@ -1,4 +1,4 @@
-"""The codec of levels whose scales all workers share, so that digits add up to integers."""
+"""QSGD with scales that all workers share, so that digits add up to integers."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ if TYPE_CHECKING:
 
 
 MOST_SUM = 32767
-"""Largest s N: sums of N digits of base 2s + 1 are kept in 16 bits."""
+"""Largest s N: sums of N digits of base 2s + 1 are stored in 16 bits."""
 
 
 LONG = 4096
-"""Elements of a block from which it is filled by itself: five times as fast as repeating its scale."""
+"""Least elements of a block to fill it in one call, which is five times as fast as repeating its scale."""
 
 
 class SharedLevelCodec(LevelCodec, SummableCodec):
-    """Even levels of scales that are the largest of all ranks': digits up, their exact sums down, nothing beside them.
+    """Codec of even levels with scales that are maxima over all ranks: payloads are digits, and their exact sums.
 
-    Where all ranks hold v_i steps of a block with scale R, its mean is ``float32(sum v_i) / float32(s N) * R``, the
-    same bits from shards or from all rows. Blocks may straddle shards.
+    If ranks have v_i steps in a block with scale R, its mean is ``float32(sum v_i) / float32(s N) * R``, with the same
+    bits from shards or from all rows. Blocks may cross shards.
 
     A share is a whole number of words of digits and of sums: ``grain`` groups are.
 
     Args:
         levels: Number s of magnitudes above zero.
-        owner: What an error names.
+        owner: Name of the method in errors.
 
     Raises:
         IncompatibleError: s N is above :data:`MOST_SUM`.
@@ -96,7 +96,7 @@ class SharedLevelCodec(LevelCodec, SummableCodec):
         )
 
     def reduce(self, rows: torch.Tensor, begin: int, out: torch.Tensor) -> None:
-        # Rows of a shard; as many groups as give rows of that size.
+        # Rows of a shard: the number of groups is computed from their size.
         groups = rows.shape[1] // self.layout.block_bytes * self.layout.digits // 5
         self.kernels.sum_digits(rows, groups, self.layout, out)
 
@@ -116,7 +116,7 @@ class SharedLevelCodec(LevelCodec, SummableCodec):
 
 @dataclass(frozen=True, kw_only=True)
 class QSGDMaxNorm(EvenLevels):
-    r"""QSGD with the largest maximum of all workers as everybody's scale, so that integers add up.
+    r"""QSGD with the maximum over all workers as a shared scale, so that integers add up.
 
     For a block of d values, v_i worker i's, s = ``levels`` and independent uniform u_ik::
 
@@ -124,12 +124,13 @@ class QSGDMaxNorm(EvenLevels):
         mean_k = (R / (s N)) sum_i z_ik                      (an exact integer sum, 2sN + 1 levels on the way back)
 
     Unbiased; worker i's variance is (R / s)^2 sum_k p (1 - p) with p = frac(a_ik), at most
-    min(d R^2 / (4 s^2), R |v_i|_1 / s). Sharing costs a worker whose own maximum is R_i up to (R / R_i)^2 of variance;
-    for it both directions are narrow, and traffic does not grow with N but by the width of the sums. With one worker
-    this is :class:`QSGDinf`, with ``levels=1`` and ``block_size=None`` TernGrad without clipping, in law.
+    min(d R^2 / (4 s^2), R |v_i|_1 / s). A shared scale multiplies the variance of a worker whose own maximum is R_i by
+    up to (R / R_i)^2. In return both directions are narrow, and traffic grows with N only by the width of the sums.
+    With one worker this is :class:`QSGDinf`; with ``levels=1`` and ``block_size=None`` it has the distribution of
+    TernGrad without clipping.
 
     Args:
-        levels: Number s of magnitudes above zero. The paper's b bits are s = 2^b - 1. With N workers s N is at most
+        levels: Number s of magnitudes above zero. The paper's b bits are s = 2^b - 1. With N workers, s N is at most
             32767.
         block_size: Values that share a scale, a multiple of 16; None: all of a parameter.
         blocks: "parameter" or "model", as for :class:`QSGD`. The paper's single scale for the whole gradient is
@@ -137,10 +138,10 @@ class QSGDMaxNorm(EvenLevels):
 
     Raises:
         HyperparameterError: a field is out of range.
-        IncompatibleError: when attached to more workers than the sums of so many levels have room for.
+        IncompatibleError: when attached to so many workers that the sums overflow.
 
-    Wire: digits of base 2s + 1 up, of base 2sN + 1 down, packed; the float32 scales by a maximum over the workers
-    before (``docs/wire-format.md``). Draws from the rank's stream.
+    Wire: first the float32 scales, by a maximum over workers; then packed digits of base 2s + 1, and their sums of base
+    2sN + 1 on the way back (``docs/wire-format.md``). Draws from the rank's stream.
 
     Reference: S. Vineeth, "Quantization for Distributed Optimization", arXiv 2109.12497, 2021.
 

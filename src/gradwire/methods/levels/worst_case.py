@@ -1,20 +1,19 @@
-r"""The variance constants of rounding to levels: exact suprema over all vectors.
+r"""Variance constants of rounding to levels: exact suprema over all vectors.
 
 A block v of d values over its norm R has magnitudes y_i = |v_i| / R in [0, 1]. Unbiased rounding to the neighbouring
 levels l <= y_i <= h has the variance e(y_i) R^2 with e(y) = (h - y)(y - l), so that the variance constant is
 
     omega = sup of sum_i e(y_i) / sum_i y_i^2.
 
-Levels are even, j / s for j = 0 .. s, or powers of two, 0 and 2^(j - s) for j = 1 .. s, with or without the zero, or
-odd multiples of 1 / s. A
-shorter block is a longer one with values of zero, whose error is not negative: the constant grows with d, and that of a
-full block holds for the last one of a parameter, too. Two effects of float32 are left out: the rounding of R itself,
-and blocks whose scale is raised to 2^-100, the least that the kernels take.
+Levels are even, j / s for j = 0 .. s, or powers of two, 2^(j - s) for j = 1 .. s, with or without a zero, or odd
+multiples of 1 / s. A shorter block is a longer one with zeros, whose error is not negative: the constant grows with d,
+and that of a full block holds for the last one of a parameter, too. Two effects of float32 are left out: the rounding
+of R itself, and blocks whose scale is raised to 2^-100, the least that kernels accept.
 
 **Maximum norm.** One value is at 1, without an error, and the other n = d - 1 are free. The ratio exceeds w where
-sum_i (e(y_i) - w y_i^2) > w, a sum in which every value may be chosen by itself: at the supremum all of them are equal
-(Dinkelbach), and w is the root of n max_y (e(y) - w y^2) = w. With y between l and h that is
-w^2 + (1 + n l h) w = n (h - l)^2 / 4; omega is the largest root over all intervals.
+sum_i (e(y_i) - w y_i^2) > w, a sum in which every value may be chosen independently: at the supremum all of them are
+equal (Dinkelbach), and w is the root of n max_y (e(y) - w y^2) = w. With y between l and h that is w^2 + (1 + n l h) w
+= n (h - l)^2 / 4; omega is the largest root over all intervals.
 
 **Euclidean norm.** sum_i y_i^2 = 1. As a function of y^2, e is concave in every interval, so values in one interval are
 equal at the maximum, and a common multiplier makes all values proportional to the middles m = (l + h) / 2 of their
@@ -22,8 +21,8 @@ intervals. With w_i = (h - l)^2 / 4, the error in the middle, and M the sum of t
 
     omega = max of sum_i w_i - (sqrt(M) - 1)^2 over all choices of an interval for every value;
 
-a choice that would put a value outside its interval is no maximum and does no harm, since its parabola is negative
-there. What is left is arithmetic on integers, done below for either spacing.
+a choice that would put a value outside its interval is not a maximum and may be included, since its parabola is
+negative there. The rest is integer arithmetic, done below for each spacing.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ def even_constant(levels: int, numel: int, norm: str) -> float:
         (3.5, 7.0, 63.0)
     """
     if norm == "max":
-        # The interval next to zero is the worst: for the others l h only takes away.
+        # The interval next to zero is the worst: in the others l h reduces the root.
         return _maximum_constant([0.0, 1 / levels], numel)
     if norm == "l1":
         if levels != 1:
@@ -52,10 +51,10 @@ def even_constant(levels: int, numel: int, norm: str) -> float:
 
 
 def odd_constant(steps: int, numel: int) -> float:
-    """Return omega for levels j / ``steps``, j odd, which is an odd number too, and the maximum norm.
+    """Return omega for levels j / ``steps``, with j and ``steps`` odd, and the maximum norm.
 
-    Below the least level a value goes to that level with either sign. With n = numel - 1 the interval's equation is
-    (w + 1) (w - n / steps^2) = 0: all but one value are zero. The other intervals are as wide, and have l h > 0.
+    A value below the least level becomes that level with either sign. With n = numel - 1 the interval's equation is
+    (w + 1) (w - n / steps^2) = 0: all but one value are zero. The other intervals have the same width, and l h > 0.
 
     Example:
         >>> odd_constant(7, 50)
@@ -67,7 +66,7 @@ def odd_constant(steps: int, numel: int) -> float:
 def powers_constant(levels: int, numel: int, norm: str, zero: bool = True) -> float:
     """Return omega for ``levels`` powers of two, blocks of ``numel`` values and a norm "max" or "l2".
 
-    Without the zero, a value below the least level goes to that level with either sign: e(y) = l^2 - y^2.
+    Without the zero, a value below the least level becomes that level with either sign: e(y) = l^2 - y^2.
 
     Example:
         >>> round(powers_constant(5, 512, "l2"), 4), round(powers_constant(5, 512, "max"), 4)
@@ -99,10 +98,10 @@ def _maximum_constant(ends: Sequence[float], numel: int) -> float:
 
 
 def _even_euclidean(levels: int, numel: int) -> float:
-    """Middles are (2k + 1) / 2s and every w is 1 / 4s^2: M is to come next to 1.
+    """Return omega for even levels, where middles are (2k + 1) / 2s and every w is 1 / 4s^2: M must be nearest to 1.
 
-    In units of 1 / 4s^2 M is a sum of d odd squares. These are d plus eight times a sum of d triangular numbers, and
-    every integer is a sum of three (Gauss), so that M may be any number from d on that is d modulo 8.
+    In units of 1 / 4s^2, M is a sum of d odd squares, which is d plus eight times a sum of d triangular numbers. Every
+    integer is a sum of three of these (Gauss), so M may be any number of at least d that is d modulo 8.
     """
     if numel == 1:
         return 0.0
@@ -129,13 +128,13 @@ def _nearest_pair(k: int, norm: int) -> int:
 
 
 def _powers_euclidean(levels: int, numel: int, zero: bool) -> float:
-    """Most values lie in the interval next to zero, a few in others, so that M comes next to the best.
+    """Return omega for powers of two: most values are in the interval next to zero, and a few in others.
 
     In units of a quarter of the least level's square, a value next to zero adds 1 to M and 1 to the sum of w (0 and 4
     without a zero), one between 2^j and 2^(j + 1) least levels 9 * 4^j and 4^j. So c values outside the first interval
-    count by the sum J of c powers of four. For each c the constant is concave in J, with a known maximum, and the
-    nearest sums of c powers on either side are found digit by digit; a larger c never has a larger maximum, so that the
-    search ends as soon as this is no more than what was found.
+    contribute by the sum J of c powers of four. For each c the constant is concave in J, with a known maximum, and the
+    nearest sums of c powers on either side are found digit by digit. A larger c never has a larger maximum, so the
+    search ends when this is not above the best constant found.
     """
     middle, error = (1, 1) if zero else (0, 4)
     norm, top = 2.0**levels, 4 ** (levels - 2) if levels > 1 else 0
@@ -146,7 +145,7 @@ def _powers_euclidean(levels: int, numel: int, zero: bool) -> float:
 
     largest = max(0.0, constant(0, 0))
     for outside in range(1, numel + 1 if top else 0):
-        # There sqrt(M) is 9/8 of the norm.
+        # At the maximum sqrt(M) is 9/8 of the norm.
         best = (81 / 64 * norm**2 - middle * (numel - outside)) / 9
         if constant(outside, max(best, outside)) <= largest * (1 + 1e-13):
             break
@@ -156,9 +155,9 @@ def _powers_euclidean(levels: int, numel: int, zero: bool) -> float:
 
 
 def _sums_of_powers(target: float, count: int, top: int) -> list[int]:
-    """Return the sums of ``count`` powers of four, none above ``top``, that lie next to ``target`` on either side.
+    """Return the sums of ``count`` powers of four, none above ``top``, that are nearest to ``target`` on either side.
 
-    Where fewer powers reach the target exactly these are left out: they belong to a smaller count.
+    Sums of fewer powers that equal the target are left out: they belong to a smaller count.
     """
     if target <= count:
         return [count]

@@ -1,1 +1,1 @@
-"""Local steps: an exchange every so many steps."""
+"""Local steps: an exchange every few optimizer steps."""

@@ -1,4 +1,4 @@
-"""DiLoCo: local steps, and an outer optimizer that steps by the mean of what they changed."""
+"""DiLoCo and Streaming DiLoCo: local steps, and an outer optimizer that steps by their mean change."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gradwire.methods.local_steps.local_sgd import LocalStepsMethod
 
 @dataclass(frozen=True, kw_only=True)
 class DiLoCo(LocalStepsMethod):
-    r"""DiLoCo: workers step by themselves, and an outer SGD with Nesterov momentum steps by the mean difference.
+    r"""DiLoCo: local steps, and an outer SGD with Nesterov momentum that steps by the mean difference.
 
     With x the global parameters, the same on all workers, and x_i worker i's after ``every`` optimizer steps from x::
 
@@ -26,21 +26,21 @@ class DiLoCo(LocalStepsMethod):
         x <- x - outer_lr (d + outer_momentum v)        without ``nesterov``: x <- x - outer_lr v
         x_i <- x
 
-    as ``torch.optim.SGD`` with d for the gradient. C is the inner method. With ``outer_lr=1.0`` and
-    ``outer_momentum=0.0`` it is :class:`LocalSGD`. The inner optimizer, AdamW in the paper, keeps its state, which
-    never travels.
+    The outer step is that of ``torch.optim.SGD`` with d as the gradient. C is the inner method. With ``outer_lr=1.0``
+    and ``outer_momentum=0.0`` it is :class:`LocalSGD`. The inner optimizer, AdamW in the paper, keeps its state, which
+    is never sent.
 
     Args:
-        inner: The method by which differences are exchanged.
-        every: Optimizer steps from one exchange to the next: 500 in the paper, some ten to a hundred for small models.
+        inner: Method that exchanges the differences.
+        every: Number of optimizer steps between exchanges: 500 in the paper, ten to a hundred for small models.
         outer_lr: Learning rate of the outer step, above 0.
-        outer_momentum: At least 0 and below 1.
-        nesterov: Look ahead, as the paper does.
+        outer_momentum: Momentum of the outer step, at least 0 and below 1.
+        nesterov: True for Nesterov momentum, as in the paper.
 
     Raises:
         HyperparameterError: a field is out of range.
 
-    Memory: the global parameters and the outer momentum, 8 bytes an element, beside what the inner method keeps.
+    Memory: the global parameters and the outer momentum, 8 bytes an element, and the state of the inner method.
 
     Reference: A. Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023
     (arXiv:2311.08105), algorithm 1.
@@ -103,46 +103,47 @@ ORDERS = ("strided", "sequential")
 
 @dataclass(frozen=True, kw_only=True)
 class StreamingDiLoCo(DiLoCo):
-    r"""Streaming DiLoCo: fragments of the model exchanged in turn, while the training goes on.
+    r"""Streaming DiLoCo: fragments of the model are exchanged in turn while training continues.
 
     The elements are cut into F = ``fragments`` parts. Fragment f, counted from 0, is exchanged after every optimizer
-    step t with t mod H = floor((f + 1) H / F) mod H, where H = ``every``: each once in H steps, and one of them about
-    every H / F steps. With x the global parameters of the fragment and x_i worker i's::
+    step t with t mod H = floor((f + 1) H / F) mod H, where H = ``every``: each once in H steps, so one about every
+    H / F steps. With x the global parameters of the fragment and x_i worker i's::
 
         after step t            d_i = x - x_i, and the exchange of C(d_i) begins
         after step t + delay    x <- OuterOpt(x, d)        x_i <- mixing x_i + (1 - mixing) x
 
     d = (1 / N) sum_i C(d_i), and OuterOpt is the outer step of :class:`DiLoCo`. The steps between t and t + ``delay``
-    do not wait for the exchange. What they have changed stays in the worker's own share of the mix, ``mixing``; with 0
-    it is lost. With one fragment, no delay and ``mixing=0.0`` this is :class:`DiLoCo`, bit for bit.
+    do not wait for the exchange. Their changes are kept in the worker's own share of the mix, ``mixing``; with 0 they
+    are lost. With one fragment, no delay and ``mixing=0.0`` this is :class:`DiLoCo`, bit for bit.
 
-    At most 1 / F of the elements travel in one step, up to a row of a parameter for each run of neighbours:
-    large parameters are cut between rows, and pieces are encoded as parameters of their own, such as ``weight[0:64]``.
-    Which parameters travel in float32 is decided before they are cut.
+    At most 1 / F of the elements are sent in one step, up to one row of a parameter for each run of neighbours: large
+    parameters are cut between rows, and pieces are encoded as parameters, with names such as ``weight[0:64]``. Whether
+    a parameter is sent in float32 is decided before it is cut.
 
-    ``link.synchronise()`` ends the exchange in flight, then exchanges all fragments at once and leaves every worker
-    with the global parameters. A checkpoint holds what has arrived and is not in effect yet.
+    ``link.synchronise()`` ends the exchange in flight, then exchanges all fragments at once, after which every worker
+    has the global parameters. A checkpoint includes received values that are not yet in effect.
 
     Args:
-        inner: As for :class:`DiLoCo`.
-        every: As for :class:`DiLoCo`.
-        nesterov: As for :class:`DiLoCo`.
+        inner: See :class:`DiLoCo`.
+        every: See :class:`DiLoCo`.
+        nesterov: See :class:`DiLoCo`.
         outer_lr: Learning rate of the outer step, above 0; the paper's is 0.4.
-        outer_momentum: At least 0 and below 1.
+        outer_momentum: Momentum of the outer step, at least 0 and below 1.
         fragments: F, from 1 to ``every``.
-        delay: Steps from the beginning of an exchange to its effect, from 0 to floor(H / F), so that no two exchanges
-            are in flight.
-        mixing: Share of the worker's own parameters, from 0 to below 1; 0 takes the global ones.
-        order: "strided", as in the paper: a fragment has four runs of neighbours, spread over the model; or
-            "sequential": one.
+        delay: Steps from the start of an exchange to its effect, from 0 to floor(H / F), so that no two exchanges are
+            in flight.
+        mixing: Share of the worker's own parameters, at least 0 and below 1; with 0 it takes the global ones.
+        order: "strided", as in the paper, where a fragment has four runs of neighbours, spread over the model; or
+            "sequential", where it has one.
 
     Raises:
         HyperparameterError: a field is out of range, or the inner method needs the whole model in one exchange.
 
-    Memory: as for :class:`DiLoCo`, and what is in flight.
+    Memory: as :class:`DiLoCo`, and the exchange in flight.
 
     Reference: A. Douillard et al., "Streaming DiLoCo with Overlapping Communication: Towards a Distributed Free Lunch",
-    2025 (arXiv:2501.18512), algorithm 2. Its fragments are groups of layers; these are equal in elements.
+    2025 (arXiv:2501.18512), algorithm 2. The paper's fragments are groups of layers; these have equal numbers of
+    elements.
 
     Example:
         >>> import gradwire as gw

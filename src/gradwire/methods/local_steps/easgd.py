@@ -1,4 +1,4 @@
-"""Elastic averaging: workers are drawn to a centre, and the centre to them."""
+"""Elastic averaging: workers move towards a centre, and the centre towards them."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ from gradwire.methods.local_steps.local_sgd import LocalStepsMethod
 
 @dataclass(frozen=True, kw_only=True)
 class EASGD(LocalStepsMethod):
-    r"""EASGD: elastic averaging, every ``every`` steps; with a Nesterov momentum in the optimizer, EAMSGD.
+    r"""EASGD: elastic averaging every ``every`` steps; with Nesterov momentum in the optimizer, EAMSGD.
 
     With x the centre, the same on all workers, and x_i worker i's parameters::
 
         d_i = x - x_i        x_i <- x_i + alpha d_i        x <- x - alpha sum_i C(d_i)
 
-    Both right sides have the values of before. Workers stay different, which lets them search apart; the centre follows
-    their mean. It is what is to be evaluated: ``link.global_parameters()``. C is the inner method; a worker is drawn by
-    its own difference as it is.
+    Both right sides have the values before the exchange. Workers stay different, so they explore separately; the centre
+    follows their mean. Evaluate the centre: ``link.global_parameters()``. C is the inner method; a worker moves by its
+    own uncompressed difference.
 
-    The centre is drawn by N alpha, which must not be more than 1, or it overshoots its workers.
+    The centre moves by N alpha of the mean difference, which must be at most 1, or it overshoots.
 
     Args:
-        inner: The method by which differences are exchanged.
-        every: Optimizer steps from one exchange to the next.
-        alpha: Above 0 and below 1; None for 0.9 / N, the paper's beta = 0.9.
+        inner: Method that exchanges the differences.
+        every: Number of optimizer steps between exchanges.
+        alpha: Moving rate, above 0 and below 1; None for 0.9 / N, the paper's beta = 0.9.
 
     Raises:
         HyperparameterError: a field is out of range, or alpha times the number of workers is above 1.
 
-    Memory: the centre, 4 bytes an element, beside what the inner method keeps.
+    Memory: the centre, 4 bytes an element, and the state of the inner method.
 
     Reference: S. Zhang, A. Choromanska, Y. LeCun, "Deep learning with Elastic Averaging SGD", NIPS 2015, algorithm 1
-    with all workers at a time, and equations 3 and 4; beta is alpha N.
+    with all workers at once, and equations 3 and 4; beta is alpha N.
 
     Example:
         >>> import gradwire as gw

@@ -1,4 +1,4 @@
-"""Methods that exchange what several optimizer steps have changed, in the place of gradients."""
+"""Base of methods that exchange the changes of several optimizer steps instead of gradients, and local SGD."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ from gradwire.methods.wrappers.wrapper import Around
 
 
 class LocalStepsMethod(Around):
-    """A method whose workers step by themselves, and exchange how far they came every so many steps.
+    """Base of methods whose workers step locally, and exchange differences every few steps.
 
-    A worker's *difference* is the global parameters less its own, like a gradient: the inner method exchanges it, and
-    :meth:`step_` changes both by its mean. No dataclass, so that each method's own fields keep their order in its spec.
+    A worker's *difference* is the global parameters minus its own, like a gradient: the inner method exchanges it, and
+    :meth:`step_` changes both by its mean. Not a dataclass, so that each method's own fields keep their order in its
+    spec.
     """
 
     wrapped_field: ClassVar[str] = "inner"
@@ -31,16 +32,16 @@ class LocalStepsMethod(Around):
     every: int
 
     fragments: int = 1
-    """Parts of the model that are exchanged one after the other."""
+    """Number of parts of the model, which are exchanged in turn."""
     delay: int = 0
-    """Steps from the beginning of an exchange to its effect."""
+    """Number of steps from the start of an exchange to its effect."""
     order: str = "sequential"
-    """Which elements a fragment has."""
+    """Assignment of elements to fragments."""
     keeps_own: ClassVar[bool] = False
-    """Whether workers' own parameters stay apart from the global ones after an exchange."""
+    """True if workers' own parameters differ from the global ones after an exchange."""
 
     remembers_beside: ClassVar[tuple[str, ...]] = (GLOBAL,)
-    """The vectors that it keeps, as long as the parameters, the same on all ranks."""
+    """Names of the vectors of state, as long as the parameters, the same on all ranks."""
 
     def declare(self) -> Traits:
         return replace(
@@ -48,15 +49,15 @@ class LocalStepsMethod(Around):
             direction=False,
             owns_momentum=False,
             needs_loss_scale=True,
-            # What the inner method remembers, and vectors beside it.
+            # State of the inner method, and the vectors of this one.
             remembers=(*self.inner.traits.remembers, *self.remembers_beside),
-            # Optimizer steps from one exchange to the next.
+            # Number of optimizer steps between exchanges.
             local_steps=self.every,
         )
 
     @property
     def wrapped(self) -> Method:
-        """The inner method."""
+        """Inner method."""
         return self.inner
 
     def remembered_numel(self, kind: str, parameter: Any) -> int:
@@ -66,10 +67,10 @@ class LocalStepsMethod(Around):
         return list(dict.fromkeys((parameter, *self.inner.kept_as(parameter))))
 
     def check_inner(self) -> None:
-        """Check the fields that all have.
+        """Check the common fields.
 
         Raises:
-            HyperparameterError: ``every`` is out of range, or the inner method is none that exchanges a mean.
+            HyperparameterError: ``every`` is out of range, or the inner method does not exchange a mean.
         """
         owner, inner = type(self).__name__, self.inner
         require(is_whole(self.every, 1), owner, f"every is at least 1 step, not {self.every!r}")
@@ -86,28 +87,28 @@ class LocalStepsMethod(Around):
 
     @property
     def exchanges_parameters(self) -> bool:
-        """Whether parameters themselves are exchanged: in float32 their mean is that of differences, rounded less."""
+        """True if parameters are exchanged instead of differences, which in float32 rounds the mean less."""
         return cast_of(self.inner) == torch.float32
 
     @abstractmethod
     def step_(
         self, own: torch.Tensor, held: torch.Tensor, mean: torch.Tensor, velocity: torch.Tensor | None, workers: int
     ) -> None:
-        """Step a worker's own parameters, and the global ones.
+        """Step a worker's own parameters and the global ones.
 
-        All are float32 of one length.
+        All vectors are float32 and have the same length.
 
         Args:
-            own: The worker's own, changed in place.
-            held: The global ones, changed in place, the same on all workers.
-            mean: The global parameters less the mean difference: what the workers' own ones are on average, but for
-                what the inner method errs by; the same on all workers.
-            velocity: The outer momentum, changed in place; None where the method has none.
-            workers: How many there are.
+            own: The worker's own parameters, changed in place.
+            held: The global parameters, changed in place, the same on all workers.
+            mean: The global parameters minus the mean difference, which is the mean of the workers' own parameters
+                except for the inner method's error; the same on all workers.
+            velocity: The outer momentum, changed in place; None if the method has none.
+            workers: Number of workers.
         """
 
     def check_optimizer(self, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> None:
-        # Any optimizer steps a worker's own parameters.
+        # Workers may use any optimizer.
         return
 
     def caution(self, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> str | None:
@@ -119,29 +120,29 @@ class LocalStepsMethod(Around):
 
 @dataclass(frozen=True, kw_only=True)
 class LocalSGD(LocalStepsMethod):
-    r"""Local SGD: workers step by themselves and average their parameters every ``every`` steps.
+    r"""Local SGD: workers step locally and average their parameters every ``every`` steps.
 
     With x the global parameters, the same on all workers, and x_i worker i's after ``every`` optimizer steps from x::
 
         d_i = x - x_i        x <- x - (1 / N) sum_i C(d_i)        x_i <- x
 
-    C is the inner method, which may remember what it left out: ``ErrorFeedback(...)`` inside sends it with the next
-    difference. With ``FP32()`` the parameters themselves are averaged, which rounds less. Between exchanges nothing
-    travels. The optimizer may be any; its state stays the worker's own.
+    C is the inner method, which may have a residual: with ``ErrorFeedback(...)`` the part left out is sent with the
+    next difference. With ``FP32()`` the parameters themselves are averaged, which rounds less. Between exchanges
+    nothing is sent. Any optimizer may be used; its state is not exchanged.
 
-    *Post-local* SGD begins with gradients exchanged at every step: the option ``warmup_steps`` says for how many.
+    *Post-local* SGD exchanges gradients in the first steps; set their number with the option ``warmup_steps``.
 
-    Averages of parameters that have gone different ways are no step of SGD: on unlike data the workers tend to a point
-    beside the minimum of their mean loss, the farther off the more steps and the larger they are.
+    An average of diverged parameters is not a step of SGD: if workers' data differ, they converge to a point near the
+    minimum of their mean loss, which is the farther off the more and the larger the local steps are.
 
     Args:
-        inner: The method by which differences are exchanged.
-        every: Optimizer steps from one exchange to the next.
+        inner: Method that exchanges the differences.
+        every: Number of optimizer steps between exchanges.
 
     Raises:
         HyperparameterError: a field is out of range.
 
-    Memory: the global parameters, 4 bytes an element, beside what the inner method keeps.
+    Memory: the global parameters, 4 bytes an element, and the state of the inner method.
 
     Reference: S. U. Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019; T. Lin et al., "Don't Use
     Large Mini-Batches, Use Local SGD", ICLR 2020, for post-local SGD.

@@ -1,4 +1,4 @@
-"""The operator of SparseLoCo: the largest elements, rounded to the means of a few bins."""
+"""SparseLoCo: local steps whose changes are sent as the largest elements, rounded to the means of bins."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ if TYPE_CHECKING:
 
 
 WIDTH = 6.0
-"""Standard deviations that all bins cover together."""
+"""Width of all bins together, in standard deviations."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BinnedTopK(Compressor):
-    """The largest elements of each block, in 2^bits bins about their mean, each sent as the mean of its bin.
+    """Operator of the largest elements of each block, in 2^bits bins about their mean, each sent as its bin's mean.
 
-    See :class:`gradwire.SparseLoCo`, which alone uses it. Rounding to means of bins takes nothing from the sum of a
-    parameter's values.
+    It is used only by :class:`gradwire.SparseLoCo`. Rounding to means of bins does not change the sum of a parameter's
+    values.
 
     Args:
-        density: Share of the elements that is kept, at least one of each block.
-        block_size: Elements of a block.
-        bits: Of a value.
+        density: Share of the elements that is kept, at least one element of each block.
+        block_size: Number of elements of a block.
+        bits: Bits of a value.
     """
 
     density: float = 1 / 64
@@ -69,13 +69,13 @@ class BinnedTopK(Compressor):
         )
 
     def delta_of(self, numel: int | None = None) -> float | None:
-        """Return what is kept of the worst vector: at least one element of N, and of the values kept 7 / 16 / N.
+        """Return the share kept of the worst vector: one element of N, and of the kept values 7 / 16 / N.
 
-        Of values with the deviation s, those within 3/4 s of the mean have at most 9/16 of the square sum about it, and
-        bins beside these hold values on one side of the mean, of which the bin's mean keeps 1 / N at least.
+        Values within 3/4 of a standard deviation of the mean have at most 9/16 of the sum of squares about it. All
+        other bins have values on one side of the mean, of which the bin's mean keeps at least 1 / N.
         """
         if numel is None:
-            # The bound for all lengths: the error is never longer than the vector, and little more is known.
+            # For an unknown length the only bound is that the error is not longer than the vector.
             return 0.0
         most = max(1, int(self.density * min(numel, self.block_size)))
         kept = most * -(-numel // self.block_size)
@@ -94,40 +94,40 @@ class BinnedTopK(Compressor):
 
 @dataclass(frozen=True, kw_only=True)
 class SparseLoCo(LocalStepsMethod):
-    r"""SparseLoCo: local steps, of whose changes each worker sends the largest elements in two bits.
+    r"""SparseLoCo: local steps, where each worker sends the largest elements of its change in two bits.
 
-    With x the global parameters, x_i worker i's after ``every`` optimizer steps from x, and m_i what it has not sent::
+    With x the global parameters, x_i worker i's after ``every`` optimizer steps from x, and m_i its residual::
 
         m_i <- decay m_i + (x - x_i)        s_i = Q(TopK(m_i))        m_i <- m_i - s_i
         x <- x - outer_lr (1 / N) sum_i s_i        x_i <- x
 
-    The decayed residual m_i takes the place of an outer momentum. TopK keeps ``density`` of each ``block_size``
-    neighbours of a parameter. Q divides the values kept of a parameter into 2^bits bins, six standard deviations wide
-    in all, the outer ones open, and sends each value as the mean of its bin.
+    The decayed residual m_i replaces an outer momentum. TopK keeps ``density`` of each block of ``block_size`` adjacent
+    elements of a parameter. Q divides the kept values of a parameter into 2^bits bins, together six standard deviations
+    wide, with open outer bins, and sends each value as the mean of its bin.
 
-    What waits in m_i comes together with the changes of the rounds in between, so that rounds which go most of the way
-    to a minimum overshoot.
+    Values of m_i are sent with the changes of the rounds in between, so rounds that go most of the way to a minimum
+    overshoot.
 
     Args:
         every: Optimizer steps from one exchange to the next.
-        density: Share of the elements that is sent, above 0 to 1; at least one of each block.
-        block_size: Elements of a block.
-        bits: Of a value, 1 to 8.
+        density: Share of the elements that is sent, above 0 to 1; at least one element of each block.
+        block_size: Number of elements of a block.
+        bits: Bits of a value, 1 to 8.
         decay: Share of the residual that is kept, above 0 to 1.
         outer_lr: Learning rate of the outer step, above 0.
 
     Raises:
         HyperparameterError: a field is out of range.
 
-    Wire: sparse sections, whose values are the bins' means and numbers (``docs/wire-format.md``); a gather, which grows
-    with the workers. About 0.15 bits an element and worker.
+    Wire: sparse sections, whose values are the bins' means and numbers (``docs/wire-format.md``), by a gather, whose
+    traffic grows with the number of workers. About 0.15 bits an element and worker.
 
     Memory: the global parameters and the residual, 8 bytes an element.
 
-    Reference: SparseLoCo, 2025 (arXiv:2508.15706). Bins as in the authors' program (tplr-ai/templar,
-    ``src/tplr/compress.py``), with four of them; positions are coded as for :class:`TopK`, where the program takes 12
-    bits each, blocks are neighbours in memory, where the program cuts matrices into squares, and a block may keep an
-    odd number.
+    Reference: SparseLoCo, 2025 (arXiv:2508.15706). Bins are as in the authors' program (tplr-ai/templar,
+    ``src/tplr/compress.py``), with four of them. Positions are coded as for :class:`TopK`, where the program takes 12
+    bits for each. Blocks are adjacent in memory, where the program cuts matrices into squares, and may keep an odd
+    number.
 
     Example:
         >>> import gradwire as gw
@@ -169,7 +169,7 @@ class SparseLoCo(LocalStepsMethod):
 
     @cached_property
     def inner(self) -> ErrorFeedback:  # type: ignore[override]
-        """Error feedback around the largest elements."""
+        """Error feedback around :class:`BinnedTopK`."""
         operator = BinnedTopK(density=self.density, block_size=self.block_size, bits=self.bits)
         return ErrorFeedback(compressor=operator, decay=self.decay)
 

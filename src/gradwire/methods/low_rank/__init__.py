@@ -1,1 +1,1 @@
-"""Low rank: factors of matrices."""
+"""Low rank: gradients of matrices as products of thin factors."""

@@ -1,4 +1,4 @@
-"""ACP-SGD: the two halves of a step of PowerSGD in turns, one a round."""
+"""ACP-SGD: the two halves of a step of PowerSGD in alternate rounds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gradwire.methods.casts.cast import FP32
 from gradwire.methods.low_rank.factors import FactorPlan, LowRankAlgorithm, all_finite, shape_of
 
 LEFT, RIGHT = "left_factor", "right_factor"
-"""What is remembered of a parameter beside its residual: ``rows * rank`` and ``columns * rank`` numbers."""
+"""State of a parameter apart from its residual: factors of ``rows * rank`` and ``columns * rank`` numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,30 +34,30 @@ class ACPSGD(LowRankAlgorithm):
         P <- orthonormalise(P)        Q_i = M_i^T P      Q <- (1 / N) sum_i Q_i
         mean = P Q^T                  residual_i <- M_i - P Q_i^T
 
-    Two rounds are a step of the power method, where :class:`PowerSGD` makes one a round: half the bytes of a round, and
-    one exchange instead of two of which the second has to wait for the first. What a worker sends is a projection of
-    M_i, so that no residual is longer than M_i. A matrix that stays as it is and has the rank r arrives whole in every
-    two rounds: what an even one leaves out comes with the next.
+    Two rounds are one step of the power method, of which :class:`PowerSGD` makes one in each round. A round takes half
+    the bytes, and one exchange instead of two in sequence. A worker sends a projection of M_i, so no residual is longer
+    than M_i. A constant matrix of rank r is sent completely in every two rounds: the odd round sends what the even
+    round left out.
 
-    The number of the round decides which half it is, so that all workers agree, also after rounds of warm-up and after
-    a checkpoint. A round that is skipped because of a value that is not finite changes no factor: the next one takes
-    the other side's factor from the round before the last.
+    The round number determines the half, so all workers agree, even after warm-up rounds and checkpoints. A round that
+    is skipped because of a value that is not finite does not change the factors: the next round uses the other side's
+    factor of the round before the last.
 
-    Matrices, those that are compressed, and what is computed in a stated order are as for :class:`PowerSGD`.
+    Matrices, the choice of parameters to compress, and the order of sums are as for :class:`PowerSGD`.
 
     Args:
-        matrix_rank: Columns r of a factor.
-        least_saving: How many times fewer numbers the two factors of a matrix must have; 1 or more.
-        momentum: Of each worker's own, before compression, see :class:`ErrorFeedback`. The paper has the optimizer's
-            momentum after it, which is ``momentum=0.0`` here.
-        values: How factors travel, as for :class:`PowerSGD`. Residuals are less what each worker sent; with ``BF16()``,
-            where the mean is rounded once more, less the mean.
+        matrix_rank: Number of columns r of a factor.
+        least_saving: Least ratio of a matrix's elements to its factors' for which it is compressed; 1 or more.
+        momentum: Momentum of each worker before compression, see :class:`ErrorFeedback`. The paper uses the optimizer's
+            momentum after the exchange, with ``momentum=0.0`` here.
+        values: Encoding of factors, as for :class:`PowerSGD`. Each worker subtracts what it sent from its residual or,
+            with ``BF16()``, which rounds the mean once more, the mean.
 
     Raises:
         HyperparameterError: a field is out of range.
 
-    Wire: the factors of one side and what is not compressed, by two-shot or a gather (``docs/wire-format.md``). A
-    factor's first vectors are drawn from the shared stream.
+    Wire: the factors of one side and uncompressed parameters, by two-shot or a gather (``docs/wire-format.md``).
+    Initial factors are drawn from the shared stream.
 
     Reference: L. Zhang, L. Zhang, S. Shi, X. Chu, B. Li, "Evaluation and Optimization of Gradient Compression for
     Distributed Deep Learning", ICDCS 2023 (arXiv:2306.08881).
@@ -95,7 +95,7 @@ class ACPSGD(LowRankAlgorithm):
         traits = super().declare()
         return replace(
             traits,
-            # The factors beside what every residual algorithm remembers.
+            # The factors, and the state of every residual algorithm.
             remembers=(*traits.remembers, LEFT, RIGHT),
         )
 
@@ -109,7 +109,7 @@ class ACPSGD(LowRankAlgorithm):
 
 
 class _AlternatePlan(FactorPlan):
-    """Factors of one side, with what is not compressed."""
+    """Plan that exchanges the factors of one side, with uncompressed parameters."""
 
     def run(self, context: Context, flat: torch.Tensor, prepared: None) -> Exchange[Outcome]:
         even, kernels, table = context.round % 2 == 0, self.setting.kernels, self.table

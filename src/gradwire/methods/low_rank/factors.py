@@ -1,4 +1,4 @@
-"""Parameters as matrices, and factors drawn for them."""
+"""Base of methods that send factors of matrices: matrices, factors, their exchange and state."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from gradwire.seeds import SHARED, parameter_key
 
 
 def check_matrix_rank(owner: str, rank: object) -> None:
-    """Check a number of vectors in a factor.
+    """Check the field ``matrix_rank``, the number of vectors in a factor.
 
     Raises:
-        HyperparameterError: it is no whole number of at least 1.
+        HyperparameterError: it is not an integer of at least 1.
     """
     require(is_whole(rank, 1), owner, f"matrix_rank is at least 1, not {rank!r}")
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """A parameter as a matrix of ``rows`` by ``columns``, row by row in memory order, and the rank it is given."""
+    """A parameter as a matrix of ``rows`` by ``columns``, row by row in memory order, and the rank of its factors."""
 
     segment: Segment
     rows: int
@@ -46,7 +46,7 @@ class Matrix:
 
 
 def shape_of(parameter: Parameter) -> tuple[int, int]:
-    """Return the rows and columns of a parameter: its outermost dimension in memory by all others.
+    """Return the rows and columns of a parameter: its outermost dimension in memory, and all others.
 
     A parameter with fewer than two dimensions has one row.
     """
@@ -58,7 +58,7 @@ def shape_of(parameter: Parameter) -> tuple[int, int]:
 
 
 def matrices(segments: Sequence[Segment], rank: int, least_saving: float) -> list[Matrix]:
-    """Return the parameters that two factors of that rank describe in ``least_saving`` times fewer numbers."""
+    """Return the parameters for which two factors of that rank have ``least_saving`` times fewer numbers."""
     found = []
     for segment in segments:
         rows, columns = shape_of(segment.parameter)
@@ -69,7 +69,7 @@ def matrices(segments: Sequence[Segment], rank: int, least_saving: float) -> lis
 
 
 def matrix_table(found: Sequence[Matrix]) -> MatrixTable:
-    """Return where matrices and their factors lie, for the kernels."""
+    """Return the table of matrices and their factors for the kernels."""
     return MatrixTable(
         [m.segment.offset for m in found], [m.rows for m in found], [m.columns for m in found], [m.rank for m in found]
     )
@@ -85,13 +85,13 @@ def draw_factor(name: str, length: int, rank: int, seed: int, round: int) -> tor
 
 
 Sent = Callable[[torch.Tensor, float], None]
-"""``sent(out, weight)`` adds ``weight`` times what this rank sent of a side, and of all behind it, to ``out``."""
+"""``sent(out, weight)`` adds ``weight`` times this rank's sent values of a side, and of all after it, to ``out``."""
 
 
 class LowRankAlgorithm(ResidualAlgorithm):
-    """An algorithm that sends factors of matrices, with the fields ``matrix_rank``, ``least_saving`` and ``values``.
+    """Base of algorithms that send factors, with the fields ``matrix_rank``, ``least_saving`` and ``values``.
 
-    No dataclass, so that each method's own fields keep their order in its spec.
+    Not a dataclass, so that each method's own fields keep their order in its spec.
     """
 
     matrix_rank: int
@@ -104,7 +104,7 @@ class LowRankAlgorithm(ResidualAlgorithm):
         operator = self.operator
         return replace(
             super().declare(),
-            # Factors that are cast add up; an owner who rounds their mean would leave an error in no residual.
+            # Cast factors add up. If an owner encoded their mean by an operator, the error would be in no residual.
             collectives=("two_shot", "all_gather") if operator is None else as_sent(operator),
             kernels=("low_rank", *(() if operator is None else operator.traits.kernels)),
             unbiased=False,
@@ -113,11 +113,11 @@ class LowRankAlgorithm(ResidualAlgorithm):
 
     @property
     def operator(self) -> Method | None:
-        """The operator by which factors travel; None where they are cast."""
+        """Operator that encodes factors; None if they are cast."""
         return None if operator_of(self.values) is None or cast_of(self.values) else self.values
 
     def check_fields(self) -> None:
-        """Check the fields that all of them have.
+        """Check the common fields.
 
         Raises:
             HyperparameterError: a field is out of range.
@@ -142,24 +142,24 @@ class LowRankAlgorithm(ResidualAlgorithm):
         object.__setattr__(self, "momentum", checked_momentum(owner, self.momentum))
 
     def caution(self, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> str | None:
-        # The papers train with momentum after the exchange, at the rates of SGD: what is left out is small and changes
-        # from round to round.
+        # The papers train with momentum after the exchange at SGD's learning rates: the part left out is small and
+        # changes from round to round.
         return momentum_beside_residual(self, optimizer, 1.0)
 
 
 def all_finite(values: torch.Tensor) -> bool:
-    """Return whether all values are finite, of which there may be none."""
-    # A NaN is passed on by the maximum.
+    """Return whether all values are finite; there may be none."""
+    # The maximum propagates a NaN.
     return not values.numel() or math.isfinite(float(values.abs().amax()))
 
 
 class Side:
-    """The left factors of a bucket's matrices, or the right ones, one after the other.
+    """The left or the right factors of a bucket's matrices, joined.
 
     Attributes:
         name: "left" or "right".
-        segments: Where each factor lies, ``[rank, rows]`` or ``[rank, columns]``, under its parameter's name.
-        numel: Numbers of all factors.
+        segments: Segment of each factor, ``[rank, rows]`` or ``[rank, columns]``, with its parameter's name.
+        numel: Number of elements of all factors.
     """
 
     def __init__(self, found: Sequence[Matrix], name: str) -> None:
@@ -174,18 +174,18 @@ class Side:
         self._lengths = torch.tensor(vectors, dtype=torch.int64)
 
     def held(self, context: Context, kind: str, seed: int) -> torch.Tensor:
-        """Return the factors that are remembered; a vector that is zero is drawn.
+        """Return the stored factors, with zero vectors drawn anew.
 
-        So are all of them at first and after a gradient of zeros, and those that depended on the others in the round
-        before: it would stay zero.
+        Vectors are zero at first, after a gradient of zeros, and if they depended on the others in the round before;
+        they would stay zero.
         """
         return self.filled(context.memory.read(kind, self.segments, replicated=True), seed, context.round)
 
     def filled(self, factors: torch.Tensor, seed: int, round: int, whose: str = "") -> torch.Tensor:
-        """Return factors of which every vector that is zero has been drawn, the same on all ranks.
+        """Return factors with every zero vector drawn anew, the same on all ranks.
 
         Args:
-            whose: Stands behind the names of parameters where only some ranks draw them.
+            whose: Suffix of parameter names if only some ranks draw.
         """
         if not self._matrices:
             return factors
@@ -203,7 +203,7 @@ class Side:
         return found
 
     def vectors(self) -> list[Segment]:
-        """Return the vectors of all factors as parameters of their own, whose names are the sides', too."""
+        """Return the vectors of all factors as parameters, with the side in their names."""
         found = []
         for m, factor in zip(self._matrices, self.segments):
             length = factor.numel // m.rank
@@ -213,17 +213,17 @@ class Side:
         return found
 
     def keep(self, context: Context, kind: str, values: torch.Tensor) -> None:
-        """Remember factors, from the end of the round on."""
+        """Store factors at the end of the round."""
         context.memory.stage(kind, self.segments, replicated=True).copy_(values[: self.numel])
 
 
 class FactorPlan(BucketPlan):
-    """A bucket with matrices that factors describe, and what is not compressed beside one of the sides.
+    """Plan of a bucket whose matrices are sent as factors, and all else with the factors of one side.
 
     Attributes:
-        matrices: The parameters that are compressed.
-        table: Where they lie, for the kernels.
-        left, right: The sides of their factors.
+        matrices: Compressed parameters.
+        table: Table of the matrices for the kernels.
+        left, right: Left and right factors.
         rest: All other segments.
     """
 
@@ -245,24 +245,24 @@ class FactorPlan(BucketPlan):
         yield
 
     def room(self, flat: torch.Tensor, side: Side) -> torch.Tensor:
-        """Return a vector for the factors of a side with all that is not compressed behind them."""
+        """Return a vector for the factors of a side and, after them, uncompressed parameters."""
         values = flat.new_empty(side.numel + self._beside.numel)
         self._beside.take(flat, values[side.numel :])
         return values
 
     def take_rest(self, flat: torch.Tensor, side: Side, values: torch.Tensor) -> None:
-        """Write what lies behind the factors of a side back into the bucket."""
+        """Write the values after the factors of a side back to the bucket."""
         self._beside.put(values[side.numel :], flat)
 
     def add_rest(self, own: torch.Tensor, weight: float, out: torch.Tensor) -> None:
-        """Add ``weight`` times what this rank contributed to all that is not compressed."""
+        """Add ``weight`` times this rank's contribution to uncompressed parameters."""
         self._beside.add(own, weight, out)
 
     def mean(self, context: Context, values: torch.Tensor, side: Side) -> Exchange[Sent | None]:
-        """Replace factors of a side, and what lies behind them, by their mean over ranks, in the order of ranks.
+        """Replace the factors of a side, and the values after them, by their mean, added in the order of ranks.
 
         Returns:
-            What this rank sent, where an operator encodes the factors and ``context.wants_sent``; else None.
+            This rank's sent values if an operator encodes the factors and ``context.wants_sent`` is set, else None.
         """
         operator = None if self.method.operator is None else self.method.operator.as_operator
         if operator is None:
@@ -277,7 +277,7 @@ class FactorPlan(BucketPlan):
         return outcome.sent
 
     def _plan(self, operator: Operator, side: Side, numel: int) -> SectionPlan:
-        """Return the exchange of a side and what lies behind it: of each factor every vector is encoded by itself."""
+        """Return the exchange of a side and the values after it; each vector of a factor is encoded separately."""
         found = self._plans.get((side.name, numel))
         if found is None:
             segments = side.vectors()

@@ -1,4 +1,4 @@
-"""Means of a few floats that stand for a bucket, with its segments that travel in float32 behind them."""
+"""Means of a few floats that represent a bucket, followed by its float32 segments."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gradwire.exchange.protocols import PROTOCOLS, Context, Section
 from gradwire.exchange.segments import Parameter, Segment
 
 FIRST_EXCHANGE = 2
-"""Number of the exchange that comes before a bucket's main one."""
+"""Number of the exchange before a bucket's main one."""
 
 
 def first_of_two(context: Context) -> Context:
@@ -32,7 +32,7 @@ def mean_of_floats(
     """Replace a float32 vector by its mean over ranks, added in the order of ranks.
 
     Args:
-        first: How many values at its start travel as ``dtype``, all others as float32.
+        first: Number of values at the start that are sent as ``dtype``; all others are float32.
     """
     first = first if dtype != torch.float32 else 0
     sections = [
@@ -48,10 +48,10 @@ def _run(begin: int, end: int) -> Segment:
 
 
 class Beside:
-    """Segments of a bucket that travel in float32, one behind the other.
+    """Segments of a bucket that are sent in float32, joined.
 
     Attributes:
-        numel: Elements of all.
+        numel: Number of elements of all segments.
     """
 
     def __init__(self, segments: Sequence[Segment]) -> None:
@@ -65,12 +65,12 @@ class Beside:
             torch.cat(self._views(flat), out=out)
 
     def put(self, values: torch.Tensor, flat: torch.Tensor) -> None:
-        """Copy values back to where the segments lie."""
+        """Copy values back to the segments."""
         if self._segments:
             torch._foreach_copy_(self._views(flat), list(values.split(self._sizes)))
 
     def add(self, values: torch.Tensor, weight: float, flat: torch.Tensor) -> None:
-        """Add ``weight`` times the values to where the segments lie."""
+        """Add ``weight`` times the values to the segments."""
         for part, value in zip(self._views(flat), values.split(self._sizes)):
             part.add_(value, alpha=weight)
 

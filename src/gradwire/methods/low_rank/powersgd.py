@@ -1,4 +1,4 @@
-"""PowerSGD: matrices as products of two thin factors, improved by one step of the power method a round."""
+"""PowerSGD: matrices as products of two thin factors, with one step of the power method in each round."""
 
 from __future__ import annotations
 
@@ -18,44 +18,44 @@ from gradwire.methods.low_rank.factors import FactorPlan, LowRankAlgorithm, all_
 from gradwire.methods.low_rank.float_means import first_of_two
 
 FACTOR = "factor"
-"""What is remembered of a parameter beside its residual: the right factor, ``columns * rank`` numbers."""
+"""State of a parameter apart from its residual: the right factor, ``columns * rank`` numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PowerSGD(LowRankAlgorithm):
-    r"""PowerSGD: each matrix as a product of two factors of a low rank, with error feedback.
+    r"""PowerSGD: each matrix as a product of two low-rank factors, with error feedback.
 
     With M_i worker i's gradient of a parameter plus its residual, as a matrix of n by m, and a factor Q of m by r, the
-    same on all workers and at first random::
+    same on all workers and random at first::
 
         P = orthonormalise((1 / N) sum_i M_i Q)       Q <- (1 / N) sum_i M_i^T P
         mean = P Q^T        residual_i <- M_i - P Q^T
 
-    One step of the power method a round, from where the last one ended: for a matrix that stays as it is, the product
-    becomes the best of rank r. Both sums are linear, so that workers do as one worker with the mean of their matrices.
-    The mean is no contraction of every matrix: what is orthogonal to Q is not seen, until the residual has turned Q.
+    Each round is one step of the power method from the last round's factor: for a constant matrix the product converges
+    to the best of rank r. Both sums are linear, so the result is that of one worker with the mean of the matrices. The
+    operator is not a contraction for every matrix: the part orthogonal to Q is lost until the residual has rotated Q.
 
-    A matrix has the outermost dimension in memory as rows and all others as columns. It is compressed where two factors
-    have ``least_saving`` times fewer numbers; all else, vectors among it, travels in float32 beside the right factors.
-    All sums are made in a stated order, so that the bits are the same on every machine and in every layout.
+    A matrix has the outermost dimension in memory as rows and all others as columns. It is compressed if its two
+    factors have ``least_saving`` times fewer numbers. All other parameters, such as vectors, are sent in float32 with
+    the right factors. All sums are computed in a specified order, so the bits are the same on every machine and in
+    every layout.
 
     Args:
-        matrix_rank: Columns r of a factor.
-        least_saving: How many times fewer numbers the factors of a matrix must have; 1 or more.
-        momentum: Of each worker's own, before compression, see :class:`ErrorFeedback`. The paper has the optimizer's
-            momentum after it, which is ``momentum=0.0`` here.
-        values: How factors travel: ``FP32()``, ``BF16()``, or an operator that is a contraction, such as
-            ``QSGDinf(levels=7, block_size=256)``, to which each vector of a factor is a parameter of its own. What
-            rounding takes from a product stays in the residuals: with ``BF16()`` because all of them are less the
-            product itself, and with an operator C because worker i's is less what it sent,
-            residual_i <- M_i - P C(M_i^T P)^T.
+        matrix_rank: Number of columns r of a factor.
+        least_saving: Least ratio of a matrix's elements to its factors' for which it is compressed; 1 or more.
+        momentum: Momentum of each worker before compression, see :class:`ErrorFeedback`. The paper uses the optimizer's
+            momentum after the exchange, with ``momentum=0.0`` here.
+        values: Encoding of factors: ``FP32()``, ``BF16()``, or an operator that is a contraction, such as
+            ``QSGDinf(levels=7, block_size=256)``, applied to each vector of a factor as a parameter. Rounding errors of
+            a product remain in the residuals: with ``BF16()`` the product itself is subtracted from all of them, and
+            with an operator C worker i subtracts what it sent, residual_i <- M_i - P C(M_i^T P)^T.
 
     Raises:
         HyperparameterError: a field is out of range.
 
-    Wire: left factors, then right ones and what is not compressed, by two-shot or a gather (``docs/wire-format.md``).
-    The first factor is drawn from the shared stream; it is uniform, where the paper's is normal, which no machine would
-    round alike.
+    Wire: left factors, then right factors and uncompressed parameters, by two-shot or a gather
+    (``docs/wire-format.md``). The initial factor is drawn from the shared stream. It is uniform, where the paper's is
+    normal, since machines would round normal numbers differently.
 
     Reference: T. Vogels, S. P. Karimireddy, M. Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for
     Distributed Optimization", NeurIPS 2019, algorithms 1 and 2.
@@ -91,7 +91,7 @@ class PowerSGD(LowRankAlgorithm):
         traits = super().declare()
         return replace(
             traits,
-            # The factor beside what every residual algorithm remembers.
+            # The factor, and the state of every residual algorithm.
             remembers=(*traits.remembers, FACTOR),
         )
 
@@ -106,7 +106,7 @@ class PowerSGD(LowRankAlgorithm):
 
 
 class _PowerPlan(FactorPlan):
-    """Left factors, then right ones with what is not compressed."""
+    """Plan that exchanges left factors, then right factors with uncompressed parameters."""
 
     def run(self, context: Context, flat: torch.Tensor, prepared: None) -> Exchange[Outcome]:
         kernels, table = self.setting.kernels, self.table
@@ -133,9 +133,9 @@ class _PowerPlan(FactorPlan):
             return Outcome(finite)
 
         def sent(out: torch.Tensor, weight: float) -> None:
-            # What a worker contributed to a matrix is the product itself, as in the paper: only the mean of the
-            # residuals decides what comes of them. Yet in each of them the differences between workers add up, and an
-            # operator errs by a share of what it is given: then it is what the worker sent.
+            # A worker's contribution to a matrix is the product itself, as in the paper: only the mean of the residuals
+            # affects the outcome. But differences between workers add up in each residual, and an operator's error is a
+            # share of its input. With an operator the contribution is therefore what the worker sent.
             share = factors
             if coded is not None:
                 coded(share := torch.zeros(len(right)), 1.0)

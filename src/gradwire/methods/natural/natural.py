@@ -1,4 +1,4 @@
-"""The codec of signs and exponents."""
+"""Natural compression: values rounded at random to powers of two."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 
 class NaturalCodec(Codec):
-    """Signs and exponents of many segments; a unit is a group of 80 elements. Powers of two add up in float32 only.
+    """Codec of signs and exponents, which add up in float32 only; a unit is a group of 80 elements.
 
-    Exponents are the symbols of a coder; signs, which come first, it could not shorten.
+    Signs come first, uncoded since a coder could not shorten them; exponents are the symbols of a coder.
     """
 
     grain = 1
@@ -56,25 +56,26 @@ class NaturalCodec(Codec):
         self.kernels.natural_mean(data[None], self.table, weight, flat, accumulate=True)
 
     def is_finite(self, summary: Summary, flat: torch.Tensor) -> Flag:
-        # No scale tells, so every element is looked at, once.
+        # There is no scale to check, so every element is checked, once.
         return all_finite(self.kernels.moments(flat, self.table).max_abs)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Natural(Compressor):
-    r"""Natural compression: every value goes at random, without bias, to one of the two powers of two next to it.
+    r"""Natural compression: values rounded at random, without bias, to one of the two nearest powers of two.
 
     For t != 0 and a = floor(log2 |t|)::
 
         C(t) = sign(t) 2^a with probability (2^(a+1) - |t|) / 2^a, else sign(t) 2^(a+1)        C(0) = 0
 
-    Unbiased; E|C(t) - t|^2 = (2^(a+1) - |t|) (|t| - 2^a) <= t^2 / 8, tight at |t| = (4/3) 2^a; |C(t)| lies between
-    |t| / 2 and 2 |t|; powers of two are exact. No scale, no blocks, nothing to agree on before. Only sign and exponent
-    travel: nine bits. With 23 random bits u this is ``(bits(|t|) + u) >> 23``, the law to the last bit.
+    Unbiased; E|C(t) - t|^2 = (2^(a+1) - |t|) (|t| - 2^a) <= t^2 / 8, tight at |t| = (4/3) 2^a; |C(t)| is between
+    |t| / 2 and 2 |t|; powers of two are exact. There are no scales and no blocks, and workers agree on nothing
+    beforehand. The payload is sign and exponent, nine bits. With 23 random bits u the exponent is
+    ``(bits(|t|) + u) >> 23``, which has exactly these probabilities.
 
-    At the ends of float32's range: subnormal numbers go to 2^-126 or 0, without bias, though with more relative
-    variance (the error stays below 2^-126); magnitudes above 2^127 come back as 2^127, which is biased there;
-    an infinity or NaN on any worker makes that element's mean +inf for all.
+    At the ends of float32's range, subnormal numbers become 2^-126 or 0, without bias, though with more relative
+    variance (the error stays below 2^-126); magnitudes above 2^127 become 2^127, which is biased; an infinity or NaN on
+    any worker makes that element's mean +inf for all.
 
     Wire: a plane of signs, a plane of exponents (``docs/wire-format.md``); every worker receives every worker's. Draws
     from the rank's stream.

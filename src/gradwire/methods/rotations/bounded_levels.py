@@ -1,17 +1,18 @@
-"""Points and values of a quantiser without bias for normal values of a bounded magnitude, with shared random numbers.
+"""Unbiased quantisation of normal values of bounded magnitude with shared random numbers: tables, and the codec.
 
 A value z within +-T is first rounded at random, without bias, to one of n + 1 points -T = t_0 < ... < t_n = T, n = k H,
-k = 2^bits - 1. With an integer h that sender and receiver draw alike, uniform in 0 .. H - 1, point g is sent as the
+k = 2^bits - 1. With an integer h, uniform in 0 .. H - 1, that sender and receiver both draw, point g is sent as the
 digit ``floor((g + h) / H)``, and digit i stands for::
 
     r(h, i) = r(h, 0) + H sum_{j <= i} (t_{jH - h} - t_{jH - h - 1})
 
-The mean of that over h is t_g, whatever the points, if the mean of r(h, 0) is -T. The least error for a standard normal
-z has those r(h, 0) with which the mean of r over z vanishes for every h. Points are quantiles of a normal variable that
-is wider than z: where few values fall, they lie further apart. :func:`solve` finds the width with the least error.
+The mean of r over h is t_g, whatever the points, if the mean of r(h, 0) is -T. For a standard normal z the error is
+least for the r(h, 0) with which the mean of r over z is zero for every h. Points are quantiles of a normal variable
+that is wider than z, so they are further apart where few values fall. :func:`solve` finds the width with the least
+error.
 
-The numbers are those of :func:`points_of` and :func:`first_values`, which a test repeats: kept as they are, since a
-mathematical library may round them differently, and all ranks must have the same.
+The tables were computed by :func:`points_of` and :func:`first_values`, which a test repeats. They are stored, since
+mathematical libraries may round differently and all ranks must have the same numbers.
 """
 
 from __future__ import annotations
@@ -43,10 +44,10 @@ SHARED_VALUES: dict[int, int] = {1: 32, 2: 16, 3: 16, 4: 8}
 """H, the number of values of h, by bits."""
 
 LIMIT = 3.09726908
-"""T: a share of 1/512 of a standard normal variable lies beyond it, on either side together."""
+"""T: a share of 1/512 of standard normal values is larger in magnitude."""
 
 WIDTH: dict[int, float] = {1: 1.309, 2: 1.529, 3: 1.652, 4: 1.709}
-"""Deviation of the normal variable whose quantiles the points are, by bits."""
+"""Standard deviation of the normal variable whose quantiles are the points, by bits."""
 
 # fmt: off
 POINTS: dict[int, tuple[float, ...]] = {
@@ -121,7 +122,7 @@ _NORMAL = NormalDist()
 
 
 def points_of(bits: int, width: float, limit: float) -> list[float]:
-    """Return the points above zero, ascending: quantiles of a normal variable of that deviation within the limit."""
+    """Return the points above zero, ascending: quantiles up to ``limit`` of a normal of deviation ``width``."""
     n = (2**bits - 1) * SHARED_VALUES[bits]
     outside = _NORMAL.cdf(-limit / width)
     inner = (width * _NORMAL.inv_cdf(outside + (1 - 2 * outside) * j / n) for j in range(n // 2 + 1, n))
@@ -134,7 +135,7 @@ def first_values(bits: int, points: list[float]) -> list[float]:
 
 
 def error_of(bits: int, points: list[float]) -> float:
-    """Return E (Q(z) - z)^2 of a standard normal z, where what is beyond the limit is exact."""
+    """Return E (Q(z) - z)^2 of a standard normal z, with values beyond the limit exact."""
     limit, total = points[-1], 0.0
     inside = 1 - 2 * _tail(limit)
     for steps in _steps(bits, points):
@@ -144,12 +145,12 @@ def error_of(bits: int, points: list[float]) -> float:
             mean, square = mean + (a - b) * value, square + (a - b) * value * value
             value += gap
         total += square - mean * mean / inside
-    # The mean over z and h of Q(z) z is that of z^2, since there is no bias.
+    # Without bias the mean of Q(z) z over z and h is the mean of z^2.
     return total / SHARED_VALUES[bits] - (inside - 2 * limit * _NORMAL.pdf(limit))
 
 
 def solve(bits: int) -> tuple[float, float]:
-    """Return the width with the least error, by golden sections, and that error."""
+    """Return the width with the least error, found by golden sections, and the error."""
     ratio, low, high = (math.sqrt(5) - 1) / 2, 1.0, 2.5
 
     def error(width: float) -> float:
@@ -162,13 +163,13 @@ def solve(bits: int) -> tuple[float, float]:
 
 
 def _steps(bits: int, points: list[float]) -> list[list[tuple[float, float]]]:
-    """Return, for each h and digit above 0, what the digit adds to the value before, and how likely it or more is."""
+    """Return, for each h and digit above 0, its value minus the one before, and the probability of it or more."""
     values, grid = SHARED_VALUES[bits], [*(-t for t in reversed(points)), 0.0, *points]
     inside = 1 - 2 * _tail(points[-1])
 
     def step(j: int) -> tuple[float, float]:
         a, b = grid[j - 1], grid[j]
-        # Of a normal z within the limit, the mean of (z - a) / (b - a), between 0 and 1.
+        # Mean of (z - a) / (b - a), cut to 0 to 1, over normal z within the limit.
         above = 1 - _tail(points[-1]) - (_integral(b) - _integral(a)) / (b - a)
         return values * (b - a), above / inside
 
@@ -185,20 +186,20 @@ def _tail(x: float) -> float:
 
 
 SHARE = 256
-"""One of that many coordinates of a block may be sent exactly."""
+"""One in so many coordinates of a block may be sent exactly."""
 
 NONE = 0xFFFF
-"""Place of an exact coordinate that is not used: no block is as long."""
+"""Place that marks an unused exact coordinate: no block is so long."""
 
 
 class _Room(threading.local):
-    """Memory for coordinates, kept for the thread's next call: new pages cost more than the rotation itself."""
+    """Buffer for coordinates, kept for the thread's next call: new pages cost more than the rotation."""
 
     def __init__(self) -> None:
         self._kept = np.empty(0, np.float32)
 
     def take(self, numel: int) -> torch.Tensor:
-        """Return a vector that is free until the next call."""
+        """Return a vector that may be used until the next call."""
         if len(self._kept) < numel:
             self._kept = np.empty(numel, np.float32)
         return torch.from_numpy(self._kept[:numel])
@@ -208,17 +209,17 @@ _ROOM = _Room()
 
 
 class BoundedSupportCodec(RotatedCodec):
-    """Blocks with the coordinates z = H D x / |x|, as digits of a table of values that all ranks have, and exact ones.
+    """Codec of rotated blocks, whose coordinates z = H D x / |x| are sent as digits of a table or, if large, exactly.
 
     A payload is the float32 scales of the blocks, the float32 values and 16-bit places of exact coordinates, b / 256 of
     a block of b, each padded to sixteen bytes, and the packed digits of all coordinates.
 
-    All ranks rotate alike, so that their coordinates are added up and rotated back once. The integer h of a coordinate
-    is drawn from its sender's stream, by its place in the block: the same for all blocks of a round.
+    All ranks use the same rotation, so coordinates are added up and rotated back once. The integer h of a coordinate is
+    drawn from its sender's stream by its place in the block, and is the same for all blocks of a round.
 
     Args:
-        points: Ascending, from -T to T, ``k H + 1`` of them: what coordinates are rounded to.
-        values: ``[H, k + 1]``: what each digit stands for, by h.
+        points: The ``k H + 1`` points, ascending from -T to T, to which coordinates are rounded.
+        values: Value of each digit for each h, ``[H, k + 1]``.
         block_size: Elements of a block, see :class:`gradwire.kernels.RotationTable`.
     """
 
@@ -238,12 +239,12 @@ class BoundedSupportCodec(RotatedCodec):
         start, names = [s.start for s in segments], [s.parameter.name for s in segments]
         numel = np.array(self.blocks.by_segment, np.int64)
         keys = [parameter_key(seed, name, "bounded") for name in names]
-        # A piece of a parameter begins with a whole block, so that its coordinates lie as its elements do.
+        # A piece of a parameter begins with a whole block, so coordinates are laid out as the elements are.
         self.coordinates = BlockTable(SegmentTable(np.cumsum(numel) - numel, numel, start, keys), block_size)
         self.shared_key = torch.tensor(parameter_key(seed, "", "bounded"))
         self._sizes, self._place = torch.from_numpy(self.blocks.sizes), torch.from_numpy(self.blocks.place[:-1].copy())
         self._room = (self._sizes // SHARE).clamp(min=1)
-        # Of each exact coordinate, the block, and which of the block's it is.
+        # The block of each exact coordinate, and its index in the block.
         self._owner = torch.repeat_interleave(self._room)
         self._number = torch.arange(len(self._owner)) - (torch.cumsum(self._room, 0) - self._room)[self._owner]
         nothing = np.zeros(self.blocks.blocks, np.int64)
@@ -276,10 +277,10 @@ class BoundedSupportCodec(RotatedCodec):
         self._rotate_back(total, spoilt, draw.round, flat, accumulate=True)
 
     def _exact_coordinates(self, z: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """Write the coordinates beyond the limit; where there are too many, divide their block until there are not.
+        """Write the coordinates beyond the limit. Divide blocks that have too many until they fit.
 
         Returns:
-            What the coordinates of each block were divided by, float64.
+            The divisor of each block's coordinates, float64.
         """
         stretch = torch.ones(self.blocks.blocks, dtype=torch.float64)
         index, limit = torch.zeros(len(self._owner), dtype=torch.int32), torch.full((len(stretch),), self.limit)
@@ -292,7 +293,7 @@ class BoundedSupportCodec(RotatedCodec):
                 divisor = float(part.abs().topk(room + 1).values[-1]) / self.limit
                 part.div_(divisor)
                 stretch[block] = divisor
-            # Rounding may leave those that are equal to the largest beyond the limit by a last place: they are clamped.
+            # Rounding may leave values equal to the largest above the limit by one last place: they are clamped.
             limit[crowded] = self.limit * (1 + 1e-6)
             found = self._beyond(z, limit, index)
         used = self._number < found[self._owner]
@@ -304,7 +305,7 @@ class BoundedSupportCodec(RotatedCodec):
         return stretch
 
     def _beyond(self, z: torch.Tensor, limit: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        """Write the places of each block's coordinates above its limit in magnitude; return their numbers."""
+        """Write the places of coordinates above their block's limit in magnitude; return how many each block has."""
         return self.kernels.select_above(z, self._blocks, torch.nextafter(limit, limit + 1), self._room, index)
 
     def _no_sums(self) -> torch.Tensor:
@@ -322,7 +323,7 @@ class BoundedSupportCodec(RotatedCodec):
         used = places < self._sizes[self._owner]
         owner = self._owner[used]
         exact = self._place[owner] + places[used]
-        # Where a value is exact, what its digit stands for is not added.
+        # Where a value is exact, the value of its digit is not added.
         sums = total[exact] + values[used] * scale[owner]
         self.kernels.add_shared(
             self.digits(row), self.coordinates, scale, self.grid, self._drawn(draw), self.layout, total
@@ -337,7 +338,7 @@ class BoundedSupportCodec(RotatedCodec):
         self.kernels.rotate_back(total, self.blocks, factor, round, SHARED, flat, accumulate)
 
     def _drawn(self, draw: Draw) -> torch.Tensor:
-        """Return h of each place in a block."""
+        """Return h for each place in a block."""
         groups = torch.arange(-(-self.blocks.size // GROUP_SIZE))
         u = uniform_integers(groups, self.shared_key.expand(len(groups), 2), draw.round, draw.stream).reshape(-1)
         h: torch.Tensor = ((u * self.grid.integers) >> 24)[: self.blocks.size]

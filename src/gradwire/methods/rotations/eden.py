@@ -1,4 +1,4 @@
-"""The codec of rotated blocks whose coordinates are rounded to the nearest of a few levels."""
+"""EDEN and DRIVE: rotated blocks whose coordinates are rounded to the nearest of a few levels."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ if TYPE_CHECKING:
 
 
 class RotatedLevelCodec(OwnRotationCodec):
-    """Blocks with the coordinates z = H D x / |x|, each rounded to the nearest level of a grid, and a scale a block.
+    """Codec of rotated blocks: coordinates z = H D x / |x| rounded to the nearest level of a grid, and a scale a block.
 
     A payload is the float32 scales of the blocks, padded to sixteen bytes, and then the digits of all coordinates,
     packed in the layout of ``digit_layout(grid.base)``. A block is decoded to ``scale D H Q(z)``.
 
-    Where all coordinates of a block are rounded to zero, they are multiplied by the least level above it, which does
-    not change what a block is decoded to on average, and then they are not.
+    If all coordinates of a block would be rounded to zero, they are first multiplied by the smallest level above zero,
+    which prevents that and does not change the mean decoded value.
 
     Args:
         grid: Levels for standard normal values; see :meth:`gradwire.kernels.Grid.nearest`.
         block_size: Elements of a block, see :class:`gradwire.kernels.RotationTable`.
-        unbiased: The scale ``|x| / <z, Q(z)>``, with which the estimate's part along x is x itself; otherwise, for two
-            levels alone, that of the least error: with b coordinates at +-m, ``|x| <z, Q(z)> / (b m)^2``.
+        unbiased: True for the scale ``|x| / <z, Q(z)>``, with which the estimate's projection on x is x. False, for two
+            levels only, for the scale of least error: with b coordinates at +-m, ``|x| <z, Q(z)> / (b m)^2``.
     """
 
     def __init__(
@@ -61,8 +61,8 @@ class RotatedLevelCodec(OwnRotationCodec):
         super().__init__(kernels, segments, world_size, seed, base=grid.base, block_size=block_size)
         self.grid, self.unbiased = grid, unbiased
         self._lengths = Constant(torch.from_numpy(self.blocks.sizes) * float(grid.values[-1]))
-        # The mean square of a block's coordinates is 1, but for rounding: one at least is not below the border at which
-        # zero ends, where that is clearly below 1.
+        # The mean square of a block's coordinates is 1 up to rounding. So at least one is not rounded to zero if the
+        # border of zero is clearly below 1.
         self._may_vanish = grid.zero_ends > 0.99
         self.units = -(-self.blocks.coordinates // GROUP_SIZE)
         self.side_bytes = padded(4 * self.blocks.blocks)
@@ -72,8 +72,8 @@ class RotatedLevelCodec(OwnRotationCodec):
         norm, kept = norms.norm, self._round(flat, norms.factor, draw, out)
         lost = norms.usable & (kept == 0)
         if self._may_vanish and bool(lost.any()):
-            # Every coordinate is nearer to the level zero than to the next. Some are at least 1 in magnitude, since
-            # their mean square is 1: times that level they are beyond the border at its half.
+            # Every coordinate is nearer to zero than to the next level. Some are at least 1 in magnitude, since their
+            # mean square is 1: multiplied by that level they are beyond the border, which is half of it.
             stretch = torch.where(lost, float(self.grid.values[self.grid.positive + 1]), 1.0)
             kept, norm = self._round(flat, norms.factor * stretch, draw, out), norm * stretch
         self.write_scales(
@@ -81,7 +81,7 @@ class RotatedLevelCodec(OwnRotationCodec):
         )
 
     def _round(self, flat: torch.Tensor, factor: torch.Tensor, draw: Draw, out: torch.Tensor) -> torch.Tensor:
-        """Write the digits of the coordinates of ``factor`` times each block; return ``<z, Q(z)>`` of each."""
+        """Write the digits of ``factor`` times each block's coordinates; return ``<z, Q(z)>`` of each block."""
         return self.kernels.encode_rotated(
             flat, self.blocks, factor, self.grid, self.layout, draw.round, draw.stream, self.digits(out)
         )
@@ -97,7 +97,7 @@ def check_rotation(owner: str, size: object) -> None:
     """Check the field ``block_size`` of a method that rotates blocks.
 
     Raises:
-        HyperparameterError: it is not a power of two that blocks may have.
+        HyperparameterError: it is not a power of two in the allowed range.
     """
     require(
         is_whole(size, LEAST_BLOCK, MOST_BLOCK) and size & (size - 1) == 0,
@@ -109,7 +109,7 @@ def check_rotation(owner: str, size: object) -> None:
 class RotatedLevels(Compressor):
     """A compressor that rounds rotated blocks to the nearest levels, with the field ``block_size``.
 
-    It is no dataclass, so that each method's own fields keep their order in its spec.
+    Not a dataclass, so that each method's own fields keep their order in its spec.
     """
 
     block_size: int
@@ -131,55 +131,55 @@ class RotatedLevels(Compressor):
 
 
 def coordinates_of(numel: int | None, block_size: int) -> int:
-    """Return the coordinates of the largest block of a parameter of that many elements, or of any."""
+    """Return the coordinates of the largest block of a parameter with ``numel`` elements, or of any parameter."""
     size = block_size if numel is None else min(block_size, 1 << max(numel - 1, 1).bit_length())
     return max(LEAST_BLOCK, size)
 
 
 @dataclass(frozen=True, kw_only=True)
 class EDEN(RotatedLevels):
-    r"""EDEN: each block rotated at random, and every coordinate rounded to the nearest level for normal values.
+    r"""EDEN: blocks rotated at random, with every coordinate rounded to the nearest level for normal values.
 
     For a block x of b = ``block_size`` elements, with D random signs, H the Walsh-Hadamard matrix and Q the rounding to
     the 2^bits levels that have the least squared error for a standard normal variable (Lloyd and Max)::
 
         z = H D x / |x|_2        Q(x) = |x|_2 / <z, Q(z)>  D H Q(z)
 
-    The coordinates of any block are nearly normal, heavy tails included, so that the error does not depend on the
-    vector: with d the levels' distortion, E|Q(x) - x|^2 = d / (1 - d) |x|^2, which is 0.571, 0.133, 0.0358, 0.00959,
-    0.00251, 0.000645 for 1 to 6 bits. A parameter's last block is the smallest power of two that its elements fit, 256
-    at least.
+    The coordinates of any block are nearly normal, even for heavy tails, so the error does not depend on the vector:
+    with d the distortion of the levels, E|Q(x) - x|^2 = d / (1 - d) |x|^2, which is 0.571, 0.133, 0.0358, 0.00959,
+    0.00251, 0.000645 for 1 to 6 bits. A parameter's last block has the smallest power of two that holds its elements,
+    at least 256.
 
-    The scale makes the estimate unbiased over rotations that are uniform. Signs and one transform leave a bias where a
-    few elements dominate a block: of two elements a > b, and zeros beside them, one bit makes (a^2 + b^2) / a and
-    nothing, in every round. For such gradients, as those of embeddings of rare tokens, take more bits or an operator
-    without bias, such as :class:`QSGDinf`.
+    The scale makes the estimate unbiased over uniform rotations. Random signs and one transform leave a bias where a
+    few elements dominate a block: if all but two elements a > b are zero, one bit decodes them to (a^2 + b^2) / a and 0
+    in every round. For such gradients, for example of embeddings of rare tokens, use more bits or an unbiased operator
+    such as :class:`QSGDinf`.
 
-    **Between whole bits** Q has as many levels as the packed digits of ``bits`` have room for: 3, 5, 6, 7, 9, 11, 23
-    and 40 take 1.6, 2.46, 2.67, 2.91, 3.2, 3.56, 4.57 and 5.33 bits. That has less error than one number of bits for a
-    part of the coordinates and another for the rest: 0.235 against 0.275 at 1.6 bits. **Below one bit** the signs of a
-    random part of the coordinates are sent, and zero stands for the others: E|Q(x) - x|^2 = (pi / (2 bits) - 1) |x|^2.
+    **Between whole bits** Q has as many levels as packed digits of ``bits`` allow: 3, 5, 6, 7, 9, 11, 23 and 40 levels
+    take 1.6, 2.46, 2.67, 2.91, 3.2, 3.56, 4.57 and 5.33 bits. The error is less than with two widths for two parts of
+    the coordinates: 0.235 against 0.275 at 1.6 bits. **Below one bit** the signs of a random part of the coordinates
+    are sent, and the others are decoded to zero: E|Q(x) - x|^2 = (pi / (2 bits) - 1) |x|^2.
 
-    **For a coder** (:class:`Coded`), ``spacing="uniform"`` takes the levels j step, j an integer, with the step whose
-    digits have an entropy of ``bits``: of a rate for which Lloyd and Max's levels have no number, too, and with less
-    error: 1.61, 0.535, 0.0976, 0.0227 and 0.00559 at 0.5, 1, 2, 3 and 4 bits, within 1.54 dB of what any code of so
-    many bits leaves of normal values, 2^(-2 bits). Without a coder their digits take more bits than Lloyd and Max's.
+    **For a coder** (:class:`Coded`), ``spacing="uniform"`` uses the levels j step, j an integer, with the step whose
+    digits have an entropy of ``bits``. ``bits`` may then be any rate, and the error is less: 1.61, 0.535, 0.0976,
+    0.0227 and 0.00559 at 0.5, 1, 2, 3 and 4 bits, within 1.54 dB of the least that any code of so many bits achieves
+    for normal values, 2^(-2 bits). Without a coder these digits take more bits than those of Lloyd and Max.
 
-    Every worker has rotations of its own, new ones in every round. By two-shot the owner of a share averages the
-    workers' estimates in float32 and encodes the mean in the same way, which adds the error of one more encoding, of
-    the mean: both directions then have ``bits``, whatever the number of workers.
+    Every worker draws its own rotations anew in every round. With two-shot the owner of a share averages the workers'
+    estimates in float32 and encodes the mean in the same way, which adds the error of encoding the mean; both
+    directions then take ``bits``, whatever the number of workers.
 
     Args:
-        bits: Bits of a coordinate, above 0 to 6; from 0.125 on where levels are evenly spaced. Sixteen coordinates of a
-            block are sent at least.
+        bits: Bits of a coordinate, above 0 and at most 6, or at least 0.125 if ``spacing`` is "uniform". At least
+            sixteen coordinates of a block are sent.
         block_size: Elements b that are rotated together, a power of two from 256 to 32768.
-        spacing: "lloyd_max", or "uniform".
+        spacing: "lloyd_max" or "uniform".
 
     Raises:
-        HyperparameterError: a field is out of range, or no digits of levels with a table take ``bits``.
+        HyperparameterError: a field is out of range, or there are no levels for ``bits``.
 
-    Wire: a float32 scale a block, then the coordinates' digits, packed (``docs/wire-format.md``). Signs and places are
-    drawn from the rank's stream, for a mean from the owner's.
+    Wire: a float32 scale for each block, then packed digits of the coordinates (``docs/wire-format.md``). Signs and
+    places are drawn from the rank's stream, or for a mean from the owner's.
 
     Reference: S. Vargaftik et al., "EDEN: Communication-Efficient and Robust Distributed Mean Estimation for Federated
     Learning", ICML 2022, sections 3 and 4.
@@ -228,7 +228,7 @@ class EDEN(RotatedLevels):
     def declare(self) -> Traits:
         return replace(
             super().declare(),
-            # Those of rotations; where coordinates are sampled, of packing, too.
+            # Sampled coordinates need the kernels of packing, too.
             kernels=("moments", "rotation", "levels") if self.samples else ("moments", "rotation"),
             on_device=True,
         )
@@ -253,24 +253,24 @@ class EDEN(RotatedLevels):
 
 @dataclass(frozen=True, kw_only=True)
 class DRIVE(RotatedLevels):
-    r"""DRIVE: the signs of randomly rotated blocks.
+    r"""DRIVE: signs of randomly rotated blocks.
 
     For a block x of b = ``block_size`` elements, with D random signs and H the Walsh-Hadamard matrix::
 
         y = H D x / sqrt(b)      Q(x) = S D H sign(y) / sqrt(b)      S = |x|_2^2 / |y|_1
 
-    This is :class:`EDEN` with one bit: E|Q(x) - x|^2 = (pi / 2 - 1) |x|^2. With ``least_error`` S is |y|_1 / b, which
-    leaves (1 - 2 / pi) |x|^2 and an estimate that is 2 / pi of the vector on average, for use under error feedback:
+    This is :class:`EDEN` with one bit: E|Q(x) - x|^2 = (pi / 2 - 1) |x|^2. With ``least_error`` S is |y|_1 / b, for use
+    under error feedback: the error is (1 - 2 / pi) |x|^2 and the estimate is 2 / pi of the vector on average, with
     |Q(x) - x|^2 <= (1 - 1 / b) |x|^2 for every vector and every draw.
 
     Args:
-        least_error: Which of the scales.
+        least_error: True for the scale of least error, False for the unbiased one.
         block_size: Elements b that are rotated together, a power of two from 256 to 32768.
 
     Raises:
         HyperparameterError: a field is out of range.
 
-    Wire: as for :class:`EDEN` with one bit.
+    Wire: as :class:`EDEN` with one bit.
 
     Reference: S. Vargaftik et al., "DRIVE: One-bit Distributed Mean Estimation", NeurIPS 2021, sections 3 and 4 (the
     scales of theorems 3 and 1).

@@ -1,11 +1,11 @@
-"""Levels that serve standard normal values best: of the least error for their number, or for their entropy.
+"""Levels with the least error for standard normal values, given their number or their entropy.
 
-For their number they are the fixed points of Lloyd and Max: a level is the mean of what is rounded to it, and a border
-lies halfway between two levels. For their entropy they are all multiples of one step, nearly: of a normal variable such
-levels leave at most 1.534 dB, a quarter of a bit, more than any code could.
+For a given number they are the fixed points of Lloyd and Max: a level is the mean of the values rounded to it, and a
+border is halfway between two levels. For a given entropy they are nearly the multiples of one step: the error of these
+is at most 1.534 dB, a quarter of a bit, above that of any code.
 
-The numbers are those of :func:`lloyd_max` and :func:`uniform_levels`, which tests repeat: kept as they are, since a
-mathematical library may round them differently and all ranks must have the same.
+The tables were computed by :func:`lloyd_max` and :func:`uniform_levels`, which tests repeat. They are stored, since
+mathematical libraries may round differently and all ranks must have the same numbers.
 
 References: S. Lloyd, "Least squares quantization in PCM", 1957 (published 1982); J. Max, "Quantizing for minimum
 distortion", 1960; H. Gish and J. Pierce, "Asymptotically efficient quantizing", IEEE Transactions on Information
@@ -52,7 +52,7 @@ NORMAL_LEVELS: dict[int, tuple[float, ...]] = {
     ),
 }
 # fmt: on
-"""Magnitudes of the levels other than zero, by how many levels there are; an odd number has a zero among them."""
+"""Magnitudes of the levels other than zero, by the number of levels; zero is a level if the number is odd."""
 
 MOST_BITS = max(NORMAL_LEVELS).bit_length() - 1
 
@@ -84,19 +84,19 @@ UNIFORM_STEP: dict[float, float] = {
     5.75: 0.0768105784, 6.0: 0.0645850751,
 }
 # fmt: on
-"""The step of evenly spaced levels, by the entropy in bits of which level is nearest to a standard normal value."""
+"""Step of evenly spaced levels, by the entropy in bits of the nearest level to a standard normal value."""
 
 LEAST_ENTROPY = min(UNIFORM_STEP)
 
 REACH = 5.0
-"""Evenly spaced levels go on to the first beyond it: one in a million normal values lies further out."""
+"""Evenly spaced levels end at the first beyond it: one in a million normal values is larger in magnitude."""
 
 
 def level_count(bits: float) -> int:
-    """Return how many levels ``bits`` a coordinate are for.
+    """Return the number of levels for ``bits`` a coordinate.
 
-    Of a whole number, 2^bits. Of another, as many as there are tables for whose packed digits take at most that, to two
-    decimals.
+    It is 2^bits for a whole number. Otherwise it is the largest with a table whose packed digits take at most ``bits``,
+    to two decimals.
 
     Example:
         >>> [level_count(bits) for bits in (2, 2.5, 3, 3.2)]
@@ -108,7 +108,7 @@ def level_count(bits: float) -> int:
 
 
 def uniform_step(bits: float) -> float:
-    """Return the step whose levels have the entropy ``bits``, within 0.01, between two of the table's on their line."""
+    """Return the step whose levels have the entropy ``bits``, within 0.01, interpolated linearly in the table."""
     low = max(b for b in UNIFORM_STEP if b <= bits)
     high = min(b for b in UNIFORM_STEP if b >= bits)
     if low == high:
@@ -118,7 +118,7 @@ def uniform_step(bits: float) -> float:
 
 
 def lloyd_max(levels: int) -> tuple[list[float], float]:
-    """Return the magnitudes above zero of that many levels, and the distortion that they leave; slow for many."""
+    """Return the magnitudes above zero of ``levels`` levels, and their distortion; slow for many levels."""
     middle = levels % 2
     found = [2.5 * (2 * j + 1 + middle) / levels for j in range(levels // 2)]
     change = 1.0
@@ -133,7 +133,7 @@ def lloyd_max(levels: int) -> tuple[list[float], float]:
 
 
 def uniform_levels(step: float) -> tuple[float, float]:
-    """Return the entropy in bits of levels j step, |j| <= ceil(5 / step), and what they leave with the best scale."""
+    """Return the entropy in bits of levels j step, |j| <= ceil(5 / step), and their distortion with the best scale."""
     levels = [j * step for j in range(1, math.ceil(REACH / step) + 1)]
     borders = _borders(levels, 1)
     shares = [_tail(a) - _tail(b) for a, b in itertools.pairwise(borders)]
@@ -152,5 +152,5 @@ def _density(t: float) -> float:
 
 
 def _tail(t: float) -> float:
-    """Return the probability of more than t."""
+    """Return the probability of a value above t."""
     return math.erfc(t / math.sqrt(2)) / 2

@@ -1,4 +1,4 @@
-"""QUIC-FL: rotated blocks, quantised without bias within a bound, with random numbers that the receiver shares."""
+"""QUIC-FL: rotated blocks, quantised without bias within a bound by shared random numbers."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class QUICFL(Compressor):
-    r"""QUIC-FL: each block rotated at random, and its coordinates quantised without bias, the few largest sent exactly.
+    r"""QUIC-FL: blocks rotated at random, with coordinates quantised without bias and the few largest sent exactly.
 
     For a block x of b = ``block_size`` elements, with D random signs and H the Walsh-Hadamard matrix::
 
         z = H D x / |x|_2        Q(x) = |x|_2 / b  D H q(z)
 
-    Coordinates are nearly normal. One in 512 of normal values lies beyond T = 3.097 and is sent exactly. The others are
-    quantised with a random integer h that the receiver draws as well, so that a digit may stand for another value each
-    time: E q(z) = z for every z, and the error of a normal z is 1.49, 0.219, 0.0432 and 0.0097 for 1 to 4 bits. So the
-    estimate is unbiased for every block, not only over rotations, as :class:`EDEN` is, whose error is smaller.
+    Coordinates are nearly normal. One in 512 normal values is above T = 3.097 in magnitude and is sent exactly. The
+    others are quantised with a random integer h that the receiver draws as well, and the value of a digit depends on h:
+    E q(z) = z for every z, and the error of a normal z is 1.49, 0.219, 0.0432 and 0.0097 for 1 to 4 bits. So the
+    estimate is unbiased for every block, while :class:`EDEN`, whose error is smaller, is unbiased over rotations only.
 
-    All workers share the rotation of a round, so that a receiver adds up their coordinates and rotates back once; h is
-    each worker's own. With N workers whose gradients are alike in length the relative squared error is that over N.
+    All workers share the rotation of a round, so that a receiver adds up their coordinates and rotates back once; each
+    worker has its own h. With N workers whose gradients have equal norms the relative squared error is divided by N.
 
-    A block has room for b / 256 exact coordinates. Where more lie beyond T, as in no block of normal values but in some
-    others, all its coordinates are divided by a common number until no more do, at the price of a larger error; the
+    A block has room for b / 256 exact coordinates. If more are above T, which happens in some blocks that are not
+    normal, all its coordinates are divided by a common number until they fit. The error is then larger, and the
     estimate stays unbiased.
 
     Args:
@@ -51,7 +51,7 @@ class QUICFL(Compressor):
     Signs are drawn from the shared stream, everything else from the rank's.
 
     Reference: R. Ben Basat et al., "Accelerating Federated Learning with Quick Distributed Mean Estimation", ICML 2024,
-    sections 3 and 4. Tables are not the authors': see :mod:`gradwire.methods.rotations.bounded_levels`.
+    sections 3 and 4. The tables differ from the authors': see :mod:`gradwire.methods.rotations.bounded_levels`.
 
     Example:
         >>> import torch, gradwire as gw
@@ -83,7 +83,7 @@ class QUICFL(Compressor):
         return replace(
             super().declare(),
             collectives=("all_gather",),
-            # Blocks stay whole, and their coordinates begin a group of the kernels.
+            # Blocks are not cut, and each cut is at the start of a group of the kernels.
             cut=math.lcm(self.block_size, 80),
             kernels=("moments", "rotation", "selection", "levels"),
             unbiased=True,
@@ -92,7 +92,7 @@ class QUICFL(Compressor):
     def codec(self, kernels: Kernels, segments: Sequence[Segment], world_size: int, seed: int) -> BoundedSupportCodec:
         above, count = np.array(POINTS[self.bits]), SHARED_VALUES[self.bits]
         points = np.concatenate([-above[::-1], [0.0], above])
-        # Row h: what the points jH - h, for each digit j above 0, add to the value before.
+        # Row h: differences that the points jH - h add to the value before, for each digit j above 0.
         added = count * np.stack([np.diff(points)[count - h - 1 :: count][: 2**self.bits - 1] for h in range(count)])
         values = np.cumsum(np.concatenate([np.array(FIRST[self.bits])[:, None], added], 1), 1)
         return BoundedSupportCodec(

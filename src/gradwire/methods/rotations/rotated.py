@@ -27,32 +27,32 @@ class _WithSigns(Inherited):
 
 @dataclass(frozen=True, kw_only=True)
 class Rotated(Wrapper):
-    r"""Any operator on one vector, applied to the coordinates of randomly rotated blocks.
+    r"""An operator on one vector, applied to the coordinates of randomly rotated blocks.
 
     For a block x of b elements, with D random signs, H the Walsh-Hadamard matrix and Q the operator::
 
         R = H D / sqrt(b)        C(x) = R^-1 Q(R x)
 
-    R is orthogonal, and the coordinates of any block are nearly normal, so that an operator whose error depends on the
-    largest values has the error that it has of normal values, whatever the tails of the gradient. What holds of Q for
-    every vector holds of C: without bias if Q is, with the same ``omega`` and ``delta``.
+    R is orthogonal, and the coordinates of any block are nearly normal, so an operator whose error depends on the
+    largest values has the error that it has for normal values, whatever the tails of the gradient. Properties of Q that
+    hold for every vector hold for C: it is unbiased if Q is, with the same ``omega`` and ``delta``.
 
-    All workers rotate alike, anew in every round: so codes that add up still do, and a mean is rotated back once. A
-    block has ``block_size`` elements, counted from a parameter's first; its last is filled up with zeros to the
-    smallest power of two, 256 at least, and coordinates are sent for these, too. Q sees the coordinates of a parameter
-    as a parameter: what it says of blocks, scales and clipping is of coordinates.
+    All workers use the same rotation, drawn anew in every round, so codes that add up still do, and a mean is rotated
+    back once. A block has ``block_size`` elements, counted from a parameter's first. The last block is padded with
+    zeros to the smallest power of two, at least 256, and coordinates are sent for these, too. Q compresses the
+    coordinates of a parameter as a parameter: its blocks, scales and clipping apply to coordinates.
 
-    Norms of blocks must be float32 numbers: above 5e36 an element may count as an infinity. A value that is not finite
-    makes its whole parameter +inf on all workers.
+    Norms of blocks must be float32 numbers: an element above 5e36 may be treated as an infinity. A value that is not
+    finite makes its whole parameter +inf on all workers.
 
     Args:
-        compressor: Q, an operator on one vector that does not rotate by itself.
+        compressor: Q, an operator on one vector that does not itself rotate.
         block_size: Elements b that are rotated together, a power of two from 256 to 32768.
 
     Raises:
-        HyperparameterError: ``compressor`` is no such operator, or ``block_size`` no such number.
+        HyperparameterError: ``compressor`` is not such an operator, or ``block_size`` is out of range.
 
-    Wire: the operator's, of the coordinates. Signs are drawn from the shared stream.
+    Wire: the operator's payload of the coordinates. Signs are drawn from the shared stream.
 
     Reference: A. T. Suresh et al., "Distributed Mean Estimation with Limited Communication", ICML 2017, section 3; with
     integers that add up: M. Li et al., "THC: Accelerating Distributed Deep Learning Using Tensor Homomorphic
@@ -98,7 +98,7 @@ class Rotated(Wrapper):
         note = self.compressor.traits.unbiased_note
         return replace(
             traits,
-            # The compressor's, the rotation, and the family that looks for what is not finite.
+            # The family "signs" finds values that are not finite.
             kernels=tuple(dict.fromkeys((*self.compressor.traits.kernels, "rotation", "signs"))),
             unbiased=self.compressor.traits.unbiased,
             unbiased_note=None if note is None else note.replace("gradient", "rotated gradient"),
@@ -123,7 +123,7 @@ class Rotated(Wrapper):
 
 
 class _RotatedPlan(TransformedPlan):
-    """Rotates the blocks of each parameter; its slots are their coordinates."""
+    """Plan that rotates the blocks of each parameter; its slots are their coordinates."""
 
     def __init__(self, method: Rotated, setting: PlanSetting) -> None:
         light = divide(setting.segments)[0]

@@ -1,4 +1,4 @@
-"""What codecs of rotated blocks share: where the blocks lie, their norms, and the layout of a payload."""
+"""Codecs of rotated blocks: their common base, and sampled coordinates sent as signs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RotatedSummary:
-    """Whose rotation a payload has: nothing is measured before the blocks are encoded."""
+    """The draw of a payload's rotation; nothing is measured before the blocks are encoded."""
 
     draw: Draw | None = None
     shared: torch.Tensor | None = None
@@ -48,9 +48,9 @@ class RotatedSummary:
 
 @dataclass(frozen=True, eq=False)
 class BlockNorms:
-    """Of each block: the norm (float64), whether it is finite and can be divided by, and its reciprocal or 0.
+    """Norm of each block (float64), whether it is finite and non-zero, and its reciprocal or 0.
 
-    ``filler`` is the largest magnitude, which takes the place of a scale where a block is not finite.
+    ``filler`` is the largest magnitude, used instead of a scale where a block is not finite.
     """
 
     norm: torch.Tensor
@@ -61,10 +61,10 @@ class BlockNorms:
 
 
 class RotatedCodec(Codec):
-    """Blocks with the coordinates z = H D x / |x| in digits, behind a float32 scale a block and what else there is.
+    """Base of codecs that send float32 scales of blocks, other data, and coordinates z = H D x / |x| as digits.
 
     Args:
-        base: Of the digits.
+        base: Base of the digits.
         block_size: Elements of a block, see :class:`gradwire.kernels.RotationTable`.
     """
 
@@ -108,14 +108,14 @@ class RotatedCodec(Codec):
     def norms(self, flat: torch.Tensor) -> BlockNorms:
         """Return the norms of all blocks."""
         moments = self.kernels.moments(flat, self.runs)
-        # In float64, since the norm of finite values may be beyond float32.
+        # Float64, since the norm of finite values may exceed float32.
         norm, finite = moments.norm, torch.isfinite(moments.max_abs)
         usable = finite & (norm >= SMALLEST_SCALE)
         factor = torch.where(usable, 1 / norm, 0.0).to(torch.float32)
         return BlockNorms(norm, finite, usable, factor, moments.max_abs)
 
     def write_scales(self, scale: torch.Tensor, norms: BlockNorms, out: torch.Tensor) -> None:
-        """Write the scales of the blocks that have one, 0 for those that cannot be divided by."""
+        """Write the scale of each block, 0 where the norm cannot be divided by."""
         found = torch.where(norms.usable, scale, 0.0).to(torch.float32)
         out[: 4 * len(found)].view(torch.float32).copy_(torch.where(norms.finite, found, norms.filler))
 
@@ -129,7 +129,7 @@ class RotatedCodec(Codec):
 
 
 class OwnRotationCodec(RotatedCodec):
-    """Rotated blocks of which each sender has a rotation of its own, and so has the owner who encodes a mean."""
+    """Codec where each sender, and the owner who encodes a mean, uses its own rotation."""
 
     def decode_rows(self, rows: torch.Tensor, summary: Summary, flat: torch.Tensor) -> None:
         draw, weight = draw_of(summary), torch.tensor(1.0 / self.world_size, dtype=torch.float32)
@@ -142,8 +142,7 @@ class OwnRotationCodec(RotatedCodec):
 
     @abstractmethod
     def decode(self, row: torch.Tensor, weight: torch.Tensor, draw: Draw, flat: torch.Tensor, accumulate: bool) -> None:
-        """Write ``weight`` times what a sender's payload stands for into ``flat``, or add it; the draw is that of its
-        rotation."""
+        """Decode a sender's payload times ``weight`` into ``flat``, or add it; ``draw`` is that of its rotation."""
 
 
 def draw_of(summary: Summary) -> Draw:
@@ -154,24 +153,24 @@ def draw_of(summary: Summary) -> Draw:
 
 
 LEAST = 16
-"""Coordinates that are sent of a block, at least."""
+"""Least number of coordinates of a block that are sent."""
 
 UNIT = float(1 << 24)
-"""Magnitudes are added up as integers on this scale, so that their sum is free of order."""
+"""Magnitudes are added up as integers on this scale, so that their sum does not depend on the order."""
 
 
 class RotatedSampleCodec(OwnRotationCodec):
-    """Blocks with the coordinates z = H D x / |x|, of which k in random places are sent as their signs, and a scale.
+    """Codec that sends the signs of k randomly chosen coordinates z = H D x / |x| of each block, and a scale.
 
     A payload is the float32 scales of the blocks, padded to sixteen bytes, and then the signs, block after block, as
     digits in base 2. A block is decoded to ``scale D H c``, with c the signs in their places and zeros elsewhere, and
-    the scale is ``|x| / <z, c>``: the estimate's part along x is x itself.
+    the scale is ``|x| / <z, c>``, with which the estimate's projection on x is x.
 
     The places are a uniform choice without replacement, drawn from the sender's stream anew in every round. All blocks
-    of a length have the same, since their signs D differ.
+    of the same length use the same places, since their signs D differ.
 
     Args:
-        share: k over the coordinates of a block, rounded; k is 16 at least.
+        share: k over the coordinates of a block, rounded; k is at least 16.
         block_size: Elements of a block, see :class:`gradwire.kernels.RotationTable`.
     """
 
@@ -193,7 +192,8 @@ class RotatedSampleCodec(OwnRotationCodec):
         self._places = RandomElements(self._lengths.tolist(), [key] * len(counts), counts, contiguous=False)
         number = np.searchsorted(self._lengths, sizes)
         taken = np.array(counts, np.int64)[number]
-        # Of each sent coordinate: its block, the block's first coordinate, and which of all places drawn it has.
+        # For each sent coordinate: its block, the block's first coordinate, and the index of its place among those
+        # drawn.
         self._owner = torch.from_numpy(np.repeat(np.arange(len(sizes)), taken))
         self._begin = torch.from_numpy(np.repeat(self.blocks.place[:-1], taken))
         within = np.arange(len(self._owner)) - np.repeat(np.cumsum(taken) - taken, taken)
@@ -209,7 +209,7 @@ class RotatedSampleCodec(OwnRotationCodec):
         z = z[self.sampled(draw)]
         magnitudes = (z.abs().double() * UNIT).round().long()
         kept = torch.zeros(self.blocks.blocks, dtype=torch.int64).index_add_(0, self._owner, magnitudes)
-        # Few places may have nothing but zeros, of a block with few elements that are not zero.
+        # The sampled coordinates may all be zero in a block with few non-zero elements.
         scale = torch.where(kept > 0, UNIT * norms.norm / kept, 0.0)
         self.write_scales(scale, norms, out)
         signs = torch.ones(self._signs.table.extent)
@@ -227,5 +227,5 @@ class RotatedSampleCodec(OwnRotationCodec):
         self.kernels.rotate_back(z, self.blocks, scale, draw.round, draw.stream, flat, accumulate)
 
     def sampled(self, draw: Draw) -> torch.Tensor:
-        """Return the coordinates of all blocks that a sender sends."""
+        """Return the coordinates that a sender sends, of all blocks."""
         return self._begin + torch.from_numpy(self._places.draw(draw.round, draw.stream))[self._drawn]

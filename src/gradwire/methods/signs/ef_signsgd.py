@@ -1,4 +1,4 @@
-"""Scaled sign: signs times the mean magnitude."""
+"""Scaled sign, and EF-signSGD: signs times the mean magnitude, without and with error feedback."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ if TYPE_CHECKING:
 
 
 LONGEST = 2.0**35
-"""No parameter has as many elements: the kernels take no longer one."""
+"""Number of elements that no parameter has: the kernels accept none so long."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScaledSign(Compressor):
-    r"""Scaled sign: one bit an element, and the mean magnitude of each block.
+    r"""Scaled sign: one bit an element, and a float32 mean magnitude a block.
 
     For a block v of d values, with sign(0) = +1::
 
         C(v) = (|v|_1 / d) sign(v)                  mean = (1 / N) sum_i C(v_i)
 
-    Of all multiples of sign(v) this is the nearest to v. Biased, and a contraction: |C(v) - v|^2 = (1 - phi) |v|^2 with
-    phi = |v|_1^2 / (d |v|_2^2) from 1/d (a single value in d) to 1 (equal magnitudes: exact); 2/pi for a Gaussian.
-    Alone it generalises badly at small batches; :class:`EFSignSGD` feeds back what it leaves out.
+    This is the multiple of sign(v) that is nearest to v. It is biased, and a contraction: |C(v) - v|^2 = (1 - phi)
+    |v|^2 with phi = |v|_1^2 / (d |v|_2^2) from 1/d (a single value in d) to 1 (equal magnitudes: exact); 2/pi for a
+    Gaussian. Without error feedback, as in :class:`EFSignSGD`, it generalises badly with small batches.
 
     Args:
         block_size: Values d that share a scale, a multiple of 16; None: all of a parameter, as in the paper.
@@ -79,7 +79,7 @@ class ScaledSign(Compressor):
         )
 
     def delta_of(self, numel: int | None = None) -> float:
-        """Return 1/d for blocks of d, attained by a single value; at least 2^-35, for the longest that kernels take."""
+        """Return 1/d for blocks of d, attained by a single value; at least 2^-35, for the longest block."""
         longest = LONGEST if numel is None else max(1, numel)
         return 1 / min(longest, self.block_size or longest)
 
@@ -89,30 +89,31 @@ class ScaledSign(Compressor):
 
 @dataclass(frozen=True, kw_only=True)
 class EFSignSGD(ErrorFeedback):
-    r"""EF-signSGD: what the scaled sign leaves out is added to the next gradient.
+    r"""EF-signSGD: the scaled sign with error feedback.
 
     With g_i worker i's gradient of a parameter (or block) of d elements, and e_i its residual, zero at first::
 
         p_i = g_i + e_i        mean = (1 / N) sum_i (|p_i|_1 / d) sign(p_i)        e_i <- p_i - (|p_i|_1 / d) sign(p_i)
 
-    The paper's p = gamma g + e holds steps; here residuals are in units of the gradient, the same for a constant
-    learning rate gamma, and without a rescaling when it changes. Unlike :class:`SignSGD` the outcome is a mean.
+    The paper's p = gamma g + e is in units of steps. Here residuals are in units of the gradient, which is the same for
+    a constant learning rate gamma; they are not rescaled when it changes. Unlike :class:`SignSGD` the outcome is a
+    mean.
 
     The algorithm of the paper has no momentum. With one scale for a whole parameter the residual of a real model grows
-    to several times the length of the gradient and arrives as delayed bursts. Beside them, an optimizer's momentum
-    overshoots: use ``torch.optim.SGD`` without momentum at a higher learning rate, or ``block_size=64``, which keeps
+    to several times the length of the gradient and is applied in delayed bursts, with which an optimizer's momentum
+    overshoots. Use ``torch.optim.SGD`` without momentum at a higher learning rate, or ``block_size=64``, which keeps
     the residual short, or ``momentum=0.9``, which each worker applies before compression, with none in the optimizer.
     ``docs/quantisers.md`` has the figures.
 
     Args:
         block_size: Elements d that share a scale, a multiple of 16; None: all of a parameter, as in the paper.
-        momentum: Applied before compression, as :class:`ErrorFeedback` describes; above 0 the optimizer must have
+        momentum: Momentum applied before compression, see :class:`ErrorFeedback`; if above 0 the optimizer must have
             none.
         compressor: Another way to write the block size: ``ScaledSign(block_size=...)``.
 
     Raises:
-        HyperparameterError: ``block_size`` or ``momentum`` is out of range, or ``compressor`` is no
-            :class:`ScaledSign`, or one of another block size.
+        HyperparameterError: ``block_size`` or ``momentum`` is out of range, or ``compressor`` is not a
+            :class:`ScaledSign` or has another block size.
 
     Reference: S. P. Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression Schemes",
     ICML 2019, algorithm 1.
@@ -124,7 +125,7 @@ class EFSignSGD(ErrorFeedback):
         (tensor([ 2., -2., -2.,  2.]), tensor([1., 1., 1., 1.]))
     """
 
-    # Decided by the block size, so that the spec does not show it.
+    # The block size determines it, so the spec does not show it.
     compressor: Method = field(default_factory=ScaledSign, repr=False, kw_only=False)
     block_size: int | None = None
 
@@ -145,7 +146,7 @@ class EFSignSGD(ErrorFeedback):
                 f"EFSignSGD: compressor is ScaledSign(block_size=...), not {given!r}: use ErrorFeedback for another"
             )
         check_blocks("EFSignSGD", self.block_size, "parameter")
-        # One of the two may be left at its default; a size that was given twice must be the same.
+        # Either of the two may be left at its default; if both are given they must agree.
         sizes = {size for size in (self.block_size, given.block_size) if size is not None}
         require(
             len(sizes) < 2,

@@ -1,4 +1,4 @@
-"""1-bit SGD: a bit an element, two values a column, and error feedback."""
+"""1-bit SGD: one bit an element, two values a column, and error feedback."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class OneBit(ResidualAlgorithm):
-    r"""1-bit SGD: which side of zero an element lies on, the mean of each side, and error feedback.
+    r"""1-bit SGD: one bit for each element's sign, the mean of each sign, and error feedback.
 
     With g_i worker i's gradient, e_i its residual, zero at first, and j a column::
 
@@ -32,28 +32,29 @@ class OneBit(ResidualAlgorithm):
 
     A *column* holds the weights of one output: the elements of one index of the first dimension, a row of
     ``torch.nn.Linear``'s weight and a filter of a convolution (in memory order). A parameter with one dimension is a
-    single column. With ``block_size``, blocks of that many elements take the place of columns. A side without an
-    element has the mean zero.
+    single column. With ``block_size``, blocks of that many elements are used instead of columns. A side without
+    elements has the mean zero.
 
     Q is the least-squares choice for that partition: |Q(p)|^2 + |p - Q(p)|^2 = |p|^2, and the error of a column is at
     most that of :class:`ScaledSign` on it, 1 - 2/pi for a long Gaussian one.
 
-    Every worker receives every worker's bits. The paper's other way, where the owner of a stripe quantises the sum
-    again with a residual of its own, is not offered. Unquantised steps at the beginning, which the paper needs, are
-    ``attach(..., warmup_steps=...)``. Momentum beside the residual is discussed at :class:`EFSignSGD`.
+    Every worker receives every worker's bits. The paper's alternative, where the owner of a stripe quantises the sum
+    again with its own residual, is not implemented. For the uncompressed first steps of the paper use
+    ``attach(..., warmup_steps=...)``. For momentum with a residual see :class:`EFSignSGD`.
 
     Args:
         block_size: Elements that share two means, a multiple of 16; None: a column, as in the paper.
-        momentum: Applied before compression, as :class:`ErrorFeedback` describes; above 0 the optimizer must have
+        momentum: Momentum applied before compression, see :class:`ErrorFeedback`; if above 0 the optimizer must have
             none.
 
     Raises:
         HyperparameterError: ``block_size`` or ``momentum`` is out of range.
 
     Wire: for columns (or blocks) of m elements a worker's payload has 1 + 64/m bits an element: float32 pairs, then
-    bits (``docs/wire-format.md``). It is sent to N - 1 workers: on the scale where a float32 all-reduce has 32, that is
-    N/2 (1 + 64/m) bits, with four workers 2 + 128/m. Short columns are wasteful (with four workers 4 bits at m = 64,
-    16.2 at m = 9): leave such parameters out with ``exclude``, or use blocks. Draws nothing.
+    bits (``docs/wire-format.md``). It is sent to N - 1 workers. On the scale where a float32 all-reduce takes 32 bits
+    an element, that is N/2 (1 + 64/m) bits, or 2 + 128/m with four workers. Short columns are expensive (with four
+    workers 4 bits at m = 64, 16.2 at m = 9): exclude such parameters with ``exclude``, or use blocks. No random numbers
+    are drawn.
 
     Reference: F. Seide et al., "1-Bit Stochastic Gradient Descent and its Application to Data-Parallel Distributed
     Training of Speech DNNs", Interspeech 2014, sections 3.1 and 3.2.
@@ -112,6 +113,6 @@ class OneBit(ResidualAlgorithm):
 
 
 def _column(parameter: Parameter) -> int:
-    """Elements of a column."""
+    """Return the number of elements of a column."""
     shape = parameter.shape
     return max(1, parameter.numel // shape[0] if len(shape) > 1 and shape[0] else parameter.numel)

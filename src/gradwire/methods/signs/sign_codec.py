@@ -1,4 +1,4 @@
-"""The codec of all methods that keep a sign an element, and one or two values a run of elements."""
+"""Codec of methods that send a sign for each element, and one or two values for each run of elements."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def sign_table(segments: Sequence[Segment]) -> SegmentTable:
 
 @dataclass(frozen=True, eq=False)
 class SignSummary:
-    """What the bits stand for in all runs of a bucket, float32 ``[sides, runs]``: one side is plus and minus that.
+    """Decoded values of the bits of all runs, float32 ``[sides, runs]``: one side is plus and minus a value.
 
-    ``first`` is the number of runs before each segment of the codec that it is handed to, as ``select`` left it.
+    ``first`` is the number of runs before each segment of the codec, set by ``select``.
     """
 
     values: torch.Tensor
@@ -44,15 +44,15 @@ class SignSummary:
 
 
 class SignCodec(Codec):
-    """Bits of many segments, each worker with its own values, so that only a gather can carry them.
+    """Codec of sign bits. Each worker has its own values, so payloads can only be gathered.
 
     A payload is the float32 values of the runs that the segments reach into, side after side, padded to sixteen bytes,
     and then the bits of all groups of 80 elements, padded likewise.
 
     Args:
-        length: Elements of a run, one number for each segment or one for all.
-        sides: 1: a bit is plus or minus the mean magnitude of its run. 2: the mean of the elements x >= 0, or that of
-            the others; a side without an element is zero.
+        length: Number of elements of a run, one for each segment or one for all.
+        sides: 1: a bit is plus or minus the mean magnitude of its run. 2: the mean of the elements x >= 0, or of the
+            others; a side without elements is zero.
     """
 
     grain = 8
@@ -78,7 +78,7 @@ class SignCodec(Codec):
 
     @property
     def elements(self) -> SegmentTable:
-        """The elements of each run."""
+        """Elements of each run."""
         if self._elements is None:
             self._elements = self.runs.elements()
         return self._elements
@@ -113,7 +113,7 @@ class SignCodec(Codec):
         return all_finite(flat[self._first_elements.on(flat.device)])
 
     def _own(self, summary: Summary) -> torch.Tensor:
-        """Return the values of this codec's runs out of the bucket's, ``[sides, runs]``."""
+        """Select the values of this codec's runs from the bucket's, ``[sides, runs]``."""
         if not isinstance(summary, SignSummary):
             raise TypeError(f"a codec of signs cannot use a {type(summary).__name__}")
         where = summary.values.device

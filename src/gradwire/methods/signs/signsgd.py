@@ -1,4 +1,4 @@
-"""The codec of majority votes: a bit an element, up and down."""
+"""SignSGD and Signum: signs, combined by majority vote."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ _PIECE = 1 << 14
 
 
 def zero_throughout(kernels: Kernels, flat: torch.Tensor, table: SegmentTable) -> torch.Tensor:
-    """Tell for every segment whether it is zero throughout, bool ``[S]``: a gradient that is none.
+    """Return whether each segment is all zeros, bool ``[S]``.
 
-    Reads main memory no further than to a piece that is not.
+    Stops reading at the first piece that is not.
 
     Example:
         >>> from gradwire.kernels import get_kernels
@@ -47,7 +47,7 @@ def zero_throughout(kernels: Kernels, flat: torch.Tensor, table: SegmentTable) -
         return (sums.above == 0) & (sums.below == 0)
     found = torch.zeros(len(table), dtype=torch.bool)
     if len(flat):
-        # Nearly always the first element tells.
+        # The first element is nearly always enough.
         first = flat[torch.from_numpy(table.offset.clip(max=len(flat) - 1))]
         for i in (first == 0).nonzero().flatten().tolist():
             begin = int(table.offset[i])
@@ -58,7 +58,7 @@ def zero_throughout(kernels: Kernels, flat: torch.Tensor, table: SegmentTable) -
 
 @dataclass(frozen=True, eq=False)
 class MajorityVoteSummary:
-    """Whether each segment holds a value that is not finite, and whether zeros alone, bool ``[2, segments]``."""
+    """Flags of each segment, bool ``[2, segments]``: it has a value that is not finite; it is all zeros."""
 
     flags: torch.Tensor
     shared: torch.Tensor | None = None
@@ -68,13 +68,14 @@ class MajorityVoteSummary:
 
 
 class MajorityVoteCodec(SummableCodec):
-    """Signs of many segments, and what the majority of those ranks has that vote.
+    """Codec of signs and of their majority among the ranks that vote.
 
-    A payload, like a reduced one, is two flag bits a segment, those of one kind after those of the other, padded to
-    sixteen bytes, and then the bits of all groups of 80 elements, padded likewise. Flags are of the whole parameter, of
-    which the segment may be a piece. The first says that it holds an infinity or a NaN: signs could not. The second
-    says that it is zero throughout, as where a rank had no gradient: that rank does not vote on it. The outcome is -1
-    or 1; +inf in all of a parameter that any rank has flagged as not finite; 0 in one on which no rank votes.
+    A payload, like a reduced one, is two flag bits a segment, first all of one kind and then all of the other, padded
+    to sixteen bytes, and then the bits of all groups of 80 elements, padded likewise. Flags describe the whole
+    parameter, even if the segment is a part of it. The first is set if it has an infinity or a NaN, which signs cannot
+    express. The second is set if it is all zeros, for example because the rank had no gradient: that rank does not vote
+    on it. The outcome is -1 or 1; +inf in the whole of a parameter that any rank flags as not finite; 0 in one on which
+    no rank votes.
     """
 
     grain = 8
@@ -141,21 +142,21 @@ class MajorityVoteCodec(SummableCodec):
         out[: self.side_bytes] = (bits.reshape(-1, 8) << _EIGHT.on(out.device)).sum(1, dtype=torch.uint8)
 
     def _stand_in(self, silent: torch.Tensor, bits: torch.Tensor, begin: int) -> torch.Tensor:
-        """Return bits to ranks that do not vote, so that half of all decides as half of those that do would.
+        """Fill in the bits of ranks that do not vote, so that they do not change the majority of the others.
 
-        Of k such ranks half vote +1 and half -1. With k odd, the one that is left votes +1 if the others are even in
-        number, for whom a tie is +1 already, and -1 if they are odd, who have none: then it decides nothing.
+        Half of k such ranks vote +1 and half -1. With k odd, the remaining one votes +1 if the number of voters is
+        even, whose ties are +1 anyway, and -1 if it is odd, when there are no ties: either way it decides nothing.
 
         Args:
             silent: bool ``[ranks, segments]``.
-            bits: Those of groups ``begin`` and on, a row a rank; left as they are, since others may read them.
+            bits: Bits from group ``begin`` on, one row a rank; not changed in place, since other code may read them.
         """
         if bits.device.type != "cpu":
             return self._stand_in_there(silent, bits, begin)
         if not bool(silent.any()):
             return bits
         bits = bits.clone()
-        # Neighbours mostly agree: a rank that has joined has a gradient for none.
+        # Adjacent segments mostly agree: a rank that has run out of data has a gradient for none.
         patterns, counts = silent.unique_consecutive(dim=1, return_counts=True)
         ends = counts.cumsum(0)
         for pattern, end, count in zip(patterns.unbind(1), ends.tolist(), counts.tolist()):
@@ -169,7 +170,7 @@ class MajorityVoteCodec(SummableCodec):
         return bits
 
     def _stand_in_there(self, silent: torch.Tensor, bits: torch.Tensor, begin: int) -> torch.Tensor:
-        """Return the same on a device, for every segment alike: to ask which ones need it would be to wait."""
+        """Do the same on a device, for every segment: checking which ones need it would synchronise with the device."""
         number = silent.cumsum(0)
         absent = number[-1]
         above = (absent + ((len(bits) - absent) % 2 == 0)) // 2
@@ -177,7 +178,7 @@ class MajorityVoteCodec(SummableCodec):
         key = (begin, bits.shape[1])
         if key not in self._segment_of:
             groups = begin + np.arange(bits.shape[1]) // SIGN_BYTES
-            # What lies behind the last group is nobody's, and is not looked at.
+            # The bits after the last group are padding, and are not used.
             found = np.searchsorted(self.table.first_group, groups, side="right") - 1
             self._segment_of[key] = Constant(found.clip(0, len(self.table) - 1))
         segment = self._segment_of[key].on(bits.device)
@@ -187,7 +188,7 @@ class MajorityVoteCodec(SummableCodec):
         self, data: torch.Tensor, weight: float, begin: int, end: int, flat: torch.Tensor, accumulate: bool
     ) -> None:
         lost, silent = self._flags(data)[:, self._owner.on(data.device)]
-        # A product, since a choice of values would copy them to the device in every call.
+        # Multiplied, since selecting from constants would copy them to the device in every call.
         size = (~silent).to(torch.float32) * torch.tensor(weight, dtype=torch.float32)
         above, below = (torch.where(lost, torch.inf, side)[None] for side in (size, -size))
         bits = self._bits(data[None], end - begin)
@@ -202,21 +203,22 @@ class SignSGD(Method):
 
         outcome = sign(sum_i sign(g_i))        a tie gives +1
 
-    A worker whose gradient of a parameter is zero throughout, as where it did not use it or its data has run out, does
-    not vote on that parameter; where none votes the outcome is 0.
+    A worker whose gradient of a parameter is all zeros, because it did not use the parameter or its data has run out,
+    does not vote on that parameter. If no worker votes the outcome is 0.
 
-    The outcome is a *direction* with entries -1 and 1, or 0 where none votes, not the mean of the gradients: every
+    The outcome is a *direction* with entries -1 and 1, or 0 where no worker votes, not the mean of the gradients: every
     element moves by the learning rate. Use ``torch.optim.SGD`` without momentum, with a learning rate of the order of
-    1e-4 (where SGD has 0.1) and decoupled weight decay, p <- p - lr (outcome + decay p): its ``weight_decay``, which is
-    added after the exchange. Clipping by norm, after it too, would only scale the learning rate.
+    1e-4 (where SGD has 0.1). Its ``weight_decay`` is added after the exchange, p <- p - lr (outcome + decay p), and so
+    is decoupled. Clipping by norm would only scale the learning rate.
 
-    Scaling a worker's gradient changes nothing. The vote is median-like: with very different workers it is not the sign
-    of the mean, and signSGD may go uphill where noise is skewed; :class:`EFSignSGD` does not. Fewer than half of the
+    Scaling a worker's gradient changes nothing. The vote resembles a median: if workers differ much it is not the sign
+    of the mean, and signSGD may ascend where noise is skewed; :class:`EFSignSGD` does not. Fewer than half of the
     workers cannot overturn a vote in which the others agree.
 
-    Since parameters that travel in float32 bring the mean, all are voted on: ``min_numel`` is 0 unless given. Those of
-    ``exclude``, and all in rounds of warm-up, need a learning rate of their own. Under mixed precision hand
-    ``grad_scaler=`` to ``attach``: the direction is then multiplied by the loss scale, which the scaler divides by.
+    Parameters that are sent in float32 receive the mean, not a direction. So ``min_numel`` is 0 unless given, and
+    parameters in ``exclude``, and all parameters in warm-up rounds, need their own learning rate. Under mixed precision
+    pass ``grad_scaler=`` to ``attach``: the direction is then multiplied by the loss scale, by which the scaler
+    divides.
 
     Wire: bits, 80 elements in ten bytes, and two flag bits a parameter; the vote likewise (``docs/wire-format.md``). A
     parameter with an infinity or a NaN on any rank comes back as +inf on all. Draws nothing.
@@ -267,10 +269,10 @@ class Signum(SignSGD):
 
         v_i <- momentum v_i + (1 - momentum) g_i        outcome = sign(sum_i sign(v_i))
 
-    A worker whose gradient of a parameter is zero throughout does not vote on it either; its momentum decays.
+    A worker whose gradient of a parameter is all zeros does not vote on it; its momentum decays.
 
-    The momentum is this method's: the optimizer needs none. It is this rank's own state, unscaled under mixed
-    precision; a round with a non-finite value changes none.
+    The method applies the momentum, so the optimizer needs none. It is state of this rank, without the loss scale under
+    mixed precision, and a round with a non-finite value does not change it.
 
     Args:
         momentum: beta, at least 0 and below 1; 0 is signSGD.
@@ -338,7 +340,7 @@ class _MomentumVote(_Vote):
             torch.mul(held[a:b], self._momentum, out=staged[a:b])
             staged[a:b].add_(flat[a:b], alpha=(1 - self._momentum) / context.loss_scale)
             flat[a:b].copy_(staged[a:b])
-        # A momentum that only decays keeps its signs for good: this rank does not vote.
+        # A momentum that only decays would keep its signs forever, so this rank does not vote.
         is_here = flat.device.type == "cpu"
         for i, (begin, numel) in enumerate(zip(self._table.offset.tolist(), self._table.numel.tolist())):
             if not is_here or silent[i]:

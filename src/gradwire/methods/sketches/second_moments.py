@@ -1,4 +1,4 @@
-"""By how much a residual has to be rescaled when learning rates change."""
+"""State of SketchedAMSGrad: second moments, and ratios of learning rates for rescaling residuals."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from gradwire.exchange.protocols import Context
 from gradwire.exchange.segments import Segment
 
 LEARNING_RATE = "learning_rate"
-"""The values that are kept, one a parameter: the last rate above 0."""
+"""Stored value of each parameter: the last learning rate above 0."""
 
 
 class RateRatios:
-    """The last learning rate of each parameter over that of this round.
+    """Ratio of each parameter's last learning rate to that of this round.
 
-    A residual in the unit of a gradient that waits from a round with the rate a for one with the rate b would have
-    moved a parameter by a times itself; multiplied by a / b it still does.
+    A residual in the unit of a gradient, kept from a round with the rate a to one with the rate b, would have moved a
+    parameter by a times itself. Multiplied by a / b it still does.
 
     Args:
-        parts: Parameters and where they lie, each by itself also where they are joined.
+        parts: Parameters and their places, separate even where they are joined.
     """
 
     def __init__(self, parts: Sequence[Segment]) -> None:
         self._parts = parts
 
     def read(self, context: Context) -> list[tuple[int, int, float]]:
-        """Return (begin, end, ratio) of runs that have one ratio, and stage this round's rates.
+        """Return (begin, end, ratio) of runs with equal ratio, and stage this round's rates.
 
-        The ratio is 1 where no rate is known or there has been none before, and 0 where the rate is 0: what waits for
-        such a parameter must go on waiting, with the rate that it has.
+        The ratio is 1 if no rate or no previous rate is known, and 0 if the rate is 0: the residual of such a parameter
+        stays as it is, with its rate.
         """
         rates, found = context.learning_rates or {}, list[tuple[int, int, float]]()
         for s in self._parts:
@@ -52,29 +52,29 @@ class RateRatios:
 
 
 SECOND_MOMENTS = ("second_moment", "highest_second_moment")
-"""The kinds of vectors that are kept, the same on all ranks."""
+"""Kinds of stored vectors, the same on all ranks."""
 
 MOST = torch.finfo(torch.float32).max
 
 
 class SecondMoments:
-    """The second moments of one round, of the elements that are compressed and of all others.
+    """Second moments of one round, for compressed elements and all others.
 
     With v and w of each element eps at first, and h its gradient::
 
         v <- beta v + (1 - beta) h^2        w <- max(w, v)
 
-    They are kept less eps, so that memory's zeros are their first values. What is above float32's range counts as its
-    largest number.
+    They are stored minus eps, so that the initial zeros of stored state are valid. Values above float32's range are
+    clamped to its largest number.
 
     Args:
-        beta: At least 0 and below 1.
-        eps: Above 0, in the unit of a squared gradient.
-        context: Of the round; gradients are to be given unscaled.
-        segments: Of the bucket. Memory keeps nothing of those that are marked as dense.
+        beta: Decay of the moment, at least 0 and below 1.
+        eps: First value, above 0, in the unit of a squared gradient.
+        context: Context of the round; gradients must be unscaled.
+        segments: Segments of the bucket. Nothing is stored for those marked as dense.
 
     Attributes:
-        highest: w less eps before the round, laid out as the bucket.
+        highest: w minus eps before the round, laid out as the bucket.
     """
 
     def __init__(self, beta: float, eps: float, context: Context, segments: Sequence[Segment]) -> None:
@@ -87,13 +87,13 @@ class SecondMoments:
                 staged[s.offset : s.offset + s.numel] = held[s.offset : s.offset + s.numel]
 
     def update(self, places: torch.Tensor | slice, gradient: torch.Tensor) -> torch.Tensor:
-        """Take up gradients at places of the bucket, each once a round; return the new sqrt(w) there.
+        """Add gradients at places of the bucket, each once in a round, and return the new sqrt(w) there.
 
         Args:
-            gradient: Of which all ranks have the same bits.
+            gradient: Gradients, with the same bits on all ranks.
         """
         moment, highest = self._staged
-        # A square of a float32 may be beyond its range.
+        # The square of a float32 may be out of its range.
         square = gradient.double().square_().sub_(self._eps).mul_(1 - self._beta)
         after = moment[places].double().mul_(self._beta).add_(square).clamp_(max=MOST).float()
         moment[places] = after
@@ -101,5 +101,5 @@ class SecondMoments:
         return self.root(highest[places])
 
     def root(self, highest: torch.Tensor) -> torch.Tensor:
-        """Return sqrt(w), of w less eps."""
+        """Return sqrt(w), given w minus eps."""
         return highest.add(self._eps).sqrt_()

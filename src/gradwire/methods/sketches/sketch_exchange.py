@@ -1,4 +1,4 @@
-"""The large elements of a mean: found in a sum of count sketches, then asked for by exact value."""
+"""Exchange of the large elements of a mean: found in a sum of count sketches, then sent exactly."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
 
 COLUMNS_EACH = 10
-"""Columns for each element that is kept, where no number is given: those of the experiments of Ivkin et al."""
+"""Default number of columns for each kept element, from the experiments of Ivkin et al."""
 
 
 class SketchAlgorithm(Method):
-    """An algorithm that finds elements in sketches of all compressed parameters, joined.
+    """Base of algorithms that find elements in sketches of all compressed parameters, joined.
 
-    No dataclass, so that each method's own fields keep their order in its spec.
+    Not a dataclass, so that each method's own fields keep their order in its spec.
     """
 
     rows: int
@@ -52,7 +52,7 @@ class SketchAlgorithm(Method):
         )
 
     def check_sketch(self) -> None:
-        """Refuse fields that are out of range, and make ``density`` a float.
+        """Check that fields are in range, and make ``density`` a float.
 
         Raises:
             HyperparameterError: naming the field.
@@ -72,25 +72,25 @@ class SketchAlgorithm(Method):
         object.__setattr__(self, "density", check_density(owner, self.density))
 
     def kept(self, numel: int) -> int:
-        """Return the elements k that are kept of ``numel``."""
+        """Return k, the number of elements kept of ``numel``."""
         return max(1, int(self.density * numel))
 
     def columns_of(self, numel: int) -> int:
-        """Return the columns of the sketch of ``numel`` elements."""
+        """Return the number of columns of the sketch of ``numel`` elements."""
         return min(COLUMNS_EACH * self.kept(numel), MOST_COLUMNS) if self.columns is None else self.columns
 
 
 @dataclass(frozen=True, eq=False)
 class Asked:
-    """What all ranks know after an exchange; the same on all of them, but for ``own``.
+    """Result of an exchange, the same on all ranks except for ``own``.
 
     Attributes:
-        places: Of the candidates in the bucket, ascending by the elements' numbers.
-        means: Of each vector, the exact means over ranks at these places.
-        beside: Means of what is not compressed.
-        readable: Whether the sketch is finite. It holds every element, so that whatever is not finite anywhere is seen.
-        finite: Whether the sketch and all means are.
-        own: This rank's values in the order of ``means`` and ``beside``; None unless the context wanted what was sent.
+        places: Places of the candidates in the bucket, in ascending order of the elements' numbers.
+        means: Exact means over ranks at these places, for each vector.
+        beside: Means of uncompressed parameters.
+        readable: True if the sketch is finite. It includes every element, so any value that is not finite shows.
+        finite: True if the sketch and all means are finite.
+        own: This rank's values in the order of ``means`` and ``beside``; None unless ``context.wants_sent``.
     """
 
     places: torch.Tensor
@@ -102,12 +102,12 @@ class Asked:
 
 
 class SketchExchange:
-    """The sketch of a bucket's compressed segments, then the values of candidates with what is not compressed.
+    """Exchange of a bucket's sketch, then of candidates' values and uncompressed parameters.
 
     Attributes:
-        runs: Where in the bucket what is compressed lies.
-        numel: Elements that are compressed.
-        kept: How many of them the method keeps.
+        runs: Runs of the bucket that are compressed.
+        numel: Number of compressed elements.
+        kept: Number of elements that the method keeps.
         beside: Segments that are not compressed.
     """
 
@@ -123,7 +123,7 @@ class SketchExchange:
         self._rows, self._columns = method.rows, method.columns_of(self.numel)
         offset = torch.tensor([s.offset for s in light], dtype=torch.int64)
         size = torch.tensor(numel, dtype=torch.int64)
-        # Estimates lie without gaps.
+        # Estimates are stored without gaps.
         self._first = size.cumsum(0) - size
         self._shift = offset - self._first
         key = [parameter_key(setting.seed, s.parameter.name, "sketch") for s in light]
@@ -138,19 +138,19 @@ class SketchExchange:
         flat: torch.Tensor,
         divisor: torch.Tensor | None = None,
     ) -> Exchange[Asked]:
-        """Find the large elements of the mean of ``vectors[0]``, and exchange the values of all vectors there.
+        """Find the large elements of the mean of ``vectors[0]``, and exchange all vectors' values there.
 
         Args:
-            vectors: Laid out as the bucket.
-            flat: Holds what is not compressed.
-            divisor: Laid out as the bucket: estimates are divided by it before they are compared.
+            vectors: Vectors laid out as the bucket.
+            flat: The bucket, with the uncompressed parameters.
+            divisor: Vector laid out as the bucket, by which estimates are divided before they are compared.
         """
         sums = flat.new_empty(self._rows * self._columns if self.numel else 0)
         if self.numel:
             self._kernels.sketch(vectors[0], self._table, self._rows, self._columns, SHARED, sums)
             yield from mean_of_floats(first_of_two(context), self._collective, self._tag, sums)
 
-        # Values of candidates lie before what is not compressed.
+        # Values of candidates come before uncompressed parameters.
         sizes = [self._asked] * len(vectors) + [self.beside.numel]
         values = flat.new_empty(sum(sizes))
         *means, beside = values.split(sizes)
@@ -166,7 +166,7 @@ class SketchExchange:
         return Asked(places, means, beside, readable, finite, own)
 
     def _candidates(self, context: Context, sums: torch.Tensor, divisor: torch.Tensor | None) -> torch.Tensor:
-        """Return the places in the bucket of the elements that seem largest, the same on all ranks."""
+        """Return the places in the bucket of the elements with the largest estimates, the same on all ranks."""
         estimates = context.workspace.get("estimates", 4 * self.numel).view(torch.float32)
         if sums.is_meta or not self.numel:
             return torch.empty(0, dtype=torch.int64)
@@ -181,7 +181,7 @@ class SketchExchange:
 
 
 def largest(kernels: Kernels, values: torch.Tensor, count: int) -> torch.Tensor:
-    """Return the positions of the values of the largest magnitude, ascending, int64."""
+    """Return the positions of the ``count`` values of the largest magnitude, ascending, int64."""
     whole = SegmentTable([0], [len(values)], [0], [(0, 0)])
     index = torch.empty(count, dtype=torch.int32)
     kernels.select_largest(values, whole, torch.tensor([count]), index)

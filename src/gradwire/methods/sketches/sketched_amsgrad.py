@@ -1,4 +1,4 @@
-"""SketchedAMSGrad: AMSGrad's steps for the elements of the mean momentum that sketches show to be large."""
+"""SketchedAMSGrad: AMSGrad's steps for the large elements of the mean momentum, found by sketches."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WARM_UP = "warm_up"
 
 @dataclass(frozen=True, kw_only=True)
 class SketchedAMSGrad(SketchAlgorithm):
-    r"""SketchedAMSGrad: workers' sketched momenta are added up, and elements are compared by AMSGrad's step.
+    r"""SketchedAMSGrad: the sum of workers' sketched momenta shows the elements with the largest AMSGrad steps.
 
     With m_i worker i's momentum and e_i its residual of d elements, all parameters joined, zero at first, v and w the
     second moment and its running maximum, the same on all workers, eps at first, alpha_t the learning rate of round t,
@@ -41,55 +41,55 @@ class SketchedAMSGrad(SketchAlgorithm):
         D_j = y_j / sqrt(w_j)  for the k of P with the largest |D_j|, 0 elsewhere        e_i <- p_i, 0 for these j
 
     The outcome D is a *direction*, the whole step of AMSGrad: x <- x - alpha_t D. Use ``torch.optim.SGD`` without
-    momentum, with a learning rate as of Adam; its ``weight_decay``, which is added after the exchange, is decoupled, as
-    in AdamW. With ``density=1`` and one learning rate for all rounds this is AMSGrad, without correction of bias and
-    with eps below the root, on the mean gradient.
+    momentum, with a learning rate as for Adam; its ``weight_decay``, which is added after the exchange, is decoupled,
+    as in AdamW. With ``density=1`` and a constant learning rate this is AMSGrad on the mean gradient, without bias
+    correction and with eps inside the root.
 
-    **What is kept.** The residual is what was not delivered of p_i, so it has the unit of a momentum: a step with D
-    takes sqrt(w) D = y out of it. Taking D itself out, as the recursion is printed, leaves a residual that no step
-    matches. The ratio of learning rates makes what waits weigh what it would have weighed at once. With w at rest and
-    all y exact, x_t - alpha_{t-1} mean_i e_i / sqrt(w) goes by exactly -alpha_t mean_i m_i / sqrt(w) a round, whatever
-    the rates.
+    **Residual.** The residual is the part of p_i that was not applied, so it has the unit of a momentum: a step with D
+    subtracts sqrt(w) D = y from it. The paper's recursion subtracts D itself, which leaves a residual that matches no
+    step. The ratio of learning rates gives the residual the effect that it would have had at once. With constant w and
+    exact y, x_t - alpha_{t-1} mean_i e_i / sqrt(w) changes by exactly -alpha_t mean_i m_i / sqrt(w) in each round,
+    whatever the rates.
 
-    **Learning rates** are those of the optimizer that the link was given, parameter by parameter; ranks whose rates
-    differ are refused when they attach. The outcome is a function of what all ranks receive, whatever the rates. Where
-    no optimizer is known, as for :func:`gradwire.simulate`, the ratio is 1. A parameter whose rate is 0 delivers
-    nothing: its residual waits, with the rate that it goes with, while its momentum and second moment go on. The rate
-    of the round before is part of the state.
+    **Learning rates** of each parameter are those of the link's optimizer. Attaching fails if they differ between
+    ranks; the outcome is the same on all ranks, whatever the rates. Without an optimizer, as in
+    :func:`gradwire.simulate`, the ratio is 1. A parameter whose rate is 0 is not changed: its residual is kept, with
+    its rate, while its momentum and second moment are updated. The last rate is part of the state.
 
-    **Second moment.** Of an element that was not asked for nothing is known of the gradient, so that v_j stays: it is
-    the moment over those rounds in which the gradient was seen. With zeros in their place, v_j of an element that is
-    seen in a hundredth of the rounds would end at a hundredth of its square, and its steps be ten times too long. Until
-    an element has been seen about 1 / (1 - beta2) times, v_j is below its moment nevertheless, and what has waited for
-    long comes in one step, which eps bounds. With a small eps, let rounds at the start travel in float32
-    (``warmup_steps``): in these v begins for all elements.
+    **Second moment.** The gradient of an element that is not a candidate is unknown, so v_j is not changed: it is the
+    moment over the rounds in which the element was a candidate. With zeros for the other rounds, an element that is a
+    candidate in a hundredth of the rounds would have a v_j of a hundredth of its square, and steps ten times too long.
+    Still, v_j is too small until an element has been a candidate about 1 / (1 - beta2) times, and a long accumulated
+    residual is applied in one step, which eps bounds. With a small eps, send the first rounds in float32
+    (``warmup_steps``): these initialise v for all elements.
 
-    **In float32.** Elements that are not compressed, and all in rounds of warm-up, send gradients; all ranks keep the
-    momentum of their mean, and take AMSGrad's exact step. m_i takes up that momentum where the warm-up ends. Elements
-    of rounds that are not finite come back as not finite, and such rounds change nothing.
+    **In float32.** For uncompressed elements, and for all elements in warm-up rounds, gradients are sent, and all ranks
+    keep the momentum of their mean and take AMSGrad's exact step. m_i starts from that momentum when the warm-up ends.
+    Rounds with a value that is not finite return such values and do not change the state.
 
-    All is unscaled under automatic mixed precision. Squares above float32's range count as its largest number.
+    All state is without the loss scale under automatic mixed precision. Squares above float32's range are clamped to
+    its largest number.
 
     Args:
-        beta1: Of the momentum, at least 0 and below 1.
-        beta2: Of the second moment, at least 0 and below 1.
+        beta1: Decay of the momentum, at least 0 and below 1.
+        beta2: Decay of the second moment, at least 0 and below 1.
         eps: First value of v and w, in the unit of a squared gradient, 1e-30 to 1e30.
-        rows: Odd number of rows, up to 31.
-        columns: Sums in a row, up to 2^23; None for 10 k.
+        rows: Number of rows of the sketch, odd and at most 31.
+        columns: Number of sums in a row, up to 2^23; None for 10 k.
         density: Share k/d of the elements, above 0 to 1; the paper: 0.001.
-        candidates: How many times k elements are asked for, 1 or more.
+        candidates: Number of elements whose values are exchanged, divided by k; 1 or more.
 
     Raises:
         HyperparameterError: a field is out of range.
-        IncompatibleError: when attached: the optimizer is not ``torch.optim.SGD``, has a momentum, or misses a
+        IncompatibleError: when attached, if the optimizer is not ``torch.optim.SGD``, has a momentum, or lacks a
             parameter.
 
-    Wire: the sketch, then of the candidates p and g, and gradients of what is not compressed, in float32 by two-shot or
-    a gather (``docs/wire-format.md``). Hashes come from the shared stream.
+    Wire: the sketch, then p and g of the candidates and gradients of uncompressed parameters, in float32 by two-shot or
+    a gather (``docs/wire-format.md``). Hashes are drawn from the shared stream.
 
     Reference: W. Xian, F. Huang, H. Huang, "Communication-Efficient Adam-Type Algorithms for Distributed Data Mining",
-    ICDM 2022, with averaged gradients. The second exchange, h of the candidates, and the unit of the residual are this
-    package's.
+    ICDM 2022, with averaged gradients. The second exchange, h of the candidates, and the unit of the residual are
+    particular to this package.
 
     Example:
         >>> import torch, gradwire as gw
@@ -185,7 +185,7 @@ class SketchedAMSGrad(SketchAlgorithm):
 
 
 class _AMSGradPlan(BucketPlan):
-    """Steps of the candidates that a sketch shows, and of all elements that travel in float32."""
+    """Plan of the steps of candidates found in a sketch, and of all elements that are sent in float32."""
 
     chunks = 1
 
@@ -194,7 +194,7 @@ class _AMSGradPlan(BucketPlan):
         self.exchange = SketchExchange(method, setting)
         self.runs = [self.exchange.runs]
         self._compressed, dense = divide(setting.segments)
-        # Memory keeps nothing of dense segments, and moments are theirs, too.
+        # Marked as not dense, since moments of these segments are stored, too.
         self._dense = [replace(s, dense=False) for s in dense]
         self._all = [*self._compressed, *self._dense]
         self._dense_runs = join((s.offset, s.offset + s.numel) for s in dense)
@@ -248,10 +248,10 @@ class _AMSGradPlan(BucketPlan):
             torch.mul(momentum[a:b], context.loss_scale, out=gradient[a:b])
 
     def _move(self, context: Context, flat: torch.Tensor) -> Sequence[tuple[int, int]]:
-        """Stage this rank's momentum, and for the time of the exchange p_i in the place of its residual.
+        """Stage this rank's momentum and, during the exchange, p_i in the place of its residual.
 
         Returns:
-            Where the learning rate is 0, so that p_i is, too.
+            The runs whose learning rate is 0, where p_i is 0, too.
         """
         method, memory, segments = self.method, context.memory, self._compressed
         momentum, moved = memory.read("momentum", segments), memory.stage("momentum", segments)
@@ -270,7 +270,7 @@ class _AMSGradPlan(BucketPlan):
                 m, p = moved[a:b], vector[a:b]
                 torch.mul(momentum[a:b] if common is None else momentum[a:b] + common[a:b], method.beta1, out=m)
                 m.add_(flat[a:b], alpha=(1 - method.beta1) / context.loss_scale)
-                # Zero where the rate is 0, but for what is not finite, which all ranks must see.
+                # Zero if the rate is 0, except for values that are not finite, which all ranks must detect.
                 torch.mul(residual[a:b] if ratio else m, ratio, out=p)
                 if ratio:
                     p.add_(m)
@@ -279,7 +279,7 @@ class _AMSGradPlan(BucketPlan):
         return waiting
 
     def _step(self, context: Context, flat: torch.Tensor, moments: SecondMoments) -> None:
-        """Replace mean gradients of what travels in float32 by AMSGrad's steps."""
+        """Replace mean gradients that were sent in float32 by AMSGrad's steps."""
         held = context.memory.read("mean_momentum", self._dense, replicated=True)
         moved = context.memory.stage("mean_momentum", self._dense, replicated=True)
         for a, b in pieces(self._dense_runs):

@@ -20,7 +20,7 @@ from gradwire.methods.sketches.sketch_exchange import COLUMNS_EACH, SketchAlgori
 
 @dataclass(frozen=True, kw_only=True)
 class SketchedSGD(ResidualAlgorithm, SketchAlgorithm):
-    r"""Sketched-SGD: workers' count sketches are added up, and show which elements of the sum are large.
+    r"""Sketched-SGD: the sum of workers' count sketches shows which elements of the sum are large.
 
     With u_i worker i's momentum and v_i its accumulated vector of d elements, all parameters joined, zero at first,
     and k = max(1, floor(density d))::
@@ -30,30 +30,30 @@ class SketchedSGD(ResidualAlgorithm, SketchAlgorithm):
         P = the ``candidates`` k elements with the largest |x_j|        y_j = (1 / N) sum_i v_ij  for j in P
         mean_j = y_j  for the k of P with the largest |y_j|, 0 elsewhere        u_ij, v_ij <- 0  for these j
 
-    A sketch is ``rows`` rows of ``columns`` sums, each of the elements that a hash sends there, with random signs, the
-    same in all rounds and on all workers. It is linear: that of a sum is the sum of the sketches, whatever the number
-    of workers. An estimate from one row is the element plus noise of variance |v|^2 / columns over draws of the hashes;
-    the median of rows is rarely far off. So an element is found if it is large against |v| / sqrt(columns), and what is
-    not found stays in v_i, until it has grown.
+    A sketch is ``rows`` rows of ``columns`` sums. Each sum is over the elements that a hash maps to it, with random
+    signs; hashes and signs are the same in all rounds and on all workers. The sketch is linear: the sketch of a sum is
+    the sum of the sketches. An estimate from one row is the element plus noise of variance |v|^2 / columns over draws
+    of the hashes; the median of rows is rarely far off. So an element is found if it is large compared to
+    |v| / sqrt(columns); other elements stay in v_i until they are large.
 
-    Values are exact, since those of the candidates are asked for, and all workers know which these are without a byte.
-    With estimates in their place mass would be lost: v_i ends at zero where the outcome is not the mean of v_i.
+    All workers compute the same candidates from the sum, and exchange their exact values. With estimates instead of
+    values mass would be lost, since v_i is cleared where the outcome is not the mean of v_i.
 
     Args:
-        rows: Odd number of rows, up to 31.
-        columns: Sums in a row, up to 2^23; None for 10 k.
+        rows: Number of rows of the sketch, odd and at most 31.
+        columns: Number of sums in a row, up to 2^23; None for 10 k.
         density: Share k/d of the elements, above 0 to 1; the paper: 0.001.
-        candidates: How many times k elements are asked for, 1 or more.
-        momentum: Of each worker's own, forgotten where elements were sent; above 0 the optimizer must have none.
+        candidates: Number of elements whose values are exchanged, divided by k; 1 or more.
+        momentum: Momentum of each worker, cleared where elements were sent; if above 0 the optimizer must have none.
 
     Raises:
         HyperparameterError: a field is out of range.
 
-    Wire: the sketch, then the candidates' values and what is not compressed, in float32 by two-shot or a gather
-    (``docs/wire-format.md``). Hashes come from the shared stream.
+    Wire: the sketch, then the candidates' values and uncompressed parameters, in float32 by two-shot or a gather
+    (``docs/wire-format.md``). Hashes are drawn from the shared stream.
 
     Reference: N. Ivkin et al., "Communication-efficient Distributed SGD with Sketching", NeurIPS 2019, with a second
-    round; momentum and what becomes of it as in the authors' program.
+    round; momentum as in the authors' program.
 
     Example:
         >>> import torch, gradwire as gw
@@ -94,7 +94,7 @@ class SketchedSGD(ResidualAlgorithm, SketchAlgorithm):
         )
 
     def caution(self, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> str | None:
-        # Of a vector with elements of one size, k of d are sent.
+        # For elements of equal magnitude, k of d are sent.
         return momentum_beside_residual(self, optimizer, self.density)
 
     def plan(self, setting: PlanSetting) -> BucketPlan:
@@ -102,7 +102,7 @@ class SketchedSGD(ResidualAlgorithm, SketchAlgorithm):
 
 
 class _SketchPlan(BucketPlan):
-    """Keeps the largest of the candidates that a sketch shows."""
+    """Plan that keeps the largest of the candidates found in a sketch."""
 
     chunks = 1
 

@@ -1,1 +1,1 @@
-"""Sparsification: few of the elements."""
+"""Sparsification: a few of the elements."""

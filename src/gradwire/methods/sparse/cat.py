@@ -1,4 +1,4 @@
-"""How many elements bring the most descent for what it costs to send them."""
+"""CAT: in every round the number of elements with the most descent for the cost of sending them."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ SCHEMES = ("topk", "sign", "stochastic")
 
 @dataclass(frozen=True, kw_only=True)
 class CAT(Compressor):
-    r"""CAT: in every round as many elements T as bring the most guaranteed descent for what a message costs.
+    r"""CAT: in every round the number of elements T with the most guaranteed descent for the cost of a message.
 
-    For a gradient g of an L-smooth function, a step of 1 / L along what T elements make of it descends by at least
-    descent(T) |g|^2 / (2 L); each worker sends T elements with::
+    For a gradient g of an L-smooth function, a step of 1 / L along its sparse version with T elements descends by at
+    least descent(T) |g|^2 / (2 L). Each worker sends T elements with::
 
         T = argmax descent(T) / (c0 + bytes of T elements)
 
@@ -37,24 +37,24 @@ class CAT(Compressor):
         sign:        their mean magnitude, and their signs        (sum of the T largest magnitudes)^2 / (T |g|^2)
         stochastic:  ATOMO's T elements, times omega(T)           omega(T) = |g|^2 / sum_i g_i^2 / p_i
 
-    There is no compression ratio to tune: where messages are dear (``fixed_bytes`` large) T is large, and where only
-    bytes count T is one. The rule counts an element as a value, or a sign, and ceil(log2 d) bits of position; positions
-    are shorter on the wire. ``packet_bytes`` counts bytes in whole packets, and then T fills them.
+    There is no compression ratio to tune: T is large if messages are expensive (large ``fixed_bytes``), and one if only
+    bytes count. The rule counts an element as a value, or a sign, and ceil(log2 d) bits of position; positions are
+    shorter on the wire. With ``packet_bytes`` bytes are counted in whole packets, which T then fills.
 
     Args:
         scheme: "topk", "sign" or "stochastic".
-        fixed_bytes: c0, what a message costs beside its bytes, in bytes: its seconds times the link's bytes a second.
-            At 100 Mbit/s, a millisecond is 12500; the paper: 1500 and less. None: measured by all ranks together when
-            the method is attached (:class:`gradwire.LinkCost`), and part of checkpoints, so that a continued training
-            goes on with it. A simulation is told, by its option ``link_cost``.
-        packet_bytes: Payload of a packet, as 1472 of UDP over Ethernet; None: bytes count one by one.
-        blocks: "model": one T for all parameters together, which needs the whole step; or "parameter".
+        fixed_bytes: c0, the fixed cost of a message in bytes: its seconds times the link's bytes a second. At 100
+            Mbit/s, a millisecond is 12500; the paper: 1500 and less. None: measured by all ranks together when the
+            method is attached (:class:`gradwire.LinkCost`), and stored in checkpoints, so that a resumed training uses
+            the same. A simulation takes it from its option ``link_cost``.
+        packet_bytes: Payload of a packet, such as 1472 for UDP over Ethernet; None: bytes are not counted in packets.
+        blocks: "model", one T for all parameters together, which needs the whole gradient; or "parameter".
 
     Raises:
         HyperparameterError: a field is out of range.
-        IncompatibleError: in a simulation: ``fixed_bytes`` is None, and no ``link_cost`` is given.
+        IncompatibleError: in a simulation, if ``fixed_bytes`` is None and no ``link_cost`` is given.
 
-    Gauges: ``elements``, the T of this rank: of all parameters together, or the mean over parameters.
+    Gauges: ``elements``, this rank's T for all parameters together, or its mean over parameters.
 
     Wire: a sparse section (``docs/wire-format.md``), whose length depends on the gradient. "stochastic" draws from the
     rank's stream.
@@ -104,8 +104,8 @@ class CAT(Compressor):
             cut=1 << 40,
             whole_step=(self.blocks == "model"),
             joined=self.blocks == "model",
-            # Whether what a message costs is the link's to tell.
-            # Those of norms, positions and, where elements are drawn, trits.
+            # Without a number, the link measures the cost of a message. Kernels of norms, positions and, where elements
+            # are drawn, trits.
             kernels=(
                 "moments",
                 "signs",
@@ -123,7 +123,7 @@ class CAT(Compressor):
         return "1/d, the descent for most" if self.scheme == "topk" else None
 
     def delta_of(self, numel: int | None = None) -> float | None:
-        """Return the share of the largest element alone, which is always sent."""
+        """Return the share of the largest element, which is always sent."""
         return 1 / numel if self.scheme == "topk" and numel and self.blocks == "parameter" else None
 
     def codec(self, kernels: Kernels, segments: Sequence[Segment], world_size: int, seed: int) -> SparseCodec:

@@ -1,4 +1,4 @@
-"""Exchanges of a few elements of every parameter, the same on all workers, as though these were the parameter."""
+"""Exchange of chosen elements of every parameter, the same on all workers, as parameters of that length."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from gradwire.methods.wrappers.wrapper import TransformedPlan
 from gradwire.seeds import parameter_key
 
 Chosen: TypeAlias = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64] | None]
-"""An element for each slot, counted within its parameter, and the slots that hold one, ascending; None: all do."""
+"""An element for each slot, counted within its parameter, and the slots that are filled, ascending; None: all slots."""
 
 Choice: TypeAlias = tuple[torch.Tensor, torch.Tensor | None]
-"""The places in the bucket of the elements chosen, and the slots that they go to; None: all slots, in order."""
+"""Places of the chosen elements in the bucket, and their slots; None: all slots, in order."""
 
 
 class Chooser(Protocol):
-    """What chooses elements, given a round.
+    """Choice of elements for each round.
 
     Attributes:
-        slots: How many of each parameter at most.
-        factor: By which the mean of each parameter's elements is multiplied.
+        slots: Maximum number of elements of each parameter.
+        factor: Factor for the mean of each parameter's elements.
     """
 
     slots: list[int]
@@ -39,11 +39,11 @@ class Chooser(Protocol):
 
 
 class ChosenElements(TransformedPlan):
-    """Gathers some elements of each parameter into its slots, and scatters their mean; all others become zero.
+    """Plan that gathers some elements of each parameter into its slots and scatters their mean; all others become zero.
 
     Args:
-        method: How the elements are exchanged.
-        chooser: Makes what chooses, the same on all ranks, from the elements and the Philox keys of the parameters.
+        method: Method that exchanges the elements.
+        chooser: Creates the choice, the same on all ranks, from the lengths and the Philox keys of the parameters.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The largest elements of one worker's vector, which it tells all others."""
+"""CLT-k: values at the largest elements of one worker's vector, the leader's."""
 
 from __future__ import annotations
 
@@ -30,26 +30,25 @@ from gradwire.methods.wrappers.wrapper import TransformedPlan, pieces
 Integers: TypeAlias = npt.NDArray[np.int64]
 
 FIFTH_EXCHANGE = 4
-"""Number of the exchange of positions: means and what precedes them have the numbers before."""
+"""Number of the exchange of positions; means and earlier exchanges have lower numbers."""
 
 
 class LeadersElements:
-    """Of each compressed parameter the elements of the largest magnitude of one worker's vector, the same for all.
+    """Choice of each compressed parameter's elements of the largest magnitude in one worker's vector, for all workers.
 
-    They are told in the shortest format of positions, and in the leader's order where that matters: behind the
-    positions, for each of them, ascending, its place in that order within its parameter, in as many bits as the places
-    of that parameter take, from the lowest of each byte up.
+    Positions are sent in the shortest format. If the leader's order matters, they are followed, for each position in
+    ascending order, by its rank in that order within its parameter, in as many bits as the ranks of that parameter
+    need, from the lowest bit of each byte up.
 
     Args:
-        setting: Of the bucket; its backend serves the families "selection" and "indices".
-        density: Share of each parameter.
-        ordered: Whether elements come in descending order of the leader's values, within each parameter, rather than
-            ascending by position.
+        setting: Setting of the bucket, whose backend has the families "selection" and "indices".
+        density: Share of each parameter that is chosen.
+        ordered: True for descending order of the leader's values within each parameter, False for ascending positions.
 
     Attributes:
-        counts: Elements of each parameter.
-        numel: Of all of them.
-        codec: Writes and reads positions alone.
+        counts: Number of elements of each parameter.
+        numel: Number of elements of all parameters.
+        codec: Codec of positions without values.
     """
 
     def __init__(self, setting: PlanSetting, density: float, *, ordered: bool = False) -> None:
@@ -68,12 +67,12 @@ class LeadersElements:
 
     @property
     def packings(self) -> list[Packing]:
-        """How positions, and their order where it is told, travel."""
+        """Section of positions, and of their order if it is sent."""
         order: list[Packing] = [Whole(padded(self._order_bytes))] if self._ordered else []
         return [self.codec.packing(self.codec.units), *order]
 
     def write(self, flat: torch.Tensor, room: torch.Tensor) -> list[torch.Tensor]:
-        """Choose elements of ``flat``, and return what tells them, the first part in ``room``."""
+        """Choose elements of ``flat`` and return their payload, whose first part is in ``room``."""
         self.codec.encode(flat, SparseSummary(), Draw(0, 0), room)
         if not self._ordered:
             return [room]
@@ -89,10 +88,10 @@ class LeadersElements:
         return [room, out]
 
     def read(self, parts: list[torch.Tensor]) -> torch.Tensor:
-        """Return the places in the bucket of the elements that are told, in their order, int64.
+        """Decode a payload: return the elements' places in the bucket, in their order, int64.
 
         Raises:
-            PayloadError: the order names an element twice, or there are not as many as there must be.
+            PayloadError: the order has an element twice, or the number of elements is wrong.
         """
         chosen, _ = self.codec.read(parts[0])
         if list(self.codec.table.counts(chosen)) != self.counts:
@@ -114,7 +113,7 @@ class LeadersElements:
     def run(self, context: Context, tag: int, flat: torch.Tensor, root: int) -> Exchange[torch.Tensor]:
         """Return the places in the bucket of the largest elements of rank ``root``'s ``flat``, on every rank.
 
-        Bytes sent by a rank: header + positions, and their order where it is told, as often as a broadcast says.
+        Bytes sent by a rank: those of a broadcast of header, positions and, if it is sent, their order.
         """
         if not self.numel:
             return torch.empty(0, dtype=torch.int64)
@@ -126,7 +125,7 @@ class LeadersElements:
         return torch.empty(0, dtype=torch.int64) if flat.is_meta else self.read(parts)
 
     def _bits(self) -> tuple[Integers, Integers]:
-        """Return of each bit of the order whose element's it is, and its place in that number."""
+        """Return for each bit of the order its element, and its place in that element's number."""
         width = np.repeat(self._width, self.counts)
         owner = np.repeat(np.arange(self.numel), width)
         return owner, np.arange(len(owner)) - np.repeat(np.cumsum(width) - width, width)
@@ -134,7 +133,7 @@ class LeadersElements:
 
 @dataclass(frozen=True, kw_only=True)
 class CLTk(ResidualAlgorithm):
-    r"""CLT-k (cyclic local top-k): all workers send the elements that are largest on one of them, the leader.
+    r"""CLT-k (cyclic local top-k): all workers send the elements that are largest on one worker, the leader.
 
     With p_i = g_i + e_i of d elements, k = max(1, floor(density d)) and the leader l = round mod N::
 
@@ -142,27 +141,27 @@ class CLTk(ResidualAlgorithm):
         mean_j = (1 / N) sum_i p_ij  for j in S, 0 elsewhere
         e_i <- e_i + beta (g_i - sent_i)        sent_ij = p_ij  for j in S, 0 elsewhere
 
-    The leader tells the others S, once; values then add up as a vector of k elements does, so that traffic does not
-    grow with the number of workers, where :class:`TopK` gathers k elements and their positions of every worker. It
-    works as far as residuals of different workers are large in the same places, which the paper finds they are.
+    The leader broadcasts S; values then add up as a vector of k elements does, so traffic does not grow with the number
+    of workers, while :class:`TopK` gathers k elements and positions of every worker. The method relies on residuals of
+    different workers being large in the same places, as the paper finds.
 
-    ``beta`` is the paper's low-pass filter: below 1 a residual follows what is left out slowly, which calms training at
-    high learning rates and with many workers. With 1, which is plain error feedback, nothing is lost.
+    ``beta`` is the paper's low-pass filter: below 1 a residual follows the unsent values slowly, which stabilises
+    training at high learning rates and with many workers. With 1, which is plain error feedback, nothing is lost.
 
     Args:
         density: Share k/d of each parameter that is sent, above 0 to 1; the paper: 0.001.
-        beta: Share of a round's change that the residual takes up, above 0 to 1.
-        momentum: Applied before compression, as :class:`ErrorFeedback` describes; above 0 the optimizer must have
+        beta: Share of a round's change that is added to the residual, above 0 to 1.
+        momentum: Momentum applied before compression, see :class:`ErrorFeedback`; if above 0 the optimizer must have
             none.
 
     Raises:
         HyperparameterError: a field is out of range.
 
-    What is not sent is looked at all the same: an infinity or a NaN anywhere in a parameter, on any worker, makes its
-    outcome +inf everywhere on all.
+    Unsent elements are checked, too: an infinity or a NaN anywhere in a parameter, on any worker, makes the whole
+    parameter +inf on all workers.
 
-    Wire: positions from the leader to all by a broadcast, then values and what is not compressed, in float32 by
-    two-shot or a gather (``docs/wire-format.md``).
+    Wire: a broadcast of the leader's positions, then values and uncompressed parameters, in float32 by two-shot or a
+    gather (``docs/wire-format.md``).
 
     Reference: C.-Y. Chen et al., "ScaleCom: Scalable Sparsified Gradient Compression for Communication-Efficient
     Distributed Training", NeurIPS 2020, algorithm 1.
@@ -218,17 +217,17 @@ class CLTk(ResidualAlgorithm):
 
 
 class LeadersPlan(TransformedPlan):
-    """Exchanges the values of the leader's elements as though they were the parameters.
+    """Plan that exchanges the values of the leader's elements as parameters.
 
     Args:
-        setting: Of the bucket.
-        density: Share of each parameter.
-        tag: Of the payload that tells positions.
-        ordered: As for :class:`LeadersElements`.
+        setting: Setting of the bucket.
+        density: Share of each parameter that is chosen.
+        tag: Tag of the payload of positions.
+        ordered: See :class:`LeadersElements`.
 
     Attributes:
-        elements: Chooses and tells them.
-        places: In the bucket, of the round's elements.
+        elements: The choice, and the exchange of its positions.
+        places: Places of the round's elements in the bucket.
     """
 
     def __init__(self, setting: PlanSetting, density: float, tag: int, *, ordered: bool = False) -> None:
@@ -255,7 +254,7 @@ class LeadersPlan(TransformedPlan):
 
 
 class _Filtered(Feedback):
-    """Keeps a residual that takes up ``beta`` of what a round changes."""
+    """Plan whose residual changes by ``beta`` times the change of a round."""
 
     def __init__(self, inner: BucketPlan, segments: Any, beta: float) -> None:
         super().__init__(inner, segments)

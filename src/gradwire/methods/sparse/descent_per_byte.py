@@ -1,4 +1,4 @@
-"""How many elements bring the most descent for what it costs to send them."""
+"""The number of elements with the most descent for the cost of sending them."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 FIRST = 1 << 10
 
 
-"""Elements that are looked at first; as long as the best number is not among them for sure, four times as many."""
+"""Elements that are examined first; four times as many as long as the best number may be larger."""
 
 
 @dataclass(frozen=True)
 class MessageCost:
-    """What a message of some bytes costs, in bytes: c0 + bytes, these in whole packets where ``packet`` is given.
+    """Cost of a message in bytes: c0 + bytes, rounded up to whole packets if ``packet`` is given.
 
-    Without a number in ``fixed`` c0 is the link's, from :meth:`on`.
+    If ``fixed`` is None, :meth:`on` takes c0 from the link.
     """
 
     fixed: float | None
@@ -40,7 +40,7 @@ class MessageCost:
         """Return the cost on a link.
 
         Raises:
-            IncompatibleError: it is the link's, and nobody knows that.
+            IncompatibleError: c0 is the link's and not known.
         """
         if self.fixed is not None:
             return self
@@ -60,16 +60,16 @@ class MessageCost:
 
 
 def descent(scheme: str, largest: torch.Tensor, norm1: float, norm2: float) -> torch.Tensor:
-    """Return the share of |g|^2 / (2 L) that T elements of g are sure to descend, for T from 1 on, float64.
+    """Return the guaranteed descent of T elements of g, as a share of |g|^2 / (2 L), for T from 1 on, float64.
 
     ::
 
         topk:        alpha(T) = sum of the T largest squares / |g|^2
         sign:        beta(T)  = (sum of the T largest magnitudes)^2 / (T |g|^2)
-        stochastic:  omega(T) = |g|^2 / sum_i g_i^2 / p_i,   p those of ATOMO with T elements on average
+        stochastic:  omega(T) = |g|^2 / sum_i g_i^2 / p_i,   p as in ATOMO with T elements on average
 
     Args:
-        largest: Magnitudes in falling order, float64: of all T that are asked for.
+        largest: The largest magnitudes, descending, float64, one for each T.
         norm1, norm2: The l1 and the Euclidean norm of all elements.
     """
     number = torch.arange(1, len(largest) + 1, dtype=torch.float64)
@@ -80,7 +80,7 @@ def descent(scheme: str, largest: torch.Tensor, norm1: float, norm2: float) -> t
     if scheme == "sign":
         return largest.cumsum(0).square() / (number * squared)
     tails = norm1 - (largest.cumsum(0) - largest)
-    # Element i has the chance 1 from this many on; ascending, since magnitudes fall.
+    # Element i has the probability 1 from this T on; ascending, since magnitudes descend.
     needed = number - 1 + tails / largest.clamp(min=1e-300)
     sure = torch.searchsorted(torch.cummax(needed, 0).values, number, right=True)
     before = torch.cat([torch.zeros(1, dtype=torch.float64), squares])[sure]
@@ -94,12 +94,12 @@ def best_count(
     scheme: str, bits: float, head: float, cost: MessageCost, norm1: float, norm2: float, numel: int,
     largest: Callable[[int], torch.Tensor],
 ) -> tuple[int, float]:  # fmt: skip
-    """Return the T with the most descent over cost, of several the smallest, and that descent.
+    """Return the smallest T with the most descent over cost, and its descent.
 
     Args:
-        bits: Of an element on the wire.
-        head: Bytes of a payload without any.
-        largest: Gives so many magnitudes, the largest in falling order, float64.
+        bits: Bits of an element on the wire.
+        head: Bytes of a payload without elements.
+        largest: Returns the given number of largest magnitudes, descending, float64.
     """
     looked_at = min(numel, FIRST)
     while True:
@@ -107,27 +107,27 @@ def best_count(
         costs = cost.of(head + torch.arange(1, looked_at + 1) * bits / 8)
         ratio = found / costs
         at = int(ratio.argmax())
-        # No number of elements descends by more than |g|^2 / (2 L), and none beyond costs less than the last.
+        # No T descends by more than |g|^2 / (2 L), and no larger T costs less than the last.
         if looked_at == numel or float(ratio[at]) >= 1.0 / float(costs[-1]) or _is_past(scheme, cost, at, ratio, bits):
             return at + 1, float(found[at])
         looked_at = min(numel, 4 * looked_at)
 
 
 def _is_past(scheme: str, cost: MessageCost, at: int, ratio: torch.Tensor, bits: float) -> bool:
-    """Return whether the ratio has its peak behind it: of a concave descent over an affine cost there is one alone."""
+    """Return whether the ratio is past its peak: a concave descent over an affine cost has only one."""
     step = 1 if cost.packet is None else max(1, math.floor(8 * cost.packet / bits))
     return scheme != "sign" and at + 2 * step < len(ratio)
 
 
 def largest_magnitudes(kernels: Kernels, x: torch.Tensor, offset: int, numel: int, count: int) -> torch.Tensor:
-    """Return the largest magnitudes of a run of elements in falling order, float64 ``[count]``."""
+    """Return the largest magnitudes of a run of elements, descending, float64 ``[count]``."""
     run, index = SegmentTable([offset], [numel], [0], [(0, 0)]), torch.empty(count, dtype=torch.int32)
     kernels.select_largest(x, run, torch.tensor([count]), index)
     return x[offset + index.long()].abs().double().sort(descending=True).values
 
 
 class BestRatioRule(Rule):
-    """The largest elements of a segment, as many as descend most for their cost."""
+    """Rule that keeps the largest elements of a segment, as many as descend most for their cost."""
 
     gauges = ("elements",)
 
@@ -159,5 +159,5 @@ class BestRatioRule(Rule):
 
 
 def element_bits(scheme: str, numel: int) -> float:
-    """Return the bits of an element that the rule counts with: of its value or sign, and of a position below numel."""
+    """Return the bits that the rule counts for an element: of its value or sign, and of a position below ``numel``."""
     return (1 if scheme == "sign" else 32) + max(1, (numel - 1).bit_length())

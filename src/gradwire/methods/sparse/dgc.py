@@ -1,4 +1,4 @@
-"""Clipping of each worker's own gradient by its norm, before anything is added to it."""
+"""Deep Gradient Compression: accumulated local momenta, and each worker's gradient clipped by its norm."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 
 class ClippedGradient(WrappedPlan):
-    """Exchanges each worker's gradient g_i clipped to a norm, ``g_i min(1, limit / |g_i|)``.
+    """Plan that exchanges each worker's gradient g_i clipped to a norm, ``g_i min(1, limit / |g_i|)``.
 
-    The bucket holds all gradients of a step, those that travel in float32 included. Its norm is added up over
-    parameters from exact sums (:class:`gradwire.kernels.Moments`), so that neither threads nor backends decide a bit. A
-    gradient that is not finite is left as it is.
+    The bucket has all gradients of a step, including those sent in float32. Its norm is added up over parameters from
+    exact sums (:class:`gradwire.kernels.Moments`), so that it does not depend on threads or backends. A gradient that
+    is not finite is not changed.
 
     Args:
-        limit: In the unit of the gradient before the loss was scaled.
+        limit: Largest norm, in the unit of the gradient before the loss was scaled.
     """
 
     def __init__(self, inner: BucketPlan, setting: PlanSetting, limit: float) -> None:
@@ -55,9 +55,9 @@ class ClippedGradient(WrappedPlan):
 
 @dataclass(frozen=True, kw_only=True)
 class DGC(Method):
-    r"""Deep Gradient Compression: the largest elements of what each worker's momentum has added up to.
+    r"""Deep Gradient Compression: the largest elements of each worker's accumulated momentum.
 
-    With g_i worker i's gradient, u_i its momentum and v_i what it has accumulated, both zero at first, of d elements
+    With g_i worker i's gradient, u_i its momentum and v_i its accumulated vector, both zero at first, of d elements
     each, and k = max(1, floor(density d))::
 
         u_i <- momentum u_i + g_i
@@ -65,43 +65,43 @@ class DGC(Method):
         x_i  = TopK_k(v_i)                     mean = (1 / N) sum_i x_i
         v_i <- v_i - x_i                       u_i <- 0  where x_i is not 0
 
-    Momentum is applied before the accumulation (momentum correction), so that elements that are sent late arrive with
-    the momentum that they would have had; the optimizer has none. It is applied to all parameters, also to those that
-    travel in float32. Where an element is sent its momentum is cleared (momentum factor masking), which stops
-    stale momentum from carrying it on; rounds with density 1, in which nothing is stale, clear none. Without masking,
-    this is :class:`ErrorFeedback` with a momentum around :class:`TopK`.
+    Momentum is applied before the accumulation (momentum correction), so that elements that are sent late have the
+    momentum that they would have had; the optimizer has none. It is applied to all parameters, including those sent in
+    float32. When an element is sent its momentum is cleared (momentum factor masking), so that stale momentum has no
+    further effect; rounds with density 1, in which nothing is stale, clear none. Without masking, this is
+    :class:`ErrorFeedback` with a momentum around :class:`TopK`.
 
-    The k largest are found exactly. The paper estimates a threshold from a sample, which on its devices is cheaper;
-    here exact selection is about as fast as reading the vector. The paper's program compresses parameters with two
-    dimensions or more; here ``min_numel`` and ``exclude`` decide which ones travel in float32.
+    The k largest are found exactly, which is about as fast as reading the vector; the paper estimates a threshold from
+    a sample. The paper's program compresses parameters with two dimensions or more; here ``min_numel`` and ``exclude``
+    decide which parameters are sent in float32.
 
     **Clipping.** With ``clip_norm`` = tau each worker scales its whole gradient to a norm of tau / sqrt(N) at most,
     before anything is added. Gradients of N workers with independent noise then add up to a norm of about tau. The norm
-    is that of all parameters, so the exchange begins when all gradients of the step are there.
+    is over all parameters, so the exchange begins when all gradients are computed.
 
     **Warm-up.** With ``warmup_rounds`` = R above 0, the first R rounds have the first of ``warmup_densities``, the next
-    R the second, and so on; ``density`` follows. The paper takes an epoch for each. Rounds in float32 at the start
-    (``warmup_steps`` of :func:`attach`) count among them, clear no momentum and accumulate nothing.
+    R the second, and so on; ``density`` follows. The paper takes an epoch for each. These include rounds in float32 at
+    the start (``warmup_steps`` of :func:`attach`), which clear no momentum and accumulate nothing.
 
     **Weight decay** of the optimizer acts on the outcome, without momentum.
 
-    **Memory.** u_i and v_i are float32, one each for every parameter and rank, unscaled under automatic mixed
-    precision; a round with a non-finite value changes none.
+    **Memory.** u_i and v_i are float32, as long as the parameters, on every rank, and without the loss scale under
+    automatic mixed precision. A round with a non-finite value does not change them.
 
     Args:
         density: Share k/d of each parameter that is sent, above 0 to 1; the paper: 0.001.
-        momentum: At least 0 and below 1; above 0 the optimizer must have none.
-        nesterov: Whether the momentum is Nesterov's, as in ``torch.optim.SGD``.
-        factor_masking: Whether the momentum is cleared where an element is sent.
-        clip_norm: tau, the bound of the norm that training without compression would use, in the gradient's unit; None:
-            no clipping.
-        warmup_densities: Densities of the stages of warm-up, each above 0 to 1.
+        momentum: Momentum, at least 0 and below 1; if above 0 the optimizer must have none.
+        nesterov: True for Nesterov momentum, as in ``torch.optim.SGD``.
+        factor_masking: True to clear the momentum of elements that are sent.
+        clip_norm: tau, the largest norm that training without compression would use, in the gradient's unit; None: no
+            clipping.
+        warmup_densities: Densities of the warm-up stages, each above 0 to 1.
         warmup_rounds: Rounds of a stage; 0: no warm-up.
 
     Raises:
         HyperparameterError: a field is out of range.
 
-    Wire: as for :class:`TopK`.
+    Wire: as :class:`TopK`.
 
     Reference: Y. Lin, S. Han, H. Mao, Y. Wang, W. J. Dally, "Deep Gradient Compression: Reducing the Communication
     Bandwidth for Distributed Training", ICLR 2018, algorithms 1 to 4.
@@ -154,14 +154,14 @@ class DGC(Method):
         return replace(
             super().declare(),
             collectives=self.operator.traits.collectives,
-            # Whether gradients are clipped by the norm of all parameters.
+            # Clipping needs the norm of all parameters.
             whole_step=self.clip_norm is not None,
             owns_momentum=self.momentum > 0,
             needs_loss_scale=True,
             kernels=self.operator.traits.kernels
             if self.clip_norm is None
             else (*self.operator.traits.kernels, "moments"),
-            # What is accumulated, and the momentum where there is one.
+            # The accumulated vector, and the momentum if there is one.
             remembers=("accumulated", "momentum") if self.momentum else ("accumulated",),
             waiting="accumulated",
             unbiased=False,
@@ -170,7 +170,7 @@ class DGC(Method):
 
     @property
     def operator(self) -> TopK:
-        """The operator of each worker after the warm-up."""
+        """Operator of each worker after the warm-up."""
         return TopK(density=self.density)
 
     def plan(self, setting: PlanSetting) -> BucketPlan:
@@ -199,7 +199,7 @@ class DGC(Method):
 
 
 class MaskedMomentum(LocalMomentum):
-    """A momentum before compression that is cleared where this worker sent something other than zero."""
+    """Momentum before compression that is cleared where this worker sent a non-zero value."""
 
     def after(self, context: Context, flat: torch.Tensor, outcome: Outcome) -> Outcome:
         if outcome.sent is None:

@@ -1,4 +1,4 @@
-"""GRandK: a random part of the elements in each round, the same on all workers, all of them within a cycle."""
+"""GRandK: in each round a random part of the elements, the same on all workers; a cycle has all parts."""
 
 from __future__ import annotations
 
@@ -18,42 +18,43 @@ MOST_ROUNDS = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class GRandK(Wrapper):
-    r"""GRandK: one of ``cycle`` random parts of every parameter a round, the same part on all workers, quantised.
+    r"""GRandK: in each round one of ``cycle`` random parts of every parameter, the same on all workers, quantised.
 
-    A permutation of a parameter's d elements, fresh in every cycle and the same on all workers, is cut into C =
-    ``cycle`` parts of d / C elements, to within one. In round t all workers send part S = t mod C, and nothing says
-    which elements these are::
+    A permutation of a parameter's d elements, new in every cycle and the same on all workers, is cut into C = ``cycle``
+    parts of d / C elements, to within one. In round t all workers send part S = t mod C, without positions::
 
         mean_k = (1 / N) sum_i Q(g_i[S])_k   for k in S        0 elsewhere
 
-    By itself this loses most of the gradient: over a cycle, the outcomes of a constant gradient add up to one gradient,
-    not to C of them. ``rescale=True`` multiplies by C: over a cycle unbiased, with a variance of (C - 1) |g|^2 and C
-    times that of Q. The useful form is ``ErrorFeedback(compressor=GRandK())``: what is not sent is added up until it
-    is, so that an element moves once in C rounds, by C gradients, which are 7 C / 12 rounds old on average.
+    Without error feedback most of the gradient is lost: over a cycle, the outcomes of a constant gradient add up to one
+    gradient, not to C. ``rescale=True`` multiplies by C, which is unbiased over a cycle, with a variance of (C - 1)
+    |g|^2 plus C times that of Q. The useful form is ``ErrorFeedback(compressor=GRandK())``: unsent elements are added
+    up until they are sent, so that an element moves once in C rounds, by C gradients, which are 7 C / 12 rounds old on
+    average.
 
     Error feedback is stable here though no single round is a contraction. If Q errs in no element by more than c times
     the largest magnitude of all workers (c = 1 / s for s levels of a maximum), then, since an element waits 2 C - 1
-    rounds at most, residuals of gradients with entries up to B stay below (2 C - 1) B / (1 - c), for every draw, in
-    rounds of which none is skipped. Without such a c below 1, and with ``rescale``, error feedback refuses it.
+    rounds at most, residuals of gradients with entries up to B stay below (2 C - 1) B / (1 - c), for every draw, if no
+    round is skipped. Without such a c below 1, or with ``rescale``, error feedback refuses the method.
 
-    What is not sent is looked at all the same: an infinity or a NaN anywhere in a parameter, on any worker, makes its
-    outcome +inf everywhere on all. A round that is skipped for that reason takes its turn with it; rounds of warm-up
-    count, too.
+    Unsent elements are checked, too: an infinity or a NaN anywhere in a parameter, on any worker, makes the whole
+    parameter +inf on all workers. A round that is skipped for that reason, and a warm-up round, uses up its part of the
+    cycle.
 
     Args:
-        compressor: Q, an unbiased operator on one vector, or :class:`MultiScale`. It sees the part of a parameter as a
-            parameter of its own; ``QSGDMaxNorm(blocks="model")`` joins all before they are cut, as in the paper.
+        compressor: Q, an unbiased operator on one vector, or :class:`MultiScale`. It compresses the part of a parameter
+            as a parameter; ``QSGDMaxNorm(blocks="model")`` joins all parts before they are cut into blocks, as in the
+            paper.
         cycle: Rounds C in which every element is sent once, 1 to 2^20. The paper's K elements of d are C = d / K.
-        rescale: Whether the outcome is multiplied by C.
+        rescale: True to multiply the outcome by C.
 
     Raises:
-        HyperparameterError: ``compressor`` is no such operator, or ``cycle`` out of range.
+        HyperparameterError: ``compressor`` is not such an operator, or ``cycle`` is out of range.
 
-    Wire: as the compressor for ``ceil(d / C)`` elements of every parameter (``docs/wire-format.md``). Draws the
-    permutations from the shared stream, in O(d / C) time and memory, and keeps none of them.
+    Wire: as the compressor for ``ceil(d / C)`` elements of every parameter (``docs/wire-format.md``). Permutations are
+    drawn from the shared stream, in O(d / C) time and memory, and are not stored.
 
-    Reference: S. Vineeth, "Quantization for Distributed Optimization", arXiv 2109.12497, 2021, "Global Random-K". Its
-    program leaves each worker's own gradient in the elements that are not sent, so that replicas drift apart.
+    Reference: S. Vineeth, "Quantization for Distributed Optimization", arXiv 2109.12497, 2021, "Global Random-K". The
+    paper's program leaves each worker's own gradient in the unsent elements, so that replicas diverge.
 
     Example:
         >>> import torch, gradwire as gw
@@ -97,12 +98,12 @@ class GRandK(Wrapper):
     def declare(self) -> Traits:
         return replace(
             super().declare(),
-            # The compressor's, and the one that looks for what is not finite.
+            # The family "signs" finds values that are not finite.
             kernels=tuple(dict.fromkeys((*self.compressor.traits.kernels, "signs"))),
             sends_parts=self.cycle > 1,
             unbiased=False,
             unbiased_note="no; with rescale=True over a cycle",
-            # The compressor's, of an element when it is sent; None where it is multiplied.
+            # The compressor's bound, when an element is sent; None if it is multiplied.
             worst_step=None if self.rescale else self.compressor.traits.worst_step,
         )
 
@@ -115,19 +116,19 @@ class GRandK(Wrapper):
 
 
 class _PartsOfCycles:
-    """Part t mod C of a permutation in round t, and a new permutation after C rounds."""
+    """Choice of part t mod C of a permutation in round t, with a new permutation after C rounds."""
 
     def __init__(self, shuffle: FeistelPermutation, rescale: bool) -> None:
         self._shuffle, self.slots = shuffle, shuffle.slots
         self.factor = [shuffle.parts if rescale else 1.0] * len(shuffle.slots)
 
     def choose(self, round: int) -> Chosen:
-        """Return the elements of a round, and the slots that they go to."""
+        """Return the elements of a round, and their slots."""
         return self._shuffle.part(*divmod(round, self._shuffle.parts))
 
 
 def _draws_alone(inner: object) -> bool:
-    """Return whether a method is an operator on one vector whose payload is its own, or one with shared scales."""
+    """Return whether a method is an operator on one vector, with its own payload or with shared scales."""
     if not isinstance(inner, Method):
         return False
     return inner.traits.shares_scales or (inner.as_operator is not None and inner.cast_dtype is None)

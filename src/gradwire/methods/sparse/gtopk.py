@@ -1,4 +1,4 @@
-"""gTop-k: payloads merged pair by pair, each merge keeping the largest."""
+"""gTop-k: sparse payloads merged in pairs, where each merge keeps the largest elements."""
 
 from __future__ import annotations
 
@@ -20,37 +20,37 @@ from gradwire.methods.sparse.top_k import TopK
 
 @dataclass(frozen=True, kw_only=True)
 class GTopK(ResidualAlgorithm):
-    r"""gTop-k: workers' largest elements merged pair by pair, every merge keeping the k largest, with error feedback.
+    r"""gTop-k: workers' largest elements merged in pairs, where each merge keeps the k largest, with error feedback.
 
     With p_i = g_i + e_i of d elements and k = max(1, floor(density d))::
 
         x_i = TopK_k(p_i)      x <- TopK_k(x_low + x_high)  in each merge      mean = x / N      e_i <- p_i - sent_i
 
-    A message has k elements however many workers there are, and each worker sends log2(N) of them where a gather sends
-    N - 1. The outcome has k elements at most, the same on all workers: nearly the k largest of the sum of all x_i, but
-    not exactly, since what a merge leaves out may have grown in a later one.
+    A message has k elements whatever the number of workers, and each worker sends log2(N) messages, where a gather
+    sends N - 1. The outcome has at most k elements, the same on all workers: nearly the k largest of the sum of all
+    x_i, but not exactly, since an element left out of a merge could have grown in a later one.
 
-    ``sent_i`` is x_i less what was left out of the merges of which worker i keeps the rest: the first of all the
-    workers that do the same merge. So the sum over workers of ``sent_i`` is the outcome, and nothing is lost. The
-    paper's workers put back what is not in the outcome and forget what was left out on the way of elements that are in
-    it: with four workers or more, mass is lost.
+    ``sent_i`` is x_i minus the elements left out of the merges for which worker i is responsible: for each merge the
+    first of the workers that compute it. So the sum over workers of ``sent_i`` is the outcome, and nothing is lost. In
+    the paper workers keep only elements that are not in the outcome, so with four workers or more, parts of elements
+    that were left out of a merge and are in the outcome are lost.
 
     Args:
         density: Share k/d of the elements, above 0 to 1; the paper: 0.001.
-        blocks: "model": the largest of all parameters together, as the authors' program does, which needs the whole
-            step; or "parameter": those of each.
-        values: How values travel: ``FP32()``, ``BF16()``, or an operator with levels that is a contraction, as for
-            :class:`TopK`; every merge rounds once more. What rounding loses is kept, too.
-        momentum: Applied before compression, as :class:`ErrorFeedback` describes; above 0 the optimizer must have
+        blocks: "model", the largest of all parameters together, as in the authors' program, which needs the whole
+            gradient; or "parameter", the largest of each.
+        values: Encoding of values: ``FP32()``, ``BF16()``, or an operator with levels that is a contraction, as for
+            :class:`TopK`. Every merge rounds once more; the rounding error is added to the residual.
+        momentum: Momentum applied before compression, see :class:`ErrorFeedback`; if above 0 the optimizer must have
             none.
 
     Raises:
-        HyperparameterError: a field is out of range, or ``values`` is no contraction.
+        HyperparameterError: a field is out of range, or ``values`` is not a contraction.
 
-    With the option ``collective="two_shot_merged"``, and ``blocks="model"``, the elements are dealt to the workers in
-    shares. Each worker merges all workers' k / N largest of its own share and tells all others the k / N largest of
-    their sum: a worker sends less than 2 k elements, whatever N, where the tree sends k log2(N). The outcome then has
-    the largest of each share instead of the largest of all.
+    With the option ``collective="two_shot_merged"``, and ``blocks="model"``, every worker owns a share of the elements.
+    It merges all workers' k / N largest of its share and sends the k / N largest of their sum to all others: a worker
+    sends fewer than 2 k elements, whatever N, where the tree sends k log2(N). The outcome then has the largest of each
+    share instead of the largest of all.
 
     Wire: payloads of :class:`TopK`, by recursive doubling or by shares (``docs/wire-format.md``), for any number of
     workers.
@@ -91,11 +91,11 @@ class GTopK(ResidualAlgorithm):
     def declare(self) -> Traits:
         return replace(
             super().declare(),
-            # The paper's tree, and where elements of all parameters are compared, owners who merge shares of these.
+            # The paper's tree or, if elements of all parameters are compared, owners who merge shares.
             collectives=("tree", "two_shot_merged") if (self.blocks == "model") else ("tree",),
-            # Whether elements of all parameters are compared.
+            # True if elements of all parameters are compared.
             whole_step=(self.blocks == "model"),
-            # Whether elements of all parameters are compared.
+            # True if elements of all parameters are compared.
             joined=self.blocks == "model",
             kernels=self.operator.traits.kernels,
             unbiased=False,
@@ -103,12 +103,12 @@ class GTopK(ResidualAlgorithm):
         )
 
     def usual_collective(self, world_size: int) -> str | None:
-        # The paper's, whose outcome is another one.
+        # The paper's tree is the default, since the other protocol has another outcome.
         return "tree" if self.traits.joined else None
 
     @property
     def operator(self) -> TopK:
-        """The operator of each worker, and of each merge."""
+        """Operator of each worker, and of each merge."""
         return TopK(density=self.density, blocks=self.blocks, values=self.values)
 
     def caution(self, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> str | None:

@@ -1,4 +1,4 @@
-"""The codec of random elements that each worker draws for itself."""
+"""Random-k: random elements of every parameter, shared or private to each worker."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RandomSparseSummary:
-    """Whose choice a payload has."""
+    """Draw of a payload's choice."""
 
     draw: Draw | None = None
     shared: torch.Tensor | None = None
@@ -40,15 +40,15 @@ class RandomSparseSummary:
 
 
 class RandomSparseCodec(Codec):
-    """The values of the elements that :class:`RandomElements` draws for the sender's rank; a receiver draws them too.
+    """Codec of the values of elements that :class:`RandomElements` draws for the sender, as receivers do, too.
 
-    A parameter with an infinity or a NaN anywhere, drawn or not, has +inf as its first value, and where a first value
-    is not finite the whole mean of its parameter is +inf.
+    If a parameter has an infinity or a NaN anywhere, drawn or not, its first value is +inf, and if a first value is not
+    finite the whole mean of its parameter is +inf.
 
     Args:
-        elements: What is drawn.
-        values: How values travel.
-        factor: By which the mean of each segment's elements is multiplied.
+        elements: Draws the elements.
+        values: Encoding of the values.
+        factor: Factor for the mean of each segment's elements.
     """
 
     grain = units = 1
@@ -110,7 +110,7 @@ class RandomSparseCodec(Codec):
         return self.values.read(row[: self.values.bytes(self.elements.slots)], tuple(self.elements.slots))
 
     def _add(self, row: torch.Tensor, draw: Draw, weight: float, flat: torch.Tensor) -> torch.Tensor:
-        """Add a payload's values, times the weight, to the elements of its sender; return them."""
+        """Add a payload's values, times the weight, to the elements of its sender, and return the values."""
         values = self._read(row) * (self._factor * weight)
         flat.index_add_(0, self._places(draw), values)
         return values
@@ -124,35 +124,35 @@ def _draw(summary: Summary) -> Draw:
 
 @dataclass(frozen=True, kw_only=True)
 class RandK(Method):
-    r"""Random-k: k random elements of every parameter, drawn anew in every round, and zeros in place of the others.
+    r"""Random-k: k random elements of every parameter, drawn anew in every round; the others become zero.
 
-    Of a parameter with d elements, k = max(1, floor(density d)), without replacement::
+    For a parameter with d elements, k = max(1, floor(density d)) are drawn without replacement::
 
         C(x)_i = x_i  for i in S, |S| = k,  0 elsewhere         E |C(x) - x|^2 = (1 - k/d) |x|^2
 
-    No byte says which elements these are: receivers draw them, too. With ``coordinates="shared"`` all workers have the
-    same ones, so that k values travel as a parameter of k elements would, by an all-reduce where they are float32.
-    With ``"private"`` ones every worker has its own, the mean of N workers has more elements, and all workers gather
-    all values.
+    Positions are not sent: receivers draw them, too. With ``coordinates="shared"`` all workers draw the same, so the k
+    values are exchanged as a parameter of k elements, by an all-reduce if they are float32. With ``"private"`` every
+    worker draws its own, the mean of N workers has more elements, and all workers gather all values.
 
-    ``rescale`` multiplies by d / k: unbiased, with a variance of (d/k - 1) |x|^2. Without it, use
-    ``ErrorFeedback(compressor=RandK())``; rescaled elements under error feedback diverge, so that it refuses them.
+    ``rescale`` multiplies by d / k, which is unbiased, with a variance of (d/k - 1) |x|^2. Without it, use
+    ``ErrorFeedback(compressor=RandK())``. Error feedback refuses rescaled elements, with which it would diverge.
 
-    What is not sent is looked at all the same: an infinity or a NaN anywhere in a parameter, on any worker, makes its
-    outcome +inf everywhere on all.
+    Unsent elements are checked, too: an infinity or a NaN anywhere in a parameter, on any worker, makes the whole
+    parameter +inf on all workers.
 
     Args:
         density: Share k/d of the elements, above 0 to 1.
         coordinates: "shared" or "private".
-        contiguous: Whether they are neighbours, from a random one on, around the end of the parameter (a random block).
-        rescale: Whether the outcome is multiplied by d / k.
-        values: How they travel: ``FP32()``, ``BF16()`` or, of shared ones, ``FP16()`` or any operator on one
-            vector, or of private ones an operator with levels such as ``QSGDinf()``.
+        contiguous: True for a random block: consecutive elements from a random one on, wrapping at the end of the
+            parameter.
+        rescale: True to multiply the outcome by d / k.
+        values: Encoding of values: ``FP32()``, ``BF16()`` or, if shared, ``FP16()`` or any operator on one vector, or,
+            if private, an operator with levels such as ``QSGDinf()``.
 
     Raises:
         HyperparameterError: a field is out of range.
 
-    Wire: the values alone (``docs/wire-format.md``). Draws from the shared stream, or the rank's.
+    Wire: the values only (``docs/wire-format.md``). Draws from the shared stream, or the rank's.
 
     Reference: S. U. Stich, J.-B. Cordonnier, M. Jaggi, "Sparsified SGD with Memory", NeurIPS 2018; shared coordinates
     and blocks as in T. Vogels, S. P. Karimireddy, M. Jaggi, "PowerSGD", NeurIPS 2019, section 5.
@@ -217,23 +217,23 @@ class RandK(Method):
         return replace(
             super().declare(),
             same_elements=not self.private,
-            # A gather of private elements; else those of the values.
+            # Private elements are gathered.
             collectives=("all_gather",) if self.private else self.values.traits.collectives,
             re_encoding=not self.private and self.values.traits.re_encoding,
             cut=1 << 40,
             share_cut=1 << 40,
-            # Those of the values, and the one that looks for what is not finite.
+            # The family "signs" finds values that are not finite.
             kernels=tuple(dict.fromkeys((*self.values.traits.kernels, "signs"))),
-            # Whether it is rescaled, and its values are unbiased.
+            # Unbiased if rescaled with unbiased values.
             unbiased=self.rescale and self.values.traits.unbiased,
-            # That ``rescale`` makes it unbiased, where it is not set.
+            # If ``rescale`` is not set, the note says that it makes the method unbiased.
             unbiased_note=None if self.rescale else "no; with rescale=True",
             omega_formula="(1 + omega of the values) d/k - 1" if self.rescale else None,
         )
 
     @property
     def private(self) -> bool:
-        """Whether each worker draws elements of its own."""
+        """True if each worker draws its own elements."""
         return self.coordinates == "private"
 
     @property
@@ -241,13 +241,13 @@ class RandK(Method):
         return None if self.rescale else "k/d times that of the values"
 
     def kept(self, numel: int) -> int:
-        """Return the elements k of a parameter with ``numel`` elements."""
+        """Return k, the number of elements kept of ``numel``."""
         return max(1, int(self.density * numel))
 
     def omega_of(self, numel: int | None = None) -> float | None:
         if not self.rescale:
             return None
-        # Of a number of elements that is not known, floor(y) > y / 2 of y = density d above 1 are kept.
+        # For an unknown number of elements, floor(y) > y / 2 are kept if y = density d is above 1.
         share = (self.density / 2 if self.density < 1 else 1.0) if numel is None else self.kept(numel) / numel
         inner = self.values.omega_of(None if numel is None else self.kept(numel))
         return None if inner is None else (1 + inner) / share - 1
@@ -293,7 +293,7 @@ class RandK(Method):
 
 
 class _SharedElements:
-    """The same elements on all workers, anew in every round."""
+    """Choice of the same elements on all workers, anew in every round."""
 
     def __init__(self, elements: RandomElements, factor: list[float]) -> None:
         self._elements, self.slots, self.factor = elements, elements.slots, factor

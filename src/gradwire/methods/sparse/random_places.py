@@ -1,4 +1,4 @@
-"""Permutations that all ranks draw alike, read a part at a time, without storing one."""
+"""Random permutations and subsets that all ranks compute identically, without storing a permutation."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from gradwire.kernels.philox import philox
 from gradwire.seeds import SHARED
 
 TURNS = 6
-"""Of the network. After four, neighbours share a part more often than by chance: six deviations in 4000 draws."""
+"""Turns of the network. After four, neighbours share a part too often: by six deviations in 4000 draws."""
 
 TILE = 1 << 16
-"""Places worked on at once, so that all that is in between stays in the cache."""
+"""Places computed at once, so that temporaries stay in the cache."""
 
 LARGE = 1 << 12
-"""Places of one parameter from which on it is worked on alone: what differs between parameters then is one number."""
+"""Number of places from which a parameter is computed separately, with scalars instead of vectors of its constants."""
 
 _WORD = 0xFFFFFFFF
 
@@ -30,8 +30,8 @@ Integers: TypeAlias = npt.NDArray[np.int64]
 class FeistelPermutation:
     """A fresh permutation of each parameter's elements in every cycle, cut into ``parts`` parts of nearly equal size.
 
-    Part t of n elements is what places ``floor(t n / parts) .. floor((t + 1) n / parts)`` of the permutation hold. It
-    fills the first of ``ceil(n / parts)`` slots, of which at most one stays empty.
+    Part t of n elements has the elements at places ``floor(t n / parts) .. floor((t + 1) n / parts)`` of the
+    permutation. It fills the first of ``ceil(n / parts)`` slots; at most one slot is empty.
 
     The permutation is a Feistel network on pairs (l, r) with ``place = l b + r``, a = ceil(sqrt(n)), b = ceil(n / a)::
 
@@ -39,16 +39,16 @@ class FeistelPermutation:
         odd turns:   r <- (r + F(l)) mod b          F(v) = floor(mix((k v + m) mod 2^32) b / 2^32)
 
     (mix is the finaliser of MurmurHash3), applied again while l b + r >= n, which happens for one in sqrt(n) or fewer.
-    So the element at any place is found without the others: a part costs time and memory of its own size, no rank
-    stores anything, and nothing depends on how parameters lie. Of turn i, k and m are words 2 (i mod 2) and
-    2 (i mod 2) + 1 of Philox block i div 2 with the parameter's key, the cycle in place of the round, and a stream, by
-    default the shared one; k with its lowest bit set.
+    So the element at any place is computed without the others: a part takes time and memory of its own size, no rank
+    stores anything, and nothing depends on the layout. For turn i, k and m are words 2 (i mod 2) and 2 (i mod 2) + 1 of
+    Philox block i div 2 with the parameter's key, the cycle in place of the round, and a stream, by default the shared
+    one; the lowest bit of k is set.
 
     Args:
-        numel: Elements of each parameter, below 2^40; none is empty.
+        numel: Number of elements of each parameter, above 0 and below 2^40.
         key: Philox key of each parameter.
-        parts: Of a cycle.
-        slots: Elements of each parameter that :meth:`first` names, where there are no parts.
+        parts: Number of parts of a cycle.
+        slots: Number of elements of each parameter that :meth:`first` returns, if there are no parts.
 
     Reference: J. Black, P. Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002, sections 4 and 5.
 
@@ -75,8 +75,8 @@ class FeistelPermutation:
         """Return the elements of one part, parameter after parameter, each counted within its parameter.
 
         Returns:
-            An element for each slot, int64 ``[sum of slots]``, and the slots that hold one, ascending; None: all. What
-            an empty slot names has no meaning.
+            An element for each slot, int64 ``[sum of slots]``, and the filled slots, ascending, or None for all. The
+            element of an empty slot has no meaning.
         """
         begin = part * self._shape[0] // self.parts
         count = (part + 1) * self._shape[0] // self.parts - begin
@@ -120,7 +120,7 @@ class FeistelPermutation:
 
 
 def _batches(slots: Sequence[int]) -> tuple[list[Integers], list[int]]:
-    """Tell which parameters are worked on together, a tile at most, and which alone, since they fill much of one."""
+    """Return the parameters to compute together, at most a tile at a time, and those to compute alone."""
     together: list[list[int]] = []
     alone, room = [], 0
     for i, count in enumerate(slots):
@@ -136,7 +136,7 @@ def _batches(slots: Sequence[int]) -> tuple[list[Integers], list[int]]:
 
 
 def _permute(place: Integers, owner: Integers | int, shape: Integers, words: npt.NDArray[np.uint32]) -> Integers:
-    """Return the elements that lie at some places of the permutations of the parameters that own them, or of one's."""
+    """Return the elements at some places in the permutations of the owning parameters, or of one parameter."""
     found = _network(place, owner, shape, words)
     numel = shape[0, owner]
     while len(beyond := np.flatnonzero(found >= numel)):
@@ -146,7 +146,7 @@ def _permute(place: Integers, owner: Integers | int, shape: Integers, words: npt
 
 
 def _network(place: Integers, owner: Integers | int, shape: Integers, words: npt.NDArray[np.uint32]) -> Integers:
-    """Permute the numbers below rows times columns, those of each place's owner, with that one's words."""
+    """Permute numbers below rows times columns, with the shape and the words of each place's owner."""
     _, rows, columns = shape[:, owner]
     high = place // columns
     left, right = high.astype(np.uint32), (place - high * columns).astype(np.uint32)
@@ -162,24 +162,24 @@ def _network(place: Integers, owner: Integers | int, shape: Integers, words: npt
         wide >>= np.uint64(32)
         np.copyto(mixed, wide, casting="unsafe")
         target += mixed
-        # What is below the size wraps around to something larger.
+        # The difference of a number below the size wraps around to a larger one.
         np.minimum(target, np.subtract(target, size.astype(np.uint32), out=other), out=target)
     permuted: Integers = left.astype(np.int64) * columns + right
     return permuted
 
 
 class RandomElements:
-    """k elements of each parameter, drawn anew in every round for a stream.
+    """Draws k elements of each parameter, anew in every round, for a stream.
 
     They are those at the first k places of a :class:`FeistelPermutation`, a uniform choice without replacement; or a
-    run of neighbours with a uniform start, which goes on from the first element behind the last: of d elements the
-    start is ``floor(w d / 2^64)``, w the words 0 (low) and 1 of Philox block 0.
+    run of consecutive elements with a uniform start, which wraps at the end: for d elements the start is
+    ``floor(w d / 2^64)``, w the words 0 (low) and 1 of Philox block 0.
 
     Args:
-        numel: Elements of each parameter.
+        numel: Number of elements of each parameter.
         key: Philox key of each parameter.
         counts: k of each parameter.
-        contiguous: Whether they are a run.
+        contiguous: True for a run.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Thresholds that a share of magnitudes exceeds, estimated from their moments by fitting a distribution."""
+"""SIDCo: elements above a threshold, estimated by fitting a distribution to the magnitudes."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ if TYPE_CHECKING:
 
 
 FIRST_TAIL = 0.25
-"""The share that the first of several stages aims at."""
+"""Target share of the first of several stages."""
 
 FEWEST = 32
-"""Magnitudes that a later stage needs: moments of fewer say little of a tail."""
+"""Least number of magnitudes for a later stage: moments of fewer do not describe a tail."""
 
 PIECE = 1 << 16
-"""Magnitudes that are added up at a time, in float64."""
+"""Number of magnitudes that are added up at a time, in float64."""
 
 Magnitudes: TypeAlias = npt.NDArray[np.float32]
 Fit: TypeAlias = Callable[[Magnitudes, float, float], float | None]
-"""``fit(x, base, tail)`` returns what ``x - base`` exceeds with probability ``tail``, as fitted to x > base (float32);
-None where the moments allow no fit."""
+"""``fit(x, base, tail)`` returns the value that ``x - base`` exceeds with probability ``tail``, fitted to x > base
+(float32); None where the moments allow no fit."""
 
 
 def tail_threshold(x: Magnitudes, density: float, model: str, stages: int) -> float | None:
     """Return a threshold that about ``density len(x)`` of the magnitudes exceed.
 
-    Zeros are no part of the fit. With several stages the first aims at :data:`FIRST_TAIL`, and each later one fits the
-    excess over the threshold before it, with equal factors of the share that is left::
+    Zeros are left out of the fit. With several stages the first has the target :data:`FIRST_TAIL`, and each later one
+    fits the excess over the previous threshold, with equal factors of the remaining share::
 
         eta_1 = fit(x, 1/4)     eta_m = eta_(m-1) + fit(x - eta_(m-1) of all x above, (4 density)^(1 / (stages - 1)))
 
@@ -53,7 +53,7 @@ def tail_threshold(x: Magnitudes, density: float, model: str, stages: int) -> fl
         stages: At least 1.
 
     Returns:
-        The threshold; None where a fit degenerates: magnitudes that are all alike, not finite, or too few.
+        The threshold, or None if a fit degenerates: magnitudes are all equal, not finite, or too few.
 
     Reference: A. M. Abdelmoniem et al., MLSys 2021, section 2 and algorithm 1.
 
@@ -128,8 +128,8 @@ def pareto_tail(x: Magnitudes, base: float, tail: float) -> float | None:
 def inverse_gamma_tail(shape: float, tail: float) -> float:
     """Return z with Q(shape, z) = tail, the regularised upper incomplete gamma function.
 
-    Found by bisection of ln z, to within 2^-50 of z where Q is known as well; ``torch.special.gammaincc`` has some
-    1e-13 of relative error.
+    It is found by bisection of ln z, to within 2^-50 of z given Q; ``torch.special.gammaincc`` has a relative error of
+    about 1e-13.
 
     Args:
         shape: Above 0.
@@ -155,13 +155,13 @@ MODELS: dict[str, tuple[Fit, Fit]] = {
     "gamma": (gamma_tail, pareto_tail),
     "pareto": (pareto_tail, pareto_tail),
 }
-"""The fit of the first stage, and that of the excess in later ones."""
+"""Fit of the first stage, and of the excess in later stages."""
 
 
 def _mean(x: Magnitudes, base: float, function: Callable[[npt.NDArray[np.float64]], npt.NDArray[np.float64]]) -> float:
-    """Return the mean of ``function(x - base)``, by sums of fixed pieces that are added up exactly.
+    """Return the mean of ``function(x - base)``, by exact addition of the sums of fixed pieces.
 
-    NumPy adds up a piece in one thread and in an order of its own, so that a vector has one mean on a machine.
+    NumPy adds up a piece in one thread in a fixed order, so that the mean is reproducible on a machine.
     """
     pieces = (x[a : a + PIECE].astype(np.float64) - base for a in range(0, len(x), PIECE))
     return math.fsum(float(function(piece).sum()) for piece in pieces) / len(x)
@@ -172,18 +172,18 @@ def _usable(value: float) -> float | None:
 
 
 SMALL_BLOCK = 100_000
-"""Units of a block below which no distribution is fitted: its last stage would have a few dozens to learn from."""
+"""Number of units of a block below which nothing is fitted: the last stage would have only a few dozen."""
 
 MOST = 1.3
-"""Times the share aimed at that are kept at most."""
+"""Largest number of kept elements over the target number."""
 
 
 class FittedRule(Rule):
-    """All units of a block above an estimated threshold, see :func:`tail_threshold`, and no more than 1.3 k of them.
+    """Rule that keeps all units of a block above an estimated threshold, see :func:`tail_threshold`, at most 1.3 k.
 
-    With k = max(1, floor(density n)) for a block of n units, the 1.3 k largest are kept where more are above. The k
-    largest are kept of blocks of fewer than :data:`SMALL_BLOCK` units, where a fit degenerates, and where nothing is
-    above: what is kept is always that many of the largest, exactly.
+    With k = max(1, floor(density n)) for a block of n units, the 1.3 k largest are kept if more are above. The k
+    largest are kept if the block has fewer than :data:`SMALL_BLOCK` units, if a fit degenerates, and if nothing is
+    above. The kept units are always exactly the largest.
     """
 
     def __init__(self, density: float, model: str, stages: int) -> None:
@@ -207,7 +207,7 @@ class FittedRule(Rule):
         return positions, counts
 
     def thresholds(self, scores: torch.Tensor, table: SegmentTable) -> torch.Tensor:
-        """Return the threshold of each block, float32 ``[blocks]``; +inf where none is estimated."""
+        """Return the threshold of each block, float32 ``[blocks]``, +inf if none is estimated."""
         found = torch.full((len(table),), torch.inf)
         for i, (begin, numel) in enumerate(zip(table.offset.tolist(), table.numel.tolist())):
             if numel >= SMALL_BLOCK:
@@ -221,40 +221,40 @@ class FittedRule(Rule):
 class SIDCo(Sparse):
     r"""SIDCo: the elements above a threshold that is estimated by fitting a distribution to the magnitudes.
 
-    Of a parameter with d elements, about k = density d are kept, without ordering them::
+    About k = density d of a parameter's d elements are kept, without ordering them::
 
         C(x)_i = x_i  where |x_i| >= eta,  0 elsewhere            P(|x_i| > eta) = density  under the model
 
     ``eta`` is a closed form of moments of the magnitudes that are not zero. A single fit is poor far out in the tail,
-    so that it is repeated: the first stage aims at a quarter, and each of the others fits the excess of what is above
-    the threshold so far, by equal factors. How many are above depends on the data. Of normal, gamma, Student and Pareto
-    values, with a density of 0.001, three stages of "exponential" keep 0.7 to 1.2 k, of "pareto" 0.9 to 1.1 k; one
+    so it is repeated: the first stage has a target of a quarter, and each later stage fits the excess over the
+    threshold so far, by equal factors. The number above depends on the data. For normal, gamma, Student and Pareto
+    values and a density of 0.001, three stages of "exponential" keep 0.7 to 1.2 k, and of "pareto" 0.9 to 1.1 k; one
     stage may keep twenty times k, or nothing (``docs/methods/sparse.md``).
 
-    No more than 1.3 k are kept, the largest. Where the fit says nothing, the k largest are kept, as by :class:`TopK`:
-    of parameters with fewer than 100 000 elements, of those whose fit degenerates, and where no element reaches the
-    threshold. So every parameter has at least one element kept, and C is a contraction, if only with delta = 1/d in the
-    worst case; use it as ``ErrorFeedback(compressor=SIDCo())``.
+    At most the 1.3 k largest are kept. The k largest are kept, as by :class:`TopK`, if a parameter has fewer than 100
+    000 elements, if its fit degenerates, or if no element reaches the threshold. So at least one element of every
+    parameter is kept, and C is a contraction, though with delta = 1/d in the worst case. Use it as
+    ``ErrorFeedback(compressor=SIDCo())``.
 
-    The paper adapts the number of stages to what was kept in earlier rounds. That would be a memory, which operators
-    have not; ``stages`` is fixed here.
+    The paper adapts the number of stages to the numbers kept in earlier rounds. Operators have no state, so ``stages``
+    is fixed here.
 
     Args:
-        density: Share k/d that is aimed at, above 0 to 1; the paper: 0.001.
+        density: Target share k/d, above 0 to 1; the paper: 0.001.
         model: Distribution of the magnitudes in the first stage and of the excess in later ones: "exponential" for both
             (the paper's SIDCo-E), "gamma" and generalised Pareto (SIDCo-GP), or generalised "pareto" for both
             (SIDCo-P).
         stages: 1 to 16.
-        blocks: "parameter", or "model": all parameters are one vector, as by default in the authors' program. This
-            needs the whole step.
-        values: How values travel, as for :class:`TopK`.
+        blocks: "parameter"; or "model", all parameters as one vector, the default of the authors' program. This needs
+            the whole gradient.
+        values: Encoding of values, as for :class:`TopK`.
 
     Raises:
         HyperparameterError: a field is out of range.
 
     Gauges: ``density``, the share of the elements that this rank kept.
 
-    Wire: as for :class:`TopK`.
+    Wire: as :class:`TopK`.
 
     Reference: A. M. Abdelmoniem, A. Elzanaty, M.-S. Alouini, M. Canini, "An Efficient Statistical-based Gradient
     Compression Technique for Distributed Training Systems", MLSys 2021.
@@ -306,7 +306,7 @@ class SIDCo(Sparse):
         return "1/d, or k/d below 100 000 elements" + " times that of the values" * rounded
 
     def delta_of(self, numel: int | None = None) -> float | None:
-        """Return the share of one element, or that of the k largest of a parameter that is not fitted."""
+        """Return the share of one element, or of the k largest of a parameter that is not fitted."""
         values = self.values.delta_of(None)
         if values is None:
             return None
@@ -315,5 +315,5 @@ class SIDCo(Sparse):
         return values * (1 / numel if numel >= SMALL_BLOCK else max(1, int(self.density * numel)) / max(1, numel))
 
     def usual_delta_of(self, numel: int | None = None) -> float | None:
-        """Return that of as many of the largest as are aimed at."""
+        """Return the share of the target number of largest elements."""
         return TopK(density=self.density, blocks=self.blocks, values=self.values).delta_of(numel)

@@ -1,4 +1,4 @@
-"""The base of compressors that keep some elements and leave out the others."""
+"""Base class of compressors that keep some elements and leave out the others."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ UNITS = ("element", "row", "kernel")
 
 
 class Sparse(Compressor):
-    """A compressor that keeps units by a rule, with the fields ``unit``, ``blocks`` and ``values``.
+    """Base of compressors that keep units by a rule, with the fields ``unit``, ``blocks`` and ``values``.
 
-    It is no dataclass, so that each method's own fields keep their order in its spec.
+    Not a dataclass, so that each method's own fields keep their order in its spec.
     """
 
     unit: str
@@ -37,14 +37,14 @@ class Sparse(Compressor):
     values: Method
 
     def declare(self) -> Traits:
-        # Those of positions, of the units' norms, and of the values.
+        # Kernels of positions, of the units' norms, and of the values.
         norms = () if self.unit == "element" else ("moments",)
         kernels = ("selection", "indices", *norms, *self.values.traits.kernels)
         return replace(
             super().declare(),
             collectives=("all_gather",),
             cut=1 << 40,
-            # Whether units of all parameters are compared: that needs the gradients of all.
+            # Comparing units of all parameters needs all gradients.
             kernels=tuple(dict.fromkeys(kernels)),
             whole_step=(self.blocks == "model"),
             joined=self.blocks == "model",
@@ -52,17 +52,17 @@ class Sparse(Compressor):
 
     @abstractmethod
     def rule(self) -> Rule:
-        """Return which units are kept."""
+        """Return the rule by which units are kept."""
 
     def block(self) -> int | None:
-        """Return the units of a block, of which the rule chooses by itself; None for all of a parameter."""
+        """Return the number of units of a block, to which the rule is applied; None for all of a parameter."""
         return None
 
     def check_sparse(self) -> None:
-        """Check the fields that all have.
+        """Check the common fields.
 
         Raises:
-            HyperparameterError: one is out of range, or two exclude each other.
+            HyperparameterError: a field is out of range, or two exclude each other.
         """
         owner = type(self).__name__
         require(self.unit in UNITS, owner, f"unit is one of {', '.join(UNITS)}, not {self.unit!r}")
@@ -94,7 +94,7 @@ def check_values(owner: str, values: Method) -> None:
     """Check the field ``values`` of a method that keeps some elements.
 
     Raises:
-        HyperparameterError: it is neither a cast to float32 or bfloat16 nor an operator with levels of its own blocks.
+        HyperparameterError: it is neither a cast to float32 or bfloat16 nor an operator with levels and its own scales.
     """
     fits = cast_of(values) in (torch.float32, torch.bfloat16) or (
         isinstance(values, Method)
@@ -111,7 +111,7 @@ def check_values(owner: str, values: Method) -> None:
 
 
 def sparse_values(operator: Method, kernels: Kernels, segments: Sequence[Segment], seed: int) -> KeptValues:
-    """Return how the values kept of segments travel, by a method that :func:`check_values` has passed."""
+    """Return the encoding of kept values, by a method that :func:`check_values` accepted."""
     if operator.cast_dtype is not None:
         return CastValues(operator.cast_dtype)
     compressor = operator.as_operator
@@ -125,13 +125,14 @@ def sparse_values(operator: Method, kernels: Kernels, segments: Sequence[Segment
 
 
 def unit_length(unit: str, parameter: Parameter) -> int:
-    """Return the elements of a unit of a parameter.
+    """Return the number of elements of a unit of a parameter.
 
-    A row is what one index of the first dimension selects, a kernel what one index of the first two selects where there
-    are at least three dimensions; of parameters with fewer, a kernel is an element, and so is a row of a vector.
+    A row has one index of the first dimension. A kernel has one index of each of the first two dimensions if there are
+    at least three, and is an element otherwise; a row of a vector is an element, too.
 
     Raises:
-        IncompatibleError: a unit's elements are not neighbours in memory, as kernels of ``channels_last`` parameters.
+        IncompatibleError: a unit's elements are not adjacent in memory, for example kernels of ``channels_last``
+            parameters.
     """
     leading = {"element": len(parameter.shape), "row": 1, "kernel": 2}[unit]
     if len(parameter.shape) <= leading:

@@ -1,4 +1,4 @@
-"""Ascending positions as symbols for an entropy coder, and bits beside them."""
+"""Codec of sparse payloads, its rules and formats: positions of kept units, and their values."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CODED_HEAD = struct.Struct("<I")
 """Bytes of the coded symbols."""
 
 PLAIN = 3
-"""Bits of a gap that its symbol tells: all of a gap below 8, of a larger one the first."""
+"""Leading bits of a gap that its symbol has; a gap below 8 has all of them."""
 
 MOST_SYMBOL = 4 + 4 * (31 - PLAIN) + 3
 """The symbol of gaps of 31 bits that begin with three ones."""
@@ -37,10 +37,10 @@ Integers = npt.NDArray[np.int64]
 
 
 def symbols_of(gaps: Integers) -> tuple[npt.NDArray[np.uint8], Integers]:
-    """Return a symbol for each gap, and how many of its lowest bits the symbol does not tell.
+    """Return a symbol for each gap, and the number of its lowest bits that the symbol leaves out.
 
-    A gap below 8 is its own symbol. A larger one of n bits has n - 3 bits left, and the symbol ``4 (n - 3) + 4`` plus
-    the number that its second and third bit are: four symbols for each length.
+    A gap below 8 is its own symbol. A larger one of n bits leaves out n - 3 bits and has the symbol ``4 (n - 3) + 4``
+    plus the number in its second and third bit: four symbols for each length.
 
     Example:
         >>> symbols, left = symbols_of(np.array([0, 7, 8, 9, 10, 1000]))
@@ -53,17 +53,17 @@ def symbols_of(gaps: Integers) -> tuple[npt.NDArray[np.uint8], Integers]:
 
 
 def gaps_of(index: torch.Tensor) -> Integers:
-    """Return the number of positions that are left out before each of ``index``."""
+    """Return the number of positions skipped before each of ``index``."""
     before = torch.cat([torch.tensor([-1]), index.long()])[: len(index)]
     gaps: Integers = (index.long() - before - 1).numpy()
     return gaps
 
 
 def encode_gaps(index: torch.Tensor, coder: Coder) -> torch.Tensor:
-    """Return the bytes of ascending positions (int32): the coded symbols of their gaps, then the bits that are left.
+    """Encode ascending positions (int32): the coded symbols of their gaps, then the remaining bits.
 
-    The gap before a position is the number of positions left out there, as in :mod:`gradwire.kernels.indices`. Bits are
-    packed from the lowest of each byte up, those of a gap from its lowest.
+    The gap before a position is the number of positions skipped, as in :mod:`gradwire.kernels.indices`. Bits are packed
+    from the lowest of each byte up, lowest bit of a gap first.
     """
     gaps = gaps_of(index)
     symbols, left = symbols_of(gaps)
@@ -76,10 +76,10 @@ def encode_gaps(index: torch.Tensor, coder: Coder) -> torch.Tensor:
 
 
 def decode_gaps(data: torch.Tensor, coder: Coder, count: int, numel: int) -> torch.Tensor:
-    """Return the ``count`` positions (int32) that :func:`encode_gaps` has written.
+    """Decode ``count`` positions (int32) written by :func:`encode_gaps`.
 
     Raises:
-        PayloadError: ``data`` is not what it writes for any ``count`` positions below ``numel``.
+        PayloadError: ``data`` does not encode ``count`` positions below ``numel``.
     """
     used = (
         CODED_HEAD.unpack(data[: CODED_HEAD.size].numpy().tobytes())[0] if len(data) >= CODED_HEAD.size else len(data)
@@ -105,13 +105,13 @@ def decode_gaps(data: torch.Tensor, coder: Coder, count: int, numel: int) -> tor
 
 
 def _bits(left: Integers) -> tuple[Integers, Integers]:
-    """Return of each bit beside the symbols whose it is, and its place there."""
+    """Return for each remaining bit its gap, and its place there."""
     owner = np.repeat(np.arange(len(left)), left)
     return owner, np.arange(len(owner)) - np.repeat(np.cumsum(left) - left, left)
 
 
 HEAD = struct.Struct("<IIIBBH")
-"""Bytes of the section, units kept, bytes of their positions, format of these, its parameter, two bytes of zeros."""
+"""Bytes of the section, units kept, bytes of their positions, their format, the format's parameter, two zero bytes."""
 
 CODED = len(FORMATS)
 """The format of positions whose gaps are entropy-coded, see :mod:`gradwire.methods.sparse.sparse_codec`."""
@@ -120,12 +120,12 @@ MOST_UNITS = 2**31 - 1
 
 
 class Rule(ABC):
-    """Which units of a worker's vector are kept.
+    """Rule by which units of a worker's vector are kept.
 
     Attributes:
-        fixed: Whether as many as :meth:`most` are kept of every vector.
-        gauges: What is reported of a round: "density", the share of the elements that is kept, or "elements", how many
-            are kept of a block on average.
+        fixed: True if every vector keeps exactly :meth:`most` units.
+        gauges: Values reported for a round: "density", the share of the elements that is kept, or "elements", the mean
+            number kept of a block.
     """
 
     fixed: bool = False
@@ -133,17 +133,17 @@ class Rule(ABC):
 
     @abstractmethod
     def most(self, table: SegmentTable) -> torch.Tensor:
-        """Return the most units that may be kept of each block, int64 ``[blocks]``."""
+        """Return the maximum number of units kept of each block, int64 ``[blocks]``."""
 
     @abstractmethod
     def choose(
         self, kernels: Kernels, scores: torch.Tensor, table: SegmentTable, draw: Draw
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the positions kept, int32, ascending within their block, and how many there are of each block."""
+        """Return the kept positions, int32, ascending within their block, and their number in each block."""
 
 
 class LargestRule(Rule):
-    """Of each block of n units max(1, floor(density n)), those of the largest magnitude; of equal ones the first."""
+    """Rule that keeps the max(1, floor(density n)) largest magnitudes of each block of n units, first ones first."""
 
     fixed = True
     gauges = ()
@@ -164,7 +164,7 @@ class LargestRule(Rule):
 
 
 class AboveRule(Rule):
-    """All units whose magnitude is at least a threshold."""
+    """Rule that keeps all units whose magnitude is at least a threshold."""
 
     def __init__(self, threshold: float) -> None:
         self.threshold = threshold
@@ -190,7 +190,7 @@ def choose_above(
 
 @dataclass(eq=False)
 class SparseSummary:
-    """What a decoder leaves for the outcome: nothing is measured before the units are chosen."""
+    """State of a decoder; nothing is measured before the units are chosen."""
 
     finite: bool = True
     shared: torch.Tensor | None = None
@@ -200,16 +200,15 @@ class SparseSummary:
 
 
 class SparseCodec(MergeableCodec):
-    """Positions of the units that are kept, in the shortest of several formats, and the values of their elements.
+    """Codec of the positions of kept units, in the shortest of several formats, and the values of their elements.
 
-    A payload is a head of 16 bytes, the positions of the units kept among all units, zeros up to a multiple of 16, and
-    the values. It is one section of all parameters of a bucket: none is cut, so that what is kept does not depend on
-    chunks.
+    A payload is a header of 16 bytes, the positions of the kept units, zeros up to a multiple of 16, and the values. It
+    is one section for all parameters of a bucket, which are not cut, so that the choice does not depend on chunks.
 
     Args:
-        units: What is kept or left out as a whole.
-        block: Units of a block, for which ``rule`` chooses by itself; None: a segment.
-        values: How values travel.
+        units: Units that are kept or left out.
+        block: Number of units of a block, to which ``rule`` is applied; None: a segment.
+        values: Encoding of the values.
     """
 
     grain = 1
@@ -242,7 +241,7 @@ class SparseCodec(MergeableCodec):
         self._bound = HEAD.size + padded(self._index_bytes) + padded(values.bytes(counts))
 
     def use_coder(self, coder: Coder) -> None:
-        # Positions alone are coded, where that is shorter than every other format.
+        # Only positions are coded, if that is shorter than every other format.
         self.coder = coder
 
     def packing(self, units: int) -> Packing:
@@ -286,10 +285,10 @@ class SparseCodec(MergeableCodec):
         out[: HEAD.size] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
 
     def read(self, row: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the units that a payload names, int32, and the values of their elements.
+        """Return the units of a payload, int32, and the values of their elements.
 
         Raises:
-            PayloadError: :meth:`write` does not write it.
+            PayloadError: the payload is malformed.
         """
         used, count, size, form, parameter, nothing = HEAD.unpack(row[: HEAD.size].numpy().tobytes())
         end = HEAD.size + padded(size)
@@ -308,7 +307,7 @@ class SparseCodec(MergeableCodec):
         return chosen, self.values.read(row[end:used], counts)
 
     def merge(self, rows: Sequence[torch.Tensor], draw: Draw, out: torch.Tensor) -> LeftOut:
-        """Add values of units that several have, and keep the largest, no more of each block than a rank may send.
+        """Add the values of equal units, and keep the largest of each block, as many as a rank may send.
 
         Units are single elements. Values of one unit are added in the order of the rows.
         """

@@ -1,4 +1,4 @@
-"""What a sparse method keeps or leaves out as a whole: elements, or runs of neighbouring ones."""
+"""Units of sparse methods, elements or runs of adjacent elements, and encodings of their values."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
 
 
 class UnitTable:
-    """The units of whole parameters in a flat vector, numbered through in the order of the segments.
+    """Units of whole parameters in a flat vector, numbered in the order of the segments.
 
     Args:
         segments: The parameters.
-        length: Elements of a unit of each segment; they divide the segment's.
+        length: Number of elements of a unit for each segment, which divides the segment's length.
 
     Attributes:
-        units: Their number.
-        elements: Elements of all.
-        single: Whether each is one element.
+        units: Number of units.
+        elements: Number of elements of all units.
+        single: True if each unit is one element.
         first: Number of units before each segment, int64 ``[segments + 1]``.
-        runs: Where the segments lie, see :func:`joined_runs`.
+        runs: Runs of the segments, see :func:`joined_runs`.
     """
 
     def __init__(self, segments: Sequence[Segment], length: Sequence[int]) -> None:
@@ -45,9 +45,9 @@ class UnitTable:
         self.runs = joined_runs(segments)
 
     def blocks(self, size: int | None) -> SegmentTable:
-        """Cut the units of each segment into blocks of ``size`` units, a row each, where :meth:`score` puts them.
+        """Return the table of blocks of ``size`` units, one row a block, in the layout of :meth:`score`.
 
-        None stands for one block a segment.
+        With None each segment is one block.
         """
         begin, numel = [], []
         for i, (a, b) in enumerate(zip(self.first[:-1].tolist(), self.first[1:].tolist())):
@@ -58,9 +58,9 @@ class UnitTable:
         return SegmentTable(starts, counts, np.zeros_like(starts), np.zeros((len(starts), 2), np.uint32))
 
     def score(self, kernels: Kernels, flat: torch.Tensor) -> torch.Tensor:
-        """Return the magnitude of each unit, as an element of what :meth:`blocks` describes: its Euclidean norm.
+        """Return the Euclidean norm of each unit, in the layout of :meth:`blocks`.
 
-        That of a unit with a value that is not finite is +inf. Single elements are their own score, sign included.
+        It is +inf if a value is not finite. A single element is its own score, with its sign.
         """
         if self.single:
             return flat
@@ -71,7 +71,7 @@ class UnitTable:
         return torch.where(torch.isfinite(moments.max_abs), moments.norm.to(torch.float32), torch.inf)
 
     def places(self, chosen: torch.Tensor) -> torch.Tensor:
-        """Return the places in the flat vector of all elements of units, given ascending, int64."""
+        """Return the places of all elements of ascending units in the flat vector, int64."""
         if self._joined:
             return chosen + int(self.offset[0]) if len(self.offset) else chosen.long()
         segment = self._segments(chosen)
@@ -84,12 +84,12 @@ class UnitTable:
         return torch.repeat_interleave(begin, length) + within
 
     def counts(self, chosen: torch.Tensor) -> tuple[int, ...]:
-        """Return how many elements of each segment the units hold, which are given ascending."""
+        """Return the number of elements that ascending units have in each segment."""
         cuts = np.searchsorted(chosen.numpy(), self.first)
         return tuple((np.diff(cuts) * self.length).tolist())
 
     def lengths(self, chosen: torch.Tensor) -> torch.Tensor:
-        """Return how many elements each unit has, int64."""
+        """Return the number of elements of each unit, int64."""
         if self.single:
             return torch.ones(len(chosen), dtype=torch.int64)
         return torch.from_numpy(self.length)[self._segments(chosen)]
@@ -100,27 +100,27 @@ class UnitTable:
 
 
 BoundCodec: TypeAlias = Callable[[Sequence[Segment]], Codec]
-"""Binds an operator to segments of which one worker is to encode and to decode the codes."""
+"""Binds an operator to segments, for one worker to encode and decode."""
 
 
 class KeptValues(ABC):
-    """The values of a payload, given how many each segment has (``counts``)."""
+    """Encoding of a payload's values; ``counts`` is their number in each segment."""
 
     @abstractmethod
     def bytes(self, counts: Sequence[int]) -> int:
-        """Return the bytes that they take."""
+        """Return the size of the encoded values in bytes."""
 
     @abstractmethod
     def write(self, values: torch.Tensor, counts: tuple[int, ...], draw: Draw, out: torch.Tensor) -> None:
-        """Write them into ``out``, which has so many bytes."""
+        """Encode the values into ``out``, which has that size."""
 
     @abstractmethod
     def read(self, data: torch.Tensor, counts: tuple[int, ...]) -> torch.Tensor:
-        """Return them in float32, from bytes that may start anywhere."""
+        """Decode the values to float32, from bytes at any alignment."""
 
 
 class NoValues(KeptValues):
-    """None: a payload of positions alone."""
+    """No values: a payload of positions."""
 
     def bytes(self, counts: Sequence[int]) -> int:
         return 0
@@ -133,7 +133,7 @@ class NoValues(KeptValues):
 
 
 class CastValues(KeptValues):
-    """Each value in a dtype, rounded to nearest, one after the other."""
+    """Values rounded to nearest in a dtype."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -149,7 +149,7 @@ class CastValues(KeptValues):
 
 
 class SignedValues(KeptValues):
-    """The mean magnitude of each segment's values, float32, and a bit a value: 1 for those below zero."""
+    """The mean magnitude of each segment's values, float32, and one bit a value: 1 if it is below zero."""
 
     def bytes(self, counts: Sequence[int]) -> int:
         return 4 * len(counts) + -(-sum(counts) // 8)
@@ -169,10 +169,10 @@ class SignedValues(KeptValues):
 
 
 class BinnedValues(KeptValues):
-    """Each segment's values in 2^bits bins of equal width about their mean, and the mean of each bin, float32.
+    """The bin of each value, among 2^bits of equal width about the segment's mean, and each bin's mean, float32.
 
     A bin is ``width / 2^bits`` standard deviations wide, and the first and the last one are open. An empty bin's mean
-    is 0, and of values without deviation all lie in one.
+    is 0, and values without deviation are all in one bin.
     """
 
     def __init__(self, bits: int, width: float) -> None:
@@ -199,7 +199,7 @@ class BinnedValues(KeptValues):
         return means[bins * segments + codes]
 
     def _bins(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return each value's bin, and the bins' means."""
+        """Return the bin of each value, and the means of the bins."""
         bins, middle = 2**self.bits, 2 ** (self.bits - 1)
         means, counts = torch.zeros(bins, dtype=torch.float64), torch.zeros(bins, dtype=torch.float64)
         if not len(values):
@@ -213,11 +213,11 @@ class BinnedValues(KeptValues):
 
 
 class CodedValues(KeptValues):
-    """The values of each segment as a vector of their own, encoded by an operator.
+    """The values of each segment as a vector, encoded by an operator.
 
     Args:
         bind: Binds the operator.
-        names: Of the segments, on which its random numbers depend.
+        names: Names of the segments, on which random numbers depend.
     """
 
     def __init__(self, bind: BoundCodec, names: Sequence[str]) -> None:
@@ -239,7 +239,7 @@ class CodedValues(KeptValues):
         return values
 
     def _codec(self, counts: tuple[int, ...]) -> tuple[Codec, Summary]:
-        """Return the codec of so many values, and a summary for its decoder, which reads no more than levels of it."""
+        """Return the codec of so many values, and a summary for its decoder, which reads only the levels."""
         if self._latest is None or self._latest[0] != counts:
             segments, at = [], 0
             for name, count in zip(self._names, counts):

@@ -1,4 +1,4 @@
-"""TopK: the elements of the largest magnitude."""
+"""Top-k and hard threshold: the elements of the largest magnitude."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from gradwire.methods.sparse.sparse_codec import AboveRule, LargestRule
 
 
 def check_density(owner: str, density: float) -> float:
-    """Return a density as a float.
+    """Return a density as a float, after checking it.
 
     Raises:
-        HyperparameterError: it is not above 0 and at most 1.
+        HyperparameterError: it is not a number above 0 and at most 1.
     """
     require(
         is_number(density, above=0, most=1), owner, f"density is a share of the elements, above 0 to 1, not {density!r}"
@@ -28,33 +28,33 @@ def check_density(owner: str, density: float) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class TopK(Sparse):
-    r"""Top-k: the elements of the largest magnitude, and zeros in place of the others.
+    r"""Top-k: the elements of the largest magnitude; the others become zero.
 
-    Of a parameter with d elements, k = max(1, floor(density d)) are kept::
+    For a parameter with d elements, k = max(1, floor(density d)) are kept::
 
         C(x)_i = x_i  where |x_i| is among the k largest,  0 elsewhere       |C(x) - x|^2 <= (1 - k/d) |x|^2
 
-    Exact; of equal magnitudes, the first elements are kept. A worker sends positions and values, and receives those of
-    every other worker, so that traffic grows with their number. By itself it is biased and does not converge:
-    use ``ErrorFeedback(compressor=TopK(density=0.01))``.
+    The selection is exact; among equal magnitudes, the first elements are kept. A worker sends positions and values,
+    and receives those of every other worker, so traffic grows with the number of workers. The operator is biased and
+    does not converge without error feedback: use ``ErrorFeedback(compressor=TopK(density=0.01))``.
 
     Args:
-        density: Share k/d of the units that is kept, above 0 to 1.
-        block_size: Units of a block, in each of which k is counted by itself (SparseLoCo keeps 64 of 4096); None: one
+        density: Share k/d of units that are kept, above 0 to 1.
+        block_size: Number of units of a block, of which each keeps its k largest (SparseLoCo: 64 of 4096); None: one
             block a parameter.
-        unit: What is kept or left out as a whole, by its Euclidean norm: "element", "row" (one index of a parameter's
-            first dimension) or "kernel" (one index of its first two, where there are three or more).
-        blocks: "parameter", or "model": the largest elements of all parameters together. This needs the whole step.
-        values: How values travel: ``FP32()``, ``BF16()``, or an operator with levels, for whose blocks the values kept
-            of a parameter are a vector.
+        unit: Unit that is kept or left out, by its Euclidean norm: "element", "row" (one index of a parameter's first
+            dimension) or "kernel" (one index of each of its first two, if there are three or more).
+        blocks: "parameter"; or "model", the largest elements of all parameters together, which needs the whole
+            gradient.
+        values: Encoding of values: ``FP32()``, ``BF16()``, or an operator with levels, which is applied to the vector
+            of a parameter's kept values.
 
     Raises:
         HyperparameterError: a field is out of range.
-        IncompatibleError: when attached: the elements of a unit are not neighbours in memory.
+        IncompatibleError: when attached, if the elements of a unit are not adjacent in memory.
 
-    Wire: positions in the shortest of a bitmap, Golomb-Rice codes of the gaps between them and gaps of one width, then
-    the values (``docs/wire-format.md``). The length depends on the data. At random positions, a position takes about
-    log2(d / k) + 1.5 bits.
+    Wire: positions as the shortest of a bitmap, Golomb-Rice codes of gaps and gaps of one width, then the values
+    (``docs/wire-format.md``). The length depends on the data. A random position takes about log2(d / k) + 1.5 bits.
 
     Reference: S. U. Stich, J.-B. Cordonnier, M. Jaggi, "Sparsified SGD with Memory", NeurIPS 2018; units and blocks
     after N. Foroutan Eghlidi, M. Jaggi, "Sparse Communication for Training Deep Networks", 2020.
@@ -107,10 +107,10 @@ class TopK(Sparse):
         return "k/d" if cast_of(self.values) == torch.float32 else "k/d times that of the values"
 
     def delta_of(self, numel: int | None = None) -> float | None:
-        """Return the share kept of the worst block, times what the values keep.
+        """Return the share kept of the worst block, times the share kept by the encoding of values.
 
-        The number of units is not known here: where they are not single elements, as where ``numel`` is not given, the
-        bound is floor(y) / y > 1/2 of the density for whatever y = density d, or all of a single unit.
+        If units are not single elements or ``numel`` is None, the number of units is not known. The bound is then half
+        of the density, since floor(y) / y > 1/2 for y = density d of at least 1, and a single unit is kept.
         """
         size = self.block_size
         if numel is None or self.unit != "element" or self.blocks == "model":
@@ -125,30 +125,29 @@ class TopK(Sparse):
 
 @dataclass(frozen=True, kw_only=True)
 class Threshold(Sparse):
-    r"""Hard threshold: the elements whose magnitude is at least a threshold, and zeros in place of the others.
+    r"""Hard threshold: the elements whose magnitude is at least a threshold; the others become zero.
 
     ::
 
         C(x)_i = x_i  where |x_i| >= threshold,  0 elsewhere       |C(x) - x|_inf < threshold
 
-    Its error is bounded by the threshold, not by the vector: no contraction of small vectors, but under error feedback
-    no element's residual reaches the threshold, and what is sent is as long as there is to send: much while gradients
-    are large, nothing when they are small.
+    The error is bounded by the threshold, not by the vector, so this is not a contraction for small vectors. Under
+    error feedback no element's residual reaches the threshold. Payloads are long while gradients are large, and empty
+    when they are small.
 
     Args:
-        threshold: Smallest magnitude that is kept, in the gradient's unit; of a unit its Euclidean norm.
+        threshold: Smallest magnitude, or Euclidean norm of a unit, that is kept, in the gradient's unit.
         unit: "element", "row" or "kernel", as for :class:`TopK`.
-        blocks: "parameter", or "model": all parameters are one vector; for a threshold that makes no difference but to
-            ``values``.
-        values: How values travel, as for :class:`TopK`.
+        blocks: "parameter"; or "model", all parameters as one vector, which matters only for ``values``.
+        values: Encoding of values, as for :class:`TopK`.
 
     Raises:
         HyperparameterError: a field is out of range.
-        IncompatibleError: when attached: the elements of a unit are not neighbours in memory.
+        IncompatibleError: when attached, if the elements of a unit are not adjacent in memory.
 
     Gauges: ``density``, the share of the elements that this rank kept.
 
-    Wire: as for :class:`TopK`. At most a bit and a value an element: that is the room set aside.
+    Wire: as :class:`TopK`. Buffers have room for the longest payload, one bit and one value an element.
 
     Reference: A. Dutta et al., "On the Discrepancy between the Theoretical Analysis and Practical Implementations of
     Compressed Communication for Distributed Deep Learning", AAAI 2020; A. Sahu et al., "Rethinking gradient
@@ -186,7 +185,7 @@ class Threshold(Sparse):
             needs_loss_scale=True,
             gauges=("density",),
             unbiased=False,
-            # The threshold, where values travel as they are.
+            # The threshold, if values are sent in float32.
             worst_error=self.threshold if cast_of(self.values) == torch.float32 else None,
         )
 

@@ -1,4 +1,4 @@
-"""The codec of trits, one scaler a segment."""
+"""TernGrad: gradients rounded to three levels, with a scaler for each parameter."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ class TernarySummary:
 
 
 class TernaryCodec(SummableCodec):
-    """The codec of trits of many segments; a unit is a group of 80 elements in sixteen bytes.
+    """Codec of trits, with one scaler a segment; a unit is a group of 80 elements in sixteen bytes.
 
-    Without shared scalers a payload consists of the float32 scalers, padded to sixteen bytes, and all trits, and it is
-    decoded by :meth:`decode_rows` alone.
+    Without shared scalers a payload consists of the float32 scalers, padded to sixteen bytes, and all trits, and only
+    :meth:`decode_rows` decodes it.
 
     Args:
-        clip: Where entries are clipped, in units of ``clip_by``; None: nowhere.
+        clip: Clipping threshold in units of ``clip_by``, or None for no clipping.
         clip_by: "rms" or "std".
-        shared: Whether all workers use the largest scaler of any.
+        shared: True if all workers use the largest scaler.
     """
 
     def __init__(
@@ -163,24 +163,25 @@ class TernGrad(Compressor):
         b_k    ~ Bernoulli(|f(g)_k| / s)        g~_k = s * sign(g_k) * b_k
         mean   = (s / N) * sum_i trits_i        (shared: an exact integer sum, 2N+1 levels on the way back)
 
-    Sharing makes the sum exact and both directions narrow, so traffic does not grow with N; a worker whose own scaler
-    is smaller pays (s - s_i) |g_i|_1 of variance for it. Without sharing each worker's scaler travels with its trits
-    and all workers gather all payloads, so that traffic grows with N while the variance is the worker's own.
+    With a shared scaler the sum is exact and both directions are narrow, so traffic does not grow with N, but a worker
+    whose own scaler is smaller has (s - s_i) |g_i|_1 more variance. Without sharing, each worker sends its scaler with
+    its trits and all workers gather all payloads, so that traffic grows with N while each worker has the variance of
+    its own scaler.
 
-    The paper takes sigma as the standard deviation, about the mean, although the clip acts about zero. For a gradient
-    with mean zero both are the same. A gradient with mean m and a small deviation, as biases, gains of normalisation
+    In the paper sigma is the standard deviation about the mean, although values are clipped about zero. For a gradient
+    with mean zero both are the same. A gradient with mean m and a small deviation, which biases, gains of normalisation
     layers and embeddings of rare tokens often have, is clipped far below m by the paper's rule and nearly lost:
-    1 + 0.01 n with n ~ N(0, 1) comes back as 0.025. About zero, ``clip >= 1`` keeps every such gradient.
+    1 + 0.01 n with n ~ N(0, 1) becomes 0.025. With the root mean square, ``clip >= 1`` keeps every such gradient.
     ``clip_by="std"`` restores the paper's rule.
 
     Args:
         clip: Clipping threshold c in units of sigma, above 0; None turns clipping off.
-        clip_by: What sigma is: ``"rms"``, the root mean square, or ``"std"``, the standard deviation (population, mean
-            removed), as in the paper. A vector whose sigma is zero is not clipped.
-        share_scaler: Whether all workers use the largest scaler.
+        clip_by: Definition of sigma: ``"rms"``, the root mean square, or ``"std"``, the population standard deviation,
+            as in the paper. A vector whose sigma is zero is not clipped.
+        share_scaler: True if all workers use the largest scaler.
 
     Raises:
-        HyperparameterError: ``clip`` is not a positive number or None, or ``clip_by`` is not one of the two words.
+        HyperparameterError: ``clip`` is not a positive number or None, or ``clip_by`` is neither "rms" nor "std".
         IncompatibleError: when attached to more than 32767 workers.
 
     Guarantees: unbiased for f(g), variance exactly s |f(g)|_1 - |f(g)|_2^2 for each worker; a vector with entries in
@@ -238,14 +239,15 @@ class TernGrad(Compressor):
     def declare(self) -> Traits:
         return replace(
             super().declare(),
-            # The protocols: trits with different scalers have no integer sum, so only a gather can carry them.
+            # Trits with different scalers have no integer sum, so they can only be gathered.
             collectives=("two_shot", "all_gather") if self.share_scaler else ("all_gather",),
             kernels=("moments", "ternary"),
             on_device=True,
             unbiased=self.clip is None,
-            # That the outcome is unbiased for the clipped gradient, where something is clipped.
+            # With clipping the outcome is unbiased for the clipped gradient.
             unbiased_note=None if (self.clip is None) else "for the clipped gradient",
-            # The bound without clipping and sharing; a shared scaler may be any number of times a worker's own.
+            # A bound exists only without clipping and sharing: a shared scaler may be any number of times a worker's
+            # own.
             omega_formula=None if self.share_scaler or self.clip is not None else "(sqrt(d) - 1) / 2",
         )
 

@@ -1,4 +1,4 @@
-"""An entropy coder on a method's payload."""
+"""Coded: entropy coding of a method's payload."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ AUTO = "auto"
 
 
 class _OfPayload(Inherited):
-    """The inner method's properties, for sums of our own where it is a cast."""
+    """Properties of the inner method; if it is a cast, of sums that are not the backend's."""
 
     def __get__(self, instance: Method | None, owner: type[Method]) -> Any:
         found = super().__get__(instance, owner)
@@ -27,44 +27,44 @@ class _OfPayload(Inherited):
 
 @dataclass(frozen=True, kw_only=True)
 class Coded(Wrapper):
-    r"""Any method whose payload is made of digits or positions, or a cast, with these or exponents entropy-coded.
+    r"""Entropy coding of any method with digits or positions in its payload, or of a cast's exponents.
 
-    The outcome is the method's own, bit for bit; only bytes and time change (of casts, see below). Digits are joined to
-    bytes, five trits or two digits of up to 16 levels, and coded by their own frequencies, so that a payload is about
-    as long as its empirical entropy: for trits 1.22 bits an element where the gradient is clipped at 2.5 deviations,
-    0.76 where the scaler is the maximum, instead of 1.6. Payloads then differ in length from rank to rank; lengths are
-    told first. It pays where a link is slower than the coder: see ``gradwire plan``, or let ``auto`` try.
+    The outcome is the method's own, bit for bit, except for casts (see below). Digits are joined to bytes, five trits
+    or two digits of up to 16 levels, and coded by their frequencies, so a payload is about as long as its empirical
+    entropy: for trits 1.22 bits an element if the gradient is clipped at 2.5 deviations, or 0.76 if the scaler is the
+    maximum, instead of 1.6. Payloads of different ranks differ in length, so lengths are exchanged first. Use it if the
+    link is slower than the coder: see ``gradwire plan``, or let ``auto`` try.
 
-    **Positions.** Of methods that send a few elements the gaps between positions are coded, of each payload that this
-    shortens, and values travel as they are. Positions of the largest elements lie in clusters, by parameters, rows and
-    columns: where there are thousands, they take 7 to 8 % fewer bits at a density of 0.01, and a tenth to a quarter
-    fewer at 0.1. Name "huffman" for them: its table is smaller, and of some thousand positions rANS's takes more than
-    is saved. Of a few hundred either does, and they travel without a coder.
+    **Positions.** For methods that send a few elements the gaps between positions are coded, if that shortens the
+    payload; values are not coded. Positions of the largest elements cluster by parameters, rows and columns: thousands
+    of them take 7 to 8 % fewer bits at a density of 0.01, and a tenth to a quarter fewer at 0.1. Choose "huffman" for
+    positions: its table is smaller, while that of rANS takes more than is saved for a few thousand. For a few hundred
+    either table is too large, and positions are sent without a coder.
 
-    **Casts.** Of ``fp32``, ``fp16`` and ``bf16`` exponents are coded, which are skewed; signs and mantissas travel as
-    they are. The values that arrive are exactly those of the cast. A backend cannot add up such payloads, so the
-    outcome is not that of its ring, but::
+    **Casts.** For ``fp32``, ``fp16`` and ``bf16`` the exponents are coded, whose distribution is skewed; signs and
+    mantissas are not coded. The decoded values are exactly those of the cast. A backend cannot add up such payloads, so
+    the outcome is not that of its ring, but::
 
         mean = cast(sum_r cast(g_r) * float32(1 / N))
 
-    with products and sums in float32, in the order of ranks: each value is rounded twice, however many workers there
-    are, and the bits do not depend on the layout. By two-shot the owner of a share adds up and sends the mean; by
-    all-gather, as with two workers, all do; the bits are the same. With two workers they are also those of the plain
-    cast, unless ``fp16`` or ``bf16`` cannot hold the half of a value: below 2^-13 and 2^-125 in magnitude. With more,
-    plain ``fp16`` and ``bf16`` round quotients and every partial sum in their own type, and plain ``fp32`` adds in
-    another order.
+    with products and sums in float32, in the order of ranks: each value is rounded twice, whatever the number of
+    workers, and the bits do not depend on the layout. With two-shot the owner of a share adds up and sends the mean;
+    with all-gather, as for two workers, all ranks add up; the bits are the same. With two workers they are also those
+    of the plain cast, unless ``fp16`` or ``bf16`` cannot represent half of a value: below 2^-13 and 2^-125 in
+    magnitude. With more, plain ``fp16`` and ``bf16`` round quotients and every partial sum in their own type, and plain
+    ``fp32`` adds in another order.
 
     Args:
-        compressor: The method; its operator's digits, if it has digits, must fit a byte.
+        compressor: The method. Digits of its operator must fit a byte.
         coder: "rans" (close to the entropy where a byte has at least half a bit of it), "huffman" (at least a bit a
             byte), or "auto": the one with the least measured time to encode and decode this method's digits once. All
-            ranks take the same, by the times of the slowest rank; see
-            :func:`gradwire.exchange.planning.measure_coders`. Bytes are not weighed: where a link is so slow that they
-            decide, name the coder that sends fewer.
+            ranks use the same, chosen by the times of the slowest rank; see
+            :func:`gradwire.exchange.planning.measure_coders`. Bytes are not considered: if the link is so slow that
+            they matter most, choose the coder that sends fewer.
 
     Raises:
-        HyperparameterError: there is no such coder, or ``compressor`` is no method, or is coded already.
-        IncompatibleError: when attached: the operator's payload has neither positions nor digits that fit a byte.
+        HyperparameterError: there is no such coder, or ``compressor`` is not a method, or is already coded.
+        IncompatibleError: when attached, if the operator's payload has neither positions nor digits that fit a byte.
 
     Reference: J. Duda, "Asymmetric numeral systems", 2013 (rANS); D. A. Huffman, 1952. The methods' own papers propose
     Elias codes, which are longer: see ``docs/methods/wrappers.md``.
@@ -112,9 +112,9 @@ class Coded(Wrapper):
         traits = super().declare()
         return replace(
             traits,
-            # The compressor's; those that carry payloads where it is a cast.
+            # For a cast, only protocols with payloads.
             collectives=self.compressor.traits.collectives if self._cast is None else ("two_shot", "all_gather"),
-            # The compressor's, and the coder; all of them while it is open.
+            # The compressor's kernels and the coder, or all coders for "auto".
             kernels=(*self.compressor.traits.kernels, *((CODERS if self.coder == AUTO else ()) or (self.coder,))),
             open_coders=CODERS if self.coder == AUTO else (),
             scatters=self.compressor.traits.scatters,
@@ -125,7 +125,7 @@ class Coded(Wrapper):
 
     @property
     def _cast(self) -> Operator | None:
-        """The compressor where it is a cast, whose payloads are then of its own."""
+        """The compressor if it is a cast, else None."""
         return None if self.compressor.cast_dtype is None else self.compressor.as_operator
 
     def with_coder(self, coder: str) -> Coded:

@@ -1,4 +1,4 @@
-"""Methods with a dial, a field that is a number, at several of its values."""
+"""Base of wrappers that use several values of a method's dial, a numeric field."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ ALIKE = (
     "remembers",
     "min_numel",
 )
-"""What the link asks of a method once, for all rounds and parameters."""
+"""Traits that a link reads once, for all rounds and parameters."""
 
 PROBE = Parameter("(probe)", (1 << 12, 1 << 12), (1 << 12, 1))
-"""A matrix that is larger than any dial."""
+"""Size of a matrix that is larger than any dial."""
 
 
 class Dialled(Wrapper):
-    """A method around another whose dial takes several values; what it declares holds with all of them.
+    """Base of wrappers whose dial takes several values. Declared traits hold for all of them.
 
-    The dial is the outermost field with the name in ``field``, of the method or of one that it is around. No dataclass,
-    so that each method's own fields keep their order in its spec.
+    The dial is the outermost field named ``field`` of the method or of one that it wraps. Not a dataclass, so that each
+    method's own fields keep their order in its spec.
     """
 
     field: str
@@ -50,27 +50,27 @@ class Dialled(Wrapper):
         return replace(
             super().declare(),
             kernels=tuple(dict.fromkeys(family for method in self.variants for family in method.traits.kernels)),
-            # Whether the method is with all values of the dial.
+            # Unbiased if the method is with all values of the dial.
             unbiased=all(method.traits.unbiased for method in self.variants),
-            # That of the method, where all variants have an omega.
+            # The method's formula, if all variants have an omega.
             omega_formula=None if self.omega is None else _of_worst(self.compressor.traits.omega_formula),
-            # The largest of the variants', where all have one.
+            # The largest of all variants, if all have one.
             worst_step=self._worst([method.traits.worst_step for method in self.variants], max),
-            # The largest of the variants', where all have one.
+            # The largest of all variants, if all have one.
             worst_error=self._worst([method.traits.worst_error for method in self.variants], max),
         )
 
     @property
     @abstractmethod
     def variants(self) -> Sequence[Method]:
-        """The method with each value of the dial."""
+        """Variants of the method, one for each value of the dial."""
 
     @property
     def dial(self) -> float:
-        """The value that the method itself has.
+        """Value of the dial in the wrapped method.
 
         Raises:
-            HyperparameterError: there is no such field, or it holds no number.
+            HyperparameterError: there is no such field, or its value is not a number.
         """
         owner = type(self).__name__
         require(isinstance(self.field, str), owner, f"field is the name of a field, not {self.field!r}")
@@ -80,26 +80,26 @@ class Dialled(Wrapper):
         return value  # type: ignore[no-any-return]
 
     def dial_of(self, method: Method) -> Any:
-        """Return the value that a variant has."""
+        """Return the dial's value in a variant."""
         return getattr(self._holder(method), self.field)
 
     def turned(self, value: float) -> Method:
-        """Return the method with its dial at another value, rounded where it is a whole number.
+        """Return the method with another value of its dial, rounded if the dial is an integer.
 
-        That is where the field takes no others, or takes both kinds and holds a whole number, as bits of EDEN may be.
+        It is an integer if the field accepts only integers, or accepts both and has one, such as the bits of EDEN.
 
         Raises:
-            HyperparameterError: it does not take that value.
+            HyperparameterError: the field does not accept that value.
         """
         kinds = _fields(self._holder(self.compressor))[self.field].split(" | ")
         whole = "float" not in kinds or ("int" in kinds and isinstance(self.dial, int))
         return self._turned(self.compressor, math.floor(value + 0.5) if whole else value)
 
     def check_variants(self) -> None:
-        """Refuse a dial with which a link could not go from one value to another.
+        """Check that a link can change from any value of the dial to any other.
 
         Raises:
-            HyperparameterError: with some value the method travels, or remembers, otherwise than with its own.
+            HyperparameterError: with some value the method has other protocols or other state than with its own.
         """
         owner, own = type(self).__name__, self.compressor
         for method in self.variants:
@@ -118,7 +118,7 @@ class Dialled(Wrapper):
 
     @property
     def delta_formula(self) -> str | None:
-        """That of the method, where all variants have a delta."""
+        """The method's formula, if all variants have a delta."""
         return None if self.delta is None else _of_worst(self.compressor.delta_formula)
 
     def omega_of(self, numel: int | None = None) -> float | None:
@@ -158,7 +158,7 @@ class Dialled(Wrapper):
 
 
 def _fields(method: Method) -> dict[str, str]:
-    """Map the names of a method's fields to their types, as they are written."""
+    """Map the names of a method's fields to the source text of their types."""
     return {f.name: str(f.type) for f in dataclasses.fields(method)}
 
 

@@ -1,4 +1,4 @@
-"""Two levels: exact inside a node, by another method between nodes."""
+"""Hierarchical: exact means inside a node, another method between nodes."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ from gradwire.seeds import shard_seed
 NODE, BETWEEN = "node", "between nodes"
 
 LOCAL_WORLD_SIZE = "LOCAL_WORLD_SIZE"
-"""Variable of the environment in which ``torchrun`` says how many ranks it has started on this node."""
+"""Environment variable in which ``torchrun`` passes the number of ranks that it started on this node."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Hierarchical(Wrapper):
-    r"""Exact inside a node, where links are fast; by another method between nodes, where they are slow.
+    r"""Two levels: exact means inside a node, with its fast links, and another method between nodes.
 
     With M nodes of L ranks each, g_ml the gradient of rank l of node m, and [s] the s-th of L shards of a vector::
 
@@ -48,27 +48,27 @@ class Hierarchical(Wrapper):
         2. between nodes          y[s]   = method(h_1[s], ..., h_M[s])  among the s-th ranks of all nodes
         3. inside each node       y      = y[1], ..., y[L]              at every rank
 
-    The first step is a reduce-scatter, the last an all-gather, and neither loses anything: with ``FP32()`` the outcome
-    is the mean over all ranks. The method works on M vectors that are already means over a node, so that it draws, and
-    errs, M times instead of N. What it remembers, such as a residual, is that of a shard: each rank keeps 1 / L of it.
+    The first step is a reduce-scatter and the last an all-gather, both without loss: with ``FP32()`` the outcome is the
+    mean over all ranks. The method compresses M vectors that are means over a node, so its error has M terms instead of
+    N. Each rank keeps the state, such as a residual, of its own shard, 1 / L of the elements.
 
-    **Shards.** Every parameter is cut into L runs of rows, so that methods that see matrices still do; scales, levels
-    and factors are those of the run. Parameters that travel in float32 are cut as well.
+    **Shards.** Every parameter is cut into L runs of rows, so that methods on matrices still work; scales, levels and
+    factors are per run. Parameters that are sent in float32 are cut as well.
 
     Args:
-        compressor: The method between nodes.
-        node_size: How many ranks a node has: ranks 0 to L - 1 are the first node. None: as ``torchrun`` says in
-            LOCAL_WORLD_SIZE, unless ``groups`` are given.
-        groups: The ranks of each node, where they are not in this order; as many in each.
+        compressor: Method between nodes.
+        node_size: Number of ranks L of a node: ranks 0 to L - 1 are the first node. None: from LOCAL_WORLD_SIZE, which
+            ``torchrun`` sets, unless ``groups`` are given.
+        groups: Ranks of each node, if they are not in this order; all nodes have equal size.
 
     Raises:
         HyperparameterError: ``compressor`` is a method with local steps, or one whose outcomes differ by rank;
-            ``groups`` are of different sizes, or have a rank twice.
-        IncompatibleError: when attached: the nodes are not known, or ranks cannot be divided into them, or there is
-            but one.
+            ``groups`` have different sizes, or a rank twice.
+        IncompatibleError: when attached, if the nodes are not known, ranks cannot be divided into them, or there is
+            only one.
 
-    Bytes between nodes sent by a rank: those of the method with M ranks and 1 / L of the elements. Inside the node
-    8 (L - 1) / L an element.
+    Bytes between nodes sent by a rank: those of the method with M ranks and 1 / L of the elements. Inside the node: 8
+    (L - 1) / L an element.
 
     Example:
         >>> import torch, gradwire as gw
@@ -140,7 +140,7 @@ class Hierarchical(Wrapper):
         """Return the ranks of each node.
 
         Raises:
-            IncompatibleError: they are not known, or so many ranks cannot be divided into them, or there is but one.
+            IncompatibleError: they are not known, or ranks cannot be divided into them, or there is only one.
         """
         groups = self.groups
         if world_size == 1:
@@ -199,12 +199,12 @@ def _local_world_size() -> int:
 
 @dataclass(frozen=True, eq=False)
 class Shard:
-    """What one rank of a node has of a bucket.
+    """The part of a bucket that one rank of a node exchanges.
 
     Attributes:
-        segments: Its parts of parameters, as they lie in a vector of their own.
-        places: The same in the bucket's vector, for an exchange in float32.
-        owners: By the name of a part, that of its parameter.
+        segments: Its parts of parameters, as segments of a vector of the shard.
+        places: The same parts as segments of the bucket's vector, for an exchange in float32.
+        owners: Name of the parameter, by the name of a part.
     """
 
     segments: Sequence[Segment]
@@ -213,21 +213,21 @@ class Shard:
 
     @cached_property
     def numel(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return sum(s.numel for s in self.segments)
 
     @cached_property
     def runs(self) -> list[tuple[int, int]]:
-        """Where it lies in the bucket's vector: (begin, end), ascending."""
+        """Runs of the shard in the bucket's vector: (begin, end), ascending."""
         return join((s.offset, s.offset + s.numel) for s in self.places)
 
     def vector(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return its elements one after the other: a view where they lie so."""
+        """Return its elements joined, as a view if they are adjacent."""
         parts = [flat[a:b] for a, b in self.runs]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def put(self, flat: torch.Tensor, vector: torch.Tensor) -> None:
-        """Write its elements back."""
+        """Write its elements back to the bucket."""
         parts = vector.split([b - a for a, b in self.runs])
         torch._foreach_copy_([flat[a:b] for a, b in self.runs], list(parts))
 
@@ -246,10 +246,10 @@ def shards_of(segments: Sequence[Segment], count: int) -> list[Shard]:
 
 
 class HierarchicalPlan(BucketPlan):
-    """A bucket on two levels, with a plan of the method for each shard.
+    """Plan of a bucket on two levels, with a plan of the method for each shard.
 
     Attributes:
-        shards: By the place of a rank in its node.
+        shards: Shards, by the place of a rank in its node.
     """
 
     def __init__(self, method: Hierarchical, setting: PlanSetting, *, warm_up: bool = False) -> None:
@@ -264,7 +264,7 @@ class HierarchicalPlan(BucketPlan):
         self.finishes = first is not None and self.plan_of(first).finishes
 
     def plan_of(self, place: int) -> BucketPlan:
-        """Return the method's plan of a shard, made when it is first asked for: a rank needs but its own."""
+        """Return the method's plan of a shard, created at the first call: a rank needs only its own."""
         if place not in self._plans:
             segments = self.shards[place].segments
             joined = self._method.traits.joined
@@ -311,7 +311,7 @@ class HierarchicalPlan(BucketPlan):
         return Outcome(finite, outcome.sent)
 
     def _across(self, context: Context, vector: torch.Tensor, place: int) -> Exchange[Outcome]:
-        """Exchange a shard with the ranks of the other nodes that have the same."""
+        """Exchange a shard with the ranks of other nodes that have the same."""
         plan, shard = self.plan_of(place), self.shards[place]
         prepared = yield from plan.prepare(context, vector)
         finite: Flag | None = True
@@ -333,14 +333,14 @@ class HierarchicalPlan(BucketPlan):
         return Outcome(finite, None if None in contributions else sent)
 
     def _context(self, context: Context, place: int) -> Context:
-        """Return the context of a shard's exchange: its ranks are those with the same place in the other nodes."""
+        """Return the context of a shard's exchange, whose ranks have the same place in each node."""
         rank, nodes = self._between.place(context.rank)
         rates, owners = context.learning_rates, self.shards[place].owners
         return replace(
             context,
             rank=rank,
             world_size=nodes,
-            # The ranks of other shards do not know of it.
+            # Ranks of other shards do not have the warning.
             warn=context.warn_here,
             workspace=context.workspace.part(BETWEEN),
             memory=ShardMemory(context.memory),
@@ -355,7 +355,7 @@ class HierarchicalPlan(BucketPlan):
             yield from within(self._between, context.rank, finishing)
 
     def target_(self, context: Context, gradient: torch.Tensor) -> None:
-        """Replace a gradient by what this rank has contributed of: its node's mean, in its own shard alone."""
+        """Replace a gradient by this rank's contribution: its node's mean in its own shard, zeros elsewhere."""
         place, _ = self._node.place(context.rank)
         seen = self._seen.pop(context.rank, None)
         gradient.zero_()

@@ -1,4 +1,4 @@
-"""Choose for each layer how much it is compressed, so that the bytes are the fewest within a budget of error."""
+"""L-GreCo: the dial of each layer, chosen for the fewest bytes within a budget of error."""
 
 from __future__ import annotations
 
@@ -27,29 +27,29 @@ from gradwire.methods.wrappers.wrapper import pieces
 from gradwire.seeds import link_seed
 
 PARTS = 10_000
-"""Of the budget; an error counts as the next whole number of parts."""
+"""Parts of the budget; errors are rounded up to parts."""
 
 
 def fewest_bytes(
     sizes: Sequence[Sequence[int]], errors: Sequence[Sequence[float]], uniform: int, parts: int = PARTS
 ) -> list[int]:
-    """Choose one candidate a layer with the fewest bytes whose errors add up to those of a uniform choice at most.
+    """Choose one candidate a layer for the fewest bytes, with a sum of errors of at most the uniform choice's.
 
-    Errors are rounded up to parts of the budget, and the best of all choices that then fit is found by dynamic
-    programming: least[b] holds the fewest bytes of the layers so far within b parts. So the sum of the errors never
-    exceeds the budget, and a choice that uses 1 - layers / parts of it, or less, is never missed. All arithmetic is
-    exact: the same numbers give the same choice on any machine.
+    Errors are rounded up to parts of the budget, and the best choice that then fits is found by dynamic programming,
+    where least[b] is the fewest bytes of the layers so far within b parts. So the sum of the errors never exceeds the
+    budget, and every choice that uses at most 1 - layers / parts of it is considered. All arithmetic is exact: the same
+    numbers give the same choice on any machine.
 
-    Takes layers x candidates x parts steps, and a byte for each layer and part.
+    Time is layers x candidates x parts steps; memory is a byte for each layer and part.
 
     Args:
         sizes: Bytes of each layer with each candidate, ``[layers][candidates]``.
-        errors: Squared errors alike, at least 0 and finite.
-        uniform: The candidate whose errors, with all layers, are the budget.
-        parts: Into which the budget is divided.
+        errors: Squared errors, in the same layout, at least 0 and finite.
+        uniform: Candidate whose sum of errors over all layers is the budget.
+        parts: Number of parts of the budget.
 
     Returns:
-        The candidate of each layer; the uniform one for all where nothing takes fewer bytes.
+        The candidate of each layer, or the uniform one for all if nothing takes fewer bytes.
 
     Example:
         >>> fewest_bytes([[4, 8, 16], [40, 80, 160]], [[9.0, 3.0, 1.0], [12.0, 9.0, 2.0]], uniform=1)
@@ -84,67 +84,67 @@ def fewest_bytes(
 
 
 def _parts(error: float, budget: Fraction, parts: int) -> int:
-    """Round an error up to parts of the budget; what is more than all of it is one more than all."""
+    """Round an error up to parts of the budget; an error above the budget has one part more than all."""
     if not error:
         return 0
     return parts + 1 if error > budget else math.ceil(Fraction(error) * parts / budget)
 
 
 WINDOW = "window"
-"""What is remembered of a parameter: the sum of what the operator was given since the last choice."""
+"""State of a parameter: the sum of the operator's inputs since the last choice."""
 
 DIAL = "dial"
-"""The values that are remembered, "dial/NAME" of each parameter: the one that it has."""
+"""Prefix of the stored values, "dial/NAME" for each parameter: the value of its dial."""
 
 TRIALS = 1 << 16
-"""A number that no link has: draws that candidates are tried with are independent of those that gradients get."""
+"""Link number that no link has, so that draws for trying candidates are independent of those for gradients."""
 
 FURTHER_SECTION_BYTES = 20
-"""What one more section of a payload takes at most beside its body: its length, and zeros up to a multiple of 16."""
+"""Largest overhead of a section of a payload: its length, and zeros up to a multiple of 16."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LGreCo(Dialled):
-    r"""L-GreCo: for each layer the value of a dial, with the fewest bytes at no more error than a uniform value.
+    r"""L-GreCo: the value of a dial for each layer, with the fewest bytes at no more error than a uniform value.
 
-    With G_i^l what worker i's operator was given of layer (parameter) l since the last choice, added up, and C_c the
+    With G_i^l the sum of worker i's inputs to the operator for layer (parameter) l since the last choice, and C_c the
     operator with candidate c::
 
         e(l, c) = sum_i |C_c(G_i^l) - G_i^l|^2
         choose c(l) to minimise sum_l bytes(l, c(l))  subject to  sum_l e(l, c(l)) <= sum_l e(l, uniform)
 
-    where uniform is the value that ``compressor`` holds. In the last of every ``every`` rounds the workers try all
-    candidates, tell each other their errors, and add them up in the order of ranks. All of them then solve the same
-    problem, by dynamic programming with 10 000 parts of the budget: see
-    :func:`gradwire.methods.wrappers.l_greco.fewest_bytes`. The round itself has the new choice; before the first
-    one all layers have the uniform value. A sum of errors that is not finite leaves the choice as it is.
+    where uniform is the value in ``compressor``. In the last of every ``every`` rounds the workers try all candidates,
+    exchange their errors, and add them up in the order of ranks. All of them then solve the same problem, by dynamic
+    programming with 10 000 parts of the budget: see :func:`gradwire.methods.wrappers.l_greco.fewest_bytes`. The round
+    itself uses the new choice; before the first one all layers have the uniform value. If a sum of errors is not
+    finite, the choice is not changed.
 
-    bytes(l, c) are those of the layer's payload by itself, or the most where they depend on data; an entropy coder
-    (:class:`Coded`) is not weighed. Candidates are tried with draws of their own, so that a choice says nothing of the
-    errors to come, and an unbiased operator stays unbiased.
+    bytes(l, c) is the size of the layer's payload alone, or its maximum if it depends on data; an entropy coder
+    (:class:`Coded`) is not considered. Candidates are tried with independent draws, so a choice does not depend on
+    later errors, and an unbiased operator stays unbiased.
 
-    ``link.diagnostics()`` shows the value in force as ``dial`` of each parameter; ``link.state_dict()["global"]`` holds
+    ``link.diagnostics()`` returns the current value as ``dial`` of each parameter; ``link.state_dict()["global"]`` has
     it under "dial/NAME".
 
-    **Memory.** One float32 vector for every parameter and rank, unscaled under automatic mixed precision, and one
-    number a parameter, the same on all ranks; a round with a non-finite value changes none.
+    **Memory.** One float32 vector as long as the parameters on every rank, without the loss scale under automatic mixed
+    precision, and one number a parameter, the same on all ranks. A round with a non-finite value does not change them.
 
     Args:
-        compressor: An operator on one vector that all workers can gather, whose blocks are of a parameter, with the
-            uniform value.
-        field: The name of the dial, a number, such as "levels", "bits" or "density".
-        values: The candidates, at least one other than the uniform value, which is one of them whether listed or not.
-            They are kept in ascending order.
-        every: Rounds from one choice to the next.
+        compressor: Operator on one vector with the uniform value, which all workers can gather and whose blocks do not
+            cross parameters.
+        field: Name of the dial, a numeric field such as "levels", "bits" or "density".
+        values: Candidates, with at least one other than the uniform value, which is always a candidate. They are stored
+            in ascending order.
+        every: Number of rounds between choices.
 
     Raises:
-        HyperparameterError: a field is out of range, ``compressor`` is no such operator, or refuses a value.
+        HyperparameterError: a field is out of range, ``compressor`` is not such an operator, or it refuses a value.
 
-    The exchange begins when the whole gradient is there. ``ErrorFeedback(LGreCo(...))`` works where all values are
-    contractions; residuals are then part of what the operator is given.
+    The exchange begins when all gradients are computed. ``ErrorFeedback(LGreCo(...))`` works if the operator is a
+    contraction with all values; residuals are then part of its input.
 
-    Wire: by a gather, a section for each candidate that is chosen (``docs/wire-format.md``), and in the rounds of a
-    choice an error of each layer and candidate, float64.
+    Wire: by a gather, a section for each chosen candidate (``docs/wire-format.md``), and in rounds with a choice the
+    float64 error of each layer and candidate.
 
     Reference: M. Alimohammadi, I. Markov, E. Frantar, D. Alistarh, "L-GreCo: Layerwise-Adaptive Gradient Compression
     for Efficient and Accurate Deep Learning", MLSys 2024.
@@ -214,11 +214,11 @@ class LGreCo(Dialled):
 
     @cached_property
     def variants(self) -> tuple[Method, ...]:
-        """The operator with each candidate, in ascending order."""
+        """Variants of the operator, one for each candidate, in ascending order."""
         return tuple(self.turned(value) for value in sorted({*self.values, self.dial}))
 
     def is_due(self, round: int) -> bool:
-        """Return whether a choice is made in that round."""
+        """Return whether a choice is made in ``round``."""
         return round >= 0 and (round + 1) % self.every == 0
 
     def plan(self, setting: PlanSetting) -> BucketPlan:
@@ -226,21 +226,21 @@ class LGreCo(Dialled):
 
 
 class _LayerPlan(BucketPlan):
-    """Sections of the operators that were chosen for a bucket's parameters."""
+    """Plan with a section for each operator chosen for a bucket's parameters."""
 
     def __init__(self, method: LGreCo, setting: PlanSetting) -> None:
         self._method, self._setting = method, setting
         self._operators = [found for m in method.variants if (found := m.as_operator) is not None]
         self._dials = [float(method.dial_of(m)) for m in method.variants]
         self._uniform = self._dials.index(float(method.dial))
-        # The order of names is that of no bucket.
+        # The order of names does not depend on buckets.
         self._layers = sorted(divide(setting.segments)[0], key=lambda s: s.parameter.name)
         self._plans: dict[tuple[int, ...], SectionPlan] = {}
         first = self._plan_of([self._uniform] * len(self._layers))
         self.chunks, self.collective, self.runs, self._tag = first.chunks, first.collective, first.runs, first.tag
 
     def _plan_of(self, choice: Sequence[int]) -> SectionPlan:
-        """Return the plan of a choice; that of the last one is kept."""
+        """Return the plan of a choice; the last one is cached."""
         key = tuple(choice)
         if key not in self._plans:
             others = {s.parameter.name: self._operators[c] for s, c in zip(self._layers, choice)}
@@ -270,7 +270,7 @@ class _LayerPlan(BucketPlan):
         return (yield from plan.run(context, flat, inner))
 
     def _chosen(self, context: Context) -> list[int]:
-        """Return the candidate of each layer that is remembered; the uniform one where none of these is."""
+        """Return the stored candidate of each layer, or the uniform one if it is not a candidate."""
         found = []
         for s in self._layers:
             dial = context.memory.value(f"{DIAL}/{s.parameter.name}")
@@ -279,7 +279,7 @@ class _LayerPlan(BucketPlan):
         return found
 
     def _added_up(self, context: Context, flat: torch.Tensor) -> torch.Tensor:
-        """Add the bucket to what is remembered, and return what takes its place."""
+        """Add the bucket to the stored sum, and return the staged sum."""
         segments = self._setting.segments
         held, staged = context.memory.read(WINDOW, segments), context.memory.stage(WINDOW, segments)
         for a, b in pieces(sorted((s.offset, s.offset + s.numel) for s in self._layers)):
@@ -323,7 +323,7 @@ class _LayerPlan(BucketPlan):
 
     @cached_property
     def _sizes(self) -> list[list[int]]:
-        """Bytes of the payload of each layer by itself, by candidate."""
+        """Bytes of each layer's payload alone, for each candidate."""
         setting = self._setting
 
         def size(segment: Segment, operator: Operator) -> int:

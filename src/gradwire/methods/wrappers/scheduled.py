@@ -1,4 +1,4 @@
-"""Schedules: exchanges that change with the round."""
+"""Schedules: methods whose dial changes with the round."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ CURVES: dict[str, Callable[[float, float, float], float]] = {
     "cosine": lambda start, end, part: end + (start - end) * (1 + math.cos(math.pi * part)) / 2,
     "reciprocal": lambda start, end, part: 1 / (1 / start + part * (1 / end - 1 / start)),
 }
-"""By name, the value of a schedule from ``start`` to ``end`` of which that part, 0 to 1, has passed."""
+"""Curves by name: the value of a schedule from ``start`` to ``end`` after a given part, 0 to 1."""
 
 
 def first_rounds(rounds: float, stages: int) -> list[int]:
-    """Return the first round of each of so many equal stages of a schedule, and of what follows them.
+    """Return the first round of each of ``stages`` equal stages of a schedule, and the first round after them.
 
-    A round is of stage i if it is at least i / stages of ``rounds``, and less than (i + 1) / stages.
+    A round is in stage i if it is at least i / stages of ``rounds``, and less than (i + 1) / stages.
 
     Example:
         >>> first_rounds(10, 4)
@@ -44,10 +44,10 @@ def first_rounds(rounds: float, stages: int) -> list[int]:
 
 
 def points_of(curve: str, start: float, end: float, rounds: float, stages: int) -> list[float]:
-    """Return the value of each stage: that of the curve in its first round.
+    """Return the value of each stage, which is the curve's in the first round of the stage.
 
     All but the first are rounded to six digits. Powers and cosines of libraries differ in the last bit, and workers on
-    unlike machines must not differ in how many elements they send.
+    different machines must send the same number of elements.
 
     Example:
         >>> points_of("exponential", 0.25, 0.001, 4, 4)
@@ -58,18 +58,18 @@ def points_of(curve: str, start: float, end: float, rounds: float, stages: int) 
 
 
 class ScheduledPlan(BucketPlan):
-    """Exchanges a bucket by the plan of the stage that a round belongs to.
+    """Plan that exchanges a bucket by the plan of a round's stage.
 
-    The stage is a function of the round alone, so that all ranks take the same and a training that is resumed goes on
-    in it. A round below 0, which dry runs take for a usual one, belongs to the last stage.
+    The stage depends only on the round, so that all ranks agree and a resumed training continues in it. A round below
+    0, which dry runs use for a usual round, is in the last stage.
 
     Args:
-        stages: Plans of one bucket by methods that differ in a dial, such as a density, but neither in what they
-            compress nor in how they cut it.
+        stages: Plans of the bucket by methods that differ in a dial, such as a density, but not in the parameters that
+            they compress or in how they cut them.
         first: The first round of each stage, ascending from 0.
 
     Raises:
-        ValueError: the plans cut the bucket into different chunks, or travel by different collectives.
+        ValueError: the plans cut the bucket into different chunks, or use different collectives.
     """
 
     def __init__(self, stages: Sequence[BucketPlan], first: Sequence[int]) -> None:
@@ -99,17 +99,17 @@ def _layout(plan: BucketPlan) -> tuple[Any, ...]:
 
 
 MOST_STAGES = 64
-"""Each has a plan of its own for every bucket."""
+"""Largest number of stages, each of which has its own plan for every bucket."""
 
 STEP = "step"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scheduled(Dialled):
-    r"""Any method with a dial, such as a density or a number of bits, that changes with the round.
+    r"""A method whose dial, such as a density or a number of bits, changes with the round.
 
-    The dial goes from ``start`` to the value that ``compressor`` holds, which it has from round T = ``rounds`` on. With
-    u = t / T and values a = ``start`` and b at the end, round t < T has::
+    The dial goes from ``start`` to the value in ``compressor``, which it has from round T = ``rounds`` on. With
+    u = t / T, a = ``start`` and b the final value, round t < T has::
 
         linear         a + u (b - a)
         exponential    a (b / a)^u
@@ -117,37 +117,36 @@ class Scheduled(Dialled):
         reciprocal     1 / (1 / a + u (1 / b - 1 / a))
         step           start[i]  in the i-th of as many equal parts
 
-    quantised in time: T has ``stages`` equal stages, each with the value of its first round, at most 64. Values are
-    rounded to six digits, and to whole numbers where the dial is one. They are functions of the round alone: the same
-    on all workers, and a training that is resumed goes on as it would have. Rounds in float32 at the start
-    (``warmup_steps`` of :func:`attach`) count among them.
+    Time is quantised: T has ``stages`` equal stages, at most 64, each with the value of its first round. Values are
+    rounded to six digits, and to integers if the dial is one. They depend only on the round, so they are the same on
+    all workers and in a resumed training. Rounds in float32 at the start (``warmup_steps`` of :func:`attach`) are
+    counted.
 
-    DGC's warm-up has the densities 25, 6.25, 1.5625 and 0.4 % for an epoch of R rounds each, then 0.1 %: an exponential
-    from 0.25 to 0.001 in ``rounds=4 * R``, or exactly those by ``start=(0.25, 0.0625, 0.015625, 0.004)`` and
-    ``schedule="step"``. VARCO's compression ratio c goes linearly from c_max to c_min by round (T' - 2) / a of T', the
-    dial being 1 / c: ``start=1 / c_max``, ``schedule="reciprocal"``, ``rounds=(T' - 2) / a`` around
-    ``RandK(density=1 / c_min)``.
+    DGC's warm-up has the densities 25, 6.25, 1.5625 and 0.4 % for an epoch of R rounds each, then 0.1 %. Use an
+    exponential from 0.25 to 0.001 in ``rounds=4 * R``, or, for exactly these values,
+    ``start=(0.25, 0.0625, 0.015625, 0.004)`` and ``schedule="step"``. VARCO's compression ratio c goes linearly from
+    c_max to c_min by round (T' - 2) / a of T', and the dial is 1 / c: ``start=1 / c_max``, ``schedule="reciprocal"``,
+    ``rounds=(T' - 2) / a`` around ``RandK(density=1 / c_min)``.
 
-    **Memory.** Residuals, momenta and shifts belong to parameters and go on from stage to stage. A dial on which the
-    size of what is remembered depends, such as the rank of :class:`PowerSGD`'s factors, is refused.
+    **Memory.** Residuals, momenta and shifts belong to parameters and are kept from stage to stage. A dial on which the
+    size of the state depends, such as the rank of :class:`PowerSGD`'s factors, is refused.
 
-    **Properties.** It is unbiased if it is with every value; ``omega`` and ``delta`` are those of the worst value;
-    bytes of a dry run, and bits per element, are those of the last stage.
+    **Properties.** The method is unbiased if it is with every value; ``omega`` and ``delta`` are those of the worst
+    value; bytes of a dry run and bits per element are those of the last stage.
 
     Args:
-        compressor: The method, with the last value of the dial. It may be around another, whose dial it then may be:
+        compressor: The method, with the final value of the dial. The dial may be that of a wrapped method, as in
             ``ErrorFeedback(TopK(density=0.001))``.
-        field: The name of the dial, a number: the outermost field of that name.
-        start: The value in round 0; for ``schedule="step"`` a tuple of those of all stages but the last.
+        field: Name of the dial, the outermost numeric field of that name.
+        start: Value in round 0; for ``schedule="step"`` a tuple of the values of all stages except the last.
         schedule: "exponential", "linear", "cosine", "reciprocal" or "step".
-        rounds: T, in which the last value is reached.
-        stages: Into how many parts T is divided, 1 to 64 and no more than there are rounds; None: four, or as many as
-            ``start`` has values.
+        rounds: T, the first round with the final value.
+        stages: Number of parts of T, 1 to 64 and at most ``rounds``; None: four, or the number of values in ``start``.
 
     Raises:
-        HyperparameterError: a field is out of range, or the method does not take a value of the schedule, or with one
-            of them travels, or remembers, otherwise than with the last.
-        IncompatibleError: when attached: what is compressed depends on the dial.
+        HyperparameterError: a field is out of range, or with a value of the schedule the method is invalid, or has
+            other protocols or other state than with the final value.
+        IncompatibleError: when attached, if the choice of parameters to compress depends on the dial.
 
     Reference: Y. Lin, S. Han, H. Mao, Y. Wang, W. J. Dally, "Deep Gradient Compression", ICLR 2018, section 3.3;
     J. Cervino, M. A. Turja, H. Mostafa, N. Himayat, A. Ribeiro, "Distributed Training of Large Graph Neural Networks
@@ -225,7 +224,7 @@ class Scheduled(Dialled):
 
     @cached_property
     def stage_methods(self) -> tuple[tuple[int, Method], ...]:
-        """The first round of each stage, and its method; equal values one after the other are one stage."""
+        """First round and method of each stage; consecutive equal values are one stage."""
         end, rounds, count = self.dial, self.rounds, int(self.stages or 1)
         if isinstance(self.start, tuple):
             values = list(self.start)
@@ -240,7 +239,7 @@ class Scheduled(Dialled):
 
     @property
     def variants(self) -> list[Method]:
-        """The method of each stage."""
+        """Method of each stage."""
         return [method for _, method in self.stage_methods]
 
     def plan(self, setting: PlanSetting) -> BucketPlan:

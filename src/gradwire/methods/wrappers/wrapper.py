@@ -1,4 +1,4 @@
-"""What methods around another have in common."""
+"""Base classes of methods around another method, and of their plans."""
 
 from __future__ import annotations
 
@@ -20,34 +20,34 @@ from gradwire.exchange.traits import Traits
 from gradwire.kernels import SegmentTable
 
 PIECE = 1 << 16
-"""Elements: temporaries of a piece stay in a cache, and in memory that the allocator keeps."""
+"""Number of elements of a piece, whose temporaries stay in a cache and in memory that the allocator reuses."""
 
 
 def as_sent(inner: Method) -> tuple[str, ...]:
-    """Return the protocols by which an inner method's outcome is the mean of what ranks sent.
+    """Return the protocols with which an inner method's outcome is the mean of the values that ranks sent.
 
-    A residual or a shift needs it: the error of an owner who encodes the mean once more would be in no rank's memory.
+    Residuals and shifts need this: the error of an owner who encodes the mean again would be in no rank's state.
     """
     traits = inner.traits
     return tuple(found for found in traits.collectives if not (traits.re_encoding and found == "two_shot"))
 
 
 class Around(Method):
-    """A method around another, its ``wrapped`` one, as which it travels.
+    """Base of methods around another method, ``wrapped``, by whose protocols they are exchanged.
 
-    No dataclass, so that each method names the field that holds the other.
+    Not a dataclass, so that each method names the field of the inner method.
     """
 
     @property
     @abstractmethod
     def wrapped(self) -> Method:
-        """The method inside."""
+        """The inner method."""
 
     wrapped_field: ClassVar[str] = "compressor"
-    """The field that holds it."""
+    """Name of the field of the inner method."""
 
     def declare(self) -> Traits:
-        """Return the traits of the wrapped method, but for those that are of an operator on one vector."""
+        """Return the traits of the wrapped method, except for those of an operator on one vector."""
         own = super().declare()
         return replace(
             self.wrapped.traits,
@@ -84,7 +84,7 @@ class Around(Method):
         return self.wrapped.kept_as(parameter)
 
     def usual_collective(self, world_size: int) -> str | None:
-        # One alone leaves nothing to differ.
+        # With a single protocol there is no choice.
         return self.wrapped.usual_collective(world_size) if len(self.traits.collectives) > 1 else None
 
     def bind(self, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> Callable[[], None] | None:
@@ -99,20 +99,20 @@ class Around(Method):
 
 @dataclass(frozen=True, kw_only=True)
 class Wrapper(Around):
-    """A method around a compressor, which travels as the compressor does."""
+    """Base of methods around a compressor, which are exchanged as the compressor is."""
 
     compressor: Method = field(kw_only=False)
 
     @property
     def wrapped(self) -> Method:
-        """The compressor."""
+        """Inner compressor."""
         return self.compressor
 
 
 def pieces(runs: Iterable[tuple[int, int]], flat: torch.Tensor | None = None) -> Iterator[tuple[int, int]]:
-    """Cut runs into pieces for arithmetic of several passes, so that what one writes is in a cache for the next.
+    """Cut runs into pieces for arithmetic in several passes, so that the results of one are in a cache for the next.
 
-    Runs of a vector ``flat`` on a device stay whole: there each pass over a piece would be a launch.
+    Runs of a vector ``flat`` on a device are not cut, since each pass over a piece would be a kernel launch.
 
     Example:
         >>> [b - a for a, b in pieces([(5, 100_005)])]
@@ -127,9 +127,9 @@ def pieces(runs: Iterable[tuple[int, int]], flat: torch.Tensor | None = None) ->
 
 
 class WrappedPlan(BucketPlan):
-    """A plan that changes a bucket before an inner plan exchanges it, or its outcome afterwards.
+    """Base of plans that change a bucket before an inner plan exchanges it, or its outcome afterwards.
 
-    ``segments`` are the bucket's, for the layout of memories; ``all_runs`` says where its compressed part lies.
+    ``segments`` are the bucket's, for the layout of state; ``all_runs`` are the runs of its compressed part.
     """
 
     def __init__(self, inner: BucketPlan, segments: Sequence[Segment]) -> None:
@@ -139,10 +139,10 @@ class WrappedPlan(BucketPlan):
         self.all_runs = sorted(run for chunk in inner.runs for run in chunk)
 
     def before(self, context: Context, flat: torch.Tensor) -> None:
-        """Change the bucket."""
+        """Change the bucket before the exchange."""
 
     def after(self, context: Context, flat: torch.Tensor, outcome: Outcome) -> Outcome:
-        """Note what was sent, and change the mean, on ``runs[context.chunk]``; give what all of this did."""
+        """Process the sent values and change the mean, on ``runs[context.chunk]``, and return the outcome."""
         return outcome
 
     def finish(self, context: Context) -> Exchange[None]:
@@ -158,23 +158,23 @@ class WrappedPlan(BucketPlan):
         if flat.is_meta:
             return outcome
         if outcome.finite is None:
-            # A plain sum is not looked at; what is remembered must not take up an infinity.
+            # A plain sum is not checked by the inner plan, and an infinity must not get into the state.
             parts = (flat[a:b] for a, b in self.runs[context.chunk])
             outcome = replace(outcome, finite=all_finite(*parts))
         return self.after(context, flat, outcome)
 
 
 class TransformedPlan(BucketPlan):
-    """Makes *slots* of the compressed parameters, lets an inner plan exchange these, and brings their mean back.
+    """Base of plans that compute *slots* from compressed parameters, exchange these, and transform their mean back.
 
-    The vector that is exchanged holds the slots of all compressed segments, each as a parameter of the same name, then
-    dense segments whole. It is one chunk. Slots may lose an infinity or NaN of the parameter: it is put into the first
-    of them, so that every rank makes +inf of the whole parameter.
+    The exchanged vector has the slots of all compressed segments, each as a parameter of the same name, then the dense
+    segments. It is one chunk. Slots may lose an infinity or NaN of the parameter. It is therefore written to the first
+    slot, so that every rank sets the whole parameter to +inf.
 
     Args:
-        method: The inner method; None: slots travel in float32, by sums whose bits no layout decides.
-        setting: Of the bucket; its backend serves the family "signs".
-        slots: How many each compressed segment has, at least one.
+        method: The inner method; None: slots are sent in float32, with sums that do not depend on the layout.
+        setting: Setting of the bucket, whose backend has the family "signs".
+        slots: Number of slots of each compressed segment, at least one.
     """
 
     def __init__(self, method: Method | None, setting: PlanSetting, slots: Sequence[int]) -> None:
@@ -199,11 +199,11 @@ class TransformedPlan(BucketPlan):
 
     @abstractmethod
     def gather(self, round: int, flat: torch.Tensor, slots: torch.Tensor) -> None:
-        """Make all slots of the bucket's compressed parameters."""
+        """Compute all slots of the bucket's compressed parameters."""
 
     @abstractmethod
     def scatter(self, round: int, slots: torch.Tensor, flat: torch.Tensor, add: bool) -> None:
-        """Write, or add, what the slots stand for to the compressed parameters; the slots may be spoilt."""
+        """Transform the slots back, and write or add the result to the parameters; slots may be overwritten."""
 
     def prepare(self, context: Context, flat: torch.Tensor) -> Exchange[Any]:
         short = context.workspace.get("slots", 4 * self._numel).view(torch.float32)
