@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import re
 from html.parser import HTMLParser
@@ -88,3 +89,42 @@ def test_links_of_pages_lead_to_files_of_the_repository() -> None:
             if "://" not in target and not (page.parent / target).exists():
                 broken.append(f"{page.relative_to(ROOT)}: {target}")
     assert broken == []
+
+
+ON_GPUS = "Code for GPUs is written and tested on stand-ins and in Triton's interpreter; it [has never run on a GPU]("
+
+
+def test_pages_that_name_the_state_of_gpus_say_the_same() -> None:
+    pages = [ROOT / "README.md", ROOT / "SECURITY.md", *(ROOT / "docs").rglob("*.md")]
+    texts = {str(page.relative_to(ROOT)): " ".join(page.read_text().split()) for page in pages}
+    named = [name for name, text in texts.items() if re.search(r"\]\([./\w-]*gpu\.md[)]", text)]
+    assert len(named) >= 7
+    assert [name for name in [*named, "docs/gpu.md"] if ON_GPUS not in texts[name]] == []
+    other = r"(?:[Nn]obody|[Nn]othing|not yet|has not|have not|never)[^.|]{0,60}\bGPUs?\b"
+    claims = {name: re.findall(other, text.replace(ON_GPUS, "")) for name, text in texts.items()}
+    assert {name: found for name, found in claims.items() if found} == {}
+
+
+def _exists(dotted: str) -> bool:
+    """Return whether a dotted name is a module, or an attribute or field of one."""
+    parts = dotted.split(".")
+    for count in range(len(parts), 0, -1):
+        try:
+            found: object = importlib.import_module(".".join(parts[:count]))
+        except ImportError:
+            continue
+        for name in parts[count:]:
+            if not hasattr(found, name):
+                return name in getattr(found, "__annotations__", {})
+            found = getattr(found, name)
+        return True
+    return False
+
+
+def test_dotted_names_on_pages_exist() -> None:
+    missing = []
+    for page in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]:
+        for name in re.findall(r"\b(?:gradwire|gw)(?:\.[A-Za-z_]\w*)+", page.read_text()):
+            if not _exists(re.sub(r"^gw\b", "gradwire", name)):
+                missing.append(f"{page.relative_to(ROOT)}: {name}")
+    assert missing == []
