@@ -5,25 +5,39 @@ tests that the fault names, and prints a table of faults that were caught and th
 changed. A fault is a table ``[[fault]]`` with these keys:
 
 ==========  ============================================================================================================
-``name``    unique; ``--only`` selects by a part of it
-``file``    the file, from the package's folder on
-``old``     the text that is replaced; it occurs exactly once in the file
+``name``    unique; ``--only`` selects by a part of it, or of the path of its file
+``where``   the definition to change: ``function``, ``Class``, ``Class.method``, ``function.inner``, a ``CONSTANT`` of a
+            module, or ``<module>`` for the statements outside of these
+``path``    only if several files define that name: the one that is meant, or a folder in which no other one does
+``old``     the text to replace, which occurs exactly once in the definition: an expression, an argument or a statement,
+            as short as is unique
 ``new``     the text in its place
 ``tests``   node ids of the tests that must fail, the fastest first
 ``means``   what would be wrong, in one line
 ``spared``  optional: the reason why no test can catch this fault; it counts as one that survived
 ==========  ============================================================================================================
 
+<<<<<<< HEAD
 The outcome of a fault is kept as long as neither the package nor the tests change, nor the benchmarks that some
 import, so that a run that was interrupted goes on where it stopped.
+=======
+The file is looked up by the definition, so a fault stays valid when its definition moves to another file. ``old`` is
+compared token by token (``anchors.py``): comments and line breaks may differ. A nested function or class is a
+definition of its own and not searched with the one around it. A fault in a file that is not Python has the ``path``
+of the file and no ``where``, and its ``old`` is compared character by character.
+
+The outcome of a fault is kept as long as neither the package nor the tests change, so that a run that was interrupted
+goes on where it stopped.
+>>>>>>> faults
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
 import collections
 import contextlib
+import dataclasses
+import functools
 import hashlib
 import json
 import multiprocessing
@@ -41,6 +55,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from anchors import Sources, StaleError
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:
@@ -48,6 +64,7 @@ else:
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
+PACKAGE = ROOT / "src" / "gradwire"
 LIST = HERE / "faults"
 
 CAUGHT, SURVIVED, STALE, BROKEN, SPARED = "caught", "survived", "stale", "broken", "spared"
@@ -60,10 +77,11 @@ TEST_S, FAULT_S, ALL_S = 300, 400, 1800
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """One change of one file, and the tests that must fail under it."""
+    """One change of one definition, and the tests that must fail under it."""
 
     name: str
-    file: str
+    where: str | None = None
+    path: str | None = None
     old: str
     new: str
     tests: tuple[str, ...]
@@ -72,34 +90,54 @@ class Fault:
 
     @property
     def layer(self) -> str:
-        """The part of the package that the file belongs to."""
-        return self.file.partition("/")[0].removesuffix(".py")
+        """The part of the package that the path begins with."""
+        return (self.path or "nowhere").partition("/")[0].removesuffix(".py")
 
-    def problem(self, package: Path) -> str | None:
-        """Explain why the fault cannot be applied to a package; None where it can."""
-        path = package / self.file
-        if not path.is_file():
-            return f"there is no file {self.file}"
-        text = path.read_text()
+    def changed(self, sources: Sources) -> tuple[str, str]:
+        """Return the file and its text under the fault; raises StaleError where the fault cannot be applied."""
+        if self.where is not None:
+            file = sources.home(self.where, self.path)
+            return file, sources.changed(file, self.where, self.old, self.new)
+        if self.path is None or self.path.endswith(".py"):
+            raise StaleError("'where' has to name a definition")
+        file = sources.package / self.path
+        if not file.is_file():
+            raise StaleError(f"there is no file {self.path}")
+        text = file.read_text()
         if (count := text.count(self.old)) != 1:
-            return f"its source text occurs {count} times in {self.file}, not once"
+            raise StaleError(f"its 'old' occurs {count} times in {self.path}, not once")
         if self.old == self.new:
-            return "it changes nothing"
-        if path.suffix == ".py":
-            try:
-                ast.parse(text.replace(self.old, self.new))
-            except SyntaxError as error:
-                return f"the changed file is not Python: {error}"
+            raise StaleError("it changes nothing")
+        return self.path, text.replace(self.old, self.new)
+
+    def problem(self, sources: Sources) -> str | None:
+        """Explain why the fault cannot be applied to a package; None where it can."""
+        try:
+            self.changed(sources)
+        except StaleError as error:
+            return str(error)
         return None
 
     def missing_tests(self, root: Path) -> list[str]:
         """Return the named tests that no file defines."""
         return [test for test in self.tests if not _defined(root, test)]
 
-    def apply(self, package: Path) -> None:
-        """Change the file."""
-        path = package / self.file
-        path.write_text(path.read_text().replace(self.old, self.new))
+
+@functools.cache
+def sources_of(package: Path) -> Sources:
+    """Read the definitions of a package, once a process."""
+    return Sources(package)
+
+
+def located(faults: Iterable[Fault], sources: Sources) -> list[Fault]:
+    """Return faults with the paths of the files that they change, as far as these can be told."""
+    found = []
+    for fault in faults:
+        with contextlib.suppress(StaleError):
+            if fault.where is not None:
+                fault = dataclasses.replace(fault, path=sources.home(fault.where, fault.path))
+        found.append(fault)
+    return found
 
 
 def _defined(root: Path, test: str) -> bool:
@@ -110,15 +148,20 @@ def _defined(root: Path, test: str) -> bool:
     return not name or re.search(rf"^def {function}\(", (root / path).read_text(), re.MULTILINE) is not None
 
 
+def read_list(path: Path) -> list[Fault]:
+    """Read one list; raises ValueError for a key that is unknown or missing."""
+    faults = []
+    for record in tomllib.loads(path.read_text())["fault"]:
+        try:
+            faults.append(Fault(**{**record, "tests": tuple(record["tests"])}))
+        except (TypeError, KeyError) as error:
+            raise ValueError(f"{path.name}: {record.get('name', record)}: {error}") from error
+    return faults
+
+
 def read_faults(folder: Path = LIST) -> list[Fault]:
     """Read all lists of a folder; raises ValueError for a name that is used twice or a key that is unknown."""
-    faults = []
-    for path in sorted(folder.glob("*.toml")):
-        for record in tomllib.loads(path.read_text())["fault"]:
-            try:
-                faults.append(Fault(**{**record, "tests": tuple(record["tests"])}))
-            except (TypeError, KeyError) as error:
-                raise ValueError(f"{path.name}: {record.get('name', record)}: {error}") from error
+    faults = [fault for path in sorted(folder.glob("*.toml")) for fault in read_list(path)]
     twice = [name for name, count in collections.Counter(fault.name for fault in faults).items() if count > 1]
     if twice:
         raise ValueError(f"names that are used twice: {', '.join(twice)}")
@@ -169,6 +212,7 @@ class Slot:
         for path in self.copy.rglob("*"):
             if path.is_file() and path.suffix != ".pyc" and not (self.package / path.relative_to(self.copy)).exists():
                 path.unlink()
+        self.sources = Sources(self.copy)
 
     def run(
         self, tests: Sequence[str], *words: str, compiled: Path | None = None, limit_s: float = FAULT_S
@@ -192,15 +236,17 @@ class Slot:
     def try_fault(self, fault: Fault) -> Outcome:
         """Apply a fault, run its tests, and take it back."""
         began_s = time.monotonic()
-        problem = fault.problem(self.copy)
-        missing = fault.missing_tests(self.root)
-        if problem or missing:
-            return Outcome(status=STALE, seconds=0.0, detail=problem or f"no such test: {', '.join(missing)}")
-        path = self.copy / fault.file
+        try:
+            file, text = fault.changed(self.sources)
+        except StaleError as error:
+            return Outcome(status=STALE, seconds=0.0, detail=str(error))
+        if missing := fault.missing_tests(self.root):
+            return Outcome(status=STALE, seconds=0.0, detail=f"no such test: {', '.join(missing)}")
+        path = self.copy / file
         whole, times = path.read_bytes(), (path.stat().st_atime_ns, path.stat().st_mtime_ns)
-        fault.apply(self.copy)
+        path.write_text(text)
         # Numba looks at a kernel's own file only, so compiled code of its callers would hide the fault.
-        compiled = self.folder / "numba-of-a-fault" if fault.layer == "kernels" else None
+        compiled = self.folder / "numba-of-a-fault" if file.startswith("kernels/") else None
         try:
             code, told = self.run(fault.tests, "-x", compiled=compiled)
         finally:
@@ -294,7 +340,7 @@ def run(
     faults: Sequence[Fault],
     *,
     root: Path = ROOT,
-    package: Path = ROOT / "src" / "gradwire",
+    package: Path = PACKAGE,
     work: Path = ROOT / ".cache" / "mutants",
     jobs: int = 2,
     fresh: bool = False,
@@ -314,7 +360,12 @@ def run(
     work.mkdir(parents=True, exist_ok=True)
     if fresh:
         (work / "outcomes.json").unlink(missing_ok=True)
+<<<<<<< HEAD
     store = Store(work / "outcomes.json", digest(package, root / "tests", root / "benchmarks"))
+=======
+    faults = located(faults, sources_of(package))
+    store = Store(work / "outcomes.json", digest(package, root / "tests"))
+>>>>>>> faults
     outcomes = {f.name: found for f in faults if (found := store.get(f)) is not None}
     left = [fault for fault in faults if fault.name not in outcomes]
     if outcomes:
@@ -344,7 +395,7 @@ def run(
             outcome = in_a_slot(lambda slot: slot.try_fault(fault))
             outcomes[fault.name] = outcome
             store.put(fault, outcome)
-            say(f"{outcome.status:9}{outcome.seconds:6.1f} s  {fault.file}: {fault.name}")
+            say(f"{outcome.status:9}{outcome.seconds:6.1f} s  {fault.path or 'nowhere'}: {fault.name}")
 
         # The longest first would keep both busy to the end, but nobody knows which those are.
         for done in [pool.submit(attempt, fault) for fault in left]:
@@ -387,7 +438,7 @@ def summarise(faults: Sequence[Fault], outcomes: dict[str, Outcome], say: Callab
     for fault in faults:
         outcome = outcomes[fault.name]
         if outcome.status in (SURVIVED, STALE, BROKEN):
-            say(f"{outcome.status}: {fault.name} ({fault.file}): {outcome.detail or fault.means}")
+            say(f"{outcome.status}: {fault.name} ({fault.path or 'nowhere'}): {outcome.detail or fault.means}")
         elif outcome.status == CAUGHT and fault.spared:
             say(f"caught after all: {fault.name}: remove its 'spared'")
     wrong = total[SURVIVED] + total[STALE] + total[BROKEN]
@@ -396,18 +447,18 @@ def summarise(faults: Sequence[Fault], outcomes: dict[str, Outcome], say: Callab
 
 
 def selected(faults: Iterable[Fault], words: Sequence[str]) -> list[Fault]:
-    """Return the faults whose name or file contains one of the words; all of them without words."""
-    return [f for f in faults if not words or any(word in f.name or word in f.file for word in words)]
+    """Return the faults whose name or path contains one of the words; all of them without words."""
+    return [f for f in faults if not words or any(word in f.name or word in (f.path or "") for word in words)]
 
 
 def main() -> None:
     """Run from the command line; the exit code is 1 where a fault survives."""
     parser = argparse.ArgumentParser(description="Check that the tests catch known faults.")
-    parser.add_argument("--only", nargs="*", default=[], metavar="WORD", help="faults with this in their name or file")
+    parser.add_argument("--only", nargs="*", default=[], metavar="WORD", help="faults with this in their name or path")
     parser.add_argument("--jobs", type=int, default=2, help="faults that are tried side by side")
     parser.add_argument("--fresh", action="store_true", help="forget the outcomes of earlier runs")
     options = parser.parse_args()
-    faults = selected(read_faults(), options.only)
+    faults = selected(located(read_faults(), sources_of(PACKAGE)), options.only)
     if not faults:
         parser.error(f"no fault is named {' or '.join(options.only)}")
     CONTEXT.set_forkserver_preload(PRELOADED)

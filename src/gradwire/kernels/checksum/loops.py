@@ -11,7 +11,7 @@ from gradwire.kernels.numba_core.compiled import copy_into, either
 from gradwire.kernels.numba_core.vectors import prefer_wide
 
 # Digest of the sources of the compiled code: ``make digests`` rewrites it, so that Numba drops outdated code.
-DIGEST = "46f170457ca1bb80"
+DIGEST = "5b10a73b325a2592"
 
 
 _u64 = np.uint64

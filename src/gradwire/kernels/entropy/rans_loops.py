@@ -17,7 +17,7 @@ from gradwire.kernels.numba_core.compiled import copy_into, either
 from gradwire.kernels.numba_core.vectors import prefer_wide
 
 # Digest of the sources of the compiled code: ``make digests`` rewrites it, so that Numba drops outdated code.
-DIGEST = "62c30611be0ca322"
+DIGEST = "965d432851e6e822"
 
 
 _u8, _u32, _u64, _i64 = np.uint8, np.uint32, np.uint64, np.int64

@@ -15,7 +15,7 @@ from gradwire.kernels.numba_core.compiled import Compiled, kept
 from gradwire.kernels.numba_core.vectors import prefer_wide, trailing_zeros
 
 # Digest of the sources of the compiled code, and part of its name in Numba's cache; ``make digests`` writes it.
-DIGEST = "3a38c1b431795fc8"
+DIGEST = "e62f9d0ec51903a8"
 
 
 _TILE = 2048

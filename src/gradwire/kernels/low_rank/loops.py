@@ -16,7 +16,7 @@ from gradwire.kernels.numba_core.vectors import prefer_wide
 from gradwire.kernels.table import LANES
 
 # Digest of the sources of the compiled code, and part of its name in Numba's cache; ``make digests`` writes it.
-DIGEST = "4477573c20ff1801"
+DIGEST = "b0741cfabd3f0b79"
 
 
 _TILE, _PANEL, _VANISHED = MatrixTable.TILE, PANEL, VANISHED
