@@ -17,18 +17,13 @@ changed. A fault is a table ``[[fault]]`` with these keys:
 ``spared``  optional: the reason why no test can catch this fault; it counts as one that survived
 ==========  ============================================================================================================
 
-<<<<<<< HEAD
-The outcome of a fault is kept as long as neither the package nor the tests change, nor the benchmarks that some
-import, so that a run that was interrupted goes on where it stopped.
-=======
 The file is looked up by the definition, so a fault stays valid when its definition moves to another file. ``old`` is
 compared token by token (``anchors.py``): comments and line breaks may differ. A nested function or class is a
 definition of its own and not searched with the one around it. A fault in a file that is not Python has the ``path``
 of the file and no ``where``, and its ``old`` is compared character by character.
 
-The outcome of a fault is kept as long as neither the package nor the tests change, so that a run that was interrupted
-goes on where it stopped.
->>>>>>> faults
+The outcome of a fault is kept as long as neither the package nor the tests change, nor the benchmarks that some
+import, so that a run that was interrupted goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -360,12 +355,8 @@ def run(
     work.mkdir(parents=True, exist_ok=True)
     if fresh:
         (work / "outcomes.json").unlink(missing_ok=True)
-<<<<<<< HEAD
-    store = Store(work / "outcomes.json", digest(package, root / "tests", root / "benchmarks"))
-=======
     faults = located(faults, sources_of(package))
-    store = Store(work / "outcomes.json", digest(package, root / "tests"))
->>>>>>> faults
+    store = Store(work / "outcomes.json", digest(package, root / "tests", root / "benchmarks"))
     outcomes = {f.name: found for f in faults if (found := store.get(f)) is not None}
     left = [fault for fault in faults if fault.name not in outcomes]
     if outcomes:
