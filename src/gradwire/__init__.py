@@ -1,4 +1,4 @@
-"""Data-parallel PyTorch training over slow links, with gradients compressed to a few bits per element."""
+"""Data-parallel PyTorch training over slow links: gradients packed to a few bits per element, for real."""
 
 from gradwire import integrations
 from gradwire.errors import (
@@ -56,5 +56,5 @@ __all__ += _registry
 
 
 def __dir__() -> list[str]:
-    """List the public names; modules are imported by their names."""
+    """List what users need; modules are imported by their names."""
     return sorted(__all__)

@@ -235,7 +235,7 @@ class EDEN(RotatedLevels):
 
     @property
     def samples(self) -> bool:
-        """Whether only a part of the coordinates is sent."""
+        """True if only a part of the coordinates is sent."""
         return self.bits < 1 and self.spacing == "lloyd_max"
 
     def codec(self, kernels: Kernels, segments: Sequence[Segment], world_size: int, seed: int) -> OwnRotationCodec:
