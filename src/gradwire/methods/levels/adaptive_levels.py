@@ -242,29 +242,29 @@ _FIELDS = """
 
     Args:
         bits: Code width b: 2^b signed levels from -1 to 1.
-        norm: "l2", as in the authors' program, or "max": what a block is divided by.
-        block_size: Values that share a norm, a multiple of 16; None: all of a parameter.
+        norm: Norm by which a block is divided: "l2", as in the authors' program, or "max".
+        block_size: Number of values that share a norm, a multiple of 16; None: all of a parameter.
         blocks: "model", as in the authors' program: cut from all compressed parameters joined in the order of
             ``named_parameters``; or "parameter".
         updates: Rounds in which the levels are fitted.
-        every: Rounds from one update to the next after those.
-        kept: Blocks of a worker whose statistics are exchanged, three float32 each, under the normal model: those
-            whose errors weigh most, which are those with the largest norms where blocks are equally long.
-        model: What levels are fitted to: "normal", as in the paper, a truncated normal for each kept block, of the mean
-            and the deviation of its values; or "histogram", how often the values of all blocks were counted in 641
-            fixed bins, an int64 each. Values of many layers in one block are far from normal: there the histogram is
-            the better model by far, see docs/quantisers.md.
-        overlap: False: the exchange begins when the whole gradient is there, and its statistics decide the levels that
-            it is rounded to. True: buckets leave while backward still runs, with the levels that there are, +-2^-j at
-            first; those that an update round's gradients make serve from the next round on, and are fitted while the
-            optimizer steps. Needs ``blocks="parameter"``.
+        every: Number of rounds between later updates.
+        kept: Number of blocks of a worker whose statistics are exchanged, three float32 each, under the normal model:
+            those with the largest weight, which are those with the largest norms if blocks are equally long.
+        model: Distribution to which levels are fitted: "normal", as in the paper, a truncated normal for each kept
+            block, with the mean and the deviation of its values; or "histogram", counts of all blocks' values in 641
+            fixed bins, an int64 each. If a block has values of many layers, these are far from normal, and the
+            histogram is by far the better model, see docs/quantisers.md.
+        overlap: False: the exchange begins when all gradients are computed, and rounds them to levels fitted to their
+            statistics. True: buckets are sent while backward still runs, with the current levels, +-2^-j at first;
+            levels of an update round are fitted while the optimizer steps, and used from the next round on. Needs
+            ``blocks="parameter"``.
 
     Raises:
         HyperparameterError: a field is out of range.
 
-    All of the gradient shares the levels. They are kept in the checkpoint, and fitted anew after one of another method,
-    width, norm or blocks. The statistics are those of the update round's own gradients on all workers, where the
-    authors draw ten further minibatches. Random numbers come from the rank's stream.
+    The whole gradient shares the levels. They are stored in checkpoints, and fitted anew if a checkpoint has another
+    method, width, norm or blocks. Statistics are of the update round's gradients on all workers; the authors draw ten
+    further minibatches. Random numbers are drawn from the rank's stream.
 
     Reference: F. Faghri et al., "Adaptive Gradient Quantization for Data-Parallel SGD", NeurIPS 2020.
     """
@@ -284,7 +284,7 @@ def _properties(summary: str) -> Properties:
 @dataclass(frozen=True, kw_only=True)
 class ALQ(_Adaptive):
     __doc__ = (
-        r"""ALQ: every level moves to where the expected variance of rounding is least.
+        r"""ALQ: levels fitted one by one for the least expected variance of rounding.
 
     A value v of a block with scale R is rounded without bias to one of the two neighbours of r = v / R among 2^b levels
     l_j, as in :class:`QSGD`. The levels minimise the sum over j of the integral of (l_(j+1) - r) (r - l_j) dF(r) by
@@ -306,7 +306,7 @@ class ALQ(_Adaptive):
 @dataclass(frozen=True, kw_only=True)
 class ALQN(ALQ):
     __doc__ = (
-        """ALQ-N: as :class:`ALQ`, but a block of d values weighs d, whatever its scale.
+        """ALQ-N: as :class:`ALQ`, but the weight of a block of d values is d, whatever its scale.
 
     Under the normal model all values of the kept blocks are one truncated normal."""
         + _FIELDS
@@ -339,7 +339,7 @@ class AMQ(_Adaptive):
 @dataclass(frozen=True, kw_only=True)
 class AMQN(AMQ):
     __doc__ = (
-        """AMQ-N: as :class:`AMQ`, but a block of d values weighs d, whatever its scale.
+        """AMQ-N: as :class:`AMQ`, but the weight of a block of d values is d, whatever its scale.
 
     Under the normal model all values of the kept blocks are one truncated normal."""
         + _FIELDS
