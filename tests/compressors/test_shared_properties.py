@@ -183,6 +183,7 @@ def test_half_precision_input(method: gw.Method) -> None:
 
 
 @settings(max_examples=30)
+@pytest.mark.timeout(600)  # as many examples as methods
 @given(
     st.sampled_from([m for m in COMPRESSORS if not hasattr(m, "fit")]),
     st.lists(st.integers(1, 700), min_size=1, max_size=5),

@@ -92,15 +92,12 @@ class GRandK(Wrapper):
         )
         require(isinstance(self.rescale, bool), "GRandK", f"rescale is True or False, not {self.rescale!r}")
 
-    def refusal_of_feedback(self, unseen: str) -> str | None:
-        return None
-
     def declare(self) -> Traits:
         return replace(
             super().declare(),
             # The family "signs" finds values that are not finite.
             kernels=tuple(dict.fromkeys((*self.compressor.traits.kernels, "signs"))),
-            sends_parts=self.cycle > 1,
+            sends_parts=True,
             unbiased=False,
             unbiased_note="no; with rescale=True over a cycle",
             # The compressor's bound, when an element is sent; None if it is multiplied.
