@@ -288,8 +288,10 @@ def digest(*folders: Path) -> str:
     found = hashlib.sha256()
     for folder in folders:
         for path in sorted(folder.rglob("*")):
-            if path.is_file() and "__pycache__" not in path.parts and LIST.name not in path.parts:
-                found.update(str(path.relative_to(folder)).encode() + b"\0" + path.read_bytes())
+            # The folder itself may lie in one that is called as the lists are.
+            inside = path.relative_to(folder)
+            if path.is_file() and not {"__pycache__", LIST.name} & set(inside.parts):
+                found.update(str(inside).encode() + b"\0" + path.read_bytes())
     return found.hexdigest()
 
 

@@ -15,6 +15,7 @@ from run_mutants import (
     ROOT,
     Fault,
     Outcome,
+    digest,
     located,
     read_faults,
     read_list,
@@ -116,6 +117,18 @@ def test_faults_that_survive_or_cannot_be_tried_are_named(attempt: Attempt) -> N
     assert "stale: 5 (sums.py): it changes nothing" in told
     assert "stale: 6 (nowhere): there is no definition of mean" in told
     assert "1 of 7 faults were caught" in told
+
+
+def test_outcomes_are_kept_for_the_same_files_alone_wherever_they_lie(tmp_path: Path) -> None:
+    folder = tmp_path / LIST.name
+    for file in ("sums.py", f"{LIST.name}/sums.toml"):
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        (folder / file).write_text("")
+    before = digest(folder)
+    (folder / LIST.name / "sums.toml").write_text("# Each fault has its own outcome.")
+    assert digest(folder) == before
+    (folder / "sums.py").write_text("# Changed.")
+    assert digest(folder) != before
 
 
 def test_a_test_that_fails_without_a_fault_proves_nothing(attempt: Attempt) -> None:
