@@ -44,6 +44,7 @@ import signal
 import sys
 import threading
 import time
+import types
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -185,6 +186,8 @@ def run_pytest(command: Sequence[str], variables: dict[str, str], root: Path, lo
     os.chdir(root)
     os.environ.update(variables)
     sys.path[:] = [*variables["PYTHONPATH"].split(os.pathsep), *(path for path in sys.path if path != str(HERE))]
+    # What multiprocessing starts would import this program anew, which needs what is no longer on the path.
+    sys.modules["__main__"] = types.ModuleType("__main__")
     import pytest
 
     sys.stdout.flush()

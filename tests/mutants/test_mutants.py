@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from anchors import Sources
 from run_mutants import (
+    HERE,
     LIST,
     PACKAGE,
     ROOT,
@@ -135,6 +138,45 @@ def test_a_test_that_fails_without_a_fault_proves_nothing(attempt: Attempt) -> N
     enough, said = attempt({"tests": WRONG})
     assert not enough
     assert said[-1] == f"without any fault: {WRONG[0]}: it fails"
+
+
+def test_run_as_a_program_it_is_not_imported_by_processes_that_tests_start(tmp_path: Path) -> None:
+    fault = """
+[[fault]]
+name = "wrong"
+where = "RIGHT"
+old = "True"
+new = "False"
+tests = ["tests/test_spawned.py::test_that_starts_a_process"]
+means = "what is right is wrong"
+"""
+    test = """
+import multiprocessing
+
+from gradwire import RIGHT
+
+
+def test_that_starts_a_process():
+    process = multiprocessing.get_context("spawn").Process(target=print)
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+    assert RIGHT
+"""
+    for path, text in {
+        "src/gradwire/__init__.py": "RIGHT = True\n",
+        "tests/mutants/faults/right.toml": fault,
+        "tests/mutants/anchors.py": (HERE / "anchors.py").read_text(),
+        "tests/mutants/run_mutants.py": (HERE / "run_mutants.py").read_text(),
+        "tests/test_spawned.py": test,
+        "pytest.ini": "[pytest]\naddopts = -ra\n",
+    }.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+    command = [sys.executable, tmp_path / "tests" / "mutants" / "run_mutants.py", "--jobs", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 of 1 faults were caught" in done.stdout
 
 
 def test_nine_of_ten_must_be_caught_and_what_is_spared_counts_as_not() -> None:
