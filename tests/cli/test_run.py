@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -11,11 +13,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch.distributed.elastic.multiprocessing.api
 from run_help import gradwire, start_gradwire
 
 import gradwire as gw
 from gradwire.tools.cli.bootstrap import left_apart, summary
-from gradwire.tools.cli.launcher import Report, account
+from gradwire.tools.cli.launcher import Report, Torchrun, account
 from gradwire.tools.cli.torchrun import command
 from gradwire.tools.experiments.errors import UsageError
 
@@ -164,6 +167,27 @@ LOST = "rank 0 could not go on at bucket 1, round 7: rank 1 ended without a word
 )
 def test_the_account_that_tells_most_is_given(codes: dict[int, int], reports: list[Report], sentence: str) -> None:
     assert account(codes, {r.rank: r for r in reports}) == sentence
+
+
+def test_what_torchrun_kills_itself_is_known_from_what_it_logs() -> None:
+    text = "Unable to shutdown process %s via %s, forcefully exiting via %s"
+    assert text in inspect.getsource(torch.distributed.elastic.multiprocessing.api)
+    heard = Torchrun()
+    record = logging.LogRecord("api", logging.WARNING, "", 0, text, (4711, signal.SIGTERM, signal.SIGKILL), None)
+    assert heard.filter(record)
+    assert heard.killed == {4711}
+    closing = logging.LogRecord("api", logging.WARNING, "", 0, "Sending process %s closing signal %s", (1, "a"), None)
+    assert not heard.filter(closing)
+    assert heard.killed == {4711}
+
+
+def test_a_rank_leaves_with_its_code_though_a_stream_is_in_use() -> None:
+    code = (
+        "import sys; from gradwire.tools.cli import bootstrap\n"
+        "class InUse:\n    def flush(self): raise RuntimeError('reentrant call')\n"
+        "sys.stdout = InUse(); bootstrap._leave(143)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 143
 
 
 @pytest.mark.ranks

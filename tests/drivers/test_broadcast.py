@@ -44,7 +44,7 @@ def broadcasts() -> list[tuple[int, int, int, bool]]:
                 # What the barrier still sends is over by then, and so is the broadcast at the second one.
                 time.sleep(0.05)
                 sent, before = lane.meter.sent_bytes, written()
-                reply = lane.drive(one(Broadcast(value, root, length)))
+                reply = lane.run(one(Broadcast(value, root, length))).result()
                 time.sleep(0.05)
                 count = size if used is None else used
                 came = bool((reply[:count] == root + 1).all()) and (length is None or int(length) == used)

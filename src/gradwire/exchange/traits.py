@@ -47,7 +47,8 @@ class Traits:
         tries: Specs of the methods that it tries in order to keep the fastest; empty for all other methods.
         quantises_blocks: True if it rounds the values of a block to levels of the block's own scale.
         shares_scales: True if all ranks use the same scales, on which they agree by an exchange of its own.
-        sends_parts: True if a round sends a part of the vector, so that only several rounds send every element.
+        parts: How many parts a vector has if a round sends one of them and as many rounds send every element; None for
+            methods that send elements without such a cycle.
         same_elements: True if all ranks send the same elements, chosen by a shared draw.
         scatters: True if the owner of a shard can receive the mean of that shard alone, by
             :func:`gradwire.exchange.protocols.reduce_scatter`: no state depends on the mean of the rest.
@@ -86,7 +87,7 @@ class Traits:
     tries: tuple[str, ...] = ()
     quantises_blocks: bool = False
     shares_scales: bool = False
-    sends_parts: bool = False
+    parts: int | None = None
     same_elements: bool = False
     scatters: bool = False
     unbiased: bool = False

@@ -120,7 +120,7 @@ def not_comparable(one: Method) -> str | None:
         return "remembers all parameters as one vector, which others cannot go on with"
     if one.traits.direction:
         return "gives a direction, which needs a learning rate of its own"
-    if one.traits.sends_parts:
+    if one.traits.parts is not None:
         return (
             "sends a part of the gradient a round, the faster the more it leaves out, and what is left out is lost "
             "without error feedback: use ErrorFeedback around it, by name rather than by trial"

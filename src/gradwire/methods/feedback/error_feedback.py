@@ -124,7 +124,7 @@ class ErrorFeedback(ResidualAlgorithm, Wrapper):
         object.__setattr__(self, "momentum", checked_momentum(owner, self.momentum))
         require(is_number(self.decay, above=0, most=1), owner, f"decay is above 0 and at most 1, not {self.decay!r}")
         object.__setattr__(self, "decay", float(self.decay))
-        if isinstance(inner, Method) and inner.traits.sends_parts:
+        if isinstance(inner, Method) and inner.traits.parts is not None:
             c = inner.traits.worst_step
             require(
                 c is not None and c < 1,
@@ -153,7 +153,7 @@ class ErrorFeedback(ResidualAlgorithm, Wrapper):
 
     def caution(self, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> str | None:
         inner = self.compressor
-        if inner.traits.sends_parts:
+        if (inner.traits.parts or 1) > 1:
             # A vector may be zero in all elements that a round sends.
             delta = 0.0
         elif inner.traits.bounds_residuals:

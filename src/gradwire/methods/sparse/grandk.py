@@ -97,7 +97,7 @@ class GRandK(Wrapper):
             super().declare(),
             # The family "signs" finds values that are not finite.
             kernels=tuple(dict.fromkeys((*self.compressor.traits.kernels, "signs"))),
-            sends_parts=True,
+            parts=self.cycle,
             unbiased=False,
             unbiased_note="no; with rescale=True over a cycle",
             # The compressor's bound, when an element is sent; None if it is multiplied.

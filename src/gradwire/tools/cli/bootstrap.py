@@ -118,6 +118,8 @@ def run_script(script: str, arguments: Sequence[str], links: Sequence[Any]) -> N
         # The launcher reports it once.
         _leave(130)
     except Exception as error:
+        # This rank ends by itself: torchrun's signal, sent if another one failed before, would interrupt the printing.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         traceback.print_exc()
         for link in links:
             if link.error is not None:
@@ -141,8 +143,10 @@ def report(links: Sequence[Any], error: Exception | None = None) -> None:
 
 
 def _leave(code: int) -> NoReturn:
-    sys.stdout.flush()
-    sys.stderr.flush()
+    # A signal that interrupts a print finds the stream in use.
+    with contextlib.suppress(RuntimeError, OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(code)
 
 

@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from gradwire.tools.processes import killed_by
 
@@ -116,8 +116,9 @@ def _launch(words: Sequence[str], folder: Path) -> None:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     # The one line says better what torchrun logs about signals and exit codes.
+    heard = Torchrun()
     for name in ("multiprocessing.api", "agent.server.api"):
-        logging.getLogger(f"torch.distributed.elastic.{name}").addFilter(_is_worth_showing)
+        logging.getLogger(f"torch.distributed.elastic.{name}").addFilter(heard)
     try:
         torchrun.main(list(words))
     except SignalException as error:
@@ -126,14 +127,28 @@ def _launch(words: Sequence[str], folder: Path) -> None:
         print(f"gradwire: ended by {signal.Signals(error.sigval).name}; all workers are ended", file=sys.stderr)
         sys.exit(128 + error.sigval)
     except ChildFailedError as error:
-        codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
+        failures = error.failures.items()
+        codes = {rank: failure.exitcode for rank, failure in failures if failure.pid not in heard.killed}
         print(f"gradwire: {account(codes, read_reports(folder))}", file=sys.stderr, flush=True)
         sys.exit(1)
 
 
-def _is_worth_showing(record: Any) -> bool:
-    text = str(record.msg)
-    return not ("closing signal" in text or "death signal" in text or text.startswith("failed (exitcode"))
+class Torchrun(logging.Filter):
+    """Filter that leaves out what torchrun logs about signals and exit codes.
+
+    Attributes:
+        killed: Process ids that torchrun killed because they had not ended 30 s after another worker had failed.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.killed: set[int] = set()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        text = str(record.msg)
+        if "forcefully exiting" in text and isinstance(record.args, tuple) and record.args:
+            self.killed.add(int(str(record.args[0])))
+        return not ("closing signal" in text or "death signal" in text or text.startswith("failed (exitcode"))
 
 
 def _interrupted() -> NoReturn:
