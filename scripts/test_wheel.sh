@@ -37,4 +37,4 @@ cp "$repo/pyproject.toml" "$work/empty/"
 # ran against the same sources and need not run again.
 "$python" -m pytest -n 2 --dist loadfile -q -m "not ranks and not repository" tests/cli/test_commands.py tests/report
 # And real ranks, in every mode of DDP.
-"$python" -m pytest -q tests/adapters/test_ddp_modes.py
+"$python" -m pytest -q tests/link/test_ddp_modes.py

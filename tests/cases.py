@@ -555,7 +555,7 @@ TABLE: dict[str, list[Case]] = {
             memory=True,
         ),
     ],
-    # Of one rank a node all ranks are between nodes; tests/algorithms/test_hierarchical.py has nodes of several.
+    # Of one rank a node all ranks are between nodes; tests/methods/test_hierarchical.py has nodes of several.
     "hierarchical": [
         Case(gw.Hierarchical(compressor=gw.TernGrad(), node_size=1), ternary_bits, *ternary(2.5)),
         Case(
@@ -705,7 +705,7 @@ DIFFERING: dict[str, list[gw.Method]] = {
     "power_gossip": [gw.PowerGossip(), gw.PowerGossip(matrix_rank=2, iterations=3, least_saving=2.0, every=4)],
 }
 """Methods whose outcome each rank has for itself: what the shared tests hold others to, a mean, they have not.
-Properties of theirs are in ``algorithms/test_gossip.py`` and ``runtime/test_gossip.py``."""
+Properties of theirs are in ``methods/test_gossip.py`` and ``link/test_gossip.py``."""
 
 
 def adds_up(method: gw.Method) -> bool:

@@ -7,7 +7,7 @@ reduce-scatter where a method serves it, and by differences of weights; four by 
 one message to one rank changes (``lib/corruptions.py``): bits flip, bytes or blocks change places, the tail is lost, an
 earlier message comes again, two ranks' messages are exchanged. A sum of the backend is not tried, since it has no
 payload (``fp32``, ``fp16``, ``bf16``). Maxima of scales are not either: the driver of real ranks seals them
-(``tests/drivers/test_corruption.py``).
+(``tests/exchange/test_small_messages.py``).
 """
 
 from __future__ import annotations

@@ -6,17 +6,17 @@ Between replicas
     ``test_replicas_hold_the_simulated_mean_the_same_bits``.
     only the mean over replicas crosses, PyTorch's own all-reduce sends nothing:
     ``test_natives_all_reduce_is_that_of_a_rank_alone``, bytes in
-    ``runtime/test_traffic_of_links.py``.
+    ``link/test_traffic_of_links.py``.
     micro-steps, on two dimensions: ``test_fsdp.py``, ``test_replicas_exchange_once_for_several_micro_steps``; on one:
     ``test_on_a_mesh_of_one_dimension_each_micro_step_is_exchanged``.
     a shard is a parameter of its own: ``test_small_is_the_shard_and_not_the_parameter``; it draws by itself:
     ``test_fsdp.py``, ``test_shards_draw_independently``.
     refused methods: ``test_fsdp.py``, and ``test_what_else_does_not_fit_is_refused_by_name``.
 Over shards
-    bits, blocks on the boundary: ``test_fsdp.py``, ``protocols/test_reduce_scatter.py``.
+    bits, blocks on the boundary: ``test_fsdp.py``, ``exchange/test_reduce_scatter.py``.
     smaller blocks send less, a choice among all elements as much as a gather:
-    ``protocols/test_reduce_scatter.py``, ``test_what_is_saved_depends_on_what_is_encoded_together``.
-    the table: methods ``protocols/test_reduce_scatter.py``; padding
+    ``exchange/test_reduce_scatter.py``, ``test_what_is_saved_depends_on_what_is_encoded_together``.
+    the table: methods ``exchange/test_reduce_scatter.py``; padding
     ``test_padding_is_never_read_and_is_zeros_afterwards``; shapes, divisors, reduce dtype, gradient sync, one rank
     ``test_fsdp.py``.
 The parameters' all-gather
@@ -27,10 +27,10 @@ Both
     without a gradient: refused in ``test_fsdp.py``; ``test_what_has_no_gradient_counts_as_zeros``.
     tensor parallelism, several meshes, a reduce-scatter of one's own:
     ``test_what_else_does_not_fit_is_refused_by_name``.
-    ``traffic()``: ``runtime/test_traffic_of_links.py``.
+    ``traffic()``: ``link/test_traffic_of_links.py``.
 Residuals and checkpoints
     whose a residual is: ``test_a_residual_is_of_the_whole_parameter_or_of_the_shard``.
-    resuming, other numbers of shards: ``test_fsdp.py``; of replicas: ``runtime/test_other_world_size.py``.
+    resuming, other numbers of shards: ``test_fsdp.py``; of replicas: ``link/test_other_world_size.py``.
     overflows: ``test_fsdp.py``, and ``test_an_overflow_in_one_shard_leaves_the_others_their_residuals``.
 """
 

@@ -149,7 +149,7 @@ def test_edges(case: Case, world_size: int) -> None:
             assert torch.equal(gw.simulate(constant, method).mean, constant[0])
     tiny = torch.full((world_size, 100), 1e-42)
     assert bool(torch.isfinite(gw.simulate(tiny, method).mean).all())
-    # Of sums over rounds the range ends at 2^40; see runtime/test_spikes.py.
+    # Of sums over rounds the range ends at 2^40; see link/test_spikes.py.
     largest = 2.0**40 if adds_up(method) else 1e36 if case.amplifies else 1e38
     huge = torch.full((world_size, 100), largest)
     if method.name != "fp16":

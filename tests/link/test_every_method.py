@@ -16,7 +16,7 @@ from oracle import digest, layers, simulated_run, square_loss
 
 pytestmark = pytest.mark.ranks
 
-# With local steps gradients stay as they are: see tests/runtime/test_local_steps.py.
+# With local steps gradients stay as they are: see tests/link/test_local_steps.py.
 STABLE = [m for m in (row[0].method for row in TABLE.values()) if m.properties.bit_stable and not m.traits.local_steps]
 STABLE += [gw.ErrorFeedback(compressor=gw.GRandK(cycle=4)), gw.GRandK(compressor=gw.MultiScale(), cycle=5)]
 # Levels that are fitted before, between and after the rounds at which a checkpoint is taken.
