@@ -9,10 +9,13 @@ export NUMBA_CACHE_DIR := $(CURDIR)/.cache/numba
 # Rounds of "make soak", each with examples of its own.
 ROUNDS ?= 10
 
+# The row of the ledger that "make claim" measures again; benchmarks/claims/ledger.py lists them.
+NAME ?=
+
 # Parts of names or files of the faults that "make mutants" tries; by default all.
 ONLY ?=
 
-.PHONY: help venv demo docs test lint types unit wheel-test soak mutants trials digests clean
+.PHONY: help venv demo docs test lint types unit wheel-test soak mutants trials claim claims digests clean
 
 help:
 	@echo "make venv   set up $(VENV)"
@@ -22,6 +25,7 @@ help:
 	@echo "make soak   the property tests, ROUNDS=$(ROUNDS) times, on examples drawn anew each time"
 	@echo "make mutants   put known faults into a copy of the package and check that the tests catch them; ONLY=\"words\""
 	@echo "make trials   kill workers, damage messages, inject spikes, and write docs/trials.md"
+	@echo "make claim NAME=...   measure one claim of the ledger again; make claims: all that take ten minutes or less"
 	@echo "make digests   after edits of kernels: let Numba compile anew what they were compiled into"
 
 venv: $(STAMP)
@@ -71,6 +75,12 @@ soak: $(STAMP)
 # Resumes where it was stopped, as long as neither the package nor the tests have changed.
 mutants: $(STAMP)
 	$(BIN)/python tests/mutants/run_mutants.py --only $(ONLY)
+
+claim: $(STAMP)
+	$(BIN)/python benchmarks/claims/ledger.py run $(NAME) $(if $(FOLDER),--folder $(FOLDER))
+
+claims: $(STAMP)
+	$(BIN)/python benchmarks/claims/ledger.py all --minutes 10
 
 # benchmarks/trials/images.py, which needs CIFAR-10 and half an hour a seed, is run by hand.
 trials: $(STAMP)

@@ -3,7 +3,7 @@
     python benchmarks/pages/summarise.py --check
 
 Whole pages: ``docs/results.md``, ``benchmarks.md``, ``quantisers.md``, ``accuracy.md``, ``local-steps.md``, ``gossip.md``,
-``lgc.md``, ``two-level.md``, ``trials.md`` and ``measurements.md``, the last from the index of benchmarks. Parts, between two
+``lgc.md``, ``two-level.md``, ``trials.md``, ``measurements.md`` from the index of benchmarks, and ``claims.md`` from the ledger. Parts, between two
 marks: ``graphs.md``, ``fsdp.md``, ``integrations.md``, ``which-method.md`` and the README's table. And the steps' figure.
 """
 
@@ -22,6 +22,7 @@ from benchmarks.lib.page_parts import cells_of, where
 from benchmarks.lib.results import RESULTS, ROOT, result, rows_of
 from benchmarks.pages import (
     accuracy_page,
+    claims_page,
     fsdp_page,
     gossip_page,
     graph_page,
@@ -341,6 +342,7 @@ def main() -> int:
         ROOT / "docs" / "quantisers.md": quantisers_page.page(),
         ROOT / "docs" / "accuracy.md": accuracy_page.page(),
         ROOT / "docs" / "measurements.md": measurements(),
+        **{ROOT / path: text for path, text in claims_page.pages().items()},
         graphs: with_measured(graphs.read_text(), graph_page.measured()),
         fsdp: with_measured(fsdp.read_text(), fsdp_page.measured()),
         joined: with_measured(joined.read_text(), integrations_page.measured()),
@@ -362,6 +364,7 @@ def main() -> int:
         print(f"stale: {', '.join(stale)}" if stale else "up to date")
         return int(bool(stale))
     for path, text in wanted.items():
+        path.parent.mkdir(exist_ok=True)
         path.write_text(text)
     steps_page.draw()
     return 0
