@@ -16,11 +16,13 @@ __all__ = [
     "NARROW",
     "RATES",
     "Entry",
+    "as_tuned",
     "entries",
     "entry_of",
     "family",
     "label",
     "narrow",
+    "places",
     "rates_of",
     "short",
     "tuned_as",
@@ -39,7 +41,6 @@ FORMS = (
     "EF21(compressor=TopK(density=0.1))",
     "RandK(rescale=True)",
     "GTopK(density=0.01)",
-    "GTopK(momentum=0.9)",
     "SketchedAMSGrad(density=0.01)",
     "EDEN(bits=1)",
     "EDEN(bits=2)",
@@ -165,7 +166,7 @@ def entry_of(spec: str, task: str) -> Entry:
     """Return how a method is trained: with the momentum that it asks for.
 
     The optimizer has a momentum of 0.9, except where the method has its own, gives a direction, or warns of the
-    optimizer's; then its own ``momentum`` is 0.9 if it has such a field.
+    optimizer's; then its own ``momentum`` is 0.9 if it has such a field. :func:`places` has the other places.
     """
     method: Any = gw.method(spec)
     own = f"own, {momentum_of(method):g}" if method.traits.owns_momentum else "none"
@@ -180,6 +181,36 @@ def entry_of(spec: str, task: str) -> Entry:
     if any(field.name == "momentum" for field in dataclasses.fields(method)):
         return Entry(short(dataclasses.replace(method, momentum=MOMENTUM)), 0.0, 1.0, f"own, {MOMENTUM:g}")
     return Entry(short(method), 0.0, WITHOUT_MOMENTUM, "none")
+
+
+def places(entry: Entry) -> list[Entry]:
+    """Return an entry with momentum in each place that its method allows, the entry's own among them.
+
+    Where a method keeps what it has not sent, and has a field for a momentum, that field decides whether momentum acts
+    on a worker's own gradient before compression, and the optimizer's acts on the mean after it. Without any, rates
+    are ten times as high.
+    """
+    method: Any = gw.method(entry.spec)
+    if method.traits.direction or not any(field.name == "momentum" for field in dataclasses.fields(method)):
+        return [entry]
+    if type(method)().traits.owns_momentum:
+        return [entry]
+    plain = short(dataclasses.replace(method, momentum=type(method)().momentum))
+    before = short(dataclasses.replace(method, momentum=MOMENTUM))
+    return [
+        dataclasses.replace(entry, spec=plain, momentum=MOMENTUM, factor=1.0, convention=f"optimizer's, {MOMENTUM:g}"),
+        dataclasses.replace(entry, spec=before, momentum=0.0, factor=1.0, convention=f"own, {MOMENTUM:g}"),
+        dataclasses.replace(entry, spec=plain, momentum=0.0, factor=WITHOUT_MOMENTUM, convention="none"),
+    ]
+
+
+def as_tuned(entry: Entry, tuned: Entry) -> Entry:
+    """Return an entry as that was tuned whose rates it takes, see :func:`tuned_as`."""
+    method: Any = gw.method(entry.spec)
+    if not isinstance(method, gw.Coded):
+        return tuned if short(method) in {place.spec for place in places(tuned)} else entry
+    spec = short(dataclasses.replace(method, compressor=gw.method(tuned.spec)))
+    return dataclasses.replace(tuned, spec=spec, min_numel=entry.min_numel)
 
 
 def momentum_of(method: Any) -> float:

@@ -6,11 +6,13 @@
 
 Four simulated workers, SGD. Each method is trained at three learning rates from the first seed; the rate with the
 lowest training loss over the last tenth of the steps is then trained from the other seeds. Coded methods take the rate
-of the method that they code. The optimizer's momentum is 0.9, or the method's own where it has one or warns of the
-optimizer's. The mark is 0.95 times fp32's final accuracy. The other tasks train the best methods of the table for
-``digits`` (``--from``), at most one setting of each; those of images also what sends a hundred and a thousand times
-fewer bytes than float32. With ``--narrow TABLE`` they train these and float32 alone, at the rates that the table has
-found: for trainings so long that three rates would take too much.
+of the method that they code. Momentum is 0.9: the optimizer's, or the method's own. Methods that keep a residual and
+have a field for momentum are tried with it after the exchange, before it, and without any at rates ten times as high,
+each at three rates, and the lowest training loss decides among the nine. The mark is 0.95 times fp32's final accuracy.
+
+The other tasks train the best methods of the table for ``digits`` (``--from``), at most one setting of each; those of
+images also what sends a hundred and a thousand times fewer bytes than float32. With ``--narrow TABLE`` they train these
+and float32 alone, at the rates that the table has found: for trainings so long that three rates would take too much.
 
 Runs that are whole are not repeated, so that the script may be stopped and started again, and trains only what is
 missing when methods are added. Several copies of it share the work. ``--collect`` runs nothing.
@@ -34,7 +36,19 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import gradwire as gw
-from benchmarks.lib.method_entries import RATES, Entry, entries, entry_of, family, label, narrow, rates_of, tuned_as
+from benchmarks.lib.method_entries import (
+    RATES,
+    Entry,
+    as_tuned,
+    entries,
+    entry_of,
+    family,
+    label,
+    narrow,
+    places,
+    rates_of,
+    tuned_as,
+)
 from benchmarks.lib.results import RESULTS
 from benchmarks.lib.runs import claim, release, write
 from gradwire.tools.experiments.config import RunConfig
@@ -181,7 +195,14 @@ def tuned(runs: Sequence[Run]) -> tuple[Run | None, list[Row]]:
         if ended is None:
             return None, []
         loss = None if ended["failed"] else training_loss(run.rows(), run.steps)
-        tried.append({"learning_rate": run.rate, "training_loss": loss, "failed": ended["failed"]})
+        tried.append(
+            {
+                "momentum": run.entry.convention,
+                "learning_rate": run.rate,
+                "training_loss": loss,
+                "failed": ended["failed"],
+            }
+        )
         if loss is not None:
             losses.append((loss, run))
     return (min(losses, key=lambda pair: pair[0])[1] if losses else None), tried
@@ -215,17 +236,20 @@ class Line:
     tuning: tuple[Run, ...]
 
     @classmethod
-    def of(cls, entry: Entry, task: str, steps: int, work: Path, rates: Sequence[float] | None = None) -> Line:
-        """Return an entry's line; ``rates`` are tried in the place of its own."""
-        trained, rates = tuned_as(entry, task), rates or rates_of(entry, task)
-        return cls(entry, tuple(Run(task, trained, rate, SEEDS[0], steps, work) for rate in rates))
+    def of(cls, entry: Entry, task: str, steps: int, work: Path, rate: float | None = None) -> Line:
+        """Return an entry's line; a given ``rate`` is the only one, with the entry's own place of momentum."""
+        trained = tuned_as(entry, task)
+        tried = [(place, value) for place in places(trained) for value in rates_of(place, task)]
+        if rate is not None:
+            tried = [(entry, rate)]
+        return cls(entry, tuple(Run(task, place, value, SEEDS[0], steps, work) for place, value in tried))
 
     def finals(self, seeds: int) -> list[Run]:
         """Return the runs at the rate that was found; none while it is not."""
         chosen, _ = tuned(self.tuning)
         if chosen is None:
             return []
-        return [replace(chosen, entry=self.entry, seed=seed) for seed in SEEDS[:seeds]]
+        return [replace(chosen, entry=as_tuned(self.entry, chosen.entry), seed=seed) for seed in SEEDS[:seeds]]
 
 
 def lines(arguments: argparse.Namespace) -> list[Line]:
@@ -233,10 +257,15 @@ def lines(arguments: argparse.Namespace) -> list[Line]:
     steps = arguments.steps or STEPS[arguments.task]
     if arguments.narrow:
         rows = json.loads(arguments.narrow.read_text())["rows"]
-        found = {(row["method"], row["min_numel"]): row["rate"] for row in rows}
+        found = {(row["of"], row["min_numel"]): row for row in rows if row["rate"] is not None}
         wanted = [entry_of("fp32", arguments.task), *narrow(arguments.task)]
-        rates = [found[entry.spec, entry.min_numel] for entry in wanted]
-        return [Line.of(e, arguments.task, steps, arguments.work, [rate]) for e, rate in zip(wanted, rates) if rate]
+        pairs = [(entry, row) for entry in wanted if (row := found.get((entry.spec, entry.min_numel)))]
+        return [
+            Line.of(place, arguments.task, steps, arguments.work, row["rate"])
+            for entry, row in pairs
+            for place in places(entry)
+            if (place.spec, place.convention) == (row["method"], row["momentum"])
+        ]
     if arguments.task in BEST:
         found = json.loads(arguments.best_of.read_text())["rows"]
         wanted = [entry_of(spec, arguments.task) for spec in best(found, BEST[arguments.task])]
@@ -265,9 +294,10 @@ def row_of(line: Line, seeds: int, mark: float | None) -> Row | None:
     chosen, tried = tuned(line.tuning)
     if not tried:
         return None
-    entry = line.entry
+    entry = line.entry if chosen is None else as_tuned(line.entry, chosen.entry)
     row: Row = {
         "method": entry.spec,
+        "of": line.entry.spec,
         "label": label(entry.spec),
         "remembers": bool(gw.method(entry.spec).traits.remembers),
         "momentum": entry.convention,
@@ -289,7 +319,7 @@ def row_of(line: Line, seeds: int, mark: float | None) -> Row | None:
     steps, sent = [found["step"] for found in reached], [_busier(found) for found in reached]
     row |= {
         "rate": chosen.rate,
-        "at_the_grids_end": len(tried) > 1 and chosen.rate in (tried[0]["learning_rate"], tried[-1]["learning_rate"]),
+        "at_the_grids_end": len(tried) > 1 and chosen.rate in _ends(tried, chosen.entry.convention),
         "seeds": len(whole),
         "failed": sum(bool(ended and ended["failed"]) for ended in (run.ended() for run in runs)),
         "accuracy": {**moments(accuracy), "values": accuracy},
@@ -307,6 +337,12 @@ def row_of(line: Line, seeds: int, mark: float | None) -> Row | None:
     return row
 
 
+def _ends(tried: Sequence[Row], convention: str) -> tuple[float, float]:
+    """Return the lowest and the highest rate that was tried with momentum in one place."""
+    rates = [one["learning_rate"] for one in tried if one["momentum"] == convention]
+    return min(rates), max(rates)
+
+
 def _busier(row: Row) -> int:
     """Return the bytes of the busier direction of a worker's link."""
     return max(row["sent_bytes"], row["received_bytes"])
@@ -320,7 +356,7 @@ def collect(wanted: Sequence[Line], seeds: int) -> Row:
         return {"rows": []}
     mark = whole["mark"]["accuracy"]
     rows = [row for line in ordered[1:] if (row := row_of(line, seeds, mark))]
-    shown = {row["method"] for row in (whole, *rows)}
+    shown = {row["of"] for row in (whole, *rows)}
     runs = {run.folder: run for line in wanted for run in (*line.tuning, *line.finals(seeds))}
     took = [ended for run in runs.values() if (ended := run.ended())]
     return {

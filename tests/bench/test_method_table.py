@@ -162,6 +162,41 @@ def test_codes_take_the_rate_of_what_they_code(tmp_path: Path) -> None:
     assert table.row_of(coded, 3, 0.9)["method"] == "Coded()"
 
 
+@pytest.mark.parametrize("spec", ["ef_signsgd", "ErrorFeedback(compressor=TopK())", "gtopk", "powersgd", "ef21"])
+def test_residuals_are_tried_with_momentum_in_every_place(spec: str, tmp_path: Path) -> None:
+    one = line(spec, tmp_path)
+    tried = {(run.entry.momentum, gw.method(run.entry.spec).momentum, run.entry.factor) for run in one.tuning}  # type: ignore[attr-defined]
+    assert tried == {(0.9, 0.0, 1.0), (0.0, 0.9, 1.0), (0.0, 0.0, 10.0)}
+    assert len(one.tuning) == 9
+    for i, run in enumerate(one.tuning):
+        write_run(run, rows(0.1, 0.4, 0.6, 0.8, 0.9 if i == 7 else 0.85))
+    (chosen, *_) = one.finals(1)
+    assert chosen is not one.tuning[7]
+    assert chosen == one.tuning[7]
+    found = table.row_of(one, 1, 0.9)
+    assert (found["momentum"], found["method"], found["of"]) == ("none", chosen.entry.spec, one.entry.spec)
+    assert found["at_the_grids_end"] is False
+    assert [t["momentum"] for t in found["tried"]] == [
+        c for c in ("optimizer's, 0.9", "own, 0.9", "none") for _ in "123"
+    ]
+
+
+@pytest.mark.parametrize("spec", ["terngrad", "dgc", "signum", "sketched_amsgrad", "diloco"])
+def test_without_a_choice_momentum_has_one_place(spec: str) -> None:
+    entry = entries.Entry(entries.short(gw.method(spec)), 0.9, 1.0, "optimizer's, 0.9")
+    assert entries.places(entry) == [entry]
+
+
+def test_codes_take_the_place_of_what_they_code(tmp_path: Path) -> None:
+    coded = line("Coded(compressor=DIANA())", tmp_path)
+    own = next(run for run in coded.tuning if run.entry.convention == "own, 0.9")
+    for run in coded.tuning:
+        write_run(run, rows(0.1, 0.4, 0.6, 0.8, 0.9 if run is own else 0.85))
+    (run,) = coded.finals(1)
+    assert run.entry.spec == "Coded(compressor=DIANA(momentum=0.9))"
+    assert (run.rate, run.entry.momentum) == (own.rate, 0.0)
+
+
 def test_lines_hold_what_the_runs_did(tmp_path: Path) -> None:
     whole, other = (line(spec, tmp_path) for spec in ("fp32", "terngrad"))
     for run in whole.tuning:
@@ -245,12 +280,19 @@ def test_runs_are_trained_once_and_failures_are_kept(tmp_path: Path, capsys: pyt
 
 def test_narrow_settings_alone_take_the_rates_of_a_table(tmp_path: Path) -> None:
     mine = [entries.entry_of("fp32", "cifar10"), *entries.narrow("cifar10")]
-    rows = [{"method": e.spec, "min_numel": e.min_numel, "rate": 0.25 if i else 0.5} for i, e in enumerate(mine)]
+    rows: list[dict[str, Any]] = [
+        {"method": e.spec, "of": e.spec, "momentum": e.convention, "min_numel": e.min_numel, "rate": 0.25 if i else 0.5}
+        for i, e in enumerate(mine)
+    ]
+    # One was better with momentum in another place than the one that it is listed with.
+    first = next(i for i, e in enumerate(mine) if len(entries.places(e)) > 1)
+    moved = next(place for place in entries.places(mine[first]) if place.convention == "none")
+    rows[first] |= {"method": moved.spec, "momentum": "none"}
     # One that failed at every rate is left out.
     rows[-1]["rate"] = None
     (tmp_path / "table.json").write_text(json.dumps({"rows": rows}))
     arguments = argparse.Namespace(task="cifar10", steps=7, narrow=tmp_path / "table.json", work=tmp_path)
     found = table.lines(arguments)
-    assert [line.entry for line in found] == mine[:-1]
+    assert [line.entry for line in found] == [*mine[:first], moved, *mine[first + 1 : -1]]
     assert [[run.rate for run in line.tuning] for line in found] == [[0.5], *[[0.25]] * (len(mine) - 2)]
     assert {run.steps for line in found for run in line.tuning} == {7}
