@@ -5,8 +5,9 @@
 Writes ``benchmarks/results/claims/projection.json`` and ``docs/figures/projection.png``; takes a second, measures
 nothing.
 
-Variants: ``as read``, which explains the digitised figures (one direction counted, AlexNet's message halved); ``as
-stated``, with all of AlexNet; ``both directions``, float32 both ways against ternary up and 2N + 1 levels down.
+Variants: ``as read``, which explains the digitised figures (one direction counted, AlexNet's batches of 256 images a
+GPU); ``as stated``, with batches of 128; ``both directions``, float32 both ways against ternary up and 2N + 1 levels
+down.
 """
 
 from __future__ import annotations
@@ -71,14 +72,16 @@ class Reading:
 
     Attributes:
         ways: ``up``: the way back is left out; ``both``: one after the other; ``at once``: the larger counts.
-        alexnet_share: Of AlexNet's message; chosen to fit, as are ``staging_bytes_per_s`` and ``chunk_bytes``.
+        alexnet_batch: AlexNet's images a GPU; chosen to fit, as are ``staging_bytes_per_s`` and ``chunk_bytes``.
+        alexnet_share: Of AlexNet's message.
         bits: Of a trit; 2 in the authors' code.
         keep_classifier: In float32, as the paper does on ImageNet.
     """
 
     pattern: Pattern = "tree"
     ways: str = "up"
-    alexnet_share: float = 0.5
+    alexnet_batch: int = 256
+    alexnet_share: float = 1.0
     bits: float = 2.0
     keep_classifier: bool = True
     staging_bytes_per_s: float = 1.75e9
@@ -88,12 +91,13 @@ class Reading:
 READ = Reading()
 VARIANTS = {
     "as read": READ,
-    "as stated": replace(READ, alexnet_share=1.0),
-    "both directions": replace(READ, alexnet_share=1.0, ways="both"),
+    "as stated": replace(READ, alexnet_batch=128),
+    "both directions": replace(READ, ways="both"),
 }
 ALTERNATIVES = {
     "as read: tree, one direction, 2 bits, float32 classifier": READ,
-    "all of AlexNet's parameters": replace(READ, alexnet_share=1.0),
+    "128 of AlexNet's images a GPU": replace(READ, alexnet_batch=128),
+    "128 of AlexNet's images a GPU, half its message": replace(READ, alexnet_batch=128, alexnet_share=0.5),
     "both directions, 2N + 1 levels down": replace(READ, ways="both"),
     "both directions at once, 2N + 1 levels down": replace(READ, ways="at once"),
     "1.585 bits a trit": replace(READ, bits=math.log2(3)),
@@ -138,6 +142,8 @@ def messages(model: str, gpus: int, reading: Reading) -> list[Message]:
 def workload(network: str, model: str, reading: Reading = READ) -> Workload:
     """Derive a GPU's computation from TernGrad's first digitised row, where hardly anything is exchanged."""
     parameters, _, batch = MODELS[model]
+    if model == "AlexNet":
+        batch = reading.alexnet_batch
     gpus, (_, thousands) = next(iter(DIGITISED[network, model].items()))
     idle = Workload(name=model, parameters=parameters, batch=batch, compute_s=0.0)
     exchange = step(idle, cluster(network, gpus, reading), messages(model, gpus, reading)[1], reading.pattern)
@@ -155,7 +161,8 @@ def projected() -> Iterator[dict[str, Any]]:
     for (network, model), column in DIGITISED.items():
         for gpus, (digitised_fp32, digitised_terngrad) in column.items():
             for variant, reading in VARIANTS.items():
-                fp32, trits = project(network, model, gpus, reading, workload(network, model))
+                load = workload(network, model, replace(READ, alexnet_batch=reading.alexnet_batch))
+                fp32, trits = project(network, model, gpus, reading, load)
                 speedup, digitised = trits.images_per_s / fp32.images_per_s, digitised_terngrad / digitised_fp32
                 yield {
                     "network": network,
@@ -200,7 +207,7 @@ def inputs() -> dict[str, Any]:
     return {
         "gpus_per_host": GPUS_PER_HOST,
         "fabrics": {n: {"inside": asdict(i), "between": asdict(b)} for n, (i, b) in FABRICS.items()},
-        "chosen_to_fit": {n: getattr(READ, n) for n in ("staging_bytes_per_s", "chunk_bytes", "alexnet_share")},
+        "chosen_to_fit": {n: getattr(READ, n) for n in ("staging_bytes_per_s", "chunk_bytes", "alexnet_batch")},
         "bits_per_trit": READ.bits,
         "models": [
             {
@@ -208,9 +215,9 @@ def inputs() -> dict[str, Any]:
                 "network": network,
                 "parameters": MODELS[model][0],
                 "classifier_parameters": MODELS[model][1],
-                "batch_per_gpu": MODELS[model][2],
+                "batch_per_gpu": workload(network, model).batch,
                 "compute_s": round(workload(network, model).compute_s, 5),
-                "images_per_s_per_gpu": round(MODELS[model][2] / workload(network, model).compute_s, 1),
+                "images_per_s_per_gpu": round(workload(network, model).batch / workload(network, model).compute_s, 1),
                 "compute_from": f"digitised TernGrad row of {next(iter(DIGITISED[network, model]))} GPUs",
             }
             for network, model in DIGITISED
@@ -255,13 +262,13 @@ def draw() -> None:
     axes = figure.subplots(3, 2, sharex=True, sharey=True).T
     names = {"ethernet": "1 Gbit/s Ethernet, GTX 1080", "infiniband": "100 Gbit/s InfiniBand, P100"}
     for axis, ((network, model), column) in zip(axes.flat, DIGITISED.items()):
-        load = workload(network, model)
-        lines = {v: [project(network, model, n, reading, load) for n in gpus] for v, reading in VARIANTS.items()}
+        loads = {v: workload(network, model, replace(READ, alexnet_batch=r.alexnet_batch)) for v, r in VARIANTS.items()}
+        lines = {v: [project(network, model, n, reading, loads[v]) for n in gpus] for v, reading in VARIANTS.items()}
         for i, (name, colour, marker) in enumerate((("float32", "#0072b2", "o"), ("TernGrad", "#d55e00", "s"))):
             axis.plot(gpus, [s[i].images_per_s for s in lines["as read"]], color=colour, label=f"{name}, ours as read")
             if model == "AlexNet":
                 stated = [s[i].images_per_s for s in lines["as stated"]]
-                label = f"{name}, ours with all of AlexNet's parameters"
+                label = f"{name}, ours with 128 of AlexNet's images a GPU"
                 axis.plot(gpus, stated, color=colour, linestyle="--", linewidth=1, label=label)
             both = [s[i].images_per_s for s in lines["both directions"]]
             axis.plot(

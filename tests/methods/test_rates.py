@@ -201,3 +201,30 @@ def test_error_feedback_descends_at_the_papers_rates() -> None:
     largest = max(float(g.square().sum()) for g in slopes)
     bound = float(start.square().sum()) / (2 * 0.004 * steps) + 0.004 * largest * (0.5 + 2 * (1 - delta) ** 0.5 / delta)
     assert float(torch.stack(points).mean(0).abs().sum()) <= bound < float(start.abs().sum())
+
+
+def test_terngrad_converges_with_decreasing_steps_and_with_constant_ones_it_does_not() -> None:
+    """TernGrad 9: steps with an infinite sum and a finite sum of squares, and the bound that the theorem assumes."""
+    problem = Quadratic(workers=WORKERS, size=SIZE)
+    link, steps = link_of(gw.TernGrad(clip=None), WORKERS, SIZE), 1600
+    # For a bound of E |g|_inf |g|_1 by A + B |x - x*|^2: |g|_inf |g|_1 <= sqrt(d) |g|_2^2, with gradients that are
+    # 20-Lipschitz.
+    a, b = 2 * SIZE**0.5 * float(problem.at_best.square().sum(1).max()), 2 * SIZE**0.5 * problem.worst**2
+    ends = []
+    for decreasing in (True, False):
+        x, found = torch.zeros(SIZE, dtype=torch.float64), []
+        for step in range(steps):
+            g, distance = problem.gradients(x), float((x - problem.best).square().sum())
+            found.append(distance)
+            product = g.abs().amax(1) * g.abs().sum(1)
+            # Hoelder: what plain SGD needs a bound of is never larger.
+            assert bool((g.square().sum(1) <= product).all())
+            assert float(product.max()) <= a + b * distance
+            gamma = 0.008 / (1 + 0.03 * step * decreasing)
+            x = x - gamma * link.reduce_(g.float()).double()
+        ends.append([sum(found[end - end // 4 : end]) / (end // 4) for end in (100, 400, 1600)])
+    (first, second, third), (early, _, late) = ends
+    # In the long run as 1 / t, so that four times the steps divide the distance by about four.
+    assert third < second / 2.5 < first / 2.5**2
+    assert 0.5 < late / early < 2
+    assert third < late / 10
