@@ -241,3 +241,41 @@ def test_dry_runs_encode_nothing() -> None:
     assert kernels.gap_statistics(index, 100).count == 5
     assert kernels.encode_indices(index, 100, "rice", 3, torch.empty(9, dtype=torch.uint8, device="meta")) == 0
     kernels.decode_indices(torch.empty(9, dtype=torch.uint8, device="meta"), "rice", 3, 5, 100, index)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@given(case=lists(), weight=st.sampled_from([1.0, 1 / 3, -0.1, 2.0**-140, 2.0**100]), offset=st.integers(0, 9))
+def test_products_are_rounded_and_added_at_their_places(
+    name: str, case: tuple[torch.Tensor, int], weight: float, offset: int
+) -> None:
+    index, numel = case
+    if numel > 10_000:
+        return
+    generator = torch.Generator().manual_seed(len(index))
+    flat, values = torch.randn(numel + 20, generator=generator), torch.randn(len(index), generator=generator)
+    expected = flat.clone()
+    expected[index.long() + offset] += values * torch.tensor(weight)
+    assert get_kernels(name).add_at(flat, index, offset, values, weight)
+    assert torch.equal(flat, expected)
+    if len(index):
+        values[len(values) // 2] = (torch.inf, -torch.inf, torch.nan)[len(index) % 3]
+        assert not get_kernels(name).add_at(flat, index, offset, values, weight)
+        flat[index.long() + offset] = 0.0
+        expected[index.long() + offset] = 0.0
+        assert torch.equal(flat, expected)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_places_outside_are_refused_and_never_written(name: str) -> None:
+    room = torch.zeros(12)
+    for index, offset in (([0, 8], 0), ([0, 1], -1), ([3, 4], 4)):
+        with pytest.raises(HyperparameterError, match="1 places of index are outside of the 8 elements"):
+            get_kernels(name).add_at(room[2:10], torch.tensor(index, dtype=torch.int32), offset, torch.ones(2), 1.0)
+    assert room[:2].tolist() + room[10:].tolist() == [0.0] * 4
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_place_twice_gets_both(name: str) -> None:
+    flat = torch.zeros(3)
+    get_kernels(name).add_at(flat, torch.tensor([1, 1], dtype=torch.int32), 0, torch.tensor([1.0, 2.0]), 1.0)
+    assert flat.tolist() == [0.0, 3.0, 0.0]

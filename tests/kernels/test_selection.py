@@ -224,3 +224,35 @@ def test_nothing_is_selected_from_nothing(name: str) -> None:
         kernels.select_largest(torch.empty(0), table, counts, none)
         found = kernels.select_above(torch.empty(0), table, torch.ones(len(table)), counts, none)
         assert found.tolist() == [0] * len(table)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("kind", KINDS)
+@LIGHT
+@given(table=tables(), seed=st.integers(0, 99))
+def test_what_is_above_a_threshold_is_counted_and_added_up(
+    name: str, kind: str, table: SegmentTable, seed: int
+) -> None:
+    x = values_of(kind, table.extent, seed)
+    threshold = torch.rand(len(table), generator=torch.Generator().manual_seed(seed))
+    base = threshold.double() * (seed % 3) / 2
+    found = get_kernels(name).excess_sums(x, table, threshold, base)
+    same = get_kernels("reference").excess_sums(x, table, threshold, base)
+    for one, other in zip((found.count, found.total, found.squares), (same.count, same.total, same.squares)):
+        assert torch.equal(one.nan_to_num(-1.0), other.nan_to_num(-1.0))
+    for s, (a, n) in enumerate(zip(table.offset.tolist(), table.numel.tolist())):
+        magnitudes = x[a : a + n].abs().double()
+        above = magnitudes[~(magnitudes <= threshold[s])] - base[s]
+        assert int(found.count[s]) == len(above)
+        if kind != "not finite":
+            assert float(found.total[s]) == pytest.approx(float(above.sum()), rel=1e-12, abs=1e-300)
+            assert float(found.squares[s]) == pytest.approx(float(above.square().sum()), rel=1e-12, abs=1e-300)
+        elif bool((~magnitudes.isfinite()).any()):
+            assert not bool(found.total[s].isfinite())
+
+
+def test_a_threshold_that_is_none_is_refused() -> None:
+    nothing = torch.zeros(1, dtype=torch.float64)
+    for wrong in (-1.0, float("nan")):
+        with pytest.raises(HyperparameterError, match="at least zero"):
+            get_kernels().excess_sums(torch.zeros(3), one_segment(3), torch.tensor([wrong]), nothing)

@@ -15,7 +15,8 @@ from gradwire.errors import HyperparameterError
 from gradwire.exchange.codecs import Draw
 from gradwire.exchange.segments import Parameter, lay_out
 from gradwire.kernels import get_kernels, most_index_bytes, smallest_format
-from gradwire.methods.sparse.sidco import FIRST_TAIL, MODELS, inverse_gamma_tail, tail_threshold
+from gradwire.methods.sparse import sidco
+from gradwire.methods.sparse.sidco import FIRST_TAIL, MODELS, inverse_gamma_tail
 
 NUMEL = 2_000_000
 NAMES = ("laplace", "normal", "gamma", "student", "pareto")
@@ -32,6 +33,10 @@ def drawn(name: str, numel: int = NUMEL, seed: int = 0) -> npt.NDArray[np.float3
         "pareto": lambda: (r.random(numel) ** -0.4 - 1) / 0.4,
     }[name]()
     return values.astype(np.float32)
+
+
+def tail_threshold(x: npt.NDArray[np.float32], density: float, model: str, stages: int) -> float | None:
+    return sidco.tail_threshold(get_kernels(), torch.from_numpy(x), density, model, stages)
 
 
 @pytest.fixture(scope="module")

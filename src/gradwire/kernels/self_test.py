@@ -154,7 +154,8 @@ def _selection(kernels: Operations, size: int = 1) -> list[torch.Tensor]:
     rounded, half = (2 * x).round(), torch.from_numpy(table.numel // 2)
     index = torch.zeros(int(half.sum()), dtype=torch.int32)
     kernels.select_largest(rounded, table, half, index)
-    return [*results, index]
+    excess = kernels.excess_sums(x, table, torch.tensor([0.2, 0.9]), torch.tensor([0.1, 0.9], dtype=torch.float64))
+    return [*results, index, excess.count, excess.total, excess.squares]
 
 
 def _indices(kernels: Operations, size: int = 1) -> list[torch.Tensor]:
@@ -171,7 +172,9 @@ def _indices(kernels: Operations, size: int = 1) -> list[torch.Tensor]:
         back = torch.zeros_like(index)
         kernels.decode_indices(packed, format, parameter, len(index), numel, back)
         results += [packed, back]
-    return results
+    added = torch.cos(torch.arange(float(numel) + 3))
+    kernels.add_at(added, index, 3, torch.sin(index * 0.7), 1 / 3)
+    return [*results, added]
 
 
 def _sketch(kernels: Operations, size: int = 1) -> list[torch.Tensor]:

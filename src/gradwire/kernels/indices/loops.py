@@ -15,7 +15,7 @@ from gradwire.kernels.numba_core.compiled import Compiled, kept
 from gradwire.kernels.numba_core.vectors import prefer_wide, trailing_zeros
 
 # Digest of the sources of the compiled code, and part of its name in Numba's cache; ``make digests`` writes it.
-DIGEST = "e62f9d0ec51903a8"
+DIGEST = "4232ab7cb3df7a1d"
 
 
 _TILE = 2048
@@ -53,6 +53,10 @@ class IndicesLoops(Compiled):
         else:
             valid[0] = decode_codes_range(data.numpy(), numel, format == "rice", parameter, index.numpy())
 
+    def add_at(self, flat, index, offset, values, weight, state):
+        counts = add_at_range(flat.numpy(), index.numpy(), offset, values.numpy(), np.float32(weight))
+        state[0], state[1] = counts
+
 
 @kept(DIGEST)
 def gap_range(index, begin, end, numel, sums):
@@ -88,12 +92,19 @@ def encode_bitmap_range(index, numel, out):
     if out.size < size:
         return _i64(NO_ROOM)
     out[:size] = 0
+    # The byte of the latest position, which is written when another byte's position comes.
+    byte, place = _i64(0), _i64(0)
     for i in range(index.size):
         position = _i64(index[i])
         if position <= before or position >= numel:
             return _i64(GAPS_WRONG)
-        out[position >> 3] |= _u8(1 << (position & 7))
+        if position >> 3 != place:
+            out[place] = _u8(byte)
+            byte, place = _i64(0), position >> 3
+        byte |= _i64(1) << (position & 7)
         before = position
+    if index.size:
+        out[place] = _u8(byte)
     return _i64(size)
 
 
@@ -169,6 +180,12 @@ def decode_bitmap_range(data, numel, index):
         else:
             for i in range(data.size - first):
                 word |= _u64(data[first + i]) << _u64(8 * i)
+        if word == ~_u64(0) and found + 64 <= index.size:
+            every = index[found : found + 64]
+            for i in range(64):
+                every[i] = 8 * first + i
+            found += 64
+            continue
         while word:
             if found == index.size:
                 return False
@@ -182,6 +199,14 @@ def decode_bitmap_range(data, numel, index):
 @njit(nogil=True)
 def _refill(data, place, word, have):
     """Append whole bytes to a word as long as they fit and data remain."""
+    if place + 8 <= data.size:
+        # The compiler makes one load of eight bytes; those that do not fit are read again later.
+        octets, read = data[place : place + 8], _u64(0)
+        for i in range(8):
+            read |= _u64(octets[i]) << _u64(8 * i)
+        count = (63 - have) >> 3
+        kept_bits = _u64(8 * count)
+        return place + count, word | (read & ((_u64(1) << kept_bits) - _u64(1))) << _u64(have), have + 8 * count
     while have <= 56 and place < data.size:
         word |= _u64(data[place]) << _u64(have)
         place += 1
@@ -223,3 +248,20 @@ def decode_codes_range(data, numel, rice, parameter, index):
         have -= parameter
         index[i] = position
     return word == 0 and have + 8 * (data.size - place) < 8
+
+
+@kept(DIGEST)
+def add_at_range(flat, index, offset, values, weight):
+    """Add products to places; return how many products are not finite, and how many places are outside."""
+    prefer_wide()
+    infinite, outside, size = _i64(0), _i64(0), flat.size
+    for i in range(index.size):
+        product = values[i] * weight
+        place = offset + _i64(index[i])
+        # The difference is a NaN for infinities and NaNs alone.
+        infinite += product - product != 0
+        if place < 0 or place >= size:
+            outside += 1
+        else:
+            flat[place] += product
+    return infinite, outside

@@ -96,6 +96,30 @@ class IndexOperations(Front):
                 f"parameter {parameter}: the payload was damaged, or encoded for another layout"
             )
 
+    def add_at(self, flat: torch.Tensor, index: torch.Tensor, offset: int, values: torch.Tensor, weight: float) -> bool:
+        """Add ``weight values[i]`` to ``flat[offset + index[i]]``, in the order of i.
+
+        ``flat`` and ``values`` are float32, ``index`` is int32 and as long as ``values``. The weight is rounded to
+        float32, and so is each product before it is added.
+
+        Returns:
+            Whether all products are finite.
+
+        Raises:
+            HyperparameterError: a place is outside of ``flat``, which is unspecified then.
+        """
+        check_vector("flat", flat, torch.float32, flat.numel())
+        check_vector("index", index, torch.int32, index.numel())
+        check_vector("values", values, torch.float32, index.numel())
+        state = torch.zeros(2, dtype=torch.int64)
+        family = self._serve("indices")
+        if index.numel():
+            family.add_at(flat, index, offset, values, weight, state)
+        infinite, outside = state.tolist()
+        if outside:
+            raise HyperparameterError(f"{outside} places of index are outside of the {flat.numel()} elements of flat")
+        return not infinite
+
 
 def _check_numel(numel: int) -> None:
     if not 0 <= numel <= MAX_POSITIONS:
@@ -155,6 +179,16 @@ def decode_indices(
     valid[0] = fits and (count == 0 or found[-1] < numel)
     if bool(valid):
         index.copy_(torch.tensor(found, dtype=torch.int32))
+
+
+def add_at(
+    flat: torch.Tensor, index: torch.Tensor, offset: int, values: torch.Tensor, weight: float, state: torch.Tensor
+) -> None:
+    """Add, and count in ``state`` products that are not finite, and places outside of ``flat``."""
+    places, products = index.long() + offset, values * torch.tensor(weight, dtype=torch.float32)
+    within = (places >= 0) & (places < len(flat))
+    state[0], state[1] = (~torch.isfinite(products)).sum(), (~within).sum()
+    flat.index_add_(0, places[within], products[within])
 
 
 def _codes(bits: torch.Tensor, count: int, format: str, parameter: int) -> tuple[list[int], int]:

@@ -30,6 +30,7 @@ from numba import njit
 from gradwire.kernels.numba_core.compiled import Compiled, either, kept
 from gradwire.kernels.numba_core.vectors import prefer_wide
 from gradwire.kernels.selection import simd
+from gradwire.kernels.selection.operations import EXCESS_LANES
 from gradwire.kernels.selection.sampling import (
     BINS,
     bracket,
@@ -39,10 +40,10 @@ from gradwire.kernels.selection.sampling import (
     sample_of,
     top_histogram,
 )
-from gradwire.kernels.table import LANES
+from gradwire.kernels.table import BLOCK_SIZE, LANES
 
 # Digest of the sources of the compiled code, and part of its name in Numba's cache; ``make digests`` writes it.
-DIGEST = "d1ce36d82c35a262"
+DIGEST = "c98f56932f38f58b"
 
 
 _i32, _u64 = np.int32, np.uint64
@@ -164,6 +165,16 @@ class SelectionLoops(Compiled):
                 self.simd, values, table.columns, least, begin, first, last, positions, numbers, self._own.scratch
             )
 
+        self.split_segments(table, work)
+
+    def excess_sums(self, x, table, threshold, base, out):
+        values, least, start = x.numpy(), threshold.numpy(), base.numpy()
+        sums = out.count.numpy(), out.total.numpy(), out.squares.numpy()
+
+        def work(first: int, last: int) -> None:
+            excess_range(values, table.columns, least, start, first, last, *sums)
+
+        # The blocks of a segment are added in order, so one thread takes a whole segment.
         self.split_segments(table, work)
 
 
@@ -348,3 +359,42 @@ def select_above_range(simd, x, table, threshold, begin, first, last, index, num
             _copy(found.index, written, index, place)
             place += written
         numbers[segment] = total
+
+
+@kept(DIGEST)
+def excess_range(x, table, threshold, base, first, last, count, total, squares):
+    """Count and add up magnitudes above thresholds of segments ``first .. last``."""
+    prefer_wide()
+    sums, powers = np.empty(EXCESS_LANES, np.float64), np.empty(EXCESS_LANES, np.float64)
+    numbers = np.empty(EXCESS_LANES, np.int32)
+    for segment in range(first, last):
+        at, size = table.offset[segment], table.numel[segment]
+        least, start = threshold.view(_i32)[segment], base[segment]
+        count[segment], total[segment], squares[segment] = 0, 0.0, 0.0
+        for here in range(0, size, BLOCK_SIZE):
+            sums[:], powers[:], numbers[:] = 0.0, 0.0, 0
+            values = x[at + here : at + min(size, here + BLOCK_SIZE)]
+            bits, whole = values.view(_i32), values.size // EXCESS_LANES * EXCESS_LANES
+            for i in range(0, whole, EXCESS_LANES):
+                for lane in range(EXCESS_LANES):
+                    above = bits[i + lane] & _i32(0x7FFFFFFF) > least
+                    excess = np.float64(abs(values[i + lane])) - start if above else 0.0
+                    numbers[lane] += above
+                    sums[lane] += excess
+                    powers[lane] += excess * excess
+            for i in range(whole, values.size):
+                if bits[i] & _i32(0x7FFFFFFF) > least:
+                    excess = np.float64(abs(values[i])) - start
+                    numbers[i - whole] += 1
+                    sums[i - whole] += excess
+                    powers[i - whole] += excess * excess
+            half = EXCESS_LANES // 2
+            while half:
+                for lane in range(half):
+                    numbers[lane] += numbers[lane + half]
+                    sums[lane] += sums[lane + half]
+                    powers[lane] += powers[lane + half]
+                half //= 2
+            count[segment] += numbers[0]
+            total[segment] += sums[0]
+            squares[segment] += powers[0]

@@ -2,15 +2,36 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from gradwire.errors import HyperparameterError
 from gradwire.kernels.front import Front, check_vector
 from gradwire.kernels.moments.operations import segments_of
-from gradwire.kernels.table import SegmentTable
+from gradwire.kernels.table import BLOCK_SIZE, SegmentTable
 
 MAX_POSITIONS = 2**31 - 1
 """Elements of a segment, or of a vector, whose positions fit int32."""
+
+
+EXCESS_LANES = 16
+"""Sums that run side by side through a block."""
+
+
+@dataclass(frozen=True, eq=False)
+class Excess:
+    """Statistics of each segment's magnitudes above a threshold, on the CPU.
+
+    Attributes:
+        count: Their number, int64 ``[S]``.
+        total: Sum of magnitude - base, float64 ``[S]``.
+        squares: Sum of (magnitude - base)^2, float64 ``[S]``.
+    """
+
+    count: torch.Tensor
+    total: torch.Tensor
+    squares: torch.Tensor
 
 
 class SelectionOperations(Front):
@@ -77,6 +98,29 @@ class SelectionOperations(Front):
             family.select_above(x.detach(), table, threshold.detach().abs(), limit, index, found)
         return found
 
+    def excess_sums(
+        self, x: torch.Tensor, table: SegmentTable, threshold: torch.Tensor, base: torch.Tensor
+    ) -> Excess:  # fmt: skip
+        """Count and add up the magnitudes of each segment that are above ``threshold[s]``, less ``base[s]``.
+
+        ``x`` is float32, ``threshold`` float32 ``[S]`` and ``base`` float64 ``[S]``. A segment is cut into blocks of
+        4096 elements. Through a block run 16 sums in float64, of every sixteenth element; they are added in pairs,
+        ``(0, 8), (1, 9), ...``, then ``(0, 4), ...``, and blocks from the first to the last. An infinity or a NaN is
+        above every threshold, and makes the sums of its segment infinite or NaNs.
+
+        Raises:
+            HyperparameterError: a threshold is negative or a NaN.
+        """
+        check_vector("x", x, torch.float32, table.extent, at_least=True)
+        check_vector("threshold", threshold, torch.float32, len(table))
+        check_vector("base", base, torch.float64, len(table))
+        if not bool((threshold >= 0).all()):
+            raise HyperparameterError(f"threshold is {threshold.tolist()}: magnitudes of at least zero are needed")
+        sums = torch.zeros(2, len(table), dtype=torch.float64)
+        out = Excess(torch.zeros(len(table), dtype=torch.int64), *sums)
+        self._serve("selection").excess_sums(x.detach(), table, threshold.detach().abs(), base, out)
+        return out
+
 
 def _check_positions(table: SegmentTable) -> None:
     if len(table) and int(table.numel.max()) > MAX_POSITIONS:
@@ -105,6 +149,30 @@ def select_above(
         found[s] = len(positions)
         kept = min(len(positions), len(out))
         out[:kept] = positions[:kept]
+
+
+def excess_sums(x: torch.Tensor, table: SegmentTable, threshold: torch.Tensor, base: torch.Tensor, out: Excess) -> None:
+    columns = zip(segments_of(x, table), threshold.to(x.device), base.to(x.device))
+    for s, (values, least, start) in enumerate(columns):
+        above = _magnitudes(values) > _magnitudes(least[None])
+        excess = torch.zeros(-(-len(values) // BLOCK_SIZE) * BLOCK_SIZE, dtype=torch.float64, device=x.device)
+        excess[: len(values)] = torch.where(above, values.abs().double() - start, 0.0)
+        out.count[s], out.total[s], out.squares[s] = above.sum(), _added(excess), _added(excess * excess)
+
+
+def _added(values: torch.Tensor) -> float:
+    """Add whole blocks in the order that :meth:`SelectionOperations.excess_sums` specifies."""
+    blocks = values.reshape(-1, BLOCK_SIZE // EXCESS_LANES, EXCESS_LANES)
+    lanes = torch.zeros(len(blocks), EXCESS_LANES, dtype=torch.float64, device=values.device)
+    for row in blocks.unbind(1):
+        lanes += row
+    while lanes.shape[1] > 1:
+        half = lanes.shape[1] // 2
+        lanes = lanes[:, :half] + lanes[:, half:]
+    total = 0.0
+    for block in lanes.flatten().tolist():
+        total += block
+    return total
 
 
 def _magnitudes(values: torch.Tensor) -> torch.Tensor:

@@ -91,10 +91,12 @@ class AtomCodec(SparseCodec):
         inverse = inverse_scale(scale)
         groups = self.drawn.groups
         self.kernels.ternary_encode(sizes, self.drawn, limit, inverse, draw.round, draw.stream, 0, groups, self._trits)
-        trits = torch.zeros(self.drawn.extent)
+        # Parameters have no gaps between them, so that every element is written.
+        trits = torch.empty(self.drawn.extent)
         self.kernels.decode(self._trits, 1, self.drawn, torch.ones(number), 0, groups, trits)
         # Values that are not finite are kept, and so is all of a parameter that fits the budget.
-        trits = torch.where(torch.isfinite(sizes[: len(trits)]), trits, torch.inf)
+        if bool(torch.isinf(scale).any()):
+            trits[~torch.isfinite(sizes[: len(trits)])] = torch.inf
         threshold = torch.full((number,), 0.5)
         for i in torch.nonzero(scale == 0).flatten().tolist():
             a, n = int(self.drawn.offset[i]), int(self.drawn.numel[i])

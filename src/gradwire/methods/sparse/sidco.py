@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from gradwire.exchange.codecs.base import Draw
@@ -31,24 +30,42 @@ FEWEST = 32
 """Least number of magnitudes for a later stage: moments of fewer do not describe a tail."""
 
 PIECE = 1 << 16
-"""Number of magnitudes that are added up at a time, in float64."""
-
-Magnitudes: TypeAlias = npt.NDArray[np.float32]
-Fit: TypeAlias = Callable[[Magnitudes, float, float], float | None]
-"""``fit(x, base, tail)`` returns the value that ``x - base`` exceeds with probability ``tail``, fitted to x > base
-(float32); None where the moments allow no fit."""
+"""Number of logarithms that are added up at a time, in float64."""
 
 
-def tail_threshold(x: Magnitudes, density: float, model: str, stages: int) -> float | None:
+@dataclass(frozen=True)
+class Tail:
+    """Moments of what the magnitudes above a threshold exceed it by.
+
+    Attributes:
+        count: Number of magnitudes above it.
+        mean, variance: Mean and sample variance of the excess.
+        mean_log: Returns the mean logarithm of the magnitudes, which only one model needs.
+    """
+
+    count: int
+    mean: float
+    variance: float
+    mean_log: Callable[[], float]
+
+
+Fit: TypeAlias = Callable[[Tail, float], float | None]
+"""``fit(tail, share)`` returns the value that the excess exceeds with probability ``share``; None where the moments
+allow no fit."""
+
+
+def tail_threshold(kernels: Kernels, x: torch.Tensor, density: float, model: str, stages: int) -> float | None:
     """Return a threshold that about ``density len(x)`` of the magnitudes exceed.
 
     Zeros are left out of the fit. With several stages the first has the target :data:`FIRST_TAIL`, and each later one
     fits the excess over the previous threshold, with equal factors of the remaining share::
 
-        eta_1 = fit(x, 1/4)     eta_m = eta_(m-1) + fit(x - eta_(m-1) of all x above, (4 density)^(1 / (stages - 1)))
+        eta_1 = fit(|x|, 1/4)     eta_m = eta_(m-1) + fit(|x| - eta_(m-1) of all above, (4 density)^(1 / (stages - 1)))
+
+    Each stage reads the vector once: sums are those of :meth:`Kernels.excess_sums`, the same with every backend.
 
     Args:
-        x: Float32, at least 0.
+        x: Float32.
         model: A key of :data:`MODELS`.
         stages: At least 1.
 
@@ -58,70 +75,87 @@ def tail_threshold(x: Magnitudes, density: float, model: str, stages: int) -> fl
     Reference: A. M. Abdelmoniem et al., MLSys 2021, section 2 and algorithm 1.
 
     Example:
-        >>> x = np.random.default_rng(0).exponential(size=100_000).astype(np.float32)
-        >>> eta = tail_threshold(x, 0.01, "exponential", 1)
-        >>> 0.9 < float((x > eta).mean()) / 0.01 < 1.1
+        >>> import gradwire.kernels
+        >>> x = torch.from_numpy(np.random.default_rng(0).exponential(size=100_000).astype(np.float32))
+        >>> eta = tail_threshold(gradwire.kernels.get_kernels(), x, 0.01, "exponential", 1)
+        >>> 0.9 < float((x > eta).float().mean()) / 0.01 < 1.1
         True
     """
     first, later = MODELS[model]
-    left = x[x != 0]
-    tail = density * len(x) / max(1, len(left))
-    if len(left) < FEWEST or tail >= 1:
+    left = _tail(kernels, x, 0.0)
+    share = density * len(x) / max(1, left.count)
+    if left.count < FEWEST or share >= 1:
         return None
-    if stages == 1 or tail >= FIRST_TAIL:
-        return first(left, 0.0, tail)
-    eta = first(left, 0.0, FIRST_TAIL)
-    each = (tail / FIRST_TAIL) ** (1 / (stages - 1))
+    if stages == 1 or share >= FIRST_TAIL:
+        return first(left, share)
+    eta = first(left, FIRST_TAIL)
+    each = (share / FIRST_TAIL) ** (1 / (stages - 1))
     for _ in range(stages - 1):
         if eta is None:
             return None
-        left = left[left > np.float64(eta)]
-        excess = later(left, eta, each) if len(left) >= FEWEST else None
+        left = _tail(kernels, x, eta)
+        excess = later(left, each) if left.count >= FEWEST else None
         eta = None if excess is None else eta + excess
     return eta
 
 
-def exponential_tail(x: Magnitudes, base: float, tail: float) -> float | None:
-    """Fit an exponential distribution: ``-mean ln(tail)``.
+def _tail(kernels: Kernels, x: torch.Tensor, eta: float) -> Tail:
+    """Return the moments of what magnitudes above ``eta`` exceed it by."""
+    # A float32 is above eta if it is above the largest float32 that is not.
+    least = np.float32(min(eta, float(np.finfo(np.float32).max)))
+    if float(least) > eta:
+        least = np.nextafter(least, np.float32(0))
+    whole = SegmentTable([0], [len(x)], [0], [(0, 0)])
+    found = kernels.excess_sums(x, whole, torch.tensor([float(least)]), torch.tensor([eta], dtype=torch.float64))
+    count, total, squares = (float(part) for part in (found.count, found.total, found.squares))
+    mean = total / max(1.0, count)
+    variance = (squares - mean * total) / max(1.0, count - 1)
+
+    def mean_log() -> float:
+        magnitudes = x[x != 0].abs().double()
+        return math.fsum(float(part.log().sum()) for part in magnitudes.split(PIECE)) / max(1, len(magnitudes))
+
+    return Tail(int(count), mean, variance, mean_log)
+
+
+def exponential_tail(tail: Tail, share: float) -> float | None:
+    """Fit an exponential distribution: ``-mean ln(share)``.
 
     Example:
-        >>> exponential_tail(np.float32([1, 3]), 0.0, math.exp(-2))
+        >>> exponential_tail(Tail(2, 2.0, 2.0, lambda: 0.55), math.exp(-2))
         4.0
     """
-    return _usable(-_mean(x, base, np.positive) * math.log(tail))
+    return _usable(-tail.mean * math.log(share))
 
 
-def gamma_tail(x: Magnitudes, base: float, tail: float) -> float | None:
+def gamma_tail(tail: Tail, share: float) -> float | None:
     """Fit a gamma distribution, by the mean mu and the mean logarithm.
 
     With s = ln mu - mean ln x, the shape is a = (3 - s + sqrt((s - 3)^2 + 24 s)) / (12 s), a closed form close to the
     most likely one, and the scale mu / a. The tail is inverted exactly; the authors' program approximates it by
-    ``-ln(tail) - ln Gamma(a)``, above which there is far less than ``tail`` where a < 1.
+    ``-ln(share) - ln Gamma(a)``, above which there is far less than ``share`` where a < 1.
     """
-    mean = _mean(x, base, np.positive)
-    if _usable(mean) is None:
+    if _usable(tail.mean) is None:
         return None
-    s = math.log(mean) - _mean(x, base, np.log)
+    s = math.log(tail.mean) - tail.mean_log()
     if not 1e-9 < s < math.inf:
         return None
     shape = (3 - s + math.sqrt((s - 3) ** 2 + 24 * s)) / (12 * s)
-    return _usable(mean / shape * inverse_gamma_tail(shape, tail))
+    return _usable(tail.mean / shape * inverse_gamma_tail(shape, share))
 
 
-def pareto_tail(x: Magnitudes, base: float, tail: float) -> float | None:
-    """Fit a generalised Pareto distribution that begins at ``base``, by the mean mu and the variance v.
+def pareto_tail(tail: Tail, share: float) -> float | None:
+    """Fit a generalised Pareto distribution that begins at the threshold, by the mean mu and the variance v.
 
     The shape is c = (1 - mu^2 / v) / 2, which is below 1/2, and the scale b = mu (1 + mu^2 / v) / 2; the threshold is
-    b (tail^-c - 1) / c, of which -b ln(tail) is the limit for c = 0.
+    b (share^-c - 1) / c, of which -b ln(share) is the limit for c = 0.
     """
-    mean, count = _mean(x, base, np.positive), len(x)
-    variance = (_mean(x, base, np.square) - mean * mean) * count / (count - 1)
-    if _usable(mean) is None or not variance > 0:
+    if _usable(tail.mean) is None or not tail.variance > 0:
         return None
-    ratio = mean * mean / variance
-    shape, scale = (1 - ratio) / 2, mean * (1 + ratio) / 2
-    lengths = -math.log(tail)
-    # (tail^-c - 1) / c, without cancellation.
+    ratio = tail.mean * tail.mean / tail.variance
+    shape, scale = (1 - ratio) / 2, tail.mean * (1 + ratio) / 2
+    lengths = -math.log(share)
+    # (share^-c - 1) / c, without cancellation.
     return _usable(scale * (lengths if shape == 0 else math.expm1(min(700.0, shape * lengths)) / shape))
 
 
@@ -158,15 +192,6 @@ MODELS: dict[str, tuple[Fit, Fit]] = {
 """Fit of the first stage, and of the excess in later stages."""
 
 
-def _mean(x: Magnitudes, base: float, function: Callable[[npt.NDArray[np.float64]], npt.NDArray[np.float64]]) -> float:
-    """Return the mean of ``function(x - base)``, by exact addition of the sums of fixed pieces.
-
-    NumPy adds up a piece in one thread in a fixed order, so that the mean is reproducible on a machine.
-    """
-    pieces = (x[a : a + PIECE].astype(np.float64) - base for a in range(0, len(x), PIECE))
-    return math.fsum(float(function(piece).sum()) for piece in pieces) / len(x)
-
-
 def _usable(value: float) -> float | None:
     return value if 0 < value < math.inf else None
 
@@ -197,7 +222,7 @@ class FittedRule(Rule):
     def choose(
         self, kernels: Kernels, scores: torch.Tensor, table: SegmentTable, draw: Draw
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        threshold, most = self.thresholds(scores, table), self.most(table)
+        threshold, most = self.thresholds(kernels, scores, table), self.most(table)
         positions, counts = choose_above(kernels, scores, table, threshold, most)
         unfitted = torch.isinf(threshold) | (counts == 0)
         if bool((unfitted | (counts == most)).any()):
@@ -206,13 +231,12 @@ class FittedRule(Rule):
             kernels.select_largest(scores, table, counts, positions)
         return positions, counts
 
-    def thresholds(self, scores: torch.Tensor, table: SegmentTable) -> torch.Tensor:
+    def thresholds(self, kernels: Kernels, scores: torch.Tensor, table: SegmentTable) -> torch.Tensor:
         """Return the threshold of each block, float32 ``[blocks]``, +inf if none is estimated."""
         found = torch.full((len(table),), torch.inf)
         for i, (begin, numel) in enumerate(zip(table.offset.tolist(), table.numel.tolist())):
             if numel >= SMALL_BLOCK:
-                x = scores[begin : begin + numel].detach().abs().numpy()
-                eta = tail_threshold(x, self._density, self._model, self._stages)
+                eta = tail_threshold(kernels, scores[begin : begin + numel], self._density, self._model, self._stages)
                 found[i] = torch.inf if eta is None else eta
         return found
 

@@ -118,6 +118,9 @@ CODED = len(FORMATS)
 
 MOST_UNITS = 2**31 - 1
 
+FEW_BLOCKS = 64
+"""Blocks up to which a call for each costs less than a vector with a number for each position."""
+
 
 class Rule(ABC):
     """Rule by which units of a worker's vector are kept.
@@ -259,12 +262,11 @@ class SparseCodec(MergeableCodec):
     def encode(self, flat: torch.Tensor, summary: Summary, draw: Draw, out: torch.Tensor) -> None:
         scores = self.table.score(self.kernels, flat)
         positions, counts = self.rule.choose(self.kernels, scores, self.blocks, draw)
-        first = torch.repeat_interleave(self._numbers().to(torch.int32), counts)
-        chosen = positions.add_(first)
+        chosen = self._numbered(positions, counts)
         counted = {"density": self.table.elements, "elements": len(self.blocks)}
         for name in self.rule.gauges:
             draw.gauge(name, sum(self.table.counts(chosen)), counted[name])
-        self.write(chosen, flat[self.table.places(chosen)], draw, out)
+        self.write(chosen, flat.index_select(0, self.table.places(chosen)), draw, out)
 
     def write(self, chosen: torch.Tensor, values: torch.Tensor, draw: Draw, out: torch.Tensor) -> None:
         """Write the payload of the units ``chosen`` (int32, ascending) and the values of their elements."""
@@ -331,21 +333,31 @@ class SparseCodec(MergeableCodec):
         return left_out
 
     def decode_rows(self, rows: torch.Tensor, summary: Summary, flat: torch.Tensor) -> None:
-        weight, ours = torch.tensor(1.0 / self.world_size, dtype=torch.float32), _as_sparse(summary)
+        ours = _as_sparse(summary)
         for a, n in self.table.runs:
             flat[a : a + n].zero_()
         for row in rows:
-            chosen, values = self.read(row)
-            values = values * weight
-            ours.finite = ours.finite and bool(torch.isfinite(values).all())
-            flat.index_add_(0, self.table.places(chosen), values)
+            ours.finite = self._add(row, 1.0 / self.world_size, flat) and ours.finite
 
     def add_own(self, data: torch.Tensor, summary: Summary, weight: float, flat: torch.Tensor) -> None:
-        chosen, values = self.read(data)
-        flat.index_add_(0, self.table.places(chosen), values, alpha=weight)
+        self._add(data, weight, flat)
+
+    def _add(self, row: torch.Tensor, weight: float, flat: torch.Tensor) -> bool:
+        """Add a payload's values times the weight, and return whether all of these are finite."""
+        chosen, values = self.read(row)
+        return self.kernels.add_at(flat, *self.table.addresses(chosen), values, weight)
 
     def is_finite(self, summary: Summary, flat: torch.Tensor) -> Flag:
         return _as_sparse(summary).finite
+
+    def _numbered(self, positions: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """Turn positions within blocks, so many of each, into numbers of units, in place."""
+        first = self._numbers().to(torch.int32)
+        if len(first) > FEW_BLOCKS:
+            return positions.add_(torch.repeat_interleave(first, counts))
+        for part, begin in zip(positions.split(counts.tolist()), first.tolist()):
+            part.add_(begin)
+        return positions
 
     def _numbers(self) -> torch.Tensor:
         """Return the number of the first unit of each block."""

@@ -40,6 +40,8 @@ class UnitTable:
         self.elements, self.single = int(self.numel.sum()), bool((self.length == 1).all())
         self.first = np.concatenate([[0], np.cumsum(self.numel // self.length)])
         self.units = int(self.first[-1])
+        # As positions are, which would otherwise be converted in every search.
+        self._cuts = self.first.astype(np.int32)
         ends = self.offset + self.numel
         self._joined = self.single and bool((self.offset[1:] == ends[:-1]).all())
         self.runs = joined_runs(segments)
@@ -71,9 +73,10 @@ class UnitTable:
         return torch.where(torch.isfinite(moments.max_abs), moments.norm.to(torch.float32), torch.inf)
 
     def places(self, chosen: torch.Tensor) -> torch.Tensor:
-        """Return the places of all elements of ascending units in the flat vector, int64."""
+        """Return the places of all elements of ascending units in the flat vector, int64 or int32."""
         if self._joined:
-            return chosen + int(self.offset[0]) if len(self.offset) else chosen.long()
+            begin = int(self.offset[0]) if len(self.offset) else 0
+            return chosen + begin if begin else chosen
         segment = self._segments(chosen)
         length, first = torch.from_numpy(self.length)[segment], torch.from_numpy(self.first)[segment]
         begin = torch.from_numpy(self.offset)[segment] + (chosen - first) * length
@@ -83,9 +86,15 @@ class UnitTable:
         within = torch.arange(int(ends[-1]) if len(ends) else 0) - torch.repeat_interleave(ends - length, length)
         return torch.repeat_interleave(begin, length) + within
 
+    def addresses(self, chosen: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """Return the same places as int32 positions after a common one, and that."""
+        if self._joined and len(self.offset):
+            return chosen, int(self.offset[0])
+        return self.places(chosen).to(torch.int32), 0
+
     def counts(self, chosen: torch.Tensor) -> tuple[int, ...]:
         """Return the number of elements that ascending units have in each segment."""
-        cuts = np.searchsorted(chosen.numpy(), self.first)
+        cuts = np.searchsorted(chosen.numpy(), self._cuts)
         return tuple((np.diff(cuts) * self.length).tolist())
 
     def lengths(self, chosen: torch.Tensor) -> torch.Tensor:
