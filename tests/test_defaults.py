@@ -67,6 +67,8 @@ PAPERS: dict[str, dict[str, Any]] = {
     "sketched_sgd": {"density": 0.001},
     "sketched_amsgrad": {"density": 0.001},
     "cat": {"fixed_bytes": 1500.0},
+    # Wang et al., NeurIPS 2018: all pairs.
+    "spectral_atomo": {"pairs": None},
 }
 
 

@@ -9,7 +9,10 @@ import torch
 
 import gradwire as gw
 from gradwire.errors import HyperparameterError
+from gradwire.exchange.segments import Parameter, lay_out
+from gradwire.kernels import get_kernels
 from gradwire.methods.atoms.atom_codec import probabilities
+from gradwire.methods.atoms.spectral_atomo import PairsAndRows, _start
 
 
 def gaussian(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -192,6 +195,57 @@ def test_bytes_of_pairs_are_those_of_their_vectors() -> None:
     assert 0 < pairs <= 4 + 4 * math.sqrt(4)
 
 
+LARGE = [(90, 200), (200, 90), (120, 120)]
+
+
+@pytest.mark.parametrize("shape", LARGE, ids=str)
+def test_leading_pairs_and_the_rows_of_what_they_leave_add_up_to_the_matrix(shape: tuple[int, int]) -> None:
+    x = gaussian(*shape, seed=3) + 4 * torch.outer(gaussian(shape[0], seed=4), gaussian(shape[1], seed=5))
+    atoms = PairsAndRows(x, _start(min(shape), 4, (7, 8)))
+    assert len(atoms.sizes) == 4 + min(shape)
+    left, right = atoms.vectors(torch.arange(len(atoms.sizes)))
+    assert torch.allclose((left * atoms.sizes[:, None]).t() @ right, x, atol=1e-4)
+    for vectors in (left, right):
+        assert torch.allclose(vectors.norm(dim=1), torch.ones(len(vectors)), atol=1e-5)
+    # The leading pair stands far out, so that two iterations find it.
+    assert float(atoms.sizes[0]) == pytest.approx(float(torch.linalg.matrix_norm(x, 2)), rel=1e-4)
+    some = torch.tensor([0, 3, 4, len(atoms.sizes) - 1])
+    assert all(torch.equal(a, b[some]) for a, b in zip(atoms.vectors(some), (left, right)))
+
+
+@pytest.mark.parametrize("shape", LARGE, ids=str)
+def test_a_large_matrix_has_the_mean_and_the_variance_of_its_atoms(shape: tuple[int, int]) -> None:
+    method, count = gw.SpectralATOMO(budget=3.0, pairs=4), 400
+    x = gaussian(*shape, seed=6) + 2 * torch.outer(gaussian(shape[0], seed=7), gaussian(shape[1], seed=8))
+    found = rounds(x, method, count).double().reshape(count, *shape)
+    error = (found - x).square().sum((1, 2))
+    (segment,) = lay_out([Parameter("w", shape, (shape[1], 1))])
+    codec = method.codec(get_kernels(), [segment], 1, 0)
+    (start,) = codec._starts
+    assert start is not None
+    sizes = PairsAndRows(x, start).sizes
+    wanted = variance(sizes, probabilities(sizes, 3.0))
+    assert float(error.mean()) == pytest.approx(wanted, rel=5 * float(error.std()) / wanted / count**0.5)
+    assert float((found.mean(0) - x).square().sum()) < 1.5 * wanted / count
+    # What a subspace costs: all pairs of singular vectors have the least variance.
+    whole = torch.linalg.svdvals(x)
+    least = variance(whole, probabilities(whole, 3.0))
+    assert least < wanted < 1.5 * least
+
+
+def test_a_large_matrix_of_low_rank_is_exact() -> None:
+    x = sum(torch.outer(gaussian(150, seed=s), gaussian(100, seed=s + 10)) for s in range(3))
+    found = gw.simulate([{"w": x}], gw.SpectralATOMO(budget=3.0, pairs=8)).mean["w"]  # type: ignore[dict-item]
+    assert torch.allclose(found, x, atol=1e-4)
+
+
+def test_the_paper_decomposes_matrices_of_any_size() -> None:
+    (segment,) = lay_out([Parameter("w", (200, 200), (200, 1))])
+    for method, starts in ((gw.SpectralATOMO.paper(), 0), (gw.SpectralATOMO(), 1)):
+        codec = method.codec(get_kernels(), [segment], 1, 0)
+        assert sum(start is not None for start in codec._starts) == starts
+
+
 @pytest.mark.parametrize("bad", [math.nan, -math.inf])
 @pytest.mark.parametrize("method", [gw.ATOMO(), gw.ATOMO(norm="l2"), gw.SpectralATOMO()], ids=repr)
 def test_what_is_not_finite_is_seen(method: gw.Method, bad: float) -> None:
@@ -207,6 +261,8 @@ def test_fields_are_checked() -> None:
         lambda: gw.ATOMO(norm="l1"),
         lambda: gw.SpectralATOMO(budget=0.5),
         lambda: gw.SpectralATOMO(budget="3"),
+        lambda: gw.SpectralATOMO(pairs=0),
+        lambda: gw.SpectralATOMO(pairs=2.5),
         lambda: gw.ErrorFeedback(compressor=gw.ATOMO()),
         lambda: gw.ErrorFeedback(compressor=gw.SpectralATOMO()),
     ):

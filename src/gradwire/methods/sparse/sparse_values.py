@@ -75,8 +75,8 @@ class UnitTable:
     def places(self, chosen: torch.Tensor) -> torch.Tensor:
         """Return the places of all elements of ascending units in the flat vector, int64 or int32."""
         if self._joined:
-            begin = int(self.offset[0]) if len(self.offset) else 0
-            return chosen + begin if begin else chosen
+            origin = int(self.offset[0]) if len(self.offset) else 0
+            return chosen + origin if origin else chosen
         segment = self._segments(chosen)
         length, first = torch.from_numpy(self.length)[segment], torch.from_numpy(self.first)[segment]
         begin = torch.from_numpy(self.offset)[segment] + (chosen - first) * length
