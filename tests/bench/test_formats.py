@@ -12,6 +12,7 @@ from benchmarks.lib.formats import ELEMENTS, MX, NVFP4, TurboQuant, hadamard, ll
 from benchmarks.lib.hops import CHUNK, TOPOLOGIES, mean_by, ordered, vnmse
 from benchmarks.lib.measured_rounds import EnergyRound, FormatRound, LibraryRound, library_sums, payload_bits
 from benchmarks.lib.summed_formats import THC, DynamiQ, dynamiq_values, normal_cdf, thc_table, widths_of
+from benchmarks.pages.formats_page import lost, pairs_of, settings_of
 
 NORMAL = torch.randn(4, 1 << 15, generator=torch.Generator().manual_seed(0))
 
@@ -290,3 +291,25 @@ def test_bits_by_energy_are_within_their_budget_and_gain_what_energies_differ() 
 def test_a_format_is_one_for_each_row() -> None:
     round = FormatRound(MX("E2M1"), 4.25, NORMAL, generator())
     assert torch.equal(round.quantise(NORMAL[1:2], None), MX("E2M1")(NORMAL, generator())[1:2])
+
+
+def test_the_page_compares_with_ours_of_no_more_bits() -> None:
+    """At 4 bits ours with 4.1 would be better; at most half a bit over the budget is theirs to spend."""
+    found = {
+        "whose": {"a": "ours", "b": "ours", "c": "theirs", "d": "theirs"},
+        "found": {
+            "a": {"ring": ["text 5 2 3.9 0.02"], "direct": ["text 5 2 3.9 0.005"]},
+            "b": {"ring": ["text 5 2 4.1 0.001"], "direct": ["text 5 2 4.1 0.001"]},
+            "c": {"ring": ["text 5 2 4 0.01"]},
+            "d": {"ring": ["text 5 2 4.6 0.0001"]},
+        },
+    }
+    settings = settings_of(found)
+    (pair,) = pairs_of(settings, 4)
+    assert (pair.theirs.method, pair.ours.method, pair.ratio) == ("c", "a", 0.5)
+    assert lost([pair]) == [pair]
+    (pair,) = pairs_of(settings, "c", way="direct")
+    assert (pair.ours.method, pair.ratio) == ("a", 2)
+    (pair,) = pairs_of(settings, "d")
+    assert (pair.ours.method, pair.ratio) == ("b", 0.1)
+    assert pairs_of(settings, 3) == []
