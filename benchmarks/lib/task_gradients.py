@@ -52,7 +52,7 @@ def sampled(rows: Tensor, numel: int, piece: int = 1024) -> Tensor:
 
     Example:
         >>> sampled(torch.arange(12.0)[None], 4, 2)
-        tensor([[0., 1., 8., 9.]])
+        tensor([[0., 1., 6., 7.]])
     """
     pieces = rows.shape[1] // piece
     wanted = numel // piece
