@@ -93,8 +93,8 @@ def medians(e, rows, numel, pitch, estimates):
         for turn in range(known):
             for row in range(turn % 2, known - 1, 2):
                 x, y = values[row : row + 2]
-                less = b.fcmp_ordered("<", x, y)
-                values[row : row + 2] = b.select(less, x, y), b.select(less, y, x)
+                less, more = b.fcmp_ordered("<", y, x), b.fcmp_ordered(">", y, x)
+                values[row : row + 2] = b.select(less, y, x), b.select(more, y, x)
         e.store(values[known // 2], at[0], align=4)
         return []
 
