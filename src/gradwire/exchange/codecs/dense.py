@@ -75,7 +75,8 @@ class DenseCodec(SummableCodec, MergeableCodec):
             return
         values, narrow = out.view(self.dtype)[: self.numel], self.dtype != torch.float32
         products = torch.cat([flat[a : a + n] for a, n in self.runs], out=None if narrow else values)
-        products.mul_(torch.tensor(self.weight, dtype=torch.float32))
+        if self.weight != 1:
+            products.mul_(torch.tensor(self.weight, dtype=torch.float32))
         if narrow:
             values.copy_(products)
 

@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, misc, untyped-decorator"
 """Compiled loops of count sketches, with a plain body. ``ternary/loops.py`` states the rules.
 
-Sums are at random places of a table, where explicit vectors would not help; only the random words are drawn by them.
+Sums are at random places of a table that exceeds the L2 cache: vectors draw the places, and sums are fetched ahead.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from gradwire.kernels.numba_core.compiled import (
     Compiled,
     Noise,
     RandomStream,
+    copy_into,
     either,
     find_segment,
     kept,
@@ -24,10 +25,11 @@ from gradwire.kernels.numba_core.philox import plain_five_words
 from gradwire.kernels.numba_core.vectors import prefer_wide
 from gradwire.kernels.sketch import simd
 from gradwire.kernels.sketch.operations import COLUMN_BITS
+from gradwire.kernels.sketch.simd import AHEAD, MOST_IN_REGISTERS
 from gradwire.kernels.table import GROUP_SIZE, LANES
 
 # Digest of the sources of the compiled code, and part of its name in Numba's cache; ``make digests`` writes it.
-DIGEST = "a1e5d1911b32663a"
+DIGEST = "39bf1a4271e71a58"
 
 
 _TILE = GROUP_SIZE * TILE_GROUPS
@@ -38,16 +40,45 @@ _BITS = np.uint64(COLUMN_BITS)
 
 
 @njit(nogil=True)
-def plain_random_words(noise, words):
-    for group in range(words.size // 80):
-        of_group = words[80 * group : 80 * group + 80]
+def plain_hashes(noise, columns, places, signs):
+    wide = _u64(columns)
+    for group in range(places.size // 80):
+        first = 80 * group
         for lane in range(16):
-            w0, w1, w2, w3, w4 = plain_five_words(noise, 16 * group + lane)
-            of_group[lane], of_group[16 + lane], of_group[32 + lane] = _u32(w0), _u32(w1), _u32(w2)
-            of_group[48 + lane], of_group[64 + lane] = _u32(w3), _u32(w4)
+            for plane, word in enumerate(plain_five_words(noise, 16 * group + lane)):
+                e = first + 16 * plane + lane
+                signs[e] = _f32(1) - _f32(2) * _f32(_u32(_u32(word) >> _SIGN))
+                places[e] = _u32(_u64(_u64(_u32(_u32(word) >> _SPARE) & _COLUMN) * wide) >> _BITS)
 
 
-random_words = either(plain_random_words, simd.random_words)
+@njit(nogil=True)
+def plain_add_at(values, places, sums):
+    for e in range(values.size):
+        sums[places[e]] += _f64(values[e])
+
+
+@njit(nogil=True)
+def plain_estimate(sums, places, signs, out):
+    for e in range(out.size):
+        out[e] = sums[places[e]] * signs[e]
+
+
+@njit(nogil=True)
+def plain_medians(rows, numel, pitch, estimates):
+    # Odd-even transposition sort: as many turns as rows sort them.
+    for turn in range(rows):
+        for row in range(turn % 2, rows - 1, 2):
+            low, high = estimates[row * pitch : row * pitch + numel], estimates[(row + 1) * pitch :]
+            for e in range(numel):
+                a, b = low[e], high[e]
+                low[e], high[e] = min(a, b), max(a, b)
+    copy_into(estimates[:numel], estimates[rows // 2 * pitch :])
+
+
+hashes = either(plain_hashes, simd.hashes)
+add_at = either(plain_add_at, simd.add_at)
+estimate = either(plain_estimate, simd.estimate)
+medians = either(plain_medians, simd.medians)
 
 
 class SketchLoops(Compiled):
@@ -57,7 +88,9 @@ class SketchLoops(Compiled):
         values, sums, word = x.numpy(), out.numpy(), np.uint32(stream)
 
         def work(begin: int, end: int) -> None:
-            sketch_range(self.simd, values, table.columns, table.groups, begin, end, columns, word, sums)
+            # NumPy takes large pages for it, unlike compiled code.
+            room = np.empty(columns, np.float64)
+            sketch_range(self.simd, values, table.columns, table.groups, begin, end, columns, word, room, sums)
 
         # One thread takes a whole row, since its sums are made in order.
         self.split(rows, 1, int(table.numel.sum()), work)
@@ -78,27 +111,17 @@ def _later(noise, first):
 
 
 @njit(nogil=True)
-def _hash(words, columns, signs):
-    """Replace random words by columns, and write the signs, 1 or -1."""
-    wide = _u64(columns)
-    for e in range(words.size):
-        word = words[e]
-        signs[e] = _f32(1) - _f32(2) * _f32(_u32(word >> _SIGN))
-        words[e] = _u32(_u64(_u64(_u32(word >> _SPARE) & _COLUMN) * wide) >> _BITS)
-
-
-@njit(nogil=True)
 def _tile_groups(count):
     """Return the number of groups of the next tile if ``count`` elements remain."""
     return min(_i64(TILE_GROUPS), (count + GROUP_SIZE - 1) // GROUP_SIZE)
 
 
 @kept(DIGEST)
-def sketch_range(simd, x, table, groups, begin, end, columns, stream, out):
-    """Compute rows ``begin .. end`` of the sketch of all elements."""
+def sketch_range(simd, x, table, groups, begin, end, columns, stream, sums, out):
+    """Compute rows ``begin .. end`` of the sketch of all elements; ``sums`` is room for the sums of a row."""
     prefer_wide()
-    words, signs = np.empty(_TILE, np.uint32), np.empty(_TILE, np.float32)
-    sums = np.empty(columns, np.float64)
+    # Places beyond the tile are fetched ahead, and must be in the row.
+    places, signed = np.zeros(_TILE + AHEAD, np.uint32), np.empty(_TILE, np.float32)
     for row in range(begin, end):
         sums[:] = 0
         draw = RandomStream(_u64(row), stream)
@@ -109,11 +132,11 @@ def sketch_range(simd, x, table, groups, begin, end, columns, stream, out):
             for first in range(0, piece.numel, _TILE):
                 count = piece.numel - first
                 whole = GROUP_SIZE * _tile_groups(count)
-                random_words(simd, _later(noise, first), words[:whole])
-                _hash(words[:whole], columns, signs)
+                hashes(simd, _later(noise, first), columns, places[:whole], signed)
                 values = x[piece.at + first : piece.at + first + min(count, _TILE)]
                 for e in range(values.size):
-                    sums[words[e]] += _f64(values[e] * signs[e])
+                    signed[e] = values[e] * signed[e]
+                add_at(simd, signed[: values.size], places, sums)
             group = piece.stop
         target = out[row * columns : (row + 1) * columns]
         for c in range(target.size):
@@ -124,8 +147,8 @@ def sketch_range(simd, x, table, groups, begin, end, columns, stream, out):
 def unsketch_range(simd, sums, rows, columns, stream, table, begin, end, x):
     """Estimate the elements of groups ``begin .. end``."""
     prefer_wide()
-    words, signs = np.empty(_TILE, np.uint32), np.empty(_TILE, np.float32)
-    estimates = np.empty((rows, _TILE), np.float32)
+    places, signs = np.empty(_TILE, np.uint32), np.empty(_TILE, np.float32)
+    estimates = np.empty(rows * _TILE, np.float32)
     segment, group = find_segment(table, begin), begin
     while group < end:
         piece = next_piece(table, segment, group, end)
@@ -135,21 +158,15 @@ def unsketch_range(simd, sums, rows, columns, stream, table, begin, end, x):
             whole = GROUP_SIZE * _tile_groups(count)
             for row in range(rows):
                 noise = noise_at(table, piece, RandomStream(_u64(row), stream))
-                random_words(simd, _later(noise, first), words[:whole])
-                _hash(words[:whole], columns, signs)
-                of_row, found = sums[row * columns : (row + 1) * columns], estimates[row, :whole]
-                for e in range(found.size):
-                    found[e] = of_row[words[e]] * signs[e]
-            # Odd-even transposition sort: as many turns as rows sort them.
-            for turn in range(rows):
-                for row in range(turn % 2, rows - 1, 2):
-                    low, high = estimates[row, :whole], estimates[row + 1, :whole]
-                    for e in range(low.size):
-                        a, b = low[e], high[e]
-                        low[e], high[e] = min(a, b), max(a, b)
+                hashes(simd, _later(noise, first), columns, places[:whole], signs)
+                of_row = sums[row * columns : (row + 1) * columns]
+                estimate(simd, of_row, places, signs, estimates[row * _TILE : row * _TILE + whole])
+            if rows > MOST_IN_REGISTERS:
+                plain_medians(rows, whole, _TILE, estimates)
+            else:
+                medians(simd, rows, whole, _TILE, estimates)
             target = x[piece.at + first : piece.at + first + min(count, _TILE)]
-            middle = estimates[rows // 2, : target.size]
             for e in range(target.size):
                 # Adding zero makes a negative zero positive.
-                target[e] = middle[e] + _f32(0)
+                target[e] = estimates[e] + _f32(0)
         group = piece.stop

@@ -21,6 +21,7 @@ from gradwire.methods.rotations.eden import check_rotation
 from gradwire.methods.signs.sign_codec import sign_table
 from gradwire.methods.sparse.sparse_values import CastValues, UnitTable
 from gradwire.methods.sparse.top_k import check_density
+from gradwire.methods.wrappers.wrapper import pieces
 from gradwire.seeds import parameter_key
 
 if TYPE_CHECKING:
@@ -68,11 +69,16 @@ class FourierAtomCodec(AtomCodec):
         super().encode(z, summary, draw, out)
 
     def sizes(self, flat: torch.Tensor) -> torch.Tensor:
-        found = []
+        found, at = torch.empty(len(self._weights)), 0
         for real, pairs in zip(self.table.segments[::2], self.table.segments[1::2]):
-            p, q = flat[pairs.offset : pairs.offset + pairs.numel].double().view(-1, 2).unbind(1)
-            found += [flat[real.offset : real.offset + real.numel].abs(), (p * p + q * q).sqrt().float()]
-        return torch.cat(found or [flat]) * self._weights
+            torch.abs(flat[real.offset : real.offset + real.numel], out=found[at : at + real.numel])
+            at += real.numel
+            for a, b in pieces([(pairs.offset, pairs.offset + pairs.numel)]):
+                # The square of a float32 may be out of its range.
+                p, q = flat[a:b].double().square_().view(-1, 2).unbind(1)
+                found[at : at + len(p)].copy_((p + q).sqrt_())
+                at += len(p)
+        return found.mul_(self._weights)
 
     def decode_rows(self, rows: torch.Tensor, summary: Summary, flat: torch.Tensor) -> None:
         z = torch.empty(self.waves.coordinates)

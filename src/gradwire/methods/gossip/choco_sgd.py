@@ -171,7 +171,7 @@ class _DifferencePlan(GossipPlan):
         theirs.zero_()
 
         def seen(neighbour: int, values: torch.Tensor) -> None:
-            self._add(values, self.graph.weight(context.rank, neighbour), theirs)
+            self._add(theirs, values, self.graph.weight(context.rank, neighbour), theirs)
 
         yield from mix(context, self._tag, self.graph, self._all, flat, seen)
 
@@ -181,8 +181,9 @@ class _DifferencePlan(GossipPlan):
         difference = floats(context, "difference", flat.numel())
         decoded, pull = floats(context, "theirs", flat.numel()), floats(context, "pull", flat.numel())
         if not flat.is_meta:
-            pull.zero_()
-            difference.copy_(flat)
+            for a, n in rest.codec.runs:
+                pull[a : a + n].zero_()
+                difference[a : a + n].copy_(flat[a : a + n])
             self._subtract(self._held(context, ESTIMATE), flat, difference)
         sections = []
         if self._ours:
@@ -194,6 +195,15 @@ class _DifferencePlan(GossipPlan):
         layout, moves = whole_rows(context, found), self.graph.moves(rank)
         bodies = encode(context, found, difference, [s.codec.units for s in found], draw)
 
+        if flat.is_meta:
+            yield from tell_neighbours(context, self._tag, moves, layout, bodies, lambda *_: None)
+            return Outcome()
+        estimate, theirs = self._staged(context, ESTIMATE), self._staged(context, NEIGHBOURS)
+        held, before = self._held(context, ESTIMATE), self._held(context, NEIGHBOURS)
+        for a, n in rest.codec.runs:
+            estimate[a : a + n].copy_(held[a : a + n])
+            theirs[a : a + n].copy_(before[a : a + n])
+
         def decode(worker: int, body: torch.Tensor) -> None:
             codec = self._codec(worker)
             summary = codec.remember(sections[0].summary, difference, draw, False)
@@ -202,26 +212,23 @@ class _DifferencePlan(GossipPlan):
             codec.decode_rows(body.view(1, -1), summary, decoded)
 
         def take(neighbour: int, parts: list[torch.Tensor]) -> None:
+            nonlocal before
             weight = self.graph.weight(rank, neighbour)
             if self._ours:
                 decode(neighbour, parts[0])
-                self._add(decoded, weight, theirs)
+                self._add(before, decoded, weight, theirs)
+                before = theirs
             if rest.codec.numel:
-                rest.read(parts[-1], decoded)
-                rest.pull(decoded, weight, flat, pull)
+                rest.pull(parts[-1], weight, flat, pull)
 
-        if flat.is_meta:
-            yield from tell_neighbours(context, self._tag, moves, layout, bodies, lambda *_: None)
-            return Outcome()
-        estimate, theirs = self._staged(context, ESTIMATE), self._staged(context, NEIGHBOURS)
-        estimate.copy_(self._held(context, ESTIMATE))
-        theirs.copy_(self._held(context, NEIGHBOURS))
         own: torch.Tensor | None = None
         if self._ours:
             decode(rank, bodies[0])
-            self._add(decoded, 1.0, estimate)
+            self._add(held, decoded, 1.0, estimate)
             own = decoded.clone() if context.wants_sent else None
         yield from tell_neighbours(context, self._tag, moves, layout, bodies, take)
+        if before is not theirs:
+            theirs.copy_(before)
         rest.move(flat, pull)
         self._follow(1 - self.graph.weight(rank, rank), estimate, theirs, flat)
 
@@ -242,9 +249,9 @@ class _DifferencePlan(GossipPlan):
         for a, b in pieces(self.runs[0]):
             out[a:b] = flat[a:b].double().sub_(estimate[a:b])
 
-    def _add(self, values: torch.Tensor, weight: float, out: torch.Tensor) -> None:
+    def _add(self, to: torch.Tensor, values: torch.Tensor, weight: float, out: torch.Tensor) -> None:
         for a, b in pieces(self.runs[0]):
-            out[a:b].add_(values[a:b].double().mul_(weight))
+            torch.add(to[a:b], values[a:b].double().mul_(weight), out=out[a:b])
 
     def _held(self, context: Context, kind: str) -> torch.Tensor:
         return context.memory.read(kind, self.setting.segments, dtype=torch.float64)

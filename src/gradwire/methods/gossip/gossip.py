@@ -19,6 +19,7 @@ from gradwire.exchange.protocols.payloads import Section, draw_of, encode, sized
 from gradwire.exchange.segments import Segment
 from gradwire.exchange.traits import Traits
 from gradwire.methods.gossip.graphs import GRAPHS, MixingMatrix, graph_of, is_special
+from gradwire.methods.wrappers.wrapper import pieces
 
 GRAPH = "graph"
 """Name of the stored value by which a method recognises that its state belongs to this graph."""
@@ -89,11 +90,14 @@ class Mixing:
         """Write a worker's values into ``out``."""
         self.codec.decode_rows(data.view(1, -1), NoSummary(), out)
 
-    def pull(self, theirs: torch.Tensor, weight: float, flat: torch.Tensor, out: torch.Tensor) -> None:
-        """Add ``weight (x_j - x_i)`` to ``out``, with x_j in ``theirs``, which is overwritten, and x_i in ``flat``."""
-        for a, n in self.codec.runs:
-            # Products are rounded before they are added: with fused operations, bits could depend on the place.
-            out[a : a + n].add_(theirs[a : a + n].sub_(flat[a : a + n]).mul_(weight))
+    def pull(self, data: torch.Tensor, weight: float, flat: torch.Tensor, out: torch.Tensor) -> None:
+        """Add ``weight (x_j - x_i)`` to ``out``, with x_j in a worker's ``data`` and x_i in ``flat``."""
+        values, at = data.view(torch.float32), 0
+        for begin, n in self.codec.runs:
+            for a, b in pieces([(begin, begin + n)], flat):
+                # Products are rounded before they are added: with fused operations, bits could depend on the place.
+                out[a:b].add_(values[at : at + b - a].sub(flat[a:b]).mul_(weight))
+                at += b - a
 
     def move(self, flat: torch.Tensor, pull: torch.Tensor) -> None:
         """Add the sum over neighbours."""
@@ -144,20 +148,21 @@ def mix(
     """Average an uncompressed part of a bucket with the neighbours'.
 
     Args:
-        seen: ``seen(neighbour, values)`` is called with each neighbour's values before they are overwritten.
+        seen: ``seen(neighbour, values)`` is called with each neighbour's values, laid out as the bucket.
     """
     sections = sized([Section(mixing.codec, NoSummary())], flat)
     layout = whole_rows(context, sections)
     bodies = encode(context, sections, flat, [s.codec.units for s in sections], draw_of(context))
-    pull, theirs = floats(context, "pull", flat.numel()).zero_(), floats(context, "theirs", flat.numel())
+    pull = floats(context, "pull", flat.numel()).zero_()
 
     def take(neighbour: int, parts: list[torch.Tensor]) -> None:
         if flat.is_meta:
             return
-        mixing.read(parts[0], theirs)
         if seen is not None:
+            theirs = floats(context, "theirs", flat.numel())
+            mixing.read(parts[0], theirs)
             seen(neighbour, theirs)
-        mixing.pull(theirs, graph.weight(context.rank, neighbour), flat, pull)
+        mixing.pull(parts[0], graph.weight(context.rank, neighbour), flat, pull)
 
     yield from tell_neighbours(context, tag, graph.moves(context.rank), layout, bodies, take)
     if not flat.is_meta:

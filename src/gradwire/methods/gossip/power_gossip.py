@@ -159,8 +159,8 @@ class _EdgePlan(GossipPlan):
         behind = encode(context, sections[1:], flat, units[1:], draw, "behind, ")
         bases = {j: self._basis(context, known, j, query) for j, query in queries.items()}
         own = {j: self._product(flat, known, asked, basis) for j, basis in bases.items()}
-        theirs, other = floats(context, "theirs", flat.numel()), floats(context, "factor", asked.numel)
-        pull, answers = floats(context, "pull", flat.numel()), dict[int, torch.Tensor]()
+        other, pull = floats(context, "factor", asked.numel), floats(context, "pull", flat.numel())
+        answers = dict[int, torch.Tensor]()
         if not flat.is_meta:
             pull.zero_()
 
@@ -176,8 +176,7 @@ class _EdgePlan(GossipPlan):
             higher, lower = (other, own[neighbour]) if rank < neighbour else (own[neighbour], other)
             answers[neighbour] = higher - lower
             if len(parts) > 1:
-                rest.read(parts[1], theirs)
-                rest.pull(theirs, graph.weight(rank, neighbour), flat, pull)
+                rest.pull(parts[1], graph.weight(rank, neighbour), flat, pull)
 
         last = iteration == self._iterations - 1
         yield from tell_neighbours(context, self._tag, graph.moves(rank), layout, bodies, take, last=last)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
+from gradwire.exchange.deferred_checks import all_finite
 from gradwire.exchange.method import Method, is_whole, require
 from gradwire.exchange.ops import Exchange
 from gradwire.exchange.protocols import Context
@@ -161,8 +162,8 @@ class SketchExchange:
         self.beside.take(flat, beside)
         own = values.clone().split(sizes) if context.wants_sent else None
         yield from mean_of_floats(context, self._collective, self._tag, values)
-        readable = flat.is_meta or bool(torch.isfinite(sums).all())
-        finite = readable and (flat.is_meta or bool(torch.isfinite(values).all()))
+        readable = flat.is_meta or bool(all_finite(sums))
+        finite = readable and (flat.is_meta or bool(all_finite(values)))
         return Asked(places, means, beside, readable, finite, own)
 
     def _candidates(self, context: Context, sums: torch.Tensor, divisor: torch.Tensor | None) -> torch.Tensor:
