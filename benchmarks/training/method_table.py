@@ -14,6 +14,9 @@ The other tasks train the best methods of the table for ``digits`` (``--from``),
 images also what sends a hundred and a thousand times fewer bytes than float32. With ``--narrow TABLE`` they train these
 and float32 alone, at the rates that the table has found: for trainings so long that three rates would take too much.
 
+With ``--keep TABLE`` rows of an earlier table stay as they are, except where momentum has several places: for a change
+that concerns these alone.
+
 Runs that are whole are not repeated, so that the script may be stopped and started again, and trains only what is
 missing when methods are added. Several copies of it share the work. ``--collect`` runs nothing.
 """
@@ -252,12 +255,27 @@ class Line:
         return [replace(chosen, entry=as_tuned(self.entry, chosen.entry), seed=seed) for seed in SEEDS[:seeds]]
 
 
+def kept_rows(path: Path | None) -> list[Row]:
+    """Return the rows of an earlier table whose methods have one place for momentum."""
+    rows = [] if path is None else json.loads(path.read_text())["rows"]
+    return [{"of": row["method"], **row} for row in rows if len(places(_as_entry(row))) == 1]
+
+
+def _as_entry(row: Row) -> Entry:
+    return Entry(row["method"], 0.0, 1.0, row["momentum"], row["min_numel"])
+
+
 def lines(arguments: argparse.Namespace) -> list[Line]:
     """Return what is to be trained."""
+    kept = {(row["of"], row["min_numel"]) for row in kept_rows(arguments.keep)}
+    return [line for line in _all_lines(arguments) if (line.entry.spec, line.entry.min_numel) not in kept]
+
+
+def _all_lines(arguments: argparse.Namespace) -> list[Line]:
     steps = arguments.steps or STEPS[arguments.task]
     if arguments.narrow:
         rows = json.loads(arguments.narrow.read_text())["rows"]
-        found = {(row["of"], row["min_numel"]): row for row in rows if row["rate"] is not None}
+        found = {(row.get("of", row["method"]), row["min_numel"]): row for row in rows if row["rate"] is not None}
         wanted = [entry_of("fp32", arguments.task), *narrow(arguments.task)]
         pairs = [(entry, row) for entry in wanted if (row := found.get((entry.spec, entry.min_numel)))]
         return [
@@ -348,14 +366,20 @@ def _busier(row: Row) -> int:
     return max(row["sent_bytes"], row["received_bytes"])
 
 
-def collect(wanted: Sequence[Line], seeds: int) -> Row:
-    """Return all lines, fp32's first, which sets the mark, and what all of their runs took."""
-    ordered = sorted(wanted, key=lambda line: line.entry.spec != "FP32()")
-    whole = row_of(ordered[0], seeds, None)
+def collect(wanted: Sequence[Line], seeds: int, kept: Sequence[Row] = ()) -> Row:
+    """Return all lines, fp32's first, which sets the mark, and what all of their runs took.
+
+    Args:
+        kept: Rows of an earlier table that stay as they are.
+    """
+    ordered = [line for line in wanted if line.entry.spec != "FP32()"]
+    first = [row_of(line, seeds, None) for line in wanted if line.entry.spec == "FP32()"]
+    whole = next((row for row in (*first, *kept) if row and row["of"] == "FP32()"), None)
     if whole is None:
         return {"rows": []}
     mark = whole["mark"]["accuracy"]
-    rows = [row for line in ordered[1:] if (row := row_of(line, seeds, mark))]
+    rows = [row for line in ordered if (row := row_of(line, seeds, mark))]
+    rows += [row for row in kept if row is not whole]
     shown = {row["of"] for row in (whole, *rows)}
     runs = {run.folder: run for line in wanted for run in (*line.tuning, *line.finals(seeds))}
     took = [ended for run in runs.values() if (ended := run.ended())]
@@ -401,6 +425,7 @@ def main() -> int:
         help="the table whose best methods the tasks other than digits train",
     )
     parser.add_argument("--narrow", type=Path, metavar="TABLE", help="a table of the same task, which has the rates")
+    parser.add_argument("--keep", type=Path, metavar="TABLE", help="an earlier table whose other rows stay")
     parser.add_argument("--collect", action="store_true", help="run nothing")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
@@ -411,7 +436,7 @@ def main() -> int:
             run.go(arguments.data)
         for run in (run for line in wanted for run in line.finals(arguments.seeds)):
             run.go(arguments.data)
-    found = collect(wanted, arguments.seeds)
+    found = collect(wanted, arguments.seeds, kept_rows(arguments.keep))
     show(found["rows"])
     if found["rows"]:
         write(arguments.json, task=arguments.task, **found)

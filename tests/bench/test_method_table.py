@@ -181,6 +181,21 @@ def test_residuals_are_tried_with_momentum_in_every_place(spec: str, tmp_path: P
     ]
 
 
+def test_rows_of_an_earlier_table_stay_where_momentum_has_one_place(tmp_path: Path) -> None:
+    kept = {"method": "FP32()", "momentum": "optimizer's, 0.9", "min_numel": None, "rate": 0.5}
+    kept |= {"mark": {"accuracy": 0.93}, "accuracy": {"mean": 0.98}}
+    other = {**kept, "method": "EFSignSGD(momentum=0.9)", "momentum": "own, 0.9"}
+    (tmp_path / "table.json").write_text(json.dumps({"rows": [kept, other]}))
+    arguments = argparse.Namespace(
+        task="digits", steps=40, narrow=None, keep=tmp_path / "table.json", work=tmp_path, best_of=None
+    )
+    wanted = table.lines(arguments)
+    assert "FP32()" not in {line.entry.spec for line in wanted}
+    assert "EFSignSGD(momentum=0.9)" in {line.entry.spec for line in wanted}
+    rows = table.collect([], 3, table.kept_rows(arguments.keep))["rows"]
+    assert [row["of"] for row in rows] == ["FP32()"]
+
+
 @pytest.mark.parametrize("spec", ["terngrad", "dgc", "signum", "sketched_amsgrad", "diloco"])
 def test_without_a_choice_momentum_has_one_place(spec: str) -> None:
     entry = entries.Entry(entries.short(gw.method(spec)), 0.9, 1.0, "optimizer's, 0.9")
@@ -291,7 +306,7 @@ def test_narrow_settings_alone_take_the_rates_of_a_table(tmp_path: Path) -> None
     # One that failed at every rate is left out.
     rows[-1]["rate"] = None
     (tmp_path / "table.json").write_text(json.dumps({"rows": rows}))
-    arguments = argparse.Namespace(task="cifar10", steps=7, narrow=tmp_path / "table.json", work=tmp_path)
+    arguments = argparse.Namespace(task="cifar10", steps=7, narrow=tmp_path / "table.json", keep=None, work=tmp_path)
     found = table.lines(arguments)
     assert [line.entry for line in found] == [*mine[:first], moved, *mine[first + 1 : -1]]
     assert [[run.rate for run in line.tuning] for line in found] == [[0.5], *[[0.25]] * (len(mine) - 2)]
