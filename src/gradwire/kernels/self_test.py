@@ -213,6 +213,19 @@ def _fourier(kernels: Operations, size: int = 1) -> list[torch.Tensor]:
     return [z, back, added]
 
 
+def _shifts(kernels: Operations, size: int = 1) -> list[torch.Tensor]:
+    x, results = _case(size)[0], list[torch.Tensor]()
+    for dtype in (torch.float64, torch.float32):
+        # A product with a power of two is exact, so that a CPU without fused multiply-add agrees, too.
+        shift, difference, mean = torch.sin(x.to(dtype)), x.clone(), x.clone()
+        own, following = torch.empty_like(shift), torch.empty_like(shift)
+        kernels.subtract_shift(difference, shift, 2.0)
+        kernels.step_shift(shift, x, 0.25, own)
+        kernels.step_mean_shift(shift, mean, 0.25, 2.0, following)
+        results += [difference, own, mean, following]
+    return results
+
+
 SELF_TESTS: dict[str, Callable[..., list[torch.Tensor]]] = {
     "moments": _moments,
     "ternary": _ternary,
@@ -226,6 +239,7 @@ SELF_TESTS: dict[str, Callable[..., list[torch.Tensor]]] = {
     "sketch": _sketch,
     "low_rank": _low_rank,
     "fourier": _fourier,
+    "shifts": _shifts,
 }
 """Self tests by family: each runs all operations on ``NUMEL * size`` elements, ``size`` being an optional argument."""
 
