@@ -70,7 +70,9 @@ def _levels(kernels: Operations, size: int = 1) -> list[torch.Tensor]:
         kernels.dequantise(rows[0], blocks, scale, grid, layout, decoded, accumulate=turn % 2 == 1)
         sums = torch.empty(packed_groups(table.groups, summed(layout, 2)), dtype=torch.uint8)
         kernels.sum_digits(rows, table.groups, layout, sums)
-        results += [rows, decoded, sums]
+        both = x.clone()
+        kernels.dequantise(rows, blocks, torch.stack([scale, -scale]), grid, layout, both, accumulate=turn % 2 == 0)
+        results += [rows, decoded, sums, both]
     shared = SharedRandomGrid([(j - 8) / 7.0 for j in range(17)], np.sin(np.arange(24.0)).reshape(8, 3))
     integers, layout = torch.arange(blocks.block_size, dtype=torch.uint8) * 5 % 8, digit_layout(3)
     words, total = torch.empty(packed_groups(table.groups, layout), dtype=torch.uint8), x.clone()
