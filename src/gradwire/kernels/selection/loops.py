@@ -42,7 +42,7 @@ from gradwire.kernels.selection.sampling import (
 from gradwire.kernels.table import LANES
 
 # Digest of the sources of the compiled code, and part of its name in Numba's cache; ``make digests`` writes it.
-DIGEST = "d1ce36d82c35a262"
+DIGEST = "b69b302bdd20f04e"
 
 
 _i32, _u64 = np.int32, np.uint64
