@@ -293,9 +293,9 @@ class BoundedSupportCodec(RotatedCodec):
                 part.div_(divisor)
                 stretch[block] = divisor
             # Rounding may leave values equal to the largest above the limit by one last place: they are clamped.
-            room = self._room[crowded]
-            some = torch.zeros(int(room.sum()), dtype=torch.int32)
-            found[crowded] = self._beyond(z, self._some(crowded), self.limit * (1 + 1e-6), room, some)
+            rooms = self._room[crowded]
+            some = torch.zeros(int(rooms.sum()), dtype=torch.int32)
+            found[crowded] = self._beyond(z, self._some(crowded), self.limit * (1 + 1e-6), rooms, some)
             index[torch.isin(self._owner, crowded)] = some
         used = self._number < found[self._owner]
         values = out[self._values_at : self._places_at].view(torch.float32)
