@@ -68,6 +68,12 @@ def test_every_backend_gives_the_bits_of_the_reference(
         REFERENCE.dequantise(expected, blocks, scale, grid, layout, a, accumulate)
         get_kernels(name).dequantise(got, blocks, scale, grid, layout, b, accumulate)
         assert torch.equal(a, b)
+        rows, scales = torch.stack([expected, expected.flip(0), expected]), torch.stack([scale, -scale, scale / 3])
+        apart = torch.cat([rows, rows[:, :16]], 1)[:, : len(expected)]
+        for number, (row, factors) in enumerate(zip(rows, scales)):
+            REFERENCE.dequantise(row, blocks, factors, grid, layout, a, accumulate or number > 0)
+        get_kernels(name).dequantise(apart, blocks, scales, grid, layout, b, accumulate)
+        assert torch.equal(a.nan_to_num(7.0, 8.0, 9.0), b.nan_to_num(7.0, 8.0, 9.0))
 
 
 @pytest.mark.parametrize("name", ["reference", *COMPILED])

@@ -27,6 +27,7 @@ FAMILIES = (
     "sketch",
     "low_rank",
     "fourier",
+    "shifts",
 )
 """Families of kernels. A method names the families that it calls; each is compiled when it is first needed."""
 

@@ -14,6 +14,7 @@ from gradwire.kernels.moments import operations as moments
 from gradwire.kernels.natural import operations as natural
 from gradwire.kernels.rotation import operations as rotation
 from gradwire.kernels.selection import operations as selection
+from gradwire.kernels.shifts import operations as shifts
 from gradwire.kernels.signs import operations as signs
 from gradwire.kernels.sketch import operations as sketch
 from gradwire.kernels.ternary import operations as ternary
@@ -34,6 +35,7 @@ OPERATIONS: Mapping[str, Any] = {
     "sketch": sketch,
     "low_rank": low_rank,
     "fourier": fourier,
+    "shifts": shifts,
 }
 """The module of each family that has a function in plain PyTorch for each operation; these define the bits."""
 
@@ -92,6 +94,10 @@ def compiled_loops(family: str) -> Callable[[bool, int], Compiled]:
         from gradwire.kernels.fourier.loops import FourierLoops
 
         return FourierLoops
+    if family == "shifts":
+        from gradwire.kernels.shifts.loops import ShiftsLoops
+
+        return ShiftsLoops
     raise KeyError(family)
 
 
@@ -125,4 +131,8 @@ def triton_module(family: str) -> Any:
         from gradwire.kernels.selection import triton as selection_triton
 
         return selection_triton
+    if family == "shifts":
+        from gradwire.kernels.shifts import triton as shifts_triton
+
+        return shifts_triton
     raise KeyError(family)

@@ -11,6 +11,7 @@ from gradwire.kernels.moments.operations import MomentOperations
 from gradwire.kernels.natural.operations import NaturalOperations
 from gradwire.kernels.rotation.operations import RotationOperations
 from gradwire.kernels.selection.operations import SelectionOperations
+from gradwire.kernels.shifts.operations import ShiftOperations
 from gradwire.kernels.signs.operations import SignOperations
 from gradwire.kernels.sketch.operations import SketchOperations
 from gradwire.kernels.ternary.operations import TernaryOperations
@@ -29,6 +30,7 @@ class Operations(
     SketchOperations,
     LowRankOperations,
     FourierOperations,
+    ShiftOperations,
 ):
     """Arithmetic on blocks and bits. Every backend gives the same bits; ``reference`` defines them.
 

@@ -70,7 +70,9 @@ def _levels(kernels: Operations, size: int = 1) -> list[torch.Tensor]:
         kernels.dequantise(rows[0], blocks, scale, grid, layout, decoded, accumulate=turn % 2 == 1)
         sums = torch.empty(packed_groups(table.groups, summed(layout, 2)), dtype=torch.uint8)
         kernels.sum_digits(rows, table.groups, layout, sums)
-        results += [rows, decoded, sums]
+        both = x.clone()
+        kernels.dequantise(rows, blocks, torch.stack([scale, -scale]), grid, layout, both, accumulate=turn % 2 == 0)
+        results += [rows, decoded, sums, both]
     shared = SharedRandomGrid([(j - 8) / 7.0 for j in range(17)], np.sin(np.arange(24.0)).reshape(8, 3))
     integers, layout = torch.arange(blocks.block_size, dtype=torch.uint8) * 5 % 8, digit_layout(3)
     words, total = torch.empty(packed_groups(table.groups, layout), dtype=torch.uint8), x.clone()
@@ -216,6 +218,19 @@ def _fourier(kernels: Operations, size: int = 1) -> list[torch.Tensor]:
     return [z, back, added]
 
 
+def _shifts(kernels: Operations, size: int = 1) -> list[torch.Tensor]:
+    x, results = _case(size)[0], list[torch.Tensor]()
+    for dtype in (torch.float64, torch.float32):
+        # A product with a power of two is exact, so that a CPU without fused multiply-add agrees, too.
+        shift, difference, mean = torch.sin(x.to(dtype)), x.clone(), x.clone()
+        own, following = torch.empty_like(shift), torch.empty_like(shift)
+        kernels.subtract_shift(difference, shift, 2.0)
+        kernels.step_shift(shift, x, 0.25, own)
+        kernels.step_mean_shift(shift, mean, 0.25, 2.0, following)
+        results += [difference, own, mean, following]
+    return results
+
+
 SELF_TESTS: dict[str, Callable[..., list[torch.Tensor]]] = {
     "moments": _moments,
     "ternary": _ternary,
@@ -229,6 +244,7 @@ SELF_TESTS: dict[str, Callable[..., list[torch.Tensor]]] = {
     "sketch": _sketch,
     "low_rank": _low_rank,
     "fourier": _fourier,
+    "shifts": _shifts,
 }
 """Self tests by family: each runs all operations on ``NUMEL * size`` elements, ``size`` being an optional argument."""
 

@@ -172,7 +172,7 @@ class LevelsLoops(Compiled):
         self.split(table.groups, layout.digits, GROUP_SIZE, work)
 
     def dequantise(self, words, blocks, scale, grid, layout, begin, end, x, accumulate):
-        table, packed, factors, target = blocks.table, one_row(words), scale.numpy(), x.numpy()
+        table, packed, factors, target = blocks.table, rows_of(words), scale.numpy(), x.numpy()
         digits = word_table(layout)
 
         def work(first: int, last: int) -> None:
@@ -181,7 +181,7 @@ class LevelsLoops(Compiled):
                 (begin + first, begin + last, first), target, accumulate,
             )  # fmt: skip
 
-        self.split(end - begin, layout.digits, GROUP_SIZE, work)
+        self.split(end - begin, layout.digits, GROUP_SIZE * len(words), work)
 
     def quantise_shared(self, x, blocks, grid, integers, layout, round, stream, out):
         table, values, words, drawn = blocks.table, x.numpy(), out.numpy(), integers.numpy()
@@ -262,24 +262,30 @@ def quantise_range(simd, x, table, blocks, inverse, grid, draw, begin, end, layo
 
 @kept(DIGEST)
 def dequantise_range(simd, words, layout, table, blocks, scale, grid, groups, x, accumulate):
-    """Decode ``groups = (begin, end, skip)``; ``words``, a matrix of one row, has ``begin`` at its group ``skip``."""
+    """Decode ``groups = (begin, end, skip)`` of all rows; ``words`` has ``begin`` at its group ``skip``.
+
+    The rows of a tile are decoded one after the other, while the tile of ``x`` is in a cache.
+    """
     prefer_wide()
     begin, end, skip = groups
     tile = tile_groups(layout.digits, TILE_GROUPS)
     floats = np.empty(80 * tile + 16 * layout.digits, np.float32)
-    streamed = end - begin >= STREAMED_GROUPS and not accumulate
-    segment = find_segment(table, begin)
+    streamed = end - begin >= STREAMED_GROUPS and not accumulate and words.number == 1
+    first = find_segment(table, begin)
     for tile_begin in range(begin, end, tile):
-        group, tile_end = tile_begin, min(end, tile_begin + tile)
-        unpack(simd, words, 0, tile_end - tile_begin, layout, skip + tile_begin - begin, floats)
-        while group < tile_end:
-            piece = next_piece(table, segment, group, tile_end)
-            segment = piece.segment
-            write_levels(
-                simd, floats, 80 * (group - tile_begin), piece.numel, grid, scales_at(blocks, scale, piece), x,
-                piece.at, accumulate, streamed and piece.numel >= MIN_STREAMED,
-            )  # fmt: skip
-            group = piece.stop
+        tile_end, segment = min(end, tile_begin + tile), first
+        for row in range(words.number):
+            unpack(simd, words, row, tile_end - tile_begin, layout, skip + tile_begin - begin, floats)
+            group, segment = tile_begin, first
+            while group < tile_end:
+                piece = next_piece(table, segment, group, tile_end)
+                segment = piece.segment
+                write_levels(
+                    simd, floats, 80 * (group - tile_begin), piece.numel, grid, scales_at(blocks, scale[row], piece),
+                    x, piece.at, accumulate or row > 0, streamed and piece.numel >= MIN_STREAMED,
+                )  # fmt: skip
+                group = piece.stop
+        first = segment
     end_streams(simd)
 
 

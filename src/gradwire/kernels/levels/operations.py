@@ -67,11 +67,16 @@ class LevelOperations(Front):
 
         ``words`` hold the groups ``begin .. end``, by default all. Where a scale is not finite, the scale itself is
         written. A digit that no encoder writes counts as the largest.
+
+        ``words`` and ``scale`` may also be rows, uint8 ``[N, bytes]``, any distance apart, and float32 ``[N, blocks]``.
+        Then the values of the first row are written or added, and those of the others are added to ``x`` in order.
         """
+        if words.ndim == 1:
+            words, scale = words[None], scale[None]
         end = check_groups(blocks.table, begin, end)
         check_vector("x", x, torch.float32, blocks.table.extent, at_least=True)
-        check_vector("scale", scale, torch.float32, blocks.blocks)
-        check_vector("words", words, torch.uint8, packed_groups(end - begin, layout))
+        _check_scales(scale, len(words), blocks)
+        check_rows(words, packed_groups(end - begin, layout))
         check_base(grid, layout)
         family = self._serve("levels")
         if begin < end:
@@ -140,6 +145,12 @@ class LevelOperations(Front):
             family.sum_digits(rows, groups, layout, down, out)
 
 
+def _check_scales(scale: torch.Tensor, rows: int, blocks: BlockTable) -> None:
+    check_vector("scale", scale.reshape(-1), torch.float32, rows * blocks.blocks)
+    if scale.shape != (rows, blocks.blocks):
+        raise HyperparameterError(f"scale has the shape {tuple(scale.shape)}: {rows} by {blocks.blocks} are needed")
+
+
 def _check_integers(grid: SharedRandomGrid, integers: torch.Tensor, blocks: BlockTable) -> None:
     check_vector("integers", integers, torch.uint8, blocks.block_size)
     if int(integers.max()) >= grid.integers:
@@ -172,10 +183,10 @@ def dequantise(
     words: torch.Tensor, blocks: BlockTable, scale: torch.Tensor, grid: Grid, layout: DigitLayout, begin: int,
     end: int, x: torch.Tensor, accumulate: bool,
 ) -> None:  # fmt: skip
-    where = GroupIndex(blocks.table, begin, end)
-    factor = scale[_block(blocks, where)]
-    levels = torch.from_numpy(grid.values.copy())[unpack_digits(words, layout, end - begin)]
-    where.write(torch.where(torch.isfinite(factor), levels * factor, factor), x, accumulate)
+    where, values = GroupIndex(blocks.table, begin, end), torch.from_numpy(grid.values.copy())
+    for number, (row, factors) in enumerate(zip(words, scale)):
+        factor, levels = factors[_block(blocks, where)], values[unpack_digits(row, layout, end - begin)]
+        where.write(torch.where(torch.isfinite(factor), levels * factor, factor), x, accumulate or number > 0)
 
 
 def quantise_shared(

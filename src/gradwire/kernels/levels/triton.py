@@ -158,7 +158,8 @@ def dequantise(
     end: int, x: torch.Tensor, accumulate: bool,
 ) -> None:  # fmt: skip
     values = levels_of(grid, x.device).values
-    _decode(words, blocks, scale, values, words, layout, begin, end, x, False, accumulate)
+    for number, (row, factors) in enumerate(zip(words, scale)):
+        _decode(row, blocks, factors, values, row, layout, begin, end, x, False, accumulate or number > 0)
 
 
 def add_shared(

@@ -18,13 +18,15 @@ _AHEAD = 4096
 
 
 def _each(
-    e: Emitter, source: Any, count: Any, carried: list[Any], choose: Callable[..., Any], use: Callable[..., list[Any]]
-) -> list[Any]:
+    e: Emitter, source: Any, count: Any, carried: list[Any], choose: Callable[..., Any], use: Callable[..., list[Any]],
+    rare: bool = False,
+) -> list[Any]:  # fmt: skip
     """Loop over ``count`` integers, 16 at a time, unrolled four times; return the last carried values.
 
     ``choose(index, values)`` takes the index of the first of 16 and returns a mask and an object for ``use``.
     ``use(mask, more, carried)`` gets both and returns the new carried values. In each turn all calls of ``choose``
-    precede all calls of ``use``, so that results may overwrite the part of ``source`` that was read.
+    precede all calls of ``use``, so that results may overwrite the part of ``source`` that was read. If ``rare``, a
+    turn without a chosen integer skips ``use``, which then must not depend on what a mask leaves out.
     """
     b, step = e.b, LANES * _UNROLL
     whole = b.and_(count, ir.Constant(I64, -step))
@@ -36,9 +38,19 @@ def _each(
             at = e.at(source, here, I32)
             e.prefetch(e.at(at, _AHEAD, I32))
             chosen.append(choose(here, e.load(at, I32, align=4)))
-        for mask, more in chosen:
-            values = use(mask, more, values)
-        return values
+
+        def use_all(_: Any, values: list[Any]) -> list[Any]:
+            for mask, more in chosen:
+                values = use(mask, more, values)
+            return values
+
+        if not rare:
+            return use_all(None, values)
+        some = chosen[0][0]
+        for mask, _ in chosen[1:]:
+            some = b.or_(some, mask)
+        found = b.icmp_unsigned("!=", e.mask_bits(some), ir.Constant(I64, 0))
+        return loop(b, b.zext(found, I64), 1, values, use_all)
 
     carried = loop(b, whole, step, carried, turn)
 
@@ -52,8 +64,9 @@ def _each(
 
 
 def _append(
-    e: Emitter, source: Any, count: Any, place: Any, choose: Callable[[Any, Any], tuple[Any, list[tuple[Any, Any]]]]
-) -> Any:
+    e: Emitter, source: Any, count: Any, place: Any, choose: Callable[[Any, Any], tuple[Any, list[tuple[Any, Any]]]],
+    rare: bool = False,
+) -> Any:  # fmt: skip
     """Append the chosen ones of ``count`` integers from ``place`` on; return the place after the last.
 
     ``choose(index, values)`` returns the mask of chosen lanes, and pairs of a vector and the pointer to the array to
@@ -65,7 +78,7 @@ def _append(
             e.compress_store(value, e.at(target, carried[0], I32), mask, I32)
         return [e.b.add(carried[0], e.count(mask))]
 
-    return _each(e, source, count, [place], choose, use)[0]
+    return _each(e, source, count, [place], choose, use, rare)[0]
 
 
 @vector_body(types.int64)
@@ -97,7 +110,7 @@ def find_at_least(e, x, at, count, first, threshold, index, bits, place):
         positions = b.add(e.splat(b.trunc(b.add(first, here), I32)), iota)
         return b.icmp_signed(">=", magnitude, least), [(positions, found), (magnitude, magnitudes)]
 
-    return _append(e, x.pointer(at, I32), count, place, choose)
+    return _append(e, x.pointer(at, I32), count, place, choose, rare=True)
 
 
 @vector_body(types.int64)

@@ -19,7 +19,7 @@ from gradwire.kernels.moments.operations import Moments
 from gradwire.kernels.self_test import agree
 from gradwire.kernels.signs.operations import SignSums
 
-SERVED = ("moments", "ternary", "levels", "natural", "signs", "rotation", "selection")
+SERVED = ("moments", "ternary", "levels", "natural", "signs", "rotation", "selection", "shifts")
 """Families that have Triton kernels."""
 
 

@@ -55,12 +55,13 @@ class ShiftAlgorithm(Method):
             collectives=as_sent(self.compressor),
             re_encoding=False,
             needs_loss_scale=True,
+            kernels=(*self.compressor.traits.kernels, "shifts"),
         )
 
     def differences(self, setting: PlanSetting, rate: float) -> BucketPlan:
         """Return the plan of a bucket with shifts of learning rate ``rate``."""
         inner = self.compressor.plan(setting)
-        return _Differences(inner, setting.segments, rate, shift_dtype(type(self).__name__, self.shifts))
+        return _Differences(inner, setting, rate, shift_dtype(type(self).__name__, self.shifts))
 
 
 def memory_pair(
@@ -75,9 +76,9 @@ def memory_pair(
 
 
 class _Differences(WrappedPlan):
-    def __init__(self, inner: BucketPlan, segments: Sequence[Segment], rate: float, dtype: torch.dtype) -> None:
-        super().__init__(inner, segments)
-        self._rate, self._dtype = rate, dtype
+    def __init__(self, inner: BucketPlan, setting: PlanSetting, rate: float, dtype: torch.dtype) -> None:
+        super().__init__(inner, setting.segments)
+        self._kernels, self._rate, self._dtype = setting.kernels, rate, dtype
 
     def before(self, context: Context, flat: torch.Tensor) -> None:
         memory, workers = context.memory, context.memory.value("workers")
@@ -87,9 +88,8 @@ class _Differences(WrappedPlan):
             memory.forget("mean_shift")
         memory.stage_value("workers", torch.tensor(context.world_size))
         reference, _ = self._pair(context, "shift", replicated=False)
-        for a, b in pieces(self.all_runs, flat):
-            # Rounded once, after the subtraction.
-            flat[a:b] = flat[a:b].to(self._dtype).sub_(reference[a:b], alpha=context.loss_scale)
+        for a, b in self.all_runs:
+            self._kernels.subtract_shift(flat[a:b], reference[a:b], context.loss_scale)
 
     def after(self, context: Context, flat: torch.Tensor, outcome: Outcome) -> Outcome:
         rate, scale = self._rate / context.loss_scale, context.loss_scale
@@ -103,12 +103,10 @@ class _Differences(WrappedPlan):
         inner(sent, 1.0)
         reference, shift = self._pair(context, "shift", replicated=False)
         held, staged = self._pair(context, "mean_shift", replicated=True)
-        for a, b in pieces(runs, flat):
-            torch.add(reference[a:b], sent[a:b].to(self._dtype), alpha=rate, out=shift[a:b])
-            mean = flat[a:b].to(self._dtype)
+        for a, b in runs:
+            self._kernels.step_shift(reference[a:b], sent[a:b], rate, shift[a:b])
             # The outcome uses the old mean of the shifts.
-            torch.add(held[a:b], mean, alpha=rate, out=staged[a:b])
-            flat[a:b] = mean.add_(held[a:b], alpha=scale)
+            self._kernels.step_mean_shift(held[a:b], flat[a:b], rate, scale, staged[a:b])
 
         def contributed(out: torch.Tensor, weight: float) -> None:
             inner(out, weight)

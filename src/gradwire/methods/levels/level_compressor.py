@@ -154,10 +154,9 @@ class LevelCodec(Codec):
         )
 
     def decode_rows(self, rows: torch.Tensor, summary: Summary, flat: torch.Tensor) -> None:
-        grid, weight = as_levels(summary).grid, torch.tensor(1.0 / self.world_size, dtype=torch.float32)
-        for sender, row in enumerate(rows):
-            scale = row[: 4 * self.blocks.blocks].view(torch.float32) * weight
-            self._decode(row, scale, grid, flat, accumulate=sender > 0)
+        weight = torch.tensor(1.0 / self.world_size, dtype=torch.float32)
+        scale = torch.stack([row[: 4 * self.blocks.blocks].view(torch.float32) for row in rows]) * weight
+        self._decode(rows, scale, as_levels(summary).grid, flat, accumulate=False)
 
     def add_own(self, data: torch.Tensor, summary: Summary, weight: float, flat: torch.Tensor) -> None:
         ours = as_levels(summary)
@@ -176,10 +175,12 @@ class LevelCodec(Codec):
         return summary.scale[summary.first[self._owner.on(where)] + self._within.on(where)]
 
     def _digits(self, data: torch.Tensor) -> torch.Tensor:
-        return data[self.side_bytes : self.payload_bytes(self.units)]
+        return data[..., self.side_bytes : self.payload_bytes(self.units)]
 
-    def _decode(self, row: torch.Tensor, scale: torch.Tensor, grid: Grid, flat: torch.Tensor, accumulate: bool) -> None:
-        self.kernels.dequantise(self._digits(row), self.blocks, scale, grid, self.layout, flat, accumulate)
+    def _decode(
+        self, rows: torch.Tensor, scale: torch.Tensor, grid: Grid, flat: torch.Tensor, accumulate: bool
+    ) -> None:
+        self.kernels.dequantise(self._digits(rows), self.blocks, scale, grid, self.layout, flat, accumulate)
 
 
 def as_levels(summary: Summary) -> LevelSummary:

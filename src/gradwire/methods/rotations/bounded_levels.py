@@ -247,8 +247,7 @@ class BoundedSupportCodec(RotatedCodec):
         # The block of each exact coordinate, and its index in the block.
         self._owner = torch.repeat_interleave(self._room)
         self._number = torch.arange(len(self._owner)) - (torch.cumsum(self._room, 0) - self._room)[self._owner]
-        nothing = np.zeros(self.blocks.blocks, np.int64)
-        self._blocks = SegmentTable(self._place.numpy(), self._sizes.numpy(), nothing, self.blocks.columns.key)
+        self._blocks = self._some(torch.arange(self.blocks.blocks))
         self.units = self.coordinates.table.groups
         self._values_at = padded(4 * self.blocks.blocks)
         self._places_at = self._values_at + padded(4 * len(self._owner))
@@ -283,8 +282,8 @@ class BoundedSupportCodec(RotatedCodec):
             The divisor of each block's coordinates, float64.
         """
         stretch = torch.ones(self.blocks.blocks, dtype=torch.float64)
-        index, limit = torch.zeros(len(self._owner), dtype=torch.int32), torch.full((len(stretch),), self.limit)
-        found = self._beyond(z, limit, index)
+        index = torch.zeros(len(self._owner), dtype=torch.int32)
+        found = self._beyond(z, self._blocks, self.limit, self._room, index)
         crowded = torch.nonzero(found > self._room).flatten()
         if len(crowded):
             for block in crowded.tolist():
@@ -294,8 +293,10 @@ class BoundedSupportCodec(RotatedCodec):
                 part.div_(divisor)
                 stretch[block] = divisor
             # Rounding may leave values equal to the largest above the limit by one last place: they are clamped.
-            limit[crowded] = self.limit * (1 + 1e-6)
-            found = self._beyond(z, limit, index)
+            rooms = self._room[crowded]
+            some = torch.zeros(int(rooms.sum()), dtype=torch.int32)
+            found[crowded] = self._beyond(z, self._some(crowded), self.limit * (1 + 1e-6), rooms, some)
+            index[torch.isin(self._owner, crowded)] = some
         used = self._number < found[self._owner]
         values = out[self._values_at : self._places_at].view(torch.float32)
         places = out[self._places_at : self.side_bytes].view(torch.int16)
@@ -304,9 +305,17 @@ class BoundedSupportCodec(RotatedCodec):
         places[: len(index)] = torch.where(used, index, NONE - (1 << 16)).to(torch.int16)
         return stretch
 
-    def _beyond(self, z: torch.Tensor, limit: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        """Write the places of coordinates above their block's limit in magnitude; return how many each block has."""
-        return self.kernels.select_above(z, self._blocks, torch.nextafter(limit, limit + 1), self._room, index)
+    def _some(self, blocks: torch.Tensor) -> SegmentTable:
+        """Return the table of the coordinates of ``blocks``, ascending numbers of blocks."""
+        nothing = np.zeros((len(blocks), 2), np.int64)
+        return SegmentTable(self._place[blocks].numpy(), self._sizes[blocks].numpy(), nothing[:, 0], nothing)
+
+    def _beyond(
+        self, z: torch.Tensor, blocks: SegmentTable, limit: float, room: torch.Tensor, index: torch.Tensor
+    ) -> torch.Tensor:
+        """Write the places of coordinates above ``limit`` in magnitude; return how many each block has."""
+        least = torch.full((len(room),), limit)
+        return self.kernels.select_above(z, blocks, torch.nextafter(least, least + 1), room, index)
 
     def _no_sums(self) -> torch.Tensor:
         sums = _ROOM.take(self.blocks.coordinates)

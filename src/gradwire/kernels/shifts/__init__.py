@@ -1,0 +1,1 @@
+"""Arithmetic on shifts: vectors of differences, and the shifts that follow them."""
