@@ -176,9 +176,47 @@ def section(task: str, title: str) -> list[str]:
         names = ", ".join(f"`{name}`" for name in found["missing"])
         lines += [f"Not trained to the end yet, so that the same command goes on with them: {names}.", ""]
     lines += narrow_lines(task, found["rows"])
+    lines += momentum_lines(found["rows"])
     if told:
         lines += ["What does not reach the mark, and why:", "", *told, ""]
     return lines
+
+
+PLACES = {"optimizer's, 0.9": "after the exchange", "own, 0.9": "before it", "none": "none, rates ten times as high"}
+"""Where momentum stands, by a row's words."""
+
+
+def momentum_lines(rows: Sequence[Row]) -> list[str]:
+    """Compare places of momentum, for the methods that keep what they have not sent."""
+    compared = [row for row in rows if len({one.get("momentum") for one in row["tried"]}) > 1]
+    if not compared:
+        return []
+    lines = [
+        "### Where momentum stands",
+        "",
+        "For methods that keep what they have not sent: the lowest training loss of three rates, first seed, with momentum 0.9 of the "
+        "optimizer on the mean after the exchange, of the method on each worker's gradient before it, and without any. The table above "
+        "has the best of the three.",
+        "",
+        f"| method | {' | '.join(PLACES.values())} | accuracy of the best, % |",
+        f"|---|{'---:|' * (len(PLACES) + 1)}",
+    ]
+    for row in sorted(compared, key=lambda row: row["label"]):
+        best = {place: _lowest(row, place) for place in PLACES}
+        least = min(value for value in best.values() if value is not None) if any(best.values()) else None
+        cells = ["failed" if v is None else f"**{v:.3f}**" if v == least else f"{v:.3f}" for v in best.values()]
+        ending = "-" if row["rate"] is None else spread(row["accuracy"], 100, 2)
+        name = re.sub(r"(, )?momentum=0\.9", "", row["label"]).replace("()", "")
+        lines.append(f"| `{name}` | {' | '.join(cells)} | {ending} |")
+    won = {text: sum(row["momentum"] == place for row in compared) for place, text in PLACES.items()}
+    told = ", ".join(f"{text} for {count}" for text, count in won.items())
+    return [*lines, "", f"Best of {len(compared)} methods: {told}.", ""]
+
+
+def _lowest(row: Row, place: str) -> float | None:
+    """Return the lowest training loss with momentum in a place; None if all rates failed."""
+    losses = [one["training_loss"] for one in row["tried"] if one["momentum"] == place]
+    return min((loss for loss in losses if loss is not None), default=None)
 
 
 def figure_lines(task: str) -> list[str]:
