@@ -5,7 +5,8 @@
 All exchanges at once do not fit in memory, so they are measured in groups, each by one ``gradwire bench step`` with
 DDP's float32 and TernGrad among the others' turns; a row's speed-up is over the float32 of its own group. Groups whose
 file is whole are not repeated. Writes ``benchmarks/results/speed/step_methods.jsonl``, with the first group's
-references.
+references. Methods with local steps are not among them: few of their steps have an exchange, and
+``benchmarks/training/local_training.py`` has their times.
 """
 
 from __future__ import annotations
@@ -56,6 +57,20 @@ GROUPS = (
         "gradwire ef_signsgd",
     ),
     ("gradwire signsgd", "gradwire signum", "gradwire onebit"),
+    ("gradwire eden", "gradwire drive", "gradwire quic_fl", "gradwire rotated", "gradwire dorefa"),
+    (
+        "gradwire topk",
+        "gradwire ErrorFeedback(compressor=TopK())",
+        "gradwire ErrorFeedback(compressor=TopK(density=0.001))",
+        "gradwire GTopK(density=0.001)",
+        "gradwire DGC(density=0.001)",
+        "gradwire ErrorFeedback(compressor=SIDCo(density=0.001))",
+    ),
+    ("gradwire gtopk", "gradwire dgc", "gradwire sidco", "gradwire clt_k", "gradwire cat", "gradwire randk"),
+    ("gradwire atomo", "gradwire spectral_atomo", "gradwire fourier_atomo", "gradwire scheduled", "gradwire l_greco"),
+    ("gradwire powersgd", "gradwire acp_sgd", "gradwire ef21", "gradwire lgc", "gradwire threshold"),
+    ("gradwire sketched_sgd", "gradwire sketched_amsgrad", "gradwire Hierarchical(TernGrad(), node_size=2)"),
+    ("gradwire dpsgd", "gradwire choco_sgd", "gradwire power_gossip"),
 )
 
 

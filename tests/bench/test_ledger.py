@@ -84,7 +84,7 @@ CHANGED = "sections: no such section, or its figures have changed: 'README.md#no
         ({**OPEN, "methods": ("terngard",)}, ["methods 'terngard'"]),
         ({**OPEN, "name": "A row"}, ["name 'A row'"]),
         ({"command": "python x.py"}, MISSING),
-        ({**OPEN, "result": "benchmarks/none.json"}, ["result 'benchmarks/none.json'"]),
+        ({**OPEN, "result": "no/such.json"}, ["result 'no/such.json'"]),
         ({**OPEN, "pages": ("README.md",), "figures": ("123456.7 %",)}, ["figures '123456.7 %'"]),
         ({**OPEN, "pages": ("README.md",)}, ["pages without figures, or figures without pages ()"]),
         ({**OPEN, "sections": ("README.md#none 12345678",)}, [CHANGED]),

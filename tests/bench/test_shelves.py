@@ -13,6 +13,9 @@ from pathlib import Path
 
 import pytest
 
+import gradwire as gw
+from benchmarks.speed.every_method import GROUPS
+
 pytestmark = pytest.mark.repository
 
 ROOT = Path(__file__).parents[2]
@@ -184,6 +187,13 @@ def test_commands_of_the_index_have_options_that_their_programs_take() -> None:
         assert [option for option in missing if f'"{option}"' not in shared] == [], command
         if "--json" in own:
             assert f"--json benchmarks/results/{row.result}" in own, command
+
+
+def test_every_method_with_an_exchange_a_step_is_timed() -> None:
+    specs = [name.removeprefix("gradwire ") for group in GROUPS for name in group if name.startswith("gradwire ")]
+    timed = {type(gw.method(spec)).name for spec in specs}
+    wanted = {name for name in gw.methods() if gw.method(name).traits.local_steps <= 1}
+    assert wanted - timed == {"terngrad"}, "TernGrad is in every group"
 
 
 def slug(heading: str) -> str:

@@ -17,7 +17,7 @@ from gradwire.kernels import get_kernels
 from gradwire.methods.wrappers.wrapper import PIECE, pieces
 from plans import make_plan
 
-INHERITED = ("whole_step", "joined", "kernels", "direction", "owns_momentum", "min_numel")
+INHERITED = ("whole_step", "joined", "direction", "owns_momentum", "min_numel")
 
 
 @pytest.mark.parametrize(
@@ -28,6 +28,7 @@ INHERITED = ("whole_step", "joined", "kernels", "direction", "owns_momentum", "m
 def test_what_a_method_around_another_takes_over(inner: Method) -> None:
     around = gw.DIANA(compressor=inner, alpha=0.5)
     assert [getattr(around.traits, name) for name in INHERITED] == [getattr(inner.traits, name) for name in INHERITED]
+    assert around.traits.kernels == (*inner.traits.kernels, "shifts")
     # A protocol whose error nobody sent is none for what remembers what was sent.
     exact = tuple(c for c in inner.traits.collectives if c != "two_shot" or not inner.traits.re_encoding)
     assert around.traits.collectives == exact

@@ -192,6 +192,14 @@ def _selection(kernels: Kernels, table: SegmentTable, x: torch.Tensor) -> list[W
     return works
 
 
+def _shifts(kernels: Kernels, table: SegmentTable, x: torch.Tensor) -> list[Work]:
+    shift, out = torch.zeros(len(x), dtype=torch.float64, device=x.device), x.double()
+    return [
+        ("difference to a shift", lambda: kernels.subtract_shift(x, shift, 1.0)),
+        ("step of a shift", lambda: kernels.step_shift(shift, x, 0.5, out)),
+    ]
+
+
 _FAMILIES: dict[str, Callable[[Kernels, SegmentTable, torch.Tensor], list[Work]]] = {
     "moments": _moments,
     "ternary": _ternary,
@@ -200,4 +208,5 @@ _FAMILIES: dict[str, Callable[[Kernels, SegmentTable, torch.Tensor], list[Work]]
     "signs": _signs,
     "rotation": _rotation,
     "selection": _selection,
+    "shifts": _shifts,
 }
