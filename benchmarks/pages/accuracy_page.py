@@ -38,10 +38,6 @@ NOTES = {
     ),
 }
 LOSSES = {
-    "GTopK": (
-        "a thousandth of the elements is 84 a step, so that most of the gradient waits for long in the residual and comes in bursts, "
-        "which the optimizer's momentum probably carries too far: higher rates end lower."
-    ),
     "FourierATOMO": (
         "gradients of a perceptron are not smooth: kept frequencies have one and a half to three times the variance of kept elements, and with no error feedback the steps "
         "diverge at all three rates. It is for vectors with few frequencies."
@@ -49,14 +45,6 @@ LOSSES = {
     "SketchedAMSGrad(density=0.001)": (
         "a thousandth of the elements is 82 a step, and an adaptive step moves each of them by about the learning rate: in 300 steps most elements move a few "
         "times at most. With a hundredth of the elements it reaches the mark."
-    ),
-    "ErrorFeedback(RandK)": (
-        "an element waits for a hundred rounds on average, and then comes as the sum of what was left, under the optimizer's momentum: "
-        "probably the bursts of `GTopK`. `RandK` without error feedback forgets them, and ends higher."
-    ),
-    "ErrorFeedback(GRandK(QSGDMaxNorm), momentum=0.9)": (
-        "each element is sent once in 64 rounds, as the sum of what 64 rounds left, which is probably out of date by then; of three "
-        "rates only the lowest trains at all."
     ),
 }
 """By the label of a method: why it does not reach the mark."""
