@@ -1,7 +1,8 @@
 """Compile every Triton kernel for given GPUs, without one, and print what became of it as JSON.
 
-Usage: ``python triton_cubins.py 80``. Kernels are those that the families' self tests launch, with each combination of
-their switches; and a rotation of the largest block, for the GPU that has the least room for it.
+Usage: ``python triton_cubins.py 90 80 100``. Kernels are those that the families' self tests launch: for the first GPU
+with each combination of their switches, for the others with the first combination alone. And a rotation of the largest
+block, for the GPU that has the least room for it. All GPUs in one process: what is launched is found once.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from gradwire.kernels.triton_core.backend import SERVED
 from gradwire.kernels.triton_core.launch import OPTIONS, Launch, recorded
 
 
-def launches(largest: bool) -> list[Launch]:
-    """Return a launch of each kernel with each combination of its switches: what is no power or size."""
+def launches() -> tuple[list[Launch], Launch]:
+    """Return a launch of each kernel with each combination of its switches, and a rotation of the largest block."""
     kernels = Kernels(Functions("triton", triton_module))
     with recorded() as found:
         for family in SERVED:
@@ -34,15 +35,17 @@ def launches(largest: bool) -> list[Launch]:
         heads, rows = torch.zeros((2, 3), dtype=torch.int64), torch.zeros((2, 200), dtype=torch.uint8)
         for begin in (0, 1):  # at whole words, and beside them
             row_checksums(heads, rows[:, begin:], heads[:, 0].clone())
-        if largest:
-            table = RotationTable([0], [MOST_BLOCK], [0], [(1, 2)], MOST_BLOCK)
-            kernels.rotate(torch.zeros(MOST_BLOCK), table, torch.ones(1), 0, 0, torch.zeros(MOST_BLOCK))
+    with recorded() as rotations:
+        table = RotationTable([0], [MOST_BLOCK], [0], [(1, 2)], MOST_BLOCK)
+        kernels.rotate(torch.zeros(MOST_BLOCK), table, torch.ones(1), 0, 0, torch.zeros(MOST_BLOCK))
+    # A switch is what is no power or size.
     switches = ("KIND", "STEPS")
-    chosen = {}
+    chosen: dict[object, Launch] = {}
     for launch in found:
         kept = tuple((k, v) for k, v in launch.constants.items() if isinstance(v, bool) or k in switches)
         chosen.setdefault((launch.kernel.__name__, launch.kernel.__module__, kept), launch)
-    return list(chosen.values())
+    (largest,) = rotations
+    return list(chosen.values()), largest
 
 
 def home(launch: Launch) -> str:
@@ -75,5 +78,8 @@ def compiled(launch: Launch, capability: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    capability = int(sys.argv[1])
-    print(json.dumps([compiled(launch, capability) for launch in launches(capability == 80)]))
+    first, *others = [int(word) for word in sys.argv[1:]]
+    every, largest = launches()
+    once = list({launch.kernel: launch for launch in reversed(every)}.values())
+    chosen = [(launch, first) for launch in every] + [(launch, c) for c in others for launch in once]
+    print(json.dumps([compiled(launch, capability) for launch, capability in [*chosen, (largest, 80)]]))

@@ -422,3 +422,30 @@ def test_a_silent_rank_is_warned_of_once_and_one_that_was_not_heard_for_an_own_p
         assert pass_by(60) == []
     assert caplog.text.count("rank 0: rank 2 has given no sign for 10 s") == 1
     assert watch.QUIET_S < watch.SILENCE_S
+
+
+class _LateWork:
+    """A gather that ends, in order or not, just after a slice of time has, before it is asked whether it ended."""
+
+    def __init__(self, error: str | None) -> None:
+        self._error, self.waits = error, list[object]()
+
+    def wait(self, timeout: object = None) -> None:
+        self.waits.append(timeout)
+        if len(self.waits) == 1:
+            raise RuntimeError("Operation timed out!")
+        if self._error:
+            raise RuntimeError(self._error)
+
+    def is_completed(self) -> bool:
+        return True
+
+
+def test_a_gather_that_ends_just_after_a_slice_of_time_has_not_timed_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    with watches(2) as (_, made):
+        mine, _ = circles(monkeypatch, made, [0, 1])
+        work = _LateWork(None)
+        mine.wait(work)  # type: ignore[arg-type]
+        assert len(work.waits) == 2
+        with pytest.raises(RuntimeError, match="Connection reset"):
+            mine.wait(_LateWork("Connection reset by peer"))  # type: ignore[arg-type]

@@ -101,11 +101,17 @@ class Circle:
                 work.wait(timedelta(seconds=SLICE_S))
                 return
             except RuntimeError:
-                if work.is_completed() or time.monotonic() - began_s < SLICE_S:
-                    raise
-                # Data that the rank sent before its end had one slice of time to arrive.
-                if has_ended:
-                    raise RuntimeError("a rank has ended before it took part") from None
+                completed = work.is_completed()
+                if not completed:
+                    if time.monotonic() - began_s < SLICE_S:
+                        raise
+                    # Data that the rank sent before its end had one slice of time to arrive.
+                    if has_ended:
+                        raise RuntimeError("a rank has ended before it took part") from None
+            if completed:
+                # It may have ended in order after the slice did, before it was asked: only the work itself knows.
+                work.wait()
+                return
 
     def connected(self, purpose: str, make: Callable[[Any], list[Lane]]) -> list[Lane]:
         """Make connections between the ranks, without waiting for a rank that has ended (collective call).
