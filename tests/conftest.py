@@ -16,6 +16,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 # And what benchmarks share, as ``benchmarks.lib.corruptions``. Benchmarks never import tests.
 sys.path.insert(1, str(Path(__file__).parents[1]))
 
+# As torchrun sets it: tests start many processes beside each other, whose threads would wait for each other's cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import triton_first
 
 if "NUMBA_CACHE_DIR" not in os.environ:

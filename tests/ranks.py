@@ -181,7 +181,7 @@ def fresh_ranks(world_size: int, group_timeout_s: float = 10) -> Iterator[Ranks]
 
 def _script_main(rank: int, world_size: int, port: int, path: str, words: list[str], out: Connection) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RESTART_COUNT": "0"}
     sys.argv = [path, *words]
     told = io.StringIO()
     try:

@@ -28,6 +28,7 @@ from benchmarks.lib.page_parts import (
 )
 from benchmarks.lib.results import ROOT, result, rows_of
 from benchmarks.pages.auto_page import auto_section, coder_section
+from benchmarks.pages.every_method_page import every_method
 
 FIGURE = ROOT / "docs" / "figures" / "steps.png"
 
@@ -74,47 +75,6 @@ def tables(cells: dict[Key, Cell]) -> list[str]:
             )
         lines.append("")
     return lines
-
-
-def others() -> list[str]:
-    """Return a row of every method, measured in one run beside DDP: the MLP on 4 hosts at 100 Mbit/s."""
-    rows = rows_of("speed/step_methods")
-    if not rows:
-        return []
-    cell = next(iter(cells_of(rows).values()))
-    goals = {"gradwire coded": 0.290, "gradwire Coded(compressor=TernGrad(clip=None))": 0.215}
-    lines = [
-        "## Every method: the MLP on 4 hosts at 100 Mbit/s",
-        "",
-        "`python benchmarks/speed/every_method.py`: `gradwire bench step` in groups of exchanges that take turns, DDP fp32 and TernGrad in"
-        " every group; speed-ups are over the group's own fp32. Methods have their defaults unless it says otherwise. Rows:"
-        f" `benchmarks/results/speed/step_methods.jsonl`. {provenance(rows[0])}.",
-        "",
-        "| exchange | step, ms | 20 % - 80 % | of floor | over DDP fp32 | sent, MB | goal, ms |",
-        "|---|---:|---:|---:|---:|---:|---:|",
-    ]
-    for variant, row in cell.items():
-        gain = row["speedup_over_ddp_fp32"]
-        goal = (
-            f"{ms(goals[variant])}{'' if row['step_time_s'] <= goals[variant] else ', missed'}"
-            if variant in goals
-            else "-"
-        )
-        spread = f"{ms(row['percentile_20_s'])} - {ms(row['percentile_80_s'])}"
-        took = f" (took {row['record']['choice']['chosen']})" if variant == AUTO else ""
-        lines.append(
-            f"| {variant}{took} | {ms(row['step_time_s'])} | {spread} | {row['ratio_to_floor']:.2f} | {f'{gain:.2f}' if gain else '-'} |"
-            f" {(row['sent_bytes_per_step'] or 0) / 1e6:.2f} | {goal} |"
-        )
-    lines += [
-        "",
-        "Why the goals with a coder are missed: its bytes alone take 221 and 92 ms, and computing 80, so both"
-        " would have to overlap almost wholly. In a step of `coded` the link stays empty for the"
-        " first 90 to 115 ms (four workers compute on two virtual CPUs: 80 ms, then scalers and the encoder), for 5 to 10 ms between"
-        " the phases of each bucket, and for 20 ms at the end, while all four decode; rows, one at a time, take 1.1 to 1.3 times their"
-        " bytes over the bandwidth. A core for each worker would take off most of it.",
-    ]
-    return [*lines, ""]
 
 
 def losses(cells: dict[Key, Cell]) -> list[str]:
@@ -466,7 +426,7 @@ def page() -> str:
             "![Steps relative to DDP fp32 on 4 hosts](figures/steps.png)",
             "",
             *tables(cells),
-            *others(),
+            *every_method(),
             *losses(cells),
             *goals(cells),
             *bytes_(rows),

@@ -1,4 +1,4 @@
-"""A training step by every method: the MLP on 4 emulated hosts at 100 Mbit/s, beside DDP.
+"""A training step by every method: the MLP on 4 emulated hosts at 100 Mbit/s and at 1 Gbit/s, beside DDP.
 
     sudo env "PATH=$PATH" python benchmarks/speed/every_method.py --work runs/methods
 
@@ -77,7 +77,7 @@ GROUPS = (
 def measure(group: tuple[str, ...], path: Path) -> list[str]:
     """Measure what of a group is not in its file yet; give the file's lines."""
     command = [sys.executable, "-m", "gradwire.tools.cli.main", "bench", "step", "--model", "mlp", "--hosts", "4"]
-    command += ["--bandwidth", "100mbit", "--out", str(path)]
+    command += ["--bandwidth", "100mbit", "--bandwidth", "1gbit", "--out", str(path)]
     for variant in (*REFERENCES, *group):
         command += ["--variant", variant]
     subprocess.run(command, check=True)

@@ -17,6 +17,8 @@ from ranks import run_script
 pytestmark = pytest.mark.repository
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "digits.py"
+ELASTIC = EXAMPLE.with_name("elastic_digits.py")
+STEPS = ("--steps", "24", "--every", "8")
 
 
 @pytest.mark.ranks
@@ -38,33 +40,33 @@ def test_the_plain_mode_has_never_heard_of_gradwire() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def elastic(folder: Path, *, dies: bool) -> str:
-    """Train on two workers under torchrun, one of which may be killed after the first checkpoint; return its log."""
-    words = ["--standalone", "--nproc-per-node=2", "--max-restarts=2", str(EXAMPLE.with_name("elastic_digits.py"))]
-    words += ["--folder", str(folder), "--steps", "24", "--every", "8", "--pause", "0.1" if dies else "0"]
+def elastic(folder: Path) -> str:
+    """Train on two workers under torchrun, one of which is killed after the first checkpoint; return the log."""
+    words = ["--standalone", "--nproc-per-node=2", "--max-restarts=2", str(ELASTIC), "--folder", str(folder)]
     # Else Gloo finds the addresses of workers that are gone.
     fresh = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
-    log, environment = folder / "log", {**os.environ, **fresh}
-    command = [sys.executable, "-m", "torch.distributed.run", *words]
+    log, environment, killed = folder / "log", {**os.environ, **fresh}, False
+    command = [sys.executable, "-m", "torch.distributed.run", *words, *STEPS, "--pause", "0.1"]
     with log.open("wb") as out, subprocess.Popen(command, stdout=out, stderr=out, env=environment) as agent:
         deadline = time.monotonic() + 240
         while agent.poll() is None:
             if time.monotonic() > deadline:
                 agent.terminate()
-            if dies and (folder / "latest").exists():
+            if not killed and (folder / "latest").exists():
                 victim = int(Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()[-1])
                 os.kill(victim, signal.SIGKILL)
-                dies = False
+                killed = True
             time.sleep(0.02)
     return log.read_text()
 
 
+@pytest.mark.ranks
 @pytest.mark.timeout(600)
 def test_a_training_whose_worker_is_killed_is_started_anew_and_ends_in_the_same_bits(tmp_path: Path) -> None:
     whole, torn = (tmp_path / name for name in ("whole", "torn"))
     whole.mkdir()
     torn.mkdir()
-    expected, found = elastic(whole, dies=False), elastic(torn, dies=True)
+    expected, found = run_script(ELASTIC, "--folder", whole, *STEPS), elastic(torn)
     assert "from step 0 on 2 workers, attempt 0" in found
     assert re.search(r"from step (8|16) on 2 workers, attempt 1", found)
     losses = [re.findall(r"loss ([\d.]+) after 24 steps", log) for log in (expected, found)]
