@@ -45,7 +45,7 @@ def test_what_cannot_be_is_refused_before_workers_start(tmp_path: Path) -> None:
 
 def test_an_unchanged_script_gossips() -> None:
     words = ["--nproc-per-node", 3, "--method", "ChocoSGD(gamma=0.8)", EXAMPLES / "digits.py", "--steps", 60]
-    done = gradwire("run", *words, fresh=True)
+    done = gradwire("run", *words)
     assert done.returncode == 0, done.stderr
     assert float(done.stdout.split("training accuracy ")[1].split()[0]) > 0.9
     sent, last = [line for line in done.stderr.splitlines() if line.startswith("gradwire:")]
