@@ -1,6 +1,6 @@
 """What it costs to fit the levels of ALQ and AMQ anew: seconds of an update round beyond those of another round.
 
-    python benchmarks/speed/level_updates.py --json benchmarks/results/speed/level_updates.json
+    python benchmarks/speed/level_updates.py --turns 5 --json benchmarks/results/speed/level_updates.json
 
 A million Laplacian elements, blocks of 8192, one thread, one and four simulated workers. A row is a method with one
 width and one model: in turns, a round that updates the levels and a round that does not; the seconds are the medians of

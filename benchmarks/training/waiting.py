@@ -54,19 +54,15 @@ class Watched(SimulatedEngine):
         round = self.link.round
         loss = super().backward(step)
         if round in ROUNDS:
-            found = self._waits()
-            if found is not None:
-                self.waits.append(found)
+            self.waits.append(self._waits())
         return loss
 
-    def _waits(self) -> tuple[float, float] | None:
+    def _waits(self) -> tuple[float, float]:
         state, kind = self.link.state_dict(), gw.method(self.plan.method).traits.waiting
         held = [
             {key: e.double() for key, e in state[f"rank {r}"].items() if key.startswith(f"{kind}/")}
             for r in range(self.world_size)
         ]
-        if not held[0]:
-            return None
         rows = self.link.diagnostics()["parameters"]
         names = [name for name, p in self.model.named_parameters() if p.numel() >= 1024]
         own = sum(float(e.square().sum()) for e in held[0].values())
@@ -86,15 +82,13 @@ def watch(spec: str, rate: float) -> list[tuple[float, float]]:
     return engine.waits
 
 
-def row_of(found: Row) -> Row | None:
-    """Return what was measured of a row of the table; None if its method keeps no residual of its own."""
+def row_of(found: Row) -> Row:
+    """Return what was measured of a row of the table."""
     spec = plain(found["method"])
     after = [one for one in found["tried"] if one["momentum"] == AFTER and one["training_loss"] is not None]
     elsewhere = [one["training_loss"] for one in found["tried"] if one["momentum"] != AFTER]
     best = min(after, key=lambda one: float(one["training_loss"]))
     waits = watch(spec, best["learning_rate"])
-    if not waits:
-        return None
     return {
         "method": spec,
         "label": label(spec).replace("()", ""),
@@ -121,11 +115,11 @@ def main() -> None:
         row["expected_wait"] = gw.method(spec).wait_of(LONGEST)
     for found in table:
         spec = plain(found["method"])
-        if len({one.get("momentum") for one in found["tried"]}) < 2 or spec in rows:
+        traits = gw.method(spec).traits
+        if len({one.get("momentum") for one in found["tried"]}) < 2 or traits.waiting not in traits.remembers:
             continue
-        row = row_of(found)
-        if row is not None:
-            rows[spec] = {**row, "expected_wait": gw.method(spec).wait_of(LONGEST)}
+        if spec not in rows:
+            rows[spec] = {**row_of(found), "expected_wait": gw.method(spec).wait_of(LONGEST)}
             write(given.json, rows=sorted(rows.values(), key=lambda row: float(row["wait"])))
     for row in sorted(rows.values(), key=lambda row: float(row["wait"])):
         expected = "-" if row["expected_wait"] is None else f"{row['expected_wait']:.1f}"
