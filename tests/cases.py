@@ -343,6 +343,7 @@ TABLE: dict[str, list[Case]] = {
             constants=False,
             amplifies=True,
         ),
+        Case(gw.RandK(density=0.1, coordinates="private", contiguous=True), gather(3.2), error=1.001, constants=False),
         Case(
             gw.RandK(density=0.1, contiguous=True, values=gw.QSGDinf(levels=7, block_size=64)),
             gather(0.1 * (4 + 32 / 64)),

@@ -23,6 +23,7 @@ __all__ = [
     "label",
     "narrow",
     "places",
+    "plain",
     "rates_of",
     "short",
     "tuned_as",
@@ -35,6 +36,8 @@ FORMS = (
     "ErrorFeedback(compressor=TopK(density=0.001))",
     "ErrorFeedback(compressor=RandK())",
     "ErrorFeedback(compressor=RandK(density=0.1))",
+    "ErrorFeedback(compressor=RandK(contiguous=True))",
+    "ErrorFeedback(compressor=RandK(density=0.1, contiguous=True))",
     "ErrorFeedback(compressor=Threshold(threshold=0.01))",
     "ErrorFeedback(compressor=ScaledSign(block_size=64))",
     "EF21(compressor=TopK())",
@@ -195,13 +198,26 @@ def places(entry: Entry) -> list[Entry]:
         return [entry]
     if type(method)().traits.owns_momentum:
         return [entry]
-    plain = short(dataclasses.replace(method, momentum=type(method)().momentum))
-    before = short(dataclasses.replace(method, momentum=MOMENTUM))
+    none, before = plain(entry.spec), short(dataclasses.replace(method, momentum=MOMENTUM))
     return [
-        dataclasses.replace(entry, spec=plain, momentum=MOMENTUM, factor=1.0, convention=f"optimizer's, {MOMENTUM:g}"),
+        dataclasses.replace(entry, spec=none, momentum=MOMENTUM, factor=1.0, convention=f"optimizer's, {MOMENTUM:g}"),
         dataclasses.replace(entry, spec=before, momentum=0.0, factor=1.0, convention=f"own, {MOMENTUM:g}"),
-        dataclasses.replace(entry, spec=plain, momentum=0.0, factor=WITHOUT_MOMENTUM, convention="none"),
+        dataclasses.replace(entry, spec=none, momentum=0.0, factor=WITHOUT_MOMENTUM, convention="none"),
     ]
+
+
+def plain(spec: str) -> str:
+    """Return a short spec without a momentum that the method has by choice: what its places have in common.
+
+    Example:
+        >>> plain("GTopK(momentum=0.9)"), plain("Signum(momentum=0.5)")
+        ('GTopK()', 'Signum(momentum=0.5)')
+    """
+    method: Any = gw.method(spec)
+    default: Any = type(method)()
+    if default.traits.owns_momentum or not any(field.name == "momentum" for field in dataclasses.fields(method)):
+        return short(method)
+    return short(dataclasses.replace(method, momentum=default.momentum))
 
 
 def as_tuned(entry: Entry, tuned: Entry) -> Entry:

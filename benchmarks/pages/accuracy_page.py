@@ -16,6 +16,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from benchmarks.lib.method_entries import plain
 from benchmarks.lib.page_parts import where
 from benchmarks.lib.results import ROOT, result
 
@@ -164,7 +165,8 @@ def section(task: str, title: str) -> list[str]:
         names = ", ".join(f"`{name}`" for name in found["missing"])
         lines += [f"Not trained to the end yet, so that the same command goes on with them: {names}.", ""]
     lines += narrow_lines(task, found["rows"])
-    lines += momentum_lines(found["rows"])
+    lines += momentum_lines(found["rows"], waits(task))
+    lines += places_lines(task)
     if told:
         lines += ["What does not reach the mark, and why:", "", *told, ""]
     return lines
@@ -173,9 +175,83 @@ def section(task: str, title: str) -> list[str]:
 PLACES = {"optimizer's, 0.9": "after the exchange", "own, 0.9": "before it", "none": "none, rates ten times as high"}
 """Where momentum stands, by a row's words."""
 
+WAITS = " rounds waited: expected | measured | of the mean |"
 
-def momentum_lines(rows: Sequence[Row]) -> list[str]:
-    """Compare places of momentum, for the methods that keep what they have not sent."""
+
+LOST = 2.0, 0.01
+"""With momentum after the exchange, a training loss above so many times the best elsewhere plus so much is a loss."""
+
+
+def waits(task: str) -> dict[str, Row]:
+    """Return how long gradients wait in residuals, by the method's spec without momentum."""
+    found = result(f"training/waiting_{task}")
+    return {row["method"]: row for row in found["rows"]} if found else {}
+
+
+def places_lines(task: str) -> list[str]:
+    """Compare places of momentum in a shorter training of a task, made for that alone."""
+    found = result(f"training/places_{task}")
+    if not found:
+        return []
+    whole = found["rows"][0]
+    seeds = max(row["seeds"] for row in found["rows"])
+    lines = momentum_lines(found["rows"])
+    lines[2] = (
+        f"{whole['steps']} steps, {'one seed' if seeds == 1 else f'{seeds} seeds'}, so that differences of a fifth say nothing. "
+        f"fp32 ends at {spread(whole['accuracy'], 100, 2)} % with a training loss of {whole['training_loss']['mean']:.3f}. "
+        "The lowest training loss of three rates with momentum 0.9 of the optimizer on the mean after the exchange, of the method on "
+        "each worker's gradient before it, and without any. `python benchmarks/training/method_table.py --task "
+        f"{task} --data FOLDER --steps {whole['steps']} --evaluations 3 --seeds {seeds} --methods ...` (all of it in `benchmarks/README.md`). "
+        f"{where(found)}. {found['runs']} trainings, {found['processor_hours']:.2f} hours of a processor."
+    )
+    if found["missing"]:
+        lines += [f"Not trained to the end: {', '.join(f'`{name}`' for name in found['missing'])}.", ""]
+    return lines
+
+
+def rule_lines(rows: Sequence[Row], known: dict[str, Row]) -> list[str]:
+    """Say up to which wait momentum after the exchange loses nothing, and from which on it does."""
+    kept, lost = [], []
+    for row in rows:
+        expected = known.get(plain(row["method"]), {}).get("expected_wait")
+        places = [_lowest(row, place) for place in PLACES]
+        if expected is None or places[0] is None:
+            continue
+        elsewhere = min(loss for loss in places[1:] if loss is not None)
+        (lost if places[0] > LOST[0] * elsewhere + LOST[1] else kept).append((expected, row))
+    if not kept or not lost:
+        return []
+    longest, shortest = max(kept, key=lambda pair: pair[0]), min(lost, key=lambda pair: pair[0])
+    return [
+        "*Rounds waited*: how many rounds a part of a gradient waits on average in the residual before it is sent: as the method "
+        "expects, (1 - delta) / delta with the share delta of a long Gaussian vector that a round sends, and measured in a training with "
+        "momentum after the exchange, |residual|^2 / |sent|^2 of worker 0, median of rounds 10, 30, 100 and 200, and the same of the "
+        "means over workers (`python benchmarks/training/waiting.py --json benchmarks/results/training/waiting_digits.json`). Momentum "
+        f"after the exchange loses (a training loss above {LOST[0]:g} times the best elsewhere plus {LOST[1]:g}) for {len(lost)} of the "
+        f"{len(lost) + len(kept)} methods with an expected wait, and for all of these that wait {shortest[0]:.2g} rounds or more; it loses nothing "
+        f"for those that wait {longest[0]:.2g} or less. `gw.attach` warns above 5."
+        if longest[0] < shortest[0]
+        else f"Expected waits do not separate what loses: `{longest[1]['label']}` waits {longest[0]:.2g} rounds and loses nothing, "
+        f"`{shortest[1]['label']}` {shortest[0]:.2g} and loses.",
+        "",
+    ]
+
+
+def waited(found: Row | None) -> list[str]:
+    """Write the cells of a method's waits."""
+    if not found:
+        return ["-"] * 3
+    expected = found["expected_wait"]
+    return ["-" if v is None else figures(v) for v in (expected, found["wait"], found["wait_of_means"])]
+
+
+def momentum_lines(rows: Sequence[Row], known: dict[str, Row] | None = None) -> list[str]:
+    """Compare places of momentum, for the methods that keep what they have not sent.
+
+    Args:
+        rows: Rows of a table.
+        known: How long gradients wait, by the spec without momentum; columns are left out without it.
+    """
     compared = [row for row in rows if len({one.get("momentum") for one in row["tried"]}) > 1]
     if not compared:
         return []
@@ -186,8 +262,8 @@ def momentum_lines(rows: Sequence[Row]) -> list[str]:
         "optimizer on the mean after the exchange, of the method on each worker's gradient before it, and without any. The table above "
         "has the best of the three.",
         "",
-        f"| method | {' | '.join(PLACES.values())} | accuracy of the best, % |",
-        f"|---|{'---:|' * (len(PLACES) + 1)}",
+        f"| method | {' | '.join(PLACES.values())} | accuracy of the best, % |" + (WAITS if known else ""),
+        f"|---|{'---:|' * (len(PLACES) + (4 if known else 1))}",
     ]
     for row in sorted(compared, key=lambda row: row["label"]):
         best = {place: _lowest(row, place) for place in PLACES}
@@ -195,10 +271,11 @@ def momentum_lines(rows: Sequence[Row]) -> list[str]:
         cells = ["failed" if v is None else f"**{v:.3f}**" if v == least else f"{v:.3f}" for v in best.values()]
         ending = "-" if row["rate"] is None else spread(row["accuracy"], 100, 2)
         name = re.sub(r"(, )?momentum=0\.9", "", row["label"]).replace("()", "")
-        lines.append(f"| `{name}` | {' | '.join(cells)} | {ending} |")
+        cells += [ending, *(waited(known.get(plain(row["method"]))) if known else ())]
+        lines.append(f"| `{name}` | {' | '.join(cells)} |")
     won = {text: sum(row["momentum"] == place for row in compared) for place, text in PLACES.items()}
     told = ", ".join(f"{text} for {count}" for text, count in won.items())
-    return [*lines, "", f"Best of {len(compared)} methods: {told}.", ""]
+    return [*lines, "", f"Best of {len(compared)} methods: {told}.", "", *rule_lines(compared, known or {})]
 
 
 def _lowest(row: Row, place: str) -> float | None:

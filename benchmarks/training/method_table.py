@@ -17,6 +17,13 @@ and float32 alone, at the rates that the table has found: for trainings so long 
 With ``--keep TABLE`` rows of an earlier table stay as they are, except where momentum has several places: for a change
 that concerns these alone.
 
+With ``--methods SPEC ...`` they train float32 and these, and with ``--evaluations`` they look at the held-out images
+more seldom, which takes most of a short training's time.
+
+    python benchmarks/training/method_table.py --task mnist --data FOLDER --steps 150 --evaluations 3 --seeds 1 \\
+        --methods "PowerSGD()" "EFSignSGD()" "GTopK(density=0.01)" "ErrorFeedback(RandK(density=0.1))" \\
+        --json benchmarks/results/training/places_mnist.json
+
 Runs that are whole are not repeated, so that the script may be stopped and started again, and trains only what is
 missing when methods are added. Several copies of it share the work. ``--collect`` runs nothing.
 """
@@ -49,6 +56,7 @@ from benchmarks.lib.method_entries import (
     label,
     narrow,
     places,
+    plain,
     rates_of,
     tuned_as,
 )
@@ -103,12 +111,14 @@ class Run:
     seed: int
     steps: int
     work: Path
+    evaluations: int | None = None
 
     @property
     def folder(self) -> Path:
         """Its folder, named after what decides it."""
         name = f"{slug(self.entry.spec)[:60]}-{zlib.crc32(self.entry.spec.encode()):08x}"
         least = "" if self.entry.min_numel is None else f"-from{self.entry.min_numel}"
+        least += "" if self.evaluations is None else f"-e{self.evaluations}"
         return self.work / (
             f"{self.task}-{name}-m{self.entry.momentum:g}{least}-lr{self.rate:g}-{self.steps}-{self.seed}"
         )
@@ -127,7 +137,7 @@ class Run:
         if self.ended() or not claim(self.folder):
             return
         settings = {"lr": self.rate, "momentum": self.entry.momentum, "optimizer": "sgd", "steps": self.steps}
-        settings["eval_every"] = max(1, self.steps // EVALUATIONS[self.task])
+        settings["eval_every"] = max(1, self.steps // (self.evaluations or EVALUATIONS[self.task]))
         settings |= SETTINGS.get(self.task, {})
         task = build(self.task, data=None if data is None else str(data), **settings)
         plan = RunConfig(
@@ -239,13 +249,21 @@ class Line:
     tuning: tuple[Run, ...]
 
     @classmethod
-    def of(cls, entry: Entry, task: str, steps: int, work: Path, rate: float | None = None) -> Line:
+    def of(
+        cls,
+        entry: Entry,
+        task: str,
+        steps: int,
+        work: Path,
+        rate: float | None = None,
+        evaluations: int | None = None,
+    ) -> Line:
         """Return an entry's line; a given ``rate`` is the only one, with the entry's own place of momentum."""
         trained = tuned_as(entry, task)
         tried = [(place, value) for place in places(trained) for value in rates_of(place, task)]
         if rate is not None:
             tried = [(entry, rate)]
-        return cls(entry, tuple(Run(task, place, value, SEEDS[0], steps, work) for place, value in tried))
+        return cls(entry, tuple(Run(task, place, value, SEEDS[0], steps, work, evaluations) for place, value in tried))
 
     def finals(self, seeds: int) -> list[Run]:
         """Return the runs at the rate that was found; none while it is not."""
@@ -275,22 +293,26 @@ def _all_lines(arguments: argparse.Namespace) -> list[Line]:
     steps = arguments.steps or STEPS[arguments.task]
     if arguments.narrow:
         rows = json.loads(arguments.narrow.read_text())["rows"]
-        found = {(row.get("of", row["method"]), row["min_numel"]): row for row in rows if row["rate"] is not None}
+        found = {(plain(row["method"]), row["min_numel"]): row for row in rows if row["rate"] is not None}
         wanted = [entry_of("fp32", arguments.task), *narrow(arguments.task)]
-        pairs = [(entry, row) for entry in wanted if (row := found.get((entry.spec, entry.min_numel)))]
+        pairs = [(entry, row) for entry in wanted if (row := found.get((plain(entry.spec), entry.min_numel)))]
         return [
             Line.of(place, arguments.task, steps, arguments.work, row["rate"])
             for entry, row in pairs
             for place in places(entry)
             if (place.spec, place.convention) == (row["method"], row["momentum"])
         ]
-    if arguments.task in BEST:
+    if arguments.methods:
+        wanted = [entry_of(spec, arguments.task) for spec in ("fp32", *arguments.methods)]
+    elif arguments.task in BEST:
         found = json.loads(arguments.best_of.read_text())["rows"]
         wanted = [entry_of(spec, arguments.task) for spec in best(found, BEST[arguments.task])]
         wanted += narrow(arguments.task)
     else:
         wanted = entries(arguments.task)
-    return [Line.of(entry, arguments.task, steps, arguments.work) for entry in wanted]
+    return [
+        Line.of(entry, arguments.task, steps, arguments.work, evaluations=arguments.evaluations) for entry in wanted
+    ]
 
 
 def completed(runs: Sequence[Run]) -> Iterator[tuple[Row, list[Row]]]:
@@ -417,6 +439,8 @@ def main() -> int:
     parser.add_argument("--work", type=Path, default=Path("runs/method_table"))
     parser.add_argument("--seeds", type=int, default=len(SEEDS), choices=range(1, len(SEEDS) + 1))
     parser.add_argument("--steps", type=int, help="of every run; by default those that the page reports")
+    parser.add_argument("--evaluations", type=int, help="of every run; by default those that the page reports")
+    parser.add_argument("--methods", nargs="+", metavar="SPEC", help="what to train beside float32")
     parser.add_argument(
         "--from",
         dest="best_of",

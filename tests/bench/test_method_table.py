@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import gradwire as gw
 from benchmarks.lib import method_entries as entries
+from benchmarks.lib.results import RESULTS
 from benchmarks.pages import accuracy_page
 from benchmarks.training import method_table as table
+from gradwire.tools.experiments.tasks import build
 
 pytestmark = pytest.mark.repository
 
@@ -25,7 +28,7 @@ def test_every_method_is_in_the_table_once() -> None:
     own = {name for name in gw.methods() if not (gw.method(name).traits.local_steps or gw.method(name).traits.sharded)}
     assert own <= classes
     for form in entries.FORMS:
-        assert any(gw.method(spec) == gw.method(form) for spec in found), form
+        assert any(entries.plain(spec) == entries.plain(form) for spec in found), form
 
 
 def test_a_short_spec_is_the_same_method() -> None:
@@ -187,13 +190,40 @@ def test_rows_of_an_earlier_table_stay_where_momentum_has_one_place(tmp_path: Pa
     other = {**kept, "method": "EFSignSGD(momentum=0.9)", "momentum": "own, 0.9"}
     (tmp_path / "table.json").write_text(json.dumps({"rows": [kept, other]}))
     arguments = argparse.Namespace(
-        task="digits", steps=40, narrow=None, keep=tmp_path / "table.json", work=tmp_path, best_of=None
+        task="digits",
+        steps=40,
+        evaluations=None,
+        methods=None,
+        narrow=None,
+        keep=tmp_path / "table.json",
+        work=tmp_path,
+        best_of=None,
     )
     wanted = table.lines(arguments)
     assert "FP32()" not in {line.entry.spec for line in wanted}
     assert "EFSignSGD(momentum=0.9)" in {line.entry.spec for line in wanted}
     rows = table.collect([], 3, table.kept_rows(arguments.keep))["rows"]
     assert [row["of"] for row in rows] == ["FP32()"]
+
+
+def test_what_is_warned_of_at_attach_is_what_loses_in_the_committed_table() -> None:
+    """Momentum 0.9 after the exchange, against the best elsewhere, on the perceptron for digits."""
+    model = build("digits").build_model()
+    parameters = {name: p for name, p in model.named_parameters() if p.numel() >= 1024}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    rows = json.loads((RESULTS / "training/methods_digits.json").read_text())["rows"]
+    compared = [row for row in rows if len({one.get("momentum") for one in row["tried"]}) > 1]
+    assert len(compared) >= 28
+    times, beyond = accuracy_page.LOST
+    warned = {}
+    for row in compared:
+        after, *elsewhere = (accuracy_page._lowest(row, place) for place in accuracy_page.PLACES)
+        assert after is not None
+        lost = after > times * min(loss for loss in elsewhere if loss is not None) + beyond
+        method = gw.method(entries.plain(row["method"]))
+        warned[row["label"]] = (method.caution(optimizer, parameters) is not None, lost)
+    assert {name: pair for name, pair in warned.items() if pair[0] != pair[1]} == {}
+    assert {lost for _, lost in warned.values()} == {True, False}
 
 
 @pytest.mark.parametrize("spec", ["terngrad", "dgc", "signum", "sketched_amsgrad", "diloco"])
@@ -306,7 +336,9 @@ def test_narrow_settings_alone_take_the_rates_of_a_table(tmp_path: Path) -> None
     # One that failed at every rate is left out.
     rows[-1]["rate"] = None
     (tmp_path / "table.json").write_text(json.dumps({"rows": rows}))
-    arguments = argparse.Namespace(task="cifar10", steps=7, narrow=tmp_path / "table.json", keep=None, work=tmp_path)
+    arguments = argparse.Namespace(
+        task="cifar10", steps=7, evaluations=None, narrow=tmp_path / "table.json", keep=None, work=tmp_path
+    )
     found = table.lines(arguments)
     assert [line.entry for line in found] == [*mine[:first], moved, *mine[first + 1 : -1]]
     assert [[run.rate for run in line.tuning] for line in found] == [[0.5], *[[0.25]] * (len(mine) - 2)]

@@ -182,6 +182,25 @@ class Method:
         """
         return self.delta_of(numel)
 
+    def typical_delta_of(self, numel: int | None = None) -> float | None:
+        """Return the share of a long Gaussian vector's squared norm that is sent on average, ``<C(x), x> / |x|^2``.
+
+        It is 1 for an unbiased operator; None if it is not known. :meth:`wait_of` derives from it how long a residual's
+        parts wait.
+        """
+        return 1.0 if self.traits.unbiased else None
+
+    def wait_of(self, numel: int | None = None) -> float | None:
+        """Return how many rounds a part of a gradient waits on average in the residual before it is sent.
+
+        None if there is no residual, if the wait is not known, or if what waits cancels in the mean over workers, as
+        with low-rank methods. ``gradwire/methods/feedback/waiting.py`` derives it.
+
+        Args:
+            numel: Number of elements of the longest parameter, or None for any.
+        """
+        return None
+
     @property
     def omega(self) -> float | None:
         """The variance constant for parameters of any size, see :meth:`omega_of`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,6 +18,7 @@ from gradwire.exchange.protocols import Memory
 from gradwire.exchange.segments import Segment
 from gradwire.link.failures import WarnOnce
 from gradwire.methods.feedback.error_feedback import ErrorFeedback
+from gradwire.methods.feedback.waiting import longest, momentum_beside_residual
 
 INTERVAL = 100
 
@@ -68,6 +69,23 @@ def parameter_rows(diagnostics: Diagnostics, memory: Memory, waiting: str) -> di
     return rows
 
 
+def wait_report(
+    method: Method, optimizer: Any, compressed: Mapping[str, torch.Tensor], measured: float | None
+) -> dict[str, Any]:
+    """Return how long gradients wait in the residual, and what to do if that and the optimizer's momentum do not agree.
+
+    Args:
+        optimizer: The optimizer that was given; None if none was.
+        compressed: The parameters that are not sent in float32, by name.
+        measured: The wait by the latest measured round, see :meth:`Diagnostics.wait`.
+    """
+    expected = method.wait_of(longest(compressed))
+    told = None if optimizer is None else method.caution(optimizer, compressed)
+    if told is None and expected is not None and measured is not None:
+        told = momentum_beside_residual(method, optimizer, wait=measured)
+    return {"expected_rounds": expected, "measured_rounds": measured, "advice": told}
+
+
 class Diagnostics:
     """Relative error and cosine of the vector that this rank sent to its gradient, by parameter and over all of them.
 
@@ -87,6 +105,8 @@ class Diagnostics:
         self._lock = threading.Lock()
         self._rows: dict[str, dict[str, float]] = {}
         self._elements: dict[str, int] = {}
+        self._compressed: set[str] = set()
+        self._wait: float | None = None
 
     def wanted(self, round: int) -> bool:
         """Return whether a round is to be measured."""
@@ -118,6 +138,7 @@ class Diagnostics:
         with self._lock:
             self._rows.update(rows)
             self._elements.update({s.parameter.name: s.numel for s in segments})
+            self._compressed.update(s.parameter.name for s in segments if not s.dense)
 
     def over_all(self, round: int, waiting: float | None) -> Comparison | None:
         """Return the measurement of a round over all parameters.
@@ -143,6 +164,25 @@ class Diagnostics:
             age=None if waiting is None else waiting / gradient,
         )
 
+    def note_wait(self, round: int, waiting: float | None) -> None:
+        """Keep the wait that a measured round implies, see ``gradwire/methods/feedback/waiting.py``.
+
+        With e the residual after the round and s the vector sent, over compressed parameters, it is |e|^2 / |s|^2.
+
+        Args:
+            waiting: |e|; None if the method keeps no residual.
+        """
+        with self._lock:
+            rows = [row for name, row in self._rows.items() if row["round"] == round and name in self._compressed]
+            sent = sum(row["sent_norm"] ** 2 for row in rows)
+            known = waiting is not None and 0 < sent < math.inf
+            self._wait = waiting**2 / sent if waiting is not None and known else None
+
+    def wait(self) -> float | None:
+        """Return the wait in rounds by the latest measured round; None if none was measured or nothing waits."""
+        with self._lock:
+            return self._wait
+
     def discount(self, round: int) -> None:
         """Record that a round overflowed: its errors are not those of the method."""
         self._discounted = round
@@ -165,7 +205,7 @@ class Diagnostics:
     def forget(self) -> None:
         """Drop all measurements, since rounds with these numbers come again."""
         with self._lock:
-            self._rows, self._discounted = {}, -1
+            self._rows, self._discounted, self._wait = {}, -1, None
 
     def rows(self) -> dict[str, dict[str, float]]:
         """Return the latest measurement of each parameter."""
@@ -206,7 +246,9 @@ class Judge:
         if not self._diagnostics.wanted(round):
             return
         method = self._serving()
-        found = self._diagnostics.over_all(round, memory.norm(method.traits.waiting))
+        waiting = memory.norm(method.traits.waiting)
+        self._diagnostics.note_wait(round, waiting)
+        found = self._diagnostics.over_all(round, waiting)
         told = None if found is None else judge(method, found, round)
         if told is not None:
             self._warnings.once("judgement", told)

@@ -175,6 +175,7 @@ class Link(LinkReports, LocalStepsUser):
             )
         unbind = (self._local or self.method).bind(optimizer, self._parameters)
         compressed = {n: p for n, p in self._exchanged.items() if n not in self._selection.planner.dense}
+        self._compressed = compressed
         caution_about(self.method, optimizer, compressed, warnings)
         self._search = OptimizerSearch(
             self.method, optimizer, self._parameters, compressed, self._runtime.failures, warnings

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
+
 from gradwire.exchange.drivers import Trace, Traffic
 from gradwire.exchange.method import Method
-from gradwire.link.diagnostics import parameter_rows
+from gradwire.link.diagnostics import parameter_rows, wait_report
 from gradwire.link.link_runtime import LinkRuntime
 from gradwire.link.peers.circle import Wait
 from gradwire.link.round import Round
@@ -22,6 +24,9 @@ class LinkReports:
     """Reports of a link to users, and the context that turns the failure of another collective into its error."""
 
     method: Method
+    optimizer: Any
+    _compressed: Mapping[str, torch.Tensor]
+    """The parameters that are not sent in float32, by name."""
     _runtime: LinkRuntime
     _round: Round | None = None
     """The current or the latest round."""
@@ -78,7 +83,12 @@ class LinkReports:
             method applies it before compression. ``gauges``: see :meth:`gauges`. ``skipped_rounds``: rounds with a
             non-finite value anywhere, if the method checks for it, or with one beyond 2^40, if it adds up rounds; they
             do not change the state. ``encode_s``, ``wire_s``, ``decode_s``: seconds that this rank's lanes have spent
-            so far.
+            so far. ``wait``: how many rounds a part of a gradient waits on average in the residual before it is sent.
+            ``expected_rounds``: what the method declares, (1 - delta) / delta if each round sends a share delta of
+            what waits; None if it keeps no residual or does not know. ``measured_rounds``: |residual|^2 / |sent|^2 of
+            this rank in the last measured round, over compressed parameters; of random blocks it differs much from
+            round to round. ``advice``: the sentence of the warning if the given optimizer has a momentum and either of
+            the two is more than five rounds; else None.
 
         Each link warns once if in a measured round too much of the gradient is late, lost or noise
         (``link/diagnostics.py``).
@@ -87,7 +97,8 @@ class LinkReports:
         self._settle()
         rows = parameter_rows(runtime.diagnostics, runtime.memory, self.method.traits.waiting)
         counts = {"rounds": runtime.round, "skipped_rounds": runtime.skipped_rounds}
-        return {"parameters": rows, "gauges": self.gauges(), **counts, **runtime.seconds()}
+        wait = wait_report(self.method, self.optimizer, self._compressed, runtime.diagnostics.wait())
+        return {"parameters": rows, "wait": wait, "gauges": self.gauges(), **counts, **runtime.seconds()}
 
     def gauges(self) -> dict[str, float]:
         """Return the numbers that the method reports of this rank's latest round, by name.

@@ -17,7 +17,7 @@ from gradwire.exchange.planning.planner import Planner
 from gradwire.exchange.protocols import Context, Gauges, Memory, RoundParts, Workspace
 from gradwire.exchange.segments import flat_view
 from gradwire.link.checks import check_optimizer
-from gradwire.link.diagnostics import Diagnostics, Judge, parameter_rows
+from gradwire.link.diagnostics import Diagnostics, Judge, parameter_rows, wait_report
 from gradwire.link.failures import WarnOnce
 from gradwire.link.found_optimizers import LearningRates
 from gradwire.link.selection.autotune import say_dropped
@@ -85,6 +85,7 @@ class SimulatedLink:
             raise IncompatibleError("there is no parameter to exchange")
         self._names = list(self._parameters)
         check_optimizer(self.method, optimizer, self._parameters)
+        self._optimizer = optimizer
         self._rates = LearningRates(self.method, optimizer, self._parameters)
         self._read: Mapping[str, float] | None = None
         self._coders = CoderSelection()
@@ -220,11 +221,15 @@ class SimulatedLink:
         )
 
     def diagnostics(self) -> dict[str, Any]:
-        """Return ``parameters`` of :meth:`Link.diagnostics` for worker 0.
+        """Return ``parameters`` and ``wait`` of :meth:`Link.diagnostics` for worker 0.
 
         The first round of a simulation is not measured.
         """
-        return {"parameters": parameter_rows(self._diagnostics, self._memories[0], self.method.traits.waiting)}
+        compressed = {name: p for name, p in self._parameters.items() if name not in self._planner.dense}
+        return {
+            "parameters": parameter_rows(self._diagnostics, self._memories[0], self.method.traits.waiting),
+            "wait": wait_report(self.method, self._optimizer, compressed, self._diagnostics.wait()),
+        }
 
     def gauges(self) -> list[dict[str, float]]:
         """Return :meth:`Link.gauges` of each worker, by worker."""

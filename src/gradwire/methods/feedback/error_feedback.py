@@ -15,12 +15,9 @@ from gradwire.exchange.segments import Segment
 from gradwire.exchange.traits import Traits
 from gradwire.methods.feedback.contraction import check_contraction
 from gradwire.methods.feedback.local_momentum import LocalMomentum, checked_momentum
-from gradwire.methods.feedback.optimizers import momentum_of
+from gradwire.methods.feedback.waiting import expected_wait, longest, momentum_beside_residual, wait_over_cycle
 from gradwire.methods.levels.qsgd import QSGDinf
 from gradwire.methods.wrappers.wrapper import WrappedPlan, Wrapper, as_sent, pieces
-
-SMALL_DELTA = 1 / 1024
-"""Least share of the worst vector that a contraction keeps for its residual not to be considered large."""
 
 
 class ResidualAlgorithm(Method):
@@ -151,39 +148,22 @@ class ErrorFeedback(ResidualAlgorithm, Wrapper):
             unbiased_note="no; nothing is lost",
         )
 
-    def caution(self, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> str | None:
+    def wait_of(self, numel: int | None = None) -> float | None:
         inner = self.compressor
-        if (inner.traits.parts or 1) > 1:
-            # A vector may be zero in all elements that a round sends.
-            delta = 0.0
-        elif inner.traits.bounds_residuals:
-            # Its residual is bounded in each element.
-            delta = 1.0
-        else:
-            delta = inner.usual_delta_of(max((p.numel() for p in parameters.values()), default=1)) or 0.0
-        return momentum_beside_residual(self, optimizer, delta)
+        if inner.traits.parts is not None:
+            return wait_over_cycle(inner.traits.parts)
+        delta = inner.typical_delta_of(numel)
+        # What decays waits no longer: a share decay (1 - delta) is left after each round.
+        return None if delta is None else expected_wait(1 - self.decay * (1 - delta))
+
+    def caution(self, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> str | None:
+        numel, inner = longest(parameters), self.compressor
+        bounded = inner.traits.bounds_residuals or inner.traits.parts is not None
+        delta = 1.0 if bounded else inner.usual_delta_of(numel) or 0.0
+        return momentum_beside_residual(self, optimizer, wait=self.wait_of(numel), delta=delta)
 
     def plan(self, setting: PlanSetting) -> BucketPlan:
         return self.fed_back(self.compressor.plan(setting), setting, self.decay)
-
-
-def momentum_beside_residual(method: Method, optimizer: Any, delta: float) -> str | None:
-    """Return a warning if the optimizer has a momentum and the residual may grow large.
-
-    Args:
-        delta: Least share of any vector that the compressor keeps, |C(p) - p|^2 <= (1 - delta) |p|^2. Below
-            :data:`SMALL_DELTA` residuals are considered large.
-    """
-    found = None if delta >= SMALL_DELTA or optimizer is None else momentum_of(optimizer, {})
-    if found is None:
-        return None
-    setting, value = found
-    return (
-        f"{method!r} leaves out most of a gradient in the worst case (delta={delta:.2g}, below {SMALL_DELTA:.2g}), and "
-        f"sends it later in bursts, which {type(optimizer).__name__} with {setting}={value!r} carries too far: use "
-        "blocks (block_size=64), or momentum before compression (the method's momentum=0.9 and torch.optim.SGD with "
-        "momentum=0), or SGD without momentum at a higher learning rate"
-    )
 
 
 class Feedback(WrappedPlan):

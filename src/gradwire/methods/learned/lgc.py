@@ -14,8 +14,9 @@ from gradwire.exchange.protocols import Context, Outcome
 from gradwire.exchange.protocols.bucket_plan import BucketPlan, PlanSetting
 from gradwire.exchange.segments import divide
 from gradwire.exchange.traits import Traits
-from gradwire.methods.feedback.error_feedback import Feedback, ResidualAlgorithm, momentum_beside_residual
+from gradwire.methods.feedback.error_feedback import Feedback, ResidualAlgorithm
 from gradwire.methods.feedback.local_momentum import checked_momentum
+from gradwire.methods.feedback.waiting import longest, momentum_beside_residual
 from gradwire.methods.learned.autoencoder import REMEMBERED, Autoencoder, ElementScales, Training
 from gradwire.methods.learned.lgc_all_reduce import CodedMean, WatchedSum
 from gradwire.methods.learned.lgc_server import CommonCode, WatchedTopK
@@ -163,8 +164,8 @@ class LGC(ResidualAlgorithm):
         return self.full_rounds + self.training_rounds
 
     def caution(self, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> str | None:
-        numel = max((p.numel() for p in parameters.values()), default=1)
-        return momentum_beside_residual(self, optimizer, TopK(density=self.density).delta_of(numel) or 0.0)
+        delta = TopK(density=self.density).delta_of(longest(parameters)) or 0.0
+        return momentum_beside_residual(self, optimizer, delta=delta)
 
     def training(self) -> Training:
         """Return the settings of the autoencoder's training."""

@@ -253,7 +253,7 @@ _FIELDS = """
         model: Distribution to which levels are fitted: "normal", as in the paper, a truncated normal for each kept
             block, with the mean and the deviation of its values; or "histogram", counts of all blocks' values in 641
             fixed bins, an int64 each. If a block has values of many layers, these are far from normal, and the
-            histogram is by far the better model, see docs/quantisers.md.
+            histogram's levels have by far the smaller variance, see docs/quantisers.md.
         overlap: False: the exchange begins when all gradients are computed, and rounds them to levels fitted to their
             statistics. True: buckets are sent while backward still runs, with the current levels, +-2^-j at first;
             levels of an update round are fitted while the optimizer steps, and used from the next round on. Needs

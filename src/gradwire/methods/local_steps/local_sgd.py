@@ -111,6 +111,10 @@ class LocalStepsMethod(Around):
         # Workers may use any optimizer.
         return
 
+    def wait_of(self, numel: int | None = None) -> float | None:
+        # The optimizer's momentum acts before the exchange.
+        return None
+
     def caution(self, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> str | None:
         return None
 

@@ -115,6 +115,9 @@ class Rotated(Wrapper):
     def delta_of(self, numel: int | None = None) -> float | None:
         return self.compressor.delta_of(self._coordinates(numel))
 
+    def typical_delta_of(self, numel: int | None = None) -> float | None:
+        return self.compressor.typical_delta_of(self._coordinates(numel))
+
     def _coordinates(self, numel: int | None) -> int | None:
         return None if numel is None else RotationTable([0], [numel], [0], [(0, 0)], self.block_size).coordinates
 

@@ -12,8 +12,9 @@ from gradwire.exchange.method import Properties
 from gradwire.exchange.protocols.bucket_plan import BucketPlan, PlanSetting, SectionPlan
 from gradwire.exchange.segments import Parameter, Segment
 from gradwire.exchange.traits import Traits
-from gradwire.methods.feedback.error_feedback import ResidualAlgorithm, momentum_beside_residual
+from gradwire.methods.feedback.error_feedback import ResidualAlgorithm
 from gradwire.methods.feedback.local_momentum import checked_momentum
+from gradwire.methods.feedback.waiting import momentum_beside_residual
 from gradwire.methods.levels.level_compressor import check_blocks
 from gradwire.methods.signs.sign_codec import SignCodec
 
@@ -97,8 +98,8 @@ class OneBit(ResidualAlgorithm):
         )
 
     def caution(self, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> str | None:
-        longest = max((self._run(Parameter.of(name, p)) for name, p in parameters.items()), default=1)
-        return momentum_beside_residual(self, optimizer, 1 / longest)
+        run = max((self._run(Parameter.of(name, p)) for name, p in parameters.items()), default=1)
+        return momentum_beside_residual(self, optimizer, delta=1 / run)
 
     def codec(self, kernels: Kernels, segments: Sequence[Segment], world_size: int, seed: int) -> SignCodec:
         length = [self._run(s.parameter) for s in segments]

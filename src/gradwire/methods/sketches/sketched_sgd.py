@@ -13,8 +13,9 @@ from gradwire.exchange.ops import Exchange
 from gradwire.exchange.protocols import Context, Outcome
 from gradwire.exchange.protocols.bucket_plan import BucketPlan, PlanSetting
 from gradwire.exchange.traits import Traits
-from gradwire.methods.feedback.error_feedback import ResidualAlgorithm, momentum_beside_residual
+from gradwire.methods.feedback.error_feedback import ResidualAlgorithm
 from gradwire.methods.feedback.local_momentum import checked_momentum, forget_momentum
+from gradwire.methods.feedback.waiting import expected_wait, longest, momentum_beside_residual, share_of_largest
 from gradwire.methods.sketches.sketch_exchange import COLUMNS_EACH, SketchAlgorithm, SketchExchange, largest
 
 
@@ -93,9 +94,14 @@ class SketchedSGD(ResidualAlgorithm, SketchAlgorithm):
             unbiased_note="no; nothing is lost",
         )
 
+    def wait_of(self, numel: int | None = None) -> float | None:
+        # The largest elements of the mean, if the sketch finds them.
+        return expected_wait(share_of_largest(self.density))
+
     def caution(self, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> str | None:
         # For elements of equal magnitude, k of d are sent.
-        return momentum_beside_residual(self, optimizer, self.density)
+        wait = self.wait_of(longest(parameters))
+        return momentum_beside_residual(self, optimizer, wait=wait, delta=self.density)
 
     def plan(self, setting: PlanSetting) -> BucketPlan:
         return self.fed_back(_SketchPlan(self, setting), setting)

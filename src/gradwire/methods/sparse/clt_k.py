@@ -20,8 +20,9 @@ from gradwire.exchange.protocols.bucket_plan import BucketPlan, PlanSetting
 from gradwire.exchange.segments import divide
 from gradwire.exchange.traits import Traits
 from gradwire.exchange.wire import Packing, Whole, padded
-from gradwire.methods.feedback.error_feedback import Feedback, ResidualAlgorithm, momentum_beside_residual
+from gradwire.methods.feedback.error_feedback import Feedback, ResidualAlgorithm
 from gradwire.methods.feedback.local_momentum import checked_momentum
+from gradwire.methods.feedback.waiting import expected_wait, longest, momentum_beside_residual
 from gradwire.methods.sparse.sparse_codec import LargestRule, SparseCodec, SparseSummary
 from gradwire.methods.sparse.sparse_values import NoValues, UnitTable
 from gradwire.methods.sparse.top_k import TopK, check_density
@@ -205,9 +206,15 @@ class CLTk(ResidualAlgorithm):
             unbiased_note="no; with beta=1 nothing is lost",
         )
 
+    def wait_of(self, numel: int | None = None) -> float | None:
+        # Workers with similar gradients: the leader's largest elements are about their own.
+        delta = TopK(density=self.density).typical_delta_of(numel)
+        return None if delta is None or self.beta < 1 else expected_wait(delta)
+
     def caution(self, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> str | None:
-        numel = max((p.numel() for p in parameters.values()), default=1)
-        return momentum_beside_residual(self, optimizer, TopK(density=self.density).delta_of(numel) or 0.0)
+        numel = longest(parameters)
+        delta = TopK(density=self.density).delta_of(numel) or 0.0
+        return momentum_beside_residual(self, optimizer, wait=self.wait_of(numel), delta=delta)
 
     def plan(self, setting: PlanSetting) -> BucketPlan:
         inner = LeadersPlan(setting, self.density, self.tag)

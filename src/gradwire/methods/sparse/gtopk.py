@@ -13,8 +13,9 @@ from gradwire.exchange.protocols.bucket_plan import BucketPlan, PlanSetting, Sec
 from gradwire.exchange.traits import Traits
 from gradwire.methods.casts.cast import FP32
 from gradwire.methods.feedback.contraction import check_contraction
-from gradwire.methods.feedback.error_feedback import ResidualAlgorithm, momentum_beside_residual
+from gradwire.methods.feedback.error_feedback import ResidualAlgorithm
 from gradwire.methods.feedback.local_momentum import checked_momentum
+from gradwire.methods.feedback.waiting import expected_wait, longest, momentum_beside_residual
 from gradwire.methods.sparse.top_k import TopK
 
 
@@ -111,9 +112,14 @@ class GTopK(ResidualAlgorithm):
         """Operator of each worker, and of each merge."""
         return TopK(density=self.density, blocks=self.blocks, values=self.values)
 
+    def wait_of(self, numel: int | None = None) -> float | None:
+        delta = self.operator.typical_delta_of(numel)
+        return None if delta is None else expected_wait(delta)
+
     def caution(self, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> str | None:
-        numel = max((p.numel() for p in parameters.values()), default=1)
-        return momentum_beside_residual(self, optimizer, self.operator.delta_of(numel) or 0.0)
+        numel = longest(parameters)
+        delta = self.operator.delta_of(numel) or 0.0
+        return momentum_beside_residual(self, optimizer, wait=self.wait_of(numel), delta=delta)
 
     def plan(self, setting: PlanSetting) -> BucketPlan:
         return self.fed_back(SectionPlan(self.operator, setting), setting)

@@ -259,6 +259,12 @@ class RandK(Method):
         inner = self.values.delta_of(None if numel is None else self.kept(numel))
         return None if inner is None else share * inner
 
+    def typical_delta_of(self, numel: int | None = None) -> float | None:
+        """Return the share of the elements, 1 if they are rescaled, times that of the values."""
+        values = self.values.typical_delta_of()
+        share = self.density if numel is None else self.kept(numel) / numel
+        return None if values is None else values * (1.0 if self.rescale else share)
+
     def plan(self, setting: PlanSetting) -> BucketPlan:
         if self.private:
             return SectionPlan(self, setting)

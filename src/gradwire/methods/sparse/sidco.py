@@ -340,4 +340,12 @@ class SIDCo(Sparse):
 
     def usual_delta_of(self, numel: int | None = None) -> float | None:
         """Return the share of the target number of largest elements."""
-        return TopK(density=self.density, blocks=self.blocks, values=self.values).delta_of(numel)
+        return self._exactly.delta_of(numel)
+
+    def typical_delta_of(self, numel: int | None = None) -> float | None:
+        return self._exactly.typical_delta_of(numel)
+
+    @property
+    def _exactly(self) -> TopK:
+        """Selection of exactly the target number of elements."""
+        return TopK(density=self.density, blocks=self.blocks, values=self.values)

@@ -10,6 +10,7 @@ import torch
 from gradwire.exchange.method import Method, Properties, cast_of, is_number, is_whole, require
 from gradwire.exchange.traits import Traits
 from gradwire.methods.casts.cast import FP32
+from gradwire.methods.feedback.waiting import share_of_largest
 from gradwire.methods.sparse.sparse import Sparse
 from gradwire.methods.sparse.sparse_codec import AboveRule, LargestRule
 
@@ -121,6 +122,12 @@ class TopK(Sparse):
             kept = sum(max(1, int(self.density * n)) for n in lengths[:1])
         values = self.values.delta_of(kept if size is None else None)
         return None if values is None else share * values
+
+    def typical_delta_of(self, numel: int | None = None) -> float | None:
+        """Return the share in the largest elements, or the share of the units, which differ less from each other."""
+        values = self.values.typical_delta_of()
+        share = self.density if numel is None else max(self.density, 1 / numel)
+        return None if values is None else values * (share_of_largest(share) if self.unit == "element" else share)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -130,6 +130,12 @@ class Dialled(Wrapper):
     def usual_delta_of(self, numel: int | None = None) -> float | None:
         return self._worst([method.usual_delta_of(numel) for method in self.variants], min)
 
+    def typical_delta_of(self, numel: int | None = None) -> float | None:
+        return self._worst([method.typical_delta_of(numel) for method in self.variants], min)
+
+    def wait_of(self, numel: int | None = None) -> float | None:
+        return self._worst([method.wait_of(numel) for method in self.variants], max)
+
     def remembered_numel(self, kind: str, parameter: Parameter) -> int:
         return self.compressor.remembered_numel(kind, parameter)
 

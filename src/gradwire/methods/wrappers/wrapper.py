@@ -90,6 +90,9 @@ class Around(Method):
     def bind(self, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> Callable[[], None] | None:
         return self.wrapped.bind(optimizer, parameters)
 
+    def wait_of(self, numel: int | None = None) -> float | None:
+        return self.wrapped.wait_of(numel)
+
     def caution(self, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> str | None:
         return self.wrapped.caution(optimizer, parameters)
 
