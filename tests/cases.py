@@ -21,6 +21,7 @@ from laws import (
     levels,
     multi_scale,
     natural,
+    natural_of_mean,
     rotated,
     ternary,
 )
@@ -270,7 +271,7 @@ TABLE: dict[str, list[Case]] = {
         Case(gw.ACPSGD(), ring(32), error=2e-7, memory=True, vectors=False),
         Case(gw.ACPSGD(values=gw.QSGDMaxNorm()), ring(32), error=2e-7, memory=True, vectors=False),
     ],
-    "natural": [Case(gw.Natural(), gather(9), variance=natural)],
+    "natural": [Case(gw.Natural(), narrow(9), variance=natural, mean_variance=natural_of_mean)],
     "naturaldithering": [
         Case(
             gw.NaturalDithering(),
@@ -475,6 +476,18 @@ TABLE: dict[str, list[Case]] = {
                 training_rounds=1,
             ),
             gather(0.05 * (32 + 5.75)),
+            error=1.0,
+            constants=False,
+            coded=True,
+            memory=True,
+            amplifies=True,
+        ),
+    ],
+    # From the second round on values are read from a curve.
+    "rank_curve": [
+        Case(
+            gw.RankCurve(density=0.05, full_rounds=0, training_rounds=1),
+            lambda n: 0.75 * (n - 1).bit_length(),
             error=1.0,
             constants=False,
             coded=True,

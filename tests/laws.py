@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable
 
@@ -23,6 +24,7 @@ __all__ = [
     "levels",
     "multi_scale",
     "natural",
+    "natural_of_mean",
     "rotated",
     "ternary",
 ]
@@ -169,6 +171,19 @@ def natural(g: torch.Tensor) -> torch.Tensor:
     t = g.double().abs()
     low = torch.ldexp(torch.ones_like(t), torch.frexp(t).exponent - 1)
     return torch.where(t > 0, (2 * low - t) * (t - low), 0.0)
+
+
+def natural_of_mean(g: torch.Tensor) -> torch.Tensor:
+    """The expected variance of rounding the mean of the workers' powers of two once more, over all of their draws."""
+    t = g.double().abs()
+    low = torch.ldexp(torch.ones_like(t), torch.frexp(t).exponent - 1)
+    high = torch.where(t > 0, t / low - 1, 0.0)
+    found = torch.zeros(g.shape[1], dtype=torch.float64)
+    for ups in itertools.product((False, True), repeat=len(g)):
+        up = torch.tensor(ups)[:, None]
+        mean = torch.where(t > 0, torch.where(up, 2 * low, low) * g.double().sign(), 0.0).mean(0, keepdim=True)
+        found += torch.where(up, high, 1 - high).prod(0) * natural(mean)[0]
+    return found
 
 
 def fitted(method: gw.ALQ | gw.AMQ) -> Law:

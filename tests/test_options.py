@@ -65,7 +65,7 @@ def test_a_seed_is_a_whole_number(seed: Any) -> None:
         ("no_such", {}, HyperparameterError, "unknown method"),
         ("terngrad", {"chunk": 1}, HyperparameterError, "did you mean 'chunk_numel'"),
         ("terngrad", {"collective": "ring"}, HyperparameterError, "unknown collective 'ring'"),
-        ("natural", {"collective": "two_shot"}, IncompatibleError, "cannot travel by two_shot"),
+        ("lattice", {"collective": "two_shot"}, IncompatibleError, "cannot travel by two_shot"),
         ("Auto(candidates=('fp32', 'qsgd'))", {"collective": "two_shot"}, IncompatibleError, "cannot travel by"),
         ("DIANA(prox=L1(strength=0.1))", {}, IncompatibleError, "no optimizer"),
         ("signum", {"fallback": "bf16", "fallback_limit": 2.0}, IncompatibleError, "fallback= has no place here"),

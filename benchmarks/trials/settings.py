@@ -125,6 +125,10 @@ SETTINGS = {
         "LGC(density=0.05, instance='parameter_server', full_rounds=0, training_rounds=1, feedback='reconstruction', "
         "order='index', innovation=0.01, optimizer='sgd')",
     ),
+    "rank_curve": (
+        "RankCurve(density=0.05, full_rounds=0, training_rounds=1)",
+        "RankCurve(density=0.05, full_rounds=0, training_rounds=1, feedback='reconstruction')",
+    ),
     "sketched_sgd": (
         "SketchedSGD()",
         "SketchedSGD(rows=3, columns=97, density=0.02, candidates=2, momentum=0.5)",

@@ -34,15 +34,39 @@ def test_terngrad_sends_less_than_the_levels_of_a_gather(world_size: int) -> Non
     assert min(found, key=lambda spec: found[spec]) == "terngrad"
 
 
-@pytest.mark.parametrize(("spec", "first"), [("qsgdinf", 8), ("qsgd", 6), ("natural", 4)])
+@pytest.mark.parametrize(("spec", "first"), [("qsgdinf", 8), ("qsgd", 6)])
 def test_from_where_on_a_gather_sends_more_than_bf16(spec: str, first: int) -> None:
     larger = [n for n in range(2, 10) if bits(spec, n) > bits("bf16", n)]
     assert larger == list(range(first, 10))
 
 
-def test_natural_sends_nine_bits_to_each_other_worker() -> None:
-    for world_size, shown in ((2, 9.0), (3, 13.5), (4, 18.0)):
-        assert on_the_scale_of_an_all_reduce("natural", world_size) == pytest.approx(shown, abs=HEADERS)
+@pytest.mark.parametrize("world_size", [2, 3, 4, 8])
+def test_natural_sends_nine_bits_each_way(world_size: int) -> None:
+    """Where every worker sends to every other, nine to each of them: from eight workers on more than float32."""
+    assert on_the_scale_of_an_all_reduce("natural", world_size) == pytest.approx(9.0, abs=HEADERS)
+    like = {"w": torch.empty(1, NUMEL, device="meta")}
+    gathers = Planner(gw.method("natural"), like, world_size, Options(min_numel=0, collective="all_gather"))
+    assert 8 * gathers.sent_bytes(["w"]) / NUMEL == pytest.approx(9 * (world_size - 1), abs=HEADERS)
+    assert bits("natural", world_size) < bits("fp32", world_size)
+    more = 8 * gathers.sent_bytes(["w"]) / NUMEL > bits("fp32", world_size)
+    assert more == (world_size >= 8)
+
+
+@pytest.mark.parametrize(
+    "spec", ["QSGD()", "QSGDinf()", "NUQSGD()", *(f"{name}(block_size=512)" for name in ("ALQ", "ALQN", "AMQ", "AMQN"))]
+)
+def test_where_owners_encode_the_mean_again_bits_do_not_grow_with_the_workers(spec: str) -> None:
+    """A payload to each owner and one from it to all: as many bits as two of payloads, (N - 1) / N of each."""
+    like, alone = {"w": torch.empty(1, NUMEL, device="meta")}, {}
+    for world_size in (2, 4, 8):
+        for collective in ("all_gather", "two_shot"):
+            options = Options(min_numel=0, collective=collective)
+            sent = Planner(gw.method(spec), like, world_size, options).sent_bytes(["w"])
+            alone[collective, world_size] = 8 * sent / NUMEL / (world_size - 1)
+    gathered, shares = ([alone[c, n] for n in (2, 4, 8)] for c in ("all_gather", "two_shot"))
+    assert gathered == pytest.approx([gathered[0]] * 3, abs=HEADERS)
+    # A share has whole blocks.
+    assert [n * bits / 2 for n, bits in zip((2, 4, 8), shares)] == pytest.approx([gathered[0]] * 3, rel=0.02)
 
 
 def test_sharing_the_scaler_saves_a_quarter_with_four_workers() -> None:

@@ -13,7 +13,11 @@ from gradwire.exchange.segments import Parameter, Segment
 from gradwire.kernels import get_kernels
 from plans import make_plan
 
-METHODS = ("EDEN(bits=2)", "EDEN(bits=0.5)", "QSGDinf(block_size=64)", "QSGD(block_size=512)", "NUQSGD(blocks='model')")
+METHODS = (
+    *("EDEN(bits=2)", "EDEN(bits=0.5)", "QSGDinf(block_size=64)", "QSGD(block_size=512)", "NUQSGD(blocks='model')"),
+    *("Natural()", "ALQ(updates=(0,), block_size=512)", "ALQN(updates=(0,), block_size=64, blocks='parameter')"),
+    *("AMQ(updates=(0,), block_size=512)", "AMQN(updates=(0,), blocks='parameter', block_size=512, overlap=True)"),
+)
 
 
 def gradients(world_size: int, numel: int) -> torch.Tensor:
@@ -26,8 +30,11 @@ def test_traffic_does_not_grow_with_the_workers(spec: str) -> None:
     for collective in ("all_gather", "two_shot"):
         for world_size in (4, 16):
             link = gw.SimulatedLink([("a", torch.empty(numel))], spec, world_size, collective=collective)
-            link.reduce_(torch.ones(world_size, numel))
-            sent[collective, world_size] = link.traffic().sent_bytes
+            # Levels are fitted in the first round.
+            for _ in range(2):
+                before = link.traffic().sent_bytes
+                link.reduce_(torch.ones(world_size, numel))
+            sent[collective, world_size] = link.traffic().sent_bytes - before
     assert sent["all_gather", 16] > 4.9 * sent["all_gather", 4]
     # (N - 1) / N of a payload twice, but for headers, and shares of whole blocks.
     assert sent["two_shot", 16] < 1.3 * sent["two_shot", 4]
@@ -44,6 +51,10 @@ def test_the_mean_has_the_error_of_one_more_encoding(spec: str) -> None:
     )
     encodes = gw.SimulatedLink([("a", torch.empty(numel))], spec, 1, collective="all_gather", seed=1)
     gathered = shot = encoded = 0.0
+    # Levels that are fitted, in the first round or behind it, are those of the workers' vectors for the owner, too.
+    for link in (gathers, shoots):
+        link.reduce_(g.clone())
+    encodes.load_state_dict({**encodes.state_dict(), "global": gathers.state_dict()["global"]})
     for _ in range(rounds):
         estimate = gathers.reduce_(g.clone())
         gathered += float((estimate.double() - mean).square().sum())
@@ -101,13 +112,64 @@ def test_chunks_do_not_decide_a_bit(spec: str) -> None:
 
 def test_by_default_the_number_of_workers_alone_decides() -> None:
     for world_size, expected in ((2, "all_gather"), (3, "two_shot")):
-        for numel in (100, 100_000):
-            link = gw.SimulatedLink([("a", torch.empty(numel))], "eden", world_size, min_numel=0)
-            link.reduce_(torch.ones(world_size, numel))
-            assert set(link.record()["collectives"]) == {expected}
+        for spec in ("eden", "natural"):
+            for numel in (100, 100_000):
+                link = gw.SimulatedLink([("a", torch.empty(numel))], spec, world_size, min_numel=0)
+                link.reduce_(torch.ones(world_size, numel))
+                assert set(link.record()["collectives"]) == {expected}
     link = gw.SimulatedLink([("a", torch.empty(9000))], "qsgd", 4)
     link.reduce_(torch.ones(4, 9000))
     assert set(link.record()["collectives"]) == {"all_gather"}
+
+
+@pytest.mark.parametrize("spec", ["Natural()", "QSGD(block_size=512)", "ALQ(updates=(0,), block_size=512)"])
+def test_the_mean_stays_unbiased_and_within_the_bound_of_two_operators(spec: str) -> None:
+    """E|C(mean_i C(x_i)) - mean|^2 <= w |mean|^2 + (1 + w) w sum_i |x_i|^2 / N^2; no w is stated of fitted levels.
+
+    The mean over T rounds then has that squared error over T, a sum of errors of 4096 elements.
+    """
+    numel, rounds, workers = 4096, 400, 4
+    g = gradients(workers, numel) + 0.5
+    mean, draws, square = g.double().mean(0), torch.zeros(numel, dtype=torch.float64), 0.0
+    link = gw.SimulatedLink([("a", torch.empty(numel))], spec, workers, min_numel=0, collective="two_shot")
+    for _ in range(rounds):
+        found = link.reduce_(g.clone()).double()
+        draws += found / rounds
+        square += float((found - mean).square().sum()) / rounds
+    w = link.method.omega
+    if w is not None:
+        assert square <= w * float(mean.square().sum()) + (1 + w) * w * float(g.double().square().sum()) / workers**2
+    assert float((draws - mean).square().sum()) == pytest.approx(square / rounds, rel=0.25)
+
+
+def test_shifts_would_drift_where_owners_encode_the_mean_again() -> None:
+    """Constant, unlike gradients: the naive composition ends beside their mean, and DIANA by a gather on it.
+
+    e = h - mean h_i is a sum of the owners' errors, which go to zero with the differences, so that it stays.
+    """
+    numel, workers, q = 640, 3, gw.QSGDinf(levels=3, block_size=64)
+    g, alpha = gradients(workers, numel), 1 / (1 + q.omega)
+    own, common = torch.zeros(workers, numel), torch.zeros(numel)
+    outcome = torch.zeros(numel)
+    for round in range(300):
+        sent = torch.stack([gw.simulate(row[None], q, seed=r, round=round).mean for r, row in enumerate(g - own)])
+        applied = gw.simulate(sent.mean(0, keepdim=True), q, seed=workers, round=round).mean
+        outcome = common + applied
+        own, common = own + alpha * sent, common + alpha * applied
+    assert float((own - g).norm()) < 1e-4 * float(g.norm())
+    drift = float((outcome - g.mean(0)).norm() / g.mean(0).norm())
+    assert drift == pytest.approx(float((common - own.mean(0)).norm() / g.mean(0).norm()), rel=1e-2)
+    assert drift > 0.05
+    link = gw.SimulatedLink([("a", torch.empty(numel))], gw.DIANA(compressor=q), workers, min_numel=0)
+    for _ in range(300):
+        found = link.reduce_(g.clone())
+    assert float((found - g.mean(0)).norm()) < 1e-4 * float(g.norm())
+
+
+@pytest.mark.parametrize("method", [gw.DIANA(), gw.EF21(compressor=gw.QSGDinf(levels=7, block_size=64))], ids=repr)
+def test_shifts_say_why_they_refuse_it(method: gw.Method) -> None:
+    with pytest.raises(gw.IncompatibleError, match="the mean of all shifts would drift"):
+        gw.SimulatedLink([("a", torch.empty(9000))], method, 4, collective="two_shot")
 
 
 @pytest.mark.parametrize("method", [gw.DIANA(), gw.ErrorFeedback()], ids=repr)

@@ -277,6 +277,13 @@ class Method:
             return None
         return "all_gather" if world_size <= 2 else self.traits.collectives[0]
 
+    def refusal_of_collective(self, collective: str) -> str | None:
+        """Return why the method cannot use one of the known protocols, as the end of a sentence; None: no more is said.
+
+        It is called for protocols that are not among its :attr:`Traits.collectives`.
+        """
+        return None
+
     def plan(self, setting: PlanSetting) -> BucketPlan:
         """Plan the exchange of one bucket.
 

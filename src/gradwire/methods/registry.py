@@ -17,6 +17,7 @@ from gradwire.methods.gossip.gossip import DPSGD
 from gradwire.methods.gossip.power_gossip import PowerGossip
 from gradwire.methods.lattice.lattice import Lattice
 from gradwire.methods.learned.lgc import LGC
+from gradwire.methods.learned.rank_curve import RankCurve
 from gradwire.methods.levels.adaptive_levels import ALQ, ALQN, AMQ, AMQN
 from gradwire.methods.levels.dorefa import DoReFa
 from gradwire.methods.levels.multi_scale import MultiScale
@@ -101,6 +102,7 @@ __all__ = [
     "QSGDMaxNorm",
     "QSGDinf",
     "RandK",
+    "RankCurve",
     "Rotated",
     "SIDCo",
     "ScaledSign",
@@ -170,6 +172,7 @@ METHODS: tuple[type[Method], ...] = (
     Scheduled,
     LGreCo,
     LGC,
+    RankCurve,
     Hierarchical,
     LocalSGD,
     DiLoCo,

@@ -144,6 +144,14 @@ class Codec(ABC):
     def summarise(self, flat: torch.Tensor) -> Summary:
         """Measure the segments, which must be whole parameters."""
 
+    def summarise_mean(self, flat: torch.Tensor, summary: Summary) -> Summary:
+        """Measure the mean of the segments, which their owner encodes again; ``summary`` is that of this rank's vector.
+
+        All ranks decode the mean with a summary of their own vector, so that what is not in the payload must not
+        depend on the mean.
+        """
+        return self.summarise(flat)
+
     @abstractmethod
     def payload_bytes(self, units: int) -> int:
         """Return the exact bytes of a rank's codes of ``units`` units, or the most if :meth:`packing` varies."""

@@ -187,7 +187,9 @@ class Options:
             raise HyperparameterError(f"unknown collective {self.collective!r}{hint} (known: {', '.join(known)})")
         if self.collective not in method.traits.collectives:
             raise IncompatibleError(
-                f"{method!r} cannot travel by {self.collective}; use collective='auto'"
+                f"{method!r} cannot travel by {self.collective}"
+                + (f": {reason}" if (reason := method.refusal_of_collective(self.collective)) else "")
+                + "; use collective='auto'"
                 + "".join(f" or {c!r}" for c in method.traits.collectives)
             )
         return (self.collective,)

@@ -51,7 +51,7 @@ def two_shot_re_encoded(context: Context, tag: int, shares: Sequence[Share], fla
     ups, bodies, parts = yield from send_shares(context, tag, ups, flat)
     for section, part in zip(ups[context.rank], parts):
         section.codec.decode_rows(part, section.summary, flat)
-    ours = [replace(s, summary=s.codec.summarise(flat)) for s in downs[context.rank]]
+    ours = [replace(s, summary=s.codec.summarise_mean(flat, s.summary)) for s in downs[context.rank]]
     means = encode(context, ours, flat, [s.codec.units for s in ours], owners, "mean's ")
     yield from tell_shares(context, tag, downs, means, flat, owners)
     return outcome(context, [s for part in ups for s in part], [b for part in bodies for b in part], flat)

@@ -148,6 +148,11 @@ class ErrorFeedback(ResidualAlgorithm, Wrapper):
             unbiased_note="no; nothing is lost",
         )
 
+    def refusal_of_collective(self, collective: str) -> str | None:
+        if collective != "two_shot" or not self.compressor.traits.re_encoding:
+            return None
+        return "the error of an owner who encodes the mean again would be in no rank's residual, and be lost"
+
     def wait_of(self, numel: int | None = None) -> float | None:
         inner = self.compressor
         if inner.traits.parts is not None:

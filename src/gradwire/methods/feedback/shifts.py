@@ -43,6 +43,12 @@ class ShiftAlgorithm(Method):
     mixed precision. With another number of workers after a checkpoint they restart from zero, since h would not be the
     mean of the remaining h_i.
 
+    The compressor's payloads are gathered, not encoded again by the owners of shares. With the owner's D' = D + v in
+    place of D, E v = 0, ranks would know D' alone, and h <- h + rate D' would leave e = h - mean h_i with e <- e + rate
+    v: a sum of errors that no later round makes smaller. The outcome would be that mean plus e, and as x_i - h_i go to
+    zero, v would too, and e stay where it is. A shift that all ranks learn from what is applied, h_i = h, has e = 0,
+    but then x_i - h goes to x_i - mean x_i and not to zero, as without shifts.
+
     Not a dataclass, so that each method's own fields keep their order in its spec.
     """
 
@@ -56,6 +62,14 @@ class ShiftAlgorithm(Method):
             re_encoding=False,
             needs_loss_scale=True,
             kernels=(*self.compressor.traits.kernels, "shifts"),
+        )
+
+    def refusal_of_collective(self, collective: str) -> str | None:
+        if collective != "two_shot" or not self.compressor.traits.re_encoding:
+            return None
+        return (
+            "the owner of a share would encode the mean difference again, with an error that is in no rank's shift, so "
+            "that the mean of all shifts would drift away from the one that ranks keep, and nothing leads it back"
         )
 
     def differences(self, setting: PlanSetting, rate: float) -> BucketPlan:

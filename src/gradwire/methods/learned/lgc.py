@@ -10,16 +10,17 @@ import torch
 
 from gradwire.exchange.method import Properties, is_whole, require
 from gradwire.exchange.ops import Exchange
-from gradwire.exchange.protocols import Context, Outcome
+from gradwire.exchange.protocols import Context
 from gradwire.exchange.protocols.bucket_plan import BucketPlan, PlanSetting
 from gradwire.exchange.segments import divide
 from gradwire.exchange.traits import Traits
-from gradwire.methods.feedback.error_feedback import Feedback, ResidualAlgorithm
+from gradwire.methods.feedback.error_feedback import ResidualAlgorithm
 from gradwire.methods.feedback.local_momentum import checked_momentum
 from gradwire.methods.feedback.waiting import longest, momentum_beside_residual
 from gradwire.methods.learned.autoencoder import REMEMBERED, Autoencoder, ElementScales, Training
 from gradwire.methods.learned.lgc_all_reduce import CodedMean, WatchedSum
 from gradwire.methods.learned.lgc_server import CommonCode, WatchedTopK
+from gradwire.methods.learned.phases import PhasedPlan
 from gradwire.methods.sparse.clt_k import LeadersElements
 from gradwire.methods.sparse.top_k import TopK, check_density
 
@@ -176,7 +177,7 @@ class LGC(ResidualAlgorithm):
         if not divide(setting.segments)[0]:
             return self.dense_plan(setting)
         setting = replace(setting, chunk_numel=max(1, sum(s.numel for s in setting.segments)))
-        return self._after_momentum(_PhasedPlan(self, setting), setting)
+        return self._after_momentum(_TrainingPlan(self, setting), setting)
 
     def dense_plan(self, setting: PlanSetting) -> BucketPlan:
         return super().dense_plan(replace(setting, collective="two_shot"))
@@ -190,33 +191,22 @@ CHOICES = {
 }
 
 
-class _PhasedPlan(BucketPlan):
-    """Plan that exchanges a step by the plan of its round's phase, and trains the autoencoder in the second phase."""
+class _TrainingPlan(PhasedPlan):
+    """Plan that trains the autoencoder in the second phase."""
 
-    chunks, finishes = 1, True
+    finishes = True
 
     def __init__(self, method: LGC, setting: PlanSetting) -> None:
-        self._method, self._setting = method, setting
-        self._training = method.training()
-        whole = replace(setting, collective="two_shot").float32_plan()
+        self._setting, self._training = setting, method.training()
         if method.instance == "all_reduce":
-            inner: list[BucketPlan] = [WatchedSum(method, setting), CodedMean(method, setting, self._training)]
+            plans: tuple[BucketPlan, BucketPlan] = (
+                WatchedSum(method, setting),
+                CodedMean(method, setting, self._training),
+            )
         else:
-            inner = [WatchedTopK(method, setting), CommonCode(method, setting, self._training)]
-        self._phases = [whole, *(Feedback(plan, setting.segments) for plan in inner)]
+            plans = WatchedTopK(method, setting), CommonCode(method, setting, self._training)
+        super().__init__(method, setting, *plans)
         self._scales = ElementScales(LeadersElements(setting, method.density).counts)
-        self.collective, self.runs = setting.collective, self._phases[-1].runs
-
-    def phase(self, round: int) -> int:
-        """Return the number of a round's phase, from 0; a round below 0, in a dry run, has the last."""
-        method = self._method
-        return 2 if round < 0 else (round >= method.full_rounds) + (round >= method.first_compressed)
-
-    def prepare(self, context: Context, flat: torch.Tensor) -> Exchange[Any]:
-        return (yield from self._phases[self.phase(context.round)].prepare(context, flat))
-
-    def run(self, context: Context, flat: torch.Tensor, prepared: Any) -> Exchange[Outcome]:
-        return (yield from self._phases[self.phase(context.round)].run(context, flat, prepared))
 
     def finish(self, context: Context) -> Exchange[None]:
         for vectors, innovation in context.parts.take():

@@ -18,7 +18,7 @@ from gradwire.exchange.protocols.sections import Prepared
 from gradwire.exchange.segments import Segment, divide
 from gradwire.exchange.traits import Traits
 from gradwire.kernels import Grid
-from gradwire.methods.levels.level_compressor import LevelCodec, check_blocks
+from gradwire.methods.levels.level_compressor import LevelCodec, check_blocks, re_encoded
 from gradwire.methods.levels.level_fitting import Distribution, best_levels, best_ratio, powers
 from gradwire.methods.levels.level_statistics import Histograms, Normals, Statistics
 
@@ -194,8 +194,7 @@ class _Adaptive(Method):
 
     def declare(self) -> Traits:
         return replace(
-            super().declare(),
-            collectives=("all_gather",),
+            re_encoded(super().declare(), self.block_size),
             # Levels that are used in the round of their fit need the whole gradient.
             whole_step=not self.overlap,
             joined=self.blocks == "model",
@@ -261,6 +260,9 @@ _FIELDS = """
 
     Raises:
         HyperparameterError: a field is out of range.
+
+    Payloads are gathered, as in the paper. With ``collective="two_shot"`` the owner of a share rounds the mean to the
+    same levels once more, as for :class:`QSGD`.
 
     The whole gradient shares the levels. They are stored in checkpoints, and fitted anew if a checkpoint has another
     method, width, norm or blocks. Statistics are of the update round's gradients on all workers; the authors draw ten

@@ -135,6 +135,10 @@ class LevelCodec(Codec):
             scale = torch.where(torch.isfinite(scale), torch.maximum(norm, scale), scale)
         return LevelSummary(usable(scale), self._first_blocks.on(flat.device), self.grid, moments)
 
+    def summarise_mean(self, flat: torch.Tensor, summary: Summary) -> LevelSummary:
+        # Scales are in the payload, the levels are not: those that were fitted to the workers' vectors.
+        return replace(self.summarise(flat), grid=as_levels(summary).grid)
+
     def _norm(self, flat: torch.Tensor, moments: Moments) -> torch.Tensor:
         if self.norm == "l2":
             return moments.norm
@@ -209,6 +213,19 @@ def check_blocks(owner: str, block_size: int | None, blocks: str) -> None:
     )
 
 
+def re_encoded(traits: Traits, block_size: int | None) -> Traits:
+    """Return traits of a method that gathers codes of blocks, or sends them to owners who encode the mean again.
+
+    Two-shot needs a block size: the scale of a whole parameter is not that of a share of it.
+    """
+    return replace(
+        traits,
+        collectives=("all_gather", "two_shot") if block_size else ("all_gather",),
+        re_encoding=block_size is not None,
+        share_cut=math.lcm(traits.cut, block_size or 1),
+    )
+
+
 class LevelCompressor(Compressor):
     """A compressor that rounds blocks to levels without bias, with the fields ``block_size`` and ``blocks``.
 
@@ -223,13 +240,8 @@ class LevelCompressor(Compressor):
     blocks: str
 
     def declare(self) -> Traits:
-        traits = super().declare()
         return replace(
-            traits,
-            # Two-shot needs a block size: the scale of a whole parameter is not that of a share of it.
-            collectives=("all_gather", "two_shot") if self.block_size else ("all_gather",),
-            re_encoding=self.block_size is not None,
-            share_cut=math.lcm(traits.cut, self.block_size or 1),
+            re_encoded(super().declare(), self.block_size),
             # Blocks that cross parameters need the gradients of all parameters.
             whole_step=(self.blocks == "model"),
             joined=self.blocks == "model",

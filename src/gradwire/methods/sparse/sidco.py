@@ -99,6 +99,46 @@ def tail_threshold(kernels: Kernels, x: torch.Tensor, density: float, model: str
     return eta
 
 
+TOLERANCE = 0.2
+"""Relative distance from the target number of magnitudes within which the number of stages is not changed."""
+
+USUAL_STAGES = 3
+
+
+def adapted_threshold(kernels: Kernels, x: torch.Tensor, density: float, model: str) -> float | None:
+    """Return the threshold of :func:`tail_threshold` for a number of stages that is adapted to what is kept.
+
+    With k = density len(x) and n(M) the number of magnitudes above the threshold of M stages, M begins at
+    :data:`USUAL_STAGES` and stays where n(M) is within 20 % of k. Else the neighbour with the lesser |ln(n(M) / k)|
+    is next, in this direction for as long as that falls, within 1 to ceil(log2(1 / density)) stages. Which direction
+    raises n depends on the tail: light ones need more stages to keep more, heavy ones fewer.
+
+    The number above a threshold takes one more reading of the vector.
+
+    Returns:
+        The threshold of the best number of stages that was tried; None if no number of them gave a fit.
+    """
+    aim, most = density * len(x), max(1, math.ceil(-math.log2(density)))
+    tried: dict[int, tuple[float, float | None]] = {}
+
+    def share(stages: int) -> float:
+        """Return n / k for a number of stages, 0 where there is no threshold."""
+        if stages not in tried:
+            eta = tail_threshold(kernels, x, density, model, stages) if 1 <= stages <= most else None
+            tried[stages] = (0.0 if eta is None else _tail(kernels, x, eta).count / aim, eta)
+        return tried[stages][0]
+
+    def off(stages: int) -> float:
+        return abs(math.log(share(stages))) if share(stages) else math.inf
+
+    stages = min(USUAL_STAGES, most)
+    if abs(share(stages) - 1) > TOLERANCE:
+        step = 1 if off(stages + 1) < off(stages - 1) else -1
+        while abs(share(stages) - 1) > TOLERANCE and off(stages + step) < off(stages):
+            stages += step
+    return tried[stages][1]
+
+
 def _tail(kernels: Kernels, x: torch.Tensor, eta: float) -> Tail:
     """Return the moments of what magnitudes above ``eta`` exceed it by."""
     # A float32 is above eta if it is above the largest float32 that is not.
@@ -204,14 +244,15 @@ MOST = 1.3
 
 
 class FittedRule(Rule):
-    """Rule that keeps all units of a block above an estimated threshold, see :func:`tail_threshold`, at most 1.3 k.
+    """Rule that keeps all units of a block above an estimated threshold, at most 1.3 k.
 
-    With k = max(1, floor(density n)) for a block of n units, the 1.3 k largest are kept if more are above. The k
-    largest are kept if the block has fewer than :data:`SMALL_BLOCK` units, if a fit degenerates, and if nothing is
-    above. The kept units are always exactly the largest.
+    The threshold is that of :func:`tail_threshold`, or of :func:`adapted_threshold` without a number of stages. With
+    k = max(1, floor(density n)) for a block of n units, the 1.3 k largest are kept if more are above. The k largest are
+    kept if the block has fewer than :data:`SMALL_BLOCK` units, if a fit degenerates, and if nothing is above. The kept
+    units are always exactly the largest.
     """
 
-    def __init__(self, density: float, model: str, stages: int) -> None:
+    def __init__(self, density: float, model: str, stages: int | None) -> None:
         self._largest = LargestRule(density)
         self._density, self._model, self._stages = density, model, stages
 
@@ -231,12 +272,17 @@ class FittedRule(Rule):
             kernels.select_largest(scores, table, counts, positions)
         return positions, counts
 
+    def _threshold(self, kernels: Kernels, x: torch.Tensor) -> float | None:
+        if self._stages is None:
+            return adapted_threshold(kernels, x, self._density, self._model)
+        return tail_threshold(kernels, x, self._density, self._model, self._stages)
+
     def thresholds(self, kernels: Kernels, scores: torch.Tensor, table: SegmentTable) -> torch.Tensor:
         """Return the threshold of each block, float32 ``[blocks]``, +inf if none is estimated."""
         found = torch.full((len(table),), torch.inf)
         for i, (begin, numel) in enumerate(zip(table.offset.tolist(), table.numel.tolist())):
             if numel >= SMALL_BLOCK:
-                eta = tail_threshold(kernels, scores[begin : begin + numel], self._density, self._model, self._stages)
+                eta = self._threshold(kernels, scores[begin : begin + numel])
                 found[i] = torch.inf if eta is None else eta
         return found
 
@@ -260,15 +306,18 @@ class SIDCo(Sparse):
     parameter is kept, and C is a contraction, though with delta = 1/d in the worst case. Use it as
     ``ErrorFeedback(compressor=SIDCo())``.
 
-    The paper adapts the number of stages to the numbers kept in earlier rounds. Operators have no state, so ``stages``
-    is fixed here.
+    **Stages.** The paper adapts their number to the share kept in the last five rounds, by one at a time, where it is
+    off by more than 20 %. With ``stages=None`` that is done in each round for each parameter: from three stages on the
+    number moves by one towards the neighbour that keeps nearer to k, until the share is within 20 %, or no neighbour is
+    nearer. It needs no state, and in place of several rounds a few more readings of the vector, one to count for each
+    number of stages that is tried and those of its fits.
 
     Args:
         density: Target share k/d, above 0 to 1; the paper: 0.001.
         model: Distribution of the magnitudes in the first stage and of the excess in later ones: "exponential" for both
             (the paper's SIDCo-E), "gamma" and generalised Pareto (SIDCo-GP), or generalised "pareto" for both
             (SIDCo-P).
-        stages: 1 to 16.
+        stages: 1 to 16; None: adapted to what is kept, as in the paper.
         blocks: "parameter"; or "model", all parameters as one vector, the default of the authors' program. This needs
             the whole gradient.
         values: Encoding of values, as for :class:`TopK`.
@@ -293,7 +342,7 @@ class SIDCo(Sparse):
 
     density: float = 0.05
     model: str = "exponential"
-    stages: int = 3
+    stages: int | None = USUAL_STAGES
     blocks: str = "parameter"
     values: Method = field(default_factory=FP32)
 
@@ -305,13 +354,14 @@ class SIDCo(Sparse):
         paper="Abdelmoniem et al., SIDCo, MLSys 2021",
         bit_stable=True,
         bits_per_element=2 * 0.05 * (32 + 5.8),
-        paper_settings={"density": 0.001},
+        paper_settings={"density": 0.001, "stages": None},
     )
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "density", check_density("SIDCo", self.density))
         require(self.model in tuple(MODELS), "SIDCo", f"model is one of {', '.join(MODELS)}, not {self.model!r}")
-        require(is_whole(self.stages, 1, 16), "SIDCo", f"stages is a number from 1 to 16, not {self.stages!r}")
+        given = self.stages is None or is_whole(self.stages, 1, 16)
+        require(given, "SIDCo", f"stages is a number from 1 to 16, or None, not {self.stages!r}")
         self.check_sparse()
 
     def declare(self) -> Traits:
