@@ -126,7 +126,22 @@ const GradwireModel = (() => {
 
   const stretchOf = (load) => Math.max(1, load.ranks / load.cores);
   const runnersOf = (load) => Math.max(1, load.cores / load.ranks);
-  const over = (item) => item.cpuS <= DONE && item.latencyS <= DONE && item.bytes <= 1e-6;
+  const sends = (item) => item.latencyS <= DONE && item.bytes > 1e-6;
+  const travels = (item) => item.latencyS <= DONE && item.travelS > DONE;
+  const over = (item) => item.cpuS <= DONE && item.latencyS <= DONE && !sends(item) && !travels(item);
+
+  /** Let time pass for an item, with a share of a core and a rate of bytes. */
+  function passTime(item, seconds, speed, rate) {
+    const [sent, travelled] = [sends(item), travels(item)];
+    if (item.cpuS > DONE) item.cpuS -= seconds * speed;
+    if (item.latencyS > DONE) item.latencyS -= seconds;
+    if (sent) item.bytes -= seconds * rate;
+    if (!travelled) return;
+    item.travelS -= seconds;
+    if (item.travelS > DONE) return;
+    item.bytes += item.heldBytes;
+    item.heldBytes = 0;
+  }
 
   function hasTurn(job) {
     while (job.before && job.before.done) job.before = job.before.before;
@@ -170,18 +185,17 @@ const GradwireModel = (() => {
   function moment(runners, flow, load) {
     const items = currentItems(runners);
     const working = items.filter((i) => i.cpuS > DONE);
-    const waiting = items.filter((i) => i.latencyS > DONE);
-    const sending = items.filter((i) => i.latencyS <= DONE && i.bytes > 1e-6);
+    const sending = items.filter(sends);
     const speed = working.length ? Math.min(1, runnersOf(load) / working.length) : 1;
     const rates = shares(sending, flow);
     const passed = Math.min(
       ...working.map((i) => i.cpuS / speed),
-      ...waiting.map((i) => i.latencyS),
+      ...items.filter((i) => i.latencyS > DONE).map((i) => i.latencyS),
+      ...items.filter(travels).map((i) => i.travelS),
       ...sending.map((i, k) => i.bytes / rates[k]),
     );
-    for (const i of working) i.cpuS -= passed * speed;
-    sending.forEach((i, k) => (i.bytes -= passed * rates[k]));
-    for (const i of waiting) i.latencyS -= passed;
+    const rateOf = new Map(sending.map((i, k) => [i, rates[k]]));
+    for (const i of items) passTime(i, passed, speed, rateOf.get(i) || 0);
     return passed;
   }
 
@@ -191,6 +205,8 @@ const GradwireModel = (() => {
     bytes: 0,
     inTurn: false,
     mostBytesPerS: Infinity,
+    travelS: 0,
+    heldBytes: 0,
   });
 
   /** Bytes a second of one TCP connection; see connection_rate in gradwire/model/machine.py. */
@@ -215,13 +231,6 @@ const GradwireModel = (() => {
     const flow = link.bytesPerS ? link.bytesPerS / link.ranksPerHost : Infinity;
     const connection = connectionRate(link.latencyS, link.loss);
 
-    /** See waiting_s in gradwire/model/schedule.py. */
-    function waitingS(stage, bytesS) {
-      let travelS = stage.delays * link.latencyS;
-      if (stage.kind === "ring") travelS = Math.max(0, travelS - bytesS / 2);
-      return travelS + resendingS(link, 2 * stage.messages * workers, Math.floor(stage.delays / 2));
-    }
-
     function itemsOf(stage) {
       const items = [];
       if (stage.workS) items.push(cpu(stage.workS * factor));
@@ -232,11 +241,18 @@ const GradwireModel = (() => {
         const efficiency = alone ? machine.ring_efficiency : machine.crowd_efficiency;
         const sent = leaving(link, stage.sentBytes, ring, workers);
         const rate = connection * (alone ? 1 : Math.max(1, workers - link.ranksPerHost));
+        const travelS = stage.delays * link.latencyS;
+        const resent = resendingS(link, 2 * stage.messages * workers, Math.floor(stage.delays / 2));
+        const bytes = link.bytesPerS || rate < Infinity ? sent / efficiency : 0;
+        // Of a ring's two segments under way, one's bytes are sent while the other's travel.
+        const heldBytes = ring && travelS ? bytes / 2 : 0;
         items.push({
           cpuS: (machine.call_s + machine.message_s * stage.messages + byteS * stage.sentBytes) * factor,
-          latencyS: stage.rounds * machine.round_s * stretchOf(load) + waitingS(stage, sent / (flow * efficiency)),
-          bytes: link.bytesPerS || rate < Infinity ? sent / efficiency : 0,
+          latencyS: stage.rounds * machine.round_s * stretchOf(load) + resent + (ring ? 0 : travelS),
+          bytes: bytes - heldBytes,
           mostBytesPerS: rate / efficiency,
+          travelS: ring ? travelS : 0,
+          heldBytes,
           inTurn: stage.kind === "pairs",
         });
       }

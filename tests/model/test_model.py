@@ -43,7 +43,7 @@ FREE = dataclasses.replace(
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_the_model_waits_for_the_delays_that_the_clock_counts(spec: str, world_size: int) -> None:
     """Lanes, turns and operations in two simulations, for two buckets of large rows and one of small ones."""
-    sizes = {"a": (1 << 11, 1 << 11), "b": (1 << 11, 1 << 11), "c": (64, 64)}
+    sizes = {"a": (1 << 10, 1 << 11), "b": (1 << 10, 1 << 11), "c": (64, 64)}
     buckets = tuple(ReadyBucket(names=(name,), numel=math.prod(s), ready_s=0.0) for name, s in sizes.items())
     shapes = {name: torch.empty(shape, device="meta") for name, shape in sizes.items()}
     if spec in ("fp32", "bf16"):

@@ -97,6 +97,16 @@ def test_a_ring_sends_one_segment_while_the_other_travels() -> None:
         assert taken(sent, delay_s) == pytest.approx(max(sent / 100, sent / 200 + 4 * delay_s))
 
 
+def test_two_rings_send_while_the_messages_of_both_travel() -> None:
+    link = LinkModel(bandwidth_bytes_per_s=100.0, latency_s=0.25)
+    # Both travel for a second, in which half of their bytes are sent; the other halves share the link.
+    found = steps([ring(80), ring(40)], timeline(2.0, 2.0), link=link)
+    assert found.step_s == pytest.approx(3.5 + 1.0 + 0.6)
+    # Without a delay nothing is held back.
+    near = dataclasses.replace(link, latency_s=0.0)
+    assert steps([ring(80), ring(40)], timeline(2.0, 2.0), link=near).step_s == pytest.approx(3.5 + 1.2)
+
+
 def test_a_lossy_connection_is_slow_and_a_crowd_of_them_is_faster() -> None:
     # One packet in a hundred at a round trip of 40 ms: a window of sqrt(150) segments.
     rate = 1448 * math.sqrt(150) / 0.04

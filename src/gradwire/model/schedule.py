@@ -18,7 +18,7 @@ from gradwire.methods.spec import method as read_method
 from gradwire.model.machine import LinkModel, Machine, connection_rate
 from gradwire.model.profile import ReadyBucket, Timeline
 
-_DONE = 1e-12
+_DONE, _BYTE = 1e-12, 1e-6
 
 
 @dataclass(frozen=True)
@@ -178,17 +178,48 @@ class Steps:
 
 @dataclass
 class _Item:
-    """Remaining CPU work, latency and bytes of a runner's current item, and the fastest that its bytes can go."""
+    """The remaining parts of a runner's current item: CPU work beside all others, and one after the other the rest.
+
+    Attributes:
+        latency_s: Time before the first byte.
+        travel_s: Time after it in which no more than ``sent_bytes`` can be sent.
+        held_bytes: Bytes that can be sent after that time.
+        most_bytes_per_s: The fastest that bytes can be sent.
+    """
 
     cpu_s: float = 0.0
     latency_s: float = 0.0
     sent_bytes: float = 0.0
     in_turn: bool = False
     most_bytes_per_s: float = math.inf
+    travel_s: float = 0.0
+    held_bytes: float = 0.0
+
+    @property
+    def sends(self) -> bool:
+        return self.latency_s <= _DONE and self.sent_bytes > _BYTE
+
+    @property
+    def travels(self) -> bool:
+        return self.latency_s <= _DONE and self.travel_s > _DONE
 
     @property
     def over(self) -> bool:
-        return self.cpu_s <= _DONE and self.latency_s <= _DONE and self.sent_bytes <= 1e-6
+        return self.cpu_s <= _DONE and self.latency_s <= _DONE and not self.sends and not self.travels
+
+    def pass_time(self, seconds: float, speed: float, rate: float) -> None:
+        """Let time pass, with a share of a core and a rate of bytes."""
+        sends, travels = self.sends, self.travels
+        if self.cpu_s > _DONE:
+            self.cpu_s -= seconds * speed
+        if self.latency_s > _DONE:
+            self.latency_s -= seconds
+        if sends:
+            self.sent_bytes -= seconds * rate
+        if travels:
+            self.travel_s -= seconds
+            if self.travel_s <= _DONE:
+                self.sent_bytes, self.held_bytes = self.sent_bytes + self.held_bytes, 0.0
 
 
 @dataclass
@@ -252,17 +283,6 @@ def step_time(
     def among(stage: Stage) -> Sequence[int]:
         return range(exchange.world_size) if stage.scope is None else stage.scope.ranks(0)
 
-    def waiting_s(stage: Stage, ranks: int, bytes_s: float) -> float:
-        """Return the seconds that messages of a stage travel, and are sent again, while no byte of it is sent.
-
-        A ring has two segments under way at a time, so that of two places one's bytes are sent while the other's
-        segment travels: with M delays of d seconds and bytes that take B, it takes max(B, B / 2 + M d).
-        """
-        travel_s = stage.delays * link.latency_s
-        if stage.kind == "ring":
-            travel_s = max(0.0, travel_s - bytes_s / 2)
-        return travel_s + link.resending_s(2 * stage.messages * ranks, stage.delays // 2)
-
     def item(stage: Stage) -> Iterator[_Item]:
         if stage.work_s:
             yield _Item(cpu_s=stage.work_s * factor)
@@ -275,13 +295,22 @@ def step_time(
             leaving = link.leaving(stage.sent_bytes, ring, ranks)
             # Only a crowd uses several connections of a rank at a time.
             rate = connection * (1 if alone else max(1, link.elsewhere(ranks)))
+            travel_s = resending_s = 0.0
+            if not inside:
+                travel_s = stage.delays * link.latency_s
+                resending_s = link.resending_s(2 * stage.messages * len(ranks), stage.delays // 2)
+            # Bytes that the network link could carry in the time that these take.
+            sent_bytes = leaving / efficiency if speed or rate < math.inf else 0.0
+            # A ring has two segments under way at a time: of two places, one's bytes are sent while the other's travel.
+            # With M delays of d seconds and bytes that take B, it takes max(B, B / 2 + M d).
+            held_bytes = sent_bytes / 2 if ring and travel_s else 0.0
             yield _Item(
                 cpu_s=(machine.call_s + machine.message_s * stage.messages + byte_s * stage.sent_bytes) * factor,
-                latency_s=stage.rounds * machine.round_s * load.stretch
-                + (0.0 if inside else waiting_s(stage, len(ranks), leaving / (flow * efficiency))),
-                # Bytes that the network link could carry in the time that these take.
-                sent_bytes=leaving / efficiency if speed or rate < math.inf else 0.0,
+                latency_s=stage.rounds * machine.round_s * load.stretch + resending_s + (0.0 if ring else travel_s),
+                sent_bytes=sent_bytes - held_bytes,
                 most_bytes_per_s=rate / efficiency,
+                travel_s=travel_s if ring else 0.0,
+                held_bytes=held_bytes,
                 in_turn=pairs and not (stage.scope is not None and stage.scope.local),
             )
 
@@ -368,19 +397,16 @@ def _moment(runners: Sequence[_Runner], flow: float, load: Load) -> float:
     """Run until the first part of any current item ends; return the seconds."""
     items = _current(runners)
     working = [i for i in items if i.cpu_s > _DONE]
-    waiting = [i for i in items if i.latency_s > _DONE]
-    sending = [i for i in items if i.latency_s <= _DONE and i.sent_bytes > 1e-6]
+    sending = [i for i in items if i.sends]
     speed = min(1.0, load.runners / len(working)) if working else 1.0
     rates = _shares(sending, flow)
-    ends = [i.cpu_s / speed for i in working] + [i.latency_s for i in waiting]
+    ends = [i.cpu_s / speed for i in working] + [i.latency_s for i in items if i.latency_s > _DONE]
+    ends += [i.travel_s for i in items if i.travels]
     ends += [i.sent_bytes / rate for i, rate in zip(sending, rates)]
     passed_s = min(ends)
-    for i in working:
-        i.cpu_s -= passed_s * speed
-    for i, rate in zip(sending, rates):
-        i.sent_bytes -= passed_s * rate
-    for i in waiting:
-        i.latency_s -= passed_s
+    rate_of = {id(i): rate for i, rate in zip(sending, rates)}
+    for i in items:
+        i.pass_time(passed_s, speed, rate_of.get(id(i), 0.0))
     return passed_s
 
 
