@@ -221,3 +221,9 @@ def test_a_step_of_two_buckets_is_planned_as_a_link_runs_it() -> None:
     assert one == Delays({"agreement": 2, "rows to each": 2, "rows to all": 2})
     # Rows of 200 kB wait for the rows before them, scalers do not.
     assert two.count == one.count + 4
+
+
+def test_two_levels_wait_for_the_messages_between_nodes_alone() -> None:
+    flat = planned(gw.method("TernGrad()"), 2, [200])
+    two = planned(gw.method("Hierarchical(TernGrad(), node_size=2)"), 4, [200])
+    assert two == flat
