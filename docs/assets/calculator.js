@@ -29,6 +29,7 @@
     ["cores", "CPU cores of a machine, if workers compute on them (empty: on GPUs)", "", 1, 1024],
     ["bandwidth", "Bandwidth between machines, Mbit/s (empty: no limit)", 1000, 0.008, 600000],
     ["latency", "Delay between machines, one way, ms (0: same room)", 0, 0, 10000],
+    ["loss", "Packets lost between machines, %", 0, 0, 50],
   ];
   const WHOLE = ["micro", "hosts", "ranks", "cores"];
   const MAY_BE_EMPTY = ["cores", "bandwidth"];
@@ -142,6 +143,7 @@
         cores: value.cores,
         bytesPerS: value.bandwidth === null ? null : (value.bandwidth * 1e6) / 8,
         latencyS: value.latency / 1e3,
+        loss: value.loss / 100,
       };
       const rows = GradwireModel.forecastOf(data, question, setting, machine);
       const { method, reason } = GradwireModel.recommend(rows, data.constants);
@@ -155,7 +157,7 @@
       const cores = value.cores === null ? "" : ` --cores ${value.cores}`;
       command.textContent =
         `gradwire plan --profile model.json --hosts ${value.hosts} --gpus-per-host ${value.ranks}${cores}` +
-        ` --bandwidth ${rate} --latency ${value.latency}ms`;
+        ` --bandwidth ${rate} --delay ${value.latency}ms --loss ${value.loss}%`;
       const asked = new URLSearchParams(FIELDS.map(([name]) => [name, inputs[name].value]));
       history.replaceState(null, "", `#${asked}`);
     } catch (error) {

@@ -12,6 +12,9 @@ const GradwireModel = (() => {
   const FORWARD = 1 / 3; // of a micro-batch's computation
   const LARGEST = 2e9; // parameters up to which every bucket of a step is played
   const MEASURED = 10020874; // parameters of the largest model whose steps were measured
+  const RING_SEGMENT = 1 << 20; // largest number of bytes of a segment in Gloo's ring
+  const TCP_SEGMENT = 1448; // payload of a TCP segment
+  const LEAST_TIMEOUT = 0.2; // seconds beyond the round trip after which a lost last packet is sent again
 
   /* ---- what is asked ---- */
 
@@ -64,13 +67,23 @@ const GradwireModel = (() => {
     return Math.max(0, values[i] + slope * (numel - lengths[i]));
   }
 
+  /** One-way delays of Gloo's ring; see gradwire/exchange/drivers/delays.py. */
+  function ringDelays(sentBytes, workers) {
+    const size = Math.round((sentBytes * workers) / (2 * (workers - 1)));
+    const each = Math.ceil(Math.max(Math.ceil(size / RING_SEGMENT), 2 * workers) / workers);
+    return 4 * Math.ceil((each * (workers - 1)) / 2);
+  }
+
   function stageOf(stage, numel, workers, constants, whole) {
     const workS = at(stage.work_s, numel, constants.lengths);
-    if (!stage.kind) return { workS, kind: "", sentBytes: 0, rounds: 0, messages: 0 };
+    if (!stage.kind) return { workS, kind: "", sentBytes: 0, rounds: 0, messages: 0, delays: 0 };
     const bytes = (values) => at(values, whole(numel), constants.lengths.map(whole));
     const sentBytes = Math.round(bytes(stage.sent_bytes));
     const others = workers - 1;
-    if (stage.kind === "ring") return { workS, kind: "ring", sentBytes, rounds: 2 * others, messages: 2 * others };
+    if (stage.kind === "ring") {
+      const delays = ringDelays(sentBytes, workers);
+      return { workS, kind: "ring", sentBytes, rounds: 2 * others, messages: 2 * others, delays };
+    }
     const large = stage.kind !== "gather" && bytes(stage.row_bytes) >= constants.large_bytes;
     return {
       workS,
@@ -78,6 +91,7 @@ const GradwireModel = (() => {
       sentBytes,
       rounds: (large ? others : 1) + stage.lengths,
       messages: others * (1 + stage.lengths),
+      delays: stage.delays,
     };
   }
 
@@ -112,7 +126,22 @@ const GradwireModel = (() => {
 
   const stretchOf = (load) => Math.max(1, load.ranks / load.cores);
   const runnersOf = (load) => Math.max(1, load.cores / load.ranks);
-  const over = (item) => item.cpuS <= DONE && item.latencyS <= DONE && item.bytes <= 1e-6;
+  const sends = (item) => item.latencyS <= DONE && item.bytes > 1e-6;
+  const travels = (item) => item.latencyS <= DONE && item.travelS > DONE;
+  const over = (item) => item.cpuS <= DONE && item.latencyS <= DONE && !sends(item) && !travels(item);
+
+  /** Let time pass for an item, with a share of a core and a rate of bytes. */
+  function passTime(item, seconds, speed, rate) {
+    const [sent, travelled] = [sends(item), travels(item)];
+    if (item.cpuS > DONE) item.cpuS -= seconds * speed;
+    if (item.latencyS > DONE) item.latencyS -= seconds;
+    if (sent) item.bytes -= seconds * rate;
+    if (!travelled) return;
+    item.travelS -= seconds;
+    if (item.travelS > DONE) return;
+    item.bytes += item.heldBytes;
+    item.heldBytes = 0;
+  }
 
   function hasTurn(job) {
     while (job.before && job.before.done) job.before = job.before.before;
@@ -140,31 +169,67 @@ const GradwireModel = (() => {
     }
   }
 
+  /** Equal shares of the link, of which the slow leave their rest to the others; brings the items into order. */
+  function shares(sending, flow) {
+    sending.sort((a, b) => (a.mostBytesPerS < b.mostBytesPerS ? -1 : a.mostBytesPerS > b.mostBytesPerS ? 1 : 0));
+    const rates = [];
+    let taken = 0;
+    sending.forEach((item, done) => {
+      const share = flow === Infinity ? flow : (flow - taken) / (sending.length - done);
+      rates.push(Math.min(item.mostBytesPerS, share));
+      taken += rates[done];
+    });
+    return rates;
+  }
+
   function moment(runners, flow, load) {
     const items = currentItems(runners);
     const working = items.filter((i) => i.cpuS > DONE);
-    const waiting = items.filter((i) => i.latencyS > DONE);
-    const sending = items.filter((i) => i.latencyS <= DONE && i.bytes > 1e-6);
+    const sending = items.filter(sends);
     const speed = working.length ? Math.min(1, runnersOf(load) / working.length) : 1;
-    const rate = sending.length ? flow / sending.length : flow;
+    const rates = shares(sending, flow);
     const passed = Math.min(
       ...working.map((i) => i.cpuS / speed),
-      ...waiting.map((i) => i.latencyS),
-      ...sending.map((i) => i.bytes / rate),
+      ...items.filter((i) => i.latencyS > DONE).map((i) => i.latencyS),
+      ...items.filter(travels).map((i) => i.travelS),
+      ...sending.map((i, k) => i.bytes / rates[k]),
     );
-    for (const i of working) i.cpuS -= passed * speed;
-    for (const i of sending) i.bytes -= passed * rate;
-    for (const i of waiting) i.latencyS -= passed;
+    const rateOf = new Map(sending.map((i, k) => [i, rates[k]]));
+    for (const i of items) passTime(i, passed, speed, rateOf.get(i) || 0);
     return passed;
   }
 
-  const cpu = (seconds) => ({ cpuS: Math.max(0, seconds), latencyS: 0, bytes: 0, inTurn: false });
+  const cpu = (seconds) => ({
+    cpuS: Math.max(0, seconds),
+    latencyS: 0,
+    bytes: 0,
+    inTurn: false,
+    mostBytesPerS: Infinity,
+    travelS: 0,
+    heldBytes: 0,
+  });
+
+  /** Bytes a second of one TCP connection; see connection_rate in gradwire/model/machine.py. */
+  function connectionRate(delayS, loss) {
+    if (!loss || !delayS) return Infinity;
+    const reno = Math.sqrt(1.5 / loss);
+    const cubic = ((0.4 * 3.7) / (4 * 0.3)) ** 0.25 * ((2 * delayS) / loss) ** 0.75;
+    return (TCP_SEGMENT * Math.max(reno, cubic)) / (2 * delayS);
+  }
+
+  /** See LinkModel.resending_s in gradwire/model/machine.py. */
+  function resendingS(link, messages, turns) {
+    if (!link.loss || !turns) return 0;
+    const lost = -Math.expm1((messages / turns) * Math.log1p(-link.loss));
+    return turns * lost * (2 * link.latencyS + LEAST_TIMEOUT);
+  }
 
   /** The step of one worker: see step_time in gradwire/model/schedule.py. */
   function stepTime(timeline, buckets, workers, { machine, link, load }) {
     const lanes = 2;
     const factor = stretchOf(load) * machine.contention;
     const flow = link.bytesPerS ? link.bytesPerS / link.ranksPerHost : Infinity;
+    const connection = connectionRate(link.latencyS, link.loss);
 
     function itemsOf(stage) {
       const items = [];
@@ -174,10 +239,20 @@ const GradwireModel = (() => {
         const alone = ring || stage.kind === "pairs" || stage.kind === "broadcast";
         const byteS = ring ? machine.sum_byte_s : machine.byte_s;
         const efficiency = alone ? machine.ring_efficiency : machine.crowd_efficiency;
+        const sent = leaving(link, stage.sentBytes, ring, workers);
+        const rate = connection * (alone ? 1 : Math.max(1, workers - link.ranksPerHost));
+        const travelS = stage.delays * link.latencyS;
+        const resent = resendingS(link, 2 * stage.messages * workers, Math.floor(stage.delays / 2));
+        const bytes = link.bytesPerS || rate < Infinity ? sent / efficiency : 0;
+        // Of a ring's two segments under way, one's bytes are sent while the other's travel.
+        const heldBytes = ring && travelS ? bytes / 2 : 0;
         items.push({
           cpuS: (machine.call_s + machine.message_s * stage.messages + byteS * stage.sentBytes) * factor,
-          latencyS: stage.rounds * (machine.round_s * stretchOf(load) + link.latencyS),
-          bytes: link.bytesPerS ? leaving(link, stage.sentBytes, ring, workers) / efficiency : 0,
+          latencyS: stage.rounds * machine.round_s * stretchOf(load) + resent + (ring ? 0 : travelS),
+          bytes: bytes - heldBytes,
+          mostBytesPerS: rate / efficiency,
+          travelS: ring ? travelS : 0,
+          heldBytes,
           inTurn: stage.kind === "pairs",
         });
       }
@@ -305,7 +380,8 @@ const GradwireModel = (() => {
    *
    * @param data What benchmarks/pages/calculator.py wrote.
    * @param profile Of profileOf, or of the same form.
-   * @param setting hosts, ranksPerHost, cores (null: no worker waits for one), bytesPerS (null: unlimited), latencyS.
+   * @param setting hosts, ranksPerHost, cores (null: no worker waits for one), bytesPerS (null: unlimited), latencyS
+   *   (one way), loss (share of packets; 0 if left out).
    */
   function forecast(data, profile, setting, machine = data.machine) {
     const { constants } = data;
@@ -314,7 +390,7 @@ const GradwireModel = (() => {
     if (!workerCounts(data).includes(workers)) throw new RangeError(`no numbers for ${workers} workers`);
     const load = { ranks: ranksPerHost, cores: setting.cores || 2 * ranksPerHost };
     const timeline = scaled(profile.timeline, total(profile.timeline) * stretchOf(load));
-    const link = { bytesPerS: setting.bytesPerS, latencyS: setting.latencyS, ranksPerHost };
+    const link = { bytesPerS: setting.bytesPerS, latencyS: setting.latencyS, loss: setting.loss || 0, ranksPerHost };
     const place = { machine, link, load };
     const spread = Math.exp(constants.sigmas * machine.residual);
     const rows = [];

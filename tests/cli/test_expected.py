@@ -21,11 +21,12 @@ def test_a_step_at_100_mbit_is_predicted_for_each_method_and_said_to_be(
 ) -> None:
     kept = tmp_path / "calibration.json"
     monkeypatch.setattr(expected_module, "default_path", lambda: kept)
-    first, second = expected(PLAN, ["fp32", "terngrad", "diloco"])
+    first, far, second = expected(PLAN, ["fp32", "terngrad", "diloco"])
     assert first.startswith("Predicted, not measured: on 4 machines at 100 Mbit/s a step would take fp32 ")
     assert ", terngrad " in first
     assert "diloco" not in first, "its steps without an exchange are no measure of its time to an accuracy"
     assert "a reference machine's collectives" in first
+    assert "wait for 12 with fp32, 6 with terngrad one-way delays" in far
     assert "gradwire plan --profile digits" in second
     DEFAULT.save(kept)
     assert "this machine's collectives" in expected(PLAN, ["fp32"])[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -62,6 +63,32 @@ def test_plan_prints_rows_that_fit_the_schema_and_recommends_one_method_a_settin
             assert [r["method"] for r in cell if r["recommended"]] == [expected]
 
 
+def test_a_step_waits_for_its_delays_and_for_lost_packets(calibration: Path, small_model: Path) -> None:
+    words = ["plan", "--profile", small_model, "--hosts", 4, "--bandwidth", "100gbit", "--method", "bf16"]
+    words += ["--calibration", calibration]
+
+    def asked(*more: str) -> list[dict[str, Any]]:
+        rows = json.loads(call(*words, *more, "--json").stdout)
+        fits(rows, schema("plan"))
+        return rows
+
+    near, far, lossy = asked(), asked("--delay", "20ms"), asked("--delay", "20ms", "--loss", "0.1%")
+    assert [(row["delay_s"], row["loss"]) for rows in (near, far, lossy) for row in rows[:1]] == [
+        (0.0, 0.0),
+        (0.02, 0.0),
+        (0.02, 0.001),
+    ]
+    for row, its, slower in zip(near, far, lossy, strict=True):
+        # Gloo's ring of four ranks, in which the bucket is ready when backward ends.
+        assert row["delays"] == its["delays"] == 12
+        assert its["step_s"] - row["step_s"] == pytest.approx(12 * 0.02, rel=0.05)
+        assert slower["step_s"] > its["step_s"] + 0.02
+    assert call(*words, "--latency", "20ms", "--json").exit_code == 0
+    shown = call(*words, "--delay", "20ms").stdout
+    assert "delays: times that a step waits for a message to arrive" in shown
+    assert " 12 " in next(line for line in shown.splitlines() if " bf16 " in line)
+
+
 def test_plan_says_why_a_fast_method_is_not_recommended(calibration: Path) -> None:
     words = ["--profile", "lenet", "--hosts", 4, "--bandwidth", "1mbit", "--method", "terngrad", "--method", "signsgd"]
     result = call("plan", *words, "--calibration", calibration)
@@ -97,8 +124,12 @@ def test_plan_says_what_to_do_and_draws_a_curve(calibration: Path, tmp_path: Pat
         (["--hosts", "1"], "one worker exchanges nothing"),
         (["--bandwidth", "100"], "a number with bit, kbit, mbit or gbit"),
         (["--latency", "5"], "milliseconds are needed"),
+        (["--delay", "5"], "milliseconds are needed"),
+        (["--loss", "0.1"], "a number of per cent below 100 is needed, such as 0.1%"),
+        (["--loss", "100%"], "a number of per cent below 100"),
+        (["--probe", "--delay", "5ms"], "leave --hosts, --bandwidth, --delay and --loss out"),
         (["--probe"], "start it with torchrun"),
-        (["--probe", "--hosts", "2"], "leave --hosts and --bandwidth out"),
+        (["--probe", "--hosts", "2"], "leave --hosts, --bandwidth, --delay and --loss out"),
         (["--method", "terngrat"], "did you mean 'terngrad'"),
         (["--calibration", "no_such.json"], "holds no calibration"),
         (["--calibration-limit", "0"], "seconds above 0"),

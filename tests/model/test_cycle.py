@@ -130,13 +130,15 @@ def test_operations_of_a_scope_take_the_links_that_its_groups_have() -> None:
     inside, between = (Scope(*s) for s in (("node", ((0, 1), (2, 3)), True), ("between", ((0, 2), (1, 3)))))
     found = {}
     for scope, kind in itertools.product((inside, between, None), ("all_to_all", "ring", "pairs")):
-        jobs = BucketJobs((), ((Stage(0.0, kind, 60, 1, 1, scope), Stage(0.0)),), False)
+        jobs = BucketJobs((), ((Stage(0.0, kind, 60, 1, 1, scope, delays=1), Stage(0.0)),), False)
         empty = Timeline(forward_s=0.0, buckets=profile(0.0).timeline.buckets[:1], backward_s=0.0, after_s=0.0)
         exchange = ExchangeProfile("x", 4, (jobs,))
         steps = step_time(empty, exchange, machine=FREE, link=link, load=Load(ranks=2, cores=4))
         found[scope.name if scope else "all", kind] = (round(steps.step_s, 6), round(steps.wire_s, 6))
-    # Two ranks share 100 bytes a second. Inside a node there is neither a link nor its latency.
+    # Two ranks share 100 bytes a second. Inside a node there is neither a link nor its delay. A ring's messages travel
+    # while its bytes are sent.
     assert {value for (where, _), value in found.items() if where == "node"} == {(0.0, 0.0)}
-    assert {value for (where, _), value in found.items() if where == "between"} == {(1.45, 1.2)}
-    assert found["all", "ring"] == (0.85, 0.6)
+    assert found["between", "ring"] == (1.2, 1.2)
+    assert found["between", "pairs"] == found["between", "all_to_all"] == (1.45, 1.2)
+    assert found["all", "ring"] == (0.6, 0.6)
     assert found["all", "pairs"] == (1.05, 0.8)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,8 +20,8 @@ from gradwire.exchange.protocols import Context
 from gradwire.model.calibrate import BOUNDS, Observation, calibrate, log_error
 from gradwire.model.forecast import NOTHING, Forecast, Scenario, forecast, recommend
 from gradwire.model.machine import DEFAULT, LinkModel, Machine
-from gradwire.model.profile import Profile
-from gradwire.model.schedule import BucketJobs, ExchangeProfile, Load, exchange_of, nothing_but_the_sum
+from gradwire.model.profile import Profile, ReadyBucket, Timeline
+from gradwire.model.schedule import BucketJobs, ExchangeProfile, Load, exchange_of, nothing_but_the_sum, step_time
 
 
 @pytest.mark.parametrize("spec", ["fp32", "bf16", "terngrad", "TernGrad(clip=None, share_scaler=False)"])
@@ -31,6 +32,33 @@ def test_a_rehearsal_sends_the_bytes_of_the_dry_run(spec: str, world_size: int) 
     planner = Planner(gw.method(spec), known.tensors(), world_size, Options())
     assert exchange.sent_bytes == planner.sent_bytes(list(SHAPES))
     assert sum(bucket.work_s for bucket in exchange.buckets) > 0
+
+
+FREE = dataclasses.replace(
+    DEFAULT, round_s=0.0, call_s=0.0, message_s=0.0, byte_s=0.0, sum_byte_s=0.0, bucket_s=0.0, contention=1.0
+)
+
+
+@pytest.mark.parametrize("spec", ["fp32", "bf16", "terngrad", "coded", "signsgd", "powersgd"])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_the_model_waits_for_the_delays_that_the_clock_counts(spec: str, world_size: int) -> None:
+    """Lanes, turns and operations in two simulations, for two buckets of large rows and one of small ones."""
+    sizes = {"a": (1 << 10, 1 << 11), "b": (1 << 10, 1 << 11), "c": (64, 64)}
+    buckets = tuple(ReadyBucket(names=(name,), numel=math.prod(s), ready_s=0.0) for name, s in sizes.items())
+    shapes = {name: torch.empty(shape, device="meta") for name, shape in sizes.items()}
+    if spec in ("fp32", "bf16"):
+        buckets = buckets[:2]  # Gloo's threads run more of them at a time than there are lanes.
+        shapes = {name: shapes[name] for name in ("a", "b")}
+    exchange = exchange_of(spec, shapes, buckets, world_size, repeats=1)
+    timeline = Timeline(forward_s=0.0, buckets=buckets, backward_s=0.0, after_s=0.0)
+    waits = step_time(
+        timeline,
+        nothing_but_the_sum(exchange),
+        machine=FREE,
+        link=LinkModel(latency_s=1.0),
+        load=Load(ranks=1, cores=8),
+    )
+    assert waits.step_s == pytest.approx(exchange.delays.count)
 
 
 class Watched:

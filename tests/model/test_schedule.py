@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gradwire.exchange.drivers import Stage
-from gradwire.model.machine import LinkModel, Machine
+from gradwire.model.machine import LinkModel, Machine, connection_rate
 from gradwire.model.profile import ReadyBucket, Timeline
-from gradwire.model.schedule import BucketJobs, ExchangeProfile, Load, step_time
+from gradwire.model.schedule import BucketJobs, ExchangeProfile, Load, _Item, _shares, step_time
 
 FREE = Machine(
     ring_efficiency=1.0,
@@ -33,15 +34,16 @@ def timeline(*ready_s: float, forward_s: float = 1.0, backward_s: float = 2.0, a
 
 
 def ring(sent: int) -> BucketJobs:
-    return BucketJobs((), ((Stage(0.0, "ring", sent, 2, 2), Stage(0.0)),), asynchronous=True)
+    return BucketJobs((), ((Stage(0.0, "ring", sent, 2, 2, delays=4), Stage(0.0)),), asynchronous=True)
 
 
 def coded(work_s: float, sent: int, rest_s: float = 0.0) -> BucketJobs:
-    return BucketJobs((), ((Stage(work_s, "all_to_all", sent, 1, 1), Stage(rest_s)),), asynchronous=False)
+    stage = Stage(work_s, "all_to_all", sent, 1, 1, delays=2)
+    return BucketJobs((), ((stage, Stage(rest_s)),), asynchronous=False)
 
 
 def paired(sent: int, rest_s: float = 0.0) -> BucketJobs:
-    return BucketJobs((), ((Stage(0.0, "pairs", sent, 1, 1), Stage(rest_s)),), asynchronous=False)
+    return BucketJobs((), ((Stage(0.0, "pairs", sent, 1, 1, delays=2), Stage(rest_s)),), asynchronous=False)
 
 
 def steps(
@@ -76,9 +78,65 @@ def test_two_buckets_share_the_link_and_lose_nothing() -> None:
 def test_efficiency_latency_and_calls_add_up() -> None:
     machine = dataclasses.replace(FREE, ring_efficiency=0.5, round_s=0.1, call_s=0.01, message_s=0.001)
     link = LinkModel(bandwidth_bytes_per_s=100.0, latency_s=0.05)
-    # Two rounds of 0.15 s, then 50 bytes at 50 a second; the CPU of the call goes on beside them.
-    assert steps([ring(50)], timeline(2.0), machine, link).step_s == pytest.approx(3.5 + 0.3 + 1.0)
+    # Two rounds of 0.1 s, then 50 bytes at 50 a second, while half of which messages travel; the CPU of the call goes
+    # on beside them.
+    assert steps([ring(50)], timeline(2.0), machine, link).step_s == pytest.approx(3.5 + 0.2 + 1.0)
+    # A request and a message before the bytes.
+    found = steps([paired(50)], timeline(2.0), machine, link)
+    assert found.step_s == pytest.approx(3.5 + 0.1 + 2 * 0.05 + 1.0)
     assert steps([ring(50)], timeline(2.0), machine).step_s == pytest.approx(3.5 + 0.2)
+
+
+def test_a_ring_sends_one_segment_while_the_other_travels() -> None:
+    def taken(sent: int, delay_s: float) -> float:
+        link = LinkModel(bandwidth_bytes_per_s=100.0, latency_s=delay_s)
+        return steps([ring(sent)], timeline(2.0), link=link).step_s - 3.5
+
+    # max(B, B / 2 + 4 d): bytes alone, as long as a segment is longer than the way, then both.
+    for sent, delay_s in ((100, 0.05), (100, 0.125), (100, 0.25), (0, 0.25)):
+        assert taken(sent, delay_s) == pytest.approx(max(sent / 100, sent / 200 + 4 * delay_s))
+
+
+def test_two_rings_send_while_the_messages_of_both_travel() -> None:
+    link = LinkModel(bandwidth_bytes_per_s=100.0, latency_s=0.25)
+    # Both travel for a second, in which half of their bytes are sent; the other halves share the link.
+    found = steps([ring(80), ring(40)], timeline(2.0, 2.0), link=link)
+    assert found.step_s == pytest.approx(3.5 + 1.0 + 0.6)
+    # Without a delay nothing is held back.
+    near = dataclasses.replace(link, latency_s=0.0)
+    assert steps([ring(80), ring(40)], timeline(2.0, 2.0), link=near).step_s == pytest.approx(3.5 + 1.2)
+
+
+def test_a_lossy_connection_is_slow_and_a_crowd_of_them_is_faster() -> None:
+    # One packet in a hundred at a round trip of 40 ms: a window of sqrt(150) segments.
+    rate = 1448 * math.sqrt(150) / 0.04
+    assert connection_rate(0.02, 0.01) == pytest.approx(rate)
+    assert connection_rate(0.02, 0.0) == connection_rate(0.0, 0.01) == math.inf
+    link = LinkModel(bandwidth_bytes_per_s=100 * rate, latency_s=0.02, loss=0.01)
+
+    def taken(kind: str, delays: int) -> float:
+        stage = Stage(0.0, kind, round(3 * rate), 1, 3 if kind != "ring" else 6, delays=delays)
+        bucket = BucketJobs((), ((stage, Stage(0.0)),), asynchronous=False)
+        exchange = ExchangeProfile("x", 4, (bucket,))
+        return step_time(timeline(2.0), exchange, machine=FREE, link=link, load=ALONE).step_s - 3.5
+
+    # Resending: one of 2 * 3 * 4 messages and requests in one turn.
+    lost_s = (1 - 0.99**24) * 0.24
+    assert taken("pairs", 2) == pytest.approx(3.0 + 0.04 + lost_s, rel=1e-6)
+    assert taken("all_to_all", 2) == pytest.approx(1.0 + 0.04 + lost_s, rel=1e-6)
+
+
+def test_cubic_is_faster_than_reno_over_long_ways_with_rare_losses() -> None:
+    reno = 1448 * math.sqrt(1.5e6) / 0.4
+    assert connection_rate(0.2, 1e-6) == pytest.approx(1448 * (1.48 / 1.2) ** 0.25 * (0.4e6) ** 0.75 / 0.4)
+    assert connection_rate(0.2, 1e-6) > reno
+
+
+def test_what_a_slow_connection_leaves_the_other_lane_takes() -> None:
+    items = [_Item(sent_bytes=1.0, most_bytes_per_s=cap) for cap in (math.inf, 10.0, 40.0)]
+    assert _shares(items, 90.0) == [10.0, 40.0, 40.0]
+    assert _shares(items, 300.0) == [10.0, 40.0, 250.0]
+    assert _shares([_Item(most_bytes_per_s=5.0)], math.inf) == [5.0]
 
 
 def test_a_byte_costs_more_where_it_is_added_and_a_bucket_costs_the_thread_that_computes() -> None:
@@ -141,7 +199,7 @@ def test_a_step_lies_between_its_floor_and_one_thing_after_another(
     links = [LinkModel()]
     links += [LinkModel(bandwidth_bytes_per_s=speed, latency_s=latency_s) for speed in (2 * bandwidth, bandwidth)]
     found = [steps(buckets, at, link=link, load=load) for link in links]
-    waits_s = [step.wire_s + len(sent) * link.latency_s for step, link in zip(found, links)]
+    waits_s = [step.wire_s + 2 * len(sent) * link.latency_s for step, link in zip(found, links)]
     for step, wait_s in zip(found, waits_s):
         assert step.floor_s - 1e-9 <= step.step_s <= step.compute_s + step.busy_s + wait_s + 1e-6
     bytes_free_s, fast_s, slow_s = (step.step_s for step in found)

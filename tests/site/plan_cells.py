@@ -30,11 +30,12 @@ CODER = "rans"
 """The coder that the committed bytes of ``coded`` are of. A plan takes the one that is faster on its machine."""
 
 QUESTIONS = [
-    # parameters, seconds, micro-batches, hosts, workers a host, cores of a host, latency in ms, bandwidths
-    (300_000, 0.012, 1, (2, 7), 1, None, 0.0, ("1mbit", "50mbit", "100gbit")),
-    (2_500_000, 0.08, 4, (2, 4), 1, 4, 2.0, ("10mbit", "100mbit", "1gbit")),
-    (9_000_000, 0.35, 1, (4,), 1, None, 0.3, ("20mbit", "300mbit", "2gbit", "40gbit", "unlimited")),
-    (2_500_000, 0.05, 2, (2, 8), 4, 2, 0.0, ("100mbit", "5gbit")),
+    # parameters, seconds, micro-batches, hosts, workers a host, cores of a host, delay in ms, loss in %, bandwidths
+    (300_000, 0.012, 1, (2, 7), 1, None, 0.0, 0.0, ("1mbit", "50mbit", "100gbit")),
+    (2_500_000, 0.08, 4, (2, 4), 1, 4, 2.0, 0.0, ("10mbit", "100mbit", "1gbit")),
+    (9_000_000, 0.35, 1, (4,), 1, None, 0.3, 0.0, ("20mbit", "300mbit", "2gbit", "40gbit", "unlimited")),
+    (2_500_000, 0.05, 2, (2, 8), 4, 2, 0.0, 0.0, ("100mbit", "5gbit")),
+    (9_000_000, 0.1, 1, (2, 8), 1, None, 20.0, 0.1, ("100mbit", "unlimited")),
 ]
 
 
@@ -50,6 +51,7 @@ class Cell:
     ranks_per_host: int
     cores: int | None
     latency_s: float
+    loss: float
     bytes_per_s: float | None
     rows: list[dict[str, Any]]
     reason: str
@@ -118,13 +120,13 @@ def cells(folder: Path, profile_of: Any) -> list[Cell]:
     Machine(**DATA["machine"]).save(calibration)
     answers = []
     for number, question in enumerate(QUESTIONS):
-        parameters, compute_s, micro_batches, hosts, ranks, cores, latency_ms, bandwidths = question
+        parameters, compute_s, micro_batches, hosts, ranks, cores, delay_ms, lost, bandwidths = question
         profile = folder / f"profile{number}.json"
         asked = profile_of(parameters, compute_s, micro_batches)
         profile.write_text(json.dumps(asked))
         words: list[Any] = ["plan", "--profile", profile, "--calibration", calibration, "--gpus-per-host", ranks]
         words += [] if cores is None else ["--cores", cores]
-        words += ["--latency", f"{latency_ms}ms"]
+        words += ["--delay", f"{delay_ms}ms", "--loss", f"{lost}%"]
         words += [w for count in hosts for w in ("--hosts", count)]
         words += [w for rate in bandwidths for w in ("--bandwidth", rate)]
         words += [w for known in DATA["methods"][1:] for w in ("--method", known["spec"])]
@@ -147,7 +149,8 @@ def cells(folder: Path, profile_of: Any) -> list[Cell]:
                     hosts=host_count,
                     ranks_per_host=ranks,
                     cores=cores,
-                    latency_s=latency_ms / 1e3,
+                    latency_s=delay_ms / 1e3,
+                    loss=lost / 100,
                     bytes_per_s=None if rate is None else rate / 8,
                     rows=own,
                     reason=reason,

@@ -90,6 +90,7 @@ def test_the_model_in_javascript_agrees_with_plan(engine: Engine, answers: list[
             "cores": cell.cores,
             "bytesPerS": cell.bytes_per_s,
             "latencyS": cell.latency_s,
+            "loss": cell.loss,
         }
         rows = engine.call(f"GradwireModel.forecast(data, {profile}, {json.dumps(setting)})")
         advice = engine.call(f"GradwireModel.recommend({json.dumps(rows)}, data.constants)")
@@ -163,6 +164,7 @@ def fields(cell: Cell) -> dict[str, str]:
         "cores": "" if cell.cores is None else str(cell.cores),
         "bandwidth": "" if cell.bytes_per_s is None else repr(cell.bytes_per_s * 8 / 1e6),
         "latency": repr(cell.latency_s * 1e3),
+        "loss": repr(cell.loss * 100),
     }
 
 

@@ -1,9 +1,10 @@
-"""The cost of a message on the network."""
+"""The cost of a message on the network, and the number of messages that wait for one another."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from gradwire.errors import HyperparameterError
 
@@ -44,3 +45,34 @@ class LinkCost:
     def fixed_bytes(self) -> float:
         """Number of bytes whose time equals ``message_s``."""
         return self.message_s * self.bytes_per_s
+
+
+@dataclass(frozen=True)
+class Delays:
+    """The critical path of an exchange in one-way delays, counted by :mod:`gradwire.exchange.drivers.delays`.
+
+    It is the longest chain of messages over all ranks each of which can only leave when the one before has arrived, if
+    every message takes one delay and everything else no time. A receiver's request for a row is such a message where
+    the transport sends nothing without one, as Gloo does.
+
+    Attributes:
+        phases: Delays by phase, in the order in which the path passes them first: "agreement" (maxima and minima of a
+            few values, such as scalers), "lengths" (of rows whose length depends on data), "rows to each" (another row
+            for each rank, such as its shard), "rows to all", "sum" (the backend's all-reduce), "broadcast" and
+            "neighbours" (rows between two ranks).
+
+    Example:
+        >>> Delays({"agreement": 2, "rows to each": 2, "rows to all": 2}).count
+        6
+    """
+
+    phases: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def count(self) -> int:
+        """One-way delays in all phases."""
+        return sum(self.phases.values())
+
+    def __str__(self) -> str:
+        """Return the delays of each phase, such as ``2 agreement + 4 sum``."""
+        return " + ".join(f"{delays} {phase}" for phase, delays in self.phases.items()) or "0"

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from gradwire.errors import ExchangeError
-from gradwire.exchange.drivers import TransferOrder, profiled
+from gradwire.exchange.drivers import LANES, TransferOrder, profiled
 from gradwire.exchange.method import Method, is_whole, require
 from gradwire.exchange.planning import LinkOptions, Options, exchanged, own_buckets, refuse_scatter
 from gradwire.exchange.protocols import REDUCE_SCATTER
@@ -42,9 +42,6 @@ from gradwire.version import __version__
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-
-LANES = 2
-"""Default number of lanes on CPU, where a lane's thread computes and sends in turn."""
 
 RECORDED = ("min_numel", "warmup_steps", "seed", "chunk_numel", "check", "check_every", "fallback_limit")
 """Options that a link's record holds."""

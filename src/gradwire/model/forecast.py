@@ -69,6 +69,11 @@ class Cycle:
         """Bytes that one rank sends in a step, on average."""
         return sum(f.exchange.sent_bytes for f in self.fragments) / self.every
 
+    @property
+    def delays(self) -> float:
+        """One-way delays on the critical path of a step, on average."""
+        return sum(f.exchange.delays.count for f in self.fragments) / self.every
+
 
 def cycle_of(
     method: str | Method,
@@ -102,7 +107,8 @@ def cycle_of(
             ReadyBucket(names=tuple(names), numel=sum(part[name].numel() for name in names), ready_s=0.0)
             for names in own_buckets(part, 4 * given.chunk_numel)
         )
-        jobs = ExchangeProfile(repr(chosen), world_size, jobs_of(planner, buckets, world_size, repeats))
+        delays = planner.delays([bucket.names for bucket in buckets])
+        jobs = ExchangeProfile(repr(chosen), world_size, jobs_of(planner, buckets, world_size, repeats), delays)
         numel = sum(bucket.numel for bucket in buckets)
         fragments.append(Fragment(jobs, buckets, _own_work(steps, numel, world_size, repeats)))
     delay = steps.delay if steps is not None else 0
@@ -182,7 +188,9 @@ class Forecast:
 
     ``low_s`` to ``high_s`` holds 80 % of measured steps, by the calibration's residuals; ``extrapolated`` says why it
     may not, if the cluster lies far outside the calibrated range. ``apart`` says why the method should not be chosen by
-    its time. If a method exchanges in one of ``exchange_every`` steps, times and bytes are means over these.
+    its time. ``delays`` counts the one-way delays on the critical path of the exchange, with all buckets ready at its
+    beginning (:class:`~gradwire.exchange.network_cost.Delays`). If a method exchanges in one of ``exchange_every``
+    steps, times, bytes and delays are means over these.
     """
 
     method: str
@@ -195,6 +203,7 @@ class Forecast:
     sent_bytes: int
     bottleneck: str
     worker_steps_per_s: float
+    delays: float = 0.0
     exchange_every: int = 1
     extrapolated: str | None = None
     apart: str | None = None
@@ -223,6 +232,7 @@ def forecast(
         bandwidth_bytes_per_s=setting.link.bandwidth_bytes_per_s,
         latency_s=setting.link.latency_s,
         ranks_per_host=setting.ranks_per_host,
+        loss=setting.link.loss,
     )
     tensors = profile.tensors()
     exchanges: dict[str, ExchangeProfile | Cycle] = {}
@@ -236,7 +246,7 @@ def forecast(
         except GradwireError as error:
             refused[spec] = str(error)
     # The time of its codec is set to 0, so it need not be measured well.
-    bare = nothing_but_the_sum(exchange_of("fp32", tensors, profile.timeline.buckets, n, repeats=1))
+    bare = nothing_but_the_sum(exchange_of("fp32", tensors, profile.timeline.buckets, n, repeats=1, lanes=1))
     chosen = {NOTHING: bare, **exchanges}
     found: list[Forecast] = []
     spread = math.exp(SIGMAS * machine.residual)
@@ -255,6 +265,7 @@ def forecast(
                 sent_bytes=round(exchange.sent_bytes),
                 bottleneck=steps.bottleneck,
                 worker_steps_per_s=n / steps.step_s,
+                delays=exchange.delays if isinstance(exchange, Cycle) else float(exchange.delays.count),
                 exchange_every=exchange.every if isinstance(exchange, Cycle) else 1,
                 extrapolated=machine.beyond(n, link),
                 apart=None if spec == NOTHING else why_apart(spec),

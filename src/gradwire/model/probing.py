@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gradwire.exchange.network_cost import LinkCost
-from gradwire.model.machine import LinkModel, Machine
+from gradwire.model.machine import DEFAULT, LinkModel, Machine
 from gradwire.model.schedule import Load
 
 NOTICEABLE = 0.02
@@ -16,11 +16,12 @@ NOTICEABLE = 0.02
 class Probed:
     """Times of two all-to-alls among all ranks, the same on every rank.
 
-    With N ranks, H of them on a host, and rows of b bytes, b H (N - H) bytes leave a host. Small rows go at once, large
-    ones in N - 1 rounds of pairs, so with a the latency of a round::
+    With N ranks, H of them on a host, and rows of b bytes, b H (N - H) bytes leave a host. A row takes two one-way
+    delays d, the request's and its own: half of the time of the small rows is the delay. Small rows go at once, large
+    ones in N - 1 turns, each of which the machine handles in a time r (:attr:`Machine.round_s`), so::
 
-        small_s = a + b_small H (N - H) / (bandwidth * crowd_efficiency)
-        large_s = (N - 1) a + b_large H (N - H) / (bandwidth * ring_efficiency)
+        small_s = r + 2 d + b_small H (N - H) / (bandwidth * crowd_efficiency)
+        large_s = (N - 1) r + 2 d + b_large H (N - H) / (bandwidth * ring_efficiency)
 
     Attributes:
         world_size: N.
@@ -43,15 +44,22 @@ class Probed:
 
     @property
     def wire_s(self) -> float:
-        """Seconds of the large all-to-all without latency."""
-        return self.large_s - (self.world_size - 1) * self.small_s
+        """Seconds of the large all-to-all without delays, on a machine of the default costs."""
+        return self._wire_s(DEFAULT.round_s)
+
+    def _wire_s(self, round_s: float) -> float:
+        return self.large_s - self.small_s - (self.world_size - 2) * round_s
 
     @property
     def host_bytes_per_s(self) -> float | None:
         """Payload that left a host in a second while all sent; None if no network link limited it."""
-        if self.one_host or self.wire_s <= NOTICEABLE * self.large_s:
+        return self._host_bytes_per_s(DEFAULT.round_s)
+
+    def _host_bytes_per_s(self, round_s: float) -> float | None:
+        wire_s = self._wire_s(round_s)
+        if self.one_host or wire_s <= NOTICEABLE * self.large_s:
             return None
-        return self._leaving(self.large_bytes) / self.wire_s
+        return self._leaving(self.large_bytes) / wire_s
 
     @property
     def cost(self) -> LinkCost:
@@ -60,21 +68,21 @@ class Probed:
         return LinkCost(message_s=self.small_s, bytes_per_s=self.large_bytes / taken_s)
 
     def link(self, machine: Machine, load: Load) -> LinkModel:
-        """Solve the two equations for the raw bandwidth of a host and the latency in one direction.
+        """Solve the two equations for the raw bandwidth of a host and the delay in one direction.
 
         Args:
             machine: Costs that the model will add again: efficiencies, and the latency of a round.
             load: Ranks and cores of a host, as in the prediction.
         """
         round_s = machine.round_s * load.stretch
-        if self.host_bytes_per_s is None:
-            return LinkModel(latency_s=max(0.0, self.small_s - round_s), ranks_per_host=self.ranks_per_host)
+        if self._host_bytes_per_s(round_s) is None:
+            return LinkModel(latency_s=max(0.0, self.small_s - round_s) / 2, ranks_per_host=self.ranks_per_host)
         small = self._leaving(self.small_bytes) / machine.crowd_efficiency
         large = self._leaving(self.large_bytes) / machine.ring_efficiency
-        byte_s = self.wire_s / (large - (self.world_size - 1) * small)
+        byte_s = self._wire_s(round_s) / (large - small)
         return LinkModel(
             bandwidth_bytes_per_s=1.0 / byte_s,
-            latency_s=max(0.0, self.small_s - small * byte_s - round_s),
+            latency_s=max(0.0, self.small_s - small * byte_s - round_s) / 2,
             ranks_per_host=self.ranks_per_host,
         )
 

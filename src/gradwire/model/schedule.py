@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -9,14 +10,15 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from gradwire.errors import IncompatibleError
-from gradwire.exchange.drivers import Stage, profile_locally
+from gradwire.exchange.drivers import LANES, Stage, profile_locally
 from gradwire.exchange.method import Method
+from gradwire.exchange.network_cost import Delays
 from gradwire.exchange.planning import Options, Planner
 from gradwire.methods.spec import method as read_method
-from gradwire.model.machine import LinkModel, Machine
+from gradwire.model.machine import LinkModel, Machine, connection_rate
 from gradwire.model.profile import ReadyBucket, Timeline
 
-_DONE = 1e-12
+_DONE, _BYTE = 1e-12, 1e-6
 
 
 @dataclass(frozen=True)
@@ -50,11 +52,13 @@ class ExchangeProfile:
     Attributes:
         spec: Spec of the method.
         buckets: Jobs of each bucket, in the order in which buckets become ready.
+        delays: Critical path of a step with all buckets ready at its beginning.
     """
 
     spec: str
     world_size: int
     buckets: tuple[BucketJobs, ...]
+    delays: Delays = field(default_factory=Delays)
 
     @property
     def sent_bytes(self) -> int:
@@ -69,12 +73,14 @@ def exchange_of(
     world_size: int,
     options: Options | None = None,
     repeats: int = 5,
+    lanes: int = LANES,
 ) -> ExchangeProfile:
     """Plan and profile every bucket on this machine.
 
     Args:
         parameters: Parameters by name; their values are not read, so ``meta`` tensors suffice.
         buckets: Buckets in DDP's layout.
+        lanes: Number of lanes, with which delays are counted; DDP alone has one.
 
     Raises:
         IncompatibleError: the method has local steps, cannot serve that many ranks, or does not allow an option.
@@ -87,7 +93,8 @@ def exchange_of(
         )
     planner = Planner(chosen, parameters, world_size, options or Options())
     planner.compile()
-    return ExchangeProfile(repr(chosen), world_size, jobs_of(planner, buckets, world_size, repeats))
+    delays = planner.delays([bucket.names for bucket in buckets], lanes)
+    return ExchangeProfile(repr(chosen), world_size, jobs_of(planner, buckets, world_size, repeats), delays)
 
 
 def jobs_of(planner: Planner, buckets: Sequence[ReadyBucket], world_size: int, repeats: int) -> tuple[BucketJobs, ...]:
@@ -112,7 +119,7 @@ def nothing_but_the_sum(exchange: ExchangeProfile) -> ExchangeProfile:
         )
         for b in exchange.buckets
     )
-    return ExchangeProfile("ddp fp32", exchange.world_size, bare)
+    return ExchangeProfile("ddp fp32", exchange.world_size, bare, exchange.delays)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,16 +178,48 @@ class Steps:
 
 @dataclass
 class _Item:
-    """Remaining CPU work, latency and bytes of a runner's current item."""
+    """The remaining parts of a runner's current item: CPU work beside all others, and one after the other the rest.
+
+    Attributes:
+        latency_s: Time before the first byte.
+        travel_s: Time after it in which no more than ``sent_bytes`` can be sent.
+        held_bytes: Bytes that can be sent after that time.
+        most_bytes_per_s: The fastest that bytes can be sent.
+    """
 
     cpu_s: float = 0.0
     latency_s: float = 0.0
     sent_bytes: float = 0.0
     in_turn: bool = False
+    most_bytes_per_s: float = math.inf
+    travel_s: float = 0.0
+    held_bytes: float = 0.0
+
+    @property
+    def sends(self) -> bool:
+        return self.latency_s <= _DONE and self.sent_bytes > _BYTE
+
+    @property
+    def travels(self) -> bool:
+        return self.latency_s <= _DONE and self.travel_s > _DONE
 
     @property
     def over(self) -> bool:
-        return self.cpu_s <= _DONE and self.latency_s <= _DONE and self.sent_bytes <= 1e-6
+        return self.cpu_s <= _DONE and self.latency_s <= _DONE and not self.sends and not self.travels
+
+    def pass_time(self, seconds: float, speed: float, rate: float) -> None:
+        """Let time pass, with a share of a core and a rate of bytes."""
+        sends, travels = self.sends, self.travels
+        if self.cpu_s > _DONE:
+            self.cpu_s -= seconds * speed
+        if self.latency_s > _DONE:
+            self.latency_s -= seconds
+        if sends:
+            self.sent_bytes -= seconds * rate
+        if travels:
+            self.travel_s -= seconds
+            if self.travel_s <= _DONE:
+                self.sent_bytes, self.held_bytes = self.sent_bytes + self.held_bytes, 0.0
 
 
 @dataclass
@@ -220,7 +259,7 @@ class _Runner:
 
 
 def step_time(
-    timeline: Timeline, exchange: ExchangeProfile, *, machine: Machine, link: LinkModel, load: Load, lanes: int = 2
+    timeline: Timeline, exchange: ExchangeProfile, *, machine: Machine, link: LinkModel, load: Load, lanes: int = LANES
 ) -> Steps:
     """Predict the time of a step.
 
@@ -239,6 +278,7 @@ def step_time(
     factor = load.stretch * machine.contention
     speed = link.bandwidth_bytes_per_s
     flow = speed / link.ranks_per_host if speed else float("inf")
+    connection = connection_rate(link.latency_s, link.loss)
 
     def among(stage: Stage) -> Sequence[int]:
         return range(exchange.world_size) if stage.scope is None else stage.scope.ranks(0)
@@ -252,11 +292,25 @@ def step_time(
             byte_s = machine.sum_byte_s if ring else machine.byte_s
             efficiency = machine.ring_efficiency if alone else machine.crowd_efficiency
             ranks, inside = among(stage), stage.scope is not None and not link.elsewhere(among(stage))
+            leaving = link.leaving(stage.sent_bytes, ring, ranks)
+            # Only a crowd uses several connections of a rank at a time.
+            rate = connection * (1 if alone else max(1, link.elsewhere(ranks)))
+            travel_s = resending_s = 0.0
+            if not inside:
+                travel_s = stage.delays * link.latency_s
+                resending_s = link.resending_s(2 * stage.messages * len(ranks), stage.delays // 2)
+            # Bytes that the network link could carry in the time that these take.
+            sent_bytes = leaving / efficiency if speed or rate < math.inf else 0.0
+            # A ring has two segments under way at a time: of two places, one's bytes are sent while the other's travel.
+            # With M delays of d seconds and bytes that take B, it takes max(B, B / 2 + M d).
+            held_bytes = sent_bytes / 2 if ring and travel_s else 0.0
             yield _Item(
                 cpu_s=(machine.call_s + machine.message_s * stage.messages + byte_s * stage.sent_bytes) * factor,
-                latency_s=stage.rounds * (machine.round_s * load.stretch + (0.0 if inside else link.latency_s)),
-                # Bytes that the network link could carry in the time that these take.
-                sent_bytes=link.leaving(stage.sent_bytes, ring, ranks) / efficiency if speed else 0.0,
+                latency_s=stage.rounds * machine.round_s * load.stretch + resending_s + (0.0 if ring else travel_s),
+                sent_bytes=sent_bytes - held_bytes,
+                most_bytes_per_s=rate / efficiency,
+                travel_s=travel_s if ring else 0.0,
+                held_bytes=held_bytes,
                 in_turn=pairs and not (stage.scope is not None and stage.scope.local),
             )
 
@@ -343,16 +397,27 @@ def _moment(runners: Sequence[_Runner], flow: float, load: Load) -> float:
     """Run until the first part of any current item ends; return the seconds."""
     items = _current(runners)
     working = [i for i in items if i.cpu_s > _DONE]
-    waiting = [i for i in items if i.latency_s > _DONE]
-    sending = [i for i in items if i.latency_s <= _DONE and i.sent_bytes > 1e-6]
+    sending = [i for i in items if i.sends]
     speed = min(1.0, load.runners / len(working)) if working else 1.0
-    rate = flow / len(sending) if sending else flow
-    ends = [i.cpu_s / speed for i in working] + [i.latency_s for i in waiting] + [i.sent_bytes / rate for i in sending]
+    rates = _shares(sending, flow)
+    ends = [i.cpu_s / speed for i in working] + [i.latency_s for i in items if i.latency_s > _DONE]
+    ends += [i.travel_s for i in items if i.travels]
+    ends += [i.sent_bytes / rate for i, rate in zip(sending, rates)]
     passed_s = min(ends)
-    for i in working:
-        i.cpu_s -= passed_s * speed
-    for i in sending:
-        i.sent_bytes -= passed_s * rate
-    for i in waiting:
-        i.latency_s -= passed_s
+    rate_of = {id(i): rate for i, rate in zip(sending, rates)}
+    for i in items:
+        i.pass_time(passed_s, speed, rate_of.get(id(i), 0.0))
     return passed_s
+
+
+def _shares(sending: list[_Item], flow: float) -> list[float]:
+    """Return the rate of each item: equal shares of the link, of which the slow leave their rest to the others.
+
+    The items are brought into the order of their fastest rates.
+    """
+    sending.sort(key=lambda item: item.most_bytes_per_s)
+    rates: list[float] = []
+    for done, item in enumerate(sending):
+        share = flow if math.isinf(flow) else (flow - sum(rates)) / (len(sending) - done)
+        rates.append(min(item.most_bytes_per_s, share))
+    return rates

@@ -1,13 +1,15 @@
 """Drivers, which execute protocols: over a torch.distributed group, in a simulation, or as a dry run on sizes."""
 
+from gradwire.exchange.drivers.delays import count_delays, count_step_delays
 from gradwire.exchange.drivers.devices import Device, HostDevice, LateChecks, Verdict
 from gradwire.exchange.drivers.dry_run import LocalProfiler, Stage, dry_run, profile_locally
-from gradwire.exchange.drivers.lane import Future, Lane, TransferOrder, WireError
+from gradwire.exchange.drivers.lane import LANES, Future, Lane, TransferOrder, WireError
 from gradwire.exchange.drivers.simulation import simulate_ranks
 from gradwire.exchange.drivers.traffic import Meter, Span, Trace, Traffic, dense_bytes, profiled
 from gradwire.exchange.drivers.transports import choose_transport, connector, device_of, group_timeout, one_device
 
 __all__ = [
+    "LANES",
     "Device",
     "Future",
     "HostDevice",
@@ -24,6 +26,8 @@ __all__ = [
     "WireError",
     "choose_transport",
     "connector",
+    "count_delays",
+    "count_step_delays",
     "dense_bytes",
     "device_of",
     "dry_run",

@@ -11,15 +11,13 @@ from typing import Any, TypeVar
 
 import torch
 
+from gradwire.exchange.drivers.delays import USUAL_ROUND, op_delays
 from gradwire.exchange.drivers.traffic import Meter, broadcast_sends, gathers, large, op_bytes
 from gradwire.exchange.network_cost import LinkCost
 from gradwire.exchange.ops import AllToAll, Broadcast, Exchange, Op, Reduce, Scope, SendRecv
 from gradwire.exchange.protocols import Context, Memory, Workspace
 from gradwire.exchange.protocols.bucket_plan import BucketPlan
 from gradwire.exchange.wire import pretend_senders
-
-USUAL_ROUND = -1
-"""A round without the exchanges that a schedule adds in some rounds only."""
 
 
 def dry_run(plan: BucketPlan, numel: int, world_size: int, round: int = USUAL_ROUND, rank: int = 0) -> Meter:
@@ -76,6 +74,7 @@ class Stage:
         rounds: Number of messages that depend on one another.
         messages: Number of messages that one rank sends.
         scope: Scope of the operation; None: all ranks.
+        delays: One-way delays that the operation takes if all ranks begin it at the same time.
     """
 
     work_s: float
@@ -84,6 +83,7 @@ class Stage:
     rounds: int = 0
     messages: int = 0
     scope: Scope | None = None
+    delays: int = 0
 
 
 class LocalProfiler:
@@ -170,7 +170,7 @@ def _timed(generator: Exchange[T], world_size: int) -> tuple[T, list[Stage]]:
         op = next(generator)
         while True:
             work_s = time.perf_counter() - started
-            stages.append(Stage(work_s, *_shape(op, world_size), op.scope))
+            stages.append(Stage(work_s, *_shape(op, world_size), op.scope, op_delays(op, world_size)))
             reply = _echo(op)
             started = time.perf_counter()
             op = generator.send(reply)

@@ -18,6 +18,9 @@ from gradwire.exchange.drivers.traffic import Meter, Trace, large, op_bytes, pro
 from gradwire.exchange.drivers.transports import Connect, GlooTransport, Transport
 from gradwire.exchange.ops import Exchange, Op, Reduce, Scope
 
+LANES = 2
+"""Default number of lanes on CPU, where a lane's thread computes and sends in turn."""
+
 
 class TransferOrder:
     """Tickets in the order in which jobs were submitted to lanes.

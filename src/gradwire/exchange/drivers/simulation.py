@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar, cast
 
 import torch
@@ -17,11 +17,37 @@ T = TypeVar("T")
 def simulate_ranks(generators: Sequence[Exchange[T]], meters: Sequence[Meter], *, leader_only: bool = False) -> list[T]:
     """Run one generator for each rank to its end, and return their results.
 
+    Sums are added in the order of ranks. If all ranks receive the same, they share one reply: replies are read-only.
+
+    Args:
+        generators: The generators, by rank.
+        meters: Count each rank's bytes.
+        leader_only: See :func:`in_lockstep`.
+
+    Raises:
+        ExchangeError: ranks yielded different operations, which on a real group would hang or corrupt data.
+    """
+    world_size = len(generators)
+
+    def execute(ranks: Sequence[int], ops: Sequence[Op]) -> list[torch.Tensor]:
+        replies = _execute(ops)
+        for rank, op in zip(ranks, ops):
+            meters[rank].count(op, world_size)
+        return replies
+
+    return in_lockstep(generators, execute, leader_only=leader_only)
+
+
+Execute = Callable[[Sequence[int], Sequence[Op]], Sequence[torch.Tensor]]
+"""Takes the ranks of a group and the operation that each has yielded, and returns their replies."""
+
+
+def in_lockstep(generators: Sequence[Exchange[T]], execute: Execute, *, leader_only: bool = False) -> list[T]:
+    """Run one generator for each rank to its end, executing each operation of a group at once; return their results.
+
     Ranks advance together; an operation with a scope is executed as soon as all ranks of one of its groups have yielded
     it. With ``leader_only``, stop when rank 0 has ended, and return its result only: after the last exchange the others
     would repeat its decoding N - 1 times.
-
-    Sums are added in the order of ranks. If all ranks receive the same, they share one reply: replies are read-only.
 
     Raises:
         ExchangeError: ranks yielded different operations, which on a real group would hang or corrupt data.
@@ -49,9 +75,8 @@ def simulate_ranks(generators: Sequence[Exchange[T]], meters: Sequence[Meter], *
             names = [_name(op) for op in asked if op is not None]
             raise ExchangeError(f"simulated ranks asked for different operations: {names}")
         for ranks, ops in ready:
-            for rank, op, reply in zip(ranks, ops, _execute(ops)):
+            for rank, reply in zip(ranks, execute(ranks, ops)):
                 replies[rank], asked[rank] = reply, None
-                meters[rank].count(op, world_size)
 
 
 def _ready(asked: Sequence[Op | None], world_size: int) -> Iterator[tuple[Sequence[int], list[Op]]]:

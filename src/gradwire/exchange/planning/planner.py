@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from gradwire.errors import BackendError, IncompatibleError
-from gradwire.exchange.drivers import Meter, dry_run, simulate_ranks
+from gradwire.exchange.drivers import LANES, Meter, count_step_delays, dry_run, simulate_ranks
 from gradwire.exchange.method import Method, require
+from gradwire.exchange.network_cost import Delays
 from gradwire.exchange.planning.options import Options, dense_names
 from gradwire.exchange.protocols import Context
 from gradwire.exchange.protocols.bucket_plan import BoundedPlan, BucketPlan, PlanSetting
@@ -293,11 +294,29 @@ class Planner:
         order = tuple(self.step_order()) if self.method.traits.whole_step else tuple(names)
         return min(self._costs(order, warm_up=False).values(), key=lambda meter: meter.sent_bytes)
 
+    def delays(self, buckets: Sequence[Sequence[str]], lanes: int = LANES) -> Delays:
+        """Return the critical path of a step in one-way delays, by a dry run.
+
+        Args:
+            buckets: Names of the parameters of each bucket, in the order in which buckets become ready.
+            lanes: Number of lanes.
+        """
+        listed = [self.step_order()] if self.method.traits.whole_step else buckets
+        meta, found = get_kernels("meta"), []
+        for names in map(tuple, listed):
+            plan = self._build(names, False, self._best(names, warm_up=False), meta)
+            found.append((plan, sum(self.parameters[name].numel for name in names)))
+        return count_step_delays(found, self.world_size, lanes=lanes)
+
+    def _best(self, names: tuple[str, ...], warm_up: bool) -> str:
+        """Return the protocol that sends the fewest bytes."""
+        if len(self._collectives) == 1:
+            return self._collectives[0]
+        costs = self._costs(names, warm_up)
+        return min(costs, key=lambda c: costs[c].sent_bytes)
+
     def _make(self, names: tuple[str, ...], warm_up: bool) -> BucketPlan:
-        best = self._collectives[0]
-        if len(self._collectives) > 1:
-            costs = self._costs(names, warm_up)
-            best = min(costs, key=lambda c: costs[c].sent_bytes)
+        best = self._best(names, warm_up)
         self.chosen[best] = self.chosen.get(best, 0) + 1
         if self.open_coders and self.coder is None:
             times = self.measure_coders()

@@ -248,9 +248,11 @@ def expected(config: RunConfig, methods: Sequence[str]) -> list[str]:
     if not steps:
         return []
     whose = "this machine's" if calibrated else "a reference machine's"
+    delays = [f"{f.delays:g} with {f.method}" for f in forecasts if f.method in methods and f.apart is None]
     return [
         f"Predicted, not measured: on {config.workers} machines at 100 Mbit/s a step would take {', '.join(steps)} "
         f"(by the model, with the speed of {whose} collectives).",
+        f"Far apart, its exchange would wait for {', '.join(delays)} one-way delays of the network.",
         f"gradwire plan --profile {config.task.name} predicts other links and numbers of machines.",
     ]
 

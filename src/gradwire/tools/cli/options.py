@@ -163,7 +163,8 @@ class PlanOptions:
     gpus_per_host: Annotated[int, _cluster("--gpus-per-host", help="Workers on each, sharing its link")] = 1
     cores: Annotated[int | None, _cluster(help="Of each host, where workers compute on them; else none waits")] = None
     bandwidth: Annotated[list[str] | None, _cluster(help="Between hosts; repeatable")] = None
-    latency: Annotated[str, _cluster(help="Of a message, beside this machine's own")] = "0ms"
+    delay: Annotated[str, _cluster("--delay", "--latency", help="Between hosts, one way; such as 20ms")] = "0ms"
+    loss: Annotated[str, _cluster(help="Of packets between hosts, such as 0.1%")] = "0%"
     probe: Annotated[bool, _cluster("--probe", help="Under torchrun: measure the link of its group")] = False
     calibration: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Of collectives; else this machine's, made when first needed")

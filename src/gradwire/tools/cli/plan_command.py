@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -50,16 +51,16 @@ def plan(options: PlanOptions) -> None:
             f"--cores {options.cores}: at least 1 is needed; leave it out where no worker waits for a core"
         )
     check_figure(options.figure)
-    latency_s = parse_delay(options.latency)
-    links = {_rate(link): link for link in (_link(text, latency_s) for text in options.bandwidth or BANDWIDTHS)}
+    delay_s, loss = parse_delay(options.delay), _share(options.loss)
+    links = {_rate(link): link for link in (_link(text, delay_s, loss) for text in options.bandwidth or BANDWIDTHS)}
     counts = list(options.hosts or HOSTS)
     if min(counts) < 1 or ranks_per_host < 1 or min(counts) * ranks_per_host < 2:
         raise UsageError("one worker exchanges nothing: give --hosts 2 or more, or --gpus-per-host")
     if options.figure is not None and (options.probe or len(set(counts)) < 2):
         raise UsageError("a curve needs two numbers of workers: give --hosts more than once, or leave --figure out")
     if options.probe:
-        if options.bandwidth or options.hosts:
-            raise UsageError("--probe measures the group that runs: leave --hosts and --bandwidth out")
+        if options.bandwidth or options.hosts or delay_s or loss:
+            raise UsageError("--probe measures the group that runs: leave --hosts, --bandwidth, --delay and --loss out")
         answer = _probed(options)
         if answer is None:
             return
@@ -90,6 +91,8 @@ def plan(options: PlanOptions) -> None:
                         "hosts": count,
                         "ranks_per_host": ranks_per_host,
                         "bandwidth_bits_per_s": link.bandwidth_bytes_per_s and 8 * link.bandwidth_bytes_per_s,
+                        "delay_s": link.latency_s,
+                        "loss": link.loss,
                         **{key: value for key, value in dataclasses.asdict(f).items() if key != "apart"},
                         "recommended": f.method == choice,
                     }
@@ -114,9 +117,22 @@ def plan(options: PlanOptions) -> None:
         print(f"figure: {options.figure}", file=sys.stderr)
 
 
-def _link(text: str, latency_s: float) -> LinkModel:
+def _link(text: str, delay_s: float, loss: float) -> LinkModel:
     rate = parse_rate(text)
-    return LinkModel(bandwidth_bytes_per_s=rate / 8 if rate else None, latency_s=latency_s)
+    return LinkModel(bandwidth_bytes_per_s=rate / 8 if rate else None, latency_s=delay_s, loss=loss)
+
+
+def _share(text: str) -> float:
+    """Read a share such as ``0.1%``.
+
+    Raises:
+        UsageError: it is not a number of per cent from 0 to below 100.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)%", text.strip())
+    share = float(found[1]) / 100 if found else 1.0
+    if share >= 1.0:
+        raise UsageError(f"--loss {text!r}: a number of per cent below 100 is needed, such as 0.1%")
+    return share
 
 
 def _rate(link: LinkModel) -> str:
@@ -179,5 +195,5 @@ def _found(link: LinkModel, world_size: int) -> str:
             " start the command on every host, or give --hosts and --bandwidth"
         )
     if link.bandwidth_bytes_per_s is None:
-        return f"no link limited the probe; latency {link.latency_s * 1e3:.2g} ms"
-    return f"probed: {_rate(link)} between hosts, latency {link.latency_s * 1e3:.2g} ms"
+        return f"no link limited the probe; delay {link.latency_s * 1e3:.2g} ms one way"
+    return f"probed: {_rate(link)} between hosts, delay {link.latency_s * 1e3:.2g} ms one way"

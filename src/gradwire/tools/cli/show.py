@@ -11,11 +11,13 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import torch
 import typer
 from rich.console import Console
 from rich.table import Table
 
 import gradwire as gw
+from gradwire.errors import IncompatibleError
 from gradwire.tools.report.summary import link_texts
 from gradwire.tools.report.verdict import bytes_text, percent, rate_text, seconds_text
 
@@ -138,7 +140,8 @@ def print_timeline(rows: Sequence[Mapping[str, Any]]) -> None:
 
 def print_plan(rows: Sequence[Mapping[str, Any]]) -> None:
     """Print one line for each predicted step."""
-    table = _table("workers", "link", "method", "step", "80 %", "floor", "speed-up", "sent", "bounded by", "", "")
+    columns = ("workers", "link", "method", "step", "80 %", "floor", "speed-up", "sent", "delays", "bounded by")
+    table = _table(*columns, "", "")
     for row in rows:
         rate = row["bandwidth_bits_per_s"]
         table.add_row(
@@ -150,13 +153,15 @@ def print_plan(rows: Sequence[Mapping[str, Any]]) -> None:
             seconds_text(row["floor_s"]),
             f"{row['speedup']:.2f} x",
             bytes_text(row["sent_bytes"]),
+            f"{row['delays']:.3g}",
             row["bottleneck"],
             "~" if row["extrapolated"] else "",
             "<- recommended" if row["recommended"] else "",
         )
     print_table(table)
     if any(row["exchange_every"] > 1 for row in rows):
-        print("steps and bytes of methods that exchange in one of several steps are means over these")
+        print("steps, bytes and delays of methods that exchange in one of several steps are means over these")
+    print("delays: times that a step waits for a message to arrive, requests included, with all gradients at hand")
     for why in dict.fromkeys(row["extrapolated"] for row in rows if row["extrapolated"]):
         print(f"~ extrapolated, the interval may not hold: {why}")
 
@@ -166,7 +171,11 @@ NOTES = {
     "delta": "E|Q(g) - g|^2 <= (1 - delta) |g|^2: the share of a vector that it keeps at least",
     "state bytes per element": "what each rank remembers; in memory twice: as it holds, and as the round makes it",
     "bits per element": "sent for each element and direction with 4 workers; a float32 all-reduce has 32",
+    "delays": "one-way delays of the network on the critical path of an exchange with 4 workers, on Gloo",
 }
+
+DELAY_WORKERS, DELAY_SHAPES = 4, {"weight": (1024, 1024), "bias": (1024,)}
+"""Workers and parameters for which delays are shown: one bucket of one chunk."""
 
 DIRECTION = "a direction to step in, not the mean: it needs a learning rate of its own"
 
@@ -178,7 +187,7 @@ def method_rows(names: Sequence[str]) -> list[dict[str, Any]]:
     for name in names or list(defaults):
         chosen = gw.method(name)
         info = gw.MethodInfo.of(chosen)
-        rows.append({**dataclasses.asdict(info), "collectives": ", ".join(info.collectives)})
+        rows.append({**dataclasses.asdict(info), "collectives": ", ".join(info.collectives), **_delays(chosen)})
         if info.spec != defaults.get(info.name):
             # Both are declared for the default settings only.
             rows[-1] |= {"bits_per_element": None, "state_bytes_per_element": None}
@@ -190,6 +199,25 @@ def method_rows(names: Sequence[str]) -> list[dict[str, Any]]:
                 "bit_stable": None,
             }
     return rows
+
+
+def _delays(method: gw.Method) -> dict[str, Any]:
+    """Return the delays of an exchange; None for a method that chooses among others, or needs to know the cluster."""
+    from gradwire.exchange.planning import Options, Planner, exchanged
+
+    if method.traits.tries:
+        return {"delays": None, "delay_phases": None}
+    shapes = {name: torch.empty(shape, device="meta") for name, shape in DELAY_SHAPES.items()}
+    parameters, options = exchanged(method, shapes, Options())
+    try:
+        found = Planner(method, parameters, DELAY_WORKERS, options).delays([list(parameters)])
+    except IncompatibleError:
+        return {"delays": None, "delay_phases": None}
+    return {"delays": found.count, "delay_phases": str(found)}
+
+
+def _count(delays: int | None) -> str:
+    return "-" if delays is None else str(delays)
 
 
 def unbiased_text(row: Mapping[str, Any]) -> str:
@@ -206,12 +234,14 @@ def print_methods(rows: Sequence[Mapping[str, Any]], *, in_full: bool = False) -
         _print_families(rows)
         return
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("name", "bits/element (4 workers)", "unbiased", "bit-stable", "state", "summary"):
+    columns = ("name", "bits/element (4 workers)", "delays", "unbiased", "bit-stable", "state", "summary")
+    for column in columns:
         table.add_column(column)
     for row in rows:
         stable = "yes" if row["bit_stable"] else "no"
         bits = f"{row['bits_per_element']:.3g}"
-        table.add_row(row["name"], bits, unbiased_text(row), stable, row["state"], row["summary"])
+        delays = _count(row["delays"])
+        table.add_row(row["name"], bits, delays, unbiased_text(row), stable, row["state"], row["summary"])
     print_table(table)
 
 
@@ -223,9 +253,13 @@ def _print_families(rows: Sequence[Mapping[str, Any]]) -> None:
     for family, members in families.items():
         table.add_row(f"[bold]{family}[/bold]")
         for row in members:
-            table.add_row(f"  {row['name']}", f"{row['bits_per_element']:.3g} bits", row["summary"])
+            bits, delays = f"{row['bits_per_element']:.3g} bits", f"{_count(row['delays'])} delays"
+            table.add_row(f"  {row['name']}", bits, delays, row["summary"])
     print_table(table)
     print("Bits are those sent for each element and direction with 4 workers; a float32 all-reduce has 32.")
+    print(
+        "Delays are the one-way delays of the network for which an exchange of a bucket among 4 workers waits on Gloo."
+    )
     print("gradwire methods NAME shows a method in full, gradwire methods --all more of each.")
 
 
