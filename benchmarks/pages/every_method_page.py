@@ -53,7 +53,9 @@ def every_method() -> list[str]:
         " speed-up over DDP fp32. Rows: `benchmarks/results/speed/step_methods.jsonl`."
         f" {provenance(next(iter(slowest.values())))}.",
         "",
-        "| exchange | sent, MB | codec, ms | " + " | ".join(f"{speed(r)}: step | 20 % - 80 % | speed-up" for r in cells) + " |",
+        "| exchange | sent, MB | codec, ms | "
+        + " | ".join(f"{speed(r)}: step | 20 % - 80 % | speed-up" for r in cells)
+        + " |",
         "|---|---:|---:|" + "---:|---:|---:|" * len(cells),
     ]
     for variant, row in slowest.items():
@@ -72,9 +74,7 @@ def every_method() -> list[str]:
         took = f" (took {row['record']['choice']['chosen']})" if variant == AUTO else ""
         codec = row["encode_s_per_step"] + row["decode_s_per_step"]
         sent = (row["sent_bytes_per_step"] or 0) / 1e6
-        lines.append(
-            f"| {variant}{took} | {sent:.2f} | {ms(codec) if codec else '-'} | " + " | ".join(shown) + " |"
-        )
+        lines.append(f"| {variant}{took} | {sent:.2f} | {ms(codec) if codec else '-'} | " + " | ".join(shown) + " |")
     return [*lines, "", *races(cells), *why_coders_miss(slowest)]
 
 
