@@ -19,7 +19,7 @@ from benchmarks.lib.pairs import Pairs
 from benchmarks.lib.stacked_gpt import Shape, StackedGPT, Text
 from benchmarks.lib.stacked_optimizers import clip_each_, optimizers_of
 
-__all__ = ["SAMPLES", "WORKERS", "Plan", "finished", "train"]
+__all__ = ["SAMPLES", "WINDOWS", "WORKERS", "Plan", "finished", "train"]
 
 WORKERS, SAMPLES = 4, 3
 """Workers, and samples of each in a step: together nanoGPT's twelve."""
@@ -27,6 +27,7 @@ CLIP, FLOOR, WARM_UP = 1.0, 0.1, 0.05
 """nanoGPT's limit of a gradient's norm, its last learning rate as a share of the highest, and the share of steps before
 that is reached, 100 of 2000 there."""
 WINDOWS = 256
+"""Windows of the validation text."""
 
 
 @dataclass(frozen=True)
@@ -258,18 +259,30 @@ def train(
         if (step + 1) % look == 0 or step + 1 == plan.steps:
             with exchange.swapped():
                 loss = model.loss_of_first(windows)
+                walk = travelled(model, StackedGPT(found, 1, plan.seed)) if step + 1 == plan.steps else {}
             losses.append([step + 1, loss, exchange.busier_bytes()])
-    row = asdict(plan) | {
-        "loss": losses[-1][1],
-        "numel": model.numel,
-        "bytes": losses[-1][2],
-        "bits_per_element_and_step": 8 * losses[-1][2] / model.numel / plan.steps,
-        "losses": losses,
-        "cpu_s": round(cpu_s + time.process_time() - start, 1),
-    }
+    row = (
+        asdict(plan)
+        | walk
+        | {
+            "loss": losses[-1][1],
+            "numel": model.numel,
+            "bytes": losses[-1][2],
+            "bits_per_element_and_step": 8 * losses[-1][2] / model.numel / plan.steps,
+            "losses": losses,
+            "cpu_s": round(cpu_s + time.process_time() - start, 1),
+        }
+    )
     put(work / f"{plan.label}.json", json.dumps(row).encode())
     stopped.unlink(missing_ok=True)
     return row
+
+
+@torch.no_grad()
+def travelled(model: StackedGPT, start: StackedGPT) -> dict[str, float]:
+    """Return the distance of the first replica from the initial values, and the share of elements that have moved."""
+    changes = torch.cat([(x[0] - start.stacks[name][0]).reshape(-1) for name, x in model.stacks.items()])
+    return {"distance": float(changes.norm()), "share_moved": float((changes != 0).double().mean())}
 
 
 def save(

@@ -34,7 +34,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.lib.league_run import SAMPLES, WORKERS, Plan, finished, train
+from benchmarks.lib.league_run import SAMPLES, WINDOWS, WORKERS, Plan, finished, train
 from benchmarks.lib.runs import write
 from benchmarks.lib.stacked_gpt import read_text
 
@@ -216,6 +216,8 @@ def wanted(found: Found) -> Iterator[Plan]:
         yield from tries(entry, found)
     for name in STUDY:
         yield from studied(name, SHORT, found)
+    for entry in reversed(core[2:]):
+        yield from long_tries(entry, found)[:1]
     for entry in core:
         yield from seeds_of(best_short(entry, found))
     for entry in core:
@@ -264,6 +266,7 @@ def line(entry: Entry, horizon: int, plan: Plan | None, tried: int, found: Found
         "losses": losses,
         "bytes_mean": mean(row["bytes"] for row in rows),
         "bits_per_element_and_step": mean(row["bits_per_element_and_step"] for row in rows),
+        "distance_mean": mean(row["distance"] for row in rows) if all("distance" in row for row in rows) else None,
         "curve": rows[0]["losses"],
     }
 
@@ -287,7 +290,7 @@ def collect(found: Found) -> Row:
             for plan in studied(name, horizon, found):
                 row = found(plan)
                 if row:
-                    kept = ("loss", "bytes", "bits_per_element_and_step", "lr")
+                    kept = ("loss", "bytes", "bits_per_element_and_step", "lr", "distance", "share_moved")
                     study.append({"name": name, "steps": horizon, "method": plan.spec, **{k: row[k] for k in kept}})
     return {"league": league, "tried": tried, "study": study}
 
@@ -334,8 +337,8 @@ def main() -> int:
     rows = collect(found)
     show(rows)
     spent = [json.loads(path.read_text())["cpu_s"] for path in arguments.work.glob("*.json")]
-    numbers = {"workers": WORKERS, "samples": SAMPLES, "every": EVERY, "horizons": [SHORT, LONG], "runs": len(spent)}
-    write(arguments.json, **numbers, cpu_minutes=round(sum(spent) / 60, 1), **rows)
+    numbers = {"workers": WORKERS, "samples": SAMPLES, "windows": WINDOWS, "every": EVERY, "horizons": [SHORT, LONG]}
+    write(arguments.json, **numbers, runs=len(spent), cpu_minutes=round(sum(spent) / 60, 1), **rows)
     return 0
 
 

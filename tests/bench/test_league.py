@@ -258,6 +258,19 @@ def test_bytes_are_those_of_the_library(text: Text, tmp_path: Path) -> None:
     assert one == pytest.approx(link.traffic().sent_bytes, rel=0.2)
 
 
+def test_a_run_tells_how_far_it_went_and_how_much_of_it_moved(text: Text, tmp_path: Path) -> None:
+    sparse = Plan("SparseLoCo(every=2, density=0.01, block_size=512)", "adamw", 0.01, 2, 0)
+    rows = [league_run.train(plan, text, tmp_path, shape=SMALL) for plan in (sparse, replace(sparse, spec="FP32()"))]
+    few, all_of_them = (row for row in rows if row)
+    # Norms and what is smaller than 1024 elements travel whole; of the rest at least one element of each block.
+    sizes = [x.numel() for x in StackedGPT(SMALL, 1, 0).stacks.values()]
+    whole = sum(n for n in sizes if n < 1024)
+    most = whole + sum(WORKERS * 6 * -(-n // 512) for n in sizes if n >= 1024)
+    assert whole / sum(sizes) * 0.9 < few["share_moved"] <= most / sum(sizes)
+    assert all_of_them["share_moved"] > 0.9
+    assert 0 < few["distance"] < all_of_them["distance"] * 3
+
+
 def test_rates_rise_then_fall_to_a_tenth() -> None:
     plan = Plan("FP32()", "adamw", 0.5, 200, 0)
     rates = [plan.rate(step) for step in range(200)]
@@ -287,7 +300,8 @@ def table_of(score: Callable[[Plan], float], done: Callable[[Plan], bool] = lamb
         if not done(plan):
             return None
         loss = score(plan)
-        return {"loss": loss, "bytes": 8, "bits_per_element_and_step": 2.0, "losses": [[1, loss, 8]], "lr": plan.lr}
+        sent = {"bytes": 8, "bits_per_element_and_step": 2.0, "losses": [[1, loss, 8]]}
+        return {"loss": loss, "lr": plan.lr, "distance": 3.0, "share_moved": 0.5, **sent}
 
     return found
 
