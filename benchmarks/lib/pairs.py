@@ -54,7 +54,7 @@ class Pairs:
 
     def partners(self, exchange: int) -> list[int]:
         """Return the partner of each worker in an exchange, a function of the seed and its number."""
-        generator = torch.Generator().manual_seed((self._seed << 32) + exchange)
+        generator = torch.Generator().manual_seed(1_000_003 * self._seed + exchange)
         order = torch.randperm(len(self._workers), generator=generator).tolist()
         met = dict(zip(order[::2], order[1::2]))
         met |= {b: a for a, b in met.items()}

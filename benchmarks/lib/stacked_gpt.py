@@ -130,7 +130,8 @@ class Text:
 
     def batch(self, seed: int, step: int, workers: int, samples: int, length: int) -> Tensor:
         """Return all workers' samples of a step, ``[workers, samples, length + 1]``, a function of seed and step."""
-        generator = torch.Generator().manual_seed((seed << 32) + step)
+        # The generator takes the lower 32 bits of a seed.
+        generator = torch.Generator().manual_seed(1_000_003 * seed + step)
         starts = torch.randint(len(self.train) - length, (workers, samples, 1), generator=generator)
         return self.train[starts + torch.arange(length + 1)]
 

@@ -105,25 +105,27 @@ CORE = ("DDP", "LocalSGD", "DiLoCo", "SparseLoCo")
 """Trained to the long horizon before the others."""
 
 STUDY = {
-    "density 1/64": "SparseLoCo(every=16)",
+    "nothing (density 1/64, outer rate 1, decay 0.95, 2 bits)": "SparseLoCo(every=16)",
     "density 1/16": "SparseLoCo(every=16, density=0.0625)",
     "density 1/4": "SparseLoCo(every=16, density=0.25)",
     "density 1": "SparseLoCo(every=16, density=1.0)",
     "outer rate 2": "SparseLoCo(every=16, outer_lr=2.0)",
     "outer rate 4": "SparseLoCo(every=16, outer_lr=4.0)",
+    "every 4 steps": "SparseLoCo(every=4)",
+    "LocalSGD, top-k and feedback": (
+        "LocalSGD(every=16, inner=ErrorFeedback(compressor=TopK(density=0.015625, block_size=4096, "
+        "values=QSGDinf(levels=3, block_size=64)), decay=0.95))"
+    ),
     "decay 0.8": "SparseLoCo(every=16, decay=0.8)",
     "decay 0.999": "SparseLoCo(every=16, decay=0.999)",
     "8 bits a value": "SparseLoCo(every=16, bits=8)",
     "blocks of 256": "SparseLoCo(every=16, block_size=256)",
-    "every 4 steps": "SparseLoCo(every=4)",
-    "every 64 steps": "SparseLoCo(every=64)",
     "density 1/4, outer rate 2": "SparseLoCo(every=16, density=0.25, outer_lr=2.0)",
-    "as it was trained before": (
-        "LocalSGD(every=16, inner=ErrorFeedback(compressor=TopK(density=0.015625, block_size=4096, "
-        "values=QSGDinf(levels=3, block_size=64)), decay=0.95))"
-    ),
+    "every 64 steps": "SparseLoCo(every=64)",
 }
 """SparseLoCo's defaults with one thing changed; every one at the learning rate that its defaults prefer."""
+FIRST = 8
+"""How many of these lines come before the long runs."""
 LONG_STUDY = ("density 1/4", "outer rate 2", "density 1/16", "outer rate 4")
 
 
@@ -207,19 +209,24 @@ def studied(name: str, steps: int, found: Found) -> list[Plan]:
 
 def wanted(found: Found) -> Iterator[Plan]:
     """Yield the runs in their order; what depends on runs that have not ended is left out."""
-    inside = [entry for entry in ENTRIES if entry.optimizer == "adamw" and not entry.like]
-    muon = [entry for entry in ENTRIES if entry.optimizer == "muon"]
     core = [BY_NAME[name] for name in CORE]
     others = [entry for entry in ENTRIES if entry.name not in CORE]
-    for entry in inside:
+    muon = [entry for entry in others if entry.optimizer == "muon"]
+    for entry in core:
         yield from first_tries(entry)
         yield from tries(entry, found)
-    for name in STUDY:
+    for name in list(STUDY)[:FIRST]:
         yield from studied(name, SHORT, found)
-    for entry in reversed(core[2:]):
-        yield from long_tries(entry, found)[:1]
     for entry in core:
         yield from seeds_of(best_short(entry, found))
+    for entry in reversed(core[2:]):
+        yield from long_tries(entry, found)[:1]
+    for entry in others:
+        if entry not in muon and not entry.like:
+            yield from first_tries(entry)
+            yield from tries(entry, found)
+    for name in STUDY:
+        yield from studied(name, SHORT, found)
     for entry in core:
         yield from long_tries(entry, found)[:1]
     for entry in others:
