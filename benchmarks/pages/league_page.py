@@ -305,8 +305,10 @@ def why(found: dict[str, Any]) -> list[str]:
     if ("every 4 steps", short) in rows:
         lines.append(
             f"- **Interval.** With an exchange every 4 steps, {short // 4} in all, {at('every 4 steps'):.3f} after {short} "
-            f"steps, for four times the bytes."
+            "steps, for four times the bytes."
         )
+        if ("DiLoCo, every 4 steps", short) in rows:
+            lines[-1] += f" DiLoCo at this interval ends at {at('DiLoCo, every 4 steps'):.3f}."
     decays = [name for name in ("decay 0.8", "decay 0.999") if (name, short) in rows]
     if decays:
         told = ", ".join(f"{at(name):.3f} with {name.removeprefix('decay ')}" for name in decays)

@@ -124,6 +124,9 @@ STUDY = {
     "every 64 steps": "SparseLoCo(every=64)",
 }
 """SparseLoCo's defaults with one thing changed; every one at the learning rate that its defaults prefer."""
+BESIDE = "DiLoCo, every 4 steps"
+"""A line beside them: DiLoCo's best setting, exchanged as often as "every 4 steps"."""
+LINES = (*STUDY, BESIDE)
 FIRST = 8
 """How many of these lines come before the long runs."""
 LONG_STUDY = ("density 1/4", "outer rate 2", "density 1/16", "outer rate 4")
@@ -203,6 +206,9 @@ def study_rate(found: Found) -> float | None:
 
 def studied(name: str, steps: int, found: Found) -> list[Plan]:
     """Return the plan of a line of the study, none before its learning rate is known."""
+    if name == BESIDE:
+        best = best_short(BY_NAME["DiLoCo"], found)
+        return [replace(best, spec=best.spec.replace(f"every={EVERY}", "every=4"), steps=steps)] if best else []
     rate = study_rate(found)
     return [Plan(STUDY[name], "adamw", rate, steps, SEEDS[0])] if rate else []
 
@@ -215,7 +221,7 @@ def wanted(found: Found) -> Iterator[Plan]:
     for entry in core:
         yield from first_tries(entry)
         yield from tries(entry, found)
-    for name in list(STUDY)[:FIRST]:
+    for name in (*LINES[:FIRST], BESIDE):
         yield from studied(name, SHORT, found)
     for entry in core:
         yield from seeds_of(best_short(entry, found))
@@ -225,7 +231,7 @@ def wanted(found: Found) -> Iterator[Plan]:
         if entry not in muon and not entry.like:
             yield from first_tries(entry)
             yield from tries(entry, found)
-    for name in STUDY:
+    for name in LINES:
         yield from studied(name, SHORT, found)
     for entry in core:
         yield from long_tries(entry, found)[:1]
@@ -293,7 +299,7 @@ def collect(found: Found) -> Row:
                     {"name": entry.name, "steps": horizon, "method": plan.spec, "lr": plan.lr, "loss": row["loss"]}
                 )
     for horizon in (SHORT, LONG):
-        for name in STUDY:
+        for name in LINES:
             for plan in studied(name, horizon, found):
                 row = found(plan)
                 if row:
