@@ -1,4 +1,4 @@
-"""``docs/local-steps.md``, from the committed results of ``local_training.py`` and ``in_flight.py``."""
+"""``docs/local-steps.md``, from the committed results of ``local_training.py``, ``league.py`` and ``in_flight.py``."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 from benchmarks.lib.page_parts import Row
 from benchmarks.lib.results import result
+from benchmarks.pages import league_page
 
 LINKS = {"10mbit": "10 Mbit/s", "100mbit": "100 Mbit/s", "1gbit": "1 Gbit/s"}
 NAMES = {
@@ -38,14 +39,15 @@ def page() -> str | None:
         return None
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
     lines = [HEAD.format(slack=found["slack"])]
-    lines.append(f"{found['cpu']}, {found['cores']} cores; {versions}; {found['date_utc'][:10]}.")
+    dates = sorted({row.get("date_utc", found["date_utc"])[:10] for row in found["rows"]})
+    lines.append(f"{found['cpu']}, {found['cores']} cores; {versions}; {' and '.join(dates)}.")
     if found["remark"]:
         lines += ["", found["remark"]]
     for goal in found["goals"]:
         rows = [row for row in found["rows"] if row["task"] == goal["task"]]
         if rows:
             lines += ["", f"## {NAMES[goal['task']]}", "", *table(rows, goal), "", *peaks(rows), "", *reading(rows)]
-    return "\n".join([*lines, *in_flight()]).rstrip() + "\n"
+    return "\n".join([*lines, *league_page.section(), *in_flight()]).rstrip() + "\n"
 
 
 def in_flight() -> list[str]:

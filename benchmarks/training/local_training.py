@@ -11,7 +11,8 @@ cycles of exchanges. The loss to reach is 1.15 times the final test loss of fp32
 trained for the methods that reach it in the least time at 100 Mbit/s, and for fp32.
 
 Runs that are whole are not repeated, so that the script may be stopped and started again; several copies share the
-trainings. Steps are to be timed on a machine that does nothing else.
+trainings. Rows of an earlier result whose runs are not in ``--work`` are kept, with their date, so that one method can
+be trained anew: ``--only NAME``. Steps are to be timed on a machine that does nothing else.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.lib.runs import claim, final, train, write
+from benchmarks.lib.runs import claim, earlier, final, machine, train, write
 
 HOSTS = 4
 BANDWIDTHS = ("10mbit", "100mbit", "1gbit")
@@ -49,7 +50,8 @@ METHODS = {
     "DiLoCo, EDEN 4 bits": f"DiLoCo(every={EVERY}, inner=EDEN(bits=4))",
     "DiLoCo, coded TernGrad": f"DiLoCo(every={EVERY}, inner=Coded())",
     "streaming, EDEN 4 bits": f"StreamingDiLoCo(every={EVERY}, fragments=4, delay=2, inner=EDEN(bits=4))",
-    "SparseLoCo": f"LocalSGD(every={EVERY}, inner=ErrorFeedback(compressor={SPARSE}, decay=0.95))",
+    "SparseLoCo": f"SparseLoCo(every={EVERY})",
+    "LocalSGD, top-k and feedback": f"LocalSGD(every={EVERY}, inner=ErrorFeedback(compressor={SPARSE}, decay=0.95))",
 }
 LOCAL = tuple(name for name, spec in METHODS.items() if "every=" in spec)
 
@@ -101,7 +103,7 @@ def train_all(arguments: argparse.Namespace) -> None:
     for seed in SEEDS:
         for goal in goals(arguments):
             wanted = list(METHODS) if seed == SEEDS[0] else best(arguments, goal)
-            for name in wanted:
+            for name in [name for name in wanted if arguments.only in (None, name)]:
                 path = folder(arguments.work, goal, name, seed)
                 if final(path, goal.steps) is None and claim(path):
                     its = options(goal, name, seed, arguments)
@@ -109,9 +111,10 @@ def train_all(arguments: argparse.Namespace) -> None:
 
 
 def mark(arguments: argparse.Namespace, goal: Goal) -> float | None:
-    """Return the loss to reach; None before fp32 has been trained."""
+    """Return the loss to reach; None before fp32 has been trained, here or for an earlier result."""
     last = final(folder(arguments.work, goal, "fp32", SEEDS[0]), goal.steps)
-    return None if last is None else SLACK * last["loss"]
+    before = next((row["mark"] for row in earlier(arguments.json, "rows") if row["task"] == goal.task), None)
+    return before if last is None else SLACK * last["loss"]
 
 
 def reached(arguments: argparse.Namespace, goal: Goal, name: str, seed: int) -> Row | None:
@@ -145,7 +148,7 @@ def time_all(arguments: argparse.Namespace) -> None:
     done = timed(arguments)
     for goal in goals(arguments):
         for bandwidth in reversed(BANDWIDTHS):
-            for name in METHODS:
+            for name in [name for name in METHODS if arguments.only in (None, name)]:
                 if (goal.task, name, bandwidth) not in done:
                     row = time_steps(goal, name, bandwidth, arguments)
                     with (arguments.work / "steps.jsonl").open("a") as lines:
@@ -181,8 +184,12 @@ def time_steps(goal: Goal, name: str, bandwidth: str, arguments: argparse.Namesp
 
 
 def collect(arguments: argparse.Namespace) -> list[Row]:
-    """Return a line for each task and method, with the time on each link where steps were timed."""
-    times, lines = timed(arguments), []
+    """Return a line for each task and method, with the time on each link where steps were timed.
+
+    Where the runs are not there, it is the line of the earlier result.
+    """
+    times, lines, today = timed(arguments), [], machine()["date_utc"]
+    kept = {(row["task"], row["method"]): row for row in earlier(arguments.json, "rows")}
     for goal in goals(arguments):
         limit = mark(arguments, goal)
         for name, spec in METHODS.items():
@@ -192,10 +199,12 @@ def collect(arguments: argparse.Namespace) -> list[Row]:
                 if (last := final(folder(arguments.work, goal, name, seed), goal.steps)) is not None
             ]
             if limit is None or not whole:
+                before = kept.get((goal.task, spec))
+                lines += [{"date_utc": dated(arguments), **before, "name": name}] if before else []
                 continue
             first = [row for seed, _ in whole if (row := reached(arguments, goal, name, seed))]
             line: Row = {"task": goal.task, "name": name, "method": spec, "mark": limit, "seeds": len(whole)}
-            line |= {"seeds_reached": len(first)}
+            line |= {"date_utc": today, "seeds_reached": len(first)}
             line |= spread("final_loss", [last["loss"] for _, last in whole])
             line |= spread("final_accuracy", [last["accuracy"] for _, last in whole])
             line |= spread("steps", [row["step"] for row in first])
@@ -205,6 +214,12 @@ def collect(arguments: argparse.Namespace) -> list[Row]:
                 line |= spread(f"seconds_{bandwidth}", [row["step"] * step["mean_s"] for row in first])
             lines.append(line)
     return lines
+
+
+def dated(arguments: argparse.Namespace) -> str | None:
+    """Return the date of the earlier result."""
+    found: str | None = json.loads(arguments.json.read_text())["date_utc"]
+    return found
 
 
 def spread(field: str, values: list[float]) -> Row:
@@ -232,6 +247,7 @@ def main() -> int:
     parser.add_argument("--data", type=Path, help="folder with CIFAR-10's batches")
     parser.add_argument("--work", type=Path, default=Path("runs/local_training"))
     parser.add_argument("--task", choices=[goal.task for goal in GOALS], help="one alone; by default both")
+    parser.add_argument("--only", choices=list(METHODS), help="one method alone; by default all")
     parser.add_argument("--lab", action="store_true", help="time steps on the emulated cluster; needs root")
     parser.add_argument("--collect", action="store_true", help="run nothing")
     parser.add_argument("--remark", help="a sentence on how it was measured, for the page")
@@ -244,7 +260,8 @@ def main() -> int:
         train_all(arguments)
     found = collect(arguments)
     show(found)
-    kept = {"hosts": HOSTS, "slack": SLACK, "remark": arguments.remark}
+    before = json.loads(arguments.json.read_text()) if arguments.json and arguments.json.exists() else {}
+    kept = {"hosts": HOSTS, "slack": SLACK, "remark": arguments.remark or before.get("remark")}
     write(arguments.json, **kept, goals=[vars(goal) for goal in GOALS], rows=found)
     return 0
 
